@@ -1,0 +1,1 @@
+"""Turns a schedule into tokens, in a process of its own."""

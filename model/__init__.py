@@ -1,0 +1,1 @@
+"""The bundled chat model: how it was made (`corpus.py`, `train.py`) and its weights (`bundled/`)."""

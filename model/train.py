@@ -1,0 +1,213 @@
+"""Train the bundled chat model on one CPU core, with checkpoints, and export it.
+
+    python -m model.train --data DIR --run RUN_DIR --cpu-hours 1.7     # train or resume
+
+Progress is measured in CPU seconds of the training process, not in steps: a run that is paused (SIGSTOP) or shares
+its core ends after the same amount of work, and the learning-rate decay always completes. Resuming with a smaller
+`--cpu-hours` therefore ends a run early and well. SIGTERM writes a checkpoint and stops.
+"""
+
+import argparse
+import json
+import math
+import os
+import signal
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+# glibc returns every large temporary to the kernel unless told otherwise; that costs a third of the throughput.
+_MALLOC = {
+    "MALLOC_MMAP_THRESHOLD_": str(4 << 30),
+    "MALLOC_TRIM_THRESHOLD_": str(4 << 30),
+    "MALLOC_TOP_PAD_": str(256 << 20),
+}
+if __name__ == "__main__" and any(os.environ.get(k) != v for k, v in _MALLOC.items()):
+    os.execve(sys.executable, [sys.executable, "-m", "model.train", *sys.argv[1:]], {**os.environ, **_MALLOC})
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from rich.console import Console
+from tokenizers import Tokenizer
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from model import corpus
+
+CONTEXT = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """A stretch of the run, up to `until` of the budget; every optimizer step sees `batch * length` tokens."""
+
+    until: float
+    length: int
+    batch: int
+    weights: dict[str, float]
+
+
+PHASES = (
+    Phase(0.40, 256, 16, {"books": 0.45, "schema_guided": 0.25, "topical_chat": 0.26, "taskmaster4": 0.04}),
+    Phase(0.78, 256, 16, {"books": 0.22, "schema_guided": 0.30, "topical_chat": 0.44, "taskmaster4": 0.04}),
+    Phase(1.01, 1024, 4, {"books": 0.10, "schema_guided": 0.28, "topical_chat": 0.58, "taskmaster4": 0.04}),
+)
+WARMUP_STEPS, DECAY_FROM = 60, 0.55
+MUON_LR, ADAM_LR = 4e-3, 3e-3
+
+
+def model_config() -> LlamaConfig:
+    return LlamaConfig(
+        vocab_size=corpus.VOCAB_SIZE,
+        hidden_size=256,
+        intermediate_size=768,
+        num_hidden_layers=6,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=CONTEXT,
+        rope_theta=10_000.0,
+        tie_word_embeddings=True,
+        bos_token_id=0,
+        eos_token_id=2,
+        pad_token_id=0,
+    )
+
+
+def learning_rate_factor(step: int, progress: float) -> float:
+    """Warm up over steps, hold, then decay linearly to 2 % over the last part of the budget."""
+    if step < WARMUP_STEPS:
+        return (step + 1) / WARMUP_STEPS
+    if progress < DECAY_FROM:
+        return 1.0
+    return max(0.02, 1 - 0.98 * (progress - DECAY_FROM) / (1 - DECAY_FROM))
+
+
+def make_optimizers(model: torch.nn.Module) -> list[torch.optim.Optimizer]:
+    """Muon for the weight matrices of the layers, AdamW for embeddings and norms."""
+    matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n and "lm_head" not in n]
+    chosen = {id(p) for p in matrices}
+    rest = [p for p in model.parameters() if id(p) not in chosen]
+    return [
+        torch.optim.Muon(matrices, lr=MUON_LR, weight_decay=0.05, momentum=0.95, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(rest, lr=ADAM_LR, betas=(0.9, 0.95), weight_decay=0.0, fused=True),
+    ]
+
+
+def loss_on(model: torch.nn.Module, window: torch.Tensor) -> torch.Tensor:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        logits = model(input_ids=window[:, :-1], use_cache=False).logits
+    return F.cross_entropy(logits.flatten(0, 1).float(), window[:, 1:].flatten())
+
+
+@torch.no_grad()
+def validation_loss(
+    model: torch.nn.Module, sources: dict[str, corpus.Source], windows: int, length: int
+) -> dict[str, float]:
+    """Mean loss per token of each held-out source over the same `windows` windows every time."""
+    model.eval()
+    losses = {}
+    for name in sources:
+        rng = np.random.default_rng(1)
+        total = 0.0
+        for _ in range(windows):
+            batch = corpus.sample_batch(sources, {name: 1.0}, 2, length, rng)
+            total += loss_on(model, torch.from_numpy(batch)).item()
+        losses[name] = total / windows
+    model.train()
+    return losses
+
+
+def save_checkpoint(path: Path, model: torch.nn.Module, optimizers: list, state: dict) -> None:
+    temporary = path.with_suffix(".tmp")
+    torch.save({"model": model.state_dict(), "optimizers": [o.state_dict() for o in optimizers], **state}, temporary)
+    temporary.replace(path)
+
+
+def train(data: Path, run: Path, cpu_hours: float, threads: int) -> None:
+    """Train until the CPU budget is spent; resumes from `run/checkpoint.pt` if it is there."""
+    torch.set_num_threads(threads)
+    run.mkdir(parents=True, exist_ok=True)
+    console = Console()
+    tokenizer_file = run / "tokenizer.json"
+    if not tokenizer_file.exists():
+        corpus.train_tokenizer(data).save(str(tokenizer_file))
+    tokenizer = Tokenizer.from_file(str(tokenizer_file))
+    training, held_out = (corpus.load_sources(data, tokenizer, held_out=h) for h in (False, True))
+    console.print({name: f"{len(s.ids):,} tokens" for name, s in training.items()})
+
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(model_config())
+    console.print(f"{sum(p.numel() for p in model.parameters()):,} parameters")
+    optimizers = make_optimizers(model)
+    state = {"step": 0, "tokens": 0, "cpu_s": 0.0, "wall_s": 0.0}
+    checkpoint = run / "checkpoint.pt"
+    if checkpoint.exists():
+        saved = torch.load(checkpoint, weights_only=True)
+        model.load_state_dict(saved["model"])
+        for optimizer, optimizer_state in zip(optimizers, saved["optimizers"], strict=True):
+            optimizer.load_state_dict(optimizer_state)
+        state = {key: saved[key] for key in state}
+
+    stopping = False
+
+    def stop(*_: object) -> None:
+        nonlocal stopping
+        stopping = True
+
+    signal.signal(signal.SIGTERM, stop)
+    signal.signal(signal.SIGINT, stop)
+
+    budget_s = cpu_hours * 3600
+    cpu_base, wall_base = state["cpu_s"] - time.process_time(), state["wall_s"] - time.monotonic()
+    log = (run / "log.jsonl").open("a", buffering=1)
+    next_checkpoint_s = state["cpu_s"] + 180
+    next_validation_s = state["cpu_s"]
+    running_loss = math.nan
+    while not stopping:
+        state["cpu_s"] = cpu_base + time.process_time()
+        state["wall_s"] = wall_base + time.monotonic()
+        progress = state["cpu_s"] / budget_s
+        if progress >= 1:
+            break
+        phase = next(p for p in PHASES if progress < p.until)
+        factor = learning_rate_factor(state["step"], progress)
+        for optimizer, peak in zip(optimizers, (MUON_LR, ADAM_LR), strict=True):
+            for group in optimizer.param_groups:
+                group["lr"] = peak * factor
+        # The step seeds its own batch, so a resumed run draws what an undisturbed one would have.
+        rng = np.random.default_rng([7, state["step"]])
+        batch = corpus.sample_batch(training, phase.weights, phase.batch, phase.length, rng)
+        loss = loss_on(model, torch.from_numpy(batch))
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        state["step"] += 1
+        state["tokens"] += phase.batch * phase.length
+        running_loss = loss.item() if math.isnan(running_loss) else 0.98 * running_loss + 0.02 * loss.item()
+        if state["step"] % 20 == 0:
+            record = {**state, "loss": round(running_loss, 4), "lr": round(factor, 4), "length": phase.length}
+            if state["cpu_s"] >= next_validation_s:
+                record["validation"] = validation_loss(model, held_out, windows=12, length=256)
+                next_validation_s = state["cpu_s"] + 400
+            log.write(json.dumps(record) + "\n")
+            console.print(f"{progress:6.1%}  {record}")
+        if state["cpu_s"] >= next_checkpoint_s:
+            save_checkpoint(checkpoint, model, optimizers, state)
+            next_checkpoint_s = state["cpu_s"] + 180
+    state["cpu_s"] = cpu_base + time.process_time()
+    save_checkpoint(checkpoint, model, optimizers, state)
+    console.print("stopped" if stopping else "finished")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, required=True, help="directory with dialogues/ and long_docs/")
+    parser.add_argument("--run", type=Path, required=True, help="checkpoints, tokenizer and log of this run")
+    parser.add_argument("--cpu-hours", type=float, default=1.7)
+    parser.add_argument("--threads", type=int, default=1)
+    arguments = parser.parse_args()
+    train(arguments.data, arguments.run, arguments.cpu_hours, arguments.threads)

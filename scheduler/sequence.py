@@ -1,0 +1,62 @@
+"""What the scheduler orders: one Sequence per choice of a request."""
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+import msgspec
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
+    """How the next token is drawn. Validated by `app.schemas`; here every value is taken as in range."""
+
+    temperature: float  # 0 is greedy
+    top_p: float  # 1 is off
+    top_k: int  # 0 is off
+    min_p: float  # 0 is off
+    presence_penalty: float
+    frequency_penalty: float
+    repetition_penalty: float  # 1 is off
+    logit_bias: dict[int, float]
+    seed: int  # unsigned 64 bit; the app draws one when the request names none
+    max_tokens: int
+    min_tokens: int  # no end-of-text and no stop token before that many
+    stop_token_ids: tuple[int, ...]
+    ignore_eos: bool
+    logprobs: int | None  # None: none; n: the chosen token's and the n most likely ones'
+
+
+class SequenceState(StrEnum):
+    """waiting -> running -> finished; running -> waiting on preemption."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+@dataclass(slots=True)
+class Sequence:
+    """One choice of one turn, from arrival to last token."""
+
+    request_id: str  # unique per sequence, "<request>/<choice>"
+    tenant: str
+    session_id: str
+    sampling: SamplingParams
+    arrived_s: float  # monotonic clock of the engine
+    token_ids: list[int]  # the prompt, then what we generate
+    prompt_tokens: int
+    computed_tokens: int = 0  # rows of `token_ids` whose KV is in HBM
+    cached_tokens: int = 0  # rows of the prompt that were found, not computed
+    state: SequenceState = SequenceState.WAITING
+    preemptions: int = 0
+    scheduled_s: float | None = None  # first time it ran
+    first_token_s: float | None = None
+    output_logprobs: list[float] = field(default_factory=list)
+
+    @property
+    def output_tokens(self) -> int:
+        return len(self.token_ids) - self.prompt_tokens
+
+    @property
+    def pending_tokens(self) -> int:
+        """Tokens known but not computed: the rest of the prompt, or the one token sampled last."""
+        return len(self.token_ids) - self.computed_tokens
