@@ -1,0 +1,61 @@
+# Everything a checkout needs. `make serve` and `make test` set themselves up.
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+
+PYTHON ?= python3
+EXTRAS ?= dev,redis
+# Extra words for pip, such as --index-url https://download.pytorch.org/whl/cpu
+PIP_ARGS ?=
+# Dialogues and books for the replay benchmark; without them it is skipped.
+DATA ?= ../shared/data
+# Words for the program behind a target: make serve ARGS="--port 9000", make test ARGS="-k allocator".
+ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.setup-$(EXTRAS)
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.PHONY: help setup serve test test-gpu check format bench clean
+
+help:  ## this list
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 12
+
+setup: $(STAMP)  ## .venv with the reprise program in it
+
+$(STAMP): pyproject.toml constraints.txt
+	@echo "setting up $(VENV) (the first time takes a few minutes)"
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip install --quiet $(PIP_ARGS) --constraint constraints.txt torch==2.13.0
+	@$(BIN)/python -m pip install --quiet $(PIP_ARGS) --constraint constraints.txt --editable '.[$(EXTRAS)]'
+	@touch $@
+
+serve: setup  ## the server on 127.0.0.1:8000
+	@$(BIN)/reprise serve $(ARGS)
+
+test: setup  ## every test that needs no GPU
+	@$(BIN)/python -m pytest -m 'not gpu' --durations=5 $(ARGS)
+
+test-gpu: setup  ## the tests that need a CUDA device
+	@$(BIN)/python -m pytest -m gpu $(ARGS)
+
+check: setup  ## formatting, lint, types, import rules
+	@$(BIN)/ruff format --check --quiet .
+	@$(BIN)/ruff check --quiet .
+	@$(BIN)/mypy --no-error-summary
+	@$(BIN)/python -m pytest tests/test_imports.py
+	@echo "check: ok"
+
+format: setup  ## rewrite the sources as `check` wants them
+	@$(BIN)/ruff format --quiet .
+	@$(BIN)/ruff check --quiet --fix .
+
+bench: setup  ## the standing benchmarks; results in benchmarks/results/
+	@$(BIN)/python -m benchmarks.raw_speed
+	@$(BIN)/python -m benchmarks.soak
+	@if [ -d '$(DATA)/dialogues' ]; then $(BIN)/python -m benchmarks.replay_dialogues --data '$(DATA)'; \
+	else echo "no dialogues under $(DATA): replay skipped (make bench DATA=...)"; fi
+
+clean:  ## caches and build output, not the virtual environment
+	@rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

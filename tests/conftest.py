@@ -1,0 +1,65 @@
+"""What every test shares: one thread, no network, hypothesis profiles, and factories for the wire's structs."""
+
+import os
+
+# Set before anything imports torch, and inherited by the servers that tests start: the oracles compare sums bit by
+# bit, and the order of a sum depends on the number of threads.
+os.environ.update({"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"})
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+from scheduler.sequence import SamplingParams, Sequence
+
+# Time limits per example would only measure the neighbours on a shared machine.
+settings.register_profile("dev", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("ci", parent=settings.get_profile("dev"), derandomize=True)
+settings.load_profile("ci" if os.environ.get("CI") else "dev")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip what needs a GPU where there is none; torch is asked only if such a test was collected."""
+    gpu_items = [item for item in items if "gpu" in item.keywords]
+    if not gpu_items:
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        for item in gpu_items:
+            item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
+def sampling(**changes: Any) -> SamplingParams:
+    """SamplingParams with everything off: plain sampling at temperature 1, 16 tokens, and what `changes` says."""
+    neutral: dict[str, Any] = {
+        "temperature": 1.0,
+        "top_p": 1.0,
+        "top_k": 0,
+        "min_p": 0.0,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
+        "repetition_penalty": 1.0,
+        "logit_bias": {},
+        "seed": 0,
+        "max_tokens": 16,
+        "min_tokens": 0,
+        "stop_token_ids": (),
+        "ignore_eos": False,
+        "logprobs": None,
+    }
+    return SamplingParams(**{**neutral, **changes})
+
+
+def greedy(**changes: Any) -> SamplingParams:
+    """The most likely token, 16 times, and what `changes` says."""
+    return sampling(**{"temperature": 0.0, **changes})
+
+
+def make_sequence(request_id: str = "r/0", prompt: int | list[int] = 8, **changes: Any) -> Sequence:
+    """A waiting Sequence; `prompt` is its token ids or how many of them."""
+    token_ids = list(range(prompt)) if isinstance(prompt, int) else list(prompt)
+    fields: dict[str, Any] = {"tenant": "", "session_id": request_id, "sampling": greedy(), "arrived_s": 0.0}
+    return Sequence(request_id=request_id, token_ids=token_ids, prompt_tokens=len(token_ids), **{**fields, **changes})

@@ -1,0 +1,242 @@
+"""Who may import whom, which parts stay pure, and that our package called `kernels` does not confuse transformers.
+
+Imports are read from the syntax tree, wherever they stand in a file; what cannot be seen there (a library that loads
+torch behind our back) is caught by importing the torch-free modules in a fresh interpreter.
+"""
+
+import ast
+import os
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+OURS = ("app", "benchmarks", "cache", "engine", "kernels", "loadgen", "model", "scheduler", "tests")
+
+# Folder -> the modules of ours it may import; a name stands for everything below it.
+ALLOWED = {
+    "scheduler": ("scheduler",),
+    "kernels": ("kernels",),
+    "cache": ("cache", "kernels"),
+    "engine": ("engine", "scheduler", "cache", "kernels"),
+    "app": ("app", "engine.client", "engine.messages"),
+    "loadgen": ("loadgen", "scheduler", "cache"),
+    "model": ("model",),
+}
+TENSOR_LIBRARIES = ("torch", "transformers", "triton", "flash_attn")
+# The part of cache/ that touches bytes; the rest, and scheduler/, know no tensors, files, threads or clock.
+BYTES = ("cache.transfer", "cache.codec", "cache.tiers")
+IMPURE = (
+    *TENSOR_LIBRARIES,
+    *("asyncio", "concurrent", "datetime", "io", "mmap", "multiprocessing", "os", "pathlib", "select", "shutil"),
+    *("signal", "socket", "sqlite3", "subprocess", "tempfile", "threading", "time", "zmq"),
+)
+CODE_FROM_DATA = ("pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib")
+
+
+@dataclass(frozen=True)
+class Import:
+    """One imported name: `from a import b` is `a.b`, since b may be a module."""
+
+    name: str
+    line: int
+    lazy: bool  # inside a function
+
+
+@dataclass(frozen=True)
+class Module:
+    name: str
+    path: Path
+    tree: ast.Module
+
+    def imports(self) -> list[Import]:
+        found = []
+        lazy_nodes = {
+            id(inner)
+            for node in ast.walk(self.tree)
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+            for inner in ast.walk(node)
+        }
+        for node in ast.walk(self.tree):
+            if isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                assert node.level == 0, f"{self.path}:{node.lineno}: relative import"
+                names = [f"{node.module}.{alias.name}" for alias in node.names]
+            else:
+                continue
+            found += [Import(name, node.lineno, id(node) in lazy_nodes) for name in names]
+        return found
+
+
+def is_below(name: str, prefixes: tuple[str, ...]) -> bool:
+    return any(name == prefix or name.startswith(prefix + ".") for prefix in prefixes)
+
+
+def modules(*folders: str) -> Iterator[Module]:
+    for folder in folders:
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            parts = path.relative_to(ROOT).with_suffix("").parts
+            name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+            yield Module(name, path, ast.parse(path.read_text(encoding="utf-8")))
+
+
+def is_pure(name: str) -> bool:
+    return is_below(name, ("scheduler", "cache")) and not is_below(name, BYTES)
+
+
+def is_torch_free(name: str) -> bool:
+    return is_pure(name) or is_below(name, ("app", "loadgen", "engine.client", "engine.messages"))
+
+
+def complaint(module: Module, line: int, what: str) -> str:
+    return f"{module.path.relative_to(ROOT)}:{line}: {what}"
+
+
+def forbidden_imports(module: Module) -> list[str]:
+    folder = module.name.split(".")[0]
+    complaints = []
+    for imported in module.imports():
+        ours = imported.name.split(".")[0] in OURS
+        # The command line reaches every folder, but only when a command needs it.
+        if ours and not is_below(imported.name, ALLOWED[folder]) and not (module.name == "app.cli" and imported.lazy):
+            complaints.append(complaint(module, imported.line, f"{folder} may not import {imported.name}"))
+        if ours and folder == "loadgen" and is_below(imported.name, BYTES):
+            complaints.append(
+                complaint(module, imported.line, f"loadgen uses the pure part of cache, not {imported.name}")
+            )
+        if is_pure(module.name) and is_below(imported.name, (*IMPURE, "kernels")):
+            complaints.append(complaint(module, imported.line, f"a pure module imports {imported.name}"))
+        if is_torch_free(module.name) and is_below(imported.name, TENSOR_LIBRARIES):
+            complaints.append(complaint(module, imported.line, f"{module.name} must stay free of {imported.name}"))
+    return complaints
+
+
+def forbidden_calls(module: Module) -> list[str]:
+    """Code from data: eval, exec, unpickling (`torch.load` unpickles unless told otherwise); files and unseeded chance
+    in pure modules.
+    """
+    complaints = [
+        complaint(module, imported.line, f"{imported.name} runs code from data")
+        for imported in module.imports()
+        if is_below(imported.name, CODE_FROM_DATA)
+    ]
+    for node in ast.walk(module.tree):
+        if not isinstance(node, ast.Call):
+            continue
+        called = ast.unparse(node.func)
+        weights_only = any(k.arg == "weights_only" and ast.unparse(k.value) == "True" for k in node.keywords)
+        if called in ("eval", "exec") or (called == "torch.load" and not weights_only):
+            complaints.append(complaint(module, node.lineno, f"{called} runs code from data"))
+        if is_pure(module.name) and (called == "open" or (called.startswith("random.") and called != "random.Random")):
+            complaints.append(complaint(module, node.lineno, f"a pure module calls {called}"))
+    return complaints
+
+
+def test_folders_import_only_what_they_may():
+    assert [c for module in modules(*ALLOWED) for c in forbidden_imports(module)] == []
+
+
+def test_nothing_runs_code_from_data():
+    assert [c for module in modules(*ALLOWED, "benchmarks") for c in forbidden_calls(module)] == []
+
+
+@pytest.mark.parametrize(
+    ("name", "source", "complaints"),
+    [
+        ("scheduler.x", "from cache import table", 1),
+        ("scheduler.x", "import random\nfrom collections import deque", 0),
+        ("scheduler.x", "def f():\n    import time", 1),
+        ("scheduler.x", "from scheduler import ports\nopen('x')", 1),
+        ("scheduler.x", "import random\nrandom.shuffle(waiting)", 1),
+        ("scheduler.x", "import random\nrng = random.Random(0)\nrng.shuffle(waiting)", 0),
+        ("cache.manager", "from kernels import kv_copy", 1),
+        ("cache.manager", "import scheduler.ports", 1),
+        ("cache.tiers.disk", "import os\nimport torch\nfrom kernels import kv_copy", 0),
+        ("kernels.rope", "from cache.block import BLOCK_SIZE", 1),
+        ("engine.client", "import torch.cuda", 1),
+        ("engine.runner", "import torch\nfrom app.settings import Settings", 1),
+        ("app.main", "from engine import client, messages", 0),
+        ("app.main", "import engine.build", 1),
+        ("app.main", "def f():\n    import engine.build", 1),
+        ("app.cli", "def f():\n    import engine.build", 0),
+        ("app.cli", "import engine.build", 1),
+        ("loadgen.simulate", "from cache.manager import CacheManager\nimport time", 0),
+        ("loadgen.simulate", "from cache.codec import RawCodec", 1),
+        ("engine.runner", "import pickle", 1),
+        ("engine.runner", "eval('1')", 1),
+        ("engine.runner", "model.eval()", 0),
+        ("engine.runner", "torch.load(path)", 1),
+        ("engine.runner", "torch.load(path, weights_only=True)", 0),
+    ],
+)
+def test_the_rules_catch_what_they_should(name, source, complaints):
+    module = Module(name, ROOT / "x.py", ast.parse(source))
+    assert len(forbidden_imports(module) + forbidden_calls(module)) == complaints
+
+
+def run_python(program: str, *arguments: str, python_path: tuple[Path, ...] = ()) -> str:
+    """The standard output of a program run by a fresh interpreter that finds our packages first."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(str(p) for p in (*python_path, ROOT))}
+    done = subprocess.run(
+        [sys.executable, "-c", program, *arguments],
+        env=environment, capture_output=True, text=True, timeout=100, cwd="/",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_torch_free_modules_load_no_torch():
+    names = [m.name for m in modules(*ALLOWED) if is_torch_free(m.name)]
+    entry_points = {"scheduler.scheduler", "cache.manager", "app.main", "engine.client", "engine.messages"}
+    if missing := entry_points - set(names):
+        pytest.skip(f"not written yet: {missing}")
+    program = """
+import importlib, sys
+for name in sys.argv[1:]:
+    importlib.import_module(name)
+    if "torch" in sys.modules:
+        print(name)
+        break
+"""
+    assert run_python(program, *names) == "", "this module is the first to load torch"
+
+
+def test_transformers_ignores_our_kernels_package(tmp_path):
+    """It probes for a distribution that brings a package `kernels`, takes ours, and must find it too old to use."""
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["version"]
+    # The metadata of an installed Reprise, so that the test says the same in a checkout that is not installed.
+    metadata = tmp_path / f"reprise-{version}.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: reprise\nVersion: {version}\n")
+    (metadata / "top_level.txt").write_text("\n".join(ALLOWED) + "\n")
+    program = """
+import importlib.metadata, sys
+from pathlib import Path
+
+import kernels
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers.utils import import_utils
+
+assert set(importlib.metadata.packages_distributions()["kernels"]) == {"reprise"}
+assert importlib.metadata.version("reprise") == kernels.__version__
+assert import_utils._is_package_available("kernels", return_version=True) == (True, kernels.__version__)
+assert not import_utils.is_kernels_available()
+
+config = LlamaConfig(
+    vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+    num_key_value_heads=2,
+)
+directory = Path(sys.argv[1]) / "tiny"
+LlamaForCausalLM(config).save_pretrained(directory)
+model = AutoModelForCausalLM.from_pretrained(directory)
+assert model(input_ids=torch.tensor([[1, 2, 3]])).logits.shape == (1, 3, 64)
+print("loaded")
+"""
+    assert run_python(program, str(tmp_path), python_path=(tmp_path,)) == "loaded"
