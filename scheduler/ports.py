@@ -1,23 +1,41 @@
 """What the scheduler asks of the cache. `cache.manager.CacheManager` implements it; a fake in tests is five lines."""
 
-from dataclasses import dataclass
 from typing import Protocol
 
 
-@dataclass(frozen=True, slots=True)
-class Residency:
+class Residency(Protocol):
     """Where the KV of a request's tokens is right now. Tokens are counted once, in the fastest tier that has them."""
 
-    hbm_tokens: int
-    lower_tokens: dict[str, int]  # tier name -> tokens that would have to be loaded
-    bytes_to_load: int
-    missing_tokens: int  # to be computed, whatever is loaded
+    @property
+    def hbm_tokens(self) -> int: ...
+    @property
+    def lower_tokens(self) -> dict[str, int]:
+        """Tier name -> tokens that would have to be loaded."""
+        ...
+
+    @property
+    def bytes_to_load(self) -> int: ...
+    @property
+    def missing_tokens(self) -> int:
+        """To be computed, whatever is loaded."""
+        ...
 
 
 class CacheView(Protocol):
     """HBM room, asked for in tokens. Every method is O(blocks of the request) and answers at once."""
 
-    def residency(self, request_id: str) -> Residency: ...
+    def residency(self, request_id: str) -> Residency:
+        """What would have to move or be computed for the request if it started now."""
+        ...
+
+    def resident_tokens(self, request_id: str) -> int:
+        """Leading tokens that `admit` would find, at most all but one."""
+        ...
+
+    def waits_for_sibling(self, request_id: str) -> bool:
+        """Whether a running request is computing the very block this one needs next, so that waiting beats computing
+        it twice. False once that request has ended, however it ended."""
+        ...
 
     def admit(self, request_id: str, num_tokens: int) -> int | None:
         """Pin what is cached of the request and reserve room for `num_tokens` further rows.

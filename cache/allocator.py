@@ -1,0 +1,87 @@
+"""HBM pages: who holds which. A page is free, cached (blocks live in it, nobody runs on it) or pinned."""
+
+import re
+
+
+class PageAllocator:
+    """Counts two kinds of claims on each page: pins (requests that run on it) and residents (published blocks in it).
+    A page without any claim is free. Single-threaded."""
+
+    def __init__(self, *, num_pages: int, prefer_contiguous: bool) -> None:
+        self.num_pages = num_pages
+        self._prefer_contiguous = prefer_contiguous
+        self._is_free = bytearray(b"\x01" * num_pages)
+        self._free = list(range(num_pages - 1, -1, -1))  # a stack; unused when runs are preferred
+        self._pins = [0] * num_pages
+        self._residents = [0] * num_pages
+        self.num_free = num_pages
+        self.num_pinned = 0
+
+    @property
+    def num_cached(self) -> int:
+        """Pages that could be freed by evicting blocks."""
+        return self.num_pages - self.num_free - self.num_pinned
+
+    def take(self, after: int | None) -> int:
+        """A free page, pinned once; the one behind page `after` if that is free and runs are preferred.
+        Raises IndexError when none is free."""
+        page = self._choose(after)
+        self._is_free[page] = 0
+        self.num_free -= 1
+        self.num_pinned += 1
+        self._pins[page] = 1
+        return page
+
+    def _choose(self, after: int | None) -> int:
+        if self.num_free == 0:
+            raise IndexError("no free page")
+        if not self._prefer_contiguous:
+            return self._free.pop()
+        if after is not None and after + 1 < self.num_pages and self._is_free[after + 1]:
+            return after + 1
+        # Start in the largest hole. When it lies behind a page in use, start in its middle: that page's sequence may
+        # still grow, and so may this one. Contiguous contexts are attended to in place, others are gathered first.
+        hole = max(re.finditer(rb"\x01+", self._is_free), key=lambda match: match.end() - match.start())
+        start, length = hole.start(), hole.end() - hole.start()
+        return start if start == 0 or length == 1 else start + length // 2
+
+    def pin(self, page: int) -> None:
+        """One more request runs on a page that is not free."""
+        assert not self._is_free[page]
+        if self._pins[page] == 0:
+            self.num_pinned += 1
+        self._pins[page] += 1
+
+    def unpin(self, page: int) -> None:
+        assert self._pins[page] > 0
+        self._pins[page] -= 1
+        if self._pins[page] == 0:
+            self.num_pinned -= 1
+            self._release_if_unclaimed(page)
+
+    def add_resident(self, page: int) -> None:
+        """One more published block lives in a page that is not free."""
+        assert not self._is_free[page]
+        self._residents[page] += 1
+
+    def drop_resident(self, page: int) -> None:
+        assert self._residents[page] > 0
+        self._residents[page] -= 1
+        self._release_if_unclaimed(page)
+
+    def _release_if_unclaimed(self, page: int) -> None:
+        if self._pins[page] == 0 and self._residents[page] == 0:
+            assert not self._is_free[page]
+            self._is_free[page] = 1
+            self.num_free += 1
+            if not self._prefer_contiguous:
+                self._free.append(page)
+
+    def pins(self, page: int) -> int:
+        return self._pins[page]
+
+    def residents(self, page: int) -> int:
+        return self._residents[page]
+
+    def is_free(self, page: int) -> bool:
+        return bool(self._is_free[page])

@@ -1,0 +1,1 @@
+"""Stores of bytes below HBM. A tier decides nothing."""

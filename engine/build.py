@@ -1,0 +1,205 @@
+"""The composition root: EngineConfig -> Engine. Whatever is automatic is resolved here, once."""
+
+import functools
+import logging
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from torch import nn
+
+from cache.block import BLOCK_TOKENS, KeyDomain
+from cache.manager import CacheManager
+from cache.policies import POLICIES
+from engine.batch import BatchItem, BlockTables, build_batch
+from engine.engine import Engine
+from engine.hf_model import ModelRefused, load_model, resolve_files, rope_limit
+from engine.messages import EngineConfig, ModelInfo
+from engine.probe import KvShape, probe
+from engine.projections import optimise_for_cpu
+from engine.runner import ModelRunner, bytes_per_token, fingerprint, make_pages, weights_digest
+from engine.sampler import Sampler
+from kernels.attention import BACKENDS, BackendUnavailable
+from kernels.attention.base import AttentionBackend
+from scheduler.scheduler import Scheduler
+
+log = logging.getLogger(__name__)
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+# Of the memory that is free when the weights are loaded. On CPU the rest of the machine needs some too.
+_CPU_SHARE, _CPU_CAP_BYTES, _CUDA_SHARE = 0.25, 2 << 30, 0.85
+_CPU_STEP_TOKENS, _CUDA_STEP_TOKENS = 512, 4096
+
+
+def build_engine(config: EngineConfig) -> Engine:
+    """Load, probe, optimise, allocate, warm up. Raises ModelRefused with a message for people."""
+    device = _device(config.device)
+    if config.threads:
+        torch.set_num_threads(config.threads)
+    dtype = _dtype(config.dtype, device)
+    path = resolve_files(config.model)
+    model = load_model(path, dtype, device)
+    backend = _backend(device)
+    page_size = backend.page_multiple
+    probed = probe(model, backend, page_size)
+    log.info("probe: relative logit error %.1e, positions decoupled: %s", probed.logit_error, probed.decouplable)
+    digest = fingerprint(model, weights_digest(model), backend.name)
+    parameters = sum(p.numel() for p in model.parameters())
+    if device.type == "cpu":
+        optimised = optimise_for_cpu(model)
+        log.info("%d groups of projections fused, %d weights packed", optimised.fused, optimised.packed)
+
+    text: Any = model.config.get_text_config()  # type: ignore[operator,union-attr]
+    warnings: list[str] = []
+    if not probed.decouplable:
+        warnings.append("positions cannot be decoupled from keys: after truncation the history is recomputed")
+    max_context = _max_context(config, text, warnings)
+    num_pages, max_context = _num_pages(config, probed.shapes, dtype, device, page_size, max_context, warnings)
+    pages = make_pages(probed.shapes, num_pages, page_size, dtype, device)
+    kv_bytes = bytes_per_token(probed.shapes, dtype)
+
+    domain_of = functools.lru_cache(maxsize=4096)(
+        lambda tenant, salt: KeyDomain(secret=config.tenant_secret, fingerprint=digest, tenant=tenant, salt=salt)
+    )
+    cache = CacheManager(
+        num_pages=num_pages,
+        page_size=page_size,
+        bytes_per_token=kv_bytes,
+        prefer_contiguous=device.type == "cpu",
+        reuse=config.cache_mode != "recompute",
+        policy=POLICIES[config.cache_policy](),
+        domain_of=domain_of,
+        session_ttl_s=config.session_ttl_s,
+        max_sessions=config.max_sessions,
+    )
+    scheduler = Scheduler(
+        cache=cache,
+        max_seqs=config.max_seqs,
+        max_queued=config.max_queued,
+        step_tokens=config.step_tokens or (_CPU_STEP_TOKENS if device.type == "cpu" else _CUDA_STEP_TOKENS),
+        chunked_prefill=config.chunked_prefill,
+    )
+    runner = ModelRunner(model=model, pages=pages, backend=backend, sink=None)
+    tables = BlockTables(max_seqs=config.max_seqs, max_pages=-(-max_context // page_size))
+    _warm_up(runner, page_size, device)
+    info = ModelInfo(
+        name=_name(config.model, path),
+        path=str(path.resolve()),
+        architecture=type(model).__name__,
+        parameters=parameters,
+        dtype=str(dtype).removeprefix("torch."),
+        device=str(device),
+        attention_backend=backend.name,
+        max_context=max_context,
+        vocab_size=text.vocab_size,
+        eos_token_ids=_eos_ids(model),
+        decouplable=probed.decouplable,
+        rope_layers=sum(rope is not None for rope in probed.ropes),
+        layers=len(probed.shapes),
+        kv_bytes_per_token=kv_bytes,
+        hbm_tokens=num_pages * page_size,
+        block_size=BLOCK_TOKENS,
+        page_size=page_size,
+        fingerprint=digest.hex(),
+        warnings=tuple(warnings),
+    )
+    return Engine(
+        model=info,
+        runner=runner,
+        cache=cache,
+        scheduler=scheduler,
+        sampler=Sampler(),
+        tables=tables,
+        device=device,
+    )
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ModelRefused("device is cuda, but torch sees no CUDA device")
+    return torch.device(name)
+
+
+def _dtype(name: str, device: torch.device) -> torch.dtype:
+    if name != "auto":
+        return _DTYPES[name]
+    if device.type == "cuda":
+        return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float16
+    return torch.bfloat16 if torch.cpu._is_avx512_bf16_supported() else torch.float32
+
+
+def _backend(device: torch.device) -> AttentionBackend:
+    """flash-attn where it is installed, Triton on other CUDA machines, torch elsewhere."""
+    if device.type != "cuda":
+        return BACKENDS["torch_cpu"]()
+    try:
+        return BACKENDS["flash"]()
+    except BackendUnavailable:
+        return BACKENDS["triton"]()
+
+
+def _max_context(config: EngineConfig, text: Any, warnings: list[str]) -> int:
+    trained: int = text.max_position_embeddings
+    limit = rope_limit(text)
+    if limit is not None and limit < trained:
+        warnings.append(f"context limited to {limit}: behind it this model's positions depend on the longest request")
+        trained = limit
+    if config.max_context > trained:
+        warnings.append(f"model.max_context {config.max_context} lowered to the {trained} that the model supports")
+    return min(trained, config.max_context or trained)
+
+
+def _num_pages(
+    config: EngineConfig,
+    shapes: list[KvShape],
+    dtype: torch.dtype,
+    device: torch.device,
+    page_size: int,
+    max_context: int,
+    warnings: list[str],
+) -> tuple[int, int]:
+    """(pages, max_context). One request with the whole window must always fit, with the pages its first rows may have
+    to be copied from; else it would wait for ever."""
+    spare = page_size // BLOCK_TOKENS
+    if config.hbm_tokens:
+        tokens = config.hbm_tokens
+    else:
+        if device.type == "cuda":
+            budget = int(torch.cuda.mem_get_info(device)[0] * _CUDA_SHARE)
+        else:
+            budget = min(int(psutil.virtual_memory().available * _CPU_SHARE), _CPU_CAP_BYTES)
+        tokens = budget // bytes_per_token(shapes, dtype)
+    pages = tokens // page_size
+    if pages <= spare:
+        raise ModelRefused(f"HBM for {tokens} tokens is too small: {(spare + 1) * page_size} is the least")
+    room = (pages - spare) * page_size
+    if room < max_context:
+        warnings.append(f"context limited to {room}: HBM holds no more (cache.hbm_tokens)")
+    return pages, min(max_context, room)
+
+
+def _eos_ids(model: nn.Module) -> tuple[int, ...]:
+    """End-of-text ids: generation_config's, else the config's."""
+    for holder in (getattr(model, "generation_config", None), model.config):
+        value = getattr(holder, "eos_token_id", None)
+        if value is not None:
+            return tuple(value) if isinstance(value, (list, tuple)) else (value,)
+    return ()
+
+
+def _name(model: str, path: Path) -> str:
+    """The id that clients use: the hub id, or the directory's name."""
+    return model if not Path(model).expanduser().exists() else path.resolve().name
+
+
+def _warm_up(runner: ModelRunner, page_size: int, device: torch.device) -> None:
+    """The first calls choose kernels and grow buffers; nobody's first token should wait for that. Writes to page 0,
+    which nobody owns yet."""
+    tables = BlockTables(max_seqs=1, max_pages=1)
+    rows = min(page_size, 32)
+    for first, count in ((0, rows - 1), (rows - 1, 1)):
+        item = BatchItem("warm-up", [0] * count, first, [0], wants_logits=True)
+        runner.forward(build_batch([item], tables, page_size, device))

@@ -1,0 +1,77 @@
+"""ModelRunner: weights and KV pool on one device, and the forward pass over them."""
+
+import hashlib
+from collections.abc import Sequence
+
+import torch
+import xxhash
+from torch import Tensor, nn
+
+from cache.block import LAYOUT_VERSION, typed_fields
+from cache.plan import Move
+from cache.transfer import carry_out
+from engine.batch import BatchInput
+from engine.hf_model import KvSink, Step, forward
+from engine.probe import KvShape
+from kernels.attention.base import AttentionBackend, KvPages
+
+
+def make_pages(
+    shapes: Sequence[KvShape], num_pages: int, page_size: int, dtype: torch.dtype, device: torch.device
+) -> list[KvPages]:
+    """The KV pool: per layer K and V [pages, page_size, kv_heads, dim]. On CPU the kernel hands out the memory as it is
+    first written. Raises torch's out-of-memory error on CUDA."""
+    return [
+        KvPages(
+            k=torch.empty(num_pages, page_size, s.kv_heads, s.k_dim, dtype=dtype, device=device),
+            v=torch.empty(num_pages, page_size, s.kv_heads, s.v_dim, dtype=dtype, device=device),
+        )
+        for s in shapes
+    ]
+
+
+def bytes_per_token(shapes: Sequence[KvShape], dtype: torch.dtype) -> int:
+    """KV bytes of one token over all layers."""
+    return sum(s.kv_heads * (s.k_dim + s.v_dim) for s in shapes) * dtype.itemsize
+
+
+def weights_digest(model: nn.Module) -> bytes:
+    """Names, shapes and bytes of all weights: another checkpoint of the same architecture is another model. Reads the
+    weights once, at memory speed; call it before they are packed."""
+    digest = xxhash.xxh3_128()
+    for name, tensor in sorted(model.state_dict().items()):
+        data = tensor.detach().cpu().contiguous()
+        digest.update(typed_fields(name, str(tuple(data.shape)), str(data.dtype)))
+        digest.update(memoryview(data.flatten().view(torch.uint8).numpy()))
+    return digest.digest()
+
+
+def fingerprint(model: nn.Module, weights: bytes, backend: str) -> bytes:
+    """16 bytes that name everything a KV row depends on besides its tokens. The attention backend is part of it: its
+    rounding is, and nothing is lost but a cache when it changes."""
+    config = model.config.to_json_string(use_diff=False)  # type: ignore[operator,union-attr]
+    dtype = str(next(model.parameters()).dtype)
+    fields = typed_fields("reprise-model", LAYOUT_VERSION, weights, config, dtype, backend)
+    return hashlib.blake2b(fields, digest_size=16).digest()
+
+
+class ModelRunner:
+    """One model on one device. Not thread-safe: the engine's loop is the only caller."""
+
+    def __init__(
+        self, *, model: nn.Module, pages: list[KvPages], backend: AttentionBackend, sink: KvSink | None
+    ) -> None:
+        self.model = model
+        self.pages = pages
+        self.backend = backend
+        self.sink = sink  # the save path's ear; None while there is no tier below HBM
+
+    def move(self, moves: Sequence[Move]) -> None:
+        """Carry out the cache's moves inside HBM, in order, before the step that reads them."""
+        carry_out(moves, self.pages)
+
+    @torch.inference_mode()
+    def forward(self, batch: BatchInput) -> Tensor:
+        """Logits [logit_rows, vocab] in the model's dtype. Writes the KV of every token of the batch to its slot."""
+        step = Step(meta=batch.meta, pages=self.pages.__getitem__, backend=self.backend, sink=self.sink)
+        return forward(self.model, step, batch.token_ids, batch.positions, batch.logit_rows)

@@ -1,0 +1,147 @@
+"""Paged attention in plain torch: one SDPA call per sequence, no copies where its pages lie in a row.
+
+Measured on one Zen 4 core (bf16, 12 heads over 4, head dim 64, context 1,124): SDPA on the strided pages with the query
+heads of a group packed into the query rows takes 112 us a decode row; gathering the pages first costs 216 us more, so
+the allocator hands out runs and gathering is the exception. A prefill chunk attends to its history without a mask and
+to itself causally, and merges both by their log-sum-exp: 2.1 ms against 3.1 for a masked product (125 on 1,124).
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kernels.attention.base import AttentionMeta, AttentionParams, KvPages
+
+_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """Where one sequence's queries and context rows are. Rows are pool rows: page * page_size + row in page."""
+
+    query_start: int
+    query_len: int
+    context_len: int
+    first_row: int | None  # of the context, when its pages lie in a row
+    pages: Tensor | None  # otherwise: its pages
+
+
+class TorchAttention:
+    """Works on any device; meant for CPU. Threading: torch's own."""
+
+    name = "torch"
+    page_multiple = 32
+
+    def forward(self, q: Tensor, kv: KvPages, meta: AttentionMeta, params: AttentionParams) -> Tensor:
+        """See AttentionBackend."""
+        plan = meta.scratch.get("torch")
+        if plan is None:
+            plan = meta.scratch["torch"] = _plan(meta, kv.k.shape[1])
+        out = q.new_empty(q.shape[0], q.shape[1], kv.v.shape[3])
+        exact = params.softcap is not None or params.sinks is not None
+        # The fused kernels want equal key and value widths and exist on CPU only.
+        fused = not exact and kv.k.shape[3] == kv.v.shape[3] and q.device.type == "cpu"
+        for rows in plan:
+            queries = q[rows.query_start : rows.query_start + rows.query_len]
+            first = _first_visible(rows, params.window)
+            keys, values = _context(kv, rows, first)
+            target = out[rows.query_start : rows.query_start + rows.query_len]
+            windowed = params.window is not None and rows.context_len > params.window
+            if rows.query_len == 1 and not exact:
+                _decode(queries, keys, values, params.scale, target)
+            elif fused and not windowed:
+                _prefill(queries, keys, values, params.scale, target)
+            else:
+                _masked(queries, keys, values, params, target)
+        return out
+
+
+def _plan(meta: AttentionMeta, page_size: int) -> list[_Rows]:
+    table = meta.block_table.cpu().numpy()
+    plan, query_start = [], 0
+    for row, (query_len, context_len) in enumerate(zip(meta.query_lens, meta.context_lens, strict=True)):
+        pages = table[row, : -(-context_len // page_size)]
+        in_a_row = bool((np.diff(pages) == 1).all())
+        plan.append(
+            _Rows(
+                query_start=query_start,
+                query_len=query_len,
+                context_len=context_len,
+                first_row=int(pages[0]) * page_size if in_a_row else None,
+                pages=None if in_a_row else meta.block_table[row, : len(pages)].long(),
+            )
+        )
+        query_start += query_len
+    return plan
+
+
+def _first_visible(rows: _Rows, window: int | None) -> int:
+    """The first context row that any of the queries can see."""
+    return 0 if window is None else max(0, rows.context_len - rows.query_len + 1 - window)
+
+
+def _context(kv: KvPages, rows: _Rows, first: int) -> tuple[Tensor, Tensor]:
+    """Keys and values [context rows from `first`, kv_heads, dim]: views if the pages lie in a row, else copies."""
+    if rows.first_row is not None:
+        span = slice(rows.first_row + first, rows.first_row + rows.context_len)
+        return kv.k.flatten(0, 1)[span], kv.v.flatten(0, 1)[span]
+    assert rows.pages is not None
+    span = slice(first, rows.context_len)
+    return kv.k[rows.pages].flatten(0, 1)[span], kv.v[rows.pages].flatten(0, 1)[span]
+
+
+def _decode(q: Tensor, k: Tensor, v: Tensor, scale: float, out: Tensor) -> None:
+    """q [1, heads, dim]; the heads of a group become query rows, so keys are read once and never repeated."""
+    kv_heads = k.shape[1]
+    packed = q.view(1, kv_heads, -1, q.shape[2])
+    result = F.scaled_dot_product_attention(packed, k.transpose(0, 1)[None], v.transpose(0, 1)[None], scale=scale)
+    out.copy_(result.view(1, q.shape[1], v.shape[2]))
+
+
+def _grouped(x: Tensor, groups: int) -> Tensor:
+    """[rows, kv_heads, dim] -> [kv_heads, groups, rows, dim] without a copy."""
+    return x.transpose(0, 1)[:, None].expand(-1, groups, -1, -1)
+
+
+def _prefill(q: Tensor, k: Tensor, v: Tensor, scale: float, out: Tensor) -> None:
+    """Causal attention of the last len(q) of len(k) rows."""
+    query_len, heads, dim = q.shape
+    kv_heads = k.shape[1]
+    groups = heads // kv_heads
+    history = k.shape[0] - query_len
+    queries = q.view(query_len, kv_heads, groups, dim).permute(1, 2, 0, 3)
+    own, own_lse = _flash(queries, _grouped(k[history:], groups), _grouped(v[history:], groups), 0.0, True, scale=scale)
+    if history:
+        packed = queries.reshape(1, kv_heads, groups * query_len, dim)
+        old, old_lse = _flash(
+            packed, k[:history].transpose(0, 1)[None], v[:history].transpose(0, 1)[None], 0.0, False, scale=scale
+        )
+        share = torch.sigmoid(old_lse.view(kv_heads, groups, query_len) - own_lse)[..., None]
+        own = torch.lerp(own.float(), old.view(kv_heads, groups, query_len, dim).float(), share.float())
+    out.copy_(own.permute(2, 0, 1, 3).reshape(query_len, heads, dim))
+
+
+def _masked(q: Tensor, k: Tensor, v: Tensor, params: AttentionParams, out: Tensor) -> None:
+    """Everything else: window, softcap, sinks. Scores in fp32."""
+    query_len, heads, dim = q.shape
+    kv_heads, rows = k.shape[1], k.shape[0]
+    packed = q.view(query_len, kv_heads, -1, dim).permute(1, 2, 0, 3).reshape(kv_heads, -1, dim)
+    scores = torch.bmm(packed, k.permute(1, 2, 0)).float().view(kv_heads, -1, query_len, rows)
+    scores *= params.scale
+    if params.softcap is not None:
+        scores = params.softcap * torch.tanh(scores / params.softcap)
+    distance = torch.arange(rows - query_len, rows, device=q.device)[:, None] - torch.arange(rows, device=q.device)
+    hidden = distance < 0
+    if params.window is not None:
+        hidden |= distance >= params.window
+    scores.masked_fill_(hidden, float("-inf"))
+    if params.sinks is not None:
+        sinks = params.sinks.float().view(kv_heads, -1, 1, 1).expand(-1, -1, query_len, 1)
+        weights = torch.softmax(torch.cat([scores, sinks], dim=-1), dim=-1)[..., :-1]
+    else:
+        weights = torch.softmax(scores, dim=-1)
+    mixed = torch.bmm(weights.to(v.dtype).view(kv_heads, -1, rows), v.transpose(0, 1))
+    out.copy_(mixed.view(kv_heads, -1, query_len, v.shape[2]).permute(2, 0, 1, 3).reshape(query_len, heads, -1))

@@ -1,0 +1,149 @@
+"""The waiting queue and the continuous batch: who runs in the next step, and how many tokens of each."""
+
+from collections import deque
+from dataclasses import dataclass
+
+from scheduler.ports import CacheView
+from scheduler.sequence import Sequence, SequenceState
+
+
+class QueueFull(Exception):
+    """The waiting queue is at its cap; the request was not taken."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """`num_tokens` pending tokens of a sequence, to be computed in this step."""
+
+    sequence: Sequence
+    num_tokens: int
+
+    @property
+    def is_last(self) -> bool:
+        """Whether this chunk ends with the newest token, so that the next one can be sampled."""
+        return self.num_tokens == self.sequence.pending_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """One step. Room for its chunks is reserved."""
+
+    chunks: list[Chunk]
+    preempted: list[Sequence]  # gave their pages back; they wait at the head of the line
+
+
+class Scheduler:
+    """First come, first served, with continuous batching and chunked prefill under a token budget.
+
+    Every step decodes all running sequences, then spends what is left of the budget on prefills in arrival order. When
+    HBM is full the sequence that arrived last is preempted and stands first in line again; what it computed stays
+    cached. Pure: single-threaded, no clock of its own.
+    """
+
+    def __init__(
+        self, *, cache: CacheView, max_seqs: int, max_queued: int, step_tokens: int, chunked_prefill: bool
+    ) -> None:
+        self._cache = cache
+        self._max_seqs = max_seqs
+        self._max_queued = max_queued
+        self._step_tokens = step_tokens
+        self._chunked_prefill = chunked_prefill
+        self._waiting: deque[Sequence] = deque()
+        self._running: list[Sequence] = []  # in order of admission
+        self.preemptions = 0
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def running(self) -> tuple[Sequence, ...]:
+        return tuple(self._running)
+
+    def has_work(self) -> bool:
+        return bool(self._running or self._waiting)
+
+    def add(self, sequence: Sequence) -> None:
+        """Take a sequence that the cache has opened. Raises QueueFull."""
+        if len(self._waiting) >= self._max_queued:
+            raise QueueFull(f"{len(self._waiting)} requests are waiting")
+        self._waiting.append(sequence)
+
+    def upcoming(self) -> list[str]:
+        """Request ids in the order they will start, next first. The cache plans fetches and evictions from it."""
+        return [sequence.request_id for sequence in self._waiting]
+
+    def remove(self, sequence: Sequence) -> None:
+        """A sequence finished or was aborted, in whatever state it was."""
+        if sequence.state is SequenceState.RUNNING:
+            self._running.remove(sequence)
+        elif sequence.state is SequenceState.WAITING:
+            self._waiting.remove(sequence)
+        sequence.state = SequenceState.FINISHED
+
+    def schedule(self, now: float) -> Schedule:
+        """What runs in the next step. Never empty while a sequence runs or waits, as long as every sequence alone fits
+        into HBM; the engine sees to that on arrival."""
+        chunks: list[Chunk] = []
+        preempted: list[Sequence] = []
+        budget = self._step_tokens
+        for sequence in [s for s in self._running if s.pending_tokens == 1]:
+            # A preemption further up may have taken this one out.
+            if sequence.state is SequenceState.RUNNING and self._make_room(sequence, 1, chunks, preempted):
+                chunks.append(Chunk(sequence, 1))
+                budget -= 1
+        for sequence in [s for s in self._running if s.pending_tokens > 1]:
+            if budget <= 0:
+                break
+            num_tokens = self._chunk_tokens(sequence.pending_tokens, budget)
+            if sequence.state is SequenceState.RUNNING and self._make_room(sequence, num_tokens, chunks, preempted):
+                chunks.append(Chunk(sequence, num_tokens))
+                budget -= num_tokens
+        if not preempted:  # room that was just taken from one is not given to another
+            self._admit(chunks, self._step_tokens - sum(chunk.num_tokens for chunk in chunks), now)
+        return Schedule(chunks, preempted)
+
+    def _chunk_tokens(self, pending: int, budget: int) -> int:
+        return min(pending, budget) if self._chunked_prefill else pending
+
+    def _make_room(self, sequence: Sequence, num_tokens: int, chunks: list[Chunk], preempted: list[Sequence]) -> bool:
+        """Reserve rows for a running sequence, preempting later arrivals if need be, in the end itself."""
+        while not self._cache.grow(sequence.request_id, num_tokens):
+            victim = max(self._running, key=lambda s: (s.arrived_s, s.request_id))
+            self._preempt(victim)
+            preempted.append(victim)
+            chunks[:] = [chunk for chunk in chunks if chunk.sequence is not victim]
+            if victim is sequence:
+                return False
+        return True
+
+    def _preempt(self, sequence: Sequence) -> None:
+        self._cache.preempt(sequence.request_id)
+        self._running.remove(sequence)
+        sequence.state = SequenceState.WAITING
+        sequence.computed_tokens = 0
+        sequence.preemptions += 1
+        self.preemptions += 1
+        self._waiting.appendleft(sequence)
+
+    def _admit(self, chunks: list[Chunk], budget: int, now: float) -> None:
+        held_back: list[Sequence] = []
+        while self._waiting and budget > 0 and len(self._running) < self._max_seqs:
+            sequence = self._waiting.popleft()
+            if self._cache.waits_for_sibling(sequence.request_id):
+                held_back.append(sequence)  # keeps its place; those behind it may go first
+                continue
+            wanted = sequence.pending_tokens - self._cache.resident_tokens(sequence.request_id)
+            cached = self._cache.admit(sequence.request_id, self._chunk_tokens(wanted, budget))
+            if cached is None:
+                self._waiting.appendleft(sequence)
+                break
+            sequence.state = SequenceState.RUNNING
+            sequence.computed_tokens = cached
+            if sequence.scheduled_s is None:
+                sequence.scheduled_s = now
+            num_tokens = self._chunk_tokens(sequence.pending_tokens, budget)
+            self._running.append(sequence)
+            chunks.append(Chunk(sequence, num_tokens))
+            budget -= num_tokens
+        self._waiting.extendleft(reversed(held_back))
