@@ -1,0 +1,46 @@
+"""Attention backends by name. Each imports its library when it is asked for, so listing them loads nothing."""
+
+from collections.abc import Callable
+
+from kernels.attention.base import AttentionBackend
+
+
+class BackendUnavailable(Exception):
+    """A backend cannot run here; the message says what is missing. Raised when it is made."""
+
+
+class AttentionUnsupported(Exception):
+    """A backend cannot do what a layer needs; the message says what. Raised by `forward`, before any work."""
+
+
+def _naive() -> AttentionBackend:
+    from kernels.attention.naive import NaiveAttention
+
+    return NaiveAttention()
+
+
+def _torch_cpu() -> AttentionBackend:
+    from kernels.attention.torch_cpu import TorchAttention
+
+    return TorchAttention()
+
+
+def _flash() -> AttentionBackend:
+    from kernels.attention.flash import FlashAttention
+
+    return FlashAttention()
+
+
+def _triton() -> AttentionBackend:
+    from kernels.attention.triton_paged import TritonPagedAttention
+
+    return TritonPagedAttention()
+
+
+# Making one may raise BackendUnavailable. tests/kernels/test_attention.py holds every entry to the naive one.
+BACKENDS: dict[str, Callable[[], AttentionBackend]] = {
+    "naive": _naive,
+    "torch_cpu": _torch_cpu,
+    "flash": _flash,
+    "triton": _triton,
+}

@@ -164,7 +164,16 @@ def test_the_kernel_in_tritons_interpreter():
     """The interpreter is switched on for a whole process, when triton is imported: so in a process of its own."""
     pytest.importorskip("triton")
     ran = subprocess.run(
-        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-k", "the_kernel", str(Path(__file__))],
+        [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-p",
+            "no:cacheprovider",
+            "-k",
+            "the_kernel and not compiles",
+            str(Path(__file__)),
+        ],
         cwd=Path(__file__).parents[2],
         env={**os.environ, "TRITON_INTERPRET": "1"},
         capture_output=True,
@@ -173,3 +182,29 @@ def test_the_kernel_in_tritons_interpreter():
     )
     assert ran.returncode == 0, ran.stdout + ran.stderr
     assert f"{2 * len(SHAPES) * 2 + 1} passed" in ran.stdout
+
+
+@pytest.mark.skipif(INTERPRETED, reason="interpreted kernels are not compiled")
+@pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_the_kernel_compiles_for_cuda(interleaved, monkeypatch, tmp_path):
+    """To machine code, by the assembler that comes with triton: no device needed."""
+    triton = pytest.importorskip("triton")
+    from triton.backends.compiler import GPUTarget
+
+    from kernels.rope_triton import _rope_scatter
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    types = dict.fromkeys(("k_ptr", "v_ptr", "k_pool_ptr", "v_pool_ptr"), "*bf16")
+    types |= {"cos_ptr": "*fp32", "sin_ptr": "*fp32", "slots_ptr": "*i64"}
+    constants = {
+        "pairs": 12, "k_dim": 25, "v_dim": 25, "pairs_padded": 16, "rest_padded": 1, "v_padded": 32,
+        "interleaved": interleaved,
+    }  # fmt: skip
+    names = _rope_scatter.arg_names
+    source = triton.compiler.ASTSource(
+        fn=_rope_scatter,
+        signature={name: "constexpr" if name in constants else types.get(name, "i32") for name in names},
+        constexprs={(names.index(name),): value for name, value in constants.items()},
+    )
+    assert triton.compile(source, target=GPUTarget("cuda", 80, 32)).asm["cubin"]

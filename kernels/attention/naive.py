@@ -1,0 +1,47 @@
+"""The oracle: attention as it is defined, one sequence and one head group at a time, in fp32."""
+
+import torch
+from torch import Tensor
+
+from kernels.attention.base import AttentionMeta, AttentionParams, KvPages
+
+
+class NaiveAttention:
+    """Every feature, no speed. What the other backends are held to."""
+
+    name = "naive"
+    page_multiple = 1
+
+    def forward(self, q: Tensor, kv: KvPages, meta: AttentionMeta, params: AttentionParams) -> Tensor:
+        outs = [q.new_zeros(0, q.shape[1], kv.v.shape[3])]
+        start = 0
+        for i, (query_len, context_len) in enumerate(zip(meta.query_lens, meta.context_lens, strict=True)):
+            rows = torch.arange(context_len, device=q.device)
+            pages = meta.block_table[i].long()[rows // kv.k.shape[1]]
+            k = kv.k[pages, rows % kv.k.shape[1]]
+            v = kv.v[pages, rows % kv.v.shape[1]]
+            outs.append(_attend(q[start : start + query_len], k, v, params).to(q.dtype))
+            start += query_len
+        return torch.cat(outs)
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, params: AttentionParams) -> Tensor:
+    """q [queries, heads, k_dim], the last rows of a context with k [rows, kv_heads, k_dim], v [rows, kv_heads, v_dim]
+    -> [queries, heads, v_dim] fp32."""
+    queries, heads, _ = q.shape
+    rows, kv_heads, _ = k.shape
+    k = k.float().repeat_interleave(heads // kv_heads, dim=1)
+    v = v.float().repeat_interleave(heads // kv_heads, dim=1)
+    logits = torch.einsum("qhd,khd->hqk", q.float(), k) * params.scale
+    if params.softcap is not None:
+        logits = params.softcap * torch.tanh(logits / params.softcap)
+    at = torch.arange(rows - queries, rows, device=q.device)[:, None]
+    key = torch.arange(rows, device=q.device)[None, :]
+    seen = key <= at
+    if params.window is not None:
+        seen &= at - key < params.window
+    logits = logits.masked_fill(~seen, float("-inf"))
+    if params.sinks is not None:
+        logits = torch.cat((logits, params.sinks.float()[:, None, None].expand(-1, queries, 1)), dim=2)
+    probs = logits.softmax(dim=2)[..., :rows]
+    return torch.einsum("hqk,khd->qhd", probs, v)

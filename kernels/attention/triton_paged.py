@@ -1,0 +1,365 @@
+"""Paged attention in Triton: every feature, on any CUDA device, and on CPU tensors in Triton's interpreter.
+
+The interpreter (TRITON_INTERPRET=1 in the environment before triton is imported) proves indexing and arithmetic; that
+the kernels compile is tested by compiling them for CUDA targets, which needs no device. Runs of the compiled kernels
+are tests with the `gpu` mark. Hence conservative features: no autotuning, no descriptors, no persistent programs.
+
+The work list is made on the host, once per step and window: an item is a block of query rows of one sequence, with the
+heads that share a kv head side by side, against a range of its keys. A sequence with few query rows (decode) is split
+along its keys into ranges of a fixed length, merged by a second kernel (flash-decoding); the length does not depend on
+the batch, so neither does the result of a row.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+from numpy.typing import NDArray
+from torch import Tensor
+
+from kernels.attention import BackendUnavailable
+from kernels.attention.base import AttentionMeta, AttentionParams, KvPages
+
+_SPLIT = 512  # keys per item of a decoding sequence
+_ALIGN = 64  # where a window starts is rounded down to this, so tiles fall on the same keys at every step
+_PREFILL_ROWS = 64
+_DECODE_ROWS = 16  # the least that tl.dot takes
+
+
+@triton.jit
+def _finish(top, weight, mixed, sink_ptr, heads, has_sink: tl.constexpr):
+    """Normalise rows, after the sink took its share. top, weight [rows]: running maximum, sum of exponentials."""
+    if has_sink:
+        sink = tl.load(sink_ptr + heads).to(tl.float32)
+        highest = tl.maximum(top, sink)
+        shrink = tl.exp(top - highest)
+        weight = weight * shrink + tl.exp(sink - highest)
+        mixed = mixed * shrink[:, None]
+    return mixed / tl.where(weight > 0, weight, 1.0)[:, None]
+
+
+@triton.jit
+def _attend(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    table_ptr,
+    items_ptr,
+    sink_ptr,
+    out_ptr,
+    part_mixed_ptr,
+    part_stats_ptr,
+    scale,
+    softcap,
+    table_row,
+    q_token,  # strides in elements: of a token, a head, a page, a row of a page, a kv head of a row
+    q_head,
+    k_page,
+    k_row,
+    k_head,
+    v_page,
+    v_row,
+    v_head,
+    out_token,
+    out_head,
+    window,
+    group: tl.constexpr,  # query heads per kv head
+    rows: tl.constexpr,
+    tile: tl.constexpr,
+    page_size: tl.constexpr,
+    k_dim: tl.constexpr,
+    v_dim: tl.constexpr,
+    k_padded: tl.constexpr,
+    v_padded: tl.constexpr,
+    has_window: tl.constexpr,
+    has_softcap: tl.constexpr,
+    has_sink: tl.constexpr,
+    precision: tl.constexpr,
+    widen: tl.constexpr,  # multiply in fp32: the interpreter's dot takes bf16 for integers
+):
+    """One program per (item, kv head). An item: sequence, first token in q, its position, tokens, keys from and to, and
+    its place among the parts, or -1 to write the result out."""
+    item = items_ptr + tl.program_id(0) * 7
+    kv_head = tl.program_id(1)
+    sequence = tl.load(item).to(tl.int64)
+    first_token = tl.load(item + 1)
+    first_position = tl.load(item + 2)
+    tokens = tl.load(item + 3)
+    begin = tl.load(item + 4)
+    end = tl.load(item + 5)
+    part = tl.load(item + 6)
+
+    row = tl.arange(0, rows)
+    row_live = row < tokens * group
+    token = (first_token + row // group).to(tl.int64)
+    head = kv_head * group + row % group
+    position = first_position + row // group
+    k_col = tl.arange(0, k_padded)
+    v_col = tl.arange(0, v_padded)
+    q = tl.load(
+        q_ptr + token[:, None] * q_token + head[:, None] * q_head + k_col[None, :],
+        mask=row_live[:, None] & (k_col[None, :] < k_dim),
+        other=0.0,
+    )
+    if widen:
+        q = q.to(tl.float32)
+
+    top = tl.full([rows], float("-inf"), tl.float32)
+    weight = tl.zeros([rows], tl.float32)
+    mixed = tl.zeros([rows, v_padded], tl.float32)
+    for start in range(begin, end, tile):
+        key = start + tl.arange(0, tile)
+        key_live = key < end
+        page = tl.load(table_ptr + sequence * table_row + key // page_size, mask=key_live, other=0).to(tl.int64)
+        k_at = page * k_page + (key % page_size) * k_row + kv_head * k_head
+        k = tl.load(
+            k_ptr + k_at[None, :] + k_col[:, None], mask=key_live[None, :] & (k_col[:, None] < k_dim), other=0.0
+        )
+        if widen:
+            k = k.to(tl.float32)
+        score = tl.dot(q, k, input_precision=precision) * scale
+        if has_softcap:
+            score = softcap * (2.0 * tl.sigmoid(2.0 * score / softcap) - 1.0)  # tanh
+        seen = row_live[:, None] & key_live[None, :] & (key[None, :] <= position[:, None])
+        if has_window:
+            seen = seen & (position[:, None] - key[None, :] < window)
+        score = tl.where(seen, score, float("-inf"))
+        new_top = tl.maximum(top, tl.max(score, 1))
+        base = tl.where(new_top == float("-inf"), 0.0, new_top)  # a row that has seen nothing yet
+        share = tl.exp(score - base[:, None])
+        shrink = tl.exp(top - base)
+        weight = weight * shrink + tl.sum(share, 1)
+        v_at = page * v_page + (key % page_size) * v_row + kv_head * v_head
+        v = tl.load(
+            v_ptr + v_at[:, None] + v_col[None, :], mask=key_live[:, None] & (v_col[None, :] < v_dim), other=0.0
+        )
+        share = share.to(v.dtype)
+        if widen:
+            share = share.to(tl.float32)
+            v = v.to(tl.float32)
+        mixed = mixed * shrink[:, None] + tl.dot(share, v, input_precision=precision)
+        top = new_top
+
+    if part < 0:
+        result = _finish(top, weight, mixed, sink_ptr, tl.where(row_live, head, 0), has_sink)
+        tl.store(
+            out_ptr + token[:, None] * out_token + head[:, None] * out_head + v_col[None, :],
+            result.to(out_ptr.dtype.element_ty),
+            mask=row_live[:, None] & (v_col[None, :] < v_dim),
+        )
+    else:
+        place = part.to(tl.int64) * tl.num_programs(1) + kv_head
+        tl.store(part_mixed_ptr + (place * rows + row[:, None]) * v_padded + v_col[None, :], mixed)
+        tl.store(part_stats_ptr + place * 2 * rows + row, top)
+        tl.store(part_stats_ptr + place * 2 * rows + rows + row, weight)
+
+
+@triton.jit
+def _merge(
+    merges_ptr,
+    sink_ptr,
+    out_ptr,
+    part_mixed_ptr,
+    part_stats_ptr,
+    out_token,
+    out_head,
+    group: tl.constexpr,
+    rows: tl.constexpr,
+    v_dim: tl.constexpr,
+    v_padded: tl.constexpr,
+    has_sink: tl.constexpr,
+):
+    """One program per (split block, kv head). A merge: first token in q, tokens, first part, parts."""
+    merge = merges_ptr + tl.program_id(0) * 4
+    kv_head = tl.program_id(1)
+    first_token = tl.load(merge)
+    tokens = tl.load(merge + 1)
+    first_part = tl.load(merge + 2)
+    parts = tl.load(merge + 3)
+
+    row = tl.arange(0, rows)
+    v_col = tl.arange(0, v_padded)
+    top = tl.full([rows], float("-inf"), tl.float32)
+    weight = tl.zeros([rows], tl.float32)
+    mixed = tl.zeros([rows, v_padded], tl.float32)
+    for part in range(first_part, first_part + parts):
+        place = tl.cast(part, tl.int64) * tl.num_programs(1) + kv_head
+        part_top = tl.load(part_stats_ptr + place * 2 * rows + row)
+        part_weight = tl.load(part_stats_ptr + place * 2 * rows + rows + row)
+        part_mixed = tl.load(part_mixed_ptr + (place * rows + row[:, None]) * v_padded + v_col[None, :])
+        new_top = tl.maximum(top, part_top)
+        base = tl.where(new_top == float("-inf"), 0.0, new_top)
+        shrink = tl.exp(top - base)
+        share = tl.exp(part_top - base)
+        weight = weight * shrink + part_weight * share
+        mixed = mixed * shrink[:, None] + part_mixed * share[:, None]
+        top = new_top
+
+    row_live = row < tokens * group
+    token = (first_token + row // group).to(tl.int64)
+    head = kv_head * group + row % group
+    result = _finish(top, weight, mixed, sink_ptr, tl.where(row_live, head, 0), has_sink)
+    tl.store(
+        out_ptr + token[:, None] * out_token + head[:, None] * out_head + v_col[None, :],
+        result.to(out_ptr.dtype.element_ty),
+        mask=row_live[:, None] & (v_col[None, :] < v_dim),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Launch:
+    """One grid: items [items, 7] and merges [merges, 4] int32 on the device, as the kernels read them."""
+
+    rows: int
+    items: Tensor
+    merges: Tensor
+    parts: int
+
+
+class TritonPagedAttention:
+    """Asynchronous, on the current stream. The interpreter if triton was imported for it, else CUDA."""
+
+    name = "triton"
+    page_multiple = 16
+
+    def __init__(self) -> None:
+        self._interpreted = not isinstance(_attend, triton.JITFunction)
+        if not self._interpreted and not torch.cuda.is_available():
+            raise BackendUnavailable("Triton needs a CUDA device, or TRITON_INTERPRET=1 to interpret its kernels")
+
+    def forward(self, q: Tensor, kv: KvPages, meta: AttentionMeta, params: AttentionParams) -> Tensor:
+        """See AttentionBackend. q, k and v share a dtype and have dense heads; pages may have any strides."""
+        _, heads, k_dim = q.shape
+        kv_heads, v_dim = kv.v.shape[2:]
+        group = heads // kv_heads
+        key = f"triton/{group}/{params.window}"
+        launches = meta.scratch.get(key)
+        if launches is None:
+            launches = meta.scratch[key] = _plan(meta, group, params.window, q.device)
+
+        out = q.new_empty(q.shape[0], heads, v_dim)
+        k_padded = max(16, triton.next_power_of_2(k_dim))
+        v_padded = max(16, triton.next_power_of_2(v_dim))
+        # Two tiles of keys and values in flight fit the shared memory of small devices too.
+        tile = min(64, max(16, 16384 // (max(k_padded, v_padded) * q.element_size())))
+        sinks = params.sinks if params.sinks is not None else q  # not read without
+        for launch in launches:
+            parts_shape = (launch.parts, kv_heads, launch.rows)
+            part_mixed = torch.empty((*parts_shape, v_padded), dtype=torch.float32, device=q.device)
+            part_stats = torch.empty((*parts_shape, 2), dtype=torch.float32, device=q.device)
+            _attend[(len(launch.items), kv_heads)](
+                q,
+                kv.k,
+                kv.v,
+                meta.block_table,
+                launch.items,
+                sinks,
+                out,
+                part_mixed,
+                part_stats,
+                params.scale,
+                params.softcap or 1.0,
+                meta.block_table.stride(0),
+                q.stride(0),
+                q.stride(1),
+                *kv.k.stride()[:3],
+                *kv.v.stride()[:3],
+                out.stride(0),
+                out.stride(1),
+                params.window or 0,
+                group=group,
+                rows=launch.rows,
+                tile=tile,
+                page_size=kv.k.shape[1],
+                k_dim=k_dim,
+                v_dim=v_dim,
+                k_padded=k_padded,
+                v_padded=v_padded,
+                has_window=params.window is not None,
+                has_softcap=params.softcap is not None,
+                has_sink=params.sinks is not None,
+                precision="ieee" if q.dtype == torch.float32 else "tf32",
+                widen=self._interpreted and q.dtype == torch.bfloat16,
+                num_warps=8 if launch.rows * v_padded > 8192 else 4,  # at most 64 registers a thread for the sums
+            )
+            if launch.parts:
+                _merge[(len(launch.merges), kv_heads)](
+                    launch.merges,
+                    sinks,
+                    out,
+                    part_mixed,
+                    part_stats,
+                    out.stride(0),
+                    out.stride(1),
+                    group=group,
+                    rows=launch.rows,
+                    v_dim=v_dim,
+                    v_padded=v_padded,
+                    has_sink=params.sinks is not None,
+                )
+        return out
+
+
+def _plan(meta: AttentionMeta, group: int, window: int | None, device: torch.device) -> list[_Launch]:
+    """The work of one step: decoding sequences in one grid of small blocks, prefilling ones in another."""
+    query_lens = np.array(meta.query_lens, dtype=np.int64)
+    context_lens = np.array(meta.context_lens, dtype=np.int64)
+    decode_rows = max(_DECODE_ROWS, triton.next_power_of_2(group))
+    decoding = (query_lens > 0) & (query_lens * group <= decode_rows)
+    prefilling = (query_lens > 0) & ~decoding
+    launches = []
+    for chosen, rows, split in (
+        (decoding, decode_rows, _SPLIT),
+        (prefilling, max(_PREFILL_ROWS, decode_rows), None),
+    ):
+        if chosen.any():
+            launches.append(_launch(query_lens, context_lens, chosen.nonzero()[0], group, window, rows, split, device))
+    return launches
+
+
+def _launch(
+    query_lens: NDArray[np.int64],
+    context_lens: NDArray[np.int64],
+    sequences: NDArray[np.int64],
+    group: int,
+    window: int | None,
+    rows: int,
+    split: int | None,
+    device: torch.device,
+) -> _Launch:
+    """Cut the queries of these sequences into blocks of at most `rows`, and their keys into ranges of `split`."""
+    step = rows // group
+    blocks = -(-query_lens[sequences] // step)
+    sequence = np.repeat(sequences, blocks)
+    offset = _counting(blocks) * step
+    first_token = (np.cumsum(query_lens) - query_lens)[sequence] + offset
+    position = (context_lens - query_lens)[sequence] + offset
+    tokens = np.minimum(query_lens[sequence] - offset, step)
+    end = position + tokens
+    begin = np.zeros_like(end) if window is None else np.maximum(position - window + 1, 0) // _ALIGN * _ALIGN
+
+    ranges = np.ones_like(end) if split is None else -(-(end - begin) // split)
+    block = np.repeat(np.arange(len(ranges)), ranges)
+    range_begin = begin[block] + _counting(ranges) * (split or 0)
+    range_end = end[block] if split is None else np.minimum(range_begin + split, end[block])
+    divided = ranges > 1
+    is_part = divided[block]
+    part = np.where(is_part, np.cumsum(is_part) - 1, -1)
+    items = np.stack(
+        (sequence[block], first_token[block], position[block], tokens[block], range_begin, range_end, part), axis=1
+    )
+    parts = np.where(divided, ranges, 0)
+    merges = np.stack((first_token, tokens, np.cumsum(parts) - parts, parts), axis=1)[divided]
+    return _Launch(
+        rows=rows,
+        items=torch.from_numpy(items.astype(np.int32)).to(device),
+        merges=torch.from_numpy(merges.astype(np.int32)).to(device),
+        parts=int(parts.sum()),
+    )
+
+
+def _counting(counts: NDArray[np.int64]) -> NDArray[np.int64]:
+    """0 .. count - 1 for each of `counts`, one after the other."""
+    return np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
