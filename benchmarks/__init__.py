@@ -1,0 +1,1 @@
+"""Standing benchmarks: programs run by `make bench`, results in `results/`. Not installed with the package."""
