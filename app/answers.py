@@ -1,0 +1,123 @@
+"""Generations -> the bodies of OpenAI, plus what is ours: `x_cache` and `timings`."""
+
+from typing import Any
+
+from app.generation import Delta, Generation
+
+
+def completion(generation: Generation, logprobs: dict[int, list[dict[str, Any]]]) -> dict[str, Any]:
+    """The plain answer of a finished generation. `logprobs` per choice; empty when none were asked for."""
+    choices = [
+        {
+            "index": choice.index,
+            "message": {"role": "assistant", "content": choice.text, "refusal": None},
+            "logprobs": {"content": logprobs[choice.index], "refusal": None} if choice.index in logprobs else None,
+            "finish_reason": choice.finish_reason,
+        }
+        for choice in generation.choices
+    ]
+    return {**_head(generation, "chat.completion"), "choices": choices, "usage": usage(generation), **ours(generation)}
+
+
+class Chunks:
+    """The chunks of one streamed answer. With `include_usage` every one of them has the field, OpenAI's way."""
+
+    def __init__(self, generation: Generation, *, include_usage: bool) -> None:
+        self._generation = generation
+        self._include_usage = include_usage
+        self._head = _head(generation, "chat.completion.chunk")
+        if include_usage:
+            self._head["usage"] = None
+        self._unfinished = len(generation.choices)
+
+    def opening(self, index: int) -> dict[str, Any]:
+        return self._chunk(index, {"role": "assistant", "content": ""}, None, None)
+
+    def delta(self, delta: Delta) -> dict[str, Any]:
+        """The last finish_reason brings the report, unless a usage chunk will."""
+        content = {"content": delta.text} if delta.text else {}
+        chunk = self._chunk(delta.choice, content, delta.logprobs, delta.finish_reason)
+        if delta.finish_reason is not None:
+            self._unfinished -= 1
+            if self._unfinished == 0 and not self._include_usage:
+                chunk.update(ours(self._generation))
+        return chunk
+
+    def closing(self) -> dict[str, Any] | None:
+        if not self._include_usage:
+            return None
+        return {**self._head, "choices": [], "usage": usage(self._generation), **ours(self._generation)}
+
+    def _chunk(
+        self, index: int, delta: dict[str, Any], logprobs: list[dict[str, Any]] | None, finish_reason: str | None
+    ) -> dict[str, Any]:
+        content = None if logprobs is None else {"content": logprobs, "refusal": None}
+        choice = {"index": index, "delta": delta, "logprobs": content, "finish_reason": finish_reason}
+        return {**self._head, "choices": [choice]}
+
+
+def _head(generation: Generation, kind: str) -> dict[str, Any]:
+    return {
+        "id": generation.request_id,
+        "object": kind,
+        "created": generation.created,
+        "model": generation.model.name,
+        "system_fingerprint": f"fp_{generation.model.fingerprint[:16]}",
+        "service_tier": "default",
+    }
+
+
+def usage(generation: Generation) -> dict[str, Any]:
+    prompt_tokens = len(generation.prompt.token_ids)
+    completion_tokens = sum(len(choice.token_ids) for choice in generation.choices)
+    report = generation.report
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+        # Never null: a client cannot tell "no report" from "no hit".
+        "prompt_tokens_details": {
+            "cached_tokens": 0 if report is None else report.prompt_tokens - report.computed_tokens
+        },
+    }
+
+
+def ours(generation: Generation) -> dict[str, Any]:
+    """Where the prompt's KV came from and where the time went; of the first choice, which pays for the prompt."""
+    fields: dict[str, Any] = {"timings": timings(generation)}
+    if (report := generation.report) is not None:
+        fields["x_cache"] = {
+            "session_id": generation.prompt.session_id,
+            "hbm_tokens": report.hbm_tokens,
+            "dram_tokens": report.dram_tokens,
+            "disk_tokens": report.disk_tokens,
+            "redis_tokens": report.redis_tokens,
+            "computed_tokens": report.computed_tokens,
+            "history_tokens": report.history_tokens,
+            "truncated_tokens": report.truncated_tokens,
+            "shifted_tokens": report.shifted_tokens,
+            "miss_reasons": report.miss_reasons,
+        }
+    return fields
+
+
+def timings(generation: Generation) -> dict[str, float | None]:
+    """Milliseconds. The engine's own are null where a stop string ended the choice before the engine did."""
+    choice = generation.choices[0]
+    engine = choice.timings
+    ttft_ms = decode_ms = tokens_per_s = None
+    if choice.first_token_s is not None and choice.last_token_s is not None:
+        ttft_ms = round((choice.first_token_s - generation.arrived_s) * 1e3, 3)
+        decode_ms = round((choice.last_token_s - choice.first_token_s) * 1e3, 3)
+    if engine is not None:
+        decode_ms = round(engine.decode_ms, 3)
+    if decode_ms:
+        tokens_per_s = round((len(choice.token_ids) - 1) / decode_ms * 1e3, 3)
+    return {
+        "queue_ms": None if engine is None else round(engine.queue_ms, 3),
+        "load_ms": None if engine is None else round(engine.load_ms, 3),
+        "prefill_ms": None if engine is None else round(engine.prefill_ms, 3),
+        "ttft_ms": ttft_ms,
+        "decode_ms": decode_ms,
+        "tokens_per_s": tokens_per_s,
+    }

@@ -1,0 +1,129 @@
+"""Exceptions -> the one error envelope: {"error": {"message", "type", "param", "code"}}."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+from fastapi import FastAPI, Request
+from pydantic import ValidationError
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+from engine.client import EngineUnavailable
+
+_TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+
+
+class ApiError(Exception):
+    """What a client is told. `message` never holds internals."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        code: str | None = None,
+        param: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.type = _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
+        self.code = code
+        self.param = param
+        self.headers = dict(headers or {})
+
+    def body(self) -> bytes:
+        error = {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
+        return msgspec.json.encode({"error": error})
+
+    def response(self) -> Response:
+        return Response(self.body(), self.status, headers=self.headers, media_type="application/json")
+
+
+class ClientGone(Exception):
+    """The client closed the connection, or reads nothing. Nobody is left to answer."""
+
+
+def invalid(message: str, param: str | None = None, code: str | None = None) -> ApiError:
+    return ApiError(400, message, code=code, param=param)
+
+
+def model_not_found(name: str) -> ApiError:
+    return ApiError(404, f"The model '{name[:200]}' does not exist.", code="model_not_found", param="model")
+
+
+def context_length_exceeded(window: int, prompt_tokens: int) -> ApiError:
+    return ApiError(
+        400,
+        f"This model's context window is {window} tokens, of which at least one is the answer's; "
+        f"your messages make {prompt_tokens} tokens. Please shorten them.",
+        code="context_length_exceeded",
+        param="messages",
+    )
+
+
+def overloaded() -> ApiError:
+    return ApiError(
+        429, "The queue is full; try again shortly.", code="rate_limit_exceeded", headers={"retry-after": "1"}
+    )
+
+
+def unavailable(message: str, *, code: str, retry_after_s: float) -> ApiError:
+    headers = {"retry-after": str(max(1, round(retry_after_s)))}
+    return ApiError(503, message, code=code, headers=headers)
+
+
+def engine_unavailable(error: EngineUnavailable, state: str) -> ApiError:
+    code = state if state in ("loading", "restarting") else "unavailable"
+    return unavailable(f"The engine is not available ({state}).", code=code, retry_after_s=error.retry_after_s)
+
+
+def engine_lost() -> ApiError:
+    message = "The engine stopped while this answer was being generated; send the request again."
+    return unavailable(message, code="engine_lost", retry_after_s=1)
+
+
+def internal_error() -> ApiError:
+    return ApiError(500, "The server had an error while answering.", code="internal_error")
+
+
+def from_validation(error: ValidationError) -> ApiError:
+    """The first thing that is wrong, in OpenAI's way of naming parameters: messages[0].content."""
+    first = error.errors(include_url=False, include_input=False)[0]
+    path = list(first["loc"])
+    if named := first.get("ctx", {}).get("param"):
+        path.append(named)
+    param = ""
+    for part in path:
+        param += f"[{part}]" if isinstance(part, int) else f".{part}" if param else str(part)
+    param, problem = param[:200], first["msg"][:500]
+    if first["type"] == "unsupported":
+        return invalid(f"{problem}.", param, "unsupported_parameter")
+    if first["type"] == "missing":
+        return invalid(f"Missing required parameter: '{param}'.", param, "missing_required_parameter")
+    return invalid(f"Invalid '{param}': {problem}." if param else f"{problem}.", param or None)
+
+
+def install_handlers(app: FastAPI) -> None:
+    """Everything that routing and handlers raise leaves in the envelope."""
+
+    async def on_api_error(_: Request, error: Exception) -> Response:
+        assert isinstance(error, ApiError)
+        return error.response()
+
+    async def on_http_exception(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        headers: dict[str, Any] = dict(error.headers or {})
+        if error.status_code == 404:
+            api_error = ApiError(404, f"Unknown URL: {request.method} {request.url.path[:200]}", code="unknown_url")
+        elif error.status_code == 405:
+            message = f"Method {request.method[:20]} is not allowed for {request.url.path[:200]}."
+            api_error = ApiError(405, message, code="method_not_allowed", headers=headers)
+        else:
+            api_error = ApiError(error.status_code, str(error.detail)[:500], headers=headers)
+        return api_error.response()
+
+    app.add_exception_handler(ApiError, on_api_error)
+    app.add_exception_handler(HTTPException, on_http_exception)

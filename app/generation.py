@@ -1,0 +1,294 @@
+"""One answer, or n of them: tokens from the engine in, text out, the transcript kept. Plain and streamed share it."""
+
+import asyncio
+import time
+from bisect import bisect_left, bisect_right
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from app.errors import ApiError, context_length_exceeded, engine_lost, internal_error, overloaded
+from app.metrics import Metrics
+from app.tokenizer import ChatTokenizer
+from app.transcript import PreparedPrompt, Transcripts
+from engine.client import EngineLost
+from engine.messages import CacheReport, ModelInfo, Output, Stats, Submit, Timings, TokenLogprob
+
+
+class Outputs(Protocol):
+    """Of all choices of a request, interleaved; `engine.client.OutputStream`."""
+
+    def __aiter__(self) -> AsyncIterator[Output]: ...
+
+    async def __anext__(self) -> Output: ...
+
+    async def aclose(self) -> None: ...
+
+
+class Engine(Protocol):
+    """The part of `engine.client.EngineClient` that the app uses; the tests have a scripted one."""
+
+    @property
+    def state(self) -> str: ...
+    @property
+    def failure(self) -> str | None: ...
+    @property
+    def model(self) -> ModelInfo | None: ...
+    @property
+    def stats(self) -> Stats | None: ...
+    @property
+    def restarts(self) -> int: ...
+
+    async def start(self) -> None: ...
+    async def stop(self) -> None: ...
+    async def wait_ready(self) -> None: ...
+    async def submit(self, request: Submit) -> Outputs: ...
+    def finish(self, request_id: str, choice: int, keep_tokens: int) -> None: ...
+    def finish_all(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """What one choice has to say next."""
+
+    choice: int
+    text: str
+    logprobs: list[dict[str, Any]] | None  # None: not asked for
+    finish_reason: str | None
+
+
+class Choice:
+    """The text side of one choice: tokens in, text and logprobs that are safe to show out."""
+
+    def __init__(self, *, index: int, tokenizer: ChatTokenizer, stops: tuple[str, ...], min_tokens: int) -> None:
+        self.index = index
+        self.token_ids: list[int] = []
+        self.text = ""
+        self.finish_reason: str | None = None
+        self.report: CacheReport | None = None
+        self.timings: Timings | None = None
+        self.first_token_s: float | None = None
+        self.last_token_s: float | None = None
+        self._tokenizer = tokenizer
+        self._detokenizer = tokenizer.detokenizer()
+        self._finder = tokenizer.stop_finder(stops)
+        self._min_tokens = min_tokens
+        self._unsearched = 0  # characters of the first `min_tokens` tokens, in which no stop string counts
+        self._logprobs: deque[dict[str, Any]] = deque()  # of the tokens whose text is not shown yet
+        self._shown_logprobs = 0
+
+    @property
+    def text_ends(self) -> list[int]:
+        """Per token, the number of characters complete behind it; goes beyond `text` where a stop string cut it."""
+        return self._detokenizer.text_ends
+
+    @property
+    def stopped_by_string(self) -> bool:
+        return self._finder.hit
+
+    @property
+    def kept_tokens(self) -> int:
+        """Leading tokens all of whose text is in the answer."""
+        return tokens_within(self.text_ends, len(self.text)) if self._finder.hit else len(self.token_ids)
+
+    def push(self, output: Output) -> Delta | None:
+        """None while there is nothing to show. Tokens behind a stop string are dropped."""
+        shown_before = len(self.text)
+        for position, token_id in enumerate(output.token_ids):
+            self.token_ids.append(token_id)
+            if output.logprobs is not None:
+                self._logprobs.append(self._logprob(token_id, output.logprobs[position]))
+            self._show(self._detokenizer.push(token_id))
+            if self._finder.hit:
+                break
+        if self._finder.hit:
+            self.finish_reason = "stop"
+        elif output.finish_reason is not None:
+            self.finish_reason = output.finish_reason
+            self.flush()
+        logprobs = self._shown() if output.logprobs is not None else None
+        text = self.text[shown_before:]
+        if not text and not logprobs and self.finish_reason is None:
+            return None
+        return Delta(self.index, text, logprobs, self.finish_reason)
+
+    def flush(self) -> None:
+        """Nothing more will come: what was held back belongs to the answer."""
+        self._show(self._detokenizer.flush())
+        if not self._finder.hit:
+            self.text += self._finder.flush()
+
+    def _show(self, piece: str) -> None:
+        if len(self.token_ids) <= self._min_tokens:
+            self._unsearched += len(piece)
+            self.text += piece
+        elif not self._finder.hit:
+            self.text += self._finder.push(piece)
+
+    def _logprob(self, token_id: int, value: TokenLogprob) -> dict[str, Any]:
+        def entry(token_id: int, logprob: float) -> dict[str, Any]:
+            text, raw = self._tokenizer.token_text(token_id)
+            # JSON has no infinity; OpenAI reports a token outside the distribution as -9999.
+            return {"token": text, "logprob": max(logprob, -9999.0), "bytes": list(raw)}
+
+        return {**entry(token_id, value.logprob), "top_logprobs": [entry(*pair) for pair in value.top]}
+
+    def _shown(self) -> list[dict[str, Any]]:
+        """The logprobs that became due: those of tokens whose text is out."""
+        due = self.kept_tokens if self.finish_reason else bisect_right(self.text_ends, len(self.text))
+        count = max(0, due - self._shown_logprobs)
+        self._shown_logprobs += count
+        return [self._logprobs.popleft() for _ in range(count)]
+
+
+def tokens_within(text_ends: list[int], end: int) -> int:
+    """How many leading tokens lie wholly in the first `end` characters.
+
+    A token that added no text may hold the first bytes of a character that is cut off: at the end it does not count.
+    """
+    complete = text_ends[bisect_right(text_ends, end) - 1] if text_ends and text_ends[0] <= end else 0
+    return bisect_left(text_ends, complete) + 1 if complete else 0
+
+
+class Generation(AsyncIterator[Delta]):
+    """A request that the engine works on. Iterate it to the end, or close it: `aclose` aborts what is unfinished.
+
+    Raises ApiError when the engine refuses, fails or dies.
+    """
+
+    def __init__(
+        self,
+        *,
+        request_id: str,
+        model: ModelInfo,
+        engine: Engine,
+        outputs: Outputs,
+        tokenizer: ChatTokenizer,
+        transcripts: Transcripts,
+        metrics: Metrics,
+        prompt: PreparedPrompt,
+        num_choices: int,
+        stops: tuple[str, ...],
+        min_tokens: int,
+        arrived_s: float,
+        on_close: Callable[["Generation"], None],
+    ) -> None:
+        self.request_id = request_id
+        self.created = int(time.time())
+        self.model = model
+        self.prompt = prompt
+        self.arrived_s = arrived_s
+        self.choices = [
+            Choice(index=index, tokenizer=tokenizer, stops=stops, min_tokens=min_tokens) for index in range(num_choices)
+        ]
+        self._closed = False
+        self._on_close = on_close
+        self._engine = engine
+        self._outputs = outputs
+        self._transcripts = transcripts
+        self._metrics = metrics
+        self._open = set(range(num_choices))
+        self._upcoming: asyncio.Task[Delta | None] | None = None
+
+    @property
+    def report(self) -> CacheReport | None:
+        """Of the first choice that has one: it paid for the prompt, its siblings found it cached."""
+        return next((choice.report for choice in self.choices if choice.report is not None), None)
+
+    async def wait_first(self, timeout_s: float) -> None:
+        """Wait a while for the first delta, so that what goes wrong before it can still be answered with a status."""
+        self._upcoming = asyncio.create_task(self._next())
+        done, _ = await asyncio.wait({self._upcoming}, timeout=timeout_s)
+        for task in done:
+            task.result()  # raises what the answer to the request is; a delta stays where it is
+
+    async def __anext__(self) -> Delta:
+        if self._upcoming is not None:
+            task, self._upcoming = self._upcoming, None
+            delta = await task
+        else:
+            delta = await self._next()
+        if delta is None:
+            raise StopAsyncIteration
+        return delta
+
+    async def aclose(self) -> None:
+        """Idempotent. What was generated so far goes into the transcript."""
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            if self._upcoming is not None:
+                self._upcoming.cancel()
+                await asyncio.gather(self._upcoming, return_exceptions=True)
+            await self._outputs.aclose()
+            for index in sorted(self._open):
+                self.choices[index].flush()
+                self._record(self.choices[index])
+        finally:
+            self._open.clear()
+            self._metrics.e2e.observe(time.monotonic() - self.arrived_s)
+            self._on_close(self)
+
+    async def _next(self) -> Delta | None:
+        while self._open:
+            try:
+                output = await anext(self._outputs)
+            except StopAsyncIteration:
+                raise internal_error() from None  # the engine forgot a choice
+            except EngineLost:
+                raise engine_lost() from None
+            choice = self.choices[output.choice]
+            if choice.index not in self._open:
+                continue
+            self._note(choice, output)
+            if output.finish_reason == "error":
+                raise self._refusal(output)
+            delta = choice.push(output)
+            if choice.finish_reason is not None:
+                self._end(choice, by_engine=output.finish_reason is not None)
+            if delta is not None:
+                return delta
+        return None
+
+    def _note(self, choice: Choice, output: Output) -> None:
+        choice.report = output.report or choice.report
+        choice.timings = output.timings or choice.timings
+        if not output.token_ids:
+            return
+        now = time.monotonic()
+        if choice.first_token_s is None:
+            choice.first_token_s = now
+            self._metrics.ttft.observe(now - self.arrived_s)
+        else:
+            assert choice.last_token_s is not None
+            self._metrics.itl.observe((now - choice.last_token_s) / len(output.token_ids))
+        choice.last_token_s = now
+
+    def _end(self, choice: Choice, *, by_engine: bool) -> None:
+        self._open.discard(choice.index)
+        if choice.stopped_by_string and not by_engine:
+            self._engine.finish(self.request_id, choice.index, choice.kept_tokens)
+        self._record(choice)
+        self._metrics.choice_done(choice)
+
+    def _record(self, choice: Choice) -> None:
+        if choice.token_ids:
+            self._transcripts.record(
+                self.prompt,
+                answer={"role": "assistant", "content": choice.text},
+                token_ids=choice.token_ids,
+                text=choice.text,
+                text_ends=choice.text_ends,
+                now=time.time(),
+            )
+
+    def _refusal(self, output: Output) -> ApiError:
+        match output.error_code:
+            case "context_length_exceeded":
+                return context_length_exceeded(self.model.max_context, len(self.prompt.token_ids))
+            case "overloaded":
+                return overloaded()
+            case _:
+                return internal_error()

@@ -1,0 +1,87 @@
+"""Around every request: an id, a status in the metrics, keys checked, no exception that leaves without an envelope."""
+
+import logging
+import re
+import secrets
+import time
+from collections.abc import Callable
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from app.auth import Keyring
+from app.errors import ApiError, ClientGone, internal_error
+
+OPEN_PATHS = frozenset({"/health", "/v1/health", "/ready"})
+CLIENT_CLOSED_REQUEST = 499
+_REQUEST_ID = re.compile(r"[A-Za-z0-9._\-]{1,128}")
+
+log = logging.getLogger(__name__)
+access_log = logging.getLogger("reprise.access")
+
+
+class RequestContext:
+    """Outermost. `on_done(scope, status)` hears about every request once."""
+
+    def __init__(self, app: ASGIApp, *, on_done: Callable[[Scope, int], None], log_access: bool) -> None:
+        self._app = app
+        self._on_done = on_done
+        self._log_access = log_access
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        arrived_s = time.monotonic()
+        given = Headers(scope=scope).get("x-request-id", "")
+        request_id = given if _REQUEST_ID.fullmatch(given) else f"req_{secrets.token_hex(12)}"
+        scope.setdefault("state", {}).update(arrived_s=arrived_s, request_id=request_id)
+        status = 0
+
+        async def send_with_id(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                headers = MutableHeaders(scope=message)
+                headers["x-request-id"] = request_id
+                headers["openai-processing-ms"] = str(round((time.monotonic() - arrived_s) * 1e3))
+            await send(message)
+
+        try:
+            await self._app(scope, receive, send_with_id)
+        except ClientGone:
+            status = CLIENT_CLOSED_REQUEST
+        except Exception:
+            log.exception("request %s failed", request_id)
+            if status == 0:
+                await internal_error().response()(scope, receive, send_with_id)
+            status = 500
+        finally:
+            self._on_done(scope, status)
+            if self._log_access:
+                took_ms = (time.monotonic() - arrived_s) * 1e3
+                path = scope["path"].encode("unicode_escape").decode()[:200]
+                access_log.info("%s %s %d %.1f ms %s", scope["method"], path, status, took_ms, request_id)
+
+
+class Authentication:
+    """Every path but health needs a key, unknown ones too. Sets the tenant."""
+
+    def __init__(self, app: ASGIApp, *, keyring: Keyring) -> None:
+        self._app = app
+        self._keyring = keyring
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
+            tenant = self._keyring.tenant(Headers(scope=scope).get("authorization"))
+            if tenant is None:
+                error = ApiError(
+                    401,
+                    "Incorrect or missing API key: send 'Authorization: Bearer KEY'.",
+                    code="invalid_api_key",
+                    headers={"www-authenticate": "Bearer"},
+                )
+                await error.response()(scope, receive, send)
+                return
+            scope.setdefault("state", {})["tenant"] = tenant
+        await self._app(scope, receive, send)

@@ -1,0 +1,59 @@
+"""GET /v1/models and /v1/models/{id}."""
+
+from typing import Any
+
+from fastapi import APIRouter, Request
+
+from app.routes import service_of
+from app.service import Service
+from engine.messages import ModelInfo
+
+router = APIRouter()
+
+
+@router.get("/v1/models")
+async def list_models(request: Request) -> dict[str, Any]:
+    service = service_of(request)
+    if service.model is None:
+        service.require_ready()
+    assert service.model is not None
+    names = [service.model.name, *service.settings.model.aliases]
+    return {"object": "list", "data": [_describe(service, service.model, name) for name in dict.fromkeys(names)]}
+
+
+@router.get("/v1/models/{name:path}")
+async def get_model(request: Request, name: str) -> dict[str, Any]:
+    service = service_of(request)
+    return _describe(service, service.find_model(name), name)
+
+
+def _describe(service: Service, model: ModelInfo, name: str) -> dict[str, Any]:
+    return {
+        "id": name,
+        "object": "model",
+        "created": service.loaded_s,
+        "owned_by": "reprise",
+        "root": model.name,
+        "max_model_len": model.max_context,
+        "architecture": model.architecture,
+        "parameters": model.parameters,
+        "vocab_size": model.vocab_size,
+        "dtype": model.dtype,
+        "device": model.device,
+        "attention_backend": model.attention_backend,
+        "capabilities": {
+            "chat_completions": True,
+            "streaming": True,
+            "logprobs": True,
+            "prefix_reuse": service.settings.cache.mode != "recompute",
+            "positions_decoupled": model.decouplable,
+        },
+        "cache": {
+            "fingerprint": model.fingerprint,
+            "kv_bytes_per_token": model.kv_bytes_per_token,
+            "hbm_tokens": model.hbm_tokens,
+            "block_size": model.block_size,
+            "page_size": model.page_size,
+        },
+        "warnings": list(model.warnings),
+    }

@@ -1,0 +1,49 @@
+"""/health, /ready, /metrics, /version."""
+
+import platform
+from importlib import metadata
+from typing import Any
+
+from fastapi import APIRouter, Request, Response
+from prometheus_client import CONTENT_TYPE_LATEST
+
+from app.errors import unavailable
+from app.routes import service_of
+from app.service import Status
+from engine.messages import WIRE_VERSION
+
+router = APIRouter()
+
+
+def version() -> str:
+    try:
+        return metadata.version("reprise")
+    except metadata.PackageNotFoundError:
+        return "0+source"  # run from a checkout that is not installed
+
+
+@router.get("/health")
+@router.get("/v1/health")
+async def health(request: Request) -> dict[str, Any]:
+    """Liveness: a load or a restart needs patience, not a new process. 503 only when nothing will come any more."""
+    status = service_of(request).status
+    if status in (Status.FAILED, Status.STOPPED):
+        raise unavailable(f"The engine is {status}.", code=str(status), retry_after_s=60.0)
+    return {"status": "ok", "engine": str(status)}
+
+
+@router.get("/ready")
+async def ready(request: Request) -> dict[str, Any]:
+    """Whether requests are taken right now."""
+    model, _ = service_of(request).require_ready()
+    return {"status": "ready", "model": model.name}
+
+
+@router.get("/metrics")
+async def metrics(request: Request) -> Response:
+    return Response(service_of(request).metrics.render(), media_type=CONTENT_TYPE_LATEST)
+
+
+@router.get("/version")
+async def get_version() -> dict[str, Any]:
+    return {"version": version(), "wire_version": WIRE_VERSION, "python": platform.python_version()}

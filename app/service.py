@@ -1,0 +1,229 @@
+"""What the routes share: the engine's state, the tokenizer, the transcripts, the answers under way."""
+
+import asyncio
+import hashlib
+import logging
+import secrets
+import time
+from enum import StrEnum
+from pathlib import Path
+
+from app.errors import context_length_exceeded, engine_unavailable, invalid, model_not_found, unavailable
+from app.generation import Engine, Generation
+from app.metrics import Metrics
+from app.schemas import SESSION_ID, ChatCompletionRequest
+from app.settings import Settings
+from app.tokenizer import ChatTokenizer, TemplateError, TokenizerError
+from app.transcript import Transcripts
+from engine.client import EngineFailed, EngineUnavailable
+from engine.messages import ModelInfo, SamplingParams, Submit
+
+SWEEP_S = 60.0
+RETRY_S = {"loading": 5.0, "restarting": 5.0, "draining": 30.0}
+
+log = logging.getLogger(__name__)
+
+
+class Status(StrEnum):
+    """What /ready says. Requests are taken in `ready` only."""
+
+    LOADING = "loading"
+    READY = "ready"
+    RESTARTING = "restarting"
+    DRAINING = "draining"
+    FAILED = "failed"
+    STOPPED = "stopped"
+
+
+class Service:
+    """One per app. Belongs to one event loop."""
+
+    def __init__(self, *, settings: Settings, engine: Engine, transcripts: Transcripts) -> None:
+        self.settings = settings
+        self.engine = engine
+        self.model: ModelInfo | None = None  # once loaded it stays, also while the engine restarts
+        self.loaded_s: int = 0  # unix time
+        self.failure: str | None = None
+        self.draining = False
+        self.generations: set[Generation] = set()
+        self.metrics = Metrics(engine=engine, active=lambda: len(self.generations))
+        self._transcripts = transcripts
+        self._tokenizer: ChatTokenizer | None = None
+        self._ready = asyncio.Event()
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def start(self) -> None:
+        """Returns at once; the model loads in the background."""
+        await self.engine.start()
+        self._tasks = [asyncio.create_task(self._load()), asyncio.create_task(self._sweep())]
+
+    async def stop(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for generation in list(self.generations):
+            await generation.aclose()
+        await self.engine.stop()
+        self._transcripts.close()
+
+    async def wait_loaded(self) -> ModelInfo:
+        """Raises EngineFailed when the model cannot be served."""
+        await self._ready.wait()
+        if self.model is None:
+            raise EngineFailed(self.failure or "the engine failed")
+        return self.model
+
+    @property
+    def status(self) -> Status:
+        if self.failure is not None:
+            return Status.FAILED
+        if self.draining:
+            return Status.DRAINING
+        if self.engine.state == "ready" and self._tokenizer is None:
+            return Status.LOADING
+        return Status(str(self.engine.state))
+
+    def require_ready(self) -> tuple[ModelInfo, ChatTokenizer]:
+        """Raises ApiError 503 with Retry-After unless requests are taken."""
+        status = self.status
+        if status is not Status.READY or self.model is None or self._tokenizer is None:
+            message = f"The server takes no requests right now: it is {status}."
+            raise unavailable(message, code=str(status), retry_after_s=RETRY_S.get(status, 60.0))
+        return self.model, self._tokenizer
+
+    def find_model(self, name: str) -> ModelInfo:
+        """By its name or one of the aliases. Raises ApiError 404, or 503 while nothing is loaded."""
+        if self.model is None:
+            self.require_ready()
+        assert self.model is not None
+        if name != self.model.name and name not in self.settings.model.aliases:
+            raise model_not_found(name)
+        return self.model
+
+    async def generate(
+        self, request: ChatCompletionRequest, *, tenant: str, session_header: str | None, arrived_s: float
+    ) -> Generation:
+        """Tokenize, submit, and hand over what must be iterated to its end and closed. Raises ApiError."""
+        _, tokenizer = self.require_ready()
+        model = self.find_model(request.model)
+        num_choices = request.n or 1
+        self._check_limits(request, model, num_choices)
+        if not tokenizer.has_chat_template:
+            raise invalid("This model has no chat template.", code="no_chat_template", param="model")
+        try:
+            prompt = self._transcripts.prepare(
+                tokenizer=tokenizer,
+                tenant=tenant,
+                model=model.fingerprint,
+                messages=[message.as_rendered() for message in request.messages],
+                tools=None,
+                template_args=request.chat_template_kwargs or {},
+                session_id=_session_id(request, session_header),
+                now=time.time(),
+            )
+        except TemplateError as error:
+            raise invalid(str(error)[:500], "messages") from None
+        room = model.max_context - len(prompt.token_ids)
+        if room < 1:
+            raise context_length_exceeded(model.max_context, len(prompt.token_ids))
+        request_id = f"chatcmpl-{secrets.token_hex(12)}"
+        submit = Submit(
+            request_id=request_id,
+            session_id=prompt.session_id,
+            tenant=tenant,
+            cache_salt=request.cache_salt or "",
+            token_ids=prompt.token_ids,
+            num_choices=num_choices,
+            sampling=sampling(request, room=room),
+        )
+        try:
+            outputs = await self.engine.submit(submit)
+        except EngineUnavailable as error:
+            raise engine_unavailable(error, str(self.engine.state)) from None
+        generation = Generation(
+            request_id=request_id,
+            model=model,
+            engine=self.engine,
+            outputs=outputs,
+            tokenizer=tokenizer,
+            transcripts=self._transcripts,
+            metrics=self.metrics,
+            prompt=prompt,
+            num_choices=num_choices,
+            stops=tuple(request.stop or ()),
+            min_tokens=request.min_tokens or 0,
+            arrived_s=arrived_s,
+            on_close=self.generations.discard,
+        )
+        self.generations.add(generation)
+        return generation
+
+    def _check_limits(self, request: ChatCompletionRequest, model: ModelInfo, num_choices: int) -> None:
+        capacity = self.settings.scheduler.max_seqs + self.settings.scheduler.max_queued
+        if num_choices > capacity:
+            raise invalid(f"Invalid 'n': this server takes at most {capacity}.", "n")
+        for name, ids in (("logit_bias", request.logit_bias), ("stop_token_ids", request.stop_token_ids)):
+            if ids and max(ids) >= model.vocab_size:
+                raise invalid(f"Invalid '{name}': the vocabulary has {model.vocab_size} tokens.", name)
+
+    async def _load(self) -> None:
+        try:
+            await self.engine.wait_ready()
+            model = self.engine.model
+            assert model is not None
+            self._tokenizer = await asyncio.to_thread(ChatTokenizer.load, Path(model.path))
+            self.model, self.loaded_s = model, int(time.time())
+        except (EngineFailed, TokenizerError) as error:
+            self.failure = str(error)
+            log.error("the model cannot be served: %s", error)
+        finally:
+            self._ready.set()
+
+    async def _sweep(self) -> None:
+        """Transcripts nobody came back to leave with the sessions' time to live."""
+        while True:
+            await asyncio.sleep(SWEEP_S)
+            try:
+                self._transcripts.sweep(time.time())
+            except Exception:
+                log.exception("sweeping the transcripts failed; next try in %g s", SWEEP_S)
+
+
+def sampling(request: ChatCompletionRequest, *, room: int) -> SamplingParams:
+    """Unset fields take OpenAI's defaults. An answer longer than the `room` in the window ends there, as `length`."""
+
+    def given(value: float | None, default: float) -> float:
+        return default if value is None else value
+
+    seed = secrets.randbits(64) if request.seed is None else request.seed & (1 << 64) - 1
+    top_logprobs = request.top_logprobs or 0
+    return SamplingParams(
+        temperature=given(request.temperature, 1.0),
+        top_p=max(given(request.top_p, 1.0), 1e-6),  # 0 asks for the likeliest token alone
+        top_k=max(request.top_k or 0, 0),
+        min_p=given(request.min_p, 0.0),
+        presence_penalty=given(request.presence_penalty, 0.0),
+        frequency_penalty=given(request.frequency_penalty, 0.0),
+        repetition_penalty=given(request.repetition_penalty, 1.0),
+        logit_bias=request.logit_bias or {},
+        seed=seed,
+        max_tokens=min(request.answer_tokens or room, room),
+        min_tokens=min(request.min_tokens or 0, room),
+        stop_token_ids=tuple(request.stop_token_ids or ()),
+        ignore_eos=request.ignore_eos or False,
+        logprobs=top_logprobs if request.logprobs else None,
+    )
+
+
+def _session_id(request: ChatCompletionRequest, header: str | None) -> str | None:
+    """What the client calls its conversation. It stays inside the tenant, so it names nobody else's."""
+    if request.session_id is not None:
+        return request.session_id
+    if header is not None:
+        if not SESSION_ID.fullmatch(header):
+            raise invalid("Invalid 'X-Session-ID': 1 to 128 letters, digits, '.', '_', ':' or '-'.", "X-Session-ID")
+        return header
+    key = request.prompt_cache_key
+    if key is None or SESSION_ID.fullmatch(key):
+        return key
+    return f"key_{hashlib.sha256(key.encode()).hexdigest()[:32]}"  # free text; the id goes into a header

@@ -1,0 +1,210 @@
+"""Settings: one frozen object, read once at start. Every default of the project lives here.
+
+Sources, weakest first: the defaults below, a TOML file (`--config`), the environment (`REPRISE_SECTION__KEY`), flags
+(`--section.key VALUE`). A name or value nobody knows is refused, naming the setting and where it came from.
+"""
+
+import difflib
+import ipaddress
+import tomllib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic.fields import FieldInfo
+
+from engine.messages import EngineConfig
+
+ENV_PREFIX = "REPRISE_"
+BUNDLED_MODEL = Path(__file__).resolve().parent.parent / "model" / "bundled"
+
+
+class SettingsError(Exception):
+    """A setting that cannot be used. The message names the setting, its source and what is allowed."""
+
+
+def _comma_separated(value: object) -> object:
+    """`a,b` from a flag or the environment, a list from TOML."""
+    if isinstance(value, str):
+        return tuple(part.strip() for part in value.split(",") if part.strip())
+    return value
+
+
+NameList = Annotated[tuple[str, ...], BeforeValidator(_comma_separated)]
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, hide_input_in_errors=True)
+
+
+class ModelSettings(_Section):
+    source: str = Field("", max_length=4096, description="local directory or hub id; empty: the bundled chat model")
+    aliases: NameList = Field((), description="further names under which requests may ask for the model")
+    max_context: int = Field(
+        0, ge=0, le=1 << 24, description="context window in tokens; 0: what the model was made for"
+    )
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field("auto", description="compute and KV type")
+
+
+class CacheSettings(_Section):
+    mode: Literal["prefix", "recompute"] = Field("prefix", description="keep KV between turns, or compute it anew")
+    policy: Literal["lru"] = Field("lru", description="which unpinned KV leaves HBM first")
+    hbm_tokens: int = Field(0, ge=0, le=1 << 31, description="tokens of KV in HBM; 0: from free memory")
+    ttl_s: float = Field(86_400.0, gt=0, le=1e9, description="a session is forgotten this long after its last use")
+    max_sessions: int = Field(10_000, ge=1, le=10_000_000, description="sessions the engine keeps track of")
+    disk_dir: Path = Field(Path("~/.cache/reprise"), description="state files: transcripts and the tenant secret")
+    transcript_mib: int = Field(256, ge=1, le=1 << 20, description="hard cap of the transcripts file")
+    answers_per_prompt: int = Field(8, ge=1, le=1024, description="answers remembered per prompt (n, regenerate)")
+
+
+class SchedulerSettings(_Section):
+    policy: Literal["fcfs"] = Field("fcfs", description="order in which waiting requests start")
+    max_seqs: int = Field(32, ge=1, le=4096, description="sequences running at once")
+    max_queued: int = Field(256, ge=1, le=100_000, description="sequences waiting at once; more are answered 429")
+    chunked_prefill: bool = Field(True, description="spread long prompts over several steps")
+
+
+class EngineSettings(_Section):
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="where the model runs")
+    threads: int = Field(0, ge=0, le=1024, description="CPU threads of the engine; 0: all cores")
+    step_tokens: int = Field(0, ge=0, le=1 << 20, description="token budget of one step; 0: automatic")
+    start_timeout_s: float = Field(600.0, gt=0, le=86_400, description="longest load of a model")
+    hang_timeout_s: float = Field(
+        60.0, gt=0, le=3600, description="no heartbeat for this long: the engine is restarted"
+    )
+
+
+class ServerSettings(_Section):
+    host: str = Field("127.0.0.1", min_length=1, max_length=255, description="address to listen on")
+    port: int = Field(8000, ge=0, le=65_535, description="port to listen on; 0: any free one")
+    api_keys: NameList = Field(
+        (), repr=False, description="accepted bearer keys, comma-separated; none: no keys needed"
+    )
+    allow_unauthenticated: bool = Field(False, description="listen beyond loopback although there are no api_keys")
+    drain_s: float = Field(30.0, ge=0, le=86_400, description="at SIGTERM running answers may go on for this long")
+    max_body_bytes: int = Field(8 << 20, ge=1024, le=1 << 30, description="largest request body")
+    body_timeout_s: float = Field(30.0, gt=0, le=3600, description="longest wait for a request body")
+    send_timeout_s: float = Field(60.0, gt=0, le=3600, description="a client that reads nothing for this long is gone")
+    ping_s: float = Field(15.0, gt=0, le=3600, description="silence in a stream after which a comment is sent")
+    access_log: bool = Field(False, description="one log line per request (method, path, status, time)")
+
+    @model_validator(mode="after")
+    def _lets_in_whom_it_should(self) -> "ServerSettings":
+        for key in self.api_keys:
+            if not (8 <= len(key) <= 512 and key.isascii() and key.isprintable() and " " not in key):
+                raise ValueError("server.api_keys: each has 8 to 512 printable ASCII characters without spaces")
+        if not (self.api_keys or self.allow_unauthenticated or _is_loopback(self.host)):
+            raise ValueError(
+                f"server.host: listening on {self.host} lets others in; set server.api_keys, or "
+                "server.allow_unauthenticated=true to let anybody in"
+            )
+        return self
+
+
+class Settings(_Section):
+    """All of it. Built by `load_settings`; tests build it directly."""
+
+    model: ModelSettings = ModelSettings()
+    cache: CacheSettings = CacheSettings()
+    scheduler: SchedulerSettings = SchedulerSettings()
+    engine: EngineSettings = EngineSettings()
+    server: ServerSettings = ServerSettings()
+
+    @property
+    def state_dir(self) -> Path:
+        return self.cache.disk_dir.expanduser()
+
+    def engine_config(self, tenant_secret: bytes) -> EngineConfig:
+        """What the engine process is told."""
+        return EngineConfig(
+            model=self.model.source or str(BUNDLED_MODEL),
+            dtype=self.model.dtype,
+            device=self.engine.device,
+            max_context=self.model.max_context,
+            threads=self.engine.threads,
+            cache_mode=self.cache.mode,
+            cache_policy=self.cache.policy,
+            hbm_tokens=self.cache.hbm_tokens,
+            session_ttl_s=self.cache.ttl_s,
+            max_sessions=self.cache.max_sessions,
+            scheduler_policy=self.scheduler.policy,
+            max_seqs=self.scheduler.max_seqs,
+            max_queued=self.scheduler.max_queued,
+            step_tokens=self.engine.step_tokens,
+            chunked_prefill=self.scheduler.chunked_prefill,
+            tenant_secret=tenant_secret,
+        )
+
+
+def known_settings() -> Iterator[tuple[str, FieldInfo]]:
+    """("cache.mode", its field) for every setting."""
+    for section, outer in Settings.model_fields.items():
+        inner: type[BaseModel] = outer.annotation  # type: ignore[assignment]  # every field of Settings is a section
+        for key, field in inner.model_fields.items():
+            yield f"{section}.{key}", field
+
+
+def load_settings(*, flags: Mapping[str, Any], environ: Mapping[str, str], config: Path | None) -> Settings:
+    """Merge the sources. `flags` maps "section.key" to its text. Raises SettingsError."""
+    values: dict[str, Any] = {}
+    sources: dict[str, str] = {}
+    layers = ((_from_toml(config), f"file {config}"), (_from_environment(environ), "environment"), (flags, "flag"))
+    known = [name for name, _ in known_settings()]
+    for layer, source in layers:
+        for name, value in layer.items():
+            if name not in known:
+                raise SettingsError(f"unknown setting {name} ({source}){_nearest(name, known)}")
+            values[name], sources[name] = value, source
+    nested: dict[str, dict[str, Any]] = {}
+    for name, value in values.items():
+        section, key = name.split(".")
+        nested.setdefault(section, {})[key] = value
+    try:
+        return Settings.model_validate(nested)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False)[0]
+        name = ".".join(str(part) for part in first["loc"][:2])
+        problem = first["msg"].removeprefix("Value error, ")
+        raise SettingsError(f"{name} ({sources[name]}): {problem}" if name in sources else problem) from None
+
+
+def _from_toml(path: Path | None) -> dict[str, Any]:
+    if path is None:
+        return {}
+    try:
+        with path.open("rb") as file:
+            tables = tomllib.load(file)
+    except OSError as error:
+        raise SettingsError(f"cannot read {path}: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise SettingsError(f"{path} is not TOML: {error}") from None
+    flat: dict[str, Any] = {}
+    for section, table in tables.items():
+        if isinstance(table, dict):
+            flat.update({f"{section}.{key}": value for key, value in table.items()})
+        else:
+            flat[section] = table
+    return flat
+
+
+def _from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
+    """Names with a double underscore only: REPRISE_ANYTHING may belong to a wrapper script."""
+    flat: dict[str, Any] = {}
+    for name, value in environ.items():
+        if name.startswith(ENV_PREFIX) and "__" in name:
+            section, key = name.removeprefix(ENV_PREFIX).lower().split("__", 1)
+            flat[f"{section}.{key}"] = value
+    return flat
+
+
+def _nearest(name: str, known: list[str]) -> str:
+    close = difflib.get_close_matches(name, known, n=1)
+    return f"; did you mean {close[0]}?" if close else f"; there are: {', '.join(known)}"

@@ -1,0 +1,160 @@
+import pytest
+
+from tests.app.fakes import FakeEngine, Running, in_process, make_settings
+
+ANSWER = "Hello there, how are you today?"
+
+
+async def test_a_plain_answer(running: Running):
+    response = await running.chat(temperature=0)
+    answer = response.json()
+    assert response.status_code == 200
+    assert answer["object"] == "chat.completion"
+    assert answer["id"].startswith("chatcmpl-")
+    (choice,) = answer["choices"]
+    assert choice == {
+        "index": 0,
+        "message": {"role": "assistant", "content": ANSWER, "refusal": None},
+        "logprobs": None,
+        "finish_reason": "stop",
+    }
+    (submitted,) = running.engine.submitted
+    prompt = "<|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\n"
+    assert running.engine.tokenizer.decode(submitted.token_ids, skip_special_tokens=False) == prompt
+    generated = len(running.engine.tokenizer.encode(ANSWER).ids) + 1  # and the end of the turn
+    assert answer["usage"] == {
+        "prompt_tokens": len(submitted.token_ids),
+        "completion_tokens": generated,
+        "total_tokens": len(submitted.token_ids) + generated,
+        "prompt_tokens_details": {"cached_tokens": len(submitted.token_ids) // 2},
+    }
+
+
+async def test_the_cache_report_adds_up_and_timings_are_there(running: Running):
+    answer = (await running.chat()).json()
+    cache, prompt_tokens = answer["x_cache"], answer["usage"]["prompt_tokens"]
+    assert sum(cache[f"{tier}_tokens"] for tier in ("hbm", "dram", "disk", "redis", "computed")) == prompt_tokens
+    assert sum(cache["miss_reasons"].values()) == cache["computed_tokens"]
+    assert {"session_id", "history_tokens", "truncated_tokens", "shifted_tokens"} <= cache.keys()
+    timings = answer["timings"]
+    assert (timings["queue_ms"], timings["prefill_ms"], timings["decode_ms"]) == (1.0, 2.0, 30.0)
+    assert timings["tokens_per_s"] == pytest.approx((answer["usage"]["completion_tokens"] - 1) / 0.030, abs=0.01)
+
+
+async def test_n_choices_pay_for_one_prompt(running: Running):
+    answer = (await running.chat(n=3)).json()
+    assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2]
+    one = (await running.chat()).json()["usage"]
+    assert answer["usage"]["completion_tokens"] == 3 * one["completion_tokens"]
+    assert answer["usage"]["prompt_tokens"] == one["prompt_tokens"]
+    assert answer["usage"]["prompt_tokens_details"] == one["prompt_tokens_details"]
+
+
+async def test_a_stop_string_ends_the_engines_work_too(running: Running):
+    answer = (await running.chat(stop=["ow are", "never"])).json()
+    (choice,) = answer["choices"]
+    assert (choice["message"]["content"], choice["finish_reason"]) == ("Hello there, h", "stop")
+    ((request_id, index, keep_tokens),) = running.engine.finished
+    assert (request_id, index) == (answer["id"], 0)
+    kept = running.engine.tokenizer.encode(ANSWER).ids[:keep_tokens]
+    assert "Hello there, h".startswith(running.engine.tokenizer.decode(kept))
+    assert keep_tokens < answer["usage"]["completion_tokens"]
+    assert answer["timings"]["queue_ms"] is None
+
+
+async def test_the_limit_of_tokens_is_kept(running: Running):
+    answer = (await running.chat(max_tokens=3)).json()
+    assert answer["choices"][0]["finish_reason"] == "length"
+    assert answer["usage"]["completion_tokens"] == 3
+    room = 256 - answer["usage"]["prompt_tokens"]
+    await running.chat(max_tokens=10_000)
+    assert running.engine.submitted[-1].sampling.max_tokens == room
+
+
+async def test_logprobs_have_openais_shape(running: Running):
+    answer = (await running.chat(logprobs=True, top_logprobs=2)).json()
+    content = answer["choices"][0]["logprobs"]["content"]
+    assert len(content) == answer["usage"]["completion_tokens"]
+    assert content[0].keys() == {"token", "logprob", "bytes", "top_logprobs"}
+    assert [len(entry["top_logprobs"]) for entry in content] == [2] * len(content)
+    assert b"".join(bytes(entry["bytes"]) for entry in content[:-1]).decode() == ANSWER
+    without = (await running.chat(logprobs=True)).json()["choices"][0]["logprobs"]["content"]
+    assert without[0]["top_logprobs"] == []
+
+
+@pytest.mark.parametrize(
+    ("fields", "header", "expected"),
+    [
+        ({"session_id": "body-1", "prompt_cache_key": "key"}, "header-1", "body-1"),
+        ({"prompt_cache_key": "key"}, "header-1", "header-1"),
+        ({"prompt_cache_key": "key"}, None, "key"),
+    ],
+)
+async def test_the_session_is_what_the_client_calls_it(running: Running, fields, header, expected):
+    if header is not None:
+        running.http.headers["x-session-id"] = header
+    response = await running.chat(**fields)
+    assert response.headers["x-session-id"] == response.json()["x_cache"]["session_id"] == expected
+    assert running.engine.submitted[0].session_id == expected
+
+
+async def test_free_text_keys_become_ids_and_bad_headers_are_refused(running: Running):
+    session_id = (await running.chat(prompt_cache_key="Grüße, Welt\n")).headers["x-session-id"]
+    assert session_id.startswith("key_")
+    assert (await running.chat(prompt_cache_key="Grüße, Welt\n")).headers["x-session-id"] == session_id
+    running.http.headers["x-session-id"] = "not an id"
+    response = await running.chat()
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "X-Session-ID")
+
+
+async def test_a_conversation_keeps_its_session_without_naming_it(running: Running):
+    first = await running.chat("Hello")
+    messages = [
+        {"role": "user", "content": "Hello"},
+        {"role": "assistant", "content": first.json()["choices"][0]["message"]["content"]},
+        {"role": "user", "content": "And you?"},
+    ]
+    second = await running.chat(messages=messages)
+    other = await running.chat("Something else")
+    assert second.headers["x-session-id"] == first.headers["x-session-id"] != other.headers["x-session-id"]
+    before, after = (submit.token_ids for submit in running.engine.submitted[:2])
+    generated = [*running.engine.tokenizer.encode(ANSWER).ids, 2]
+    assert after[: len(before) + len(generated)] == before + generated  # the very ids, not a new tokenization
+
+
+async def test_ignored_fields_are_named(running: Running):
+    fields = {"frobnicate": 1, 'evil"\r\nx: y': 2, "store": True, "tools": None, **{f"extra{n}": n for n in range(20)}}
+    response = await running.chat(**fields)
+    assert response.status_code == 200
+    warning = response.headers["warning"]
+    assert warning.startswith('299 - "ignored request fields: frobnicate, evil???x??y, store, extra0')
+    assert warning.endswith('and 13 more"')
+    assert "warning" not in (await running.chat()).headers
+
+
+async def test_aliases_and_template_arguments(engine: FakeEngine, tmp_path):
+    async with in_process(engine, make_settings(tmp_path, model={"aliases": "gpt-4o-mini, default"})) as running:
+        answer = (await running.chat(model="gpt-4o-mini", chat_template_kwargs={"enable_thinking": False})).json()
+        assert answer["model"] == "test-model"
+        listed = (await running.http.get("/v1/models")).json()["data"]
+        assert [model["id"] for model in listed] == ["test-model", "gpt-4o-mini", "default"]
+        assert (await running.http.get("/v1/models/default")).json()["root"] == "test-model"
+
+
+async def test_ids_outside_the_vocabulary_and_too_many_choices_are_refused(engine: FakeEngine, tmp_path):
+    async with in_process(engine, make_settings(tmp_path, scheduler={"max_seqs": 1, "max_queued": 3})) as running:
+        for fields, param in (
+            ({"logit_bias": {"300": 1}}, "logit_bias"),
+            ({"stop_token_ids": [300]}, "stop_token_ids"),
+            ({"n": 5}, "n"),
+        ):
+            response = await running.chat(**fields)
+            assert (response.status_code, response.json()["error"]["param"]) == (400, param)
+        assert (await running.chat(n=4, logit_bias={"299": 1}, stop_token_ids=[299])).status_code == 200
+
+
+async def test_request_ids_come_back(running: Running):
+    given = await running.http.get("/version", headers={"x-request-id": "abc.1-2_3"})
+    assert given.headers["x-request-id"] == "abc.1-2_3"
+    made = await running.http.get("/version", headers={"x-request-id": "not ok"})
+    assert made.headers["x-request-id"].startswith("req_")

@@ -1,0 +1,99 @@
+import asyncio
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.app.fakes import FakeEngine, Running, in_process, make_settings
+
+
+def samples(text: str) -> dict[tuple[str, tuple], float]:
+    return {
+        (sample.name, tuple(sorted(sample.labels.items()))): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+async def test_ready_follows_the_engine_and_health_is_patient(engine: FakeEngine, tmp_path):
+    engine.load_s = 0.05
+    async with in_process(engine, make_settings(tmp_path), wait=False) as running:
+        for path in ("/ready", "/v1/models"):
+            response = await running.http.get(path)
+            assert (response.status_code, response.json()["error"]["code"]) == (503, "loading")
+            assert int(response.headers["retry-after"]) >= 1
+        assert (await running.chat()).status_code == 503
+        assert (await running.http.get("/health")).json() == {"status": "ok", "engine": "loading"}
+        await running.app.state.service.wait_loaded()
+        assert (await running.http.get("/ready")).json() == {"status": "ready", "model": "test-model"}
+        engine.state = "restarting"
+        response = await running.http.get("/ready")
+        assert (response.status_code, response.json()["error"]["code"]) == (503, "restarting")
+        assert (await running.http.get("/health")).status_code == 200
+        assert (await running.http.get("/v1/models")).status_code == 200  # it is known what will be back
+        engine.state = "ready"
+        running.app.state.service.draining = True
+        response = await running.chat()
+        assert (response.status_code, response.json()["error"]["code"]) == (503, "draining")
+
+
+async def test_a_model_that_cannot_be_served_is_no_health(engine: FakeEngine, tmp_path):
+    engine.failure = "it has learned positions"
+    async with in_process(engine, make_settings(tmp_path), wait=False) as running:
+        await asyncio.sleep(0.01)
+        for path in ("/health", "/v1/health", "/ready"):
+            response = await running.http.get(path)
+            assert (response.status_code, response.json()["error"]["code"]) == (503, "failed")
+
+
+async def test_a_missing_tokenizer_is_a_failure(engine: FakeEngine, tmp_path):
+    from engine.client import EngineFailed
+
+    (engine.directory / "tokenizer.json").rename(tmp_path / "tokenizer.json")
+    try:
+        async with in_process(engine, make_settings(tmp_path / "state"), wait=False) as running:
+            with pytest.raises(EngineFailed, match=r"tokenizer\.json"):
+                await running.app.state.service.wait_loaded()
+            assert (await running.http.get("/health")).status_code == 503
+    finally:
+        (tmp_path / "tokenizer.json").rename(engine.directory / "tokenizer.json")
+
+
+async def test_models_say_what_they_can(running: Running):
+    model = (await running.http.get("/v1/models/test-model")).json()
+    assert model["max_model_len"] == 256
+    assert model["capabilities"]["positions_decoupled"] is True
+    assert model["dtype"] == "float32"
+    assert "path" not in str(model)
+
+
+async def test_version(running: Running):
+    answer = (await running.http.get("/version")).json()
+    assert answer["version"]
+    assert answer["wire_version"] == 1
+
+
+async def test_metrics_count_what_happened(running: Running):
+    await running.chat(n=2)
+    await running.chat(stream=True)
+    await running.http.get("/nowhere/at/all")
+    await running.chat(model="unknown")
+    text = (await running.http.get("/metrics")).text
+    values = samples(text)
+    chat = ("route", "/v1/chat/completions")
+    assert values["reprise_requests_total", (chat, ("status", "200"))] == 2
+    assert values["reprise_requests_total", (chat, ("status", "404"))] == 1
+    assert values["reprise_requests_total", (("route", "unknown"), ("status", "404"))] == 1
+    for name in ("ttft", "tpot", "queue", "prefill"):
+        assert values[f"reprise_{name}_seconds_count", ()] == 3  # choices
+    assert values["reprise_e2e_seconds_count", ()] == 2  # requests
+    assert values["reprise_itl_seconds_count", ()] > 3
+    assert values["reprise_active_requests", ()] == 0
+    pages = {state: values["reprise_hbm_pages", (("state", state),)] for state in ("total", "free", "cached")}
+    assert pages["total"] == pages["free"] + pages["cached"]
+    assert values["reprise_prompt_tokens_total", (("outcome", "hbm"),)] == 32
+    assert values["reprise_miss_tokens_total", (("reason", "new"),)] == 9
+    assert values["reprise_leases", ()] == 0
+    assert values["reprise_engine_up", ()] == 1
+    names = {line.split()[2] for line in text.splitlines() if line.startswith("# HELP")}
+    assert all(name.startswith("reprise_") for name in names)
+    assert text.count("# HELP") == text.count("# TYPE")

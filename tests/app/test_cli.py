@@ -1,0 +1,87 @@
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+from app import cli
+from app.settings import Settings, SettingsError, known_settings
+from tests.app.fakes import model_info
+
+ROOT = Path(__file__).parents[2]
+
+
+def reprise(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", "from app.cli import main; main()", *arguments]
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=60, cwd=ROOT, env={**os.environ, "COLUMNS": "200", **environ}
+    )
+
+
+def test_flags_come_with_a_space_or_an_equals_sign():
+    arguments = ["--cache.mode", "recompute", "--scheduler.max-seqs=4", "--cache.ttl_s", "-1"]
+    assert cli.parse_flags(arguments) == {"cache.mode": "recompute", "scheduler.max_seqs": "4", "cache.ttl_s": "-1"}
+
+
+@pytest.mark.parametrize("arguments", [["--cache.mode"], ["--cache.mode", "--cache.ttl_s", "1"], ["stray"], ["-x"]])
+def test_half_flags_and_strays_are_refused(arguments):
+    with pytest.raises(SettingsError):
+        cli.parse_flags(arguments)
+
+
+def test_version_help_and_settings():
+    runner = CliRunner()
+    assert runner.invoke(cli.cli, ["--version"]).output.strip() == cli.version()
+    assert "--model" in runner.invoke(cli.cli, ["serve", "--help"], env={"COLUMNS": "120", "NO_COLOR": "1"}).output
+    listed = runner.invoke(cli.cli, ["settings"], env={"COLUMNS": "200"}).output
+    assert [name for name, _ in known_settings() if name not in listed] == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "environ", "says"),
+    [
+        (["--cache.mode", "magic"], {}, ["cache.mode", "'prefix' or 'recompute'"]),
+        (["--cache.mod", "prefix"], {}, ["cache.mod", "did you mean cache.mode"]),
+        ([], {"REPRISE_SCHEDULER__MAX_SEQS": "0"}, ["scheduler.max_seqs", "environment"]),
+        (["--host", "0.0.0.0"], {}, ["server.host", "server.api_keys"]),
+        (["--config", "/nonexistent.toml"], {}, ["/nonexistent.toml"]),
+        (["--prot", "1"], {}, ["prot"]),
+    ],
+)
+def test_bad_settings_exit_with_two(arguments, environ, says):
+    result = CliRunner().invoke(cli.cli, ["serve", *arguments], env={"COLUMNS": "200", **environ})
+    assert result.exit_code == 2
+    assert [part for part in says if part not in result.output] == []
+
+
+def test_a_port_in_use_is_found_before_a_model_is_loaded(tmp_path):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        result = reprise("serve", "--port", port, "--cache.disk_dir", str(tmp_path), "--model", "/nonexistent")
+    assert result.returncode == 1
+    assert port in result.stderr
+    assert "nonexistent" not in result.stderr
+
+
+def test_a_state_directory_that_is_a_file_is_refused(tmp_path):
+    (tmp_path / "file").write_text("")
+    result = reprise("serve", "--cache.disk_dir", str(tmp_path / "file"))
+    assert result.returncode == 1
+    assert "cannot use" in result.stderr
+
+
+def test_the_plan_names_url_model_and_memory(monkeypatch):
+    console = Console(record=True, width=120, file=open(os.devnull, "w"))  # noqa: SIM115
+    monkeypatch.setattr(cli, "console", console)
+    model = model_info(Path(), hbm_tokens=1 << 20, kv_bytes_per_token=2048, decouplable=False, warnings=("odd rope",))
+    cli.show_plan(Settings(), model, "http://127.0.0.1:8000")
+    text = console.export_text()
+    for part in ("http://127.0.0.1:8000/v1", "test-model", "2.00 GiB", "1,048,576 tokens", "not decoupled", "odd rope"):
+        assert part in text
+    console.file.close()

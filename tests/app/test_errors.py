@@ -1,0 +1,150 @@
+"""Every error, whoever raises it, has OpenAI's envelope."""
+
+import asyncio
+
+import httpx
+import pytest
+
+from tests.app.fakes import FakeEngine, Running, in_process, make_settings, on_loopback
+
+KEY = {"authorization": "Bearer sk-secret-1"}
+
+
+def envelope(response: httpx.Response) -> dict:
+    assert response.headers["content-type"] == "application/json"
+    assert list(response.json()) == ["error"]
+    error = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert isinstance(error["message"], str)
+    assert error["message"]
+    assert response.headers["x-request-id"]
+    return error
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status", "code"),
+    [
+        ("GET", "/nowhere", 404, "unknown_url"),
+        ("GET", "/v1/chat/completions/", 404, "unknown_url"),
+        ("GET", "/v1/chat/completions", 405, "method_not_allowed"),
+        ("POST", "/v1/models", 405, "method_not_allowed"),
+        ("GET", "/v1/models/other", 404, "model_not_found"),
+        ("GET", "/openapi.json", 404, "unknown_url"),
+    ],
+)
+async def test_routing_errors(running: Running, method, path, status, code):
+    response = await running.http.request(method, path)
+    assert (response.status_code, envelope(response)["code"]) == (status, code)
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "code", "param"),
+    [
+        (b"{not json", 400, "invalid_json", None),
+        (b'{"model": "test-model"}', 400, "missing_required_parameter", "messages"),
+        (b'{"model": "nope", "messages": [{"role": "user", "content": "x"}]}', 404, "model_not_found", "model"),
+        (b'{"model": "test-model", "messages": [{"role": "user", "content": 5}]}', 400, None, "messages[0].content"),
+        (b'{"model": "test-model", "messages": [], "n": 99}', 400, None, "messages"),
+    ],
+)
+async def test_bad_bodies(running: Running, body, status, code, param):
+    response = await running.http.post(
+        "/v1/chat/completions", content=body, headers={"content-type": "application/json"}
+    )
+    error = envelope(response)
+    assert (response.status_code, error["code"], error["param"]) == (status, code, param)
+
+
+async def test_other_content_types_are_refused(running: Running):
+    response = await running.http.post("/v1/chat/completions", content=b"{}", headers={"content-type": "text/plain"})
+    assert (response.status_code, envelope(response)["code"]) == (415, "unsupported_media_type")
+
+
+async def test_a_prompt_longer_than_the_window_is_refused_with_the_counts(running: Running):
+    response = await running.chat("fox " * 500)
+    error = envelope(response)
+    assert (response.status_code, error["code"]) == (400, "context_length_exceeded")
+    assert "256 tokens" in error["message"]
+    assert running.engine.submitted == []
+
+
+@pytest.mark.parametrize(
+    ("refuse", "status", "code"),
+    [
+        ("context_length_exceeded", 400, "context_length_exceeded"),
+        ("overloaded", 429, "rate_limit_exceeded"),
+        ("internal_error", 500, "internal_error"),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+async def test_what_the_engine_refuses_is_a_status_also_for_streams(running: Running, refuse, status, code, stream):
+    running.engine.script.refuse = refuse
+    response = await running.chat(stream=stream)
+    assert (response.status_code, envelope(response)["code"]) == (status, code)
+    assert "secret" not in response.text
+    assert ("retry-after" in response.headers) == (status == 429)
+    assert running.app.state.service.generations == set()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_engine_that_dies_before_the_first_token_is_a_503(running: Running, stream):
+    running.engine.script.die_after = 0
+    response = await running.chat(stream=stream)
+    assert (response.status_code, envelope(response)["code"]) == (503, "engine_lost")
+    assert response.headers["retry-after"] == "1"
+
+
+async def test_an_engine_that_takes_nothing_is_a_503(running: Running):
+    running.engine.script.unavailable = True
+    response = await running.chat()
+    assert (response.status_code, envelope(response)["type"]) == (503, "server_error")
+    assert response.headers["retry-after"] == "3"
+
+
+async def test_a_bug_of_ours_is_a_500_without_internals(running: Running, monkeypatch, caplog):
+    def explode(*_: object, **__: object) -> None:
+        raise KeyError("secret detail")
+
+    monkeypatch.setattr(running.app.state.service._transcripts, "prepare", explode)
+    response = await running.http.post(
+        "/v1/chat/completions",
+        json={"model": "test-model", "messages": [{"role": "user", "content": "private words"}]},
+        headers={"x-request-id": "my-id-1"},
+    )
+    assert (response.status_code, envelope(response)["code"]) == (500, "internal_error")
+    assert "secret" not in response.text
+    assert response.headers["x-request-id"] == "my-id-1"
+    assert "my-id-1" in caplog.text  # the log has the trace, and nothing that was said
+    assert "private words" not in caplog.text
+
+
+async def test_keys_guard_every_path_but_health(engine: FakeEngine, tmp_path):
+    settings = make_settings(tmp_path, server={"api_keys": "sk-secret-1,sk-secret-2"})
+    async with in_process(engine, settings) as running:
+        for path in ("/v1/models", "/metrics", "/version", "/nowhere", "/v1/chat/completions"):
+            response = await running.http.get(path, headers={"authorization": "Bearer sk-wrong-00"})
+            assert (response.status_code, envelope(response)["code"]) == (401, "invalid_api_key")
+            assert (await running.http.get(path)).status_code == 401
+        for path in ("/health", "/v1/health", "/ready"):
+            assert (await running.http.get(path)).status_code == 200
+        running.http.headers.update(KEY)
+        assert (await running.chat()).status_code == 200
+        assert len(engine.submitted[0].tenant) == 16
+
+
+async def test_the_body_is_limited_while_it_is_read(engine: FakeEngine, tmp_path):
+    settings = make_settings(tmp_path, server={"max_body_bytes": 4096, "body_timeout_s": 0.3})
+    json_type = {"content-type": "application/json"}
+    async with on_loopback(engine, settings) as running:
+        declared = await running.http.post("/v1/chat/completions", content=b" " * 5000, headers=json_type)
+        assert (declared.status_code, envelope(declared)["code"]) == (413, "request_too_large")
+
+        async def chunks(count: int, pause_s: float):
+            for _ in range(count):
+                yield b" " * 1000
+                await asyncio.sleep(pause_s)
+
+        chunked = await running.http.post("/v1/chat/completions", content=chunks(9, 0.01), headers=json_type)
+        assert (chunked.status_code, envelope(chunked)["code"]) == (413, "request_too_large")
+        slow = await running.http.post("/v1/chat/completions", content=chunks(3, 0.25), headers=json_type)
+        assert (slow.status_code, envelope(slow)["code"]) == (408, "request_timeout")

@@ -1,0 +1,214 @@
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from app.errors import ApiError, from_validation
+from app.requests import parse_json
+from app.schemas import ChatCompletionRequest
+from app.service import sampling
+from tests.app.fakes import Running
+
+HELLO = [{"role": "user", "content": "Hello"}]
+
+
+def parse(**fields: Any) -> ChatCompletionRequest:
+    return ChatCompletionRequest.model_validate({"model": "m", "messages": HELLO, **fields})
+
+
+BAD = [
+    {"temperature": "1"},
+    {"temperature": True},
+    {"temperature": 2.1},
+    {"temperature": -0.1},
+    {"top_p": 1.5},
+    {"n": 0},
+    {"n": 1.5},
+    {"n": "1"},
+    {"n": 10**30},
+    {"stream": "true"},
+    {"stream": 1},
+    {"stop": ""},
+    {"stop": ["a"] * 17},
+    {"stop": [1]},
+    {"seed": 1 << 64},
+    {"seed": 1.0},
+    {"max_tokens": 0},
+    {"max_completion_tokens": -1},
+    {"logprobs": 1},
+    {"top_logprobs": 21, "logprobs": True},
+    {"top_logprobs": 2},
+    {"logit_bias": {"x": 1}},
+    {"logit_bias": {"-1": 1}},
+    {"logit_bias": {"1": 101}},
+    {"logit_bias": [1]},
+    {"logit_bias": {str(n): 1 for n in range(1025)}},
+    {"presence_penalty": 2.5},
+    {"repetition_penalty": 0},
+    {"min_p": 2},
+    {"top_k": -2},
+    {"stop_token_ids": [-1]},
+    {"stop_token_ids": [True]},
+    {"min_tokens": 5, "max_tokens": 4},
+    {"stream_options": {"include_usage": True}},
+    {"user": "x" * 1025},
+    {"metadata": {"k": 1}},
+    {"metadata": {str(n): "" for n in range(17)}},
+    {"session_id": "with space"},
+    {"session_id": "x\r\ny"},
+    {"session_id": ""},
+    {"service_tier": "platinum"},
+    {"chat_template_kwargs": {"messages": []}},
+    {"chat_template_kwargs": {"x": "y" * 20_000}},
+    {"chat_template_kwargs": {"x": float("inf")}},
+    {"chat_template_kwargs": {"x": 10**400}},
+    {"messages": []},
+    {"messages": "Hello"},
+    {"messages": [{"role": "user"}]},
+    {"messages": [{"role": "user", "content": None}]},
+    {"messages": [{"role": "wizard", "content": "x"}]},
+    {"messages": [{"content": "x"}]},
+    {"messages": [{"role": "user", "content": [{"type": "text"}]}]},
+    {"messages": [{"role": "user", "content": ["text"]}]},
+    {"messages": HELLO * 5000},
+    {"model": ""},
+    {"model": 5},
+]
+UNSUPPORTED = [
+    ({"tools": [{"type": "function"}]}, "tools"),
+    ({"functions": [{"name": "f"}]}, "functions"),
+    ({"tool_choice": "auto"}, "tool_choice"),
+    ({"function_call": {"name": "f"}}, "function_call"),
+    ({"response_format": {"type": "json_object"}}, "response_format"),
+    ({"modalities": ["text", "audio"]}, "modalities"),
+    ({"audio": {"voice": "x"}}, "audio"),
+    ({"truncation": "auto"}, "truncation"),
+    ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
+    ({"messages": [{"role": "assistant", "content": "", "tool_calls": [{"id": "1"}]}]}, "messages[0].tool_calls"),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content"),
+]
+
+
+@pytest.mark.parametrize("fields", BAD, ids=lambda fields: str(fields)[:40])
+def test_out_of_bounds_is_refused(fields):
+    with pytest.raises(ValueError, match=r"."):
+        parse(**fields)
+
+
+@pytest.mark.parametrize(("fields", "param"), UNSUPPORTED)
+async def test_what_would_change_the_meaning_is_refused_by_name(running: Running, fields, param):
+    response = await running.chat(**fields)
+    error = response.json()["error"]
+    assert (response.status_code, error["code"], error["param"]) == (400, "unsupported_parameter", param)
+
+
+def test_null_means_the_default():
+    names = ChatCompletionRequest.model_fields.keys() - {"model", "messages"}
+    assert parse(**dict.fromkeys(names), tools=None) == parse()
+
+
+def test_what_says_nothing_is_accepted():
+    said = {"tool_calls": None, "function_call": None, "refusal": None, "audio": None, "annotations": []}
+    request = parse(
+        messages=[{"role": "assistant", "content": "Hi", **said}, *HELLO],
+        tools=[],
+        tool_choice="none",
+        response_format={"type": "text"},
+        modalities=["text"],
+        truncation="disabled",
+    )
+    assert request.messages[0].as_rendered() == {"role": "assistant", "content": "Hi"}
+
+
+def test_text_parts_are_joined_and_developer_is_system():
+    parts = [{"type": "text", "text": "One."}, {"type": "text", "text": "Two."}]
+    message = parse(messages=[{"role": "developer", "content": parts, "name": "ann"}]).messages[0]
+    assert message.as_rendered() == {"role": "system", "content": "One.\nTwo.", "name": "ann"}
+
+
+def test_max_completion_tokens_wins_and_the_window_is_the_limit():
+    assert sampling(parse(max_tokens=5, max_completion_tokens=3), room=100).max_tokens == 3
+    assert sampling(parse(max_tokens=500), room=100).max_tokens == 100
+    assert sampling(parse(), room=100).max_tokens == 100
+
+
+def test_sampling_takes_what_was_asked():
+    request = parse(
+        seed=-1, stop="a", logit_bias={"7": 2}, logprobs=True, top_logprobs=3, top_k=-1, top_p=0, temperature=0
+    )
+    params = sampling(request, room=10)
+    assert params.seed == 2**64 - 1
+    assert params.logit_bias == {7: 2.0}
+    assert params.logprobs == 3
+    assert params.top_k == 0
+    assert 0 < params.top_p < 1e-3
+    assert params.temperature == 0
+    assert request.stop == ["a"]
+    unset = sampling(parse(), room=10)
+    assert (unset.temperature, unset.top_p, unset.repetition_penalty, unset.logprobs) == (1.0, 1.0, 1.0, None)
+    assert unset.seed != sampling(parse(), room=10).seed
+
+
+def test_unknown_fields_are_listed_in_the_order_sent():
+    body = {"zebra": 1, "model": "m", "apple": 2, "tools": None, "nothing": None, "store": True}
+    assert ChatCompletionRequest.ignored(body) == ["zebra", "apple", "store"]
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b'"x"',
+        b"\xff\xfe",
+        b'{"a": NaN}',
+        b'{"a": "\\ud800"}',
+        b"[" * 100_000,
+        b'{"a":' * 5000,
+        b"9" * 9999,
+    ],
+    ids=lambda data: repr(data[:12]),
+)
+def test_what_is_no_json_object_is_refused(data):
+    with pytest.raises(ApiError) as error:
+        parse_json(data)
+    assert (error.value.status, error.value.code) == (400, "invalid_json")
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=8,
+)
+NAMES = sorted((ChatCompletionRequest.model_fields.keys() | ChatCompletionRequest.refused) - {"model"})
+MESSAGES = st.lists(
+    st.fixed_dictionaries(
+        {"role": st.sampled_from(["user", "assistant", "system", "tool", "x"])},
+        optional={"content": JSON, "name": JSON, "tool_calls": JSON},
+    ),
+    max_size=3,
+)
+REQUESTS = st.fixed_dictionaries({"model": st.just("m")}, optional=dict.fromkeys(NAMES, JSON) | {"messages": MESSAGES})
+
+
+@given(body=REQUESTS | JSON)
+def test_random_json_is_taken_or_refused_and_nothing_else(body):
+    refusal = None
+    try:
+        parsed = parse_json(json.dumps(body).encode())
+        request = ChatCompletionRequest.model_validate(parsed)
+    except ApiError as error:
+        refusal = error
+    except ValidationError as error:
+        refusal = from_validation(error)
+    if refusal is not None:
+        assert refusal.status == 400
+        assert json.loads(refusal.body())["error"]["message"]
+    else:
+        sampling(request, room=10)
+        ChatCompletionRequest.ignored(parsed)
+        [message.as_rendered() for message in request.messages]

@@ -1,0 +1,94 @@
+"""SIGTERM and SIGINT, with a real process, real signals and real sockets."""
+
+import asyncio
+import contextlib
+import signal
+import sys
+import time
+from asyncio.subprocess import PIPE, Process
+from collections.abc import AsyncIterator
+
+import httpx
+import pytest
+
+from tests.app.fakes import events
+
+BODY = {"model": "test-model", "messages": [{"role": "user", "content": "Hi"}], "stream": True}
+
+
+@contextlib.asynccontextmanager
+async def served(state_dir, model_dir, *, drain_s: float, step_s: float) -> AsyncIterator[tuple[Process, str]]:
+    arguments = ("-m", "tests.app.fake_server", str(state_dir), str(model_dir), str(drain_s), str(step_s))
+    process = await asyncio.create_subprocess_exec(sys.executable, *arguments, stdout=PIPE)
+    try:
+        yield process, (await asyncio.wait_for(process.stdout.readline(), 20)).decode().strip()
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+        await process.wait()
+
+
+async def read(url: str, started: asyncio.Event) -> str:
+    text = ""
+    async with (
+        httpx.AsyncClient(timeout=20) as http,
+        http.stream("POST", f"{url}/v1/chat/completions", json=BODY) as response,
+    ):
+        async for part in response.aiter_text():
+            text += part
+            started.set()
+    return text
+
+
+def reasons(text: str) -> list[str]:
+    return [reason for chunk in events(text) for choice in chunk["choices"] if (reason := choice["finish_reason"])]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+async def test_a_running_answer_ends_and_new_ones_are_refused(tmp_path, model_dir, number):
+    async with served(tmp_path, model_dir, drain_s=20, step_s=0.01) as (process, url), httpx.AsyncClient() as http:
+        started = asyncio.Event()
+        reading = asyncio.create_task(read(url, started))
+        await started.wait()
+        process.send_signal(number)
+        for _ in range(200):
+            if (ready := await http.get(f"{url}/ready")).status_code != 200:
+                break
+            await asyncio.sleep(0.01)
+        assert ready.json()["error"]["code"] == "draining"
+        refused = await http.post(f"{url}/v1/chat/completions", json=BODY)
+        assert (refused.status_code, refused.headers["retry-after"]) == (503, "30")
+        text = await reading
+        assert (reasons(text), text.endswith("data: [DONE]\n\n")) == (["stop"], True)
+        assert await asyncio.wait_for(process.wait(), 5) == 0
+        assert (await process.stdout.read()).decode() == "drained stopped\n"
+
+
+async def test_past_the_limit_answers_are_cut_but_complete(tmp_path, model_dir):
+    async with served(tmp_path, model_dir, drain_s=0.3, step_s=1.0) as (process, url):
+        started = asyncio.Event()
+        reading = asyncio.create_task(read(url, started))
+        await started.wait()
+        start = time.monotonic()
+        process.terminate()
+        text = await reading
+        assert (reasons(text), text.endswith("data: [DONE]\n\n")) == (["length"], True)
+        assert await asyncio.wait_for(process.wait(), 5) == 0
+        assert 0.3 <= time.monotonic() - start < 3
+
+
+async def test_a_second_signal_leaves_at_once(tmp_path, model_dir):
+    async with served(tmp_path, model_dir, drain_s=60, step_s=1.0) as (process, url):
+        started = asyncio.Event()
+        reading = asyncio.create_task(read(url, started))
+        await started.wait()
+        process.terminate()
+        await asyncio.sleep(0.3)
+        assert process.returncode is None
+        start = time.monotonic()
+        process.terminate()
+        await asyncio.wait_for(process.wait(), 5)
+        assert time.monotonic() - start < 2
+        assert (await process.stdout.read()).decode().startswith("forced")
+        with contextlib.suppress(httpx.HTTPError):
+            await reading

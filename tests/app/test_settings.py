@@ -1,0 +1,88 @@
+from pathlib import Path
+
+import pytest
+
+from app.settings import BUNDLED_MODEL, Settings, SettingsError, known_settings, load_settings
+
+
+def load(config: Path | None = None, environ: dict[str, str] | None = None, **flags: str) -> Settings:
+    dotted = {name.replace("__", "."): value for name, value in flags.items()}
+    return load_settings(flags=dotted, environ=environ or {}, config=config)
+
+
+def test_flags_beat_the_environment_which_beats_the_file(tmp_path):
+    config = tmp_path / "reprise.toml"
+    config.write_text("[scheduler]\nmax_seqs = 2\nmax_queued = 3\n[cache]\nttl_s = 4\n")
+    environ = {"REPRISE_SCHEDULER__MAX_SEQS": "5", "REPRISE_SCHEDULER__MAX_QUEUED": "6", "PATH": "/bin"}
+    settings = load(config, environ, scheduler__max_seqs="7")
+    assert (settings.scheduler.max_seqs, settings.scheduler.max_queued, settings.cache.ttl_s) == (7, 6, 4.0)
+
+
+@pytest.mark.parametrize(
+    ("flags", "environ", "says"),
+    [
+        ({"cache.mode": "magic"}, {}, ["cache.mode", "flag", "'prefix' or 'recompute'"]),
+        ({"cache.hbm_tokns": "1"}, {}, ["cache.hbm_tokns", "did you mean cache.hbm_tokens"]),
+        ({"nonsense": "1"}, {}, ["nonsense", "there are:", "cache.mode"]),
+        ({}, {"REPRISE_CACHE__DRAM": "1"}, ["cache.dram", "environment"]),
+        ({}, {"REPRISE_SERVER__PORT": "99999"}, ["server.port (environment)", "65535"]),
+        ({"scheduler.max_seqs": "many"}, {}, ["scheduler.max_seqs (flag)", "integer"]),
+        ({"server.api_keys": "short"}, {}, ["server.api_keys", "8 to 512"]),
+        ({"server.host": "0.0.0.0"}, {}, ["server.host", "server.api_keys", "allow_unauthenticated"]),
+        ({"cache.ttl_s": "nan"}, {}, ["cache.ttl_s", "finite"]),
+    ],
+)
+def test_a_bad_setting_is_named_with_its_source_and_what_is_allowed(flags, environ, says):
+    with pytest.raises(SettingsError) as error:
+        load_settings(flags=flags, environ=environ, config=None)
+    assert [part for part in says if part not in str(error.value)] == []
+
+
+def test_a_bad_key_is_not_repeated_in_the_message():
+    with pytest.raises(SettingsError) as error:
+        load(server__api_keys="sk-1234567890,oops oops oops")
+    assert "oops" not in str(error.value)
+    assert "sk-1234567890" not in repr(load(server__api_keys="sk-1234567890"))
+
+
+@pytest.mark.parametrize("text", ["[cache\n", "mode = 1\n", "[cache]\nmode = 'prefix'\nwrong = 1\n", "\xff"])
+def test_a_bad_file_is_refused(tmp_path, text):
+    config = tmp_path / "bad.toml"
+    config.write_bytes(text.encode("latin-1"))
+    with pytest.raises(SettingsError):
+        load(config)
+    with pytest.raises(SettingsError, match="cannot read"):
+        load(tmp_path / "absent.toml")
+
+
+def test_listening_beyond_loopback_needs_keys_or_consent():
+    assert load(server__host="0.0.0.0", server__api_keys="sk-12345678, sk-abcdefgh").server.api_keys == (
+        "sk-12345678",
+        "sk-abcdefgh",
+    )
+    assert load(server__host="::", server__allow_unauthenticated="true").server.host == "::"
+    for host in ("127.0.0.1", "127.8.8.8", "::1", "localhost"):
+        assert load(server__host=host).server.host == host
+
+
+def test_every_setting_reaches_something_and_is_described():
+    names = dict(known_settings())
+    assert len(names) > 25
+    assert all(field.description for field in names.values())
+
+
+def test_the_engine_is_told_what_was_set():
+    config = load(cache__mode="recompute", engine__threads="2", model__dtype="float32").engine_config(b"s" * 32)
+    assert (config.cache_mode, config.threads, config.dtype, config.tenant_secret) == (
+        "recompute",
+        2,
+        "float32",
+        b"s" * 32,
+    )
+    assert config.model == str(BUNDLED_MODEL)
+    assert load(model__source="org/name").engine_config(b"").model == "org/name"
+
+
+def test_settings_are_frozen():
+    with pytest.raises(ValueError, match="frozen"):
+        Settings().cache.mode = "recompute"  # type: ignore[misc]
