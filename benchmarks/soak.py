@@ -186,7 +186,7 @@ class Soak:
 
 
 def memory_growth(memory: list[tuple[float, int, int]]) -> dict[str, dict[str, Any]]:
-    """Per process, the least-squares slope of resident memory after the warm-up, its mean, and its course over the run."""
+    """Per process, the least-squares slope of resident memory after the warm-up, its mean, and its course."""
     seconds, app, engine = np.array(memory).T
     settled = seconds >= WARM_UP * seconds[-1]
     growth: dict[str, dict[str, Any]] = {}

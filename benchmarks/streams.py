@@ -17,6 +17,7 @@ Message = dict[str, str]
 @dataclass(frozen=True, slots=True)
 class Token:
     text: str
+    raw: bytes  # what tells two halves of different characters apart
     logprob: float
     top: tuple[float, ...]  # logprobs of the most likely tokens, best first
 
@@ -90,7 +91,10 @@ async def ask(
                 if answer.first_token_s is None and (content or choice.delta.content):
                     answer.first_token_s = time.perf_counter()
                 answer.text += choice.delta.content or ""
-                answer.tokens += [Token(t.token, t.logprob, tuple(e.logprob for e in t.top_logprobs)) for t in content]
+                answer.tokens += [
+                    Token(t.token, bytes(t.bytes or ()), t.logprob, tuple(e.logprob for e in t.top_logprobs))
+                    for t in content
+                ]
                 answer.finish_reason = choice.finish_reason or answer.finish_reason
             if chunk.usage is not None:
                 usage = chunk.usage
@@ -111,7 +115,7 @@ def first_difference(expected: Answer, got: Answer) -> Difference | None:
     """None when both answers are the same text and tokens and ended for the same reason. Both were asked for
     `top_logprobs` of 2."""
     for position, (ours, theirs) in enumerate(zip(expected.tokens, got.tokens, strict=False)):
-        if ours.text != theirs.text:
+        if (ours.text, ours.raw) != (theirs.text, theirs.raw):
             return Difference(position, ours.text, theirs.text, _gap(ours))
     if (expected.text, expected.finish_reason) == (got.text, got.finish_reason):
         return None
