@@ -31,6 +31,15 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     tenant_secret: bytes  # keys every block hash
 
 
+class Launch(msgspec.Struct, frozen=True, kw_only=True):
+    """The one frame on the engine's stdin, behind its length (4 bytes, big endian). Stdin then stays open for as long
+    as the app lives."""
+
+    wire_version: int
+    endpoint: str  # ZeroMQ, bound by the app; another one for every engine process
+    config: EngineConfig
+
+
 class Submit(msgspec.Struct, frozen=True, kw_only=True, tag="submit"):
     """Generate `num_choices` continuations of `token_ids`. Answered by Output messages per choice."""
 
@@ -175,5 +184,6 @@ ToEngine = Submit | Abort | Finish | FinishAll | Shutdown
 FromEngine = Ready | Refused | Outputs | Stats
 
 encode = msgspec.msgpack.Encoder().encode
+decode_launch = msgspec.msgpack.Decoder(Launch).decode
 decode_to_engine = msgspec.msgpack.Decoder(ToEngine).decode
 decode_from_engine = msgspec.msgpack.Decoder(FromEngine).decode

@@ -1,0 +1,317 @@
+"""The asyncio side of the engine: starts it, watches it, restarts it, and gives every request a stream of its outputs.
+
+Imports no torch. All of it belongs to one event loop; nothing here may be called from another thread.
+"""
+
+import asyncio
+import logging
+import math
+import sys
+import tempfile
+from collections.abc import Sequence
+from enum import StrEnum
+from typing import NamedTuple
+
+import zmq
+import zmq.asyncio
+
+from engine.child import EngineChild
+from engine.messages import (
+    Abort,
+    EngineConfig,
+    Finish,
+    FinishAll,
+    ModelInfo,
+    Outputs,
+    Ready,
+    Refused,
+    Shutdown,
+    Stats,
+    Submit,
+    ToEngine,
+    decode_from_engine,
+)
+from engine.stream import EngineLost, OutputStream
+
+__all__ = ["EngineClient", "EngineFailed", "EngineLost", "EngineState", "EngineUnavailable", "OutputStream"]
+
+ENGINE_COMMAND = (sys.executable, "-m", "engine.process")
+MAX_BACKLOG = 1_000  # messages that wait for an engine that does not read
+MAX_QUICK_FAILURES = 5
+FIRST_BACKOFF_S = 0.2
+MAX_BACKOFF_S = 10.0
+HEALTHY_S = 60.0  # ready for that long: the failures before are forgotten
+TICK_S = 1.0
+DRAIN_S = 0.2  # what the engine said last is still on its way when we see it dead
+STOP_S = 5.0
+
+log = logging.getLogger(__name__)
+
+
+class EngineFailed(Exception):
+    """The engine is not there and will not come back by itself."""
+
+
+class EngineUnavailable(Exception):
+    """The engine takes no requests right now."""
+
+    def __init__(self, message: str, *, retry_after_s: float) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class EngineState(StrEnum):
+    """stopped -> loading -> ready -> restarting -> ready ...; failed after a refusal or too many failures."""
+
+    LOADING = "loading"
+    READY = "ready"
+    RESTARTING = "restarting"
+    FAILED = "failed"
+    STOPPED = "stopped"
+
+
+class _End(NamedTuple):
+    """How one engine process ended."""
+
+    reason: str  # "the engine ..."
+    output: str  # the last lines it wrote
+    refusal: str | None
+    healthy: bool  # it had been ready for HEALTHY_S
+
+
+class EngineClient:
+    """Keeps one engine process alive and talks to it.
+
+    start_timeout_s bounds the loading of a model, hang_timeout_s the silence of an engine that is ready: it must exceed
+    the heartbeat's second and the longest step. Past either the process is killed and restarted.
+    """
+
+    def __init__(
+        self,
+        *,
+        config: EngineConfig,
+        start_timeout_s: float,
+        hang_timeout_s: float,
+        command: Sequence[str] = ENGINE_COMMAND,
+    ) -> None:
+        self.state = EngineState.STOPPED
+        self.failure: str | None = None  # why, in state failed
+        self.model: ModelInfo | None = None  # of the last engine that was ready
+        self.stats: Stats | None = None  # the last heartbeat of this engine
+        self.restarts = 0
+        self._config = config
+        self._start_timeout_s = start_timeout_s
+        self._hang_timeout_s = hang_timeout_s
+        self._command = command
+        self._state_changed = asyncio.Event()
+        self._supervisor: asyncio.Task[None] | None = None
+        self._child: EngineChild | None = None
+        self._streams: dict[str, OutputStream] = {}
+        self._load_s = 5.0  # how long a start takes: a guess, then the last one's
+        self._started_s = math.inf  # when this engine was started
+        self._ready_s = math.inf  # when it became ready
+        self._backoff_s = 0.0
+
+    @property
+    def pid(self) -> int | None:
+        return None if self._child is None else self._child.pid
+
+    async def start(self) -> None:
+        """Spawn the engine and supervise it in the background. Returns at once. Raises RuntimeError the second time."""
+        if self._supervisor is not None:
+            raise RuntimeError("an EngineClient starts once")
+        self._enter(EngineState.LOADING)
+        self._supervisor = asyncio.create_task(self._supervise(), name="engine-supervisor")
+
+    async def stop(self) -> None:
+        """Ask the engine to leave; kill it when STOP_S is over. What still runs raises EngineLost. Idempotent."""
+        ready = self.state is EngineState.READY
+        self._enter(EngineState.STOPPED)
+        if self._supervisor is None:
+            return
+        if ready and self._child is not None:
+            self._child.post(Shutdown())
+            await asyncio.wait([self._supervisor], timeout=STOP_S)
+        self._supervisor.cancel()
+        await asyncio.wait([self._supervisor])
+
+    async def wait_ready(self) -> None:
+        """Returns when requests are taken. Raises EngineFailed when that will not come (refused, failed, stopped)."""
+        while self.state is not EngineState.READY:
+            if self.state in (EngineState.FAILED, EngineState.STOPPED):
+                raise EngineFailed(self.failure or "the engine is stopped")
+            await self._state_changed.wait()
+
+    async def submit(self, request: Submit) -> OutputStream:
+        """Raises EngineUnavailable in any state but ready, ValueError for a request id that is in use.
+        Ids are never used again: what is on its way for an aborted request is told by its id."""
+        if self.state is not EngineState.READY or self._child is None:
+            raise EngineUnavailable(f"the engine is {self.state}", retry_after_s=self._retry_after_s())
+        if self._child.backlog >= MAX_BACKLOG:
+            raise EngineUnavailable("the engine is not keeping up", retry_after_s=1.0)
+        if request.request_id in self._streams:
+            raise ValueError(f"request id {request.request_id!r} is in use")
+        stream = OutputStream(request, abort=self.abort)
+        self._streams[request.request_id] = stream
+        self._child.post(request)
+        return stream
+
+    def finish(self, request_id: str, choice: int, keep_tokens: int) -> None:
+        """End one choice, keeping its first `keep_tokens` generated tokens. What else has arrived of it is dropped."""
+        stream = self._streams.get(request_id)
+        if stream is None or not stream.is_open(choice):
+            return  # over already
+        stream.finish(choice)
+        self._forget_finished(stream)
+        self._post(Finish(request_id, choice, keep_tokens))
+
+    def abort(self, request_id: str) -> None:
+        """End a request; its stream ends too. Unknown ids are ignored."""
+        stream = self._streams.pop(request_id, None)
+        if stream is not None:
+            stream.end(lost=None)
+            self._post(Abort(request_id))
+
+    def finish_all(self) -> None:
+        """End every request with finish_reason `length`; the streams get their last outputs."""
+        self._post(FinishAll())
+
+    def _post(self, message: ToEngine) -> None:
+        if self._child is not None:
+            self._child.post(message)
+
+    def _enter(self, state: EngineState) -> None:
+        self.state = state
+        self._state_changed.set()
+        self._state_changed = asyncio.Event()
+
+    def _fail(self, message: str) -> None:
+        log.error("the engine is given up: %s", message)
+        self.failure = message
+        self._enter(EngineState.FAILED)
+
+    def _retry_after_s(self) -> float:
+        match self.state:
+            case EngineState.LOADING | EngineState.RESTARTING:
+                return max(1.0, self._load_s + self._backoff_s)
+            case _:
+                return 60.0
+
+    def _forget_finished(self, stream: OutputStream) -> None:
+        if stream.finished:
+            self._streams.pop(stream.request_id, None)
+
+    async def _supervise(self) -> None:
+        try:
+            # Mode 0700: nobody else can speak to the engine.
+            private = tempfile.TemporaryDirectory(prefix="reprise-", ignore_cleanup_errors=True)
+            with private as directory, zmq.asyncio.Context() as context:
+                await self._keep_alive(context, directory)
+        except Exception as error:
+            log.exception("the supervisor of the engine failed")
+            self._fail(f"the supervisor of the engine failed: {error}")
+
+    async def _keep_alive(self, context: zmq.asyncio.Context, directory: str) -> None:
+        """Engine after engine, until `stop`, a refusal or too many failures."""
+        failures = 0
+        while True:
+            # A new endpoint each time: a restarted engine never sees what was meant for the one before.
+            end = await self._live(context, f"ipc://{directory}/{self.restarts}")
+            if self.state is EngineState.STOPPED:
+                return
+            if end.refusal is not None:
+                self._fail(end.refusal)
+                return
+            failures = 1 if end.healthy else failures + 1
+            if failures >= MAX_QUICK_FAILURES:
+                self._fail(f"the engine {end.reason}, {failures} times in a row\n{end.output}".rstrip())
+                return
+            self._backoff_s = min(FIRST_BACKOFF_S * 2 ** (failures - 1), MAX_BACKOFF_S)
+            log.error("the engine %s; the next one starts in %.1f s", end.reason, self._backoff_s)
+            self.restarts += 1
+            self._enter(EngineState.RESTARTING)
+            await asyncio.sleep(self._backoff_s)
+
+    async def _live(self, context: zmq.asyncio.Context, endpoint: str) -> _End:
+        """One engine process, from its start to its death."""
+        clock = asyncio.get_running_loop().time
+        self._started_s, self._ready_s = clock(), math.inf
+        try:
+            child = await EngineChild.spawn(
+                command=self._command, config=self._config, context=context, endpoint=endpoint
+            )
+        except (OSError, zmq.ZMQError) as error:
+            return _End(reason=f"could not be started: {error}", output="", refusal=None, healthy=False)
+        self._child = child
+        receiver = asyncio.create_task(self._receive(child), name="engine-receiver")
+        reason, refusal, healthy = "was stopped", None, False
+        try:
+            reason = await self._watch(child, receiver)
+            healthy = clock() - self._ready_s >= HEALTHY_S
+            child.kill()
+            if self.state is EngineState.READY:
+                self._enter(EngineState.RESTARTING)
+            if self.state is not EngineState.STOPPED or self._streams:
+                await asyncio.wait([receiver], timeout=DRAIN_S)
+            if receiver.done() and receiver.exception() is None:
+                refusal = receiver.result()
+        finally:
+            self._child = self.stats = None
+            for stream in self._streams.values():
+                stream.end(lost=f"the engine {reason} while this request ran")
+            self._streams.clear()
+            receiver.cancel()
+            await child.close()
+        return _End(reason=reason, output=child.tail, refusal=refusal, healthy=healthy)
+
+    async def _watch(self, child: EngineChild, receiver: "asyncio.Task[str]") -> str:
+        """Returns when the engine is dead, has refused, or is to be killed; says how it ended."""
+        clock = asyncio.get_running_loop().time
+        exited = asyncio.create_task(child.exited.wait())
+        try:
+            while not exited.done():
+                if receiver.done():
+                    return "refused" if receiver.exception() is None else "lost its connection"
+                limit_s = self._hang_timeout_s if self.state is EngineState.READY else self._start_timeout_s
+                silent_s = clock() - child.heard_s
+                if silent_s < limit_s:
+                    timeout_s = min(TICK_S, limit_s - silent_s)
+                    await asyncio.wait([exited, receiver], timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+                    continue
+                # It may be this process that was stopped or busy: read what has come in meanwhile before judging.
+                await asyncio.wait([exited], timeout=DRAIN_S)
+                if clock() - child.heard_s >= limit_s and not exited.done():
+                    return f"gave no sign of life for {limit_s:g} s and was killed"
+            return child.describe_exit()
+        finally:
+            exited.cancel()
+
+    async def _receive(self, child: EngineChild) -> str:
+        """Hand out what the engine sends. Returns only when it refuses, with the reason."""
+        while True:
+            frame = await child.receive()
+            try:
+                message = decode_from_engine(frame)
+                if isinstance(message, Refused):
+                    return message.message
+                self._handle(child, message)
+            except Exception:  # one bad message must not cut the others off
+                log.exception("dropped a message of %d bytes from the engine", len(frame))
+            await asyncio.sleep(0)  # a frame that is there already is received without yielding: let the streams run
+
+    def _handle(self, child: EngineChild, message: Ready | Outputs | Stats) -> None:
+        match message:
+            case Outputs(outputs):
+                for output in outputs:
+                    stream = self._streams.get(output.request_id)
+                    if stream is not None:
+                        stream.push(output)
+                        self._forget_finished(stream)
+            case Stats():
+                self.stats = message
+            case Ready(model):
+                if self.state in (EngineState.LOADING, EngineState.RESTARTING) and not child.exited.is_set():
+                    self._ready_s = asyncio.get_running_loop().time()
+                    self._load_s = self._ready_s - self._started_s
+                    self.model = model
+                    self._enter(EngineState.READY)

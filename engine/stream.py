@@ -1,0 +1,86 @@
+"""What the app reads of one request: the engine's outputs, in order, in bounded memory."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+
+import msgspec
+
+from engine.messages import Output, Submit
+
+
+class EngineLost(Exception):
+    """The engine process died while this request ran."""
+
+
+class OutputStream(AsyncIterator[Output]):
+    """The outputs of one request, all choices interleaved, for one consumer. Ends when every choice has finished, by a
+    finish_reason or by `EngineClient.finish`; raises EngineLost behind what had arrived when the engine died.
+
+    A consumer that falls behind finds the outputs of a choice merged into one, so that at most one per choice is kept.
+    """
+
+    def __init__(self, request: Submit, *, abort: Callable[[str], None]) -> None:
+        self.request_id = request.request_id
+        self._abort = abort
+        self._open = set(range(request.num_choices))
+        self._pending: dict[int, Output] = {}  # choice -> what the consumer has not taken yet, oldest first
+        self._lost: str | None = None
+        self._changed = asyncio.Event()
+
+    @property
+    def finished(self) -> bool:
+        """Whether nothing more can arrive. There may still be outputs to take."""
+        return not self._open
+
+    def is_open(self, choice: int) -> bool:
+        return choice in self._open
+
+    async def __anext__(self) -> Output:
+        while not self._pending:
+            if self._lost is not None:
+                raise EngineLost(self._lost)
+            if not self._open:
+                raise StopAsyncIteration
+            self._changed.clear()
+            await self._changed.wait()
+        return self._pending.pop(next(iter(self._pending)))
+
+    async def aclose(self) -> None:
+        """Abort the request unless it is over, and drop what has not been taken. Never waits."""
+        if self._open:
+            self._abort(self.request_id)
+        self._pending.clear()
+
+    def push(self, output: Output) -> None:
+        """For EngineClient: hand an output to the consumer. Never waits."""
+        if output.choice not in self._open:
+            return  # on its way when the choice was finished
+        earlier = self._pending.get(output.choice)
+        self._pending[output.choice] = output if earlier is None else _merge(earlier, output)
+        if output.finish_reason is not None:
+            self._open.discard(output.choice)
+        self._changed.set()
+
+    def finish(self, choice: int) -> None:
+        """For EngineClient: this choice is over and what the consumer has not taken of it is void."""
+        self._open.discard(choice)
+        self._pending.pop(choice, None)
+        self._changed.set()
+
+    def end(self, *, lost: str | None) -> None:
+        """For EngineClient: every choice is over, by an abort (None) or because the engine is lost (why)."""
+        self._lost = lost
+        self._open.clear()
+        self._changed.set()
+
+
+def _merge(earlier: Output, later: Output) -> Output:
+    """One output as if both had come together. Reuses the lists of `earlier`, which nobody has seen."""
+    earlier.token_ids.extend(later.token_ids)
+    logprobs = earlier.logprobs
+    if logprobs is None:
+        logprobs = later.logprobs
+    elif later.logprobs is not None:
+        logprobs.extend(later.logprobs)
+    report = later.report if earlier.report is None else earlier.report
+    return msgspec.structs.replace(later, token_ids=earlier.token_ids, logprobs=logprobs, report=report)

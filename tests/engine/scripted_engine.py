@@ -1,0 +1,247 @@
+"""A StepEngine without a model, and a program that serves it: `python scripted_engine.py [load script]`.
+
+Every choice echoes the prompt for max_tokens tokens, one a step, each token plus 1000 times the choice. The session id
+of a request is a script of its own: what the engine does with it.
+"""
+
+import os
+import sys
+import time
+from pathlib import Path
+
+import engine.process
+from engine.messages import CacheReport, EngineConfig, ModelInfo, Output, Refused, Stats, Submit, Timings
+from engine.process import StepEngine
+from scheduler.sequence import SamplingParams
+
+REPORT = CacheReport(
+    prompt_tokens=3,
+    history_tokens=0,
+    hbm_tokens=0,
+    dram_tokens=0,
+    disk_tokens=0,
+    redis_tokens=0,
+    computed_tokens=3,
+    truncated_tokens=0,
+    shifted_tokens=0,
+    miss_reasons={"new": 3},
+)
+TIMINGS = Timings(queue_ms=0.0, load_ms=0.0, prefill_ms=1.0, decode_ms=1.0)
+MODEL = ModelInfo(
+    name="scripted",
+    path="",
+    architecture="none",
+    parameters=0,
+    dtype="float32",
+    device="cpu",
+    attention_backend="none",
+    max_context=1024,
+    vocab_size=1000,
+    eos_token_ids=(0,),
+    decouplable=True,
+    rope_layers=0,
+    layers=0,
+    kv_bytes_per_token=0,
+    hbm_tokens=0,
+    block_size=32,
+    page_size=32,
+    fingerprint="",
+    warnings=(),
+)
+
+
+def config(model: str = "") -> EngineConfig:
+    """`model` is the load script: see `build`."""
+    return EngineConfig(
+        model=model,
+        dtype="float32",
+        device="cpu",
+        max_context=0,
+        threads=1,
+        cache_mode="prefix",
+        cache_policy="lru",
+        hbm_tokens=0,
+        session_ttl_s=60.0,
+        max_sessions=10,
+        scheduler_policy="fcfs",
+        max_seqs=8,
+        max_queued=8,
+        step_tokens=0,
+        chunked_prefill=True,
+        tenant_secret=b"secret",
+    )
+
+
+def submit(
+    request_id: str,
+    *,
+    script: str = "",
+    token_ids: tuple[int, ...] = (5, 6, 7),
+    max_tokens: int = 6,
+    num_choices: int = 1,
+    logprobs: int | None = None,
+) -> Submit:
+    sampling = SamplingParams(
+        temperature=0.0,
+        top_p=1.0,
+        top_k=0,
+        min_p=0.0,
+        presence_penalty=0.0,
+        frequency_penalty=0.0,
+        repetition_penalty=1.0,
+        logit_bias={},
+        seed=0,
+        max_tokens=max_tokens,
+        min_tokens=0,
+        stop_token_ids=(),
+        ignore_eos=False,
+        logprobs=logprobs,
+    )
+    return Submit(
+        request_id=request_id,
+        session_id=script,
+        tenant="",
+        cache_salt="",
+        token_ids=list(token_ids),
+        num_choices=num_choices,
+        sampling=sampling,
+    )
+
+
+def output(
+    request_id: str,
+    choice: int,
+    token_ids: list[int],
+    *,
+    finish_reason: str | None = None,
+    first: bool = False,
+    error: str | None = None,
+) -> Output:
+    return Output(
+        request_id=request_id,
+        choice=choice,
+        token_ids=token_ids,
+        logprobs=None,
+        finish_reason=finish_reason,
+        report=REPORT if first else None,
+        timings=None if finish_reason is None else TIMINGS,
+        error=error,
+        error_code=None if error is None else "internal_error",
+    )
+
+
+class ScriptedEngine:
+    def __init__(self, *, step_s: float) -> None:
+        self.model = MODEL
+        self.idle_calls = 0
+        self._step_s = step_s
+        self._running: dict[tuple[str, int], tuple[Submit, int]] = {}  # choice of a request -> tokens so far
+        self._steps = 0
+        self._aborted = 0
+        self._finished: dict[str, int] = {}  # "request/choice" -> keep_tokens
+
+    def submit(self, request: Submit, now: float) -> list[Output]:
+        if request.session_id == "reject":
+            return [output(request.request_id, 0, [], finish_reason="error", error="too long")]
+        for choice in range(request.num_choices):
+            self._running[request.request_id, choice] = (request, 0)
+        if request.session_id == "choke":
+            raise ValueError("submit choked")
+        return []
+
+    def abort(self, request_id: str) -> None:
+        self._aborted += 1
+        self._running = {key: value for key, value in self._running.items() if key[0] != request_id}
+
+    def finish(self, request_id: str, choice: int, keep_tokens: int) -> None:
+        del self._running[request_id, choice]
+        self._finished[f"{request_id}/{choice}"] = keep_tokens
+
+    def finish_all(self, now: float) -> list[Output]:
+        return self._end_all("length", None)
+
+    def fail_all(self, message: str) -> list[Output]:
+        return self._end_all("error", message)
+
+    def has_work(self) -> bool:
+        return bool(self._running)
+
+    def step(self, now: float) -> list[Output]:
+        time.sleep(self._step_s)
+        self._steps += 1
+        outputs = [output("nobody", 0, [1])]
+        for (request_id, choice), (request, done) in list(self._running.items()):
+            match request.session_id:
+                case "raise":
+                    raise RuntimeError("step failed")
+                case "no memory":
+                    raise MemoryError
+                case "exit":
+                    print("leaving on purpose", file=sys.stderr)
+                    os._exit(7)
+                case "hang":
+                    time.sleep(3600)
+                case "say bytes":
+                    os.write(2, b"caf\xc3\xa9 \xff no newline")
+            token_id = request.token_ids[done % len(request.token_ids)] + 1000 * choice
+            last = done + 1 == request.sampling.max_tokens
+            outputs.append(
+                output(request_id, choice, [token_id], first=done == 0, finish_reason="length" if last else None)
+            )
+            if last:
+                del self._running[request_id, choice]
+            else:
+                self._running[request_id, choice] = (request, done + 1)
+        return outputs
+
+    def idle(self, now: float) -> None:
+        self.idle_calls += 1
+
+    def stats(self) -> Stats:
+        """`miss_tokens` carries what the tests want to know and has no gauge: keep_tokens per finished choice."""
+        return Stats(
+            running=len(self._running),
+            waiting=0,
+            sessions=0,
+            leases=0,
+            hbm_pages_total=0,
+            hbm_pages_free=0,
+            hbm_pages_cached=0,
+            steps=self._steps,
+            step_seconds=0.0,
+            prompt_tokens={},
+            generated_tokens=0,
+            miss_tokens=self._finished,
+            evicted_blocks=0,
+            preemptions=0,
+            aborted=self._aborted,
+        )
+
+    def _end_all(self, finish_reason: str, error: str | None) -> list[Output]:
+        ended = [output(*key, [], finish_reason=finish_reason, error=error) for key in self._running]
+        self._running.clear()
+        return ended
+
+
+def build(config: EngineConfig) -> StepEngine | Refused:
+    """What happens is the first word of the model's name; with a path behind it, it happens until that file exists."""
+    script, _, path = config.model.partition(" ")
+    if path and Path(path).exists():
+        script = ""
+    elif path:
+        Path(path).touch()
+    match script:
+        case "refuse":
+            return Refused("no such architecture")
+        case "crash":
+            raise RuntimeError("crashed while loading")
+        case "hang":
+            time.sleep(3600)
+        case "fast":
+            return ScriptedEngine(step_s=0.0)
+    return ScriptedEngine(step_s=0.002)
+
+
+if __name__ == "__main__":
+    engine.process.HEARTBEAT_S = 0.2  # the tests wait for heartbeats often
+    sys.exit(engine.process.run(build))

@@ -1,0 +1,359 @@
+"""The engine's side of the wire: the loop over an in-process socket, and the life of the real process."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+import zmq
+
+from engine.messages import (
+    WIRE_VERSION,
+    Abort,
+    Finish,
+    FinishAll,
+    FromEngine,
+    Launch,
+    Output,
+    Outputs,
+    Ready,
+    Refused,
+    Shutdown,
+    Stats,
+    ToEngine,
+    decode_from_engine,
+    decode_launch,
+    encode,
+)
+from engine.process import FRAME_LENGTH, EngineLoop
+from tests.engine.scripted_engine import ScriptedEngine, config, submit
+
+ROOT = Path(__file__).parents[2]
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT)}
+PROGRAM = (sys.executable, str(Path(__file__).with_name("scripted_engine.py")))
+
+
+class Peer:
+    """The app's end of the socket, blocking."""
+
+    def __init__(self, socket: "zmq.Socket[bytes]") -> None:
+        self.socket = socket
+        socket.setsockopt(zmq.RCVTIMEO, 10_000)
+        socket.setsockopt(zmq.LINGER, 0)
+
+    def post(self, *messages: ToEngine) -> None:
+        for message in messages:
+            self.socket.send(encode(message))
+
+    def receive(self) -> FromEngine:
+        return decode_from_engine(self.socket.recv())
+
+    def collect(self, done: Callable[[list[Output]], bool]) -> list[Output]:
+        """All outputs until they are `done`."""
+        outputs: list[Output] = []
+        while not done(outputs):
+            message = self.receive()
+            if isinstance(message, Outputs):
+                outputs += message.outputs
+        return outputs
+
+    def finished(self, *request_ids: str) -> list[Output]:
+        """All outputs of these requests until each has one finished choice."""
+        wanted = set(request_ids)
+        outputs = self.collect(lambda seen: wanted <= {o.request_id for o in seen if o.finish_reason})
+        return [o for o in outputs if o.request_id in wanted]
+
+    def stats(self) -> Stats:
+        """The next heartbeat."""
+        while not isinstance(message := self.receive(), Stats):
+            pass
+        return message
+
+
+@pytest.fixture
+def engine() -> ScriptedEngine:
+    return ScriptedEngine(step_s=0.001)
+
+
+class Running:
+    """An EngineLoop on a thread."""
+
+    def __init__(self, engine: ScriptedEngine, socket: "zmq.Socket[bytes]") -> None:
+        self._status: int | BaseException | None = None
+        self._thread = threading.Thread(target=self._run, args=(EngineLoop(engine=engine, socket=socket),), daemon=True)
+        self._thread.start()
+
+    def _run(self, loop: EngineLoop) -> None:
+        try:
+            self._status = loop.run()
+        except BaseException as error:
+            self._status = error
+
+    def join(self) -> int | BaseException | None:
+        """What `run` returned or raised; None when it still runs after 10 s."""
+        self._thread.join(10)
+        return self._status
+
+
+Start = Callable[[], Running]
+
+
+@pytest.fixture
+def sockets() -> Iterator[tuple["zmq.Socket[bytes]", "zmq.Socket[bytes]"]]:
+    with zmq.Context() as context, context.socket(zmq.PAIR) as app, context.socket(zmq.PAIR) as inside:
+        for socket in (app, inside):
+            socket.set_hwm(100)
+            socket.setsockopt(zmq.LINGER, 0)
+        inside.setsockopt(zmq.SNDTIMEO, 200)
+        app.bind("inproc://engine")
+        inside.connect("inproc://engine")
+        yield app, inside
+
+
+@pytest.fixture
+def peer(sockets: tuple["zmq.Socket[bytes]", "zmq.Socket[bytes]"]) -> Peer:
+    return Peer(sockets[0])
+
+
+@pytest.fixture
+def start(engine: ScriptedEngine, sockets: tuple["zmq.Socket[bytes]", "zmq.Socket[bytes]"]) -> Iterator[Start]:
+    """Starts the loop; what is posted before is there at its first look."""
+    started: list[Running] = []
+
+    def start() -> Running:
+        started.append(Running(engine, sockets[1]))
+        return started[-1]
+
+    yield start
+    with contextlib.suppress(zmq.Again):
+        sockets[0].send(encode(Shutdown()), zmq.NOBLOCK)
+    for one in started:
+        one.join()
+
+
+def tokens(outputs: list[Output], choice: int = 0) -> list[int]:
+    return [token_id for o in outputs if o.choice == choice for token_id in o.token_ids]
+
+
+def test_everything_that_waits_is_taken_before_the_next_step(peer: Peer, start: Start) -> None:
+    peer.post(*(submit(f"r{i}", max_tokens=1) for i in range(50)), Abort("r7"))
+    running = start()
+    first = peer.finished("r0")
+    assert [o.request_id for o in first] == ["r0"]
+    message = peer.stats()
+    assert message.steps == 1  # all 49 in one batch, sent as one frame before this heartbeat
+    assert message.running == 0
+    assert message.aborted == 1
+    peer.post(Shutdown())
+    assert running.join() == 0
+
+
+def test_outputs_of_one_step_are_one_frame(peer: Peer, start: Start) -> None:
+    peer.post(*(submit(f"r{i}", max_tokens=2) for i in range(3)))
+    running = start()
+    frames = [m for m in (peer.receive() for _ in range(3)) if isinstance(m, Outputs)]
+    assert [[o.request_id for o in frame.outputs] for frame in frames] == [["nobody", "r0", "r1", "r2"]] * 2
+    peer.post(Shutdown())
+    assert running.join() == 0
+
+
+def test_finish_and_finish_all(peer: Peer, start: Start) -> None:
+    start()
+    peer.post(submit("stop", max_tokens=10**6), submit("drain", max_tokens=10**6))
+    peer.collect(lambda seen: len(seen) > 10)
+    peer.post(Finish("stop", 0, 4), FinishAll())
+    ends = [o for o in peer.finished("drain") if o.finish_reason]
+    assert [(o.request_id, o.finish_reason) for o in ends] == [("drain", "length")]
+    assert peer.stats().miss_tokens == {"stop/0": 4}
+
+
+def test_bytes_that_are_no_message_are_dropped(peer: Peer, start: Start, caplog: pytest.LogCaptureFixture) -> None:
+    start()
+    for frame in (b"", b"\xc1", msgspec.msgpack.encode({"type": "reboot"}), msgspec.msgpack.encode({"type": "submit"})):
+        peer.socket.send(frame)
+    peer.post(submit("after"))
+    assert tokens(peer.finished("after")) == [5, 6, 7, 5, 6, 7]
+    assert len([r for r in caplog.records if "dropped" in r.message]) == 4
+
+
+def test_a_failed_step_fails_what_runs_and_nothing_else(
+    peer: Peer, start: Start, caplog: pytest.LogCaptureFixture
+) -> None:
+    start()
+    peer.post(submit("a", max_tokens=10**6), submit("b", script="raise"))
+    ends = [o for o in peer.finished("a", "b") if o.finish_reason]
+    assert {(o.request_id, o.finish_reason, o.error_code) for o in ends} == {
+        ("a", "error", "internal_error"),
+        ("b", "error", "internal_error"),
+    }
+    assert all(
+        "RuntimeError" in o.error and "step failed" not in o.error for o in ends
+    )  # the text is for the log alone
+    assert "step failed" in caplog.text
+    peer.post(submit("c"))
+    assert tokens(peer.finished("c")) == [5, 6, 7, 5, 6, 7]
+
+
+def test_a_success_between_failures_starts_the_count_again(peer: Peer, start: Start) -> None:
+    start()
+    for i in range(4):
+        peer.post(submit(f"bad{i}", script="no memory"))
+        assert peer.finished(f"bad{i}")[-1].finish_reason == "error"
+        peer.post(submit(f"good{i}"))
+        assert peer.finished(f"good{i}")[-1].finish_reason == "length"
+
+
+def test_three_failures_in_a_row_end_the_loop_after_the_last_error_is_sent(peer: Peer, start: Start) -> None:
+    running = start()
+    for i in range(3):
+        peer.post(submit(f"bad{i}", script="raise"))
+        assert peer.finished(f"bad{i}")[-1].finish_reason == "error"
+    assert running.join() == 1
+
+
+def test_a_request_that_the_engine_chokes_on_fails_alone(peer: Peer, start: Start) -> None:
+    start()
+    peer.post(submit("fine", max_tokens=200), *(submit(f"odd{i}", script="choke", num_choices=2) for i in range(4)))
+    outputs = peer.finished("fine", *(f"odd{i}" for i in range(4)))
+    odd = [(o.request_id, o.choice, o.finish_reason) for o in outputs if o.request_id.startswith("odd")]
+    assert odd == [(f"odd{i}", choice, "error") for i in range(4) for choice in range(2)]
+    assert len(tokens([o for o in outputs if o.request_id == "fine"])) == 200
+    assert peer.stats().running == 0
+
+
+def test_a_failure_outside_a_step_fails_what_runs(peer: Peer, start: Start) -> None:
+    start()
+    peer.post(submit("a", max_tokens=10**6), Finish("unknown", 0, 0))  # the scripted engine raises KeyError
+    assert peer.finished("a")[-1].finish_reason == "error"
+    peer.post(submit("b"))
+    assert peer.finished("b")[-1].finish_reason == "length"
+
+
+def test_heartbeat_idle_or_busy(engine: ScriptedEngine, peer: Peer, start: Start) -> None:
+    start()
+    start_s = time.monotonic()
+    peer.stats()
+    peer.stats()
+    assert engine.idle_calls == 2
+    peer.post(submit("long", max_tokens=10**6))
+    assert peer.stats().running == 1
+    assert engine.idle_calls == 2  # no housekeeping while something runs
+    assert 1.5 < time.monotonic() - start_s < 6
+
+
+def test_an_app_that_does_not_read_ends_the_loop(peer: Peer, start: Start) -> None:
+    peer.post(submit("endless", max_tokens=10**6))
+    assert isinstance(start().join(), zmq.Again)
+
+
+class Spawned:
+    """The real process with the app's ends of its pipe and its socket."""
+
+    def __init__(self, directory: Path, model: str = "", wire_version: int = WIRE_VERSION) -> None:
+        self.context = zmq.Context()
+        endpoint = f"ipc://{directory}/s"
+        self.peer = Peer(self.context.socket(zmq.PAIR))
+        self.peer.socket.bind(endpoint)
+        self.process = subprocess.Popen(
+            PROGRAM,
+            stdin=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env=ENVIRONMENT,
+        )
+        launch = encode(Launch(wire_version=wire_version, endpoint=endpoint, config=config(model)))
+        self.process.stdin.write(FRAME_LENGTH.pack(len(launch)) + launch)
+        self.process.stdin.flush()
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait(10)
+        self.process.stdin.close()
+        self.process.stderr.close()
+        self.context.destroy(linger=0)
+
+
+@pytest.fixture
+def spawn(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Spawned]]:
+    spawned: list[Spawned] = []
+
+    def spawn(**kwargs: object) -> Spawned:
+        spawned.append(Spawned(tmp_path_factory.mktemp("e"), **kwargs))
+        return spawned[-1]
+
+    yield spawn
+    for one in spawned:
+        one.close()
+
+
+def test_ready_then_shutdown_with_status_0_and_signals_ignored(spawn: Callable[..., Spawned]) -> None:
+    engine = spawn()
+    ready = engine.peer.receive()
+    assert isinstance(ready, Ready)
+    assert ready.model.name == "scripted"
+    engine.process.send_signal(signal.SIGTERM)
+    engine.process.send_signal(signal.SIGINT)
+    engine.peer.post(submit("a"))
+    assert tokens(engine.peer.finished("a")) == [5, 6, 7, 5, 6, 7]
+    engine.peer.post(Shutdown())
+    assert engine.process.wait(10) == 0
+
+
+def test_refusal(spawn: Callable[..., Spawned]) -> None:
+    engine = spawn(model="refuse")
+    assert engine.peer.receive() == Refused("no such architecture")
+    assert engine.process.wait(10) == 0
+
+
+def test_a_crash_while_loading_leaves_a_traceback_and_status_1(spawn: Callable[..., Spawned]) -> None:
+    engine = spawn(model="crash")
+    assert engine.process.wait(10) == 1
+    assert b"RuntimeError: crashed while loading" in engine.process.stderr.read()
+
+
+def test_another_wire_version_is_refused(spawn: Callable[..., Spawned]) -> None:
+    engine = spawn(wire_version=WIRE_VERSION + 1)
+    assert isinstance(engine.peer.receive(), Refused)
+    assert engine.process.wait(10) == 0
+
+
+def test_stdin_without_a_launch_ends_the_process() -> None:
+    done = subprocess.run(PROGRAM, input=b"\0\0\0\5abc", env=ENVIRONMENT, capture_output=True, timeout=10, check=False)
+    assert done.returncode == 1
+    assert b"EOFError" in done.stderr
+
+
+@pytest.mark.parametrize("script", ["", "hang"], ids=["serving", "loading"])
+def test_the_end_of_stdin_ends_the_process(spawn: Callable[..., Spawned], script: str, tmp_path: Path) -> None:
+    loading = tmp_path / "loading"
+    engine = spawn(model=f"{script} {loading}")
+    wait_for(loading.exists)
+    if not script:
+        engine.peer.receive()
+        engine.peer.post(submit("a", script="hang"))  # inside a step that does not return
+        time.sleep(0.1)
+    engine.process.stdin.close()
+    assert engine.process.wait(5) == 1
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_neither_side_imports_torch() -> None:
+    code = "import sys, engine.process, engine.client; assert 'torch' not in sys.modules and 'numpy' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, timeout=30)
+
+
+def test_launch_carries_the_whole_config() -> None:
+    launch = Launch(wire_version=1, endpoint="ipc://x", config=config("m"))
+    assert decode_launch(encode(launch)) == launch
