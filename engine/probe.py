@@ -37,8 +37,7 @@ class RopeSource:
         bit for bit: the model's own tables and its own function."""
         cos, sin = self.module(k_plain, positions[None], *self.arguments, **self.keywords)
         call = RopeCall(self.call.function, cos, sin, self.call.extra, self.call.keywords, self.call.width)
-        keys = k_plain.transpose(0, 1)[None]
-        return call.apply(keys, keys)[1][0].transpose(0, 1)
+        return call.rotate(k_plain)[0]
 
 
 @dataclass(frozen=True, slots=True)

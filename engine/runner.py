@@ -21,13 +21,15 @@ def make_pages(
 ) -> list[KvPages]:
     """The KV pool: per layer K and V [pages, page_size, kv_heads, dim]. On CPU the kernel hands out the memory as it is
     first written. Raises torch's out-of-memory error on CUDA."""
-    return [
-        KvPages(
-            k=torch.empty(num_pages, page_size, s.kv_heads, s.k_dim, dtype=dtype, device=device),
-            v=torch.empty(num_pages, page_size, s.kv_heads, s.v_dim, dtype=dtype, device=device),
-        )
-        for s in shapes
-    ]
+
+    def pool(heads: int, dim: int) -> Tensor:
+        if device.type != "cpu":
+            return torch.empty(num_pages, page_size, heads, dim, dtype=dtype, device=device)
+        # Heads outermost in memory: attention reads one head's rows in one stream, as far as pages lie in a row.
+        memory = torch.empty(heads, num_pages, page_size, dim, dtype=dtype)
+        return memory.permute(1, 2, 0, 3)
+
+    return [KvPages(k=pool(s.kv_heads, s.k_dim), v=pool(s.kv_heads, s.v_dim)) for s in shapes]
 
 
 def bytes_per_token(shapes: Sequence[KvShape], dtype: torch.dtype) -> int:

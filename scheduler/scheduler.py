@@ -41,12 +41,20 @@ class Scheduler:
     """
 
     def __init__(
-        self, *, cache: CacheView, max_seqs: int, max_queued: int, step_tokens: int, chunked_prefill: bool
+        self,
+        *,
+        cache: CacheView,
+        max_seqs: int,
+        max_queued: int,
+        step_tokens: int,
+        lone_step_tokens: int,
+        chunked_prefill: bool,
     ) -> None:
         self._cache = cache
         self._max_seqs = max_seqs
         self._max_queued = max_queued
-        self._step_tokens = step_tokens
+        self._step_tokens = step_tokens  # while somebody decodes, and so waits for the end of every step
+        self._lone_step_tokens = lone_step_tokens  # while nobody does
         self._chunked_prefill = chunked_prefill
         self._waiting: deque[Sequence] = deque()
         self._running: list[Sequence] = []  # in order of admission
@@ -86,8 +94,10 @@ class Scheduler:
         into HBM; the engine sees to that on arrival."""
         chunks: list[Chunk] = []
         preempted: list[Sequence] = []
-        budget = self._step_tokens
-        for sequence in [s for s in self._running if s.pending_tokens == 1]:
+        decoding = [s for s in self._running if s.pending_tokens == 1]
+        limit = self._step_tokens if decoding else self._lone_step_tokens
+        budget = limit
+        for sequence in decoding:
             # A preemption further up may have taken this one out.
             if sequence.state is SequenceState.RUNNING and self._make_room(sequence, 1, chunks, preempted):
                 chunks.append(Chunk(sequence, 1))
@@ -100,7 +110,7 @@ class Scheduler:
                 chunks.append(Chunk(sequence, num_tokens))
                 budget -= num_tokens
         if not preempted:  # room that was just taken from one is not given to another
-            self._admit(chunks, self._step_tokens - sum(chunk.num_tokens for chunk in chunks), now)
+            self._admit(chunks, limit - sum(chunk.num_tokens for chunk in chunks), now)
         return Schedule(chunks, preempted)
 
     def _chunk_tokens(self, pending: int, budget: int) -> int:
