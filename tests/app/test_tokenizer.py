@@ -1,5 +1,4 @@
 import json
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -18,6 +17,13 @@ SENTENCES = [
     "caching the cache catches the cached cat; ça va, über, naïve, 東京 and 🙂🙃",
     "user asks, assistant answers, and so the conversation goes on and on",
 ]
+MESSAGES = [
+    {"role": "system", "content": " be <brief> & kind \n"},
+    {"role": "user", "content": "hi"},
+    {"role": "assistant", "content": "hello", "tool_calls": [{"function": {"name": "f", "arguments": {"x": "é<&"}}}]},
+    {"role": "user", "content": "bye"},
+]
+TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
 RARE = "\U00010348"  # four bytes, none of them merged: it is in no sentence
 
 
@@ -67,6 +73,14 @@ def loaded(tmp_path_factory) -> dict[str, ChatTokenizer]:
         "bytes": ChatTokenizer.load(saved(root / "bytes", byte_level(), chat_template=CHAT_TEMPLATE)),
         "pieces": ChatTokenizer.load(saved(root / "pieces", sentencepiece_like())),
     }
+
+
+def chat(tmp_path, template, **config) -> ChatTokenizer:
+    return ChatTokenizer.load(saved(tmp_path / "model", byte_level(), chat_template=template, **config))
+
+
+def rendered(tokenizer, messages=MESSAGES, tools=None, **template_args) -> str:
+    return tokenizer.render(messages, tools=tools, template_args=template_args, add_generation_prompt=False)
 
 
 KINDS = pytest.mark.parametrize("kind", ["bytes", "pieces"])
@@ -203,90 +217,6 @@ def test_the_shorter_of_overlapping_stops_wins_if_it_is_complete_first():
     assert finder.push("xab") == "x"
     assert finder.push("cde") == "a"
     assert (finder.hit, finder.end, finder.flush()) == (True, 2, "")
-
-
-# Templates
-
-
-MESSAGES = [
-    {"role": "system", "content": " be <brief> & kind \n"},
-    {"role": "user", "content": "hi"},
-    {"role": "assistant", "content": "hello", "tool_calls": [{"function": {"name": "f", "arguments": {"x": "é<&"}}}]},
-    {"role": "user", "content": "bye"},
-]
-TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
-TEMPLATES = {
-    "chatml": CHAT_TEMPLATE,
-    "whitespace": "  {% for m in messages %}\n  {{ m.content | trim }}\n\n{% endfor %}\n{# note #}\nend\n",
-    "tojson": "{{ bos_token }}{{ tools | tojson }}{{ messages | tojson(indent=2, sort_keys=true) }}",
-    "loops": "{% for m in messages %}{% if loop.index0 == 1 %}{% continue %}{% elif loop.last %}{% break %}{% endif %}"
-    "{{ m.role }}{% endfor %}",
-    "generation": "{% set a = 1 %}{% for m in messages %}{% generation %}{% set a = 2 %}{{ m.content }}"
-    "{% endgeneration %}{{ a }}{% endfor %}",
-    "namespace": "{% set ns = namespace(x=1) %}{% for m in messages %}{% set ns.x = ns.x * 2 %}{% endfor %}{{ ns.x }}"
-    "{{ dict(a=1) | tojson }}",
-    "variables": "{{ eos_token }}|{{ documents is none }}|{{ tools is none }}|{{ nothing is defined }}"
-    "|{{ add_generation_prompt }}|{{ thinking }}",
-    "date": "{{ strftime_now('%Y-%m-%d') }}",
-}
-
-
-@pytest.mark.parametrize("name", TEMPLATES)
-@pytest.mark.parametrize("tools", [None, TOOLS])
-def test_templates_render_as_transformers_renders_them(tmp_path, name, tools):
-    transformers = pytest.importorskip("transformers")
-    tokens = {"bos_token": "<|endoftext|>", "eos_token": "<|im_end|>"}
-    directory = saved(
-        tmp_path / "model", byte_level(), tokenizer_class="PreTrainedTokenizerFast", **tokens,
-        chat_template=TEMPLATES[name],
-    )  # fmt: skip
-    theirs = transformers.AutoTokenizer.from_pretrained(directory)
-    ours = ChatTokenizer.load(directory)
-    expected = theirs.apply_chat_template(
-        MESSAGES, tools=tools, tokenize=False, add_generation_prompt=True, thinking=True
-    )
-    text = ours.render(MESSAGES, tools=tools, template_args={"thinking": True}, add_generation_prompt=True)
-    assert text == expected
-    assert ours.encode(text) == theirs.encode(text, add_special_tokens=False)
-
-
-def chat(tmp_path, template, **config) -> ChatTokenizer:
-    return ChatTokenizer.load(saved(tmp_path / "model", byte_level(), chat_template=template, **config))
-
-
-def rendered(tokenizer, messages=MESSAGES, tools=None, **template_args) -> str:
-    return tokenizer.render(messages, tools=tools, template_args=template_args, add_generation_prompt=False)
-
-
-@pytest.mark.parametrize(
-    ("template", "message"),
-    [
-        ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
-        ("{{ messages[0].content + none }}", "NoneType"),
-        ("{{ 1 / 0 }}", "division"),
-        ("{{ messages.missing.field }}", "missing"),
-        ("{{ messages.append(1) }}", "unsafe"),
-        ("{{ ''.__class__.__mro__ }}", "unsafe"),
-        ("{% set ns = namespace(__class__=1) %}", "underscore"),
-        ("{{ 'x' * 1000000000 }}", "too long"),
-        ("{{ 10 ** 10 ** 10 }}", "too large"),
-        ("{% for i in range(90000) %}{{ 'x' * 1000 }}{% endfor %}", "too long"),
-        ("{{ '\\ud800' }}", "surrogates"),
-    ],
-)
-def test_what_a_template_must_not_do_is_a_template_error(tmp_path, template, message):
-    with pytest.raises(TemplateError, match=re.escape(message)) as caught:
-        rendered(chat(tmp_path, template))
-    assert len(str(caught.value)) <= 1000
-
-
-def test_arguments_cannot_replace_the_messages(tmp_path):
-    tokenizer = chat(tmp_path, "{{ messages | length }}{{ tools }}{{ x }}")
-    assert rendered(tokenizer, messages=MESSAGES, x=7) == "4None7"
-    text = tokenizer.render(
-        MESSAGES, tools=None, template_args={"messages": [], "tools": 1, "x": 7}, add_generation_prompt=False
-    )
-    assert text == "4None7"
 
 
 # Loading

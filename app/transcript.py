@@ -1,0 +1,347 @@
+"""Which conversation a request goes on with, and its exact token ids.
+
+Clients send a conversation's whole text again with every turn. Re-tokenized, an answer often gives other ids than were
+generated, and the KV behind the first difference would be lost. So every answer is recorded with its ids, under a chain
+of digests over the scope (tenant, model, template, tools, template arguments) and the messages. A request is matched on
+its longest chain that ends in an answer of ours; the stored ids are spliced in and only what follows is tokenized.
+
+The chain finds candidates, the rendered text decides. A candidate's prompt must be, character by character, what the
+template renders in front of the answer now; of the answer only whole tokens count whose text the client sent back. So
+an answer that was cut (stop button, stop string) or edited matches up to its last token in common, and the ids of a
+prompt always decode to the text that the template renders, with two exceptions, kept on purpose:
+
+- A template that renders an answer in another way than it was generated (it strips the thinking, trims white space,
+  opens a thinking block in new prompts only) does not change history. An answer that came back unchanged keeps the ids
+  it was generated with, and so its KV.
+- Special tokens that the model generated inside an answer stay too, though its text does not show them. At its end
+  they are dropped: the template writes its own end of turn.
+"""
+
+import base64
+import json
+import secrets
+from array import array
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from app.template import TemplateError
+from app.transcript_store import Answer, Base, NewAnswer, PreparedPrompt, TranscriptStore, digest
+
+__all__ = ["PreparedPrompt", "TextTokenizer", "Transcripts"]
+
+Message = dict[str, Any]
+
+MAX_LOOKUPS = 512  # answers of a request, from the last one back, that are looked up
+MAX_ATTEMPTS = 4  # candidates whose text is compared
+_MAX_STEPS_BACK = 8  # tokens that a cut may move back to reach a whole character
+_REASONING = ("reasoning_content", "reasoning", "thinking")
+_GENERATED = frozenset(("content", "tool_calls", "function_call", *_REASONING))
+_NEVER_RENDERED = frozenset(("annotations", "cache_control", "refusal"))
+_ENCODE = json.JSONEncoder(sort_keys=True, separators=(",", ":")).encode  # json.dumps would build one per call
+
+
+class TextTokenizer(Protocol):
+    """The part of `app.tokenizer.ChatTokenizer` used here."""
+
+    special_ids: frozenset[int]
+    template_digest: bytes
+
+    def render(
+        self,
+        messages: list[Message],
+        *,
+        tools: list[dict[str, Any]] | None,
+        template_args: dict[str, Any],
+        add_generation_prompt: bool,
+    ) -> str: ...
+    def encode(self, text: str) -> list[int]: ...
+    def encode_continuation(self, text: str) -> list[int]: ...
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str: ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Request:
+    tokenizer: TextTokenizer
+    messages: list[Message]
+    tools: list[dict[str, Any]] | None
+    template_args: dict[str, Any]
+    text: str  # all of it, rendered
+    chain: list[bytes]  # [messages + 1]: digest of the scope and the first n messages
+
+    def render(self, messages: list[Message]) -> str:
+        return self.tokenizer.render(
+            messages, tools=self.tools, template_args=self.template_args, add_generation_prompt=True
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Candidate:
+    """A recorded answer to the first `turn` messages of the request; messages[turn] may be that answer."""
+
+    turn: int
+    answer: Answer
+    is_exact: bool  # messages[turn] is the answer as recorded
+    is_known: bool  # an answer of ours is in the request: this one, its beginning, or an earlier one
+
+
+@dataclass(frozen=True, slots=True)
+class _Splice:
+    """The request's text is that of the stored ids kept, and `rest`."""
+
+    kept_tokens: int  # of the answer, behind its prompt
+    rest: str
+
+
+class Transcripts:
+    """All tenants' conversations. Every call is synchronous, for one thread, and takes a few milliseconds at most.
+
+    `now` is in seconds since the epoch, since sessions outlive the process.
+    """
+
+    def __init__(self, *, path: Path | None, max_bytes: int, ttl_s: float, max_answers_per_prompt: int) -> None:
+        """In memory if `path` is None. Sessions leave `ttl_s` after their last use, and those used longest ago when the
+        database would become larger than `max_bytes`."""
+        self._store = TranscriptStore(path=path, max_bytes=max_bytes, max_answers_per_prompt=max_answers_per_prompt)
+        self._ttl_s = ttl_s
+        self._sentinel = secrets.token_hex(16)  # lower-case letters and digits, which no filter changes
+
+    def prepare(
+        self,
+        *,
+        tokenizer: TextTokenizer,
+        tenant: str,
+        model: str,
+        messages: list[Message],
+        tools: list[dict[str, Any]] | None,
+        template_args: dict[str, Any],
+        session_id: str | None,
+        now: float,
+    ) -> PreparedPrompt:
+        """The ids of a chat request, and its session: the one given, that of the answer it goes on from, or a new one.
+
+        Recorded answers are found by content, whatever session they are of. Raises TemplateError.
+        """
+        text = tokenizer.render(messages, tools=tools, template_args=template_args, add_generation_prompt=True)
+        scope = digest("scope", tenant, model, tokenizer.template_digest, _canonical(tools), _canonical(template_args))
+        chain = [scope]
+        for message in messages:
+            chain.append(_link(chain[-1], message))
+        request = _Request(tokenizer, messages, tools, template_args, text, chain)
+        ids: list[int] | None = None
+        base: Base | None = None
+        first: tuple[Answer, array[int]] | None = None
+        found_session: str | None = None
+        for candidate in self._candidates(request, session_id, since=now - self._ttl_s):
+            answer = candidate.answer
+            stored = self._store.full_ids(answer.id)
+            if stored is None:
+                continue
+            first = first or (answer, stored)
+            found_session = found_session or (answer.session_id if candidate.is_known else None)
+            splice = self._splice(request, candidate)
+            if splice is not None:
+                tokens = len(stored) - len(answer.token_ids) + splice.kept_tokens
+                ids = stored[:tokens].tolist() + tokenizer.encode_continuation(splice.rest)
+                base = Base(answer.id, answer.digest, tokens)
+                break
+        if ids is None:
+            ids = tokenizer.encode(text)
+            if first is not None and (common := _common_ids(ids, first[1])):
+                base = Base(first[0].id, first[0].digest, common)
+        if found_session is not None:
+            self._store.touch(tenant, found_session, now=now)
+        return PreparedPrompt(
+            token_ids=ids,
+            session_id=session_id or found_session or _new_session_id(),
+            spliced_tokens=base.tokens if base is not None else 0,
+            tenant=tenant,
+            chain=chain[-1],
+            chars=len(text),
+            text_digest=digest(text),
+            base=base,
+        )
+
+    def record(
+        self,
+        prompt: PreparedPrompt,
+        *,
+        answer: Message,
+        token_ids: Sequence[int],
+        text: str,
+        text_ends: Sequence[int],
+        now: float,
+    ) -> None:
+        """Remember an answer: `answer` is the message as the client will send it back, `text` what `token_ids` said; it
+        may end before they do, where a stop string cut it. `text_ends` has an entry per token."""
+        bare = {name: value for name, value in answer.items() if name not in _REASONING}
+        self._store.add(
+            prompt,
+            NewAnswer(
+                chain=_link(prompt.chain, answer),
+                bare=_link(prompt.chain, bare),
+                token_ids=array("I", token_ids),
+                text=text,
+                ends=array("I", text_ends),
+            ),
+            now=now,
+        )
+
+    def forget(self, session_id: str, *, tenant: str | None = None) -> None:
+        """Delete what was recorded under this id by a tenant, or by all of them if None. What other sessions recorded
+        on from it, they have copies of."""
+        self._store.forget(session_id, tenant=tenant)
+
+    def sweep(self, now: float) -> int:
+        """Remove expired sessions, a bounded number per call. Returns how many."""
+        return self._store.sweep(before=now - self._ttl_s)
+
+    def used_bytes(self) -> int:
+        return self._store.used_bytes()
+
+    def close(self) -> None:
+        self._store.close()
+
+    def _candidates(self, request: _Request, session_id: str | None, *, since: float) -> Iterator[_Candidate]:
+        """Deepest first, one per turn."""
+        turns = [turn for turn, message in enumerate(request.messages) if message.get("role") == "assistant"]
+        turns = turns[-MAX_LOOKUPS:]
+        known = self._store.known_prompts([request.chain[turn] for turn in turns])
+        turns = [turn for turn in turns if request.chain[turn] in known]
+        attempts = 0
+        for turn in reversed(turns):
+            content = _content(request.messages[turn])
+            before, after = request.chain[turn : turn + 2]
+            answers = self._store.find_answers(after=after, session_id=session_id, since=since)
+            is_exact = bool(answers)
+            if not is_exact:
+                answers = self._store.find_siblings(before=before, session_id=session_id, since=since)
+            if answers:
+                # max() keeps the first of equals: the session's own, then the newest.
+                best = max(answers, key=lambda answer: _common_chars(answer.text, content))
+                is_beginning = content != "" and best.text.startswith(content)
+                yield _Candidate(turn, best, is_exact, is_exact or is_beginning or best.continues)
+                attempts += 1
+                if attempts == MAX_ATTEMPTS:
+                    return
+
+    def _splice(self, request: _Request, candidate: _Candidate) -> _Splice | None:
+        """None if the stored ids are not those of the beginning of the request's text."""
+        answer, text = candidate.answer, request.text
+        start = answer.prompt_chars
+        content = _content(request.messages[candidate.turn])
+        has_same_prompt = len(text) >= start and digest(text[:start]) == answer.prompt_digest
+        if has_same_prompt and candidate.is_exact and text.startswith(answer.text, start):
+            return _cut(request.tokenizer, answer, len(answer.text), answer.text, text[start + len(answer.text) :])
+        in_place: _Splice | None = None
+        if has_same_prompt and content and text.startswith(content, start):
+            common = _common_chars(answer.text, content)
+            in_place = _cut(request.tokenizer, answer, common, content, text[start + len(content) :])
+            if not candidate.is_exact:
+                return in_place
+        changed = self._splice_changed(request, candidate, has_same_prompt=has_same_prompt)
+        if changed is None and has_same_prompt and candidate.is_known:
+            return in_place or _Splice(0, text[start:])
+        return changed
+
+    def _splice_changed(self, request: _Request, candidate: _Candidate, *, has_same_prompt: bool) -> _Splice | None:
+        """For templates that do not render an answer's text as it is: a unique word in its place shows what stands
+        around it."""
+        answer, turn, text = candidate.answer, candidate.turn, request.text
+        message, content = request.messages[turn], _content(request.messages[turn])
+        others = {name: value for name, value in message.items() if name not in _GENERATED}
+        if not candidate.is_exact and any(message.get(name) for name in _GENERATED if name != "content"):
+            return None
+        marked = [*request.messages[:turn], {**others, "content": self._sentinel}, *request.messages[turn + 1 :]]
+        try:
+            head, *tails = request.render(marked).split(self._sentinel)
+            # A prompt may end in more than the template puts before an answer: an opened or an empty thinking block.
+            if not has_same_prompt:
+                prompt = request.render(request.messages[:turn])
+                if digest(prompt) != answer.prompt_digest or not prompt.startswith(head):
+                    return None
+        except TemplateError:
+            return None
+        if len(tails) != 1 or (has_same_prompt and len(head) != answer.prompt_chars):
+            return None
+        (tail,) = tails
+        end = len(text) - len(tail)
+        if end < len(head) or not text.startswith(head) or not text.endswith(tail):
+            return None
+        if candidate.is_exact:
+            return _cut(request.tokenizer, answer, len(answer.text), answer.text, tail)
+        shown = text[len(head) : end]
+        if not (shown and answer.text.startswith(shown)) and answer.text.startswith(content):
+            shown = content
+        return _cut(request.tokenizer, answer, _common_chars(answer.text, shown), shown, tail)
+
+
+def _cut(tokenizer: TextTokenizer, answer: Answer, limit: int, shown: str, tail: str) -> _Splice:
+    """Keep the answer's whole tokens within its first `limit` characters, which begin `shown`."""
+    ids, ends = answer.token_ids, answer.ends
+    if limit == len(answer.text) and (not ends or ends[-1] <= limit):
+        tokens = len(ids)
+        while tokens and ids[tokens - 1] in tokenizer.special_ids:
+            tokens -= 1
+        if tokenizer.decode(ids[:tokens], skip_special_tokens=True) == answer.text:
+            return _Splice(tokens, shown[limit:] + tail)
+    # A token after which no more text was complete may hold the first bytes of the next character: the first token that
+    # completed the text is the one to end with. It may hold such bytes as well; then its decoded text tells.
+    count = bisect_right(ends, limit)
+    for _ in range(_MAX_STEPS_BACK):
+        complete = ends[count - 1] if count else 0
+        if complete == 0:
+            break
+        tokens = bisect_left(ends, complete) + 1
+        if tokenizer.decode(ids[:tokens], skip_special_tokens=True) == answer.text[:complete]:
+            return _Splice(tokens, shown[complete:] + tail)
+        count = tokens - 1
+    return _Splice(0, shown + tail)
+
+
+def _link(chain: bytes, message: Message) -> bytes:
+    return digest("message", chain, _canonical(message))
+
+
+def _canonical(value: Any) -> str:
+    """JSON with sorted keys. Fields that say nothing are left out of every object: clients add and drop them."""
+    return _ENCODE(_without_empty(value))
+
+
+def _without_empty(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {
+            name: _without_empty(item)
+            for name, item in value.items()
+            if name not in _NEVER_RENDERED and item is not None and item != [] and item != {}
+        }
+    if isinstance(value, list):
+        return [_without_empty(item) for item in value]
+    return value
+
+
+def _content(message: Message) -> str:
+    content = message.get("content")
+    return content if isinstance(content, str) else ""
+
+
+def _common_chars(a: str, b: str) -> int:
+    """Length of the longest common beginning."""
+    low, high = 0, min(len(a), len(b))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if a[low:middle] == b[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+def _common_ids(a: Sequence[int], b: Sequence[int]) -> int:
+    return next((n for n, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+def _new_session_id() -> str:
+    return "sess_" + base64.b32encode(secrets.token_bytes(17)).decode().lower()[:26]
