@@ -14,13 +14,17 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-import triton
-import triton.language as tl
 from numpy.typing import NDArray
 from torch import Tensor
 
 from kernels.attention import BackendUnavailable
 from kernels.attention.base import AttentionMeta, AttentionParams, KvPages
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError as error:
+    raise BackendUnavailable(f"triton is not installed: {error}") from error
 
 _SPLIT = 512  # keys per item of a decoding sequence
 _ALIGN = 64  # where a window starts is rounded down to this, so tiles fall on the same keys at every step

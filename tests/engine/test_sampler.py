@@ -121,6 +121,21 @@ def test_a_large_vocabulary_is_sampled_as_naively(dtype, spread, filters):
     assert tokens_of(logits, rows) == [naive(logits[i], rows[i], (), ()) for i in range(count)]
 
 
+@pytest.mark.parametrize(
+    ("filters", "share"),
+    # One token of 0.4 and 12,000 of 5e-5; top_k 4,001 leaves 0.2 of the tail's 0.6, top_p 0.8 leaves 0.4.
+    [({}, 0.4), ({"min_p": 5e-5}, 0.4), ({"top_k": 12_001}, 0.4), ({"top_k": 4_001}, 0.4 / 0.6), ({"top_p": 0.8}, 0.5)],
+)
+def test_a_tail_of_unlikely_tokens_keeps_its_weight(filters, share):
+    """Tokens too unlikely for the first look at the ranking together weigh more than the likely one."""
+    count = 200
+    logits = torch.tensor([math.log(0.4)] + [math.log(5e-5)] * 12_000).expand(count, -1)
+    seen = Counter(tokens_of(logits, [a_row(seed=3, position=i, **filters) for i in range(count)]))
+    # 4 standard deviations of 200 draws at one half are 0.14
+    assert seen[0] / count == pytest.approx(share, abs=0.14)
+    assert max(n for token, n in seen.items() if token) < 4
+
+
 def test_a_row_gets_the_same_token_in_any_company():
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(9, 1003, generator=generator) * 2
