@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import cast
@@ -53,10 +54,11 @@ class EngineChild(asyncio.SubprocessProtocol):
     the engine has started can hold open.
     """
 
-    def __init__(self, *, socket: zmq.asyncio.Socket) -> None:
+    def __init__(self, *, socket: zmq.asyncio.Socket, directory: "tempfile.TemporaryDirectory[str]") -> None:
         self.exited = asyncio.Event()
         self.heard_s = asyncio.get_running_loop().time()  # when it last said something, or was started
         self._socket = socket
+        self._directory = directory  # of the socket's file, until the engine has connected
         self._outbox: asyncio.Queue[ToEngine] = asyncio.Queue()
         self._output_ended = asyncio.Event()
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
@@ -64,17 +66,21 @@ class EngineChild(asyncio.SubprocessProtocol):
 
     @classmethod
     async def spawn(
-        cls, *, command: Sequence[str], config: EngineConfig, context: zmq.asyncio.Context, endpoint: str
+        cls, *, command: Sequence[str], config: EngineConfig, context: zmq.asyncio.Context
     ) -> "EngineChild":
         """Raises OSError or zmq.ZMQError when the machine has no process or no socket for us."""
         loop = asyncio.get_running_loop()
+        # Mode 0700: nobody else can speak to the engine. A new one each time: a restarted engine never sees what was
+        # meant for the one before.
+        directory = tempfile.TemporaryDirectory(prefix="reprise-", ignore_cleanup_errors=True)
+        endpoint = f"ipc://{directory.name}/engine"
         socket = context.socket(zmq.PAIR)
         try:
             socket.set_hwm(HIGH_WATER_MARK)
             socket.setsockopt(zmq.LINGER, 0)
             socket.bind(endpoint)
             transport, child = await loop.subprocess_exec(
-                lambda: cls(socket=socket),
+                lambda: cls(socket=socket, directory=directory),
                 *command,
                 env=engine_environment(config, os.environ),
                 stderr=subprocess.STDOUT,
@@ -82,6 +88,7 @@ class EngineChild(asyncio.SubprocessProtocol):
             )
         except BaseException:
             socket.close()
+            directory.cleanup()
             raise
         child._launch(transport, Launch(wire_version=WIRE_VERSION, endpoint=endpoint, config=config))
         return child
@@ -115,6 +122,7 @@ class EngineChild(asyncio.SubprocessProtocol):
     async def receive(self) -> bytes:
         frame: bytes = await self._socket.recv()
         self.heard_s = asyncio.get_running_loop().time()
+        self._directory.cleanup()  # connected, and never again: so not even a kill -9 of the app leaves it behind
         return frame
 
     def kill(self) -> None:
@@ -132,6 +140,7 @@ class EngineChild(asyncio.SubprocessProtocol):
         self._sender.cancel()
         await asyncio.wait([self._sender])
         self._socket.close()
+        self._directory.cleanup()
         self._transport.close()
 
     def describe_exit(self) -> str:

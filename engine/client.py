@@ -7,7 +7,6 @@ import asyncio
 import logging
 import math
 import sys
-import tempfile
 from collections.abc import Sequence
 from enum import StrEnum
 from typing import NamedTuple
@@ -125,12 +124,13 @@ class EngineClient:
 
     async def stop(self) -> None:
         """Ask the engine to leave; kill it when STOP_S is over. What still runs raises EngineLost. Idempotent."""
-        ready = self.state is EngineState.READY
+        before = self.state
         self._enter(EngineState.STOPPED)
         if self._supervisor is None:
             return
-        if ready and self._child is not None:
-            self._child.post(Shutdown())
+        if before is EngineState.READY:
+            self._post(Shutdown())
+        if before in (EngineState.READY, EngineState.STOPPED):  # what is still loading does not listen
             await asyncio.wait([self._supervisor], timeout=STOP_S)
         self._supervisor.cancel()
         await asyncio.wait([self._supervisor])
@@ -203,20 +203,17 @@ class EngineClient:
 
     async def _supervise(self) -> None:
         try:
-            # Mode 0700: nobody else can speak to the engine.
-            private = tempfile.TemporaryDirectory(prefix="reprise-", ignore_cleanup_errors=True)
-            with private as directory, zmq.asyncio.Context() as context:
-                await self._keep_alive(context, directory)
+            with zmq.asyncio.Context() as context:
+                await self._keep_alive(context)
         except Exception as error:
             log.exception("the supervisor of the engine failed")
             self._fail(f"the supervisor of the engine failed: {error}")
 
-    async def _keep_alive(self, context: zmq.asyncio.Context, directory: str) -> None:
+    async def _keep_alive(self, context: zmq.asyncio.Context) -> None:
         """Engine after engine, until `stop`, a refusal or too many failures."""
         failures = 0
         while True:
-            # A new endpoint each time: a restarted engine never sees what was meant for the one before.
-            end = await self._live(context, f"ipc://{directory}/{self.restarts}")
+            end = await self._live(context)
             if self.state is EngineState.STOPPED:
                 return
             if end.refusal is not None:
@@ -232,14 +229,12 @@ class EngineClient:
             self._enter(EngineState.RESTARTING)
             await asyncio.sleep(self._backoff_s)
 
-    async def _live(self, context: zmq.asyncio.Context, endpoint: str) -> _End:
+    async def _live(self, context: zmq.asyncio.Context) -> _End:
         """One engine process, from its start to its death."""
         clock = asyncio.get_running_loop().time
         self._started_s, self._ready_s = clock(), math.inf
         try:
-            child = await EngineChild.spawn(
-                command=self._command, config=self._config, context=context, endpoint=endpoint
-            )
+            child = await EngineChild.spawn(command=self._command, config=self._config, context=context)
         except (OSError, zmq.ZMQError) as error:
             return _End(reason=f"could not be started: {error}", output="", refusal=None, healthy=False)
         self._child = child

@@ -321,11 +321,24 @@ async def test_output_of_the_engine_is_passed_on_whatever_its_bytes(
     assert "café � no newline" in capsys.readouterr().err
 
 
-async def test_stop_ends_streams_process_and_directory(start: Start, tmp_path: Path, monkeypatch) -> None:
+async def test_the_socket_is_private_and_its_file_gone_once_connected(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    client = await start()
+    client = await start("hang", ready=False)
+    await until(lambda: client.pid)
     (directory,) = os.listdir(tmp_path)
     assert os.stat(tmp_path / directory).st_mode & 0o777 == 0o700
+    assert os.listdir(tmp_path / directory) == ["engine"]
+    await client.stop()
+    assert os.listdir(tmp_path) == []
+    client = await start()
+    assert os.listdir(tmp_path) == []
+    assert tokens(await read(await client.submit(submit("a")))) == [5, 6, 7, 5, 6, 7]
+
+
+async def test_stop_ends_streams_and_process(start: Start) -> None:
+    client = await start()
     pid = client.pid
     stream = await client.submit(submit("a", max_tokens=10**6))
     await anext(stream)
@@ -333,7 +346,6 @@ async def test_stop_ends_streams_process_and_directory(start: Start, tmp_path: P
     assert pid is not None
     assert not alive(pid)
     assert (client.state, client.pid, client.restarts) == ("stopped", None, 0)
-    assert os.listdir(tmp_path) == []
     with pytest.raises(EngineLost):
         await read(stream)
     with pytest.raises(EngineUnavailable):
