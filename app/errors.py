@@ -54,11 +54,12 @@ def model_not_found(name: str) -> ApiError:
     return ApiError(404, f"The model '{name[:200]}' does not exist.", code="model_not_found", param="model")
 
 
-def context_length_exceeded(window: int, prompt_tokens: int) -> ApiError:
+def context_length_exceeded(window: int, prompt_tokens: int | None) -> ApiError:
+    """`prompt_tokens` None: so many that nobody counted."""
     return ApiError(
         400,
         f"This model's context window is {window} tokens, of which at least one is the answer's; "
-        f"your messages make {prompt_tokens} tokens. Please shorten them.",
+        f"your messages make {prompt_tokens or 'many more'} tokens. Please shorten them.",
         code="context_length_exceeded",
         param="messages",
     )

@@ -10,8 +10,9 @@ from typing import Any, Protocol
 
 from app.errors import ApiError, context_length_exceeded, engine_lost, internal_error, overloaded
 from app.metrics import Metrics
+from app.text_thread import TextThread
 from app.tokenizer import ChatTokenizer
-from app.transcript import PreparedPrompt, Transcripts
+from app.transcript import PreparedPrompt
 from engine.client import EngineLost
 from engine.messages import CacheReport, ModelInfo, Output, Stats, Submit, Timings, TokenLogprob
 
@@ -165,7 +166,7 @@ class Generation(AsyncIterator[Delta]):
         engine: Engine,
         outputs: Outputs,
         tokenizer: ChatTokenizer,
-        transcripts: Transcripts,
+        transcripts: TextThread,
         metrics: Metrics,
         prompt: PreparedPrompt,
         num_choices: int,
@@ -236,15 +237,15 @@ class Generation(AsyncIterator[Delta]):
             try:
                 output = await anext(self._outputs)
             except StopAsyncIteration:
-                raise internal_error() from None  # the engine forgot a choice
+                raise self._failed(internal_error()) from None  # the engine forgot a choice
             except EngineLost:
-                raise engine_lost() from None
+                raise self._failed(engine_lost()) from None
             choice = self.choices[output.choice]
             if choice.index not in self._open:
                 continue
             self._note(choice, output)
             if output.finish_reason == "error":
-                raise self._refusal(output)
+                raise self._failed(self._refusal(output))
             delta = choice.push(output)
             if choice.finish_reason is not None:
                 self._end(choice, by_engine=output.finish_reason is not None)
@@ -283,6 +284,10 @@ class Generation(AsyncIterator[Delta]):
                 text_ends=choice.text_ends,
                 now=time.time(),
             )
+
+    def _failed(self, error: ApiError) -> ApiError:
+        self._metrics.failures.labels(error.code).inc()
+        return error
 
     def _refusal(self, output: Output) -> ApiError:
         match output.error_code:

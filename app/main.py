@@ -13,6 +13,7 @@ from app.middleware import Authentication, RequestContext
 from app.routes import chat, models, ops
 from app.service import Service
 from app.settings import Settings
+from app.text_thread import TextThread
 from app.transcript import Transcripts
 from engine.client import EngineClient
 
@@ -35,7 +36,8 @@ def create_app(settings: Settings, *, engine: Engine | None = None) -> FastAPI:
         ttl_s=settings.cache.ttl_s,
         max_answers_per_prompt=settings.cache.answers_per_prompt,
     )
-    service = Service(settings=settings, engine=engine, transcripts=transcripts)
+    text_thread = TextThread(transcripts, max_waiting=settings.scheduler.max_queued)
+    service = Service(settings=settings, engine=engine, transcripts=text_thread)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:

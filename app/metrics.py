@@ -25,6 +25,12 @@ class Metrics:
             ("route", "status"),
             registry=self._registry,
         )
+        self.failures = Counter(
+            "reprise_failed_generations",
+            "Generations the engine refused or lost, also in the middle of a stream, by error code.",
+            ("code",),
+            registry=self._registry,
+        )
         self.ttft = self._histogram("reprise_ttft_seconds", "Arrival of a request to a choice's first token.", SECONDS)
         self.itl = self._histogram("reprise_itl_seconds", "Gap between two tokens of a choice.", TOKEN_SECONDS)
         self.tpot = self._histogram("reprise_tpot_seconds", "Mean gap after a choice's first token.", TOKEN_SECONDS)

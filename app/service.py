@@ -13,12 +13,13 @@ from app.generation import Engine, Generation
 from app.metrics import Metrics
 from app.schemas import SESSION_ID, ChatCompletionRequest
 from app.settings import Settings
+from app.text_thread import TextThread
 from app.tokenizer import ChatTokenizer, TemplateError, TokenizerError
-from app.transcript import Transcripts
 from engine.client import EngineFailed, EngineUnavailable
 from engine.messages import ModelInfo, SamplingParams, Submit
 
 SWEEP_S = 60.0
+MAX_TOKEN_CHARS = 256  # no vocabulary in use has longer tokens, so text beyond that is too long without tokenizing it
 RETRY_S = {"loading": 5.0, "restarting": 5.0, "draining": 30.0}
 
 log = logging.getLogger(__name__)
@@ -38,7 +39,7 @@ class Status(StrEnum):
 class Service:
     """One per app. Belongs to one event loop."""
 
-    def __init__(self, *, settings: Settings, engine: Engine, transcripts: Transcripts) -> None:
+    def __init__(self, *, settings: Settings, engine: Engine, transcripts: TextThread) -> None:
         self.settings = settings
         self.engine = engine
         self.model: ModelInfo | None = None  # once loaded it stays, also while the engine restarts
@@ -64,7 +65,7 @@ class Service:
         for generation in list(self.generations):
             await generation.aclose()
         await self.engine.stop()
-        self._transcripts.close()
+        await self._transcripts.close()
 
     async def wait_loaded(self) -> ModelInfo:
         """Raises EngineFailed when the model cannot be served."""
@@ -108,12 +109,15 @@ class Service:
         model = self.find_model(request.model)
         num_choices = request.n or 1
         self._check_limits(request, model, num_choices)
+        if sum(len(message.content) for message in request.messages) > model.max_context * MAX_TOKEN_CHARS:
+            raise context_length_exceeded(model.max_context, None)
         if not tokenizer.has_chat_template:
             raise invalid("This model has no chat template.", code="no_chat_template", param="model")
         try:
-            prompt = self._transcripts.prepare(
+            prompt = await self._transcripts.prepare(
                 tokenizer=tokenizer,
-                tenant=tenant,
+                # Whoever has another salt must not even learn that somebody had the same conversation.
+                tenant=f"{tenant}/{request.cache_salt}" if request.cache_salt else tenant,
                 model=model.fingerprint,
                 messages=[message.as_rendered() for message in request.messages],
                 tools=None,
@@ -123,6 +127,7 @@ class Service:
             )
         except TemplateError as error:
             raise invalid(str(error)[:500], "messages") from None
+        self.require_ready()  # a drain may have begun meanwhile
         room = model.max_context - len(prompt.token_ids)
         if room < 1:
             raise context_length_exceeded(model.max_context, len(prompt.token_ids))
@@ -176,6 +181,9 @@ class Service:
         except (EngineFailed, TokenizerError) as error:
             self.failure = str(error)
             log.error("the model cannot be served: %s", error)
+        except Exception:
+            self.failure = "the model could not be set up; the log has the reason"
+            log.exception("setting up the model failed")
         finally:
             self._ready.set()
 
@@ -183,10 +191,7 @@ class Service:
         """Transcripts nobody came back to leave with the sessions' time to live."""
         while True:
             await asyncio.sleep(SWEEP_S)
-            try:
-                self._transcripts.sweep(time.time())
-            except Exception:
-                log.exception("sweeping the transcripts failed; next try in %g s", SWEEP_S)
+            self._transcripts.sweep(time.time())
 
 
 def sampling(request: ChatCompletionRequest, *, room: int) -> SamplingParams:

@@ -68,6 +68,12 @@ async def test_a_prompt_longer_than_the_window_is_refused_with_the_counts(runnin
     assert running.engine.submitted == []
 
 
+async def test_a_prompt_far_too_long_is_not_even_tokenized(running: Running, monkeypatch):
+    monkeypatch.setattr(running.app.state.service._transcripts, "prepare", None)
+    response = await running.chat("x" * (256 * 256 + 1))
+    assert (response.status_code, envelope(response)["code"]) == (400, "context_length_exceeded")
+
+
 @pytest.mark.parametrize(
     ("refuse", "status", "code"),
     [

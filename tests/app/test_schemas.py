@@ -1,8 +1,9 @@
+import asyncio
 import json
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
@@ -10,9 +11,11 @@ from app.errors import ApiError, from_validation
 from app.requests import parse_json
 from app.schemas import ChatCompletionRequest
 from app.service import sampling
-from tests.app.fakes import Running
+from tests.app.fakes import FakeEngine, Running, in_process, make_settings
 
 HELLO = [{"role": "user", "content": "Hello"}]
+BASE = {"model": "test-model", "messages": HELLO}
+JSON_TYPE = {"content-type": "application/json"}
 
 
 def parse(**fields: Any) -> ChatCompletionRequest:
@@ -212,3 +215,27 @@ def test_random_json_is_taken_or_refused_and_nothing_else(body):
         sampling(request, room=10)
         ChatCompletionRequest.ignored(parsed)
         [message.as_rendered() for message in request.messages]
+
+
+def test_no_json_makes_the_server_fail(model_dir, tmp_path):
+    """Through the whole app, with names in headers and values in templates."""
+    fields = st.dictionaries(st.sampled_from(NAMES) | st.text(max_size=8), JSON, max_size=2)
+    bodies = st.builds(
+        lambda extra, messages: {**BASE, "messages": messages, **extra}, fields, st.just(HELLO) | MESSAGES
+    )
+    with asyncio.Runner() as runner:
+        app = in_process(FakeEngine(directory=model_dir), make_settings(tmp_path))
+        running = runner.run(app.__aenter__())
+
+        @settings(max_examples=60)
+        @given(body=bodies)
+        def check(body):
+            data = json.dumps(body).encode()
+            response = runner.run(running.http.post("/v1/chat/completions", content=data, headers=JSON_TYPE))
+            assert response.status_code < 500
+            assert response.status_code == 200 or response.json()["error"]["message"]
+
+        try:
+            check()
+        finally:
+            runner.run(app.__aexit__(None, None, None))

@@ -122,6 +122,16 @@ async def test_a_conversation_keeps_its_session_without_naming_it(running: Runni
     assert after[: len(before) + len(generated)] == before + generated  # the very ids, not a new tokenization
 
 
+async def test_another_salt_is_another_conversation(running: Running):
+    first = await running.chat("Hello", cache_salt="ann")
+    answer = {"role": "assistant", "content": first.json()["choices"][0]["message"]["content"]}
+    messages = [{"role": "user", "content": "Hello"}, answer, {"role": "user", "content": "More"}]
+    same = await running.chat(messages=messages, cache_salt="ann")
+    other = await running.chat(messages=messages, cache_salt="bob")
+    assert same.headers["x-session-id"] == first.headers["x-session-id"] != other.headers["x-session-id"]
+    assert [submit.cache_salt for submit in running.engine.submitted] == ["ann", "ann", "bob"]
+
+
 async def test_ignored_fields_are_named(running: Running):
     fields = {"frobnicate": 1, 'evil"\r\nx: y': 2, "store": True, "tools": None, **{f"extra{n}": n for n in range(20)}}
     response = await running.chat(**fields)

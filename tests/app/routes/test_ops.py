@@ -77,15 +77,19 @@ async def test_metrics_count_what_happened(running: Running):
     await running.chat(stream=True)
     await running.http.get("/nowhere/at/all")
     await running.chat(model="unknown")
+    running.engine.script.die_after = 3
+    await running.chat(stream=True)
     text = (await running.http.get("/metrics")).text
     values = samples(text)
     chat = ("route", "/v1/chat/completions")
-    assert values["reprise_requests_total", (chat, ("status", "200"))] == 2
+    assert values["reprise_requests_total", (chat, ("status", "200"))] == 3
+    assert values["reprise_failed_generations_total", (("code", "engine_lost"),)] == 1
     assert values["reprise_requests_total", (chat, ("status", "404"))] == 1
     assert values["reprise_requests_total", (("route", "unknown"), ("status", "404"))] == 1
-    for name in ("ttft", "tpot", "queue", "prefill"):
-        assert values[f"reprise_{name}_seconds_count", ()] == 3  # choices
-    assert values["reprise_e2e_seconds_count", ()] == 2  # requests
+    assert values["reprise_ttft_seconds_count", ()] == 4  # choices that began
+    for name in ("tpot", "queue", "prefill"):
+        assert values[f"reprise_{name}_seconds_count", ()] == 3  # choices that ended
+    assert values["reprise_e2e_seconds_count", ()] == 3  # requests
     assert values["reprise_itl_seconds_count", ()] > 3
     assert values["reprise_active_requests", ()] == 0
     pages = {state: values["reprise_hbm_pages", (("state", state),)] for state in ("total", "free", "cached")}

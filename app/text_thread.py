@@ -1,0 +1,52 @@
+"""Transcripts on a thread of their own: a long prompt or a busy disk must not hold up the streams of others."""
+
+import asyncio
+import logging
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from typing import Any
+
+from app.errors import overloaded
+from app.transcript import PreparedPrompt, Transcripts
+
+log = logging.getLogger(__name__)
+
+
+class TextThread:
+    """`app.transcript.Transcripts` for the event loop. First in, first out: what was recorded before a prompt is
+    prepared is there for it."""
+
+    def __init__(self, transcripts: Transcripts, *, max_waiting: int) -> None:
+        self._transcripts = transcripts
+        self._max_waiting = max_waiting
+        self._waiting = 0  # prompts
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix="text")
+
+    async def prepare(self, **fields: Any) -> PreparedPrompt:
+        """As `Transcripts.prepare`. Raises ApiError 429 when too many prompts wait already."""
+        if self._waiting >= self._max_waiting:
+            raise overloaded()
+        self._waiting += 1
+        try:
+            call = partial(self._transcripts.prepare, **fields)
+            return await asyncio.get_running_loop().run_in_executor(self._executor, call)
+        finally:
+            self._waiting -= 1
+
+    def record(self, prompt: PreparedPrompt, **fields: Any) -> None:
+        """As `Transcripts.record`, without waiting for it."""
+        self._executor.submit(self._transcripts.record, prompt, **fields).add_done_callback(_log_failure)
+
+    def sweep(self, now: float) -> None:
+        self._executor.submit(self._transcripts.sweep, now).add_done_callback(_log_failure)
+
+    async def close(self) -> None:
+        """After all that was recorded is written."""
+        await asyncio.get_running_loop().run_in_executor(self._executor, self._transcripts.close)
+        self._executor.shutdown(wait=False)
+
+
+def _log_failure(future: "Future[Any]") -> None:
+    if (error := future.exception()) is not None:
+        # Without the transcript the next turn is tokenized anew; nothing else is lost.
+        log.error("a transcript was not kept", exc_info=error)
