@@ -78,7 +78,7 @@ class EngineSettings(_Section):
     step_tokens: int = Field(0, ge=0, le=1 << 20, description="token budget of one step; 0: automatic")
     start_timeout_s: float = Field(600.0, gt=0, le=86_400, description="longest load of a model")
     hang_timeout_s: float = Field(
-        60.0, gt=0, le=3600, description="no heartbeat for this long: the engine is restarted"
+        300.0, gt=0, le=3600, description="no heartbeat for this long: the engine is restarted"
     )
 
 

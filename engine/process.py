@@ -78,7 +78,7 @@ class StepEngine(Protocol):
         ...
 
     def idle(self, now: float) -> None:
-        """Housekeeping, called about once a second while there is no work."""
+        """Housekeeping, called about once a second between steps."""
         ...
 
     def stats(self) -> Stats: ...
@@ -170,8 +170,7 @@ class EngineLoop:
         if now - self._heartbeat_s < HEARTBEAT_S:
             return
         self._heartbeat_s = now
-        if not self._engine.has_work():
-            self._engine.idle(now)
+        self._engine.idle(now)
         self._send(self._engine.stats())
 
     def _send(self, message: FromEngine) -> None:

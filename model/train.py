@@ -14,7 +14,7 @@ import os
 import signal
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 # glibc returns every large temporary to the kernel unless told otherwise; that costs a third of the throughput.
@@ -36,6 +36,16 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from model import corpus
 
 CONTEXT = 1024
+
+
+@dataclass(slots=True)
+class Progress:
+    """Where a run stands. `cpu_s` decides; the rest is for the log."""
+
+    step: int = 0
+    tokens: int = 0
+    cpu_s: float = 0.0
+    wall_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,9 +129,13 @@ def validation_loss(
     return losses
 
 
-def save_checkpoint(path: Path, model: torch.nn.Module, optimizers: list, state: dict) -> None:
+def save_checkpoint(
+    path: Path, model: torch.nn.Module, optimizers: list[torch.optim.Optimizer], state: Progress
+) -> None:
     temporary = path.with_suffix(".tmp")
-    torch.save({"model": model.state_dict(), "optimizers": [o.state_dict() for o in optimizers], **state}, temporary)
+    torch.save(
+        {"model": model.state_dict(), "optimizers": [o.state_dict() for o in optimizers], **asdict(state)}, temporary
+    )
     temporary.replace(path)
 
 
@@ -141,14 +155,14 @@ def train(data: Path, run: Path, cpu_hours: float, threads: int) -> None:
     model = LlamaForCausalLM(model_config())
     console.print(f"{sum(p.numel() for p in model.parameters()):,} parameters")
     optimizers = make_optimizers(model)
-    state = {"step": 0, "tokens": 0, "cpu_s": 0.0, "wall_s": 0.0}
+    state = Progress()
     checkpoint = run / "checkpoint.pt"
     if checkpoint.exists():
         saved = torch.load(checkpoint, weights_only=True)
         model.load_state_dict(saved["model"])
         for optimizer, optimizer_state in zip(optimizers, saved["optimizers"], strict=True):
             optimizer.load_state_dict(optimizer_state)
-        state = {key: saved[key] for key in state}
+        state = Progress(**{key: saved[key] for key in asdict(state)})
 
     stopping = False
 
@@ -160,24 +174,24 @@ def train(data: Path, run: Path, cpu_hours: float, threads: int) -> None:
     signal.signal(signal.SIGINT, stop)
 
     budget_s = cpu_hours * 3600
-    cpu_base, wall_base = state["cpu_s"] - time.process_time(), state["wall_s"] - time.monotonic()
+    cpu_base, wall_base = state.cpu_s - time.process_time(), state.wall_s - time.monotonic()
     log = (run / "log.jsonl").open("a", buffering=1)
-    next_checkpoint_s = state["cpu_s"] + 180
-    next_validation_s = state["cpu_s"]
+    next_checkpoint_s = state.cpu_s + 180
+    next_validation_s = state.cpu_s
     running_loss = math.nan
     while not stopping:
-        state["cpu_s"] = cpu_base + time.process_time()
-        state["wall_s"] = wall_base + time.monotonic()
-        progress = state["cpu_s"] / budget_s
+        state.cpu_s = cpu_base + time.process_time()
+        state.wall_s = wall_base + time.monotonic()
+        progress = state.cpu_s / budget_s
         if progress >= 1:
             break
         phase = next(p for p in PHASES if progress < p.until)
-        factor = learning_rate_factor(state["step"], progress)
+        factor = learning_rate_factor(state.step, progress)
         for optimizer, peak in zip(optimizers, (MUON_LR, ADAM_LR), strict=True):
             for group in optimizer.param_groups:
                 group["lr"] = peak * factor
         # The step seeds its own batch, so a resumed run draws what an undisturbed one would have.
-        rng = np.random.default_rng([7, state["step"]])
+        rng = np.random.default_rng([7, state.step])
         batch = corpus.sample_batch(training, phase.weights, phase.batch, phase.length, rng)
         loss = loss_on(model, torch.from_numpy(batch))
         loss.backward()
@@ -185,20 +199,25 @@ def train(data: Path, run: Path, cpu_hours: float, threads: int) -> None:
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-        state["step"] += 1
-        state["tokens"] += phase.batch * phase.length
+        state.step += 1
+        state.tokens += phase.batch * phase.length
         running_loss = loss.item() if math.isnan(running_loss) else 0.98 * running_loss + 0.02 * loss.item()
-        if state["step"] % 20 == 0:
-            record = {**state, "loss": round(running_loss, 4), "lr": round(factor, 4), "length": phase.length}
-            if state["cpu_s"] >= next_validation_s:
+        if state.step % 20 == 0:
+            record: dict[str, object] = {
+                **asdict(state),
+                "loss": round(running_loss, 4),
+                "lr": round(factor, 4),
+                "length": phase.length,
+            }
+            if state.cpu_s >= next_validation_s:
                 record["validation"] = validation_loss(model, held_out, windows=12, length=256)
-                next_validation_s = state["cpu_s"] + 400
+                next_validation_s = state.cpu_s + 400
             log.write(json.dumps(record) + "\n")
             console.print(f"{progress:6.1%}  {record}")
-        if state["cpu_s"] >= next_checkpoint_s:
+        if state.cpu_s >= next_checkpoint_s:
             save_checkpoint(checkpoint, model, optimizers, state)
-            next_checkpoint_s = state["cpu_s"] + 180
-    state["cpu_s"] = cpu_base + time.process_time()
+            next_checkpoint_s = state.cpu_s + 180
+    state.cpu_s = cpu_base + time.process_time()
     save_checkpoint(checkpoint, model, optimizers, state)
     console.print("stopped" if stopping else "finished")
 

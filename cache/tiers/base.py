@@ -5,11 +5,11 @@ from typing import Protocol
 from cache.block import BlockKey
 
 
-class TierFull(Exception):  # noqa: N818 - names the event, not a fault
+class TierFull(Exception):
     """There is no room, or the entry alone is larger than the tier. A normal outcome: the entry is not stored."""
 
 
-class BlockMissing(Exception):  # noqa: N818
+class BlockMissing(Exception):
     """Nothing complete and intact is stored under this key. The caller computes instead."""
 
 
