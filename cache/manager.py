@@ -122,30 +122,13 @@ class CacheManager:
         assert not context.pages, "admitted twice"
         match = self._match(context)
         pages_needed = self._num_pages(match.num_tokens + num_tokens)
-        groups = self._group_by_page(match)
-        reused = [self._claim(group) for group in groups]
-        for page in reused:
-            if page is not None:
-                self.pages.pin(page)
-        # Pages that are only copied from need not stay once the copy is ordered, but must not leave before it is.
-        for row in self._rows_of(match):
-            self.pages.pin(row.page)
-        missing = pages_needed - sum(page is not None for page in reused)
-        if not self._make_room(missing):
-            for row in self._rows_of(match):
-                self.pages.unpin(row.page)
-            for page in reused:
-                if page is not None:
-                    self.pages.unpin(page)
+        placed = self._place(context, match, pages_needed)
+        if not placed and self.pages.num_pinned == 0:
+            # What is copied needs its room twice until the copy is made, and nobody's end will bring more: compute it.
+            match = self._uncopied(match)
+            placed = self._place(context, match, pages_needed)
+        if not placed:
             return None
-        for group, page in zip(groups, reused, strict=True):
-            context.pages.append(page if page is not None else self._copy_group(group, self._last_page(context)))
-        for row in self._rows_of(match):
-            self.pages.unpin(row.page)
-        if match.partial is not None and match.partial.is_open and context.pages[-1] == match.partial.page:
-            self._drop(match.partial.key)  # taken over: its rows are ours now and will grow
-        while len(context.pages) < pages_needed:
-            context.pages.append(self.pages.take(self._last_page(context)))
         for row in match.rows:
             self._policy.touch(row.key)
         context.computed = match.num_tokens
@@ -318,6 +301,34 @@ class CacheManager:
         grows = (last.is_open and used == len(last.token_ids)) or (not last.is_open and used == BLOCK_TOKENS)
         alone = self.pages.pins(page) == 0 and self.pages.residents(page) == len(group)
         return page if grows and alone else None
+
+    def _uncopied(self, match: _Match) -> _Match:
+        """As much of a match as can be used where it lies."""
+        claims = [self._claim(group) for group in self._group_by_page(match)]
+        if None not in claims:
+            return match
+        return _Match(match.rows[: claims.index(None) * self.page_size // BLOCK_TOKENS], None, 0)
+
+    def _place(self, context: RunningContext, match: _Match, pages_needed: int) -> bool:
+        """Give a context its pages: those of the match, shared or copied, then free ones. False changes nothing."""
+        groups = self._group_by_page(match)
+        claimed = [self._claim(group) for group in groups]
+        # Pages that are only copied from need not stay once the copy is ordered, but must not leave before it is.
+        held = [page for page in claimed if page is not None]
+        sources = [row.page for row in self._rows_of(match)]
+        for page in (*held, *sources):
+            self.pages.pin(page)
+        has_room = self._make_room(pages_needed - len(held))
+        if has_room:
+            for group, page in zip(groups, claimed, strict=True):
+                context.pages.append(page if page is not None else self._copy_group(group, self._last_page(context)))
+            while len(context.pages) < pages_needed:
+                context.pages.append(self.pages.take(self._last_page(context)))
+        for page in sources if has_room else (*sources, *held):
+            self.pages.unpin(page)
+        if has_room and match.partial is not None and match.partial.is_open and claimed[-1] is not None:
+            self._drop(match.partial.key)  # taken over: its rows are ours now and will grow
+        return has_room
 
     def _copy_group(self, group: list[tuple[BlockRow, int]], after: int | None) -> int:
         target = self.pages.take(after)

@@ -38,9 +38,9 @@ class CacheView(Protocol):
         ...
 
     def admit(self, request_id: str, num_tokens: int) -> int | None:
-        """Pin what is cached of the request and reserve room for `num_tokens` further rows.
-        Returns the number of leading rows that need no computing (at most all but one), or None when there is no
-        room; None changes nothing."""
+        """Pin what is cached of the request and reserve room for `num_tokens` rows behind its resident tokens.
+        Returns the number of leading rows that need no computing (`resident_tokens`; fewer where nothing else runs and
+        their copies had no room), or None when there is no room; None changes nothing."""
         ...
 
     def grow(self, request_id: str, num_tokens: int) -> bool:
