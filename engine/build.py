@@ -13,7 +13,7 @@ from cache.block import BLOCK_TOKENS, KeyDomain
 from cache.manager import CacheManager
 from cache.policies import POLICIES
 from engine.batch import BatchItem, BlockTables, build_batch
-from engine.cpu_modules import optimise_for_cpu
+from engine.cpu_optimise import optimise_for_cpu
 from engine.engine import Engine
 from engine.hf_model import ModelRefused, load_model, resolve_files, rope_limit
 from engine.messages import EngineConfig, ModelInfo
@@ -48,7 +48,7 @@ def build_engine(config: EngineConfig) -> Engine:
     digest = fingerprint(model, weights_digest(model), backend.name)
     parameters = sum(p.numel() for p in model.parameters())
     if device.type == "cpu":
-        optimised = optimise_for_cpu(model)
+        optimised = optimise_for_cpu(model, probed, backend)
         log.info("replaced for speed: %s", optimised)
 
     text: Any = model.config.get_text_config()  # type: ignore[operator,union-attr]

@@ -6,21 +6,17 @@ Measured on one core with AVX-512 and AMX in bf16, us before -> after: linear 40
 Every replacement is compared with what it replaces before it is used.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 # oneDNN lays weights out for a number of rows. The layout for 16 is within 10 % of the best from 1 to 1,124 rows, but
 # for the wide products of a gated MLP, where the one for a single row is a quarter faster in decode.
-_PACK_FOR_ROWS, _PACK_WIDE_FOR_ROWS = 16, 1
-_SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+PACK_FOR_ROWS, PACK_WIDE_FOR_ROWS = 16, 1
 _TOLERANCE = 0.02  # relative, of bf16 arithmetic in another order
 
 
-def _pack(weight: Tensor, rows: int) -> Tensor:
+def pack_weight(weight: Tensor, rows: int) -> Tensor:
     packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), rows)
     return packed
 
@@ -30,7 +26,7 @@ class PackedLinear(nn.Module):
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         super().__init__()
-        self._packed = _pack(weight, _PACK_FOR_ROWS)
+        self._packed = pack_weight(weight, PACK_FOR_ROWS)
         self._bias = bias
 
     def forward(self, x: Tensor) -> Tensor:
@@ -49,7 +45,7 @@ class PlainLinear(nn.Module):
         return F.linear(x, self._weight, self._bias)
 
 
-class _SharedProduct:
+class SharedProduct:
     """The one product behind several projections. The first that is asked computes all; the others of the same input
     take their part. Holds the input until the last part was taken, so that an input is recognised by identity."""
 
@@ -71,10 +67,10 @@ class _SharedProduct:
         return part
 
 
-class _Part(nn.Module):
+class SharedPart(nn.Module):
     """Stands where one of the projections stood."""
 
-    def __init__(self, shared: _SharedProduct, index: int) -> None:
+    def __init__(self, shared: SharedProduct, index: int) -> None:
         super().__init__()
         self._shared, self._index = shared, index
 
@@ -87,8 +83,8 @@ class GatedMlp(nn.Module):
 
     def __init__(self, gate: nn.Linear, up: nn.Linear, down: nn.Linear) -> None:
         super().__init__()
-        self._gate, self._gate_bias = _pack(gate.weight, _PACK_WIDE_FOR_ROWS), gate.bias
-        self._up, self._up_bias = _pack(up.weight, _PACK_WIDE_FOR_ROWS), up.bias
+        self._gate, self._gate_bias = pack_weight(gate.weight, PACK_WIDE_FOR_ROWS), gate.bias
+        self._up, self._up_bias = pack_weight(up.weight, PACK_WIDE_FOR_ROWS), up.bias
         self.down_proj = PackedLinear(down.weight, down.bias)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -112,85 +108,15 @@ class RmsNorm(nn.Module):
         return torch.mul(wide, scale).mul_(self._weight).to(x.dtype)
 
 
-@dataclass(slots=True)
-class Optimised:
-    """What was replaced, for the log."""
-
-    fused: int = 0
-    packed: int = 0
-    gated: int = 0
-    norms: int = 0
-
-
-@torch.inference_mode()
-def optimise_for_cpu(model: nn.Module) -> Optimised:
-    """Replace modules in place. Embeddings keep their own copy of a tied weight."""
-    done = Optimised()
-    pack = next(model.parameters()).dtype == torch.bfloat16 and _packing_works()
-    for module in list(model.modules()):
-        for name, child in list(module.named_children()):
-            if pack and _is_gated_mlp(child):
-                replacement: nn.Module = GatedMlp(child.gate_proj, child.up_proj, child.down_proj)  # type: ignore[arg-type]
-                done.gated += _replace(module, name, child.gate_proj.in_features, replacement)  # type: ignore[union-attr,arg-type]
-            elif type(child).__name__.endswith("RMSNorm") and hasattr(child, "variance_epsilon"):
-                weight: Tensor = child.weight  # type: ignore[assignment]
-                replacement = RmsNorm(weight, child.variance_epsilon)  # type: ignore[arg-type]
-                done.norms += _replace(module, name, weight.shape[0], replacement)
-    for module in list(model.modules()):
-        done.fused += sum(_fuse(module, names, PackedLinear if pack else PlainLinear) for names in _SIBLINGS)
-        for name, child in list(module.named_children()):
-            if pack and type(child) is nn.Linear:
-                setattr(module, name, PackedLinear(child.weight, child.bias))
-                done.packed += 1
-    return done
-
-
-def _packing_works() -> bool:
+def packing_works() -> bool:
     """oneDNN's packed linear is a private operator: used only if it is there and right."""
     try:
         weight, x = torch.randn(48, 32).bfloat16(), torch.randn(3, 32).bfloat16()
-        return _agree(PackedLinear(weight, None)(x), F.linear(x, weight))
+        return agree(PackedLinear(weight, None)(x), F.linear(x, weight))
     except (RuntimeError, AttributeError, NotImplementedError):
         return False
 
 
-def _agree(got: Tensor, want: Tensor) -> bool:
+def agree(got: Tensor, want: Tensor) -> bool:
     error = (got.float() - want.float()).square().mean().sqrt()
     return bool(error <= _TOLERANCE * want.float().square().mean().sqrt())
-
-
-def _replace(parent: nn.Module, name: str, width: int, replacement: nn.Module) -> bool:
-    """Put `replacement` in place of a child if both say the same of random rows [1, 5, width]."""
-    child: nn.Module = getattr(parent, name)
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(1, 5, width, generator=generator).to(next(child.parameters()).dtype)
-    if not _agree(replacement(x), child(x)):
-        return False
-    setattr(parent, name, replacement)
-    return True
-
-
-def _is_gated_mlp(module: nn.Module) -> bool:
-    linears = [child for child in module.children() if type(child) is nn.Linear]
-    return (
-        len(linears) == 3
-        and all(
-            any(getattr(module, name, None) is m for m in linears) for name in ("gate_proj", "up_proj", "down_proj")
-        )
-        and type(getattr(module, "act_fn", None)).__name__ in ("SiLU", "SiLUActivation")
-    )
-
-
-def _fuse(module: nn.Module, names: tuple[str, ...], linear: Callable[[Tensor, Tensor | None], nn.Module]) -> bool:
-    """Make sibling projections of one input one product."""
-    group = [m for m in (getattr(module, name, None) for name in names) if type(m) is nn.Linear]
-    if len(group) < len(names) or len({m.in_features for m in group}) != 1:
-        return False
-    biases = [m.bias.data for m in group if m.bias is not None]
-    if biases and len(biases) < len(group):
-        return False
-    weight = torch.cat([m.weight.data for m in group])
-    shared = _SharedProduct(linear(weight, torch.cat(biases) if biases else None), [m.out_features for m in group])
-    for index, name in enumerate(names):
-        setattr(module, name, _Part(shared, index))
-    return True

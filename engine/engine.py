@@ -234,7 +234,7 @@ class Engine:
         logprobs = None if sampled.logprob is None else [sampled.logprob]
         if reason is not None:
             return self._end(choice, reason, now, [sampled.token_id], logprobs)
-        return self._output(choice, [sampled.token_id], logprobs)
+        return self._output(choice, [sampled.token_id], logprobs, now)
 
     # --- endings ------------------------------------------------------------------------------------------------------
 
@@ -246,17 +246,9 @@ class Engine:
         token_ids: Iterable[int] = (),
         logprobs: list[TokenLogprob] | None = None,
     ) -> Output:
-        sequence = choice.sequence
-        scheduled = now if sequence.scheduled_s is None else sequence.scheduled_s
-        first = now if sequence.first_token_s is None else sequence.first_token_s
-        timings = Timings(
-            queue_ms=(scheduled - sequence.arrived_s) * 1e3,
-            load_ms=0.0,
-            prefill_ms=(first - scheduled) * 1e3,
-            decode_ms=(now - first) * 1e3,
-        )
-        self._close(choice, sequence.computed_tokens)
-        return self._output(choice, list(token_ids), logprobs, finish_reason=reason, timings=timings)
+        timings = _timings(choice.sequence, now)
+        self._close(choice, choice.sequence.computed_tokens)
+        return self._output(choice, list(token_ids), logprobs, now, finish_reason=reason, timings=timings)
 
     def _close(self, choice: _Choice, num_tokens: int) -> None:
         """Leave every table; the session's context is the first `num_tokens` tokens, as far as they were computed."""
@@ -275,6 +267,7 @@ class Engine:
         choice: _Choice,
         token_ids: list[int],
         logprobs: list[TokenLogprob] | None,
+        now: float,
         *,
         finish_reason: str | None = None,
         timings: Timings | None = None,
@@ -283,6 +276,7 @@ class Engine:
         if not choice.reported and choice.report is not None:
             choice.reported = True
             report = _cache_report(choice.report)
+            timings = timings or _timings(choice.sequence, now)
         return Output(
             request_id=choice.request_id,
             choice=choice.index,
@@ -332,6 +326,17 @@ def _sample_row(choice: _Choice) -> SampleRow:
         position=sequence.output_tokens,
         penalties=choice.penalties,
         end_ids=choice.end_ids,
+    )
+
+
+def _timings(sequence: Sequence, now: float) -> Timings:
+    scheduled = now if sequence.scheduled_s is None else sequence.scheduled_s
+    first = now if sequence.first_token_s is None else sequence.first_token_s
+    return Timings(
+        queue_ms=(scheduled - sequence.arrived_s) * 1e3,
+        load_ms=0.0,
+        prefill_ms=(first - scheduled) * 1e3,
+        decode_ms=(now - first) * 1e3,
     )
 
 

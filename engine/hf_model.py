@@ -59,9 +59,9 @@ class RopeCall:
 
     def rotate(self, *rows: Tensor) -> list[Tensor]:
         """Each of `rows` [tokens, heads, dim], rotated in its first `width` dims; new tensors."""
-        if _turns_halves(self.function) and self.cos.shape[-1] == self.width and not self.extra and not self.keywords:
+        if turns_halves(self.function) and self.cos.shape[-1] == self.width and not self.extra and not self.keywords:
             cos, sin = self.cos[0][:, None], self.sin[0][:, None]
-            return [_turn_halves(x, cos, sin) for x in rows]
+            return [turn_halves(x, cos, sin) for x in rows]
         return [self._rotate_as_is(x) for x in rows]
 
     def _rotate_as_is(self, x: Tensor) -> Tensor:
@@ -73,7 +73,7 @@ class RopeCall:
         return turned[0].transpose(0, 1)
 
 
-def _turn_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def turn_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotary embedding as most models have it: dims i and i + R / 2 turn together. x [tokens, heads, dim], cos and sin
     [tokens, 1, R]. Three passes instead of six; the sums are rounded once."""
     width, half = cos.shape[-1], cos.shape[-1] // 2
@@ -87,8 +87,8 @@ def _turn_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 @functools.cache
-def _turns_halves(function: Callable[..., Any]) -> bool:
-    """Whether a model's own rotation is the one of `_turn_halves`; found out by trying."""
+def turns_halves(function: Callable[..., Any]) -> bool:
+    """Whether a model's own rotation is the one of `turn_halves`; found out by trying."""
     generator = torch.Generator().manual_seed(0)
     x, angles = torch.randn(5, 2, 8, generator=generator), torch.randn(5, 8, generator=generator)
     cos, sin = angles.cos(), angles.sin()
@@ -96,7 +96,7 @@ def _turns_halves(function: Callable[..., Any]) -> bool:
         q, k = function(x.transpose(0, 1)[None], x.transpose(0, 1)[None], cos[None], sin[None])
     except Exception:
         return False
-    want = _turn_halves(x, cos[:, None], sin[:, None])
+    want = turn_halves(x, cos[:, None], sin[:, None])
     return all(t.shape[1:] == (2, 5, 8) and torch.allclose(t[0].transpose(0, 1), want, atol=1e-6) for t in (q, k))
 
 
@@ -110,12 +110,40 @@ class Step:
     sink: KvSink | None
     layers_called: list[int] = field(default_factory=list)
     layers_rotated: list[int] = field(default_factory=list)
-    windows: dict[int, int] = field(default_factory=dict)  # layer -> sliding window it asked for
+    params: dict[int, AttentionParams] = field(default_factory=dict)  # what each layer asked for
     pending_rope: RopeCall | None = None
     rope_seen: Callable[[int, RopeCall], None] | None = None  # the probe's ear
 
 
 _STEP: ContextVar[Step | None] = ContextVar("reprise_step", default=None)
+
+
+@contextlib.contextmanager
+def running(step: Step) -> Iterator[None]:
+    """`step` is the one that attention finds, in this thread, until the end of the block."""
+    token = _STEP.set(step)
+    try:
+        yield
+    finally:
+        _STEP.reset(token)
+
+
+def current_step() -> Step:
+    """The step that runs. Raises RuntimeError outside of one."""
+    step = _STEP.get()
+    if step is None:
+        raise RuntimeError("our attention runs inside a step only")
+    return step
+
+
+def attend(step: Step, layer: int, queries: Tensor, keys: Tensor, values: Tensor, params: AttentionParams) -> Tensor:
+    """Write one layer's rows to their slots and attend. queries, keys [tokens, heads, k_dim], rotated; values [tokens,
+    kv_heads, v_dim]. Returns [tokens, heads, v_dim]."""
+    step.params[layer] = params
+    pages = step.pages(layer)
+    write_rows(pages.k, step.meta.slots, keys)
+    write_rows(pages.v, step.meta.slots, values)
+    return step.backend.forward(queries, pages, step.meta, params)
 
 
 def _attention(
@@ -132,9 +160,9 @@ def _attention(
     **_: Any,
 ) -> tuple[Tensor, None]:
     """transformers' attention interface: q, k, v [1, heads, tokens, dim] -> [1, tokens, heads, dim]."""
-    step = _STEP.get()
-    if step is None or attention_mask is not None:
-        raise RuntimeError("this attention function runs inside a step, without a mask")
+    step = current_step()
+    if attention_mask is not None:
+        raise RuntimeError("transformers built a mask for an attention that has none")
     layer: int = module.layer_idx  # type: ignore[assignment]
     rope, step.pending_rope = step.pending_rope, None
     queries, keys, values = (x[0].transpose(0, 1) for x in (query, key, value))  # [tokens, heads, dim]
@@ -146,19 +174,13 @@ def _attention(
         if step.rope_seen is not None:
             step.rope_seen(layer, rope)
     step.layers_called.append(layer)
-    if sliding_window is not None:
-        step.windows[layer] = sliding_window
-    pages = step.pages(layer)
-    write_rows(pages.k, step.meta.slots, keys)
-    write_rows(pages.v, step.meta.slots, values)
     params = AttentionParams(
         scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
         window=sliding_window,
         softcap=softcap,
         sinks=s_aux,
     )
-    out = step.backend.forward(queries.contiguous(), pages, step.meta, params)
-    return out[None], None
+    return attend(step, layer, queries.contiguous(), keys, values, params)[None], None
 
 
 def _passing_through(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -203,14 +225,11 @@ def forward(model: nn.Module, step: Step, token_ids: Tensor, positions: Tensor, 
     """One flat ragged batch. token_ids, positions [tokens] int64; logit_rows [rows] int64 into the batch.
     Returns logits [rows, vocab]. The KV of every token is in its slot afterwards."""
     keep_rows = _takes_logit_rows(type(model).forward)
-    token = _STEP.set(step)
-    try:
-        extra = {"logits_to_keep": logit_rows} if keep_rows else {}
+    extra = {"logits_to_keep": logit_rows} if keep_rows else {}
+    with running(step):
         logits: Tensor = model(
             input_ids=token_ids[None], position_ids=positions[None], use_cache=False, return_dict=True, **extra
         ).logits
-    finally:
-        _STEP.reset(token)
     return logits[0] if keep_rows else logits[0, logit_rows]
 
 

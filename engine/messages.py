@@ -141,7 +141,7 @@ class Timings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Output(msgspec.Struct, frozen=True, kw_only=True):
-    """New tokens of one choice. `report` comes with a choice's first output, `timings` with its last."""
+    """New tokens of one choice. `report` comes with a choice's first output, `timings` with its first and its last."""
 
     request_id: str
     choice: int

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from engine.hf_model import ModelRefused, RopeCall, Step, attention_implementation, forward
-from kernels.attention.base import AttentionBackend, AttentionMeta, KvPages
+from kernels.attention.base import AttentionBackend, AttentionMeta, AttentionParams, KvPages
 
 _TOKENS = 40
 # Relative RMS error between our logits and eager ones. Eager attention itself moves by as much between its own
@@ -32,10 +32,15 @@ class RopeSource:
     keywords: dict[str, Any]
     call: RopeCall
 
+    def tables(self, like: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """cos and sin [1, tokens, R] for positions [tokens] int64, in the dtype and on the device of `like`."""
+        cos, sin = self.module(like, positions[None], *self.arguments, **self.keywords)
+        return cos, sin
+
     def rotate(self, k_plain: Tensor, positions: Tensor) -> Tensor:
         """k_plain [tokens, kv_heads, dim] un-rotated, positions [tokens] int64 -> keys as the model would cache them,
         bit for bit: the model's own tables and its own function."""
-        cos, sin = self.module(k_plain, positions[None], *self.arguments, **self.keywords)
+        cos, sin = self.tables(k_plain, positions)
         call = RopeCall(self.call.function, cos, sin, self.call.extra, self.call.keywords, self.call.width)
         return call.rotate(k_plain)[0]
 
@@ -56,6 +61,7 @@ class ProbeResult:
     shapes: list[KvShape]  # per layer
     decouplable: bool
     ropes: list[RopeSource | None]  # per layer; None: the layer does not rotate
+    params: list[AttentionParams]  # per layer
     logit_error: float
 
 
@@ -129,7 +135,8 @@ def probe(model: nn.Module, backend: AttentionBackend, page_size: int) -> ProbeR
             f"{text.model_type}: logits differ from the model's own attention by {error:.1%} (relative RMS); "
             "this architecture needs an adapter"
         )
-    _check_windows(text, step.windows)
+    windows = {layer: params.window for layer, params in step.params.items() if params.window is not None}
+    _check_windows(text, windows)
 
     ropes, layers_rotated = _find_ropes(model, run, ids, layers)
     same = ids[:1].expand(8).contiguous()
@@ -138,7 +145,7 @@ def probe(model: nn.Module, backend: AttentionBackend, page_size: int) -> ProbeR
     spread = (keys - keys[:1]).abs().max() / keys.abs().max().clamp_min(1e-20)
     # Rows of one product may round apart, positions move a key by about its own size.
     decouplable = bool(spread < 1e-2) and all(ropes[layer] is not None for layer in layers_rotated)
-    return ProbeResult(shapes, decouplable, ropes, error)
+    return ProbeResult(shapes, decouplable, ropes, [step.params[layer] for layer in range(layers)], error)
 
 
 def _find_shapes(model: nn.Module, backend: AttentionBackend, layers: int, ids: Tensor) -> list[KvShape]:

@@ -1,0 +1,162 @@
+"""A whole decoder layer in bf16 on CPU: the Llama kind, as Llama, Mistral, Qwen2, Qwen3 and others have it.
+
+What the model's own code does in some sixty calls of torch is done here in about twenty: queries and keys rotated
+together, residual sums and the gate inside the matrix products. A layer is replaced only if its replacement answers as
+it does; anything unusual in it (another norm, a scale, no rotation) shows there and leaves it as it is.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from engine.cpu_modules import PACK_FOR_ROWS, PACK_WIDE_FOR_ROWS, PackedLinear, RmsNorm, agree, pack_weight
+from engine.hf_model import Step, attend, current_step, running, turn_halves, turns_halves
+from engine.probe import ProbeResult, single_sequence_meta
+from kernels.attention.base import AttentionBackend, AttentionParams, KvPages
+
+_ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+_LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
+_CHECK_TOKENS = 6
+
+
+class DecoderLayer(nn.Module):
+    """hidden [1, tokens, width] -> the same, inside a step. Takes what transformers hands a layer, uses the rotary
+    tables and the step."""
+
+    def __init__(self, layer: nn.Module, index: int, params: AttentionParams) -> None:
+        super().__init__()
+        attention: Any = layer.self_attn
+        mlp: Any = layer.mlp
+        inputs = [attention.q_proj, attention.k_proj, attention.v_proj]
+        biases = [linear.bias for linear in inputs if linear.bias is not None]
+        head_dim: int = attention.head_dim
+        self._index, self._params, self._head_dim = index, params, head_dim
+        self._heads = [linear.out_features // head_dim for linear in inputs]
+        self._input_norm = _norm(layer.input_layernorm)
+        self._qkv = PackedLinear(
+            torch.cat([linear.weight.data for linear in inputs]), torch.cat(biases) if biases else None
+        )
+        self._q_norm = _norm(attention.q_norm) if hasattr(attention, "q_norm") else None
+        self._k_norm = _norm(attention.k_norm) if hasattr(attention, "k_norm") else None
+        self._out = _Summed(attention.o_proj)
+        self._post_norm = _norm(layer.post_attention_layernorm)
+        self._gate, self._gate_bias = pack_weight(mlp.gate_proj.weight, PACK_WIDE_FOR_ROWS), mlp.gate_proj.bias
+        self._up, self._up_bias = pack_weight(mlp.up_proj.weight, PACK_WIDE_FOR_ROWS), mlp.up_proj.bias
+        self._down = _Summed(mlp.down_proj)
+
+    def forward(self, hidden_states: Tensor, *, position_embeddings: tuple[Tensor, Tensor], **_: Any) -> Tensor:
+        hidden = hidden_states[0]
+        hidden = self._out(self._attend(self._input_norm(hidden), *position_embeddings), hidden)
+        x = self._post_norm(hidden)
+        gate = torch.ops.mkldnn._linear_pointwise(x, self._gate, self._gate_bias, "swish", [], "")
+        x = torch.ops.mkldnn._linear_pointwise.binary(x, gate, self._up, self._up_bias, "mul")
+        return self._down(x, hidden)[None]
+
+    def _attend(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        step = current_step()
+        tokens = x.shape[0]
+        num_q, num_k, _ = self._heads
+        rows = self._qkv(x).view(tokens, -1, self._head_dim)
+        turning, values = rows[:, : num_q + num_k], rows[:, num_q + num_k :]
+        if self._q_norm is not None and self._k_norm is not None:
+            turning = torch.cat((self._q_norm(turning[:, :num_q]), self._k_norm(turning[:, num_q:])), dim=1)
+        if step.sink is not None:
+            step.sink.write(self._index, turning[:, num_q:], values)
+        turned = turn_halves(turning, cos[0][:, None], sin[0][:, None])
+        step.layers_called.append(self._index)
+        step.layers_rotated.append(self._index)
+        out = attend(step, self._index, turned[:, :num_q], turned[:, num_q:], values, self._params)
+        return out.view(tokens, -1)
+
+
+class _Summed(nn.Module):
+    """A linear layer that adds to a residual: x [tokens, in], residual [tokens, out] -> [tokens, out]."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self._packed, self._bias = pack_weight(linear.weight, PACK_FOR_ROWS), linear.bias
+
+    def forward(self, x: Tensor, residual: Tensor) -> Tensor:
+        out: Tensor = torch.ops.mkldnn._linear_pointwise.binary(x, residual, self._packed, self._bias, "add")
+        return out
+
+
+def _norm(module: Any) -> RmsNorm:
+    return RmsNorm(module.weight, module.variance_epsilon)
+
+
+def replace_layers(model: nn.Module, probed: ProbeResult, backend: AttentionBackend) -> int:
+    """Replace the decoder layers that we know, in place; returns how many."""
+    replaced = 0
+    for container in [m for m in model.modules() if isinstance(m, nn.ModuleList)]:
+        for place, layer in enumerate(container):
+            index = getattr(getattr(layer, "self_attn", None), "layer_idx", None)
+            if index is None or not _is_known(layer, probed, index):
+                continue
+            ours = DecoderLayer(layer, index, probed.params[index])
+            if _same_answer(ours, layer, index, probed, backend):
+                container[place] = ours
+                replaced += 1
+    return replaced
+
+
+def _is_known(layer: nn.Module, probed: ProbeResult, index: int) -> bool:
+    attention: Any = layer.self_attn
+    children = {name for name, _ in attention.named_children()}
+    norms = [layer.input_layernorm, layer.post_attention_layernorm] if _children(layer) == _LAYER else []
+    norms += [getattr(attention, name) for name in sorted(children - set(_ATTENTION))]
+    rope = probed.ropes[index]
+    biases = [getattr(attention, name, None) for name in _ATTENTION[:3]]
+    return (
+        _children(layer) == _LAYER
+        and children in (set(_ATTENTION), {*_ATTENTION, "q_norm", "k_norm"})
+        and all(type(getattr(attention, name)) is nn.Linear for name in _ATTENTION)
+        and len({linear.bias is None for linear in biases if linear is not None}) == 1
+        and all(type(norm).__name__.endswith("RMSNorm") and hasattr(norm, "variance_epsilon") for norm in norms)
+        and is_gated_mlp(layer.mlp)  # type: ignore[arg-type]
+        and hasattr(attention, "head_dim")
+        and rope is not None
+        and rope.call.width == attention.head_dim
+        and turns_halves(rope.call.function)
+        and not rope.call.extra
+        and not rope.call.keywords
+    )
+
+
+def _children(module: nn.Module) -> set[str]:
+    return {name for name, _ in module.named_children()}
+
+
+def is_gated_mlp(module: nn.Module) -> bool:
+    """down(silu(gate(x)) * up(x)), as far as its parts tell."""
+    linears = [child for child in module.children() if type(child) is nn.Linear]
+    return (
+        len(linears) == 3
+        and all(
+            any(getattr(module, name, None) is m for m in linears) for name in ("gate_proj", "up_proj", "down_proj")
+        )
+        and type(getattr(module, "act_fn", None)).__name__ in ("SiLU", "SiLUActivation")
+    )
+
+
+def _same_answer(
+    ours: nn.Module, theirs: nn.Module, index: int, probed: ProbeResult, backend: AttentionBackend
+) -> bool:
+    """Both layers over the same few random rows, each over pages of its own."""
+    weight = next(theirs.parameters())
+    shape, rope = probed.shapes[index], probed.ropes[index]
+    assert rope is not None
+    generator = torch.Generator().manual_seed(0)
+    width: int = theirs.self_attn.q_proj.in_features  # type: ignore[union-attr,assignment]
+    hidden = torch.randn(1, _CHECK_TOKENS, width, generator=generator).to(weight.dtype)
+    tables = rope.tables(hidden, torch.arange(_CHECK_TOKENS))
+    answers = []
+    for layer in (ours, theirs):
+        page = (1, backend.page_multiple, shape.kv_heads)
+        pages = KvPages(hidden.new_zeros(*page, shape.k_dim), hidden.new_zeros(*page, shape.v_dim))
+        meta = single_sequence_meta(hidden.device, 0, _CHECK_TOKENS, backend.page_multiple)
+        with running(Step(meta, lambda _, pages=pages: pages, backend, None)):  # type: ignore[misc]
+            out = layer(hidden, position_embeddings=tables, attention_mask=None)
+        answers.append(out[0] if isinstance(out, tuple) else out)
+    return agree(answers[0] - hidden, answers[1] - hidden)
