@@ -164,9 +164,7 @@ class CacheManager:
             if self._in_flight.get(key) == request_id:
                 del self._in_flight[key]
             if key not in self.table:
-                first = block * BLOCK_TOKENS
-                tokens = context.token_ids[first : first + BLOCK_TOKENS]
-                self._publish(context, block, key, tokens, session_id=None)
+                self._publish_full(context, block)
         context.sealed = full
 
     def report(self, request_id: str) -> PromptReport:
@@ -320,8 +318,8 @@ class CacheManager:
             self.pages.pin(page)
         has_room = self._make_room(pages_needed - len(held))
         if has_room:
-            for group, page in zip(groups, claimed, strict=True):
-                context.pages.append(page if page is not None else self._copy_group(group, self._last_page(context)))
+            for group, claim in zip(groups, claimed, strict=True):
+                context.pages.append(claim if claim is not None else self._copy_group(group, self._last_page(context)))
             while len(context.pages) < pages_needed:
                 context.pages.append(self.pages.take(self._last_page(context)))
         for page in sources if has_room else (*sources, *held):
@@ -385,9 +383,14 @@ class CacheManager:
         self.pages.add_resident(page)
         self._policy.touch(key)
 
+    def _publish_full(self, context: RunningContext, block: int) -> None:
+        first = block * BLOCK_TOKENS
+        tokens = context.token_ids[first : first + BLOCK_TOKENS]
+        self._publish(context, block, context.keys[block], tokens, session_id=None)
+
     def _release(self, context: RunningContext) -> BlockKey | None:
-        """Unpin a context's pages, keep its open block findable, and touch its blocks from tail to head. Returns the
-        open block's key."""
+        """Unpin a context's pages, keep its blocks findable, the open one too, and touch them from tail to head.
+        Returns the open block's key."""
         open_key = None
         if self._reuse:
             for key in context.chain():
@@ -399,9 +402,11 @@ class CacheManager:
                 open_key = context.domain.open_block(context.parent_of(full), tokens, context.session_id)
                 if open_key not in self.table:
                     self._publish(context, full, open_key, tokens, context.session_id)
-            for key in reversed(context.keys[:full]):
-                if key in self.table:
-                    self._policy.touch(key)
+            for block in reversed(range(full)):
+                if context.keys[block] in self.table:
+                    self._policy.touch(context.keys[block])
+                else:  # The page that had the name has left meanwhile. Without a link the chain behind it is lost.
+                    self._publish_full(context, block)
         for page in context.pages:
             self.pages.unpin(page)
         return open_key

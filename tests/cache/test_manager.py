@@ -12,6 +12,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from cache.block import BLOCK_TOKENS
 from cache.policies import POLICIES
 from tests.cache.pool_model import PoolModel, make_manager
 
@@ -221,3 +222,25 @@ def test_while_others_run_a_copy_waits_for_its_room():
     assert model.manager.admit("again", 2) == 31
     model.step("again", 2)
     model.check()
+
+
+def block(number):
+    """32 tokens that no other block has."""
+    return list(range(number * BLOCK_TOKENS, (number + 1) * BLOCK_TOKENS))
+
+
+def test_a_context_stays_findable_when_the_block_it_was_copied_from_has_left():
+    # Pages of two blocks. "b" shares block 0 with "a", so it copies it and puts block 2 beside the copy. Then "c" takes
+    # the page block 0 lived in: its name must not be lost with it, the copy is as good.
+    model = PoolModel(make_manager(num_pages=3, page_size=64))
+    model.run("a", block(0) + block(1), session="a")
+    model.open("b", block(0) + block(2) + [7], session="b")
+    assert model.manager.admit("b", 33) == 32
+    model.step("b", 33)
+    model.open("c", [9], session="c")
+    assert model.manager.admit("c", 1) == 0
+    assert model.manager.stats.evicted_blocks == 2
+    model.close("c")
+    model.close("b")
+    model.check()
+    assert model.run("b2", block(0) + block(2) + [7, 8], session="b") == 65
