@@ -170,14 +170,14 @@ def test_a_backend_agrees_with_the_oracle(name, case, dtype, tolerance, seed):
 def test_layers_of_one_step_may_differ(name):
     """What a backend derives once per step must not carry one layer's window or grouping into the next."""
     backend = make(name)
-    batch = a_batch(CASES["gqa4"], backend.page_multiple, torch.bfloat16, 1)
+    batch = a_batch(CASES["prefill_in_blocks"], backend.page_multiple, torch.bfloat16, 1)
     moved = batch.to("cuda" if name in ON_CUDA else "cpu")
-    for window in (None, 9, 30, None):
+    for window in (9, 40, None, 9):
         params = replace(batch.params, window=window)
         expected = NaiveAttention().forward(batch.q, batch.kv, batch.meta, params)
         got = backend.forward(moved.q, moved.kv, moved.meta, replace(moved.params, window=window)).cpu()
         torch.testing.assert_close(got.float(), expected.float(), rtol=2e-2, atol=2e-2)
-    narrow = KvPages(k=moved.kv.k[:, :, :1].contiguous(), v=moved.kv.v[:, :, :1].contiguous())  # 8 heads over 1
+    narrow = KvPages(k=moved.kv.k[:, :, :1].contiguous(), v=moved.kv.v[:, :, :1].contiguous())  # 4 heads over 1
     expected = NaiveAttention().forward(batch.q, KvPages(k=narrow.k.cpu(), v=narrow.v.cpu()), batch.meta, batch.params)
     got = backend.forward(moved.q, narrow, moved.meta, moved.params).cpu()
     torch.testing.assert_close(got.float(), expected.float(), rtol=2e-2, atol=2e-2)
@@ -268,24 +268,33 @@ def test_a_backend_that_cannot_run_here_says_what_is_missing():
 
 
 @pytest.mark.skipif(INTERPRETED, reason="inside it already")
+@pytest.mark.timeout(300)  # 12 s on a core of its own
 def test_triton_in_its_interpreter():
     pytest.importorskip("triton")
     ran = subprocess.run(
-        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-k", "triton and not interpreter", __file__],
+        [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-p",
+            "no:cacheprovider",
+            "-k",
+            "triton and not interpreter and not fp32_runs",
+            __file__,
+        ],
         cwd=Path(__file__).parents[2],
         env={**os.environ, "TRITON_INTERPRET": "1"},
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=280,
     )
     assert ran.returncode == 0, ran.stdout + ran.stderr
-    assert f"{len(CASES) * len(RUNS) + 1 + 3} passed" in ran.stdout, ran.stdout
+    assert f"{len(CASES) * 2 + 1 + 3} passed" in ran.stdout, ran.stdout
 
 
 @pytest.mark.skipif(INTERPRETED, reason="interpreted kernels are not compiled")
 @pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
-@pytest.mark.parametrize("capability", [80, 90])
-@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+@pytest.mark.parametrize(("dtype", "capability"), [("fp32", 80), ("bf16", 90)])
 def test_triton_kernels_compile_for_cuda(dtype, capability, monkeypatch, tmp_path):
     """To machine code, by the assembler that comes with triton: no device needed."""
     triton = pytest.importorskip("triton")

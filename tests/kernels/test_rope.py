@@ -160,6 +160,7 @@ def test_the_kernel_refuses_what_it_cannot_address():
 
 
 @pytest.mark.skipif(INTERPRETED, reason="inside it already")
+@pytest.mark.timeout(300)  # 15 s on a core of its own
 def test_the_kernel_in_tritons_interpreter():
     """The interpreter is switched on for a whole process, when triton is imported: so in a process of its own."""
     pytest.importorskip("triton")
@@ -178,7 +179,7 @@ def test_the_kernel_in_tritons_interpreter():
         env={**os.environ, "TRITON_INTERPRET": "1"},
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=280,
     )
     assert ran.returncode == 0, ran.stdout + ran.stderr
     assert f"{2 * len(SHAPES) * 2 + 1} passed" in ran.stdout
