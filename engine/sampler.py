@@ -28,7 +28,7 @@ _PREFIXES = (math.log(1e-4), math.log(1e-6), float(np.finfo(np.float32).min))
 _WORD = 2**64 - 1
 
 
-class BadLogits(Exception):  # noqa: N818 - the seams name the event: TierFull, BlockMissing
+class BadLogits(Exception):
     """Rows from which nothing can be drawn: a NaN, +inf, or every token at -inf (after bias and masks)."""
 
     def __init__(self, rows: Sequence[int]) -> None:
