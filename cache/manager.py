@@ -129,8 +129,9 @@ class CacheManager:
             placed = self._place(context, match, pages_needed)
         if not placed:
             return None
-        for row in match.rows:
-            self._policy.touch(row.key)
+        for row in reversed(list(self._rows_of(match))):  # from tail to head, so that what stays is a prefix
+            if row.key in self.table:  # not the open block that was just taken over
+                self._policy.touch(row.key)
         context.computed = match.num_tokens
         context.sealed = len(match.rows)
         if self._reuse:

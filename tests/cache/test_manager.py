@@ -244,3 +244,15 @@ def test_a_context_stays_findable_when_the_block_it_was_copied_from_has_left():
     model.close("b")
     model.check()
     assert model.run("b2", block(0) + block(2) + [7, 8], session="b") == 65
+
+
+def test_of_what_was_copied_the_tail_leaves_first():
+    # Pages of four blocks. "b" copies blocks 0 and 1 and half of block 2; the originals are not pinned.
+    model = PoolModel(make_manager(num_pages=4, page_size=128))
+    model.run("a", block(0) + block(1) + block(2), session="a")
+    model.run("z", block(3), session="z")
+    model.open("b", block(0) + block(1) + block(2)[:16] + [999], session="b")
+    assert model.manager.admit("b", 1) == 80
+    keys = {key: number for number, key in enumerate(model.contexts["b"].domain.chain(block(0) + block(1) + block(2)))}
+    ranked = model.manager._policy.victims(4, ())
+    assert [keys.get(key, "z") for key in ranked] == ["z", 2, 1, 0]
