@@ -244,7 +244,8 @@ class CacheManager:
             self.sweep(now)
 
     def _shared_history(self, context: RunningContext, session: SessionContext | None) -> tuple[int, int]:
-        """(tokens of the prompt that the session's last context begins with, tokens of that context)."""
+        """(tokens of the prompt that the session's last context begins with, tokens of that context). Where they part
+        in the middle of a full block, its tokens count only while it is in HBM: the session knows its key alone."""
         if session is None:
             return 0, 0
         shared = 0
@@ -254,9 +255,11 @@ class CacheManager:
             if span.key != key:
                 break
             shared += BLOCK_TOKENS
+        rest = context.token_ids[shared : min(shared + BLOCK_TOKENS, context.prompt_tokens)]
         if shared == len(session.spans) * BLOCK_TOKENS:
-            rest = context.token_ids[shared : min(shared + BLOCK_TOKENS, context.prompt_tokens)]
             shared += common_prefix(session.open_tokens, rest, BLOCK_TOKENS)
+        elif (row := self.table.get(session.spans[shared // BLOCK_TOKENS].key)) is not None:
+            shared += common_prefix(row.token_ids, rest, BLOCK_TOKENS)
         return shared, session.num_tokens
 
     # --- matching -----------------------------------------------------------------------------------------------------

@@ -256,3 +256,32 @@ def test_of_what_was_copied_the_tail_leaves_first():
     keys = {key: number for number, key in enumerate(model.contexts["b"].domain.chain(block(0) + block(1) + block(2)))}
     ranked = model.manager._policy.victims(4, ())
     assert [keys.get(key, "z") for key in ranked] == ["z", 2, 1, 0]
+
+
+def reasons(model, request_id, tokens, session="s"):
+    """Opens and admits a whole prompt; the reasons for what has to be computed of it."""
+    model.open(request_id, tokens, session=session)
+    cached = model.manager.admit(request_id, len(tokens) - model.manager.resident_tokens(request_id))
+    report = model.manager.report(request_id)
+    assert report.hbm_tokens == cached
+    assert sum(report.miss_reasons.values()) == report.computed_tokens
+    model.step(request_id, len(tokens) - cached)
+    model.close(request_id)
+    return report.miss_reasons
+
+
+def test_why_the_rest_of_a_prompt_was_not_there():
+    model = PoolModel(make_manager(num_pages=8))
+    history = block(0) + block(1) + block(2)[:20]  # 84 tokens
+    assert reasons(model, "first", history) == {"new": 84}
+    assert reasons(model, "again", history) == {"last_token": 1}
+    assert reasons(model, "next", [*history, 7, 7]) == {"new": 2}
+    # Now the session has 86. Cut in the middle of block 1 and regenerated: only the last token's logits are missing.
+    assert reasons(model, "regenerated", history[:50]) == {"last_token": 1}
+    # Now 50. Edited at token 40: 10 known tokens lie behind the edit, 5 more were never there.
+    assert reasons(model, "edited", [*history[:40], *[9] * 15]) == {"diverged": 10, "new": 5}
+    # To another session all this is new, and what it finds all the same is a sibling's.
+    assert reasons(model, "stranger", history[:64], session="t") == {"new": 1}
+    assert reasons(model, "long", list(range(1000, 1256)), session="u") == {"new": 256}  # takes all eight pages
+    # The session has 55: the head of "late" up to its last token, which is another.
+    assert reasons(model, "late", [*history[:40], 9, 9, 8]) == {"evicted": 42, "diverged": 1}
