@@ -11,17 +11,18 @@ from typing import Any
 log = logging.getLogger(__name__)
 
 APPLICATION_ID = 0x52505253  # "RPRS"
-BUSY_TIMEOUT_S = 0.25
+OPEN_TIMEOUT_S = 5.0
+BUSY_TIMEOUT_MS = 250  # requests wait meanwhile
 LOG_BYTES = 4 << 20  # what the write-ahead log may keep on disk between checkpoints
 
 _PRAGMAS = (
-    "auto_vacuum = INCREMENTAL",  # first: it takes effect in a file without tables only
     "journal_mode = WAL",
     "synchronous = NORMAL",  # a power cut may lose the last turns, never the consistency
     f"journal_size_limit = {LOG_BYTES}",
     "secure_delete = ON",  # what is deleted is overwritten
     "cell_size_check = ON",
     "trusted_schema = OFF",
+    f"busy_timeout = {BUSY_TIMEOUT_MS}",
 )
 
 
@@ -70,9 +71,11 @@ class Database:
         return (self._pragma("page_count") - self._pragma("freelist_count")) * self._pragma("page_size")
 
     def shrink(self, max_bytes: int) -> None:
-        """Give free pages back to the file system if the file has become larger than that."""
-        if self._pragma("page_count") * self._pragma("page_size") > max_bytes:
-            self._db.execute("PRAGMA incremental_vacuum").fetchall()
+        """Give free pages back to the file system until the file is no larger than that."""
+        excess = self._pragma("page_count") - max_bytes // self._pragma("page_size")
+        if excess > 0:
+            # Each step of this statement frees one page, and `execute` would make a single one.
+            self._db.executescript(f"PRAGMA incremental_vacuum({excess})")
 
     def close(self) -> None:
         with suppress(sqlite3.Error):
@@ -107,9 +110,11 @@ class Database:
             finally:
                 os.close(descriptor)
         db = sqlite3.connect(
-            ":memory:" if path is None else path, timeout=BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False
+            ":memory:" if path is None else path, timeout=OPEN_TIMEOUT_S, isolation_level=None, check_same_thread=False
         )
         try:
+            if db.execute("PRAGMA page_count").fetchone()[0] == 0:
+                db.execute("PRAGMA auto_vacuum = INCREMENTAL")  # possible in an empty file only, and a write in others
             for pragma in _PRAGMAS:
                 db.execute(f"PRAGMA {pragma}").fetchall()
             if self._prepare_schema(db):

@@ -15,6 +15,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from app.tokenizer import ChatTokenizer
 from app.transcript import PreparedPrompt, Transcripts
 from model.corpus import CHAT_TEMPLATE, SPECIAL_TOKENS
+from tests.app.test_tokenizer import saved, sentencepiece_like
 
 END = 2  # <|im_end|>
 SENTENCES = [
@@ -220,6 +221,20 @@ def test_a_token_that_also_begins_the_next_character_is_no_place_to_cut(client):
     assert client.text(following.token_ids) == client.rendered(messages)
 
 
+def test_bytes_behind_the_text_are_not_kept(client):
+    """An answer that ended while the first bytes of a character were held back, and were not shown."""
+    prompt = client.ask([user("hello")])
+    generated = client.ids("the cat", "\U00010348")[:-2]
+    ends = [len(client.text(generated[: n + 1]).rstrip("\ufffd")) for n in range(len(generated))]
+    client.transcripts.record(
+        prompt, answer=assistant("the cat"), token_ids=generated, text="the cat", text_ends=ends, now=client.now
+    )
+    messages = [user("hello"), assistant("the cat"), user("go on")]
+    following = client.ask(messages)
+    assert following.spliced_tokens == len(prompt.token_ids) + len(client.ids("the cat"))
+    assert client.text(following.token_ids) == client.rendered(messages)
+
+
 def test_a_stop_string_cuts_inside_a_token(client):
     messages = [user("hello")]
     prompt = client.ask(messages)
@@ -339,6 +354,18 @@ def test_a_given_session_is_used_and_found_by_content_all_the_same(client):
     following = client.ask(messages)
     assert following.session_id == "other"
     assert following.spliced_tokens == len(other.token_ids) + len(generated)
+
+
+def test_a_session_that_is_read_stays(client):
+    messages = [user("hello")]
+    messages += [client.answer(client.ask(messages), client.ids(*ODD_SPLIT)), user("more")]
+    for _ in range(3):  # questions whose answers never came
+        client.now += 3000.0
+        assert client.ask(messages).spliced_tokens > 0
+        assert client.transcripts.sweep(client.now) == 0
+    client.now += 3601.0
+    assert client.ask(messages).spliced_tokens == 0
+    assert client.transcripts.sweep(client.now) == 1
 
 
 def test_new_session_ids_are_unguessable_and_well_formed(client):
@@ -473,6 +500,22 @@ def test_a_stopped_answer_in_a_template_that_trims():
     assert client.text(following.token_ids) == client.rendered(messages)
 
 
+def test_a_template_that_says_something_else_because_of_an_answer_is_tokenized_anew():
+    note = "{% for m in messages if 'cat' in m['content'] %}[there was a cat]{% endfor %}"
+    client = Client(
+        in_memory(), template=TRIMS.replace("{{ '<|im_start|>assistant", note + "{{ '<|im_start|>assistant")
+    )
+    for answer in ("dog ", "cat "):
+        prompt = client.ask([user("hello")])
+        generated = client.ids(answer[:1], answer[1:])
+        messages = [user("hello"), client.answer(prompt, generated), user("more")]
+        following = client.ask(messages)
+        if answer == "dog ":
+            assert following.spliced_tokens == len(prompt.token_ids) + len(generated)
+        else:
+            assert client.text(following.token_ids) == client.rendered(messages)
+
+
 @pytest.mark.parametrize("template", [COUNTS, SHOUTS])
 def test_a_render_that_is_no_extension_is_tokenized_anew(template):
     client = Client(in_memory(), template=template)
@@ -527,6 +570,27 @@ def test_tool_calls_keep_their_ids_however_the_template_writes_them(separators):
     messages[1] = edited
     following = client.ask(messages)
     assert client.text(following.token_ids) == client.rendered(messages)
+
+
+def test_a_vocabulary_with_spaces_in_its_words_gets_none_where_the_tail_begins(tmp_path):
+    directory = saved(tmp_path, sentencepiece_like(), chat_template=CHAT_TEMPLATE)
+    tokenizer, transcripts = ChatTokenizer.load(directory), in_memory()
+
+    def ask(messages):
+        return transcripts.prepare(
+            tokenizer=tokenizer, tenant="t", model="m", messages=messages, tools=None, template_args={},
+            session_id=None, now=0.0,
+        )  # fmt: skip
+
+    prompt = ask([user("hello")])
+    generated = [tokenizer._tokenizer.token_to_id(piece) for piece in ("▁the", "▁cat")]
+    transcripts.record(
+        prompt, answer=assistant("the cat"), token_ids=generated, text="the cat", text_ends=[3, 7], now=0.0
+    )
+    for content, kept in (("the cat", 2), ("the c", 1), ("the tea", 1)):
+        following = ask([user("hello"), assistant(content), user("more")])
+        assert following.spliced_tokens == len(prompt.token_ids) + kept
+        assert f"{content}<|im_end|>" in tokenizer.decode(following.token_ids, skip_special_tokens=False)
 
 
 # The property
