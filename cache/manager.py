@@ -198,15 +198,21 @@ class CacheManager:
         """See CacheView. The open block is kept too, so an early resumption computes nothing again."""
         context = self._running[request_id]
         self._release(context)
+        context.reached = max(context.reached, context.computed)
         context.pages, context.computed, context.sealed = [], 0, 0
 
     def close(self, request_id: str, num_tokens: int, now: float) -> None:
         """A request ended and its context is its first `num_tokens` tokens (a stop string may have cut it). Pages that
-        nothing else needs are free; what was finished stays cached; the session stands where the request stopped."""
+        nothing else needs are free; what was finished stays cached; the session stands where the request stopped, or as
+        it was if nothing was computed."""
         context = self._running.pop(request_id)
-        context.computed = min(context.computed, num_tokens)
+        reached = min(max(context.computed, context.reached), num_tokens)
+        open_key = None
         if context.pages:
-            self._remember(context, now, self._release(context))
+            context.computed = min(context.computed, num_tokens)
+            open_key = self._release(context)
+        if reached:
+            self._remember(context, reached, open_key, now)
 
     # --- sessions -----------------------------------------------------------------------------------------------------
 
@@ -227,8 +233,8 @@ class CacheManager:
             expired += 1
         return expired
 
-    def _remember(self, context: RunningContext, now: float, open_key: BlockKey | None) -> None:
-        full = context.computed // BLOCK_TOKENS
+    def _remember(self, context: RunningContext, num_tokens: int, open_key: BlockKey | None, now: float) -> None:
+        full = num_tokens // BLOCK_TOKENS
         name = (context.tenant, context.salt, context.session_id)
         before = self._sessions.pop(name, None)
         if before is not None and before.open_key not in (None, open_key) and before.open_key in self.table:
@@ -237,7 +243,7 @@ class CacheManager:
         self._sessions[name] = SessionContext(
             spans=[Span(key, 0, BLOCK_TOKENS) for key in context.chain()[:full]],
             open_key=open_key,
-            open_tokens=tuple(context.token_ids[full * BLOCK_TOKENS : context.computed]),
+            open_tokens=tuple(context.token_ids[full * BLOCK_TOKENS : num_tokens]),
             last_used_s=now,
         )
         if len(self._sessions) > self._max_sessions:

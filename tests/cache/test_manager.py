@@ -285,3 +285,27 @@ def test_why_the_rest_of_a_prompt_was_not_there():
     assert reasons(model, "long", list(range(1000, 1256)), session="u") == {"new": 256}  # takes all eight pages
     # The session has 55: the head of "late" up to its last token, which is another.
     assert reasons(model, "late", [*history[:40], 9, 9, 8]) == {"evicted": 42, "diverged": 1}
+
+
+def test_a_request_that_ends_while_it_is_preempted_is_remembered():
+    model = PoolModel(make_manager())
+    model.open("r", block(0) + block(1))
+    assert model.manager.admit("r", 64) == 0
+    model.step("r", 64)
+    model.manager.preempt("r")
+    model.check()
+    model.close("r", 50)  # a stop string was found in what it had said before
+    model.check()
+    assert model.manager.num_sessions == 1
+    assert reasons(model, "next", block(0) + block(1)[:18] + [999]) == {"new": 1}
+
+
+def test_a_request_that_ends_before_it_computed_anything_leaves_its_session_as_it_was():
+    model = PoolModel(make_manager())
+    model.run("first", range(40))
+    model.open("failed", range(100, 150))
+    assert model.manager.admit("failed", 50) == 0
+    model.close("failed", 0)
+    model.open("waiting", range(45))
+    model.close("waiting")
+    assert reasons(model, "next", list(range(41))) == {"new": 1}
