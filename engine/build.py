@@ -2,6 +2,7 @@
 
 import functools
 import logging
+import math
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,10 @@ from engine.cpu_optimise import optimise_for_cpu
 from engine.engine import Engine
 from engine.hf_model import ModelRefused, load_model, resolve_files, rope_limit
 from engine.messages import EngineConfig, ModelInfo
-from engine.probe import KvShape, probe
+from engine.probe import KvShape, ProbeResult, probe
 from engine.runner import ModelRunner, bytes_per_token, fingerprint, make_pages, weights_digest
 from engine.sampler import Sampler
-from kernels.attention import BACKENDS, BackendUnavailable
+from kernels.attention import BACKENDS, AttentionUnsupported, BackendUnavailable
 from kernels.attention.base import AttentionBackend
 from scheduler.scheduler import Scheduler
 
@@ -41,9 +42,7 @@ def build_engine(config: EngineConfig) -> Engine:
     dtype = _dtype(config.dtype, device)
     path = resolve_files(config.model)
     model = load_model(path, dtype, device)
-    backend = _backend(device)
-    page_size = backend.page_multiple
-    probed = probe(model, backend, page_size)
+    backend, page_size, probed = _probe(model, device)
     log.info("probe: relative logit error %.1e, positions decoupled: %s", probed.logit_error, probed.decouplable)
     digest = fingerprint(model, weights_digest(model), backend.name)
     parameters = sum(p.numel() for p in model.parameters())
@@ -134,14 +133,18 @@ def _dtype(name: str, device: torch.device) -> torch.dtype:
     return torch.bfloat16 if torch.cpu._is_avx512_bf16_supported() else torch.float32
 
 
-def _backend(device: torch.device) -> AttentionBackend:
-    """flash-attn where it is installed, Triton on other CUDA machines, torch elsewhere."""
-    if device.type != "cuda":
-        return BACKENDS["torch_cpu"]()
-    try:
-        return BACKENDS["flash"]()
-    except BackendUnavailable:
-        return BACKENDS["triton"]()
+def _probe(model: nn.Module, device: torch.device) -> tuple[AttentionBackend, int, ProbeResult]:
+    """The first backend that runs here and does what the model asks, its page size, and the probe's findings."""
+    problems = []
+    for name in ("flash", "triton", "torch_cpu") if device.type == "cuda" else ("torch_cpu",):
+        try:
+            backend = BACKENDS[name]()
+            page_size = math.lcm(backend.page_multiple, BLOCK_TOKENS)
+            return backend, page_size, probe(model, backend, page_size)
+        except (BackendUnavailable, AttentionUnsupported) as error:
+            problems.append(f"{name}: {error}")
+            log.info("attention backend %s is passed over: %s", name, error)
+    raise ModelRefused(f"no attention backend runs this model here: {'; '.join(problems)}")
 
 
 def _max_context(config: EngineConfig, text: Any, warnings: list[str]) -> int:

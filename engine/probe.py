@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from engine.hf_model import ModelRefused, RopeCall, Step, attention_implementation, forward
+from kernels.attention import AttentionUnsupported
 from kernels.attention.base import AttentionBackend, AttentionMeta, AttentionParams, KvPages
 
 _TOKENS = 40
@@ -161,6 +162,8 @@ def _find_shapes(model: nn.Module, backend: AttentionBackend, layers: int, ids: 
     step = Step(single_sequence_meta(ids.device, 0, 1, backend.page_multiple), pages, backend, sink)
     try:
         forward(model, step, ids[:1], torch.zeros(1, dtype=torch.int64, device=ids.device), ids.new_zeros(1))
+    except AttentionUnsupported:
+        raise
     except Exception as error:
         raise ModelRefused(f"{type(model).__name__} cannot be driven by our attention: {error}") from error
     if step.layers_called != list(range(layers)):

@@ -1,0 +1,122 @@
+"""Draw the committed results: docs/*.png and docs/RESULTS.md.
+
+python -m benchmarks.figures
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+from benchmarks.servers import RESULTS, ROOT
+
+DOCS = ROOT / "docs"
+BLUE, GREY = "#2563eb", "#9ca3af"
+
+
+def load(name: str) -> dict[str, Any] | None:
+    """A committed result, or None if there is none yet."""
+    file = RESULTS / f"{name}.json"
+    return json.loads(file.read_text(encoding="utf-8")) if file.exists() else None
+
+
+def draw_replay(results: dict[str, dict[str, Any]], out: Path) -> None:
+    """Time to first token by turn, one panel per model."""
+    figure, axes = plt.subplots(1, len(results), figsize=(5.2 * len(results), 3.8), squeeze=False)
+    for axis, (title, result) in zip(axes[0], results.items(), strict=True):
+        turns = [row["turn"] for row in result["by_turn"]]
+        for mode, color, label in (("recompute", GREY, "computes the history again"), ("prefix", BLUE, "keeps it")):
+            values = [row[f"{mode}_ttft_ms_p50"] for row in result["by_turn"]]
+            axis.plot(turns, values, marker="o", color=color, label=label)
+            axis.annotate(f"{values[-1]:.0f} ms", (turns[-1], values[-1]), xytext=(4, 5), textcoords="offset points")
+        axis.set(
+            title=title, xlabel="turn of the conversation", xticks=turns, ylim=(0, None), xlim=(0.7, turns[-1] + 1.2)
+        )
+        axis.grid(axis="y", alpha=0.3)
+        axis.spines[["top", "right"]].set_visible(False)
+    axes[0][0].set_ylabel("time to first token, p50, ms")
+    axes[0][0].legend(frameon=False)
+    figure.tight_layout()
+    figure.savefig(out, dpi=130)
+    plt.close(figure)
+
+
+def machine(result: dict[str, Any]) -> str:
+    m = result["machine"]
+    versions = ", ".join(f"{name} {v}" for name, v in m["packages"].items() if v)
+    return (
+        f"`{result['command']}`; {m['cores']} cores of {m['cpu']}, {m['memory_gib']:.0f} GiB, no GPU; load average at "
+        f"the end {m['load_average'][0]}; {versions}; commit {m['commit']}; {result['finished'][:10]}."
+    )
+
+
+def replay_section(title: str, result: dict[str, Any]) -> list[str]:
+    lines = [
+        f"### {title}",
+        "",
+        f"{result['dialogues']} dialogues, {result['turns']} turns, {result['generated_tokens']} tokens generated on "
+        f"each server, 8 conversations at once. {result['cached_ratio']:.2%} of the history tokens came from the cache "
+        f"from the second turn on; {len(result['differences'])} differences in text, {len(result['errors'])} errors.",
+        "",
+        "| turn | conversations | prompt tokens p50 | TTFT p50 `prefix`, ms | TTFT p50 `recompute`, ms | ratio |",
+        "|---|---|---|---|---|---|",
+    ]
+    for row in result["by_turn"]:
+        ours, theirs = row["prefix_ttft_ms_p50"], row["recompute_ttft_ms_p50"]
+        lines.append(
+            f"| {row['turn']} | {row['conversations']} | {row['prompt_tokens_p50']:.0f} | {ours:.1f} | {theirs:.1f} "
+            f"| {theirs / ours:.2f} |"
+        )
+    return [*lines, "", machine(result), ""]
+
+
+def speed_section(result: dict[str, Any]) -> list[str]:
+    arms, ratios = result["arms"], result["ratios"]
+    lines = [
+        "## Raw speed beside transformers",
+        "",
+        "Random Llama (hidden 768, 12 layers, 12 heads, 4 KV heads, intermediate 2048, vocabulary 16,384; bf16), "
+        f"{result['context']} prompt tokens a stream, caches off, medians of interleaved rounds (least to most). "
+        "*transformers* is vanilla `generate`, in process, as a user starts it; *+malloc* has the allocator settings of "
+        "our engine process.",
+        "",
+        "| | " + " | ".join(arms) + " | " + " | ".join(f"ratio to {against}" for against in ratios) + " |",
+        "|---" * (1 + len(arms) + len(ratios)) + "|",
+    ]
+    for name in arms["reprise"]:
+        cells = [f"{a[name]['median']:,.1f} ({a[name]['min']:,.1f} to {a[name]['max']:,.1f})" for a in arms.values()]
+        cells += [f"{ratio[name]:.2f}" for ratio in ratios.values()]
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    return [*lines, "", "Prefill: more is better. TPOT: less is better.", "", machine(result), ""]
+
+
+def main() -> None:
+    DOCS.mkdir(exist_ok=True)
+    lines = ["# Results", "", "Drawn from `benchmarks/results/` by `python -m benchmarks.figures`.", ""]
+    names = {"bundled model (5.6 M)": "replay_dialogues", "random model (100 M)": "replay_dialogues_100m"}
+    replays = {title: result for title, name in names.items() if (result := load(name)) is not None}
+    if replays:
+        draw_replay(replays, DOCS / "ttft_by_turn.png")
+        lines += ["## Real dialogues, reuse against recompute", "", "![TTFT by turn](ttft_by_turn.png)", ""]
+        lines += [
+            "User turns of Topical-Chat as recorded, answers generated greedily in float32 (at most 32 tokens), the same "
+            "requests to two servers that differ in `cache.mode`, turn about.",
+            "",
+        ]
+        for title, result in replays.items():
+            lines += replay_section(title, result)
+    if (speed := load("raw_speed")) is not None:
+        lines += speed_section(speed)
+    if (soak := load("soak")) is not None:
+        held = "; ".join(f"{name}: {'yes' if value else 'NO'}" for name, value in soak["held"].items())
+        lines += ["## Soak", "", held + ".", "", machine(soak), ""]
+    (DOCS / "RESULTS.md").write_text("\n".join(lines), encoding="utf-8")
+    print(f"written: {DOCS / 'RESULTS.md'}")
+
+
+if __name__ == "__main__":
+    main()
