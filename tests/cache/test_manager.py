@@ -309,3 +309,143 @@ def test_a_request_that_ends_before_it_computed_anything_leaves_its_session_as_i
     model.open("waiting", range(45))
     model.close("waiting")
     assert reasons(model, "next", list(range(41))) == {"new": 1}
+
+
+@pytest.mark.parametrize("page_size", [32, 64, 128, 256])
+def test_the_second_turn_computes_only_what_is_new(page_size):
+    # Prompt 50, answer 21 of which the last was sampled and never fed: 70 rows. The next prompt has 80 tokens, 10 new.
+    model = PoolModel(make_manager(page_size=page_size, num_pages=16))
+    assert model.run("turn1", range(50), answer=range(100, 121)) == 0
+    assert model.run("turn2", [*range(50), *range(100, 121), *range(9)]) == 70
+    assert model.manager.stats.copied_rows == 0, "an open block that nobody else can see is taken over where it lies"
+
+
+def test_two_requests_of_a_session_do_not_take_over_the_same_open_block():
+    model = PoolModel(make_manager())
+    model.run("turn1", range(50))
+    for request_id, last in (("left", 7), ("right", 8)):
+        model.open(request_id, [*range(50), last, last])
+    assert model.manager.admit("left", 2) == 50
+    assert model.manager.admit("right", 20) == 32  # rows 32..49 are being written behind; nobody else can have them
+    model.step("left", 2)
+    model.step("right", 20)
+    model.check()
+
+
+def test_a_regenerated_answer_copies_the_head_of_a_full_block():
+    model = PoolModel(make_manager())
+    model.run("turn1", range(100))
+    assert model.run("again", [*range(45), *range(500, 520)]) == 45
+    assert model.manager.stats.copied_rows == 13
+    assert model.run("as before", range(101)) == 96  # the full blocks; the open one belonged to the end that was left
+
+
+def test_a_whole_page_is_shared_not_copied():
+    model = PoolModel(make_manager(num_pages=2, page_size=64))
+    for request_id in ("a", "b"):
+        model.open(request_id, [*range(64), ord(request_id)], session=request_id)
+    assert model.manager.admit("a", 64) == 0
+    model.step("a", 64)
+    assert model.manager.admit("b", 1) == 64
+    assert model.contexts["b"].pages[0] == model.contexts["a"].pages[0]
+    assert model.manager.pages.num_pinned == 2
+    model.check()
+
+
+@pytest.mark.parametrize("stranger", [("other", ""), ("", "salt")])
+def test_tenants_and_salts_never_share(stranger):
+    model = PoolModel(make_manager())
+    model.run("mine", range(100))
+    model.open("theirs", range(100), tenant=stranger[0], salt=stranger[1])
+    assert model.manager.resident_tokens("theirs") == 0
+    assert model.manager.admit("theirs", 100) == 0
+    assert not model.manager.waits_for_sibling("theirs")
+    assert model.manager.report("theirs").miss_reasons == {"new": 100}
+
+
+def test_sessions_of_a_tenant_share_full_blocks_but_not_the_open_one():
+    model = PoolModel(make_manager())
+    model.run("mine", range(60))
+    model.open("yours", range(60), session="t")
+    assert model.manager.resident_tokens("yours") == 32
+
+
+def test_recompute_mode_finds_nothing_and_keeps_nothing():
+    model = PoolModel(make_manager(reuse=False))
+    assert reasons(model, "first", list(range(50))) == {"new": 50}
+    assert model.manager.pages.num_free == 16
+    assert reasons(model, "second", list(range(60))) == {"disabled": 50, "new": 10}
+
+
+def test_copies_of_a_prompt_wait_for_the_first_to_compute_it():
+    model = PoolModel(make_manager())
+    for request_id in ("r/0", "r/1"):
+        model.open(request_id, range(70))
+    assert not model.manager.waits_for_sibling("r/1"), "nobody computes it yet"
+    model.manager.admit("r/0", 40)
+    assert model.manager.waits_for_sibling("r/1")
+    assert not model.manager.waits_for_sibling("r/0")
+    model.step("r/0", 40)
+    assert model.manager.waits_for_sibling("r/1"), "the second block is still to come"
+    assert model.manager.grow("r/0", 30)
+    model.step("r/0", 30)
+    assert not model.manager.waits_for_sibling("r/1"), "the rest is no full block"
+    assert model.manager.admit("r/1", 6) == 64
+
+
+@pytest.mark.parametrize("ending", ["close", "preempt"])
+def test_nobody_waits_for_a_sibling_that_is_gone(ending):
+    model = PoolModel(make_manager())
+    for request_id in ("r/0", "r/1"):
+        model.open(request_id, range(70))
+    model.manager.admit("r/0", 70)
+    assert model.manager.waits_for_sibling("r/1")
+    if ending == "close":
+        model.close("r/0", 0)
+    else:
+        model.manager.preempt("r/0")
+    assert not model.manager.waits_for_sibling("r/1")
+
+
+def test_a_preempted_request_resumes_where_it_stopped_while_there_is_space():
+    model = PoolModel(make_manager())
+    model.open("r", range(50))
+    model.manager.admit("r", 50)
+    model.step("r", 50)
+    model.contexts["r"].token_ids.append(7)
+    model.manager.preempt("r")
+    assert model.manager.num_leases == 0
+    assert model.manager.admit("r", 1) == 50
+    assert model.manager.stats.copied_rows == 0
+
+
+def test_residency_of_a_waiting_and_of_a_running_request():
+    model = PoolModel(make_manager())
+    model.run("turn1", range(50))
+    model.open("turn2", range(60))
+    residency = model.manager.residency("turn2")
+    assert (residency.hbm_tokens, residency.missing_tokens, residency.bytes_to_load) == (50, 10, 0)
+    assert residency.lower_tokens == {}
+    model.manager.admit("turn2", 10)
+    model.step("turn2", 4)
+    assert model.manager.residency("turn2").hbm_tokens == 54
+
+
+def test_sessions_are_forgotten_after_their_time_and_beyond_their_number():
+    model = PoolModel(make_manager(ttl_s=10.0, max_sessions=2))
+    for now, session in ((0.0, "a"), (1.0, "b"), (5.0, "a"), (6.0, "c")):
+        model.open("r", range(40), session=session)
+        model.manager.admit("r", 40 - model.manager.resident_tokens("r"))
+        model.step("r", 40 - model.contexts["r"].computed)
+        model.close("r", now=now)
+    assert model.manager.num_sessions == 2  # "b" was used longest ago
+    assert model.manager.sweep(14.9) == 0
+    assert model.manager.sweep(15.0) == 1
+    assert model.manager.sweep(16.0) == 1
+    assert all(not row.is_open for row in model.manager.table), "nobody can ask for their open blocks any more"
+    model.check()
+
+
+def test_a_page_that_is_no_multiple_of_the_block_is_refused():
+    with pytest.raises(ValueError, match="page size 48"):
+        make_manager(page_size=48)
