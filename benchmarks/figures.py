@@ -81,8 +81,8 @@ def speed_section(result: dict[str, Any]) -> list[str]:
         "",
         "Random Llama (hidden 768, 12 layers, 12 heads, 4 KV heads, intermediate 2048, vocabulary 16,384; bf16), "
         f"{result['context']} prompt tokens a stream, caches off, medians of interleaved rounds (least to most). "
-        "*transformers* is vanilla `generate`, in process, as a user starts it; *+malloc* has the allocator settings of "
-        "our engine process.",
+        "*transformers* is vanilla `generate`, in process, as a user starts it; *+malloc* has the allocator settings "
+        "of our engine process.",
         "",
         "| | " + " | ".join(arms) + " | " + " | ".join(f"ratio to {against}" for against in ratios) + " |",
         "|---" * (1 + len(arms) + len(ratios)) + "|",
@@ -103,8 +103,8 @@ def main() -> None:
         draw_replay(replays, DOCS / "ttft_by_turn.png")
         lines += ["## Real dialogues, reuse against recompute", "", "![TTFT by turn](ttft_by_turn.png)", ""]
         lines += [
-            "User turns of Topical-Chat as recorded, answers generated greedily in float32 (at most 32 tokens), the same "
-            "requests to two servers that differ in `cache.mode`, turn about.",
+            "User turns of Topical-Chat as recorded, answers generated greedily in float32 (at most 32 tokens), the "
+            "same requests to two servers that differ in `cache.mode`, turn about.",
             "",
         ]
         for title, result in replays.items():
