@@ -6,6 +6,8 @@ The same seed gives the same bytes. Norm weights are drawn around 1 instead of b
 normalisation in the wrong order goes unnoticed. The tokenizer is the bundled one with filler tokens behind it, so the
 model takes text and a chat template like any other; it answers gibberish. Both end tokens are real, but an answer of
 random weights rarely meets them: measure with `ignore_eos` where lengths must agree.
+
+The shape is the usual "125 M" one, which has that many parameters with 32 k tokens; with 16 k it has 100.7 million.
 """
 
 import argparse
@@ -92,7 +94,7 @@ def make_model(out: Path, shape: Shape, seed: int) -> int:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--tiny", action="store_true", help="0.7 million parameters instead of 125, for tests")
+    parser.add_argument("--tiny", action="store_true", help="0.7 million parameters instead of 100.7, for tests")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     parameters = make_model(arguments.out, SHAPES["tiny" if arguments.tiny else "125m"], arguments.seed)

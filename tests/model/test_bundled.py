@@ -1,6 +1,7 @@
 """The bundled model as anyone finds it: plain transformers loads it, and it speaks."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -85,20 +86,35 @@ def test_small_talk_surprises_it_less_than_shuffled_words(model, tokenizer):
     assert shuffled > ordered + 0.5
 
 
-@pytest.mark.parametrize("question", ["Hi, how are you?", "Do you like music?", "What is your favorite movie?"])
-def test_answers_are_whole_english_sentences(model, tokenizer, question):
-    prompt = tokenizer.apply_chat_template(
-        [{"role": "user", "content": question}], tokenize=False, add_generation_prompt=True
-    )
-    inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
-    output = model.generate(**inputs, max_new_tokens=80, do_sample=False)[0, inputs["input_ids"].shape[1] :]
-    answer = tokenizer.decode(output[:-1])
-    assert output[-1] == tokenizer.eos_token_id, answer
-    assert answer.isascii(), answer
-    words = "".join(c if c.isalpha() or c == "'" else " " for c in answer.lower()).split()
-    common = {"i", "you", "it", "is", "am", "do", "the", "a", "to", "like", "of", "that", "and", "not", "have", "yes"}
-    assert len(words) >= 3, answer
-    assert len(common & set(words)) >= 2, answer
+COMMON = frozenset(
+    """a about actually all am an and any are as at be been but can could did do does don't enjoy favorite for from fun
+    get good great have he hello help hi how i i'm in is it it's just know like love lot me more movie movies much music
+    my no not of on one or play really she so that that's the them there they thing think this to today too very was
+    watch well what when who with would yeah yes you your""".split()  # noqa: SIM905
+)
+
+
+def test_answers_are_whole_english_sentences(model, tokenizer):
+    """Most words of small talk are among the hundred commonest; a model that babbles syllables has hardly any there."""
+    words = []
+    for question in (
+        "Hi, how are you?",
+        "Do you like music?",
+        "What is your favorite movie?",
+        "What do you do for fun?",
+    ):
+        prompt = tokenizer.apply_chat_template(
+            [{"role": "user", "content": question}], tokenize=False, add_generation_prompt=True
+        )
+        inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
+        output = model.generate(**inputs, max_new_tokens=80, do_sample=False)[0, inputs["input_ids"].shape[1] :]
+        answer = tokenizer.decode(output[:-1])
+        assert output[-1] == tokenizer.eos_token_id, answer
+        assert answer.isascii(), answer
+        spoken = re.findall(r"[a-z']+", answer.lower())
+        assert len(spoken) >= 2, answer
+        words += spoken
+    assert sum(word in COMMON for word in words) >= 0.6 * len(words), words
 
 
 def test_card_describes_this_model(model):
