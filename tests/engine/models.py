@@ -1,4 +1,4 @@
-"""Tiny models of many families, and the engine's own path to run them: pages, flat ragged batches, chunks.
+"""Tiny models of many families, built from their configs.
 
 No parameter keeps a value that would hide a mistake: with norm weights of 1 and biases of 0 many of them print zeros.
 """
@@ -7,7 +7,7 @@ import copy
 import os
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,16 +17,8 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from engine.batch import BatchItem, BlockTables, build_batch
-from engine.cpu_optimise import Optimised, optimise_for_cpu
-from engine.hf_model import KvSink, attention_implementation
-from engine.probe import KvShape, ProbeResult
-from engine.runner import ModelRunner, make_pages
-from kernels.attention import BACKENDS
-from kernels.attention.base import AttentionBackend
-from kernels.kv_copy import gather_rows
+from engine.hf_model import attention_implementation
 
-PAGE = 32
 WINDOW = 24  # of every sliding window here: smaller than a page, and than most texts
 VOCAB = 199
 CPU = torch.device("cpu")
@@ -173,84 +165,6 @@ def vanilla_logits(model: Any, token_ids: Sequence[int]) -> Tensor:
     with attention_implementation(model, "eager"):
         logits: Tensor = model(input_ids=torch.tensor([token_ids]), use_cache=False).logits[0]
     return logits
-
-
-@dataclass(slots=True)
-class Text:
-    """A sequence on its way through the engine's path."""
-
-    token_ids: list[int]
-    pages: list[int]  # all that it will need, in order
-    logits: Tensor  # [tokens, vocab], filled as it goes
-    done: int = 0
-
-
-class Pool:
-    """Pages of a model, and steps over them built by the engine's own classes."""
-
-    def __init__(
-        self,
-        model: Any,
-        shapes: list[KvShape],
-        *,
-        num_pages: int = 24,
-        sink: KvSink | None = None,
-        backend: AttentionBackend | None = None,
-    ) -> None:
-        dtype = next(model.parameters()).dtype
-        self.pages = make_pages(shapes, num_pages, PAGE, dtype, CPU)
-        for layer in self.pages:
-            layer.k.fill_(float("nan"))  # a row that is read before it is written shows
-            layer.v.fill_(float("nan"))
-        self.runner = ModelRunner(
-            model=model, pages=self.pages, backend=backend or BACKENDS["torch_cpu"](), sink=sink
-        )  # fmt: skip
-        self.shares: list[tuple[Text, int]] = []  # of the step that runs: texts stand where it began
-        self._tables = BlockTables(max_seqs=8, max_pages=8)
-        self._vocab = model.config.get_text_config().vocab_size
-
-    def text(self, token_ids: list[int], pages: list[int]) -> Text:
-        return Text(token_ids, pages, torch.full((len(token_ids), self._vocab), float("nan")))
-
-    def step(self, shares: Sequence[tuple[Text, int]]) -> None:
-        """The next so many tokens of each text in one flat batch; keeps the logits of every row."""
-        self.shares = list(shares)
-        items = []
-        for text, count in shares:
-            pages = text.pages[: -(-(text.done + count) // PAGE)]
-            items.append(BatchItem(str(id(text)), text.token_ids[text.done :][:count], text.done, pages, False))
-        batch = build_batch(items, self._tables, PAGE, CPU)
-        batch = replace(batch, logit_rows=torch.arange(len(batch.token_ids)))
-        logits = self.runner.forward(batch).float()
-        for (text, count), part in zip(shares, logits.split([count for _, count in shares]), strict=True):
-            text.logits[text.done : text.done + count] = part
-            text.done += count
-
-    def run(self, texts: Sequence[Text], seed: int) -> None:
-        """Every text to its end, in random steps that mix chunks of a prefill with single rows."""
-        rng = random.Random(seed)
-        while unfinished := [text for text in texts if text.done < len(text.token_ids)]:
-            chosen = rng.sample(unfinished, rng.randint(1, len(unfinished)))
-            sizes = [rng.choice((1, 1, 2, rng.randint(5, 40))) for _ in chosen]
-            shares = [
-                (text, min(size, len(text.token_ids) - text.done)) for text, size in zip(chosen, sizes, strict=True)
-            ]
-            self.step(shares)
-
-    def rows(self, layer: int, text: Text) -> tuple[Tensor, Tensor]:
-        """K and V [tokens, kv_heads, dim] of a text as they lie in the pages."""
-        slots = slots_of(text)
-        return gather_rows(self.pages[layer].k, slots), gather_rows(self.pages[layer].v, slots)
-
-
-def slots_of(text: Text) -> Tensor:
-    """[tokens] int64: where the rows of a text are in the pool."""
-    return torch.tensor([text.pages[row // PAGE] * PAGE + row % PAGE for row in range(len(text.token_ids))])
-
-
-def optimise(model: Any, probed: ProbeResult) -> Optimised:
-    """Put the engine's faster modules into a model, in place."""
-    return optimise_for_cpu(model, probed, BACKENDS["torch_cpu"]())
 
 
 def copied(model: Any) -> Any:

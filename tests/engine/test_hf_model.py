@@ -1,9 +1,7 @@
 """Our path over pages against transformers' own, family by family; and what a step leaves behind: nothing."""
 
 import threading
-from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,44 +9,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from cache.codec import RawCodec, Segment
-from engine.hf_model import Step, forward, prepare, rope_limit
-from engine.probe import ProbeResult, probe, single_sequence_meta
+from engine.hf_model import Step, forward, rope_limit
+from engine.probe import single_sequence_meta
 from kernels.attention import BACKENDS
-from kernels.attention.base import KvPages
-from tests.engine.models import (
-    CPU,
-    FAMILIES,
-    PAGE,
-    VOCAB,
-    Pool,
-    Text,
-    copied,
-    family_model,
-    optimise,
-    random_ids,
-    slots_of,
-    tiny_model,
-    vanilla_logits,
-)
-
-# Two contexts lie in a row and are attended to in place, two are scattered and gathered first.
-PLACES = [(75, [4, 5, 6]), (40, [12, 13]), (110, [9, 20, 1, 15]), (33, [19, 2])]
-
-
-@dataclass(frozen=True)
-class Served:
-    """A model that we drive, and an independent one of the same weights that we must never touch."""
-
-    ours: Any
-    vanilla: Any
-    probed: ProbeResult
-
-
-def serve(model: Any) -> Served:
-    vanilla = copied(model)
-    ours = prepare(model)
-    return Served(ours, vanilla, probe(ours, BACKENDS["torch_cpu"](), PAGE))
+from tests.engine.models import CPU, FAMILIES, VOCAB, copied, family_model, random_ids, tiny_model, vanilla_logits
+from tests.engine.paged import PAGE, Played, Pool, Served, Text, optimise, play, serve, slots_of
 
 
 @pytest.fixture(scope="module")
@@ -56,63 +21,18 @@ def llama() -> Served:
     return serve(tiny_model())
 
 
-class Saver:
-    """A save path: un-rotated KV of every text, encoded as it is computed."""
-
-    def __init__(self, probed: ProbeResult) -> None:
-        def rotate(layer: int, k_plain: Tensor, positions: Tensor) -> Tensor:
-            rope = probed.ropes[layer]
-            return k_plain if rope is None else rope.rotate(k_plain, positions)
-
-        self.codec = RawCodec(rotate=rotate)
-        self.pool: Pool
-        self.segments: dict[tuple[int, int], list[Segment]] = defaultdict(list)  # (text, layer) -> its record
-
-    def write(self, layer: int, k_plain: Tensor, v: Tensor) -> None:
-        start = 0
-        for text, count in self.pool.shares:
-            rows = slice(start, start + count)
-            self.segments[id(text), layer] += self.codec.encode(layer, k_plain[rows], v[rows], text.done)
-            start += count
-        assert start == len(k_plain) == len(v)
-
-    def load(self, text: Text, layer: int, slots: Tensor, first_position: int, pages: KvPages) -> None:
-        positions = torch.arange(first_position, first_position + len(text.token_ids))
-        self.codec.materialise(self.segments[id(text), layer], slots, positions, pages)
-
-
-@dataclass(frozen=True)
-class Played:
-    """Texts that a model was run over, everything of it saved."""
-
-    family: str
-    served: Served
-    saver: Saver
-    pool: Pool
-    texts: list[Text]
-
-
-def play(family: str, served: Served, seed: int) -> Played:
-    saver = Saver(served.probed)
-    saver.pool = pool = Pool(served.ours, served.probed.shapes, sink=saver)
-    texts = [pool.text(random_ids(length, seed + i), pages) for i, (length, pages) in enumerate(PLACES)]
-    pool.run(texts, seed)
-    return Played(family, served, saver, pool, texts)
-
-
 @pytest.fixture(scope="module", params=FAMILIES)
-def served(request: pytest.FixtureRequest) -> tuple[str, Served]:
-    return request.param, serve(family_model(request.param))
+def served(request: pytest.FixtureRequest) -> Served:
+    return serve(family_model(request.param))
 
 
 @pytest.fixture(scope="module", params=["as transformers has it", "with faster modules"])
-def played(request: pytest.FixtureRequest, served: tuple[str, Served]) -> Played:
-    family, plain = served
+def played(request: pytest.FixtureRequest, served: Served) -> Played:
     if request.param == "as transformers has it":
-        return play(family, plain, seed=10)
-    faster = Served(copied(plain.ours), plain.vanilla, plain.probed)
-    optimise(faster.ours, plain.probed)
-    return play(family, faster, seed=20)
+        return play(served, seed=10)
+    faster = Served(copied(served.ours), served.vanilla, served.probed)
+    optimise(faster.ours, served.probed)
+    return play(faster, seed=20)
 
 
 def assert_logits_are_the_models_own(vanilla: Any, texts: list[Text]) -> None:
@@ -139,7 +59,7 @@ def test_saved_kv_comes_back_bit_for_bit(played: Played) -> None:
 
 def test_saved_keys_can_stand_elsewhere(played: Played) -> None:
     """Loaded at later positions, layer 0 is what the model computes for the same tokens there."""
-    if not FAMILIES[played.family].decouplable:
+    if not played.served.probed.decouplable:
         pytest.skip("its keys carry their positions")
     shift, text = 41, played.texts[0]
     shapes = played.served.probed.shapes
@@ -206,7 +126,7 @@ def test_a_failed_step_leaves_nothing_for_the_next(llama: Served) -> None:
 
     with pytest.raises(MemoryError):
         run_once(llama, During(fail))
-    assert_logits_are_the_models_own(llama.vanilla, play("llama", llama, seed=50).texts)
+    assert_logits_are_the_models_own(llama.vanilla, play(llama, seed=50).texts)
 
 
 def test_our_attention_refuses_to_run_outside_a_step(llama: Served) -> None:
