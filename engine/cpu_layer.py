@@ -11,13 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from engine.cpu_modules import PACK_FOR_ROWS, PACK_WIDE_FOR_ROWS, PackedLinear, RmsNorm, agree, pack_weight
-from engine.hf_model import Step, attend, current_step, running, turn_halves, turns_halves
+from engine.hf_model import Step, attend, current_step, rope_limit, running, turn_halves, turns_halves
 from engine.probe import ProbeResult, single_sequence_meta
-from kernels.attention.base import AttentionBackend, AttentionParams, KvPages
+from kernels.attention.base import AttentionBackend, AttentionMeta, AttentionParams, KvPages
 
 _ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 _LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
-_CHECK_TOKENS = 6
+_CHECK_TOKENS = 6  # half of them near the end of the window
 
 
 class DecoderLayer(nn.Module):
@@ -89,13 +89,17 @@ def _norm(module: Any) -> RmsNorm:
 def replace_layers(model: nn.Module, probed: ProbeResult, backend: AttentionBackend) -> int:
     """Replace the decoder layers that we know, in place; returns how many."""
     replaced = 0
+    text: Any = model.config.get_text_config()  # type: ignore[operator,union-attr]
+    last = rope_limit(text) or text.max_position_embeddings
+    positions = torch.arange(_CHECK_TOKENS)
+    positions[_CHECK_TOKENS // 2 :] += max(0, last - _CHECK_TOKENS)
     for container in [m for m in model.modules() if isinstance(m, nn.ModuleList)]:
         for place, layer in enumerate(container):
             index = getattr(getattr(layer, "self_attn", None), "layer_idx", None)
             if index is None or not _is_known(layer, probed, index):
                 continue
             ours = DecoderLayer(layer, index, probed.params[index])
-            if _same_answer(ours, layer, index, probed, backend):
+            if _same_answer(ours, layer, index, probed, backend, positions):
                 container[place] = ours
                 replaced += 1
     return replaced
@@ -140,23 +144,48 @@ def is_gated_mlp(module: nn.Module) -> bool:
     )
 
 
+class _Listening:
+    """A backend that keeps the queries it was given."""
+
+    def __init__(self, backend: AttentionBackend) -> None:
+        self.name, self.page_multiple = backend.name, backend.page_multiple
+        self._backend = backend
+        self.queries: Tensor
+
+    def forward(self, q: Tensor, kv: KvPages, meta: AttentionMeta, params: AttentionParams) -> Tensor:
+        self.queries = q
+        return self._backend.forward(q, kv, meta, params)
+
+
 def _same_answer(
-    ours: nn.Module, theirs: nn.Module, index: int, probed: ProbeResult, backend: AttentionBackend
+    ours: nn.Module,
+    theirs: nn.Module,
+    index: int,
+    probed: ProbeResult,
+    backend: AttentionBackend,
+    positions: Tensor,
 ) -> bool:
-    """Both layers over the same few random rows, each over pages of its own."""
+    """Both layers over the same few random rows, each over pages of its own. Their queries are compared too: what
+    changes with the position may be too little for the sum to tell."""
     weight = next(theirs.parameters())
     shape, rope = probed.shapes[index], probed.ropes[index]
     assert rope is not None
     generator = torch.Generator().manual_seed(0)
     width: int = theirs.self_attn.q_proj.in_features  # type: ignore[union-attr,assignment]
-    hidden = torch.randn(1, _CHECK_TOKENS, width, generator=generator).to(weight.dtype)
-    tables = rope.tables(hidden, torch.arange(_CHECK_TOKENS))
+    hidden = torch.randn(1, len(positions), width, generator=generator).to(weight.dtype)
+    tables = rope.tables(hidden, positions)
     answers = []
     for layer in (ours, theirs):
         page = (1, backend.page_multiple, shape.kv_heads)
         pages = KvPages(hidden.new_zeros(*page, shape.k_dim), hidden.new_zeros(*page, shape.v_dim))
-        meta = single_sequence_meta(hidden.device, 0, _CHECK_TOKENS, backend.page_multiple)
-        with running(Step(meta, lambda _, pages=pages: pages, backend, None)):  # type: ignore[misc]
-            out = layer(hidden, position_embeddings=tables, attention_mask=None)
-        answers.append(out[0] if isinstance(out, tuple) else out)
-    return agree(answers[0] - hidden, answers[1] - hidden)
+        meta = single_sequence_meta(hidden.device, 0, len(positions), backend.page_multiple)
+        listening = _Listening(backend)
+        with running(Step(meta, lambda _, pages=pages: pages, listening, None)):  # type: ignore[misc]
+            try:
+                out = layer(hidden, position_embeddings=tables, position_ids=positions[None], attention_mask=None)
+            except Exception:
+                return False  # it needs more than layers of this kind are given
+        if not isinstance(out, Tensor):
+            return False  # what stands around it would take ours apart
+        answers.append((listening.queries, out - hidden))
+    return all(agree(got, want) for got, want in zip(*answers, strict=True))
