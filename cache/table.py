@@ -1,8 +1,10 @@
 """The cache table (CaR §III-B): one row per block that is stored somewhere, and the tree of prefixes they form."""
 
 from array import array
-from collections.abc import Iterator, Sequence
+from bisect import bisect_left, insort
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 from cache.block import BlockKey
 
@@ -32,7 +34,9 @@ class CacheTable:
 
     def __init__(self) -> None:
         self._rows: dict[BlockKey, BlockRow] = {}
-        self._children: dict[BlockKey, dict[BlockKey, None]] = {}
+        # Sorted by tokens: behind a system prompt stand thousands, and the two beside a text are those most like it.
+        self._children: dict[BlockKey, list[tuple[array[int], BlockKey]]] = {}
+        self._open: dict[tuple[BlockKey, str], dict[BlockKey, None]] = {}  # (parent, session): a few at most
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -51,14 +55,24 @@ class CacheTable:
         if row.key in self._rows:
             raise KeyError(row.key)
         self._rows[row.key] = row
-        self._children.setdefault(row.parent, {})[row.key] = None
+        if row.session_id is None:
+            insort(self._children.setdefault(row.parent, []), (row.token_ids, row.key))
+        else:
+            self._open.setdefault((row.parent, row.session_id), {})[row.key] = None
 
     def drop(self, key: BlockKey) -> BlockRow:
+        """Raises KeyError on an unknown key."""
         row = self._rows.pop(key)
-        siblings = self._children[row.parent]
-        del siblings[key]
-        if not siblings:
-            del self._children[row.parent]
+        if row.session_id is None:
+            siblings = self._children[row.parent]
+            del siblings[bisect_left(siblings, (row.token_ids, row.key))]
+            if not siblings:
+                del self._children[row.parent]
+        else:
+            place = row.parent, row.session_id
+            del self._open[place][key]
+            if not self._open[place]:
+                del self._open[place]
         return row
 
     def matched(self, keys: Sequence[BlockKey]) -> list[BlockRow]:
@@ -76,16 +90,23 @@ class CacheTable:
     ) -> tuple[BlockRow, int] | None:
         """The child of `parent` that shares the most leading tokens with `token_ids` (at most `limit`, at least one)
         and that many. Open blocks of other sessions do not count. Equal candidates: the session's own open block."""
+        siblings = self._children.get(parent, [])
+        place = bisect_left(siblings, (array("I", token_ids),))
+        before, behind = range(place - 1, -1, -1), range(place, len(siblings))
+        candidates = (
+            *self._in_gpu(self._open.get((parent, session_id), ())),
+            *islice(self._in_gpu(siblings[index][1] for index in before), 1),
+            *islice(self._in_gpu(siblings[index][1] for index in behind), 1),
+        )
         best: tuple[BlockRow, int] | None = None
-        for key in self._children.get(parent, ()):
-            row = self._rows[key]
-            own = row.session_id == session_id
-            if not row.valid_in_gpu or (row.is_open and not own):
-                continue
+        for row in candidates:
             shared = common_prefix(row.token_ids, token_ids, limit)
-            if shared and (best is None or shared > best[1] or (shared == best[1] and own)):
+            if shared > (best[1] if best else 0):
                 best = row, shared
         return best
+
+    def _in_gpu(self, keys: Iterable[BlockKey]) -> Iterator[BlockRow]:
+        return (row for key in keys if (row := self._rows[key]).valid_in_gpu)
 
 
 def common_prefix(left: Sequence[int], right: Sequence[int], limit: int) -> int:
