@@ -91,7 +91,8 @@ real text: serve a model of your choice with `reprise serve --model DIR_OR_HUB_I
 
 bfloat16 autocast, Muon for the matrices and AdamW for the rest, learning rate held, then lowered linearly over the last
 {1 - DECAY_FROM:.0%} of the budget. The last part sees windows of {CONTEXT} tokens, the whole context. Half of the
-dialogues open with a system message made up to fit their source. Steps in the training curve are changes of the mixture.
+dialogues open with a system message made up to fit their source. Steps in the training curve are changes of the
+mixture.
 
 {_table(["part of the budget", "window", *corpus.SOURCES], mixture)}
 
