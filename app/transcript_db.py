@@ -67,8 +67,13 @@ class Database:
         return True
 
     def used_bytes(self) -> int:
-        """Pages in use, those of the indexes included."""
-        return (self._pragma("page_count") - self._pragma("freelist_count")) * self._pragma("page_size")
+        """Pages in use, those of the indexes included. Raises sqlite3.Error."""
+        pages, free = self._pragma("page_count"), self._pragma("freelist_count")
+        if not 0 <= free <= pages:  # SQLite believes its header until it needs a free page
+            error = sqlite3.DatabaseError("the count of free pages is damaged")
+            error.sqlite_errorcode = sqlite3.SQLITE_CORRUPT
+            raise error
+        return (pages - free) * self._pragma("page_size")
 
     def shrink(self, max_bytes: int) -> None:
         """Give free pages back to the file system until the file is no larger than that."""

@@ -137,3 +137,17 @@ def test_freed_pages_go_back_to_the_file_system(path):
     db.shrink(100_000)
     db.close()
     assert path.stat().st_size < 100_000
+
+
+def test_a_damaged_count_of_free_pages_is_found(path):
+    db = open_db(path)
+    write(db, "one")
+    db.close()
+    data = bytearray(path.read_bytes())
+    data[36:40] = (1 << 31).to_bytes(4, "big")  # the field of the file's header
+    path.write_bytes(data)
+    db = open_db(path)
+    with pytest.raises(sqlite3.DatabaseError) as caught:
+        db.used_bytes()
+    assert db.recover(caught.value)
+    assert db.used_bytes() > 0
