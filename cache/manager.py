@@ -111,9 +111,13 @@ class CacheManager:
     def waits_for_sibling(self, request_id: str) -> bool:
         """Whether a running request is computing the next block this one needs: one computation, many waiters."""
         context = self._running[request_id]
+        if context.awaited is not None and context.awaited in self._in_flight:
+            return True  # a prompt may have many waiters, asked in every step: none walks it again for nothing
         keys = context.chain()
         matched = len(self.table.matched(keys)) if self._reuse else 0
-        return matched < len(keys) and self._in_flight.get(keys[matched], request_id) != request_id
+        waits = matched < len(keys) and self._in_flight.get(keys[matched], request_id) != request_id
+        context.awaited = keys[matched] if waits else None
+        return waits
 
     def admit(self, request_id: str, num_tokens: int) -> int | None:
         """See CacheView. What is matched is shared page by page where whole pages match; the rest is copied, or taken

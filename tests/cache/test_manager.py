@@ -449,3 +449,20 @@ def test_sessions_are_forgotten_after_their_time_and_beyond_their_number():
 def test_a_page_that_is_no_multiple_of_the_block_is_refused():
     with pytest.raises(ValueError, match="page size 48"):
         make_manager(page_size=48)
+
+
+def test_a_thousand_copies_of_a_long_prompt_do_not_walk_it_in_every_step(monkeypatch):
+    model = PoolModel(make_manager(num_pages=12))
+    for request_id in ("r/0", "r/1"):
+        model.open(request_id, range(320))
+    model.manager.admit("r/0", 320)
+    model.step("r/0", 160)
+    walks = []
+    walk = model.manager.table.matched
+    monkeypatch.setattr(model.manager.table, "matched", lambda keys: walks.append(keys) or walk(keys))
+    assert all(model.manager.waits_for_sibling("r/1") for _ in range(100))
+    assert len(walks) == 1
+    model.step("r/0", 32)
+    assert model.manager.waits_for_sibling("r/1")
+    model.step("r/0", 128)
+    assert not model.manager.waits_for_sibling("r/1")
