@@ -43,7 +43,8 @@ class KeyDomain:
 
     def __init__(self, *, secret: bytes, fingerprint: bytes, tenant: str, salt: str) -> None:
         fields = typed_fields("reprise-kv", LAYOUT_VERSION, BLOCK_TOKENS, fingerprint, tenant, salt)
-        self._key = blake2b(fields, key=secret[:64], digest_size=32).digest()
+        # Digested first: blake2b takes keys of at most 64 bytes, and every byte of a longer secret must count.
+        self._key = blake2b(fields, key=blake2b(secret).digest(), digest_size=32).digest()
         self.root = self._hash(b"root", b"")
 
     def _hash(self, kind: bytes, data: bytes) -> BlockKey:
