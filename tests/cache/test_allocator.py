@@ -1,0 +1,105 @@
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from cache.allocator import PageAllocator
+
+WHICH = st.integers(0, 30)
+
+
+class Claims(RuleBasedStateMachine):
+    """Pins and residents come and go; the model is two counters per page."""
+
+    @initialize(num_pages=st.integers(0, 7), contiguous=st.booleans())
+    def start(self, num_pages, contiguous):
+        self.pages = PageAllocator(num_pages=num_pages, prefer_contiguous=contiguous)
+        self.contiguous = contiguous
+        self.pins = [0] * num_pages
+        self.residents = [0] * num_pages
+
+    def used(self):
+        return [page for page in range(len(self.pins)) if self.pins[page] or self.residents[page]]
+
+    @rule(after=st.one_of(st.none(), st.integers(0, 6)))
+    def take(self, after):
+        free = set(range(len(self.pins))) - set(self.used())
+        if not free:
+            with pytest.raises(IndexError):
+                self.pages.take(after)
+            return
+        page = self.pages.take(after)
+        assert page in free
+        if self.contiguous and after is not None and after + 1 in free:
+            assert page == after + 1
+        self.pins[page] = 1
+
+    @precondition(lambda self: self.used())
+    @rule(which=WHICH)
+    def pin(self, which):
+        page = self.used()[which % len(self.used())]
+        self.pages.pin(page)
+        self.pins[page] += 1
+
+    @precondition(lambda self: any(self.pins))
+    @rule(which=WHICH)
+    def unpin(self, which):
+        pinned = [page for page, count in enumerate(self.pins) if count]
+        page = pinned[which % len(pinned)]
+        self.pages.unpin(page)
+        self.pins[page] -= 1
+
+    @precondition(lambda self: self.used())
+    @rule(which=WHICH)
+    def add_resident(self, which):
+        page = self.used()[which % len(self.used())]
+        self.pages.add_resident(page)
+        self.residents[page] += 1
+
+    @precondition(lambda self: any(self.residents))
+    @rule(which=WHICH)
+    def drop_resident(self, which):
+        cached = [page for page, count in enumerate(self.residents) if count]
+        page = cached[which % len(cached)]
+        self.pages.drop_resident(page)
+        self.residents[page] -= 1
+
+    @invariant()
+    def every_page_is_free_cached_or_pinned(self):
+        if not hasattr(self, "pages"):
+            return
+        assert [self.pages.pins(page) for page in range(len(self.pins))] == self.pins
+        assert [self.pages.residents(page) for page in range(len(self.pins))] == self.residents
+        assert [page for page in range(len(self.pins)) if not self.pages.is_free(page)] == self.used()
+        assert self.pages.num_free == len(self.pins) - len(self.used())
+        assert self.pages.num_pinned == sum(count > 0 for count in self.pins)
+        assert self.pages.num_cached == sum(
+            residents > 0 and not pins for pins, residents in zip(self.pins, self.residents, strict=True)
+        )
+
+
+TestClaims = Claims.TestCase
+TestClaims.settings = settings(max_examples=80, stateful_step_count=40)
+
+
+def test_what_nobody_claims_cannot_be_claimed_or_released():
+    pages = PageAllocator(num_pages=2, prefer_contiguous=False)
+    for release in (pages.pin, pages.unpin, pages.add_resident, pages.drop_resident):
+        with pytest.raises(AssertionError):
+            release(0)
+
+
+def test_contexts_lie_in_one_piece_and_leave_each_other_room_to_grow():
+    pages = PageAllocator(num_pages=8, prefer_contiguous=True)
+    # All free: the first page. Then the largest hole is 1..7, whose middle is 1 + 7 // 2.
+    assert pages.take(None) == 0
+    assert pages.take(None) == 4
+    # The first context grows behind itself, up to the second one.
+    assert [pages.take(last) for last in (0, 1, 2)] == [1, 2, 3]
+    # 4 is taken: a new start in the hole 5..7, at 5 + 3 // 2.
+    assert pages.take(3) == 6
+    assert pages.take(6) == 7
+    # The end of the pool: what is left.
+    assert pages.take(7) == 5
+    with pytest.raises(IndexError):
+        pages.take(None)
