@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from engine.cpu_modules import PACK_FOR_ROWS, PACK_WIDE_FOR_ROWS, PackedLinear, RmsNorm, agree, pack_weight
+from engine.cpu_modules import PackedLinear, RmsNorm, agree, pack_weight
 from engine.hf_model import Step, attend, current_step, rope_limit, running, turn_halves, turns_halves
 from engine.probe import ProbeResult, single_sequence_meta
 from kernels.attention.base import AttentionBackend, AttentionMeta, AttentionParams, KvPages
@@ -41,8 +41,8 @@ class DecoderLayer(nn.Module):
         self._k_norm = _norm(attention.k_norm) if hasattr(attention, "k_norm") else None
         self._out = _Summed(attention.o_proj)
         self._post_norm = _norm(layer.post_attention_layernorm)
-        self._gate, self._gate_bias = pack_weight(mlp.gate_proj.weight, PACK_WIDE_FOR_ROWS), mlp.gate_proj.bias
-        self._up, self._up_bias = pack_weight(mlp.up_proj.weight, PACK_WIDE_FOR_ROWS), mlp.up_proj.bias
+        self._gate, self._gate_bias = pack_weight(mlp.gate_proj.weight), mlp.gate_proj.bias
+        self._up, self._up_bias = pack_weight(mlp.up_proj.weight), mlp.up_proj.bias
         self._down = _Summed(mlp.down_proj)
 
     def forward(self, hidden_states: Tensor, *, position_embeddings: tuple[Tensor, Tensor], **_: Any) -> Tensor:
@@ -75,7 +75,7 @@ class _Summed(nn.Module):
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
-        self._packed, self._bias = pack_weight(linear.weight, PACK_FOR_ROWS), linear.bias
+        self._packed, self._bias = pack_weight(linear.weight), linear.bias
 
     def forward(self, x: Tensor, residual: Tensor) -> Tensor:
         out: Tensor = torch.ops.mkldnn._linear_pointwise.binary(x, residual, self._packed, self._bias, "add")
