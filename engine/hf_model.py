@@ -265,15 +265,26 @@ def load_model(path: Path, dtype: torch.dtype, device: torch.device) -> nn.Modul
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=False)
     except Exception as error:
+        if "trust_remote_code" in str(error):
+            raise ModelRefused(f"{path} needs code of its own, which is never run; transformers has none") from error
         raise ModelRefused(f"{path} has no configuration that transformers can read: {error}") from error
     _check_config(config)
+    if not any(path.glob("*.safetensors")):
+        raise ModelRefused(f"{path} has no safetensors weights; other formats are not read, they can run code")
     try:
         with torch.device("cpu"):
-            model = AutoModelForCausalLM.from_pretrained(
-                path, dtype=dtype, trust_remote_code=False, use_safetensors=True, attn_implementation="eager"
+            model, report = AutoModelForCausalLM.from_pretrained(
+                path,
+                dtype=dtype,
+                trust_remote_code=False,
+                use_safetensors=True,
+                attn_implementation="eager",
+                output_loading_info=True,
             )
     except Exception as error:
         raise ModelRefused(f"transformers cannot load {path}: {error}") from error
+    if missing := sorted(report["missing_keys"]):  # transformers has filled them with random numbers
+        raise ModelRefused(f"{len(missing)} weights are missing from {path}, among them {', '.join(missing[:3])}")
     return prepare(model.to(device))
 
 
