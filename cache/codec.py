@@ -48,7 +48,7 @@ class Codec(Protocol):
     def materialise(self, segments: Sequence[Segment], slots: Tensor, positions: Tensor, pages: KvPages) -> None:
         """Write one layer's segments into pages. slots and positions [tokens] int64, by token of the record: token t of
         a segment goes to slots[t], its key rotated for positions[t]. Raises ValueError on a segment whose size does
-        not fit its key, before anything is written."""
+        not fit its key, or whose tokens have no slot or position, before anything is written."""
         ...
 
 
@@ -72,6 +72,10 @@ class RawCodec:
     def materialise(self, segments: Sequence[Segment], slots: Tensor, positions: Tensor, pages: KvPages) -> None:
         """See Codec."""
         rows = [(segment.key, _from_bytes(segment, self._target(segment.key, pages))) for segment in segments]
+        num_tokens = min(slots.numel(), positions.numel())
+        for key, _ in rows:
+            if not 0 <= key.tokens[0] <= key.tokens[1] <= num_tokens:
+                raise ValueError(f"segment {key} has no place in a record of {num_tokens} tokens")
         for key, values in rows:
             span = slice(*key.tokens)
             if key.part == "k":
