@@ -71,8 +71,15 @@ def test_equal_tokens_have_equal_keys_exactly_inside_a_domain(one, changes, toke
 
 @pytest.mark.parametrize(
     "change",
-    [{"secret": b"secreu"}, {"secret": b"secret\0"}, {"fingerprint": b"model2"}, {"tenant": "you"}, {"salt": "me"}]
-    + [{"tenant": "", "salt": "me"}, {"tenant": "m", "salt": "e"}],
+    [
+        {"secret": b"secreu"},
+        {"secret": b"secret\0"},
+        {"fingerprint": b"model2"},
+        {"tenant": "you"},
+        {"salt": "me"},
+        {"tenant": "", "salt": "me"},
+        {"tenant": "m", "salt": "e"},
+    ],
 )
 def test_whatever_changes_opens_another_domain(change):
     assert domain().chain([1] * 32) != domain(**change).chain([1] * 32)
