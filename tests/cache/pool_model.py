@@ -58,7 +58,9 @@ class PoolModel:
     def open(
         self, request_id: str, tokens: Iterable[int], *, session: str = "s", tenant: str = "", salt: str = ""
     ) -> None:
-        self.manager.open(request_id, tenant, salt, session, list(tokens))
+        """A list stays shared with the caller, who may append what is sampled."""
+        token_ids = tokens if isinstance(tokens, list) else list(tokens)
+        self.manager.open(request_id, tenant, salt, session, token_ids)
         self.contexts[request_id] = self.manager.context(request_id)
 
     def close(self, request_id: str, num_tokens: int | None = None, now: float = 0.0) -> None:

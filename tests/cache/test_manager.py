@@ -70,7 +70,7 @@ class Conversations(RuleBasedStateMachine):
         tokens = (before[: int(len(before) * kept)] + random.Random(voice).choices([0, 1], k=length))[:limit]
         for _ in range(copies):
             self.opened += 1
-            self.model.open(f"r{self.opened}", tokens, session=session, tenant=tenant[0], salt=tenant[1])
+            self.model.open(f"r{self.opened}", list(tokens), session=session, tenant=tenant[0], salt=tenant[1])
         self.texts = [*self.texts[-9:], tokens]
 
     @precondition(lambda self: self.waiting)
@@ -191,7 +191,7 @@ class Conversations(RuleBasedStateMachine):
 @pytest.mark.parametrize("page_size", [32, 64, 128, 256])
 def test_rows_always_hold_what_they_are_taken_for(page_size):
     machine = type(f"Pages{page_size}", (Conversations,), {"page_size": page_size})
-    run_state_machine_as_test(machine, settings=settings(max_examples=40, stateful_step_count=30))
+    run_state_machine_as_test(machine, settings=settings(max_examples=120, stateful_step_count=40))
 
 
 # --- worked by hand ---------------------------------------------------------------------------------------------------

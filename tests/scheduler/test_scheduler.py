@@ -1,0 +1,362 @@
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from scheduler.scheduler import QueueFull, Scheduler
+from scheduler.sequence import SequenceState
+from tests.conftest import greedy, make_sequence
+
+
+class FakeCache:
+    """Room for a number of rows, no reuse but what a test puts into `resident`."""
+
+    def __init__(self, room=10_000):
+        self.room = room
+        self.sequences = {}
+        self.held = {}  # rows reserved
+        self.resident = {}
+        self.waiting_for_siblings = set()
+
+    def resident_tokens(self, request_id):
+        return self.resident.get(request_id, 0)
+
+    def residency(self, request_id):
+        raise NotImplementedError
+
+    def waits_for_sibling(self, request_id):
+        return request_id in self.waiting_for_siblings
+
+    def admit(self, request_id, num_tokens):
+        assert request_id not in self.held
+        rows = self.resident_tokens(request_id) + num_tokens
+        if sum(self.held.values()) + rows > self.room:
+            return None
+        self.held[request_id] = rows
+        return self.resident_tokens(request_id)
+
+    def grow(self, request_id, num_tokens):
+        rows = max(self.held[request_id], self.sequences[request_id].computed_tokens + num_tokens)
+        if sum(self.held.values()) - self.held[request_id] + rows > self.room:
+            return False
+        self.held[request_id] = rows
+        return True
+
+    def preempt(self, request_id):
+        del self.held[request_id]
+
+
+@dataclass
+class Loop:
+    """The engine's part: computes every chunk, samples behind the newest token, ends what has said enough."""
+
+    scheduler: Scheduler
+    cache: FakeCache
+    now: float = 0.0
+
+    def add(self, request_id, prompt, *, arrived_s=0.0, max_tokens=16):
+        sequence = make_sequence(request_id, prompt, arrived_s=arrived_s, sampling=greedy(max_tokens=max_tokens))
+        self.cache.sequences[request_id] = sequence
+        self.scheduler.add(sequence)
+        return sequence
+
+    def schedule(self):
+        self.now += 1.0
+        return self.scheduler.schedule(self.now)
+
+    def step(self):
+        """(request id, tokens) of every chunk, in order."""
+        schedule = self.schedule()
+        done = [(chunk.sequence.request_id, chunk.num_tokens) for chunk in schedule.chunks]
+        for chunk in schedule.chunks:
+            sequence, last = chunk.sequence, chunk.is_last
+            sequence.computed_tokens += chunk.num_tokens
+            assert sequence.computed_tokens <= self.cache.held[sequence.request_id], "computed without room"
+            if last:
+                sequence.token_ids.append(0)
+                if sequence.output_tokens == sequence.sampling.max_tokens:
+                    self.remove(sequence)
+        return done
+
+    def remove(self, sequence):
+        self.scheduler.remove(sequence)
+        self.cache.held.pop(sequence.request_id, None)
+
+    @property
+    def running(self):
+        return [sequence.request_id for sequence in self.scheduler.running]
+
+
+def make_loop(*, room=10_000, max_seqs=8, max_queued=100, step_tokens=16, lone_step_tokens=16, chunked_prefill=True):
+    cache = FakeCache(room)
+    scheduler = Scheduler(
+        cache=cache,
+        max_seqs=max_seqs,
+        max_queued=max_queued,
+        step_tokens=step_tokens,
+        lone_step_tokens=lone_step_tokens,
+        chunked_prefill=chunked_prefill,
+    )
+    return Loop(scheduler, cache)
+
+
+# --- a step -----------------------------------------------------------------------------------------------------------
+
+
+def test_nothing_to_do():
+    loop = make_loop()
+    assert not loop.scheduler.has_work()
+    assert loop.step() == []
+
+
+def test_decodes_come_first_and_prefills_share_the_rest_in_order_of_arrival():
+    loop = make_loop(step_tokens=10)
+    loop.add("a", 3)
+    assert loop.step() == [("a", 3)]
+    loop.add("b", 12)
+    loop.add("c", 12)
+    assert loop.step() == [("a", 1), ("b", 9)]
+    assert loop.step() == [("a", 1), ("b", 3), ("c", 6)]
+    assert loop.step() == [("a", 1), ("b", 1), ("c", 6)]
+    assert loop.step() == [("a", 1), ("b", 1), ("c", 1)]
+
+
+def test_while_nobody_decodes_a_step_may_be_longer():
+    loop = make_loop(step_tokens=10, lone_step_tokens=100)
+    loop.add("a", 150)
+    assert loop.step() == [("a", 100)]
+    loop.add("b", 100)
+    assert loop.step() == [("a", 50), ("b", 50)]
+    assert loop.step() == [("a", 1), ("b", 9)], "now somebody waits for the end of every step"
+
+
+def test_what_is_cached_needs_no_budget():
+    loop = make_loop(step_tokens=10)
+    loop.cache.resident["a"] = 90
+    a = loop.add("a", 100)
+    schedule = loop.schedule()
+    assert [(chunk.num_tokens, chunk.is_last) for chunk in schedule.chunks] == [(10, True)]
+    assert a.computed_tokens == 90
+    assert a.scheduled_s == loop.now
+
+
+def test_no_more_run_than_allowed():
+    loop = make_loop(max_seqs=2)
+    for name in "abc":
+        loop.add(name, 2, max_tokens=2)
+    assert loop.step() == [("a", 2), ("b", 2)]
+    assert loop.scheduler.upcoming() == ["c"]
+    assert loop.step() == [("a", 1), ("b", 1)]
+    assert loop.step() == [("c", 2)]
+
+
+def test_without_chunks_a_prompt_is_computed_in_one_step_and_at_most_one_exceeds_the_budget():
+    loop = make_loop(step_tokens=10, lone_step_tokens=10, chunked_prefill=False)
+    for name, prompt in (("a", 4), ("b", 30), ("c", 4), ("d", 50)):
+        loop.add(name, prompt)
+    assert loop.step() == [("a", 4), ("b", 30)]
+    assert loop.step() == [("a", 1), ("b", 1), ("c", 4), ("d", 50)]
+
+
+# --- memory -----------------------------------------------------------------------------------------------------------
+
+
+def test_who_does_not_fit_is_not_passed_over():
+    loop = make_loop(room=20, step_tokens=100, lone_step_tokens=100)
+    loop.add("a", 10, max_tokens=2)
+    loop.add("big", 15)
+    loop.add("small", 1)
+    assert loop.step() == [("a", 10)]
+    assert loop.scheduler.upcoming() == ["big", "small"]
+    assert loop.step() == [("a", 1)]
+    assert loop.step() == [("big", 15), ("small", 1)]
+
+
+def test_the_latest_arrival_gives_way_and_stands_first_in_line_again():
+    # 4 + 4 + 4 rows of 13: the first decode step fits for one of the three.
+    loop = make_loop(room=13, max_seqs=3)
+    a, b, c = (loop.add(name, 4, arrived_s=arrived) for name, arrived in (("a", 0.0), ("b", 1.0), ("c", 2.0)))
+    loop.add("d", 4, arrived_s=3.0)
+    loop.step()
+    schedule = loop.schedule()
+    assert [chunk.sequence for chunk in schedule.chunks] == [a, b]
+    assert schedule.preempted == [c]
+    assert (c.state, c.computed_tokens, c.preemptions) == (SequenceState.WAITING, 0, 1)
+    assert loop.scheduler.upcoming() == ["c", "d"], "and its room is not given away in the same step"
+    assert loop.scheduler.preemptions == 1
+    assert c.token_ids == [0, 1, 2, 3, 0], "it keeps what it said"
+
+
+def test_several_that_give_way_keep_their_order():
+    loop = make_loop(room=12, max_seqs=3, step_tokens=100, lone_step_tokens=100)
+    loop.add("a", 4, arrived_s=0.0)
+    loop.add("b", 4, arrived_s=1.0)
+    loop.add("c", 4, arrived_s=2.0)
+    loop.step()
+    loop.cache.room = 6
+    schedule = loop.schedule()
+    assert [chunk.sequence.request_id for chunk in schedule.chunks] == ["a"]
+    assert [sequence.request_id for sequence in schedule.preempted] == ["c", "b"]
+    assert loop.scheduler.upcoming() == ["b", "c"]
+
+
+def test_a_chunk_already_given_to_the_one_that_gives_way_is_taken_back():
+    # "late" was admitted first and so decodes first, but "early" (a resumed request) arrived before it.
+    loop = make_loop(room=9)
+    loop.add("late", 4, arrived_s=5.0)
+    loop.step()
+    loop.add("early", 4, arrived_s=0.0)
+    assert loop.step() == [("late", 1), ("early", 4)]
+    schedule = loop.schedule()
+    assert [chunk.sequence.request_id for chunk in schedule.chunks] == ["early"]
+    assert [sequence.request_id for sequence in schedule.preempted] == ["late"]
+
+
+def test_a_prefill_that_cannot_grow_gives_way_itself_if_it_came_last():
+    loop = make_loop(room=10, step_tokens=5, lone_step_tokens=5)
+    loop.add("a", 4, arrived_s=0.0)
+    loop.step()
+    loop.add("b", 8, arrived_s=1.0)
+    assert loop.step() == [("a", 1), ("b", 4)]
+    assert loop.step() == [("a", 1)]
+    assert loop.running == ["a"]
+    assert loop.scheduler.upcoming() == ["b"]
+
+
+# --- the queue --------------------------------------------------------------------------------------------------------
+
+
+def test_the_queue_has_a_cap_that_running_requests_do_not_count_towards():
+    loop = make_loop(max_queued=1, max_seqs=1)
+    loop.add("a", 4)
+    with pytest.raises(QueueFull):
+        loop.add("b", 4)
+    loop.step()
+    loop.add("c", 4)
+    assert loop.scheduler.num_waiting == 1
+
+
+def test_who_waits_for_a_sibling_keeps_the_place_but_lets_others_pass():
+    loop = make_loop(max_seqs=3)
+    for name in ("a", "copy1", "copy2", "b"):
+        loop.add(name, 2)
+    loop.cache.waiting_for_siblings = {"copy1", "copy2"}
+    assert loop.step() == [("a", 2), ("b", 2)]
+    loop.add("c", 2)
+    assert loop.scheduler.upcoming() == ["copy1", "copy2", "c"]
+    loop.cache.waiting_for_siblings = set()
+    assert loop.step() == [("a", 1), ("b", 1), ("copy1", 2)]
+
+
+def test_a_held_back_request_stands_before_one_that_found_no_room():
+    loop = make_loop(room=5, step_tokens=100, lone_step_tokens=100)
+    for name, prompt in (("a", 3), ("copy", 2), ("big", 5)):
+        loop.add(name, prompt)
+    loop.cache.waiting_for_siblings = {"copy"}
+    assert loop.step() == [("a", 3)]
+    assert loop.scheduler.upcoming() == ["copy", "big"]
+
+
+def test_a_sequence_is_removed_in_whatever_state_it_is():
+    loop = make_loop(max_seqs=1)
+    running, waiting = loop.add("a", 4), loop.add("b", 4)
+    loop.step()
+    loop.remove(waiting)
+    assert loop.scheduler.upcoming() == []
+    loop.remove(running)
+    assert not loop.scheduler.has_work()
+    loop.remove(running)
+    assert running.state is waiting.state is SequenceState.FINISHED
+
+
+def test_a_preempted_sequence_can_be_removed():
+    loop = make_loop(room=9)
+    loop.add("a", 4, arrived_s=0.0)
+    b = loop.add("b", 4, arrived_s=1.0)
+    loop.step()
+    loop.schedule()
+    assert b.state is SequenceState.WAITING
+    loop.remove(b)
+    assert loop.running == ["a"]
+    assert loop.scheduler.num_waiting == 0
+
+
+# --- properties -------------------------------------------------------------------------------------------------------
+
+ARRIVALS = st.lists(
+    st.tuples(st.integers(0, 3), st.integers(1, 30), st.integers(1, 8)),  # steps since the last, prompt, answer
+    min_size=1,
+    max_size=10,
+)
+
+
+@settings(max_examples=150)
+@given(
+    arrivals=ARRIVALS,
+    room=st.integers(38, 80),  # the longest alone fits
+    max_seqs=st.integers(1, 5),
+    step_tokens=st.integers(5, 40),
+    lone_factor=st.integers(1, 3),
+    chunked=st.booleans(),
+)
+def test_everybody_finishes_in_turn_and_every_token_is_computed_once(
+    arrivals, room, max_seqs, step_tokens, lone_factor, chunked
+):
+    loop = make_loop(
+        room=room,
+        max_seqs=max_seqs,
+        step_tokens=step_tokens,
+        lone_step_tokens=step_tokens * lone_factor,
+        chunked_prefill=chunked,
+    )
+    due, added, computed, last_first_run = 0, [], {}, -1
+    for step in range(1000):
+        while len(added) < len(arrivals) and due + arrivals[len(added)][0] <= step:
+            due += arrivals[len(added)][0]
+            _, prompt, answer = arrivals[len(added)]
+            name = f"{len(added):02}"
+            added.append(loop.add(name, prompt, arrived_s=float(due), max_tokens=answer))
+        decoding = {s.request_id for s in loop.scheduler.running if s.pending_tokens == 1}
+        before = {s.request_id: s.computed_tokens for s in loop.scheduler.running}
+        schedule = loop.schedule()
+        chunks = schedule.chunks
+        assert len(loop.scheduler.running) <= max_seqs
+        assert chunks or schedule.preempted or not loop.scheduler.has_work(), "nothing moves"
+        for sequence in schedule.preempted:
+            assert all(other.request_id < sequence.request_id for other in loop.scheduler.running)
+            computed[sequence.request_id] = 0
+        # Decodes first; prefills fit what they leave, but for one whole prompt where there are no chunks.
+        limit = step_tokens if decoding else step_tokens * lone_factor
+        decodes = [c for c in chunks if c.sequence.request_id in decoding]
+        prefills = chunks[len(decodes) :]
+        assert chunks[: len(decodes)] == decodes
+        assert all(
+            s.request_id in {c.sequence.request_id for c in decodes}
+            for s in loop.scheduler.running
+            if s.request_id in decoding
+        )
+        spent = len(decodes) + sum(c.num_tokens for c in (prefills if chunked else prefills[:-1]))
+        assert spent <= max(limit, len(decodes))
+        for chunk in chunks:
+            sequence = chunk.sequence
+            assert chunk.num_tokens >= 1
+            assert sequence.computed_tokens == computed.setdefault(sequence.request_id, 0)
+            assert sequence.computed_tokens == before.get(sequence.request_id, 0)
+            if sequence.scheduled_s == loop.now:
+                place = int(sequence.request_id)
+                assert place == last_first_run + 1, "first come, first served"
+                last_first_run = place
+            last = chunk.is_last
+            sequence.computed_tokens += chunk.num_tokens
+            computed[sequence.request_id] = sequence.computed_tokens
+            assert sequence.computed_tokens <= loop.cache.held[sequence.request_id], "computed without room"
+            if last:
+                sequence.token_ids.append(0)
+                if sequence.output_tokens == sequence.sampling.max_tokens:
+                    loop.remove(sequence)
+        if len(added) == len(arrivals) and not loop.scheduler.has_work():
+            break
+    assert all(s.state is SequenceState.FINISHED for s in added)
+    assert all(computed[s.request_id] == len(s.token_ids) - 1 for s in added)
+    assert loop.cache.held == {}
