@@ -6,13 +6,13 @@ Sources, weakest first: the defaults below, a TOML file (`--config`), the enviro
 
 import difflib
 import ipaddress
-import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 from pydantic.fields import FieldInfo
+from pydantic_settings import BaseSettings, EnvSettingsSource, SettingsConfigDict, TomlConfigSettingsSource
 
 from engine.messages import EngineConfig
 
@@ -109,14 +109,20 @@ class ServerSettings(_Section):
         return self
 
 
-class Settings(_Section):
-    """All of it. Built by `load_settings`; tests build it directly."""
+class Settings(_Section, BaseSettings):
+    """All of it. `load_settings` reads the sources; built directly, it reads nothing."""
+
+    model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, env_nested_delimiter="__", enable_decoding=False)
 
     model: ModelSettings = ModelSettings()
     cache: CacheSettings = CacheSettings()
     scheduler: SchedulerSettings = SchedulerSettings()
     engine: EngineSettings = EngineSettings()
     server: ServerSettings = ServerSettings()
+
+    @classmethod
+    def settings_customise_sources(cls, *_: Any, **sources: Any) -> tuple[Any, ...]:
+        return (sources["init_settings"],)
 
     @property
     def state_dir(self) -> Path:
@@ -152,59 +158,56 @@ def known_settings() -> Iterator[tuple[str, FieldInfo]]:
             yield f"{section}.{key}", field
 
 
-def load_settings(*, flags: Mapping[str, Any], environ: Mapping[str, str], config: Path | None) -> Settings:
+def load_settings(*, flags: Mapping[str, str], environ: Mapping[str, str], config: Path | None) -> Settings:
     """Merge the sources. `flags` maps "section.key" to its text. Raises SettingsError."""
-    values: dict[str, Any] = {}
-    sources: dict[str, str] = {}
-    layers = ((_from_toml(config), f"file {config}"), (_from_environment(environ), "environment"), (flags, "flag"))
+    # Names with a double underscore only: REPRISE_ANYTHING may belong to a wrapper script.
+    variables = {name: text for name, text in environ.items() if name.startswith(ENV_PREFIX) and "__" in name}
+    toml = _toml_source(config)
+    # Own code, as the library passes over variables of unknown sections, and its errors do not name the source.
+    origins = dict.fromkeys(_names(toml.toml_data), f"file {config}")
+    origins |= {name.removeprefix(ENV_PREFIX).lower().replace("__", ".", 1): "environment" for name in variables}
+    origins |= dict.fromkeys(flags, "flag")
     known = [name for name, _ in known_settings()]
-    for layer, source in layers:
-        for name, value in layer.items():
-            if name not in known:
-                raise SettingsError(f"unknown setting {name} ({source}){_nearest(name, known)}")
-            values[name], sources[name] = value, source
-    nested: dict[str, dict[str, Any]] = {}
-    for name, value in values.items():
-        section, key = name.split(".")
-        nested.setdefault(section, {})[key] = value
+    for name, origin in origins.items():
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=1)
+            hint = f"did you mean {close[0]}?" if close else f"there are: {', '.join(known)}"
+            raise SettingsError(f"unknown setting {name} ({origin}); {hint}")
+    strongest_first = (_TextSource(flags, prefix="", delimiter="."), _TextSource(variables), toml)
     try:
-        return Settings.model_validate(nested)
+        return Settings(_build_sources=(strongest_first, {}))
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False)[0]
         name = ".".join(str(part) for part in first["loc"][:2])
         problem = first["msg"].removeprefix("Value error, ")
-        raise SettingsError(f"{name} ({sources[name]}): {problem}" if name in sources else problem) from None
+        raise SettingsError(f"{name} ({origins[name]}): {problem}" if name in origins else problem) from None
 
 
-def _from_toml(path: Path | None) -> dict[str, Any]:
-    if path is None:
-        return {}
+class _TextSource(EnvSettingsSource):
+    """Settings as text under their full names: the given variables, or flags. Never reads the real environment."""
+
+    def __init__(self, texts: Mapping[str, str], *, prefix: str | None = None, delimiter: str | None = None) -> None:
+        self._texts = texts
+        super().__init__(Settings, env_prefix=prefix, env_nested_delimiter=delimiter)
+
+    def _load_env_vars(self) -> Mapping[str, str | None]:
+        return {name.lower(): text for name, text in self._texts.items()}
+
+
+def _toml_source(path: Path | None) -> TomlConfigSettingsSource:
     try:
-        with path.open("rb") as file:
-            tables = tomllib.load(file)
+        if path is not None and not path.is_file():  # the library passes over such a path
+            raise SettingsError(f"cannot read {path}: no such file")
+        return TomlConfigSettingsSource(Settings, path)
     except OSError as error:
         raise SettingsError(f"cannot read {path}: {error.strerror}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except ValueError as error:
         raise SettingsError(f"{path} is not TOML: {error}") from None
-    flat: dict[str, Any] = {}
+
+
+def _names(tables: Mapping[str, Any]) -> Iterator[str]:
     for section, table in tables.items():
-        if isinstance(table, dict):
-            flat.update({f"{section}.{key}": value for key, value in table.items()})
+        if isinstance(table, dict) and (table or section in Settings.model_fields):
+            yield from (f"{section}.{key}" for key in table)
         else:
-            flat[section] = table
-    return flat
-
-
-def _from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
-    """Names with a double underscore only: REPRISE_ANYTHING may belong to a wrapper script."""
-    flat: dict[str, Any] = {}
-    for name, value in environ.items():
-        if name.startswith(ENV_PREFIX) and "__" in name:
-            section, key = name.removeprefix(ENV_PREFIX).lower().split("__", 1)
-            flat[f"{section}.{key}"] = value
-    return flat
-
-
-def _nearest(name: str, known: list[str]) -> str:
-    close = difflib.get_close_matches(name, known, n=1)
-    return f"; did you mean {close[0]}?" if close else f"; there are: {', '.join(known)}"
+            yield section

@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from app.settings import BUNDLED_MODEL, Settings, SettingsError, known_settings, load_settings
+from app.settings import BUNDLED_MODEL, CacheSettings, Settings, SettingsError, known_settings, load_settings
 
 
 def load(config: Path | None = None, environ: dict[str, str] | None = None, **flags: str) -> Settings:
@@ -24,7 +24,11 @@ def test_flags_beat_the_environment_which_beats_the_file(tmp_path):
         ({"cache.mode": "magic"}, {}, ["cache.mode", "flag", "'prefix' or 'recompute'"]),
         ({"cache.hbm_tokns": "1"}, {}, ["cache.hbm_tokns", "did you mean cache.hbm_tokens"]),
         ({"nonsense": "1"}, {}, ["nonsense", "there are:", "cache.mode"]),
+        ({"cache": "{}"}, {}, ["unknown setting cache (flag)"]),
         ({}, {"REPRISE_CACHE__DRAM": "1"}, ["cache.dram", "environment"]),
+        ({}, {"REPRISE_CASHE__MODE": "prefix"}, ["cashe.mode (environment)", "did you mean cache.mode"]),
+        ({}, {"REPRISE_CACHE__MODE__X": "1"}, ["cache.mode__x (environment)"]),
+        ({}, {"REPRISE__MODE": "1"}, ["_mode (environment)"]),
         ({}, {"REPRISE_SERVER__PORT": "99999"}, ["server.port (environment)", "65535"]),
         ({"scheduler.max_seqs": "many"}, {}, ["scheduler.max_seqs (flag)", "integer"]),
         ({"server.api_keys": "short"}, {}, ["server.api_keys", "8 to 512"]),
@@ -45,14 +49,45 @@ def test_a_bad_key_is_not_repeated_in_the_message():
     assert "sk-1234567890" not in repr(load(server__api_keys="sk-1234567890"))
 
 
-@pytest.mark.parametrize("text", ["[cache\n", "mode = 1\n", "[cache]\nmode = 'prefix'\nwrong = 1\n", "\xff"])
-def test_a_bad_file_is_refused(tmp_path, text):
+def test_only_the_given_environment_is_read(monkeypatch):
+    monkeypatch.setenv("REPRISE_SCHEDULER__MAX_SEQS", "5")
+    assert load() == Settings()
+    assert Settings().scheduler.max_seqs == 32
+    assert load(environ={"REPRISE_CACHE": "of a wrapper script", "OTHER_CACHE__MODE": "x"}) == Settings()
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("[cache\n", "is not TOML"),
+        ("\xff", "is not TOML"),
+        ("mode = 1\n", "unknown setting mode"),
+        ("cache = 1\n", "unknown setting cache"),
+        ("[cashe]\n", "unknown setting cashe"),
+        ("[CACHE]\nmode = 'prefix'\n", "unknown setting CACHE.mode"),
+        ("[cache]\nmode = 'prefix'\nwrong = 1\n", "unknown setting cache.wrong"),
+        ("[cache]\nmode = 1\n", "cache.mode"),
+    ],
+)
+def test_a_bad_file_is_refused(tmp_path, text, says):
     config = tmp_path / "bad.toml"
     config.write_bytes(text.encode("latin-1"))
-    with pytest.raises(SettingsError):
+    with pytest.raises(SettingsError, match=says) as error:
         load(config)
-    with pytest.raises(SettingsError, match="cannot read"):
-        load(tmp_path / "absent.toml")
+    assert str(config) in str(error.value)
+
+
+def test_a_file_that_cannot_be_read_is_refused(tmp_path):
+    for path in (tmp_path / "absent.toml", tmp_path):
+        with pytest.raises(SettingsError, match="cannot read"):
+            load(path)
+
+
+def test_lists_come_as_arrays_and_an_empty_table_sets_nothing(tmp_path):
+    config = tmp_path / "reprise.toml"
+    config.write_text("[model]\naliases = ['a', 'b']\n[cache]\n")
+    assert load(config).model.aliases == ("a", "b")
+    assert load(config, {"REPRISE_MODEL__ALIASES": "c, d"}).model.aliases == ("c", "d")
 
 
 def test_listening_beyond_loopback_needs_keys_or_consent():
@@ -84,5 +119,7 @@ def test_the_engine_is_told_what_was_set():
 
 
 def test_settings_are_frozen():
+    with pytest.raises(ValueError, match="frozen"):
+        Settings().cache = CacheSettings()  # type: ignore[misc]
     with pytest.raises(ValueError, match="frozen"):
         Settings().cache.mode = "recompute"  # type: ignore[misc]
