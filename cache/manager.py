@@ -205,6 +205,13 @@ class CacheManager:
         context.reached = max(context.reached, context.computed)
         context.pages, context.computed, context.sealed = [], 0, 0
 
+    def distrust(self, request_id: str) -> None:
+        """What a request stands on gave a result that cannot be: none of its blocks is found again, whoever computed
+        them. Requests that run on them keep their pages."""
+        for key in self._running[request_id].chain():
+            if key in self.table:
+                self._drop(key)
+
     def close(self, request_id: str, num_tokens: int, now: float) -> None:
         """A request ended and its context is its first `num_tokens` tokens (a stop string may have cut it). Pages that
         nothing else needs are free; what was finished stays cached; the session stands where the request stopped, or as

@@ -208,6 +208,7 @@ class Engine:
                     choice = ready[row]
                     message = "the model produced no valid distribution for the next token"
                     outputs.append(_error(choice.request_id, choice.index, "internal_error", message))
+                    self._cache.distrust(choice.sequence.request_id)
                     self._close(choice, 0)
                 keep = [row for row in range(len(ready)) if row not in bad]
                 ready, logits = [ready[row] for row in keep], logits[keep]

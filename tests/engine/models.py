@@ -21,6 +21,7 @@ from engine.hf_model import attention_implementation
 
 WINDOW = 24  # of every sliding window here: smaller than a page, and than most texts
 VOCAB = 199
+RARE = VOCAB - 1  # a token that random texts do not have
 CPU = torch.device("cpu")
 
 _COMMON: dict[str, Any] = {
@@ -156,7 +157,7 @@ def randomise(model: nn.Module, seed: int) -> None:
 def random_ids(count: int, seed: int) -> list[int]:
     """Token ids of no special meaning."""
     rng = random.Random(seed)
-    return [rng.randrange(3, VOCAB) for _ in range(count)]
+    return [rng.randrange(3, RARE) for _ in range(count)]
 
 
 @torch.inference_mode()

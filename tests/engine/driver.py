@@ -1,0 +1,192 @@
+"""A real engine without the process around it: requests in, steps one by one, the books checked after each."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+
+from engine.build import build_engine
+from engine.engine import Engine
+from engine.messages import CacheReport, EngineConfig, Output, Submit, Timings, TokenLogprob
+from tests.conftest import greedy
+from tests.engine import scripted_engine
+from tests.engine.models import vanilla_logits
+
+CONFIG = msgspec.structs.replace(
+    scripted_engine.config(), hbm_tokens=2048, session_ttl_s=3600.0, max_sessions=100, max_queued=64
+)
+
+
+def config(model: Path, **changes: Any) -> EngineConfig:
+    """fp32 on one thread, 64 pages, 8 sequences at once, and what `changes` says."""
+    return msgspec.structs.replace(CONFIG, model=str(model), **changes)
+
+
+@dataclass
+class Answer:
+    """All that was said about one choice."""
+
+    prompt: list[int]
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    finish_reason: str | None = None
+    report: CacheReport | None = None
+    timings: list[Timings | None] = field(default_factory=list)  # of each output
+    error: str | None = None
+    error_code: str | None = None
+
+    @property
+    def text(self) -> list[int]:
+        """Prompt and answer: the history of a next turn."""
+        return self.prompt + self.token_ids
+
+    @property
+    def cached(self) -> int:
+        assert self.report is not None
+        return self.report.hbm_tokens
+
+    def take(self, output: Output) -> None:
+        assert self.finish_reason is None, "said something behind its end"
+        self.token_ids += output.token_ids
+        self.logprobs += output.logprobs or []
+        self.timings.append(output.timings)
+        if output.report is not None:
+            assert self.report is None, "a second report"
+            self.report = output.report
+        self.finish_reason, self.error, self.error_code = output.finish_reason, output.error, output.error_code
+
+
+class Driver:
+    """An engine and every answer it gave. Time is counted in steps."""
+
+    def __init__(self, model: Path, **changes: Any) -> None:
+        self.engine: Engine = build_engine(config(model, **changes))
+        self.cache = self.engine._cache
+        self.answers: dict[tuple[str, int], Answer] = {}
+        self.now = 0.0
+
+    @property
+    def model(self) -> Any:
+        return self.engine._runner.model
+
+    def submit(
+        self,
+        request_id: str,
+        prompt: list[int],
+        *,
+        session: str | None = None,
+        choices: int = 1,
+        tenant: str = "t",
+        salt: str = "",
+        **sampling: Any,
+    ) -> Answer:
+        """Queue a request, greedy unless told otherwise. Returns the first choice's answer, filled as it goes."""
+        for index in range(choices):
+            self.answers[request_id, index] = Answer(list(prompt))
+        self._take(
+            self.engine.submit(
+                Submit(
+                    request_id=request_id,
+                    session_id=request_id if session is None else session,
+                    tenant=tenant,
+                    cache_salt=salt,
+                    token_ids=list(prompt),
+                    num_choices=choices,
+                    sampling=greedy(**sampling),
+                ),
+                self.now,
+            )
+        )
+        return self.answers[request_id, 0]
+
+    def ask(self, request_id: str, prompt: list[int], **options: Any) -> Answer:
+        """A request from its beginning to its end."""
+        answer = self.submit(request_id, prompt, **options)
+        self.run()
+        return answer
+
+    def step(self) -> list[Output]:
+        self.now += 1.0
+        outputs = self.engine.step(self.now)
+        self._take(outputs)
+        self.check()
+        return outputs
+
+    def run(self, max_steps: int = 3000) -> None:
+        """Until there is nothing left to do."""
+        for _ in range(max_steps):
+            if not self.engine.has_work():
+                break
+            self.step()
+        assert not self.engine.has_work(), "the engine does not come to an end"
+        assert self.engine.stats().leases == 0
+
+    def step_and_fail(self) -> None:
+        """As the engine's loop has it when a step raises."""
+        try:
+            self.step()
+        except Exception as error:
+            self._take(self.engine.fail_all(str(error)))
+            self.check()
+        else:
+            raise AssertionError("nothing failed")
+
+    def finish_all(self) -> None:
+        self._take(self.engine.finish_all(self.now))
+        self.check()
+
+    def state(self, request_id: str) -> str:
+        """waiting | prefilling | decoding, of the first choice."""
+        sequence = self.engine._choices[f"{request_id}/0"].sequence
+        if sequence.state == "waiting":
+            return "waiting"
+        return "decoding" if sequence.first_token_s is not None else "prefilling"
+
+    def check(self) -> None:
+        """Every page is what the tables say it is, and the gauges count them so."""
+        pages = self.cache.pages
+        running = [page for context in self.cache._running.values() for page in context.pages]
+        resident = {row.page for row in self.cache.table}
+        pinned = set(running)
+        assert all(pages.pins(page) == running.count(page) for page in range(pages.num_pages))
+        free = set(range(pages.num_pages)) - pinned - resident
+        assert {page for page in range(pages.num_pages) if pages.is_free(page)} == free
+        stats = self.engine.stats()
+        assert (stats.leases, stats.hbm_pages_free, stats.hbm_pages_cached) == (
+            len(pinned),
+            len(free),
+            len(resident - pinned),
+        )
+        assert stats.leases + stats.hbm_pages_free + stats.hbm_pages_cached == stats.hbm_pages_total
+        unfinished = sum(len(ids) for ids in self.engine._requests.values())
+        assert stats.running + stats.waiting == unfinished == len(self.engine._choices) == len(self.cache._running)
+        assert set(self.engine._tables._rows) <= {s.request_id for s in self.engine._scheduler.running}
+
+    def _take(self, outputs: list[Output]) -> None:
+        for output in outputs:
+            self.answers[output.request_id, output.choice].take(output)
+
+
+def greedy_tokens(vanilla: Any, text: list[int], prompt_tokens: int) -> list[int]:
+    """What transformers would have said behind every prefix of `text` from the prompt on: equal to the tokens that
+    stand there if, and only if, `text` is a greedy answer."""
+    tokens: list[int] = vanilla_logits(vanilla, text[:-1])[prompt_tokens - 1 :].argmax(-1).tolist()
+    return tokens
+
+
+def assert_greedy(vanilla: Any, answer: Answer) -> None:
+    assert answer.error is None, answer.error
+    assert answer.token_ids
+    assert answer.token_ids == greedy_tokens(vanilla, answer.text, len(answer.prompt))
+
+
+def generate(vanilla: Any, prompt: list[int], max_tokens: int) -> list[int]:
+    """transformers' own loop, with its own cache."""
+    with torch.inference_mode():
+        ids = vanilla.generate(
+            torch.tensor([prompt]), max_new_tokens=max_tokens, min_new_tokens=max_tokens, do_sample=False
+        )  # fmt: skip
+    tokens: list[int] = ids[0, len(prompt) :].tolist()
+    return tokens

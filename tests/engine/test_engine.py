@@ -1,0 +1,566 @@
+"""The whole engine on a tiny model: its texts are those of transformers, whatever happens around them."""
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.engine.driver import Answer, Driver, assert_greedy, generate
+from tests.engine.models import RARE, VOCAB, random_ids, save_tiny, tiny_model, vanilla_logits
+
+END = 2  # the model's end-of-text token
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def vanilla() -> Any:
+    return tiny_model()
+
+
+@pytest.fixture
+def driver(path: Path) -> Driver:
+    return Driver(path)
+
+
+# --- reuse ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", ["prefix", "recompute"])
+def test_a_conversation_is_transformers_own_text(path: Path, vanilla: Any, mode: str) -> None:
+    """Every turn computes its new tokens and the last one of the answer before, whose KV nobody needed so far."""
+    driver = Driver(path, cache_mode=mode, step_tokens=48)
+    history: list[int] = []
+    for turn, (question, answer_tokens) in enumerate([(40, 9), (1, 23), (70, 1), (5, 40)]):
+        prompt = history + random_ids(question, turn)
+        answer = driver.ask(f"r{turn}", prompt, session="s", max_tokens=answer_tokens, ignore_eos=True)
+        assert answer.token_ids == generate(vanilla, prompt, answer_tokens)
+        assert answer.finish_reason == "length"
+        report = answer.report
+        assert report is not None
+        known = max(0, len(history) - 1)
+        assert (report.prompt_tokens, report.history_tokens) == (len(prompt), known)
+        assert report.hbm_tokens == (known if mode == "prefix" else 0)
+        assert report.computed_tokens == len(prompt) - report.hbm_tokens
+        lost = {"disabled": known} if known and mode == "recompute" else {}
+        assert report.miss_reasons == {**lost, "new": len(prompt) - known}
+        history = answer.text
+
+
+def test_a_crowd_of_conversations(path: Path, vanilla: Any) -> None:
+    """Sixteen sessions, three turns each, in chunks, eight at once, each turn as soon as the one before has ended."""
+    driver = Driver(path, step_tokens=48, max_queued=16)
+    rng = random.Random(0)
+    system = random_ids(45, 99)
+    latest: dict[int, Answer] = {}
+    turns = dict.fromkeys(range(16), 0)
+    while latest.keys() != turns.keys() or any(turns[i] < 3 or not latest[i].finish_reason for i in turns):
+        for i in rng.sample(sorted(turns), 16):
+            if turns[i] < 3 and (i not in latest or latest[i].finish_reason) and rng.random() < 0.4:
+                history = latest[i].text if i in latest else system
+                prompt = history + random_ids(rng.randint(1, 30), 100 * i + turns[i])
+                latest[i] = driver.submit(
+                    f"{i}.{turns[i]}", prompt, session=str(i), max_tokens=rng.randint(1, 12), ignore_eos=True
+                )
+                turns[i] += 1
+        if driver.engine.has_work():
+            driver.step()
+    driver.run()
+    for (request_id, _), answer in driver.answers.items():
+        assert_greedy(vanilla, answer)
+        session, turn = map(int, request_id.split("."))
+        if turn:
+            before = driver.answers[f"{session}.{turn - 1}", 0]
+            assert answer.cached == len(before.text) - 1
+
+
+def test_what_others_said_is_shared_in_whole_blocks(driver: Driver, vanilla: Any) -> None:
+    system = random_ids(70, 1)
+    driver.ask("a", system + random_ids(20, 2))
+    other = driver.ask("b", system + random_ids(20, 3))
+    # 105 rows are computed: three whole blocks, of which the second session shares 70 tokens, two blocks and 6 rows.
+    assert other.cached == 70
+    assert_greedy(vanilla, other)
+    # Rows 96 to 104 are an open block, private to its session.
+    assert driver.ask("c", [*driver.answers["a", 0].text, 7]).cached == 96
+
+
+@pytest.mark.parametrize("changes", [{"tenant": "other"}, {"salt": "pepper"}])
+def test_nothing_is_shared_across_tenants_and_salts(driver: Driver, vanilla: Any, changes: dict[str, str]) -> None:
+    prompt = random_ids(80, 1)
+    driver.ask("a", prompt, session="s")
+    answer = driver.ask("b", prompt, session="s", **changes)
+    assert answer.cached == 0
+    assert_greedy(vanilla, answer)
+
+
+@pytest.mark.parametrize("place", [1, 31, 32, 50, 64, 70, 83, 84])
+@pytest.mark.parametrize("same_session", [True, False])
+def test_a_history_that_forks(driver: Driver, vanilla: Any, place: int, same_session: bool) -> None:
+    """Edited at `place`: what stands before it is reused, of another session's open block nothing."""
+    first = driver.ask("a", random_ids(60, 1), session="s", max_tokens=25, ignore_eos=True)
+    assert len(first.text) == 85  # 84 rows with KV: two blocks and an open one of 20 rows
+    edited = [*first.text[:place], 3 + first.text[place] % 190, *random_ids(30, 2)]
+    fork = driver.ask("b", edited, session="s" if same_session else "other")
+    assert fork.cached == (place if same_session else min(place, 64))
+    assert_greedy(vanilla, fork)
+    # The first branch goes on as if nothing had happened.
+    onward = driver.ask("c", first.text + random_ids(5, 3), session="s")
+    assert_greedy(vanilla, onward)
+    assert onward.cached >= 64
+
+
+def test_branches_that_run_at_once(driver: Driver, vanilla: Any) -> None:
+    first = driver.ask("a", random_ids(40, 1), session="s", max_tokens=30, ignore_eos=True)
+    branches = [
+        driver.submit(f"b{i}", first.text[: 69 - i] + random_ids(20 + i, i), session="s", max_tokens=20)
+        for i in range(5)
+    ]  # fmt: skip
+    driver.run()
+    for branch in branches:
+        assert_greedy(vanilla, branch)
+
+
+@pytest.mark.parametrize("keep", [0, 1, 5, 9, 10])
+def test_a_stop_string_keeps_what_stands_before_it(driver: Driver, vanilla: Any, keep: int) -> None:
+    first = driver.submit("a", random_ids(30, 1), session="s", max_tokens=50, ignore_eos=True)
+    for _ in range(10):
+        driver.step()
+    assert len(first.token_ids) == 10
+    driver.engine.finish("a", 0, keep)
+    driver.check()
+    assert not driver.engine.has_work()
+    kept = first.text[: 30 + keep]
+    onward = driver.ask("b", kept + random_ids(6, 2), session="s")
+    assert onward.cached == min(30 + keep, 39)  # of ten tokens the last has no KV yet
+    assert_greedy(vanilla, onward)
+
+
+def test_an_answer_that_is_made_again(driver: Driver, vanilla: Any) -> None:
+    prompt = random_ids(64, 1)
+    first = driver.ask("a", prompt, session="s")
+    again = driver.ask("b", prompt, session="s")
+    assert again.token_ids == first.token_ids
+    assert again.report is not None
+    assert again.report.hbm_tokens == 63
+    assert again.report.miss_reasons == {"last_token": 1}
+    assert_greedy(vanilla, again)
+
+
+# --- too little room --------------------------------------------------------------------------------------------------
+
+
+def test_preempted_and_evicted_texts_are_right(path: Path, vanilla: Any) -> None:
+    """Six texts of up to six pages each, twice, in nine pages."""
+    driver = Driver(path, hbm_tokens=9 * 32, step_tokens=40)
+    prompts = [random_ids(20 + 9 * i, i) for i in range(6)]
+    first = [driver.submit(f"a{i}", p, max_tokens=100, ignore_eos=True) for i, p in enumerate(prompts)]
+    driver.run()
+    second = [
+        driver.submit(f"b{i}", [*a.text, 5, 6], session=f"a{i}", max_tokens=20, ignore_eos=True)
+        for i, a in enumerate(first)
+    ]
+    driver.run()
+    for answer in first + second:
+        assert_greedy(vanilla, answer)
+    stats = driver.engine.stats()
+    assert stats.preemptions > 0
+    assert stats.evicted_blocks > 0
+    assert stats.miss_tokens["evicted"] > 0
+
+
+def test_the_longest_context_fits_alone(path: Path, vanilla: Any) -> None:
+    """Whatever lies in HBM already, and from whomever its first rows have to be copied."""
+    driver = Driver(path, hbm_tokens=5 * 32)
+    assert driver.engine.model.max_context == 128
+    prompt = random_ids(100, 1)
+    for i, cut in enumerate((100, 100, 99, 67, 33, 3)):
+        answer = driver.ask(f"r{i}", prompt[:cut] + random_ids(100 - cut, 50 + i), max_tokens=200, ignore_eos=True)
+        assert len(answer.text) == 128
+        assert answer.finish_reason == "length"
+        assert_greedy(vanilla, answer)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_anything_at_any_time(path: Path, vanilla: Any, seed: int) -> None:
+    """Sessions that go on, fork and start again, are stopped and dropped, in an HBM that holds a few of them."""
+    rng = random.Random(seed)
+    driver = Driver(
+        path,
+        hbm_tokens=rng.choice((7, 12, 30)) * 32,
+        step_tokens=rng.choice((16, 40, 0)),
+        max_seqs=rng.choice((2, 5)),
+        max_sessions=rng.choice((2, 50)),
+        chunked_prefill=rng.random() < 0.8,
+        max_context=150,
+    )
+    window = driver.engine.model.max_context
+    answers: list[Answer] = []
+    live: list[str] = []
+    for number in range(40):
+        known = rng.choice(answers).text if answers and rng.random() < 0.7 else random_ids(rng.randint(1, 40), seed)
+        prompt = known[: rng.choice((len(known), rng.randint(1, len(known))))] + random_ids(rng.randint(1, 30), number)
+        prompt = prompt[-min(len(prompt), window - 2) :]
+        name = f"r{number}"
+        options = {"session": f"s{rng.randint(0, 5)}", "max_tokens": rng.randint(1, 40), "ignore_eos": True}
+        answers.append(driver.submit(name, prompt, **options))
+        live.append(name)
+        for _ in range(rng.choice((0, 1, 5, 12))):
+            if driver.engine.has_work():
+                driver.step()
+        if live and rng.random() < 0.3:
+            driver.engine.abort(live.pop(rng.randrange(len(live))))
+            driver.check()
+        if live and rng.random() < 0.2:
+            name = live.pop(rng.randrange(len(live)))
+            driver.engine.finish(name, 0, rng.randint(0, len(driver.answers[name, 0].token_ids)))
+            driver.check()
+    driver.run()
+    for answer in answers:
+        assert answer.error is None
+        if answer.token_ids:
+            assert_greedy(vanilla, answer)
+    assert sum(len(answer.token_ids) > 0 for answer in answers) > 25
+
+
+# --- endings ----------------------------------------------------------------------------------------------------------
+
+
+def test_aborts_in_every_state(path: Path, vanilla: Any) -> None:
+    driver = Driver(path, max_seqs=2, step_tokens=32, hbm_tokens=10 * 32)
+    stays = driver.submit("stays", random_ids(20, 0), max_tokens=60, ignore_eos=True)
+    driver.step()
+    driver.submit("prefilling", random_ids(100, 1))
+    driver.submit("waiting", random_ids(100, 2))
+    driver.step()
+    assert [driver.state(name) for name in ("stays", "prefilling", "waiting")] == ["decoding", "prefilling", "waiting"]
+    driver.engine.abort("waiting")
+    driver.check()
+    driver.step()
+    driver.engine.abort("prefilling")
+    driver.check()
+    driver.submit("decoding", random_ids(10, 3))
+    driver.step()
+    assert driver.state("decoding") == "decoding"
+    driver.engine.abort("decoding")
+    driver.engine.abort("decoding")
+    driver.engine.abort("never seen")
+    driver.check()
+    driver.run()
+    assert_greedy(vanilla, stays)
+    assert driver.engine.stats().aborted == 3
+    # What the aborted prefill had computed is there for the next one.
+    resumed = driver.ask("again", random_ids(100, 1), session="prefilling")
+    assert 31 <= resumed.cached < 100
+    assert_greedy(vanilla, resumed)
+
+
+def test_an_abort_of_a_preempted_request(path: Path, vanilla: Any) -> None:
+    driver = Driver(path, hbm_tokens=6 * 32)
+    first = driver.submit("a", random_ids(40, 1), max_tokens=100, ignore_eos=True)
+    driver.now += 1
+    driver.submit("b", random_ids(50, 2), max_tokens=100, ignore_eos=True)
+    while driver.engine.stats().preemptions == 0:
+        driver.step()
+    assert driver.state("b") == "waiting"
+    driver.engine.abort("b")
+    driver.check()
+    driver.run()
+    assert_greedy(vanilla, first)
+
+
+def test_an_abort_ends_every_choice(driver: Driver) -> None:
+    driver.submit("a", random_ids(20, 1), choices=3, temperature=1.0)
+    driver.step()
+    driver.engine.abort("a")
+    driver.check()
+    assert not driver.engine.has_work()
+    assert driver.engine.stats().aborted == 3
+
+
+def test_a_stop_that_comes_too_late_is_forgiven(driver: Driver) -> None:
+    driver.ask("a", random_ids(9, 1))
+    driver.engine.finish("a", 0, 3)
+    driver.engine.finish("a", 5, 3)
+    driver.check()
+
+
+def test_the_drain_ends_everything_with_what_there_is(path: Path) -> None:
+    driver = Driver(path, max_seqs=1)
+    running = driver.submit("running", random_ids(9, 1), max_tokens=100)
+    waiting = driver.submit("waiting", random_ids(9, 2), choices=2)
+    driver.step()
+    driver.finish_all()
+    assert not driver.engine.has_work()
+    assert {a.finish_reason for a in driver.answers.values()} == {"length"}
+    assert len(running.token_ids) == 1
+    assert waiting.token_ids == []
+    assert waiting.report is None
+    assert driver.engine.stats().leases == 0
+
+
+def test_the_end_of_text_ends_an_answer(driver: Driver, vanilla: Any) -> None:
+    answer = driver.ask("a", random_ids(9, 1), logit_bias={END: 100.0})
+    assert (answer.token_ids, answer.finish_reason) == ([END], "stop")
+    ignored = driver.ask("b", random_ids(9, 1), logit_bias={END: 100.0}, ignore_eos=True, max_tokens=4)
+    assert (ignored.token_ids, ignored.finish_reason) == ([END] * 4, "length")
+    late = driver.ask("c", random_ids(9, 1), logit_bias={END: 100.0}, min_tokens=3)
+    assert END not in late.token_ids[:3]
+    assert (late.token_ids[3:], late.finish_reason) == ([END], "stop")
+    # Without the end token the three are what comes next in likelihood: transformers' choice among the others.
+    logits = vanilla_logits(vanilla, late.text[:-1])[8:].clone()
+    logits[:3, END] = float("-inf")
+    assert late.token_ids[:3] == logits[:3].argmax(-1).tolist()
+
+
+def test_stop_tokens_end_an_answer(driver: Driver, vanilla: Any) -> None:
+    whole = generate(vanilla, random_ids(9, 1), 16)
+    stop = next(token for place, token in enumerate(whole) if place >= 3 and whole.index(token) == place)
+    place = whole.index(stop)
+    answer = driver.ask("a", random_ids(9, 1), stop_token_ids=(stop, RARE), ignore_eos=True)
+    assert (answer.token_ids, answer.finish_reason) == (whole[: place + 1], "stop")
+    later = driver.ask("b", random_ids(9, 1), stop_token_ids=(stop,), ignore_eos=True, min_tokens=place + 1)
+    assert later.token_ids[:place] == whole[:place]
+    assert later.token_ids[place] != stop
+
+
+def test_the_window_ends_an_answer(path: Path, vanilla: Any) -> None:
+    driver = Driver(path, max_context=64)
+    answer = driver.ask("a", random_ids(60, 1), max_tokens=50, ignore_eos=True)
+    assert (len(answer.token_ids), answer.finish_reason) == (4, "length")
+    assert_greedy(vanilla, answer)
+    full = driver.ask("b", random_ids(63, 2), max_tokens=50, ignore_eos=True)
+    assert (len(full.token_ids), full.finish_reason) == (1, "length")
+
+
+# --- what a draw depends on -------------------------------------------------------------------------------------------
+
+
+def test_the_same_seed_says_the_same_alone_and_in_a_crowd(path: Path) -> None:
+    options = {"temperature": 1.0, "top_p": 0.95, "ignore_eos": True, "max_tokens": 20}
+    prompt = random_ids(40, 1)
+    alone = Driver(path).ask("a", prompt, seed=7, **options)
+    driver = Driver(path, step_tokens=48, hbm_tokens=16 * 32)
+    for i in range(12):
+        driver.submit(f"other{i}", random_ids(15 * i + 5, i), seed=i, **options)
+        if i == 6:
+            same = driver.submit("same", prompt, seed=7, **options)
+        driver.step()
+    driver.run()
+    assert same.token_ids == alone.token_ids
+    assert driver.ask("again", prompt, session="same", seed=7, **options).token_ids == alone.token_ids  # from cache
+    assert driver.ask("other", prompt, seed=8, **options).token_ids != alone.token_ids
+
+
+def test_choices_differ_and_are_each_reproducible(driver: Driver, vanilla: Any) -> None:
+    prompt = random_ids(40, 1)
+    options = {"temperature": 1.0, "ignore_eos": True, "max_tokens": 12, "seed": 5}
+    driver.submit("a", prompt, choices=3, **options)
+    driver.run()
+    driver.submit("b", prompt, choices=3, **options)
+    driver.run()
+    texts = [driver.answers["a", i].token_ids for i in range(3)]
+    assert len({tuple(text) for text in texts}) == 3
+    assert [driver.answers["b", i].token_ids for i in range(3)] == texts
+    driver.submit("c", prompt, choices=3)
+    driver.run()
+    for i in range(3):
+        assert_greedy(vanilla, driver.answers["c", i])
+
+
+def test_choices_compute_their_prompt_once(driver: Driver) -> None:
+    driver.submit("a", random_ids(100, 1), choices=4, temperature=1.0)
+    driver.run()
+    computed = [driver.answers["a", i].report.computed_tokens for i in range(4)]  # type: ignore[union-attr]
+    assert sorted(computed) == [4, 4, 4, 100]  # three blocks are shared, the open one is not
+
+
+def test_logprobs_are_the_models_own(driver: Driver, vanilla: Any) -> None:
+    """Of the distribution before penalties, bias and temperature."""
+    answer = driver.ask(
+        "a", random_ids(33, 1), logprobs=5, temperature=0.7, logit_bias={9: 5.0}, presence_penalty=0.5, ignore_eos=True
+    )
+    want = vanilla_logits(vanilla, answer.text[:-1])[32:].log_softmax(-1)
+    assert len(answer.logprobs) == len(answer.token_ids) == 16
+    for row, token, said in zip(want, answer.token_ids, answer.logprobs, strict=True):
+        assert said.logprob == pytest.approx(row[token].item(), abs=1e-4)
+        best = row.topk(5)
+        assert [token for token, _ in said.top] == best.indices.tolist()
+        assert [value for _, value in said.top] == pytest.approx(best.values.tolist(), abs=1e-4)
+
+
+def test_no_logprobs_unless_asked_for(driver: Driver) -> None:
+    assert driver.ask("a", random_ids(9, 1)).logprobs == []
+    assert [said.top for said in driver.ask("b", random_ids(9, 1), logprobs=0).logprobs] == [[]] * 16
+
+
+# --- refusals and failures --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("prompt", "code"),
+    [
+        ([], "invalid_prompt"),
+        ([5] * 64, "context_length_exceeded"),
+        ([5] * 1000, "context_length_exceeded"),
+        ([5, VOCAB], "invalid_prompt"),
+        ([-1, 5], "invalid_prompt"),
+    ],
+)
+def test_prompts_that_can_never_run(path: Path, prompt: list[int], code: str) -> None:
+    driver = Driver(path, max_context=64)
+    driver.submit("a", prompt, choices=2)
+    assert [(a.finish_reason, a.error_code) for a in driver.answers.values()] == [("error", code)] * 2
+    assert not driver.engine.has_work()
+    driver.check()
+    if code == "context_length_exceeded":
+        assert "64" in driver.answers["a", 0].error
+        assert str(len(prompt)) in driver.answers["a", 0].error
+
+
+def test_a_request_id_in_use_is_refused(driver: Driver) -> None:
+    driver.submit("a", random_ids(9, 1))
+    assert driver.submit("a", random_ids(9, 2)).error_code == "invalid_prompt"
+    driver.check()
+
+
+def test_a_full_queue_refuses_what_does_not_fit(path: Path, vanilla: Any) -> None:
+    driver = Driver(path, max_seqs=1, max_queued=3)
+    first = driver.submit("a", random_ids(9, 1))
+    driver.step()  # it runs, the queue is empty
+    driver.submit("b", random_ids(9, 2), choices=5)
+    codes = [driver.answers["b", i].error_code for i in range(5)]
+    assert codes == [None] * 3 + ["overloaded"] * 2
+    driver.check()
+    driver.run()
+    assert_greedy(vanilla, first)
+    assert driver.ask("c", random_ids(9, 3)).finish_reason == "length"
+
+
+class Fault:
+    """A forward hook that spoils what a module computed: rows of the rare token, or all of a call that then fails."""
+
+    def __init__(self, module: Any, *, fail_at: int | None = None, poison: bool = False) -> None:
+        self.calls, self._fail_at, self._poison = 0, fail_at, poison
+        self._handle = module.register_forward_hook(self)
+
+    def __call__(self, module: Any, args: tuple[torch.Tensor, ...], out: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        if self.calls == self._fail_at:
+            out.fill_(float("nan"))
+            raise RuntimeError("injected")
+        if self._poison:
+            return torch.where((args[0] == RARE)[..., None], float("nan"), out)
+        return out
+
+    def remove(self) -> None:
+        self._handle.remove()
+
+
+@pytest.mark.parametrize("poisoned_at", [3, 38, 69])
+def test_a_row_without_numbers_fails_alone(path: Path, vanilla: Any, poisoned_at: int) -> None:
+    """And nothing of it is found again: the same prompt is right as soon as the model is."""
+    driver = Driver(path, step_tokens=32)
+    fault = Fault(driver.model.get_input_embeddings(), poison=True)
+    prompt = random_ids(70, 1)
+    prompt[poisoned_at] = RARE
+    others = [driver.submit(f"other{i}", random_ids(30, 10 + i), ignore_eos=True) for i in range(3)]
+    bad = driver.submit("bad", prompt, session="s", ignore_eos=True)
+    driver.run()
+    assert (bad.finish_reason, bad.error_code, bad.token_ids) == ("error", "internal_error", [])
+    for other in others:
+        assert_greedy(vanilla, other)
+    fault.remove()
+    for session in ("s", "another"):
+        again = driver.ask(f"again {session}", [*prompt, 7], session=session, ignore_eos=True)
+        assert_greedy(vanilla, again)
+
+
+def test_a_row_that_fails_on_anothers_blocks_heals(path: Path, vanilla: Any) -> None:
+    """A prefill of NaN was dropped before anybody saw its logits: its blocks are found, fail once, and are gone."""
+    driver = Driver(path, step_tokens=100)
+    fault = Fault(driver.model.get_input_embeddings(), poison=True)
+    prompt = [RARE, *random_ids(200, 2)]
+    driver.submit("dropped", prompt, session="s")
+    driver.step()
+    driver.engine.abort("dropped")
+    fault.remove()
+    assert driver.ask("fails", prompt, session="s").error_code == "internal_error"
+    healed = driver.ask("heals", prompt, session="s")
+    assert healed.cached == 0
+    assert_greedy(vanilla, healed)
+
+
+@pytest.mark.parametrize("fail_at", [1, 2, 4, 6])
+def test_a_step_that_fails(path: Path, vanilla: Any, fail_at: int) -> None:
+    """Half of its KV is written, spoilt. All that ran or waited gets an error, the engine goes on, and nothing of that
+    step is ever reused."""
+    driver = Driver(path, step_tokens=40, max_seqs=3)
+    before = driver.ask("before", random_ids(45, 9), session="s", max_tokens=10, ignore_eos=True)
+    fault = Fault(driver.model.model.layers[2], fail_at=fail_at)
+    prompts = [before.text + random_ids(30, 1), random_ids(60, 2), before.text[:40] + random_ids(9, 3), [5, 6, 7]]
+    for i, prompt in enumerate(prompts):
+        driver.submit(f"a{i}", prompt, session="s" if i == 0 else str(i), ignore_eos=True)
+    for _ in range(fail_at - 1):
+        driver.step()
+    driver.step_and_fail()
+    for i in range(4):
+        answer = driver.answers[f"a{i}", 0]
+        assert (answer.finish_reason, answer.error_code) == ("error", "internal_error")
+    assert not driver.engine.has_work()
+    assert driver.engine.stats().leases == 0
+    fault.remove()
+    for i, prompt in enumerate(prompts):
+        driver.submit(f"b{i}", prompt, session="s" if i == 0 else str(i), ignore_eos=True)
+    driver.run()
+    for i in range(4):
+        assert_greedy(vanilla, driver.answers[f"b{i}", 0])
+
+
+# --- what it says of itself -------------------------------------------------------------------------------------------
+
+
+def test_reports_and_timings_come_when_they_are_due(driver: Driver) -> None:
+    answer = driver.submit("a", random_ids(9, 1), max_tokens=4, ignore_eos=True)
+    outputs = [driver.step() for _ in range(4)]
+    assert [output.report is not None for [output] in outputs] == [True, False, False, False]
+    assert [timings is not None for timings in answer.timings] == [True, False, False, True]
+    last = answer.timings[-1]
+    assert last is not None
+    assert last.queue_ms == 1000.0  # arrived at 0, scheduled at 1
+    assert last.load_ms == 0
+    assert last.prefill_ms > 0
+    # Four steps at seconds 1 to 4, each token stamped when its step ended.
+    assert last.decode_ms == pytest.approx(3000, abs=500)
+
+
+def test_totals_add_up(driver: Driver) -> None:
+    history: list[int] = []
+    for turn in range(3):
+        history = driver.ask(f"r{turn}", history + random_ids(20, turn), session="s", ignore_eos=True).text
+    stats = driver.engine.stats()
+    reports = [answer.report for answer in driver.answers.values() if answer.report]
+    assert stats.prompt_tokens == {
+        "hbm": sum(r.hbm_tokens for r in reports),
+        "computed": sum(r.computed_tokens for r in reports),
+    }
+    assert sum(stats.prompt_tokens.values()) == sum(len(answer.prompt) for answer in driver.answers.values())
+    assert sum(stats.miss_tokens.values()) == stats.prompt_tokens["computed"]
+    assert stats.generated_tokens == 48
+    assert stats.steps == 48
+    assert stats.step_seconds > 0
+    assert (stats.sessions, stats.running, stats.waiting, stats.aborted) == (1, 0, 0, 0)
+
+
+def test_sessions_are_forgotten_after_their_time(path: Path) -> None:
+    driver = Driver(path, session_ttl_s=5.0)
+    driver.ask("a", random_ids(50, 1), session="s")
+    assert driver.engine.stats().sessions == 1
+    driver.engine.idle(now=float("inf"))
+    driver.check()
+    assert driver.engine.stats().sessions == 0
