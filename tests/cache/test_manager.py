@@ -332,6 +332,17 @@ def test_two_requests_of_a_session_do_not_take_over_the_same_open_block():
     model.check()
 
 
+def test_a_prompt_sent_again_leaves_the_open_block_to_others():
+    model = PoolModel(make_manager())
+    model.run("turn1", range(50))
+    for request_id in ("again", "once more"):  # the last token is computed again, so 17 of 18 rows are used
+        model.open(request_id, range(50))
+        assert model.manager.admit(request_id, 1) == 49
+        model.step(request_id, 1)
+        model.check()
+    assert model.manager.stats.copied_rows == 2 * 17
+
+
 def test_a_regenerated_answer_copies_the_head_of_a_full_block():
     model = PoolModel(make_manager())
     model.run("turn1", range(100))
