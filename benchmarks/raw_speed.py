@@ -5,8 +5,10 @@
 Three processes hold the 125 M-shape random model in bf16: the engine as `reprise serve` starts it (its environment
 included, its cache off), transformers as a user would start it, and transformers with the engine's allocator settings,
 to tell what those alone are worth. They take turns, one works while the others wait. A round measures, for 1, 4 and 16
-streams of `--context` prompt tokens, the time to all first tokens and the median time of a decode step (for
-transformers: `generate` of 33 tokens less `generate` of one, by 32). Medians over rounds, the spread beside them.
+streams of `--context` prompt tokens, the time of one new token each (prefill), and the time of 33 new tokens less that of
+the prefill in it, by 32 (TPOT; the engine's prefill ends with the step that gives the last stream its first token).
+Medians over rounds, the spread beside them. The rate at which both cores read memory is measured too: the weights have
+to be read once a decode step, so they bound TPOT from below.
 """
 
 import argparse
@@ -63,24 +65,9 @@ def measure_engine(model: str) -> Measure:
     from engine.build import build_engine
 
     engine = build_engine(engine_config(model))
-    sampling = SamplingParams(
-        temperature=0.0,
-        top_p=1.0,
-        top_k=0,
-        min_p=0.0,
-        presence_penalty=0.0,
-        frequency_penalty=0.0,
-        repetition_penalty=1.0,
-        logit_bias={},
-        seed=0,
-        max_tokens=NEW_TOKENS,
-        min_tokens=0,
-        stop_token_ids=(),
-        ignore_eos=True,
-        logprobs=None,
-    )
 
-    def measure(prompts: list[list[int]]) -> tuple[float, float]:
+    def generate(prompts: list[list[int]], new_tokens: int) -> tuple[float, float]:
+        """(seconds to all first tokens, seconds of a later step)"""
         started = time.perf_counter()
         for index, prompt in enumerate(prompts):
             engine.submit(
@@ -91,23 +78,45 @@ def measure_engine(model: str) -> Measure:
                     cache_salt="",
                     token_ids=prompt,
                     num_choices=1,
-                    sampling=sampling,
+                    sampling=greedy(new_tokens),
                 ),
                 time.monotonic(),
             )
         waiting = set(range(len(prompts)))
-        first_s, steps = 0.0, []
+        first_s, step_s, steps = 0.0, 0.0, 0
         while engine.has_work():
             before = time.perf_counter()
             outputs = engine.step(time.monotonic())
             now = time.perf_counter()
             if not waiting:
-                steps.append(now - before)
+                step_s, steps = step_s + now - before, steps + 1
             elif not (waiting := waiting - {int(output.request_id) for output in outputs}):
                 first_s = now - started
-        return first_s, median(steps)
+        return first_s, step_s / max(1, steps)
+
+    def measure(prompts: list[list[int]]) -> tuple[float, float]:
+        return generate(prompts, 1)[0], generate(prompts, NEW_TOKENS)[1]
 
     return measure
+
+
+def greedy(new_tokens: int) -> SamplingParams:
+    return SamplingParams(
+        temperature=0.0,
+        top_p=1.0,
+        top_k=0,
+        min_p=0.0,
+        presence_penalty=0.0,
+        frequency_penalty=0.0,
+        repetition_penalty=1.0,
+        logit_bias={},
+        seed=0,
+        max_tokens=new_tokens,
+        min_tokens=0,
+        stop_token_ids=(),
+        ignore_eos=True,
+        logprobs=None,
+    )
 
 
 def measure_transformers(model: str) -> Measure:
@@ -207,6 +216,7 @@ def run(model: str, rounds: int, context: int) -> dict[str, Any]:
         for worker in workers.values():
             worker.close()
     return {
+        "memory_read_gb_s": read_rate(),
         "arms": {
             arm: {
                 name: {"median": round(median(v), 2), "min": round(min(v), 2), "max": round(max(v), 2)}
@@ -224,6 +234,19 @@ def run(model: str, rounds: int, context: int) -> dict[str, Any]:
     }
 
 
+def read_rate() -> float:
+    """GB/s at which all cores read 800 MB, the best of a few tries: what no decode step can exceed."""
+    import torch
+
+    data = torch.ones(100_000_000, dtype=torch.int64)
+    best = float("inf")
+    for _ in range(8):
+        started = time.perf_counter()
+        data.sum()
+        best = min(best, time.perf_counter() - started)
+    return round(data.nbytes / best / 1e9, 1)
+
+
 def show(result: dict[str, Any], console: Console) -> None:
     table = Table(title="bf16, medians (least to most)")
     table.add_column("")
@@ -239,6 +262,7 @@ def show(result: dict[str, Any], console: Console) -> None:
             *(f"{result['ratios'][against][name]:.2f}" for against in ARMS[1:]),
         )
     console.print(table)
+    console.print(f"memory read by all cores: {result['memory_read_gb_s']} GB/s")
 
 
 def main() -> None:
