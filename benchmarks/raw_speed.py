@@ -5,8 +5,8 @@
 Three processes hold the 125 M-shape random model in bf16: the engine as `reprise serve` starts it (its environment
 included, its cache off), transformers as a user would start it, and transformers with the engine's allocator settings,
 to tell what those alone are worth. They take turns, one works while the others wait. A round measures, for 1, 4 and 16
-streams of `--context` prompt tokens, the time of one new token each (prefill), and the time of 33 new tokens less that of
-the prefill in it, by 32 (TPOT; the engine's prefill ends with the step that gives the last stream its first token).
+streams of `--context` prompt tokens, the time until every stream has one new token (prefill), and the mean of 32 decode
+steps of all streams together (TPOT; for transformers, `generate` of 33 tokens less that of one, by 32).
 Medians over rounds, the spread beside them. The rate at which both cores read memory is measured too: the weights have
 to be read once a decode step, so they bound TPOT from below.
 """
@@ -66,9 +66,7 @@ def measure_engine(model: str) -> Measure:
 
     engine = build_engine(engine_config(model))
 
-    def generate(prompts: list[list[int]], new_tokens: int) -> tuple[float, float]:
-        """(seconds to all first tokens, seconds of a later step)"""
-        started = time.perf_counter()
+    def submit(prompts: list[list[int]], new_tokens: int) -> None:
         for index, prompt in enumerate(prompts):
             engine.submit(
                 Submit(
@@ -82,20 +80,23 @@ def measure_engine(model: str) -> Measure:
                 ),
                 time.monotonic(),
             )
-        waiting = set(range(len(prompts)))
-        first_s, step_s, steps = 0.0, 0.0, 0
-        while engine.has_work():
-            before = time.perf_counter()
-            outputs = engine.step(time.monotonic())
-            now = time.perf_counter()
-            if not waiting:
-                step_s, steps = step_s + now - before, steps + 1
-            elif not (waiting := waiting - {int(output.request_id) for output in outputs}):
-                first_s = now - started
-        return first_s, step_s / max(1, steps)
 
     def measure(prompts: list[list[int]]) -> tuple[float, float]:
-        return generate(prompts, 1)[0], generate(prompts, NEW_TOKENS)[1]
+        started = time.perf_counter()
+        submit(prompts, 1)
+        while engine.has_work():
+            engine.step(time.monotonic())
+        first_s = time.perf_counter() - started
+        # Streams that were prefilled first must still run when the last one starts to decode.
+        submit(prompts, 8 * NEW_TOKENS)
+        steps: list[float] = []
+        while len(steps) < NEW_TOKENS:
+            before = time.perf_counter()
+            if len(engine.step(time.monotonic())) == len(prompts):
+                steps.append(time.perf_counter() - before)
+        for index in range(len(prompts)):
+            engine.abort(str(index))
+        return first_s, sum(steps[1:]) / (NEW_TOKENS - 1)
 
     return measure
 
