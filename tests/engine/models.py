@@ -130,7 +130,9 @@ def tiny_model(model_type: str = "llama", *, seed: int = 0, dtype: torch.dtype =
     """A random model in eval mode, as transformers makes it: attention not taken over."""
     config = AutoConfig.for_model(model_type, **{**_COMMON, **changes})
     config._attn_implementation = "eager"
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    with torch.random.fork_rng([]):
+        torch.manual_seed(seed)  # equal seeds are equal models
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     randomise(model, seed)
     return model.to(dtype).requires_grad_(False)
 
@@ -146,8 +148,10 @@ def randomise(model: nn.Module, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in sorted(model.named_parameters()):
         noise = torch.randn(parameter.shape, generator=generator)
-        if parameter.dim() < 2:
-            parameter.add_(noise, alpha=1.0 if name.endswith("sinks") else 0.3)
+        if name.endswith("sinks"):
+            parameter.copy_(noise)
+        elif parameter.dim() < 2:
+            parameter.add_(noise, alpha=0.3)
         elif "embed" in name or name.endswith(("wte.weight", "wpe.weight")):
             parameter.copy_(noise)
         else:
