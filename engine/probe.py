@@ -100,7 +100,7 @@ def probe(model: nn.Module, backend: AttentionBackend, page_size: int) -> ProbeR
     layers: int = text.num_hidden_layers
     device, dtype = next(model.parameters()).device, next(model.parameters()).dtype
     generator = torch.Generator().manual_seed(0)
-    limit = min(_TOKENS, text.max_position_embeddings)
+    limit = min(_TOKENS, getattr(text, "max_position_embeddings", None) or _TOKENS)
     ids = torch.randint(0, text.vocab_size, (limit,), generator=generator).to(device)
 
     shapes = _find_shapes(model, backend, layers, ids)
