@@ -1,7 +1,9 @@
 """ModelRunner: weights and KV pool on one device, and the forward pass over them."""
 
 import hashlib
+import json
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import xxhash
@@ -51,10 +53,16 @@ def weights_digest(model: nn.Module) -> bytes:
 def fingerprint(model: nn.Module, weights: bytes, backend: str) -> bytes:
     """16 bytes that name everything a KV row depends on besides its tokens. The attention backend is part of it: its
     rounding is, and nothing is lost but a cache when it changes."""
-    config = model.config.to_json_string(use_diff=False)  # type: ignore[operator,union-attr]
+    text = model.config.to_json_string(use_diff=False)  # type: ignore[operator,union-attr]
+    config = json.dumps(json.loads(text, object_hook=_without_path), sort_keys=True)
     dtype = str(next(model.parameters()).dtype)
     fields = typed_fields("reprise-model", LAYOUT_VERSION, weights, config, dtype, backend)
     return hashlib.blake2b(fields, digest_size=16).digest()
+
+
+def _without_path(config: dict[str, Any]) -> dict[str, Any]:
+    """A model that was moved is the same model: transformers notes in the config where it was loaded from."""
+    return {name: value for name, value in config.items() if name != "_name_or_path"}
 
 
 class ModelRunner:
