@@ -99,7 +99,12 @@ def serve(name: str, settings: Mapping[str, str | int | float], ready_timeout_s:
         url = f"http://127.0.0.1:{port}"
         _wait_ready(process, url, log, started_s + ready_timeout_s)
         ready_s = time.monotonic() - started_s
-        models = httpx.get(f"{url}/v1/models", timeout=10).raise_for_status().json()["data"]
+        key = str(settings.get("server.api_keys", "none")).split(",")[0]
+        models = (
+            httpx.get(f"{url}/v1/models", headers={"authorization": f"Bearer {key}"}, timeout=10)
+            .raise_for_status()
+            .json()["data"]
+        )
         yield Server(name=name, url=url, pid=process.pid, log=log, ready_s=ready_s, model=models[0])
     except BaseException:
         _stop(process)
