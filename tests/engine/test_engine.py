@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 import torch
 
+from kernels.attention import BACKENDS
+from kernels.attention.torch_cpu import TorchAttention
 from tests.engine.driver import Answer, Driver, assert_greedy, generate
 from tests.engine.models import RARE, VOCAB, random_ids, save_tiny, tiny_model, vanilla_logits
 
@@ -141,6 +143,13 @@ def test_a_stop_string_keeps_what_stands_before_it(driver: Driver, vanilla: Any,
     assert_greedy(vanilla, onward)
 
 
+def test_a_prompt_of_one_token(driver: Driver, vanilla: Any) -> None:
+    for name in ("a", "b"):
+        answer = driver.ask(name, [5], session="s", max_tokens=40, ignore_eos=True)
+        assert answer.cached == 0
+        assert_greedy(vanilla, answer)
+
+
 def test_an_answer_that_is_made_again(driver: Driver, vanilla: Any) -> None:
     prompt = random_ids(64, 1)
     first = driver.ask("a", prompt, session="s")
@@ -186,13 +195,21 @@ def test_the_longest_context_fits_alone(path: Path, vanilla: Any) -> None:
         assert_greedy(vanilla, answer)
 
 
-@pytest.mark.parametrize("seed", range(5))
-def test_anything_at_any_time(path: Path, vanilla: Any, seed: int) -> None:
+class WidePages(TorchAttention):
+    """As on a GPU: several blocks to a page, so that forks and evictions split pages."""
+
+    page_multiple = 128
+
+
+@pytest.mark.parametrize(("seed", "page"), [(0, 32), (1, 32), (2, 32), (3, 32), (4, 128), (5, 128), (6, 128)])
+def test_anything_at_any_time(path: Path, vanilla: Any, monkeypatch: pytest.MonkeyPatch, seed: int, page: int) -> None:
     """Sessions that go on, fork and start again, are stopped and dropped, in an HBM that holds a few of them."""
+    if page == WidePages.page_multiple:
+        monkeypatch.setitem(BACKENDS, "torch_cpu", WidePages)
     rng = random.Random(seed)
     driver = Driver(
         path,
-        hbm_tokens=rng.choice((7, 12, 30)) * 32,
+        hbm_tokens=rng.choice((7, 12, 30)) * page,
         step_tokens=rng.choice((16, 40, 0)),
         max_seqs=rng.choice((2, 5)),
         max_sessions=rng.choice((2, 50)),
@@ -226,6 +243,7 @@ def test_anything_at_any_time(path: Path, vanilla: Any, seed: int) -> None:
         if answer.token_ids:
             assert_greedy(vanilla, answer)
     assert sum(len(answer.token_ids) > 0 for answer in answers) > 25
+    assert driver.engine.model.page_size == page
 
 
 # --- endings ----------------------------------------------------------------------------------------------------------
@@ -342,19 +360,22 @@ def test_the_window_ends_an_answer(path: Path, vanilla: Any) -> None:
 
 
 def test_the_same_seed_says_the_same_alone_and_in_a_crowd(path: Path) -> None:
-    options = {"temperature": 1.0, "top_p": 0.95, "ignore_eos": True, "max_tokens": 20}
+    options = {"temperature": 1.0, "top_p": 0.95, "repetition_penalty": 1.2, "presence_penalty": 0.3, "max_tokens": 40}
     prompt = random_ids(40, 1)
-    alone = Driver(path).ask("a", prompt, seed=7, **options)
-    driver = Driver(path, step_tokens=48, hbm_tokens=16 * 32)
-    for i in range(12):
-        driver.submit(f"other{i}", random_ids(15 * i + 5, i), seed=i, **options)
-        if i == 6:
-            same = driver.submit("same", prompt, seed=7, **options)
+    alone = Driver(path).ask("a", prompt, seed=7, ignore_eos=True, **options)
+    driver = Driver(path, step_tokens=48, hbm_tokens=10 * 32)
+    for i in range(5):
+        driver.submit(f"other{i}", random_ids(15 * i + 5, i), seed=i, ignore_eos=True, **options)
         driver.step()
+    same = driver.submit("same", prompt, seed=7, ignore_eos=True, **options)
+    sequence = driver.engine._choices["same/0"].sequence
     driver.run()
+    assert sequence.preemptions > 0
     assert same.token_ids == alone.token_ids
-    assert driver.ask("again", prompt, session="same", seed=7, **options).token_ids == alone.token_ids  # from cache
-    assert driver.ask("other", prompt, seed=8, **options).token_ids != alone.token_ids
+    again = driver.ask("again", prompt, session="same", seed=7, ignore_eos=True, **options)
+    assert again.cached > 0
+    assert again.token_ids == alone.token_ids
+    assert driver.ask("other", prompt, seed=8, ignore_eos=True, **options).token_ids != alone.token_ids
 
 
 def test_choices_differ_and_are_each_reproducible(driver: Driver, vanilla: Any) -> None:
