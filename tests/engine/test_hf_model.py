@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb as llama_rotation
 
-from engine.hf_model import Step, forward, rope_limit
+from engine.hf_model import RopeCall, Step, forward, rope_limit, turns_halves
 from engine.probe import single_sequence_meta
 from kernels.attention import BACKENDS
 from tests.engine.models import CPU, FAMILIES, VOCAB, copied, family_model, random_ids, tiny_model, vanilla_logits
@@ -162,6 +163,43 @@ def test_logits_of_the_rows_asked_for(llama: Served, wrap: Callable[[Any], nn.Mo
         )  # fmt: skip
     assert got.shape == (len(rows), VOCAB)
     torch.testing.assert_close(got, vanilla_logits(llama.vanilla, ids)[rows], rtol=0, atol=1e-4)
+
+
+# --- rotations --------------------------------------------------------------------------------------------------------
+
+
+def interleaved(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """Dims 2i and 2i + 1 turn together, as GPT-J has it; q, k [1, heads, tokens, dim], cos and sin [1, tokens, dim]."""
+
+    def turned(x: Tensor) -> Tensor:
+        other = torch.stack((-x[..., 1::2], x[..., ::2]), dim=-1).flatten(-2)
+        return x * cos[:, None] + other * sin[:, None]
+
+    return turned(q), turned(k)
+
+
+@pytest.mark.parametrize(("function", "quick"), [(llama_rotation, True), (interleaved, False)])
+@pytest.mark.parametrize("width", [8, 12])
+def test_a_rotation_of_the_leading_dims(function: Callable[..., Any], quick: bool, width: int) -> None:
+    """By the model's own function or by our quicker one, what is not handed in stays as it is."""
+    assert turns_halves(function) == quick
+    generator = torch.Generator().manual_seed(1)
+    q, k = torch.randn(7, 4, 12, generator=generator), torch.randn(7, 2, 12, generator=generator)
+    angles = torch.randn(7, width // 2, generator=generator)
+    angles = angles.repeat(1, 2) if quick else angles.repeat_interleave(2, dim=1)
+    cos, sin = angles.cos()[None], angles.sin()[None]
+    got = RopeCall(function, cos, sin, (), {}, width).rotate(q, k)
+    want = function(*(x[..., :width].transpose(0, 1)[None] for x in (q, k)), cos, sin)
+    for rows, plain, turned in zip(got, (q, k), want, strict=True):
+        torch.testing.assert_close(rows[..., :width], turned[0].transpose(0, 1), rtol=0, atol=1e-6)
+        assert torch.equal(rows[..., width:], plain[..., width:])
+
+
+def test_a_rotation_that_needs_more_is_not_taken_for_the_usual_one() -> None:
+    def per_layer(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, layer: int) -> tuple[Tensor, Tensor]:
+        raise AssertionError("not reached")
+
+    assert not turns_halves(per_layer)
 
 
 # --- how far positions reach ------------------------------------------------------------------------------------------
