@@ -404,6 +404,19 @@ def test_copies_of_a_prompt_wait_for_the_first_to_compute_it():
     assert model.manager.admit("r/1", 6) == 64
 
 
+def test_of_two_that_compute_the_same_the_first_is_waited_for():
+    model = PoolModel(make_manager())
+    for request_id in ("r/0", "r/1", "r/2"):
+        model.open(request_id, range(40))
+    for request_id in ("r/0", "r/1"):
+        assert model.manager.admit(request_id, 40) == 0
+    assert model.manager.waits_for_sibling("r/2")
+    model.step("r/0", 40)
+    assert not model.manager.waits_for_sibling("r/2")
+    model.step("r/1", 40)
+    model.check()
+
+
 @pytest.mark.parametrize("ending", ["close", "preempt"])
 def test_nobody_waits_for_a_sibling_that_is_gone(ending):
     model = PoolModel(make_manager())
