@@ -320,6 +320,18 @@ def test_the_second_turn_computes_only_what_is_new(page_size):
     assert model.manager.stats.copied_rows == 0, "an open block that nobody else can see is taken over where it lies"
 
 
+def test_the_turn_after_a_stop_string_goes_on_in_place():
+    # 60 rows were computed, the stop string begins at row 55: the rows behind it are written again.
+    model = PoolModel(make_manager())
+    model.open("turn1", range(60))
+    model.manager.admit("turn1", 60)
+    model.step("turn1", 60)
+    model.close("turn1", 55)
+    model.check()
+    assert model.run("turn2", [*range(55), 7, 7, 7]) == 55
+    assert model.manager.stats.copied_rows == 0
+
+
 def test_two_requests_of_a_session_do_not_take_over_the_same_open_block():
     model = PoolModel(make_manager())
     model.run("turn1", range(50))
