@@ -44,6 +44,7 @@ class RunningContext:
     pages: list[int] = field(default_factory=list)  # pinned, in order; empty while waiting
     computed: int = 0  # leading rows that hold KV
     sealed: int = 0  # leading blocks already considered for publishing
+    trusted: bool = True  # False: it shares blocks that gave an impossible result, so nothing of it is published
     awaited: BlockKey | None = None  # the block it waits for while another request computes it
     reached: int = 0  # the most it had computed when it was preempted; its KV may be gone, its tokens are known
 

@@ -136,6 +136,7 @@ class CacheManager:
         for row in reversed(list(self._rows_of(match))):  # from tail to head, so that what stays is a prefix
             if row.key in self.table:  # not the open block that was just taken over
                 self._policy.touch(row.key)
+        context.trusted = True
         context.computed = match.num_tokens
         context.sealed = len(match.rows)
         if self._reuse:
@@ -207,10 +208,14 @@ class CacheManager:
 
     def distrust(self, request_id: str) -> None:
         """What a request stands on gave a result that cannot be: none of its blocks is found again, whoever computed
-        them. Requests that run on them keep their pages."""
-        for key in self._running[request_id].chain():
+        them. Requests that run on them keep their pages, and publish nothing that stands on them."""
+        keys = self._running[request_id].chain()
+        for key in keys:
             if key in self.table:
                 self._drop(key)
+        for context in self._running.values():
+            if keys and context.chain()[:1] == keys[:1]:
+                context.trusted = False
 
     def close(self, request_id: str, num_tokens: int, now: float) -> None:
         """A request ended and its context is its first `num_tokens` tokens (a stop string may have cut it). Pages that
@@ -388,6 +393,8 @@ class CacheManager:
     def _publish(
         self, context: RunningContext, block: int, key: BlockKey, tokens: list[int], session_id: str | None
     ) -> None:
+        if not context.trusted:
+            return
         first = block * BLOCK_TOKENS
         page = context.pages[first // self.page_size]
         self.table.publish(

@@ -141,6 +141,16 @@ class Conversations(RuleBasedStateMachine):
         self.texts = [*self.texts[-9:], list(tokens)]
         self.model.close(request_id, int(len(tokens) * kept), self.now)
 
+    @precondition(lambda self: self.running)
+    @rule(which=WHICH)
+    def fail(self, which):
+        """Its result cannot be: nothing it stands on may be found again, now or when others that share it end."""
+        request_id = self.chosen(self.running, which)[0]
+        chain = list(self.model.contexts[request_id].chain())
+        self.manager.distrust(request_id)
+        self.model.close(request_id, 0, self.now)
+        assert not any(key in self.manager.table for key in chain)
+
     @rule(seconds=st.sampled_from([1.0, 5.0, 30.0]))
     def sweep(self, seconds):
         self.now += seconds
@@ -502,3 +512,25 @@ def test_a_thousand_copies_of_a_long_prompt_do_not_walk_it_in_every_step(monkeyp
     assert model.manager.waits_for_sibling("r/1")
     model.step("r/0", 128)
     assert not model.manager.waits_for_sibling("r/1")
+
+
+def test_who_shares_what_is_not_trusted_does_not_publish_it_again():
+    model = PoolModel(make_manager())
+    model.run("before", range(64))
+    for request_id, last in (("bad", 7), ("other", 8)):
+        model.open(request_id, [*range(64), *[last] * 10], session=request_id)
+        assert model.manager.admit(request_id, 10) == 64
+        model.step(request_id, 10)
+    model.manager.distrust("bad")
+    model.close("bad", 0)
+    model.check()
+    model.contexts["other"].token_ids.extend([8] * 40)
+    assert model.manager.grow("other", 40)
+    model.step("other", 40)
+    model.manager.preempt("other")
+    model.check()
+    assert len(model.manager.table) == 0
+    assert model.manager.admit("other", 114) == 0
+    model.step("other", 114)
+    model.close("other")
+    assert model.run("after", range(65)) == 64, "computed anew, it is trusted again"
