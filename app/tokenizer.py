@@ -18,6 +18,9 @@ from app.template import ChatTemplate, TemplateError
 
 __all__ = ["ChatTokenizer", "Detokenizer", "StopFinder", "TemplateError", "TokenizerError"]
 
+# Put into special tokens that stand in a message, so that they are encoded as the text they are: only the template may
+# open and close turns. A noncharacter, which no text for exchange contains; it never gets past `encode`.
+SHIELD = "\ufdd0"
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")  # how a sentencepiece vocabulary spells a single byte
 
 
@@ -45,7 +48,11 @@ class ChatTokenizer:
         kinds = {part.get("type") for part in _parts(_state(tokenizer.decoder))}
         self._byte_level = kinds == {"ByteLevel"}
         self._token_bytes = functools.lru_cache(maxsize=1 << 15)(self._read_token_bytes)
+        specials = [tokenizer.id_to_token(token_id) or "" for token_id in self.special_ids]
+        longest_first = sorted((token for token in specials if len(token) > 1), key=len, reverse=True)
+        self._special = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
         # Vocabularies of the sentencepiece kind put a space before every text they encode, but not behind a newline.
+        self._adds_prefix = False
         self._newline_ids = self.encode("\n")
         self._adds_prefix = self.encode("\na") != self._newline_ids + self.encode("a")
 
@@ -91,22 +98,45 @@ class ChatTokenizer:
         if self._template is None:
             raise TemplateError("This model has no chat template.")
         return self._template.render(
-            messages, tools=tools, template_args=template_args, add_generation_prompt=add_generation_prompt
+            [self._shielded(message) for message in messages],
+            tools=tools,
+            template_args=template_args,
+            add_generation_prompt=add_generation_prompt,
         )
 
+    def _shielded(self, value: Any) -> Any:
+        """A message, or a part of one, in whose strings no special token is left whole."""
+        if isinstance(value, str):
+            return self._special.sub(lambda match: match[0][0] + SHIELD + match[0][1:], value)
+        if isinstance(value, dict):
+            return {key: self._shielded(item) for key, item in value.items()}
+        if isinstance(value, list):
+            return [self._shielded(item) for item in value]
+        return value
+
     def encode(self, text: str) -> list[int]:
-        """Recognises special tokens in `text`, adds none."""
-        # The batch call releases the GIL, the single one does not: 2 MB of text held up all other requests for 4 s.
-        ids: list[int] = self._tokenizer.encode_batch([text], add_special_tokens=False)[0].ids
-        return ids
+        """Recognises special tokens in `text`, but for those that `render` found in a message; adds none."""
+        return self._encode(text, behind=False)
 
     def encode_continuation(self, text: str) -> list[int]:
         """Like `encode`, for text that stands behind other text: without the space that some vocabularies put first."""
-        if not self._adds_prefix or not text:
-            return self.encode(text)
-        ids = self.encode("\n" + text)
-        count = len(self._newline_ids)
-        return ids[count:] if ids[:count] == self._newline_ids else self.encode(text)
+        return self._encode(text, behind=True)
+
+    def _encode(self, text: str, *, behind: bool) -> list[int]:
+        pieces = text.split(SHIELD)
+        bare = [self._adds_prefix and piece != "" and (behind or place > 0) for place, piece in enumerate(pieces)]
+        # The batch call releases the GIL, the single one does not: 2 MB of text held up all other requests for 4 s.
+        texts = ["\n" + piece if b else piece for piece, b in zip(pieces, bare, strict=True)]
+        ids: list[int] = []
+        for piece, b, encoding in zip(pieces, bare, self._encode_batch(texts), strict=True):
+            count = len(self._newline_ids) if b else 0
+            if b and encoding[:count] != self._newline_ids:
+                encoding, count = self._encode_batch([piece])[0], 0
+            ids += encoding[count:]
+        return ids
+
+    def _encode_batch(self, texts: list[str]) -> list[list[int]]:
+        return [encoding.ids for encoding in self._tokenizer.encode_batch(texts, add_special_tokens=False)]
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         return self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from app.tokenizer import ChatTokenizer
+from app.tokenizer import SHIELD, ChatTokenizer
 from app.transcript import PreparedPrompt, Transcripts
 from model.corpus import CHAT_TEMPLATE, SPECIAL_TOKENS
 from tests.app.test_tokenizer import saved, sentencepiece_like
@@ -113,9 +113,10 @@ class Client:
         return [token_id for piece in pieces for token_id in self.tokenizer.encode(piece)]
 
     def rendered(self, messages: list[dict]) -> str:
-        return self.tokenizer.render(
+        text = self.tokenizer.render(
             messages, tools=self.scope["tools"], template_args=self.scope["template_args"], add_generation_prompt=True
         )
+        return text.replace(SHIELD, "")  # which only says where text is not a special token
 
     def text(self, ids: Sequence[int]) -> str:
         return self.tokenizer.decode(ids, skip_special_tokens=False)
