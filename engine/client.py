@@ -289,10 +289,16 @@ class EngineClient:
                 message = decode_from_engine(frame)
                 if isinstance(message, Refused):
                     return message.message
+                if isinstance(message, Ready) and self._is_another_model(message.model):
+                    return "the model's files have changed since the server started: restart the server to serve them"
                 self._handle(child, message)
             except Exception:  # one bad message must not cut the others off
                 log.exception("dropped a message of %d bytes from the engine", len(frame))
             await asyncio.sleep(0)  # a frame that is there already is received without yielding: let the streams run
+
+    def _is_another_model(self, model: ModelInfo) -> bool:
+        """Whether a restarted engine came back with other weights than the app has a tokenizer and transcripts for."""
+        return self.model is not None and model.fingerprint != self.model.fingerprint
 
     def _handle(self, child: EngineChild, message: Ready | Outputs | Stats) -> None:
         match message:

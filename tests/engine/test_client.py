@@ -469,3 +469,14 @@ async def test_reading_at_any_pace_gives_the_same_tokens(
         assert [one.finish_reason for one in mine] == [None] * (len(mine) - 1) + ["stop"]
         assert mine[0].report == (REPORT if report else None)
         assert mine[-1].timings == TIMINGS
+
+
+async def test_an_engine_that_comes_back_with_other_weights_is_not_served(start: Start) -> None:
+    client = await start()
+    assert client.model is not None
+    assert client.pid is not None
+    client.model = msgspec.structs.replace(client.model, fingerprint="00" * 16)
+    os.kill(client.pid, signal.SIGKILL)
+    await until(lambda: client.state == "failed")
+    assert client.failure is not None
+    assert "have changed" in client.failure
