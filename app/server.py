@@ -21,7 +21,7 @@ KEEP_ALIVE_S = 75  # longer than the minute after which clients' pools drop idle
 
 class Server(uvicorn.Server):
     """`run` returns when all is over; then `failure` says why a model could not be served, and `force_exit` whether a
-    second signal cut the drain short.
+    third signal cut the answers off.
     """
 
     def __init__(self, app: FastAPI, settings: ServerSettings, *, on_ready: Callable[[ModelInfo, str], None]) -> None:
@@ -49,10 +49,12 @@ class Server(uvicorn.Server):
         self._announcing: asyncio.Task[None] | None = None
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """The first signal drains, the second leaves at once."""
+        """The first signal drains, the second ends running answers where they are, the third leaves at once."""
         if self._drain_started_s is None:
             self._drain_started_s = time.monotonic()
             self._service.draining = True
+        elif self._drain_s > 0:
+            self._drain_started_s, self._drain_s = time.monotonic(), 0.0
         else:
             self.force_exit = self.should_exit = True
 

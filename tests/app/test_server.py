@@ -77,7 +77,7 @@ async def test_past_the_limit_answers_are_cut_but_complete(tmp_path, model_dir):
         assert 0.3 <= time.monotonic() - start < 3
 
 
-async def test_a_second_signal_leaves_at_once(tmp_path, model_dir):
+async def test_a_second_signal_ends_answers_where_they_are(tmp_path, model_dir):
     async with served(tmp_path, model_dir, drain_s=60, step_s=1.0) as (process, url):
         started = asyncio.Event()
         reading = asyncio.create_task(read(url, started))
@@ -87,8 +87,21 @@ async def test_a_second_signal_leaves_at_once(tmp_path, model_dir):
         assert process.returncode is None
         start = time.monotonic()
         process.terminate()
+        text = await reading
+        assert (reasons(text), text.endswith("data: [DONE]\n\n")) == (["length"], True)
+        assert await asyncio.wait_for(process.wait(), 5) == 0
+        assert time.monotonic() - start < 3
+
+
+async def test_a_third_signal_leaves_at_once(tmp_path, model_dir):
+    async with served(tmp_path, model_dir, drain_s=60, step_s=1.0) as (process, url):
+        started = asyncio.Event()
+        reading = asyncio.create_task(read(url, started))
+        await started.wait()
+        for _ in range(3):
+            process.terminate()
+            await asyncio.sleep(0.05)
         await asyncio.wait_for(process.wait(), 5)
-        assert time.monotonic() - start < 2
         assert (await process.stdout.read()).decode().startswith("forced")
         with contextlib.suppress(httpx.HTTPError):
             await reading
