@@ -144,6 +144,7 @@ class ChatCompletionRequest(_Part):
     refused = frozenset(
         {"tools", "functions", "audio", "web_search_options", "echo", "prompt_logprobs", "guided_json", "guided_regex"}
         | {"guided_choice", "guided_grammar", "structured_outputs", "use_beam_search", "continue_final_message"}
+        | {"chat_template", "documents"}
     )
 
     model: str = Field(min_length=1, max_length=512)
@@ -153,6 +154,8 @@ class ChatCompletionRequest(_Part):
     max_completion_tokens: int | None = Field(None, ge=1, le=1 << 31)
     max_tokens: int | None = Field(None, ge=1, le=1 << 31)
     min_tokens: int | None = Field(None, ge=0, le=1 << 31)
+    best_of: Literal[1] | None = None
+    add_generation_prompt: Literal[True] | None = None
     n: int | None = Field(None, ge=1, le=128)
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, ge=0, le=1)

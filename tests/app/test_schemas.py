@@ -79,6 +79,8 @@ BAD = [
     {"messages": HELLO * 5000},
     {"model": ""},
     {"model": 5},
+    {"best_of": 3},
+    {"add_generation_prompt": False},
 ]
 UNSUPPORTED = [
     ({"tools": [{"type": "function"}]}, "tools"),
@@ -89,6 +91,7 @@ UNSUPPORTED = [
     ({"modalities": ["text", "audio"]}, "modalities"),
     ({"audio": {"voice": "x"}}, "audio"),
     ({"truncation": "auto"}, "truncation"),
+    ({"chat_template": "{{ messages }}"}, "chat_template"),
     ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
     ({"messages": [{"role": "assistant", "content": "", "tool_calls": [{"id": "1"}]}]}, "messages[0].tool_calls"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content"),
