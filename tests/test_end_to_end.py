@@ -171,8 +171,9 @@ def test_sigterm_lets_running_answers_end() -> None:
     with serve("e2e-drain", {**SETTINGS, "server.drain_s": 30}) as server:
 
         async def run() -> list[str | None]:
-            running = asyncio.create_task(stream(server, 120))
-            await asyncio.to_thread(wait_for, lambda: server.metrics()["reprise_running_requests"] == 1)
+            running = asyncio.create_task(stream(server, 600))
+            # The app's own count: the engine's comes once a second, and the answer may be over by then.
+            await asyncio.to_thread(wait_for, lambda: server.metrics()["reprise_active_requests"] == 1)
             psutil.Process(server.pid).terminate()
             return await running
 
