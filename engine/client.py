@@ -24,15 +24,26 @@ from engine.messages import (
     Outputs,
     Ready,
     Refused,
+    SessionReply,
+    SessionRequest,
     Shutdown,
     Stats,
     Submit,
     ToEngine,
     decode_from_engine,
 )
+from engine.process import CLOSE_S
 from engine.stream import EngineLost, OutputStream
 
-__all__ = ["EngineClient", "EngineFailed", "EngineLost", "EngineState", "EngineUnavailable", "OutputStream"]
+__all__ = [
+    "EngineClient",
+    "EngineFailed",
+    "EngineLost",
+    "EngineState",
+    "EngineTimeout",
+    "EngineUnavailable",
+    "OutputStream",
+]
 
 ENGINE_COMMAND = (sys.executable, "-m", "engine.process")
 MAX_BACKLOG = 1_000  # messages that wait for an engine that does not read
@@ -42,7 +53,9 @@ MAX_BACKOFF_S = 10.0
 HEALTHY_S = 60.0  # ready for that long: the failures before are forgotten
 TICK_S = 1.0
 DRAIN_S = 0.2  # what the engine said last is still on its way when we see it dead
-STOP_S = 5.0
+STOP_S = CLOSE_S + 5.0
+SESSIONS_TIMEOUT_S = 30.0
+MAX_QUESTIONS = 256  # about sessions, unanswered
 
 log = logging.getLogger(__name__)
 
@@ -57,6 +70,10 @@ class EngineUnavailable(Exception):
     def __init__(self, message: str, *, retry_after_s: float) -> None:
         super().__init__(message)
         self.retry_after_s = retry_after_s
+
+
+class EngineTimeout(Exception):
+    """The engine is there and has not answered in time. What was asked for may still be done."""
 
 
 class EngineState(StrEnum):
@@ -106,6 +123,7 @@ class EngineClient:
         self._supervisor: asyncio.Task[None] | None = None
         self._child: EngineChild | None = None
         self._streams: dict[str, OutputStream] = {}
+        self._questions: dict[str, asyncio.Future[SessionReply]] = {}  # request id -> who waits for the reply
         self._load_s = 5.0  # how long a start takes: a guess, then the last one's
         self._started_s = math.inf  # when this engine was started
         self._ready_s = math.inf  # when it became ready
@@ -145,16 +163,40 @@ class EngineClient:
     async def submit(self, request: Submit) -> OutputStream:
         """Raises EngineUnavailable in any state but ready, ValueError for a request id that is in use.
         Ids are never used again: what is on its way for an aborted request is told by its id."""
-        if self.state is not EngineState.READY or self._child is None:
-            raise EngineUnavailable(f"the engine is {self.state}", retry_after_s=self._retry_after_s())
-        if self._child.backlog >= MAX_BACKLOG:
-            raise EngineUnavailable("the engine is not keeping up", retry_after_s=1.0)
+        child = self._ready_child()
         if request.request_id in self._streams:
             raise ValueError(f"request id {request.request_id!r} is in use")
         stream = OutputStream(request, abort=self.abort)
         self._streams[request.request_id] = stream
-        self._child.post(request)
+        child.post(request)
         return stream
+
+    async def sessions(self, request: SessionRequest, *, timeout_s: float = SESSIONS_TIMEOUT_S) -> SessionReply:
+        """Raises EngineUnavailable as `submit` does, ValueError for a request id that is in use, EngineTimeout, and
+        EngineLost when the engine dies meanwhile."""
+        child = self._ready_child()
+        if len(self._questions) >= MAX_QUESTIONS:
+            raise EngineUnavailable("too many questions about sessions are open", retry_after_s=1.0)
+        if request.request_id in self._questions:
+            raise ValueError(f"request id {request.request_id!r} is in use")
+        answer = asyncio.get_running_loop().create_future()
+        self._questions[request.request_id] = answer
+        child.post(request)
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await answer
+        except TimeoutError:
+            raise EngineTimeout(f"no reply within {timeout_s:g} s") from None
+        finally:
+            self._questions.pop(request.request_id, None)
+
+    def _ready_child(self) -> EngineChild:
+        """Raises EngineUnavailable."""
+        if self.state is not EngineState.READY or self._child is None:
+            raise EngineUnavailable(f"the engine is {self.state}", retry_after_s=self._retry_after_s())
+        if self._child.backlog >= MAX_BACKLOG:
+            raise EngineUnavailable("the engine is not keeping up", retry_after_s=1.0)
+        return self._child
 
     def finish(self, request_id: str, choice: int, keep_tokens: int) -> None:
         """End one choice, keeping its first `keep_tokens` generated tokens. What else has arrived of it is dropped."""
@@ -255,6 +297,9 @@ class EngineClient:
             for stream in self._streams.values():
                 stream.end(lost=f"the engine {reason} while this request ran")
             self._streams.clear()
+            for answer in self._questions.values():
+                if not answer.done():
+                    answer.set_exception(EngineLost(f"the engine {reason} before it replied"))
             receiver.cancel()
             await child.close()
         return _End(reason=reason, output=child.tail, refusal=refusal, healthy=healthy)
@@ -300,7 +345,7 @@ class EngineClient:
         """Whether a restarted engine came back with other weights than the app has a tokenizer and transcripts for."""
         return self.model is not None and model.fingerprint != self.model.fingerprint
 
-    def _handle(self, child: EngineChild, message: Ready | Outputs | Stats) -> None:
+    def _handle(self, child: EngineChild, message: Ready | Outputs | SessionReply | Stats) -> None:
         match message:
             case Outputs(outputs):
                 for output in outputs:
@@ -308,6 +353,10 @@ class EngineClient:
                     if stream is not None:
                         stream.push(output)
                         self._forget_finished(stream)
+            case SessionReply(request_id=request_id):
+                answer = self._questions.get(request_id)
+                if answer is not None and not answer.done():
+                    answer.set_result(message)
             case Stats():
                 self.stats = message
             case Ready(model):

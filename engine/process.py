@@ -12,7 +12,7 @@ import struct
 import sys
 import time
 from collections.abc import Callable, Iterator
-from threading import Thread
+from threading import Thread, Timer
 from typing import Protocol
 
 import msgspec
@@ -31,6 +31,8 @@ from engine.messages import (
     Outputs,
     Ready,
     Refused,
+    SessionReply,
+    SessionRequest,
     Shutdown,
     Stats,
     Submit,
@@ -46,6 +48,7 @@ SEND_TIMEOUT_MS = 30_000  # an app that reads nothing for that long is as good a
 LINGER_MS = 2_000  # for the last words
 POLL_MS = 200
 HEARTBEAT_S = 1.0
+CLOSE_S = 10.0  # for what has to be saved at the end; what takes longer is lost
 MAX_FAILURES = 3  # in a row
 PR_SET_PDEATHSIG = 1
 
@@ -67,10 +70,20 @@ class StepEngine(Protocol):
 
     def finish_all(self, now: float) -> list[Output]: ...
 
-    def has_work(self) -> bool: ...
+    def sessions(self, request: SessionRequest, now: float) -> list[SessionReply]:
+        """What can be answered at once, of this request or of earlier ones; the rest comes with `poll`."""
+        ...
+
+    def poll(self, now: float) -> list[SessionReply]:
+        """Replies that have become ready. Called in every turn of the loop, so it is cheap."""
+        ...
+
+    def has_work(self) -> bool:
+        """Whether `step` is to be called again: sequences to run, or transfers under way."""
+        ...
 
     def step(self, now: float) -> list[Output]:
-        """Run one batch. When it raises, `fail_all` follows."""
+        """Run one batch, or wait a moment for the transfers when there is none. When it raises, `fail_all` follows."""
         ...
 
     def fail_all(self, message: str) -> list[Output]:
@@ -82,6 +95,10 @@ class StepEngine(Protocol):
         ...
 
     def stats(self) -> Stats: ...
+
+    def close(self) -> None:
+        """Save what is not saved yet, and give files and threads back. The last call."""
+        ...
 
 
 Builder = Callable[[EngineConfig], StepEngine | Refused]
@@ -106,9 +123,13 @@ class EngineLoop:
                 if isinstance(message, Shutdown):
                     shutdown = True
                     break
-                outputs += self._apply(message)
+                if isinstance(message, SessionRequest):
+                    self._reply(self._sessions(message))
+                else:
+                    outputs += self._apply(message)
             if not shutdown and self._engine.has_work():
                 outputs += self._step()
+            outputs += self._poll()
             if outputs:
                 self._send(Outputs(outputs))
             self._beat()
@@ -151,6 +172,28 @@ class EngineLoop:
             log.exception("submit of request %s failed", request.request_id)
             failed = [_failed(request.request_id, choice, error) for choice in range(request.num_choices)]
             return failed + self._apply(Abort(request.request_id))
+
+    def _sessions(self, request: SessionRequest) -> list[SessionReply]:
+        """A question that the engine chokes on is answered so, and costs nobody a request."""
+        try:
+            return self._engine.sessions(request, time.monotonic())
+        except Exception as error:
+            log.exception("session request %s failed", request.request_id)
+            failed = f"the engine failed on this request ({type(error).__name__})"
+            return [SessionReply(request_id=request.request_id, sessions=[], error_code="unavailable", error=failed)]
+
+    def _poll(self) -> list[Output]:
+        try:
+            self._reply(self._engine.poll(time.monotonic()))
+        except zmq.Again:
+            raise
+        except Exception as error:
+            return self._fail(error)
+        return []
+
+    def _reply(self, replies: list[SessionReply]) -> None:
+        for reply in replies:
+            self._send(reply)
 
     def _step(self) -> list[Output]:
         try:
@@ -227,7 +270,29 @@ def _serve(build: Builder, launch: Launch, socket: "zmq.Socket[bytes]") -> int:
         socket.send(encode(engine))
         return 0
     socket.send(encode(Ready(engine.model)))
-    return EngineLoop(engine=engine, socket=socket).run()
+    status = EngineLoop(engine=engine, socket=socket).run()
+    if status == 0:  # what has failed is not to be trusted with the last word on disk
+        _close(engine)
+    return status
+
+
+def _close(engine: StepEngine) -> None:
+    """Within CLOSE_S. On this thread, which the files belong to; so a hang can only be ended with the process."""
+    watchdog = Timer(CLOSE_S, _give_up)
+    watchdog.daemon = True
+    watchdog.start()
+    try:
+        engine.close()
+    except Exception:
+        log.exception("the engine could not save all it had")
+    finally:
+        watchdog.cancel()
+
+
+def _give_up() -> None:
+    log.error("not all was saved within %g s: leaving", CLOSE_S)
+    logging.shutdown()
+    os._exit(0)
 
 
 def _read_launch(fd: int) -> Launch:

@@ -82,7 +82,7 @@ def _merge(earlier: Output, later: Output) -> Output:
         logprobs = later.logprobs
     elif later.logprobs is not None:
         logprobs.extend(later.logprobs)
-    report = later.report if earlier.report is None else earlier.report
+    report = earlier.report if later.report is None else later.report
     timings = earlier.timings if later.timings is None else later.timings
     return msgspec.structs.replace(
         later, token_ids=earlier.token_ids, logprobs=logprobs, report=report, timings=timings

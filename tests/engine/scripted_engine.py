@@ -8,9 +8,24 @@ import os
 import sys
 import time
 from pathlib import Path
+from typing import Any
+
+import msgspec
 
 import engine.process
-from engine.messages import CacheReport, EngineConfig, ModelInfo, Output, Refused, Stats, Submit, Timings
+from engine.messages import (
+    CacheReport,
+    EngineConfig,
+    ModelInfo,
+    Output,
+    Refused,
+    SessionInfo,
+    SessionReply,
+    SessionRequest,
+    Stats,
+    Submit,
+    Timings,
+)
 from engine.process import StepEngine
 from scheduler.sequence import SamplingParams
 
@@ -108,6 +123,22 @@ def submit(
     )
 
 
+def session_info(session_id: str, **changes: Any) -> SessionInfo:
+    info = SessionInfo(
+        session_id=session_id,
+        cache_salt="",
+        tokens=100,
+        truncated_tokens=0,
+        blocks={"hbm": 3, "dram": 2},
+        bytes={"hbm": 3000, "dram": 2000},
+        last_used_s=1000.0,
+        expires_s=2000.0,
+        pinned=False,
+        running=False,
+    )
+    return msgspec.structs.replace(info, **changes)
+
+
 def output(
     request_id: str,
     choice: int,
@@ -131,9 +162,13 @@ def output(
 
 
 class ScriptedEngine:
-    def __init__(self, *, step_s: float) -> None:
+    def __init__(self, *, step_s: float, closing: str = "") -> None:
         self.model = MODEL
         self.idle_calls = 0
+        self.closed = False
+        self.polls_to_delete = 3  # a `delete` is answered by the poll after as many
+        self._deleting: list[SessionRequest] = []
+        self._closing = closing
         self._step_s = step_s
         self._running: dict[tuple[str, int], tuple[Submit, int]] = {}  # choice of a request -> tokens so far
         self._steps = 0
@@ -163,8 +198,36 @@ class ScriptedEngine:
     def fail_all(self, message: str) -> list[Output]:
         return self._end_all("error", message)
 
+    def sessions(self, request: SessionRequest, now: float) -> list[SessionReply]:
+        """The session id is a script: `choke` raises, `silent` is never answered, `exit` leaves."""
+        match request.session_id:
+            case "choke":
+                raise ValueError("sessions choked")
+            case "silent":
+                return []
+            case "exit":
+                os._exit(7)
+        if request.action == "delete":
+            self._deleting.append(request)
+            return []
+        changes = {"pinned": request.pinned} if request.pinned is not None else {}
+        return [
+            SessionReply(request_id=request.request_id, sessions=[session_info(request.session_id or "s", **changes)])
+        ]
+
+    def poll(self, now: float) -> list[SessionReply]:
+        if not self._deleting:
+            return []
+        self.polls_to_delete -= 1
+        if self.polls_to_delete > 0:
+            return []
+        ready, self._deleting = self._deleting, []
+        if any(request.session_id == "poll chokes" for request in ready):
+            raise ValueError("poll choked")
+        return [SessionReply(request_id=request.request_id, sessions=[]) for request in ready]
+
     def has_work(self) -> bool:
-        return bool(self._running)
+        return bool(self._running or self._deleting)
 
     def step(self, now: float) -> list[Output]:
         time.sleep(self._step_s)
@@ -217,6 +280,15 @@ class ScriptedEngine:
             aborted=self._aborted,
         )
 
+    def close(self) -> None:
+        self.closed = True
+        match self._closing:
+            case "hang":
+                time.sleep(3600)
+            case "raise":
+                raise OSError("disk full")
+        print("saved everything", file=sys.stderr)
+
     def _end_all(self, finish_reason: str, error: str | None) -> list[Output]:
         ended = [output(*key, [], finish_reason=finish_reason, error=error) for key in self._running]
         self._running.clear()
@@ -239,9 +311,14 @@ def build(config: EngineConfig) -> StepEngine | Refused:
             time.sleep(3600)
         case "fast":
             return ScriptedEngine(step_s=0.0)
+        case "hang-at-close":
+            return ScriptedEngine(step_s=0.002, closing="hang")
+        case "raise-at-close":
+            return ScriptedEngine(step_s=0.002, closing="raise")
     return ScriptedEngine(step_s=0.002)
 
 
 if __name__ == "__main__":
+    engine.process.CLOSE_S = 0.5
     engine.process.HEARTBEAT_S = 0.2  # the tests wait for heartbeats often
     sys.exit(engine.process.run(build))

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 
 import engine.client
 from engine.child import MALLOC, engine_environment
-from engine.client import EngineClient, EngineFailed, EngineLost, EngineUnavailable, OutputStream
-from engine.messages import Output, TokenLogprob
+from engine.client import EngineClient, EngineFailed, EngineLost, EngineTimeout, EngineUnavailable, OutputStream
+from engine.messages import Output, SessionRequest, TokenLogprob
 from tests.engine.scripted_engine import MODEL, REPORT, TIMINGS, config, output, submit
 
 ROOT = Path(__file__).parents[2]
@@ -383,6 +383,52 @@ async def test_stop_before_start() -> None:
     client = EngineClient(config=config(), command=PROGRAM, start_timeout_s=5, hang_timeout_s=5)
     await client.stop()
     assert client.state == "stopped"
+
+
+def question(request_id: str, session_id: str, action: str = "get") -> SessionRequest:
+    return SessionRequest(request_id=request_id, tenant="t", action=action, session_id=session_id)
+
+
+async def test_questions_about_sessions_are_answered_each_with_its_own(start: Start) -> None:
+    client = await start()
+    stream = await client.submit(submit("a", max_tokens=10**6))
+    names = [f"s{i}" for i in range(20)]
+    replies = await asyncio.gather(*(client.sessions(question(f"q-{name}", name)) for name in names))
+    assert [reply.sessions[0].session_id for reply in replies] == names
+    deleted = await client.sessions(question("d", "s", "delete"))  # which the engine answers later
+    assert (deleted.request_id, deleted.error_code) == ("d", None)
+    assert client._questions == {}
+    await stream.aclose()
+
+
+async def test_a_question_without_an_answer_ends(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    client = await start()
+    with pytest.raises(EngineTimeout):
+        await client.sessions(question("q", "silent"), timeout_s=0.1)
+    waiting = asyncio.create_task(client.sessions(question("r", "silent")))
+    await until(lambda: client._questions)
+    with pytest.raises(ValueError, match="in use"):
+        await client.sessions(question("r", "s"))
+    monkeypatch.setattr(engine.client, "MAX_QUESTIONS", 1)
+    with pytest.raises(EngineUnavailable, match="too many"):
+        await client.sessions(question("s", "s"))
+    assert client.pid is not None
+    os.kill(client.pid, signal.SIGKILL)
+    with pytest.raises(EngineLost):
+        await waiting
+    with pytest.raises(EngineUnavailable):
+        await client.sessions(question("t", "s"))
+    assert client._questions == {}
+
+
+async def test_the_last_report_of_a_choice_counts() -> None:
+    """A cut in the middle of an answer changes what the first one said."""
+    cut = msgspec.structs.replace(REPORT, truncated_tokens=9)
+    stream = OutputStream(submit("a"), abort=lambda request_id: None)
+    stream.push(output("a", 0, [1], first=True))
+    stream.push(msgspec.structs.replace(output("a", 0, [2], finish_reason="length"), report=cut))
+    (merged,) = await read(stream)
+    assert (merged.token_ids, merged.report) == ([1, 2], cut)
 
 
 async def test_an_engine_that_does_not_read_gets_no_more_work(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,6 +25,8 @@ from engine.messages import (
     Outputs,
     Ready,
     Refused,
+    SessionReply,
+    SessionRequest,
     Shutdown,
     Stats,
     ToEngine,
@@ -69,6 +71,14 @@ class Peer:
         wanted = set(request_ids)
         outputs = self.collect(lambda seen: wanted <= {o.request_id for o in seen if o.finish_reason})
         return [o for o in outputs if o.request_id in wanted]
+
+    def replies(self, count: int) -> list[SessionReply]:
+        """The next so many answers to questions about sessions."""
+        found: list[SessionReply] = []
+        while len(found) < count:
+            if isinstance(message := self.receive(), SessionReply):
+                found.append(message)
+        return found
 
     def stats(self) -> Stats:
         """The next heartbeat."""
@@ -172,6 +182,44 @@ def test_finish_and_finish_all(peer: Peer, start: Start) -> None:
     ends = [o for o in peer.finished("drain") if o.finish_reason]
     assert [(o.request_id, o.finish_reason) for o in ends] == [("drain", "length")]
     assert peer.stats().miss_tokens == {"stop/0": 4}
+
+
+def question(request_id: str, action: str = "get", session_id: str = "s") -> SessionRequest:
+    return SessionRequest(request_id=request_id, tenant="t", action=action, session_id=session_id)
+
+
+def test_sessions_are_answered_at_once_or_when_the_engine_is_done(
+    peer: Peer, start: Start, engine: ScriptedEngine
+) -> None:
+    engine.polls_to_delete = 5
+    peer.post(submit("a", max_tokens=10**6), question("gone", "delete"), question("here"))
+    start()
+    here, gone = peer.replies(2)
+    assert (here.request_id, [info.session_id for info in here.sessions]) == ("here", ["s"])
+    assert (gone.request_id, gone.error_code) == ("gone", None)
+    assert engine.polls_to_delete <= 0
+    assert peer.collect(lambda seen: any(one.request_id == "a" for one in seen))  # the answer under way goes on
+
+
+def test_a_question_the_engine_chokes_on_fails_alone(
+    peer: Peer, start: Start, caplog: pytest.LogCaptureFixture
+) -> None:
+    start()
+    peer.post(submit("a", max_tokens=20), question("q", session_id="choke"))
+    (reply,) = peer.replies(1)
+    assert (reply.error_code, reply.sessions) == ("unavailable", [])
+    assert "ValueError" in (reply.error or "")
+    assert "choked" not in (reply.error or "")
+    assert "sessions choked" in caplog.text
+    assert tokens(peer.finished("a"))[-1:] == [6]
+
+
+def test_a_poll_that_fails_is_a_failure_of_the_engine(peer: Peer, start: Start) -> None:
+    start()
+    peer.post(submit("a", max_tokens=10**6), question("q", "delete", "poll chokes"))
+    assert [one.error_code for one in peer.finished("a") if one.finish_reason] == ["internal_error"]
+    peer.post(submit("b"))
+    assert tokens(peer.finished("b")) == [5, 6, 7, 5, 6, 7]
 
 
 def test_bytes_that_are_no_message_are_dropped(peer: Peer, start: Start, caplog: pytest.LogCaptureFixture) -> None:
@@ -303,6 +351,20 @@ def test_ready_then_shutdown_with_status_0_and_signals_ignored(spawn: Callable[.
     assert tokens(engine.peer.finished("a")) == [5, 6, 7, 5, 6, 7]
     engine.peer.post(Shutdown())
     assert engine.process.wait(10) == 0
+    assert b"saved everything" in engine.process.stderr.read()
+
+
+@pytest.mark.parametrize(
+    ("script", "says"), [("hang-at-close", b"not all was saved"), ("raise-at-close", b"could not save all")]
+)
+def test_an_engine_that_cannot_save_leaves_all_the_same(
+    spawn: Callable[..., Spawned], script: str, says: bytes
+) -> None:
+    engine = spawn(model=script)
+    engine.peer.receive()
+    engine.peer.post(Shutdown())
+    assert engine.process.wait(10) == 0
+    assert says in engine.process.stderr.read()
 
 
 def test_refusal(spawn: Callable[..., Spawned]) -> None:
