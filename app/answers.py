@@ -3,6 +3,7 @@
 from typing import Any
 
 from app.generation import Delta, Generation
+from engine.messages import CacheReport
 
 
 def completion(generation: Generation, logprobs: dict[int, list[dict[str, Any]]]) -> dict[str, Any]:
@@ -70,16 +71,22 @@ def _head(generation: Generation, kind: str) -> dict[str, Any]:
 def usage(generation: Generation) -> dict[str, Any]:
     prompt_tokens = len(generation.prompt.token_ids)
     completion_tokens = sum(len(choice.token_ids) for choice in generation.choices)
-    report = generation.report
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,
         "total_tokens": prompt_tokens + completion_tokens,
         # Never null: a client cannot tell "no report" from "no hit".
-        "prompt_tokens_details": {
-            "cached_tokens": 0 if report is None else report.prompt_tokens - report.computed_tokens
-        },
+        "prompt_tokens_details": {"cached_tokens": _cached_tokens(generation.report, prompt_tokens)},
     }
+
+
+def _cached_tokens(report: CacheReport | None, prompt_tokens: int) -> int:
+    """Of the tokens sent. Those that a truncation dropped were not cached; those it dropped from inside an answer were
+    not sent."""
+    if report is None:
+        return 0
+    cached = report.hbm_tokens + report.dram_tokens + report.disk_tokens + report.redis_tokens
+    return max(0, min(cached, prompt_tokens - report.truncated_tokens))
 
 
 def ours(generation: Generation) -> dict[str, Any]:
@@ -97,6 +104,7 @@ def ours(generation: Generation) -> dict[str, Any]:
             "truncated_tokens": report.truncated_tokens,
             "shifted_tokens": report.shifted_tokens,
             "miss_reasons": report.miss_reasons,
+            "load_ms": fields["timings"]["load_ms"],
         }
     return fields
 

@@ -109,6 +109,7 @@ def parse_flags(arguments: list[str]) -> dict[str, str]:
 def show_plan(settings: Settings, model: ModelInfo, url: str) -> None:
     """What runs where, and what memory it takes: nobody should find out from an OOM killer."""
     kv_bytes = model.hbm_tokens * model.kv_bytes_per_token
+    plan = ", ".join(f"{name} {size / GIB:.2f} GiB" for name, size in model.memory_plan.items())
     keys = len(settings.server.api_keys)
     rows = {
         "URL": f"{url}/v1",
@@ -122,6 +123,8 @@ def show_plan(settings: Settings, model: ModelInfo, url: str) -> None:
         "state": f"{settings.state_dir} (transcripts up to {settings.cache.transcript_mib} MiB)",
         "keys": f"{keys} accepted" if keys else "none needed",
     }
+    if plan:
+        rows["memory plan"] = plan
     if not model.decouplable:
         rows["positions"] = "not decoupled: truncation means recompute"
     table = Table.grid(padding=(0, 2))

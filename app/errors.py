@@ -71,6 +71,29 @@ def overloaded() -> ApiError:
     )
 
 
+def session_not_found(session_id: str) -> ApiError:
+    return ApiError(404, f"No session '{session_id[:200]}' found.", code="session_not_found", param="session_id")
+
+
+def session_error(code: str, session_id: str) -> ApiError:
+    """What the engine's code for a refused question means to a client."""
+    match code:
+        case "not_found":
+            return session_not_found(session_id)
+        case "busy":
+            return ApiError(
+                409, "A request of this session is running; try again when it is done.", code="session_busy"
+            )
+        case "pin_quota":
+            return ApiError(409, "Pinned sessions may hold no more; unpin another one.", code="pin_quota_exceeded")
+        case _:
+            return unavailable("The engine cannot do this right now.", code="unavailable", retry_after_s=1)
+
+
+def engine_timeout() -> ApiError:
+    return ApiError(504, "The engine did not reply in time; what was asked for may still be done.", code="timeout")
+
+
 def unavailable(message: str, *, code: str, retry_after_s: float) -> ApiError:
     headers = {"retry-after": str(max(1, round(retry_after_s)))}
     return ApiError(503, message, code=code, headers=headers)

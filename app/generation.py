@@ -14,7 +14,17 @@ from app.text_thread import TextThread
 from app.tokenizer import ChatTokenizer
 from app.transcript import PreparedPrompt
 from engine.client import EngineLost
-from engine.messages import CacheReport, ModelInfo, Output, Stats, Submit, Timings, TokenLogprob
+from engine.messages import (
+    CacheReport,
+    ModelInfo,
+    Output,
+    SessionReply,
+    SessionRequest,
+    Stats,
+    Submit,
+    Timings,
+    TokenLogprob,
+)
 
 
 class Outputs(Protocol):
@@ -45,6 +55,7 @@ class Engine(Protocol):
     async def stop(self) -> None: ...
     async def wait_ready(self) -> None: ...
     async def submit(self, request: Submit) -> Outputs: ...
+    async def sessions(self, request: SessionRequest, *, timeout_s: float) -> SessionReply: ...
     def finish(self, request_id: str, choice: int, keep_tokens: int) -> None: ...
     def finish_all(self) -> None: ...
 

@@ -81,6 +81,7 @@ class EngineCollector(Collector):
             ("waiting_requests", "Sequences in the queue.", stats.waiting),
             ("sessions", "Sessions the engine knows.", stats.sessions),
             ("leases", "HBM pages pinned by requests; 0 at idle.", stats.leases),
+            ("in_flight_transfers", "Saves and loads under way; 0 at idle.", stats.in_flight),
         )
         for name, help_text, value in gauges:
             yield GaugeMetricFamily(f"reprise_{name}", help_text, value)
@@ -95,17 +96,34 @@ class EngineCollector(Collector):
             ("evicted_blocks", "Blocks that left HBM to make room.", stats.evicted_blocks),
             ("preemptions", "Sequences sent back to the queue.", stats.preemptions),
             ("aborted_requests", "Requests whose client left.", stats.aborted),
+            ("kv_load_seconds", "Time that loads of KV into HBM took.", stats.load_seconds),
+            ("kv_load_wait_seconds", "Part of it that no computation hid.", stats.load_wait_seconds),
+            ("truncated_tokens", "History tokens dropped because a window was full.", stats.truncated_tokens),
+            ("verified_loads", "Loads compared with a recompute.", stats.verified_loads),
+            ("verify_mismatches", "Of those, loads that disagreed.", stats.verify_mismatches),
         )
         for name, help_text, value in counters:
             yield CounterMetricFamily(f"reprise_{name}", help_text, value)
-        yield _labelled(
-            CounterMetricFamily("reprise_prompt_tokens", "Prompt tokens by where their KV was.", labels=["outcome"]),
-            stats.prompt_tokens,
+        if stats.load_seconds > 0:
+            hidden = max(0.0, 1 - stats.load_wait_seconds / stats.load_seconds)
+            yield GaugeMetricFamily("reprise_kv_load_overlap_ratio", "Share of load time hidden since start.", hidden)
+        tier_gauges: tuple[tuple[str, str, Mapping[str, float]], ...] = (
+            ("tier_bytes", "KV in a tier.", stats.tier_bytes),
+            ("tier_capacity_bytes", "Hard cap of a tier.", stats.tier_capacity),
         )
-        yield _labelled(
-            CounterMetricFamily("reprise_miss_tokens", "Computed prompt tokens by reason.", labels=["reason"]),
-            stats.miss_tokens,
+        for name, help_text, values in tier_gauges:
+            yield _labelled(GaugeMetricFamily(f"reprise_{name}", help_text, labels=["tier"]), values)
+        labelled: tuple[tuple[str, str, str, Mapping[str, float]], ...] = (
+            ("prompt_tokens", "Prompt tokens by where their KV was.", "outcome", stats.prompt_tokens),
+            ("miss_tokens", "Computed prompt tokens by reason.", "reason", stats.miss_tokens),
+            ("moved_bytes", "KV moved between tiers.", "direction", stats.moved_bytes),
+            ("moved_seconds", "Time of the threads that moved it.", "direction", stats.moved_seconds),
+            ("tier_evictions", "Blocks that left a tier to make room.", "tier", stats.evictions),
+            ("refused_blocks", "Blocks that a tier had no room for.", "tier", stats.refused),
+            ("load_failures", "Loads that became a recompute.", "reason", stats.load_failures),
         )
+        for name, help_text, label, values in labelled:
+            yield _labelled(CounterMetricFamily(f"reprise_{name}", help_text, labels=[label]), values)
 
 
 def _labelled(family: GaugeMetricFamily | CounterMetricFamily, values: Mapping[str, float]) -> Metric:

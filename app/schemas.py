@@ -92,6 +92,12 @@ class _Part(BaseModel):
         return value
 
 
+class CacheMark(_Part):
+    """`x_cache` of a message: what the cache is to know about it. The model does not see it."""
+
+    important: bool = False  # a truncation keeps it
+
+
 class Message(_Part):
     refused = frozenset({"tool_calls", "tool_call_id", "function_call", "audio", "refusal"})
 
@@ -99,6 +105,7 @@ class Message(_Part):
     content: Annotated[str, BeforeValidator(_joined_text)]
     name: str | None = Field(None, max_length=256)
     reasoning_content: str | None = None
+    x_cache: CacheMark | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -189,6 +196,8 @@ class ChatCompletionRequest(_Part):
     response_format: ResponseFormat | None = None
     modalities: list[str] | None = Field(None, max_length=8)
     truncation: Literal["auto", "disabled"] | None = None
+    keep_first_tokens: int | None = Field(None, ge=0, le=1 << 24)
+    client_shift: bool | None = None
 
     @model_validator(mode="after")
     def _fits_together(self) -> "ChatCompletionRequest":
@@ -200,8 +209,6 @@ class ChatCompletionRequest(_Part):
             raise _unsupported("response_format", "'response_format' other than text is")
         if self.modalities not in (None, [], ["text"]):
             raise _unsupported("modalities", "'modalities' other than [\"text\"] is")
-        if self.truncation == "auto":
-            raise _unsupported("truncation", "'truncation' \"auto\" is")
         if self.stream_options is not None and not self.stream:
             raise PydanticCustomError("combination", "'stream_options' is only allowed when 'stream' is true")
         if self.top_logprobs is not None and not self.logprobs:

@@ -8,15 +8,26 @@ import time
 from enum import StrEnum
 from pathlib import Path
 
-from app.errors import context_length_exceeded, engine_unavailable, invalid, model_not_found, unavailable
+from app.errors import (
+    ApiError,
+    context_length_exceeded,
+    engine_lost,
+    engine_timeout,
+    engine_unavailable,
+    invalid,
+    model_not_found,
+    session_error,
+    unavailable,
+)
 from app.generation import Engine, Generation
 from app.metrics import Metrics
 from app.schemas import SESSION_ID, ChatCompletionRequest
 from app.settings import Settings
 from app.text_thread import TextThread
 from app.tokenizer import ChatTokenizer, TemplateError, TokenizerError
-from engine.client import EngineFailed, EngineUnavailable
-from engine.messages import ModelInfo, SamplingParams, Submit
+from app.transcript import PreparedPrompt
+from engine.client import EngineFailed, EngineLost, EngineTimeout, EngineUnavailable
+from engine.messages import ModelInfo, SamplingParams, SessionReply, SessionRequest, Submit
 
 SWEEP_S = 60.0
 MAX_TOKEN_CHARS = 256  # no vocabulary in use has longer tokens, so text beyond that is too long without tokenizing it
@@ -109,7 +120,9 @@ class Service:
         model = self.find_model(request.model)
         num_choices = request.n or 1
         self._check_limits(request, model, num_choices)
-        if sum(len(message.content) for message in request.messages) > model.max_context * MAX_TOKEN_CHARS:
+        truncates = (request.truncation or self.settings.cache.truncation) == "auto"
+        longest = self.settings.server.max_prompt_tokens if truncates else model.max_context
+        if sum(len(message.content) for message in request.messages) > longest * MAX_TOKEN_CHARS:
             raise context_length_exceeded(model.max_context, None)
         if not tokenizer.has_chat_template:
             raise invalid("This model has no chat template.", code="no_chat_template", param="model")
@@ -128,8 +141,7 @@ class Service:
         except TemplateError as error:
             raise invalid(str(error)[:500], "messages") from None
         self.require_ready()  # a drain may have begun meanwhile
-        room = model.max_context - len(prompt.token_ids)
-        if room < 1:
+        if len(prompt.token_ids) >= longest:
             raise context_length_exceeded(model.max_context, len(prompt.token_ids))
         request_id = f"chatcmpl-{secrets.token_hex(12)}"
         submit = Submit(
@@ -139,7 +151,19 @@ class Service:
             cache_salt=request.cache_salt or "",
             token_ids=prompt.token_ids,
             num_choices=num_choices,
-            sampling=sampling(request, room=room),
+            sampling=sampling(
+                request,
+                max_tokens=answer_limit(
+                    request.answer_tokens,
+                    room=model.max_context - len(prompt.token_ids),
+                    window=model.max_context,
+                    beyond_window=self.settings.server.max_answer_tokens if truncates else 0,
+                ),
+            ),
+            truncation=request.truncation or "",
+            keep_first_tokens=self._keep_first_tokens(request, prompt),
+            message_starts=prompt.starts[: len(request.messages)],
+            important=important_ranges(request, prompt.starts),
         )
         try:
             outputs = await self.engine.submit(submit)
@@ -162,6 +186,44 @@ class Service:
         )
         self.generations.add(generation)
         return generation
+
+    async def ask_sessions(self, request: SessionRequest) -> SessionReply:
+        """Raises ApiError."""
+        self.require_ready()
+        try:
+            reply = await self.engine.sessions(request, timeout_s=self.settings.server.sessions_timeout_s)
+        except EngineUnavailable as error:
+            raise engine_unavailable(error, str(self.engine.state)) from None
+        except EngineTimeout:
+            raise engine_timeout() from None
+        except EngineLost:
+            raise engine_lost() from None
+        if reply.error_code is not None:
+            raise session_error(reply.error_code, request.session_id)
+        return reply
+
+    async def delete_session(self, request: SessionRequest) -> None:
+        """The KV, then the transcript, which may be there without KV. Raises ApiError."""
+        missing: ApiError | None = None
+        try:
+            await self.ask_sessions(request)
+        except ApiError as error:
+            if error.status != 404:
+                raise
+            missing = error
+        if await self._transcripts.forget(request.session_id, tenant=request.tenant) == 0 and missing is not None:
+            raise missing
+
+    def _keep_first_tokens(self, request: ChatCompletionRequest, prompt: PreparedPrompt) -> int:
+        """Leading tokens that a truncation keeps: as asked, as set, or the system prompt."""
+        wanted = (
+            self.settings.cache.keep_first_tokens if request.keep_first_tokens is None else request.keep_first_tokens
+        )
+        if wanted < 0:
+            others = (n for n, message in enumerate(request.messages) if message.role not in ("system", "developer"))
+            first = next(others, len(request.messages))
+            wanted = prompt.starts[first] if 0 < first < len(prompt.starts) else 0
+        return min(wanted, len(prompt.token_ids))
 
     def _check_limits(self, request: ChatCompletionRequest, model: ModelInfo, num_choices: int) -> None:
         capacity = self.settings.scheduler.max_seqs + self.settings.scheduler.max_queued
@@ -194,8 +256,27 @@ class Service:
             self._transcripts.sweep(time.time())
 
 
-def sampling(request: ChatCompletionRequest, *, room: int) -> SamplingParams:
-    """Unset fields take OpenAI's defaults. An answer longer than the `room` in the window ends there, as `length`."""
+def answer_limit(asked: int | None, *, room: int, window: int, beyond_window: int) -> int:
+    """The longest answer, in tokens, where `room` is left in the window.
+
+    `beyond_window` is 0 where a full window ends the answer; otherwise history makes room, an answer may be as long as
+    asked up to that bound, and one of no given length has at least the room that a truncation leaves for it.
+    """
+    if not beyond_window:
+        return min(asked or room, room)
+    return max(room, window // 8, 1) if asked is None else min(asked, max(room, beyond_window))
+
+
+def important_ranges(request: ChatCompletionRequest, starts: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
+    """Token ranges of the messages that are marked so; `starts` has one more entry than there are messages."""
+    marked = (
+        n for n, message in enumerate(request.messages) if message.x_cache is not None and message.x_cache.important
+    )
+    return tuple((starts[n], starts[n + 1]) for n in marked if n + 1 < len(starts) and starts[n] < starts[n + 1])
+
+
+def sampling(request: ChatCompletionRequest, *, max_tokens: int) -> SamplingParams:
+    """Unset fields take OpenAI's defaults."""
 
     def given(value: float | None, default: float) -> float:
         return default if value is None else value
@@ -212,8 +293,8 @@ def sampling(request: ChatCompletionRequest, *, room: int) -> SamplingParams:
         repetition_penalty=given(request.repetition_penalty, 1.0),
         logit_bias=request.logit_bias or {},
         seed=seed,
-        max_tokens=min(request.answer_tokens or room, room),
-        min_tokens=min(request.min_tokens or 0, room),
+        max_tokens=max_tokens,
+        min_tokens=min(request.min_tokens or 0, max_tokens),
         stop_token_ids=tuple(request.stop_token_ids or ()),
         ignore_eos=request.ignore_eos or False,
         logprobs=top_logprobs if request.logprobs else None,

@@ -17,6 +17,8 @@ from pydantic_settings import BaseSettings, EnvSettingsSource, SettingsConfigDic
 from engine.messages import EngineConfig
 
 ENV_PREFIX = "REPRISE_"
+GIB = 1 << 30
+MIB = 1 << 20
 BUNDLED_MODEL = Path(__file__).resolve().parent.parent / "model" / "bundled"
 
 
@@ -55,12 +57,46 @@ class ModelSettings(_Section):
 
 
 class CacheSettings(_Section):
-    mode: Literal["prefix", "recompute"] = Field("prefix", description="keep KV between turns, or compute it anew")
-    policy: Literal["lru"] = Field("lru", description="which unpinned KV leaves HBM first")
+    mode: Literal["attentionstore", "prefix", "recompute"] = Field(
+        "attentionstore", description="keep KV in HBM, DRAM and on disk; in HBM only; or compute it anew"
+    )
+    policy: Literal["lookahead", "lru", "fifo"] = Field("lookahead", description="what leaves a full tier first")
     hbm_tokens: int = Field(0, ge=0, le=1 << 31, description="tokens of KV in HBM; 0: from free memory")
     ttl_s: float = Field(86_400.0, gt=0, le=1e9, description="a session is forgotten this long after its last use")
     max_sessions: int = Field(10_000, ge=1, le=10_000_000, description="sessions the engine keeps track of")
-    disk_dir: Path = Field(Path("~/.cache/reprise"), description="state files: transcripts and the tenant secret")
+    dram_gib: float = Field(1.0, ge=0, le=1 << 16, description="KV in DRAM; 0 turns the tier off")
+    disk_gib: float = Field(8.0, ge=0, le=1 << 20, description="KV on disk; 0 turns the tier off")
+    disk_dir: Path = Field(Path("~/.cache/reprise"), description="state files: KV, transcripts, the tenant secret")
+    disk_min_free_gib: float = Field(2.0, ge=0, le=1 << 20, description="of the file system, left to others")
+    dram_free_buffer: float = Field(0.1, ge=0, lt=1, description="share of DRAM kept free in the background")
+    staging_mib: int = Field(
+        0, ge=0, le=1 << 20, description="DRAM for KV on its way to and from disk, besides dram_gib; 0: automatic"
+    )
+    read_buffer_layers: int = Field(
+        -1, ge=-1, le=4096, description="layers loaded before a request's turn has come; -1: all, 0: none"
+    )
+    granularity: Literal["session", "block"] = Field("session", description="what leaves a tier as one")
+    truncation: Literal["auto", "disabled"] = Field(
+        "auto", description="a full window: drop the earliest history, or answer 400"
+    )
+    truncation_ratio: float = Field(0.5, gt=0, lt=1, description="share of the window that is dropped at once")
+    truncation_mode: Literal["decoupled", "recompute", "naive"] = Field(
+        "decoupled", description="what stays: its KV at new positions; recomputed; as it was (for experiments only)"
+    )
+    keep_first_tokens: int = Field(
+        -1, ge=-1, le=1 << 24, description="leading tokens that are never dropped; -1: the system prompt"
+    )
+    client_shift: bool = Field(
+        False, description="serve histories that the client shortened from saved KV at new positions"
+    )
+    verify_rate: float = Field(0.0, ge=0, le=1, description="share of loads that are checked against a recompute")
+    dram_gbps: float = Field(0.0, ge=0, le=1e6, description="cap in GB/s that stands in for a slower link; 0: none")
+    disk_gbps: float = Field(0.0, ge=0, le=1e6, description="the same for reads and writes of the disk; 0: none")
+    io_deadline_s: float = Field(5.0, gt=0, le=3600, description="a read or write that takes longer has failed")
+    sync_save: bool = Field(False, description="save KV before the next step, not during it (for comparison)")
+    max_pinned_share: float = Field(
+        0.5, ge=0, le=1, description="share of the lowest tier that a tenant's pinned sessions may hold"
+    )
     transcript_mib: int = Field(256, ge=1, le=1 << 20, description="hard cap of the transcripts file")
     answers_per_prompt: int = Field(8, ge=1, le=1024, description="answers remembered per prompt (n, regenerate)")
 
@@ -91,6 +127,11 @@ class ServerSettings(_Section):
     allow_unauthenticated: bool = Field(False, description="listen beyond loopback although there are no api_keys")
     drain_s: float = Field(30.0, ge=0, le=86_400, description="at SIGTERM running answers may go on for this long")
     max_body_bytes: int = Field(8 << 20, ge=1024, le=1 << 30, description="largest request body")
+    max_prompt_tokens: int = Field(1_000_000, ge=1, le=1 << 30, description="longest history that is taken at all")
+    max_answer_tokens: int = Field(
+        65_536, ge=1, le=1 << 30, description="longest answer that goes on beyond the window"
+    )
+    sessions_timeout_s: float = Field(30.0, gt=0, le=3600, description="longest wait for the engine at /v1/sessions")
     body_timeout_s: float = Field(30.0, gt=0, le=3600, description="longest wait for a request body")
     send_timeout_s: float = Field(60.0, gt=0, le=3600, description="a client that reads nothing for this long is gone")
     ping_s: float = Field(15.0, gt=0, le=3600, description="silence in a stream after which a comment is sent")
@@ -147,6 +188,23 @@ class Settings(_Section, BaseSettings):
             step_tokens=self.engine.step_tokens,
             chunked_prefill=self.scheduler.chunked_prefill,
             tenant_secret=tenant_secret,
+            dram_bytes=int(self.cache.dram_gib * GIB),
+            disk_bytes=int(self.cache.disk_gib * GIB),
+            disk_dir=str(self.state_dir.absolute()),
+            disk_min_free_bytes=int(self.cache.disk_min_free_gib * GIB),
+            dram_free_buffer=self.cache.dram_free_buffer,
+            staging_bytes=self.cache.staging_mib * MIB,
+            read_buffer_layers=self.cache.read_buffer_layers,
+            granularity=self.cache.granularity,
+            truncation=self.cache.truncation,
+            truncation_mode=self.cache.truncation_mode,
+            truncation_ratio=self.cache.truncation_ratio,
+            verify_rate=self.cache.verify_rate,
+            dram_gbps=self.cache.dram_gbps,
+            disk_gbps=self.cache.disk_gbps,
+            io_deadline_s=self.cache.io_deadline_s,
+            sync_save=self.cache.sync_save,
+            max_pinned_share=self.cache.max_pinned_share,
         )
 
 

@@ -37,6 +37,11 @@ class TextThread:
         """As `Transcripts.record`, without waiting for it."""
         self._executor.submit(self._transcripts.record, prompt, **fields).add_done_callback(_log_failure)
 
+    async def forget(self, session_id: str, *, tenant: str) -> int:
+        """As `Transcripts.forget`, after all that was recorded before."""
+        call = partial(self._transcripts.forget, session_id, tenant=tenant)
+        return await asyncio.get_running_loop().run_in_executor(self._executor, call)
+
     def sweep(self, now: float) -> None:
         self._executor.submit(self._transcripts.sweep, now).add_done_callback(_log_failure)
 

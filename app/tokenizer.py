@@ -7,12 +7,13 @@ import codecs
 import functools
 import json
 import re
+from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, Protocol
 
-from tokenizers import AddedToken, Tokenizer
+from tokenizers import AddedToken, Encoding, Tokenizer
 
 from app.template import ChatTemplate, TemplateError
 
@@ -122,21 +123,35 @@ class ChatTokenizer:
         """Like `encode`, for text that stands behind other text: without the space that some vocabularies put first."""
         return self._encode(text, behind=True)
 
-    def _encode(self, text: str, *, behind: bool) -> list[int]:
+    def encode_marked(self, text: str, marks: Sequence[int], *, behind: bool) -> tuple[list[int], list[int]]:
+        """The ids, and for each of the increasing character offsets `marks` the index of the first token that begins
+        there or later. `behind` as in `encode_continuation`."""
+        places: list[int] = []
+        return self._encode(text, behind=behind, marks=marks, places=places), places
+
+    def _encode(
+        self, text: str, *, behind: bool, marks: Sequence[int] = (), places: list[int] | None = None
+    ) -> list[int]:
         pieces = text.split(SHIELD)
         bare = [self._adds_prefix and piece != "" and (behind or place > 0) for place, piece in enumerate(pieces)]
         # The batch call releases the GIL, the single one does not: 2 MB of text held up all other requests for 4 s.
         texts = ["\n" + piece if b else piece for piece, b in zip(pieces, bare, strict=True)]
         ids: list[int] = []
+        offset = 0  # of the piece in the text
         for piece, b, encoding in zip(pieces, bare, self._encode_batch(texts), strict=True):
             count = len(self._newline_ids) if b else 0
-            if b and encoding[:count] != self._newline_ids:
-                encoding, count = self._encode_batch([piece])[0], 0
-            ids += encoding[count:]
+            if b and encoding.ids[:count] != self._newline_ids:
+                encoding, count, b = self._encode_batch([piece])[0], 0, False
+            begins: list[int] | None = None
+            while places is not None and len(places) < len(marks) and marks[len(places)] <= offset + len(piece):
+                begins = [begin - b for begin, _ in encoding.offsets[count:]] if begins is None else begins
+                places.append(len(ids) + bisect_left(begins, marks[len(places)] - offset))
+            ids += encoding.ids[count:]
+            offset += len(piece) + len(SHIELD)
         return ids
 
-    def _encode_batch(self, texts: list[str]) -> list[list[int]]:
-        return [encoding.ids for encoding in self._tokenizer.encode_batch(texts, add_special_tokens=False)]
+    def _encode_batch(self, texts: list[str]) -> list[Encoding]:
+        return self._tokenizer.encode_batch(texts, add_special_tokens=False)
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         return self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)

@@ -27,6 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from app.message_bounds import MessageBounds
 from app.template import TemplateError
 from app.transcript_store import Answer, Base, NewAnswer, PreparedPrompt, TranscriptStore, digest
 
@@ -57,8 +58,7 @@ class TextTokenizer(Protocol):
         template_args: dict[str, Any],
         add_generation_prompt: bool,
     ) -> str: ...
-    def encode(self, text: str) -> list[int]: ...
-    def encode_continuation(self, text: str) -> list[int]: ...
+    def encode_marked(self, text: str, marks: Sequence[int], *, behind: bool) -> tuple[list[int], list[int]]: ...
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str: ...
 
 
@@ -71,9 +71,9 @@ class _Request:
     text: str  # all of it, rendered
     chain: list[bytes]  # [messages + 1]: digest of the scope and the first n messages
 
-    def render(self, messages: list[Message]) -> str:
+    def render(self, messages: list[Message], opens_answer: bool = True) -> str:
         return self.tokenizer.render(
-            messages, tools=self.tools, template_args=self.template_args, add_generation_prompt=True
+            messages, tools=self.tools, template_args=self.template_args, add_generation_prompt=opens_answer
         )
 
 
@@ -106,6 +106,7 @@ class Transcripts:
         database would become larger than `max_bytes`."""
         self._store = TranscriptStore(path=path, max_bytes=max_bytes, max_answers_per_prompt=max_answers_per_prompt)
         self._ttl_s = ttl_s
+        self._bounds = MessageBounds(mark=secrets.token_hex(16))
         self._sentinel = secrets.token_hex(16)  # lower-case letters and digits, which no filter changes
 
     def prepare(
@@ -131,24 +132,30 @@ class Transcripts:
             chain.append(_link(chain[-1], message))
         request = _Request(tokenizer, messages, tools, template_args, text, chain)
         ids: list[int] | None = None
+        starts: list[int] = []
         base: Base | None = None
         first: tuple[Answer, array[int]] | None = None
         found_session: str | None = None
         for candidate in self._candidates(request, session_id, since=now - self._ttl_s):
             answer = candidate.answer
-            stored = self._store.full_ids(answer.id)
-            if stored is None:
+            history = self._store.history(answer.id)
+            if history is None:
                 continue
+            stored = history.ids
             first = first or (answer, stored)
             found_session = found_session or (answer.session_id if candidate.is_known else None)
             splice = self._splice(request, candidate)
             if splice is not None:
                 tokens = len(stored) - len(answer.token_ids) + splice.kept_tokens
-                ids = stored[:tokens].tolist() + tokenizer.encode_continuation(splice.rest)
+                rest, later = self._encode(request, splice.rest, candidate.turn + 1)
+                ids = stored[:tokens].tolist() + rest
+                starts = history.starts.tolist()
+                if len(starts) == candidate.turn + 1:  # all are known up to the answer's own
+                    starts += [tokens + start for start in later]
                 base = Base(answer.id, answer.digest, tokens)
                 break
         if ids is None:
-            ids = tokenizer.encode(text)
+            ids, starts = self._encode(request, text, 0)
             if first is not None and (common := _common_ids(ids, first[1])):
                 base = Base(first[0].id, first[0].digest, common)
         if found_session is not None:
@@ -162,7 +169,19 @@ class Transcripts:
             chars=len(text),
             text_digest=digest(text),
             base=base,
+            starts=tuple(starts),
         )
+
+    def _encode(self, request: _Request, rest: str, first: int) -> tuple[list[int], list[int]]:
+        """The ids of `rest`, with which the request's text ends, and where in them messages[first:] and then the answer
+        begin; nowhere if the template does not show it."""
+        tokenizer = request.tokenizer
+        bounds = self._bounds.find(
+            request.text, request.messages, first=first, render=request.render, template=tokenizer.template_digest
+        )
+        start = len(request.text) - len(rest)
+        marks = [max(0, bound - start) for bound in bounds or ()]
+        return tokenizer.encode_marked(rest, marks, behind=first > 0)
 
     def record(
         self,
@@ -189,10 +208,10 @@ class Transcripts:
             now=now,
         )
 
-    def forget(self, session_id: str, *, tenant: str | None = None) -> None:
-        """Delete what was recorded under this id by a tenant, or by all of them if None. What other sessions recorded
-        on from it, they have copies of."""
-        self._store.forget(session_id, tenant=tenant)
+    def forget(self, session_id: str, *, tenant: str | None = None) -> int:
+        """Delete what was recorded under this id by a tenant, with or without salts of its own ("tenant/salt"), or by
+        all tenants if None. What other sessions recorded on from it, they have copies of. Returns how many sessions."""
+        return self._store.forget(session_id, tenant=tenant)
 
     def sweep(self, now: float) -> int:
         """Remove expired sessions, a bounded number per call. Returns how many."""

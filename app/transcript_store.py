@@ -8,6 +8,7 @@ import functools
 import logging
 import sqlite3
 from array import array
+from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from app.transcript_db import Database
 
 log = logging.getLogger(__name__)
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 DIGEST_BYTES = 16
 MAX_EXACT = 2  # records of one and the same text that a lookup compares
 MAX_SIBLINGS = 64  # answers to one prompt that a lookup compares
@@ -33,7 +34,7 @@ CREATE TABLE sessions (
 CREATE INDEX sessions_by_use ON sessions (used);
 CREATE TABLE prompts (
     id INTEGER PRIMARY KEY, session INTEGER NOT NULL, chain BLOB NOT NULL, base INTEGER, base_tokens INTEGER NOT NULL,
-    ids BLOB NOT NULL, chars INTEGER NOT NULL, text_digest BLOB NOT NULL, digest BLOB NOT NULL
+    ids BLOB NOT NULL, starts BLOB NOT NULL, chars INTEGER NOT NULL, text_digest BLOB NOT NULL, digest BLOB NOT NULL
 );
 CREATE INDEX prompts_by_chain ON prompts (chain);
 CREATE INDEX prompts_by_session ON prompts (session);
@@ -61,7 +62,7 @@ _AFTER = "(a.chain = :key OR (a.bare = :key AND a.bare <> a.chain))"
 _BEFORE = "p.chain = :key"
 _LINK = """
 SELECT a.chain, a.bare, a.ids, a.text, a.ends, a.digest,
-       p.chain, p.base_tokens, p.ids, p.chars, p.text_digest, p.digest, p.base, b.digest
+       p.chain, p.base_tokens, p.ids, p.starts, p.chars, p.text_digest, p.digest, p.base, b.digest
 FROM answers a JOIN prompts p ON p.id = a.prompt LEFT JOIN answers b ON b.id = p.base
 WHERE a.id = ?
 """
@@ -97,6 +98,18 @@ class PreparedPrompt:
     chars: int  # of the rendered text
     text_digest: bytes
     base: Base | None
+    starts: tuple[
+        int, ...
+    ]  # token offsets at which the messages begin, in order, and then the answer; ends early where
+    # the template does not show the rest
+
+
+@dataclass(frozen=True, slots=True)
+class History:
+    """All ids up to the end of a recorded answer, and the starts of its prompt."""
+
+    ids: "array[int]"
+    starts: "array[int]"
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +181,7 @@ class TranscriptStore:
         self._db = Database(path=path, schema=_SCHEMA, version=SCHEMA_VERSION)
         self._max_bytes = max_bytes
         self._max_answers = max_answers_per_prompt
-        self._hot: OrderedDict[int, array[int]] = OrderedDict()  # answer id -> full ids, least recently used first
+        self._hot: OrderedDict[int, History] = OrderedDict()  # by answer id, least recently used first
         self._hot_tokens = 0
 
     @_forgiving(set)
@@ -190,15 +203,15 @@ class TranscriptStore:
         return self._find(_BEFORE, before, session_id, since, MAX_SIBLINGS)
 
     @_forgiving(lambda: None)
-    def full_ids(self, answer_id: int) -> "array[int] | None":
+    def history(self, answer_id: int) -> History | None:
         """Of an answer and all before it. None when it is gone or a row is damaged; then its session is dropped."""
-        parts: list[array[int]] = []
+        parts: list[tuple[array[int], array[int]]] = []
         current: int | None = answer_id
         take: int | None = None  # how many of the leading ids of `current` are wanted; None is all
         while current is not None:
             if (hot := self._hot.get(current)) is not None:
                 self._hot.move_to_end(current)
-                parts.append(hot[:take])
+                parts.append((hot.ids[:take], hot.starts if take is None else _below(hot.starts, take)))
                 break
             row = self._db.execute(_LINK, (current,)).fetchone()
             if row is None or not _is_intact(row):
@@ -206,12 +219,13 @@ class TranscriptStore:
                 self._drop_session_of(answer_id)
                 return None
             base_tokens = row[7]
-            own = _ids(row[8]) + _ids(row[2])
-            parts.append(own if take is None else own[: max(0, take - base_tokens)])
-            current, take = row[12], base_tokens if take is None else min(take, base_tokens)
-        full = array("I")
-        for part in reversed(parts):
-            full += part
+            ids, starts = _ids(row[8]) + _ids(row[2]), _ids(row[9])
+            parts.append((ids, starts) if take is None else (ids[: max(0, take - base_tokens)], _below(starts, take)))
+            current, take = row[13], base_tokens if take is None else min(take, base_tokens)
+        full = History(array("I"), array("I"))
+        for ids, starts in reversed(parts):
+            full.ids.extend(ids)
+            full.starts.extend(starts)
         self._keep_hot(answer_id, full)
         return full
 
@@ -237,7 +251,7 @@ class TranscriptStore:
             self._cap_answers(session, prompt.chain, answer_id)
             self._make_room()
         self._db.shrink(self._max_bytes)
-        self._keep_hot(answer_id, array("I", prompt.token_ids) + answer.token_ids)
+        self._keep_hot(answer_id, History(array("I", prompt.token_ids) + answer.token_ids, array("I", prompt.starts)))
 
     @_forgiving(lambda: None)
     def touch(self, tenant: str, session_id: str, *, now: float) -> None:
@@ -245,16 +259,18 @@ class TranscriptStore:
             "UPDATE sessions SET used = max(used, ?) WHERE tenant = ? AND name = ?", (now, tenant, session_id)
         )
 
-    @_forgiving(lambda: None)
-    def forget(self, session_id: str, *, tenant: str | None) -> None:
-        """Of one tenant, or the sessions of that name of all."""
+    @_forgiving(int)
+    def forget(self, session_id: str, *, tenant: str | None) -> int:
+        """Of one tenant and its salts, or the sessions of that name of all. Returns how many."""
         with self._db.transaction():
             rows = self._db.execute(
-                "SELECT id FROM sessions WHERE name = :name AND (tenant = :tenant OR :tenant IS NULL)",
+                "SELECT id FROM sessions WHERE name = :name AND (:tenant IS NULL OR tenant = :tenant"
+                " OR substr(tenant, 1, length(:tenant) + 1) = :tenant || '/')",
                 {"name": session_id, "tenant": tenant},
             ).fetchall()
             for (session,) in rows:
                 self._drop_session(session)
+        return len(rows)
 
     @_forgiving(int)
     def sweep(self, *, before: float) -> int:
@@ -313,15 +329,17 @@ class TranscriptStore:
         ):
             base = None
         start = base.tokens if base is not None else 0
-        columns = (prompt.chain, start, array("I", prompt.token_ids[start:]).tobytes(), prompt.chars)
+        ids = array("I", prompt.token_ids[start:])
+        starts = array("I", prompt.starts[bisect_left(prompt.starts, start) :])
+        columns = (prompt.chain, start, ids.tobytes(), starts.tobytes(), prompt.chars)
         mark = digest("prompt", *columns, prompt.text_digest, base.digest if base is not None else b"")
         row = self._db.execute(
             "SELECT id FROM prompts WHERE chain = ? AND session = ? AND digest = ?", (prompt.chain, session, mark)
         ).fetchone()
         if row is None:
             row = self._db.execute(
-                "INSERT INTO prompts (chain, base_tokens, ids, chars, text_digest, digest, base, session)"
-                " VALUES (?, ?, ?, ?, ?, ?, ?, ?) RETURNING id",
+                "INSERT INTO prompts (chain, base_tokens, ids, starts, chars, text_digest, digest, base, session)"
+                " VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?) RETURNING id",
                 (*columns, prompt.text_digest, mark, base.answer_id if base is not None else None, session),
             ).fetchall()[0]
         return row[0], mark
@@ -358,11 +376,16 @@ class TranscriptStore:
             if row is not None:
                 self._drop_session(row[0])
 
-    def _keep_hot(self, answer_id: int, ids: "array[int]") -> None:
-        self._hot_tokens += len(ids) - len(self._hot.pop(answer_id, ()))
-        self._hot[answer_id] = ids
+    def _keep_hot(self, answer_id: int, history: History) -> None:
+        before = self._hot.pop(answer_id, None)
+        self._hot_tokens += len(history.ids) - (len(before.ids) if before is not None else 0)
+        self._hot[answer_id] = history
         while self._hot_tokens > HOT_TOKENS:
-            self._hot_tokens -= len(self._hot.popitem(last=False)[1])
+            self._hot_tokens -= len(self._hot.popitem(last=False)[1].ids)
+
+
+def _below(starts: "array[int]", end: int) -> "array[int]":
+    return starts[: bisect_left(starts, end)]
 
 
 def _ids(data: bytes) -> "array[int]":
@@ -378,10 +401,13 @@ def _encoded(text: str) -> bytes:
 def _is_intact(link: tuple[Any, ...]) -> bool:
     """Whether a row of _LINK is as it was written. Digests cover those of the row before, so a chain of intact rows is
     the chain that was written."""
-    *answer, answer_mark, chain, base_tokens, ids, chars, text_digest, prompt_mark, base, base_mark = link
-    prompt = (chain, base_tokens, ids, chars, text_digest, base_mark or b"")
+    *answer, answer_mark, chain, base_tokens, ids, starts, chars, text_digest, prompt_mark, base, base_mark = link
+    prompt = (chain, base_tokens, ids, starts, chars, text_digest, base_mark or b"")
     return (
-        all(isinstance(value, bytes) for value in (*answer, prompt_mark, chain, ids, text_digest, base_mark or b""))
+        all(
+            isinstance(value, bytes)
+            for value in (*answer, prompt_mark, chain, ids, starts, text_digest, base_mark or b"")
+        )
         and isinstance(base_tokens, int)
         and isinstance(chars, int)
         and (base is None) == (base_mark is None)

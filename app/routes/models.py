@@ -47,6 +47,7 @@ def _describe(service: Service, model: ModelInfo, name: str) -> dict[str, Any]:
             "logprobs": True,
             "prefix_reuse": service.settings.cache.mode != "recompute",
             "positions_decoupled": model.decouplable,
+            "truncation": _truncation(service, model),
         },
         "cache": {
             "fingerprint": model.fingerprint,
@@ -57,3 +58,13 @@ def _describe(service: Service, model: ModelInfo, name: str) -> dict[str, Any]:
         },
         "warnings": list(model.warnings),
     }
+
+
+def _truncation(service: Service, model: ModelInfo) -> str:
+    """What becomes of the kept KV when a window is full; `disabled` where a request must ask for it."""
+    cache = service.settings.cache
+    if cache.truncation == "disabled":
+        return "disabled"
+    if cache.truncation_mode == "decoupled" and (cache.mode == "recompute" or not model.decouplable):
+        return "recompute"
+    return cache.truncation_mode

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import uvicorn
 from fastapi import FastAPI
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -17,7 +18,18 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from app.main import create_app
 from app.settings import Settings
 from engine.client import EngineFailed, EngineLost, EngineUnavailable
-from engine.messages import CacheReport, ModelInfo, Output, Stats, Submit, Timings, TokenLogprob
+from engine.messages import (
+    CacheReport,
+    ModelInfo,
+    Output,
+    SessionInfo,
+    SessionReply,
+    SessionRequest,
+    Stats,
+    Submit,
+    Timings,
+    TokenLogprob,
+)
 
 TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
@@ -87,6 +99,19 @@ STATS = Stats(
     evicted_blocks=0,
     preemptions=0,
     aborted=0,
+    tier_bytes={"dram": 1000, "disk": 2000},
+    tier_capacity={"dram": 4000, "disk": 8000},
+    moved_bytes={"dram_to_hbm": 300, "disk_to_hbm": 400},
+    moved_seconds={"dram_to_hbm": 0.25, "disk_to_hbm": 0.5},
+    load_wait_seconds=0.25,
+    load_seconds=1.0,
+    evictions={"dram": 5},
+    refused={"disk": 6},
+    load_failures={"checksum": 2},
+    truncated_tokens=64,
+    in_flight=3,
+    verified_loads=11,
+    verify_mismatches=1,
 )
 
 
@@ -163,6 +188,9 @@ class FakeEngine:
     aborted: list[str] = field(default_factory=list)
     finished: list[tuple[str, int, int]] = field(default_factory=list)
     load_s: float = 0.0
+    questions: list[SessionRequest] = field(default_factory=list)
+    kept: dict[tuple[str, str], SessionInfo] = field(default_factory=dict)
+    session_error: str | Exception | None = None  # an error code, or what is raised
 
     def __post_init__(self) -> None:
         self.model: ModelInfo | None = None
@@ -196,6 +224,31 @@ class FakeEngine:
         stream = FakeStream(self, request)
         self.streams.append(stream)
         return stream
+
+    async def sessions(self, request: SessionRequest, *, timeout_s: float) -> SessionReply:
+        """Keeps `kept`, (tenant, session id) -> session, the way the engine does; `session_error` overrides it."""
+        self.questions.append(request)
+        if self.session_error is not None:
+            if isinstance(self.session_error, Exception):
+                raise self.session_error
+            return SessionReply(request_id=request.request_id, sessions=[], error_code=self.session_error)
+        mine = {name: info for (tenant, name), info in sorted(self.kept.items()) if tenant == request.tenant}
+        if request.action == "list":
+            behind = [info for name, info in mine.items() if name > request.after]
+            page = behind[: request.limit]
+            return SessionReply(request_id=request.request_id, sessions=page, more=len(behind) > len(page))
+        if request.session_id not in mine:
+            return SessionReply(request_id=request.request_id, sessions=[], error_code="not_found")
+        key = request.tenant, request.session_id
+        if request.action == "delete":
+            del self.kept[key]
+            return SessionReply(request_id=request.request_id, sessions=[])
+        if request.pinned is not None:
+            expires_s = None if request.pinned else 2000.0
+            self.kept[key] = msgspec.structs.replace(self.kept[key], pinned=request.pinned, expires_s=expires_s)
+        if request.ttl_s is not None:
+            self.kept[key] = msgspec.structs.replace(self.kept[key], expires_s=1000.0 + request.ttl_s)
+        return SessionReply(request_id=request.request_id, sessions=[self.kept[key]])
 
     def finish(self, request_id: str, choice: int, keep_tokens: int) -> None:
         self.finished.append((request_id, choice, keep_tokens))
@@ -260,6 +313,22 @@ class FakeEngine:
             stream.put(output)
             report = None
             await asyncio.sleep(script.step_s)
+
+
+def session_info(session_id: str, **changes: Any) -> SessionInfo:
+    info = SessionInfo(
+        session_id=session_id,
+        cache_salt="",
+        tokens=100,
+        truncated_tokens=32,
+        blocks={"hbm": 2, "disk": 4},
+        bytes={"hbm": 2048, "disk": 4096},
+        last_used_s=1000.0,
+        expires_s=2000.0,
+        pinned=False,
+        running=False,
+    )
+    return msgspec.structs.replace(info, **changes)
 
 
 def make_settings(state_dir: Path, **sections: dict[str, Any]) -> Settings:

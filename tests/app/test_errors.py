@@ -61,7 +61,7 @@ async def test_other_content_types_are_refused(running: Running):
 
 
 async def test_a_prompt_longer_than_the_window_is_refused_with_the_counts(running: Running):
-    response = await running.chat("fox " * 500)
+    response = await running.chat("fox " * 500, truncation="disabled")
     error = envelope(response)
     assert (response.status_code, error["code"]) == (400, "context_length_exceeded")
     assert "256 tokens" in error["message"]
@@ -70,7 +70,7 @@ async def test_a_prompt_longer_than_the_window_is_refused_with_the_counts(runnin
 
 async def test_a_prompt_far_too_long_is_not_even_tokenized(running: Running, monkeypatch):
     monkeypatch.setattr(running.app.state.service._transcripts, "prepare", None)
-    response = await running.chat("x" * (256 * 256 + 1))
+    response = await running.chat("x" * (256 * 256 + 1), truncation="disabled")
     assert (response.status_code, envelope(response)["code"]) == (400, "context_length_exceeded")
 
 

@@ -74,7 +74,11 @@ async def test_errors_are_the_clients_own(client: openai.AsyncOpenAI, guarded: R
         await create(model="test-model", messages=MESSAGES, temperature=9)
     assert bad.value.param == "temperature"
     with pytest.raises(openai.BadRequestError) as too_long:
-        await create(model="test-model", messages=[{"role": "user", "content": "fox " * 999}])
+        await create(
+            model="test-model",
+            messages=[{"role": "user", "content": "fox " * 999}],
+            extra_body={"truncation": "disabled"},
+        )
     assert too_long.value.code == "context_length_exceeded"
     with pytest.raises(openai.AuthenticationError):
         await client.with_options(api_key="sk-wrong-11").models.list()

@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from app.errors import ApiError, from_validation
 from app.requests import parse_json
 from app.schemas import ChatCompletionRequest
-from app.service import sampling
+from app.service import answer_limit, sampling
 from tests.app.fakes import FakeEngine, Running, in_process, make_settings
 
 HELLO = [{"role": "user", "content": "Hello"}]
@@ -90,7 +90,6 @@ UNSUPPORTED = [
     ({"response_format": {"type": "json_object"}}, "response_format"),
     ({"modalities": ["text", "audio"]}, "modalities"),
     ({"audio": {"voice": "x"}}, "audio"),
-    ({"truncation": "auto"}, "truncation"),
     ({"chat_template": "{{ messages }}"}, "chat_template"),
     ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
     ({"messages": [{"role": "assistant", "content": "", "tool_calls": [{"id": "1"}]}]}, "messages[0].tool_calls"),
@@ -135,17 +134,35 @@ def test_text_parts_are_joined_and_developer_is_system():
     assert message.as_rendered() == {"role": "system", "content": "One.\nTwo.", "name": "ann"}
 
 
-def test_max_completion_tokens_wins_and_the_window_is_the_limit():
-    assert sampling(parse(max_tokens=5, max_completion_tokens=3), room=100).max_tokens == 3
-    assert sampling(parse(max_tokens=500), room=100).max_tokens == 100
-    assert sampling(parse(), room=100).max_tokens == 100
+def test_max_completion_tokens_wins():
+    assert parse(max_tokens=5, max_completion_tokens=3).answer_tokens == 3
+    assert parse(max_tokens=5).answer_tokens == 5
+
+
+@pytest.mark.parametrize(
+    ("asked", "room", "beyond_window", "limit"),
+    [
+        (3, 100, 0, 3),
+        (500, 100, 0, 100),
+        (None, 100, 0, 100),
+        (500, 100, 1000, 500),  # history makes room while the answer grows
+        (5000, 100, 1000, 1000),
+        (5000, 2000, 1000, 2000),  # what the window holds is always allowed
+        (None, 100, 1000, 100),
+        (None, 3, 1000, 50),  # an eighth of the window is left free by a truncation
+        (None, -900, 1000, 50),
+        (7, -900, 1000, 7),
+    ],
+)
+def test_the_longest_answer(asked, room, beyond_window, limit):
+    assert answer_limit(asked, room=room, window=400, beyond_window=beyond_window) == limit
 
 
 def test_sampling_takes_what_was_asked():
     request = parse(
         seed=-1, stop="a", logit_bias={"7": 2}, logprobs=True, top_logprobs=3, top_k=-1, top_p=0, temperature=0
     )
-    params = sampling(request, room=10)
+    params = sampling(request, max_tokens=10)
     assert params.seed == 2**64 - 1
     assert params.logit_bias == {7: 2.0}
     assert params.logprobs == 3
@@ -153,9 +170,9 @@ def test_sampling_takes_what_was_asked():
     assert 0 < params.top_p < 1e-3
     assert params.temperature == 0
     assert request.stop == ["a"]
-    unset = sampling(parse(), room=10)
+    unset = sampling(parse(), max_tokens=10)
     assert (unset.temperature, unset.top_p, unset.repetition_penalty, unset.logprobs) == (1.0, 1.0, 1.0, None)
-    assert unset.seed != sampling(parse(), room=10).seed
+    assert unset.seed != sampling(parse(), max_tokens=10).seed
 
 
 def test_unknown_fields_are_listed_in_the_order_sent():
@@ -215,7 +232,7 @@ def test_random_json_is_taken_or_refused_and_nothing_else(body):
         assert refusal.status == 400
         assert json.loads(refusal.body())["error"]["message"]
     else:
-        sampling(request, room=10)
+        sampling(request, max_tokens=10)
         ChatCompletionRequest.ignored(parsed)
         [message.as_rendered() for message in request.messages]
 

@@ -21,7 +21,7 @@ def test_flags_beat_the_environment_which_beats_the_file(tmp_path):
 @pytest.mark.parametrize(
     ("flags", "environ", "says"),
     [
-        ({"cache.mode": "magic"}, {}, ["cache.mode", "flag", "'prefix' or 'recompute'"]),
+        ({"cache.mode": "magic"}, {}, ["cache.mode", "flag", "'attentionstore', 'prefix' or 'recompute'"]),
         ({"cache.hbm_tokns": "1"}, {}, ["cache.hbm_tokns", "did you mean cache.hbm_tokens"]),
         ({"nonsense": "1"}, {}, ["nonsense", "there are:", "cache.mode"]),
         ({"cache": "{}"}, {}, ["unknown setting cache (flag)"]),

@@ -17,10 +17,12 @@ def open_store(path: Path | None = None, **limits) -> TranscriptStore:
     return TranscriptStore(**{"path": path, "max_bytes": 64 << 20, "max_answers_per_prompt": 4, **limits})
 
 
-def prompt_of(name: str, ids, base: Base | None = None, session: str = "s", tenant: str = TENANT) -> PreparedPrompt:
+def prompt_of(
+    name: str, ids, base: Base | None = None, session: str = "s", tenant: str = TENANT, starts: tuple[int, ...] = ()
+) -> PreparedPrompt:
     return PreparedPrompt(
         token_ids=list(ids), session_id=session, spliced_tokens=0, tenant=tenant, chain=digest(name), chars=len(name),
-        text_digest=digest("text", name), base=base,
+        text_digest=digest("text", name), base=base, starts=starts,
     )  # fmt: skip
 
 
@@ -38,8 +40,8 @@ def found(store: TranscriptStore, name: str, session: str | None = None, since: 
 
 def full_ids(store: TranscriptStore, name: str) -> list[int] | None:
     answer = found(store, name)
-    ids = store.full_ids(answer.id) if answer is not None else None
-    return ids.tolist() if ids is not None else None
+    history = store.history(answer.id) if answer is not None else None
+    return history.ids.tolist() if history is not None else None
 
 
 def add_conversation(store: TranscriptStore, session: str, turns: int, now: float, tokens: int = 20) -> list[int]:
@@ -289,7 +291,7 @@ def test_a_value_of_another_type_is_no_match(tmp_path):
     db.close()
     store = open_store(path)
     assert found(store, "s 1") is None
-    assert store.full_ids(2) is None
+    assert store.history(2) is None
 
 
 @settings(max_examples=40)

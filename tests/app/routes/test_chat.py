@@ -67,7 +67,13 @@ async def test_the_limit_of_tokens_is_kept(running: Running):
     assert answer["choices"][0]["finish_reason"] == "length"
     assert answer["usage"]["completion_tokens"] == 3
     room = 256 - answer["usage"]["prompt_tokens"]
+    await running.chat(max_tokens=10_000, truncation="disabled")
+    assert running.engine.submitted[-1].sampling.max_tokens == room
     await running.chat(max_tokens=10_000)
+    assert running.engine.submitted[-1].sampling.max_tokens == 10_000  # the earliest history makes room
+    await running.chat(max_tokens=1_000_000)
+    assert running.engine.submitted[-1].sampling.max_tokens == 65_536
+    await running.chat()
     assert running.engine.submitted[-1].sampling.max_tokens == room
 
 
