@@ -71,6 +71,16 @@ def overloaded() -> ApiError:
     )
 
 
+def prompt_too_long(limit: int, prompt_tokens: int | None) -> ApiError:
+    """Where history beyond the window is dropped: more of it than anybody should send."""
+    return ApiError(
+        400,
+        f"This server takes less than {limit} tokens of messages; yours make {prompt_tokens or 'many more'} tokens.",
+        code="context_length_exceeded",
+        param="messages",
+    )
+
+
 def session_not_found(session_id: str) -> ApiError:
     return ApiError(404, f"No session '{session_id[:200]}' found.", code="session_not_found", param="session_id")
 

@@ -67,13 +67,11 @@ class MessageBounds:
             return known
         place = index if is_last else gaps.index(gap, 1)  # the shortest conversation that shows it
         try:
-            alone = render(skeleton[:place], False)
+            tail = render(skeleton[:place], False).rpartition(self._mark)[2]
         except TemplateError:
-            alone = ""
-        before = self._mark.join(gaps[:place]) + self._mark
-        tail = alone[len(before) :]
-        if not (alone.startswith(before) and gap.startswith(tail)):
             tail = ""
+        if not gap.startswith(tail):
+            tail = ""  # what closes the message in front counts as the next one's then
         if len(gap) <= MAX_GAP_CHARS:
             self._tails[key] = len(tail)
             if len(self._tails) > MAX_TAILS:

@@ -16,6 +16,7 @@ from app.errors import (
     engine_unavailable,
     invalid,
     model_not_found,
+    prompt_too_long,
     session_error,
     unavailable,
 )
@@ -122,8 +123,9 @@ class Service:
         self._check_limits(request, model, num_choices)
         truncates = (request.truncation or self.settings.cache.truncation) == "auto"
         longest = self.settings.server.max_prompt_tokens if truncates else model.max_context
+        too_long = prompt_too_long if truncates else context_length_exceeded
         if sum(len(message.content) for message in request.messages) > longest * MAX_TOKEN_CHARS:
-            raise context_length_exceeded(model.max_context, None)
+            raise too_long(longest, None)
         if not tokenizer.has_chat_template:
             raise invalid("This model has no chat template.", code="no_chat_template", param="model")
         try:
@@ -142,7 +144,7 @@ class Service:
             raise invalid(str(error)[:500], "messages") from None
         self.require_ready()  # a drain may have begun meanwhile
         if len(prompt.token_ids) >= longest:
-            raise context_length_exceeded(model.max_context, len(prompt.token_ids))
+            raise too_long(longest, len(prompt.token_ids))
         request_id = f"chatcmpl-{secrets.token_hex(12)}"
         submit = Submit(
             request_id=request_id,

@@ -128,6 +128,8 @@ class Script:
     refuse_after: int = 0  # tokens before that
     unavailable: bool = False
     token_ids: list[int] | None = None  # instead of `answer`, without an end-of-text
+    report: dict[str, Any] | None = None  # fields of the first report
+    last_report: dict[str, Any] | None = None  # another one with the last output, as after a cut in the middle
 
 
 class FakeStream:
@@ -281,7 +283,7 @@ class FakeEngine:
         script, request = self.script, stream.request
         prompt = len(request.token_ids)
         cached = prompt // 2 if choice == 0 else prompt - 1
-        report: CacheReport | None = CacheReport(
+        first_report = CacheReport(
             prompt_tokens=prompt,
             history_tokens=cached,
             hbm_tokens=cached,
@@ -293,6 +295,8 @@ class FakeEngine:
             shifted_tokens=0,
             miss_reasons={"new": prompt - cached},
         )
+        report: CacheReport | None = msgspec.structs.replace(first_report, **(script.report or {}))
+        last_report = msgspec.structs.replace(first_report, **script.last_report) if script.last_report else None
         ids = [*self.tokenizer.encode(script.answer).ids, 2] if script.token_ids is None else script.token_ids
         limited = ids[: request.sampling.max_tokens]
         reason = "stop" if limited == ids and ids[-1] == 2 else "length"
@@ -309,6 +313,7 @@ class FakeEngine:
             last = start + len(chunk) == len(limited)
             timings = Timings(queue_ms=1.0, load_ms=0.0, prefill_ms=2.0, decode_ms=30.0) if last else None
             finish_reason = reason if last else None
+            report = last_report or report if last else report
             output = self.output(request, choice, chunk, report=report, timings=timings, finish_reason=finish_reason)
             stream.put(output)
             report = None

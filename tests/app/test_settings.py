@@ -1,5 +1,6 @@
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from app.settings import BUNDLED_MODEL, CacheSettings, Settings, SettingsError, known_settings, load_settings
@@ -34,6 +35,10 @@ def test_flags_beat_the_environment_which_beats_the_file(tmp_path):
         ({"server.api_keys": "short"}, {}, ["server.api_keys", "8 to 512"]),
         ({"server.host": "0.0.0.0"}, {}, ["server.host", "server.api_keys", "allow_unauthenticated"]),
         ({"cache.ttl_s": "nan"}, {}, ["cache.ttl_s", "finite"]),
+        ({"cache.truncation_ratio": "1"}, {}, ["cache.truncation_ratio", "less than 1"]),
+        ({"cache.truncation_ratio": "0"}, {}, ["cache.truncation_ratio", "greater than 0"]),
+        ({"cache.policy": "magic"}, {}, ["cache.policy", "'lookahead', 'lru' or 'fifo'"]),
+        ({"cache.keep_first_tokens": "-2"}, {}, ["cache.keep_first_tokens", "-1"]),
     ],
 )
 def test_a_bad_setting_is_named_with_its_source_and_what_is_allowed(flags, environ, says):
@@ -115,6 +120,19 @@ def test_the_engine_is_told_what_was_set():
         b"s" * 32,
     )
     assert config.model == str(BUNDLED_MODEL)
+    cache = {
+        "dram_gib": 0.5, "disk_gib": 3, "disk_min_free_gib": 1, "dram_free_buffer": 0.2, "staging_mib": 7,
+        "read_buffer_layers": 5, "granularity": "block", "truncation": "disabled", "truncation_mode": "naive",
+        "truncation_ratio": 0.25, "verify_rate": 0.125, "dram_gbps": 3, "disk_gbps": 0.4, "io_deadline_s": 2,
+        "sync_save": "true", "max_pinned_share": 0.75, "disk_dir": "some/where", "policy": "fifo",
+    }  # fmt: skip
+    config = load(**{f"cache__{name}": str(value) for name, value in cache.items()}).engine_config(b"")
+    assert (config.dram_bytes, config.disk_bytes, config.disk_min_free_bytes) == (1 << 29, 3 << 30, 1 << 30)
+    assert (config.staging_bytes, config.disk_dir) == (7 << 20, str(Path.cwd() / "some/where"))
+    assert (config.sync_save, config.cache_policy) == (True, "fifo")
+    told_as_set = cache.keys() & {field.name for field in msgspec.structs.fields(config)} - {"disk_dir", "sync_save"}
+    assert {name: getattr(config, name) for name in told_as_set} == {name: cache[name] for name in told_as_set}
+    assert len(told_as_set) == 11
     assert load(model__source="org/name").engine_config(b"").model == "org/name"
 
 

@@ -121,6 +121,17 @@ class Client:
     def text(self, ids: Sequence[int]) -> str:
         return self.tokenizer.decode(ids, skip_special_tokens=False)
 
+    def by_message(self, prompt: PreparedPrompt) -> list[str]:
+        """The text of every message with its header and its end, and what opens the answer."""
+        ends = [*prompt.starts[1:], len(prompt.token_ids)]
+        return [self.text(prompt.token_ids[start:end]) for start, end in zip(prompt.starts, ends, strict=True)]
+
+
+def turns_of(messages: list[dict]) -> list[str]:
+    """As CHAT_TEMPLATE writes them."""
+    said = [f"<|im_start|>{message['role']}\n{message['content']}<|im_end|>\n" for message in messages]
+    return [*said, "<|im_start|>assistant\n"]
+
 
 def in_memory(**limits) -> Transcripts:
     return Transcripts(**{"path": None, "max_bytes": 64 << 20, "ttl_s": 3600.0, "max_answers_per_prompt": 8, **limits})
@@ -270,6 +281,40 @@ def test_many_turns_keep_every_id(client):
         generated = client.ids(*ODD_SPLIT, f" {turn}", "<|im_end|>")
         messages += [client.answer(prompt, generated), user(f"and {turn}?")]
         stored = prompt.token_ids + generated[:-1]
+
+
+def test_where_messages_begin_is_known_from_the_transcript(tmp_path):
+    """In the exact ids: an answer is as long as it was generated, whatever its text would be tokenized to."""
+    path = tmp_path / "transcripts.sqlite3"
+    client = Client(in_memory(path=path))
+    messages = [system("be a cat"), user("hello")]
+    opening, generated = 0, [0]
+    for turn in range(6):
+        if turn == 4:
+            client.transcripts.close()
+            client.transcripts = in_memory(path=path)
+        prompt = client.ask(messages)
+        assert client.by_message(prompt) == turns_of(messages)
+        if turn:
+            assert prompt.starts[-2] - prompt.starts[-3] == opening + len(generated) + 1  # and the newline behind it
+        opening = len(prompt.token_ids) - prompt.starts[-1]
+        generated = client.ids(*ODD_SPLIT, f" {turn}", "<|im_end|>")
+        messages += [client.answer(prompt, generated), user(f"and {turn}?")]
+    edited = [*messages[:4], assistant("cat"), *messages[5:]]
+    assert client.by_message(client.ask(edited)) == turns_of(edited)
+    client.transcripts.close()
+
+
+@pytest.mark.parametrize("template", [STRIPS_THINKING, SHOUTS])
+def test_starts_are_in_order_or_absent(template):
+    client = Client(in_memory(), template=template)
+    messages = [user("hello")]
+    for turn in range(3):
+        prompt = client.ask(messages)
+        assert list(prompt.starts) == sorted(prompt.starts)
+        assert len(prompt.starts) == (len(messages) + 1 if template == STRIPS_THINKING else 0)
+        thought = "<think>the cat</think> so"
+        messages += [client.answer(prompt, client.ids(thought, "<|im_end|>")), user(f"and {turn}?")]
 
 
 # Which answer
@@ -631,6 +676,7 @@ def test_ids_always_decode_to_the_rendered_text_and_never_leave_a_tenant(data):
         messages.append(user(data.draw(TEXT)))
         prompt = client.ask(messages, session_id=data.draw(st.sampled_from([None, "s", "t"])))
         assert client.text(prompt.token_ids) == client.rendered(messages)
+        assert client.by_message(prompt) == turns_of(messages)
         histories.append(messages)
         for _ in range(data.draw(st.integers(1, 3))):
             # Words split in every way, or any bytes at all; ended or not.

@@ -98,6 +98,20 @@ async def test_metrics_count_what_happened(running: Running):
     assert values["reprise_miss_tokens_total", (("reason", "new"),)] == 9
     assert values["reprise_leases", ()] == 0
     assert values["reprise_engine_up", ()] == 1
+    tiers = {"tier_bytes": 2000, "tier_capacity_bytes": 8000, "refused_blocks_total": 6}
+    for name, value in tiers.items():
+        assert values[f"reprise_{name}", (("tier", "disk"),)] == value
+    assert values["reprise_tier_evictions_total", (("tier", "dram"),)] == 5
+    assert values["reprise_moved_bytes_total", (("direction", "disk_to_hbm"),)] == 400
+    assert values["reprise_moved_seconds_total", (("direction", "dram_to_hbm"),)] == 0.25
+    assert values["reprise_load_failures_total", (("reason", "checksum"),)] == 2
+    assert values["reprise_kv_load_seconds_total", ()] == 1
+    assert values["reprise_kv_load_wait_seconds_total", ()] == 0.25
+    assert values["reprise_kv_load_overlap_ratio", ()] == 0.75
+    assert values["reprise_truncated_tokens_total", ()] == 64
+    assert values["reprise_in_flight_transfers", ()] == 3
+    assert values["reprise_verified_loads_total", ()] == 11
+    assert values["reprise_verify_mismatches_total", ()] == 1
     names = {line.split()[2] for line in text.splitlines() if line.startswith("# HELP")}
     assert all(name.startswith("reprise_") for name in names)
     assert text.count("# HELP") == text.count("# TYPE")
