@@ -4,6 +4,11 @@ from collections.abc import Callable
 
 from cache.policies.base import EvictionPolicy
 from cache.policies.fifo import FifoPolicy
+from cache.policies.lookahead import LookaheadPolicy
 from cache.policies.lru import LruPolicy
 
-POLICIES: dict[str, Callable[[], EvictionPolicy]] = {"lru": LruPolicy, "fifo": FifoPolicy}
+POLICIES: dict[str, Callable[[], EvictionPolicy]] = {
+    "lookahead": LookaheadPolicy,
+    "lru": LruPolicy,
+    "fifo": FifoPolicy,
+}

@@ -1,26 +1,55 @@
 """How a tier chooses what leaves."""
 
-from collections.abc import Container, Mapping
+from collections.abc import Container, Hashable, Sequence
 from typing import Protocol
 
 from cache.block import BlockKey
 
 
 class EvictionPolicy(Protocol):
-    """Ranks the blocks of one tier for eviction. Holds keys, never bytes."""
+    """Ranks the blocks of one tier for eviction. Holds keys, never bytes. Single-threaded, pure: `now` comes in and
+    never goes back. A policy that judges by the past alone ignores what it is told of sessions, the queue and the
+    newcomer: for it a newcomer is always admitted and no queued session is spared."""
 
     def touch(self, key: BlockKey) -> None:
         """An insert or a hit."""
         ...
 
     def remove(self, key: BlockKey) -> None:
-        """The block has left the tier."""
+        """The block has left the tier. KeyError if it was not there."""
         ...
 
-    def look_ahead(self, upcoming: Mapping[BlockKey, int]) -> None:
-        """Blocks of queued turns and their place in line, 0 is next."""
+    def own(self, key: BlockKey, session: Hashable, place: int) -> None:
+        """The block stands at `place` of the session's context, counted in blocks from its head; whatever stood there
+        before belongs to the session no more. Idempotent. A block may have several owners, and be owned before it
+        enters the tier and after it left."""
         ...
 
-    def victims(self, count: int, pinned: Container[BlockKey]) -> list[BlockKey]:
-        """Up to `count` blocks that are not pinned, best first; changes nothing."""
+    def forget(self, session: Hashable) -> None:
+        """The session is gone or expired: its blocks have one owner less. Forgives a session never heard of."""
+        ...
+
+    def used(self, session: Hashable, now: float) -> None:
+        """A turn of the session arrived. Called once a turn: the gaps between calls tell when the next one comes."""
+        ...
+
+    def look_ahead(self, upcoming: Sequence[Hashable], now: float) -> None:
+        """The sessions of running and queued turns that fall in the eviction window (`cache.windows`), next first."""
+        ...
+
+    def victims(
+        self,
+        count: int,
+        pinned: Container[BlockKey],
+        *,
+        newcomer: Hashable | None = None,
+        spare_queued: bool = False,
+    ) -> list[BlockKey]:
+        """Up to `count` blocks that are not pinned, first to leave first; changes nothing.
+
+        newcomer: only blocks that should leave before a block of that session would. Fewer than asked, or none, means
+        that the newcomer had better bypass the tier.
+        spare_queued: the sessions given to `look_ahead` are exempt (AttentionStore §3.3.2: what leaves the whole
+        hierarchy spares the window).
+        """
         ...

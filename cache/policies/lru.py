@@ -1,13 +1,13 @@
 """The oldest touch leaves first."""
 
-from collections.abc import Container, Mapping
+from collections.abc import Container, Hashable, Sequence
 
 from cache.block import BlockKey
 
 
 class LruPolicy:
     """Least recently used. A context is touched from its tail to its head, so tails leave first and what stays of a
-    prefix is always usable."""
+    prefix is always usable. Judges by the past alone: owners, the queue and the newcomer count for nothing."""
 
     def __init__(self) -> None:
         self._order: dict[BlockKey, None] = {}  # dict order is last-touch order
@@ -19,13 +19,29 @@ class LruPolicy:
     def remove(self, key: BlockKey) -> None:
         del self._order[key]
 
-    def look_ahead(self, upcoming: Mapping[BlockKey, int]) -> None:
-        """LRU judges by the past alone."""
+    def own(self, key: BlockKey, session: Hashable, place: int) -> None:
+        """Whose a block is does not count."""
 
-    def victims(self, count: int, pinned: Container[BlockKey]) -> list[BlockKey]:
+    def forget(self, session: Hashable) -> None:
+        """Whose a block was does not count."""
+
+    def used(self, session: Hashable, now: float) -> None:
+        """The turn's hits are touches; more is not needed."""
+
+    def look_ahead(self, upcoming: Sequence[Hashable], now: float) -> None:
+        """The queue does not count."""
+
+    def victims(
+        self,
+        count: int,
+        pinned: Container[BlockKey],
+        *,
+        newcomer: Hashable | None = None,
+        spare_queued: bool = False,
+    ) -> list[BlockKey]:
         chosen: list[BlockKey] = []
         for key in self._order:
-            if len(chosen) == count:
+            if len(chosen) >= count:
                 break
             if key not in pinned:
                 chosen.append(key)

@@ -5,18 +5,29 @@ from hypothesis import strategies as st
 from cache.policies import POLICIES
 
 KEYS = st.integers(0, 9).map(lambda number: b"%d" % number)
-STEPS = st.lists(st.tuples(st.booleans(), KEYS))  # True: touch; False: remove, if it is there
+SESSIONS = st.sampled_from("ABC")
+STEPS = st.lists(
+    st.one_of(
+        st.tuples(st.just("touch"), KEYS),
+        st.tuples(st.just("remove"), KEYS),  # if it is there
+        st.tuples(st.just("own"), KEYS, SESSIONS, st.integers(0, 5)),
+        st.tuples(st.just("forget"), SESSIONS),
+        st.tuples(st.just("used"), SESSIONS, st.integers(0, 50)),
+        st.tuples(st.just("look_ahead"), st.lists(SESSIONS), st.integers(0, 50)),
+    )
+)
 
 
 def replay(policy, steps):
     resident = set()
-    for touch, key in steps:
-        if touch:
-            policy.touch(key)
-            resident.add(key)
-        elif key in resident:
-            policy.remove(key)
-            resident.remove(key)
+    for event, *arguments in steps:
+        if event == "remove" and arguments[0] not in resident:
+            continue
+        getattr(policy, event)(*arguments)
+        if event == "touch":
+            resident.add(arguments[0])
+        elif event == "remove":
+            resident.remove(arguments[0])
     return policy, resident
 
 
@@ -28,20 +39,30 @@ def test_victims_are_exactly_the_resident_unpinned_blocks(name, steps, pinned):
 
 
 @pytest.mark.parametrize("name", POLICIES)
-@given(steps=STEPS, pinned=st.sets(KEYS), count=st.integers(0, 10))
-def test_asking_changes_nothing_and_fewer_are_the_best_of_more(name, steps, pinned, count):
-    policy, _ = replay(POLICIES[name](), steps)
+@given(
+    steps=STEPS,
+    pinned=st.sets(KEYS),
+    count=st.integers(0, 10),
+    newcomer=st.none() | st.sampled_from("ABCD"),
+    spare=st.booleans(),
+)
+def test_asking_changes_nothing_and_fewer_are_the_best_of_more(name, steps, pinned, count, newcomer, spare):
+    policy, resident = replay(POLICIES[name](), steps)
     ranked = policy.victims(10, pinned)
     assert policy.victims(count, pinned) == ranked[:count]
+    terms = {"newcomer": newcomer, "spare_queued": spare}
+    allowed = policy.victims(10, pinned, **terms)
+    assert len(set(allowed)) == len(allowed)
+    assert set(allowed) <= resident - pinned
+    assert policy.victims(count, pinned, **terms) == allowed[:count]
     assert policy.victims(10, pinned) == ranked
 
 
 @pytest.mark.parametrize("name", POLICIES)
-@given(steps=STEPS, upcoming=st.dictionaries(KEYS, st.integers(0, 9)))
-def test_looking_ahead_makes_no_block_appear_or_vanish(name, steps, upcoming):
-    policy, resident = replay(POLICIES[name](), steps)
-    policy.look_ahead(upcoming)
-    assert sorted(policy.victims(10, ())) == sorted(resident)
+@given(steps=STEPS)
+def test_what_nobody_owns_leaves_for_any_newcomer(name, steps):
+    policy, resident = replay(POLICIES[name](), [step for step in steps if step[0] != "own"])
+    assert sorted(policy.victims(10, (), newcomer="A", spare_queued=True)) == sorted(resident)
 
 
 @pytest.mark.parametrize("name", POLICIES)
@@ -55,10 +76,20 @@ def test_what_is_not_there_cannot_leave(name):
     [
         ("lru", [b"c", b"a", b"b"]),  # a and b were used again after c came
         ("fifo", [b"a", b"c", b"b"]),  # b left and came back after c, a's second use does not count
+        ("lookahead", [b"c", b"a", b"b"]),  # no owners: as lru
     ],
 )
 def test_order_of_leaving(name, order):
-    steps = [(True, b"a"), (True, b"b"), (True, b"c"), (False, b"b"), (True, b"a"), (True, b"b")]
+    steps = [("touch", b"a"), ("touch", b"b"), ("touch", b"c"), ("remove", b"b"), ("touch", b"a"), ("touch", b"b")]
     policy, _ = replay(POLICIES[name](), steps)
     assert policy.victims(3, ()) == order
     assert policy.victims(1, {order[0]}) == [order[1]]
+
+
+@pytest.mark.parametrize("name", ["lru", "fifo"])
+@given(steps=STEPS)
+def test_some_judge_by_the_past_alone(name, steps):
+    told, _ = replay(POLICIES[name](), steps)
+    untold, _ = replay(POLICIES[name](), [step for step in steps if step[0] in ("touch", "remove")])
+    assert told.victims(10, ()) == untold.victims(10, ())
+    assert told.victims(10, (), newcomer="A", spare_queued=True) == told.victims(10, ())  # a newcomer is always let in

@@ -1,0 +1,320 @@
+"""What is needed last leaves first, by the queue and by when sessions are expected back (AttentionStore §3.3.2)."""
+
+import math
+from bisect import bisect_left, insort
+from collections.abc import Container, Hashable, Sequence
+from heapq import heappop, heappush
+from operator import itemgetter
+from typing import Literal
+
+from cache.block import BlockKey
+from cache.policies.returns import ReturnTimes, SessionReturn
+
+_Rank = tuple[int, tuple[float, int]]
+"""Of a session; leaves in ascending order: (0, its rank in `ReturnTimes`), or (1, (-place in the queue, 0))."""
+
+_Entry = tuple[int, int, tuple[float, int], BlockKey]
+"""A block that could leave next, in order of leaving: rank of its best owner, with -place in between for block
+granularity and 0 otherwise, and the block."""
+
+
+class _Session:
+    """What the policy knows of one live session."""
+
+    __slots__ = ("context", "name", "rank", "resident", "returns")
+
+    def __init__(self, name: Hashable, returns: SessionReturn) -> None:
+        self.name = name
+        self.returns = returns
+        self.rank = returns.rank  # as of when it was last put in order
+        self.context: dict[int, BlockKey] = {}
+        self.resident: list[int] = []  # the places whose block is in the tier, ascending
+
+    @property
+    def tail(self) -> BlockKey | None:
+        return self.context[self.resident[-1]] if self.resident else None
+
+
+_Waiting = tuple[tuple[float, int], _Session]
+"""A session with nothing resident behind a block, and its rank among the unqueued. Ranks are unique."""
+
+
+class LookaheadPolicy:
+    """Order of leaving: (a) blocks without a live owner, least recently touched first; (b) sessions that are not
+    queued, the one expected back last first (`cache.policies.returns`), oldest use first where nothing is known; (c)
+    queued sessions, from the tail of the queue to its head.
+
+    A session leaves tail-first. A shared block leaves only when all that is resident behind it, in the context of
+    whichever owner, has left (or is pinned), and then ranks as its best owner, so what stays is always a usable prefix.
+    A newcomer is admitted at the expense of what ranks before its session, never of the session's own blocks; in a
+    rotation the newcomer is the last to return, so a tier that is too small keeps what it has instead of collapsing.
+
+    granularity "session" empties one session after the other. "block" interleaves those of (b): the largest place goes
+    first and the expected return only breaks ties, so all keep their heads a while longer. The queue's order in (c) and
+    the terms for newcomers are the same.
+
+    Cost: an event touches only the sessions it concerns, in logarithmic time plus a short memmove; `victims` costs what
+    it returns plus the queued and pinned blocks it passes over (for "block" with a newcomer also those that it may not
+    displace). Memory: resident blocks plus the contexts of live sessions: ownership outlives the block's stay in the
+    tier, so that a fetched block knows its owners, until `forget` or until another block stands at its place.
+    """
+
+    def __init__(self, granularity: Literal["session", "block"] = "session") -> None:
+        self._by_place = granularity == "block"
+        self._touched: dict[BlockKey, int] = {}  # every resident block -> number of its last touch
+        self._touches = 0
+        self._ownerless: dict[BlockKey, None] = {}  # resident, in the order of the last touch unless `_unsorted`
+        self._unsorted = False
+        self._sessions: dict[Hashable, _Session] = {}
+        self._owners: dict[BlockKey, dict[_Session, int]] = {}  # with the block's place in each owner's context
+        # Whose last resident block it is, with the rank of each, sorted: the best is last.
+        self._at_tail: dict[BlockKey, list[_Waiting]] = {}
+        # A leaf has nothing resident behind it: it is the tail of all its owners. The others become leaves in turn.
+        self._leaves: dict[BlockKey, _Entry] = {}
+        self._order: list[_Entry] = []  # the leaves, sorted as if nothing was queued
+        self._returns = ReturnTimes()
+        self._queue: dict[Hashable, int] = {}
+
+    # --- events -------------------------------------------------------------------------------------------------------
+
+    def touch(self, key: BlockKey) -> None:
+        entered = key not in self._touched
+        self._touches += 1
+        self._touched[key] = self._touches
+        owners = self._owners.get(key)
+        if not owners:
+            self._ownerless.pop(key, None)
+            self._ownerless[key] = None
+        elif entered:
+            for session, place in owners.items():
+                self._set_resident(session, place, True)
+
+    def remove(self, key: BlockKey) -> None:
+        del self._touched[key]
+        self._ownerless.pop(key, None)
+        for session, place in self._owners.get(key, {}).items():
+            self._set_resident(session, place, False)
+
+    def own(self, key: BlockKey, session: Hashable, place: int) -> None:
+        owner = self._session(session)
+        if owner.context.get(place) == key:
+            return
+        if key in self._owners and owner in self._owners[key]:
+            self._disown(key, owner)
+        if place in owner.context:
+            self._disown(owner.context[place], owner)
+        owner.context[place] = key
+        self._owners.setdefault(key, {})[owner] = place
+        if key in self._touched:
+            self._ownerless.pop(key, None)
+            self._set_resident(owner, place, True)
+            self._refresh(key)  # it may be a leaf no more: the new owner has something behind it
+
+    def forget(self, session: Hashable) -> None:
+        owner = self._sessions.pop(session, None)
+        if owner is None:
+            return
+        self._returns.forget(owner.returns)
+        for place in sorted(owner.context, reverse=True):
+            self._disown(owner.context[place], owner)
+
+    def used(self, session: Hashable, now: float) -> None:
+        owner = self._session(session)
+        self._rerank(self._returns.used(owner.returns, now))
+
+    def look_ahead(self, upcoming: Sequence[Hashable], now: float) -> None:
+        self._queue = {}
+        for place, session in enumerate(upcoming):
+            self._queue.setdefault(session, place)
+        self._rerank(self._returns.advance(now))
+
+    def _session(self, name: Hashable) -> _Session:
+        session = self._sessions.get(name)
+        if session is None:
+            session = self._sessions[name] = _Session(name, self._returns.add(name))
+        return session
+
+    def _rerank(self, changed: Sequence[SessionReturn]) -> None:
+        for returns in changed:
+            session = self._sessions[returns.name]
+            tail = session.tail
+            if tail is not None:
+                self._leave_tail(tail, session)
+            session.rank = returns.rank
+            if tail is not None:
+                self._join_tail(tail, session)
+
+    def _disown(self, key: BlockKey, session: _Session) -> None:
+        owners = self._owners[key]
+        place = owners.pop(session)
+        resident = key in self._touched
+        if resident:
+            self._set_resident(session, place, False)
+        del session.context[place]
+        if not owners:
+            del self._owners[key]
+            if resident:
+                self._ownerless[key] = None
+                self._unsorted = True
+        if resident:
+            self._refresh(key)  # it may have become a leaf: this owner was the one with something behind it
+
+    def _set_resident(self, session: _Session, place: int, resident: bool) -> None:
+        """A block of the session's context entered the tier or left it."""
+        before = session.tail
+        if resident:
+            insort(session.resident, place)
+        else:
+            del session.resident[bisect_left(session.resident, place)]
+        after = session.tail
+        if before == after:
+            return
+        if before is not None:
+            self._leave_tail(before, session)
+        if after is not None:
+            self._join_tail(after, session)
+
+    def _join_tail(self, key: BlockKey, session: _Session) -> None:
+        insort(self._at_tail.setdefault(key, []), (session.rank, session))
+        self._refresh(key)
+
+    def _leave_tail(self, key: BlockKey, session: _Session) -> None:
+        waiting = self._at_tail[key]
+        del waiting[bisect_left(waiting, (session.rank, session))]
+        if not waiting:
+            del self._at_tail[key]
+        self._refresh(key)
+
+    def _refresh(self, key: BlockKey) -> None:
+        """Put a block where it belongs among the leaves, or take it out."""
+        entry = self._leaves.pop(key, None)
+        if entry is not None:
+            del self._order[bisect_left(self._order, entry)]
+        waiting = self._at_tail.get(key)
+        if waiting is not None and len(waiting) == len(self._owners[key]):
+            entry = self._leaves[key] = self._entry(key, waiting[-1])
+            insort(self._order, entry)
+
+    # --- the order of leaving -----------------------------------------------------------------------------------------
+
+    def victims(
+        self,
+        count: int,
+        pinned: Container[BlockKey],
+        *,
+        newcomer: Hashable | None = None,
+        spare_queued: bool = False,
+    ) -> list[BlockKey]:
+        chosen: list[BlockKey] = []
+        for key in self._ownerless_in_order():
+            if len(chosen) >= count:
+                break
+            if key not in pinned:
+                chosen.append(key)
+        limit = (2, (0.0, 0)) if newcomer is None else self._rank_of(newcomer)
+        if spare_queued:
+            limit = min(limit, (1, (-math.inf, 0)))
+        walk = _Walk(self._order, self._owners, self._at_tail)
+        while len(chosen) < count and (entry := walk.peek()) is not None:
+            queued, _, rank, key = entry
+            if not queued and (place := self._queue_place(key)) is not None:
+                walk.drop()
+                walk.offer((1, 0, (-place, 0), key))
+            elif (queued, rank) >= limit:
+                if not self._by_place:
+                    break  # all the others rank behind it
+                walk.drop()
+            else:
+                if key not in pinned:
+                    chosen.append(key)
+                for freed, best in walk.leave(key):
+                    walk.offer(self._entry(freed, best))
+        if len(chosen) < count and newcomer is None and not spare_queued:
+            # Contexts hold blocks in the order they were computed in. If two ever disagree, neither block is a leaf
+            # before the other, and there is no right order; but nothing may be stuck in the tier.
+            rest = self._touched.keys() - set(chosen)
+            stuck = sorted((key for key in rest if key not in pinned), key=self._touched.__getitem__)
+            chosen += stuck[: count - len(chosen)]
+        return chosen
+
+    def _ownerless_in_order(self) -> dict[BlockKey, None]:
+        if self._unsorted:  # two sorted runs, most often: cheap
+            self._ownerless = dict.fromkeys(sorted(self._ownerless, key=self._touched.__getitem__))
+            self._unsorted = False
+        return self._ownerless
+
+    def _rank_of(self, name: Hashable) -> _Rank:
+        if (place := self._queue.get(name)) is not None:
+            return (1, (-place, 0))
+        session = self._sessions.get(name)
+        return (0, self._returns.newcomer_rank() if session is None else session.rank)
+
+    def _entry(self, key: BlockKey, best: _Waiting) -> _Entry:
+        """Of a block whose best owner is `best`, as if nothing was queued."""
+        rank, session = best
+        return (0, -self._owners[key][session] if self._by_place else 0, rank, key)
+
+    def _queue_place(self, key: BlockKey) -> int | None:
+        """The earliest place in the queue of a session that owns the block."""
+        owners = self._owners[key]
+        if len(owners) <= len(self._queue):
+            return min((self._queue[owner.name] for owner in owners if owner.name in self._queue), default=None)
+        queued = ((place, self._sessions.get(name)) for name, place in self._queue.items())
+        return min((place for place, session in queued if session in owners), default=None)
+
+
+class _Walk:
+    """Takes leaves off in order, without changing anything, and says which blocks become leaves by it."""
+
+    def __init__(
+        self,
+        order: list[_Entry],
+        owners: dict[BlockKey, dict[_Session, int]],
+        at_tail: dict[BlockKey, list[_Waiting]],
+    ) -> None:
+        self._order, self._owners, self._at_tail = order, owners, at_tail
+        self._next = 0  # in `order`
+        self._offered: list[_Entry] = []  # a heap: those that became leaves on the walk, or come in another place
+        self._left: dict[_Session, int] = {}  # how many resident blocks of a session have left on the walk
+        # How many owners have nothing left behind a block, and the best of them, if that has changed on the walk.
+        self._waiting: dict[BlockKey, tuple[int, _Waiting]] = {}
+
+    def _from_order(self) -> bool:
+        return self._next < len(self._order) and not (self._offered and self._offered[0] < self._order[self._next])
+
+    def peek(self) -> _Entry | None:
+        if self._from_order():
+            return self._order[self._next]
+        return self._offered[0] if self._offered else None
+
+    def drop(self) -> None:
+        """Pass over what `peek` showed; all that stands before it stays too."""
+        if self._from_order():
+            self._next += 1
+        else:
+            heappop(self._offered)
+
+    def offer(self, entry: _Entry) -> None:
+        heappush(self._offered, entry)
+
+    def leave(self, key: BlockKey) -> list[tuple[BlockKey, _Waiting]]:
+        """Take off the leaf that `peek` showed. Returns the blocks that are leaves now, each with its best owner."""
+        self.drop()
+        freed: list[tuple[BlockKey, _Waiting]] = []
+        for session in self._owners[key]:
+            left = self._left[session] = self._left.get(session, 0) + 1
+            if left == len(session.resident):
+                continue
+            before = session.context[session.resident[-1 - left]]
+            arrived = (session.rank, session)
+            if (known := self._waiting.get(before)) is not None:
+                count, best = known
+            elif here := self._at_tail.get(before):
+                count, best = len(here), here[-1]
+            else:
+                count, best = 0, arrived
+            best = max(best, arrived, key=itemgetter(0))
+            self._waiting[before] = (count + 1, best)
+            if count + 1 == len(self._owners[before]):
+                freed.append((before, best))
+        return freed

@@ -1,0 +1,202 @@
+import itertools
+from fractions import Fraction
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cache.rates import Ewma, LoadOption, Rates, choose_load, first_token_s
+
+MB = 1_000_000
+
+
+def make_rates(num_layers=4, step_fixed_s=0.0, prefill_s_per_token=1e-3, **bytes_per_s):
+    return Rates(
+        num_layers=num_layers,
+        step_fixed_s=step_fixed_s,
+        prefill_s_per_token=prefill_s_per_token,
+        bytes_per_s=bytes_per_s or {"dram_to_hbm": 1e9, "disk_to_hbm": 1e8},
+    )
+
+
+def test_the_first_sample_replaces_the_prior_and_the_next_are_averaged():
+    mean = Ewma(100.0)
+    assert mean.value == 100.0
+    mean.update(10.0, 0.25)
+    assert mean.value == 10.0
+    mean.update(20.0, 0.25)
+    assert mean.value == 12.5  # 10 + 0.25 * (20 - 10)
+
+
+@given(samples=st.lists(st.floats(1, 1e6), min_size=1), weight=st.floats(0.01, 1))
+def test_a_mean_lies_among_its_samples(samples, weight):
+    mean = Ewma(0.0)
+    for sample in samples:
+        mean.update(sample, weight)
+    assert min(samples) * (1 - 1e-9) <= mean.value <= max(samples) * (1 + 1e-9)
+
+
+def test_priors_serve_until_something_is_measured():
+    rates = make_rates(step_fixed_s=0.02, prefill_s_per_token=1e-3, dram_to_hbm=2e9)
+    assert rates.compute_s(100) == pytest.approx(0.12)
+    assert rates.compute_s(0) == 0.0
+    assert rates.bytes_per_s("dram_to_hbm") == 2e9
+    assert rates.load_s("dram_to_hbm", 4_000) == pytest.approx(2e-6)
+    rates.moved("dram_to_hbm", 0, 1.0)  # tells nothing
+    rates.moved("dram_to_hbm", 10, 0.0)
+    rates.computed(0, 1.0)
+    rates.computed(5, 0.0)
+    assert rates.compute_s(100) == pytest.approx(0.12)
+    assert rates.bytes_per_s("dram_to_hbm") == 2e9
+    with pytest.raises(KeyError):
+        rates.moved("dram_to_mars", 10, 1.0)
+
+
+@pytest.mark.parametrize(
+    "prior",
+    [{"prefill_s_per_token": 0.0}, {"step_fixed_s": -1.0}, {"dram_to_hbm": 0.0}],
+    ids=lambda prior: next(iter(prior)),
+)
+def test_a_prior_that_cannot_be_is_refused(prior):
+    with pytest.raises(ValueError, match="positive"):
+        make_rates(**prior)
+
+
+def test_a_transfer_counts_by_its_size():
+    rates = make_rates()
+    for _ in range(50):
+        rates.moved("dram_to_hbm", 100 * MB, 0.1)  # 1 GB/s
+        rates.moved("dram_to_hbm", 1_000, 0.001)  # 1 MB/s: latency, no bandwidth
+    # bytes over seconds: 100.001 MB in 101 ms give 990 MB/s; the mean of the two ratios would be 500 MB/s.
+    assert rates.bytes_per_s("dram_to_hbm") == pytest.approx(990e6, rel=0.01)
+
+
+@given(
+    fixed=st.floats(0, 0.1),
+    slope=st.floats(1e-5, 1e-2),
+    sizes=st.lists(st.integers(1, 512), min_size=200, max_size=200),
+)
+def test_steps_of_many_sizes_give_fixed_cost_and_cost_per_token(fixed, slope, sizes):
+    rates = make_rates(step_fixed_s=0.01, prefill_s_per_token=1e-3)
+    for tokens in (*sizes, 1, 512) * 2:
+        rates.computed(tokens, fixed + slope * tokens)
+    truth = fixed + slope * 512
+    assert rates.compute_s(512) == pytest.approx(truth, rel=0.1)
+
+
+def test_small_steps_do_not_make_a_history_look_dear():
+    rates = make_rates(step_fixed_s=0.01, prefill_s_per_token=1e-3)
+    rates.computed(512, 0.02 + 512e-4)
+    for _ in range(20):
+        rates.computed(4, 0.02 + 4e-4)
+    # True: 71 ms. Seconds per token of the last steps, 5.1 ms, would say 2.6 s.
+    assert 0.04 < rates.compute_s(512) < 0.15
+
+
+def test_of_one_size_alone_the_pace_is_learnt_and_the_proportion_is_the_priors():
+    rates = make_rates(step_fixed_s=0.01, prefill_s_per_token=1e-3)
+    for _ in range(30):
+        rates.computed(100, 0.011)  # the prior says 110 ms: this machine is ten times faster
+    assert rates.compute_s(100) == pytest.approx(0.011, rel=1e-6)
+    assert rates.compute_s(1_000) == pytest.approx(0.101, rel=1e-6)  # (10 + 1,000) ms / 10
+
+
+@given(steps=st.lists(st.tuples(st.integers(1, 4096), st.floats(1e-4, 10.0)), max_size=60))
+def test_whatever_is_measured_time_is_positive_and_grows_with_tokens(steps):
+    rates = make_rates(step_fixed_s=0.01)
+    for tokens, seconds in steps:
+        rates.computed(tokens, seconds)
+    assert rates.prefill_s_per_token > 0
+    assert 0 < rates.compute_s(1) < rates.compute_s(64) < rates.compute_s(4096)
+
+
+@given(
+    load=st.integers(0, 1 << 20),
+    compute=st.integers(0, 1 << 20),
+    num_layers=st.sampled_from([1, 2, 4, 12, 30]),
+)
+def test_the_time_to_the_first_token_is_that_of_the_layers_one_by_one(load, compute, num_layers):
+    end = Fraction(0)
+    for layer in range(num_layers):
+        arrived = Fraction(load * (layer + 1), num_layers)
+        end = max(end, arrived) + Fraction(compute, num_layers)
+    assert first_token_s(load, compute, num_layers) == pytest.approx(float(end))
+
+
+def options(sizes, source="dram_to_hbm", num_tokens=32):
+    return [LoadOption(size, source, num_tokens) for size in sizes]
+
+
+def test_a_fast_tier_delivers_all_and_a_slow_one_nothing():
+    # 32 tokens cost 32 ms to compute. 1 MB takes 1 ms from DRAM, and 50 s at 20 kB/s.
+    blocks = options([MB] * 10)
+    assert choose_load(blocks, make_rates(), 20) == 10
+    assert choose_load(blocks, make_rates(dram_to_hbm=20_000.0), 20) == 0
+    assert choose_load([], make_rates(), 20) == 0
+
+
+def test_in_between_load_and_compute_share_the_work():
+    # Per block 32 ms to compute and 32 ms to load, 8 layers, 32 new tokens, 4 blocks. Loading n of them costs
+    # max(32n, 32(5-n)) + min(...)/8: n=0: 160, n=1: 128+4, n=2: 96+8 = 104, n=3: 96+8 = 104, n=4: 128+4.
+    rates = make_rates(num_layers=8, prefill_s_per_token=1 / 1024, dram_to_hbm=2.0**20)
+    blocks = options([1 << 15] * 4)
+    assert choose_load(blocks, rates, 32) == 3  # a tie of 2 and 3 goes to loading
+
+
+def test_a_slow_block_is_in_the_way_of_those_behind_it():
+    rates = make_rates(num_layers=1, dram_to_hbm=1e9, disk_to_hbm=1e6)
+    fast, slow = LoadOption(MB, "dram_to_hbm", 32), LoadOption(MB, "disk_to_hbm", 32)
+    # 1 layer: nothing overlaps. fast saves 32 ms for 1 ms; slow saves 32 ms for 1 s.
+    assert choose_load([fast, fast, slow, fast, fast], rates, 1) == 2
+    assert choose_load([fast, slow] + [fast] * 40, rates, 1) == 42  # 41 * 31 ms gained outweigh 1 s lost
+
+
+def test_a_short_last_block_counts_by_its_tokens():
+    # 6 ms to load. Whole it spares 32 ms of compute, with 4 tokens 4 ms (1 layer: no overlap).
+    rates = make_rates(num_layers=1, dram_to_hbm=1e9)
+    assert choose_load([LoadOption(6 * MB, "dram_to_hbm", 32)], rates, 1) == 1
+    assert choose_load([LoadOption(6 * MB, "dram_to_hbm", 4)], rates, 1) == 0
+
+
+# Rates, sizes and counts are whole multiples of powers of two, so that floats are exact and ties are ties.
+BLOCKS = st.lists(
+    st.builds(LoadOption, st.integers(1, 1 << 12), st.sampled_from(["dram_to_hbm", "disk_to_hbm"]), st.integers(1, 32)),
+    max_size=12,
+)
+POWERS = st.integers(0, 12).map(lambda power: 2.0**power)
+
+
+@given(
+    blocks=BLOCKS,
+    dram=POWERS,
+    disk=POWERS,
+    faster_dram=POWERS,
+    faster_disk=POWERS,
+    fixed=st.integers(0, 64),
+    num_layers=st.sampled_from([1, 2, 8, 32]),
+    new_tokens=st.integers(1, 64),
+)
+def test_the_choice_is_the_best_and_faster_never_loads_less(
+    blocks, dram, disk, faster_dram, faster_disk, fixed, num_layers, new_tokens
+):
+    prior = {"num_layers": num_layers, "step_fixed_s": float(fixed), "prefill_s_per_token": 0.25}
+    rates = make_rates(**prior, dram_to_hbm=dram, disk_to_hbm=disk)
+    chosen = choose_load(blocks, rates, new_tokens)
+    times = []
+    for count in range(len(blocks) + 1):
+        load = sum(Fraction(block.size_bytes, int(rates.bytes_per_s(block.source))) for block in blocks[:count])
+        compute = fixed + Fraction(new_tokens + sum(block.num_tokens for block in blocks[count:]), 4)
+        times.append(max(load, compute) + min(load, compute) / num_layers)
+    assert times[chosen] == min(times)
+    assert all(time > times[chosen] for time in times[chosen + 1 :])  # ties go to loading
+    faster = make_rates(**prior, dram_to_hbm=dram * faster_dram, disk_to_hbm=disk * faster_disk)
+    assert choose_load(blocks, faster, new_tokens) >= chosen
+
+
+@given(blocks=BLOCKS, new_tokens=st.integers(1, 64))
+def test_slower_compute_never_loads_less(blocks, new_tokens):
+    choices = [
+        choose_load(blocks, make_rates(prefill_s_per_token=cost, dram_to_hbm=256.0, disk_to_hbm=64.0), new_tokens)
+        for cost in (2.0**power for power in range(-6, 6))
+    ]
+    assert all(slower >= faster for faster, slower in itertools.pairwise(choices))
