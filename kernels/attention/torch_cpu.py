@@ -1,12 +1,16 @@
-"""Paged attention in plain torch: one SDPA call per sequence, no copies where its pages lie in a row.
+"""Paged attention on CPU: one SDPA call per sequence, no copies where its pages lie in a row; in bf16 all sequences with
+one query row together by compiled kernels, where these can run.
 
 Measured on one Zen 4 core (bf16, 12 heads over 4, head dim 64, context 1,124): SDPA on the strided pages with the query
 heads of a group packed into the query rows takes 112 us a decode row; gathering the pages first costs 216 us more, so
 the allocator hands out runs and gathering is the exception. A prefill chunk attends to its history without a mask and
 to itself causally, and merges both by their log-sum-exp: 2.1 ms against 3.1 for a masked product (125 on 1,124).
+Compiled kernels on two cores that read 20 GB/s: 16 rows in 0.92 ms, which is 20 GB/s, where SDPA takes 2.5.
 """
 
 from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.attention.base import AttentionMeta, AttentionParams, KvPages
+from kernels.cpu_support import as_bits, decode_kernels, split_contexts, use_torch_threads
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
@@ -35,16 +40,25 @@ class TorchAttention:
     name = "torch"
     page_multiple = 32
 
+    def __init__(self) -> None:
+        self._kernels = decode_kernels()
+
     def forward(self, q: Tensor, kv: KvPages, meta: AttentionMeta, params: AttentionParams) -> Tensor:
         """See AttentionBackend."""
-        plan = meta.scratch.get("torch")
+        plan: list[_Rows] | None = meta.scratch.get("torch")
         if plan is None:
             plan = meta.scratch["torch"] = _plan(meta, kv.k.shape[1])
         out = q.new_empty(q.shape[0], q.shape[1], kv.v.shape[3])
         exact = params.softcap is not None or params.sinks is not None
         # The fused kernels want equal key and value widths and exist on CPU only.
         fused = not exact and kv.k.shape[3] == kv.v.shape[3] and q.device.type == "cpu"
+        compiled = not exact and self._kernels is not None and fits_kernels(q, kv)
+        if compiled:
+            assert self._kernels is not None
+            _decode_together(self._kernels, q, kv, meta, params, out)
         for rows in plan:
+            if rows.query_len == 1 and compiled:
+                continue
             queries = q[rows.query_start : rows.query_start + rows.query_len]
             first = _first_visible(rows, params.window)
             keys, values = _context(kv, rows, first)
@@ -57,6 +71,47 @@ class TorchAttention:
             else:
                 _masked(queries, keys, values, params, target)
         return out
+
+
+def fits_kernels(q: Tensor, kv: KvPages) -> bool:
+    """Whether the compiled kernels can attend to these."""
+    pools = (kv.k, kv.v)
+    return (
+        q.dtype == torch.bfloat16
+        and q.device.type == "cpu"
+        and all(pool.dtype == torch.bfloat16 and pool.stride(3) == 1 and pool.shape[3] % 16 == 0 for pool in pools)
+        and q.shape[1] // kv.k.shape[2] <= 8  # heads of a group; their sums have to stay in registers
+    )
+
+
+def _decode_together(
+    kernels: ModuleType, q: Tensor, kv: KvPages, meta: AttentionMeta, params: AttentionParams, out: Tensor
+) -> None:
+    """All sequences with one query row."""
+    rows, tokens, parts = _decode_plan(kernels, meta, params.window)
+    if not rows:
+        return
+    use_torch_threads()
+    queries = q[tokens].float().mul_(params.scale * kernels.LOG2_E).numpy()
+    mixed = torch.empty(len(rows), q.shape[1], kv.v.shape[3])
+    table = meta.block_table[rows].numpy()
+    group, k_lanes, v_lanes = q.shape[1] // kv.k.shape[2], kv.k.shape[3] // 16, kv.v.shape[3] // 16
+    kernels.attend(
+        queries, as_bits(kv.k), as_bits(kv.v), table, parts, (0,) * group, (0,) * k_lanes, (0,) * v_lanes, mixed.numpy()
+    )
+    out[tokens] = mixed.to(out.dtype)
+
+
+def _decode_plan(kernels: ModuleType, meta: AttentionMeta, window: int | None) -> tuple[list[int], Tensor, Any]:
+    """The sequences with one query row, where that row is in the batch, and the tasks of their attention."""
+    key = f"torch decode {window}"
+    plan: tuple[list[int], Tensor, Any] | None = meta.scratch.get(key)
+    if plan is None:
+        rows = [row for row, query_len in enumerate(meta.query_lens) if query_len == 1]
+        contexts = [meta.context_lens[row] for row in rows]
+        parts = kernels.Parts(*split_contexts(contexts, window, kernels.PART))
+        plan = meta.scratch[key] = (rows, meta.query_start[rows].long(), parts)
+    return plan
 
 
 def _plan(meta: AttentionMeta, page_size: int) -> list[_Rows]:

@@ -1,0 +1,67 @@
+"""Whether the compiled decode kernels can run here, and the plans they are given."""
+
+import functools
+import importlib
+import logging
+import os
+import platform
+from collections.abc import Sequence
+from types import ModuleType
+
+import numpy as np
+import torch
+from torch import Tensor
+
+log = logging.getLogger(__name__)
+
+
+@functools.cache
+def decode_kernels() -> ModuleType | None:
+    """`kernels.cpu_decode`, or None where it cannot run: no numba, no AVX-512, no OpenMP that torch and numba share."""
+    if platform.machine() != "x86_64" or not torch.cpu._is_avx512_supported():
+        return None
+    try:
+        from numba import config
+
+        # torch's pool of threads; two pools that wait for work by spinning would take the cores from one another.
+        config.THREADING_LAYER = "omp"  # type: ignore[attr-defined]
+        module = importlib.import_module("kernels.cpu_decode")
+        _test(module)
+    except Exception as error:  # a numba that does not fit its numpy or its machine fails in many ways
+        log.info("decoding without compiled kernels: %s", error)
+        return None
+    return module
+
+
+def _test(module: ModuleType) -> None:
+    """Raises if the kernels are wrong, or if their threads are not torch's."""
+    use_torch_threads()
+    torch.ones(1 << 20).sum()  # starts torch's threads
+    before = len(os.listdir("/proc/self/task"))
+    module.self_test()
+    if len(os.listdir("/proc/self/task")) > before:
+        raise RuntimeError("torch and numba run threads of their own")
+
+
+def use_torch_threads() -> None:
+    """Let numba use as many threads as torch does, in this thread's calls."""
+    from numba import config, set_num_threads
+
+    set_num_threads(min(torch.get_num_threads(), config.NUMBA_NUM_THREADS))  # type: ignore[attr-defined]
+
+
+def split_contexts(contexts: Sequence[int], window: int | None, part: int) -> tuple[np.ndarray, ...]:
+    """The tasks of attention of single rows, each of at most `part` keys: for every task its row, its first key and its
+    keys, and where each row's tasks begin [rows + 1]. How a row is split depends on its own context alone."""
+    last = np.asarray(contexts, dtype=np.int64)
+    begin = np.zeros_like(last) if window is None else np.maximum(0, last - window)
+    tasks = -(-(last - begin) // part)
+    starts = np.concatenate((np.zeros(1, np.int64), np.cumsum(tasks)))
+    row = np.repeat(np.arange(len(last)), tasks)
+    first = begin[row] + (np.arange(starts[-1]) - starts[row]) * part
+    return row, first, np.minimum(part, last[row] - first), starts
+
+
+def as_bits(x: Tensor) -> np.ndarray:
+    """A bf16 tensor's own memory, as numpy can hold it: uint16."""
+    return x.view(torch.uint16).numpy()
