@@ -290,12 +290,15 @@ def test_nothing_is_kept_of_what_has_gone(granularity, events):
 BLOCKS = 10  # of each of 8 sessions
 
 
-def hit_rate(policy, turns, capacity, since):
-    """A tier of `capacity` blocks with bypass: from the turn `since` on, the share of history blocks found in it."""
+def hit_rate(policy, turns, capacity, since, announced=False):
+    """A tier of `capacity` blocks with bypass: from the turn `since` on, the share of history blocks found in it.
+    announced: a turn stands in the queue while it runs."""
     resident, seen = set(), defaultdict(int)
     hits = wanted = 0
     for now, session in turns:
         policy.used(session, now)
+        if announced:
+            policy.look_ahead([session], now)
         keys = [name(session, place) for place in range(BLOCKS)]
         found = next((place for place, key in enumerate(keys) if key not in resident), BLOCKS)
         seen[session] += 1
@@ -339,6 +342,16 @@ def test_a_rotation_through_a_tier_too_small_does_not_collapse(granularity, held
     turns = rotation(12, 0.0, random.Random(0))
     assert hit_rate(LruPolicy(), turns, held * BLOCKS, since=3) == 0.0
     assert hit_rate(LookaheadPolicy(granularity), turns, held * BLOCKS, since=3) == held / 8  # as Belady's would
+
+
+@GRANULARITIES
+@pytest.mark.parametrize("held", [4, 6, 7])
+def test_nor_does_it_if_what_runs_is_let_in_first(granularity, held):
+    # Each absent session takes the place of the one that just left: of 7 others, held-1 are there when they come back.
+    turns = rotation(30, 0.0, random.Random(0))
+    rate = hit_rate(LookaheadPolicy(granularity), turns, held * BLOCKS, since=3, announced=True)
+    assert rate == pytest.approx((held - 1) / 7, abs=0.02)
+    assert rate >= 0.8 * held / 8
 
 
 @GRANULARITIES
