@@ -28,7 +28,7 @@ from app.text_thread import TextThread
 from app.tokenizer import ChatTokenizer, TemplateError, TokenizerError
 from app.transcript import PreparedPrompt
 from engine.client import EngineFailed, EngineLost, EngineTimeout, EngineUnavailable
-from engine.messages import ModelInfo, SamplingParams, SessionReply, SessionRequest, Submit
+from engine.messages import ModelInfo, SamplingParams, SessionReply, SessionRequest, Shift, Submit
 
 SWEEP_S = 60.0
 MAX_TOKEN_CHARS = 256  # no vocabulary in use has longer tokens, so text beyond that is too long without tokenizing it
@@ -139,12 +139,14 @@ class Service:
                 template_args=request.chat_template_kwargs or {},
                 session_id=_session_id(request, session_header),
                 now=time.time(),
+                client_shift=self.settings.cache.client_shift if request.client_shift is None else request.client_shift,
             )
         except TemplateError as error:
             raise invalid(str(error)[:500], "messages") from None
         self.require_ready()  # a drain may have begun meanwhile
         if len(prompt.token_ids) >= longest:
             raise too_long(longest, len(prompt.token_ids))
+        cut = prompt.shift
         request_id = f"chatcmpl-{secrets.token_hex(12)}"
         submit = Submit(
             request_id=request_id,
@@ -166,6 +168,7 @@ class Service:
             keep_first_tokens=self._keep_first_tokens(request, prompt),
             message_starts=prompt.starts[: len(request.messages)],
             important=important_ranges(request, prompt.starts),
+            shift=None if cut is None else Shift(stream=cut.stream, keep=cut.keep, resume=cut.resume),
         )
         try:
             outputs = await self.engine.submit(submit)

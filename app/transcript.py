@@ -29,7 +29,8 @@ from typing import Any, Protocol
 
 from app.message_bounds import MessageBounds
 from app.template import TemplateError
-from app.transcript_store import Answer, Base, NewAnswer, PreparedPrompt, TranscriptStore, digest
+from app.tokenizer import SHIELD
+from app.transcript_store import Answer, Base, NewAnswer, PreparedPrompt, Shifted, TranscriptStore, digest
 
 __all__ = ["PreparedPrompt", "TextTokenizer", "Transcripts"]
 
@@ -37,6 +38,8 @@ Message = dict[str, Any]
 
 MAX_LOOKUPS = 512  # answers of a request, from the last one back, that are looked up
 MAX_ATTEMPTS = 4  # candidates whose text is compared
+MAX_STREAM_TOKENS = 1 << 18  # a conversation that a client shortens is begun anew when it is longer than that
+MIN_SHIFTED_TOKENS = 128  # four blocks: a shorter rest of a conversation is computed as fast as moved
 _MAX_STEPS_BACK = 8  # tokens that a cut may move back to reach a whole character
 _REASONING = ("reasoning_content", "reasoning", "thinking")
 _GENERATED = frozenset(("content", "tool_calls", "function_call", *_REASONING))
@@ -120,8 +123,10 @@ class Transcripts:
         template_args: dict[str, Any],
         session_id: str | None,
         now: float,
+        client_shift: bool = False,
     ) -> PreparedPrompt:
         """The ids of a chat request, and its session: the one given, that of the answer it goes on from, or a new one.
+        With `client_shift` it may also go on from a conversation whose earliest messages the client has dropped.
 
         Recorded answers are found by content, whatever session they are of. Raises TemplateError.
         """
@@ -154,6 +159,10 @@ class Transcripts:
                     starts += [tokens + start for start in later]
                 base = Base(answer.id, answer.digest, tokens)
                 break
+        if ids is None and client_shift:
+            shifted = self._shifted(request, tenant, session_id, now)
+            if shifted is not None:
+                return shifted
         if ids is None:
             ids, starts = self._encode(request, text, 0)
             if first is not None and (common := _common_ids(ids, first[1])):
@@ -170,7 +179,72 @@ class Transcripts:
             text_digest=digest(text),
             base=base,
             starts=tuple(starts),
+            tail=_tail(request, len(messages) - 1),
         )
+
+    def _shifted(self, request: _Request, tenant: str, session_id: str | None, now: float) -> PreparedPrompt | None:
+        """Leading system messages and the last whole messages of a recorded conversation, and what follows them.
+
+        The answer before the new messages finds the conversation, the number of messages tells what was dropped, and
+        the ids that are left must decode to the text rendered: no less is taken for it than for any other prompt.
+        """
+        tokenizer, messages = request.tokenizer, request.messages
+        lead = next((n for n, message in enumerate(messages) if message.get("role") != "system"), len(messages))
+        turn = max((n for n, message in enumerate(messages) if message.get("role") == "assistant"), default=0)
+        if turn <= lead:  # no message in front of the answer is left to know it by
+            return None
+        tail = _link(_tail(request, turn - 1), _without_reasoning(messages[turn]))
+        for answer in self._store.find_tails(tail=tail, session_id=session_id, since=now - self._ttl_s):
+            history = self._store.history(answer.id)
+            first = len(history.starts) - (turn + 1 - lead) if history is not None else 0
+            splice = self._splice_answer(request, turn, answer) if first > lead else None
+            if history is None or splice is None:
+                continue
+            known = len(history.ids) - len(answer.token_ids) + splice.kept_tokens
+            resume = history.starts[first]
+            if known - resume < MIN_SHIFTED_TOKENS or known > MAX_STREAM_TOKENS:
+                continue
+            rest, later = self._encode(request, splice.rest, turn + 1)
+            stream = history.ids[:known].tolist() + rest
+            starts = (*history.starts, *(known + start for start in later))
+            # Without a system prompt one token may stand in front of the first message: the text's own beginning.
+            for keep in (history.starts[lead],) if lead else (0, 1):
+                ids = stream[:keep] + stream[resume:]
+                if tokenizer.decode(ids, skip_special_tokens=False) == request.text.replace(SHIELD, ""):
+                    break
+            else:
+                continue
+            chain = answer.chain
+            for message in messages[turn + 1 :]:
+                chain = _link(chain, message)
+            self._store.touch(tenant, answer.session_id, now=now)
+            return PreparedPrompt(
+                token_ids=ids,
+                session_id=session_id or answer.session_id,
+                spliced_tokens=keep + known - resume,
+                tenant=tenant,
+                chain=chain,
+                chars=0,  # the whole was not rendered, so no request is taken for its continuation by its text
+                text_digest=digest("not rendered"),
+                base=Base(answer.id, answer.digest, known),
+                starts=(*starts[:lead], *(start - resume + keep for start in starts[first:])),
+                tail=_tail(request, len(messages) - 1),
+                shift=Shifted(stream, starts, keep, resume),
+            )
+        return None
+
+    def _splice_answer(self, request: _Request, turn: int, answer: Answer) -> _Splice | None:
+        """What of the recorded answer is kept where the request has it, and the text behind that."""
+        message = request.messages[turn]
+        others = {name: value for name, value in message.items() if name not in _GENERATED}
+        marked = [*request.messages[:turn], {**others, "content": self._sentinel}, *request.messages[turn + 1 :]]
+        try:
+            _, *tails = request.render(marked).split(self._sentinel)
+        except TemplateError:
+            return None
+        if len(tails) != 1 or not request.text.endswith(tails[0]):
+            return None
+        return _cut(request.tokenizer, answer, len(answer.text), answer.text, tails[0])
 
     def _encode(self, request: _Request, rest: str, first: int) -> tuple[list[int], list[int]]:
         """The ids of `rest`, with which the request's text ends, and where in them messages[first:] and then the answer
@@ -195,12 +269,13 @@ class Transcripts:
     ) -> None:
         """Remember an answer: `answer` is the message as the client will send it back, `text` what `token_ids` said; it
         may end before they do, where a stop string cut it. `text_ends` has an entry per token."""
-        bare = {name: value for name, value in answer.items() if name not in _REASONING}
+        bare = _without_reasoning(answer)
         self._store.add(
             prompt,
             NewAnswer(
                 chain=_link(prompt.chain, answer),
                 bare=_link(prompt.chain, bare),
+                tail=_link(prompt.tail, bare),
                 token_ids=array("I", token_ids),
                 text=text,
                 ends=array("I", text_ends),
@@ -322,6 +397,15 @@ def _cut(tokenizer: TextTokenizer, answer: Answer, limit: int, shown: str, tail:
 
 def _link(chain: bytes, message: Message) -> bytes:
     return digest("message", chain, _canonical(message))
+
+
+def _tail(request: _Request, last: int) -> bytes:
+    """Of the scope and one message."""
+    return digest("tail", request.chain[0], _canonical(_without_reasoning(request.messages[last])))
+
+
+def _without_reasoning(message: Message) -> Message:
+    return {name: value for name, value in message.items() if name not in _REASONING}
 
 
 def _canonical(value: Any) -> str:

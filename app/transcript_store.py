@@ -41,9 +41,11 @@ CREATE INDEX prompts_by_session ON prompts (session);
 CREATE INDEX prompts_by_base ON prompts (base) WHERE base IS NOT NULL;
 CREATE TABLE answers (
     id INTEGER PRIMARY KEY AUTOINCREMENT, session INTEGER NOT NULL, prompt INTEGER NOT NULL, chain BLOB NOT NULL,
-    bare BLOB NOT NULL, ids BLOB NOT NULL, text BLOB NOT NULL, ends BLOB NOT NULL, digest BLOB NOT NULL
+    bare BLOB NOT NULL, tail BLOB NOT NULL, ids BLOB NOT NULL, text BLOB NOT NULL, ends BLOB NOT NULL,
+    digest BLOB NOT NULL
 );
 CREATE INDEX answers_by_chain ON answers (chain);
+CREATE INDEX answers_by_tail ON answers (tail);
 CREATE INDEX answers_by_bare ON answers (bare) WHERE bare <> chain;
 CREATE INDEX answers_by_prompt ON answers (prompt);
 CREATE INDEX answers_by_session ON answers (session)
@@ -60,8 +62,9 @@ ORDER BY s.name = :session DESC, a.id DESC
 """
 _AFTER = "(a.chain = :key OR (a.bare = :key AND a.bare <> a.chain))"
 _BEFORE = "p.chain = :key"
+_TAIL = "a.tail = :key"
 _LINK = """
-SELECT a.chain, a.bare, a.ids, a.text, a.ends, a.digest,
+SELECT a.chain, a.bare, a.tail, a.ids, a.text, a.ends, a.digest,
        p.chain, p.base_tokens, p.ids, p.starts, p.chars, p.text_digest, p.digest, p.base, b.digest
 FROM answers a JOIN prompts p ON p.id = a.prompt LEFT JOIN answers b ON b.id = p.base
 WHERE a.id = ?
@@ -102,6 +105,23 @@ class PreparedPrompt:
         int, ...
     ]  # token offsets at which the messages begin, in order, and then the answer; ends early where
     # the template does not show the rest
+    tail: bytes  # digest of the scope and the last message
+    shift: "Shifted | None" = None
+
+    @property
+    def recorded(self) -> tuple[list[int], tuple[int, ...]]:
+        """The ids in front of the answer, and the starts in them: with all that the client dropped."""
+        return (self.token_ids, self.starts) if self.shift is None else (self.shift.stream, self.shift.starts)
+
+
+@dataclass(frozen=True, slots=True)
+class Shifted:
+    """The client dropped messages: its prompt is stream[:keep] + stream[resume:]. Recorded is the whole stream."""
+
+    stream: list[int]
+    starts: tuple[int, ...]  # in the stream
+    keep: int
+    resume: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +136,7 @@ class History:
 class NewAnswer:
     chain: bytes  # digest of the prompt's chain and the answer
     bare: bytes  # the same for a client that sends the answer back without its reasoning
+    tail: bytes  # digest of the scope, the message before and the answer without its reasoning
     token_ids: "array[int]"
     text: str  # what the client saw
     ends: "array[int]"  # per token: characters of text complete behind it
@@ -202,6 +223,11 @@ class TranscriptStore:
         """Answers to the prompt with the chain `before`, in the same order."""
         return self._find(_BEFORE, before, session_id, since, MAX_SIBLINGS)
 
+    @_forgiving(list)
+    def find_tails(self, *, tail: bytes, session_id: str | None, since: float) -> list[Answer]:
+        """Answers that end any conversation of the scope in these two messages, in the same order."""
+        return self._find(_TAIL, tail, session_id, since, MAX_EXACT)
+
     @_forgiving(lambda: None)
     def history(self, answer_id: int) -> History | None:
         """Of an answer and all before it. None when it is gone or a row is damaged; then its session is dropped."""
@@ -218,10 +244,10 @@ class TranscriptStore:
                 log.warning("transcript record %d is damaged; its session is dropped", answer_id)
                 self._drop_session_of(answer_id)
                 return None
-            base_tokens = row[7]
-            ids, starts = _ids(row[8]) + _ids(row[2]), _ids(row[9])
+            base_tokens = row[8]
+            ids, starts = _ids(row[9]) + _ids(row[3]), _ids(row[10])
             parts.append((ids, starts) if take is None else (ids[: max(0, take - base_tokens)], _below(starts, take)))
-            current, take = row[13], base_tokens if take is None else min(take, base_tokens)
+            current, take = row[14], base_tokens if take is None else min(take, base_tokens)
         full = History(array("I"), array("I"))
         for ids, starts in reversed(parts):
             full.ids.extend(ids)
@@ -236,22 +262,23 @@ class TranscriptStore:
             session = self._session(prompt.tenant, prompt.session_id, now)
             prompt_id, prompt_digest = self._add_prompt(session, prompt)
             columns = (
-                *(answer.chain, answer.bare, answer.token_ids.tobytes()),
+                *(answer.chain, answer.bare, answer.tail, answer.token_ids.tobytes()),
                 *(_encoded(answer.text), answer.ends.tobytes()),
             )
             mark = digest("answer", *columns, prompt_digest)
             if self._db.execute("SELECT 1 FROM answers WHERE prompt = ? AND digest = ?", (prompt_id, mark)).fetchone():
                 return
             answer_id = self._db.execute(
-                "INSERT INTO answers (chain, bare, ids, text, ends, digest, session, prompt)"
-                " VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
+                "INSERT INTO answers (chain, bare, tail, ids, text, ends, digest, session, prompt)"
+                " VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
                 (*columns, mark, session, prompt_id),
             ).lastrowid
             assert answer_id is not None
             self._cap_answers(session, prompt.chain, answer_id)
             self._make_room()
         self._db.shrink(self._max_bytes)
-        self._keep_hot(answer_id, History(array("I", prompt.token_ids) + answer.token_ids, array("I", prompt.starts)))
+        all_ids, all_starts = prompt.recorded
+        self._keep_hot(answer_id, History(array("I", all_ids) + answer.token_ids, array("I", all_starts)))
 
     @_forgiving(lambda: None)
     def touch(self, tenant: str, session_id: str, *, now: float) -> None:
@@ -329,8 +356,9 @@ class TranscriptStore:
         ):
             base = None
         start = base.tokens if base is not None else 0
-        ids = array("I", prompt.token_ids[start:])
-        starts = array("I", prompt.starts[bisect_left(prompt.starts, start) :])
+        all_ids, all_starts = prompt.recorded
+        ids = array("I", all_ids[start:])
+        starts = array("I", all_starts[bisect_left(all_starts, start) :])
         columns = (prompt.chain, start, ids.tobytes(), starts.tobytes(), prompt.chars)
         mark = digest("prompt", *columns, prompt.text_digest, base.digest if base is not None else b"")
         row = self._db.execute(

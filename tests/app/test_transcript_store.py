@@ -22,13 +22,13 @@ def prompt_of(
 ) -> PreparedPrompt:
     return PreparedPrompt(
         token_ids=list(ids), session_id=session, spliced_tokens=0, tenant=tenant, chain=digest(name), chars=len(name),
-        text_digest=digest("text", name), base=base, starts=starts,
+        text_digest=digest("text", name), base=base, starts=starts, tail=digest("tail", name),
     )  # fmt: skip
 
 
 def answer_of(name: str, ids, text: str = "text") -> NewAnswer:
     return NewAnswer(
-        chain=digest(name), bare=digest("bare", name), token_ids=array("I", ids), text=text,
+        chain=digest(name), bare=digest("bare", name), tail=digest("tail", name), token_ids=array("I", ids), text=text,
         ends=array("I", range(len(list(ids)))),
     )  # fmt: skip
 

@@ -120,3 +120,30 @@ async def test_a_cut_in_the_middle_of_an_answer_is_reported(running: Running, st
     running.engine.script.last_report = {"truncated_tokens": 77}
     response = await running.chat(stream=stream)
     assert '"truncated_tokens":77' in response.text
+
+
+@pytest.mark.parametrize(
+    ("by_server", "by_request", "shifts"),
+    [(True, None, True), (False, True, True), (True, False, False), (False, None, False)],
+)
+async def test_a_history_that_the_client_shortened(
+    engine: FakeEngine, tmp_path, by_server: bool, by_request: bool | None, shifts: bool
+):
+    async with in_process(engine, make_settings(tmp_path, cache={"client_shift": by_server})) as running:
+        history: list[dict[str, Any]] = [SYSTEM]
+        for turn in range(4):
+            history.append({"role": "user", "content": f"{turn} fox, over and over and over again"})
+            answer = await running.http.post(
+                "/v1/chat/completions", json={"model": "test-model", "messages": history, "session_id": "s"}
+            )
+            history.append(answer.json()["choices"][0]["message"])
+        sent = [SYSTEM, *history[3:], QUESTION]
+        whole = await submitted(running, [*history, QUESTION])
+        request = await submitted(running, sent, client_shift=by_request)
+        assert (request.shift is not None) == shifts
+        assert len(request.token_ids) < len(whole.token_ids)
+        if request.shift is not None:
+            assert request.shift.stream == whole.token_ids
+            assert request.token_ids == whole.token_ids[: request.shift.keep] + whole.token_ids[request.shift.resume :]
+            assert request.session_id == "s"
+            assert request.keep_first_tokens == request.shift.keep == request.message_starts[1]
