@@ -1,0 +1,202 @@
+"""The stored extent: a run of blocks of one session in one file, layer-major, with a checksum per block and layer.
+
+    header    magic, version, length, xxh3 of the header; msgpack: fingerprint, id, session, keys, checksums
+    layer 0   one segment per block: [K of 32 rows][V of 32 rows]
+    layer 1   ...
+
+The header and every layer start at a multiple of 4 KiB (so O_DIRECT stays possible), gaps are zeros. The header alone
+says everything about its extent: an index can always be rebuilt from the headers (DESIGN "The cache").
+"""
+
+import math
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import msgspec
+from xxhash import xxh3_64, xxh3_64_digest
+
+from cache.block import BLOCK_TOKENS, BlockKey
+from cache.tiers.base import BlockMissing
+
+ALIGNMENT = 4096
+FORMAT_VERSION = 1
+MAX_BLOCKS = 4096
+MAX_LAYERS = 1024
+MAX_SEGMENT_BYTES = 1 << 28
+MAX_CONTEXT_BYTES = 4 << 20
+MAX_NAME_BYTES = 64 << 10  # of a tenant, a salt or a session id
+MAX_HEADER_BYTES = 64 << 20
+MAX_EXTENT_ID = (1 << 62) - 1
+KEY_BYTES = 16
+DIGEST_BYTES = 8
+
+_MAGIC = b"REPRISEK"
+_PREFIX = struct.Struct("<8sII8s")  # magic, version, length of the msgpack, xxh3 of all of the header but itself
+_HASHED_UNTIL = _PREFIX.size - DIGEST_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class StoredBlock:
+    """One block inside an extent."""
+
+    key: BlockKey  # 16 bytes
+    parent: BlockKey
+    token_ids: bytes  # little-endian uint32 each; fewer than 32 tokens: an open block
+    is_open: bool  # private to the session
+
+    def __post_init__(self) -> None:
+        if len(self.key) != KEY_BYTES or len(self.parent) != KEY_BYTES:
+            raise ValueError(f"a block key has {KEY_BYTES} bytes")
+        if len(self.token_ids) % 4 or not 0 < len(self.token_ids) <= 4 * BLOCK_TOKENS:
+            raise ValueError(f"{len(self.token_ids)} bytes are not the token ids of one block")
+
+
+@dataclass(frozen=True, slots=True)
+class SessionRecord:
+    """What is known of a session besides its blocks."""
+
+    tenant: str
+    salt: str
+    session_id: str
+    context: bytes  # opaque here: the cache's own record; at most 4 MiB
+    last_used_s: float  # unix time
+    pinned: bool
+    ttl_s: float | None
+
+    def __post_init__(self) -> None:
+        if len(self.context) > MAX_CONTEXT_BYTES:
+            raise ValueError(f"a context of {len(self.context)} bytes; the limit is {MAX_CONTEXT_BYTES}")
+        if any(len(name.encode()) > MAX_NAME_BYTES for name in self.names):
+            raise ValueError(f"a tenant, salt or session id of more than {MAX_NAME_BYTES} bytes")
+        if not math.isfinite(self.last_used_s) or not (self.ttl_s is None or math.isfinite(self.ttl_s)):
+            raise ValueError("times are finite")
+
+    @property
+    def names(self) -> tuple[str, str, str]:
+        """(tenant, salt, session id): what tells sessions apart."""
+        return self.tenant, self.salt, self.session_id
+
+
+@dataclass(frozen=True, slots=True)
+class ExtentInfo:
+    """What the tier tells about an extent."""
+
+    extent_id: int  # unique in the directory for ever, increasing in order of writing
+    session: SessionRecord  # as it was when the extent was written
+    blocks: tuple[StoredBlock, ...]
+    size_bytes: int  # on disk, header and padding included
+
+
+@dataclass(frozen=True, slots=True)
+class ExtentHeader:
+    """What stands in the first bytes of the file. Checked when made, so also when decoded."""
+
+    fingerprint: bytes
+    extent_id: int
+    session: SessionRecord
+    blocks: tuple[StoredBlock, ...]
+    segment_bytes: tuple[int, ...]  # of one block, by layer
+    checksums: bytes  # xxh3_64, 8 bytes each (canonical, big-endian), layer-major
+
+    def __post_init__(self) -> None:
+        if not 0 < self.extent_id <= MAX_EXTENT_ID:
+            raise ValueError(f"{self.extent_id} is not an extent id")
+        if not 0 < len(self.blocks) <= MAX_BLOCKS:
+            raise ValueError(f"an extent of {len(self.blocks)} blocks")
+        check_segments(self.segment_bytes)
+        if len(self.checksums) != DIGEST_BYTES * len(self.blocks) * len(self.segment_bytes):
+            raise ValueError(f"{len(self.checksums)} bytes are not a checksum per block and layer")
+
+    def matches(self, layer: int, block: int, data: memoryview) -> bool:
+        """Are these the bytes that were stored?"""
+        start = DIGEST_BYTES * (layer * len(self.blocks) + block)
+        return checksum(data) == self.checksums[start : start + DIGEST_BYTES]
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Where things are in the file."""
+
+    header_bytes: int
+    segment_bytes: tuple[int, ...]
+    layer_starts: tuple[int, ...]
+    size_bytes: int
+
+    @classmethod
+    def of(cls, *, header_bytes: int, segment_bytes: tuple[int, ...], num_blocks: int) -> "Layout":
+        starts, end = [], header_bytes
+        for size in segment_bytes:
+            starts.append(end)
+            end += aligned(size * num_blocks)
+        return cls(header_bytes, segment_bytes, tuple(starts), end)
+
+    def offset(self, layer: int, block: int) -> int:
+        return self.layer_starts[layer] + block * self.segment_bytes[layer]
+
+
+def aligned(size: int) -> int:
+    """Rounded up to 4 KiB."""
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+def check_segments(segment_bytes: Sequence[int]) -> None:
+    """Raises ValueError unless these can be the sizes of a block's segments, by layer."""
+    if not 0 < len(segment_bytes) <= MAX_LAYERS:
+        raise ValueError(f"{len(segment_bytes)} layers")
+    if not all(0 < size <= MAX_SEGMENT_BYTES for size in segment_bytes):
+        raise ValueError("a segment that is empty or too large")
+
+
+def checksum(data: memoryview) -> bytes:
+    """xxh3_64, 8 bytes."""
+    return xxh3_64_digest(data)
+
+
+def encode_header(header: ExtentHeader) -> bytes:
+    """Padded to 4 KiB. The length does not depend on the values of the checksums. Raises ValueError when too large."""
+    body = msgspec.msgpack.encode(header)
+    size = aligned(_PREFIX.size + len(body))
+    if size > MAX_HEADER_BYTES:
+        raise ValueError(f"a header of {size} bytes; the limit is {MAX_HEADER_BYTES}")
+    data = bytearray(size)
+    _PREFIX.pack_into(data, 0, _MAGIC, FORMAT_VERSION, len(body), bytes(DIGEST_BYTES))
+    data[_PREFIX.size : _PREFIX.size + len(body)] = body
+    data[_HASHED_UNTIL : _PREFIX.size] = _header_digest(data)
+    return bytes(data)
+
+
+def header_size(start: bytes) -> int:
+    """The length of the header in bytes, from the first bytes of the file. Raises BlockMissing."""
+    if len(start) < _PREFIX.size:
+        raise BlockMissing("the record ends inside its header", reason="short_read")
+    magic, version, length, _ = _PREFIX.unpack_from(start)
+    if magic != _MAGIC:
+        raise BlockMissing("not a record of ours", reason="format")
+    if version != FORMAT_VERSION:
+        raise BlockMissing(f"format version {version}, not {FORMAT_VERSION}", reason="format")
+    size = aligned(_PREFIX.size + length)
+    if size > MAX_HEADER_BYTES:
+        raise BlockMissing(f"a header of {size} bytes", reason="format")
+    return size
+
+
+def decode_header(data: bytes) -> ExtentHeader:
+    """The header in `data`, which is as long as `header_size` said. Raises BlockMissing (short_read, format, checksum):
+    nothing in it is believed before its hash is right, and nothing after that without its bounds."""
+    if len(data) != header_size(data):
+        raise BlockMissing("the record ends inside its header", reason="short_read")
+    *_, length, digest = _PREFIX.unpack_from(data)
+    if digest != _header_digest(data):
+        raise BlockMissing("the header was altered", reason="checksum")
+    try:
+        return msgspec.msgpack.decode(data[_PREFIX.size : _PREFIX.size + length], type=ExtentHeader)
+    except (msgspec.DecodeError, ValueError) as error:
+        raise BlockMissing(f"the header makes no sense: {error}", reason="format") from error
+
+
+def _header_digest(data: bytes | bytearray) -> bytes:
+    view = memoryview(data)
+    digest = xxh3_64(view[:_HASHED_UNTIL])
+    digest.update(view[_PREFIX.size :])
+    return digest.digest()

@@ -1,0 +1,412 @@
+"""The disk tier: one file per extent, every byte checked when it is read, every blocking call with a deadline.
+
+    DIRECTORY/kv/lock                           held while a server runs here; says which
+    DIRECTORY/kv/<fingerprint>/index.sqlite     see disk_index.py
+    DIRECTORY/kv/<fingerprint>/<xx>/<id>.kv     see cache/extent.py; xx are the id's last two digits
+
+Other fingerprints' directories are left alone until their room is needed: starting with another model by mistake costs
+nothing. Their bytes count towards the cap.
+"""
+
+import errno
+import fcntl
+import logging
+import os
+import sqlite3
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+from cache.extent import (
+    DIGEST_BYTES,
+    ExtentHeader,
+    ExtentInfo,
+    Layout,
+    SessionRecord,
+    StoredBlock,
+    check_segments,
+    encode_header,
+)
+from cache.tiers.base import BlockMissing, TierFailed, TierFull
+from cache.tiers.disk_files import Foreign, HeaderCache, drop_foreign, scan
+from cache.tiers.disk_index import DiskIndex
+from cache.tiers.extent_file import (
+    CHUNK_BYTES,
+    ParsedExtent,
+    open_extent,
+    remove_extent,
+    sync_directory,
+    write_extent,
+)
+from cache.tiers.extent_reader import ExtentReader, flat
+from cache.tiers.io_threads import Beat, IoDeadline, IoThreads
+from cache.tiers.throttle import Throttle
+
+IO_THREADS = 8
+MAX_FINGERPRINT_BYTES = 64
+_NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+class DirectoryLocked(Exception):
+    """Another server uses this directory. The message is for people."""
+
+
+class DiskTier:
+    """Thread-safe. `open` comes first and `close` last; in between every method may be called from any thread, and
+    returns or raises within the deadline of the steps it consists of (besides what the bandwidth caps demand).
+
+    Source: AttentionStore (arXiv 2403.19708) §3.3, the disk below DRAM; that it outlives the process is ours.
+    """
+
+    name = "disk"
+
+    def __init__(
+        self,
+        *,
+        directory: Path,
+        fingerprint: bytes,
+        segment_bytes: Sequence[int],
+        capacity_bytes: int,
+        min_free_bytes: int,
+        read_bytes_per_s: float,
+        write_bytes_per_s: float,
+        deadline_s: float,
+    ) -> None:
+        """segment_bytes: of one block, by layer. min_free_bytes of the file system are left alone. Caps of 0: none."""
+        if not 0 < len(fingerprint) <= MAX_FINGERPRINT_BYTES:
+            raise ValueError(f"a fingerprint has 1 to {MAX_FINGERPRINT_BYTES} bytes")
+        check_segments(segment_bytes)
+        self.capacity_bytes = capacity_bytes
+        self._min_free_bytes = min_free_bytes
+        self._fingerprint = fingerprint
+        self._segment_bytes = tuple(segment_bytes)
+        self._directory, self._root = directory, directory / "kv"
+        self._own = self._root / fingerprint.hex()
+        self._deadline_s = deadline_s
+        self._index = DiskIndex(path=self._own / "index.sqlite")
+        self._reading = Throttle(bytes_per_s=read_bytes_per_s, clock=time.monotonic, sleep=time.sleep)
+        self._writing = Throttle(bytes_per_s=write_bytes_per_s, clock=time.monotonic, sleep=time.sleep)
+        self._io: IoThreads | None = None
+        self._lock_fd: int | None = None
+        self._headers = HeaderCache()
+        self._buffers: deque[bytearray] = deque(maxlen=IO_THREADS)
+        self._buffer_bytes = max(CHUNK_BYTES, *segment_bytes)
+
+        self._lock = threading.Lock()  # guards what follows; never held during I/O
+        self._sizes: dict[int, int] = {}  # extent id -> bytes; ours, complete and durable
+        self._foreign: deque[Foreign] = deque()  # oldest first
+        self._used = 0  # all files, being written ones and foreign ones included
+        self._unwritten = 0  # of these, what the file system may not have been asked for yet
+        self._last_id = 0
+        self._unsynced: set[Path] = set()  # directories in which something was deleted
+
+    def open(self) -> tuple[list[ExtentInfo], list[SessionRecord]]:
+        """Take the lock, sweep what a crash left, and tell what is there: extents in order of writing, sessions as they
+        were known last. More than capacity_bytes may be there, when the cap was lowered: delete down to it.
+        Raises DirectoryLocked, OSError."""
+        self._io = IoThreads(name="disk-io", num_threads=IO_THREADS, deadline_s=self._deadline_s)
+        try:
+            return self._io.call(self._recover, late=self._release)
+        except BaseException as error:
+            if isinstance(error, IoDeadline):
+                self._io.close()
+                raise OSError(errno.ETIMEDOUT, "the disk does not answer", str(self._directory)) from error
+            self.close()
+            if isinstance(error, sqlite3.Error):
+                raise OSError(errno.EIO, f"the index cannot be used: {error}", str(self._directory)) from error
+            raise
+
+    def close(self) -> None:
+        """What runs is given its deadline. Then another server may use the directory."""
+        if self._io is not None:
+            self._io.close()
+            if self._io.lost == 0:
+                self._release()
+            self._io = None
+
+    def used_bytes(self) -> int:
+        """The sizes of all files of records, whole pages, including those being written."""
+        with self._lock:
+            return self._used
+
+    def write(
+        self, session: SessionRecord, blocks: Sequence[StoredBlock], segment: Callable[[int, int], memoryview]
+    ) -> ExtentInfo:
+        """Store the blocks as one extent, all or nothing; durable on return. segment(layer, block) -> its bytes, which
+        are read until this returns or raises (after a deadline perhaps later, but nothing comes of it).
+        Raises TierFull (the cap, the floor, no space) or TierFailed (read-only, broken, deadline)."""
+        views = [[flat(segment(layer, i)) for i in range(len(blocks))] for layer in range(len(self._segment_bytes))]
+        for size, layer_views in zip(self._segment_bytes, views, strict=True):
+            if any(len(view) != size for view in layer_views):
+                raise ValueError(f"a segment of this layer has {size} bytes")
+        header = ExtentHeader(
+            fingerprint=self._fingerprint,
+            extent_id=self._new_id(),
+            session=session,
+            blocks=tuple(blocks),
+            segment_bytes=self._segment_bytes,
+            checksums=bytes(DIGEST_BYTES * len(blocks) * len(self._segment_bytes)),
+        )
+        layout = Layout.of(
+            header_bytes=len(encode_header(header)), segment_bytes=self._segment_bytes, num_blocks=len(blocks)
+        )
+        info = ExtentInfo(header.extent_id, session, header.blocks, layout.size_bytes)
+
+        def store(beat: Beat) -> float:
+            self._reserve(layout.size_bytes)
+            due = self._writing.book(layout.size_bytes)
+            self._store(header, layout, views, beat)
+            beat()
+            try:
+                self._index.add(info, stamp=info.extent_id)
+            except sqlite3.Error as error:
+                log.warning(
+                    "extent %016x is not in the index and will be found by its header: %s", info.extent_id, error
+                )
+            return due
+
+        due = self._do("write", store, late=partial(self._forget, info.extent_id))
+        self._writing.wait(due)
+        return info
+
+    def reader(self, extent_id: int) -> ExtentReader:
+        """Checks the header. Raises BlockMissing."""
+        return self._open_reader(extent_id, self._headers.get(extent_id))
+
+    def delete(self, extent_id: int) -> None:
+        """The bytes are gone when this returns; open readers may go on. Unknown ids are forgiven. Raises TierFailed."""
+        with self._lock:
+            if extent_id not in self._sizes:
+                return
+
+        self._do("delete", lambda _: self._forget(extent_id))
+
+    def put_session(self, record: SessionRecord) -> None:
+        """The newest record of a session wins, be it this or one that came with an extent. Raises TierFailed."""
+        stamp = self._new_id()
+        self._do("put_session", lambda _: self._index.put_session(record, stamp=stamp))
+
+    def delete_session(self, tenant: str, salt: str, session_id: str) -> None:
+        """Forget it; its extents are deleted one by one, before. Afterwards these deletions outlive a power failure.
+        Raises TierFailed."""
+
+        def forget(beat: Beat) -> None:
+            self._index.delete_session(tenant, salt, session_id)
+            with self._lock:
+                directories, self._unsynced = self._unsynced, set()
+            for directory in directories:
+                beat()
+                sync_directory(directory)
+
+        self._do("delete_session", forget)
+
+    def verify(self) -> Iterator[tuple[int, str | None]]:
+        """Read everything: (extent id, None or what is wrong with it)."""
+        with self._lock:
+            extent_ids = sorted(self._sizes)
+        for extent_id in extent_ids:
+            try:
+                with self._open_reader(extent_id, None) as reader:
+                    reader.check()
+                yield extent_id, None
+            except BlockMissing as missing:
+                yield extent_id, f"{missing.reason}: {missing}"
+
+    def _do(self, what: str, work: Callable[[Beat], T], late: Callable[[], None] = lambda: None) -> T:
+        if self._io is None:
+            raise TierFailed("the disk tier is closed", reason="io")
+        try:
+            return self._io.call(work, late)
+        except IoDeadline as error:
+            raise TierFailed(f"{what}: {error}", reason="deadline") from error
+        except OSError as error:
+            if error.errno in _NO_ROOM:
+                raise TierFull(f"{what}: {error}") from error
+            raise TierFailed(f"{what}: {error}", reason="io") from error
+        except sqlite3.Error as error:
+            raise TierFailed(f"{what}: the index failed: {error}", reason="io") from error
+
+    def _path(self, extent_id: int) -> Path:
+        name = f"{extent_id:016x}"
+        return self._own / name[-2:] / f"{name}.kv"
+
+    def _new_id(self) -> int:
+        # From the clock, so that ids are never used twice even if index and records are both lost; from the last one,
+        # so that they increase although the clock may not.
+        with self._lock:
+            self._last_id = max(self._last_id + 1, time.time_ns())
+            return self._last_id
+
+    def _reserve(self, size: int) -> None:
+        while True:
+            status = os.statvfs(self._root)
+            free = status.f_bavail * status.f_frsize
+            with self._lock:
+                over = self._used + size - self.capacity_bytes
+                under = self._min_free_bytes - (free - self._unwritten - size)
+                if over <= 0 and under <= 0:
+                    self._used += size
+                    self._unwritten += size
+                    return
+                foreign = self._foreign.popleft() if self._foreign and size <= self.capacity_bytes else None
+            if foreign is None:
+                raise TierFull(f"{size} bytes: {over} over the cap, {under} below the file system's floor")
+            self._drop(foreign)
+
+    def _drop(self, foreign: Foreign) -> None:
+        if drop_foreign(foreign):
+            with self._lock:
+                self._used -= foreign.size_bytes
+
+    def _store(self, header: ExtentHeader, layout: Layout, views: Sequence[Sequence[memoryview]], beat: Beat) -> None:
+        path, stored = self._path(header.extent_id), False
+        try:
+            if not path.parent.is_dir():
+                path.parent.mkdir(mode=0o700, exist_ok=True)
+                sync_directory(self._own)
+            beat()
+            write_extent(path=path, header=header, layout=layout, segments=views, beat=beat)
+            stored = True
+        finally:
+            stays = stored or path.exists() or path.with_suffix(".tmp").exists()
+            with self._lock:
+                self._unwritten -= layout.size_bytes
+                if stored:
+                    self._sizes[header.extent_id] = layout.size_bytes
+                elif not stays:  # what cannot even be removed still takes its room
+                    self._used -= layout.size_bytes
+
+    def _remove(self, extent_id: int) -> None:
+        path = self._path(extent_id)
+        remove_extent(path)
+        self._headers.drop(extent_id)
+        with self._lock:
+            self._used -= self._sizes.pop(extent_id, 0)
+            self._unsynced.add(path.parent)
+
+    def _forget(self, extent_id: int) -> None:
+        self._remove(extent_id)
+        try:
+            self._index.remove([extent_id])
+        except sqlite3.Error as error:
+            log.warning("the index still names extent %016x, which is gone: %s", extent_id, error)
+
+    def _open_reader(self, extent_id: int, known: ParsedExtent | None) -> ExtentReader:
+        with self._lock:
+            if extent_id not in self._sizes:
+                raise BlockMissing(f"extent {extent_id:016x} is not here", reason="missing")
+        io = self._io
+        if io is None:
+            raise BlockMissing("the disk tier is closed", reason="io")
+        opened: list[int] = []
+
+        def open_it(_: Beat) -> ParsedExtent:
+            fd, parsed = open_extent(
+                self._path(extent_id),
+                fingerprint=self._fingerprint,
+                segment_bytes=self._segment_bytes,
+                extent_id=extent_id,
+                known=known,
+            )
+            opened.append(fd)
+            return parsed
+
+        def close_late() -> None:
+            for fd in opened:
+                os.close(fd)
+
+        try:
+            extent = io.call(open_it, late=close_late)
+        except IoDeadline as error:
+            raise BlockMissing(f"extent {extent_id:016x}: {error}", reason="deadline") from error
+        self._headers.put(extent_id, extent)
+        return ExtentReader(fd=opened[0], extent=extent, io=io, throttle=self._reading, buffers=self._buffers,
+                            buffer_bytes=self._buffer_bytes)  # fmt: skip
+
+    def _recover(self, beat: Beat) -> tuple[list[ExtentInfo], list[SessionRecord]]:
+        self._own.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for directory in (self._root, self._own):
+            directory.chmod(0o700)
+        self._lock_fd = _lock_directory(self._root / "lock", self._directory)
+        known, sessions = self._index.open()
+        beat()
+        files, foreign = scan(self._root, self._own, beat)
+        extents: dict[int, ExtentInfo] = {}
+        for extent_id, size in sorted(files.items()):
+            row = known.get(extent_id)
+            if row is not None and row.size_bytes == size:
+                extents[extent_id] = row
+                continue
+            # No row, as a crash can fall between the two: the header decides, and a record that is none goes.
+            beat()
+            try:
+                info = self._adopt(extent_id)
+            except BlockMissing as missing:
+                log.warning("a record is of no use: %s", missing)
+                if missing.reason == "io":  # perhaps only today; it goes when its room is needed
+                    foreign.append(Foreign(extent_id, self._path(extent_id), size))
+                else:
+                    remove_extent(self._path(extent_id))
+                continue
+            extents[extent_id] = info
+            self._index.add(info, stamp=extent_id)
+            if sessions.get(info.session.names, (0, None))[0] < extent_id:
+                sessions[info.session.names] = (extent_id, info.session)
+        self._index.remove(known.keys() - extents.keys())
+        with self._lock:
+            self._sizes = {extent_id: info.size_bytes for extent_id, info in extents.items()}
+            self._foreign = deque(sorted(foreign, key=lambda record: record.extent_id))
+            self._used = sum(self._sizes.values()) + sum(record.size_bytes for record in foreign)
+            seen = [
+                *files,
+                *known,
+                *(record.extent_id for record in foreign),
+                *(stamp for stamp, _ in sessions.values()),
+            ]
+            self._last_id = max(seen, default=0)
+        while self._foreign and self._used > self.capacity_bytes:
+            beat()
+            self._drop(self._foreign.popleft())
+        return list(extents.values()), [record for _, record in sessions.values()]
+
+    def _adopt(self, extent_id: int) -> ExtentInfo:
+        fd, extent = open_extent(
+            self._path(extent_id),
+            fingerprint=self._fingerprint,
+            segment_bytes=self._segment_bytes,
+            extent_id=extent_id,
+            known=None,
+        )
+        os.close(fd)
+        return ExtentInfo(extent_id, extent.header.session, extent.header.blocks, extent.layout.size_bytes)
+
+    def _release(self) -> None:
+        self._index.close()
+        if self._lock_fd is not None:
+            os.close(self._lock_fd)
+            self._lock_fd = None
+
+
+def _lock_directory(path: Path, directory: Path) -> int:
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.ftruncate(fd, 0)
+        os.pwrite(fd, str(os.getpid()).encode(), 0)
+    except BlockingIOError as error:
+        owner = os.pread(fd, 32, 0).decode("ascii", "replace").strip() or "unknown"
+        os.close(fd)
+        message = (
+            f"{directory} is used by another server (pid {owner}); stop it, or give this one a directory of its own"
+        )
+        raise DirectoryLocked(message) from error
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd

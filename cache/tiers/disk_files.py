@@ -1,0 +1,105 @@
+"""Which files of the disk tier's directory are whose."""
+
+import contextlib
+import os
+import re
+import shutil
+import threading
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from cache.extent import MAX_EXTENT_ID
+from cache.tiers.extent_file import ParsedExtent, remove_extent
+from cache.tiers.io_threads import Beat
+
+MAX_CACHED_HEADER_BYTES = 32 << 20
+_FINGERPRINT = re.compile(r"(?:[0-9a-f]{2})+")
+_SHARD = re.compile(r"[0-9a-f]{2}")
+_RECORD = re.compile(r"([0-9a-f]{16})\.(kv|tmp)")
+
+
+@dataclass(frozen=True, slots=True)
+class Foreign:
+    """A record of another fingerprint."""
+
+    extent_id: int
+    path: Path
+    size_bytes: int
+
+
+def scan(root: Path, own: Path, beat: Beat) -> tuple[dict[int, int], list[Foreign]]:
+    """The sizes of our records by id, and the others' records. Temporary files are deleted: nobody writes now. What
+    has a name that is none of ours is left alone. Raises OSError."""
+    ours: dict[int, int] = {}
+    foreign: list[Foreign] = []
+    for directory in _directories(root, _FINGERPRINT):
+        for shard in _directories(directory, _SHARD):
+            beat()
+            with os.scandir(shard) as entries:
+                for entry in entries:
+                    found = _RECORD.fullmatch(entry.name)
+                    if found is None or entry.is_dir(follow_symlinks=False):
+                        continue
+                    extent_id, path = int(found[1], 16), Path(entry.path)
+                    if found[2] == "tmp" or extent_id > MAX_EXTENT_ID or found[1][-2:] != shard.name:
+                        path.unlink()
+                    elif directory == own:
+                        ours[extent_id] = entry.stat(follow_symlinks=False).st_size
+                    else:
+                        foreign.append(Foreign(extent_id, path, entry.stat(follow_symlinks=False).st_size))
+    return ours, foreign
+
+
+def drop_foreign(record: Foreign) -> bool:
+    """Delete it, and with the last one all that its fingerprint had. Whether it is gone."""
+    try:
+        remove_extent(record.path)
+    except OSError:
+        return False
+    shard, directory = record.path.parent, record.path.parent.parent
+    with contextlib.suppress(OSError):
+        shard.rmdir()  # fails while it holds other records
+        if not any(_directories(directory, _SHARD)):
+            shutil.rmtree(directory, ignore_errors=True)
+    return True
+
+
+class HeaderCache:
+    """Parsed headers, least recently used first to go. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._extents: OrderedDict[int, ParsedExtent] = OrderedDict()
+        self._bytes = 0
+
+    def get(self, extent_id: int) -> ParsedExtent | None:
+        with self._lock:
+            extent = self._extents.get(extent_id)
+            if extent is not None:
+                self._extents.move_to_end(extent_id)
+            return extent
+
+    def put(self, extent_id: int, extent: ParsedExtent) -> None:
+        with self._lock:
+            self._drop(extent_id)
+            self._extents[extent_id] = extent
+            self._bytes += extent.layout.header_bytes
+            while self._bytes > MAX_CACHED_HEADER_BYTES:
+                self._drop(next(iter(self._extents)))
+
+    def drop(self, extent_id: int) -> None:
+        with self._lock:
+            self._drop(extent_id)
+
+    def _drop(self, extent_id: int) -> None:
+        extent = self._extents.pop(extent_id, None)
+        if extent is not None:
+            self._bytes -= extent.layout.header_bytes
+
+
+def _directories(path: Path, name: re.Pattern[str]) -> Iterator[Path]:
+    for entry in sorted(path.iterdir()):
+        if name.fullmatch(entry.name) and entry.is_dir() and not entry.is_symlink():
+            yield entry

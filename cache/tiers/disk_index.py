@@ -1,0 +1,150 @@
+"""What the disk tier holds, in SQLite, so that a start need not read every record.
+
+The records are the truth: a row that is wrong or missing is made again from the header of its file. Only what was said
+of a session after its last extent is nowhere else."""
+
+import logging
+import shutil
+import sqlite3
+import threading
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+from xxhash import xxh3_64_digest
+
+from cache.extent import ExtentInfo, SessionRecord
+
+SCHEMA_VERSION = 1
+_SCHEMA = """
+CREATE TABLE extents (extent_id INTEGER PRIMARY KEY, info BLOB NOT NULL, digest BLOB NOT NULL);
+CREATE TABLE sessions (tenant TEXT, salt TEXT, session_id TEXT, stamp INTEGER NOT NULL, record BLOB NOT NULL,
+                       digest BLOB NOT NULL, PRIMARY KEY (tenant, salt, session_id));
+"""
+_PUT_SESSION = """
+INSERT INTO sessions VALUES (?, ?, ?, ?, ?, ?) ON CONFLICT DO UPDATE
+SET stamp = excluded.stamp, record = excluded.record, digest = excluded.digest WHERE excluded.stamp > stamp
+"""
+log = logging.getLogger(__name__)
+Row = TypeVar("Row", ExtentInfo, SessionRecord)
+
+
+class DiskIndex:
+    """Thread-safe. Methods raise sqlite3.Error. `stamp` orders what is said of a session: extent ids and the like."""
+
+    def __init__(self, *, path: Path) -> None:
+        self._path = path
+        self._aside = path.with_suffix(".bad")
+        self._lock = threading.Lock()
+        self._db: sqlite3.Connection | None = None
+
+    def open(self) -> tuple[dict[int, ExtentInfo], dict[tuple[str, str, str], tuple[int, SessionRecord]]]:
+        """All rows that are intact. One that is damaged or of another schema is
+        moved aside."""
+        try:
+            return self._load()
+        except (sqlite3.Error, UnicodeError) as error:
+            log.warning("the disk tier's index is set aside and made again from the records: %s", error)
+            self.close()
+            self._move_aside()
+            return self._load()
+
+    def add(self, info: ExtentInfo, *, stamp: int | None) -> None:
+        """A row for the extent; with a stamp its session record is also the session's newest, if none is newer."""
+        data = msgspec.msgpack.encode(info)
+        with self._lock, self._connection() as db:
+            row = (info.extent_id, data, _digest(info.extent_id, data))
+            db.execute("INSERT OR REPLACE INTO extents VALUES (?, ?, ?)", row)
+            if stamp is not None:
+                _put(db, info.session, stamp)
+
+    def remove(self, extent_ids: Iterable[int]) -> None:
+        with self._lock, self._connection() as db:
+            db.executemany("DELETE FROM extents WHERE extent_id = ?", [(extent_id,) for extent_id in extent_ids])
+
+    def put_session(self, record: SessionRecord, *, stamp: int) -> None:
+        with self._lock, self._connection() as db:
+            _put(db, record, stamp)
+
+    def delete_session(self, tenant: str, salt: str, session_id: str) -> None:
+        """Its bytes are gone from the files of the index too."""
+        with self._lock:
+            with self._connection() as db:
+                where = "tenant = ? AND salt = ? AND session_id = ?"
+                db.execute(f"DELETE FROM sessions WHERE {where}", (tenant, salt, session_id))
+            db.execute("PRAGMA wal_checkpoint(TRUNCATE)")  # the log still had them
+            _remove(self._aside)
+
+    def close(self) -> None:
+        with self._lock:
+            if self._db is not None:
+                self._db.close()
+                self._db = None
+
+    def _connection(self) -> sqlite3.Connection:
+        if self._db is None:
+            raise sqlite3.OperationalError("the index is closed")
+        return self._db
+
+    def _load(self) -> tuple[dict[int, ExtentInfo], dict[tuple[str, str, str], tuple[int, SessionRecord]]]:
+        db = self._db = sqlite3.connect(self._path, timeout=1.0, check_same_thread=False)
+        self._path.chmod(0o600)
+        db.execute("PRAGMA journal_mode = WAL")
+        db.execute("PRAGMA synchronous = NORMAL")
+        db.execute("PRAGMA secure_delete = ON")
+        (version,) = db.execute("PRAGMA user_version").fetchone()
+        if version == 0:
+            db.executescript(f"BEGIN; {_SCHEMA} PRAGMA user_version = {SCHEMA_VERSION}; COMMIT;")
+        elif version != SCHEMA_VERSION:
+            raise sqlite3.DatabaseError(f"schema {version}, not {SCHEMA_VERSION}")
+        (state,) = db.execute("PRAGMA quick_check(1)").fetchone()
+        if state != "ok":
+            raise sqlite3.DatabaseError(state)
+        extents = {}
+        for extent_id, data, digest in db.execute("SELECT extent_id, info, digest FROM extents"):
+            info = _decode(extent_id, data, digest, ExtentInfo)
+            if info is not None and info.extent_id == extent_id:
+                extents[extent_id] = info
+        sessions = {}
+        for stamp, data, digest in db.execute("SELECT stamp, record, digest FROM sessions"):
+            record = _decode(stamp, data, digest, SessionRecord)
+            if record is not None:
+                sessions[record.names] = (stamp, record)
+        return extents, sessions
+
+    def _move_aside(self) -> None:
+        """At most one is kept. Its log goes: it would be applied to the new one."""
+        for suffix in ("-wal", "-shm"):
+            _remove(self._path.with_name(self._path.name + suffix))
+        _remove(self._aside)
+        if self._path.exists():
+            self._path.replace(self._aside)
+
+
+def _put(db: sqlite3.Connection, record: SessionRecord, stamp: int) -> None:
+    data = msgspec.msgpack.encode(record)
+    db.execute(_PUT_SESSION, (*record.names, stamp, data, _digest(stamp, data)))
+
+
+def _digest(number: int, data: bytes) -> bytes:
+    # SQLite has no checksums of its own: a flipped bit in a row would be believed.
+    return xxh3_64_digest(number.to_bytes(8, "little") + data)
+
+
+def _decode(number: object, data: object, digest: object, kind: type[Row]) -> Row | None:
+    if not isinstance(number, int) or not isinstance(data, bytes) or not 0 <= number < 1 << 63:
+        return None
+    if digest != _digest(number, data):
+        return None
+    try:
+        return msgspec.msgpack.decode(data, type=kind)
+    except (msgspec.DecodeError, ValueError):
+        return None
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)

@@ -1,0 +1,99 @@
+"""Reading a stored extent into memory that belongs to others."""
+
+import os
+from collections import deque
+from collections.abc import Sequence
+from functools import partial
+from types import TracebackType
+
+from cache.tiers.base import BlockMissing
+from cache.tiers.extent_file import ParsedExtent, read_segments
+from cache.tiers.io_threads import IoDeadline, IoThreads
+from cache.tiers.throttle import Throttle
+
+
+class ExtentReader:
+    """Reads one extent; a context manager. One thread at a time."""
+
+    def __init__(
+        self,
+        *,
+        fd: int,
+        extent: ParsedExtent,
+        io: IoThreads,
+        throttle: Throttle,
+        buffers: deque[bytearray],
+        buffer_bytes: int,
+    ) -> None:
+        self._fd: int | None = fd
+        self._extent = extent
+        self._io, self._throttle = io, throttle
+        self._buffers, self._buffer_bytes = buffers, buffer_bytes
+
+    def __enter__(self) -> "ExtentReader":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        if self._fd is not None:
+            os.close(self._fd)
+            self._fd = None
+
+    def read(self, layer: int, blocks: Sequence[int], out: Sequence[memoryview]) -> None:
+        """Fill out[i] with the segment of blocks[i] in this layer; each is as long as the layer's segments. Only bytes
+        whose checksum was right get there, and only before this returns or raises. Raises BlockMissing."""
+        size = self._extent.layout.segment_bytes[layer]
+        targets = [flat(view) for view in out]
+        if len(targets) != len(blocks) or any(len(view) != size for view in targets):
+            raise ValueError(f"one buffer of {size} bytes per block")
+        if not all(0 <= block < len(self._extent.header.blocks) for block in blocks):
+            raise ValueError("no such block in this extent")
+        # Through a buffer of our own: the kernel cannot be called back from a read that hangs, and the memory of `out`
+        # may belong to another conversation when it answers at last. The copy is made by the caller, who has not left.
+        step = max(1, self._buffer_bytes // size)
+        for start in range(0, len(blocks), step):
+            self._read_some(layer, blocks[start : start + step], targets[start : start + step])
+
+    def check(self) -> None:
+        """Read everything and keep nothing. Raises BlockMissing."""
+        num_blocks = len(self._extent.header.blocks)
+        for layer, size in enumerate(self._extent.layout.segment_bytes):
+            scratch = memoryview(bytearray(size))
+            for block in range(num_blocks):
+                self.read(layer, [block], [scratch])
+
+    def _read_some(self, layer: int, blocks: Sequence[int], targets: Sequence[memoryview]) -> None:
+        fd = self._fd
+        if fd is None:
+            raise BlockMissing("an earlier read of this extent hangs, or it is closed", reason="deadline")
+        size = self._extent.layout.segment_bytes[layer]
+        try:
+            buffer = self._buffers.pop()
+        except IndexError:
+            buffer = bytearray(self._buffer_bytes)
+        view = memoryview(buffer)[: size * len(blocks)]
+        due = self._throttle.book(len(view))
+        try:
+            self._io.call(lambda _: read_segments(fd, self._extent, layer, blocks, view), late=partial(os.close, fd))
+        except IoDeadline as error:
+            if error.began:
+                self._fd = None  # closed by the thread that is still in it: the number must not become another file's
+            else:
+                self._buffers.append(buffer)
+            raise BlockMissing(f"extent {self._extent.header.extent_id:016x}: {error}", reason="deadline") from error
+        except BlockMissing:
+            self._buffers.append(buffer)
+            raise
+        for i, target in enumerate(targets):
+            target[:] = view[i * size : (i + 1) * size]
+        self._buffers.append(buffer)
+        self._throttle.wait(due)
+
+
+def flat(view: memoryview) -> memoryview:
+    """The same memory as bytes."""
+    return view if view.format == "B" and view.ndim == 1 else view.cast("B")
