@@ -58,6 +58,10 @@ class KeyDomain:
         """The key of a session's unfinished last block; superseded by `child` when it is full."""
         return self._hash(b"open", typed_fields(parent, token_bytes(token_ids), session_id))
 
+    def lineage(self, keys: Sequence[BlockKey]) -> BlockKey:
+        """What the next block chains on where a context was cut and is no chain any more: all blocks before it."""
+        return self._hash(b"cut", typed_fields(*keys))
+
     def chain(self, token_ids: Sequence[int], known: Sequence[BlockKey] = ()) -> list[BlockKey]:
         """The keys of all full blocks of `token_ids`; `known` are the first ones, if they were computed before."""
         keys = list(known)

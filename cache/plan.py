@@ -1,18 +1,173 @@
-"""The moves the cache decides on. Plain values: `cache.transfer` carries them out, the simulator only counts them."""
+"""What the cache decides and what it is told. Plain values: `cache.transfer` carries the moves out and answers with
+events; the simulator only counts them."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+from cache.block import BlockKey
+from cache.extent import ExtentInfo, SessionRecord, StoredBlock
+
+# --- moves inside HBM: carried out in order, before the step that reads them ------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class CopyRows:
-    """Copy KV rows of all layers inside HBM, from one page to another, before the step that reads them. Moves are
-    carried out in order, so a source page may be reused by any later move or by the step itself."""
+    """Copy KV rows of all layers from one page to another. A source page may be reused by any later move or by the step
+    itself. Where the two positions differ, keys are un-rotated and rotated anew on the way (DESIGN "Truncation")."""
 
     source_page: int
     source_row: int
     target_page: int
     target_row: int
     num_rows: int
+    source_position: int
+    target_position: int
 
 
-Move = CopyRows
+# --- moves between tiers: carried out by other threads ----------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class BlockLoad:
+    """One block on its way into HBM: rows 0..num_rows go to page rows `page_row`.., keys rotated for `position`.."""
+
+    key: BlockKey
+    num_rows: int
+    slot: int | None  # DRAM slot that holds it; with an extent: the slot it passes through, None for none
+    extent: tuple[int, int] | None  # (extent id, index) to read first; None: the slot is complete
+    page: int
+    page_row: int
+    position: int
+
+
+@dataclass(frozen=True, slots=True)
+class LoadBlocks:
+    """DRAM or disk -> HBM, layer by layer (AttentionStore §3.2.1)."""
+
+    job_id: int
+    request_id: str
+    blocks: tuple[BlockLoad, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class FetchBlocks:
+    """Disk -> DRAM for a turn that is still queued (AttentionStore §3.3.1)."""
+
+    job_id: int
+    blocks: tuple[tuple[BlockKey, tuple[int, int], int], ...]  # key, (extent id, index), slot
+
+
+@dataclass(frozen=True, slots=True)
+class FillFromSlot:
+    """The first rows of a new block are those of an older one: copy them between DRAM slots."""
+
+    source_slot: int
+    slot: int
+    num_rows: int
+
+
+@dataclass(frozen=True, slots=True)
+class FillFromPage:
+    """Rows whose un-rotated keys nobody kept: un-rotate them once, in fp32, out of a pinned page."""
+
+    page: int
+    page_row: int
+    slot: int
+    slot_row: int
+    num_rows: int
+    position: int
+
+
+@dataclass(frozen=True, slots=True)
+class SealSlot:
+    """All that fills this slot was ordered before. Answered by Saved: only then may the slot be read or reused."""
+
+    ticket: int
+    slot: int
+    num_rows: int  # valid ones; what stands behind them is cleared. 0: the slot is given back
+
+
+@dataclass(frozen=True, slots=True)
+class WriteExtent:
+    """DRAM -> disk."""
+
+    job_id: int
+    session: SessionRecord
+    blocks: tuple[StoredBlock, ...]
+    slots: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class DeleteExtents:
+    """Answered when the bytes are gone."""
+
+    job_id: int
+    extent_ids: tuple[int, ...]
+    session: tuple[str, str, str] | None  # forget this session's record too
+
+
+@dataclass(frozen=True, slots=True)
+class PutSession:
+    """Keep what is known of a session."""
+
+    record: SessionRecord
+
+
+Save = FillFromSlot | FillFromPage | SealSlot
+Move = CopyRows | LoadBlocks | FetchBlocks | Save | WriteExtent | DeleteExtents | PutSession
+
+# --- events -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Transferred:
+    """Bytes that went one way, and the seconds that took."""
+
+    direction: str  # dram_to_hbm | disk_to_hbm | disk_to_dram | hbm_to_dram | dram_to_disk
+    num_bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    ticket: int
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """`failed`: blocks that could not be read, and why. If there are any, nothing that was loaded may be used."""
+
+    job_id: int
+    failed: dict[BlockKey, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Fetched:
+    job_id: int
+    failed: dict[BlockKey, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """extent None: it was not stored, for this reason."""
+
+    job_id: int
+    extent: ExtentInfo | None
+    reason: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Deleted:
+    job_id: int
+
+
+Event = Transferred | Saved | Loaded | Fetched | Written | Deleted
+
+
+@dataclass(frozen=True, slots=True)
+class CapturePiece:
+    """Rows batch_row.. of a step's KV go to rows slot_row.. of a DRAM slot, as they were before rotation."""
+
+    batch_row: int
+    slot: int
+    slot_row: int
+    num_rows: int

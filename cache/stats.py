@@ -6,19 +6,28 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class PromptReport:
-    """One prompt, token by token. hbm_tokens + computed_tokens == prompt_tokens; miss_reasons adds up to
-    computed_tokens. Reasons: `new` (never computed for this session), `evicted` (was, has left), `diverged` (behind
-    the place where the prompt leaves the session's history), `last_token` (present, but its logits are needed),
-    `disabled` (cache.mode = recompute)."""
+    """One prompt, token by token, as it stands in the context: hbm + dram + disk + computed == prompt_tokens;
+    miss_reasons adds up to computed_tokens. Reasons: `new` (never computed for this session), `evicted` (was, has left),
+    `diverged` (behind the place where the prompt leaves the session's history), `last_token` (present, but its logits
+    are needed), `load_failed`, `cheaper_to_recompute`, `lineage_reset` (behind a block that a truncation had kept and
+    that is gone), `truncated` (recomputed because of a truncation), `disabled` (cache.mode = recompute)."""
 
     prompt_tokens: int
     history_tokens: int
     hbm_tokens: int
     miss_reasons: dict[str, int]
+    dram_tokens: int = 0
+    disk_tokens: int = 0
+    truncated_tokens: int = 0  # of the conversation, not in the context
+    shifted_tokens: int = 0
+
+    @property
+    def cached_tokens(self) -> int:
+        return self.hbm_tokens + self.dram_tokens + self.disk_tokens
 
     @property
     def computed_tokens(self) -> int:
-        return self.prompt_tokens - self.hbm_tokens
+        return self.prompt_tokens - self.cached_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,10 +46,22 @@ class CacheStats:
 
     prompt_tokens: Counter[str] = field(default_factory=Counter)
     miss_tokens: Counter[str] = field(default_factory=Counter)
-    evicted_blocks: int = 0
+    evicted_blocks: int = 0  # from HBM
     copied_rows: int = 0
+    evictions: Counter[str] = field(default_factory=Counter)  # tier -> blocks
+    refused: Counter[str] = field(default_factory=Counter)  # tier -> blocks it had no room for
+    load_failures: Counter[str] = field(default_factory=Counter)  # reason -> blocks
+    moved_bytes: Counter[str] = field(default_factory=Counter)  # direction -> bytes
+    moved_seconds: dict[str, float] = field(default_factory=dict)
+    truncated_tokens: int = 0
 
     def count_prompt(self, report: PromptReport) -> None:
         self.prompt_tokens["hbm"] += report.hbm_tokens
+        self.prompt_tokens["dram"] += report.dram_tokens
+        self.prompt_tokens["disk"] += report.disk_tokens
         self.prompt_tokens["computed"] += report.computed_tokens
         self.miss_tokens.update(report.miss_reasons)
+
+    def count_move(self, direction: str, num_bytes: int, seconds: float) -> None:
+        self.moved_bytes[direction] += num_bytes
+        self.moved_seconds[direction] = self.moved_seconds.get(direction, 0.0) + seconds

@@ -8,25 +8,48 @@ from itertools import islice
 
 from cache.block import BlockKey
 
+SessionName = tuple[str, str, str]
+"""(tenant, cache salt, session id)."""
+
 
 @dataclass(slots=True)
 class BlockRow:
-    """NodeID, address, size, validity, score and owner of one block. A row exists only while the block's bytes are
-    complete somewhere: it is published after they are written and dropped before they are overwritten."""
+    """NodeID, address per tier, size, validity, score and owners of one block. A row exists only while the block's bytes
+    are complete somewhere: an address is set after the bytes behind it are written, and cleared before they may be
+    overwritten. What is under way is known to whoever ordered it, never to the table."""
 
     key: BlockKey
     parent: BlockKey
     token_ids: "array[int]"  # unsigned 32 bit: a tuple of Python ints would take eight times the memory
-    page: int  # its address in HBM
-    offset: int  # first row of the block inside the page, a multiple of the block
     size_bytes: int
     session_id: str | None  # set while the block is open: private to that session
+    page: int | None = None  # its address in HBM
+    offset: int = 0  # first row of the block inside the page, a multiple of the block
+    position: int = 0  # of its first token: keys in HBM are rotated for it
+    slot: int | None = None  # its address in DRAM
+    extent: tuple[int, int] | None = None  # its address on disk: extent id, index in the extent
+    origin: int | None = None  # position of its first token when it was computed
+    place: int | None = None  # in its owners' contexts, in blocks
+    hops: int = 0  # times its keys were un-rotated; each time costs a rounding
+    owners: tuple[SessionName, ...] = ()
     score: float = 0.0  # CaR's: small leaves first
-    valid_in_gpu: bool = True
+
+    @property
+    def valid_in_gpu(self) -> bool:
+        return self.page is not None
 
     @property
     def is_open(self) -> bool:
         return self.session_id is not None
+
+    @property
+    def is_saved(self) -> bool:
+        """Whether it would survive leaving HBM."""
+        return self.slot is not None or self.extent is not None
+
+    @property
+    def is_nowhere(self) -> bool:
+        return self.page is None and self.slot is None and self.extent is None
 
 
 class CacheTable:
@@ -76,14 +99,22 @@ class CacheTable:
         return row
 
     def matched(self, keys: Sequence[BlockKey]) -> list[BlockRow]:
-        """The rows of the longest resident prefix of a chain."""
+        """The rows of the longest prefix of a chain that is stored, in whatever tier."""
         rows: list[BlockRow] = []
         for key in keys:
             row = self._rows.get(key)
-            if row is None or not row.valid_in_gpu:
+            if row is None:
                 break
             rows.append(row)
         return rows
+
+    def resident(self, keys: Sequence[BlockKey]) -> int:
+        """How many leading blocks of a chain are in HBM."""
+        for count, key in enumerate(keys):
+            row = self._rows.get(key)
+            if row is None or row.page is None:
+                return count
+        return len(keys)
 
     def closest_child(
         self, parent: BlockKey, token_ids: Sequence[int], session_id: str, limit: int
@@ -94,9 +125,9 @@ class CacheTable:
         place = bisect_left(siblings, (array("I", token_ids),))
         before, behind = range(place - 1, -1, -1), range(place, len(siblings))
         candidates = (
-            *self._in_gpu(self._open.get((parent, session_id), ())),
-            *islice(self._in_gpu(siblings[index][1] for index in before), 1),
-            *islice(self._in_gpu(siblings[index][1] for index in behind), 1),
+            *self._rows_of(self._open.get((parent, session_id), ())),
+            *islice(self._rows_of(siblings[index][1] for index in before), 1),
+            *islice(self._rows_of(siblings[index][1] for index in behind), 1),
         )
         best: tuple[BlockRow, int] | None = None
         for row in candidates:
@@ -105,8 +136,8 @@ class CacheTable:
                 best = row, shared
         return best
 
-    def _in_gpu(self, keys: Iterable[BlockKey]) -> Iterator[BlockRow]:
-        return (row for key in keys if (row := self._rows[key]).valid_in_gpu)
+    def _rows_of(self, keys: Iterable[BlockKey]) -> Iterator[BlockRow]:
+        return (self._rows[key] for key in keys)
 
 
 def common_prefix(left: Sequence[int], right: Sequence[int], limit: int) -> int:

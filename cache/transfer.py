@@ -1,28 +1,547 @@
-"""Carries out the cache's moves: the only place, with `tiers/` and `codec`, that touches bytes."""
+"""Carries out the cache's moves: the only place, with `tiers/` and `codec`, that touches bytes.
 
-from collections.abc import Sequence
+Three threads beside the engine's: one saves into DRAM slots, one loads into HBM layer by layer, one works for the disk.
+Each takes its orders in turn, and torch and the kernel let go of the GIL while they copy. What has ended is told by
+events, in the engine's own thread. On CUDA the copies run on streams of their own over pinned memory and the threads
+wait for them; nothing is told before the bytes are there.
+"""
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from queue import SimpleQueue
+from typing import Protocol
 
 import torch
+from torch import Tensor
 
-from cache.plan import CopyRows, Move
+from cache.block import BlockKey
+from cache.plan import (
+    BlockLoad,
+    CapturePiece,
+    CopyRows,
+    Deleted,
+    DeleteExtents,
+    Event,
+    FetchBlocks,
+    Fetched,
+    FillFromPage,
+    FillFromSlot,
+    LoadBlocks,
+    Loaded,
+    Move,
+    PutSession,
+    Save,
+    Saved,
+    SealSlot,
+    Transferred,
+    WriteExtent,
+    Written,
+)
+from cache.tiers.base import BlockMissing, TierFailed, TierFull
+from cache.tiers.disk import DiskTier
+from cache.tiers.dram import Slab
+from cache.tiers.throttle import Throttle
 from kernels.attention.base import KvPages
-from kernels.kv_copy import copy_rows
+from kernels.kv_copy import gather_rows, write_rows
+
+log = logging.getLogger(__name__)
 
 
-def carry_out(moves: Sequence[Move], pages: Sequence[KvPages]) -> None:
-    """Copies inside HBM, in order, on the current stream. A later move may read what an earlier one wrote, or overwrite
-    what it read, so each move is one call: they are rare (a fork, a cut block) and short."""
-    for move in moves:
-        _copy(move, pages)
+class Rotations(Protocol):
+    """Keys in and out of position; `engine.rotations.Rotations`. One per thread."""
+
+    def rotate(self, layer: int, k_plain: Tensor, positions: Tensor) -> Tensor: ...
+    def unrotate(self, layer: int, k: Tensor, positions: Tensor) -> Tensor: ...
 
 
-def _copy(move: CopyRows, pages: Sequence[KvPages]) -> None:
-    page_size = pages[0].k.shape[1]
-    device = pages[0].k.device
-    rows = torch.arange(move.num_rows, device=device)
-    copy_rows(
-        [layer.k for layer in pages],
-        [layer.v for layer in pages],
-        rows + (move.source_page * page_size + move.source_row),
-        rows + (move.target_page * page_size + move.target_row),
-    )
+@dataclass(slots=True)
+class Captured:
+    """The KV of one step before rotation, per layer [tokens, kv_heads, dim]; holds the step's own tensors, not copies."""
+
+    keys: list[Tensor] = field(default_factory=list)
+    values: list[Tensor] = field(default_factory=list)
+
+
+class CaptureSink:
+    """`engine.hf_model.KvSink`: keeps a step's KV alive until it is saved (AttentionStore §3.2.2). Layers come in order."""
+
+    def __init__(self) -> None:
+        self._captured: Captured | None = None
+
+    def begin(self) -> None:
+        self._captured = Captured()
+
+    def write(self, layer: int, k_plain: Tensor, v: Tensor) -> None:
+        """See KvSink."""
+        if self._captured is not None:
+            self._captured.keys.append(k_plain)
+            self._captured.values.append(v)
+
+    def end(self) -> Captured:
+        captured, self._captured = self._captured, None
+        assert captured is not None
+        return captured
+
+
+@dataclass(slots=True)
+class _Job:
+    """A load: how many leading layers have arrived."""
+
+    move: LoadBlocks
+    started: bool  # its request runs: layers beyond the read buffer may come
+    layers: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Capture:
+    step: Captured
+    pieces: list[CapturePiece]
+    ready: "torch.cuda.Event | None"
+
+
+class Transfer:
+    """Owned by the engine's thread: all public methods are called there. Threads end with the process, or by `close`."""
+
+    def __init__(
+        self,
+        *,
+        pages: Sequence[KvPages],
+        slab: Slab,
+        disk: DiskTier | None,
+        rotations: Callable[[], Rotations],
+        read_buffer_layers: int,
+        dram_throttle: Throttle,
+        synchronous: bool,
+        max_backlog_bytes: int,
+    ) -> None:
+        self._pages = pages
+        self._slab = slab
+        self._disk = disk
+        self._device = pages[0].k.device
+        self._read_buffer_layers = slab.num_layers if read_buffer_layers < 0 else read_buffer_layers
+        self._dram_throttle = dram_throttle
+        self._synchronous = synchronous
+        self._max_backlog_bytes = max_backlog_bytes
+        self._backlog_bytes = 0
+        self._inline = rotations()
+        self._events: deque[Event] = deque()
+        self._changed = threading.Condition()
+        self._jobs: dict[int, _Job] = {}
+        self._waited_s = 0.0
+        self._failure: BaseException | None = None
+        self._started: Callable[[], None] = lambda: None
+        self._saves: SimpleQueue[Save | _Capture | None] = SimpleQueue()
+        self._loads: SimpleQueue[_Job | None] = SimpleQueue()
+        self._io: SimpleQueue[WriteExtent | FetchBlocks | DeleteExtents | PutSession | None] = SimpleQueue()
+        self._threads = [
+            threading.Thread(target=self._run, args=(name, work), name=name, daemon=True)
+            for name, work in (
+                ("kv-save", lambda: self._save_all(rotations())),
+                ("kv-load", lambda: self._load_all(rotations())),
+                ("kv-disk", self._io_all),
+            )
+        ]
+        if slab.num_slots:
+            self._start_threads()
+
+    def _start_threads(self) -> None:
+        num_threads = torch.get_num_threads()
+        started = threading.Semaphore(0)
+        self._started = started.release
+        for thread in self._threads:
+            thread.start()
+            started.acquire()
+        # Each has set its own number to one, which in one of torch's libraries is everybody's.
+        torch.set_num_threads(num_threads)
+
+    # --- the engine's side --------------------------------------------------------------------------------------------
+
+    def carry_out(self, moves: Sequence[Move]) -> None:
+        """Copies inside HBM at once, in order, on the current stream; everything else is handed to its thread."""
+        for move in moves:
+            match move:
+                case CopyRows():
+                    self._copy(move)
+                case LoadBlocks():
+                    job = self._jobs[move.job_id] = _Job(move, started=self._read_buffer_layers >= self._slab.num_layers)
+                    self._loads.put(job)
+                case FillFromPage() | FillFromSlot() | SealSlot():
+                    self._saves.put(move)
+                case _:
+                    self._io.put(move)
+
+    def save(self, step: Captured, pieces: list[CapturePiece]) -> None:
+        """Save these parts of a step. Waits when too much is waiting already, or always if saving is synchronous."""
+        if not pieces:
+            return
+        size = sum(t.numel() * t.element_size() for t in (*step.keys, *step.values))
+        ready = None
+        if self._device.type == "cuda":
+            ready = torch.cuda.Event()
+            ready.record()
+        with self._changed:
+            self._backlog_bytes += size
+            self._saves.put(_Capture(step, pieces, ready))
+            limit = 0 if self._synchronous else self._max_backlog_bytes
+            while self._backlog_bytes > limit:
+                self._check()
+                self._changed.wait(1.0)
+
+    def start(self, job_id: int) -> None:
+        """The request of a load runs now."""
+        job = self._jobs.get(job_id)
+        if job is not None and not job.started:
+            with self._changed:
+                job.started = True
+                self._changed.notify_all()
+
+    def wait_layer(self, job_id: int, layer: int) -> None:
+        """Returns when layer `layer` of a load has arrived, or has failed to; the wait is bounded by the tiers' own
+        deadlines."""
+        job = self._jobs.get(job_id)
+        if job is None or job.layers > layer:
+            return
+        started = time.monotonic()
+        with self._changed:
+            while job.layers <= layer:
+                self._check()
+                self._changed.wait(1.0)
+        self._waited_s += time.monotonic() - started
+
+    def layers_arrived(self, job_id: int) -> int:
+        """Of a load; all of them when it has ended."""
+        job = self._jobs.get(job_id)
+        return self._slab.num_layers if job is None else job.layers
+
+    @property
+    def waited_s(self) -> float:
+        """Seconds that steps have waited for loads."""
+        return self._waited_s
+
+    def poll(self) -> list[Event]:
+        """What has ended since the last call. Raises what broke a thread, if one broke."""
+        self._check()
+        events = []
+        while self._events:
+            event = self._events.popleft()
+            if isinstance(event, Loaded):
+                del self._jobs[event.job_id]
+            events.append(event)
+        return events
+
+    def wait(self, timeout_s: float) -> None:
+        """Returns when something has ended, or after the timeout."""
+        with self._changed:
+            if not self._events:
+                self._changed.wait(timeout_s)
+
+    def close(self, timeout_s: float) -> bool:
+        """Let the threads finish what they were given. False if that took too long."""
+        end = time.monotonic() + timeout_s
+        for thread, queue in zip(self._threads, (self._saves, self._loads, self._io), strict=True):
+            if thread.ident is None:
+                continue
+            queue.put(None)  # type: ignore[arg-type]
+            thread.join(max(0.0, end - time.monotonic()))
+        return not any(thread.is_alive() for thread in self._threads)
+
+    def _check(self) -> None:
+        if self._failure is not None:
+            raise RuntimeError("a transfer thread has ended") from self._failure
+
+    def _copy(self, move: CopyRows) -> None:
+        page_size = self._pages[0].k.shape[1]
+        rows = torch.arange(move.num_rows, device=self._device)
+        source = rows + (move.source_page * page_size + move.source_row)
+        target = rows + (move.target_page * page_size + move.target_row)
+        turned = move.source_position != move.target_position
+        before, after = rows + move.source_position, rows + move.target_position
+        keys = [gather_rows(layer.k, source) for layer in self._pages]
+        if turned:
+            keys = [self._inline.unrotate(layer, k, before) for layer, k in enumerate(keys)]
+            keys = [self._inline.rotate(layer, k, after) for layer, k in enumerate(keys)]
+        for layer, k in zip(self._pages, keys, strict=True):
+            write_rows(layer.k, target, k)
+            write_rows(layer.v, target, gather_rows(layer.v, source))
+
+    # --- the threads --------------------------------------------------------------------------------------------------
+
+    def _run(self, name: str, work: Callable[[], None]) -> None:
+        try:
+            # Their copies are small, and a second team of worker threads would spin against the engine's.
+            torch.set_num_threads(1)
+            self._started()
+            with torch.inference_mode(), self._stream():
+                work()
+        except BaseException as error:
+            log.exception("%s has ended", name)
+            with self._changed:
+                self._failure = error
+                self._changed.notify_all()
+
+    def _stream(self) -> AbstractContextManager[object]:
+        if self._device.type != "cuda":
+            return nullcontext()
+        return torch.cuda.stream(torch.cuda.Stream(self._device))
+
+    def _synchronise(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()
+
+    def _tell(self, *events: Event) -> None:
+        with self._changed:
+            self._events.extend(events)
+            self._changed.notify_all()
+
+    # Saving: HBM -> DRAM.
+
+    def _save_all(self, rotations: Rotations) -> None:
+        while (order := self._saves.get()) is not None:
+            started = time.perf_counter()
+            match order:
+                case _Capture():
+                    size = self._save_captures(order)
+                    self._tell(Transferred("hbm_to_dram", size, time.perf_counter() - started))
+                case FillFromSlot():
+                    for layer in range(self._slab.num_layers):
+                        for rows in (self._slab.k(layer), self._slab.v(layer)):
+                            rows[order.slot, : order.num_rows] = rows[order.source_slot, : order.num_rows]
+                case FillFromPage():
+                    self._fill_from_page(order, rotations)
+                case SealSlot():
+                    if order.num_rows:
+                        self._slab.clear_behind(order.slot, order.num_rows)
+                        self._slab.seal(order.slot)
+                    self._tell(Saved(order.ticket))
+
+    def _save_captures(self, order: _Capture) -> int:
+        """Rows of one step into their slots. Returns the bytes."""
+        pieces, step = order.pieces, order.step
+        if order.ready is not None:
+            order.ready.synchronize()
+        rows = torch.cat([torch.arange(p.batch_row, p.batch_row + p.num_rows) for p in pieces])
+        slots = torch.cat([torch.full((p.num_rows,), p.slot) for p in pieces])
+        places = torch.cat([torch.arange(p.slot_row, p.slot_row + p.num_rows) for p in pieces])
+        everything = len(rows) == step.keys[0].shape[0]
+        on_device = rows.to(self._device)
+        size = 0
+        for layer, (k, v) in enumerate(zip(step.keys, step.values, strict=True)):
+            for target, source in ((self._slab.k(layer), k), (self._slab.v(layer), v)):
+                part = source if everything else source.index_select(0, on_device)
+                target.index_put_((slots, places), part.to(target.device))
+                size += part.numel() * part.element_size()
+        held = sum(t.numel() * t.element_size() for t in (*step.keys, *step.values))
+        step.keys.clear()
+        step.values.clear()
+        with self._changed:
+            self._backlog_bytes -= held
+            self._changed.notify_all()
+        return size
+
+    def _fill_from_page(self, order: FillFromPage, rotations: Rotations) -> None:
+        page_size = self._pages[0].k.shape[1]
+        rows = torch.arange(order.num_rows, device=self._device)
+        slots = rows + (order.page * page_size + order.page_row)
+        positions = rows + order.position
+        span = slice(order.slot_row, order.slot_row + order.num_rows)
+        for layer, pages in enumerate(self._pages):
+            self._slab.k(layer)[order.slot, span] = rotations.unrotate(layer, gather_rows(pages.k, slots), positions)
+            self._slab.v(layer)[order.slot, span] = gather_rows(pages.v, slots)
+
+    # Loading: DRAM or disk -> HBM.
+
+    def _load_all(self, rotations: Rotations) -> None:
+        while (job := self._loads.get()) is not None:
+            failed: dict[BlockKey, str] = {}
+            try:
+                self._load(job, rotations, failed)
+            except BlockMissing as error:
+                for block in job.move.blocks:
+                    if block.extent is not None:
+                        failed.setdefault(block.key, error.reason)
+            self._tell(Loaded(job.move.job_id, failed))
+            with self._changed:
+                job.layers = self._slab.num_layers
+                self._changed.notify_all()
+
+    def _load(self, job: _Job, rotations: Rotations, failed: dict[BlockKey, str]) -> None:
+        blocks = job.move.blocks
+        page_size = self._pages[0].k.shape[1]
+        row_numbers = [torch.arange(b.num_rows) for b in blocks]
+        slots = torch.cat([r + (b.page * page_size + b.page_row) for r, b in zip(row_numbers, blocks, strict=True)])
+        positions = torch.cat([r + b.position for r, b in zip(row_numbers, blocks, strict=True)])
+        slots, positions = slots.to(self._device), positions.to(self._device)
+        seconds = {"dram_to_hbm": 0.0, "disk_to_hbm": 0.0}
+        source = _LayerSource(blocks, self._slab, self._disk)
+        with source:
+            for layer in range(self._slab.num_layers):
+                if not self._may_load(job, layer):
+                    return
+                started = time.perf_counter()
+                passed = self._dram_throttle.book(source.dram_bytes(layer))
+                k, v = source.read(layer, failed)
+                self._dram_throttle.wait(passed)
+                read = time.perf_counter()
+                if failed:
+                    return
+                k, v = k.to(self._device, non_blocking=True), v.to(self._device, non_blocking=True)
+                write_rows(self._pages[layer].k, slots, rotations.rotate(layer, k, positions))
+                write_rows(self._pages[layer].v, slots, v)
+                self._synchronise()
+                ended = time.perf_counter()
+                with self._changed:
+                    # The last one counts when the event is out: whoever waits for it may then believe the event.
+                    job.layers = min(layer + 1, self._slab.num_layers - 1)
+                    self._changed.notify_all()
+                share = source.disk_share
+                seconds["disk_to_hbm"] += (read - started) * (1 if share else 0) + (ended - read) * share
+                seconds["dram_to_hbm"] += (read - started) * (0 if share else 1) + (ended - read) * (1 - share)
+            source.seal_passed()
+        for direction, size in source.total_bytes().items():
+            self._tell(Transferred(direction, size, seconds[direction]))
+
+    def _may_load(self, job: _Job, layer: int) -> bool:
+        """Waits until the job may bring this layer: within the read buffer at once, beyond it when it runs."""
+        if job.started or layer < self._read_buffer_layers:
+            return True
+        with self._changed:
+            while not job.started:
+                self._changed.wait(1.0)
+        return True
+
+    # The disk.
+
+    def _io_all(self) -> None:
+        while (order := self._io.get()) is not None:
+            assert self._disk is not None
+            match order:
+                case WriteExtent():
+                    self._write(order, self._disk)
+                case FetchBlocks():
+                    self._fetch(order, self._disk)
+                case DeleteExtents():
+                    for extent_id in order.extent_ids:
+                        self._disk.delete(extent_id)
+                    if order.session is not None:
+                        self._disk.delete_session(*order.session)
+                    self._tell(Deleted(order.job_id))
+                case PutSession():
+                    try:
+                        self._disk.put_session(order.record)
+                    except TierFailed as error:
+                        log.warning("a session was not recorded: %s", error)
+
+    def _write(self, order: WriteExtent, disk: DiskTier) -> None:
+        started = time.perf_counter()
+        try:
+            extent = disk.write(
+                order.session, order.blocks, lambda layer, block: self._slab.segment(layer, order.slots[block])
+            )
+        except (TierFull, TierFailed) as error:
+            log.warning("%d blocks were not written to disk: %s", len(order.blocks), error)
+            self._tell(Written(order.job_id, None, str(error)))
+            return
+        seconds = time.perf_counter() - started
+        self._tell(Transferred("dram_to_disk", extent.size_bytes, seconds), Written(order.job_id, extent, None))
+
+    def _fetch(self, order: FetchBlocks, disk: DiskTier) -> None:
+        started = time.perf_counter()
+        failed: dict[BlockKey, str] = {}
+        loads = [BlockLoad(key, 1, slot, extent, 0, 0, 0) for key, extent, slot in order.blocks]
+        source = _LayerSource(loads, self._slab, disk)
+        try:
+            with source:
+                for layer in range(self._slab.num_layers):
+                    source.read_disk(layer)
+                source.seal_passed()
+        except BlockMissing as error:
+            failed = {key: error.reason for key, _, _ in order.blocks}
+        size = len(order.blocks) * self._slab.slot_bytes
+        if not failed:
+            self._tell(Transferred("disk_to_dram", size, time.perf_counter() - started))
+        self._tell(Fetched(order.job_id, failed))
+
+
+class _LayerSource:
+    """The blocks of one load, layer by layer: out of their slots, or off the disk into a slot or a bounce buffer."""
+
+    def __init__(self, blocks: Sequence[BlockLoad], slab: Slab, disk: DiskTier | None) -> None:
+        self._blocks, self._slab, self._disk = blocks, slab, disk
+        self._by_extent: dict[int, list[int]] = {}  # extent id -> places in `blocks`
+        self._bounce: dict[int, bytearray] = {}  # place -> its segment of the present layer
+        self._readers: dict[int, AbstractContextManager[object]] = {}
+        for place, block in enumerate(blocks):
+            if block.extent is not None:
+                self._by_extent.setdefault(block.extent[0], []).append(place)
+                if block.slot is not None:
+                    slab.unseal(block.slot)
+        self._num_disk = sum(len(places) for places in self._by_extent.values())
+        self.disk_share = self._num_disk / len(blocks)
+
+    def __enter__(self) -> "_LayerSource":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for reader in self._readers.values():
+            reader.__exit__(None, None, None)
+
+    def read(self, layer: int, failed: dict[BlockKey, str]) -> tuple[Tensor, Tensor]:
+        """K un-rotated and V of one layer [tokens of all blocks, kv_heads, dim]. Notes blocks whose bytes in DRAM are not
+        what they were in `failed`. Raises BlockMissing for those on disk."""
+        self.read_disk(layer)
+        slab = self._slab
+        for block in self._blocks:
+            if block.extent is None and not slab.is_intact(layer, block.slot or 0):
+                failed[block.key] = "checksum"
+        parts_k, parts_v = [], []
+        slots = torch.tensor([block.slot if block.slot is not None else 0 for block in self._blocks])
+        k, v = slab.k(layer).index_select(0, slots), slab.v(layer).index_select(0, slots)
+        for place, data in self._bounce.items():
+            elements = torch.frombuffer(data, dtype=slab.dtype)
+            split = k[place].numel()
+            k[place] = elements[:split].view(k.shape[1:])
+            v[place] = elements[split:].view(v.shape[1:])
+        if all(block.num_rows == k.shape[1] for block in self._blocks):
+            return k.flatten(0, 1), v.flatten(0, 1)
+        for place, block in enumerate(self._blocks):
+            parts_k.append(k[place, : block.num_rows])
+            parts_v.append(v[place, : block.num_rows])
+        return torch.cat(parts_k), torch.cat(parts_v)
+
+    def read_disk(self, layer: int) -> None:
+        """Bring one layer of the blocks that are on disk. Raises BlockMissing."""
+        assert self._disk is not None or not self._by_extent
+        for extent_id, places in self._by_extent.items():
+            reader = self._readers.get(extent_id)
+            if reader is None:
+                reader = self._readers[extent_id] = self._disk.reader(extent_id).__enter__()  # type: ignore[union-attr]
+            outs = []
+            for place in places:
+                slot = self._blocks[place].slot
+                if slot is not None:
+                    outs.append(self._slab.segment(layer, slot))
+                else:
+                    self._bounce[place] = bytearray(self._slab.segment_bytes[layer])
+                    outs.append(memoryview(self._bounce[place]))
+            indices = [extent[1] for place in places if (extent := self._blocks[place].extent) is not None]
+            reader.read(layer, indices, outs)  # type: ignore[attr-defined]
+
+    def seal_passed(self) -> None:
+        """Blocks that came from disk into slots are complete there."""
+        for block in self._blocks:
+            if block.extent is not None and block.slot is not None:
+                self._slab.seal(block.slot)
+
+    def dram_bytes(self, layer: int) -> int:
+        return (len(self._blocks) - self._num_disk) * self._slab.segment_bytes[layer]
+
+    def total_bytes(self) -> dict[str, int]:
+        """By direction."""
+        dram, disk = len(self._blocks) - self._num_disk, self._num_disk
+        sizes = {"dram_to_hbm": dram * self._slab.slot_bytes, "disk_to_hbm": disk * self._slab.slot_bytes}
+        return {direction: size for direction, size in sizes.items() if size}

@@ -3,6 +3,7 @@
 import functools
 import logging
 import math
+import time
 from pathlib import Path
 from typing import Any
 
@@ -11,16 +12,18 @@ import torch
 from torch import nn
 
 from cache.block import BLOCK_TOKENS, KeyDomain
-from cache.manager import CacheManager
-from cache.policies import POLICIES
+from cache.manager import CacheManager, Truncation
+from cache.transfer import CaptureSink
 from engine.batch import BatchItem, BlockTables, build_batch
 from engine.cpu_optimise import optimise_for_cpu
+from engine.directory import SessionDirectory
 from engine.engine import Engine
 from engine.hf_model import ModelRefused, load_model, resolve_files, rope_limit
 from engine.messages import EngineConfig, ModelInfo
 from engine.probe import KvShape, ProbeResult, probe
 from engine.runner import ModelRunner, bytes_per_token, fingerprint, make_pages, weights_digest
 from engine.sampler import Sampler
+from engine.tiers import build_tiers, policy_factory
 from kernels.attention import BACKENDS, AttentionUnsupported, BackendUnavailable
 from kernels.attention.base import AttentionBackend
 from scheduler.scheduler import Scheduler
@@ -31,6 +34,8 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 # Of the memory that is free when the weights are loaded. On CPU the rest of the machine needs some too.
 _CPU_SHARE, _CPU_CAP_BYTES, _CUDA_SHARE = 0.25, 2 << 30, 0.85
 _CPU_STEP_TOKENS, _CUDA_STEP_TOKENS = 512, 4096
+_STALL_BUDGET_S = 0.02  # what those who decode wait for one whose KV is still on its way
+_CLOSE_TIMEOUT_S = 8.0  # for what was computed to reach the disk
 _LONE_STEP_FACTOR = 4  # larger products are faster, and with nobody decoding nobody is held up by a long step
 
 
@@ -62,17 +67,29 @@ def build_engine(config: EngineConfig) -> Engine:
     domain_of = functools.lru_cache(maxsize=4096)(
         lambda tenant, salt: KeyDomain(secret=config.tenant_secret, fingerprint=digest, tenant=tenant, salt=salt)
     )
+    tiers = build_tiers(config, probed, dtype, pages, digest, max_context, parameters)
+    mode = config.truncation_mode if probed.decouplable else "recompute"
+    unix_offset_s = time.time() - time.monotonic()
     cache = CacheManager(
         num_pages=num_pages,
         page_size=page_size,
         bytes_per_token=kv_bytes,
         prefer_contiguous=device.type == "cpu",
         reuse=config.cache_mode != "recompute",
-        policy=POLICIES[config.cache_policy](),
+        policy=policy_factory(config.cache_policy, config.granularity),
         domain_of=domain_of,
         session_ttl_s=config.session_ttl_s,
         max_sessions=config.max_sessions,
+        truncation=Truncation(max_context, config.truncation_ratio, mode),
+        num_slots=tiers.num_slots,
+        dram_slots=tiers.dram_slots,
+        disk_bytes=tiers.disk_bytes,
+        free_buffer=config.dram_free_buffer,
+        rates=tiers.rates,
+        arrived=tiers.arrived,
+        unix_offset_s=unix_offset_s,
     )
+    cache.restore(tiers.extents, tiers.records, time.monotonic())
     step_tokens = config.step_tokens or (_CPU_STEP_TOKENS if device.type == "cpu" else _CUDA_STEP_TOKENS)
     scheduler = Scheduler(
         cache=cache,
@@ -81,8 +98,10 @@ def build_engine(config: EngineConfig) -> Engine:
         step_tokens=step_tokens,
         lone_step_tokens=step_tokens * (1 if config.step_tokens else _LONE_STEP_FACTOR),
         chunked_prefill=config.chunked_prefill,
+        stall_budget_s=_STALL_BUDGET_S,
     )
-    runner = ModelRunner(model=model, pages=pages, backend=backend, sink=None)
+    sink = CaptureSink() if tiers.num_slots else None
+    runner = ModelRunner(model=model, pages=pages, backend=backend, sink=sink)
     tables = BlockTables(max_seqs=config.max_seqs, max_pages=-(-max_context // page_size))
     _warm_up(runner, page_size, device)
     info = ModelInfo(
@@ -105,6 +124,21 @@ def build_engine(config: EngineConfig) -> Engine:
         page_size=page_size,
         fingerprint=digest.hex(),
         warnings=tuple(warnings),
+        memory_plan={
+            "weights": sum(p.numel() * p.element_size() for p in model.parameters()),
+            "hbm": num_pages * page_size * kv_bytes,
+            "dram": tiers.dram_slots * kv_bytes * BLOCK_TOKENS,
+            "staging": (tiers.num_slots - tiers.dram_slots) * kv_bytes * BLOCK_TOKENS,
+            "disk": tiers.disk_bytes,
+        },
+    )
+    directory = SessionDirectory(
+        cache=cache,
+        max_pinned_bytes=int(
+            config.max_pinned_share * (tiers.disk_bytes or tiers.dram_slots * kv_bytes * BLOCK_TOKENS)
+        ),
+        session_ttl_s=config.session_ttl_s,
+        unix_offset_s=unix_offset_s,
     )
     return Engine(
         model=info,
@@ -114,6 +148,11 @@ def build_engine(config: EngineConfig) -> Engine:
         sampler=Sampler(),
         tables=tables,
         device=device,
+        transfer=tiers.transfer,
+        sink=sink,
+        directory=directory,
+        truncation=config.truncation,
+        close_timeout_s=_CLOSE_TIMEOUT_S,
     )
 
 
@@ -208,4 +247,4 @@ def _warm_up(runner: ModelRunner, page_size: int, device: torch.device) -> None:
     rows = min(page_size, 32)
     for first, count in ((0, rows - 1), (rows - 1, 1)):
         item = BatchItem("warm-up", [0] * count, first, [0], wants_logits=True)
-        runner.forward(build_batch([item], tables, page_size, device))
+        runner.forward(build_batch([item], tables, page_size, device), None)

@@ -8,15 +8,31 @@ from dataclasses import dataclass
 import torch
 
 from cache.manager import CacheManager
+from cache.plan import CapturePiece, CopyRows, Loaded, Transferred
 from cache.stats import PromptReport
+from cache.transfer import CaptureSink, Transfer
+from cache.truncate import CutRules, DoesNotFit, reserved
 from engine.batch import BatchItem, BlockTables, build_batch
-from engine.messages import CacheReport, ModelInfo, Output, Stats, Submit, Timings, TokenLogprob
+from engine.directory import SessionDirectory
+from engine.messages import (
+    CacheReport,
+    ModelInfo,
+    Output,
+    SessionReply,
+    SessionRequest,
+    Stats,
+    Submit,
+    Timings,
+    TokenLogprob,
+)
 from engine.runner import ModelRunner
 from engine.sampler import BadLogits, PenaltyState, Sampled, Sampler, SampleRow, choice_seed
 from scheduler.scheduler import Chunk, QueueFull, Scheduler
 from scheduler.sequence import Sequence
 
 log = logging.getLogger(__name__)
+
+_LOAD_WAIT_S = 0.005  # when there is nothing to do but wait for KV; new requests wait no longer than that
 
 
 @dataclass(slots=True)
@@ -29,8 +45,10 @@ class _Choice:
     seed: int
     penalties: PenaltyState | None
     end_ids: tuple[int, ...]
+    may_truncate: bool
     report: PromptReport | None = None
     reported: bool = False
+    load_wait_s: float = 0.0  # its steps waited for KV that was being loaded
 
 
 class Engine:
@@ -50,6 +68,11 @@ class Engine:
         sampler: Sampler,
         tables: BlockTables,
         device: torch.device,
+        transfer: Transfer,
+        sink: CaptureSink | None,
+        directory: SessionDirectory,
+        truncation: str,
+        close_timeout_s: float,
     ) -> None:
         self.model = model
         self._runner = runner
@@ -58,12 +81,19 @@ class Engine:
         self._sampler = sampler
         self._tables = tables
         self._device = device
+        self._transfer = transfer
+        self._sink = sink
+        self._directory = directory
+        self._truncation = truncation
+        self._close_timeout_s = close_timeout_s
         self._choices: dict[str, _Choice] = {}  # by the id of the sequence
         self._requests: dict[str, list[str]] = {}  # the app's request id -> its unfinished sequences
         self._steps = 0
         self._step_seconds = 0.0
         self._generated_tokens = 0
         self._aborted = 0
+        self._load_seconds = 0.0
+        self._replies: list[SessionReply] = []
 
     # --- requests -----------------------------------------------------------------------------------------------------
 
@@ -79,6 +109,9 @@ class Engine:
                 self._add(request, index, now)
             except QueueFull as error:
                 refused.append(_error(request.request_id, index, "overloaded", f"the queue is full: {error}"))
+            except DoesNotFit:
+                code, message = _too_long(len(request.token_ids), self.model.max_context)
+                refused.append(_error(request.request_id, index, code, message))
         return refused
 
     def _problem(self, request: Submit) -> tuple[str, str] | None:
@@ -86,30 +119,44 @@ class Engine:
         length = len(request.token_ids)
         if length == 0:
             return "invalid_prompt", "the prompt has no tokens"
-        if length >= self.model.max_context:
-            return (
-                "context_length_exceeded",
-                f"the prompt has {length} tokens; the context window of {self.model.max_context} holds the answer too",
-            )
+        if length >= self.model.max_context and not self._may_truncate(request):
+            return _too_long(length, self.model.max_context)
         if min(request.token_ids) < 0 or max(request.token_ids) >= self.model.vocab_size:
             return "invalid_prompt", f"token ids must be between 0 and {self.model.vocab_size - 1}"
         if request.request_id in self._requests:
             return "invalid_prompt", "this request id is in use"
         return None
 
+    def _may_truncate(self, request: Submit) -> bool:
+        return (request.truncation or self._truncation) == "auto"
+
     def _add(self, request: Submit, index: int, now: float) -> None:
         sampling = request.sampling
+        sequence_id = f"{request.request_id}/{index}"
+        rules = CutRules(
+            allowed=self._may_truncate(request),
+            keep_first=request.keep_first_tokens,
+            message_starts=request.message_starts,
+            important=request.important,
+        )
+        tokens = self._cache.open(
+            sequence_id,
+            request.tenant,
+            request.cache_salt,
+            request.session_id,
+            request.token_ids,
+            rules,
+            reserved(sampling.max_tokens, self.model.max_context),
+            now,
+        )
         sequence = Sequence(
-            request_id=f"{request.request_id}/{index}",
+            request_id=sequence_id,
             tenant=request.tenant,
             session_id=request.session_id,
             sampling=sampling,
             arrived_s=now,
-            token_ids=list(request.token_ids),
-            prompt_tokens=len(request.token_ids),
-        )
-        self._cache.open(
-            sequence.request_id, request.tenant, request.cache_salt, request.session_id, sequence.token_ids
+            token_ids=tokens,
+            prompt_tokens=len(tokens),
         )
         try:
             self._scheduler.add(sequence)
@@ -124,6 +171,7 @@ class Engine:
             seed=choice_seed(sampling.seed, index),
             penalties=PenaltyState.of(sampling, request.token_ids),
             end_ids=(*ends, *sampling.stop_token_ids),
+            may_truncate=rules.allowed,
         )
         self._requests.setdefault(request.request_id, []).append(sequence.request_id)
 
@@ -139,7 +187,8 @@ class Engine:
         ended by itself while the message was under way."""
         found = self._choices.get(f"{request_id}/{choice}")
         if found is not None:
-            self._close(found, found.sequence.prompt_tokens + keep_tokens)
+            sequence = found.sequence
+            self._close(found, max(0, sequence.prompt_tokens + keep_tokens - sequence.dropped_tokens))
 
     def finish_all(self, now: float) -> list[Output]:
         """End everything with finish_reason `length`."""
@@ -151,7 +200,7 @@ class Engine:
         for choice in list(self._choices.values()):
             outputs.append(_error(choice.request_id, choice.index, "internal_error", message))
             self._close(choice, 0)
-        self._cache.take_moves()
+        self._transfer.carry_out([move for move in self._cache.take_moves() if not isinstance(move, CopyRows)])
         return outputs
 
     def has_work(self) -> bool:
@@ -159,31 +208,97 @@ class Engine:
 
     # --- the step -----------------------------------------------------------------------------------------------------
 
+    def poll(self, now: float) -> list[SessionReply]:
+        """Hear what the transfers have done, and order what comes next. Called in every turn of the loop, work or not.
+        Returns answers to session requests that have become ready."""
+        self._hear(now)
+        self._requeue_failed()
+        self._cache.plan(self._scheduler.upcoming(), now)
+        # Copies inside HBM belong to a step; between steps there are none.
+        self._transfer.carry_out(self._cache.take_moves())
+        self._replies += [SessionReply(request_id=waiter, sessions=[]) for waiter in self._cache.take_deleted()]
+        replies, self._replies = self._replies, []
+        return replies
+
+    def _hear(self, now: float) -> None:
+        for event in self._transfer.poll():
+            if isinstance(event, Transferred) and event.direction.endswith("to_hbm"):
+                self._load_seconds += event.seconds
+            self._cache.on_event(event, now)
+
+    def _requeue_failed(self) -> set[str]:
+        """Sequences whose load has failed start anew with what is left of their history. Returns their ids."""
+        failed = set(self._cache.take_failed())
+        for sequence_id in failed:
+            choice = self._choices[sequence_id]
+            self._cache.void(sequence_id)
+            self._scheduler.requeue(choice.sequence)
+            self._tables.drop(sequence_id)
+            if not choice.reported:
+                choice.report = None
+        return failed
+
     def step(self, now: float) -> list[Output]:
         """One batch: schedule, carry out moves, forward, commit, sample. When it raises, call `fail_all`."""
         schedule = self._scheduler.schedule(now)
         for sequence in schedule.preempted:
             self._tables.drop(sequence.request_id)
+        self._transfer.carry_out(self._cache.take_moves())
         chunks = schedule.chunks
         if not chunks:
+            self._transfer.wait(_LOAD_WAIT_S)  # everything that could run waits for its KV
             return []
         for chunk in chunks:
             choice = self._choices[chunk.sequence.request_id]
             if choice.report is None:
                 choice.report = self._cache.report(chunk.sequence.request_id)
-                chunk.sequence.cached_tokens = choice.report.hbm_tokens
+                chunk.sequence.cached_tokens = choice.report.cached_tokens
         started = time.monotonic()
-        self._runner.move(self._cache.take_moves())
         items = [self._item(chunk) for chunk in chunks]
-        logits = self._runner.forward(build_batch(items, self._tables, self._cache.page_size, self._device))
+        logits, waited_s = self._forward(items)
+        self._hear(now)
+        failed = self._requeue_failed()
+        pieces: list[CapturePiece] = []
+        batch_row = 0
         for chunk in chunks:
-            self._cache.commit(chunk.sequence.request_id, chunk.num_tokens)
-            chunk.sequence.computed_tokens += chunk.num_tokens
+            if chunk.sequence.request_id not in failed:
+                pieces += self._cache.capture(chunk.sequence.request_id, chunk.num_tokens, batch_row)
+            batch_row += chunk.num_tokens
+        self._transfer.carry_out(self._cache.take_moves())
+        if self._sink is not None:
+            self._transfer.save(self._sink.end(), pieces)
+        for chunk in chunks:
+            if chunk.sequence.request_id not in failed:
+                self._cache.commit(chunk.sequence.request_id, chunk.num_tokens)
+                chunk.sequence.computed_tokens += chunk.num_tokens
+                self._choices[chunk.sequence.request_id].load_wait_s += waited_s
         ready = [self._choices[item.request_id] for item in items if item.wants_logits]
+        if failed:
+            keep = [row for row, choice in enumerate(ready) if choice.sequence.request_id not in failed]
+            ready, logits = [ready[row] for row in keep], logits[keep]
         outputs = self._sample(ready, logits, now + (time.monotonic() - started)) if ready else []
         self._steps += 1
-        self._step_seconds += time.monotonic() - started
+        seconds = time.monotonic() - started
+        self._step_seconds += seconds
+        self._cache.rates.computed(batch_row, seconds - waited_s)
         return outputs
+
+    def _forward(self, items: list[BatchItem]) -> tuple[torch.Tensor, float]:
+        """The logits, and the seconds that layers waited for KV on its way (AttentionStore §3.2.1)."""
+        batch = build_batch(items, self._tables, self._cache.page_size, self._device)
+        jobs = [job for item in items if (job := self._cache.context(item.request_id).job) is not None]
+        for job in jobs:
+            self._transfer.start(job)
+
+        def arrive(layer: int) -> None:
+            for job in jobs:
+                self._transfer.wait_layer(job, layer)
+
+        if self._sink is not None:
+            self._sink.begin()
+        before_s = self._transfer.waited_s
+        logits = self._runner.forward(batch, arrive if jobs else None)
+        return logits, self._transfer.waited_s - before_s
 
     def _item(self, chunk: Chunk) -> BatchItem:
         sequence = chunk.sequence
@@ -228,14 +343,28 @@ class Engine:
         reason = None
         if sampled.token_id in choice.end_ids and sequence.output_tokens > sequence.sampling.min_tokens:
             reason = "stop"
-        elif (
-            sequence.output_tokens >= sequence.sampling.max_tokens or len(sequence.token_ids) >= self.model.max_context
-        ):
+        elif sequence.output_tokens >= sequence.sampling.max_tokens:
+            reason = "length"
+        elif len(sequence.token_ids) >= self.model.max_context and not self._truncate(choice):
             reason = "length"
         logprobs = None if sampled.logprob is None else [sampled.logprob]
         if reason is not None:
             return self._end(choice, reason, now, [sampled.token_id], logprobs)
         return self._output(choice, [sampled.token_id], logprobs, now)
+
+    def _truncate(self, choice: _Choice) -> bool:
+        """The window is full in the middle of an answer: go on with less history, if that is allowed and possible."""
+        sequence = choice.sequence
+        if not choice.may_truncate:
+            return False
+        try:
+            dropped = self._cache.truncate(sequence.request_id)
+        except DoesNotFit:
+            return False
+        sequence.dropped_tokens += dropped
+        self._scheduler.requeue(sequence)
+        self._tables.drop(sequence.request_id)
+        return True
 
     # --- endings ------------------------------------------------------------------------------------------------------
 
@@ -247,7 +376,7 @@ class Engine:
         token_ids: Iterable[int] = (),
         logprobs: list[TokenLogprob] | None = None,
     ) -> Output:
-        timings = _timings(choice.sequence, now)
+        timings = _timings(choice, now)
         self._close(choice, choice.sequence.computed_tokens)
         return self._output(choice, list(token_ids), logprobs, now, finish_reason=reason, timings=timings)
 
@@ -276,8 +405,9 @@ class Engine:
         report = None
         if not choice.reported and choice.report is not None:
             choice.reported = True
+            self._cache.stats.count_prompt(choice.report)
             report = _cache_report(choice.report)
-            timings = timings or _timings(choice.sequence, now)
+            timings = timings or _timings(choice, now)
         return Output(
             request_id=choice.request_id,
             choice=choice.index,
@@ -290,16 +420,34 @@ class Engine:
             error_code=None,
         )
 
+    # --- sessions -----------------------------------------------------------------------------------------------------
+
+    def sessions(self, request: SessionRequest, now: float) -> list[SessionReply]:
+        """Answer what is asked about sessions; a deletion is answered by `poll` when the bytes are gone."""
+        reply = self._directory.apply(request, now)
+        return [] if reply is None else [reply]
+
     # --- housekeeping -------------------------------------------------------------------------------------------------
 
     def idle(self, now: float) -> None:
         """TTL sweep, and the invariant that must hold when nothing runs."""
         self._cache.sweep(now)
-        if not self._choices and self._cache.num_leases:
+        if not self._choices and self._cache.num_leases and not self._cache.in_flight:
             log.error("%d pages are pinned although nothing runs", self._cache.num_leases)
 
+    def close(self) -> None:
+        """Let what was computed reach the disk, within a deadline. Nothing else may be called afterwards."""
+        end = time.monotonic() + self._close_timeout_s
+        for choice in list(self._choices.values()):
+            self._close(choice, choice.sequence.computed_tokens)
+        self.poll(time.monotonic())
+        while self._cache.in_flight and time.monotonic() < end:
+            self._transfer.wait(0.05)
+            self.poll(time.monotonic())
+        self._transfer.close(max(0.0, end - time.monotonic()))
+
     def stats(self) -> Stats:
-        pages, stats = self._cache.pages, self._cache.stats
+        pages, stats, lower = self._cache.pages, self._cache.stats, self._cache.lower
         return Stats(
             running=len(self._scheduler.running),
             waiting=self._scheduler.num_waiting,
@@ -316,6 +464,17 @@ class Engine:
             evicted_blocks=stats.evicted_blocks,
             preemptions=self._scheduler.preemptions,
             aborted=self._aborted,
+            tier_bytes={"dram": lower.resident * lower.slot_bytes, "disk": lower.disk_used},
+            tier_capacity={"dram": lower.dram_slots * lower.slot_bytes, "disk": lower.disk_bytes},
+            moved_bytes=dict(stats.moved_bytes),
+            moved_seconds=dict(stats.moved_seconds),
+            load_wait_seconds=self._transfer.waited_s,
+            load_seconds=self._load_seconds,
+            evictions={"hbm": stats.evicted_blocks, **stats.evictions},
+            refused=dict(stats.refused),
+            load_failures=dict(stats.load_failures),
+            truncated_tokens=stats.truncated_tokens,
+            in_flight=self._cache.in_flight,
         )
 
 
@@ -330,13 +489,14 @@ def _sample_row(choice: _Choice) -> SampleRow:
     )
 
 
-def _timings(sequence: Sequence, now: float) -> Timings:
+def _timings(choice: _Choice, now: float) -> Timings:
+    sequence = choice.sequence
     scheduled = now if sequence.scheduled_s is None else sequence.scheduled_s
     first = now if sequence.first_token_s is None else sequence.first_token_s
     return Timings(
         queue_ms=(scheduled - sequence.arrived_s) * 1e3,
-        load_ms=0.0,
-        prefill_ms=(first - scheduled) * 1e3,
+        load_ms=choice.load_wait_s * 1e3,
+        prefill_ms=max(0.0, first - scheduled - choice.load_wait_s) * 1e3,
         decode_ms=(now - first) * 1e3,
     )
 
@@ -346,14 +506,19 @@ def _cache_report(report: PromptReport) -> CacheReport:
         prompt_tokens=report.prompt_tokens,
         history_tokens=report.history_tokens,
         hbm_tokens=report.hbm_tokens,
-        dram_tokens=0,
-        disk_tokens=0,
+        dram_tokens=report.dram_tokens,
+        disk_tokens=report.disk_tokens,
         redis_tokens=0,
         computed_tokens=report.computed_tokens,
-        truncated_tokens=0,
-        shifted_tokens=0,
+        truncated_tokens=report.truncated_tokens,
+        shifted_tokens=report.shifted_tokens,
         miss_reasons=report.miss_reasons,
     )
+
+
+def _too_long(length: int, window: int) -> tuple[str, str]:
+    message = f"the prompt has {length} tokens; the context window of {window} holds the answer too"
+    return "context_length_exceeded", message
 
 
 def _error(request_id: str, choice: int, code: str, message: str) -> Output:

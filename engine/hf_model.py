@@ -108,6 +108,7 @@ class Step:
     pages: Callable[[int], KvPages]  # of a layer
     backend: AttentionBackend
     sink: KvSink | None
+    arrive: Callable[[int], None] | None = None  # waits until the KV that is being loaded into a layer is there
     layers_called: list[int] = field(default_factory=list)
     layers_rotated: list[int] = field(default_factory=list)
     params: dict[int, AttentionParams] = field(default_factory=dict)  # what each layer asked for
@@ -143,6 +144,8 @@ def attend(step: Step, layer: int, queries: Tensor, keys: Tensor, values: Tensor
     pages = step.pages(layer)
     write_rows(pages.k, step.meta.slots, keys)
     write_rows(pages.v, step.meta.slots, values)
+    if step.arrive is not None:
+        step.arrive(layer)
     return step.backend.forward(queries, pages, step.meta, params)
 
 

@@ -18,7 +18,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     device: str  # auto | cpu | cuda
     max_context: int  # 0: what the model was trained for
     threads: int  # 0: all cores
-    cache_mode: str  # prefix | recompute
+    cache_mode: str  # attentionstore | prefix | recompute
     cache_policy: str  # a key of cache.policies.POLICIES
     hbm_tokens: int  # KV rows in HBM; 0: from free memory
     session_ttl_s: float
@@ -29,6 +29,23 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     step_tokens: int  # token budget of one step; 0: automatic
     chunked_prefill: bool
     tenant_secret: bytes  # keys every block hash
+    dram_bytes: int = 0  # KV below HBM; 0 turns the tier off
+    disk_bytes: int = 0  # 0 turns the tier off
+    disk_dir: str = ""  # absolute; the engine owns its subdirectory `kv`
+    disk_min_free_bytes: int = 0  # of the file system, left alone
+    dram_free_buffer: float = 0.1  # share of DRAM kept free in the background
+    staging_bytes: int = 0  # DRAM for blocks on their way to and from disk, besides dram_bytes; 0: automatic
+    read_buffer_layers: int = -1  # layers a job may hold before it is admitted; -1: all
+    granularity: str = "session"  # session | block
+    truncation: str = "auto"  # auto | disabled: what a request that says nothing gets
+    truncation_mode: str = "decoupled"  # decoupled | recompute | naive
+    truncation_ratio: float = 0.5  # of the window, dropped at an overflow
+    verify_rate: float = 0.0  # share of loads that are compared with a recompute
+    dram_gbps: float = 0.0  # GB/s, a cap that stands in for a slower link; 0: none
+    disk_gbps: float = 0.0  # GB/s, read and write each; 0: none
+    io_deadline_s: float = 5.0  # of one read or write
+    sync_save: bool = False  # save before the next step instead of during it: for comparison
+    max_pinned_share: float = 0.5  # of disk (or DRAM, without disk) that pinned sessions may hold, per tenant
 
 
 class Launch(msgspec.Struct, frozen=True, kw_only=True):
@@ -50,6 +67,58 @@ class Submit(msgspec.Struct, frozen=True, kw_only=True, tag="submit"):
     token_ids: list[int]
     num_choices: int
     sampling: SamplingParams
+    truncation: str = ""  # auto | disabled; "" is the server's default
+    keep_first_tokens: int = 0  # leading tokens that a truncation keeps: the system prompt
+    message_starts: tuple[int, ...] = ()  # token offsets at which messages begin, increasing
+    important: tuple[tuple[int, int], ...] = ()  # half-open token ranges that a truncation keeps
+    shift: "Shift | None" = None  # the client dropped messages itself, and may be served from their saved KV
+
+
+class Shift(msgspec.Struct, frozen=True, kw_only=True):
+    """`token_ids` of the request is what the client sent: the first `keep` tokens of a known conversation and those from
+    `resume` on. `stream` is that conversation with nothing dropped, ending as `token_ids` does."""
+
+    stream: list[int]
+    keep: int
+    resume: int
+
+
+class SessionRequest(msgspec.Struct, frozen=True, kw_only=True, tag="session"):
+    """Ask about the sessions of one tenant, or change one. Answered by one SessionReply with the same request_id."""
+
+    request_id: str
+    tenant: str
+    action: str  # list | get | patch | delete | prefetch
+    session_id: str = ""  # of all actions but list
+    pinned: bool | None = None  # patch
+    ttl_s: float | None = None  # patch; measured from the last use
+    after: str = ""  # list: session ids behind this one, in order of their ids
+    limit: int = 100  # list
+
+
+class SessionInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """One session, as it stands. A block in two tiers counts in both."""
+
+    session_id: str
+    cache_salt: str
+    tokens: int  # of its context
+    truncated_tokens: int
+    blocks: dict[str, int]  # tier -> blocks
+    bytes: dict[str, int]  # tier -> bytes
+    last_used_s: float  # unix time
+    expires_s: float | None  # unix time; None while pinned
+    pinned: bool
+    running: bool
+
+
+class SessionReply(msgspec.Struct, frozen=True, kw_only=True, tag="session_reply"):
+    """`delete` is answered when the bytes have left every tier."""
+
+    request_id: str
+    sessions: list[SessionInfo]
+    more: bool = False  # list: there are further ones
+    error_code: str | None = None  # not_found | busy (a request of it runs) | pin_quota | unavailable
+    error: str | None = None
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort"):
@@ -97,6 +166,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     page_size: int
     fingerprint: str  # hex
     warnings: tuple[str, ...]
+    memory_plan: dict[str, int] = {}  # weights, hbm, dram, staging, disk -> bytes
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready"):
@@ -178,10 +248,23 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True, tag="stats"):
     evicted_blocks: int
     preemptions: int
     aborted: int
+    tier_bytes: dict[str, int] = {}  # dram, disk -> bytes in use
+    tier_capacity: dict[str, int] = {}
+    moved_bytes: dict[str, int] = {}  # dram_to_hbm, disk_to_hbm, disk_to_dram, hbm_to_dram, dram_to_disk -> bytes
+    moved_seconds: dict[str, float] = {}  # the same names -> seconds of the thread that moved them
+    load_wait_seconds: float = 0.0  # of load time that no computation hid
+    load_seconds: float = 0.0
+    evictions: dict[str, int] = {}  # tier -> blocks that left it
+    refused: dict[str, int] = {}  # tier -> blocks it had no room for
+    load_failures: dict[str, int] = {}  # reason (checksum, missing, deadline, ...) -> loads
+    truncated_tokens: int = 0
+    in_flight: int = 0  # saves and loads under way; zero at idle
+    verified_loads: int = 0
+    verify_mismatches: int = 0
 
 
-ToEngine = Submit | Abort | Finish | FinishAll | Shutdown
-FromEngine = Ready | Refused | Outputs | Stats
+ToEngine = Submit | Abort | Finish | FinishAll | SessionRequest | Shutdown
+FromEngine = Ready | Refused | Outputs | SessionReply | Stats
 
 encode = msgspec.msgpack.Encoder().encode
 decode_launch = msgspec.msgpack.Decoder(Launch).decode

@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -10,8 +10,6 @@ import xxhash
 from torch import Tensor, nn
 
 from cache.block import LAYOUT_VERSION, typed_fields
-from cache.plan import Move
-from cache.transfer import carry_out
 from engine.batch import BatchInput
 from engine.hf_model import KvSink, Step, forward
 from engine.probe import KvShape
@@ -76,12 +74,9 @@ class ModelRunner:
         self.backend = backend
         self.sink = sink  # the save path's ear; None while there is no tier below HBM
 
-    def move(self, moves: Sequence[Move]) -> None:
-        """Carry out the cache's moves inside HBM, in order, before the step that reads them."""
-        carry_out(moves, self.pages)
-
     @torch.inference_mode()
-    def forward(self, batch: BatchInput) -> Tensor:
-        """Logits [logit_rows, vocab] in the model's dtype. Writes the KV of every token of the batch to its slot."""
-        step = Step(meta=batch.meta, pages=self.pages.__getitem__, backend=self.backend, sink=self.sink)
+    def forward(self, batch: BatchInput, arrive: Callable[[int], None] | None) -> Tensor:
+        """Logits [logit_rows, vocab] in the model's dtype. Writes the KV of every token of the batch to its slot.
+        arrive(layer) is called before a layer attends: it returns when what the batch stands on there has been loaded."""
+        step = Step(meta=batch.meta, pages=self.pages.__getitem__, backend=self.backend, sink=self.sink, arrive=arrive)
         return forward(self.model, step, batch.token_ids, batch.positions, batch.logit_rows)

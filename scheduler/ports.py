@@ -47,6 +47,10 @@ class CacheView(Protocol):
         """Reserve room for `num_tokens` rows behind those computed. False changes nothing."""
         ...
 
+    def stall_s(self, request_id: str) -> float:
+        """Seconds that a step would wait for KV of an admitted request that is still on its way to HBM."""
+        ...
+
     def preempt(self, request_id: str) -> None:
         """Give the request's room back; what it computed stays cached for as long as there is space."""
         ...

@@ -49,6 +49,7 @@ class Scheduler:
         step_tokens: int,
         lone_step_tokens: int,
         chunked_prefill: bool,
+        stall_budget_s: float,
     ) -> None:
         self._cache = cache
         self._max_seqs = max_seqs
@@ -56,6 +57,7 @@ class Scheduler:
         self._step_tokens = step_tokens  # while somebody decodes, and so waits for the end of every step
         self._lone_step_tokens = lone_step_tokens  # while nobody does
         self._chunked_prefill = chunked_prefill
+        self._stall_budget_s = stall_budget_s  # what those who decode may wait for the KV of one who joins
         self._waiting: deque[Sequence] = deque()
         self._running: list[Sequence] = []  # in order of admission
         self.preemptions = 0
@@ -90,11 +92,12 @@ class Scheduler:
         sequence.state = SequenceState.FINISHED
 
     def schedule(self, now: float) -> Schedule:
-        """What runs in the next step. Never empty while a sequence runs or waits, as long as every sequence alone fits
-        into HBM; the engine sees to that on arrival."""
+        """What runs in the next step. Empty while a sequence runs or waits only if what it needs is on its way, as long
+        as every sequence alone fits into HBM; the engine sees to that on arrival."""
         chunks: list[Chunk] = []
         preempted: list[Sequence] = []
-        decoding = [s for s in self._running if s.pending_tokens == 1]
+        loading = {s.request_id: stall for s in self._running if (stall := self._cache.stall_s(s.request_id))}
+        decoding = [s for s in self._running if s.pending_tokens == 1 and s.request_id not in loading]
         limit = self._step_tokens if decoding else self._lone_step_tokens
         budget = limit
         for sequence in decoding:
@@ -102,9 +105,11 @@ class Scheduler:
             if sequence.state is SequenceState.RUNNING and self._make_room(sequence, 1, chunks, preempted):
                 chunks.append(Chunk(sequence, 1))
                 budget -= 1
-        for sequence in [s for s in self._running if s.pending_tokens > 1]:
+        for sequence in [s for s in self._running if s.pending_tokens > 1 or s.request_id in loading]:
             if budget <= 0:
                 break
+            if decoding and loading.get(sequence.request_id, 0.0) > self._stall_budget_s:
+                continue  # its KV is still on its way, and those who decode don't wait for it
             num_tokens = self._chunk_tokens(sequence.pending_tokens, budget)
             if sequence.state is SequenceState.RUNNING and self._make_room(sequence, num_tokens, chunks, preempted):
                 chunks.append(Chunk(sequence, num_tokens))
@@ -129,11 +134,15 @@ class Scheduler:
 
     def _preempt(self, sequence: Sequence) -> None:
         self._cache.preempt(sequence.request_id)
+        sequence.preemptions += 1
+        self.preemptions += 1
+        self.requeue(sequence)
+
+    def requeue(self, sequence: Sequence) -> None:
+        """A running sequence has lost its room in HBM and stands first in line again."""
         self._running.remove(sequence)
         sequence.state = SequenceState.WAITING
         sequence.computed_tokens = 0
-        sequence.preemptions += 1
-        self.preemptions += 1
         self._waiting.appendleft(sequence)
 
     def _admit(self, chunks: list[Chunk], budget: int, now: float) -> None:
@@ -154,6 +163,8 @@ class Scheduler:
                 sequence.scheduled_s = now
             num_tokens = self._chunk_tokens(sequence.pending_tokens, budget)
             self._running.append(sequence)
+            if chunks and self._cache.stall_s(sequence.request_id) > self._stall_budget_s:
+                continue  # it loads meanwhile, and joins when that is nearly done
             chunks.append(Chunk(sequence, num_tokens))
             budget -= num_tokens
         self._waiting.extendleft(reversed(held_back))

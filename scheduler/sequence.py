@@ -42,11 +42,12 @@ class Sequence:
     session_id: str
     sampling: SamplingParams
     arrived_s: float  # monotonic clock of the engine
-    token_ids: list[int]  # the prompt, then what we generate
-    prompt_tokens: int
+    token_ids: list[int]  # the context: the prompt, then what we generate, less what truncations dropped
+    prompt_tokens: int  # when it began
     computed_tokens: int = 0  # rows of `token_ids` whose KV is in HBM
     cached_tokens: int = 0  # rows of the prompt that were found, not computed
     state: SequenceState = SequenceState.WAITING
+    dropped_tokens: int = 0  # of `token_ids`, by truncations since it began
     preemptions: int = 0
     scheduled_s: float | None = None  # first time it ran
     first_token_s: float | None = None
@@ -54,7 +55,7 @@ class Sequence:
 
     @property
     def output_tokens(self) -> int:
-        return len(self.token_ids) - self.prompt_tokens
+        return len(self.token_ids) + self.dropped_tokens - self.prompt_tokens
 
     @property
     def pending_tokens(self) -> int:

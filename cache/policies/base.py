@@ -4,6 +4,7 @@ from collections.abc import Container, Hashable, Sequence
 from typing import Protocol
 
 from cache.block import BlockKey
+from cache.table import BlockRow
 
 
 class EvictionPolicy(Protocol):
@@ -58,3 +59,10 @@ class EvictionPolicy(Protocol):
         hierarchy spares the window).
         """
         ...
+
+
+def own(policy: EvictionPolicy, row: BlockRow) -> None:
+    """Tell a policy whose a block is."""
+    if row.place is not None:
+        for owner in row.owners:
+            policy.own(row.key, owner, row.place)

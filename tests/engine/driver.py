@@ -1,5 +1,6 @@
 """A real engine without the process around it: requests in, steps one by one, the books checked after each."""
 
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -45,7 +46,7 @@ class Answer:
     @property
     def cached(self) -> int:
         assert self.report is not None
-        return self.report.hbm_tokens
+        return self.report.hbm_tokens + self.report.dram_tokens + self.report.disk_tokens
 
     def take(self, output: Output) -> None:
         assert self.finish_reason is None, "said something behind its end"
@@ -109,6 +110,7 @@ class Driver:
 
     def step(self) -> list[Output]:
         self.now += 1.0
+        self.engine.poll(self.now)
         outputs = self.engine.step(self.now)
         self._take(outputs)
         self.check()
@@ -121,7 +123,22 @@ class Driver:
                 break
             self.step()
         assert not self.engine.has_work(), "the engine does not come to an end"
+        self.settle()
         assert self.engine.stats().leases == 0
+
+    def settle(self) -> None:
+        """Until every save, load and write has ended."""
+        end = time.monotonic() + 30
+        self.engine.poll(self.now)
+        while self.cache.in_flight or self.cache.lower._dirty:
+            assert time.monotonic() < end, "the transfers do not come to an end"
+            self.engine._transfer.wait(0.01)
+            self.engine.poll(self.now)
+        self.check()
+
+    def close(self) -> None:
+        """As a process that leaves in order."""
+        self.engine.close()
 
     def step_and_fail(self) -> None:
         """As the engine's loop has it when a step raises."""
@@ -148,7 +165,9 @@ class Driver:
         """Every page is what the tables say it is, and the gauges count them so."""
         pages = self.cache.pages
         running = [page for context in self.cache._running.values() for page in context.pages]
-        resident = {row.page for row in self.cache.table}
+        running += [block.page for load in self.cache._loads.values() for block in load.blocks]
+        running += [page for held, _ in self.cache.lower._held.values() for page in held]
+        resident = {row.page for row in self.cache.table if row.page is not None}
         pinned = set(running)
         assert all(pages.pins(page) == running.count(page) for page in range(pages.num_pages))
         free = set(range(pages.num_pages)) - pinned - resident

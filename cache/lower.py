@@ -1,0 +1,501 @@
+"""LowerTiers: what lies below HBM. DRAM slots and disk extents, what fills and leaves them, and the writes behind a turn.
+
+Pure bookkeeping: it orders moves and is told of their end by events. Blocks are saved in DRAM slots while they are
+computed (AttentionStore §3.2.2) and written to disk behind the end of the turn. The slots are one pool: `dram_slots` of
+them may stay, the rest is for what passes through on its way to disk or was refused. A slot is free again only when the
+last copy into or out of it is done, which is what pins and tickets are for.
+"""
+
+from array import array
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from cache.block import BlockKey, token_bytes
+from cache.context import SessionContext
+from cache.extent import ExtentInfo, SessionRecord, StoredBlock
+from cache.plan import (
+    DeleteExtents,
+    FetchBlocks,
+    Move,
+    PutSession,
+    SealSlot,
+    WriteExtent,
+)
+from cache.policies.base import EvictionPolicy, own
+from cache.stats import CacheStats
+from cache.table import BlockRow, CacheTable, SessionName
+
+_MAX_EXTENT_BLOCKS = 512
+_MAX_WRITES = 2  # under way at once: disks like a short queue, and what waits can still be superseded
+_RETRY_S = 5.0  # after a failed write; the blocks stay in DRAM meanwhile
+_PRESSURE = 0.25  # share of the slots below which blocks of running turns are written too
+_EXTENT_OVERHEAD = 3 * 4096
+
+
+@dataclass(slots=True)
+class _Ticket:
+    """A save under way: the row to be, and its slot. row None: the slot is only given back."""
+
+    row: BlockRow | None
+    slot: int
+
+
+@dataclass(slots=True)
+class _Extent:
+    keys: dict[BlockKey, None]  # those whose copy here counts
+    size_bytes: int
+
+
+@dataclass(slots=True)
+class _Write:
+    session: SessionName
+    keys: list[BlockKey]
+    slots: list[int]
+    size_bytes: int
+
+
+@dataclass(slots=True)
+class _Deletion:
+    waiters: list[str]
+
+
+class _Immovable:
+    """DRAM blocks that must not leave now: read by somebody, not on disk yet, or pinned by their owner."""
+
+    def __init__(self, tiers: "LowerTiers") -> None:
+        self._tiers = tiers
+
+    def __contains__(self, key: object) -> bool:
+        return self._tiers.is_immovable(key)  # type: ignore[arg-type]
+
+
+class LowerTiers:
+    """Single-threaded, part of the CacheManager. With no slots everything is a no-op."""
+
+    def __init__(
+        self,
+        *,
+        table: CacheTable,
+        num_slots: int,
+        dram_slots: int,
+        slot_bytes: int,
+        disk_bytes: int,
+        free_buffer: float,
+        dram_policy: EvictionPolicy,
+        disk_policy: EvictionPolicy,
+        stats: CacheStats,
+        gone: Callable[[BlockRow], None],
+    ) -> None:
+        self.num_slots = num_slots
+        self.dram_slots = dram_slots
+        self.slot_bytes = slot_bytes
+        self.disk_bytes = disk_bytes
+        self.disk_used = 0  # as far as writes and deletions have been ordered
+        self.dram_policy = dram_policy
+        self.disk_policy = disk_policy
+        self.resident = 0  # slots that hold a block of the table
+        self.moves: list[Move] = []
+        self.done: list[str] = []  # who waited for a deletion that is done
+        self.pinned_sessions: set[SessionName] = set()
+        self._table = table
+        self._stats = stats
+        self._gone = gone
+        # What is on disk too is lost by nobody, so room for what comes can be made ahead (DESIGN "dram_free_buffer").
+        self._target = int(dram_slots * (1 - free_buffer)) if disk_bytes else dram_slots
+        self._free = list(range(num_slots - 1, -1, -1))
+        self._pins = [0] * num_slots
+        self._doomed: set[int] = set()  # slots to be freed by their last unpin
+        self._tickets: dict[int, _Ticket] = {}
+        self._saving: dict[BlockKey, int] = {}  # key -> its ticket
+        self._held: dict[int, tuple[list[int], list[int]]] = {}  # slot being filled -> pages and slots it is filled from
+        self._dirty: dict[SessionName, dict[BlockKey, None]] = {}
+        self._writes: dict[int, _Write] = {}
+        self._writing: set[SessionName] = set()
+        self._retry_s = 0.0
+        self._extents: dict[int, _Extent] = {}
+        self._fetches: dict[int, tuple[tuple[BlockKey, tuple[int, int], int], ...]] = {}
+        self._fetching: set[BlockKey] = set()
+        self._deletions: dict[int, _Deletion] = {}
+        self._jobs = 0
+        self._immovable = _Immovable(self)
+
+    @property
+    def is_on(self) -> bool:
+        return self.num_slots > 0
+
+    @property
+    def in_flight(self) -> int:
+        """Copies under way; zero at idle."""
+        return len(self._tickets) + len(self._writes) + len(self._fetches) + len(self._deletions)
+
+    def next_job(self) -> int:
+        self._jobs += 1
+        return self._jobs
+
+    def is_saving(self, key: BlockKey) -> bool:
+        return key in self._saving
+
+    def is_fetching(self, key: BlockKey) -> bool:
+        return key in self._fetching
+
+    # --- slots --------------------------------------------------------------------------------------------------------
+
+    def take_slot(self, newcomer: SessionName | None) -> int | None:
+        """A slot to be filled. If none is free a block leaves DRAM for it; with a newcomer only one that should leave
+        before a block of that session."""
+        if not self._free and self.resident:
+            for key in self.dram_policy.victims(1, self._immovable, newcomer=newcomer):
+                self._evict_from_dram(key)
+        return self._free.pop() if self._free else None
+
+    def has_room(self) -> bool:
+        """Whether DRAM would keep one more block."""
+        return self.resident < self._target and bool(self._free)
+
+    def pin(self, slot: int) -> None:
+        """Somebody reads this slot: it keeps its bytes until `unpin`."""
+        self._pins[slot] += 1
+
+    def unpin(self, slot: int) -> None:
+        assert self._pins[slot] > 0
+        self._pins[slot] -= 1
+        if self._pins[slot] == 0 and slot in self._doomed:
+            self._doomed.discard(slot)
+            self._free.append(slot)
+
+    def give_back(self, slot: int) -> None:
+        """A slot that was taken and is not being written."""
+        if self._pins[slot]:
+            self._doomed.add(slot)
+        else:
+            self._free.append(slot)
+
+    def is_immovable(self, key: BlockKey) -> bool:
+        row = self._table.get(key)
+        if row is None or row.slot is None or self._pins[row.slot]:
+            return True
+        if row.extent is None and not self._retry_s and any(key in dirty for dirty in self._dirty_of(row)):
+            return True  # not on disk yet; if the disk refuses, DRAM must go on without it
+        return self._is_pinned(row)
+
+    def _dirty_of(self, row: BlockRow) -> list[dict[BlockKey, None]]:
+        return [self._dirty[owner] for owner in row.owners if owner in self._dirty]
+
+    def _is_pinned(self, row: BlockRow) -> bool:
+        return bool(self.pinned_sessions) and any(owner in self.pinned_sessions for owner in row.owners)
+
+    # --- saving -------------------------------------------------------------------------------------------------------
+
+    def seal(self, slot: int, row: BlockRow | None, num_rows: int) -> None:
+        """Everything that fills `slot` is ordered. row: as it will stand in the table (its addresses are ignored)."""
+        ticket = self.next_job()
+        self._tickets[ticket] = _Ticket(row, slot)
+        if row is not None:
+            self._saving[row.key] = ticket
+        self.moves.append(SealSlot(ticket, slot, num_rows if row is not None else 0))
+
+    def hold_slot(self, slot: int, source: int) -> None:
+        """`slot` is filled from another slot, which keeps its bytes until that is done."""
+        self.pin(source)
+        self._held.setdefault(slot, ([], []))[1].append(source)
+
+    def hold_page(self, slot: int, page: int) -> None:
+        """`slot` is filled from a page, pinned by the caller, that is named by `on_saved` when it is done."""
+        self._held.setdefault(slot, ([], []))[0].append(page)
+
+    def cancel_save(self, key: BlockKey) -> None:
+        """The block is not wanted any more."""
+        ticket = self._saving.pop(key, None)
+        if ticket is not None:
+            self._tickets[ticket].row = None
+
+    def on_saved(self, ticket_id: int) -> list[int]:
+        """Returns the pages that it was saved from, to be unpinned."""
+        ticket = self._tickets.pop(ticket_id)
+        pages, slots = self._held.pop(ticket.slot, ([], []))
+        for slot in slots:
+            self.unpin(slot)
+        if ticket.row is None:
+            self.give_back(ticket.slot)
+            return pages
+        row = ticket.row
+        del self._saving[row.key]
+        known = self._table.get(row.key)
+        if known is None:
+            row.page = row.slot = row.extent = None
+            self._attach_slot(row, ticket.slot)
+            self._table.publish(row)
+            known = row
+        elif known.slot is None:
+            self._attach_slot(known, ticket.slot)
+        else:
+            self.give_back(ticket.slot)
+            return pages
+        if self.disk_bytes and known.extent is None and known.owners:
+            self._dirty.setdefault(known.owners[0], {})[known.key] = None
+        return pages
+
+    def _attach_slot(self, row: BlockRow, slot: int) -> None:
+        row.slot = slot
+        self.resident += 1
+        self.dram_policy.touch(row.key)
+        own(self.dram_policy, row)
+
+    def trim(self) -> None:
+        """Let blocks leave DRAM until it is within its bounds, those first that the policy says."""
+        while (excess := self.resident - self._target) > 0:
+            victims = self.dram_policy.victims(excess, self._immovable)
+            if not victims:
+                return
+            for key in victims:
+                self._evict_from_dram(key)
+
+    def _evict_from_dram(self, key: BlockKey) -> None:
+        row = self._table.get(key)
+        assert row is not None
+        self.drop_slot(row)
+        self._stats.evictions["dram"] += 1
+        if row.is_nowhere:
+            self._gone(row)
+
+    def drop_slot(self, row: BlockRow) -> None:
+        """The block has left DRAM. Does not look whether it is anywhere else."""
+        if row.slot is None:
+            return
+        slot, row.slot = row.slot, None
+        self.resident -= 1
+        self.dram_policy.remove(row.key)
+        for dirty in self._dirty_of(row):
+            dirty.pop(row.key, None)
+        self.give_back(slot)
+
+    # --- disk ---------------------------------------------------------------------------------------------------------
+
+    def plan_writes(
+        self,
+        sessions: Mapping[SessionName, SessionContext],
+        running: Container[SessionName],
+        record: Callable[[SessionName, SessionContext | None], SessionRecord],
+        now: float,
+    ) -> None:
+        """Write what turns have left in DRAM; of running turns too when slots get scarce."""
+        if not self.disk_bytes or now < self._retry_s:
+            return
+        self._retry_s = 0.0
+        pressed = len(self._free) < _PRESSURE * self.num_slots
+        for name in list(self._dirty):
+            if len(self._writes) >= _MAX_WRITES:
+                return
+            if name in self._writing or (name in running and not pressed):
+                continue
+            keys = self._dirty[name]
+            if any(key in self._saving for key in keys):
+                continue
+            rows = [row for key in keys if (row := self._table.get(key)) and row.slot is not None and not row.extent]
+            if not rows:
+                del self._dirty[name]
+                continue
+            self._write(name, rows[:_MAX_EXTENT_BLOCKS], record(name, sessions.get(name)), now)
+
+    def _write(self, name: SessionName, rows: list[BlockRow], record: SessionRecord, now: float) -> None:
+        size = len(rows) * self.slot_bytes + _EXTENT_OVERHEAD + len(record.context)
+        if not self._make_disk_room(size):
+            self._stats.refused["disk"] += len(rows)
+            self._retry_s = now + _RETRY_S
+            return
+        slots = [row.slot for row in rows if row.slot is not None]
+        for slot in slots:
+            self.pin(slot)
+        job = self.next_job()
+        self._writes[job] = _Write(name, [row.key for row in rows], slots, size)
+        self._writing.add(name)
+        self.disk_used += size
+        blocks = tuple(StoredBlock(r.key, r.parent, token_bytes(r.token_ids), r.is_open) for r in rows)
+        self.moves.append(WriteExtent(job, record, blocks, tuple(slots)))
+
+    def _make_disk_room(self, size: int) -> bool:
+        while self.disk_used + size > self.disk_bytes:
+            victims = self.disk_policy.victims(1, self._held_on_disk, spare_queued=True)
+            if not victims:
+                return False
+            row = self._table.get(victims[0])
+            assert row is not None and row.extent is not None
+            self._delete_extents([row.extent[0]], None, None)
+        return True
+
+    @property
+    def _held_on_disk(self) -> Container[BlockKey]:
+        tiers = self
+
+        class Held:
+            def __contains__(self, key: object) -> bool:
+                row = tiers._table.get(key)  # type: ignore[arg-type]
+                return row is None or tiers._is_pinned(row) or key in tiers._fetching
+
+        return Held()
+
+    def on_written(self, job: int, extent: ExtentInfo | None, now: float) -> None:
+        write = self._writes.pop(job)
+        self._writing.discard(write.session)
+        self.disk_used -= write.size_bytes
+        dirty = self._dirty.get(write.session, {})
+        if extent is None:
+            self._retry_s = now + _RETRY_S
+            self._stats.refused["disk"] += len(write.keys)
+        else:
+            self.disk_used += extent.size_bytes
+            self._extents[extent.extent_id] = _Extent({}, extent.size_bytes)
+            for index, key in enumerate(write.keys):
+                dirty.pop(key, None)
+                row = self._table.get(key)
+                if row is not None and row.extent is None:
+                    self._attach_extent(row, extent.extent_id, index)
+            if not self._extents[extent.extent_id].keys:
+                self._delete_extents([extent.extent_id], None, None)
+        if not dirty:
+            self._dirty.pop(write.session, None)
+        for slot in write.slots:
+            self.unpin(slot)
+        self.trim()
+
+    def _attach_extent(self, row: BlockRow, extent_id: int, index: int) -> None:
+        row.extent = (extent_id, index)
+        self._extents[extent_id].keys[row.key] = None
+        self.disk_policy.touch(row.key)
+        own(self.disk_policy, row)
+
+    def adopt(self, extent: ExtentInfo, rows: Sequence[BlockRow]) -> None:
+        """A record found at the start: its blocks are on disk, unless a newer record has them."""
+        self._extents[extent.extent_id] = _Extent({}, extent.size_bytes)
+        self.disk_used += extent.size_bytes
+        for index, row in enumerate(rows):
+            known = self._table.get(row.key)
+            if known is None:
+                self._table.publish(row)
+                known = row
+            else:
+                known.owners = tuple(dict.fromkeys((*known.owners, *row.owners)))
+                self._detach_extent(known)
+            self._attach_extent(known, extent.extent_id, index)
+
+    def _detach_extent(self, row: BlockRow) -> int | None:
+        """The copy on disk does not count any more; the extent's id if that was the last in it."""
+        if row.extent is None:
+            return None
+        extent_id, row.extent = row.extent[0], None
+        self.disk_policy.remove(row.key)
+        extent = self._extents[extent_id]
+        extent.keys.pop(row.key, None)
+        return None if extent.keys else extent_id
+
+    def drop_extent_copy(self, row: BlockRow) -> None:
+        """The block's copy on disk is bad or not wanted any more."""
+        empty = self._detach_extent(row)
+        if empty is not None:
+            self._delete_extents([empty], None, None)
+
+    def is_busy(self, name: SessionName) -> bool:
+        """Whether blocks of a session are being saved, fetched or written."""
+        if name in self._writing:
+            return True
+        saving = (self._tickets[ticket].row for ticket in self._saving.values())
+        if any(row is not None and name in row.owners for row in saving):
+            return True
+        return any((row := self._table.get(key)) is not None and name in row.owners for key in self._fetching)
+
+    def sharers_of(self, rows: Iterable[BlockRow]) -> list[BlockRow]:
+        """Blocks with other owners whose copy on disk stands in one extent with one of these, and is their only one."""
+        extents = {row.extent[0] for row in rows if row.extent is not None}
+        names = {owner for row in rows for owner in row.owners}
+        keys = (key for extent in extents for key in self._extents[extent].keys)
+        found = (self._table.get(key) for key in keys)
+        return [row for row in found if row is not None and row.slot is None and set(row.owners) - names]
+
+    def delete_session(self, name: SessionName, rows: Iterable[BlockRow], waiter: str | None) -> None:
+        """Remove these blocks from DRAM and disk, and the extents they are in; `waiter` is named when it is done. Other
+        blocks of those extents lose their copy on disk, and are written again if DRAM has them."""
+        extent_ids: dict[int, None] = {}
+        for row in rows:
+            self.drop_slot(row)
+            if row.extent is not None:
+                extent_ids[row.extent[0]] = None
+        self._dirty.pop(name, None)
+        self._delete_extents(list(extent_ids), name, waiter)
+
+    def _delete_extents(self, extent_ids: list[int], session: SessionName | None, waiter: str | None) -> None:
+        size = 0
+        for extent_id in extent_ids:
+            extent = self._extents.pop(extent_id)
+            size += extent.size_bytes
+            for key in list(extent.keys):
+                row = self._table.get(key)
+                if row is None:
+                    continue
+                row.extent = None
+                self.disk_policy.remove(key)
+                self._stats.evictions["disk"] += 1
+                if row.slot is not None and row.owners:
+                    self._dirty.setdefault(row.owners[0], {})[key] = None
+                if row.is_nowhere:
+                    self._gone(row)
+        if not self.disk_bytes:
+            self.done += [waiter] if waiter else []
+            return
+        job = self.next_job()
+        self._deletions[job] = _Deletion([waiter] if waiter else [])
+        self.disk_used -= size
+        self.moves.append(DeleteExtents(job, tuple(extent_ids), session))
+
+    def on_deleted(self, job: int) -> None:
+        self.done += self._deletions.pop(job).waiters
+
+    def put_session(self, record: SessionRecord) -> None:
+        if self.disk_bytes:
+            self.moves.append(PutSession(record))
+
+    # --- fetching -----------------------------------------------------------------------------------------------------
+
+    def fetch(self, rows: Iterable[BlockRow], newcomer: SessionName) -> None:
+        """Disk -> DRAM for a turn that is queued, as far as there is room (AttentionStore §3.3.1)."""
+        blocks = []
+        for row in rows:
+            if row.extent is None or row.slot is not None or row.key in self._fetching:
+                continue
+            slot = self.take_slot(newcomer)
+            if slot is None:
+                break
+            self._fetching.add(row.key)
+            blocks.append((row.key, row.extent, slot))
+        if blocks:
+            job = self.next_job()
+            self._fetches[job] = tuple(blocks)
+            self.moves.append(FetchBlocks(job, tuple(blocks)))
+
+    def on_fetched(self, job: int, failed: Mapping[BlockKey, str]) -> None:
+        for key, extent, slot in self._fetches.pop(job):
+            self._fetching.discard(key)
+            row = self._table.get(key)
+            if key in failed:
+                self._stats.load_failures[failed[key]] += 1
+                if row is not None and row.extent == extent:
+                    self.drop_extent_copy(row)
+                    if row.is_nowhere:
+                        self._gone(row)
+            elif row is not None and row.slot is None and row.extent == extent:
+                self._attach_slot(row, slot)
+                continue
+            self.give_back(slot)
+
+    def keep(self, key: BlockKey, slot: int) -> None:
+        """A block passed through this slot on its way from disk: keep it, if it is still wanted."""
+        row = self._table.get(key)
+        if row is not None and row.slot is None and row.extent is not None:
+            self._attach_slot(row, slot)
+        else:
+            self.give_back(slot)
+
+    def tokens_of(self, data: bytes) -> "array[int]":
+        """The inverse of `cache.block.token_bytes`."""
+        tokens = array("I")
+        tokens.frombytes(data)
+        return tokens

@@ -1,0 +1,84 @@
+"""The DRAM tier: one slab of slots, each the KV of a block, keys without position.
+
+Memory is layer-major: all slots of a layer lie together, and a slot's share of it, its *segment*, is [K of 32 rows][V of
+32 rows], as it is on disk. So a layer of many blocks is gathered, read and written in one call (AttentionStore §3.2.1).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import xxhash
+from torch import Tensor
+
+from cache.block import BLOCK_TOKENS
+
+
+@dataclass(frozen=True, slots=True)
+class LayerShape:
+    """Of one token's KV in one layer."""
+
+    kv_heads: int
+    k_dim: int
+    v_dim: int
+
+
+class Slab:
+    """Threading: any, as long as nobody reads a slot that somebody writes; who may do what is decided elsewhere.
+    pinned: page-locked memory, for asynchronous copies to and from CUDA."""
+
+    def __init__(self, *, shapes: Sequence[LayerShape], dtype: torch.dtype, num_slots: int, pinned: bool) -> None:
+        self.num_slots = num_slots
+        self.num_layers = len(shapes)
+        self.dtype = dtype
+        self.segment_bytes = [BLOCK_TOKENS * s.kv_heads * (s.k_dim + s.v_dim) * dtype.itemsize for s in shapes]
+        self._memory = [
+            torch.empty(num_slots, size, dtype=torch.uint8, pin_memory=pinned) for size in self.segment_bytes
+        ]
+        self._k, self._v = [], []
+        for shape, memory in zip(shapes, self._memory, strict=True):
+            elements = memory.view(dtype)
+            split = BLOCK_TOKENS * shape.kv_heads * shape.k_dim
+            self._k.append(elements[:, :split].unflatten(1, (BLOCK_TOKENS, shape.kv_heads, shape.k_dim)))
+            self._v.append(elements[:, split:].unflatten(1, (BLOCK_TOKENS, shape.kv_heads, shape.v_dim)))
+        self._views = [memoryview(memory.flatten().numpy()) for memory in self._memory]
+        self._checksums: list[tuple[int, ...] | None] = [None] * num_slots
+
+    @property
+    def slot_bytes(self) -> int:
+        """Of all layers."""
+        return sum(self.segment_bytes)
+
+    def k(self, layer: int) -> Tensor:
+        """[slots, 32, kv_heads, k_dim], un-rotated."""
+        return self._k[layer]
+
+    def v(self, layer: int) -> Tensor:
+        """[slots, 32, kv_heads, v_dim]."""
+        return self._v[layer]
+
+    def segment(self, layer: int, slot: int) -> memoryview:
+        """A slot's bytes of one layer."""
+        size = self.segment_bytes[layer]
+        return self._views[layer][slot * size : (slot + 1) * size]
+
+    def clear_behind(self, slot: int, num_rows: int) -> None:
+        """Zero the rows an open block does not have yet: they are somebody else's."""
+        for k, v in zip(self._k, self._v, strict=True):
+            k[slot, num_rows:].zero_()
+            v[slot, num_rows:].zero_()
+
+    def seal(self, slot: int) -> None:
+        """The slot is complete: from here on its bytes are vouched for."""
+        self._checksums[slot] = tuple(
+            xxhash.xxh3_64_intdigest(self.segment(layer, slot)) for layer in range(self.num_layers)
+        )
+
+    def unseal(self, slot: int) -> None:
+        """The slot is about to be filled."""
+        self._checksums[slot] = None
+
+    def is_intact(self, layer: int, slot: int) -> bool:
+        """Whether a sealed slot's segment still is what it was when it was sealed."""
+        checksums = self._checksums[slot]
+        return checksums is not None and checksums[layer] == xxhash.xxh3_64_intdigest(self.segment(layer, slot))

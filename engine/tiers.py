@@ -1,0 +1,142 @@
+"""The tiers below HBM, put together from an EngineConfig."""
+
+import functools
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import torch
+
+from cache.block import BLOCK_TOKENS
+from cache.extent import ExtentInfo, SessionRecord
+from cache.policies import POLICIES
+from cache.policies.base import EvictionPolicy
+from cache.policies.lookahead import LookaheadPolicy
+from cache.rates import Rates
+from cache.tiers.disk import DirectoryLocked, DiskTier
+from cache.tiers.dram import LayerShape, Slab
+from cache.tiers.throttle import Throttle
+from cache.transfer import Transfer
+from engine.hf_model import ModelRefused
+from engine.messages import EngineConfig
+from engine.probe import ProbeResult
+from engine.rotations import Rotations
+from kernels.attention.base import KvPages
+
+log = logging.getLogger(__name__)
+
+_STAGING_WINDOWS = 2  # one being written to disk while another is computed
+_MAX_DRAM_SHARE = 0.8  # of the memory that is free
+_BACKLOG_BYTES = 256 << 20  # of steps whose KV is not saved yet
+_GB = 1e9
+# Guesses until the first transfers were measured; wrong ones cost one load or one recompute.
+_PRIOR_BYTES_PER_S = {
+    "dram_to_hbm": 4e9,
+    "disk_to_hbm": 1.5e9,
+    "disk_to_dram": 1.5e9,
+    "hbm_to_dram": 4e9,
+    "dram_to_disk": 5e8,
+}
+_PRIOR_STEP_S, _PRIOR_PREFILL_FLOPS = 0.005, 4e11
+
+
+@dataclass(frozen=True, slots=True)
+class Tiers:
+    """What `build` composes the cache and the engine from."""
+
+    num_slots: int
+    dram_slots: int
+    disk_bytes: int
+    rates: Rates
+    transfer: Transfer
+    extents: Sequence[ExtentInfo]
+    records: Sequence[SessionRecord]
+
+    def arrived(self, job_id: int) -> float:
+        """The share of a load that is in HBM."""
+        return self.transfer.layers_arrived(job_id) / self.rates.num_layers
+
+
+def build_tiers(
+    config: EngineConfig,
+    probed: ProbeResult,
+    dtype: torch.dtype,
+    pages: Sequence[KvPages],
+    fingerprint: bytes,
+    max_context: int,
+    parameters: int,
+) -> Tiers:
+    """Allocate DRAM, open the disk directory, start the threads. Raises ModelRefused."""
+    shapes = [LayerShape(s.kv_heads, s.k_dim, s.v_dim) for s in probed.shapes]
+    slot_bytes = sum(BLOCK_TOKENS * s.kv_heads * (s.k_dim + s.v_dim) * dtype.itemsize for s in shapes)
+    on = config.cache_mode == "attentionstore" and (config.dram_bytes or config.disk_bytes)
+    dram_slots = config.dram_bytes // slot_bytes if on else 0
+    disk_bytes = config.disk_bytes if on else 0
+    staging = 0
+    if on:
+        window_slots = -(-max_context // BLOCK_TOKENS)
+        staging = config.staging_bytes // slot_bytes or _STAGING_WINDOWS * window_slots
+    _check_memory((dram_slots + staging) * slot_bytes)
+    slab = Slab(
+        shapes=shapes, dtype=dtype, num_slots=dram_slots + staging, pinned=pages[0].k.is_cuda
+    )
+    disk, extents, records = None, [], []
+    if disk_bytes:
+        disk = DiskTier(
+            directory=Path(config.disk_dir) / "kv",
+            fingerprint=fingerprint,
+            segment_bytes=slab.segment_bytes,
+            capacity_bytes=disk_bytes,
+            min_free_bytes=config.disk_min_free_bytes,
+            read_bytes_per_s=config.disk_gbps * _GB,
+            write_bytes_per_s=config.disk_gbps * _GB,
+            deadline_s=config.io_deadline_s,
+        )
+        try:
+            extents, records = disk.open()
+        except (DirectoryLocked, OSError) as error:
+            raise ModelRefused(f"the cache directory {config.disk_dir} cannot be used: {error}") from error
+        log.info("disk: %d extents, %d sessions found", len(extents), len(records))
+    transfer = Transfer(
+        pages=pages,
+        slab=slab,
+        disk=disk,
+        rotations=functools.partial(Rotations, ropes=probed.ropes),
+        read_buffer_layers=config.read_buffer_layers,
+        dram_throttle=Throttle(bytes_per_s=config.dram_gbps * _GB, clock=time.monotonic, sleep=time.sleep),
+        synchronous=config.sync_save,
+        max_backlog_bytes=_BACKLOG_BYTES,
+    )
+    rates = Rates(
+        num_layers=len(shapes),
+        step_fixed_s=_PRIOR_STEP_S,
+        prefill_s_per_token=2 * parameters / _PRIOR_PREFILL_FLOPS,
+        bytes_per_s=_PRIOR_BYTES_PER_S,
+    )
+    return Tiers(
+        num_slots=slab.num_slots,
+        dram_slots=dram_slots,
+        disk_bytes=disk_bytes,
+        rates=rates,
+        transfer=transfer,
+        extents=extents,
+        records=records,
+    )
+
+
+def policy_factory(name: str, granularity: str) -> Callable[[], EvictionPolicy]:
+    """A new policy per tier."""
+    if name == "lookahead" and granularity == "block":
+        return lambda: LookaheadPolicy(granularity="block")
+    return POLICIES[name]
+
+
+def _check_memory(num_bytes: int) -> None:
+    free = psutil.virtual_memory().available
+    if num_bytes > _MAX_DRAM_SHARE * free:
+        raise ModelRefused(
+            f"cache.dram_gib asks for {num_bytes / 2**30:.1f} GiB with its staging slots, {free / 2**30:.1f} GiB are free"
+        )
