@@ -3,6 +3,7 @@
 import logging
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
@@ -11,15 +12,16 @@ from rich.console import Console
 from rich.panel import Panel
 from rich.table import Table
 
+from app import cache_cli
 from app.main import create_app
 from app.routes.ops import version
 from app.server import Server
-from app.settings import Settings, SettingsError, known_settings, load_settings
+from app.settings import GIB, Settings, SettingsError, known_settings, load_settings, parse_flags
 from engine.messages import ModelInfo
 
-GIB = 1 << 30
 console = Console(stderr=True, highlight=False)
 cli = typer.Typer(add_completion=False, no_args_is_help=True, help="An LLM server that keeps conversations' KV cache.")
+cli.add_typer(cache_cli.cli, name="cache")
 
 
 def _show_version(wanted: bool) -> None:
@@ -30,11 +32,12 @@ def _show_version(wanted: bool) -> None:
 
 @cli.callback()
 def _program(
+    context: typer.Context,
     show_version: Annotated[
         bool, typer.Option("--version", help="Show the version.", callback=_show_version, is_eager=True)
     ] = False,
 ) -> None:
-    pass
+    context.obj = open_stores
 
 
 @cli.command(
@@ -89,23 +92,6 @@ def list_settings() -> None:
     Console().print(table)
 
 
-def parse_flags(arguments: list[str]) -> dict[str, str]:
-    """`--section.key VALUE` and `--section.key=VALUE`. Raises SettingsError."""
-    flags: dict[str, str] = {}
-    rest = iter(arguments)
-    for argument in rest:
-        if not argument.startswith("--"):
-            raise SettingsError(f"unexpected argument {argument!r}")
-        name, equals, value = argument[2:].partition("=")
-        if not equals:
-            following = next(rest, None)
-            if following is None or following.startswith("--"):
-                raise SettingsError(f"the flag --{name} needs a value")
-            value = following
-        flags[name.replace("-", "_")] = value
-    return flags
-
-
 def show_plan(settings: Settings, model: ModelInfo, url: str) -> None:
     """What runs where, and what memory it takes: nobody should find out from an OOM killer."""
     kv_bytes = model.hbm_tokens * model.kv_bytes_per_token
@@ -133,6 +119,54 @@ def show_plan(settings: Settings, model: ModelInfo, url: str) -> None:
     for warning in model.warnings:
         table.add_row("warning", warning)
     console.print(Panel(table, title="Reprise is ready", expand=False))
+
+
+def open_stores(settings: Settings) -> Iterator[cache_cli.Store]:
+    """The KV on disk, one fingerprint after the other. Ends the program when the directory cannot be used."""
+    from cache.tiers.base import TierFailed, TierFull
+    from cache.tiers.disk import DirectoryLocked, DiskTier
+
+    root = settings.state_dir / "kv"
+    try:
+        for directory in sorted(root.iterdir()) if root.is_dir() else []:
+            segment_bytes = _segment_bytes(directory)
+            if segment_bytes is None:
+                continue
+            tier = DiskTier(
+                directory=settings.state_dir,
+                fingerprint=bytes.fromhex(directory.name),
+                segment_bytes=segment_bytes,
+                capacity_bytes=sys.maxsize,  # looking at a directory makes nothing leave it
+                min_free_bytes=0,
+                read_bytes_per_s=0.0,
+                write_bytes_per_s=0.0,
+                deadline_s=settings.cache.io_deadline_s,
+            )
+            extents, sessions = tier.open()
+            try:
+                yield cache_cli.Store(directory.name, tier, extents, sessions)
+            finally:
+                tier.close()
+    except (DirectoryLocked, TierFailed, TierFull, OSError) as error:
+        console.print(f"reprise: {error}", markup=False)
+        raise typer.Exit(1) from None
+
+
+def _segment_bytes(directory: Path) -> tuple[int, ...] | None:
+    """The layout of a fingerprint's records, from the first header that can be read. None: there are no records."""
+    from cache.extent import decode_header, header_size
+    from cache.tiers.base import BlockMissing
+
+    for path in sorted(directory.glob("??/*.kv")):
+        try:
+            with path.open("rb") as file:
+                start = file.read(4096)
+                header = decode_header(start + file.read(header_size(start) - len(start)))
+        except (BlockMissing, OSError):
+            continue
+        if header.fingerprint.hex() == directory.name:
+            return header.segment_bytes
+    return None
 
 
 def main() -> None:

@@ -241,6 +241,23 @@ def load_settings(*, flags: Mapping[str, str], environ: Mapping[str, str], confi
         raise SettingsError(f"{name} ({origins[name]}): {problem}" if name in origins else problem) from None
 
 
+def parse_flags(arguments: list[str]) -> dict[str, str]:
+    """`--section.key VALUE` and `--section.key=VALUE`. Raises SettingsError."""
+    flags: dict[str, str] = {}
+    rest = iter(arguments)
+    for argument in rest:
+        if not argument.startswith("--"):
+            raise SettingsError(f"unexpected argument {argument!r}")
+        name, equals, value = argument[2:].partition("=")
+        if not equals:
+            following = next(rest, None)
+            if following is None or following.startswith("--"):
+                raise SettingsError(f"the flag --{name} needs a value")
+            value = following
+        flags[name.replace("-", "_")] = value
+    return flags
+
+
 class _TextSource(EnvSettingsSource):
     """Settings as text under their full names: the given variables, or flags. Never reads the real environment."""
 

@@ -79,9 +79,20 @@ def test_a_state_directory_that_is_a_file_is_refused(tmp_path):
 def test_the_plan_names_url_model_and_memory(monkeypatch):
     console = Console(record=True, width=120, file=open(os.devnull, "w"))  # noqa: SIM115
     monkeypatch.setattr(cli, "console", console)
-    model = model_info(Path(), hbm_tokens=1 << 20, kv_bytes_per_token=2048, decouplable=False, warnings=("odd rope",))
+    model = model_info(
+        Path(), hbm_tokens=1 << 20, kv_bytes_per_token=2048, decouplable=False, warnings=("odd rope",),
+        memory_plan={"weights": 3 << 30, "disk": 8 << 30},
+    )  # fmt: skip
     cli.show_plan(Settings(), model, "http://127.0.0.1:8000")
     text = console.export_text()
-    for part in ("http://127.0.0.1:8000/v1", "test-model", "2.00 GiB", "1,048,576 tokens", "not decoupled", "odd rope"):
+    for part in (
+        "http://127.0.0.1:8000/v1",
+        "test-model",
+        "2.00 GiB",
+        "1,048,576 tokens",
+        "not decoupled",
+        "odd rope",
+        "weights 3.00 GiB, disk 8.00 GiB",
+    ):
         assert part in text
     console.file.close()

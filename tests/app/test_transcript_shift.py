@@ -29,8 +29,7 @@ class Dropper(Client):
     def shorten(self, messages: list[dict], **fields) -> PreparedPrompt:
         return self.transcripts.prepare(
             tokenizer=self.tokenizer, messages=messages,
-            **{"tenant": self.tenant, "session_id": None, "now": self.now, "client_shift": True},
-            **{**self.scope, **fields},
+            **dict(tenant=self.tenant, session_id=None, now=self.now, client_shift=True, **self.scope) | fields,
         )  # fmt: skip
 
     def talk(self, turns: int, lead: list[dict]) -> list[dict]:

@@ -1,0 +1,151 @@
+"""`reprise cache`: look at, check and empty the KV on disk, with the server stopped."""
+
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Protocol
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from app.settings import GIB, Settings, SettingsError, load_settings, parse_flags
+
+ANY_SETTING = {"allow_extra_args": True, "ignore_unknown_options": True}
+TOKEN_BYTES = 4
+
+cli = typer.Typer(
+    no_args_is_help=True,
+    help="The KV on disk. The server must be stopped; settings such as --cache.disk_dir are given as to `serve`.",
+)
+Config = Annotated[Path | None, typer.Option(help="TOML file with settings.")]
+
+
+class DiskTier(Protocol):
+    """The part of `cache.tiers.disk.DiskTier` used here."""
+
+    def verify(self) -> Iterator[tuple[int, str | None]]: ...
+    def delete(self, extent_id: int) -> None: ...
+    def delete_session(self, tenant: str, salt: str, session_id: str) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Store:
+    """The records of one fingerprint: one model, its precision and this format. Open while it is looked at."""
+
+    fingerprint: str  # hex
+    tier: DiskTier
+    extents: list[Any]  # cache.extent.ExtentInfo
+    sessions: list[Any]  # cache.extent.SessionRecord
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(extent.size_bytes for extent in self.extents)
+
+    @property
+    def blocks(self) -> int:
+        return sum(len(extent.blocks) for extent in self.extents)
+
+
+@cli.command("ls", context_settings=ANY_SETTING)
+def list_sessions(context: typer.Context, config: Config = None) -> None:
+    """List the sessions, those used last first."""
+    settings = _settings(context, config)
+    table = Table("session", "tenant", "blocks", "tokens", "MiB", "last used", "expires", "model", box=None)
+    rows: list[tuple[float, list[str]]] = []
+    for store in _stores(context, settings):
+        own: dict[tuple[str, str, str], list[Any]] = {}
+        for extent in store.extents:
+            own.setdefault(extent.session.names, []).append(extent)
+        for session in store.sessions:
+            extents = own.get(session.names, [])
+            blocks = [block for extent in extents for block in extent.blocks]
+            ttl_s = settings.cache.ttl_s if session.ttl_s is None else session.ttl_s
+            cells = [
+                session.session_id + (f" (salt {session.salt})" if session.salt else ""),
+                session.tenant,
+                f"{len(blocks):,}",
+                f"{sum(len(block.token_ids) // TOKEN_BYTES for block in blocks):,}",
+                f"{sum(extent.size_bytes for extent in extents) / (1 << 20):,.1f}",
+                _date(session.last_used_s),
+                "pinned" if session.pinned else _date(session.last_used_s + ttl_s),
+                store.fingerprint[:12],
+            ]
+            rows.append((session.last_used_s, cells))
+    for _, cells in sorted(rows, reverse=True):
+        table.add_row(*cells)
+    console = Console(highlight=False)
+    console.print(table if rows else f"No sessions in {settings.state_dir}.", markup=False)
+
+
+@cli.command(context_settings=ANY_SETTING)
+def stats(context: typer.Context, config: Config = None) -> None:
+    """Bytes, blocks and sessions, per model."""
+    settings = _settings(context, config)
+    table = Table("model", "sessions", "pinned", "extents", "blocks", "GiB", box=None)
+    total = 0
+    for store in _stores(context, settings):
+        pinned = sum(session.pinned for session in store.sessions)
+        counts = (len(store.sessions), pinned, len(store.extents), store.blocks)
+        table.add_row(store.fingerprint[:12], *(f"{count:,}" for count in counts), f"{store.size_bytes / GIB:.3f}")
+        total += store.size_bytes
+    console = Console(highlight=False)
+    console.print(table)
+    console.print(f"{total / GIB:.3f} of {settings.cache.disk_gib:g} GiB in {settings.state_dir}", markup=False)
+
+
+@cli.command(context_settings=ANY_SETTING)
+def verify(context: typer.Context, config: Config = None) -> None:
+    """Read every record and check it. Exit status 1 if one is damaged; the server computes such KV again."""
+    settings = _settings(context, config)
+    console = Console(highlight=False)
+    checked = damaged = 0
+    for store in _stores(context, settings):
+        for extent_id, problem in store.tier.verify():
+            checked += 1
+            if problem is not None:
+                damaged += 1
+                console.print(f"{store.fingerprint[:12]} {extent_id:016x}: {problem}", markup=False)
+    console.print(f"{checked:,} records checked, {damaged:,} damaged")
+    if damaged:
+        raise typer.Exit(1)
+
+
+@cli.command(context_settings=ANY_SETTING)
+def clear(
+    context: typer.Context,
+    config: Config = None,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+) -> None:
+    """Delete all KV, of all models. What was said (the transcripts) stays: conversations are computed again."""
+    settings = _settings(context, config)
+    if not yes:
+        typer.confirm(f"Delete all KV in {settings.state_dir}?", abort=True)
+    extents = size_bytes = 0
+    for store in _stores(context, settings):
+        for extent in store.extents:
+            store.tier.delete(extent.extent_id)
+        for session in store.sessions:
+            store.tier.delete_session(*session.names)
+        extents, size_bytes = extents + len(store.extents), size_bytes + store.size_bytes
+    Console(highlight=False).print(f"{extents:,} records deleted, {size_bytes / GIB:.3f} GiB")
+
+
+def _settings(context: typer.Context, config: Path | None) -> Settings:
+    try:
+        return load_settings(flags=parse_flags(context.args), environ=os.environ, config=config)
+    except SettingsError as error:
+        Console(stderr=True, highlight=False).print(f"reprise: {error}", markup=False)
+        raise typer.Exit(2) from None
+
+
+def _stores(context: typer.Context, settings: Settings) -> Iterator[Store]:
+    """One after the other. The program hands over how they are opened: only `app.cli` knows the tiers."""
+    stores: Iterator[Store] = context.obj(settings)
+    return stores
+
+
+def _date(unix_s: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M", time.localtime(unix_s))

@@ -1,0 +1,122 @@
+import fcntl
+import hashlib
+import time
+from pathlib import Path
+
+import pytest
+from click.testing import Result
+from typer.testing import CliRunner
+
+from app import cli
+from cache.extent import SessionRecord, StoredBlock
+from cache.tiers.disk import DiskTier
+
+SEGMENTS = (512, 512)
+
+
+def reprise(state_dir: Path, *arguments: str, answer: str | None = None) -> Result:
+    command = ["cache", *arguments, "--cache.disk_dir", str(state_dir)]
+    return CliRunner().invoke(cli.cli, command, input=answer, env={"COLUMNS": "200", "NO_COLOR": "1"})
+
+
+def store(state_dir: Path, fingerprint: bytes, *names: str, pinned: bool = False) -> None:
+    """An extent of two blocks (32 and 8 tokens) for each of these sessions."""
+    tier = DiskTier(
+        directory=state_dir, fingerprint=fingerprint, segment_bytes=SEGMENTS, capacity_bytes=1 << 30, min_free_bytes=0,
+        read_bytes_per_s=0.0, write_bytes_per_s=0.0, deadline_s=5.0,
+    )  # fmt: skip
+    tier.open()
+    for name in names:
+        session = SessionRecord("tenant", "", name, b"context", time.time(), pinned, None)
+        keys = [hashlib.blake2b(f"{name}/{n}".encode(), digest_size=16).digest() for n in range(3)]
+        blocks = [StoredBlock(keys[1], keys[0], bytes(128), False), StoredBlock(keys[2], keys[1], bytes(32), True)]
+        tier.write(session, blocks, lambda layer, block: memoryview(bytes([layer, block]) * 256))
+    tier.close()
+
+
+def records(state_dir: Path) -> list[Path]:
+    return sorted(state_dir.glob("kv/*/??/*.kv"))
+
+
+@pytest.fixture
+def two_models(tmp_path: Path) -> Path:
+    store(tmp_path, b"one model", "alpha", "beta")
+    store(tmp_path, b"other model", "gamma", pinned=True)
+    return tmp_path
+
+
+def test_ls_names_every_session_with_its_size(two_models: Path):
+    result = reprise(two_models, "ls")
+    assert result.exit_code == 0
+    rows = {line.split()[0]: line.split() for line in result.output.splitlines()[1:]}
+    assert rows.keys() == {"alpha", "beta", "gamma"}
+    assert rows["alpha"][1:4] == ["tenant", "2", "40"]
+    assert "pinned" in rows["gamma"]
+    assert "pinned" not in rows["alpha"]
+    assert len(records(two_models)) == 3  # looking takes nothing away
+
+
+def test_stats_add_up(two_models: Path):
+    result = reprise(two_models, "stats")
+    assert result.exit_code == 0
+    one, other = (line.split() for line in result.output.splitlines()[1:3])
+    assert one[:5] == [b"one model".hex()[:12], "2", "0", "2", "4"]
+    assert other[:5] == [b"other model".hex()[:12], "1", "1", "1", "2"]
+    assert "of 8 GiB" in result.output
+
+
+def test_verify_finds_a_flipped_bit(two_models: Path):
+    assert (reprise(two_models, "verify").exit_code, reprise(two_models, "verify").output) == (
+        0,
+        "3 records checked, 0 damaged\n",
+    )
+    damaged = records(two_models)[0]
+    with damaged.open("r+b") as file:
+        file.seek(-4096, 2)
+        byte = file.read(1)[0]
+        file.seek(-4096, 2)
+        file.write(bytes([byte ^ 1]))
+    result = reprise(two_models, "verify")
+    assert result.exit_code == 1
+    assert damaged.stem in result.output
+    assert "checksum" in result.output
+    assert "3 records checked, 1 damaged" in result.output
+
+
+def test_clear_asks_and_then_takes_all(two_models: Path):
+    assert reprise(two_models, "clear", answer="n\n").exit_code == 1
+    assert len(records(two_models)) == 3
+    result = reprise(two_models, "clear", "--yes")
+    assert (result.exit_code, records(two_models)) == (0, [])
+    assert "3 records deleted" in result.output
+    assert "No sessions" in reprise(two_models, "ls").output
+
+
+@pytest.mark.parametrize("command", ["ls", "stats", "verify", "clear"])
+def test_a_directory_in_use_is_left_alone(two_models: Path, command: str, monkeypatch: pytest.MonkeyPatch):
+    with (two_models / "kv" / "lock").open("r+") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        arguments = [command, "--yes"] if command == "clear" else [command]
+        result = reprise(two_models, *arguments)
+    assert result.exit_code == 1
+    assert "used by another server" in " ".join(result.output.split())
+    assert len(records(two_models)) == 3
+
+
+@pytest.mark.parametrize("command", ["ls", "stats", "verify", "clear"])
+def test_an_empty_or_missing_directory_is_no_error(tmp_path: Path, command: str):
+    arguments = [command, "--yes"] if command == "clear" else [command]
+    assert reprise(tmp_path / "nothing", *arguments).exit_code == 0
+
+
+def test_a_header_that_cannot_be_read_hides_nothing_else(two_models: Path):
+    records(two_models)[0].write_bytes(b"garbage")
+    result = reprise(two_models, "ls")
+    assert result.exit_code == 0
+    assert "beta" in result.output
+
+
+def test_a_bad_setting_exits_with_two(tmp_path: Path):
+    result = reprise(tmp_path, "ls", "--cache.disk_gb", "1")
+    assert result.exit_code == 2
+    assert "did you mean cache.disk_gib" in " ".join(result.output.split())
