@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from engine.cpu_modules import PackedLinear, RmsNorm, agree, pack_weight
+from engine.cpu_few_rows import FewRows
+from engine.cpu_modules import PackedLinear, RmsNorm, agree, few_row_product, pack_weight
 from engine.hf_model import Step, attend, current_step, rope_limit, running, turn_halves, turns_halves
 from engine.probe import ProbeResult, single_sequence_meta
 from kernels.attention.base import AttentionBackend, AttentionMeta, AttentionParams, KvPages
@@ -31,7 +32,7 @@ class DecoderLayer(nn.Module):
         inputs = [attention.q_proj, attention.k_proj, attention.v_proj]
         biases = [linear.bias for linear in inputs if linear.bias is not None]
         head_dim: int = attention.head_dim
-        self._index, self._params, self._head_dim = index, params, head_dim
+        self.index, self._params, self._head_dim = index, params, head_dim
         self._heads = [linear.out_features // head_dim for linear in inputs]
         self._input_norm = _norm(layer.input_layernorm)
         self._qkv = PackedLinear(
@@ -44,9 +45,22 @@ class DecoderLayer(nn.Module):
         self._gate, self._gate_bias = pack_weight(mlp.gate_proj.weight), mlp.gate_proj.bias
         self._up, self._up_bias = pack_weight(mlp.up_proj.weight), mlp.up_proj.bias
         self._down = _Summed(mlp.down_proj)
+        self.few = self._few_rows(layer)
+
+    def _few_rows(self, layer: Any) -> "FewRows | None":
+        mlp = layer.mlp
+        gate = few_row_product(self._gate, mlp.gate_proj.weight, mlp.gate_proj.bias)
+        up = few_row_product(self._up, mlp.up_proj.weight, mlp.up_proj.bias)
+        products = (self._qkv.few, self._out.few, gate, up, self._down.few)
+        if any(product is None for product in products) or gate.lanes != up.lanes:
+            return None
+        norms = (self._input_norm, self._q_norm, self._k_norm, self._post_norm)
+        return FewRows(self.index, self._params, self._heads, self._head_dim, products, norms)
 
     def forward(self, hidden_states: Tensor, *, position_embeddings: tuple[Tensor, Tensor], **_: Any) -> Tensor:
         hidden = hidden_states[0]
+        if self.few is not None and self.few.takes(hidden, *position_embeddings):
+            return self.few(hidden, *position_embeddings)[None]
         hidden = self._out(self._attend(self._input_norm(hidden), *position_embeddings), hidden)
         x = self._post_norm(hidden)
         gate = torch.ops.mkldnn._linear_pointwise(x, self._gate, self._gate_bias, "swish", [], "")
@@ -62,11 +76,11 @@ class DecoderLayer(nn.Module):
         if self._q_norm is not None and self._k_norm is not None:
             turning = torch.cat((self._q_norm(turning[:, :num_q]), self._k_norm(turning[:, num_q:])), dim=1)
         if step.sink is not None:
-            step.sink.write(self._index, turning[:, num_q:], values)
+            step.sink.write(self.index, turning[:, num_q:], values)
         turned = turn_halves(turning, cos[0][:, None], sin[0][:, None])
-        step.layers_called.append(self._index)
-        step.layers_rotated.append(self._index)
-        out = attend(step, self._index, turned[:, :num_q], turned[:, num_q:], values, self._params)
+        step.layers_called.append(self.index)
+        step.layers_rotated.append(self.index)
+        out = attend(step, self.index, turned[:, :num_q], turned[:, num_q:], values, self._params)
         return out.view(tokens, -1)
 
 
@@ -76,6 +90,7 @@ class _Summed(nn.Module):
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
         self._packed, self._bias = pack_weight(linear.weight), linear.bias
+        self.few = few_row_product(self._packed, linear.weight, linear.bias)
 
     def forward(self, x: Tensor, residual: Tensor) -> Tensor:
         out: Tensor = torch.ops.mkldnn._linear_pointwise.binary(x, residual, self._packed, self._bias, "add")
@@ -100,9 +115,35 @@ def replace_layers(model: nn.Module, probed: ProbeResult, backend: AttentionBack
                 continue
             ours = DecoderLayer(layer, index, probed.params[index])
             if _same_answer(ours, layer, index, probed, backend, positions):
+                if ours.few is not None and not _few_agree(ours, probed, backend, positions):
+                    ours.few = None
                 container[place] = ours
                 replaced += 1
     return replaced
+
+
+def _few_agree(ours: DecoderLayer, probed: ProbeResult, backend: AttentionBackend, positions: Tensor) -> bool:
+    """Whether a layer says the same of a few rows by either of its ways, and leaves the same keys and values."""
+    few, index = ours.few, ours.index
+    assert few is not None
+    positions = positions[1::2]
+    shape, rope = probed.shapes[index], probed.ropes[index]
+    assert rope is not None
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(1, len(positions), few.width, generator=generator).to(torch.bfloat16)
+    tables = rope.tables(hidden, positions)
+    answers = []
+    for way in (few, None):
+        ours.few = way
+        page = (1, backend.page_multiple, shape.kv_heads)
+        pages = KvPages(hidden.new_zeros(*page, shape.k_dim), hidden.new_zeros(*page, shape.v_dim))
+        meta = single_sequence_meta(hidden.device, 0, len(positions), backend.page_multiple)
+        with running(Step(meta, lambda _, pages=pages: pages, backend, None)):  # type: ignore[misc]
+            if way is not None and not way.takes(hidden[0], *tables):
+                return False
+            answers.append((ours(hidden, position_embeddings=tables) - hidden, pages.k, pages.v))
+    ours.few = few
+    return all(agree(got, want) for got, want in zip(*answers, strict=True))
 
 
 def _is_known(layer: nn.Module, probed: ProbeResult, index: int) -> bool:

@@ -139,7 +139,7 @@ def _vectors(emit: Callable[..., None]) -> Any:
 def _products(e, x, x_at, x_row, rows, w, w_at, lanes, pairs, out, out_at, out_row):
     """out[r, n] = sum over k of x[r, k] * w[k // 2, n, k % 2], for a tile of rows and one block of outputs.
     x and out fp32, w bf16 pairs as 32-bit words; lanes: vectors to a block."""
-    even, odd = e.sums(rows * lanes), e.sums(rows * lanes)
+    sums = e.sums(rows * lanes)
     with cgutils.for_range(e.b, pairs) as loop:
         base = e.at(w, e.add(w_at, e.mul(loop.index, lanes * LANES)))
         for lane in range(lanes):
@@ -148,12 +148,11 @@ def _products(e, x, x_at, x_row, rows, w, w_at, lanes, pairs, out, out_at, out_r
             low, high = e.bf16_pairs(here)
             for row in range(rows):
                 at = e.add(e.add(x_at, e.mul(x_row, row)), e.mul(loop.index, 2))
-                e.add_product(even[row * lanes + lane], e.splat(e.b.load(e.at(x, at))), low)
-                e.add_product(odd[row * lanes + lane], e.splat(e.b.load(e.at(x, e.add(at, 1)))), high)
+                e.add_product(sums[row * lanes + lane], e.splat(e.b.load(e.at(x, at))), low)
+                e.add_product(sums[row * lanes + lane], e.splat(e.b.load(e.at(x, e.add(at, 1)))), high)
     for row in range(rows):
         for lane in range(lanes):
-            total = e.b.fadd(e.b.load(even[row * lanes + lane]), e.b.load(odd[row * lanes + lane]))
-            e.store(total, e.at(out, e.add(e.add(out_at, e.mul(out_row, row)), lane * LANES)))
+            e.store(e.b.load(sums[row * lanes + lane]), e.at(out, e.add(e.add(out_at, e.mul(out_row, row)), lane * LANES)))
 
 
 @_vectors
@@ -326,7 +325,10 @@ def _block(x, words, lanes, block, out):
     width = len(lanes) * LANES
     at, column = block * pairs * width, block * width
     row, ins, outs = 0, x.shape[1], out.shape[1]
-    while row + 4 <= len(x):
+    while row + 8 <= len(x):
+        _products(x, row * ins, ins, (0,) * 8, words, at, lanes, pairs, out, row * outs + column, outs)
+        row += 8
+    if row + 4 <= len(x):
         _products(x, row * ins, ins, (0, 0, 0, 0), words, at, lanes, pairs, out, row * outs + column, outs)
         row += 4
     if row + 2 <= len(x):

@@ -4,9 +4,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
-from engine.cpu_modules import packing_works
-from tests.engine.models import copied, family_model, tiny_model, vanilla_logits
+from engine import cpu_modules
+from engine.cpu_modules import FEW_ROWS, packing_works
+from kernels.cpu_support import decode_kernels
+from tests.engine.models import copied, family_model, random_ids, tiny_model, vanilla_logits
 from tests.engine.paged import Played, Pool, Served, Text, optimise, play, serve, slots_of
 
 pytestmark = pytest.mark.skipif(not packing_works(), reason="no packed bf16 products on this machine")
@@ -77,4 +80,100 @@ def test_a_scale_that_only_shows_far_from_the_start_keeps_the_models_own_layer()
     served = in_bf16(exact)
     assert optimise(served.ours, served.probed).layers == 0
     ours, theirs = errors(play(served, seed=3), exact)
+    assert ours <= 1.15 * theirs
+
+
+few_rows = pytest.mark.skipif(decode_kernels() is None, reason="no numba or no AVX-512 here")
+
+
+def decoded(served: Served, streams: int, threads: int) -> tuple[list[Text], Pool]:
+    """So many texts of different lengths side by side: a common prefill, then row by row."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        pool = Pool(served.ours, served.probed.shapes)
+        texts = [pool.text(random_ids(20 + 7 * i, seed=i), [3 * i, 3 * i + 1]) for i in range(streams)]
+        pool.step([(text, 12 + 5 * i) for i, text in enumerate(texts)])
+        for _ in range(8):
+            pool.step([(text, 1) for text in texts])
+        return texts, pool
+    finally:
+        torch.set_num_threads(before)
+
+
+@few_rows
+@pytest.mark.parametrize("streams", [1, 3, FEW_ROWS])
+@pytest.mark.parametrize("name", ["llama", "qwen2_sliding", "qwen3"])
+def test_a_few_rows_go_another_way_and_are_as_exact(name: str, streams: int) -> None:
+    exact = family_model(name)
+    served = in_bf16(exact)
+    optimise(served.ours, served.probed)
+    ways = [layer.few for layer in served.ours.model.layers]
+    assert all(way is not None for way in ways)
+    called = []
+    for layer, way in zip(served.ours.model.layers, ways, strict=True):
+        layer.few = Counted(way, called)
+    texts, _ = decoded(served, streams, threads=1)
+    assert called == [streams] * 8 * 4
+    ours = theirs = 0.0
+    for text in texts:
+        truth = vanilla_logits(exact, text.token_ids)[text.done - 8 : text.done].float()
+        ours += (text.logits[text.done - 8 : text.done] - truth).square().mean().item()
+        vanilla = vanilla_logits(served.vanilla, text.token_ids)[text.done - 8 : text.done].float()
+        theirs += (vanilla - truth).square().mean().item()
+    assert ours <= 1.15**2 * theirs
+
+
+class Counted:
+    """A way through a layer that notes how many rows took it."""
+
+    def __init__(self, way: Any, called: list[int]) -> None:
+        self._way, self._called = way, called
+        self.takes = way.takes
+
+    def __call__(self, hidden: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        self._called.append(len(hidden))
+        return self._way(hidden, cos, sin)
+
+
+@few_rows
+def test_neither_threads_nor_company_change_a_bit_of_a_few_rows() -> None:
+    served = in_bf16(family_model("qwen3"))
+    optimise(served.ours, served.probed)
+    (one, pool), (two, other) = decoded(served, 3, threads=1), decoded(served, 3, threads=2)
+    for a, b in zip(one, two, strict=True):
+        assert torch.equal(a.logits[a.done - 8 : a.done], b.logits[b.done - 8 : b.done])
+        for x, y in zip(pool.rows(3, a), other.rows(3, b), strict=True):
+            assert torch.equal(x[: a.done], y[: b.done])
+    again = Pool(served.ours, served.probed.shapes)
+    for mine, layer in zip(again.pages, pool.pages, strict=True):
+        mine.k.copy_(layer.k)
+        mine.v.copy_(layer.v)
+    alone = again.text(one[1].token_ids, one[1].pages)
+    alone.done = one[1].done - 1
+    again.step([(alone, 1)])
+    assert torch.equal(alone.logits[alone.done - 1], one[1].logits[one[1].done - 1])
+
+
+@few_rows
+def test_kernels_that_are_wrong_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    finish = decode_kernels().finish
+
+    def off_by_a_little(*args: Any) -> None:
+        finish(*args)
+        args[-1][:] += 64  # half as much again
+
+    monkeypatch.setattr(decode_kernels(), "finish", off_by_a_little)
+    served = in_bf16(family_model("llama"))
+    assert optimise(served.ours, served.probed).layers == 4
+    assert all(layer.few is None for layer in served.ours.model.layers)
+
+
+def test_without_kernels_layers_are_replaced_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu_modules, "decode_kernels", lambda: None)
+    exact = family_model("llama")
+    served = in_bf16(exact)
+    assert optimise(served.ours, served.probed).layers == 4
+    assert all(layer.few is None for layer in served.ours.model.layers)
+    ours, theirs = errors(play(served, seed=4), exact)
     assert ours <= 1.15 * theirs
