@@ -8,6 +8,7 @@ Other fingerprints' directories are left alone until their room is needed: start
 nothing. Their bytes count towards the cap.
 """
 
+import contextlib
 import errno
 import fcntl
 import logging
@@ -123,12 +124,18 @@ class DiskTier:
             raise
 
     def close(self) -> None:
-        """What runs is given its deadline. Then another server may use the directory."""
-        if self._io is not None:
-            self._io.close()
-            if self._io.lost == 0:
-                self._release()
-            self._io = None
+        """What runs is given its deadline. Then another server may use the directory, unless something hangs in it: the
+        lock then goes with the process."""
+        io, self._io = self._io, None
+        if io is None:
+            return
+        if io.close():
+            last = IoThreads(name="disk-close", num_threads=1, deadline_s=self._deadline_s)
+            with contextlib.suppress(IoDeadline):
+                last.call(lambda _: self._release(), late=lambda: None)
+            last.close()
+        else:
+            log.warning("the disk tier closes while an operation hangs in %s", self._directory)
 
     def used_bytes(self) -> int:
         """The sizes of all files of records, whole pages, including those being written."""
@@ -334,7 +341,7 @@ class DiskTier:
         for directory in (self._root, self._own):
             directory.chmod(0o700)
         self._lock_fd = _lock_directory(self._root / "lock", self._directory)
-        known, sessions = self._index.open()
+        known, sessions = self._index.open(beat)
         beat()
         files, foreign = scan(self._root, self._own, beat)
         extents: dict[int, ExtentInfo] = {}

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cache.extent import MAX_EXTENT_ID
-from cache.tiers.extent_file import ParsedExtent, remove_extent
+from cache.tiers.base import BlockMissing
+from cache.tiers.extent_file import ParsedExtent, read_header, remove_extent
 from cache.tiers.io_threads import Beat
 
 MAX_CACHED_HEADER_BYTES = 32 << 20
@@ -50,6 +51,21 @@ def scan(root: Path, own: Path, beat: Beat) -> tuple[dict[int, int], list[Foreig
                     else:
                         foreign.append(Foreign(extent_id, path, entry.stat(follow_symlinks=False).st_size))
     return ours, foreign
+
+
+def stored_models(directory: Path) -> dict[bytes, tuple[int, ...]]:
+    """Fingerprint -> segment_bytes of every model that has an intact record in a disk tier's directory: what a tool
+    needs to open the tier when no model is at hand. Raises OSError."""
+    models: dict[bytes, tuple[int, ...]] = {}
+    root = directory / "kv"
+    for model in _directories(root, _FINGERPRINT) if root.is_dir() else ():
+        for path in sorted(model.glob("??/*.kv")):
+            with contextlib.suppress(BlockMissing), path.open("rb", buffering=0) as file:
+                header, _ = read_header(file.fileno(), path.stat().st_size)
+                if header.fingerprint.hex() == model.name:
+                    models[header.fingerprint] = header.segment_bytes
+                    break
+    return models
 
 
 def drop_foreign(record: Foreign) -> bool:

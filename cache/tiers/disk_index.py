@@ -15,6 +15,7 @@ import msgspec
 from xxhash import xxh3_64_digest
 
 from cache.extent import ExtentInfo, SessionRecord
+from cache.tiers.io_threads import Beat
 
 SCHEMA_VERSION = 1
 _SCHEMA = """
@@ -39,25 +40,25 @@ class DiskIndex:
         self._lock = threading.Lock()
         self._db: sqlite3.Connection | None = None
 
-    def open(self) -> tuple[dict[int, ExtentInfo], dict[tuple[str, str, str], tuple[int, SessionRecord]]]:
-        """All rows that are intact. One that is damaged or of another schema is
-        moved aside."""
+    def open(self, beat: Beat) -> tuple[dict[int, ExtentInfo], dict[tuple[str, str, str], tuple[int, SessionRecord]]]:
+        """Extents by id, and sessions by name with their stamps: all rows that are intact. An index that is damaged or
+        of another schema is moved aside."""
         try:
-            return self._load()
+            return self._load(beat)
         except (sqlite3.Error, UnicodeError) as error:
+            beat()  # not because nobody waits any more
             log.warning("the disk tier's index is set aside and made again from the records: %s", error)
             self.close()
             self._move_aside()
-            return self._load()
+            return self._load(beat)
 
-    def add(self, info: ExtentInfo, *, stamp: int | None) -> None:
-        """A row for the extent; with a stamp its session record is also the session's newest, if none is newer."""
+    def add(self, info: ExtentInfo, *, stamp: int) -> None:
+        """A row for the extent; its session record is also the session's newest, unless there is one of a later stamp."""
         data = msgspec.msgpack.encode(info)
         with self._lock, self._connection() as db:
             row = (info.extent_id, data, _digest(info.extent_id, data))
             db.execute("INSERT OR REPLACE INTO extents VALUES (?, ?, ?)", row)
-            if stamp is not None:
-                _put(db, info.session, stamp)
+            _put(db, info.session, stamp)
 
     def remove(self, extent_ids: Iterable[int]) -> None:
         with self._lock, self._connection() as db:
@@ -87,7 +88,7 @@ class DiskIndex:
             raise sqlite3.OperationalError("the index is closed")
         return self._db
 
-    def _load(self) -> tuple[dict[int, ExtentInfo], dict[tuple[str, str, str], tuple[int, SessionRecord]]]:
+    def _load(self, beat: Beat) -> tuple[dict[int, ExtentInfo], dict[tuple[str, str, str], tuple[int, SessionRecord]]]:
         db = self._db = sqlite3.connect(self._path, timeout=1.0, check_same_thread=False)
         self._path.chmod(0o600)
         db.execute("PRAGMA journal_mode = WAL")
@@ -98,11 +99,13 @@ class DiskIndex:
             db.executescript(f"BEGIN; {_SCHEMA} PRAGMA user_version = {SCHEMA_VERSION}; COMMIT;")
         elif version != SCHEMA_VERSION:
             raise sqlite3.DatabaseError(f"schema {version}, not {SCHEMA_VERSION}")
+        db.set_progress_handler(beat, 100_000)  # a large index is not a device that hangs
         (state,) = db.execute("PRAGMA quick_check(1)").fetchone()
         if state != "ok":
             raise sqlite3.DatabaseError(state)
         extents = {}
         for extent_id, data, digest in db.execute("SELECT extent_id, info, digest FROM extents"):
+            beat()
             info = _decode(extent_id, data, digest, ExtentInfo)
             if info is not None and info.extent_id == extent_id:
                 extents[extent_id] = info
@@ -111,6 +114,7 @@ class DiskIndex:
             record = _decode(stamp, data, digest, SessionRecord)
             if record is not None:
                 sessions[record.names] = (stamp, record)
+        db.set_progress_handler(None, 0)
         return extents, sessions
 
     def _move_aside(self) -> None:

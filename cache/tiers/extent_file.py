@@ -124,6 +124,18 @@ def read_segments(fd: int, extent: ParsedExtent, layer: int, blocks: Sequence[in
             raise BlockMissing(f"{where} was altered", reason="checksum")
 
 
+def read_header(fd: int, file_bytes: int) -> tuple[ExtentHeader, int]:
+    """The header of whichever model's record this is, and its length. Raises BlockMissing, OSError."""
+    start = bytearray(ALIGNMENT)
+    got = _read_all(fd, memoryview(start), 0)
+    size = header_size(bytes(start[:got]))
+    if size > file_bytes:
+        raise BlockMissing("the record ends inside its header", reason="short_read")
+    data = bytearray(size)
+    got = _read_all(fd, memoryview(data), 0)
+    return decode_header(bytes(data[:got])), size
+
+
 def runs(blocks: Sequence[int]) -> Iterator[tuple[int, int]]:
     """Half-open ranges of places in `blocks` that hold consecutive numbers."""
     start = 0
@@ -134,14 +146,7 @@ def runs(blocks: Sequence[int]) -> Iterator[tuple[int, int]]:
 
 
 def _parse(fd: int, stamp: Stamp, fingerprint: bytes, segment_bytes: tuple[int, ...], extent_id: int) -> ParsedExtent:
-    start = bytearray(ALIGNMENT)
-    got = _read_all(fd, memoryview(start), 0)
-    size = header_size(bytes(start[:got]))
-    if size > stamp[1]:
-        raise BlockMissing("the record ends inside its header", reason="short_read")
-    data = bytearray(size)
-    got = _read_all(fd, memoryview(data), 0)
-    header = decode_header(bytes(data[:got]))
+    header, size = read_header(fd, stamp[1])
     if header.fingerprint != fingerprint:
         raise BlockMissing(f"extent {extent_id:016x} is another model's", reason="fingerprint")
     if header.segment_bytes != segment_bytes or header.extent_id != extent_id:

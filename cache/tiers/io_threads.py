@@ -85,8 +85,8 @@ class IoThreads:
             raise job.error
         return job.result  # type: ignore[return-value]
 
-    def close(self) -> None:
-        """Calls that wait for a thread fail; running ones are given their deadline."""
+    def close(self) -> bool:
+        """Calls that wait for a thread fail; running ones are given the deadline. Whether all have ended."""
         with self._wake:
             self._closed = True
             for job in self._waiting:
@@ -97,6 +97,7 @@ class IoThreads:
         until = time.monotonic() + self._deadline_s
         for thread in self._threads:
             thread.join(max(0.0, until - time.monotonic()))
+        return not any(thread.is_alive() for thread in self._threads)
 
     def _run(self) -> None:
         while True:

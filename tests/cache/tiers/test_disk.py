@@ -15,7 +15,9 @@ from hypothesis import strategies as st
 import cache.tiers.extent_file as extent_file
 from cache.tiers.base import BlockMissing, TierFailed, TierFull
 from cache.tiers.disk import IO_THREADS, DirectoryLocked
+from cache.tiers.disk_files import stored_models
 from tests.cache.tiers.disk_helpers import (
+    FINGERPRINT,
     SEGMENTS,
     bytes_of_files,
     make_blocks,
@@ -479,6 +481,50 @@ def test_a_write_that_ends_too_late_leaves_nothing(tmp_path, monkeypatch):
     tier, extents, sessions = reopened(tier, tmp_path)
     assert (extents, sessions) == ([], [])
     tier.close()
+
+
+def test_a_slow_write_that_goes_on_is_not_a_hung_one(tmp_path, monkeypatch):
+    monkeypatch.setattr(extent_file, "CHUNK_BYTES", 1)
+    pwritev = os.pwritev
+
+    def slow(fd, views, offset):
+        time.sleep(0.02)
+        return pwritev(fd, views, offset)
+
+    monkeypatch.setattr(os, "pwritev", slow)
+    tier = make_tier(tmp_path, deadline_s=0.3)
+    tier.open()
+    started = time.monotonic()
+    info = put(tier, "x", 6)
+    assert time.monotonic() - started > 0.3
+    assert read_wrongly(tier, info) == []
+    tier.close()
+
+
+def test_a_close_does_not_wait_for_what_hangs_for_ever(tmp_path, monkeypatch):
+    tier = make_tier(tmp_path, deadline_s=0.05)
+    tier.open()
+    info = put(tier, "x")
+    hang = Hang(os.preadv)
+    with monkeypatch.context() as patch, tier.reader(info.extent_id) as reader:
+        patch.setattr(os, "preadv", hang)
+        with pytest.raises(BlockMissing):
+            reader.read(0, [0], [memoryview(bytearray(SEGMENTS[0]))])
+        io = tier._io
+        tier.close()
+        hang.go.set()
+        wait_until(lambda: io.lost == 0)
+    with pytest.raises(BlockMissing):
+        tier.reader(info.extent_id)
+
+
+def test_a_tool_finds_out_whose_records_they_are(tier, tmp_path):
+    assert stored_models(tmp_path / "nothing") == {}
+    put(tier, "x")
+    record_files(tmp_path)[0].write_bytes(b"spoilt")
+    assert stored_models(tmp_path) == {}
+    put(tier, "y")
+    assert stored_models(tmp_path) == {FINGERPRINT: SEGMENTS}
 
 
 def test_a_second_server_is_told_who_is_there(tier, tmp_path):
