@@ -53,7 +53,7 @@ class DiskIndex:
             return self._load(beat)
 
     def add(self, info: ExtentInfo, *, stamp: int) -> None:
-        """A row for the extent; its session record is also the session's newest, unless there is one of a later stamp."""
+        """A row for the extent; its session record is the session's newest too, unless one has a later stamp."""
         data = msgspec.msgpack.encode(info)
         with self._lock, self._connection() as db:
             row = (info.extent_id, data, _digest(info.extent_id, data))
