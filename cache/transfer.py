@@ -248,6 +248,8 @@ class Transfer:
                 continue
             queue.put(None)  # type: ignore[arg-type]
             thread.join(max(0.0, end - time.monotonic()))
+        if self._disk is not None:
+            self._disk.close()
         return not any(thread.is_alive() for thread in self._threads)
 
     def _check(self) -> None:

@@ -136,11 +136,18 @@ def test_a_fast_tier_delivers_all_and_a_slow_one_nothing():
 
 
 def test_in_between_load_and_compute_share_the_work():
-    # Per block 32 ms to compute and 32 ms to load, 8 layers, 32 new tokens, 4 blocks. Loading n of them costs
-    # max(32n, 32(5-n)) + min(...)/8: n=0: 160, n=1: 128+4, n=2: 96+8 = 104, n=3: 96+8 = 104, n=4: 128+4.
-    rates = make_rates(num_layers=8, prefill_s_per_token=1 / 1024, dram_to_hbm=2.0**20)
+    # Per block 32 ms to compute and 48 ms to load, 8 layers, 32 new tokens, 4 blocks. Loading all takes 192 ms,
+    # computing all 160. Loading n of them costs max(48n, 32(5-n)) + min(...)/8:
+    # n=0: 160, n=1: 128+6, n=2: 96+12 = 108, n=3: 144+8, n=4: 192+4.
+    rates = make_rates(num_layers=8, prefill_s_per_token=1 / 1024, dram_to_hbm=(1 << 15) / 0.048)
     blocks = options([1 << 15] * 4)
-    assert choose_load(blocks, rates, 32) == 3  # a tie of 2 and 3 goes to loading
+    assert choose_load(blocks, rates, 32) == 2
+
+
+def test_all_is_loaded_while_that_is_no_slower_than_to_compute_it():
+    # As above with 40 ms a block: loading all takes as long as computing all, 160 ms, and leaves the processors free.
+    rates = make_rates(num_layers=8, prefill_s_per_token=1 / 1024, dram_to_hbm=(1 << 15) / 0.04)
+    assert choose_load(options([1 << 15] * 4), rates, 32) == 4
 
 
 def test_a_slow_block_is_in_the_way_of_those_behind_it():
