@@ -207,6 +207,14 @@ class Service:
             raise session_error(reply.error_code, request.session_id)
         return reply
 
+    async def patch_session(self, request: SessionRequest) -> SessionReply:
+        """The KV, and the transcript without which it would not be recognised. Raises ApiError."""
+        reply = await self.ask_sessions(request)
+        for info in reply.sessions:
+            ttl_s = None if info.expires_s is None else info.expires_s - info.last_used_s
+            self._transcripts.keep(info.session_id, tenant=request.tenant, ttl_s=ttl_s)
+        return reply
+
     async def delete_session(self, request: SessionRequest) -> None:
         """The KV, then the transcript, which may be there without KV. Raises ApiError."""
         missing: ApiError | None = None

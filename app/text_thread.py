@@ -37,6 +37,11 @@ class TextThread:
         """As `Transcripts.record`, without waiting for it."""
         self._executor.submit(self._transcripts.record, prompt, **fields).add_done_callback(_log_failure)
 
+    def keep(self, session_id: str, *, tenant: str, ttl_s: float | None) -> None:
+        """As `Transcripts.keep`, without waiting for it."""
+        call = partial(self._transcripts.keep, session_id, tenant=tenant, ttl_s=ttl_s)
+        self._executor.submit(call).add_done_callback(_log_failure)
+
     async def forget(self, session_id: str, *, tenant: str) -> int:
         """As `Transcripts.forget`, after all that was recorded before."""
         call = partial(self._transcripts.forget, session_id, tenant=tenant)

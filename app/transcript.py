@@ -18,66 +18,40 @@ prompt always decode to the text that the template renders, with two exceptions,
 """
 
 import base64
-import json
 import secrets
 from array import array
-from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from app.message_bounds import MessageBounds
+from app.splice import (
+    GENERATED,
+    Message,
+    Request,
+    Splice,
+    TextTokenizer,
+    canonical,
+    common_chars,
+    common_ids,
+    content_of,
+    cut,
+    link,
+    tail_of,
+    without_reasoning,
+)
 from app.template import TemplateError
 from app.tokenizer import SHIELD
 from app.transcript_store import Answer, Base, NewAnswer, PreparedPrompt, Shifted, TranscriptStore, digest
 
 __all__ = ["PreparedPrompt", "TextTokenizer", "Transcripts"]
 
-Message = dict[str, Any]
-
 MAX_LOOKUPS = 512  # answers of a request, from the last one back, that are looked up
 MAX_ATTEMPTS = 4  # candidates whose text is compared
 MAX_STREAM_TOKENS = 1 << 18  # a conversation that a client shortens is begun anew when it is longer than that
 MIN_SHIFTED_TOKENS = 128  # four blocks: a shorter rest of a conversation is computed as fast as moved
-_MAX_STEPS_BACK = 8  # tokens that a cut may move back to reach a whole character
-_REASONING = ("reasoning_content", "reasoning", "thinking")
-_GENERATED = frozenset(("content", "tool_calls", "function_call", *_REASONING))
-_NEVER_RENDERED = frozenset(("annotations", "cache_control", "refusal"))
-_ENCODE = json.JSONEncoder(sort_keys=True, separators=(",", ":")).encode  # json.dumps would build one per call
-
-
-class TextTokenizer(Protocol):
-    """The part of `app.tokenizer.ChatTokenizer` used here."""
-
-    special_ids: frozenset[int]
-    template_digest: bytes
-
-    def render(
-        self,
-        messages: list[Message],
-        *,
-        tools: list[dict[str, Any]] | None,
-        template_args: dict[str, Any],
-        add_generation_prompt: bool,
-    ) -> str: ...
-    def encode_marked(self, text: str, marks: Sequence[int], *, behind: bool) -> tuple[list[int], list[int]]: ...
-    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str: ...
-
-
-@dataclass(frozen=True, slots=True)
-class _Request:
-    tokenizer: TextTokenizer
-    messages: list[Message]
-    tools: list[dict[str, Any]] | None
-    template_args: dict[str, Any]
-    text: str  # all of it, rendered
-    chain: list[bytes]  # [messages + 1]: digest of the scope and the first n messages
-
-    def render(self, messages: list[Message], opens_answer: bool = True) -> str:
-        return self.tokenizer.render(
-            messages, tools=self.tools, template_args=self.template_args, add_generation_prompt=opens_answer
-        )
+_FOR_EVER_S = 1e12
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,14 +62,6 @@ class _Candidate:
     answer: Answer
     is_exact: bool  # messages[turn] is the answer as recorded
     is_known: bool  # an answer of ours is in the request: this one, its beginning, or an earlier one
-
-
-@dataclass(frozen=True, slots=True)
-class _Splice:
-    """The request's text is that of the stored ids kept, and `rest`."""
-
-    kept_tokens: int  # of the answer, behind its prompt
-    rest: str
 
 
 class Transcripts:
@@ -131,11 +97,11 @@ class Transcripts:
         Recorded answers are found by content, whatever session they are of. Raises TemplateError.
         """
         text = tokenizer.render(messages, tools=tools, template_args=template_args, add_generation_prompt=True)
-        scope = digest("scope", tenant, model, tokenizer.template_digest, _canonical(tools), _canonical(template_args))
+        scope = digest("scope", tenant, model, tokenizer.template_digest, canonical(tools), canonical(template_args))
         chain = [scope]
         for message in messages:
-            chain.append(_link(chain[-1], message))
-        request = _Request(tokenizer, messages, tools, template_args, text, chain)
+            chain.append(link(chain[-1], message))
+        request = Request(tokenizer, messages, tools, template_args, text, chain)
         ids: list[int] | None = None
         starts: list[int] = []
         base: Base | None = None
@@ -165,7 +131,7 @@ class Transcripts:
                 return shifted
         if ids is None:
             ids, starts = self._encode(request, text, 0)
-            if first is not None and (common := _common_ids(ids, first[1])):
+            if first is not None and (common := common_ids(ids, first[1])):
                 base = Base(first[0].id, first[0].digest, common)
         if found_session is not None:
             self._store.touch(tenant, found_session, now=now)
@@ -179,10 +145,10 @@ class Transcripts:
             text_digest=digest(text),
             base=base,
             starts=tuple(starts),
-            tail=_tail(request, len(messages) - 1),
+            tail=tail_of(request, len(messages) - 1),
         )
 
-    def _shifted(self, request: _Request, tenant: str, session_id: str | None, now: float) -> PreparedPrompt | None:
+    def _shifted(self, request: Request, tenant: str, session_id: str | None, now: float) -> PreparedPrompt | None:
         """Leading system messages and the last whole messages of a recorded conversation, and what follows them.
 
         The answer before the new messages finds the conversation, the number of messages tells what was dropped, and
@@ -193,7 +159,7 @@ class Transcripts:
         turn = max((n for n, message in enumerate(messages) if message.get("role") == "assistant"), default=0)
         if turn <= lead:  # no message in front of the answer is left to know it by
             return None
-        tail = _link(_tail(request, turn - 1), _without_reasoning(messages[turn]))
+        tail = link(tail_of(request, turn - 1), without_reasoning(messages[turn]))
         for answer in self._store.find_tails(tail=tail, session_id=session_id, since=now - self._ttl_s):
             history = self._store.history(answer.id)
             first = len(history.starts) - (turn + 1 - lead) if history is not None else 0
@@ -216,7 +182,7 @@ class Transcripts:
                 continue
             chain = answer.chain
             for message in messages[turn + 1 :]:
-                chain = _link(chain, message)
+                chain = link(chain, message)
             self._store.touch(tenant, answer.session_id, now=now)
             return PreparedPrompt(
                 token_ids=ids,
@@ -228,15 +194,15 @@ class Transcripts:
                 text_digest=digest("not rendered"),
                 base=Base(answer.id, answer.digest, known),
                 starts=(*starts[:lead], *(start - resume + keep for start in starts[first:])),
-                tail=_tail(request, len(messages) - 1),
+                tail=tail_of(request, len(messages) - 1),
                 shift=Shifted(stream, starts, keep, resume),
             )
         return None
 
-    def _splice_answer(self, request: _Request, turn: int, answer: Answer) -> _Splice | None:
+    def _splice_answer(self, request: Request, turn: int, answer: Answer) -> Splice | None:
         """What of the recorded answer is kept where the request has it, and the text behind that."""
         message = request.messages[turn]
-        others = {name: value for name, value in message.items() if name not in _GENERATED}
+        others = {name: value for name, value in message.items() if name not in GENERATED}
         marked = [*request.messages[:turn], {**others, "content": self._sentinel}, *request.messages[turn + 1 :]]
         try:
             _, *tails = request.render(marked).split(self._sentinel)
@@ -244,9 +210,9 @@ class Transcripts:
             return None
         if len(tails) != 1 or not request.text.endswith(tails[0]):
             return None
-        return _cut(request.tokenizer, answer, len(answer.text), answer.text, tails[0])
+        return cut(request.tokenizer, answer, len(answer.text), answer.text, tails[0])
 
-    def _encode(self, request: _Request, rest: str, first: int) -> tuple[list[int], list[int]]:
+    def _encode(self, request: Request, rest: str, first: int) -> tuple[list[int], list[int]]:
         """The ids of `rest`, with which the request's text ends, and where in them messages[first:] and then the answer
         begin; nowhere if the template does not show it."""
         tokenizer = request.tokenizer
@@ -269,19 +235,24 @@ class Transcripts:
     ) -> None:
         """Remember an answer: `answer` is the message as the client will send it back, `text` what `token_ids` said; it
         may end before they do, where a stop string cut it. `text_ends` has an entry per token."""
-        bare = _without_reasoning(answer)
+        bare = without_reasoning(answer)
         self._store.add(
             prompt,
             NewAnswer(
-                chain=_link(prompt.chain, answer),
-                bare=_link(prompt.chain, bare),
-                tail=_link(prompt.tail, bare),
+                chain=link(prompt.chain, answer),
+                bare=link(prompt.chain, bare),
+                tail=link(prompt.tail, bare),
                 token_ids=array("I", token_ids),
                 text=text,
                 ends=array("I", text_ends),
             ),
             now=now,
         )
+
+    def keep(self, session_id: str, *, tenant: str, ttl_s: float | None) -> None:
+        """What a tenant has recorded under this id, with or without salts, leaves that long after its last use; None:
+        only when there is no room."""
+        self._store.extend(session_id, tenant=tenant, extra_s=_FOR_EVER_S if ttl_s is None else ttl_s - self._ttl_s)
 
     def forget(self, session_id: str, *, tenant: str | None = None) -> int:
         """Delete what was recorded under this id by a tenant, with or without salts of its own ("tenant/salt"), or by
@@ -298,7 +269,7 @@ class Transcripts:
     def close(self) -> None:
         self._store.close()
 
-    def _candidates(self, request: _Request, session_id: str | None, *, since: float) -> Iterator[_Candidate]:
+    def _candidates(self, request: Request, session_id: str | None, *, since: float) -> Iterator[_Candidate]:
         """Deepest first, one per turn."""
         turns = [turn for turn, message in enumerate(request.messages) if message.get("role") == "assistant"]
         turns = turns[-MAX_LOOKUPS:]
@@ -306,7 +277,7 @@ class Transcripts:
         turns = [turn for turn in turns if request.chain[turn] in known]
         attempts = 0
         for turn in reversed(turns):
-            content = _content(request.messages[turn])
+            content = content_of(request.messages[turn])
             before, after = request.chain[turn : turn + 2]
             answers = self._store.find_answers(after=after, session_id=session_id, since=since)
             is_exact = bool(answers)
@@ -314,39 +285,39 @@ class Transcripts:
                 answers = self._store.find_siblings(before=before, session_id=session_id, since=since)
             if answers:
                 # max() keeps the first of equals: the session's own, then the newest.
-                best = max(answers, key=lambda answer: _common_chars(answer.text, content))
+                best = max(answers, key=lambda answer: common_chars(answer.text, content))
                 is_beginning = content != "" and best.text.startswith(content)
                 yield _Candidate(turn, best, is_exact, is_exact or is_beginning or best.continues)
                 attempts += 1
                 if attempts == MAX_ATTEMPTS:
                     return
 
-    def _splice(self, request: _Request, candidate: _Candidate) -> _Splice | None:
+    def _splice(self, request: Request, candidate: _Candidate) -> Splice | None:
         """None if the stored ids are not those of the beginning of the request's text."""
         answer, text = candidate.answer, request.text
         start = answer.prompt_chars
-        content = _content(request.messages[candidate.turn])
+        content = content_of(request.messages[candidate.turn])
         has_same_prompt = len(text) >= start and digest(text[:start]) == answer.prompt_digest
         if has_same_prompt and candidate.is_exact and text.startswith(answer.text, start):
-            return _cut(request.tokenizer, answer, len(answer.text), answer.text, text[start + len(answer.text) :])
-        in_place: _Splice | None = None
+            return cut(request.tokenizer, answer, len(answer.text), answer.text, text[start + len(answer.text) :])
+        in_place: Splice | None = None
         if has_same_prompt and content and text.startswith(content, start):
-            common = _common_chars(answer.text, content)
-            in_place = _cut(request.tokenizer, answer, common, content, text[start + len(content) :])
+            common = common_chars(answer.text, content)
+            in_place = cut(request.tokenizer, answer, common, content, text[start + len(content) :])
             if not candidate.is_exact:
                 return in_place
         changed = self._splice_changed(request, candidate, has_same_prompt=has_same_prompt)
         if changed is None and has_same_prompt and candidate.is_known:
-            return in_place or _Splice(0, text[start:])
+            return in_place or Splice(0, text[start:])
         return changed
 
-    def _splice_changed(self, request: _Request, candidate: _Candidate, *, has_same_prompt: bool) -> _Splice | None:
+    def _splice_changed(self, request: Request, candidate: _Candidate, *, has_same_prompt: bool) -> Splice | None:
         """For templates that do not render an answer's text as it is: a unique word in its place shows what stands
         around it."""
         answer, turn, text = candidate.answer, candidate.turn, request.text
-        message, content = request.messages[turn], _content(request.messages[turn])
-        others = {name: value for name, value in message.items() if name not in _GENERATED}
-        if not candidate.is_exact and any(message.get(name) for name in _GENERATED if name != "content"):
+        message, content = request.messages[turn], content_of(request.messages[turn])
+        others = {name: value for name, value in message.items() if name not in GENERATED}
+        if not candidate.is_exact and any(message.get(name) for name in GENERATED if name != "content"):
             return None
         marked = [*request.messages[:turn], {**others, "content": self._sentinel}, *request.messages[turn + 1 :]]
         try:
@@ -365,85 +336,11 @@ class Transcripts:
         if end < len(head) or not text.startswith(head) or not text.endswith(tail):
             return None
         if candidate.is_exact:
-            return _cut(request.tokenizer, answer, len(answer.text), answer.text, tail)
+            return cut(request.tokenizer, answer, len(answer.text), answer.text, tail)
         shown = text[len(head) : end]
         if not (shown and answer.text.startswith(shown)) and answer.text.startswith(content):
             shown = content
-        return _cut(request.tokenizer, answer, _common_chars(answer.text, shown), shown, tail)
-
-
-def _cut(tokenizer: TextTokenizer, answer: Answer, limit: int, shown: str, tail: str) -> _Splice:
-    """Keep the answer's whole tokens within its first `limit` characters, which begin `shown`."""
-    ids, ends = answer.token_ids, answer.ends
-    if limit == len(answer.text) and (not ends or ends[-1] <= limit):
-        tokens = len(ids)
-        while tokens and ids[tokens - 1] in tokenizer.special_ids:
-            tokens -= 1
-        if tokenizer.decode(ids[:tokens], skip_special_tokens=True) == answer.text:
-            return _Splice(tokens, shown[limit:] + tail)
-    # A token after which no more text was complete may hold the first bytes of the next character: the first token that
-    # completed the text is the one to end with. It may hold such bytes as well; then its decoded text tells.
-    count = bisect_right(ends, limit)
-    for _ in range(_MAX_STEPS_BACK):
-        complete = ends[count - 1] if count else 0
-        if complete == 0:
-            break
-        tokens = bisect_left(ends, complete) + 1
-        if tokenizer.decode(ids[:tokens], skip_special_tokens=True) == answer.text[:complete]:
-            return _Splice(tokens, shown[complete:] + tail)
-        count = tokens - 1
-    return _Splice(0, shown + tail)
-
-
-def _link(chain: bytes, message: Message) -> bytes:
-    return digest("message", chain, _canonical(message))
-
-
-def _tail(request: _Request, last: int) -> bytes:
-    """Of the scope and one message."""
-    return digest("tail", request.chain[0], _canonical(_without_reasoning(request.messages[last])))
-
-
-def _without_reasoning(message: Message) -> Message:
-    return {name: value for name, value in message.items() if name not in _REASONING}
-
-
-def _canonical(value: Any) -> str:
-    """JSON with sorted keys. Fields that say nothing are left out of every object: clients add and drop them."""
-    return _ENCODE(_without_empty(value))
-
-
-def _without_empty(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {
-            name: _without_empty(item)
-            for name, item in value.items()
-            if name not in _NEVER_RENDERED and item is not None and item != [] and item != {}
-        }
-    if isinstance(value, list):
-        return [_without_empty(item) for item in value]
-    return value
-
-
-def _content(message: Message) -> str:
-    content = message.get("content")
-    return content if isinstance(content, str) else ""
-
-
-def _common_chars(a: str, b: str) -> int:
-    """Length of the longest common beginning."""
-    low, high = 0, min(len(a), len(b))
-    while low < high:
-        middle = (low + high + 1) // 2
-        if a[low:middle] == b[low:middle]:
-            low = middle
-        else:
-            high = middle - 1
-    return low
-
-
-def _common_ids(a: Sequence[int], b: Sequence[int]) -> int:
-    return next((n for n, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+        return cut(request.tokenizer, answer, common_chars(answer.text, shown), shown, tail)
 
 
 def _new_session_id() -> str:

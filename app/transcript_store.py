@@ -29,9 +29,10 @@ HOT_TOKENS = 4_000_000  # of recently used answers, 4 bytes each
 
 _SCHEMA = """
 CREATE TABLE sessions (
-    id INTEGER PRIMARY KEY, tenant TEXT NOT NULL, name TEXT NOT NULL, used REAL NOT NULL, UNIQUE (tenant, name)
+    id INTEGER PRIMARY KEY, tenant TEXT NOT NULL, name TEXT NOT NULL, used REAL NOT NULL,
+    extra REAL NOT NULL DEFAULT 0, UNIQUE (tenant, name)
 );
-CREATE INDEX sessions_by_use ON sessions (used);
+CREATE INDEX sessions_by_use ON sessions (used + extra);
 CREATE TABLE prompts (
     id INTEGER PRIMARY KEY, session INTEGER NOT NULL, chain BLOB NOT NULL, base INTEGER, base_tokens INTEGER NOT NULL,
     ids BLOB NOT NULL, starts BLOB NOT NULL, chars INTEGER NOT NULL, text_digest BLOB NOT NULL, digest BLOB NOT NULL
@@ -56,13 +57,16 @@ SELECT a.id, s.name, a.chain, a.bare, a.digest, a.text, a.ends, a.ids, p.chars, 
 FROM answers a JOIN prompts p ON p.id = a.prompt JOIN sessions s ON s.id = a.session
 WHERE a.id IN (
     SELECT a.id FROM answers a JOIN prompts p ON p.id = a.prompt JOIN sessions s ON s.id = a.session
-    WHERE {where} AND s.used >= :since ORDER BY s.name = :session DESC, a.id DESC LIMIT :limit
+    WHERE {where} AND s.used + s.extra >= :since ORDER BY s.name = :session DESC, a.id DESC LIMIT :limit
 )
 ORDER BY s.name = :session DESC, a.id DESC
 """
 _AFTER = "(a.chain = :key OR (a.bare = :key AND a.bare <> a.chain))"
 _BEFORE = "p.chain = :key"
 _TAIL = "a.tail = :key"
+_OF_TENANT = """
+name = :name AND (:tenant IS NULL OR tenant = :tenant OR substr(tenant, 1, length(:tenant) + 1) = :tenant || '/')
+"""
 _LINK = """
 SELECT a.chain, a.bare, a.tail, a.ids, a.text, a.ends, a.digest,
        p.chain, p.base_tokens, p.ids, p.starts, p.chars, p.text_digest, p.digest, p.base, b.digest
@@ -281,6 +285,14 @@ class TranscriptStore:
         self._keep_hot(answer_id, History(array("I", all_ids) + answer.token_ids, array("I", all_starts)))
 
     @_forgiving(lambda: None)
+    def extend(self, session_id: str, *, tenant: str, extra_s: float) -> None:
+        """From its last use on a session stays so many seconds longer than others; fewer if negative."""
+        self._db.execute(
+            f"UPDATE sessions SET extra = :extra WHERE {_OF_TENANT}",
+            {"name": session_id, "tenant": tenant, "extra": extra_s},
+        )
+
+    @_forgiving(lambda: None)
     def touch(self, tenant: str, session_id: str, *, now: float) -> None:
         self._db.execute(
             "UPDATE sessions SET used = max(used, ?) WHERE tenant = ? AND name = ?", (now, tenant, session_id)
@@ -291,8 +303,7 @@ class TranscriptStore:
         """Of one tenant and its salts, or the sessions of that name of all. Returns how many."""
         with self._db.transaction():
             rows = self._db.execute(
-                "SELECT id FROM sessions WHERE name = :name AND (:tenant IS NULL OR tenant = :tenant"
-                " OR substr(tenant, 1, length(:tenant) + 1) = :tenant || '/')",
+                f"SELECT id FROM sessions WHERE {_OF_TENANT}",
                 {"name": session_id, "tenant": tenant},
             ).fetchall()
             for (session,) in rows:
@@ -303,7 +314,9 @@ class TranscriptStore:
     def sweep(self, *, before: float) -> int:
         """Remove sessions last used before then, at most SWEEP_BATCH of them. Returns how many."""
         with self._db.transaction():
-            rows = self._db.execute("SELECT id FROM sessions WHERE used < ? LIMIT ?", (before, SWEEP_BATCH)).fetchall()
+            rows = self._db.execute(
+                "SELECT id FROM sessions WHERE used + extra < ? LIMIT ?", (before, SWEEP_BATCH)
+            ).fetchall()
             for (session,) in rows:
                 self._drop_session(session)
         return len(rows)
@@ -388,7 +401,7 @@ class TranscriptStore:
     def _make_room(self) -> None:
         """The sessions used longest ago leave; the one just written too, if it alone is too large."""
         while self._db.used_bytes() > self._max_bytes:
-            row = self._db.execute("SELECT id FROM sessions ORDER BY used, id LIMIT 1").fetchone()
+            row = self._db.execute("SELECT id FROM sessions ORDER BY used + extra, id LIMIT 1").fetchone()
             if row is None:
                 break
             self._drop_session(row[0])

@@ -76,7 +76,10 @@ async def patch_session(request: Request, session_id: str) -> Response:
     patch, headers = await parse_body(
         request, SessionPatch, max_bytes=server.max_body_bytes, timeout_s=server.body_timeout_s
     )
-    reply = await _ask(request, action="patch", session_id=session_id, pinned=patch.pinned, ttl_s=patch.ttl_s)
+    _check(session_id)
+    reply = await service_of(request).patch_session(
+        _question(request, action="patch", session_id=session_id, pinned=patch.pinned, ttl_s=patch.ttl_s)
+    )
     body = msgspec.json.encode(_only(session_id, reply))
     return Response(body, headers=headers, media_type="application/json")
 

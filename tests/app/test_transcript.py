@@ -414,6 +414,31 @@ def test_a_session_that_is_read_stays(client):
     assert client.transcripts.sweep(client.now) == 1
 
 
+def test_a_session_may_stay_longer_or_shorter(client):
+    for name in ("default", "longer", "shorter", "pinned"):
+        messages = [user(name)]
+        client.answer(client.ask(messages, name), client.ids(*ODD_SPLIT))
+    client.transcripts.keep("longer", tenant=client.tenant, ttl_s=10_000.0)
+    client.transcripts.keep("shorter", tenant=client.tenant, ttl_s=10.0)
+    client.transcripts.keep("pinned", tenant=client.tenant, ttl_s=None)
+    client.transcripts.keep("default", tenant="other", ttl_s=None)
+
+    def known() -> set[str]:
+        names = ("default", "longer", "shorter", "pinned")
+        answer = assistant("".join(ODD_SPLIT))
+        return {name for name in names if client.ask([user(name), answer, user("more")]).spliced_tokens}
+
+    for now, left in ((1005.0, 4), (1011.0, 3), (4700.0, 2), (20_000.0, 1), (1e9, 1)):
+        client.now = now
+        swept = client.transcripts.sweep(now)
+        assert swept in (0, 1)
+        client.now = 1000.0  # asking is no use that prolongs anything
+        assert len(known()) == left
+    assert known() == {"pinned"}
+    client.transcripts.keep("pinned", tenant=client.tenant, ttl_s=10.0)
+    assert client.transcripts.sweep(2e9) == 1
+
+
 def test_new_session_ids_are_unguessable_and_well_formed(client):
     ids = {client.ask([user("hello")]).session_id for _ in range(50)}
     assert len(ids) == 50
