@@ -129,15 +129,16 @@ def first_token_s(load_s: float, compute_s: float, num_layers: int) -> float:
 
 def choose_load(blocks: Sequence[LoadOption], rates: Rates, new_tokens: int) -> int:
     """How many leading blocks to load; the rest is computed with the `new_tokens` behind it. All of them, as long as
-    that is no slower than to compute them: it leaves the processors to others. Where the link is slower than that, so
-    many that the first token comes soonest. 0: it is cheaper to recompute all.
+    the first token comes no later than if all were computed: it leaves the processors to others. Where the link is
+    slower than that, so many that the first token comes soonest. 0: it is cheaper to recompute all.
 
     One load stream: times add up over blocks. A faster tier never makes it load less, because speed-up gains most
     where most is loaded.
     """
     tokens = new_tokens + sum(block.num_tokens for block in blocks)
     best, best_s = 0, rates.compute_s(tokens)
-    if sum(rates.load_s(block.source, block.size_bytes) for block in blocks) <= best_s:
+    load_all_s = sum(rates.load_s(block.source, block.size_bytes) for block in blocks)
+    if first_token_s(load_all_s, rates.compute_s(new_tokens), rates.num_layers) <= best_s:
         return len(blocks)
     for count, (load_s, left) in enumerate(_prefixes(blocks, rates, tokens), start=1):
         total_s = first_token_s(load_s, rates.compute_s(left), rates.num_layers)
