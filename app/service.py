@@ -166,7 +166,7 @@ class Service:
             ),
             truncation=request.truncation or "",
             keep_first_tokens=self._keep_first_tokens(request, prompt),
-            message_starts=prompt.starts[: len(request.messages)],
+            message_starts=tuple(dict.fromkeys(prompt.starts[: len(request.messages)])),  # one may have no token
             important=important_ranges(request, prompt.starts),
             shift=None if cut is None else Shift(stream=cut.stream, keep=cut.keep, resume=cut.resume),
         )

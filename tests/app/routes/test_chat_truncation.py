@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from app.template import ChatTemplate
 from engine.messages import Submit
 from tests.app.fakes import FakeEngine, Running, in_process, make_settings
 
@@ -51,6 +52,16 @@ async def test_an_important_newest_message_ends_where_the_answer_begins(running:
     request = await submitted(running, [QUESTION, IMPORTANT])
     ((start, end),) = request.important
     assert pieces(running, request, start, end)[1] == "<|im_start|>user\nMy name is Jo.<|im_end|>\n"
+
+
+async def test_a_message_of_no_tokens_begins_nowhere_of_its_own(running: Running):
+    tokenizer = running.app.state.service._tokenizer
+    bare = "{% for message in messages %}{{ message.content }}{% endfor %}"
+    tokenizer._template = ChatTemplate(sources={"default": bare}, special_tokens={})
+    empty = {"role": "user", "content": ""}
+    request = await submitted(running, [QUESTION, {**empty, "x_cache": {"important": True}}, ANSWER, empty, QUESTION])
+    assert list(request.message_starts) == sorted(set(request.message_starts))
+    assert request.important == ()
 
 
 async def test_without_a_system_prompt_nothing_is_kept_first(running: Running):
