@@ -157,7 +157,10 @@ class Written:
 
 @dataclass(frozen=True, slots=True)
 class Deleted:
+    """problem: the bytes may still be there."""
+
     job_id: int
+    problem: str | None = None
 
 
 Event = Transferred | Saved | Loaded | Fetched | Written | Deleted

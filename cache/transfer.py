@@ -427,11 +427,7 @@ class Transfer:
                 case FetchBlocks():
                     self._fetch(order, self._disk)
                 case DeleteExtents():
-                    for extent_id in order.extent_ids:
-                        self._disk.delete(extent_id)
-                    if order.session is not None:
-                        self._disk.delete_session(*order.session)
-                    self._tell(Deleted(order.job_id))
+                    self._delete(order, self._disk)
                 case PutSession():
                     try:
                         self._disk.put_session(order.record)
@@ -450,6 +446,18 @@ class Transfer:
             return
         seconds = time.perf_counter() - started
         self._tell(Transferred("dram_to_disk", extent.size_bytes, seconds), Written(order.job_id, extent, None))
+
+    def _delete(self, order: DeleteExtents, disk: DiskTier) -> None:
+        problem = None
+        try:
+            for extent_id in order.extent_ids:
+                disk.delete(extent_id)
+            if order.session is not None:
+                disk.delete_session(*order.session)
+        except TierFailed as error:
+            log.warning("%d extents were not deleted: %s", len(order.extent_ids), error)
+            problem = str(error)
+        self._tell(Deleted(order.job_id, problem))
 
     def _fetch(self, order: FetchBlocks, disk: DiskTier) -> None:
         started = time.perf_counter()

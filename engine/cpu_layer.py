@@ -135,8 +135,9 @@ def _few_agree(ours: DecoderLayer, probed: ProbeResult, backend: AttentionBacken
     answers = []
     for way in (few, None):
         ours.few = way
-        page = (1, backend.page_multiple, shape.kv_heads)
-        pages = KvPages(hidden.new_zeros(*page, shape.k_dim), hidden.new_zeros(*page, shape.v_dim))
+        # Heads outermost, as the engine has them: kernels are compiled for a kind of strides.
+        k, v = (hidden.new_zeros(shape.kv_heads, 1, backend.page_multiple, dim) for dim in (shape.k_dim, shape.v_dim))
+        pages = KvPages(k.permute(1, 2, 0, 3), v.permute(1, 2, 0, 3))
         meta = single_sequence_meta(hidden.device, 0, len(positions), backend.page_multiple)
         with running(Step(meta, lambda _, pages=pages: pages, backend, None)):  # type: ignore[misc]
             if way is not None and not way.takes(hidden[0], *tables):

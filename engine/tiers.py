@@ -86,7 +86,7 @@ def build_tiers(
     disk, extents, records = None, [], []
     if disk_bytes:
         disk = DiskTier(
-            directory=Path(config.disk_dir) / "kv",
+            directory=Path(config.disk_dir),
             fingerprint=fingerprint,
             segment_bytes=slab.segment_bytes,
             capacity_bytes=disk_bytes,

@@ -152,7 +152,9 @@ def _products(e, x, x_at, x_row, rows, w, w_at, lanes, pairs, out, out_at, out_r
                 e.add_product(sums[row * lanes + lane], e.splat(e.b.load(e.at(x, e.add(at, 1)))), high)
     for row in range(rows):
         for lane in range(lanes):
-            e.store(e.b.load(sums[row * lanes + lane]), e.at(out, e.add(e.add(out_at, e.mul(out_row, row)), lane * LANES)))
+            e.store(
+                e.b.load(sums[row * lanes + lane]), e.at(out, e.add(e.add(out_at, e.mul(out_row, row)), lane * LANES))
+            )
 
 
 @_vectors
@@ -311,6 +313,14 @@ def _normed(x, norm, out):
 
 
 @_compiled()
+def _norm_in_place(x, norm):
+    if len(norm.weight):
+        scale = _inverse_rms(x, norm.eps)
+        for i in range(len(x)):
+            x[i] *= scale * norm.weight[i]
+
+
+@_compiled()
 def _widen(x, out):
     for row in range(len(x)):
         for i in range(x.shape[1]):
@@ -341,6 +351,16 @@ def _block(x, words, lanes, block, out):
 @_compiled()
 def _padded(inputs):
     return (inputs + 31) // 32 * 32
+
+
+@_compiled()
+def _with_room(x, inputs):
+    """[rows, at least inputs] -> [rows, padded inputs], zero behind the inputs."""
+    out = np.zeros((len(x), _padded(inputs)), np.float32)
+    for row in range(len(x)):
+        for i in range(inputs):
+            out[row, i] = x[row, i]
+    return out
 
 
 @_compiled()
@@ -476,10 +496,10 @@ def project(hidden, norm, product, q_norm, k_norm, num_q, num_k, out):
     for row in range(len(out)):
         for head in range(out.shape[1]):
             y = result[row, head * dim : (head + 1) * dim]
-            if head < num_q and len(q_norm.weight):
-                y *= q_norm.weight * _inverse_rms(y, q_norm.eps)
-            elif num_q <= head < num_q + num_k and len(k_norm.weight):
-                y *= k_norm.weight * _inverse_rms(y, k_norm.eps)
+            if head < num_q:
+                _norm_in_place(y, q_norm)
+            elif head < num_q + num_k:
+                _norm_in_place(y, k_norm)
             for d in range(dim):
                 out[row, head, d] = _rounded(y[d])
 
@@ -512,21 +532,17 @@ def finish(hidden, rows, cos, sin, slots, scale, k, v, table, parts, group, lane
         page, place = slots[row] // page_size, slots[row] % page_size
         for head in range(num_k):
             _rotate(rows[row, num_q + head], cos[row], sin[row], k[page, place, head])
-            v[page, place, head, :] = rows[row, num_q + num_k + head]
-    wide = np.zeros((count, _padded(num_q * dim)), np.float32)
+            for d in range(dim):
+                v[page, place, head, d] = rows[row, num_q + num_k + head, d]
     mixed = np.empty((count, num_q, dim), np.float32)
     attend(q, k, v, table, parts, group, lanes, lanes, mixed)
-    wide[:, : num_q * dim] = mixed.reshape(count, num_q * dim)
-    middle = _multiply(wide, o)[:, :width]
+    middle = _multiply(_with_room(mixed.reshape(count, num_q * dim), o.inputs), o)[:, :width]
     for row in range(count):
         for i in range(width):
             middle[row, i] += _widened(hidden[row, i])
     x = np.empty((count, _padded(width)), np.float32)
     _normed(middle, norm, x)
-    inner = _multiply_gated(x, gate, up)
-    wide = np.zeros((count, _padded(down.inputs)), np.float32)
-    wide[:, : down.inputs] = inner[:, : down.inputs]
-    result = _multiply(wide, down)
+    result = _multiply(_with_room(_multiply_gated(x, gate, up), down.inputs), down)
     for row in range(count):
         for i in range(width):
             out[row, i] = _rounded(result[row, i] + middle[row, i])
@@ -534,12 +550,12 @@ def finish(hidden, rows, cos, sin, slots, scale, k, v, table, parts, group, lane
 
 def self_test() -> None:
     """Compile and run one parallel loop, and compare. Raises whatever is wrong."""
-    weight = np.arange(64 * 32, dtype=np.uint16).reshape(1, 16, 64, 2) % 100 + 0x3F00
-    product = Product(weight.view(np.uint32).reshape(-1), np.ones(64, np.float32), 32, 64, (0,) * 4)
+    weight = np.arange(64 * 32, dtype=np.uint16).reshape(2, 16, 32, 2) % 100 + 0x3F00
+    product = Product(weight.view(np.uint32).reshape(-1), np.ones(64, np.float32), 32, 64, (0,) * 2)
     x = np.arange(32, dtype=np.uint16).reshape(1, 32) + 0x3F80
     out = np.zeros((1, 64), np.uint16)
     linear(x, product, out)
-    wide = (weight.astype(np.uint32) << 16).view(np.float32)[0].transpose(1, 0, 2).reshape(64, 32)
+    wide = (weight.astype(np.uint32) << 16).view(np.float32).transpose(0, 2, 1, 3).reshape(64, 32)
     want = wide @ (x[0].astype(np.uint32) << 16).view(np.float32) + 1
     got = (out[0].astype(np.uint32) << 16).view(np.float32)
     if not np.allclose(got, want, rtol=2**-8):
