@@ -38,25 +38,41 @@ class Lineage:
 
     def first(self, count: int) -> "Lineage":
         """The lineage of a context that begins with the first `count` blocks of this one and goes on by itself."""
-        keys = self.keys[:count]
-        plain = self.num_plain
+        if self.joint is not None and count >= self.joint:
+            return Lineage(self.domain, self.keys[:count], self.plain, self.joint, self.joint_parent)
+        return self.anew(count)
+
+    def anew(self, count: int) -> "Lineage":
+        """The lineage of a context of which no more than the first `count` blocks are left, so that all behind them is
+        computed on them alone."""
+        keys, plain = self.keys[:count], self.num_plain
         if count <= plain:
             return Lineage(self.domain, keys)
-        if self.joint is not None and count >= self.joint:
-            return Lineage(self.domain, keys, plain, self.joint, self.joint_parent)
         return Lineage(self.domain, keys, plain, count, self.domain.lineage(keys))
 
-    def without(self, cuts: Sequence[Range]) -> "Lineage":
-        """The lineage behind a truncation that drops these token ranges, all of whole blocks."""
+    def without(self, cuts: Sequence[Range], tail: BlockKey | None) -> "Lineage":
+        """The lineage behind a truncation that drops these token ranges, all of whole blocks. tail: an open block that
+        stood behind the last key and stays: the block that it becomes was begun in the longer context."""
         keys, start = [], 0
         for a, b in cuts:
             keys += self.keys[start : a // BLOCK_TOKENS]
             start = b // BLOCK_TOKENS
         keys += self.keys[start:]
         plain = min(self.num_plain, cuts[0][0] // BLOCK_TOKENS)
+        if tail is not None:
+            return Lineage(self.domain, keys, plain, len(keys), self.domain.lineage([*keys, tail]))
         if len(keys) <= plain:
             return Lineage(self.domain, keys)
         return Lineage(self.domain, keys, plain, len(keys), self.domain.lineage(keys))
+
+    def is_held_by(self, num_blocks: int, has_tail: bool) -> bool:
+        """Whether what is computed behind its first `num_blocks` blocks (and rows of an open one) belongs under its
+        names. If less is left than a truncation had kept, it does not."""
+        if self.joint is None or num_blocks > self.joint:
+            return True
+        if num_blocks < self.joint:
+            return False
+        return has_tail or self.joint_parent == self.domain.lineage(self.keys[: self.joint])
 
     @property
     def num_plain(self) -> int:
@@ -156,7 +172,8 @@ class RunningContext:
     rules: CutRules
     stream: list[int]  # the conversation as it was sent, nothing cut; what was generated is not in it
     cuts: list[Range] = field(default_factory=list)  # of the stream and what was generated behind it
-    open_hint: BlockKey | None = None  # the open block behind the last of its keys, whatever that chains on
+    open_hint: BlockKey | None = None  # an open block it can go on from, whatever that chains on
+    open_place: int = 0  # how many full blocks stand before that
     preset: int = 0  # leading keys that a cut left; the rest follow from the tokens
     lost_lineage: bool = False  # a block that was kept in a cut is gone, and with it all behind it
     shifted_tokens: int = 0  # history that the client itself had dropped from where it was

@@ -37,6 +37,8 @@ from cache.windows import eviction_window, prefetch_window
 DomainOf = Callable[[str, str], KeyDomain]
 """(tenant, cache salt) -> the domain of its keys."""
 
+_MIN_SHIFTED_BLOCKS = 4  # below that a client's own truncation is not worth the echo of what it dropped
+
 
 @dataclass(frozen=True, slots=True)
 class Truncation:
@@ -45,6 +47,16 @@ class Truncation:
     window: int  # tokens a context may have
     ratio: float  # of the window, dropped at an overflow
     mode: str  # decoupled | recompute | naive
+
+
+@dataclass(frozen=True, slots=True)
+class ClientCut:
+    """What a client has dropped itself (DESIGN "Client-side truncation"): of `stream`, the conversation with nothing
+    dropped, it sent the first `keep` tokens and those from `resume` on."""
+
+    stream: list[int]
+    keep: int
+    resume: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,24 +157,45 @@ class CacheManager:
         stream: list[int],
         rules: CutRules,
         reserve: int,
+        client_cut: ClientCut | None,
         now: float,
     ) -> list[int]:
         """A request arrived with the conversation `stream`. Returns its context, cut so that it and `reserve` tokens fit
         the window: the sequence's own list from now on, which may only grow. Raises DoesNotFit."""
         name = (tenant, salt, session_id)
-        domain = self._domain_of(tenant, salt)
+        context = None
+        if client_cut is not None and self._truncation.mode != "recompute":
+            context = self._shifted(request_id, name, client_cut, rules)
+        if context is None:
+            context = self._begin(request_id, name, stream, rules, rules.allowed)
+        rules = context.rules
+        if rules.allowed:
+            starts = rules.message_starts
+            self._cut(context, reserve, newest=starts[-1] if starts else len(context.stream) - 1)
+        elif len(context.token_ids) >= self._truncation.window:
+            raise DoesNotFit(f"{len(context.token_ids)} tokens, the window holds {self._truncation.window}")
+        self._running[request_id] = context
+        for policy in self._policies:
+            policy.used(name, now)
+        return context.token_ids
+
+    def _begin(
+        self, request_id: str, name: SessionName, stream: list[int], rules: CutRules, apply_known_cuts: bool
+    ) -> RunningContext:
+        """The context of a conversation: what its session had cut before stays cut."""
         session = self._sessions.get(name) if self._reuse else None
         cuts: list[Range] = []
-        if session is not None and session.cuts and rules.allowed:
+        if session is not None and session.cuts and apply_known_cuts:
             end = session.cuts[-1][1]
             if len(stream) > end and digest_of(stream[:end]) == session.cut_digest:
                 cuts = session.cuts
         tokens = apply_cuts(stream, cuts)
-        lineage, known = Lineage(domain), 0
+        lineage, known = Lineage(self._domain_of(name[0], name[1])), 0
         if session is not None and (cuts or not session.cuts) and self._truncation.mode != "recompute":
             known = self._still_known(session, tokens)
             lineage = session.lineage.first(known)
-        context = RunningContext(
+        all_known = session is not None and known == len(session.keys)
+        return RunningContext(
             request_id=request_id,
             session=name,
             token_ids=tokens,
@@ -171,19 +204,38 @@ class CacheManager:
             rules=rules,
             stream=stream,
             cuts=list(cuts),
+            open_hint=session.open_key if session is not None and all_known else None,
             preset=known if cuts else 0,
             lost_lineage=bool(session and cuts and known < (session.lineage.joint or 0)),
         )
-        if session is not None and known == len(session.keys):
-            context.open_hint = session.open_key
-        if rules.allowed:
-            self._cut(context, reserve, newest=rules.message_starts[-1] if rules.message_starts else len(stream) - 1)
-        elif len(tokens) >= self._truncation.window:
-            raise DoesNotFit(f"{len(tokens)} tokens, the window holds {self._truncation.window}")
-        self._running[request_id] = context
-        for policy in self._policies:
-            policy.used(name, now)
-        return tokens
+
+    def _shifted(
+        self, request_id: str, name: SessionName, cut: ClientCut, rules: CutRules
+    ) -> RunningContext | None:
+        """The client dropped messages itself: stand the request on the blocks it kept, a block's worth more than it
+        sent where messages end inside of blocks. None if that spares too little."""
+        moved = cut.resume - cut.keep
+
+        def in_stream(offset: int) -> int:
+            return offset if offset < cut.keep else offset + moved
+
+        rules = CutRules(
+            allowed=rules.allowed,
+            keep_first=rules.keep_first,
+            message_starts=tuple(in_stream(start) for start in rules.message_starts),
+            important=tuple((in_stream(a), in_stream(b - 1) + 1) for a, b in rules.important),
+        )
+        context = self._begin(request_id, name, cut.stream, rules, apply_known_cuts=True)
+        first = -(-map_offset(cut.keep, context.cuts) // BLOCK_TOKENS) * BLOCK_TOKENS
+        last = map_offset(cut.resume, context.cuts) // BLOCK_TOKENS * BLOCK_TOKENS
+        spared = len(context.keys) * BLOCK_TOKENS - last
+        inside = any(a < cut.resume < b for a, b in context.cuts)  # it kept what is not there any more
+        if inside or spared < _MIN_SHIFTED_BLOCKS * BLOCK_TOKENS:
+            return None
+        if first < last:
+            self._drop(context, [(first, last)])
+        context.shifted_tokens = len(context.keys) * BLOCK_TOKENS - min(first, last)
+        return context
 
     def _still_known(self, session: SessionContext, tokens: list[int]) -> int:
         """How many leading blocks of a session's last context these tokens still begin with, as far as the blocks are
@@ -212,17 +264,20 @@ class CacheManager:
         )
         if not more:
             return False
-        dropped = sum(b - a for a, b in more)
-        self.stats.truncated_tokens += dropped
-        context.cuts = merge_cuts(context.cuts, more)
+        self.stats.truncated_tokens += sum(b - a for a, b in more)
+        self._drop(context, more)
+        return True
+
+    def _drop(self, context: RunningContext, cuts: list[Range]) -> None:
+        """Take ranges of whole blocks out of a context that stands on no pages."""
+        context.cuts = merge_cuts(context.cuts, cuts)
         if self._truncation.mode == "recompute":
             context.lineage, context.open_hint = Lineage(context.domain), None
         else:
-            context.lineage = context.lineage.without(more)
-        tokens[:] = apply_cuts(tokens, more)
+            context.lineage = context.lineage.without(cuts)
+        context.token_ids[:] = apply_cuts(context.token_ids, cuts)
         context.preset = len(context.keys)
-        context.prompt_tokens = len(tokens)
-        return True
+        context.prompt_tokens = len(context.token_ids)
 
     def context(self, request_id: str) -> RunningContext:
         return self._running[request_id]

@@ -3,11 +3,11 @@
 import logging
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
-from cache.manager import CacheManager
+from cache.manager import CacheManager, ClientCut
 from cache.plan import CapturePiece, CopyRows, Loaded, Transferred
 from cache.stats import PromptReport
 from cache.transfer import CaptureSink, Transfer
@@ -147,6 +147,7 @@ class Engine:
             request.token_ids,
             rules,
             reserved(sampling.max_tokens, self.model.max_context),
+            None if request.shift is None else ClientCut(request.shift.stream, request.shift.keep, request.shift.resume),
             now,
         )
         sequence = Sequence(
@@ -362,6 +363,8 @@ class Engine:
         except DoesNotFit:
             return False
         sequence.dropped_tokens += dropped
+        if choice.report is not None:  # said again with the last output
+            choice.report = replace(choice.report, truncated_tokens=choice.report.truncated_tokens + dropped)
         self._scheduler.requeue(sequence)
         self._tables.drop(sequence.request_id)
         return True
@@ -403,11 +406,13 @@ class Engine:
         timings: Timings | None = None,
     ) -> Output:
         report = None
-        if not choice.reported and choice.report is not None:
+        if choice.report is not None and not choice.reported:
             choice.reported = True
             self._cache.stats.count_prompt(choice.report)
             report = _cache_report(choice.report)
             timings = timings or _timings(choice, now)
+        elif choice.report is not None and finish_reason is not None and choice.sequence.dropped_tokens:
+            report = _cache_report(choice.report)
         return Output(
             request_id=choice.request_id,
             choice=choice.index,

@@ -7,7 +7,7 @@ import msgspec
 
 from scheduler.sequence import SamplingParams
 
-WIRE_VERSION = 1
+WIRE_VERSION = 2
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -211,7 +211,8 @@ class Timings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Output(msgspec.Struct, frozen=True, kw_only=True):
-    """New tokens of one choice. `report` comes with a choice's first output, `timings` with its first and its last."""
+    """New tokens of one choice. `report` comes with a choice's first output, and again with its last if its context was
+    truncated in between; `timings` with its first and its last."""
 
     request_id: str
     choice: int

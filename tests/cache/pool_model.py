@@ -1,18 +1,46 @@
-"""A pool whose rows say what they hold, and every promise of the cache manager as one check.
+"""A world whose rows say what they hold, and every promise of the cache manager as one check.
 
-The KV of a row depends on its token and on all tokens before it. Here a row holds a number that stands for just that:
-two rows are equal exactly if their tokens, their whole prefixes and their tenants are. What the engine would write or
-copy is written and copied at the same places, so a row counted as computed that holds anything else is seen.
+The KV of a row depends on its token and on all rows before it. Here a row holds a number that stands for just that: two
+rows are equal exactly if their tokens and all that they were computed on are. A row in HBM also holds the position its
+key is rotated for. What the engine and the transfer threads would write and copy is written and copied at the same
+places, by three queues that a test lets run when it likes, so a row that is believed and holds anything else is seen.
 """
 
-from collections.abc import Iterable
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 
-from cache.block import BLOCK_TOKENS, BlockKey, KeyDomain
+from cache.block import BLOCK_TOKENS, BlockKey, KeyDomain, token_bytes
 from cache.context import RunningContext
-from cache.manager import CacheManager
+from cache.extent import ExtentInfo, SessionRecord
+from cache.manager import CacheManager, Truncation
+from cache.plan import (
+    CapturePiece,
+    CopyRows,
+    Deleted,
+    DeleteExtents,
+    Event,
+    FetchBlocks,
+    Fetched,
+    FillFromPage,
+    FillFromSlot,
+    LoadBlocks,
+    Loaded,
+    PutSession,
+    Saved,
+    SealSlot,
+    Transferred,
+    WriteExtent,
+    Written,
+)
 from cache.policies import POLICIES
+from cache.rates import Rates
+from cache.table import BlockRow
+from cache.truncate import CutRules
 
 EMPTY = -1
+GARBAGE = -2
+BYTES_PER_TOKEN = 4
+NO_CUTS = CutRules(allowed=False, keep_first=0, message_starts=(), important=())
 
 
 def domain_of(tenant: str, salt: str) -> KeyDomain:
@@ -28,67 +56,160 @@ def make_manager(
     policy: str = "lru",
     ttl_s: float = 1000.0,
     max_sessions: int = 100,
+    window: int = 1 << 30,
+    truncation_mode: str = "decoupled",
+    ratio: float = 0.5,
+    dram_slots: int = 0,
+    staging_slots: int = 0,
+    disk_bytes: int = 0,
+    free_buffer: float = 0.1,
+    bytes_per_s: float = 1e12,
 ) -> CacheManager:
+    directions = ("dram_to_hbm", "disk_to_hbm", "disk_to_dram", "hbm_to_dram", "dram_to_disk")
     return CacheManager(
         num_pages=num_pages,
         page_size=page_size,
-        bytes_per_token=4,
+        bytes_per_token=BYTES_PER_TOKEN,
         prefer_contiguous=contiguous,
         reuse=reuse,
-        policy=POLICIES[policy](),
+        policy=POLICIES[policy],
         domain_of=domain_of,
         session_ttl_s=ttl_s,
         max_sessions=max_sessions,
+        truncation=Truncation(window, ratio, truncation_mode),
+        num_slots=dram_slots + staging_slots,
+        dram_slots=dram_slots,
+        disk_bytes=disk_bytes,
+        free_buffer=free_buffer,
+        rates=Rates(
+            num_layers=2,
+            step_fixed_s=1e-3,
+            prefill_s_per_token=1e-4,
+            bytes_per_s=dict.fromkeys(directions, bytes_per_s),
+        ),
+        arrived=lambda job_id: 0.0,
+        unix_offset_s=1000.0,
     )
 
 
 class PoolModel:
-    """Plays the engine's part around a CacheManager: moves, forward passes, commits."""
+    """Plays the engine's part and the threads' around a CacheManager: moves, forward passes, commits, events."""
 
     def __init__(self, manager: CacheManager) -> None:
         self.manager = manager
-        self.rows = [EMPTY] * (manager.pages.num_pages * manager.page_size)
+        self.rows: list[tuple[int, int]] = [(EMPTY, 0)] * (manager.pages.num_pages * manager.page_size)
+        self.slots = [[EMPTY] * BLOCK_TOKENS for _ in range(manager.lower.num_slots)]
+        self.disk: dict[int, dict[BlockKey, list[int]]] = {}  # extent id -> what is in it
+        self.extents: dict[int, ExtentInfo] = {}
+        self.records: dict[tuple[str, str, str], SessionRecord] = {}
+        self.saves: deque[object] = deque()
+        self.loads: deque[LoadBlocks] = deque()
+        self.io: deque[object] = deque()
+        self.events: deque[Event] = deque()
         self.contexts: dict[str, RunningContext] = {}  # the open requests
-        self._numbers: dict[tuple[object, int], int] = {}  # (prefix, token) -> its number
-        self._block_end: dict[BlockKey, int | str] = {}  # full block, or the root of a domain -> number of its last row
-        self._expected: dict[str, list[int]] = {}
+        self.fails: Callable[[object], str | None] = lambda order: None  # an order -> why it fails
+        self.deleted: list[str] = []
+        self._numbers: dict[tuple[object, ...], int] = {}
+        self._token_of: dict[int, int] = {}  # a row's number -> its token
+        self._root_of: dict[int, int] = {}  # a row's number -> the root of its tenant
+        self._pure: dict[BlockKey, list[int]] = {}  # full blocks that are a chain from the root -> their rows
+        self._held: dict[BlockKey, set[tuple[int, ...]]] = {}  # any block -> what was computed under its name
+        self._states: dict[BlockKey, int] = {}  # pure blocks and roots -> what stands behind their last row
 
     # --- the engine's part --------------------------------------------------------------------------------------------
 
     def open(
-        self, request_id: str, tokens: Iterable[int], *, session: str = "s", tenant: str = "", salt: str = ""
-    ) -> None:
-        """A list stays shared with the caller, who may append what is sampled."""
-        token_ids = tokens if isinstance(tokens, list) else list(tokens)
-        self.manager.open(request_id, tenant, salt, session, token_ids)
+        self,
+        request_id: str,
+        tokens: Iterable[int],
+        *,
+        session: str = "s",
+        tenant: str = "",
+        salt: str = "",
+        rules: CutRules = NO_CUTS,
+        reserve: int = 1,
+        now: float = 0.0,
+    ) -> list[int]:
+        """Returns the sequence's own list, to which is appended what is sampled."""
+        stream = list(tokens)
+        self._learn(domain_of(tenant, salt), stream)
+        context = self.manager.open(request_id, tenant, salt, session, stream, rules, reserve, now)
         self.contexts[request_id] = self.manager.context(request_id)
+        return context
 
     def close(self, request_id: str, num_tokens: int | None = None, now: float = 0.0) -> None:
         context = self.contexts.pop(request_id)
         self.manager.close(request_id, len(context.token_ids) if num_tokens is None else num_tokens, now)
 
     def move(self) -> None:
-        """Carry out what the manager ordered; at the latest before the next step."""
+        """Carry out what the manager ordered inside HBM, hand the rest to its queue."""
         size = self.manager.page_size
         for move in self.manager.take_moves():
-            source, target = move.source_page * size + move.source_row, move.target_page * size + move.target_row
-            assert move.source_row + move.num_rows <= size
-            assert move.target_row + move.num_rows <= size
-            self.rows[target : target + move.num_rows] = self.rows[source : source + move.num_rows]
+            match move:
+                case CopyRows():
+                    assert move.source_row + move.num_rows <= size
+                    assert move.target_row + move.num_rows <= size
+                    source, target = move.source_page * size + move.source_row, move.target_page * size + move.target_row
+                    turn = move.target_position - move.source_position
+                    copied = self.rows[source : source + move.num_rows]
+                    assert [position for _, position in copied] == list(
+                        range(move.source_position, move.source_position + move.num_rows)
+                    )
+                    self.rows[target : target + move.num_rows] = [(value, p + turn) for value, p in copied]
+                case LoadBlocks():
+                    self.loads.append(move)
+                case FillFromPage() | FillFromSlot() | SealSlot():
+                    self.saves.append(move)
+                case _:
+                    self.io.append(move)
 
-    def step(self, request_id: str, num_tokens: int) -> None:
-        """A forward pass over the next `num_tokens` tokens of one request, and its commit."""
+    def step(self, request_id: str, num_tokens: int) -> bool:
+        """A forward pass over the next `num_tokens` tokens of one request, and its commit. False: its load had failed
+        and it lost its room."""
         self.forward(request_id, num_tokens)
+        self.hear()
+        if request_id in self.void_failed():
+            return False
+        self.save_and_commit(request_id, num_tokens)
+        return True
+
+    def save_and_commit(self, request_id: str, num_tokens: int) -> None:
+        """What follows a forward pass that stands on sound rows."""
+        context = self.contexts[request_id]
+        size = self.manager.page_size
+        pieces = self.manager.capture(request_id, num_tokens, 0)
+        first = context.computed
+        step = [self.rows[context.pages[p // size] * size + p % size][0] for p in range(first, first + num_tokens)]
+        self.move()
+        if pieces:
+            self.saves.append((step, pieces))
         self.manager.commit(request_id, num_tokens)
 
     def forward(self, request_id: str, num_tokens: int) -> None:
         self.move()
         context = self.contexts[request_id]
-        size = self.manager.page_size
-        expected = self.expected(context)
-        assert context.computed + num_tokens <= len(expected)
+        while context.job is not None and any(load.job_id == context.job for load in self.loads):
+            self.run_load()  # the layers wait for what is on its way
+        tokens, size = context.token_ids, self.manager.page_size
+        self._learn(context.domain, tokens)
+        assert context.computed + num_tokens <= len(tokens)
+        values = [self.rows[context.pages[p // size] * size + p % size][0] for p in range(context.computed)]
+        state = self._root(context.domain)
+        for value in values:
+            state = self._next(state, value)
         for place in range(context.computed, context.computed + num_tokens):
-            self.rows[context.pages[place // size] * size + place % size] = expected[place]
+            value = self._value(state, tokens[place], self._root(context.domain))
+            self.rows[context.pages[place // size] * size + place % size] = (value, place)
+            values.append(value)
+            state = self._next(state, value)
+        if GARBAGE not in values and EMPTY not in values:  # else its load has failed, and nothing will be published
+            self._name(context, values)
+
+    def void_failed(self) -> list[str]:
+        failed = self.manager.take_failed()
+        for request_id in failed:
+            self.manager.void(request_id)
+        return failed
 
     def run(self, request_id: str, tokens: Iterable[int], *, answer: Iterable[int] = (), session: str = "s") -> int:
         """One whole turn: open, admit, prefill, decode `answer` but for its last token, close. Returns how many tokens
@@ -98,32 +219,203 @@ class PoolModel:
         pending = len(context.token_ids) - self.manager.resident_tokens(request_id)
         cached = self.manager.admit(request_id, pending)
         assert cached is not None
-        self.step(request_id, pending)
+        assert self.step(request_id, pending)
         for place, token in enumerate(answer):
             if place:
                 assert self.manager.grow(request_id, 1)
-                self.step(request_id, 1)
+                assert self.step(request_id, 1)
             context.token_ids.append(token)
         self.check()
         self.close(request_id)
         self.check()
         return cached
 
-    # --- what must be true --------------------------------------------------------------------------------------------
+    def settle(self, now: float = 0.0) -> None:
+        """Let everything that is under way end, and what follows from it."""
+        for _ in range(1000):
+            self.manager.plan([], now)
+            self.move()
+            if not (self.saves or self.loads or self.io or self.events):
+                return
+            while self.saves:
+                self.run_save()
+            while self.loads:
+                self.run_load()
+            while self.io:
+                self.run_io()
+            self.hear(now)
+            self.void_failed()
+            self.check()
+        raise AssertionError("the transfers do not come to an end")
 
-    def expected(self, context: RunningContext) -> list[int]:
-        """What each row of a context has to hold. Learns the names of its blocks on the way."""
-        rows = self._expected.setdefault(context.request_id, [])
-        root = f"{context.tenant}/{context.salt}"
-        self._block_end[context.domain.root] = root
-        for token in context.token_ids[len(rows) :]:
-            rows.append(self._number(rows[-1] if rows else root, token))
-        for block, key in enumerate(context.domain.chain(context.token_ids)):
-            self._block_end[key] = rows[(block + 1) * BLOCK_TOKENS - 1]
+    def hear(self, now: float = 0.0) -> None:
+        while self.events:
+            self.manager.on_event(self.events.popleft(), now)
+        self.deleted += self.manager.take_deleted()
+
+    # --- the threads' part --------------------------------------------------------------------------------------------
+
+    def run_save(self) -> None:
+        order = self.saves.popleft()
+        size = self.manager.page_size
+        match order:
+            case FillFromSlot():
+                rows = self.slots[order.source_slot][: order.num_rows]
+                assert EMPTY not in rows, "filled from a slot that has no such rows"
+                self.slots[order.slot][: order.num_rows] = rows
+            case FillFromPage():
+                assert self.manager.pages.pins(order.page)
+                start = order.page * size + order.page_row
+                rows = self.rows[start : start + order.num_rows]
+                assert [p for _, p in rows] == list(range(order.position, order.position + order.num_rows))
+                self.slots[order.slot][order.slot_row : order.slot_row + order.num_rows] = [value for value, _ in rows]
+            case SealSlot():
+                if order.num_rows:
+                    assert EMPTY not in self.slots[order.slot][: order.num_rows]
+                    self.slots[order.slot][order.num_rows :] = [EMPTY] * (BLOCK_TOKENS - order.num_rows)
+                self.events.append(Saved(order.ticket))
+            case (step, pieces):
+                for piece in pieces:
+                    assert isinstance(piece, CapturePiece)
+                    rows = step[piece.batch_row : piece.batch_row + piece.num_rows]
+                    assert len(rows) == piece.num_rows
+                    self.slots[piece.slot][piece.slot_row : piece.slot_row + piece.num_rows] = rows
+                self.events.append(Transferred("hbm_to_dram", BYTES_PER_TOKEN * len(step), 1e-9))
+
+    def run_load(self) -> None:
+        order = self.loads.popleft()
+        size = self.manager.page_size
+        failed: dict[BlockKey, str] = {}
+        reason = self.fails(order)
+        if reason is not None:
+            failed[order.blocks[0].key] = reason
+        for block in order.blocks:
+            assert self.manager.pages.pins(block.page), "loaded into a page that is not held"
+            if block.extent is not None:
+                stored = self.disk.get(block.extent[0])
+                if stored is None:
+                    failed[block.key] = "missing"  # deleted while the load waited
+                    continue
+                content = stored[block.key]
+                if block.slot is not None:
+                    self.slots[block.slot] = list(content)
+            else:
+                content = self.slots[block.slot or 0]
+            rows = content[: block.num_rows]
+            assert self._may_be(block.key, rows), "a slot or an extent has something else than its block"
+            start = block.page * size + block.page_row
+            self.rows[start : start + block.num_rows] = [(v, block.position + i) for i, v in enumerate(rows)]
+        if failed:
+            for block in order.blocks:
+                start = block.page * size + block.page_row
+                self.rows[start : start + block.num_rows] = [(GARBAGE, 0)] * block.num_rows
+        self.events.append(Loaded(order.job_id, failed))
+
+    def run_io(self) -> None:
+        order = self.io.popleft()
+        match order:
+            case WriteExtent():
+                contents = {}
+                for block, slot in zip(order.blocks, order.slots, strict=True):
+                    count = len(block.token_ids) // 4
+                    rows = self.slots[slot][:count]
+                    assert self._may_be(block.key, rows), "a slot that is written has something else than its block"
+                    assert token_bytes([self._token_of[v] for v in rows]) == block.token_ids
+                    contents[block.key] = list(self.slots[slot])
+                reason = self.fails(order)
+                if reason is not None:
+                    self.events.append(Written(order.job_id, None, reason))
+                    return
+                extent_id = order.job_id + (max(self.disk, default=0) + 1) * 1000
+                self.disk[extent_id] = contents
+                slot_bytes = BLOCK_TOKENS * BYTES_PER_TOKEN
+                info = ExtentInfo(extent_id, order.session, order.blocks, len(contents) * slot_bytes + 4096)
+                self.extents[extent_id] = info
+                self.records[order.session.names] = order.session
+                self.events.append(Written(order.job_id, info, None))
+            case FetchBlocks():
+                reason = self.fails(order)
+                failed = {} if reason is None else {key: reason for key, _, _ in order.blocks}
+                for key, (extent_id, _), slot in order.blocks:
+                    if extent_id in self.disk:
+                        self.slots[slot] = list(self.disk[extent_id][key])
+                    else:
+                        failed[key] = "missing"
+                if failed:
+                    failed = {key: "missing" for key, _, _ in order.blocks}
+                self.events.append(Fetched(order.job_id, failed))
+            case DeleteExtents():
+                for extent_id in order.extent_ids:
+                    del self.disk[extent_id], self.extents[extent_id]
+                if order.session is not None:
+                    self.records.pop(order.session, None)
+                self.events.append(Deleted(order.job_id))
+            case PutSession():
+                self.records[order.record.names] = order.record
+
+    # --- what rows are called -----------------------------------------------------------------------------------------
+
+    def _number(self, *what: object) -> int:
+        return self._numbers.setdefault(what, len(self._numbers))
+
+    def _root(self, domain: KeyDomain) -> int:
+        root = self._number("root", domain.root)
+        self._states[domain.root] = root
+        return root
+
+    def _value(self, state: int, token: int, root: int) -> int:
+        value = self._number("row", state, token)
+        self._token_of[value], self._root_of[value] = token, root
+        return value
+
+    def _next(self, state: int, value: int) -> int:
+        return self._number("behind", state, value)
+
+    def _learn(self, domain: KeyDomain, tokens: Sequence[int]) -> None:
+        """What the rows of a context hold that was never cut, by the names of its blocks."""
+        root = state = self._root(domain)
+        for block, key in enumerate(domain.chain(tokens)):
+            if key not in self._pure:
+                rows = []
+                for token in tokens[block * BLOCK_TOKENS : (block + 1) * BLOCK_TOKENS]:
+                    rows.append(self._value(state, token, root))
+                    state = self._next(state, rows[-1])
+                self._pure[key], self._states[key] = rows, state
+            state = self._states[key]
+
+    def pure(self, domain: KeyDomain, tokens: Sequence[int]) -> list[int]:
+        """What the rows of a context hold that was never cut."""
+        self._learn(domain, tokens)
+        keys = domain.chain(tokens)
+        rows = [value for key in keys for value in self._pure[key]]
+        root, state = self._root(domain), self._states[keys[-1] if keys else domain.root]
+        for token in tokens[len(rows) :]:
+            rows.append(self._value(state, token, root))
+            state = self._next(state, rows[-1])
         return rows
 
-    def _number(self, prefix: object, token: int) -> int:
-        return self._numbers.setdefault((prefix, token), len(self._numbers))
+    def _name(self, context: RunningContext, values: list[int]) -> None:
+        """What was computed under the names of a context's blocks. A name that is a chain from the root says all that a
+        row depends on; behind a cut it may depend on whether an open block was still there."""
+        keys = context.chain()
+        for block in range(len(values) // BLOCK_TOKENS):
+            rows = values[block * BLOCK_TOKENS : (block + 1) * BLOCK_TOKENS]
+            key = keys[block]
+            assert key not in self._pure or self._pure[key] == rows, "a block was computed on something else"
+            self._held.setdefault(key, set()).add(tuple(rows))
+        full = len(values) // BLOCK_TOKENS
+        for count in range(1, len(values) - full * BLOCK_TOKENS + 1):
+            tokens = context.token_ids[full * BLOCK_TOKENS : full * BLOCK_TOKENS + count]
+            key = context.domain.open_block(context.lineage.parent(full), tokens, context.session_id)
+            self._held.setdefault(key, set()).add(tuple(values[full * BLOCK_TOKENS :][:count]))
+
+    def _may_be(self, key: BlockKey, rows: Sequence[int]) -> bool:
+        """Whether these can be the first rows of a block."""
+        if key in self._pure:
+            return self._pure[key][: len(rows)] == list(rows)
+        return any(list(held[: len(rows)]) == list(rows) for held in self._held[key])
+
+    # --- what must be true --------------------------------------------------------------------------------------------
 
     def check(self) -> None:
         self.move()
@@ -131,41 +423,66 @@ class PoolModel:
             self._check_context(context)
         self._check_blocks()
         self._check_pages()
+        self._check_slots()
+        self._check_disk()
         self._check_in_flight()
 
     def _check_context(self, context: RunningContext) -> None:
         """Every computed row holds its own token behind its own prefix, and what comes next can be written safely."""
         size = self.manager.page_size
-        expected = self.expected(context)
         if not context.pages:
             assert context.computed == 0
             return
         assert context.computed <= len(context.pages) * size
-        held = [row for page in context.pages for row in self.rows[page * size : (page + 1) * size]]
-        assert held[: context.computed] == expected[: context.computed], context
+        if context.job is None:
+            held = [row for page in context.pages for row in self.rows[page * size : (page + 1) * size]]
+            values = [value for value, _ in held[: context.computed]]
+            assert [position for _, position in held[: context.computed]] == list(range(context.computed))
+            assert [self._token_of[value] for value in values] == context.token_ids[: context.computed], context
+            assert {self._root_of[value] for value in values} <= {self._root(context.domain)}
+            if not context.cuts:
+                assert values == self.pure(context.domain, context.token_ids)[: context.computed], context
+            self._name(context, values)
         assert len(set(context.pages)) == len(context.pages)
-        published = {(row.page, row.offset // BLOCK_TOKENS) for row in self.manager.table}
+        published = {(row.page, row.offset // BLOCK_TOKENS) for row in self.manager.table if row.page is not None}
+        saved_from = [page for pages, _ in self.manager.lower._held.values() for page in pages]
         for place in range(context.computed // BLOCK_TOKENS, len(context.pages) * size // BLOCK_TOKENS):
             page = context.pages[place * BLOCK_TOKENS // size]
             block = place * BLOCK_TOKENS % size // BLOCK_TOKENS
-            assert self.manager.pages.pins(page) == 1, "somebody else runs on a page that will be written"
+            loading = sum(load.page == page for job in self.manager._loads.values() for load in job.blocks)
+            saving = saved_from.count(page)
+            assert self.manager.pages.pins(page) == 1 + loading + saving, "somebody else runs on a page to be written"
             assert (page, block) not in published, "a block is findable where rows will be written"
 
     def _check_blocks(self) -> None:
-        """Every block that can be found holds what its name says."""
+        """Every block that can be found holds what its name says, in every tier that it is said to be in."""
         size = self.manager.page_size
-        places = set()
+        places, slots = set(), set()
         for row in self.manager.table:
-            prefix: object = self._block_end[row.parent]
-            numbers = [prefix := self._number(prefix, token) for token in row.token_ids]
-            start = row.page * size + row.offset
-            assert self.rows[start : start + len(numbers)] == numbers, row
-            assert row.is_open == (len(numbers) < BLOCK_TOKENS)
-            assert row.offset % BLOCK_TOKENS == 0
-            assert row.offset + len(numbers) <= size
-            assert row.size_bytes == 4 * len(numbers)
-            places.add((row.page, row.offset))
-        assert len(places) == len(self.manager.table), "two blocks at one place"
+            count = len(row.token_ids)
+            assert not row.is_nowhere, row
+            assert row.is_open == (count < BLOCK_TOKENS)
+            assert row.size_bytes == BYTES_PER_TOKEN * count
+            contents = []
+            if row.page is not None:
+                assert row.offset % BLOCK_TOKENS == 0
+                assert row.offset + count <= size
+                held = self.rows[row.page * size + row.offset :][:count]
+                assert [p for _, p in held] == list(range(row.position, row.position + count)), row
+                contents.append([value for value, _ in held])
+                assert (row.page, row.offset) not in places, "two blocks at one place"
+                places.add((row.page, row.offset))
+            if row.slot is not None:
+                contents.append(self.slots[row.slot][:count])
+                assert row.slot not in slots, "two blocks in one slot"
+                slots.add(row.slot)
+            if row.extent is not None:
+                info, stored = self.extents[row.extent[0]], self.disk[row.extent[0]]
+                assert info.blocks[row.extent[1]].key == row.key
+                contents.append(stored[row.key][:count])
+            for content in contents:
+                assert [self._token_of[value] for value in content] == list(row.token_ids), row
+                assert self._may_be(row.key, content), row
 
     def _check_pages(self) -> None:
         """A page is free, cached or pinned, and for a reason; a free one is wiped, so that no luck hides a mistake."""
@@ -174,22 +491,84 @@ class PoolModel:
         for context in self.contexts.values():
             for page in context.pages:
                 pins[page] += 1
-        for row in manager.table:
+        for load in manager._loads.values():
+            for block in load.blocks:
+                pins[block.page] += 1
+        for held, _ in manager.lower._held.values():
+            for page in held:
+                pins[page] += 1
+        resident = [row for row in manager.table if row.page is not None]
+        for row in resident:
             residents[row.page] += 1
         for page in range(pages.num_pages):
             assert (pages.pins(page), pages.residents(page)) == (pins[page], residents[page])
             assert pages.is_free(page) == (pins[page] == residents[page] == 0)
             if pages.is_free(page):
-                self.rows[page * manager.page_size : (page + 1) * manager.page_size] = [EMPTY] * manager.page_size
+                size = manager.page_size
+                self.rows[page * size : (page + 1) * size] = [(EMPTY, 0)] * size
         assert pages.num_free == sum(pages.is_free(page) for page in range(pages.num_pages))
         assert pages.num_pinned == manager.num_leases == sum(count > 0 for count in pins)
         assert pages.num_free + pages.num_cached + pages.num_pinned == pages.num_pages
-        ranked = manager._policy.victims(len(manager.table) + 1, ())
-        assert sorted(ranked) == sorted(row.key for row in manager.table)
+        ranked = manager.hbm.policy.victims(len(manager.table) + 1, ())
+        assert sorted(ranked) == sorted(row.key for row in resident)
+
+    def _check_slots(self) -> None:
+        """A slot is free or has one use; whoever copies out of it keeps it. Free ones are wiped."""
+        manager, lower = self.manager, self.manager.lower
+        resident = [row.slot for row in manager.table if row.slot is not None]
+        filling = [slot for context in self.contexts.values() for slot in context.slots.values()]
+        filling += [ticket.slot for ticket in lower._tickets.values()]
+        filling += [slot for blocks in lower._fetches.values() for _, _, slot in blocks]
+        passing = [b for load in manager._loads.values() for b in load.blocks if b.extent and b.slot is not None]
+        filling += [block.slot for block in passing]
+        uses = [*resident, *filling, *lower._free, *lower._doomed]
+        assert sorted(uses) == list(range(lower.num_slots)), "a slot is lost, or used twice"
+        assert lower.resident == len(resident)
+        pins = [0] * lower.num_slots
+        for load in manager._loads.values():
+            for block in load.blocks:
+                if block.extent is None:
+                    pins[block.slot] += 1
+        for _, sources in lower._held.values():
+            for slot in sources:
+                pins[slot] += 1
+        for write in lower._writes.values():
+            for slot in write.slots:
+                pins[slot] += 1
+        assert lower._pins == pins
+        assert all(pins[slot] for slot in lower._doomed)
+        for slot in lower._free:
+            assert not pins[slot]
+            self.slots[slot] = [EMPTY] * BLOCK_TOKENS
+        ranked = lower.dram_policy.victims(len(manager.table) + 1, ())
+        assert sorted(ranked) == sorted(row.key for row in manager.table if row.slot is not None)
+        if not lower.num_slots:
+            assert not lower.in_flight
+
+    def _check_disk(self) -> None:
+        lower = self.manager.lower
+        live = {extent_id: extent.size_bytes for extent_id, extent in lower._extents.items()}
+        assert lower.disk_used == sum(live.values()) + sum(write.size_bytes for write in lower._writes.values())
+        assert lower.disk_used <= lower.disk_bytes
+        going = {i for order in self.io if isinstance(order, DeleteExtents) for i in order.extent_ids}
+        unheard = {e.extent.extent_id for e in self.events if isinstance(e, Written) and e.extent is not None}
+        assert set(self.disk) == set(live) | going | unheard, "an extent is lost"
+        on_disk = {row.key: row.extent[0] for row in self.manager.table if row.extent is not None}
+        for extent_id, extent in lower._extents.items():
+            assert set(extent.keys) == {key for key, place in on_disk.items() if place == extent_id}
+            assert extent.keys, "an extent that nobody needs"
+        ranked = lower.disk_policy.victims(len(self.manager.table) + 1, ())
+        assert sorted(ranked) == sorted(on_disk)
 
     def _check_in_flight(self) -> None:
-        """Whoever is waited for runs, and will compute that block."""
+        """Whoever is waited for runs, and will compute or load that block; a load may outlive its request."""
+        loading = {b.key for load in self.manager._loads.values() for b in load.blocks}
         for key, owner in self.manager._in_flight.items():
+            if key in loading:
+                continue
             context = self.contexts[owner]
             assert context.pages
             assert key in context.chain()[context.computed // BLOCK_TOKENS :]
+
+    def rows_of(self, key: BlockKey) -> BlockRow | None:
+        return self.manager.table.get(key)

@@ -176,8 +176,8 @@ class Conversations(RuleBasedStateMachine):
         manager, pages = self.manager, self.manager.pages
         claims = [(pages.pins(p), pages.residents(p), pages.is_free(p)) for p in range(pages.num_pages)]
         contexts = [(c.request_id, list(c.pages), c.computed, c.sealed) for c in self.model.contexts.values()]
-        order = manager._policy.victims(len(manager.table), ())
-        return claims, contexts, order, dict(manager._in_flight), list(manager._moves), pages.num_free, pages.num_pinned
+        order = manager.hbm.policy.victims(len(manager.table), ())
+        return claims, contexts, order, dict(manager._in_flight), list(manager._copies), pages.num_free, pages.num_pinned
 
     @invariant()
     def promises_are_kept(self):
@@ -264,7 +264,7 @@ def test_of_what_was_copied_the_tail_leaves_first():
     model.open("b", block(0) + block(1) + block(2)[:16] + [999], session="b")
     assert model.manager.admit("b", 1) == 80
     keys = {key: number for number, key in enumerate(model.contexts["b"].domain.chain(block(0) + block(1) + block(2)))}
-    ranked = model.manager._policy.victims(4, ())
+    ranked = model.manager.hbm.policy.victims(4, ())
     assert [keys.get(key, "z") for key in ranked] == ["z", 2, 1, 0]
 
 
@@ -504,8 +504,8 @@ def test_a_thousand_copies_of_a_long_prompt_do_not_walk_it_in_every_step(monkeyp
     model.manager.admit("r/0", 320)
     model.step("r/0", 160)
     walks = []
-    walk = model.manager.table.matched
-    monkeypatch.setattr(model.manager.table, "matched", lambda keys: walks.append(keys) or walk(keys))
+    walk = model.manager.table.get
+    monkeypatch.setattr(model.manager.table, "get", lambda key: walks.append(key) or walk(key))
     assert all(model.manager.waits_for_sibling("r/1") for _ in range(100))
     assert len(walks) == 1
     model.step("r/0", 32)

@@ -45,27 +45,27 @@ def test_a_chain_matches_up_to_its_first_gap():
     assert table.matched(keys) == rows
     table.drop(keys[2])
     assert table.matched(keys) == rows[:2]
-    rows[1].valid_in_gpu = False
-    assert table.matched(keys) == rows[:1]
+    rows[1].page, rows[1].slot = None, 3  # it is still somewhere
+    assert table.matched(keys) == rows[:2]
+    assert table.resident(keys) == 1
+    assert table.resident(keys[:1]) == 1
     assert table.matched([]) == []
 
 
 @given(
-    children=st.lists(st.tuples(TOKENS, st.sampled_from([None, None, "mine", "yours"]), st.booleans()), max_size=12),
+    children=st.lists(st.tuples(TOKENS.map(tuple), st.sampled_from([None, None, "mine", "yours"])), max_size=12, unique=True),
     dropped=st.sets(st.integers(0, 11)),
     asked=TOKENS,
     limit=st.integers(0, 5),
 )
 def test_the_closest_child_is_the_best_of_all_that_may_be_seen(children, dropped, asked, limit):
     table, visible = CacheTable(), []
-    named = {(tuple(tokens), session): valid for tokens, session, valid in children}  # one key, one content
-    for name, ((tokens, session), valid) in enumerate(named.items()):
+    for name, (tokens, session) in enumerate(children):
         child = row(name, tokens, session=session)
-        child.valid_in_gpu = valid
         table.publish(child)
         if name in dropped:
             table.drop(child.key)
-        elif valid and session != "yours":
+        elif session != "yours":
             visible.append(child)
     table.publish(row("elsewhere", asked, parent=BlockKey(b"other")))
     best = max((common_prefix(child.token_ids, asked, limit) for child in visible), default=0)

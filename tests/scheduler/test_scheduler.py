@@ -18,6 +18,7 @@ class FakeCache:
         self.held = {}  # rows reserved
         self.resident = {}
         self.waiting_for_siblings = set()
+        self.stalls = {}  # seconds a step would wait for KV on its way
 
     def resident_tokens(self, request_id):
         return self.resident.get(request_id, 0)
@@ -42,6 +43,9 @@ class FakeCache:
             return False
         self.held[request_id] = rows
         return True
+
+    def stall_s(self, request_id):
+        return self.stalls.get(request_id, 0.0)
 
     def preempt(self, request_id):
         del self.held[request_id]
@@ -97,6 +101,7 @@ def make_loop(*, room=10_000, max_seqs=8, max_queued=100, step_tokens=16, lone_s
         step_tokens=step_tokens,
         lone_step_tokens=lone_step_tokens,
         chunked_prefill=chunked_prefill,
+        stall_budget_s=0.02,
     )
     return Loop(scheduler, cache)
 

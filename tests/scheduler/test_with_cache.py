@@ -49,7 +49,7 @@ class Server:
                 arrived_s=self.now,
                 sampling=greedy(max_tokens=answer),
             )
-            self.model.open(sequence.request_id, sequence.token_ids, session=session.name)
+            sequence.token_ids = self.model.open(sequence.request_id, prompt, session=session.name)
             self.scheduler.add(sequence)
             self.live[sequence.request_id] = sequence, session
 
@@ -78,7 +78,7 @@ class Server:
             self.model.forward(chunk.sequence.request_id, chunk.num_tokens)
         lasts = [chunk.sequence for chunk in schedule.chunks if chunk.is_last]
         for chunk in schedule.chunks:
-            manager.commit(chunk.sequence.request_id, chunk.num_tokens)
+            self.model.save_and_commit(chunk.sequence.request_id, chunk.num_tokens)
             chunk.sequence.computed_tokens += chunk.num_tokens
         self.check()
         for sequence in lasts:
@@ -127,6 +127,7 @@ def test_conversations_in_a_memory_too_small_for_them(
         step_tokens=step_tokens,
         lone_step_tokens=2 * step_tokens,
         chunked_prefill=chunked,
+        stall_budget_s=0.02,
     )
     server = Server(PoolModel(manager), scheduler, rng, limit=num_pages * page_size)
     system_prompt = rng.choices([0, 1], k=rng.choice([0, 40, 300]))
