@@ -14,7 +14,6 @@ from cache.lower import LowerTiers
 from cache.plan import (
     BlockLoad,
     CapturePiece,
-    CopyRows,
     Deleted,
     Event,
     Fetched,
@@ -190,11 +189,12 @@ class CacheManager:
             if len(stream) > end and digest_of(stream[:end]) == session.cut_digest:
                 cuts = session.cuts
         tokens = apply_cuts(stream, cuts)
-        lineage, known = Lineage(self._domain_of(name[0], name[1])), 0
+        lineage, known, open_hint = Lineage(self._domain_of(name[0], name[1])), 0, None
         if session is not None and (cuts or not session.cuts) and self._truncation.mode != "recompute":
             known = self._still_known(session, tokens)
             lineage = session.lineage.first(known)
-        all_known = session is not None and known == len(session.keys)
+            if known == len(session.keys):
+                open_hint = session.open_key
         return RunningContext(
             request_id=request_id,
             session=name,
@@ -204,14 +204,13 @@ class CacheManager:
             rules=rules,
             stream=stream,
             cuts=list(cuts),
-            open_hint=session.open_key if session is not None and all_known else None,
+            open_hint=open_hint,
+            open_place=known,
             preset=known if cuts else 0,
             lost_lineage=bool(session and cuts and known < (session.lineage.joint or 0)),
         )
 
-    def _shifted(
-        self, request_id: str, name: SessionName, cut: ClientCut, rules: CutRules
-    ) -> RunningContext | None:
+    def _shifted(self, request_id: str, name: SessionName, cut: ClientCut, rules: CutRules) -> RunningContext | None:
         """The client dropped messages itself: stand the request on the blocks it kept, a block's worth more than it
         sent where messages end inside of blocks. None if that spares too little."""
         moved = cut.resume - cut.keep
@@ -274,10 +273,18 @@ class CacheManager:
         if self._truncation.mode == "recompute":
             context.lineage, context.open_hint = Lineage(context.domain), None
         else:
-            context.lineage = context.lineage.without(cuts)
+            self._cut_lineage(context, cuts)
         context.token_ids[:] = apply_cuts(context.token_ids, cuts)
         context.preset = len(context.keys)
         context.prompt_tokens = len(context.token_ids)
+
+    def _cut_lineage(self, context: RunningContext, cuts: Sequence[Range]) -> None:
+        end = context.open_place * BLOCK_TOKENS
+        if any(a <= end < b for a, b in cuts):
+            context.open_hint = None
+        context.open_place = map_offset(end, cuts) // BLOCK_TOKENS
+        moved = context.open_hint is not None and cuts[0][0] < end
+        context.lineage = context.lineage.without(cuts, context.open_hint if moved else None)
 
     def context(self, request_id: str) -> RunningContext:
         return self._running[request_id]
@@ -354,10 +361,14 @@ class CacheManager:
         rows = [row for row, _ in match.used]
         for key in keys_of(rows, self.table):
             self._touch(key)
+        if not context.lineage.is_held_by(len(match.rows), match.partial is not None):
+            context.lineage = context.lineage.anew(len(match.rows))
+            context.lost_lineage = True
         context.trusted = True
         context.computed = match.num_tokens
         context.sealed = len(match.rows)
         context.open_hint = match.partial.key if match.partial is not None else None
+        context.open_place = len(match.rows)
         if self._reuse:
             prompt_blocks = context.prompt_tokens // BLOCK_TOKENS
             for key in context.chain()[len(match.rows) : prompt_blocks]:
@@ -529,7 +540,7 @@ class CacheManager:
     def preempt(self, request_id: str) -> None:
         """See CacheView. The open block is kept too, so an early resumption computes nothing again."""
         context = self._running[request_id]
-        context.open_hint = self._release(context)
+        context.open_hint, context.open_place = self._release(context), context.computed // BLOCK_TOKENS
         context.reached = max(context.reached, context.computed)
         context.pages, context.computed, context.sealed = [], 0, 0
 
@@ -569,7 +580,7 @@ class CacheManager:
         if context.pages:
             context.computed = min(context.computed, num_tokens)
             open_key = self._release(context)
-        if reached and self._reuse:
+        if reached:
             self._remember(context, reached, open_key, now)
         elif context.session not in self._sessions and not self.is_running(context.session):
             for policy in self._policies:
@@ -637,8 +648,10 @@ class CacheManager:
         done = len(rows) * BLOCK_TOKENS
         tail = context.token_ids[done : done + BLOCK_TOKENS]
         most = min(BLOCK_TOKENS, limit - done)
-        found = self._open_hint(context, tail, most) if len(rows) * BLOCK_TOKENS + BLOCK_TOKENS > limit else None
-        if len(rows) <= len(keys):
+        found = self._open_hint(context, tail, most) if len(rows) == context.open_place else None
+        joint = context.lineage.joint
+        # Between kept blocks there is nothing to begin with: what follows one in another context stands on more.
+        if joint is None or not context.lineage.plain < len(rows) < joint:
             other = self.table.closest_child(context.lineage.parent(len(rows)), tail, context.session_id, most)
             if other is not None and self._is_usable(other[0], len(rows)) and other[1] > (found[1] if found else 0):
                 found = other
@@ -646,7 +659,7 @@ class CacheManager:
 
     def _open_hint(self, context: RunningContext, tail: list[int], most: int) -> tuple[BlockRow, int] | None:
         row = self.table.get(context.open_hint) if context.open_hint is not None else None
-        if row is None or not self._is_usable(row, len(context.token_ids) // BLOCK_TOKENS):
+        if row is None or not self._is_usable(row, context.open_place):
             return None
         shared = common_prefix(row.token_ids, tail, most)
         return (row, shared) if shared else None

@@ -133,7 +133,7 @@ class PoolModel:
         """Returns the sequence's own list, to which is appended what is sampled."""
         stream = list(tokens)
         self._learn(domain_of(tenant, salt), stream)
-        context = self.manager.open(request_id, tenant, salt, session, stream, rules, reserve, now)
+        context = self.manager.open(request_id, tenant, salt, session, stream, rules, reserve, None, now)
         self.contexts[request_id] = self.manager.context(request_id)
         return context
 
@@ -149,7 +149,10 @@ class PoolModel:
                 case CopyRows():
                     assert move.source_row + move.num_rows <= size
                     assert move.target_row + move.num_rows <= size
-                    source, target = move.source_page * size + move.source_row, move.target_page * size + move.target_row
+                    source, target = (
+                        move.source_page * size + move.source_row,
+                        move.target_page * size + move.target_row,
+                    )
                     turn = move.target_position - move.source_position
                     copied = self.rows[source : source + move.num_rows]
                     assert [position for _, position in copied] == list(

@@ -177,7 +177,15 @@ class Conversations(RuleBasedStateMachine):
         claims = [(pages.pins(p), pages.residents(p), pages.is_free(p)) for p in range(pages.num_pages)]
         contexts = [(c.request_id, list(c.pages), c.computed, c.sealed) for c in self.model.contexts.values()]
         order = manager.hbm.policy.victims(len(manager.table), ())
-        return claims, contexts, order, dict(manager._in_flight), list(manager._copies), pages.num_free, pages.num_pinned
+        return (
+            claims,
+            contexts,
+            order,
+            dict(manager._in_flight),
+            list(manager._copies),
+            pages.num_free,
+            pages.num_pinned,
+        )
 
     @invariant()
     def promises_are_kept(self):
@@ -507,7 +515,7 @@ def test_a_thousand_copies_of_a_long_prompt_do_not_walk_it_in_every_step(monkeyp
     walk = model.manager.table.get
     monkeypatch.setattr(model.manager.table, "get", lambda key: walks.append(key) or walk(key))
     assert all(model.manager.waits_for_sibling("r/1") for _ in range(100))
-    assert len(walks) == 1
+    assert len(walks) <= 2 * 10, "once, block by block"
     model.step("r/0", 32)
     assert model.manager.waits_for_sibling("r/1")
     model.step("r/0", 128)

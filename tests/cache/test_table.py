@@ -53,7 +53,9 @@ def test_a_chain_matches_up_to_its_first_gap():
 
 
 @given(
-    children=st.lists(st.tuples(TOKENS.map(tuple), st.sampled_from([None, None, "mine", "yours"])), max_size=12, unique=True),
+    children=st.lists(
+        st.tuples(TOKENS.map(tuple), st.sampled_from([None, None, "mine", "yours"])), max_size=12, unique=True
+    ),
     dropped=st.sets(st.integers(0, 11)),
     asked=TOKENS,
     limit=st.integers(0, 5),
