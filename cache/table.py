@@ -14,9 +14,9 @@ SessionName = tuple[str, str, str]
 
 @dataclass(slots=True)
 class BlockRow:
-    """NodeID, address per tier, size, validity, score and owners of one block. A row exists only while the block's bytes
-    are complete somewhere: an address is set after the bytes behind it are written, and cleared before they may be
-    overwritten. What is under way is known to whoever ordered it, never to the table."""
+    """NodeID, address per tier, size, validity, score and owners of one block. A row exists only while the block's
+    bytes are complete somewhere: an address is set after the bytes behind it are written, and cleared before they may
+    be overwritten. What is under way is known to whoever ordered it, never to the table."""
 
     key: BlockKey
     parent: BlockKey

@@ -45,11 +45,14 @@ from cache.plan import (
 from cache.tiers.base import BlockMissing, TierFailed, TierFull
 from cache.tiers.disk import DiskTier
 from cache.tiers.dram import Slab
+from cache.tiers.extent_reader import ExtentReader
 from cache.tiers.throttle import Throttle
 from kernels.attention.base import KvPages
 from kernels.kv_copy import gather_rows, write_rows
 
 log = logging.getLogger(__name__)
+
+_START_TIMEOUT_S = 5.0  # a load that nobody runs for so long goes on by itself
 
 
 class Rotations(Protocol):
@@ -61,14 +64,15 @@ class Rotations(Protocol):
 
 @dataclass(slots=True)
 class Captured:
-    """The KV of one step before rotation, per layer [tokens, kv_heads, dim]; holds the step's own tensors, not copies."""
+    """The KV of one step before rotation, per layer [tokens, kv_heads, dim]; the step's own tensors, not copies."""
 
     keys: list[Tensor] = field(default_factory=list)
     values: list[Tensor] = field(default_factory=list)
 
 
 class CaptureSink:
-    """`engine.hf_model.KvSink`: keeps a step's KV alive until it is saved (AttentionStore §3.2.2). Layers come in order."""
+    """`engine.hf_model.KvSink`: keeps a step's KV alive until it is saved (AttentionStore §3.2.2). Layers come in
+    order."""
 
     def __init__(self) -> None:
         self._captured: Captured | None = None
@@ -105,7 +109,7 @@ class _Capture:
 
 
 class Transfer:
-    """Owned by the engine's thread: all public methods are called there. Threads end with the process, or by `close`."""
+    """Owned by the engine's thread: public methods are called there. Threads end with the process, or by `close`."""
 
     def __init__(
         self,
@@ -168,7 +172,9 @@ class Transfer:
                 case CopyRows():
                     self._copy(move)
                 case LoadBlocks():
-                    job = self._jobs[move.job_id] = _Job(move, started=self._read_buffer_layers >= self._slab.num_layers)
+                    job = self._jobs[move.job_id] = _Job(
+                        move, started=self._read_buffer_layers >= self._slab.num_layers
+                    )
                     self._loads.put(job)
                 case FillFromPage() | FillFromSlot() | SealSlot():
                     self._saves.put(move)
@@ -182,7 +188,7 @@ class Transfer:
         size = sum(t.numel() * t.element_size() for t in (*step.keys, *step.values))
         ready = None
         if self._device.type == "cuda":
-            ready = torch.cuda.Event()
+            ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
             ready.record()
         with self._changed:
             self._backlog_bytes += size
@@ -243,11 +249,12 @@ class Transfer:
     def close(self, timeout_s: float) -> bool:
         """Let the threads finish what they were given. False if that took too long."""
         end = time.monotonic() + timeout_s
-        for thread, queue in zip(self._threads, (self._saves, self._loads, self._io), strict=True):
-            if thread.ident is None:
-                continue
-            queue.put(None)  # type: ignore[arg-type]
-            thread.join(max(0.0, end - time.monotonic()))
+        self._saves.put(None)
+        self._loads.put(None)
+        self._io.put(None)
+        for thread in self._threads:
+            if thread.ident is not None:
+                thread.join(max(0.0, end - time.monotonic()))
         if self._disk is not None:
             self._disk.close()
         return not any(thread.is_alive() for thread in self._threads)
@@ -289,7 +296,7 @@ class Transfer:
     def _stream(self) -> AbstractContextManager[object]:
         if self._device.type != "cuda":
             return nullcontext()
-        return torch.cuda.stream(torch.cuda.Stream(self._device))
+        return torch.cuda.stream(torch.cuda.Stream(self._device))  # type: ignore[no-untyped-call]
 
     def _synchronise(self) -> None:
         if self._device.type == "cuda":
@@ -382,8 +389,7 @@ class Transfer:
         source = _LayerSource(blocks, self._slab, self._disk)
         with source:
             for layer in range(self._slab.num_layers):
-                if not self._may_load(job, layer):
-                    return
+                self._await_start(job, layer)
                 started = time.perf_counter()
                 passed = self._dram_throttle.book(source.dram_bytes(layer))
                 k, v = source.read(layer, failed)
@@ -407,14 +413,13 @@ class Transfer:
         for direction, size in source.total_bytes().items():
             self._tell(Transferred(direction, size, seconds[direction]))
 
-    def _may_load(self, job: _Job, layer: int) -> bool:
-        """Waits until the job may bring this layer: within the read buffer at once, beyond it when it runs."""
-        if job.started or layer < self._read_buffer_layers:
-            return True
-        with self._changed:
-            while not job.started:
-                self._changed.wait(1.0)
-        return True
+    def _await_start(self, job: _Job, layer: int) -> None:
+        """Within the read buffer a layer may come at once, beyond it when the job runs. Nobody waits for ever for a job
+        that was given up: its pages are pinned until it has ended."""
+        if layer >= self._read_buffer_layers:
+            with self._changed:
+                self._changed.wait_for(lambda: job.started, timeout=_START_TIMEOUT_S)
+                job.started = True
 
     # The disk.
 
@@ -484,7 +489,7 @@ class _LayerSource:
         self._blocks, self._slab, self._disk = blocks, slab, disk
         self._by_extent: dict[int, list[int]] = {}  # extent id -> places in `blocks`
         self._bounce: dict[int, bytearray] = {}  # place -> its segment of the present layer
-        self._readers: dict[int, AbstractContextManager[object]] = {}
+        self._readers: dict[int, ExtentReader] = {}
         for place, block in enumerate(blocks):
             if block.extent is not None:
                 self._by_extent.setdefault(block.extent[0], []).append(place)
@@ -498,11 +503,11 @@ class _LayerSource:
 
     def __exit__(self, *_: object) -> None:
         for reader in self._readers.values():
-            reader.__exit__(None, None, None)
+            reader.close()
 
     def read(self, layer: int, failed: dict[BlockKey, str]) -> tuple[Tensor, Tensor]:
-        """K un-rotated and V of one layer [tokens of all blocks, kv_heads, dim]. Notes blocks whose bytes in DRAM are not
-        what they were in `failed`. Raises BlockMissing for those on disk."""
+        """K un-rotated and V of one layer [tokens of all blocks, kv_heads, dim]. Notes in `failed` blocks whose bytes in
+        DRAM are not what they were. Raises BlockMissing for those on disk."""
         self.read_disk(layer)
         slab = self._slab
         for block in self._blocks:
@@ -525,11 +530,11 @@ class _LayerSource:
 
     def read_disk(self, layer: int) -> None:
         """Bring one layer of the blocks that are on disk. Raises BlockMissing."""
-        assert self._disk is not None or not self._by_extent
         for extent_id, places in self._by_extent.items():
             reader = self._readers.get(extent_id)
             if reader is None:
-                reader = self._readers[extent_id] = self._disk.reader(extent_id).__enter__()  # type: ignore[union-attr]
+                assert self._disk is not None
+                reader = self._readers[extent_id] = self._disk.reader(extent_id)
             outs = []
             for place in places:
                 slot = self._blocks[place].slot
@@ -539,7 +544,7 @@ class _LayerSource:
                     self._bounce[place] = bytearray(self._slab.segment_bytes[layer])
                     outs.append(memoryview(self._bounce[place]))
             indices = [extent[1] for place in places if (extent := self._blocks[place].extent) is not None]
-            reader.read(layer, indices, outs)  # type: ignore[attr-defined]
+            reader.read(layer, indices, outs)
 
     def seal_passed(self) -> None:
         """Blocks that came from disk into slots are complete there."""

@@ -11,7 +11,9 @@ from engine.messages import SessionInfo, SessionReply, SessionRequest
 class SessionDirectory:
     """Single-threaded, in the engine's loop."""
 
-    def __init__(self, *, cache: CacheManager, max_pinned_bytes: int, session_ttl_s: float, unix_offset_s: float) -> None:
+    def __init__(
+        self, *, cache: CacheManager, max_pinned_bytes: int, session_ttl_s: float, unix_offset_s: float
+    ) -> None:
         self._cache = cache
         self._max_pinned_bytes = max_pinned_bytes  # per tenant
         self._session_ttl_s = session_ttl_s

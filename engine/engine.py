@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from cache.manager import CacheManager, ClientCut
-from cache.plan import CapturePiece, CopyRows, Loaded, Transferred
+from cache.plan import CapturePiece, CopyRows, Transferred
 from cache.stats import PromptReport
 from cache.transfer import CaptureSink, Transfer
 from cache.truncate import CutRules, DoesNotFit, reserved
@@ -20,6 +20,7 @@ from engine.messages import (
     Output,
     SessionReply,
     SessionRequest,
+    Shift,
     Stats,
     Submit,
     Timings,
@@ -147,7 +148,7 @@ class Engine:
             request.token_ids,
             rules,
             reserved(sampling.max_tokens, self.model.max_context),
-            None if request.shift is None else ClientCut(request.shift.stream, request.shift.keep, request.shift.resume),
+            _client_cut(request.shift),
             now,
         )
         sequence = Sequence(
@@ -344,9 +345,9 @@ class Engine:
         reason = None
         if sampled.token_id in choice.end_ids and sequence.output_tokens > sequence.sampling.min_tokens:
             reason = "stop"
-        elif sequence.output_tokens >= sequence.sampling.max_tokens:
-            reason = "length"
-        elif len(sequence.token_ids) >= self.model.max_context and not self._truncate(choice):
+        elif sequence.output_tokens >= sequence.sampling.max_tokens or (
+            len(sequence.token_ids) >= self.model.max_context and not self._truncate(choice)
+        ):
             reason = "length"
         logprobs = None if sampled.logprob is None else [sampled.logprob]
         if reason is not None:
@@ -519,6 +520,10 @@ def _cache_report(report: PromptReport) -> CacheReport:
         shifted_tokens=report.shifted_tokens,
         miss_reasons=report.miss_reasons,
     )
+
+
+def _client_cut(shift: Shift | None) -> ClientCut | None:
+    return None if shift is None else ClientCut(shift.stream, shift.keep, shift.resume)
 
 
 def _too_long(length: int, window: int) -> tuple[str, str]:

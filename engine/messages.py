@@ -75,8 +75,8 @@ class Submit(msgspec.Struct, frozen=True, kw_only=True, tag="submit"):
 
 
 class Shift(msgspec.Struct, frozen=True, kw_only=True):
-    """`token_ids` of the request is what the client sent: the first `keep` tokens of a known conversation and those from
-    `resume` on. `stream` is that conversation with nothing dropped, ending as `token_ids` does."""
+    """`token_ids` of the request is what the client sent: the first `keep` tokens of a known conversation and those
+    from `resume` on. `stream` is that conversation with nothing dropped, ending as `token_ids` does."""
 
     stream: list[int]
     keep: int

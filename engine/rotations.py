@@ -50,4 +50,3 @@ class Rotations:
     def _call(rope: RopeSource, cos: Tensor, sin: Tensor) -> RopeCall:
         call = rope.call
         return RopeCall(call.function, cos, sin, call.extra, call.keywords, call.width)
-

@@ -77,6 +77,6 @@ class ModelRunner:
     @torch.inference_mode()
     def forward(self, batch: BatchInput, arrive: Callable[[int], None] | None) -> Tensor:
         """Logits [logit_rows, vocab] in the model's dtype. Writes the KV of every token of the batch to its slot.
-        arrive(layer) is called before a layer attends: it returns when what the batch stands on there has been loaded."""
+        arrive(layer) is called before a layer attends: it returns when what the batch stands on there is loaded."""
         step = Step(meta=batch.meta, pages=self.pages.__getitem__, backend=self.backend, sink=self.sink, arrive=arrive)
         return forward(self.model, step, batch.token_ids, batch.positions, batch.logit_rows)

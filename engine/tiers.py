@@ -80,10 +80,10 @@ def build_tiers(
         window_slots = -(-max_context // BLOCK_TOKENS)
         staging = config.staging_bytes // slot_bytes or _STAGING_WINDOWS * window_slots
     _check_memory((dram_slots + staging) * slot_bytes)
-    slab = Slab(
-        shapes=shapes, dtype=dtype, num_slots=dram_slots + staging, pinned=pages[0].k.is_cuda
-    )
-    disk, extents, records = None, [], []
+    slab = Slab(shapes=shapes, dtype=dtype, num_slots=dram_slots + staging, pinned=pages[0].k.is_cuda)
+    disk: DiskTier | None = None
+    extents: Sequence[ExtentInfo] = ()
+    records: Sequence[SessionRecord] = ()
     if disk_bytes:
         disk = DiskTier(
             directory=Path(config.disk_dir),
@@ -138,5 +138,6 @@ def _check_memory(num_bytes: int) -> None:
     free = psutil.virtual_memory().available
     if num_bytes > _MAX_DRAM_SHARE * free:
         raise ModelRefused(
-            f"cache.dram_gib asks for {num_bytes / 2**30:.1f} GiB with its staging slots, {free / 2**30:.1f} GiB are free"
+            f"cache.dram_gib with its staging slots asks for {num_bytes / 2**30:.1f} GiB, "
+            f"{free / 2**30:.1f} GiB are free"
         )

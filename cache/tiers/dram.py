@@ -1,7 +1,8 @@
 """The DRAM tier: one slab of slots, each the KV of a block, keys without position.
 
-Memory is layer-major: all slots of a layer lie together, and a slot's share of it, its *segment*, is [K of 32 rows][V of
-32 rows], as it is on disk. So a layer of many blocks is gathered, read and written in one call (AttentionStore §3.2.1).
+Memory is layer-major: all slots of a layer lie together, and a slot's share of it, its *segment*, is [K of 32 rows]
+[V of 32 rows], as it is on disk. So a layer of many blocks is gathered, read and written in one call (AttentionStore
+§3.2.1).
 """
 
 from collections.abc import Sequence
@@ -35,13 +36,14 @@ class Slab:
         self._memory = [
             torch.empty(num_slots, size, dtype=torch.uint8, pin_memory=pinned) for size in self.segment_bytes
         ]
-        self._k, self._v = [], []
+        self._k: list[Tensor] = []
+        self._v: list[Tensor] = []
         for shape, memory in zip(shapes, self._memory, strict=True):
             elements = memory.view(dtype)
             split = BLOCK_TOKENS * shape.kv_heads * shape.k_dim
-            self._k.append(elements[:, :split].unflatten(1, (BLOCK_TOKENS, shape.kv_heads, shape.k_dim)))
-            self._v.append(elements[:, split:].unflatten(1, (BLOCK_TOKENS, shape.kv_heads, shape.v_dim)))
-        self._views = [memoryview(memory.flatten().numpy()) for memory in self._memory]
+            self._k.append(elements[:, :split].view(num_slots, BLOCK_TOKENS, shape.kv_heads, shape.k_dim))
+            self._v.append(elements[:, split:].view(num_slots, BLOCK_TOKENS, shape.kv_heads, shape.v_dim))
+        self._views = [memoryview(memory.view(-1).numpy().data) for memory in self._memory]
         self._checksums: list[tuple[int, ...] | None] = [None] * num_slots
 
     @property
