@@ -1,44 +1,326 @@
+"""What the transfer threads do to bytes. Positions are numbers added to keys here, so that every row says where it is
+rotated for, and exactly."""
+
+import threading
+import time
+
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cache.plan import CopyRows
-from cache.transfer import carry_out
+from cache.block import BLOCK_TOKENS, BlockKey
+from cache.extent import ExtentInfo, SessionRecord, StoredBlock
+from cache.plan import (
+    BlockLoad,
+    CapturePiece,
+    CopyRows,
+    Deleted,
+    DeleteExtents,
+    FetchBlocks,
+    Fetched,
+    FillFromPage,
+    FillFromSlot,
+    LoadBlocks,
+    Loaded,
+    Saved,
+    SealSlot,
+    Transferred,
+    WriteExtent,
+    Written,
+)
+from cache.tiers.base import BlockMissing, TierFull
+from cache.tiers.dram import LayerShape, Slab
+from cache.tiers.throttle import Throttle
+from cache.transfer import Captured, Transfer
 from kernels.attention.base import KvPages
 
-PAGES, SIZE = 3, 8
+PAGES, SIZE, LAYERS, HEADS, DIM = 6, 64, 3, 2, 3
+RECORD = SessionRecord("t", "", "s", context=b"", last_used_s=0.0, pinned=False, ttl_s=None)
 
 
-@st.composite
-def moves(draw):
-    rows = draw(st.integers(1, SIZE))
-    place = st.tuples(st.integers(0, PAGES - 1), st.integers(0, SIZE - rows))
-    return CopyRows(*draw(place), *draw(place), rows)
+class Shift:
+    """Rotates by adding the position."""
+
+    def rotate(self, layer, k_plain, positions):
+        return k_plain + positions.view(-1, 1, 1).to(k_plain.dtype)
+
+    def unrotate(self, layer, k, positions):
+        return k - positions.view(-1, 1, 1).to(k.dtype)
 
 
-def pools(layout):
-    """Two layers whose rows are all different, laid out in memory as asked."""
-    shape = (PAGES, SIZE, 2, 3)
+class Reader:
+    def __init__(self, disk, extent):
+        self.disk, self.extent = disk, extent
+
+    def close(self):
+        self.disk.open_readers -= 1
+
+    def read(self, layer, indices, outs):
+        self.disk.gate.wait(10)
+        if self.disk.broken_layer == layer:
+            raise BlockMissing("too slow", reason="deadline")
+        for index, out in zip(indices, outs, strict=True):
+            out[:] = self.extent[layer][index]
+
+
+class MemoryDisk:
+    """The methods of DiskTier that a transfer uses."""
+
+    def __init__(self):
+        self.extents, self.full, self.broken_layer, self.open_readers = {}, False, None, 0
+        self.gate = threading.Event()
+        self.gate.set()
+
+    def write(self, session, blocks, segment):
+        if self.full:
+            raise TierFull("no space")
+        extent_id = len(self.extents) + 1
+        self.extents[extent_id] = [
+            [bytes(segment(layer, block)) for block in range(len(blocks))] for layer in range(LAYERS)
+        ]
+        return ExtentInfo(extent_id, session, tuple(blocks), 4096)
+
+    def reader(self, extent_id):
+        if extent_id not in self.extents:
+            raise BlockMissing("it is gone", reason="missing")
+        self.open_readers += 1
+        return Reader(self, self.extents[extent_id])
+
+    def delete(self, extent_id):
+        self.extents.pop(extent_id, None)
+
+    def delete_session(self, *name):
+        pass
+
+    def close(self):
+        pass
+
+
+def pools(layout="rows first"):
+    """Three layers whose rows are all different, laid out in memory as asked."""
     made = []
-    for layer in range(4):
-        rows = torch.arange(PAGES * SIZE * 6, dtype=torch.float32).view(shape) + 1000 * layer
+    for part in range(2 * LAYERS):
+        rows = torch.arange(PAGES * SIZE * HEADS * DIM, dtype=torch.float32).view(PAGES, SIZE, HEADS, DIM)
+        rows = rows + 10_000 * part
         if layout == "heads first":
             rows = rows.permute(2, 0, 1, 3).contiguous().permute(1, 2, 0, 3)
         made.append(rows)
-    return [KvPages(k=made[0], v=made[1]), KvPages(k=made[2], v=made[3])]
+    return [KvPages(k=made[2 * layer], v=made[2 * layer + 1]) for layer in range(LAYERS)]
+
+
+def make_transfer(
+    pages, *, num_slots=0, disk=None, read_buffer_layers=-1, synchronous=False, max_backlog_bytes=1 << 20
+):
+    slab = Slab(shapes=[LayerShape(HEADS, DIM, DIM)] * LAYERS, dtype=torch.float32, num_slots=num_slots, pinned=False)
+    transfer = Transfer(
+        pages=pages,
+        slab=slab,
+        disk=disk,
+        rotations=Shift,
+        read_buffer_layers=read_buffer_layers,
+        dram_throttle=Throttle(bytes_per_s=0.0, clock=time.monotonic, sleep=time.sleep),
+        synchronous=synchronous,
+        max_backlog_bytes=max_backlog_bytes,
+    )
+    return transfer, slab
+
+
+@pytest.fixture
+def made(request):
+    """Transfers of a test, closed behind it."""
+    transfers = []
+
+    def make(*args, **options):
+        transfer, slab = make_transfer(*args, **options)
+        transfers.append(transfer)
+        return transfer, slab
+
+    yield make
+    for transfer in transfers:
+        assert transfer.close(10.0)
+
+
+def until(transfer, kind, count=1):
+    """Events until `count` of a kind have come."""
+    events, end = [], time.monotonic() + 10
+    while sum(isinstance(event, kind) for event in events) < count:
+        assert time.monotonic() < end, f"no {kind.__name__}"
+        transfer.wait(0.05)
+        events += transfer.poll()
+    return events
+
+
+@st.composite
+def copies(draw):
+    rows = draw(st.integers(1, 8))
+    place = st.tuples(st.integers(0, PAGES - 1), st.integers(0, SIZE - rows))
+    return CopyRows(*draw(place), *draw(place), rows, draw(st.integers(0, 40)), draw(st.integers(0, 40)))
 
 
 @pytest.mark.parametrize("layout", ["rows first", "heads first"])
-@given(ordered=st.lists(moves(), max_size=5))
-def test_moves_are_carried_out_one_after_the_other_in_all_layers(layout, ordered):
+@settings(max_examples=40)
+@given(ordered=st.lists(copies(), max_size=4))
+def test_copies_are_carried_out_one_after_the_other_in_all_layers(layout, ordered):
     pages = pools(layout)
-    tensors = [tensor for layer in pages for tensor in (layer.k, layer.v)]
-    expected = [tensor.clone() for tensor in tensors]
+    expected = [(layer.k.clone(), layer.v.clone()) for layer in pages]
     for move in ordered:
-        for tensor in expected:
-            source = tensor[move.source_page, move.source_row : move.source_row + move.num_rows].clone()
-            tensor[move.target_page, move.target_row : move.target_row + move.num_rows] = source
-    carry_out(ordered, pages)
-    for tensor, wanted in zip(tensors, expected, strict=True):
-        assert torch.equal(tensor, wanted)
+        for k, v in expected:
+            for rows, turn in ((k, move.target_position - move.source_position), (v, 0)):
+                source = rows[move.source_page, move.source_row : move.source_row + move.num_rows] + turn
+                rows[move.target_page, move.target_row : move.target_row + move.num_rows] = source
+    transfer, _ = make_transfer(pages)
+    transfer.carry_out(ordered)
+    for layer, (k, v) in zip(pages, expected, strict=True):
+        assert torch.equal(layer.k, k)
+        assert torch.equal(layer.v, v)
+
+
+def save_block(transfer, pages, slot, page, position=0):
+    """The first 32 rows of a page, as they were before they were rotated for `position`.., into a slot."""
+    transfer.carry_out([FillFromPage(page, 0, slot, 0, BLOCK_TOKENS, position), SealSlot(slot, slot, BLOCK_TOKENS)])
+    until(transfer, Saved)
+    rows = torch.arange(BLOCK_TOKENS).view(-1, 1, 1) + position
+    return [(layer.k[page, :BLOCK_TOKENS] - rows, layer.v[page, :BLOCK_TOKENS].clone()) for layer in pages]
+
+
+def test_a_page_is_saved_without_positions_and_comes_back_at_others(made):
+    pages = pools()
+    transfer, slab = made(pages, num_slots=4)
+    saved = save_block(transfer, pages, 2, 1, position=7)
+    for layer, (k, v) in enumerate(saved):
+        assert torch.equal(slab.k(layer)[2], k)
+        assert torch.equal(slab.v(layer)[2], v)
+    blocks = (BlockLoad(BlockKey(b"a" * 16), 20, 2, None, 4, 32, 100),)
+    transfer.carry_out([LoadBlocks(1, "r", blocks)])
+    events = until(transfer, Loaded)
+    assert [event.failed for event in events if isinstance(event, Loaded)] == [{}]
+    for layer, before, (k, v) in zip(pages, pools(), saved, strict=True):
+        assert torch.equal(layer.k[4, 32:52], k[:20] + (torch.arange(20) + 100).view(-1, 1, 1))
+        assert torch.equal(layer.v[4, 32:52], v[:20])
+        assert torch.equal(layer.v[4, 52:], before.v[4, 52:]), "rows behind it are somebody else's"
+    assert {event.direction for event in events if isinstance(event, Transferred)} == {"dram_to_hbm"}
+
+
+def test_steps_are_saved_piece_by_piece_and_the_rest_of_an_open_block_is_cleared(made):
+    pages = pools()
+    transfer, slab = made(pages, num_slots=4)
+    save_block(transfer, pages, 0, 3)
+    step = Captured([torch.full((12, HEADS, DIM), 5.0 + layer) for layer in range(LAYERS)], [
+        torch.full((12, HEADS, DIM), 50.0 + layer) for layer in range(LAYERS)
+    ])  # fmt: skip
+    transfer.carry_out([FillFromSlot(0, 1, 10)])
+    transfer.save(step, [CapturePiece(3, 1, 10, 4), CapturePiece(0, 2, 0, 2)])
+    transfer.carry_out([SealSlot(8, 1, 14), SealSlot(9, 2, 0)])
+    until(transfer, Saved, 2)
+    for layer in range(LAYERS):
+        assert torch.equal(slab.k(layer)[1, :10], slab.k(layer)[0, :10])
+        assert (slab.k(layer)[1, 10:14] == 5.0 + layer).all()
+        assert (slab.v(layer)[1, 10:14] == 50.0 + layer).all()
+        assert not slab.k(layer)[1, 14:].any()
+        assert not slab.v(layer)[1, 14:].any()
+        assert slab.is_intact(layer, 1)
+        assert not slab.is_intact(layer, 2), "it was given back"
+
+
+@pytest.mark.parametrize("passes", [True, False])
+def test_blocks_go_to_disk_and_come_back(made, passes):
+    pages, disk = pools(), MemoryDisk()
+    transfer, slab = made(pages, num_slots=4, disk=disk)
+    saved = save_block(transfer, pages, 0, 1)
+    stored = (StoredBlock(BlockKey(b"a" * 16), BlockKey(b"r" * 16), bytes(128), False),)
+    transfer.carry_out([WriteExtent(1, RECORD, stored, (0,))])
+    (written,) = [event for event in until(transfer, Written) if isinstance(event, Written)]
+    assert written.extent is not None
+    extent = (written.extent.extent_id, 0)
+    block = BlockLoad(stored[0].key, BLOCK_TOKENS, 3 if passes else None, extent, 5, 0, 9)
+    transfer.carry_out([LoadBlocks(2, "r", (block,))])
+    until(transfer, Loaded)
+    for number, (layer, (k, v)) in enumerate(zip(pages, saved, strict=True)):
+        assert torch.equal(layer.k[5, :32], k + (torch.arange(32) + 9).view(-1, 1, 1))
+        assert torch.equal(layer.v[5, :32], v)
+        assert slab.is_intact(number, 3) == passes
+    transfer.carry_out([FetchBlocks(3, ((stored[0].key, extent, 2),)), DeleteExtents(4, (extent[0],), None)])
+    assert [e.failed for e in until(transfer, Deleted) if isinstance(e, Fetched)] == [{}]
+    assert all(slab.is_intact(layer, 2) for layer in range(LAYERS))
+    assert not disk.extents
+    assert disk.open_readers == 0
+
+
+def test_what_cannot_be_read_or_written_is_told_and_harms_nothing_else(made):
+    pages, disk = pools(), MemoryDisk()
+    transfer, slab = made(pages, num_slots=4, disk=disk)
+    save_block(transfer, pages, 0, 1)
+    save_block(transfer, pages, 1, 1)
+    stored = (StoredBlock(BlockKey(b"a" * 16), BlockKey(b"r" * 16), bytes(128), False),)
+    transfer.carry_out([WriteExtent(1, RECORD, stored, (0,))])
+    until(transfer, Written)
+    disk.full = True
+    transfer.carry_out([WriteExtent(2, RECORD, stored, (0,))])
+    (refused,) = [event for event in until(transfer, Written) if isinstance(event, Written)]
+    assert refused.extent is None
+    good, bad = (BlockKey(name * 16) for name in (b"g", b"b"))
+
+    def load(job, *blocks):
+        transfer.carry_out([LoadBlocks(job, "r", blocks)])
+        transfer.wait_layer(job, LAYERS - 1)
+        (loaded,) = [event for event in until(transfer, Loaded) if isinstance(event, Loaded)]
+        return loaded.failed
+
+    slab.k(1)[1, 5, 0, 0] += 1  # a bit flips in DRAM
+    kept = BlockLoad(good, 32, 0, None, 4, 0, 0)
+    assert load(3, kept, BlockLoad(bad, 32, 1, None, 4, 32, 0)) == {bad: "checksum"}
+    assert load(4, kept, BlockLoad(bad, 32, None, (77, 0), 4, 32, 0)) == {bad: "missing"}
+    disk.broken_layer = 1
+    assert load(5, kept, BlockLoad(bad, 32, 2, (1, 0), 4, 32, 0)) == {bad: "deadline"}
+    assert not slab.is_intact(0, 2), "what came half is not vouched for"
+    disk.broken_layer = None
+    assert load(6, kept, BlockLoad(bad, 32, 2, (1, 0), 4, 32, 0)) == {}
+    assert disk.open_readers == 0
+
+
+def test_layers_beyond_the_read_buffer_wait_for_their_request(made):
+    pages = pools()
+    transfer, _ = made(pages, num_slots=2, read_buffer_layers=1)
+    save_block(transfer, pages, 0, 1)
+    transfer.carry_out([LoadBlocks(1, "r", (BlockLoad(BlockKey(b"a" * 16), 32, 0, None, 4, 0, 0),))])
+    transfer.wait_layer(1, 0)
+    time.sleep(0.05)
+    assert transfer.layers_arrived(1) == 1
+    transfer.start(1)
+    transfer.wait_layer(1, LAYERS - 1)
+    assert any(isinstance(event, Loaded) for event in transfer.poll()), "who waited for it may believe the event"
+    assert transfer.layers_arrived(1) == LAYERS
+
+
+def test_a_load_waits_layer_by_layer_for_its_disk(made):
+    pages, disk = pools(), MemoryDisk()
+    transfer, _ = made(pages, num_slots=2, disk=disk)
+    save_block(transfer, pages, 0, 1)
+    stored = (StoredBlock(BlockKey(b"a" * 16), BlockKey(b"r" * 16), bytes(128), False),)
+    transfer.carry_out([WriteExtent(1, RECORD, stored, (0,))])
+    until(transfer, Written)
+    disk.gate.clear()
+    transfer.carry_out([LoadBlocks(2, "r", (BlockLoad(stored[0].key, 32, None, (1, 0), 4, 0, 0),))])
+    threading.Timer(0.05, disk.gate.set).start()
+    transfer.wait_layer(2, LAYERS - 1)
+    assert transfer.waited_s > 0.02
+    until(transfer, Loaded)
+
+
+def test_saving_waits_when_too_much_is_waiting(made):
+    # A step here is 2 x 3 x 4 x 6 x 4 = 576 bytes, more than the backlog may be: it is saved when `save` returns.
+    pages = pools()
+    transfer, slab = made(pages, num_slots=1, max_backlog_bytes=500)
+    step = Captured(*([torch.ones(4, HEADS, DIM) for _ in range(LAYERS)] for _ in range(2)))
+    transfer.save(step, [CapturePiece(0, 0, 0, 4)])
+    assert (slab.k(0)[0, :4] == 1).all()
+
+
+def test_a_thread_that_broke_is_told_to_the_engine(made, monkeypatch):
+    pages = pools()
+    transfer, slab = make_transfer(pages, num_slots=1)
+    monkeypatch.setattr(slab, "seal", lambda slot: 1 / 0)
+    transfer.carry_out([SealSlot(1, 0, 32)])
+    with pytest.raises(RuntimeError, match="a transfer thread has ended"):
+        until(transfer, Saved)

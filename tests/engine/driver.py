@@ -16,12 +16,17 @@ from tests.engine import scripted_engine
 from tests.engine.models import vanilla_logits
 
 CONFIG = msgspec.structs.replace(
-    scripted_engine.config(), hbm_tokens=2048, session_ttl_s=3600.0, max_sessions=100, max_queued=64
+    scripted_engine.config(),
+    hbm_tokens=2048,
+    session_ttl_s=3600.0,
+    max_sessions=100,
+    max_queued=64,
+    truncation="disabled",
 )
 
 
 def config(model: Path, **changes: Any) -> EngineConfig:
-    """fp32 on one thread, 64 pages, 8 sequences at once, and what `changes` says."""
+    """fp32 on one thread, 64 pages, 8 sequences at once, nothing truncated, and what `changes` says."""
     return msgspec.structs.replace(CONFIG, model=str(model), **changes)
 
 
@@ -81,6 +86,10 @@ class Driver:
         choices: int = 1,
         tenant: str = "t",
         salt: str = "",
+        keep_first_tokens: int = 0,
+        message_starts: tuple[int, ...] = (),
+        important: tuple[tuple[int, int], ...] = (),
+        truncation: str = "",
         **sampling: Any,
     ) -> Answer:
         """Queue a request, greedy unless told otherwise. Returns the first choice's answer, filled as it goes."""
@@ -96,6 +105,10 @@ class Driver:
                     token_ids=list(prompt),
                     num_choices=choices,
                     sampling=greedy(**sampling),
+                    truncation=truncation,
+                    keep_first_tokens=keep_first_tokens,
+                    message_starts=message_starts,
+                    important=important,
                 ),
                 self.now,
             )

@@ -91,7 +91,7 @@ class Pool:
             items.append(BatchItem(str(id(text)), text.token_ids[text.done :][:count], text.done, pages, False))
         batch = build_batch(items, self._tables, PAGE, CPU)
         batch = replace(batch, logit_rows=torch.arange(len(batch.token_ids)))
-        logits = self.runner.forward(batch).float()
+        logits = self.runner.forward(batch, None).float()
         for (text, count), part in zip(shares, logits.split([count for _, count in shares]), strict=True):
             text.logits[text.done : text.done + count] = part
             text.done += count

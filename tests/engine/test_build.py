@@ -195,9 +195,9 @@ def test_the_step_budget(path: Path, given: int) -> None:
     sizes = []
     forward = driver.engine._runner.forward
 
-    def listening(batch: Any) -> torch.Tensor:
+    def listening(batch: Any, arrive: Any) -> torch.Tensor:
         sizes.append(len(batch.token_ids))
-        return forward(batch)
+        return forward(batch, arrive)
 
     driver.engine._runner.forward = listening  # type: ignore[method-assign]
     driver.ask("a", prompt, max_tokens=2, ignore_eos=True)

@@ -568,6 +568,8 @@ def test_totals_add_up(driver: Driver) -> None:
     reports = [answer.report for answer in driver.answers.values() if answer.report]
     assert stats.prompt_tokens == {
         "hbm": sum(r.hbm_tokens for r in reports),
+        "dram": 0,
+        "disk": 0,
         "computed": sum(r.computed_tokens for r in reports),
     }
     assert sum(stats.prompt_tokens.values()) == sum(len(answer.prompt) for answer in driver.answers.values())

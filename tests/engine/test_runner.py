@@ -5,7 +5,6 @@ from typing import Any
 import pytest
 import torch
 
-from cache.plan import CopyRows
 from engine.batch import BatchItem, BlockTables, build_batch
 from engine.hf_model import prepare
 from engine.probe import KvShape, probe
@@ -58,7 +57,7 @@ def written(layer: KvPages) -> set[tuple[int, int]]:
 def test_a_step_writes_the_rows_of_its_tokens_and_no_others(runner: ModelRunner) -> None:
     tables = BlockTables(max_seqs=2, max_pages=2)
     items = [BatchItem("a", [5] * 34, 0, [4, 1], True), BatchItem("b", [9, 8], 0, [3, 2], False)]
-    logits = runner.forward(build_batch(items, tables, PAGE, CPU))
+    logits = runner.forward(build_batch(items, tables, PAGE, CPU), None)
     assert logits.shape == (1, 199)
     assert not logits.requires_grad
     want = {(4, row) for row in range(PAGE)} | {(1, 0), (1, 1), (3, 0), (3, 1)}
@@ -67,22 +66,9 @@ def test_a_step_writes_the_rows_of_its_tokens_and_no_others(runner: ModelRunner)
 
 def test_a_step_that_nobody_wants_logits_of(runner: ModelRunner) -> None:
     items = [BatchItem("a", [5] * 7, 0, [4], False)]
-    logits = runner.forward(build_batch(items, BlockTables(max_seqs=1, max_pages=1), PAGE, CPU))
+    logits = runner.forward(build_batch(items, BlockTables(max_seqs=1, max_pages=1), PAGE, CPU), None)
     assert logits.shape == (0, 199)
     assert written(runner.pages[0]) == {(4, row) for row in range(7)}
-
-
-def test_moves_are_carried_out_in_order(runner: ModelRunner) -> None:
-    for layer in runner.pages:
-        layer.k[0], layer.v[0] = 1.0, 10.0
-        layer.k[1], layer.v[1] = 2.0, 20.0
-    # The second overwrites what the first read, the third reads what the second wrote.
-    runner.move([CopyRows(0, 0, 2, 4, 3), CopyRows(1, 0, 0, 0, 2), CopyRows(0, 1, 3, 31, 1)])
-    for layer in runner.pages:
-        for pool, unit in ((layer.k, 1.0), (layer.v, 10.0)):
-            assert pool[2, 3:8, 0, 0].tolist() == [-7.0, unit, unit, unit, -7.0]
-            assert pool[0, :3, 0, 0].tolist() == [2 * unit, 2 * unit, unit]
-            assert pool[3, 30:, 0, 0].tolist() == [-7.0, 2 * unit]
 
 
 # --- what tells one model from another --------------------------------------------------------------------------------
