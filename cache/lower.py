@@ -95,6 +95,7 @@ class LowerTiers:
         self.disk_policy = disk_policy
         self.resident = 0  # slots that hold a block of the table
         self.moves: list[Move] = []
+        self.quarantined: set[str] = set()
         self.done: list[str] = []  # who waited for a deletion that is done
         self.pinned_sessions: set[SessionName] = set()
         self._table = table
@@ -143,6 +144,8 @@ class LowerTiers:
     def take_slot(self, newcomer: SessionName | None) -> int | None:
         """A slot to be filled. If none is free a block leaves DRAM for it; with a newcomer only one that should leave
         before a block of that session."""
+        if "dram" in self.quarantined:
+            return None
         if not self._free and self.resident:
             for key in self.dram_policy.victims(1, self._immovable, newcomer=newcomer):
                 self._evict_from_dram(key)
@@ -279,7 +282,7 @@ class LowerTiers:
         now: float,
     ) -> None:
         """Write what turns have left in DRAM; of running turns too when slots get scarce."""
-        if not self.disk_bytes or now < self._retry_s:
+        if not self.disk_bytes or now < self._retry_s or "disk" in self.quarantined:
             return
         self._retry_s = 0.0
         pressed = len(self._free) < _PRESSURE * self.num_slots
@@ -452,6 +455,18 @@ class LowerTiers:
     def put_session(self, record: SessionRecord) -> None:
         if self.disk_bytes:
             self.moves.append(PutSession(record))
+
+    def quarantine(self, tier: str) -> None:
+        """What came out of a tier was wrong although it was intact: nothing in it is believed, and it is not used again
+        by this process."""
+        for row in list(self._table):
+            if tier == "dram":
+                self.drop_slot(row)
+            else:
+                self.drop_extent_copy(row)
+            if row.is_nowhere:
+                self._gone(row)
+        self.quarantined.add(tier)
 
     # --- fetching -----------------------------------------------------------------------------------------------------
 

@@ -1064,6 +1064,19 @@ class CacheManager:
         if session.pinned:
             self.lower.pinned_sessions.add(name)
 
+    def borrow(self, num_pages: int) -> list[int] | None:
+        """Pages for the engine's own use, until `give_back`. None if there is no room."""
+        if not self.hbm.make_room(num_pages):
+            return None
+        pages: list[int] = []
+        for _ in range(num_pages):
+            pages.append(self.pages.take(pages[-1] if pages else None))
+        return pages
+
+    def give_back(self, pages: Sequence[int]) -> None:
+        for page in pages:
+            self.pages.unpin(page)
+
     @property
     def num_leases(self) -> int:
         """Pages pinned by requests and transfers; zero when nothing runs."""

@@ -3,6 +3,7 @@
 import functools
 import logging
 import math
+import random
 import time
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from engine.probe import KvShape, ProbeResult, probe
 from engine.runner import ModelRunner, bytes_per_token, fingerprint, make_pages, weights_digest
 from engine.sampler import Sampler
 from engine.tiers import build_tiers, policy_factory
+from engine.verify import Verifier
 from kernels.attention import BACKENDS, AttentionUnsupported, BackendUnavailable
 from kernels.attention.base import AttentionBackend
 from scheduler.scheduler import Scheduler
@@ -140,6 +142,17 @@ def build_engine(config: EngineConfig) -> Engine:
         session_ttl_s=config.session_ttl_s,
         unix_offset_s=unix_offset_s,
     )
+    verifier = None
+    if config.verify_rate and tiers.num_slots:
+        verifier = Verifier(
+            runner=runner,
+            cache=cache,
+            page_size=page_size,
+            device=device,
+            rate=config.verify_rate,
+            chunk_tokens=step_tokens,
+            rng=random.Random(),
+        )
     return Engine(
         model=info,
         runner=runner,
@@ -151,6 +164,7 @@ def build_engine(config: EngineConfig) -> Engine:
         transfer=tiers.transfer,
         sink=sink,
         directory=directory,
+        verifier=verifier,
         truncation=config.truncation,
         close_timeout_s=_CLOSE_TIMEOUT_S,
     )

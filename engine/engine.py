@@ -28,6 +28,7 @@ from engine.messages import (
 )
 from engine.runner import ModelRunner
 from engine.sampler import BadLogits, PenaltyState, Sampled, Sampler, SampleRow, choice_seed
+from engine.verify import Verifier
 from scheduler.scheduler import Chunk, QueueFull, Scheduler
 from scheduler.sequence import Sequence
 
@@ -72,6 +73,7 @@ class Engine:
         transfer: Transfer,
         sink: CaptureSink | None,
         directory: SessionDirectory,
+        verifier: Verifier | None,
         truncation: str,
         close_timeout_s: float,
     ) -> None:
@@ -85,6 +87,7 @@ class Engine:
         self._transfer = transfer
         self._sink = sink
         self._directory = directory
+        self._verifier = verifier
         self._truncation = truncation
         self._close_timeout_s = close_timeout_s
         self._choices: dict[str, _Choice] = {}  # by the id of the sequence
@@ -232,13 +235,17 @@ class Engine:
         """Sequences whose load has failed start anew with what is left of their history. Returns their ids."""
         failed = set(self._cache.take_failed())
         for sequence_id in failed:
-            choice = self._choices[sequence_id]
-            self._cache.void(sequence_id)
-            self._scheduler.requeue(choice.sequence)
-            self._tables.drop(sequence_id)
-            if not choice.reported:
-                choice.report = None
+            self._restart(self._choices[sequence_id])
         return failed
+
+    def _restart(self, choice: _Choice) -> None:
+        """What a sequence has computed is void: it is admitted anew."""
+        sequence_id = choice.sequence.request_id
+        self._cache.void(sequence_id)
+        self._scheduler.requeue(choice.sequence)
+        self._tables.drop(sequence_id)
+        if not choice.reported:
+            choice.report = None
 
     def step(self, now: float) -> list[Output]:
         """One batch: schedule, carry out moves, forward, commit, sample. When it raises, call `fail_all`."""
@@ -278,6 +285,8 @@ class Engine:
         if failed:
             keep = [row for row, choice in enumerate(ready) if choice.sequence.request_id not in failed]
             ready, logits = [ready[row] for row in keep], logits[keep]
+        if self._verifier is not None:
+            ready, logits = self._verify(ready, logits)
         outputs = self._sample(ready, logits, now + (time.monotonic() - started)) if ready else []
         self._steps += 1
         seconds = time.monotonic() - started
@@ -301,6 +310,28 @@ class Engine:
         before_s = self._transfer.waited_s
         logits = self._runner.forward(batch, arrive if jobs else None)
         return logits, self._transfer.waited_s - before_s
+
+    def _verify(self, ready: list[_Choice], logits: torch.Tensor) -> tuple[list[_Choice], torch.Tensor]:
+        """Before a first token is drawn from what was loaded: see whether a recompute agrees. Returns those that may
+        go on; the others start anew, without it."""
+        assert self._verifier is not None
+        keep = []
+        for row, choice in enumerate(ready):
+            report, sequence = choice.report, choice.sequence
+            tiers: list[str] = []
+            # Behind a cut a recompute is another text.
+            if report is not None and not (choice.reported or sequence.output_tokens or report.truncated_tokens):
+                loaded = {"dram": report.dram_tokens, "disk": report.disk_tokens}
+                tiers = [tier for tier, tokens in loaded.items() if tokens]
+            if not tiers or self._verifier.agrees(sequence.token_ids, logits[row]):
+                keep.append(row)
+                continue
+            log.error("a recompute disagrees with what came from %s: not used any more", " and ".join(tiers))
+            for tier in tiers:
+                self._cache.lower.quarantine(tier)
+            self._cache.distrust(sequence.request_id)
+            self._restart(choice)
+        return [ready[row] for row in keep], logits[keep]
 
     def _item(self, chunk: Chunk) -> BatchItem:
         sequence = chunk.sequence
@@ -481,6 +512,8 @@ class Engine:
             load_failures=dict(stats.load_failures),
             truncated_tokens=stats.truncated_tokens,
             in_flight=self._cache.in_flight,
+            verified_loads=self._verifier.compared if self._verifier is not None else 0,
+            verify_mismatches=self._verifier.mismatches if self._verifier is not None else 0,
         )
 
 
