@@ -29,7 +29,8 @@ def play(driver: Driver, spoil_at: tuple[int, int] | None) -> tuple[list[list[in
 def spoil(driver: Driver) -> None:
     """Bytes that are wrong, and vouched for: what a checksum cannot see."""
     slab = driver.engine._transfer._slab
-    slab.v(3).mul_(1.7)
+    for layer in range(slab.num_layers):
+        slab.v(layer).mul_(-3)
     for slot in range(slab.num_slots):
         if slab._checksums[slot] is not None:
             slab.seal(slot)
