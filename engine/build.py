@@ -127,7 +127,7 @@ def build_engine(config: EngineConfig) -> Engine:
         fingerprint=digest.hex(),
         warnings=tuple(warnings),
         memory_plan={
-            "weights": sum(p.numel() * p.element_size() for p in model.parameters()),
+            "weights": parameters * dtype.itemsize,
             "hbm": num_pages * page_size * kv_bytes,
             "dram": tiers.dram_slots * kv_bytes * BLOCK_TOKENS,
             "staging": (tiers.num_slots - tiers.dram_slots) * kv_bytes * BLOCK_TOKENS,
