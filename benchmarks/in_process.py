@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -41,7 +42,7 @@ def config(model: str, **changes: object) -> EngineConfig:
         chunked_prefill=True,
         tenant_secret=bytes(32),
     )
-    return msgspec.structs.replace(base, **changes)  # type: ignore[arg-type]
+    return msgspec.structs.replace(base, **changes)
 
 
 def as_engine_process(model: str) -> None:
@@ -169,5 +170,15 @@ class InProcess:
 
 
 def vocabulary_of(model: str) -> int:
-    raw = msgspec.json.decode((Path(model) / "config.json").read_bytes())
-    return int(raw["vocab_size"])
+    return int(_shape(model)["vocab_size"])
+
+
+def kv_bytes_per_token(model: str) -> int:
+    """In bf16, all layers."""
+    shape = _shape(model)
+    return int(2 * 2 * shape["num_hidden_layers"] * shape["num_key_value_heads"] * shape["head_dim"])
+
+
+def _shape(model: str) -> dict[str, Any]:
+    raw: dict[str, Any] = msgspec.json.decode((Path(model) / "config.json").read_bytes())
+    return raw

@@ -2,11 +2,11 @@
 
     python -m benchmarks.rotation
 
-That order is the worst for a cache: what was used longest ago is what is needed next, so under LRU a tier that holds all
-conversations but one has lost each of them by its turn. Eight conversations of the bundled model take turns of equal
-length; HBM and DRAM together have the bytes of 4, 6 and 7 of them at their final length, the disk is off or ample, and
-each policy plays the same turns. The engine runs in this process; the queue is empty but for the turn that runs, so
-nothing but the expected return of a conversation can tell who comes next.
+That order is the worst for a cache: what was used longest ago is what is needed next, so under LRU a tier that holds
+all conversations but one has lost each of them by its turn. Eight conversations of the bundled model take turns of
+equal length; HBM and DRAM together have the bytes of 4, 6 and 7 of them at their final length, the disk is off or
+ample, and each policy plays the same turns. The engine runs in this process; the queue is empty but for the turn that
+runs, so nothing but the expected return of a conversation can tell who comes next.
 
 Hit rate: of the tokens that earlier turns of a conversation had computed, the share not computed again, from the third
 turn on. Held, for the default policy: with the disk off at least 0.8 x capacity / working set, with the disk on every
@@ -14,19 +14,17 @@ turn is a hit (99 % of its history; nothing runs between two turns, so nothing h
 """
 
 import argparse
-import json
 import random
 import tempfile
 from collections import Counter
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from benchmarks.in_process import InProcess, as_engine_process, config, vocabulary_of
+from benchmarks.in_process import InProcess, as_engine_process, config, kv_bytes_per_token, vocabulary_of
 from benchmarks.make_model import BUNDLED
 from benchmarks.servers import write_result
 
@@ -144,12 +142,6 @@ def measure(model: str, workload: Workload, capacity: int, in_hbm: int, policy: 
         stats = engine.stats()
     arm = {"policy": policy, "capacity": capacity, "in_hbm": in_hbm, "disk": disk, **summarize(played)}
     return {**arm, "evictions": stats.evictions, "load_failures": stats.load_failures}
-
-
-def kv_bytes_per_token(model: str) -> int:
-    """In bf16."""
-    shape = json.loads((Path(model) / "config.json").read_text(encoding="utf-8"))
-    return int(2 * 2 * shape["num_hidden_layers"] * shape["num_key_value_heads"] * shape["head_dim"])
 
 
 def show(console: Console, arms: list[dict[str, Any]], held: dict[str, bool], conversations: int) -> None:
