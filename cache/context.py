@@ -189,6 +189,7 @@ class RunningContext:
     sources: dict[str, int] = field(default_factory=dict)  # tier -> tokens, as they were admitted
     recompute_from: int | None = None  # loading from here on was judged slower, or failed
     miss_reason: str | None = None  # why, for what lies behind recompute_from
+    owned: dict[BlockKey, None] = field(default_factory=dict)  # what it has put into the table
     published: dict[int, tuple[BlockKey, int]] = field(default_factory=dict)  # moved copies: block -> (key, page)
 
     @property

@@ -1,4 +1,4 @@
-"""LowerTiers: what lies below HBM. DRAM slots and disk extents, what fills and leaves them, and the writes behind a turn.
+"""LowerTiers: what lies below HBM. DRAM slots and disk extents, what fills and leaves them, and writes behind a turn.
 
 Pure bookkeeping: it orders moves and is told of their end by events. Blocks are saved in DRAM slots while they are
 computed (AttentionStore §3.2.2) and written to disk behind the end of the turn. The slots are one pool: `dram_slots` of
@@ -108,7 +108,7 @@ class LowerTiers:
         self._doomed: set[int] = set()  # slots to be freed by their last unpin
         self._tickets: dict[int, _Ticket] = {}
         self._saving: dict[BlockKey, int] = {}  # key -> its ticket
-        self._held: dict[int, tuple[list[int], list[int]]] = {}  # slot being filled -> pages and slots it is filled from
+        self._held: dict[int, tuple[list[int], list[int]]] = {}  # slot being filled -> pages and slots it comes from
         self._dirty: dict[SessionName, dict[BlockKey, None]] = {}
         self._writes: dict[int, _Write] = {}
         self._writing: set[SessionName] = set()
@@ -406,6 +406,12 @@ class LowerTiers:
             return True
         return any((row := self._table.get(key)) is not None and name in row.owners for key in self._fetching)
 
+    def disown_saves(self, name: SessionName) -> None:
+        """A session is gone: what is being saved of it will not be its."""
+        for ticket in self._tickets.values():
+            if ticket.row is not None and name in ticket.row.owners:
+                ticket.row.owners = tuple(owner for owner in ticket.row.owners if owner != name)
+
     def sharers_of(self, rows: Iterable[BlockRow]) -> list[BlockRow]:
         """Blocks with other owners whose copy on disk stands in one extent with one of these, and is their only one."""
         extents = {row.extent[0] for row in rows if row.extent is not None}
@@ -422,7 +428,10 @@ class LowerTiers:
             self.drop_slot(row)
             if row.extent is not None:
                 extent_ids[row.extent[0]] = None
-        self._dirty.pop(name, None)
+        for key in self._dirty.pop(name, {}):
+            left = self._table.get(key)
+            if left is not None and left.slot is not None and left.owners:
+                self._dirty.setdefault(left.owners[0], {})[key] = None  # it goes to disk with another's blocks
         self._delete_extents(list(extent_ids), name, waiter)
 
     def _delete_extents(self, extent_ids: list[int], session: SessionName | None, waiter: str | None) -> None:

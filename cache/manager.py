@@ -279,12 +279,14 @@ class CacheManager:
         context.prompt_tokens = len(context.token_ids)
 
     def _cut_lineage(self, context: RunningContext, cuts: Sequence[Range]) -> None:
+        # Keys behind that are of tokens whose KV nobody has computed; they would be taken for blocks that were kept.
+        before = context.lineage.first(context.open_place)
         end = context.open_place * BLOCK_TOKENS
         if any(a <= end < b for a, b in cuts):
             context.open_hint = None
         context.open_place = map_offset(end, cuts) // BLOCK_TOKENS
         moved = context.open_hint is not None and cuts[0][0] < end
-        context.lineage = context.lineage.without(cuts, context.open_hint if moved else None)
+        context.lineage = before.without(cuts, context.open_hint if moved else None)
 
     def context(self, request_id: str) -> RunningContext:
         return self._running[request_id]
@@ -476,8 +478,12 @@ class CacheManager:
         key = context.keys[block]
         row = self.hbm.row(context, block, key, context.token_ids[first : first + BLOCK_TOKENS], session_id=None)
         if context.trusted:
-            self.hbm.publish(row)
+            self._publish(context, row)
         self._seal(context, block, row if context.trusted else None, BLOCK_TOKENS)
+
+    def _publish(self, context: RunningContext, row: BlockRow) -> None:
+        context.owned[row.key] = None
+        self.hbm.publish(row)
 
     def _seal(self, context: RunningContext, block: int, row: BlockRow | None, num_rows: int) -> None:
         context.unsaved.discard(block)
@@ -580,11 +586,25 @@ class CacheManager:
         if context.pages:
             context.computed = min(context.computed, num_tokens)
             open_key = self._release(context)
+        elif context.open_place == reached // BLOCK_TOKENS and context.open_hint is not None:
+            row = self.table.get(context.open_hint)
+            open_key = row.key if row is not None and len(row.token_ids) == reached % BLOCK_TOKENS else None
         if reached:
             self._remember(context, reached, open_key, now)
-        elif context.session not in self._sessions and not self.is_running(context.session):
-            for policy in self._policies:
-                policy.forget(context.session)
+        else:
+            self._hand_over(context)
+
+    def _hand_over(self, context: RunningContext) -> None:
+        """A request leaves no session behind: what it has put into the table belongs to who else goes by its name."""
+        name = context.session
+        running = (other for other in self._running.values() if other.session == name)
+        heir = self._sessions.get(name) or next(running, None)
+        if heir is not None:
+            heir.owned.update(context.owned)
+            return
+        self._disown(name, context.owned)
+        for policy in self._policies:
+            policy.forget(name)
 
     def _release(self, context: RunningContext) -> BlockKey | None:
         """Unpin a context's pages, keep its blocks findable, the open one too, and touch them from tail to head.
@@ -602,7 +622,7 @@ class CacheManager:
                 open_key = context.domain.open_block(context.lineage.parent(full), tokens, context.session_id)
                 row = self.hbm.row(context, full, open_key, tokens, context.session_id)
                 if context.trusted:
-                    self.hbm.publish(row)
+                    self._publish(context, row)
                 self._seal(context, full, row if context.trusted else None, rows)
             for block in reversed(range(full)):
                 known = self.table.get(context.keys[block])
@@ -762,6 +782,8 @@ class CacheManager:
         for name, session in list(self._sessions.items()):
             over = len(self._sessions) > self._max_sessions
             ttl_s = self._session_ttl_s if session.ttl_s is None else session.ttl_s
+            if name in self._deleting:
+                continue
             if session.pinned or (now - session.last_used_s < ttl_s and not over):
                 if session.ttl_s is None and not session.pinned and not over:
                     break  # oldest use first; those behind it have time left as well, but for ones with their own
@@ -787,7 +809,11 @@ class CacheManager:
             cut_digest=self._cut_digest(context),
             pinned=before.pinned if before else False,
             ttl_s=before.ttl_s if before else None,
-            owned={key: None for key in before.owned if key in self.table} if before else {},
+            owned={
+                key: None
+                for key in (*(before.owned if before else ()), *context.owned)
+                if key in self.table or self.lower.is_saving(key)
+            },
         )
         self._sessions[name] = session
         for place, key in enumerate([*session.keys, *((open_key,) if open_key else ())]):
@@ -832,13 +858,14 @@ class CacheManager:
             self._forget_block(session.open_key)
         for policy in self._policies:
             policy.forget(name)
-        private = self._disown(name, session)
+        private = self._disown(name, session.owned)
         self.lower.delete_session(name, [row for row in private if row.extent is not None], None)
 
-    def _disown(self, name: SessionName, session: SessionContext) -> list[BlockRow]:
+    def _disown(self, name: SessionName, keys: Iterable[BlockKey]) -> list[BlockRow]:
         """Take a session's name off its blocks; those that nobody else has."""
         private = []
-        for key in session.owned:
+        self.lower.disown_saves(name)
+        for key in keys:
             row = self.table.get(key)
             if row is None:
                 continue
@@ -855,21 +882,28 @@ class CacheManager:
             return "not_found"
         if self.is_running(name):
             return "busy"
-        mine = [row for key in session.owned if (row := self.table.get(key)) is not None and row.owners == (name,)]
         # What others have in the same extents is read first, to be written anew.
-        self.lower.fetch(self.lower.sharers_of(mine), name)
-        if self.lower.is_busy(name) or any(self.lower.is_fetching(row.key) for row in self.lower.sharers_of(mine)):
+        self.lower.fetch(self._sharers_of(name), name)
+        if self._has_to_wait(name):
             self._deleting[name] = waiter
         else:
             self._delete_now(name, waiter)
         return None
+
+    def _sharers_of(self, name: SessionName) -> list[BlockRow]:
+        rows = (self.table.get(key) for key in self._sessions[name].owned)
+        return self.lower.sharers_of([row for row in rows if row is not None and row.owners == (name,)])
+
+    def _has_to_wait(self, name: SessionName) -> bool:
+        """Whether a deletion would come between a copy and its end."""
+        return self.lower.is_busy(name) or any(self.lower.is_fetching(row.key) for row in self._sharers_of(name))
 
     def _delete_now(self, name: SessionName, waiter: str) -> None:
         session = self._sessions.pop(name)
         self.lower.pinned_sessions.discard(name)
         for policy in self._policies:
             policy.forget(name)
-        private = self._disown(name, session)
+        private = self._disown(name, session.owned)
         self.lower.delete_session(name, private, waiter)
         for row in private:
             self._forget_block(row.key)
@@ -916,7 +950,7 @@ class CacheManager:
             case Transferred():
                 self.stats.count_move(event.direction, event.num_bytes, event.seconds)
                 self.rates.moved(event.direction, event.num_bytes, event.seconds)
-        for name in [name for name in self._deleting if not self.lower.is_busy(name)]:
+        for name in [name for name in self._deleting if not self._has_to_wait(name)]:
             self._delete_now(name, self._deleting.pop(name))
 
     def _on_loaded(self, event: Loaded) -> None:
@@ -1039,6 +1073,10 @@ class CacheManager:
             self.lower.adopt(extent, rows)
         for record in sorted(records, key=lambda r: r.last_used_s):
             self._restore_session(record)
+        for row in self.table:
+            row.owners = tuple(owner for owner in row.owners if owner in self._sessions)
+            for owner in row.owners:
+                self._sessions[owner].owned[row.key] = None
         self.sweep(now)
 
     def _restore_session(self, record: SessionRecord) -> None:

@@ -236,6 +236,7 @@ class PoolModel:
     def settle(self, now: float = 0.0) -> None:
         """Let everything that is under way end, and what follows from it."""
         for _ in range(1000):
+            self.hear(now)
             self.manager.plan([], now)
             self.move()
             if not (self.saves or self.loads or self.io or self.events):
