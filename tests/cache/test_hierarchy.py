@@ -325,7 +325,7 @@ class Hierarchy(RuleBasedStateMachine):
         model.check()
         assert not any(row.extent for row in manager.table)
         assert not model.disk
-        assert not model.records
+        assert not any(record.context for record in model.records.values())
 
     def restart(self):
         """A new process finds on disk what the old one had there."""

@@ -59,7 +59,8 @@ class Answer:
         self.logprobs += output.logprobs or []
         self.timings.append(output.timings)
         if output.report is not None:
-            assert self.report is None, "a second report"
+            before = self.report.truncated_tokens if self.report is not None else -1
+            assert output.report.truncated_tokens > before, "a second report, and nothing was truncated since"
             self.report = output.report
         self.finish_reason, self.error, self.error_code = output.finish_reason, output.error, output.error_code
 
