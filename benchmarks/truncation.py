@@ -17,7 +17,8 @@ perplexity and NKVT at least 10 % behind it. The result is written after every p
 import argparse
 import asyncio
 import tempfile
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,7 @@ from benchmarks.truncation_quality import Bench
 from cache.block import BLOCK_TOKENS
 
 PARTS = ("endless", "shortened", "shortened-125m", "perplexity", "retrieval")
-LARGE_WINDOW, LARGE_USER_TOKENS, SMALL_USER_TOKENS = 2048, 160, 60
+LARGE_WINDOW, LARGE_USER_TOKENS, SMALL_USER_TOKENS = 2048, 166, 60
 MAX_OVERFLOW, MAX_LATE, MAX_SHIFTED, MAX_APART, MIN_NAIVE = 1.3, 1.3, 0.4, 0.01, 1.1
 Advance = Callable[[], None]
 
@@ -46,14 +47,15 @@ def run_serving(part: str, arguments: argparse.Namespace, model: Path, advance: 
     tokens = 0 if endless else LARGE_USER_TOKENS if large else SMALL_USER_TOKENS
     tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
     said = serving.user_turns(arguments.data, turns, tokens, tokenizer, arguments.seed)
+    bias = serving.answer_bias(tokenizer, random_model=large)
     common: dict[str, str | int | float] = {"model.source": str(model)}
     if large:
         common["model.max_context"] = LARGE_WINDOW
 
-    def play(arms: Any) -> Any:
+    def play(arms: Mapping[str, serving.Arm]) -> Awaitable[None]:
         return serving.converse(
             arms, said, max_tokens=arguments.max_tokens, session=part, advance=advance,
-            shorten_from=None if endless else serving.FIRST_SHORTENED,
+            shorten_from=None if endless else serving.FIRST_SHORTENED, logit_bias=bias,
         )  # fmt: skip
 
     pair = serving.ENDLESS if endless else serving.SHORTENED
@@ -125,8 +127,8 @@ def show(console: Console, part: str, found: dict[str, Any]) -> None:
     elif part.startswith("shortened"):
         shown = table(f"{part}: the client drops its oldest exchange", "", "TTFT, ms", "prompt", "shifted", "computed")
         for name, arm in found["summary"]["arms"].items():
-            cells = (arm[key] for key in ("ttft_ms", "prompt_tokens", "shifted_tokens", "computed_tokens"))
-            shown.add_row(name, *map(_spread, cells))
+            columns = (arm[key] for key in ("ttft_ms", "prompt_tokens", "shifted_tokens", "computed_tokens"))
+            shown.add_row(name, *map(_spread, columns))
         shown.caption = f"ratio {found['summary']['ratio']:.2f}"
     elif part == "perplexity":
         shown = table(
@@ -200,7 +202,7 @@ def main() -> int:
                 TextColumn("{task.description}"), MofNCompleteColumn(), TimeElapsedColumn(), console=console
             ) as progress:
                 bar = progress.add_task(part, total=total_of(part, arguments))
-                advance: Advance = lambda progress=progress, bar=bar: progress.advance(bar)  # noqa: E731
+                advance = partial(progress.advance, bar)
                 if part in ("perplexity", "retrieval"):
                     found = run_quality(part, arguments, advance)
                 else:

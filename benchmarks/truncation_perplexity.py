@@ -38,7 +38,7 @@ def read_text(data: Path, name: str, tokenizer: Tokenizer) -> list[list[int]] | 
 
 def draw_windows(documents_ids: Sequence[Sequence[int]], length: int, count: int, seed: int) -> list[list[int]]:
     """`count` windows of running text, documents laid end to end. A text that is too short for so many is used again
-    with its documents in another order, so that no two windows are the same. Raises ValueError on less than one."""
+    with its documents in another order. Raises ValueError if it is too short for one."""
     rng = random.Random(seed)
     order = list(range(len(documents_ids)))
     windows: list[list[int]] = []

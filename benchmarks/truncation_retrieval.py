@@ -110,7 +110,8 @@ def measure(
     rng = random.Random(seed)
     names = name_tokens(tokenizer, {token for ids in dialogues for token in ids})
     answering = tokenizer.encode("assistant", add_special_tokens=False).ids[0]
-    found = list(find_questions(dialogues, names, tokenizer.token_to_id(TURN_START), answering, rng))
+    opening = tokenizer.encode(TURN_START, add_special_tokens=False).ids[0]
+    found = list(find_questions(dialogues, names, opening, answering, rng))
     rng.shuffle(found)
     text = [token for ids in dialogues for token in ids]
     history = bench.window - RESERVE

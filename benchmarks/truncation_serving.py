@@ -73,11 +73,21 @@ def user_turns(data: Path | None, count: int, tokens: int, tokenizer: Tokenizer,
     return [tokenizer.decode(ids[turn * tokens : (turn + 1) * tokens]).strip() for turn in range(count)]
 
 
+def answer_bias(tokenizer: Tokenizer, *, random_model: bool) -> dict[str, int]:
+    """`logit_bias` that makes answers as long as allowed, of text that has as many tokens when the client sends it
+    again: the bundled model must not write markup, and the random one whole words only."""
+    if not random_model:
+        return {str(token): -100 for token in tokenizer.get_added_tokens_decoder()}
+    words = sorted(number for token, number in tokenizer.get_vocab().items() if token[0] == "Ġ" and token[1:].isalpha())
+    return {str(number): 100 for number in words[:1000]}
+
+
 async def converse(
     arms: Mapping[str, Arm],
     said: Sequence[str],
     *,
     max_tokens: int,
+    logit_bias: dict[str, int],
     shorten_from: int | None,
     session: str,
     advance: Callable[[], None],
@@ -94,7 +104,7 @@ async def converse(
             arm.messages.append({"role": "user", "content": text})
             answer = await ask(
                 arm.client, arm.server.model["id"], arm.messages, max_tokens=max_tokens, temperature=0,
-                ignore_eos=True, logprobs=True, session_id=session,
+                logit_bias=logit_bias, logprobs=True, session_id=session,
             )  # fmt: skip
             arm.messages.append({"role": "assistant", "content": answer.text})
             arm.answers.append(answer)
