@@ -22,6 +22,7 @@ from cache.plan import (
     LoadBlocks,
     Loaded,
     Move,
+    ReleaseLoad,
     Saved,
     Transferred,
     Written,
@@ -550,6 +551,17 @@ class CacheManager:
         context.reached = max(context.reached, context.computed)
         context.pages, context.computed, context.sealed = [], 0, 0
 
+    def room_is_coming(self) -> bool:
+        """See CacheView."""
+        return any(load.context.job != job_id for job_id, load in self._loads.items())
+
+    def withdraw(self, request_id: str) -> None:
+        """See CacheView."""
+        context = self._running[request_id]
+        before = context.reached, context.open_hint
+        self.preempt(request_id)
+        context.reached, context.open_hint = before
+
     def truncate(self, request_id: str) -> int:
         """A running request has filled the window: drop history in the middle of its generation. It has to be admitted
         anew. Returns the tokens dropped. Raises DoesNotFit."""
@@ -611,6 +623,8 @@ class CacheManager:
         Returns the open block's key."""
         open_key = None
         loading = context.job is not None and context.job in self._loads
+        if loading and context.job is not None:
+            self.lower.moves.append(ReleaseLoad(context.job))
         if self._reuse:
             for key in context.chain():
                 if self._in_flight.get(key) == context.request_id:
@@ -1046,6 +1060,8 @@ class CacheManager:
         room = (self.lower.num_slots - self.lower.resident) * self.lower.slot_bytes
         for request_id in waiting[: prefetch_window(room, self._mean_session_bytes)]:
             context = self._running[request_id]
+            if context.pages:
+                continue  # admitted ahead of its turn: what it needs is on its way to HBM
             rows = self.table.matched(context.chain())
             self.lower.fetch((row for row in rows if row.page is None), context.session)
 

@@ -49,6 +49,14 @@ class LoadBlocks:
 
 
 @dataclass(frozen=True, slots=True)
+class ReleaseLoad:
+    """The request of a load has given its pages back. What the read buffer holds back comes now, for the pages are
+    pinned until the load has ended."""
+
+    job_id: int
+
+
+@dataclass(frozen=True, slots=True)
 class FetchBlocks:
     """Disk -> DRAM for a turn that is still queued (AttentionStore §3.3.1)."""
 
@@ -113,7 +121,7 @@ class PutSession:
 
 
 Save = FillFromSlot | FillFromPage | SealSlot
-Move = CopyRows | LoadBlocks | FetchBlocks | Save | WriteExtent | DeleteExtents | PutSession
+Move = CopyRows | LoadBlocks | ReleaseLoad | FetchBlocks | Save | WriteExtent | DeleteExtents | PutSession
 
 # --- events -----------------------------------------------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from queue import SimpleQueue
@@ -35,6 +35,7 @@ from cache.plan import (
     Loaded,
     Move,
     PutSession,
+    ReleaseLoad,
     Save,
     Saved,
     SealSlot,
@@ -51,8 +52,6 @@ from kernels.attention.base import KvPages
 from kernels.kv_copy import gather_rows, write_rows
 
 log = logging.getLogger(__name__)
-
-_START_TIMEOUT_S = 5.0  # a load that nobody runs for so long goes on by itself
 
 
 class Rotations(Protocol):
@@ -97,8 +96,10 @@ class _Job:
     """A load: how many leading layers have arrived."""
 
     move: LoadBlocks
-    started: bool  # its request runs: layers beyond the read buffer may come
+    started: bool  # its request runs, or has given its pages back: layers beyond the read buffer may come
     layers: int = 0
+    failed: dict[BlockKey, str] = field(default_factory=dict)
+    steps: Iterator[None] | None = None  # each brings a layer
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +141,8 @@ class Transfer:
         self._failure: BaseException | None = None
         self._started: Callable[[], None] = lambda: None
         self._saves: SimpleQueue[Save | _Capture | None] = SimpleQueue()
-        self._loads: SimpleQueue[_Job | None] = SimpleQueue()
+        self._loads: list[_Job] = []  # those not at their end, in the order they were given
+        self._closing = False
         self._io: SimpleQueue[WriteExtent | FetchBlocks | DeleteExtents | PutSession | None] = SimpleQueue()
         self._threads = [
             threading.Thread(target=self._run, args=(name, work), name=name, daemon=True)
@@ -175,7 +177,11 @@ class Transfer:
                     job = self._jobs[move.job_id] = _Job(
                         move, started=self._read_buffer_layers >= self._slab.num_layers
                     )
-                    self._loads.put(job)
+                    with self._changed:
+                        self._loads.append(job)
+                        self._changed.notify_all()
+                case ReleaseLoad():
+                    self.start(move.job_id)
                 case FillFromPage() | FillFromSlot() | SealSlot():
                     self._saves.put(move)
                 case _:
@@ -199,7 +205,7 @@ class Transfer:
                 self._changed.wait(1.0)
 
     def start(self, job_id: int) -> None:
-        """The request of a load runs now."""
+        """The request of a load runs now, or waits for it no longer: what is behind the read buffer may come."""
         job = self._jobs.get(job_id)
         if job is not None and not job.started:
             with self._changed:
@@ -250,7 +256,9 @@ class Transfer:
         """Let the threads finish what they were given. False if that took too long."""
         end = time.monotonic() + timeout_s
         self._saves.put(None)
-        self._loads.put(None)
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
         self._io.put(None)
         for thread in self._threads:
             if thread.ident is not None:
@@ -365,20 +373,40 @@ class Transfer:
     # Loading: DRAM or disk -> HBM.
 
     def _load_all(self, rotations: Rotations) -> None:
-        while (job := self._loads.get()) is not None:
-            failed: dict[BlockKey, str] = {}
+        while (job := self._next_load()) is not None:
+            if job.steps is None:
+                job.steps = self._load(job, rotations)
             try:
-                self._load(job, rotations, failed)
+                next(job.steps)
+                continue
+            except StopIteration:
+                pass
             except BlockMissing as error:
                 for block in job.move.blocks:
                     if block.extent is not None:
-                        failed.setdefault(block.key, error.reason)
-            self._tell(Loaded(job.move.job_id, failed))
+                        job.failed.setdefault(block.key, error.reason)
+            self._tell(Loaded(job.move.job_id, job.failed))
             with self._changed:
+                self._loads.remove(job)
                 job.layers = self._slab.num_layers
                 self._changed.notify_all()
 
-    def _load(self, job: _Job, rotations: Rotations, failed: dict[BlockKey, str]) -> None:
+    def _next_load(self) -> _Job | None:
+        """Waits for a load that may bring its next layer: one that runs, else one whose read buffer has room. None at
+        the end."""
+        with self._changed:
+            while not (self._closing and not self._loads):
+                for job in self._loads:
+                    if job.started or self._closing:
+                        return job
+                for job in self._loads:
+                    if job.layers < self._read_buffer_layers:
+                        return job
+                self._changed.wait(1.0)
+        return None
+
+    def _load(self, job: _Job, rotations: Rotations) -> Iterator[None]:
+        """Brings a layer whenever it is asked to go on. Raises BlockMissing."""
         blocks = job.move.blocks
         page_size = self._pages[0].k.shape[1]
         row_numbers = [torch.arange(b.num_rows) for b in blocks]
@@ -389,13 +417,12 @@ class Transfer:
         source = _LayerSource(blocks, self._slab, self._disk)
         with source:
             for layer in range(self._slab.num_layers):
-                self._await_start(job, layer)
                 started = time.perf_counter()
                 passed = self._dram_throttle.book(source.dram_bytes(layer))
-                k, v = source.read(layer, failed)
+                k, v = source.read(layer, job.failed)
                 self._dram_throttle.wait(passed)
                 read = time.perf_counter()
-                if failed:
+                if job.failed:
                     return
                 k, v = k.to(self._device, non_blocking=True), v.to(self._device, non_blocking=True)
                 write_rows(self._pages[layer].k, slots, rotations.rotate(layer, k, positions))
@@ -409,17 +436,10 @@ class Transfer:
                 share = source.disk_share
                 seconds["disk_to_hbm"] += (read - started) * (1 if share else 0) + (ended - read) * share
                 seconds["dram_to_hbm"] += (read - started) * (0 if share else 1) + (ended - read) * (1 - share)
+                yield
             source.seal_passed()
         for direction, size in source.total_bytes().items():
             self._tell(Transferred(direction, size, seconds[direction]))
-
-    def _await_start(self, job: _Job, layer: int) -> None:
-        """Within the read buffer a layer may come at once, beyond it when the job runs. Nobody waits for ever for a job
-        that was given up: its pages are pinned until it has ended."""
-        if layer >= self._read_buffer_layers:
-            with self._changed:
-                self._changed.wait_for(lambda: job.started, timeout=_START_TIMEOUT_S)
-                job.started = True
 
     # The disk.
 

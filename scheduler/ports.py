@@ -51,6 +51,14 @@ class CacheView(Protocol):
         """Seconds that a step would wait for KV of an admitted request that is still on its way to HBM."""
         ...
 
+    def room_is_coming(self) -> bool:
+        """Whether pages that no request holds any more wait only for the end of a load into them."""
+        ...
+
+    def withdraw(self, request_id: str) -> None:
+        """An admitted request has not run and gives its room back, as if it had not been admitted."""
+        ...
+
     def preempt(self, request_id: str) -> None:
         """Give the request's room back; what it computed stays cached for as long as there is space."""
         ...

@@ -37,7 +37,9 @@ class Scheduler:
 
     Every step decodes all running sequences, then spends what is left of the budget on prefills in arrival order. When
     HBM is full the sequence that arrived last is preempted and stands first in line again; what it computed stays
-    cached. Pure: single-threaded, no clock of its own.
+    cached. While all places are taken, the head of the line has its pages already if KV has to be loaded into them: the
+    read buffer of AttentionStore §3.2.1, filled behind the steps of those who run. It gives way to them when they need
+    the room. Pure: single-threaded, no clock of its own.
     """
 
     def __init__(
@@ -60,6 +62,7 @@ class Scheduler:
         self._stall_budget_s = stall_budget_s  # what those who decode may wait for the KV of one who joins
         self._waiting: deque[Sequence] = deque()
         self._running: list[Sequence] = []  # in order of admission
+        self._ahead: Sequence | None = None  # waits, but has its pages
         self.preemptions = 0
 
     @property
@@ -88,6 +91,8 @@ class Scheduler:
         if sequence.state is SequenceState.RUNNING:
             self._running.remove(sequence)
         elif sequence.state is SequenceState.WAITING:
+            if sequence is self._ahead:
+                self._withdraw()
             self._waiting.remove(sequence)
         sequence.state = SequenceState.FINISHED
 
@@ -116,14 +121,21 @@ class Scheduler:
                 budget -= num_tokens
         if not preempted:  # room that was just taken from one is not given to another
             self._admit(chunks, limit - sum(chunk.num_tokens for chunk in chunks), now)
+            self._admit_ahead()
         return Schedule(chunks, preempted)
 
     def _chunk_tokens(self, pending: int, budget: int) -> int:
         return min(pending, budget) if self._chunked_prefill else pending
 
     def _make_room(self, sequence: Sequence, num_tokens: int, chunks: list[Chunk], preempted: list[Sequence]) -> bool:
-        """Reserve rows for a running sequence, preempting later arrivals if need be, in the end itself."""
+        """Reserve rows for a running sequence, preempting later arrivals if need be, in the end itself. False, too, if
+        it shall sit out the step, for room that comes by itself."""
         while not self._cache.grow(sequence.request_id, num_tokens):
+            if self._ahead is not None:
+                self._withdraw()
+                continue
+            if self._cache.room_is_coming():
+                return False
             victim = max(self._running, key=lambda s: (s.arrived_s, s.request_id))
             self._preempt(victim)
             preempted.append(victim)
@@ -152,13 +164,10 @@ class Scheduler:
             if self._cache.waits_for_sibling(sequence.request_id):
                 held_back.append(sequence)  # keeps its place; those behind it may go first
                 continue
-            wanted = sequence.pending_tokens - self._cache.resident_tokens(sequence.request_id)
-            cached = self._cache.admit(sequence.request_id, self._chunk_tokens(wanted, budget))
-            if cached is None:
+            if not self._place(sequence, budget):
                 self._waiting.appendleft(sequence)
                 break
             sequence.state = SequenceState.RUNNING
-            sequence.computed_tokens = cached
             if sequence.scheduled_s is None:
                 sequence.scheduled_s = now
             num_tokens = self._chunk_tokens(sequence.pending_tokens, budget)
@@ -168,3 +177,39 @@ class Scheduler:
             chunks.append(Chunk(sequence, num_tokens))
             budget -= num_tokens
         self._waiting.extendleft(reversed(held_back))
+
+    def _place(self, sequence: Sequence, budget: int) -> bool:
+        """Give a waiting sequence its room, or as much more as it needs if it has some."""
+        if sequence is self._ahead:
+            if self._cache.grow(sequence.request_id, self._chunk_tokens(sequence.pending_tokens, budget)):
+                self._ahead = None
+                return True
+            self._withdraw()
+        cached = self._admit_to_cache(sequence, budget)
+        if cached is None and self._ahead is not None:
+            self._withdraw()
+            cached = self._admit_to_cache(sequence, budget)
+        sequence.computed_tokens = cached or 0
+        return cached is not None
+
+    def _admit_to_cache(self, sequence: Sequence, budget: int) -> int | None:
+        wanted = sequence.pending_tokens - self._cache.resident_tokens(sequence.request_id)
+        return self._cache.admit(sequence.request_id, self._chunk_tokens(wanted, budget))
+
+    def _admit_ahead(self) -> None:
+        """Let the KV of the head of the line come while those who run take all places."""
+        if self._ahead is not None or not self._waiting or len(self._running) < self._max_seqs:
+            return
+        head = self._waiting[0]
+        if self._cache.waits_for_sibling(head.request_id) or not self._cache.residency(head.request_id).bytes_to_load:
+            return
+        cached = self._admit_to_cache(head, self._step_tokens)
+        if cached is not None:
+            head.computed_tokens = cached
+            self._ahead = head
+
+    def _withdraw(self) -> None:
+        assert self._ahead is not None
+        self._cache.withdraw(self._ahead.request_id)
+        self._ahead.computed_tokens = 0
+        self._ahead = None

@@ -26,6 +26,7 @@ from cache.plan import (
     LoadBlocks,
     Loaded,
     PutSession,
+    ReleaseLoad,
     Saved,
     SealSlot,
     Transferred,
@@ -161,6 +162,8 @@ class PoolModel:
                     self.rows[target : target + move.num_rows] = [(value, p + turn) for value, p in copied]
                 case LoadBlocks():
                     self.loads.append(move)
+                case ReleaseLoad():
+                    pass  # loads come whole here, sooner or later
                 case FillFromPage() | FillFromSlot() | SealSlot():
                     self.saves.append(move)
                 case _:

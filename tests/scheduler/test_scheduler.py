@@ -1,4 +1,5 @@
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
@@ -19,12 +20,14 @@ class FakeCache:
         self.resident = {}
         self.waiting_for_siblings = set()
         self.stalls = {}  # seconds a step would wait for KV on its way
+        self.leaving = False
+        self.to_load = {}  # bytes that an admission would have to load
 
     def resident_tokens(self, request_id):
         return self.resident.get(request_id, 0)
 
     def residency(self, request_id):
-        raise NotImplementedError
+        return SimpleNamespace(bytes_to_load=self.to_load.get(request_id, 0))
 
     def waits_for_sibling(self, request_id):
         return request_id in self.waiting_for_siblings
@@ -49,6 +52,11 @@ class FakeCache:
 
     def preempt(self, request_id):
         del self.held[request_id]
+
+    withdraw = preempt
+
+    def room_is_coming(self):
+        return self.leaving
 
 
 @dataclass
