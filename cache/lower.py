@@ -351,7 +351,8 @@ class LowerTiers:
             for index, key in enumerate(write.keys):
                 dirty.pop(key, None)
                 row = self._table.get(key)
-                if row is not None and row.extent is None:
+                # What its owners have left meanwhile has no business on disk.
+                if row is not None and row.extent is None and row.owners:
                     self._attach_extent(row, extent.extent_id, index)
             if not self._extents[extent.extent_id].keys:
                 self._delete_extents([extent.extent_id], None, None)

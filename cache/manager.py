@@ -615,6 +615,10 @@ class CacheManager:
             heir.owned.update(context.owned)
             return
         self._disown(name, context.owned)
+        for key in context.owned:
+            row = self.table.get(key)
+            if row is None or not row.owners:
+                self._forget_block(key)  # no session's time to live would ever end it
         for policy in self._policies:
             policy.forget(name)
 

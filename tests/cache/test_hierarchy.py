@@ -331,13 +331,15 @@ class Hierarchy(RuleBasedStateMachine):
         """A new process finds on disk what the old one had there."""
         if not self.manager.lower.disk_bytes:
             return
+        self.manager.sweep(self.now)
+        self.model.settle(self.now)
         manager = make_manager(**self.options)
         manager.restore(self.model.extents.values(), self.model.records.values(), self.now)
         for name, session in manager.sessions.items():
             before = self.manager.sessions[name]
             assert (session.keys, session.open_key, session.cuts) == (before.keys, before.open_key, before.cuts)
             assert (session.pinned, session.ttl_s) == (before.pinned, before.ttl_s)
-        assert set(manager.sessions) <= set(self.manager.sessions)
+        assert set(manager.sessions) == set(self.manager.sessions)
         stored = {row.key for row in self.manager.table if row.extent is not None}
         assert stored <= {row.key for row in manager.table}
         assert manager.lower.disk_used == sum(extent.size_bytes for extent in self.model.extents.values())
