@@ -53,6 +53,9 @@ from kernels.kv_copy import gather_rows, write_rows
 
 log = logging.getLogger(__name__)
 
+_HELD_STEPS = 32  # decode steps that are saved together, unless a block is full before
+_FEW_ROWS = 64
+
 
 class Rotations(Protocol):
     """Keys in and out of position; `engine.rotations.Rotations`. One per thread."""
@@ -108,6 +111,11 @@ class _Capture:
     pieces: list[CapturePiece]
     ready: "torch.cuda.Event | None"
 
+    @property
+    def size_bytes(self) -> int:
+        """What it keeps alive."""
+        return sum(t.numel() * t.element_size() for t in (*self.step.keys, *self.step.values))
+
 
 class Transfer:
     """Owned by the engine's thread: public methods are called there. Threads end with the process, or by `close`."""
@@ -121,6 +129,7 @@ class Transfer:
         rotations: Callable[[], Rotations],
         read_buffer_layers: int,
         dram_throttle: Throttle,
+        save_throttle: Throttle,
         synchronous: bool,
         max_backlog_bytes: int,
     ) -> None:
@@ -129,7 +138,8 @@ class Transfer:
         self._disk = disk
         self._device = pages[0].k.device
         self._read_buffer_layers = slab.num_layers if read_buffer_layers < 0 else read_buffer_layers
-        self._dram_throttle = dram_throttle
+        self._dram_throttle = dram_throttle  # out of DRAM
+        self._save_throttle = save_throttle  # into it
         self._synchronous = synchronous
         self._max_backlog_bytes = max_backlog_bytes
         self._backlog_bytes = 0
@@ -140,7 +150,8 @@ class Transfer:
         self._waited_s = 0.0
         self._failure: BaseException | None = None
         self._started: Callable[[], None] = lambda: None
-        self._saves: SimpleQueue[Save | _Capture | None] = SimpleQueue()
+        self._saves: SimpleQueue[Save | list[_Capture] | None] = SimpleQueue()
+        self._held: list[_Capture] = []
         self._loads: list[_Job] = []  # those not at their end, in the order they were given
         self._closing = False
         self._io: SimpleQueue[WriteExtent | FetchBlocks | DeleteExtents | PutSession | None] = SimpleQueue()
@@ -183,6 +194,7 @@ class Transfer:
                 case ReleaseLoad():
                     self.start(move.job_id)
                 case FillFromPage() | FillFromSlot() | SealSlot():
+                    self._flush()
                     self._saves.put(move)
                 case _:
                     self._io.put(move)
@@ -191,14 +203,24 @@ class Transfer:
         """Save these parts of a step. Waits when too much is waiting already, or always if saving is synchronous."""
         if not pieces:
             return
-        size = sum(t.numel() * t.element_size() for t in (*step.keys, *step.values))
         ready = None
         if self._device.type == "cuda":
             ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
             ready.record()
+        self._held.append(_Capture(step, pieces, ready))
+        # A decode step is a few rows: copying them costs its calls, so the rows of many steps go together.
+        if self._synchronous or len(self._held) >= _HELD_STEPS or step.keys[0].shape[0] > _FEW_ROWS:
+            self._flush()
+
+    def _flush(self) -> None:
+        """Hand over the steps that were held back. Anything that tells about a slot has to come behind them."""
+        if not self._held:
+            return
+        held, self._held = self._held, []
+        size = sum(capture.size_bytes for capture in held)
         with self._changed:
             self._backlog_bytes += size
-            self._saves.put(_Capture(step, pieces, ready))
+            self._saves.put(held)
             limit = 0 if self._synchronous else self._max_backlog_bytes
             while self._backlog_bytes > limit:
                 self._check()
@@ -254,6 +276,7 @@ class Transfer:
 
     def close(self, timeout_s: float) -> bool:
         """Let the threads finish what they were given. False if that took too long."""
+        self._flush()
         end = time.monotonic() + timeout_s
         self._saves.put(None)
         with self._changed:
@@ -321,7 +344,7 @@ class Transfer:
         while (order := self._saves.get()) is not None:
             started = time.perf_counter()
             match order:
-                case _Capture():
+                case list():
                     size = self._save_captures(order)
                     self._tell(Transferred("hbm_to_dram", size, time.perf_counter() - started))
                 case FillFromSlot():
@@ -336,29 +359,35 @@ class Transfer:
                         self._slab.seal(order.slot)
                     self._tell(Saved(order.ticket))
 
-    def _save_captures(self, order: _Capture) -> int:
-        """Rows of one step into their slots. Returns the bytes."""
-        pieces, step = order.pieces, order.step
-        if order.ready is not None:
-            order.ready.synchronize()
-        rows = torch.cat([torch.arange(p.batch_row, p.batch_row + p.num_rows) for p in pieces])
+    def _save_captures(self, captures: list[_Capture]) -> int:
+        """Rows of some steps into their slots. Returns the bytes."""
+        held = sum(capture.size_bytes for capture in captures)
+        pieces = [piece for capture in captures for piece in capture.pieces]
         slots = torch.cat([torch.full((p.num_rows,), p.slot) for p in pieces])
         places = torch.cat([torch.arange(p.slot_row, p.slot_row + p.num_rows) for p in pieces])
-        everything = len(rows) == step.keys[0].shape[0]
-        on_device = rows.to(self._device)
+        wanted = [self._wanted_rows(capture) for capture in captures]
         size = 0
-        for layer, (k, v) in enumerate(zip(step.keys, step.values, strict=True)):
-            for target, source in ((self._slab.k(layer), k), (self._slab.v(layer), v)):
-                part = source if everything else source.index_select(0, on_device)
-                target.index_put_((slots, places), part.to(target.device))
-                size += part.numel() * part.element_size()
-        held = sum(t.numel() * t.element_size() for t in (*step.keys, *step.values))
-        step.keys.clear()
-        step.values.clear()
+        for layer in range(self._slab.num_layers):
+            for target, parts in (
+                (self._slab.k(layer), [capture.step.keys[layer] for capture in captures]),
+                (self._slab.v(layer), [capture.step.values[layer] for capture in captures]),
+            ):
+                chosen = [t if rows is None else t.index_select(0, rows) for t, rows in zip(parts, wanted, strict=True)]
+                source = chosen[0] if len(chosen) == 1 else torch.cat(chosen)
+                target.index_put_((slots, places), source.to(target.device))
+                size += source.numel() * source.element_size()
+        captures.clear()
         with self._changed:
             self._backlog_bytes -= held
             self._changed.notify_all()
         return size
+
+    def _wanted_rows(self, capture: _Capture) -> Tensor | None:
+        """Indices of the rows of a step that are to be saved; None for all of them."""
+        if capture.ready is not None:
+            capture.ready.synchronize()
+        rows = torch.cat([torch.arange(p.batch_row, p.batch_row + p.num_rows) for p in capture.pieces])
+        return None if len(rows) == capture.step.keys[0].shape[0] else rows.to(self._device)
 
     def _fill_from_page(self, order: FillFromPage, rotations: Rotations) -> None:
         page_size = self._pages[0].k.shape[1]
@@ -526,8 +555,8 @@ class _LayerSource:
             reader.close()
 
     def read(self, layer: int, failed: dict[BlockKey, str]) -> tuple[Tensor, Tensor]:
-        """K un-rotated and V of one layer [tokens of all blocks, kv_heads, dim]. Notes in `failed` blocks whose bytes in
-        DRAM are not what they were. Raises BlockMissing for those on disk."""
+        """K un-rotated and V of one layer [tokens of all blocks, kv_heads, dim]. Notes in `failed` blocks whose bytes
+        in DRAM are not what they were. Raises BlockMissing for those on disk."""
         self.read_disk(layer)
         slab = self._slab
         for block in self._blocks:

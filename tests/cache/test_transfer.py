@@ -120,6 +120,7 @@ def make_transfer(
         rotations=Shift,
         read_buffer_layers=read_buffer_layers,
         dram_throttle=Throttle(bytes_per_s=0.0, clock=time.monotonic, sleep=time.sleep),
+        save_throttle=Throttle(bytes_per_s=0.0, clock=time.monotonic, sleep=time.sleep),
         synchronous=synchronous,
         max_backlog_bytes=max_backlog_bytes,
     )
@@ -309,11 +310,12 @@ def test_a_load_waits_layer_by_layer_for_its_disk(made):
 
 
 def test_saving_waits_when_too_much_is_waiting(made):
-    # A step here is 2 x 3 x 4 x 6 x 4 = 576 bytes, more than the backlog may be: it is saved when `save` returns.
+    # A step here is 2 x 3 x 4 x 6 x 4 = 576 bytes, more than the backlog may be: handing it over waits until it is saved.
     pages = pools()
     transfer, slab = made(pages, num_slots=1, max_backlog_bytes=500)
     step = Captured(*([torch.ones(4, HEADS, DIM) for _ in range(LAYERS)] for _ in range(2)))
     transfer.save(step, [CapturePiece(0, 0, 0, 4)])
+    transfer.carry_out([SealSlot(1, 0, 4)])
     assert (slab.k(0)[0, :4] == 1).all()
 
 
