@@ -12,6 +12,7 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
+from benchmarks.figures_tiers import tier_sections
 from benchmarks.servers import RESULTS, ROOT
 
 DOCS = ROOT / "docs"
@@ -113,6 +114,7 @@ def main() -> None:
             lines += replay_section(title, result)
     if (speed := load("raw_speed")) is not None:
         lines += speed_section(speed)
+    lines += tier_sections(load, machine, DOCS)
     if (soak := load("soak")) is not None:
         held = "; ".join(f"{name}: {'yes' if value else 'NO'}" for name, value in soak["held"].items())
         lines += ["## Soak", "", held + ".", "", machine(soak), ""]

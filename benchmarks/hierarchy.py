@@ -280,7 +280,7 @@ def summarize(samples: list[Sample], turns: int) -> dict[str, Any]:
         by_turn = {turn: [s for s in mine if s.turn == turn] for turn in range(1, turns + 2)}
         later = [s for s in mine if 2 <= s.turn <= turns]
         arms[arm] = {
-            "by_turn": {turn: describe(some) for turn, some in by_turn.items() if some and turn <= turns},
+            "by_turn": {str(turn): describe(some) for turn, some in by_turn.items() if some and turn <= turns},
             "later": describe(later) if later else None,
         }
     returning = {arm: some for arm in ARMS if (some := [s for s in samples if s.arm == arm and s.turn > turns])}
@@ -320,7 +320,7 @@ def show(console: Console, summary: dict[str, Any], held: dict[str, bool], turns
     for arm, values in summary["arms"].items():
         if values["later"] is None:
             continue
-        cells = [f"{values['by_turn'][turn]['ttft_ms']['p50']:.0f}" for turn in range(1, turns + 1)]
+        cells = [f"{values['by_turn'][str(turn)]['ttft_ms']['p50']:.0f}" for turn in range(1, turns + 1)]
         table.add_row(arm, *cells, *_tail(values["later"]))
     for arm, values in summary["after_restart"].items():
         name = f"{arm}, next turn" + (" after a restart" if arm == "attentionstore" else "")

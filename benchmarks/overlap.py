@@ -5,8 +5,8 @@
 **Loading.** Jobs of a random 125 M-shape model, bf16, follow each other without a gap: each continues a conversation of
 about 1,250 tokens that is on disk, with 100 or 20 new tokens and 20 decode steps, while the next one waits in line. The
 disk is throttled to 0.15 and 0.4 GB/s. Compared are read buffers of 0, 2, 5 and all layers: so much of the next job's
-KV may come while the present one runs. There is no DRAM tier, so nothing but the read buffer looks ahead. Share hidden = 1 -
-seconds that steps waited for layers / seconds that loading took.
+KV may come while the present one runs. There is no DRAM tier, so nothing but the read buffer looks ahead. Share hidden:
+1 - seconds that steps waited for layers / seconds that loading took.
 
 **Saving.** Jobs with fresh prompts of 1,000 to 1,600 tokens and 20 decode steps, saved while later steps run, or before
 the next step begins, or not at all. On this machine the link to DRAM is memory itself, far faster in proportion than

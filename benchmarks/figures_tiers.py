@@ -1,0 +1,148 @@
+"""The sections of docs/RESULTS.md about the tiers below HBM, and their figures."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+BLUE, GREY, LIGHT = "#2563eb", "#9ca3af", "#93c5fd"
+Result = dict[str, Any]
+
+
+def hierarchy_section(result: Result, footer: str) -> list[str]:
+    turns = [str(turn) for turn in range(1, result["workload"]["turns"] + 1)]
+    lines = [
+        "## Conversations that overflow HBM",
+        "",
+        "Eight conversations in rotation on a random 125 M-shape model (bf16): a first prompt of 1,000 tokens, then "
+        f"about {result['workload']['turn_tokens']} new ones a turn, answers of {result['workload']['answer_tokens']}; "
+        "HBM holds 2 of them, DRAM 3 (`disk`: none), the rest is on disk; with `ample` all are in HBM. TTFT p50 in ms, "
+        "servers turn about in one run.",
+        "",
+        "| server | " + " | ".join(f"turn {turn}" for turn in turns) + " | turns 2 on (p90) | history reused | from "
+        "HBM / DRAM / disk, tokens |",
+        "|---" * (len(turns) + 4) + "|",
+    ]
+    for arm, values in result["arms"].items():
+        if values["later"] is not None:
+            cells = [f"{values['by_turn'][turn]['ttft_ms']['p50']:.0f}" for turn in turns]
+            lines.append(f"| `{arm}` | " + " | ".join([*cells, *_later(values["later"])]) + " |")
+    for arm, values in result["after_restart"].items():
+        what = "after a restart" if arm == "attentionstore" else "the same turn"
+        lines.append(f"| `{arm}`, {what} | " + " | ".join([*[""] * len(turns), *_later(values)]) + " |")
+    ratios = result["ratios"][turns[-1]]
+    lines += ["", f"Turn {turns[-1]}, ratio of medians (least to most of the pairs): "]
+    lines[-1] += "; ".join(
+        f"{name} {ratio['of_medians']:.3f} ({ratio['min']:.3f} to {ratio['max']:.3f}, {ratio['pairs']} pairs)"
+        for name, ratio in ratios.items()
+    )
+    peers = "; ".join(f"{name} {ms}" for name, ms in result["peers_ttft_ms"].items())
+    return [*lines, "", f"Others on a machine of this kind, at another time, turns 2-4 in ms: {peers}.", "", footer, ""]
+
+
+def _later(values: Result) -> list[str]:
+    reused, tokens = values["reused_of_history"], values["tokens"]
+    return [
+        f"{values['ttft_ms']['p50']:.0f} ({values['ttft_ms']['p90']:.0f})",
+        "-" if reused is None else f"{reused:.1%}",
+        " / ".join(f"{tokens[tier]:,}" for tier in ("hbm", "dram", "disk")),
+    ]
+
+
+def draw_overlap(result: Result, out: Path) -> None:
+    """Share of load time hidden by read buffer (AttentionStore Fig. 19), and job times by way of saving (Fig. 20)."""
+    figure, (left, right) = plt.subplots(1, 2, figsize=(10.4, 3.8))
+    keys = sorted({(arm["disk_gbps"], arm["new_tokens"]) for arm in result["loading"]})
+    for key, color, style in zip(keys, (GREY, GREY, BLUE, BLUE), ("--", "-", "--", "-"), strict=False):
+        arms = [arm for arm in result["loading"] if (arm["disk_gbps"], arm["new_tokens"]) == key]
+        labels = ["all" if arm["read_buffer_layers"] < 0 else str(arm["read_buffer_layers"]) for arm in arms]
+        shares = [100 * arm["hidden"]["median"] for arm in arms]
+        left.plot(labels, shares, style, marker="o", color=color, label=f"{key[0]} GB/s, {key[1]} new tokens")
+    left.set(xlabel="read buffer, layers", ylabel="load time hidden, %", ylim=(0, 105))
+    ways = ("asynchronous", "synchronous", "not saved")
+    groups = sorted({(arm["dram_gbps"], arm["prompt_tokens"]) for arm in result["saving"]})
+    for index, (way, color) in enumerate(zip(ways, (BLUE, GREY, LIGHT), strict=True)):
+        times = {
+            (arm["dram_gbps"], arm["prompt_tokens"]): arm["job_ms"]["median"]
+            for arm in result["saving"]
+            if arm["way"] == way
+        }
+        right.bar(
+            [x + 0.27 * index for x in range(len(groups))], [times[g] for g in groups], 0.25, label=way, color=color
+        )
+    right.set_xticks(
+        [x + 0.27 for x in range(len(groups))],
+        [f"{prompt} tokens\n{f'{gbps} GB/s' if gbps else 'memory'}" for gbps, prompt in groups],
+    )
+    right.set(ylabel="ms per job")
+    for axis in (left, right):
+        axis.grid(axis="y", alpha=0.3)
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.legend(frameon=False, fontsize=8)
+    figure.tight_layout()
+    figure.savefig(out, dpi=130)
+    plt.close(figure)
+
+
+def overlap_section(result: Result, figure: str, footer: str) -> list[str]:
+    lines = [
+        "## Loading and saving behind computation",
+        "",
+        f"![Overlap]({figure})",
+        "",
+        "Jobs back to back on a random 125 M-shape model (bf16), histories of 1,000 to 1,500 tokens on a throttled "
+        "disk, 20 decode steps; no DRAM tier.",
+        "",
+        "| disk, GB/s | new tokens | read buffer, layers | load time hidden | load, ms/job | waited, ms/job |",
+        "|---|---|---|---|---|---|",
+    ]
+    for arm in result["loading"]:
+        buffer = "all" if arm["read_buffer_layers"] < 0 else arm["read_buffer_layers"]
+        hidden = arm["hidden"]
+        lines.append(
+            f"| {arm['disk_gbps']} | {arm['new_tokens']} | {buffer} | {hidden['median']:.1%} ({hidden['min']:.1%} to "
+            f"{hidden['max']:.1%}) | {arm['load_ms']['median']:.1f} | {arm['wait_ms']['median']:.1f} |"
+        )
+    lines += ["", "| prompt | link | asynchronous saving makes a job shorter by | saving hidden |", "|---|---|---|---|"]
+    for gain in result["saving_gains"]:
+        link = f"{gain['dram_gbps']} GB/s" if gain["dram_gbps"] else "memory"
+        hidden = "-" if gain["hidden"] is None else f"{gain['hidden']:.0%}"
+        lines.append(f"| {gain['prompt_tokens']} | {link} | {gain['shorter_by']:.1%} | {hidden} |")
+    return [*lines, "", footer, ""]
+
+
+def rotation_section(result: Result, footer: str) -> list[str]:
+    settings = result["settings"]
+    lines = [
+        "## Tiers slightly too small, in strict rotation",
+        "",
+        f"{settings['conversations']} conversations of the bundled model, {settings['turns']} equal turns each, one at "
+        f"a time; hit rate in tokens from turn {settings['counted_from_turn']} on.",
+        "",
+        "| HBM + DRAM hold | disk | policy | hit rate | last turn | turns hit |",
+        "|---|---|---|---|---|---|",
+    ]
+    for arm in result["arms"]:
+        last = list(arm["hit_rate_by_turn"].values())[-1]
+        lines.append(
+            f"| {arm['capacity']} of {settings['conversations']} | {'on' if arm['disk'] else 'off'} "
+            f"| {arm['policy']} | {arm['hit_rate']:.3f} | {last:.3f} | {arm['turns_hit']} of {arm['turns']} |"
+        )
+    return [*lines, "", footer, ""]
+
+
+def tier_sections(load: Callable[[str], Result | None], footer: Callable[[Result], str], docs: Path) -> list[str]:
+    """Of the results that are there; draws their figures into `docs`."""
+    lines: list[str] = []
+    if (result := load("hierarchy")) is not None:
+        lines += hierarchy_section(result, footer(result))
+    if (result := load("overlap")) is not None:
+        draw_overlap(result, docs / "overlap.png")
+        lines += overlap_section(result, "overlap.png", footer(result))
+    if (result := load("rotation")) is not None:
+        lines += rotation_section(result, footer(result))
+    return lines
