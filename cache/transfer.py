@@ -19,7 +19,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from cache.block import BlockKey
+from cache.block import BLOCK_TOKENS, BlockKey
 from cache.plan import (
     BlockLoad,
     CapturePiece,
@@ -367,6 +367,7 @@ class Transfer:
         places = torch.cat([torch.arange(p.slot_row, p.slot_row + p.num_rows) for p in pieces])
         wanted = [self._wanted_rows(capture) for capture in captures]
         size = 0
+        passed = self._save_throttle.book(sum(p.num_rows for p in pieces) * self._slab.slot_bytes // BLOCK_TOKENS)
         for layer in range(self._slab.num_layers):
             for target, parts in (
                 (self._slab.k(layer), [capture.step.keys[layer] for capture in captures]),
@@ -376,6 +377,7 @@ class Transfer:
                 source = chosen[0] if len(chosen) == 1 else torch.cat(chosen)
                 target.index_put_((slots, places), source.to(target.device))
                 size += source.numel() * source.element_size()
+        self._save_throttle.wait(passed)
         captures.clear()
         with self._changed:
             self._backlog_bytes -= held

@@ -107,6 +107,7 @@ def build_tiers(
         rotations=functools.partial(Rotations, ropes=probed.ropes),
         read_buffer_layers=config.read_buffer_layers,
         dram_throttle=Throttle(bytes_per_s=config.dram_gbps * _GB, clock=time.monotonic, sleep=time.sleep),
+        save_throttle=Throttle(bytes_per_s=config.dram_gbps * _GB, clock=time.monotonic, sleep=time.sleep),
         synchronous=config.sync_save,
         max_backlog_bytes=_BACKLOG_BYTES,
     )
