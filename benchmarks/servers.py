@@ -53,6 +53,21 @@ class Server:
         samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
         return {s.name + _labels(s.labels): s.value for s in samples}
 
+    @property
+    def engine(self) -> psutil.Process:
+        """The engine process. Raises ServerFailed where there is none, or more than one."""
+        children = psutil.Process(self.pid).children()
+        if len(children) != 1:
+            raise ServerFailed(f"the server {self.name!r} has {len(children)} engine processes")
+        return children[0]
+
+    def kill(self) -> None:
+        """SIGKILL to both processes, as when the machine takes them. Returns when they are gone."""
+        family = [psutil.Process(self.pid), self.engine]
+        for process in family:
+            process.kill()
+        psutil.wait_procs(family, timeout=20)
+
     def resident_bytes(self) -> dict[str, int]:
         """Resident memory of the two processes, `app` and `engine`; a process that is gone counts 0."""
         process = psutil.Process(self.pid)

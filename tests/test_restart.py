@@ -1,0 +1,53 @@
+"""Conversations outlive their server: `reprise serve` stopped, killed, and started again on its directory."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from benchmarks.restart import LEAST, Return, Talk, lose_index
+from benchmarks.servers import Server, ServerFailed, serve
+
+SETTINGS = {"model.dtype": "float32", "cache.hbm_tokens": 2048, "engine.threads": 1}
+
+
+async def two_turns(server: Server, talks: list[Talk]) -> None:
+    for talk in [*talks, *talks]:
+        await talk.turn(server)
+    await asyncio.sleep(1.0)
+
+
+def test_conversations_survive_a_stop_a_crash_and_the_loss_of_the_index(tmp_path: Path) -> None:
+    """One directory, three servers in a row; every one brings back what the one before has said."""
+    own = {**SETTINGS, "cache.disk_dir": str(tmp_path)}
+    talks = [Talk(session_id=f"s{n}", first_words=560, max_tokens=48, seed=f"{n}") for n in range(2)]
+
+    async def returns(server: Server, how: str) -> list[Return]:
+        return [await talk.return_(server, reference, how, 0) for talk in talks]
+
+    with serve("restart-reference", {**SETTINGS, "cache.mode": "recompute"}) as reference:
+        with serve("restart-first", own) as server:
+            asyncio.run(two_turns(server, talks))
+        with serve("restart-second", own) as server:
+            found = asyncio.run(returns(server, "stop"))
+            asyncio.run(asyncio.sleep(1.0))
+            server.kill()
+        lose_index(tmp_path)
+        with serve("restart-third", own) as server:
+            found += asyncio.run(returns(server, "index"))
+    for one in found:
+        assert one.history_tokens >= 640
+        # On a busy machine a part may be cheaper to compute than to load: it was there all the same.
+        passed_over = one.miss_reasons.get("cheaper_to_recompute", 0)
+        assert one.cached_tokens + passed_over >= LEAST[one.how] * one.history_tokens, one
+        assert one.disk_tokens == one.cached_tokens > 0
+        assert not one.differs, one
+
+
+def test_a_directory_in_use_is_refused(tmp_path: Path) -> None:
+    own = {**SETTINGS, "cache.disk_dir": str(tmp_path)}
+    with serve("first", own) as server:
+        with pytest.raises(ServerFailed, match="ended with status 1") as failure, serve("second", own):
+            pass
+        assert str(server.engine.pid) in str(failure.value) or "another server" in str(failure.value)
+        assert asyncio.run(Talk(session_id="s", first_words=5, max_tokens=2, seed="s").turn(server)).text
