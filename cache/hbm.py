@@ -269,5 +269,3 @@ def last_page(context: RunningContext) -> int | None:
 def keys_of(rows: Sequence[BlockRow], table: CacheTable) -> Iterator[BlockKey]:
     """From tail to head, so that what stays of a touched context is a prefix."""
     return (row.key for row in reversed(rows) if row.key in table)
-
-

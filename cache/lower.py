@@ -7,6 +7,7 @@ last copy into or out of it is done, which is what pins and tickets are for.
 """
 
 from array import array
+from collections import Counter
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -59,14 +60,14 @@ class _Deletion:
     waiters: list[str]
 
 
-class _Immovable:
-    """DRAM blocks that must not leave now: read by somebody, not on disk yet, or pinned by their owner."""
+class _Keys:
+    """The blocks of which something is true, as a container."""
 
-    def __init__(self, tiers: "LowerTiers") -> None:
-        self._tiers = tiers
+    def __init__(self, contains: Callable[[BlockKey], bool]) -> None:
+        self._contains = contains
 
     def __contains__(self, key: object) -> bool:
-        return self._tiers.is_immovable(key)  # type: ignore[arg-type]
+        return self._contains(key)  # type: ignore[arg-type]
 
 
 class LowerTiers:
@@ -118,7 +119,9 @@ class LowerTiers:
         self._fetching: set[BlockKey] = set()
         self._deletions: dict[int, _Deletion] = {}
         self._jobs = 0
-        self._immovable = _Immovable(self)
+        self._read: Counter[BlockKey] = Counter()  # blocks that loads read off the disk
+        self._immovable = _Keys(self.is_immovable)
+        self._held_on_disk = _Keys(self.is_held_on_disk)
 
     @property
     def is_on(self) -> bool:
@@ -174,6 +177,7 @@ class LowerTiers:
             self._free.append(slot)
 
     def is_immovable(self, key: BlockKey) -> bool:
+        """Whether a block must not leave DRAM now: read by somebody, not on disk yet, or pinned by its owner."""
         row = self._table.get(key)
         if row is None or row.slot is None or self._pins[row.slot]:
             return True
@@ -322,20 +326,23 @@ class LowerTiers:
             if not victims:
                 return False
             row = self._table.get(victims[0])
-            assert row is not None and row.extent is not None
+            assert row is not None
+            assert row.extent is not None
             self._delete_extents([row.extent[0]], None, None)
         return True
 
-    @property
-    def _held_on_disk(self) -> Container[BlockKey]:
-        tiers = self
+    def is_held_on_disk(self, key: BlockKey) -> bool:
+        """Whether a block's copy on disk must not leave now: read by somebody, or pinned by its owner."""
+        row = self._table.get(key)
+        return row is None or self._is_pinned(row) or key in self._fetching or self._read[key] > 0
 
-        class Held:
-            def __contains__(self, key: object) -> bool:
-                row = tiers._table.get(key)  # type: ignore[arg-type]
-                return row is None or tiers._is_pinned(row) or key in tiers._fetching
+    def hold_copies(self, keys: Iterable[BlockKey]) -> None:
+        """Somebody reads these blocks off the disk, until `release_copies`."""
+        self._read.update(keys)
 
-        return Held()
+    def release_copies(self, keys: Iterable[BlockKey]) -> None:
+        self._read.subtract(keys)
+        self._read += Counter()  # forgets those at zero
 
     def on_written(self, job: int, extent: ExtentInfo | None, now: float) -> None:
         write = self._writes.pop(job)

@@ -160,8 +160,8 @@ class CacheManager:
         client_cut: ClientCut | None,
         now: float,
     ) -> list[int]:
-        """A request arrived with the conversation `stream`. Returns its context, cut so that it and `reserve` tokens fit
-        the window: the sequence's own list from now on, which may only grow. Raises DoesNotFit."""
+        """A request arrived with the conversation `stream`. Returns its context, cut so that it and `reserve` tokens
+        fit the window: the sequence's own list from now on. Raises DoesNotFit."""
         name = (tenant, salt, session_id)
         context = None
         if client_cut is not None and self._truncation.mode != "recompute":
@@ -398,6 +398,7 @@ class CacheManager:
             if load.num_rows == BLOCK_TOKENS:
                 self._in_flight.setdefault(load.key, context.request_id)
             blocks.append(load)
+        self.lower.hold_copies(load.key for load in blocks if load.extent is not None)
         context.job = self.lower.next_job()
         self._loads[context.job] = _Load(context, tuple(blocks))
         self.lower.moves.append(LoadBlocks(context.job, context.request_id, tuple(blocks)))
@@ -558,9 +559,9 @@ class CacheManager:
     def withdraw(self, request_id: str) -> None:
         """See CacheView."""
         context = self._running[request_id]
-        before = context.reached, context.open_hint
+        before = context.reached, context.open_hint, context.open_place
         self.preempt(request_id)
-        context.reached, context.open_hint = before
+        context.reached, context.open_hint, context.open_place = before
 
     def truncate(self, request_id: str) -> int:
         """A running request has filled the window: drop history in the middle of its generation. It has to be admitted
@@ -644,10 +645,10 @@ class CacheManager:
                 self._seal(context, full, row if context.trusted else None, rows)
             for block in reversed(range(full)):
                 known = self.table.get(context.keys[block])
-                if known is None or known.page is None:
+                here = known is not None and block * BLOCK_TOKENS == self.hbm.position_of(known, block)
+                if known is None or (known.page is None and here):
                     # The page that had the name has left meanwhile. Without a link the chain behind it is lost.
-                    if known is None or block * BLOCK_TOKENS == self.hbm.position_of(known, block):
-                        self._publish_full(context, block)
+                    self._publish_full(context, block)
                 if context.keys[block] in self.table:
                     self._touch(context.keys[block])
                     self._save_late(context, block)
@@ -974,6 +975,7 @@ class CacheManager:
     def _on_loaded(self, event: Loaded) -> None:
         load = self._loads.pop(event.job_id)
         context = load.context
+        self.lower.release_copies(block.key for block in load.blocks if block.extent is not None)
         for block in load.blocks:
             if self._in_flight.get(block.key) == context.request_id:
                 del self._in_flight[block.key]

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from engine.cpu_few_rows import FewRows
+from engine.cpu_many_rows import rotate_and_write
 from engine.cpu_modules import PackedLinear, RmsNorm, agree, few_row_product, pack_weight
 from engine.hf_model import Step, attend, current_step, rope_limit, running, turn_halves, turns_halves
 from engine.probe import ProbeResult, single_sequence_meta
@@ -40,6 +41,7 @@ class DecoderLayer(nn.Module):
         )
         self._q_norm = _norm(attention.q_norm) if hasattr(attention, "q_norm") else None
         self._k_norm = _norm(attention.k_norm) if hasattr(attention, "k_norm") else None
+        self._rotate = rotate_and_write(self._heads[0], self._heads[1], head_dim)
         self._out = _Summed(attention.o_proj)
         self._post_norm = _norm(layer.post_attention_layernorm)
         self._gate, self._gate_bias = pack_weight(mlp.gate_proj.weight), mlp.gate_proj.bias
@@ -77,9 +79,16 @@ class DecoderLayer(nn.Module):
             turning = torch.cat((self._q_norm(turning[:, :num_q]), self._k_norm(turning[:, num_q:])), dim=1)
         if step.sink is not None:
             step.sink.write(self.index, turning[:, num_q:], values)
-        turned = turn_halves(turning, cos[0][:, None], sin[0][:, None])
         step.layers_called.append(self.index)
         step.layers_rotated.append(self.index)
+        pages = step.pages(self.index)
+        if self._rotate is not None and self._rotate.takes(turning, cos, sin, pages):
+            queries = self._rotate(turning, values, cos[0], sin[0], step.meta.slots, pages)
+            step.params[self.index] = self._params
+            if step.arrive is not None:
+                step.arrive(self.index)
+            return step.backend.forward(queries, pages, step.meta, self._params).view(tokens, -1)
+        turned = turn_halves(turning, cos[0][:, None], sin[0][:, None])
         out = attend(step, self.index, turned[:, :num_q], turned[:, num_q:], values, self._params)
         return out.view(tokens, -1)
 

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kernels.cpu_support import as_bits, decode_kernels, use_torch_threads
+from kernels.cpu_support import as_bits, decode_kernels, prefill_kernels, use_torch_threads
 
 # oneDNN lays weights out for a number of rows; the layout for 16 is within 10 % of the best from 1 to 1,124 rows.
 _PACK_FOR_ROWS = 16
@@ -134,13 +134,32 @@ class GatedMlp(nn.Module):
 
 
 class RmsNorm(nn.Module):
-    """weight * x / rms(x), in fp32 with one rounding at the end; four passes over x instead of seven."""
+    """weight * x / rms(x), in fp32 with one rounding at the end. In bf16 one compiled pass over x where that can run,
+    else four passes instead of seven."""
 
     def __init__(self, weight: Tensor, eps: float) -> None:
         super().__init__()
         self.weight, self.eps, self._dim = weight.detach().float(), eps, weight.shape[0]
+        self._kernels = prefill_kernels() if weight.dtype == torch.bfloat16 and weight.device.type == "cpu" else None
+        if self._kernels is not None:
+            x = torch.randn(3, self._dim, generator=torch.Generator().manual_seed(0)).bfloat16()
+            if not agree(self._compiled(self._kernels, x), self._plain(x)):
+                self._kernels = None
 
     def forward(self, x: Tensor) -> Tensor:
+        if self._kernels is not None and x.dtype == torch.bfloat16 and x.numel():
+            return self._compiled(self._kernels, x)
+        return self._plain(x)
+
+    def _compiled(self, kernels: Any, x: Tensor) -> Tensor:
+        use_torch_threads()
+        x = x.contiguous()
+        out = torch.empty_like(x)
+        rows, normed = (as_bits(y.view(-1, self._dim)) for y in (x, out))
+        kernels.norm(rows, self.weight.numpy(), self.eps, normed)
+        return out
+
+    def _plain(self, x: Tensor) -> Tensor:
         wide = x.float()
         norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
         scale = norm.square_().div_(self._dim).add_(self.eps).rsqrt_()

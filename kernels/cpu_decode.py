@@ -249,7 +249,7 @@ def _bits(_, x):
 # --- compiled ---------------------------------------------------------------------------------------------------------
 
 
-def _compiled(**options: Any) -> Callable[[Callable[..., Any]], Any]:
+def compiled(**options: Any) -> Callable[[Callable[..., Any]], Any]:
     def decorate(function: Callable[..., Any]) -> Any:
         try:
             return njit(cache=True, nogil=True, **options)(function)
@@ -286,7 +286,7 @@ class Parts(NamedTuple):
     starts: np.ndarray  # where each row's parts begin
 
 
-@_compiled()
+@compiled()
 def _rounded(x):
     bits = _bits(np.float32(x))
     if (bits & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000):
@@ -294,7 +294,7 @@ def _rounded(x):
     return np.uint16((bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16))
 
 
-@_compiled(fastmath={"reassoc", "contract"})
+@compiled(fastmath={"reassoc", "contract"})
 def _inverse_rms(x, eps):
     total = np.float32(0.0)
     for i in range(len(x)):
@@ -302,7 +302,7 @@ def _inverse_rms(x, eps):
     return np.float32(1.0) / np.sqrt(total / np.float32(len(x)) + np.float32(eps))
 
 
-@_compiled()
+@compiled()
 def _normed(x, norm, out):
     """out may be longer than x; the rest becomes 0."""
     for row in range(len(x)):
@@ -312,7 +312,7 @@ def _normed(x, norm, out):
         out[row, x.shape[1] :] = np.float32(0.0)
 
 
-@_compiled()
+@compiled()
 def _norm_in_place(x, norm):
     if len(norm.weight):
         scale = _inverse_rms(x, norm.eps)
@@ -320,7 +320,7 @@ def _norm_in_place(x, norm):
             x[i] *= scale * norm.weight[i]
 
 
-@_compiled()
+@compiled()
 def _widen(x, out):
     for row in range(len(x)):
         for i in range(x.shape[1]):
@@ -328,7 +328,7 @@ def _widen(x, out):
         out[row, x.shape[1] :] = np.float32(0.0)
 
 
-@_compiled()
+@compiled()
 def _block(x, words, lanes, block, out):
     """One block of outputs for every row."""
     pairs = x.shape[1] // 2
@@ -348,12 +348,12 @@ def _block(x, words, lanes, block, out):
         _products(x, row * ins, ins, (0,), words, at, lanes, pairs, out, row * outs + column, outs)
 
 
-@_compiled()
+@compiled()
 def _padded(inputs):
     return (inputs + 31) // 32 * 32
 
 
-@_compiled()
+@compiled()
 def _with_room(x, inputs):
     """[rows, at least inputs] -> [rows, padded inputs], zero behind the inputs."""
     out = np.zeros((len(x), _padded(inputs)), np.float32)
@@ -363,27 +363,27 @@ def _with_room(x, inputs):
     return out
 
 
-@_compiled()
+@compiled()
 def _add_bias(x, bias):
     for row in range(len(x)):
         for i in range(len(bias)):
             x[row, i] += bias[i]
 
 
-@_compiled(parallel=True)
+@compiled(parallel=True)
 def _all_blocks(x, words, lanes, out):
     for block in prange(out.shape[1] // (len(lanes) * LANES)):
         _block(x, words, lanes, block, out)
 
 
-@_compiled(parallel=True)
+@compiled(parallel=True)
 def _all_blocks_of_two(x, words, more_words, lanes, out, more):
     for block in prange(out.shape[1] // (len(lanes) * LANES)):
         _block(x, words, lanes, block, out)
         _block(x, more_words, lanes, block, more)
 
 
-@_compiled()
+@compiled()
 def _multiply(x, product):
     """x fp32 [rows, padded inputs] -> fp32 [rows, at least outputs]."""
     out = np.empty((len(x), len(product.words) * 2 // x.shape[1]), np.float32)
@@ -392,7 +392,7 @@ def _multiply(x, product):
     return out
 
 
-@_compiled()
+@compiled()
 def _multiply_gated(x, gate, up):
     """silu(gate(x)) * up(x), fp32 [rows, at least outputs]."""
     gates = np.empty((len(x), len(gate.words) * 2 // x.shape[1]), np.float32)
@@ -404,7 +404,7 @@ def _multiply_gated(x, gate, up):
     return gates
 
 
-@_compiled()
+@compiled()
 def linear(x, product, out):
     """x bf16 [rows, inputs] -> out bf16 [rows, outputs]."""
     wide = np.empty((len(x), _padded(product.inputs)), np.float32)
@@ -415,7 +415,7 @@ def linear(x, product, out):
             out[row, i] = _rounded(result[row, i])
 
 
-@_compiled(parallel=True)
+@compiled(parallel=True)
 def _attend_parts(q, k, v, table, parts, group, k_lanes, v_lanes, mixed, stats):
     page_size, kv_heads = k.shape[1], k.shape[2]
     k_page, k_row, k_head = k.strides[0] // 2, k.strides[1] // 2, k.strides[2] // 2
@@ -455,7 +455,7 @@ def _attend_parts(q, k, v, table, parts, group, k_lanes, v_lanes, mixed, stats):
             done += runs[i, 2]
 
 
-@_compiled()
+@compiled()
 def attend(q, k, v, table, parts, group, k_lanes, v_lanes, out):
     """Attention of single rows, each the last of its context. q fp32 [rows, heads, k_dim], scaled by scale * log2(e);
     k, v bf16 [pages, page_size, kv_heads, dim], any strides but a contiguous dim; table int32 [rows, pages]; out fp32
@@ -484,7 +484,7 @@ def attend(q, k, v, table, parts, group, k_lanes, v_lanes, out):
                 out[row, head, d] /= total
 
 
-@_compiled()
+@compiled()
 def project(hidden, norm, product, q_norm, k_norm, num_q, num_k, out):
     """The first part of a layer: hidden bf16 [rows, width] -> out bf16 [rows, q + k + v heads, dim], not rotated."""
     wide = np.empty((len(hidden), hidden.shape[1]), np.float32)
@@ -504,7 +504,7 @@ def project(hidden, norm, product, q_norm, k_norm, num_q, num_k, out):
                 out[row, head, d] = _rounded(y[d])
 
 
-@_compiled()
+@compiled()
 def _rotate(x, cos, sin, out):
     """As torch rotates in bf16, to the bit: keys that are rotated when they come back from storage must be the same."""
     half = len(cos) // 2
@@ -515,7 +515,7 @@ def _rotate(x, cos, sin, out):
         out[half + d] = _rounded(b + low * _widened(sin[half + d]))
 
 
-@_compiled()
+@compiled()
 def finish(hidden, rows, cos, sin, slots, scale, k, v, table, parts, group, lanes, o, norm, gate, up, down, out):
     """The rest of a layer: rotate, write keys and values to their slots, attend, project, add, and the gated MLP.
     rows as `project` leaves them; cos, sin bf16 [rows, dim]; slots int64 [rows]; out bf16 [rows, width]."""

@@ -1,4 +1,4 @@
-"""Whether the compiled decode kernels can run here, and the plans they are given."""
+"""Whether the compiled kernels can run here, and what they are given."""
 
 import functools
 import importlib
@@ -29,6 +29,20 @@ def decode_kernels() -> ModuleType | None:
         _test(module)
     except Exception as error:  # a numba that does not fit its numpy or its machine fails in many ways
         log.info("decoding without compiled kernels: %s", error)
+        return None
+    return module
+
+
+@functools.cache
+def prefill_kernels() -> ModuleType | None:
+    """`kernels.cpu_prefill`, or None where it cannot run: not without the kernels of decode."""
+    if decode_kernels() is None:
+        return None
+    try:
+        module = importlib.import_module("kernels.cpu_prefill")
+        module.self_test()
+    except Exception as error:
+        log.info("prefill without compiled kernels: %s", error)
         return None
     return module
 
@@ -65,3 +79,11 @@ def split_contexts(contexts: Sequence[int], window: int | None, part: int) -> tu
 def as_bits(x: Tensor) -> np.ndarray:
     """A bf16 tensor's own memory, as numpy can hold it: uint16."""
     return x.view(torch.uint16).numpy()
+
+
+def as_stream(x: Tensor) -> np.ndarray:
+    """The memory of a tensor of any strides, from its first element to its last: one axis, uint16 if it is bf16. Where
+    an element is, `x.stride()` tells."""
+    span = 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+    stream = x.as_strided((span,), (1,))
+    return as_bits(stream) if x.dtype == torch.bfloat16 else stream.numpy()

@@ -18,7 +18,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.attention.base import AttentionMeta, AttentionParams, KvPages
-from kernels.cpu_support import as_bits, decode_kernels, split_contexts, use_torch_threads
+from kernels.cpu_support import (
+    as_bits,
+    as_stream,
+    decode_kernels,
+    prefill_kernels,
+    split_contexts,
+    use_torch_threads,
+)
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
@@ -166,6 +173,7 @@ def _prefill(q: Tensor, k: Tensor, v: Tensor, scale: float, out: Tensor) -> None
     kv_heads = k.shape[1]
     groups = heads // kv_heads
     history = k.shape[0] - query_len
+    target = out.view(query_len, kv_heads, groups, dim)
     queries = q.view(query_len, kv_heads, groups, dim).permute(1, 2, 0, 3)
     own, own_lse = _flash(queries, _grouped(k[history:], groups), _grouped(v[history:], groups), 0.0, True, scale=scale)
     if history:
@@ -173,9 +181,23 @@ def _prefill(q: Tensor, k: Tensor, v: Tensor, scale: float, out: Tensor) -> None
         old, old_lse = _flash(
             packed, k[:history].transpose(0, 1)[None], v[:history].transpose(0, 1)[None], 0.0, False, scale=scale
         )
-        share = torch.sigmoid(old_lse.view(kv_heads, groups, query_len) - own_lse)[..., None]
-        own = torch.lerp(own.float(), old.view(kv_heads, groups, query_len, dim).float(), share.float())
-    out.copy_(own.permute(2, 0, 1, 3).reshape(query_len, heads, dim))
+        old, old_lse = old.view(own.shape), old_lse.view(own.shape[:3])
+        kernels = prefill_kernels() if out.dtype == torch.bfloat16 else None
+        if kernels is not None:
+            _merge(kernels, own, own_lse, old, old_lse, target)
+            return
+        share = torch.sigmoid(old_lse - own_lse)[..., None]
+        own = torch.lerp(own.float(), old.float(), share.float())
+    target.copy_(own.permute(2, 0, 1, 3))
+
+
+def _merge(kernels: ModuleType, own: Tensor, own_lse: Tensor, old: Tensor, old_lse: Tensor, out: Tensor) -> None:
+    """own, old [kv_heads, groups, rows, dim], a log-sum-exp for each row; out [rows, kv_heads, groups, dim]."""
+    use_torch_threads()
+    parts = []
+    for x in (own, own_lse, old, old_lse):
+        parts += [as_stream(x), x.stride()[:3]]
+    kernels.merge(*parts, as_bits(out))
 
 
 def _masked(q: Tensor, k: Tensor, v: Tensor, params: AttentionParams, out: Tensor) -> None:

@@ -145,7 +145,7 @@ def test_in_between_load_and_compute_share_the_work():
 
 
 def test_all_is_loaded_while_that_is_no_slower_than_to_compute_it():
-    # As above with 36 ms a block: 144 + 4 for all of them, where 2 would take 96 + 9, but all leave the processors free.
+    # As above with 36 ms a block: 144 + 4 for all of them, where 2 would take 96 + 9, but all leave processors free.
     rates = make_rates(num_layers=8, prefill_s_per_token=1 / 1024, dram_to_hbm=(1 << 15) / 0.036)
     assert choose_load(options([1 << 15] * 4), rates, 32) == 4
 

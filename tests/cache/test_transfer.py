@@ -310,7 +310,7 @@ def test_a_load_waits_layer_by_layer_for_its_disk(made):
 
 
 def test_saving_waits_when_too_much_is_waiting(made):
-    # A step here is 2 x 3 x 4 x 6 x 4 = 576 bytes, more than the backlog may be: handing it over waits until it is saved.
+    # A step here is 2 x 3 x 4 x 6 x 4 = 576 bytes, more than the backlog may be: handing it over waits for the save.
     pages = pools()
     transfer, slab = made(pages, num_slots=1, max_backlog_bytes=500)
     step = Captured(*([torch.ones(4, HEADS, DIM) for _ in range(LAYERS)] for _ in range(2)))

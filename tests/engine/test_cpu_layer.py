@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine import cpu_modules
+from engine import cpu_layer, cpu_modules
 from engine.cpu_modules import FEW_ROWS, packing_works
 from kernels.cpu_support import decode_kernels
 from tests.engine.models import copied, family_model, random_ids, tiny_model, vanilla_logits
@@ -177,3 +177,28 @@ def test_without_kernels_layers_are_replaced_all_the_same(monkeypatch: pytest.Mo
     assert all(layer.few is None for layer in served.ours.model.layers)
     ours, theirs = errors(play(served, seed=4), exact)
     assert ours <= 1.15 * theirs
+
+
+@few_rows
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+def test_many_rows_leave_the_keys_and_values_that_torch_leaves(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pools = []
+    for kernels in (True, False):
+        if not kernels:
+            monkeypatch.setattr(cpu_layer, "rotate_and_write", lambda *_: None)
+        served = in_bf16(family_model(name))
+        optimise(served.ours, served.probed)
+        assert all((layer._rotate is not None) is kernels for layer in served.ours.model.layers)
+        played = play(served, seed=5)
+        pools.append([played.pool.rows(layer, text) for text in played.texts for layer in range(4)])
+    for got, want in zip(*pools, strict=True):
+        assert all(torch.equal(x, y) for x, y in zip(got, want, strict=True))
+
+
+@few_rows
+def test_threads_change_no_bit_of_a_prefill() -> None:
+    served = in_bf16(family_model("qwen3"))
+    optimise(served.ours, served.probed)
+    (one, _), (two, _) = decoded(served, 3, threads=1), decoded(served, 3, threads=2)
+    for a, b in zip(one, two, strict=True):
+        assert torch.equal(a.logits[: a.done - 8], b.logits[: b.done - 8])

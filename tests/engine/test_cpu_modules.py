@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from engine.cpu_modules import GatedMlp, PackedLinear, PlainLinear, RmsNorm, SharedPart, SharedProduct, packing_works
+from kernels.cpu_support import prefill_kernels
 
 packed = pytest.mark.skipif(not packing_works(), reason="no packed bf16 products on this machine")
 
@@ -68,6 +69,20 @@ def test_rms_norm(dtype: torch.dtype, size: float) -> None:
     ours = RmsNorm(theirs.weight, 1e-5)
     assert error(ours(x).float(), exact) <= 1.05 * error(theirs(x).float(), exact) + 1e-7
     assert ours(x).dtype == dtype
+
+
+def test_rms_norm_of_heads_that_lie_among_others() -> None:
+    norm, x = RmsNorm(torch.randn(64).bfloat16(), 1e-5), torch.randn(7, 6, 64).bfloat16()
+    assert torch.equal(norm(x[:, 1:4]), norm(x)[:, 1:4])
+    assert norm(x[:0]).shape == (0, 6, 64)
+
+
+@pytest.mark.skipif(prefill_kernels() is None, reason="no numba or no AVX-512 here")
+def test_a_compiled_norm_that_is_wrong_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight, x = torch.randn(64).bfloat16(), torch.randn(9, 64).bfloat16()
+    want = RmsNorm(weight, 1e-5)(x)
+    monkeypatch.setattr(prefill_kernels(), "norm", lambda x, weight, eps, out: out.fill(0))
+    assert error(RmsNorm(weight, 1e-5)(x), want) < 0.002
 
 
 def shared(sizes: tuple[int, ...]) -> tuple[list[nn.Linear], list[SharedPart]]:
