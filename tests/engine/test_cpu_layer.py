@@ -110,7 +110,7 @@ def test_a_few_rows_go_another_way_and_are_as_exact(name: str, streams: int) -> 
     optimise(served.ours, served.probed)
     ways = [layer.few for layer in served.ours.model.layers]
     assert all(way is not None for way in ways)
-    called = []
+    called: list[int] = []
     for layer, way in zip(served.ours.model.layers, ways, strict=True):
         layer.few = Counted(way, called)
     texts, _ = decoded(served, streams, threads=1)
@@ -157,7 +157,7 @@ def test_neither_threads_nor_company_change_a_bit_of_a_few_rows() -> None:
 
 @few_rows
 def test_kernels_that_are_wrong_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    finish = decode_kernels().finish
+    finish = decode_kernels().finish  # type: ignore[union-attr]
 
     def off_by_a_little(*args: Any) -> None:
         finish(*args)
