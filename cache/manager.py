@@ -1043,8 +1043,9 @@ class CacheManager:
         context.slots, context.unsaved, context.published = {}, set(), {}
         context.pages, context.computed, context.sealed, context.job = [], 0, 0, None
 
-    def plan(self, waiting: Sequence[str], now: float) -> None:
-        """Look ahead (AttentionStore §3.3): tell the policies what comes, fetch for it, write what is behind."""
+    def plan(self, waiting: Sequence[str], starting: int, now: float) -> None:
+        """Look ahead (AttentionStore §3.3): tell the policies what comes, fetch for it, write what is behind. The first
+        `starting` of those who wait have a place in the batch: they load for themselves, layer by layer."""
         names = [self._running[request_id].session for request_id in waiting]
         if names != self._upcoming:
             self._upcoming = names
@@ -1054,7 +1055,7 @@ class CacheManager:
                 )
                 for policy in self._policies:
                     policy.look_ahead(names[:window], now)
-            self._fetch_ahead(waiting)
+            self._fetch_ahead(waiting[starting:])
         if self.lower.is_on:
             running = {context.session for context in self._running.values() if context.pages}
             self.lower.plan_writes(self._sessions, running, self.record, now)

@@ -218,7 +218,7 @@ class Engine:
         Returns answers to session requests that have become ready."""
         self._hear(now)
         self._requeue_failed()
-        self._cache.plan(self._scheduler.upcoming(), now)
+        self._cache.plan(self._scheduler.upcoming(), self._scheduler.free_places, now)
         # Copies inside HBM belong to a step; between steps there are none.
         self._transfer.carry_out(self._cache.take_moves())
         self._replies += [SessionReply(request_id=waiter, sessions=[]) for waiter in self._cache.take_deleted()]

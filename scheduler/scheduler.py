@@ -70,6 +70,11 @@ class Scheduler:
         return len(self._waiting)
 
     @property
+    def free_places(self) -> int:
+        """How many more sequences may run at once."""
+        return self._max_seqs - len(self._running)
+
+    @property
     def running(self) -> tuple[Sequence, ...]:
         return tuple(self._running)
 

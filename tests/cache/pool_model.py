@@ -240,7 +240,7 @@ class PoolModel:
         """Let everything that is under way end, and what follows from it."""
         for _ in range(1000):
             self.hear(now)
-            self.manager.plan([], now)
+            self.manager.plan([], 0, now)
             self.move()
             if not (self.saves or self.loads or self.io or self.events):
                 return
