@@ -74,6 +74,8 @@ class FewRows:
         turn = (as_bits(cos[0].contiguous()), as_bits(sin[0].contiguous()))
         places = (slots, self._scale, *self._memory(step.pages(self._index)), table, parts, self._group, self._lanes)
         weights = (self._out, self._post_norm, self._gate, self._up, self._down)
+        if step.arrive is not None:
+            step.arrive(self._index)
         kernels.finish(bits, as_bits(rows), *turn, *places, *weights, as_bits(out))
         return out
 

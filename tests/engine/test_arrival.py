@@ -1,0 +1,41 @@
+"""KV that is still on its way when the step begins: every path through a layer waits for it."""
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.engine.driver import Driver
+
+BUNDLED = Path(__file__).parents[2] / "model" / "bundled"
+HISTORY = 300
+
+
+def answers(new_tokens: int, **settings: Any) -> tuple[list[list[int]], int]:
+    """Texts of the second turns of three conversations, and the tokens of their history that came out of DRAM."""
+    driver = Driver(BUNDLED, dtype="bfloat16", cache_mode="attentionstore", dram_bytes=1 << 27, **settings)
+    chance, loaded, texts = random.Random(7), 0, []
+    histories = []
+    for number in range(3):
+        prompt = [chance.randrange(5, 4000) for _ in range(HISTORY)]
+        histories.append(driver.ask(f"a{number}", prompt, session=f"s{number}", max_tokens=4, ignore_eos=True).text)
+    for number, history in enumerate(histories):
+        prompt = history + [chance.randrange(5, 4000) for _ in range(new_tokens - 1)]
+        answer = driver.ask(f"b{number}", prompt, session=f"s{number}", max_tokens=12, ignore_eos=True)
+        assert answer.report is not None
+        loaded += answer.report.dram_tokens
+        texts.append(answer.token_ids)
+    driver.close()
+    return texts, loaded
+
+
+@pytest.mark.parametrize("new_tokens", [2, 8, 9, 40])
+def test_a_step_attends_to_nothing_that_has_not_arrived(new_tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cache.rates.Rates.load_s", lambda *_: 0.0)  # load, however slow the link is
+    in_hbm, loaded = answers(new_tokens, hbm_tokens=4096)
+    assert loaded == 0
+    # About 460 kB of KV at 5 MB/s: 90 ms for what a step of these needs some milliseconds for.
+    on_its_way, loaded = answers(new_tokens, hbm_tokens=512, dram_gbps=0.005)
+    assert loaded > HISTORY
+    assert on_its_way == in_hbm  # in bf16 too: what comes back is what was saved, bit for bit
