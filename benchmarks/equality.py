@@ -280,7 +280,9 @@ def verdicts(tallies: Mapping[str, Tally], planned: Mapping[str, int]) -> dict[s
     near_ties = sum(d["excused"] for d in differences)
     held = {
         "no errors": not any(tally.errors for tally in tallies.values()),
-        "as many returning turns as asked for": all(tallies[m].returning >= count for m, count in planned.items()),
+        "as many returning turns as asked for": all(
+            mode in tallies and tallies[mode].returning >= count for mode, count in planned.items()
+        ),
         "identical text": near_ties == len(differences),
         f"near-ties in at most {MAX_NEAR_TIES:.1%} of the turns": near_ties
         <= MAX_NEAR_TIES * sum(tally.turns for tally in tallies.values()),
