@@ -3,7 +3,6 @@
 python -m benchmarks.figures
 """
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +12,17 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 from benchmarks.figures_tiers import tier_sections
-from benchmarks.servers import RESULTS, ROOT
+from benchmarks.results_files import BLUE, DOCS, GREY, load
+from benchmarks.truncation_figure import draw as draw_truncation
+from benchmarks.truncation_figure import section as truncation_section
 
-DOCS = ROOT / "docs"
-BLUE, GREY = "#2563eb", "#9ca3af"
-
-
-def load(name: str) -> dict[str, Any] | None:
-    """A committed result, or None if there is none yet."""
-    file = RESULTS / f"{name}.json"
-    return json.loads(file.read_text(encoding="utf-8")) if file.exists() else None
+HELD = {
+    "Text with reuse against text without": "equality",
+    "After a restart and a crash": "restart",
+    "What the cache costs where nothing is reused": "zero_reuse",
+    "Soak": "soak",
+}
+"""Results that say what held, by title."""
 
 
 def draw_replay(results: dict[str, dict[str, Any]], out: Path) -> None:
@@ -115,9 +115,13 @@ def main() -> None:
     if (speed := load("raw_speed")) is not None:
         lines += speed_section(speed)
     lines += tier_sections(load, machine, DOCS)
-    if (soak := load("soak")) is not None:
-        held = "; ".join(f"{name}: {'yes' if value else 'NO'}" for name, value in soak["held"].items())
-        lines += ["## Soak", "", held + ".", "", machine(soak), ""]
+    if (truncation := load("truncation")) is not None:
+        draw_truncation(truncation["parts"], DOCS / "truncation.png")
+        lines += [*truncation_section(truncation), machine(truncation), ""]
+    for title, name in HELD.items():
+        if (result := load(name)) is not None:
+            held = "; ".join(f"{what}: {'yes' if value else 'NO'}" for what, value in result["held"].items())
+            lines += [f"## {title}", "", held + ".", "", machine(result), ""]
     (DOCS / "RESULTS.md").write_text("\n".join(lines), encoding="utf-8")
     print(f"written: {DOCS / 'RESULTS.md'}")
 

@@ -12,7 +12,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 
-from benchmarks.figures import BLUE, DOCS, GREY, load
+from benchmarks.results_files import BLUE, DOCS, GREY, load
 
 RED = "#dc2626"
 COLORS = {"AS": BLUE, "TT": GREY, "NKVT": RED}
