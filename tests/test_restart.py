@@ -8,7 +8,7 @@ import pytest
 from benchmarks.restart import LEAST, Return, Talk, lose_index
 from benchmarks.servers import Server, ServerFailed, serve
 
-SETTINGS = {"model.dtype": "float32", "cache.hbm_tokens": 2048, "engine.threads": 1}
+SETTINGS: dict[str, str | int | float] = {"model.dtype": "float32", "cache.hbm_tokens": 2048, "engine.threads": 1}
 
 
 async def two_turns(server: Server, talks: list[Talk]) -> None:

@@ -1,0 +1,211 @@
+"""What a cache costs that nobody profits from: engine CPU time per token, `attentionstore` against `recompute`.
+
+    python -m benchmarks.zero_reuse [--rounds 12]
+
+Every prompt is new, from its first token on: random words, 300 to 900 tokens, and an answer of 32 to 64. Nothing is
+ever found in a cache, but everything is saved to DRAM and written to disk. For the bundled model and for the random
+125 M shape, two servers differ in `cache.mode` alone. They take turns round by round, only one works at a time, and
+both get the same prompts in a round. Small HBM, so that blocks leave it all the time.
+
+CPU seconds are user and system time of the engine process, all of its threads, from /proc; they are read when the
+server has written all it wants to. A round's cost is divided by the tokens that went through the model. Held: the
+median over the rounds of attentionstore / recompute is at most 1.03.
+"""
+
+import argparse
+import asyncio
+import random
+import tempfile
+import time
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median, quantiles
+from typing import Any
+
+import psutil
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from benchmarks.hierarchy import WORDS
+from benchmarks.make_model import SHAPES, make_model
+from benchmarks.servers import Server, serve, write_result
+from benchmarks.streams import client_of
+
+ARMS = ("attentionstore", "recompute")
+LIMIT = 1.03
+BUNDLED = Path(__file__).parent.parent / "model" / "bundled"
+SETTLE_S, QUIET_S = 20.0, 0.5
+SETTINGS: dict[str, str | int | float] = {"cache.dram_gib": 0.25, "cache.disk_gib": 4}
+HBM_TOKENS = 4096
+PER_ROUND = {"bundled": 12, "125m": 5}  # requests, so that a round of either takes seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """Of one round on one server."""
+
+    model: str
+    arm: str
+    round: int
+    cpu_s: float
+    tokens: int  # that went through the model
+    cached_tokens: int
+
+    @property
+    def ms_per_token(self) -> float:
+        return self.cpu_s * 1e3 / self.tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A salt of its own keeps even the template's first tokens from being found."""
+
+    text: str
+    salt: str
+    max_tokens: int
+
+
+def requests_of(rng: random.Random, count: int) -> list[Request]:
+    """New from the first token on, and 300 to 900 tokens long: a word is about one."""
+    return [
+        Request(" ".join(rng.choices(WORDS, k=rng.randint(280, 800))), f"{rng.getrandbits(64):x}", rng.randint(32, 64))
+        for _ in range(count)
+    ]
+
+
+def cpu_seconds(process: psutil.Process) -> float:
+    times = process.cpu_times()
+    return float(times.user + times.system)
+
+
+def settle(server: Server) -> None:
+    """Until the engine has had nothing under way for a while. Raises TimeoutError."""
+    end = time.monotonic() + SETTLE_S
+    quiet_since = None
+    while True:
+        metrics = server.metrics()
+        busy = metrics["reprise_in_flight_transfers"] or metrics["reprise_running_requests"]
+        now = time.monotonic()
+        quiet_since = None if busy else quiet_since or now
+        if quiet_since is not None and now - quiet_since > QUIET_S:
+            return
+        if now > end:
+            raise TimeoutError(f"{server.name!r} does not come to rest")
+        time.sleep(0.1)
+
+
+async def complete(server: Server, requests: list[Request]) -> tuple[int, int]:
+    """All requests, one after the other. Returns (tokens that went through the model, tokens found in a cache)."""
+    tokens = cached = 0
+    async with client_of(server.url) as client:
+        for request in requests:
+            answer = await client.chat.completions.create(
+                model=server.model["id"], messages=[{"role": "user", "content": request.text}],
+                max_tokens=request.max_tokens, temperature=0,
+                extra_body={"ignore_eos": True, "cache_salt": request.salt},
+            )  # fmt: skip
+            usage = answer.usage
+            assert usage is not None
+            assert usage.prompt_tokens_details is not None
+            cached += usage.prompt_tokens_details.cached_tokens or 0
+            # The last token is sampled and never goes through the model.
+            tokens += usage.prompt_tokens + usage.completion_tokens - 1
+    return tokens, cached
+
+
+async def one_round(model: str, round_: int, servers: Mapping[str, Server], count: int) -> list[Cost]:
+    """The same requests on both servers; which one is first changes with every round."""
+    costs = []
+    for arm in ARMS if round_ % 2 else ARMS[::-1]:
+        server = servers[arm]
+        engine = server.engine
+        before = cpu_seconds(engine)
+        tokens, cached = await complete(server, requests_of(random.Random(f"{model}/{round_}"), count))
+        settle(server)
+        costs.append(Cost(model, arm, round_, round(cpu_seconds(engine) - before, 3), tokens, cached))
+    return costs
+
+
+def summarize(costs: list[Cost]) -> list[dict[str, Any]]:
+    """Per model. The first round warms up and does not count."""
+    rows = []
+    for model in dict.fromkeys(cost.model for cost in costs):
+        counted = {(c.round, c.arm): c for c in costs if c.model == model and c.round > 0}
+        rounds = sorted({round_ for round_, _ in counted})
+        ratios = [counted[r, ARMS[0]].ms_per_token / counted[r, ARMS[1]].ms_per_token for r in rounds]
+        if not ratios:
+            continue
+        spread = quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
+        row: dict[str, Any] = {"model": model, "rounds": len(rounds), "ratio_p50": round(median(ratios), 4)}
+        row |= {"ratio_p25": round(spread[0], 4), "ratio_p75": round(spread[2], 4)}
+        for arm in ARMS:
+            same = [counted[r, arm] for r in rounds]
+            row[f"{arm}_cpu_ms_per_token_p50"] = round(median(c.ms_per_token for c in same), 4)
+            row[f"{arm}_cached_tokens"] = sum(c.cached_tokens for c in same)
+        row["tokens_per_round_p50"] = median(counted[r, ARMS[0]].tokens for r in rounds)
+        rows.append(row)
+    return rows
+
+
+def verdicts(rows: list[dict[str, Any]]) -> dict[str, bool]:
+    """What is held -> whether it holds."""
+    held = {f"{row['model']}: at most {LIMIT} x the CPU time": row["ratio_p50"] <= LIMIT for row in rows}
+    held["nothing was reused"] = not any(row[f"{arm}_cached_tokens"] for row in rows for arm in ARMS)
+    return held
+
+
+def show(console: Console, rows: list[dict[str, Any]], held: Mapping[str, bool]) -> None:
+    table = Table(title="Engine CPU time per token without any reuse, ms, p50", title_justify="left")
+    for heading in ("model", "rounds", *ARMS, "ratio", "quartiles of the ratio"):
+        table.add_column(heading, justify="right")
+    for row in rows:
+        table.add_row(
+            row["model"], str(row["rounds"]), *(f"{row[f'{arm}_cpu_ms_per_token_p50']:.3f}" for arm in ARMS),
+            f"{row['ratio_p50']:.3f}", f"{row['ratio_p25']:.3f} - {row['ratio_p75']:.3f}",
+        )  # fmt: skip
+    console.print(table)
+    for line, holds in held.items():
+        console.print(f"[green]held[/green]     {line}" if holds else f"[red]NOT held[/red] {line}")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, help="directory of the 125 M model; made when it is not given")
+    parser.add_argument("--only", choices=tuple(PER_ROUND), help="measure one of the two models")
+    parser.add_argument("--rounds", type=int, default=9, help="that count; one more warms up")
+    parser.add_argument("--no-result", action="store_true", help="only try it: write no result file")
+    arguments = parser.parse_args()
+    console = Console()
+    costs: list[Cost] = []
+    with ExitStack() as stack:
+        models = {"bundled": BUNDLED}
+        if arguments.only != "bundled":
+            models["125m"] = arguments.model or Path(
+                stack.enter_context(tempfile.TemporaryDirectory(prefix="reprise-125m-"))
+            )
+            if arguments.model is None:
+                make_model(models["125m"], SHAPES["125m"], seed=0)
+        for model in [arguments.only] if arguments.only else list(models):
+            with ExitStack() as running:
+                own = {**SETTINGS, "model.source": str(models[model]), "cache.hbm_tokens": HBM_TOKENS}
+                servers = {
+                    arm: running.enter_context(serve(f"{model}-{arm}", {**own, "cache.mode": arm})) for arm in ARMS
+                }
+                for round_ in track(range(arguments.rounds + 1), f"rounds of {model}", console=console):
+                    costs += asyncio.run(one_round(model, round_, servers, PER_ROUND[model]))
+            rows = summarize(costs)
+            held = verdicts(rows)
+            if not arguments.no_result:
+                shared = {"settings": SETTINGS, "hbm_tokens": HBM_TOKENS, "requests_per_round": PER_ROUND}
+                write_result(
+                    "zero_reuse", {**shared, "held": held, "summary": rows, "rounds": [asdict(cost) for cost in costs]}
+                )
+    show(console, rows, held)
+    return 0 if all(held.values()) else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,32 @@
+"""How costs and shares are summed up, worked by hand."""
+
+import random
+
+from benchmarks.zero_reuse import Cost, requests_of, summarize, verdicts
+
+
+def cost(arm: str, round_: int, cpu_s: float, cached: int = 0) -> Cost:
+    return Cost("m", arm, round_, cpu_s, tokens=1000, cached_tokens=cached)
+
+
+def test_ratios_are_of_the_same_round_and_the_first_round_warms_up() -> None:
+    costs = [cost("attentionstore", 0, 9.0), cost("recompute", 0, 1.0)]
+    # A slow minute hits both servers of its round: 1.02, 1.0, 1.01.
+    for round_, (ours, theirs) in enumerate([(1.02, 1.0), (2.0, 2.0), (5.05, 5.0)], start=1):
+        costs += [cost("recompute", round_, theirs), cost("attentionstore", round_, ours)]
+    (row,) = summarize(costs)
+    assert (row["rounds"], row["ratio_p50"]) == (3, 1.01)
+    assert (row["attentionstore_cpu_ms_per_token_p50"], row["recompute_cpu_ms_per_token_p50"]) == (2.0, 2.0)
+    assert all(verdicts([row]).values())
+
+
+def test_too_dear_or_not_without_reuse_is_seen() -> None:
+    costs = [cost("recompute", 1, 1.0), cost("attentionstore", 1, 1.04, cached=32)]
+    assert not any(verdicts(summarize(costs)).values())
+
+
+def test_requests_are_new_and_repeatable() -> None:
+    first, again = (requests_of(random.Random(1), 20) for _ in range(2))
+    assert first == again
+    assert len({request.salt for request in first}) == 20
+    assert all(280 <= len(r.text.split()) <= 800 and 32 <= r.max_tokens <= 64 for r in first)

@@ -1,0 +1,405 @@
+"""What can go wrong with stored KV, under a whole engine: every answer is still that of a recompute, the engine lives,
+the counters say what happened, and nothing stays pinned or under way."""
+
+import errno
+import os
+import shutil
+import sqlite3
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cache.tiers.dram import Slab
+from engine.hf_model import ModelRefused
+from tests.engine.driver import Driver
+from tests.engine.models import random_ids, save_tiny
+from tests.engine.test_tiers import SLOT, converse, reference, tiered
+
+DISK = {"dram_bytes": 0, "disk_bytes": 1 << 28, "io_deadline_s": 2.0}
+CONVERSATIONS = 4
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def expected(path: Path) -> list[list[list[int]]]:
+    """The texts after every turn."""
+    driver, texts, all_texts = reference(path), None, []
+    for number in range(5):
+        texts, _ = converse(driver, turns=1, first=number, texts=texts)
+        all_texts.append(texts)
+    return all_texts
+
+
+def records(directory: Path) -> list[Path]:
+    return sorted(directory.glob("kv/*/??/*.kv"))
+
+
+def index_of(directory: Path) -> Path:
+    (index,) = directory.glob("kv/*/index.sqlite")
+    return index
+
+
+def settle_without_writes(driver: Driver) -> None:
+    """As `Driver.settle`, but what cannot be written stays where it is."""
+    end = time.monotonic() + 30
+    driver.engine.poll(driver.now)
+    while driver.cache.in_flight:
+        assert time.monotonic() < end, "the transfers do not come to an end"
+        driver.engine._transfer.wait(0.01)
+        driver.engine.poll(driver.now)
+    driver.check()
+
+
+def assert_at_rest(driver: Driver) -> None:
+    stats = driver.engine.stats()
+    assert (stats.leases, stats.in_flight, stats.running, stats.waiting) == (0, 0, 0, 0)
+    lower = driver.cache.lower
+    assert not any(lower._pins)
+    assert not lower._held
+    assert len(lower._free) + lower.resident == lower.num_slots
+
+
+# --- stored bytes -----------------------------------------------------------------------------------------------------
+
+
+def truncate_to_nothing(directory: Path) -> None:
+    for path in records(directory):
+        with suppress(FileNotFoundError):  # the engine has just deleted it
+            os.truncate(path, 0)
+
+
+def lose_the_last_byte(directory: Path) -> None:
+    for path in records(directory):
+        os.truncate(path, path.stat().st_size - 1)
+
+
+def flip_the_header(directory: Path) -> None:
+    for path in records(directory):
+        flip(path, 20)
+
+
+def flip_everywhere(directory: Path) -> None:
+    for path in records(directory):
+        with suppress(FileNotFoundError):  # the engine has just deleted it
+            for place in range(0, path.stat().st_size, 4000):
+                flip(path, place)
+
+
+def flip(path: Path, place: int) -> None:
+    with path.open("r+b") as file:
+        file.seek(place)
+        byte = file.read(1)
+        file.seek(place)
+        file.write(bytes([byte[0] ^ 255]))
+
+
+def put_one_in_the_place_of_all(directory: Path) -> None:
+    first, *others = records(directory)
+    for path in others:
+        shutil.copyfile(first, path)
+
+
+def put_another_file_in_its_place(directory: Path) -> None:
+    for path in records(directory):
+        path.unlink()
+        path.write_bytes(b"not a record" * 1000)
+
+
+def put_a_directory_in_its_place(directory: Path) -> None:
+    for path in records(directory):
+        path.unlink()
+        path.mkdir()
+
+
+def delete_all_directories(directory: Path) -> None:
+    for path in directory.glob("kv/*/??"):
+        shutil.rmtree(path, ignore_errors=True)  # the engine may write into it meanwhile
+
+
+RECORD_FAULTS: dict[Callable[[Path], None], set[str]] = {
+    truncate_to_nothing: {"short_read", "missing", "format", "checksum"},
+    lose_the_last_byte: {"short_read", "format", "checksum"},
+    flip_the_header: {"checksum", "format", "fingerprint", "missing"},
+    flip_everywhere: {"checksum", "format", "fingerprint", "missing"},
+    put_one_in_the_place_of_all: {"missing", "format", "fingerprint"},
+    put_another_file_in_its_place: {"format", "short_read", "checksum", "missing"},
+    put_a_directory_in_its_place: {"io", "missing", "format"},
+    delete_all_directories: {"missing"},
+}
+
+
+@pytest.mark.parametrize("fault", RECORD_FAULTS)
+def test_records_spoiled_between_turns(
+    path: Path, tmp_path: Path, expected: list[list[list[int]]], fault: Callable[[Path], None]
+) -> None:
+    driver = tiered(path, **DISK, disk_dir=str(tmp_path))
+    converse(driver, turns=2)
+    assert records(tmp_path)
+    fault(tmp_path)
+    texts, tiers = converse(driver, turns=1, first=2, texts=expected[1])
+    assert texts == expected[2]
+    stats = driver.engine.stats()
+    assert sum(stats.load_failures.values()) > 0
+    assert set(stats.load_failures) <= RECORD_FAULTS[fault], stats.load_failures
+    assert tiers["load_failed"] > 0
+    # What was written since is believed again.
+    texts, tiers = converse(driver, turns=1, first=3, texts=texts)
+    assert texts == expected[3]
+    assert tiers["disk"] > 0
+    assert_at_rest(driver)
+    driver.close()
+
+
+@pytest.mark.parametrize("fault", [flip_everywhere, truncate_to_nothing, delete_all_directories])
+@pytest.mark.parametrize("steps", [1, 3, 6])
+def test_records_spoiled_while_requests_run(
+    path: Path, tmp_path: Path, expected: list[list[list[int]]], fault: Callable[[Path], None], steps: int
+) -> None:
+    driver = tiered(path, **DISK, disk_dir=str(tmp_path), read_buffer_layers=1)
+    converse(driver, turns=2)
+    step = driver.step
+    count = 0
+
+    def spoiling() -> Any:
+        nonlocal count
+        count += 1
+        if count % steps == 0:
+            fault(tmp_path)
+        return step()
+
+    driver.step = spoiling  # type: ignore[method-assign]
+    driver.settle = lambda: settle_without_writes(driver)  # type: ignore[method-assign]
+    texts, _ = converse(driver, turns=3, first=2, texts=expected[1], at_once=True)
+    assert texts == expected[4]
+    assert_at_rest(driver)
+    driver.close()
+
+
+@pytest.mark.parametrize("everything", [False, True])
+def test_slots_spoiled_in_memory(path: Path, tmp_path: Path, expected: list[list[list[int]]], everything: bool) -> None:
+    """A copy on disk, if there is one, is used instead."""
+    tiers_below = {"disk_bytes": 1 << 28 if everything else 0}
+    driver = tiered(path, dram_bytes=100 * SLOT, **tiers_below, disk_dir=str(tmp_path))
+    converse(driver, turns=2)
+    slab: Slab = driver.engine._transfer._slab
+    for slot in range(slab.num_slots):
+        slab.segment(1, slot)[100] ^= 1
+    texts, tiers = converse(driver, turns=1, first=2, texts=expected[1])
+    assert texts == expected[2]
+    assert driver.engine.stats().load_failures == {"checksum": driver.engine.stats().load_failures["checksum"]}
+    assert (tiers["disk"] > 0) == everything
+    assert_at_rest(driver)
+    driver.close()
+
+
+# --- the index --------------------------------------------------------------------------------------------------------
+
+
+def garbage_in_the_index(directory: Path) -> None:
+    index_of(directory).write_bytes(b"garbage" * 1000)
+
+
+def delete_the_index(directory: Path) -> None:
+    for path in index_of(directory).parent.glob("index.sqlite*"):
+        path.unlink()
+
+
+def cut_the_index(directory: Path) -> None:
+    os.truncate(index_of(directory), 5000)
+
+
+def a_directory_for_an_index(directory: Path) -> None:
+    index = index_of(directory)
+    delete_the_index(directory)
+    index.mkdir()
+
+
+INDEX_FAULTS = [garbage_in_the_index, delete_the_index, cut_the_index, a_directory_for_an_index]
+
+
+@pytest.mark.parametrize("fault", INDEX_FAULTS)
+@pytest.mark.parametrize("running", [False, True])
+def test_the_index_is_spoiled(
+    path: Path, tmp_path: Path, expected: list[list[list[int]]], fault: Callable[[Path], None], running: bool
+) -> None:
+    """Between two runs, or in the middle of one; the next start makes it anew from the records."""
+    driver = tiered(path, **DISK, disk_dir=str(tmp_path))
+    texts, _ = converse(driver, turns=2)
+    if running:
+        fault(tmp_path)
+        texts, tiers = converse(driver, turns=1, first=2, texts=texts)
+        assert tiers["disk"] > 0
+    driver.close()
+    if not running:
+        fault(tmp_path)
+    first = 3 if running else 2
+    driver = tiered(path, **DISK, disk_dir=str(tmp_path))
+    texts, tiers = converse(driver, turns=1, first=first, texts=texts)
+    assert texts == expected[first]
+    assert tiers["disk"] > 0
+    assert tiers["hbm"] + tiers["disk"] >= sum(len(text) - 1 for text in expected[first - 1]) * 0.95
+    assert_at_rest(driver)
+    driver.close()
+
+
+def test_the_index_is_locked_by_somebody_else(path: Path, tmp_path: Path, expected: list[list[list[int]]]) -> None:
+    """While running: what cannot be noted is found by its records later."""
+    driver = tiered(path, **DISK, disk_dir=str(tmp_path))
+    texts, _ = converse(driver, turns=1)
+    texts = texts[:1]
+    other = sqlite3.connect(index_of(tmp_path), isolation_level=None)
+    other.execute("BEGIN IMMEDIATE")
+    texts, _ = converse(driver, turns=1, first=1, texts=texts)
+    other.close()
+    assert texts == expected[1][:1]
+    driver.close()
+    driver = tiered(path, **DISK, disk_dir=str(tmp_path))
+    texts, tiers = converse(driver, turns=1, first=2, texts=texts)
+    assert texts == expected[2][:1]
+    assert tiers["disk"] > 0
+    assert_at_rest(driver)
+    driver.close()
+
+
+# --- the directory ----------------------------------------------------------------------------------------------------
+
+
+def test_foreign_files_are_left_alone(path: Path, tmp_path: Path, expected: list[list[list[int]]]) -> None:
+    driver = tiered(path, **DISK, disk_dir=str(tmp_path))
+    texts, _ = converse(driver, turns=2)
+    driver.close()
+    own = index_of(tmp_path).parent
+    record = records(tmp_path)[0]
+    foreign = {
+        tmp_path / "notes.txt": b"mine",
+        tmp_path / "kv" / "README": b"mine",
+        own / "photo.jpg": b"mine",
+        record.parent / "something.else": b"mine",
+    }
+    for file, data in foreign.items():
+        file.write_bytes(data)
+    (record.parent / "0123456789abcdef.tmp").write_bytes(b"what a crash left")
+    (own / "zz").mkdir()
+    driver = tiered(path, **DISK, disk_dir=str(tmp_path))
+    texts, tiers = converse(driver, turns=1, first=2, texts=texts)
+    assert texts == expected[2]
+    assert tiers["disk"] > 0
+    assert not driver.engine.stats().load_failures
+    driver.close()
+    assert {file: file.read_bytes() for file in foreign} == foreign
+    assert not (record.parent / "0123456789abcdef.tmp").exists()
+
+
+def test_a_second_engine_is_told_that_the_directory_is_in_use(path: Path, tmp_path: Path) -> None:
+    code = (
+        "import sys; from pathlib import Path; from engine.hf_model import ModelRefused\n"
+        "from tests.engine.test_tiers import tiered\n"
+        "try: tiered(Path(sys.argv[1]), disk_bytes=1 << 28, disk_dir=sys.argv[2])\n"
+        "except ModelRefused as error: print(error)\n"
+    )
+    driver = tiered(path, **DISK, disk_dir=str(tmp_path))
+    with pytest.raises(ModelRefused, match="cannot be used"):
+        tiered(path, **DISK, disk_dir=str(tmp_path))
+    other = subprocess.run(
+        [sys.executable, "-c", code, str(path), str(tmp_path)], capture_output=True, text=True, timeout=120, check=True
+    )
+    assert f"process {os.getpid()}" in other.stdout or str(os.getpid()) in other.stdout
+    assert driver.ask("r", random_ids(50, 1), session="s").error is None
+    driver.close()
+
+
+# --- the device -------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def broken_writes(code: int) -> Iterator[None]:
+    """As a full or a read-only file system has it."""
+
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise OSError(code, os.strerror(code))
+
+    real_open = os.open
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "pwritev", refuse)
+        if code == errno.EROFS:
+            patch.setattr(
+                os, "open", lambda path, flags, *mode: refuse() if flags & os.O_CREAT else real_open(path, flags, *mode)
+            )
+            patch.setattr(os, "unlink", refuse)
+            patch.setattr(os, "rename", refuse)
+        yield
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EROFS, errno.EIO])
+@pytest.mark.parametrize("dram", [0, 12 * SLOT])
+def test_a_disk_that_cannot_be_written_for_a_while(
+    path: Path,
+    tmp_path: Path,
+    expected: list[list[list[int]]],
+    code: int,
+    dram: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    driver = tiered(path, **{**DISK, "dram_bytes": dram}, disk_dir=str(tmp_path))
+    texts, _ = converse(driver, turns=2)
+    with broken_writes(code), monkeypatch.context() as patch:
+        patch.setattr(driver, "settle", lambda: settle_without_writes(driver))
+        texts, tiers = converse(driver, turns=1, first=2, texts=texts)
+        assert texts == expected[2]
+        assert tiers["disk"] > 0, "what is there can be read"
+        stats = driver.engine.stats()
+        assert stats.refused["disk"] > 0
+        assert not stats.load_failures
+    before = driver.engine.stats().moved_bytes["dram_to_disk"]
+    driver.now += 60  # seconds, to the next try
+    texts, _ = converse(driver, turns=2, first=3, texts=texts)
+    assert texts == expected[4]
+    assert driver.engine.stats().moved_bytes["dram_to_disk"] > before, "it is used again"
+    assert_at_rest(driver)
+    driver.close()
+
+
+def test_a_read_that_hangs(
+    path: Path, tmp_path: Path, expected: list[list[list[int]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It fails at its deadline, and what waited for it is computed; when the device is back, it is used again."""
+    driver = tiered(path, **{**DISK, "io_deadline_s": 0.2}, disk_dir=str(tmp_path))
+    texts, _ = converse(driver, turns=2)
+    released, real = threading.Event(), os.preadv
+    hung = 0
+
+    def hanging(*arguments: Any) -> int:
+        nonlocal hung
+        hung += 1
+        released.wait(30)
+        return real(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "preadv", hanging)
+        patch.setattr(driver, "settle", lambda: settle_without_writes(driver))
+        started = time.monotonic()
+        texts, tiers = converse(driver, turns=1, first=2, texts=texts, at_once=True)
+        assert time.monotonic() - started < 15
+        released.set()
+    assert hung > 0
+    assert texts == expected[2]
+    assert tiers["load_failed"] > 0
+    assert driver.engine.stats().load_failures["deadline"] > 0
+    driver.now += 60  # seconds, to the next try at what was not written
+    texts, tiers = converse(driver, turns=1, first=3, texts=texts)
+    texts, tiers = converse(driver, turns=1, first=4, texts=texts)
+    assert texts == expected[4]
+    assert tiers["disk"] > 0
+    assert_at_rest(driver)
+    driver.close()
