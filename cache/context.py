@@ -116,6 +116,11 @@ class SessionContext:
         return self.lineage.keys
 
     @property
+    def all_keys(self) -> list[BlockKey]:
+        """The open block's too."""
+        return [*self.keys, *((self.open_key,) if self.open_key else ())]
+
+    @property
     def num_tokens(self) -> int:
         return len(self.keys) * BLOCK_TOKENS + len(self.open_tokens)
 

@@ -98,6 +98,11 @@ class CacheTable:
                 del self._open[place]
         return row
 
+    def forget(self, row: BlockRow) -> None:
+        """A block has left its last tier."""
+        if row.key in self._rows:
+            self.drop(row.key)
+
     def matched(self, keys: Sequence[BlockKey]) -> list[BlockRow]:
         """The rows of the longest prefix of a chain that is stored, in whatever tier."""
         rows: list[BlockRow] = []

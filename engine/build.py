@@ -13,7 +13,8 @@ import torch
 from torch import nn
 
 from cache.block import BLOCK_TOKENS, KeyDomain
-from cache.manager import CacheManager, Truncation
+from cache.manager import CacheManager
+from cache.opening import Truncation
 from cache.transfer import CaptureSink
 from engine.batch import BatchItem, BlockTables, build_batch
 from engine.cpu_optimise import optimise_for_cpu

@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from cache.manager import CacheManager, ClientCut
+from cache.manager import CacheManager
+from cache.opening import ClientCut
 from cache.plan import CapturePiece, CopyRows, Transferred
 from cache.stats import PromptReport
 from cache.transfer import CaptureSink, Transfer

@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterable, Sequence
 from cache.block import BLOCK_TOKENS, BlockKey, KeyDomain, token_bytes
 from cache.context import RunningContext
 from cache.extent import ExtentInfo, SessionRecord
-from cache.manager import CacheManager, Truncation
+from cache.manager import CacheManager
+from cache.opening import Truncation
 from cache.plan import (
     CapturePiece,
     CopyRows,
@@ -456,7 +457,7 @@ class PoolModel:
         for place in range(context.computed // BLOCK_TOKENS, len(context.pages) * size // BLOCK_TOKENS):
             page = context.pages[place * BLOCK_TOKENS // size]
             block = place * BLOCK_TOKENS % size // BLOCK_TOKENS
-            loading = sum(load.page == page for job in self.manager._loads.values() for load in job.blocks)
+            loading = sum(load.page == page for job in self.manager._loads.under_way.values() for load in job.blocks)
             saving = saved_from.count(page)
             assert self.manager.pages.pins(page) == 1 + loading + saving, "somebody else runs on a page to be written"
             assert (page, block) not in published, "a block is findable where rows will be written"
@@ -498,7 +499,7 @@ class PoolModel:
         for context in self.contexts.values():
             for page in context.pages:
                 pins[page] += 1
-        for load in manager._loads.values():
+        for load in manager._loads.under_way.values():
             for block in load.blocks:
                 pins[block.page] += 1
         for held, _ in manager.lower._held.values():
@@ -526,13 +527,14 @@ class PoolModel:
         filling = [slot for context in self.contexts.values() for slot in context.slots.values()]
         filling += [ticket.slot for ticket in lower._tickets.values()]
         filling += [slot for blocks in lower._fetches.values() for _, _, slot in blocks]
-        passing = [b for load in manager._loads.values() for b in load.blocks if b.extent and b.slot is not None]
+        loading = [block for load in manager._loads.under_way.values() for block in load.blocks]
+        passing = [block for block in loading if block.extent and block.slot is not None]
         filling += [block.slot for block in passing]
         uses = [*resident, *filling, *lower._free, *lower._doomed]
         assert sorted(uses) == list(range(lower.num_slots)), "a slot is lost, or used twice"
         assert lower.resident == len(resident)
         pins = [0] * lower.num_slots
-        for load in manager._loads.values():
+        for load in manager._loads.under_way.values():
             for block in load.blocks:
                 if block.extent is None:
                     pins[block.slot] += 1
@@ -569,8 +571,8 @@ class PoolModel:
 
     def _check_in_flight(self) -> None:
         """Whoever is waited for runs, and will compute or load that block; a load may outlive its request."""
-        loading = {b.key for load in self.manager._loads.values() for b in load.blocks}
-        for key, owner in self.manager._in_flight.items():
+        loading = {b.key for load in self.manager._loads.under_way.values() for b in load.blocks}
+        for key, owner in self.manager._siblings.coming.items():
             if key in loading:
                 continue
             context = self.contexts[owner]

@@ -269,7 +269,7 @@ class Hierarchy(RuleBasedStateMachine):
     def delete(self, which):
         name = self.chosen(list(self.manager.sessions), which)
         running = self.manager.is_running(name)
-        if name in self.manager._deleting:
+        if name in self.manager._sessions.deleting:
             return
         self.deletions += 1
         problem = self.manager.delete(name, f"d{self.deletions}")
@@ -309,7 +309,7 @@ class Hierarchy(RuleBasedStateMachine):
             self.now += 10.0
             model.settle(self.now)
         assert manager.num_leases == manager.in_flight == 0
-        assert manager._in_flight == {}
+        assert manager._siblings.coming == {}
         assert sorted(model.deleted, key=lambda name: int(name[1:])) == [f"d{i + 1}" for i in range(self.deletions)]
         assert manager.pages.num_free + manager.pages.num_cached == manager.pages.num_pages
         if not manager.lower.disk_bytes:

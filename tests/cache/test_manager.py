@@ -181,8 +181,8 @@ class Conversations(RuleBasedStateMachine):
             claims,
             contexts,
             order,
-            dict(manager._in_flight),
-            list(manager._copies),
+            dict(manager._siblings.coming),
+            list(manager._admission.copies),
             pages.num_free,
             pages.num_pinned,
         )
@@ -200,7 +200,7 @@ class Conversations(RuleBasedStateMachine):
             self.model.close(request_id, now=self.now)
             self.model.check()
         assert self.manager.num_leases == 0
-        assert self.manager._in_flight == {}
+        assert self.manager._siblings.coming == {}
         assert self.manager.pages.num_free + self.manager.pages.num_cached == self.manager.pages.num_pages
         self.manager.sweep(self.now + 1000)
         assert self.manager.num_sessions == 0

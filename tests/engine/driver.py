@@ -179,7 +179,7 @@ class Driver:
         """Every page is what the tables say it is, and the gauges count them so."""
         pages = self.cache.pages
         running = [page for context in self.cache._running.values() for page in context.pages]
-        running += [block.page for load in self.cache._loads.values() for block in load.blocks]
+        running += [block.page for load in self.cache._loads.under_way.values() for block in load.blocks]
         running += [page for held, _ in self.cache.lower._held.values() for page in held]
         resident = {row.page for row in self.cache.table if row.page is not None}
         pinned = set(running)

@@ -1,0 +1,52 @@
+"""Hierarchy: the tiers of a block side by side, for what is done in all of them at once. Part of the CacheManager."""
+
+from cache.allocator import PageAllocator
+from cache.block import BlockKey
+from cache.hbm import HbmPool
+from cache.lower import LowerTiers
+from cache.table import BlockRow, CacheTable, SessionName
+
+
+class Hierarchy:
+    """Single-threaded."""
+
+    def __init__(self, *, table: CacheTable, pages: PageAllocator, hbm: HbmPool, lower: LowerTiers) -> None:
+        self.table, self.pages, self.hbm, self.lower = table, pages, hbm, lower
+        self.policies = (hbm.policy, lower.dram_policy, lower.disk_policy)
+
+    def used(self, name: SessionName, now: float) -> None:
+        """A session is wanted, or soon will be."""
+        for policy in self.policies:
+            policy.used(name, now)
+
+    def forget_session(self, name: SessionName) -> None:
+        """A name that no block goes by any more."""
+        for policy in self.policies:
+            policy.forget(name)
+
+    def own(self, row: BlockRow, name: SessionName, place: int) -> None:
+        """A block stands in a session's context, behind `place` others."""
+        if name not in row.owners:
+            row.owners = (*row.owners, name)
+        row.place = place
+        for policy in self.policies:
+            policy.own(row.key, name, place)
+
+    def touch(self, key: BlockKey) -> None:
+        """A hit, wherever the block is."""
+        row = self.table.get(key)
+        assert row is not None
+        for policy, address in zip(self.policies, (row.page, row.slot, row.extent), strict=True):
+            if address is not None:
+                policy.touch(key)
+
+    def forget(self, key: BlockKey) -> None:
+        """Nobody may find it again, in any tier."""
+        self.lower.cancel_save(key)
+        row = self.table.get(key)
+        if row is None:
+            return
+        self.hbm.leave(row)
+        self.lower.drop_slot(row)
+        self.lower.drop_extent_copy(row)
+        self.table.forget(row)

@@ -1,0 +1,95 @@
+"""Matcher: which leading rows of a context are stored, in which tier, and how many of them are worth loading."""
+
+from cache.block import BLOCK_TOKENS
+from cache.context import RunningContext
+from cache.hbm import HbmPool, Match
+from cache.rates import LoadOption, Rates, choose_load
+from cache.stats import Residency
+from cache.table import BlockRow, CacheTable, common_prefix
+
+
+class Matcher:
+    """Changes nothing but a context's notes on why it misses."""
+
+    def __init__(self, *, table: CacheTable, hbm: HbmPool, rates: Rates, reuse: bool, bytes_per_token: int) -> None:
+        self._table = table
+        self._hbm = hbm
+        self._rates = rates
+        self._reuse = reuse
+        self._bytes_per_token = bytes_per_token
+
+    def match(self, context: RunningContext) -> Match:
+        """The longest stored prefix; the last token is always left to compute, for its logits."""
+        limit = len(context.token_ids) - 1
+        if context.recompute_from is not None:
+            limit = min(limit, context.recompute_from)
+        if not self._reuse or limit <= 0:
+            return Match([], None, 0)
+        keys = context.chain()
+        rows = self._table.matched(keys[: limit // BLOCK_TOKENS])
+        rows = rows[: next((b for b, row in enumerate(rows) if not self._is_usable(row, b)), len(rows))]
+        done = len(rows) * BLOCK_TOKENS
+        tail = context.token_ids[done : done + BLOCK_TOKENS]
+        most = min(BLOCK_TOKENS, limit - done)
+        found = self._open_hint(context, tail, most) if len(rows) == context.open_place else None
+        joint = context.lineage.joint
+        # Between kept blocks there is nothing to begin with: what follows one in another context stands on more.
+        if joint is None or not context.lineage.plain < len(rows) < joint:
+            other = self._table.closest_child(context.lineage.parent(len(rows)), tail, context.session_id, most)
+            if other is not None and self._is_usable(other[0], len(rows)) and other[1] > (found[1] if found else 0):
+                found = other
+        return Match(rows, *(found or (None, 0)))
+
+    def _open_hint(self, context: RunningContext, tail: list[int], most: int) -> tuple[BlockRow, int] | None:
+        row = self._table.get(context.open_hint) if context.open_hint is not None else None
+        if row is None or not self._is_usable(row, context.open_place):
+            return None
+        shared = common_prefix(row.token_ids, tail, most)
+        return (row, shared) if shared else None
+
+    def _is_usable(self, row: BlockRow, block: int) -> bool:
+        return self._hbm.is_ready(row, block) or row.is_saved or self._hbm.can_move(row)
+
+    def choose(self, context: RunningContext, match: Match) -> Match:
+        """As much of a match as is worth loading (DESIGN "Load, recompute or mix")."""
+        used = match.used
+        ready = next((b for b, (row, _) in enumerate(used) if not self._hbm.is_ready(row, b)), len(used))
+        if ready == len(used):
+            return match
+        options = [
+            LoadOption(
+                size_bytes=0 if self._hbm.is_ready(row, ready + i) or self._hbm.can_move(row) else row.size_bytes,
+                source="dram_to_hbm" if row.slot is not None or row.extent is None else "disk_to_hbm",
+                num_tokens=tokens,
+            )
+            for i, (row, tokens) in enumerate(used[ready:])
+        ]
+        count = choose_load(options, self._rates, len(context.token_ids) - match.num_tokens)
+        if count < len(options):
+            context.miss_reason = "cheaper_to_recompute"
+        return match.first(ready + count)
+
+    def tokens_by_tier(self, match: Match) -> dict[str, int]:
+        """tier -> tokens of a match that come from it."""
+        tokens: dict[str, int] = {}
+        for block, (row, used) in enumerate(match.used):
+            if self._hbm.is_ready(row, block) or self._hbm.can_move(row):
+                tier = "hbm"
+            else:
+                tier = "dram" if row.slot is not None else "disk"
+            tokens[tier] = tokens.get(tier, 0) + used
+        return tokens
+
+    def residency(self, context: RunningContext) -> Residency:
+        """Where the KV of a context is, and what has to move or be computed."""
+        if context.pages:
+            return Residency(context.computed, {}, 0, len(context.token_ids) - context.computed)
+        match = self.choose(context, self.match(context))
+        tokens = self.tokens_by_tier(match)
+        hbm = tokens.pop("hbm", 0)
+        return Residency(
+            hbm_tokens=hbm,
+            lower_tokens=tokens,
+            bytes_to_load=sum(tokens.values()) * self._bytes_per_token,
+            missing_tokens=len(context.token_ids) - match.num_tokens,
+        )

@@ -1,0 +1,87 @@
+"""Saver: blocks on their way from the pages they are computed in to DRAM slots (AttentionStore §3.2.2)."""
+
+from dataclasses import replace
+
+from cache.block import BLOCK_TOKENS
+from cache.context import RunningContext
+from cache.hbm import MAX_HOPS
+from cache.hierarchy import Hierarchy
+from cache.plan import CapturePiece, FillFromPage, FillFromSlot
+from cache.table import BlockRow
+
+
+class Saver:
+    """Single-threaded, part of the CacheManager."""
+
+    def __init__(self, *, tiers: Hierarchy, page_size: int) -> None:
+        self._table, self._pages, self._hbm, self._lower = tiers.table, tiers.pages, tiers.hbm, tiers.lower
+        self._page_size = page_size
+
+    def capture(self, context: RunningContext, num_tokens: int, batch_row: int) -> list[CapturePiece]:
+        """Where the KV of the next `num_tokens` rows, which a step has just computed as rows batch_row.. of its batch,
+        is to be saved."""
+        if not self._lower.is_on:
+            return []
+        pieces = []
+        end = context.computed + num_tokens
+        for block in range(context.computed // BLOCK_TOKENS, -(-end // BLOCK_TOKENS)):
+            first = block * BLOCK_TOKENS
+            start, stop = max(context.computed, first), min(end, first + BLOCK_TOKENS)
+            slot = context.slots.get(block)
+            if slot is None and block not in context.unsaved:
+                slot = self._begin_save(context, block, start - first)
+            if slot is not None:
+                pieces.append(CapturePiece(batch_row + start - context.computed, slot, start - first, stop - start))
+        return pieces
+
+    def _begin_save(self, context: RunningContext, block: int, rows_before: int) -> int | None:
+        """A slot for a block that is being computed, with the rows it has already."""
+        slot = self._lower.take_slot(None)
+        if slot is None:
+            context.unsaved.add(block)
+            return None
+        context.slots[block] = slot
+        if rows_before:
+            older = self._table.get(context.open_hint) if context.open_hint is not None else None
+            if older is not None and older.slot is not None:
+                self._lower.hold_slot(slot, older.slot)
+                self._lower.moves.append(FillFromSlot(older.slot, slot, rows_before))
+            else:
+                self._fill_from_page(context, block, slot, 0, rows_before)
+        return slot
+
+    def _fill_from_page(self, context: RunningContext, block: int, slot: int, first: int, num_rows: int) -> None:
+        row = block * BLOCK_TOKENS + first
+        page = context.pages[row // self._page_size]
+        self._pages.pin(page)
+        self._lower.hold_page(slot, page)
+        self._lower.moves.append(FillFromPage(page, row % self._page_size, slot, first, num_rows, row))
+
+    def seal(self, context: RunningContext, block: int, row: BlockRow | None, num_rows: int) -> None:
+        """A block is complete, or as complete as it gets. row: as it is to be found; None: it must not be."""
+        context.unsaved.discard(block)
+        slot = context.slots.pop(block, None)
+        if slot is None:
+            return
+        known = self._table.get(row.key) if row is not None else None
+        wanted = row is not None and not self._lower.is_saving(row.key) and (known is None or known.slot is None)
+        self._lower.seal(slot, replace(row) if row is not None and wanted else None, num_rows)
+
+    def save_late(self, context: RunningContext, block: int) -> None:
+        """A block that found no slot while it was computed: save it out of its page while that is ours."""
+        key = context.keys[block]
+        row = self._table.get(key)
+        if row is None or row.is_saved or self._lower.is_saving(key) or row.hops >= MAX_HOPS or not context.trusted:
+            return
+        slot = self._lower.take_slot(context.session) if self._lower.is_on else None
+        if slot is not None and self._hbm.is_ready(row, block) and row.position == block * BLOCK_TOKENS:
+            self._fill_from_page(context, block, slot, 0, BLOCK_TOKENS)
+            self._lower.seal(slot, replace(row, hops=row.hops + 1), BLOCK_TOKENS)
+        elif slot is not None:
+            self._lower.give_back(slot)
+
+    def abandon(self, context: RunningContext) -> None:
+        """Give back the slots of blocks that were not completed."""
+        for slot in context.slots.values():
+            self._lower.seal(slot, None, 0)
+        context.slots, context.unsaved = {}, set()

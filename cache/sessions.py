@@ -1,0 +1,267 @@
+"""SessionStore: the contexts that turns have left behind, how long they stay, and who owns which block."""
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping
+
+from cache.block import BLOCK_TOKENS, BlockKey
+from cache.context import RunningContext, SessionContext, digest_of
+from cache.extent import ExtentInfo, SessionRecord
+from cache.hierarchy import Hierarchy
+from cache.opening import DomainOf
+from cache.table import BlockRow, SessionName
+
+
+class SessionStore:
+    """Single-threaded, part of the CacheManager."""
+
+    def __init__(
+        self,
+        *,
+        tiers: Hierarchy,
+        running: Mapping[str, RunningContext],
+        domain_of: DomainOf,
+        session_ttl_s: float,
+        max_sessions: int,
+        bytes_per_token: int,
+        unix_offset_s: float,
+    ) -> None:
+        self.contexts: OrderedDict[SessionName, SessionContext] = OrderedDict()  # oldest use first
+        self.mean_bytes = 0.0  # of a session's context, the latest counting most
+        self.deleting: dict[SessionName, str] = {}  # session -> who waits; a save or a write of it has to end first
+        self._tiers, self._table, self._lower = tiers, tiers.table, tiers.lower
+        self._running = running
+        self._domain_of = domain_of
+        self._session_ttl_s = session_ttl_s
+        self._max_sessions = max_sessions
+        self._bytes_per_token = bytes_per_token
+        self._unix_offset_s = unix_offset_s
+
+    def is_running(self, name: SessionName) -> bool:
+        return any(context.session == name for context in self._running.values())
+
+    def per_tier(self, name: SessionName, weight: Callable[[BlockRow], int]) -> dict[str, int]:
+        """tier -> the weight of those blocks of a session\'s context that are there."""
+        counts = {"hbm": 0, "dram": 0, "disk": 0}
+        session = self.contexts[name]
+        for key in session.all_keys:
+            row = self._table.get(key)
+            if row is not None:
+                for tier, address in zip(counts, (row.page, row.slot, row.extent), strict=True):
+                    counts[tier] += weight(row) if address is not None else 0
+        return counts
+
+    def configure(self, name: SessionName, *, pinned: bool | None, ttl_s: float | None) -> None:
+        """Pinned sessions never expire and their saved blocks are not evicted. None leaves a value as it is."""
+        session = self.contexts[name]
+        if pinned is not None:
+            session.pinned = pinned
+            (self._lower.pinned_sessions.add if pinned else self._lower.pinned_sessions.discard)(name)
+        if ttl_s is not None:
+            session.ttl_s = ttl_s
+        self._lower.put_session(self.record(name, session))
+
+    def prefetch(self, name: SessionName, now: float) -> None:
+        """A turn of this session is expected: bring it up to DRAM."""
+        session = self.contexts[name]
+        self._tiers.used(name, now)
+        rows = self._table.matched(session.all_keys)
+        self._lower.fetch((row for row in rows if row.page is None), name)
+
+    # --- a turn ends --------------------------------------------------------------------------------------------------
+
+    def remember(self, context: RunningContext, num_tokens: int, open_key: BlockKey | None, now: float) -> None:
+        """A turn has ended and its session stands `num_tokens` into its context, the last rows in an open block."""
+        full = num_tokens // BLOCK_TOKENS
+        name = context.session
+        context.chain()
+        before = self.contexts.pop(name, None)
+        if before is not None and before.open_key not in (None, open_key):
+            # A branch of the same session ended elsewhere, or the block is full now: nobody can use it any more.
+            self._tiers.forget(before.open_key)
+        session = SessionContext(
+            lineage=context.lineage.first(full) if full < len(context.keys) else context.lineage,
+            open_key=open_key,
+            open_tokens=tuple(context.token_ids[full * BLOCK_TOKENS : num_tokens]),
+            last_used_s=now,
+            cuts=context.cuts,
+            cut_digest=_cut_digest(context),
+            pinned=before.pinned if before else False,
+            ttl_s=before.ttl_s if before else None,
+            owned={
+                key: None
+                for key in (*(before.owned if before else ()), *context.owned)
+                if key in self._table or self._lower.is_saving(key)
+            },
+        )
+        self.contexts[name] = session
+        self._take_over(name, session)
+        size = float(num_tokens * self._bytes_per_token)
+        self.mean_bytes += (size - self.mean_bytes) * (0.1 if self.mean_bytes else 1.0)
+        self._lower.put_session(self.record(name, session))
+        if len(self.contexts) > self._max_sessions:
+            self.sweep(now)
+
+    def _take_over(self, name: SessionName, session: SessionContext) -> None:
+        """What is left of a session's context is its own."""
+        for place, key in enumerate(session.all_keys):
+            row = self._table.get(key)
+            if row is not None:
+                session.owned[key] = None
+                self._tiers.own(row, name, place)
+
+    def record(self, name: SessionName, session: SessionContext | None) -> SessionRecord:
+        """What outlives the process of a session."""
+        if session is None:
+            return SessionRecord(*name, context=b"", last_used_s=0.0, pinned=False, ttl_s=None)
+        return SessionRecord(
+            *name,
+            context=session.pack(),
+            last_used_s=session.last_used_s + self._unix_offset_s,
+            pinned=session.pinned,
+            ttl_s=session.ttl_s,
+        )
+
+    def hand_over(self, context: RunningContext) -> None:
+        """A request leaves no session behind: what it has put into the table belongs to who else goes by its name."""
+        name = context.session
+        running = (other for other in self._running.values() if other.session == name)
+        heir = self.contexts.get(name) or next(running, None)
+        if heir is not None:
+            heir.owned.update(context.owned)
+            return
+        self._disown(name, context.owned)
+        for key in context.owned:
+            row = self._table.get(key)
+            if row is None or not row.owners:
+                self._tiers.forget(key)  # no session's time to live would ever end it
+        self._tiers.forget_session(name)
+
+    # --- a session ends -----------------------------------------------------------------------------------------------
+
+    def sweep(self, now: float) -> int:
+        """Forget sessions not used for their time to live. Returns how many."""
+        expired = 0
+        for name, session in list(self.contexts.items()):
+            over = len(self.contexts) > self._max_sessions
+            ttl_s = self._session_ttl_s if session.ttl_s is None else session.ttl_s
+            if name in self.deleting:
+                continue
+            if session.pinned or (now - session.last_used_s < ttl_s and not over):
+                if session.ttl_s is None and not session.pinned and not over:
+                    break  # oldest use first; those behind it have time left as well, but for ones with their own
+                continue
+            self._forget(name)
+            expired += 1
+        return expired
+
+    def _forget(self, name: SessionName) -> None:
+        """Its blocks leave as space is needed, unless it was the only one to find them."""
+        session = self.contexts.pop(name)
+        self._lower.pinned_sessions.discard(name)
+        if session.open_key is not None:
+            self._tiers.forget(session.open_key)
+        self._tiers.forget_session(name)
+        private = self._disown(name, session.owned)
+        self._lower.delete_session(name, [row for row in private if row.extent is not None], None)
+
+    def _disown(self, name: SessionName, keys: Iterable[BlockKey]) -> list[BlockRow]:
+        """Take a session's name off its blocks; those that nobody else has."""
+        private = []
+        self._lower.disown_saves(name)
+        for key in keys:
+            row = self._table.get(key)
+            if row is None:
+                continue
+            row.owners = tuple(owner for owner in row.owners if owner != name)
+            if not row.owners:
+                private.append(row)
+        return private
+
+    def delete(self, name: SessionName, waiter: str) -> str | None:
+        """Remove a session and what only it has from every tier; `take_deleted` names `waiter` when the bytes are gone.
+        Returns why not: `not_found`, or `busy` while a request of it runs."""
+        session = self.contexts.get(name)
+        if session is None or name in self.deleting:
+            return "not_found"
+        if self.is_running(name):
+            return "busy"
+        # What others have in the same extents is read first, to be written anew.
+        self._lower.fetch(self._sharers_of(name), name)
+        if self._has_to_wait(name):
+            self.deleting[name] = waiter
+        else:
+            self._delete_now(name, waiter)
+        return None
+
+    def _sharers_of(self, name: SessionName) -> list[BlockRow]:
+        rows = (self._table.get(key) for key in self.contexts[name].owned)
+        return self._lower.sharers_of([row for row in rows if row is not None and row.owners == (name,)])
+
+    def _has_to_wait(self, name: SessionName) -> bool:
+        """Whether a deletion would come between a copy and its end."""
+        return self._lower.is_busy(name) or any(self._lower.is_fetching(row.key) for row in self._sharers_of(name))
+
+    def _delete_now(self, name: SessionName, waiter: str) -> None:
+        session = self.contexts.pop(name)
+        self._lower.pinned_sessions.discard(name)
+        self._tiers.forget_session(name)
+        private = self._disown(name, session.owned)
+        self._lower.delete_session(name, private, waiter)
+        for row in private:
+            self._tiers.forget(row.key)
+
+    def take_deleted(self) -> list[str]:
+        """Those who waited for a deletion that is done."""
+        done, self._lower.done = self._lower.done, []
+        return done
+
+    def go_on(self) -> None:
+        """A copy has ended: delete what waited for it."""
+        for name in [name for name in self.deleting if not self._has_to_wait(name)]:
+            self._delete_now(name, self.deleting.pop(name))
+
+    # --- a process begins ---------------------------------------------------------------------------------------------
+
+    def restore(self, extents: Iterable[ExtentInfo], records: Iterable[SessionRecord], now: float) -> None:
+        """What a tier that outlives the process has kept: its blocks are found again, and its sessions."""
+        for extent in extents:
+            name = (extent.session.tenant, extent.session.salt, extent.session.session_id)
+            rows = [
+                BlockRow(
+                    key=block.key,
+                    parent=block.parent,
+                    token_ids=(tokens := self._lower.tokens_of(block.token_ids)),
+                    size_bytes=len(tokens) * self._bytes_per_token,
+                    session_id=name[2] if block.is_open else None,
+                    owners=(name,),
+                )
+                for block in extent.blocks
+            ]
+            self._lower.adopt(extent, rows)
+        for record in sorted(records, key=lambda r: r.last_used_s):
+            self._restore(record)
+        for row in self._table:
+            row.owners = tuple(owner for owner in row.owners if owner in self.contexts)
+            for owner in row.owners:
+                self.contexts[owner].owned[row.key] = None
+        self.sweep(now)
+
+    def _restore(self, record: SessionRecord) -> None:
+        name = (record.tenant, record.salt, record.session_id)
+        if not record.context:
+            return
+        self._tiers.used(name, record.last_used_s - self._unix_offset_s)
+        domain = self._domain_of(record.tenant, record.salt)
+        session = SessionContext.unpack(record.context, domain, record.last_used_s - self._unix_offset_s)
+        session.pinned, session.ttl_s = record.pinned, record.ttl_s
+        self._take_over(name, session)
+        self.contexts[name] = session
+        if session.pinned:
+            self._lower.pinned_sessions.add(name)
+
+
+def _cut_digest(context: RunningContext) -> bytes:
+    """Of the conversation up to its last cut; what was generated before it is part of the stream by then."""
+    if not context.cuts:
+        return b""
+    return digest_of(context.stream[: context.cuts[-1][1]])

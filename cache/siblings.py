@@ -1,0 +1,49 @@
+"""Siblings: one computation or load of a block, many requests that wait for it."""
+
+from cache.block import BlockKey
+from cache.context import RunningContext
+from cache.hierarchy import Hierarchy
+
+
+class Siblings:
+    """Single-threaded, part of the CacheManager."""
+
+    def __init__(self, *, tiers: Hierarchy) -> None:
+        self.coming: dict[BlockKey, str] = {}  # blocks being computed or loaded -> the request that does it
+        self._table, self._hbm, self._lower = tiers.table, tiers.hbm, tiers.lower
+
+    def claim(self, key: BlockKey, request_id: str) -> None:
+        """A request is about to compute or load a block, unless another does."""
+        self.coming.setdefault(key, request_id)
+
+    def settle(self, key: BlockKey, request_id: str) -> None:
+        """The block is there, or this request will not bring it."""
+        if self.coming.get(key) == request_id:
+            del self.coming[key]
+
+    def give_up(self, context: RunningContext) -> None:
+        """A request brings no block any more."""
+        for key in context.chain():
+            self.settle(key, context.request_id)
+
+    def waits(self, context: RunningContext) -> bool:
+        """Whether the next block a request needs is on its way, by another's hand."""
+        if context.awaited is not None and self._is_coming(context.awaited, context.request_id):
+            return True  # a prompt may have many waiters, asked in every step: none walks it again for nothing
+        context.awaited = None
+        keys = context.chain()
+        for block, key in enumerate(keys):
+            row = self._table.get(key)
+            if self._is_coming(key, context.request_id) and (row is None or not self._hbm.is_ready(row, block)):
+                context.awaited = key
+                return True
+            if row is None:
+                return False
+        return False
+
+    def _is_coming(self, key: BlockKey, request_id: str) -> bool:
+        if self.coming.get(key, request_id) != request_id or self._lower.is_fetching(key):
+            return True
+        row = self._table.get(key)
+        # Moving keys that are being saved would cost them a rounding, or a computation; the save ends in milliseconds.
+        return row is not None and not row.is_saved and self._lower.is_saving(key) and row.page is None
