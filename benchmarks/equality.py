@@ -33,7 +33,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, fields
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -302,7 +302,8 @@ def summarize(tallies: Mapping[str, Tally]) -> list[dict[str, Any]]:
         total = max(1, tally.history_tokens.total())
         shares = {tier: round(count / total, 4) for tier, count in tally.history_tokens.items()}
         near_ties = sum(d["excused"] for d in tally.differences)
-        rows.append({"mode": name, **asdict(tally), "near_ties": near_ties, "history_shares": shares})
+        row = {field.name: getattr(tally, field.name) for field in fields(tally)}
+        rows.append({"mode": name, **row, "near_ties": near_ties, "history_shares": shares})
     return rows
 
 
