@@ -44,9 +44,10 @@ from cache.plan import (
     Written,
 )
 from cache.tiers.base import BlockMissing, TierFailed, TierFull
+from cache.tiers.capture import Captured, CapturedRows
 from cache.tiers.disk import DiskTier
 from cache.tiers.dram import Slab
-from cache.tiers.extent_reader import ExtentReader
+from cache.tiers.layer_source import LayerSource
 from cache.tiers.throttle import Throttle
 from kernels.attention.base import KvPages
 from kernels.kv_copy import gather_rows, write_rows
@@ -65,36 +66,6 @@ class Rotations(Protocol):
 
 
 @dataclass(slots=True)
-class Captured:
-    """The KV of one step before rotation, per layer [tokens, kv_heads, dim]; the step's own tensors, not copies."""
-
-    keys: list[Tensor] = field(default_factory=list)
-    values: list[Tensor] = field(default_factory=list)
-
-
-class CaptureSink:
-    """`engine.hf_model.KvSink`: keeps a step's KV alive until it is saved (AttentionStore §3.2.2). Layers come in
-    order."""
-
-    def __init__(self) -> None:
-        self._captured: Captured | None = None
-
-    def begin(self) -> None:
-        self._captured = Captured()
-
-    def write(self, layer: int, k_plain: Tensor, v: Tensor) -> None:
-        """See KvSink."""
-        if self._captured is not None:
-            self._captured.keys.append(k_plain)
-            self._captured.values.append(v)
-
-    def end(self) -> Captured:
-        captured, self._captured = self._captured, None
-        assert captured is not None
-        return captured
-
-
-@dataclass(slots=True)
 class _Job:
     """A load: how many leading layers have arrived."""
 
@@ -103,18 +74,6 @@ class _Job:
     layers: int = 0
     failed: dict[BlockKey, str] = field(default_factory=dict)
     steps: Iterator[None] | None = None  # each brings a layer
-
-
-@dataclass(frozen=True, slots=True)
-class _Capture:
-    step: Captured
-    pieces: list[CapturePiece]
-    ready: "torch.cuda.Event | None"
-
-    @property
-    def size_bytes(self) -> int:
-        """What it keeps alive."""
-        return sum(t.numel() * t.element_size() for t in (*self.step.keys, *self.step.values))
 
 
 class Transfer:
@@ -150,8 +109,8 @@ class Transfer:
         self._waited_s = 0.0
         self._failure: BaseException | None = None
         self._started: Callable[[], None] = lambda: None
-        self._saves: SimpleQueue[Save | list[_Capture] | None] = SimpleQueue()
-        self._held: list[_Capture] = []
+        self._saves: SimpleQueue[Save | list[CapturedRows] | None] = SimpleQueue()
+        self._held: list[CapturedRows] = []
         self._loads: list[_Job] = []  # those not at their end, in the order they were given
         self._closing = False
         self._io: SimpleQueue[WriteExtent | FetchBlocks | DeleteExtents | PutSession | None] = SimpleQueue()
@@ -207,7 +166,7 @@ class Transfer:
         if self._device.type == "cuda":
             ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
             ready.record()
-        self._held.append(_Capture(step, pieces, ready))
+        self._held.append(CapturedRows(step, pieces, ready))
         # A decode step is a few rows: copying them costs its calls, so the rows of many steps go together.
         if self._synchronous or len(self._held) >= _HELD_STEPS or step.keys[0].shape[0] > _FEW_ROWS:
             self._flush()
@@ -359,7 +318,7 @@ class Transfer:
                         self._slab.seal(order.slot)
                     self._tell(Saved(order.ticket))
 
-    def _save_captures(self, captures: list[_Capture]) -> int:
+    def _save_captures(self, captures: list[CapturedRows]) -> int:
         """Rows of some steps into their slots. Returns the bytes."""
         held = sum(capture.size_bytes for capture in captures)
         pieces = [piece for capture in captures for piece in capture.pieces]
@@ -384,7 +343,7 @@ class Transfer:
             self._changed.notify_all()
         return size
 
-    def _wanted_rows(self, capture: _Capture) -> Tensor | None:
+    def _wanted_rows(self, capture: CapturedRows) -> Tensor | None:
         """Indices of the rows of a step that are to be saved; None for all of them."""
         if capture.ready is not None:
             capture.ready.synchronize()
@@ -445,7 +404,7 @@ class Transfer:
         positions = torch.cat([r + b.position for r, b in zip(row_numbers, blocks, strict=True)])
         slots, positions = slots.to(self._device), positions.to(self._device)
         seconds = {"dram_to_hbm": 0.0, "disk_to_hbm": 0.0}
-        source = _LayerSource(blocks, self._slab, self._disk)
+        source = LayerSource(blocks, self._slab, self._disk)
         with source:
             for layer in range(self._slab.num_layers):
                 started = time.perf_counter()
@@ -519,7 +478,7 @@ class Transfer:
         started = time.perf_counter()
         failed: dict[BlockKey, str] = {}
         loads = [BlockLoad(key, 1, slot, extent, 0, 0, 0) for key, extent, slot in order.blocks]
-        source = _LayerSource(loads, self._slab, disk)
+        source = LayerSource(loads, self._slab, disk)
         try:
             with source:
                 for layer in range(self._slab.num_layers):
@@ -531,83 +490,3 @@ class Transfer:
         if not failed:
             self._tell(Transferred("disk_to_dram", size, time.perf_counter() - started))
         self._tell(Fetched(order.job_id, failed))
-
-
-class _LayerSource:
-    """The blocks of one load, layer by layer: out of their slots, or off the disk into a slot or a bounce buffer."""
-
-    def __init__(self, blocks: Sequence[BlockLoad], slab: Slab, disk: DiskTier | None) -> None:
-        self._blocks, self._slab, self._disk = blocks, slab, disk
-        self._by_extent: dict[int, list[int]] = {}  # extent id -> places in `blocks`
-        self._bounce: dict[int, bytearray] = {}  # place -> its segment of the present layer
-        self._readers: dict[int, ExtentReader] = {}
-        for place, block in enumerate(blocks):
-            if block.extent is not None:
-                self._by_extent.setdefault(block.extent[0], []).append(place)
-                if block.slot is not None:
-                    slab.unseal(block.slot)
-        self._num_disk = sum(len(places) for places in self._by_extent.values())
-        self.disk_share = self._num_disk / len(blocks)
-
-    def __enter__(self) -> "_LayerSource":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for reader in self._readers.values():
-            reader.close()
-
-    def read(self, layer: int, failed: dict[BlockKey, str]) -> tuple[Tensor, Tensor]:
-        """K un-rotated and V of one layer [tokens of all blocks, kv_heads, dim]. Notes in `failed` blocks whose bytes
-        in DRAM are not what they were. Raises BlockMissing for those on disk."""
-        self.read_disk(layer)
-        slab = self._slab
-        for block in self._blocks:
-            if block.extent is None and not slab.is_intact(layer, block.slot or 0):
-                failed[block.key] = "checksum"
-        parts_k, parts_v = [], []
-        slots = torch.tensor([block.slot if block.slot is not None else 0 for block in self._blocks])
-        k, v = slab.k(layer).index_select(0, slots), slab.v(layer).index_select(0, slots)
-        for place, data in self._bounce.items():
-            elements = torch.frombuffer(data, dtype=slab.dtype)
-            split = k[place].numel()
-            k[place] = elements[:split].view(k.shape[1:])
-            v[place] = elements[split:].view(v.shape[1:])
-        if all(block.num_rows == k.shape[1] for block in self._blocks):
-            return k.flatten(0, 1), v.flatten(0, 1)
-        for place, block in enumerate(self._blocks):
-            parts_k.append(k[place, : block.num_rows])
-            parts_v.append(v[place, : block.num_rows])
-        return torch.cat(parts_k), torch.cat(parts_v)
-
-    def read_disk(self, layer: int) -> None:
-        """Bring one layer of the blocks that are on disk. Raises BlockMissing."""
-        for extent_id, places in self._by_extent.items():
-            reader = self._readers.get(extent_id)
-            if reader is None:
-                assert self._disk is not None
-                reader = self._readers[extent_id] = self._disk.reader(extent_id)
-            outs = []
-            for place in places:
-                slot = self._blocks[place].slot
-                if slot is not None:
-                    outs.append(self._slab.segment(layer, slot))
-                else:
-                    self._bounce[place] = bytearray(self._slab.segment_bytes[layer])
-                    outs.append(memoryview(self._bounce[place]))
-            indices = [extent[1] for place in places if (extent := self._blocks[place].extent) is not None]
-            reader.read(layer, indices, outs)
-
-    def seal_passed(self) -> None:
-        """Blocks that came from disk into slots are complete there."""
-        for block in self._blocks:
-            if block.extent is not None and block.slot is not None:
-                self._slab.seal(block.slot)
-
-    def dram_bytes(self, layer: int) -> int:
-        return (len(self._blocks) - self._num_disk) * self._slab.segment_bytes[layer]
-
-    def total_bytes(self) -> dict[str, int]:
-        """By direction."""
-        dram, disk = len(self._blocks) - self._num_disk, self._num_disk
-        sizes = {"dram_to_hbm": dram * self._slab.slot_bytes, "disk_to_hbm": disk * self._slab.slot_bytes}
-        return {direction: size for direction, size in sizes.items() if size}

@@ -15,7 +15,7 @@ from torch import nn
 from cache.block import BLOCK_TOKENS, KeyDomain
 from cache.manager import CacheManager
 from cache.opening import Truncation
-from cache.transfer import CaptureSink
+from cache.tiers.capture import CaptureSink
 from engine.batch import BatchItem, BlockTables, build_batch
 from engine.cpu_optimise import optimise_for_cpu
 from engine.directory import SessionDirectory

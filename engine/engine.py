@@ -11,7 +11,8 @@ from cache.manager import CacheManager
 from cache.opening import ClientCut
 from cache.plan import CapturePiece, CopyRows, Transferred
 from cache.stats import PromptReport
-from cache.transfer import CaptureSink, Transfer
+from cache.tiers.capture import CaptureSink
+from cache.transfer import Transfer
 from cache.truncate import CutRules, DoesNotFit, reserved
 from engine.batch import BatchItem, BlockTables, build_batch
 from engine.directory import SessionDirectory

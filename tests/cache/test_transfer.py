@@ -30,9 +30,10 @@ from cache.plan import (
     Written,
 )
 from cache.tiers.base import BlockMissing, TierFull
+from cache.tiers.capture import Captured
 from cache.tiers.dram import LayerShape, Slab
 from cache.tiers.throttle import Throttle
-from cache.transfer import Captured, Transfer
+from cache.transfer import Transfer
 from kernels.attention.base import KvPages
 
 PAGES, SIZE, LAYERS, HEADS, DIM = 6, 64, 3, 2, 3

@@ -1,0 +1,52 @@
+"""The KV of steps on its way into DRAM."""
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from cache.plan import CapturePiece
+
+
+@dataclass(slots=True)
+class Captured:
+    """The KV of one step before rotation, per layer [tokens, kv_heads, dim]; the step's own tensors, not copies."""
+
+    keys: list[Tensor] = field(default_factory=list)
+    values: list[Tensor] = field(default_factory=list)
+
+
+class CaptureSink:
+    """`engine.hf_model.KvSink`: keeps a step's KV alive until it is saved (AttentionStore §3.2.2). Layers come in
+    order."""
+
+    def __init__(self) -> None:
+        self._captured: Captured | None = None
+
+    def begin(self) -> None:
+        self._captured = Captured()
+
+    def write(self, layer: int, k_plain: Tensor, v: Tensor) -> None:
+        """See KvSink."""
+        if self._captured is not None:
+            self._captured.keys.append(k_plain)
+            self._captured.values.append(v)
+
+    def end(self) -> Captured:
+        captured, self._captured = self._captured, None
+        assert captured is not None
+        return captured
+
+
+@dataclass(frozen=True, slots=True)
+class CapturedRows:
+    """What is to be saved of a step."""
+
+    step: Captured
+    pieces: list[CapturePiece]
+    ready: "torch.cuda.Event | None"
+
+    @property
+    def size_bytes(self) -> int:
+        """What it keeps alive."""
+        return sum(t.numel() * t.element_size() for t in (*self.step.keys, *self.step.values))
