@@ -45,8 +45,3 @@ class CapturedRows:
     step: Captured
     pieces: list[CapturePiece]
     ready: "torch.cuda.Event | None"
-
-    @property
-    def size_bytes(self) -> int:
-        """What it keeps alive."""
-        return sum(t.numel() * t.element_size() for t in (*self.step.keys, *self.step.values))

@@ -3,6 +3,7 @@ import asyncio
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from engine.messages import WIRE_VERSION
 from tests.app.fakes import FakeEngine, Running, in_process, make_settings
 
 
@@ -69,7 +70,7 @@ async def test_models_say_what_they_can(running: Running):
 async def test_version(running: Running):
     answer = (await running.http.get("/version")).json()
     assert answer["version"]
-    assert answer["wire_version"] == 1
+    assert answer["wire_version"] == WIRE_VERSION
 
 
 async def test_metrics_count_what_happened(running: Running):
