@@ -34,10 +34,10 @@ class LookAhead:
                 for policy in self._tiers.policies:
                     policy.look_ahead(names[:window], now)
             self._fetch_ahead(waiting[starting:])
-        if self._lower.is_on:
+        if self._lower.is_dirty:
             running = {context.session for context in self._running.values() if context.pages}
             self._lower.plan_writes(self._sessions.contexts, running, self._sessions.record, now)
-            self._lower.trim()
+        self._lower.trim()
 
     def _fetch_ahead(self, waiting: Sequence[str]) -> None:
         if not (waiting and self._lower.disk_bytes and self._reuse and self._sessions.mean_bytes):

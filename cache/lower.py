@@ -132,6 +132,11 @@ class LowerTiers:
         """Copies under way; zero at idle."""
         return len(self._tickets) + len(self._writes) + len(self._fetches) + len(self._deletions)
 
+    @property
+    def is_dirty(self) -> bool:
+        """Whether DRAM holds what is to be written to disk."""
+        return bool(self._dirty)
+
     def next_job(self) -> int:
         self._jobs += 1
         return self._jobs

@@ -1,6 +1,8 @@
 """What the transfer threads do to bytes. Positions are numbers added to keys here, so that every row says where it is
 rotated for, and exactly."""
 
+import subprocess
+import sys
 import threading
 import time
 
@@ -327,3 +329,26 @@ def test_a_thread_that_broke_is_told_to_the_engine(made, monkeypatch):
     transfer.carry_out([SealSlot(1, 0, 32)])
     with pytest.raises(RuntimeError, match="a transfer thread has ended"):
         until(transfer, Saved)
+
+
+def test_the_threads_have_no_teams_of_their_own() -> None:
+    """In a process of its own, as the tests run on one thread."""
+    script = """
+import os, torch
+from tests.cache.test_transfer import *
+torch.set_num_threads(2)
+torch.ones(1 << 22).mul(2)
+before = len(os.listdir("/proc/self/task"))
+shape = LayerShape(64, 64, 64)
+slab = Slab(shapes=[shape], dtype=torch.float32, num_slots=4, pinned=False)
+free = Throttle(bytes_per_s=0, clock=time.monotonic, sleep=time.sleep)
+pages = [KvPages(torch.zeros(4, 32, 64, 64), torch.zeros(4, 32, 64, 64))]
+transfer = Transfer(pages=pages, slab=slab, disk=None, rotations=Shift, read_buffer_layers=-1, dram_throttle=free,
+                    save_throttle=free, synchronous=True, max_backlog_bytes=1 << 30)
+step = Captured([torch.ones(128, 64, 64)], [torch.ones(128, 64, 64)])
+transfer.save(step, [CapturePiece(32 * slot, slot, 0, 32) for slot in range(4)])
+print(len(os.listdir("/proc/self/task")) - before, torch.get_num_threads())
+transfer.close(5.0)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout.split() == ["3", "2"]
