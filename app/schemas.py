@@ -17,6 +17,8 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
+from app.deadline import MAX_TIMEOUT_S
+
 MAX_MESSAGES = 4096
 MAX_TEMPLATE_ARGS_BYTES = 16_384
 SESSION_ID = re.compile(r"[A-Za-z0-9._:\-]{1,128}")
@@ -222,6 +224,8 @@ class ChatCompletionRequest(_Part):
         None, max_length=16
     )
     service_tier: Literal["auto", "default", "flex", "scale", "priority"] | None = None
+    priority: int | None = Field(None, ge=-100, le=100)  # a lower number goes first, as in vLLM
+    timeout: float | None = Field(None, gt=0, le=MAX_TIMEOUT_S)  # seconds from the arrival to the last byte
     chat_template_kwargs: Annotated[dict[str, Any], AfterValidator(_template_args)] | None = None
     session_id: Annotated[str, AfterValidator(_session_id)] | None = None
     prompt_cache_key: str | None = Field(None, min_length=1, max_length=1024)
