@@ -72,10 +72,12 @@ class MemoryDisk:
 
     def __init__(self):
         self.extents, self.full, self.broken_layer, self.open_readers = {}, False, None, 0
-        self.gate = threading.Event()
+        self.gate, self.write_gate = threading.Event(), threading.Event()
         self.gate.set()
+        self.write_gate.set()
 
     def write(self, session, blocks, segment):
+        self.write_gate.wait(10)
         if self.full:
             raise TierFull("no space")
         extent_id = len(self.extents) + 1
@@ -244,11 +246,31 @@ def test_blocks_go_to_disk_and_come_back(made, passes):
         assert torch.equal(layer.k[5, :32], k + (torch.arange(32) + 9).view(-1, 1, 1))
         assert torch.equal(layer.v[5, :32], v)
         assert slab.is_intact(number, 3) == passes
-    transfer.carry_out([FetchBlocks(3, ((stored[0].key, extent, 2),)), DeleteExtents(4, (extent[0],), None)])
-    assert [e.failed for e in until(transfer, Deleted) if isinstance(e, Fetched)] == [{}]
+    transfer.carry_out([FetchBlocks(3, ((stored[0].key, extent, 2),))])
+    assert [e.failed for e in until(transfer, Fetched) if isinstance(e, Fetched)] == [{}]
+    transfer.carry_out([DeleteExtents(4, (extent[0],), None)])
+    until(transfer, Deleted)
     assert all(slab.is_intact(layer, 2) for layer in range(LAYERS))
     assert not disk.extents
     assert disk.open_readers == 0
+
+
+def test_a_fetch_does_not_wait_for_a_write(made):
+    pages, disk = pools(), MemoryDisk()
+    transfer, slab = made(pages, num_slots=4, disk=disk)
+    save_block(transfer, pages, 0, 1)
+    stored = (StoredBlock(BlockKey(b"a" * 16), BlockKey(b"r" * 16), bytes(128), False),)
+    transfer.carry_out([WriteExtent(1, RECORD, stored, (0,))])
+    until(transfer, Written)
+    disk.write_gate.clear()
+    try:
+        transfer.carry_out([WriteExtent(2, RECORD, stored, (0,)), FetchBlocks(3, ((stored[0].key, (1, 0), 2),))])
+        events = until(transfer, Fetched)
+        assert not any(isinstance(event, Written) for event in events)
+    finally:
+        disk.write_gate.set()
+    until(transfer, Written)
+    assert slab.is_intact(0, 2)
 
 
 def test_what_cannot_be_read_or_written_is_told_and_harms_nothing_else(made):
