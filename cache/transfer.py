@@ -37,6 +37,7 @@ from cache.tiers.disk import DiskTier
 from cache.tiers.dram import Slab
 from cache.tiers.fetch_stream import FetchStream
 from cache.tiers.load_stream import LoadStream
+from cache.tiers.priority import SAVING, WRITING, lower_priority
 from cache.tiers.rotations import Rotations
 from cache.tiers.save_stream import SaveStream
 from cache.tiers.throttle import Throttle
@@ -86,16 +87,17 @@ class Transfer:
             throttle=dram_throttle,
             completions=self._completions,
         )
-        work: dict[str, Callable[[], None]] = {
-            "kv-save": lambda: self._saves.run(rotations()),
-            "kv-load": lambda: self._loads.run(rotations()),
+        # By name: what the thread does, and how far behind the engine's it stands for a processor.
+        work: dict[str, tuple[Callable[[], None], int]] = {
+            "kv-save": (lambda: self._saves.run(rotations()), SAVING),
+            "kv-load": (lambda: self._loads.run(rotations()), 0),
         }
         if disk is not None:
             self._fetches = FetchStream(slab=slab, disk=disk, completions=self._completions)
             self._writes = WriteStream(slab=slab, disk=disk, completions=self._completions)
-            work |= {"kv-fetch": self._fetches.run, "kv-write": self._writes.run}
+            work |= {"kv-fetch": (self._fetches.run, 0), "kv-write": (self._writes.run, WRITING)}
         self._threads = [
-            threading.Thread(target=self._run, args=item, name=item[0], daemon=True) for item in work.items()
+            threading.Thread(target=self._run, args=(name, *how), name=name, daemon=True) for name, how in work.items()
         ]
         if slab.num_slots:
             self._start_threads()
@@ -188,7 +190,8 @@ class Transfer:
             write_rows(layer.k, target, k)
             write_rows(layer.v, target, gather_rows(layer.v, source))
 
-    def _run(self, name: str, work: Callable[[], None]) -> None:
+    def _run(self, name: str, work: Callable[[], None], lower_by: int) -> None:
+        lower_priority(lower_by)
         try:
             # Their copies are small. With a second team of worker threads there would be more than cores, and OpenMP
             # would put the engine's to sleep between any two products: 13.5 ms a decode step instead of 9.

@@ -45,6 +45,7 @@ from cache.tiers.extent_file import (
 )
 from cache.tiers.extent_reader import ExtentReader, flat
 from cache.tiers.io_threads import Beat, IoDeadline, IoThreads
+from cache.tiers.priority import WRITING
 from cache.tiers.throttle import Throttle
 
 READ_THREADS = 8
@@ -113,8 +114,9 @@ class DiskTier:
         """Take the lock, sweep what a crash left, and tell what is there: extents in order of writing, sessions as they
         were known last. More than capacity_bytes may be there, when the cap was lowered: delete down to it.
         Raises DirectoryLocked, OSError."""
-        self._reads = IoThreads(name="disk-read", num_threads=READ_THREADS, deadline_s=self._deadline_s)
-        self._writes = IoThreads(name="disk-write", num_threads=WRITE_THREADS, deadline_s=self._deadline_s)
+        deadline_s = self._deadline_s
+        self._reads = IoThreads(name="disk-read", num_threads=READ_THREADS, deadline_s=deadline_s, lower_by=0)
+        self._writes = IoThreads(name="disk-write", num_threads=WRITE_THREADS, deadline_s=deadline_s, lower_by=WRITING)
         try:
             return self._writes.call(self._recover, late=self._release)
         except BaseException as error:
@@ -132,7 +134,7 @@ class DiskTier:
         if self._writes is None:
             return
         if self._close_threads():
-            last = IoThreads(name="disk-close", num_threads=1, deadline_s=self._deadline_s)
+            last = IoThreads(name="disk-close", num_threads=1, deadline_s=self._deadline_s, lower_by=0)
             with contextlib.suppress(IoDeadline):
                 last.call(lambda _: self._release(), late=lambda: None)
             last.close()

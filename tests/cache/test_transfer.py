@@ -1,6 +1,7 @@
 """What the transfer threads do to bytes. Positions are numbers added to keys here, so that every row says where it is
 rotated for, and exactly."""
 
+import os
 import subprocess
 import sys
 import threading
@@ -34,9 +35,11 @@ from cache.plan import (
 from cache.tiers.base import BlockMissing, TierFull
 from cache.tiers.capture import Captured
 from cache.tiers.dram import LayerShape, Slab
+from cache.tiers.priority import SAVING, WRITING
 from cache.tiers.throttle import Throttle
 from cache.transfer import Transfer
 from kernels.attention.base import KvPages
+from tests.cache.tiers.disk_helpers import make_tier
 
 PAGES, SIZE, LAYERS, HEADS, DIM = 6, 64, 3, 2, 3
 RECORD = SessionRecord("t", "", "s", context=b"", last_used_s=0.0, pinned=False, ttl_s=None)
@@ -351,6 +354,24 @@ def test_a_thread_that_broke_is_told_to_the_engine(made, monkeypatch):
     transfer.carry_out([SealSlot(1, 0, 32)])
     with pytest.raises(RuntimeError, match="a transfer thread has ended"):
         until(transfer, Saved)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="niceness is the process's elsewhere")
+def test_threads_that_nobody_waits_for_stand_behind_the_engine(made, tmp_path):
+    tier = make_tier(tmp_path)
+    tier.open()
+    made(pools(), num_slots=4, disk=tier)
+    expected = {"kv-save": SAVING, "kv-load": 0, "kv-fetch": 0, "kv-write": WRITING, "disk-read": 0,
+                "disk-write": WRITING}  # fmt: skip
+    ours = os.getpriority(os.PRIO_PROCESS, 0)
+    threads = [thread for thread in threading.enumerate() if thread.name.startswith(tuple(expected))]
+    assert {name for name in expected for thread in threads if thread.name.startswith(name)} == set(expected)
+    for thread in threads:
+        (lower_by,) = (by for name, by in expected.items() if thread.name.startswith(name))
+        end = time.monotonic() + 10  # it may not have begun
+        while os.getpriority(os.PRIO_PROCESS, thread.native_id) != min(19, ours + lower_by):
+            assert time.monotonic() < end, thread.name
+            time.sleep(0.001)
 
 
 def test_the_threads_have_no_teams_of_their_own() -> None:
