@@ -134,10 +134,9 @@ class Transfer:
         """The request of a load runs now, or waits for it no longer: what is behind the read buffer may come."""
         self._loads.start(job_id)
 
-    def wait_layer(self, job_id: int, layer: int) -> None:
-        """Returns when layer `layer` of a load has arrived, or has failed to; the wait is bounded by the tiers' own
-        deadlines."""
-        self._loads.wait_layer(job_id, layer)
+    def wait_layer(self, job_id: int, layer: int, timeout_s: float) -> bool:
+        """Whether layer `layer` of a load has arrived, or has failed to, within that time."""
+        return self._loads.wait_layer(job_id, layer, timeout_s)
 
     def layers_arrived(self, job_id: int) -> int:
         """Of a load; all of them when it has ended."""

@@ -70,18 +70,18 @@ class LoadStream:
                 job.started = True
                 self._changed.notify_all()
 
-    def wait_layer(self, job_id: int, layer: int) -> None:
-        """Returns when layer `layer` of a load has arrived, or has failed to; the wait is bounded by the tiers' own
-        deadlines."""
+    def wait_layer(self, job_id: int, layer: int, timeout_s: float) -> bool:
+        """Whether layer `layer` of a load has arrived, or has failed to, within that time."""
         job = self._jobs.get(job_id)
         if job is None or job.layers > layer:
-            return
+            return True
         started = time.monotonic()
         with self._changed:
-            while job.layers <= layer:
+            while job.layers <= layer and (left_s := started + timeout_s - time.monotonic()) > 0:
                 self._completions.check()
-                self._changed.wait(1.0)
+                self._changed.wait(min(left_s, 1.0))
         self.waited_s += time.monotonic() - started
+        return job.layers > layer
 
     def layers_arrived(self, job_id: int) -> int:
         """Of a load; all of them when it has ended."""

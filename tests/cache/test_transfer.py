@@ -292,7 +292,7 @@ def test_what_cannot_be_read_or_written_is_told_and_harms_nothing_else(made):
 
     def load(job, *blocks):
         transfer.carry_out([LoadBlocks(job, "r", blocks)])
-        transfer.wait_layer(job, LAYERS - 1)
+        assert transfer.wait_layer(job, LAYERS - 1, 10.0)
         (loaded,) = [event for event in until(transfer, Loaded) if isinstance(event, Loaded)]
         return loaded.failed
 
@@ -313,11 +313,11 @@ def test_layers_beyond_the_read_buffer_wait_for_their_request(made):
     transfer, _ = made(pages, num_slots=2, read_buffer_layers=1)
     save_block(transfer, pages, 0, 1)
     transfer.carry_out([LoadBlocks(1, "r", (BlockLoad(BlockKey(b"a" * 16), 32, 0, None, 4, 0, 0),))])
-    transfer.wait_layer(1, 0)
+    assert transfer.wait_layer(1, 0, 10.0)
     time.sleep(0.05)
     assert transfer.layers_arrived(1) == 1
     transfer.start(1)
-    transfer.wait_layer(1, LAYERS - 1)
+    assert transfer.wait_layer(1, LAYERS - 1, 10.0)
     assert any(isinstance(event, Loaded) for event in transfer.poll()), "who waited for it may believe the event"
     assert transfer.layers_arrived(1) == LAYERS
 
@@ -332,7 +332,7 @@ def test_a_load_waits_layer_by_layer_for_its_disk(made):
     disk.gate.clear()
     transfer.carry_out([LoadBlocks(2, "r", (BlockLoad(stored[0].key, 32, None, (1, 0), 4, 0, 0),))])
     threading.Timer(0.05, disk.gate.set).start()
-    transfer.wait_layer(2, LAYERS - 1)
+    assert transfer.wait_layer(2, LAYERS - 1, 10.0)
     assert transfer.waited_s > 0.02
     until(transfer, Loaded)
 
