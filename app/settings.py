@@ -211,7 +211,7 @@ class Settings(_Section, BaseSettings):
             max_sessions=self.cache.max_sessions,
             scheduler_policy=self.scheduler.policy,
             max_seqs=self.scheduler.max_seqs,
-            max_queued=self.scheduler.max_queued,
+            max_queued=self.places,  # a burst waits, all of it, until the next step; who may wait is decided here
             step_tokens=self.engine.step_tokens,
             chunked_prefill=self.scheduler.chunked_prefill,
             tenant_secret=tenant_secret,
