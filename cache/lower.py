@@ -295,10 +295,14 @@ class LowerTiers:
             return
         self._retry_s = 0.0
         pressed = len(self._free) < _PRESSURE * self.num_slots
+        saving = self._owners_saving()
         for name in list(self._dirty):
             if len(self._writes) >= _MAX_WRITES:
                 return
             if name in self._writing or (name in running and not pressed):
+                continue
+            # What a turn has left is one extent: a file and its fsync cost more than a few blocks.
+            if name in saving and name not in running:
                 continue
             keys = self._dirty[name]
             if any(key in self._saving for key in keys):
@@ -414,10 +418,13 @@ class LowerTiers:
         """Whether blocks of a session are being saved, fetched or written."""
         if name in self._writing:
             return True
-        saving = (self._tickets[ticket].row for ticket in self._saving.values())
-        if any(row is not None and name in row.owners for row in saving):
+        if name in self._owners_saving():
             return True
         return any((row := self._table.get(key)) is not None and name in row.owners for key in self._fetching)
+
+    def _owners_saving(self) -> set[SessionName]:
+        rows = (self._tickets[ticket].row for ticket in self._saving.values())
+        return {owner for row in rows if row is not None for owner in row.owners}
 
     def disown_saves(self, name: SessionName) -> None:
         """A session is gone: what is being saved of it will not be its."""
