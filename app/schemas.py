@@ -98,8 +98,11 @@ class _Part(BaseModel):
     def _refuse_what_would_be_lost(cls, value: object) -> object:
         if isinstance(value, dict):
             for name in cls.refused & value.keys():
-                if value[name] not in (None, [], {}, False):
+                if value[name] not in (None, [], False):  # an empty object asks for the defaults
                     raise _unsupported(name, f"'{name}' is")
+            if cls is not CacheMark and value.get("important") not in (None, False):
+                problem = 'Marks stand in a message, as "x_cache": {"important": true}'
+                raise PydanticCustomError("misplaced", problem, {"param": "important"})
         return value
 
 
@@ -186,7 +189,17 @@ class ChatCompletionRequest(_Part):
     """POST /v1/chat/completions. An explicit null means the default."""
 
     refused = frozenset(
-        {"tools", "functions", "audio", "web_search_options", "echo", "prompt_logprobs", "guided_json", "guided_regex"}
+        {
+            "tools",
+            "functions",
+            "audio",
+            "web_search_options",
+            "prediction",
+            "echo",
+            "prompt_logprobs",
+            "guided_json",
+            "guided_regex",
+        }
         | {"guided_choice", "guided_grammar", "structured_outputs", "use_beam_search", "continue_final_message"}
         | {"chat_template", "documents"}
     )

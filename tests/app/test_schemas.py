@@ -80,6 +80,10 @@ BAD = [
     {"model": ""},
     {"model": 5},
     {"best_of": 3},
+    {"important": True},
+    {"messages": [{**HELLO[0], "important": True}]},
+    {"messages": [{**HELLO[0], "important": "yes"}]},
+    {"messages": [{**HELLO[0], "x_cache": {"important": "yes"}}]},
     {"add_generation_prompt": False},
 ]
 UNSUPPORTED = [
@@ -90,6 +94,9 @@ UNSUPPORTED = [
     ({"response_format": {"type": "json_object"}}, "response_format"),
     ({"modalities": ["text", "audio"]}, "modalities"),
     ({"audio": {"voice": "x"}}, "audio"),
+    ({"audio": {}}, "audio"),
+    ({"web_search_options": {}}, "web_search_options"),
+    ({"prediction": {}}, "prediction"),
     ({"chat_template": "{{ messages }}"}, "chat_template"),
     ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
     ({"messages": [{"role": "assistant", "content": "", "tool_calls": [{"id": "1"}]}]}, "messages[0].tool_calls"),
