@@ -1,6 +1,6 @@
 """Exceptions -> the one error envelope: {"error": {"message", "type", "param", "code"}}."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -8,6 +8,7 @@ from fastapi import FastAPI, Request
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
+from starlette.routing import BaseRoute, Match
 
 from engine.client import EngineUnavailable
 
@@ -157,8 +158,8 @@ def from_validation(error: ValidationError) -> ApiError:
     return invalid(f"Invalid '{param}': {problem}." if param else f"{problem}.", param or None)
 
 
-def install_handlers(app: FastAPI) -> None:
-    """Everything that routing and handlers raise leaves in the envelope."""
+def install_handlers(app: FastAPI, routes: Sequence[BaseRoute]) -> None:
+    """Everything that routing and handlers raise leaves in the envelope. `routes` are all that the app has."""
 
     async def on_api_error(_: Request, error: Exception) -> Response:
         assert isinstance(error, ApiError)
@@ -170,6 +171,9 @@ def install_handlers(app: FastAPI) -> None:
         if error.status_code == 404:
             api_error = ApiError(404, f"Unknown URL: {request.method} {request.url.path[:200]}", code="unknown_url")
         elif error.status_code == 405:
+            found = [route for route in routes if route.matches(request.scope)[0] is not Match.NONE]
+            methods = {method for route in found for method in getattr(route, "methods", ())}
+            headers = {"allow": ", ".join(sorted(methods))}  # routing names those of the first route alone
             message = f"Method {request.method[:20]} is not allowed for {request.url.path[:200]}."
             api_error = ApiError(405, message, code="method_not_allowed", headers=headers)
         else:

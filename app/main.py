@@ -54,9 +54,10 @@ def create_app(settings: Settings, *, engine: Engine | None = None) -> FastAPI:
     # Bodies are read and validated by hand, so a generated description of them would be wrong.
     app = FastAPI(title="Reprise", lifespan=lifespan, openapi_url=None, redirect_slashes=False)
     app.state.service = service
-    for module in (chat, models, ops, sessions):
+    modules = (chat, models, ops, sessions)
+    for module in modules:
         app.include_router(module.router)
-    install_handlers(app)
+    install_handlers(app, [route for module in modules for route in module.router.routes])
     app.add_middleware(Authentication, keyring=Keyring(api_keys=settings.server.api_keys))
     app.add_middleware(RequestContext, on_done=count, log_access=settings.server.access_log)
     return app

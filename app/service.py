@@ -260,7 +260,7 @@ class Service:
         except EngineLost:
             raise engine_lost() from None
         if reply.error_code is not None:
-            raise session_error(reply.error_code, request.session_id)
+            raise session_error(reply.error_code, request.session_id or request.after)
         return reply
 
     async def patch_session(self, request: SessionRequest) -> SessionReply:

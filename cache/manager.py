@@ -283,6 +283,10 @@ class CacheManager:
     def is_running(self, name: SessionName) -> bool:
         return self._sessions.is_running(name)
 
+    def is_conversing(self, tenant: str, session_id: str) -> bool:
+        """Whether a request of a session by this id runs or waits, whatever its salt, if only its first."""
+        return self._sessions.is_conversing(tenant, session_id)
+
     def blocks_of(self, name: SessionName) -> dict[str, int]:
         """tier -> blocks of a session's context that are there."""
         return self._sessions.per_tier(name, lambda row: 1)

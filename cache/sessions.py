@@ -39,6 +39,9 @@ class SessionStore:
     def is_running(self, name: SessionName) -> bool:
         return any(context.session == name for context in self._running.values())
 
+    def is_conversing(self, tenant: str, session_id: str) -> bool:
+        return any((c.session[0], c.session[2]) == (tenant, session_id) for c in self._running.values())
+
     def per_tier(self, name: SessionName, weight: Callable[[BlockRow], int]) -> dict[str, int]:
         """tier -> the weight of those blocks of a session\'s context that are there."""
         counts = {"hbm": 0, "dram": 0, "disk": 0}

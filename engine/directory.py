@@ -23,6 +23,9 @@ class SessionDirectory:
         """The answer, or None if it comes later."""
         if request.action == "list":
             return self._list(request)
+        # The first turn of a session is under way before there is a session.
+        if request.action == "delete" and self._cache.is_conversing(request.tenant, request.session_id):
+            return _refused(request, "busy", "a request of this session is running")
         found = [name for name, _ in self._of(request.tenant) if name[2] == request.session_id]
         if not found:
             return _refused(request, "not_found", f"there is no session {request.session_id!r}")
@@ -45,6 +48,8 @@ class SessionDirectory:
 
     def _list(self, request: SessionRequest) -> SessionReply:
         names = sorted((name for name, _ in self._of(request.tenant)), key=lambda name: (name[2], name[1]))
+        if request.after and not any(name[2] == request.after for name in names):
+            return _refused(request, "not_found", f"there is no session {request.after!r}")
         names = [name for name in names if name[2] > request.after]
         page = names[: request.limit]
         return SessionReply(
@@ -68,8 +73,6 @@ class SessionDirectory:
         return SessionReply(request_id=request.request_id, sessions=[self._info(name) for name in found])
 
     def _delete(self, request: SessionRequest, found: list[SessionName]) -> SessionReply | None:
-        if any(self._cache.is_running(name) for name in found):
-            return _refused(request, "busy", "a request of this session is running")
         # The last one is waited for: deletions are carried out in order.
         for name in found:
             problem = self._cache.delete(name, request.request_id if name == found[-1] else "")

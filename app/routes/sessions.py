@@ -2,7 +2,7 @@
 
 import secrets
 import time
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 from fastapi import APIRouter, Request, Response
@@ -26,6 +26,7 @@ class Page(BaseModel):
 
     limit: int = Field(100, ge=1, le=MAX_LISTED)
     after: str = Field("", max_length=128)
+    order: Literal["asc"] = "asc"
 
 
 class SessionPatch(BaseModel):
@@ -49,7 +50,7 @@ class SessionPatch(BaseModel):
 
 @router.get("/v1/sessions")
 async def list_sessions(request: Request) -> dict[str, Any]:
-    """In the order of their ids; `after` is the last id of the page before."""
+    """In the order of their ids; `after` is the last id of the page before, 404 if that is gone."""
     try:
         page = Page.model_validate(dict(request.query_params))
     except ValidationError as error:

@@ -73,6 +73,7 @@ def test_a_tenant_sees_its_sessions_page_by_page(driver: Driver) -> None:
     assert ([info.session_id for info in reply.sessions], reply.more) == (["a", "b"], True)
     reply = now(driver, "list", limit=2, after="b")
     assert ([info.session_id for info in reply.sessions], reply.more) == (["c"], False)
+    assert now(driver, "list", after="z").error_code == "not_found"
     assert [info.session_id for info in now(driver, "list", tenant="other").sessions] == ["z"]
     assert now(driver, "list", tenant="nobody").sessions == []
     for action in ("get", "patch", "delete", "prefetch"):
@@ -142,7 +143,8 @@ def test_what_is_deleted_is_gone_from_every_tier(driver: Driver, tmp_path: Path)
 def test_while_it_runs_a_session_cannot_be_deleted(driver: Driver) -> None:
     driver.submit("a", random_ids(60, 1), session="s", ignore_eos=True)
     driver.step()
-    assert now(driver, "delete", "s").error_code == "not_found", "there is none before its first turn has ended"
+    assert now(driver, "delete", "s").error_code == "busy", "also before its first turn has ended"
+    assert now(driver, "delete", "s", tenant="other").error_code == "not_found"
     driver.run()
     driver.submit("b", random_ids(60, 1), session="s", ignore_eos=True)
     driver.step()

@@ -51,11 +51,22 @@ async def test_a_list_is_read_page_by_page(running: Running):
         assert (page["first_id"], page["last_id"]) == (page["data"][0]["id"], page["data"][-1]["id"])
         seen += [session["id"] for session in page["data"]]
     assert seen == ["s0", "s1", "s2", "s3", "s4"]
-    empty = (await running.http.get("/v1/sessions", params={"after": "s9"})).json()
+    empty = (await running.http.get("/v1/sessions", params={"after": "s4", "order": "asc"})).json()
     assert (empty["data"], empty["has_more"], empty["last_id"]) == ([], False, None)
 
 
-@pytest.mark.parametrize("query", ["limit=0", "limit=1001", "limit=x", f"after={'a' * 129}"])
+async def test_a_page_behind_nothing_is_not_found(running: Running):
+    keep(running.engine, "a")
+    assert code(await running.http.get("/v1/sessions", params={"after": "b"})) == (404, "session_not_found")
+
+
+async def test_all_methods_of_a_path_are_named(running: Running):
+    response = await running.http.put("/v1/sessions/a")
+    assert code(response) == (405, "method_not_allowed")
+    assert response.headers["allow"] == "DELETE, GET, PATCH"
+
+
+@pytest.mark.parametrize("query", ["limit=0", "limit=1001", "limit=x", f"after={'a' * 129}", "order=sideways"])
 async def test_a_bad_page_is_named(running: Running, query: str):
     response = await running.http.get(f"/v1/sessions?{query}")
     assert (response.status_code, response.json()["error"]["param"]) == (400, query.partition("=")[0])
