@@ -102,7 +102,19 @@ class CacheSettings(_Section):
 
 
 class SchedulerSettings(_Section):
-    policy: Literal["fcfs"] = Field("fcfs", description="order in which waiting requests start")
+    policy: Literal["car", "priority", "fcfs"] = Field(
+        "car", description="who starts next: by KV to load inside a window; by KV to load; who came first"
+    )
+    window: int = Field(0, ge=0, le=1024, description="places of the window; 0: from HBM and the mean session")
+    class_ordered_entry: bool = Field(
+        False, description="who needs no load enters the window first, instead of by fair share and arrival"
+    )
+    itl_target_ms: float = Field(
+        100.0, ge=0, le=60_000, description="what a step may take while somebody reads along; 0: no target"
+    )
+    length_predictor: Literal["quantile", "max_tokens"] = Field(
+        "quantile", description="expected length of answers: learned, or the longest they may be (an oracle for tests)"
+    )
     max_seqs: int = Field(32, ge=1, le=4096, description="sequences running at once")
     max_queued: int = Field(256, ge=1, le=100_000, description="sequences waiting at once; more are answered 429")
     chunked_prefill: bool = Field(True, description="spread long prompts over several steps")
@@ -183,6 +195,10 @@ class Settings(_Section, BaseSettings):
             session_ttl_s=self.cache.ttl_s,
             max_sessions=self.cache.max_sessions,
             scheduler_policy=self.scheduler.policy,
+            window=self.scheduler.window,
+            class_ordered_entry=self.scheduler.class_ordered_entry,
+            itl_target_s=self.scheduler.itl_target_ms / 1e3,
+            length_predictor=self.scheduler.length_predictor,
             max_seqs=self.scheduler.max_seqs,
             max_queued=self.scheduler.max_queued,
             step_tokens=self.engine.step_tokens,

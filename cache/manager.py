@@ -89,6 +89,7 @@ class CacheManager:
             gone=self.table.forget,
         )
         self._reuse = reuse
+        self._bytes_per_token = bytes_per_token
         self._running: dict[str, RunningContext] = {}
         tiers = Hierarchy(table=self.table, pages=self.pages, hbm=self.hbm, lower=self.lower)
         self._tiers = tiers
@@ -279,6 +280,11 @@ class CacheManager:
     def sessions(self) -> Mapping[SessionName, SessionContext]:
         """Oldest use first. Read only."""
         return self._sessions.contexts
+
+    @property
+    def mean_session_tokens(self) -> float:
+        """Of a session's context, the latest counting most; 0 while there is none."""
+        return self._sessions.mean_bytes / self._bytes_per_token
 
     def is_running(self, name: SessionName) -> bool:
         return self._sessions.is_running(name)

@@ -38,6 +38,9 @@ class Residency:
     lower_tokens: dict[str, int]
     bytes_to_load: int
     missing_tokens: int
+    own_hbm_tokens: int
+    load_s: float
+    exposed_s: float
 
 
 @dataclass(slots=True)

@@ -195,6 +195,7 @@ class Engine:
         found = self._choices.get(f"{request_id}/{choice}")
         if found is not None:
             sequence = found.sequence
+            self._scheduler.completed(sequence)
             self._close(found, max(0, sequence.prompt_tokens + keep_tokens - sequence.dropped_tokens))
 
     def finish_all(self, now: float) -> list[Output]:
@@ -294,6 +295,7 @@ class Engine:
         seconds = time.monotonic() - started
         self._step_seconds += seconds
         self._cache.rates.computed(batch_row, seconds - waited_s)
+        self._scheduler.ran(seconds, waited_s)
         return outputs
 
     def _forward(self, items: list[BatchItem]) -> tuple[torch.Tensor, float]:
@@ -414,6 +416,7 @@ class Engine:
         logprobs: list[TokenLogprob] | None = None,
     ) -> Output:
         timings = _timings(choice, now)
+        self._scheduler.completed(choice.sequence)
         self._close(choice, choice.sequence.computed_tokens)
         return self._output(choice, list(token_ids), logprobs, now, finish_reason=reason, timings=timings)
 

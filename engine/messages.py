@@ -23,7 +23,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     hbm_tokens: int  # KV rows in HBM; 0: from free memory
     session_ttl_s: float
     max_sessions: int
-    scheduler_policy: str  # fcfs
+    scheduler_policy: str  # car | priority | fcfs
     max_seqs: int  # running at once
     max_queued: int  # waiting at once
     step_tokens: int  # token budget of one step; 0: automatic
@@ -45,6 +45,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     disk_gbps: float = 0.0  # GB/s, read and write each; 0: none
     io_deadline_s: float = 5.0  # of one read or write
     sync_save: bool = False  # save before the next step instead of during it: for comparison
+    window: int = 0  # places of the shuffled window; 0: from HBM and the mean session
+    class_ordered_entry: bool = False  # requests enter the window by class, not by fair share and arrival
+    itl_target_s: float = 0.0  # of a step in which somebody decodes; 0: no target, a fixed number of tokens
+    length_predictor: str = "quantile"  # quantile | max_tokens
     max_pinned_share: float = 0.5  # of disk (or DRAM, without disk) that pinned sessions may hold, per tenant
 
 

@@ -1,0 +1,59 @@
+"""The scheduler of an engine: what is automatic in its settings, resolved."""
+
+from cache.manager import CacheManager
+from cache.rates import Rates
+from engine.messages import EngineConfig
+from scheduler.budget import StepCost
+from scheduler.policies import make_queue
+from scheduler.predictor import LengthPredictor, MaxTokensPredictor, QuantilePredictor
+from scheduler.scheduler import Scheduler
+
+_STALL_BUDGET_S = 0.02  # what those who decode wait for one whose KV is still on its way
+_LONE_STEP_FACTOR = 4  # larger products are faster, and with nobody decoding nobody is held up by a long step
+_LEAST_WINDOW, _MOST_WINDOW = 4, 32  # below there is nothing to choose from; above the wait may be long
+_QUANTILE = 0.5  # of answer lengths: a load that starts at the median is as often early as late
+# Before the first steps are measured: a row costs as much as a few tokens of a prompt, a thousand pairs about one.
+_TOKENS_PER_ROW, _TOKENS_PER_KILO_PAIR = 4.0, 1.0
+
+
+def build_scheduler(
+    config: EngineConfig, cache: CacheManager, rates: Rates, step_tokens: int, max_context: int
+) -> Scheduler:
+    predictor: LengthPredictor = MaxTokensPredictor()
+    if config.length_predictor == "quantile":
+        predictor = QuantilePredictor(quantile=_QUANTILE)
+    queue = make_queue(
+        config.scheduler_policy,
+        cache=cache,
+        predictor=predictor,
+        window=config.window or _window(cache, max_context),
+        class_ordered_entry=config.class_ordered_entry,
+        hidden_s=_STALL_BUDGET_S,
+    )
+    per_token = rates.prefill_s_per_token
+    return Scheduler(
+        cache=cache,
+        queue=queue,
+        predictor=predictor,
+        cost=StepCost(
+            fixed_s=rates.compute_s(1) - per_token,
+            s_per_token=per_token,
+            s_per_row=per_token * _TOKENS_PER_ROW,
+            s_per_kilo_pair=per_token * _TOKENS_PER_KILO_PAIR,
+        ),
+        max_seqs=config.max_seqs,
+        max_queued=config.max_queued,
+        step_tokens=step_tokens,
+        lone_step_tokens=step_tokens * (1 if config.step_tokens else _LONE_STEP_FACTOR),
+        itl_target_s=config.itl_target_s,
+        chunked_prefill=config.chunked_prefill,
+        stall_budget_s=_STALL_BUDGET_S,
+        fair_places=config.scheduler_policy == "car",
+    )
+
+
+def _window(cache: CacheManager, max_context: int) -> int:
+    """As many turns as HBM holds sessions: those whose KV can be there, or on its way, at the same time."""
+    hbm_tokens = cache.pages.num_pages * cache.page_size
+    session_tokens = cache.mean_session_tokens or max_context / 4
+    return min(_MOST_WINDOW, max(_LEAST_WINDOW, int(hbm_tokens / session_tokens)))
