@@ -37,7 +37,7 @@ class Standings:
     def __init__(self, *, cache: CacheView, hidden_s: float) -> None:
         self._cache = cache
         self._hidden_s = hidden_s
-        self._known: dict[Sequence, tuple[Standing, float]] = {}  # the one looked at longest ago is first
+        self._known: dict[Sequence, tuple[Standing, float | None]] = {}  # the one looked at longest ago is first
 
     def __getitem__(self, sequence: Sequence) -> Standing:
         return self._known[sequence][0]
@@ -48,13 +48,13 @@ class Standings:
     def __iter__(self) -> Iterator[Sequence]:
         return iter(self._known)
 
-    def load_s(self, sequence: Sequence) -> float:
-        """How long its load would take alone; 0 if there is nothing to load."""
+    def load_s(self, sequence: Sequence) -> float | None:
+        """How long its load would take alone; None if there is nothing to load."""
         return self._known[sequence][1]
 
     def watch(self, sequence: Sequence) -> None:
         residency = self._cache.residency(sequence.request_id)
-        load_s = residency.load_s if residency.bytes_to_load else 0.0
+        load_s = residency.load_s if residency.bytes_to_load else None
         self._known[sequence] = standing(residency, self._hidden_s), load_s
 
     def forget(self, sequence: Sequence) -> None:

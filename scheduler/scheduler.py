@@ -240,7 +240,7 @@ class Scheduler:
                 continue
             if self._cache.room_is_coming():
                 return False
-            victim = max(self._running, key=lambda s: (s.arrived_s, s.request_id))
+            victim = self._victim()
             self._preempt(victim, chunks, preempted)
             if victim is sequence:
                 return False
@@ -291,15 +291,22 @@ class Scheduler:
         self._start(sequence, reserved, chunks, budget, now)
 
     def _give_way(self, chunks: list[Chunk], preempted: list[Sequence]) -> bool:
-        """Preempt the latest arrival of the tenant with the most running. False if nobody has more than one."""
-        counts = Counter(sequence.tenant for sequence in self._running)
-        tenant, running = max(counts.items(), key=lambda item: item[1], default=("", 0))
-        if running < 2:
+        """Preempt one of the tenant with the most running. False if nobody has more than one."""
+        if not self._running or Counter(sequence.tenant for sequence in self._running).most_common(1)[0][1] < 2:
             return False
-        victims = [sequence for sequence in self._running if sequence.tenant == tenant]
-        self._preempt(max(victims, key=lambda s: (s.arrived_s, s.request_id)), chunks, preempted)
+        self._preempt(self._victim(), chunks, preempted)
         self.fair_preemptions += 1
         return True
+
+    def _victim(self) -> Sequence:
+        """The latest arrival; with fair places, of the tenants with the most running. So the earliest of all is never
+        chosen before the others, and gets on."""
+        victims = self._running
+        if self._fair_places:
+            counts = Counter(sequence.tenant for sequence in victims)
+            most = max(counts.values())
+            victims = [sequence for sequence in victims if counts[sequence.tenant] == most]
+        return max(victims, key=lambda s: (s.arrived_s, s.request_id))
 
     # --- admission ----------------------------------------------------------------------------------------------------
 
@@ -386,7 +393,7 @@ class Scheduler:
         for sequence in front:
             if self._cache.waits_for_sibling(sequence.request_id):
                 break
-            load_s = 0.0 if sequence in self._ahead else self._front.load_s(sequence)
+            load_s = None if sequence in self._ahead else self._front.load_s(sequence)
             waiting.append(timer.WaitingLoad(sequence.request_id, load_s))
         due = timer.due([self._remaining_s(s, now) for s in self._running], 0, loading_s, waiting)
         for sequence in front:

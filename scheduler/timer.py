@@ -18,10 +18,10 @@ def remaining_s(*, tpot_s: float, output_tokens: int, now: float, started_s: flo
 
 @dataclass(frozen=True, slots=True)
 class WaitingLoad:
-    """A request that waits, and how long the KV it needs would take: SIZE / bandwidth; 0: nothing to load."""
+    """A request that waits, and how long the KV it needs would take: SIZE / bandwidth; None: nothing to load."""
 
     request_id: str
-    load_s: float
+    load_s: float | None
 
 
 def due(running_s: Iterable[float], free_places: int, queued_s: float, waiting: Sequence[WaitingLoad]) -> list[str]:
@@ -35,7 +35,9 @@ def due(running_s: Iterable[float], free_places: int, queued_s: float, waiting: 
     opens_s = [0.0] * max(0, free_places) + sorted(running_s)
     found = []
     for opens, load in zip(opens_s, waiting, strict=False):
+        if load.load_s is None:
+            continue
         queued_s += load.load_s
-        if load.load_s and opens <= queued_s:
+        if opens <= queued_s:
             found.append(load.request_id)
     return found
