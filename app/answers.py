@@ -64,7 +64,7 @@ def _head(generation: Generation, kind: str) -> dict[str, Any]:
         "created": generation.created,
         "model": generation.model.name,
         "system_fingerprint": f"fp_{generation.model.fingerprint[:16]}",
-        "service_tier": "default",
+        "service_tier": generation.service_tier,
     }
 
 

@@ -11,7 +11,7 @@ from starlette.responses import Response
 
 from engine.client import EngineUnavailable
 
-_TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+_TYPES = {401: "authentication_error", 404: "not_found_error", 408: "timeout_error", 429: "rate_limit_error"}
 
 
 class ApiError(Exception):
@@ -65,10 +65,24 @@ def context_length_exceeded(window: int, prompt_tokens: int | None) -> ApiError:
     )
 
 
-def overloaded() -> ApiError:
-    return ApiError(
-        429, "The queue is full; try again shortly.", code="rate_limit_exceeded", headers={"retry-after": "1"}
-    )
+def too_many_requests(limit: int, *, retry_after_s: float, headers: Mapping[str, str]) -> ApiError:
+    """One tenant holds all places it may have."""
+    message = f"You have as many requests under way as you may ({limit}); try again when one of them is done."
+    return ApiError(429, message, code="rate_limit_exceeded", headers={**headers, **_retry_after(retry_after_s)})
+
+
+def overloaded(
+    retry_after_s: float,
+    *,
+    message: str = "The server is overloaded: its queue is full; try again shortly.",
+    headers: Mapping[str, str] | None = None,
+) -> ApiError:
+    return ApiError(503, message, code="overloaded", headers={**(headers or {}), **_retry_after(retry_after_s)})
+
+
+def request_timeout(timeout_s: float) -> ApiError:
+    message = f"The answer was not complete within the {timeout_s:g} s that the request asked for."
+    return ApiError(408, message, code="request_timeout", param="timeout")
 
 
 def prompt_too_long(limit: int, prompt_tokens: int | None) -> ApiError:
@@ -105,8 +119,11 @@ def engine_timeout() -> ApiError:
 
 
 def unavailable(message: str, *, code: str, retry_after_s: float) -> ApiError:
-    headers = {"retry-after": str(max(1, round(retry_after_s)))}
-    return ApiError(503, message, code=code, headers=headers)
+    return ApiError(503, message, code=code, headers=_retry_after(retry_after_s))
+
+
+def _retry_after(seconds: float) -> dict[str, str]:
+    return {"retry-after": str(max(1, round(seconds)))}
 
 
 def engine_unavailable(error: EngineUnavailable, state: str) -> ApiError:

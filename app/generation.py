@@ -8,6 +8,8 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from app.admission import Ticket
+from app.deadline import Deadline
 from app.errors import ApiError, context_length_exceeded, engine_lost, internal_error, overloaded
 from app.metrics import Metrics
 from app.text_thread import TextThread
@@ -184,6 +186,9 @@ class Generation(AsyncIterator[Delta]):
         stops: tuple[str, ...],
         min_tokens: int,
         arrived_s: float,
+        deadline: Deadline,
+        ticket: Ticket,
+        service_tier: str,
         on_close: Callable[["Generation"], None],
     ) -> None:
         self.request_id = request_id
@@ -191,10 +196,14 @@ class Generation(AsyncIterator[Delta]):
         self.model = model
         self.prompt = prompt
         self.arrived_s = arrived_s
+        self.service_tier = service_tier
+        self.limit_headers = ticket.headers
         self.choices = [
             Choice(index=index, tokenizer=tokenizer, stops=stops, min_tokens=min_tokens) for index in range(num_choices)
         ]
         self._closed = False
+        self._deadline = deadline
+        self._ticket = ticket
         self._on_close = on_close
         self._engine = engine
         self._outputs = outputs
@@ -240,11 +249,22 @@ class Generation(AsyncIterator[Delta]):
                 self._record(self.choices[index])
         finally:
             self._open.clear()
+            self._ticket.leave()
             self._metrics.e2e.observe(time.monotonic() - self.arrived_s)
             self._on_close(self)
 
     async def _next(self) -> Delta | None:
+        try:
+            async with self._deadline.limit():
+                return await self._next_delta()
+        except TimeoutError:
+            raise self._failed(self._deadline.error(retry_after_s=self._ticket.retry_after_s)) from None
+
+    async def _next_delta(self) -> Delta | None:
+        """Raises TimeoutError past the deadline also where it never had to wait; cancelled there by the deadline."""
         while self._open:
+            if self._deadline.is_over:
+                raise TimeoutError
             try:
                 output = await anext(self._outputs)
             except StopAsyncIteration:
@@ -305,6 +325,6 @@ class Generation(AsyncIterator[Delta]):
             case "context_length_exceeded":
                 return context_length_exceeded(self.model.max_context, len(self.prompt.token_ids))
             case "overloaded":
-                return overloaded()
+                return overloaded(self._ticket.retry_after_s)
             case _:
                 return internal_error()

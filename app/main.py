@@ -36,7 +36,7 @@ def create_app(settings: Settings, *, engine: Engine | None = None) -> FastAPI:
         ttl_s=settings.cache.ttl_s,
         max_answers_per_prompt=settings.cache.answers_per_prompt,
     )
-    text_thread = TextThread(transcripts, max_waiting=settings.scheduler.max_queued)
+    text_thread = TextThread(transcripts)
     service = Service(settings=settings, engine=engine, transcripts=text_thread)
 
     @asynccontextmanager

@@ -8,6 +8,8 @@ import time
 from enum import StrEnum
 from pathlib import Path
 
+from app.admission import Admission, Ticket
+from app.deadline import Deadline
 from app.errors import (
     ApiError,
     context_length_exceeded,
@@ -23,6 +25,7 @@ from app.errors import (
 from app.generation import Engine, Generation
 from app.metrics import Metrics
 from app.schemas import SESSION_ID, ChatCompletionRequest
+from app.service_tier import service_tier
 from app.settings import Settings
 from app.text_thread import TextThread
 from app.tokenizer import ChatTokenizer, TemplateError, TokenizerError
@@ -59,6 +62,9 @@ class Service:
         self.failure: str | None = None
         self.draining = False
         self.generations: set[Generation] = set()
+        self.admission = Admission(
+            places=settings.places, tenant_places=settings.tenant_places, running=settings.scheduler.max_seqs
+        )
         self.metrics = Metrics(engine=engine, active=lambda: len(self.generations))
         self._transcripts = transcripts
         self._tokenizer: ChatTokenizer | None = None
@@ -114,13 +120,46 @@ class Service:
         return self.model
 
     async def generate(
-        self, request: ChatCompletionRequest, *, tenant: str, session_header: str | None, arrived_s: float
+        self,
+        request: ChatCompletionRequest,
+        *,
+        tenant: str,
+        session_header: str | None,
+        timeout_header: str | None,
+        arrived_s: float,
     ) -> Generation:
-        """Tokenize, submit, and hand over what must be iterated to its end and closed. Raises ApiError."""
-        _, tokenizer = self.require_ready()
+        """Admit, tokenize, submit, and hand over what must be iterated to its end and closed. Raises ApiError."""
+        self.require_ready()
         model = self.find_model(request.model)
         num_choices = request.n or 1
         self._check_limits(request, model, num_choices)
+        session_id = _session_id(request, session_header)
+        deadline = Deadline.of(
+            arrived_s=arrived_s,
+            field_s=request.timeout,
+            header=timeout_header,
+            limit_s=self.settings.server.request_timeout_s,
+        )
+        ticket = self.admission.enter(tenant, num_choices)
+        try:
+            return await self._start(request, model, tenant, session_id, ticket, deadline, arrived_s)
+        except BaseException:
+            ticket.leave()
+            raise
+
+    async def _start(
+        self,
+        request: ChatCompletionRequest,
+        model: ModelInfo,
+        tenant: str,
+        session_id: str | None,
+        ticket: Ticket,
+        deadline: Deadline,
+        arrived_s: float,
+    ) -> Generation:
+        """What `generate` does for an admitted request, whose generation gives the ticket back."""
+        _, tokenizer = self.require_ready()
+        num_choices = request.n or 1
         truncates = (request.truncation or self.settings.cache.truncation) == "auto"
         longest = self.settings.server.max_prompt_tokens if truncates else model.max_context
         too_long = prompt_too_long if truncates else context_length_exceeded
@@ -129,24 +168,30 @@ class Service:
         if not tokenizer.has_chat_template:
             raise invalid("This model has no chat template.", code="no_chat_template", param="model")
         try:
-            prompt = await self._transcripts.prepare(
-                tokenizer=tokenizer,
-                # Whoever has another salt must not even learn that somebody had the same conversation.
-                tenant=f"{tenant}/{request.cache_salt}" if request.cache_salt else tenant,
-                model=model.fingerprint,
-                messages=[message.as_rendered() for message in request.messages],
-                tools=None,
-                template_args=request.chat_template_kwargs or {},
-                session_id=_session_id(request, session_header),
-                now=time.time(),
-                client_shift=self.settings.cache.client_shift if request.client_shift is None else request.client_shift,
-            )
+            async with deadline.limit():
+                prompt = await self._transcripts.prepare(
+                    tokenizer=tokenizer,
+                    # Whoever has another salt must not even learn that somebody had the same conversation.
+                    tenant=f"{tenant}/{request.cache_salt}" if request.cache_salt else tenant,
+                    model=model.fingerprint,
+                    messages=[message.as_rendered() for message in request.messages],
+                    tools=None,
+                    template_args=request.chat_template_kwargs or {},
+                    session_id=session_id,
+                    now=time.time(),
+                    client_shift=self.settings.cache.client_shift
+                    if request.client_shift is None
+                    else request.client_shift,
+                )
         except TemplateError as error:
             raise invalid(str(error)[:500], "messages") from None
+        except TimeoutError:
+            raise deadline.error(retry_after_s=ticket.retry_after_s) from None
         self.require_ready()  # a drain may have begun meanwhile
         if len(prompt.token_ids) >= longest:
             raise too_long(longest, len(prompt.token_ids))
         cut = prompt.shift
+        tier, weight = service_tier(request, max_weight=self.settings.server.max_weight)
         request_id = f"chatcmpl-{secrets.token_hex(12)}"
         submit = Submit(
             request_id=request_id,
@@ -169,6 +214,7 @@ class Service:
             message_starts=tuple(dict.fromkeys(prompt.starts[: len(request.messages)])),  # one may have no token
             important=important_ranges(request, prompt.starts),
             shift=None if cut is None else Shift(stream=cut.stream, keep=cut.keep, resume=cut.resume),
+            weight=weight,
         )
         try:
             outputs = await self.engine.submit(submit)
@@ -187,6 +233,9 @@ class Service:
             stops=tuple(request.stop or ()),
             min_tokens=request.min_tokens or 0,
             arrived_s=arrived_s,
+            deadline=deadline,
+            ticket=ticket,
+            service_tier=tier,
             on_close=self.generations.discard,
         )
         self.generations.add(generation)
@@ -239,9 +288,8 @@ class Service:
         return min(wanted, len(prompt.token_ids))
 
     def _check_limits(self, request: ChatCompletionRequest, model: ModelInfo, num_choices: int) -> None:
-        capacity = self.settings.scheduler.max_seqs + self.settings.scheduler.max_queued
-        if num_choices > capacity:
-            raise invalid(f"Invalid 'n': this server takes at most {capacity}.", "n")
+        if num_choices > self.settings.tenant_places:
+            raise invalid(f"Invalid 'n': this server takes at most {self.settings.tenant_places}.", "n")
         for name, ids in (("logit_bias", request.logit_bias), ("stop_token_ids", request.stop_token_ids)):
             if ids and max(ids) >= model.vocab_size:
                 raise invalid(f"Invalid '{name}': the vocabulary has {model.vocab_size} tokens.", name)

@@ -116,7 +116,7 @@ class SchedulerSettings(_Section):
         "quantile", description="expected length of answers: learned, or the longest they may be (an oracle for tests)"
     )
     max_seqs: int = Field(32, ge=1, le=4096, description="sequences running at once")
-    max_queued: int = Field(256, ge=1, le=100_000, description="sequences waiting at once; more are answered 429")
+    max_queued: int = Field(256, ge=1, le=100_000, description="sequences waiting at once; more are answered 503")
     chunked_prefill: bool = Field(True, description="spread long prompts over several steps")
 
 
@@ -144,6 +144,22 @@ class ServerSettings(_Section):
         65_536, ge=1, le=1 << 30, description="longest answer that goes on beyond the window"
     )
     sessions_timeout_s: float = Field(30.0, gt=0, le=3600, description="longest wait for the engine at /v1/sessions")
+    request_timeout_s: float = Field(
+        3600.0, gt=0, le=86_400, description="longest time from a request's arrival to the end of its answer"
+    )
+    tenant_requests: int = Field(
+        0,
+        ge=0,
+        le=1 << 20,
+        description="requests that one api key may have under way; 0: half of all where there "
+        "are several keys, else all",
+    )
+    max_weight: float = Field(
+        4.0,
+        ge=1,
+        le=16,
+        description="largest share that service_tier and priority give a request; 1: no more than others",
+    )
     body_timeout_s: float = Field(30.0, gt=0, le=3600, description="longest wait for a request body")
     send_timeout_s: float = Field(60.0, gt=0, le=3600, description="a client that reads nothing for this long is gone")
     ping_s: float = Field(15.0, gt=0, le=3600, description="silence in a stream after which a comment is sent")
@@ -176,6 +192,17 @@ class Settings(_Section, BaseSettings):
     @classmethod
     def settings_customise_sources(cls, *_: Any, **sources: Any) -> tuple[Any, ...]:
         return (sources["init_settings"],)
+
+    @property
+    def places(self) -> int:
+        """Choices under way at once, running and waiting."""
+        return self.scheduler.max_seqs + self.scheduler.max_queued
+
+    @property
+    def tenant_places(self) -> int:
+        """Of them, those of one tenant."""
+        share = self.places // 2 if len(self.server.api_keys) > 1 else self.places
+        return min(self.server.tenant_requests or max(1, share), self.places)
 
     @property
     def state_dir(self) -> Path:

@@ -101,6 +101,8 @@ def canonical(value: Any) -> str:
 
 def _without_empty(value: Any) -> Any:
     if isinstance(value, dict):
+        if all(type(item) is str for item in value.values()) and _NEVER_RENDERED.isdisjoint(value):
+            return value  # nothing to leave out: most messages
         return {
             name: _without_empty(item)
             for name, item in value.items()

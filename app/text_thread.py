@@ -6,7 +6,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
-from app.errors import overloaded
 from app.transcript import PreparedPrompt, Transcripts
 
 log = logging.getLogger(__name__)
@@ -14,24 +13,16 @@ log = logging.getLogger(__name__)
 
 class TextThread:
     """`app.transcript.Transcripts` for the event loop. First in, first out: what was recorded before a prompt is
-    prepared is there for it."""
+    prepared is there for it. How many prompts wait is bounded by who is admitted."""
 
-    def __init__(self, transcripts: Transcripts, *, max_waiting: int) -> None:
+    def __init__(self, transcripts: Transcripts) -> None:
         self._transcripts = transcripts
-        self._max_waiting = max_waiting
-        self._waiting = 0  # prompts
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="text")
 
     async def prepare(self, **fields: Any) -> PreparedPrompt:
-        """As `Transcripts.prepare`. Raises ApiError 429 when too many prompts wait already."""
-        if self._waiting >= self._max_waiting:
-            raise overloaded()
-        self._waiting += 1
-        try:
-            call = partial(self._transcripts.prepare, **fields)
-            return await asyncio.get_running_loop().run_in_executor(self._executor, call)
-        finally:
-            self._waiting -= 1
+        """As `Transcripts.prepare`. Cancelled while it waits, it is not called."""
+        call = partial(self._transcripts.prepare, **fields)
+        return await asyncio.get_running_loop().run_in_executor(self._executor, call)
 
     def record(self, prompt: PreparedPrompt, **fields: Any) -> None:
         """As `Transcripts.record`, without waiting for it."""

@@ -52,6 +52,7 @@ class ChatTokenizer:
         specials = [tokenizer.id_to_token(token_id) or "" for token_id in self.special_ids]
         longest_first = sorted((token for token in specials if len(token) > 1), key=len, reverse=True)
         self._special = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+        self._openings = frozenset(token[0] for token in longest_first)
         # Vocabularies of the sentencepiece kind put a space before every text they encode, but not behind a newline.
         self._adds_prefix = False
         self._newline_ids = self.encode("\n")
@@ -99,11 +100,19 @@ class ChatTokenizer:
         if self._template is None:
             raise TemplateError("This model has no chat template.")
         return self._template.render(
-            [self._shielded(message) for message in messages],
+            messages if self._has_no_special(messages) else [self._shielded(message) for message in messages],
             tools=tools,
             template_args=template_args,
             add_generation_prompt=add_generation_prompt,
         )
+
+    def _has_no_special(self, messages: list[dict[str, Any]]) -> bool:
+        """A quick look at all of a history; False where it takes a closer one."""
+        try:
+            text = "".join([value for message in messages for value in message.values()])
+        except TypeError:  # a value is no string
+            return False
+        return not any(opening in text for opening in self._openings)
 
     def _shielded(self, value: Any) -> Any:
         """A message, or a part of one, in whose strings no special token is left whole."""

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from app.message_bounds import MessageBounds
+from app.recent import RecentChains
 from app.splice import (
     GENERATED,
     Message,
@@ -51,6 +52,7 @@ MAX_LOOKUPS = 512  # answers of a request, from the last one back, that are look
 MAX_ATTEMPTS = 4  # candidates whose text is compared
 MAX_STREAM_TOKENS = 1 << 18  # a conversation that a client shortens is begun anew when it is longer than that
 MIN_SHIFTED_TOKENS = 128  # four blocks: a shorter rest of a conversation is computed as fast as moved
+_RECENT_CHARS = 16 << 20  # of conversations whose next turn is recognised by comparing texts
 _FOR_EVER_S = 1e12
 
 
@@ -76,6 +78,7 @@ class Transcripts:
         self._store = TranscriptStore(path=path, max_bytes=max_bytes, max_answers_per_prompt=max_answers_per_prompt)
         self._ttl_s = ttl_s
         self._bounds = MessageBounds(mark=secrets.token_hex(16))
+        self._recent = RecentChains(max_chars=_RECENT_CHARS)
         self._sentinel = secrets.token_hex(16)  # lower-case letters and digits, which no filter changes
 
     def prepare(
@@ -94,13 +97,12 @@ class Transcripts:
         """The ids of a chat request, and its session: the one given, that of the answer it goes on from, or a new one.
         With `client_shift` it may also go on from a conversation whose earliest messages the client has dropped.
 
-        Recorded answers are found by content, whatever session they are of. Raises TemplateError.
+        Recorded answers are found by content, whatever session they are of. `messages` must not be changed afterwards.
+        Raises TemplateError.
         """
         text = tokenizer.render(messages, tools=tools, template_args=template_args, add_generation_prompt=True)
         scope = digest("scope", tenant, model, tokenizer.template_digest, canonical(tools), canonical(template_args))
-        chain = [scope]
-        for message in messages:
-            chain.append(link(chain[-1], message))
+        chain = self._chain(scope, messages)
         request = Request(tokenizer, messages, tools, template_args, text, chain)
         ids: list[int] | None = None
         starts: list[int] = []
@@ -269,14 +271,28 @@ class Transcripts:
     def close(self) -> None:
         self._store.close()
 
+    def _chain(self, scope: bytes, messages: list[Message]) -> list[bytes]:
+        """[messages + 1]: digest of the scope and the first n messages."""
+        turn = next((n for n in range(len(messages) - 1, 0, -1) if messages[n].get("role") == "assistant"), 0)
+        known = self._recent.take(scope, messages, turn)
+        chain = [scope] if known is None else known[:]
+        for message in messages[len(chain) - 1 :]:
+            chain.append(link(chain[-1], message))
+        self._recent.add(messages, chain, 0 if known is None else turn)
+        return chain
+
+    def _known_turns(self, request: Request) -> Iterator[int]:
+        """Indices of the request's answers, the last one first, in front of which a recorded prompt ends."""
+        messages = request.messages
+        turns = [n for n in range(len(messages) - 1, -1, -1) if messages[n].get("role") == "assistant"][:MAX_LOOKUPS]
+        yield from turns[:1]  # most often it is the one, and the query for the others waits until they are asked for
+        known = self._store.known_prompts([request.chain[turn] for turn in turns[1:]])
+        yield from (turn for turn in turns[1:] if request.chain[turn] in known)
+
     def _candidates(self, request: Request, session_id: str | None, *, since: float) -> Iterator[_Candidate]:
         """Deepest first, one per turn."""
-        turns = [turn for turn, message in enumerate(request.messages) if message.get("role") == "assistant"]
-        turns = turns[-MAX_LOOKUPS:]
-        known = self._store.known_prompts([request.chain[turn] for turn in turns])
-        turns = [turn for turn in turns if request.chain[turn] in known]
         attempts = 0
-        for turn in reversed(turns):
+        for turn in self._known_turns(request):
             content = content_of(request.messages[turn])
             before, after = request.chain[turn : turn + 2]
             answers = self._store.find_answers(after=after, session_id=session_id, since=since)

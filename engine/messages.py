@@ -7,7 +7,7 @@ import msgspec
 
 from scheduler.sequence import SamplingParams
 
-WIRE_VERSION = 2
+WIRE_VERSION = 3
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -76,6 +76,7 @@ class Submit(msgspec.Struct, frozen=True, kw_only=True, tag="submit"):
     message_starts: tuple[int, ...] = ()  # token offsets at which messages begin, increasing
     important: tuple[tuple[int, int], ...] = ()  # half-open token ranges that a truncation keeps
     shift: "Shift | None" = None  # the client dropped messages itself, and may be served from their saved KV
+    weight: float = 1.0  # share of the engine it asks for, against requests of weight 1
 
 
 class Shift(msgspec.Struct, frozen=True, kw_only=True):

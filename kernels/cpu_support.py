@@ -47,6 +47,31 @@ def prefill_kernels() -> ModuleType | None:
     return module
 
 
+@functools.cache
+def flash_kernels() -> ModuleType | None:
+    """`kernels.cpu_flash`, or None where it cannot run, which takes dot products of bf16 pairs, or should not:
+    with AMX torch's own attention multiplies tiles of bf16 and is faster. Without, it is no faster than in fp32."""
+    if decode_kernels() is None:
+        return None
+    try:
+        if not _dots_of_pairs() or torch.cpu._is_amx_tile_supported():
+            return None
+        module = importlib.import_module("kernels.cpu_flash")
+        module.self_test()
+    except Exception as error:
+        log.info("attention of many rows without compiled kernels: %s", error)
+        return None
+    return module
+
+
+def _dots_of_pairs() -> bool:
+    """Whether the processor has AVX512_BF16 and numba compiles for it: if it did not, LLVM would end the process."""
+    from numba.core.registry import cpu_target
+
+    _, _, features = cpu_target.target_context.codegen().magic_tuple()
+    return torch.cpu._is_avx512_bf16_supported() and "+avx512bf16" in features.split(",")
+
+
 def _test(module: ModuleType) -> None:
     """Raises if the kernels are wrong, or if their threads are not torch's."""
     use_torch_threads()

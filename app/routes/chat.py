@@ -7,6 +7,7 @@ import msgspec
 from fastapi import APIRouter, Request, Response
 
 from app.answers import completion
+from app.deadline import HEADER as TIMEOUT_HEADER
 from app.generation import Generation
 from app.requests import parse_body
 from app.routes import service_of
@@ -28,9 +29,10 @@ async def chat_completions(request: Request) -> Response:
         body,
         tenant=request.state.tenant,
         session_header=request.headers.get("x-session-id"),
+        timeout_header=request.headers.get(TIMEOUT_HEADER),
         arrived_s=request.state.arrived_s,
     )
-    headers["x-session-id"] = generation.prompt.session_id
+    headers |= {**generation.limit_headers, "x-session-id": generation.prompt.session_id}
     if body.stream:
         return EventStream(
             generation,

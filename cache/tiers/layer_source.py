@@ -35,15 +35,17 @@ class LayerSource:
         for reader in self._readers.values():
             reader.close()
 
-    def read(self, layer: int, failed: dict[BlockKey, str]) -> tuple[Tensor, Tensor]:
-        """K un-rotated and V of one layer [tokens of all blocks, kv_heads, dim]. Notes in `failed` blocks whose bytes
-        in DRAM are not what they were. Raises BlockMissing for those on disk."""
+    def read(self, layer: int, failed: dict[BlockKey, str]) -> None:
+        """Bring one layer and check it. Notes in `failed` blocks whose bytes in DRAM are not what they were. Raises
+        BlockMissing for those on disk."""
         self.read_disk(layer)
-        slab = self._slab
         for block in self._blocks:
-            if block.extent is None and not slab.is_intact(layer, block.slot or 0):
+            if block.extent is None and not self._slab.is_intact(layer, block.slot or 0):
                 failed[block.key] = "checksum"
-        parts_k, parts_v = [], []
+
+    def rows(self, layer: int) -> tuple[Tensor, Tensor]:
+        """K un-rotated and V of the layer that was read last [tokens of all blocks, kv_heads, dim]; copies."""
+        slab = self._slab
         slots = torch.tensor([block.slot if block.slot is not None else 0 for block in self._blocks])
         k, v = slab.k(layer).index_select(0, slots), slab.v(layer).index_select(0, slots)
         for place, data in self._bounce.items():
@@ -53,6 +55,7 @@ class LayerSource:
             v[place] = elements[split:].view(v.shape[1:])
         if all(block.num_rows == k.shape[1] for block in self._blocks):
             return k.flatten(0, 1), v.flatten(0, 1)
+        parts_k, parts_v = [], []
         for place, block in enumerate(self._blocks):
             parts_k.append(k[place, : block.num_rows])
             parts_v.append(v[place, : block.num_rows])

@@ -78,7 +78,7 @@ async def test_a_prompt_far_too_long_is_not_even_tokenized(running: Running, mon
     ("refuse", "status", "code"),
     [
         ("context_length_exceeded", 400, "context_length_exceeded"),
-        ("overloaded", 429, "rate_limit_exceeded"),
+        ("overloaded", 503, "overloaded"),
         ("internal_error", 500, "internal_error"),
     ],
 )
@@ -88,7 +88,7 @@ async def test_what_the_engine_refuses_is_a_status_also_for_streams(running: Run
     response = await running.chat(stream=stream)
     assert (response.status_code, envelope(response)["code"]) == (status, code)
     assert "secret" not in response.text
-    assert ("retry-after" in response.headers) == (status == 429)
+    assert ("retry-after" in response.headers) == (status == 503)
     assert running.app.state.service.generations == set()
 
 

@@ -163,3 +163,27 @@ def test_marks_in_front_of_special_tokens_are_the_tokens(kind, behind, pieces):
     (special_id,) = tokenizer.encode(special)
     assert ids == plain
     assert places == [at for at, token_id in enumerate(ids) if token_id == special_id] + [len(ids)]
+
+
+@pytest.mark.parametrize("template", [CHAT_TEMPLATE, LLAMA_2, STRIPS_THINKING, TRIMS, COUNTS, SHOUTS, TWICE])
+@given(
+    contents=st.lists(st.sampled_from(["a", " b ", "", "<|im_end|>", "a</think>b", "[INST] c [/INST]"]), min_size=3),
+    others=st.lists(st.sampled_from(["d", "e ", "<|im_end|>\n"]), min_size=3, max_size=5),
+)
+def test_what_was_learned_from_one_conversation_holds_for_another(template, contents, others):
+    bounds = MessageBounds(mark="0123456789abcdef")
+    for texts in (others, contents):
+        messages = [(assistant if n % 2 else user)(text) for n, text in enumerate(texts)]
+        for first in range(1, len(messages)):
+            assert parts(template, messages, first=first, bounds=bounds) == parts(template, messages, first=first)
+
+
+def test_a_known_ending_needs_no_second_render():
+    bounds = MessageBounds(mark="0123456789abcdef")
+    renders = Renders(CHAT_TEMPLATE)
+    for size in (1, 1, 40):
+        messages = [user("hello"), assistant("hi")] * size + [user("bye")]
+        text = renders(messages, True)
+        renders.sizes.clear()
+        bounds.find(text, messages, first=len(messages) - 1, render=renders, template=renders.tokenizer.template_digest)
+    assert renders.sizes == []

@@ -83,8 +83,9 @@ async def test_errors_are_the_clients_own(client: openai.AsyncOpenAI, guarded: R
     with pytest.raises(openai.AuthenticationError):
         await client.with_options(api_key="sk-wrong-11").models.list()
     guarded.engine.script.refuse = "overloaded"
-    with pytest.raises(openai.RateLimitError):
+    with pytest.raises(openai.InternalServerError) as overloaded:
         await create(model="test-model", messages=MESSAGES, stream=True)
+    assert (overloaded.value.status_code, overloaded.value.code) == (503, "overloaded")
     guarded.engine.script.refuse_after = 3
     stream = await create(model="test-model", messages=MESSAGES, stream=True)
     with pytest.raises(openai.APIError, match="queue is full"):

@@ -9,7 +9,7 @@ from pydantic import ValidationError
 
 from app.errors import ApiError, from_validation
 from app.requests import parse_json
-from app.schemas import ChatCompletionRequest
+from app.schemas import ChatCompletionRequest, Message
 from app.service import answer_limit, sampling
 from tests.app.fakes import FakeEngine, Running, in_process, make_settings
 
@@ -259,3 +259,42 @@ def test_no_json_makes_the_server_fail(model_dir, tmp_path):
             check()
         finally:
             runner.run(app.__aexit__(None, None, None))
+
+
+SENT = st.fixed_dictionaries(
+    {
+        "role": st.sampled_from(["system", "developer", "user", "assistant", "tool", "other", 1]),
+        "content": st.sampled_from(["", "hello", None, 1, [{"type": "text", "text": "a"}]]),
+    },
+    optional={
+        "name": st.sampled_from(["Ann", None, 1]),
+        "tool_calls": st.sampled_from([[], None, [1]]),
+        "reasoning_content": st.just("hm"),
+        "x_cache": st.just({"important": True}),
+        "unknown": st.just(1),
+    },
+)
+
+
+@given(sent=st.lists(SENT, min_size=1, max_size=3))
+def test_messages_mean_the_same_together_as_each_alone(sent):
+    def read(messages: list[Any]) -> tuple[list[Any], list[Any]]:
+        parsed = parse(messages=messages).messages
+        return [message.as_rendered() for message in parsed], [message.x_cache for message in parsed]
+
+    try:
+        alone = [Message.model_validate(message) for message in sent]
+    except ValidationError:
+        with pytest.raises(ValidationError):
+            parse(messages=sent)
+    else:
+        assert read(sent) == ([message.as_rendered() for message in alone], [message.x_cache for message in alone])
+
+
+def test_plain_histories_are_bounded_like_others():
+    named = [{"role": "user", "content": "x", "name": "Ann"}]
+    for messages in ([], HELLO * 4097, named * 4097):
+        with pytest.raises(ValidationError) as error:
+            parse(messages=messages)
+        assert from_validation(error.value).param == "messages"
+    assert len(parse(messages=HELLO * 4096).messages) == 4096

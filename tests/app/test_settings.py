@@ -141,3 +141,17 @@ def test_settings_are_frozen():
         Settings().cache = CacheSettings()  # type: ignore[misc]
     with pytest.raises(ValueError, match="frozen"):
         Settings().cache.mode = "recompute"  # type: ignore[misc]
+
+
+def test_several_keys_share_the_places():
+    scheduler = {"max_seqs": 4, "max_queued": 6}
+    keys = "sk-secret-1,sk-secret-2"
+
+    def places(**server: object) -> tuple[int, int]:
+        settings = Settings.model_validate({"scheduler": scheduler, "server": server})
+        return settings.places, settings.tenant_places
+
+    assert places() == places(api_keys="sk-secret-1") == (10, 10)
+    assert places(api_keys=keys) == (10, 5)
+    assert places(api_keys=keys, tenant_requests=7) == (10, 7)
+    assert places(tenant_requests=100) == (10, 10)

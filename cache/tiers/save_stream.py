@@ -1,0 +1,160 @@
+"""The save stream: HBM -> DRAM slots while the engine computes on (AttentionStore §3.2.2), on a thread of its own."""
+
+import time
+from collections.abc import Sequence
+from queue import SimpleQueue
+
+import torch
+from torch import Tensor
+
+from cache.block import BLOCK_TOKENS
+from cache.plan import CapturePiece, FillFromPage, FillFromSlot, Save, Saved, SealSlot, Transferred
+from cache.tiers.capture import Captured, CapturedRows
+from cache.tiers.completions import Completions
+from cache.tiers.dram import Slab
+from cache.tiers.rotations import Rotations
+from cache.tiers.throttle import Throttle
+from kernels.attention.base import KvPages
+from kernels.kv_copy import gather_rows
+
+_HELD_STEPS = 32  # decode steps that are saved together, unless a block is full before
+_FEW_ROWS = 64
+
+
+class SaveStream:
+    """`run` is the thread; the other methods are called by the engine's."""
+
+    def __init__(
+        self,
+        *,
+        pages: Sequence[KvPages],
+        slab: Slab,
+        throttle: Throttle,
+        synchronous: bool,
+        max_backlog_bytes: int,
+        completions: Completions,
+    ) -> None:
+        self._pages, self._slab = pages, slab
+        self._device = pages[0].k.device
+        self._throttle = throttle
+        self._synchronous = synchronous
+        self._max_backlog_bytes = max_backlog_bytes
+        self._backlog_bytes = 0
+        self._completions = completions
+        self._changed = completions.changed
+        self._orders: SimpleQueue[Save | list[CapturedRows] | None] = SimpleQueue()
+        self._held: list[CapturedRows] = []
+
+    def save(self, step: Captured, pieces: list[CapturePiece]) -> None:
+        """Save these parts of a step. Waits when too much is waiting already, or always if saving is synchronous."""
+        if not pieces:
+            return
+        ready = None
+        if self._device.type == "cuda":
+            ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            ready.record()
+        self._held.append(CapturedRows(step, pieces, ready))
+        # A decode step is a few rows: copying them costs its calls, so the rows of many steps go together.
+        if self._synchronous or len(self._held) >= _HELD_STEPS or step.keys[0].shape[0] > _FEW_ROWS:
+            self.flush()
+
+    def put(self, order: Save) -> None:
+        """What was given to `save` before comes before it."""
+        self.flush()
+        self._orders.put(order)
+
+    def flush(self) -> None:
+        """Hand over the steps that were held back. Anything that tells about a slot has to come behind them."""
+        if not self._held:
+            return
+        held, self._held = self._held, []
+        size = self._bytes_of(held)
+        with self._changed:
+            self._backlog_bytes += size
+            self._orders.put(held)
+            limit = 0 if self._synchronous else self._max_backlog_bytes
+            while self._backlog_bytes > limit:
+                self._completions.check()
+                self._changed.wait(1.0)
+
+    def _bytes_of(self, captures: Sequence[CapturedRows]) -> int:
+        """The KV of all of their rows, saved or not: they are kept alive together."""
+        rows = sum(capture.step.keys[0].shape[0] for capture in captures)
+        return rows * self._slab.slot_bytes // BLOCK_TOKENS
+
+    def close(self) -> None:
+        """Let the thread save what it was given, and end."""
+        self.flush()
+        self._orders.put(None)
+
+    def run(self, rotations: Rotations) -> None:
+        """Saves until `close`."""
+        while (order := self._orders.get()) is not None:
+            started = time.perf_counter()
+            match order:
+                case list():
+                    size = self._save_captures(order)
+                    self._completions.tell(Transferred("hbm_to_dram", size, time.perf_counter() - started))
+                case FillFromSlot():
+                    for layer in range(self._slab.num_layers):
+                        for rows in (self._slab.k(layer), self._slab.v(layer)):
+                            rows[order.slot, : order.num_rows] = rows[order.source_slot, : order.num_rows]
+                case FillFromPage():
+                    self._fill_from_page(order, rotations)
+                case SealSlot():
+                    if order.num_rows:
+                        self._slab.clear_behind(order.slot, order.num_rows)
+                        self._slab.seal(order.slot)
+                    self._completions.tell(Saved(order.ticket))
+
+    def _save_captures(self, captures: list[CapturedRows]) -> int:
+        """Rows of some steps into their slots. Returns the bytes."""
+        held = self._bytes_of(captures)
+        pieces = [piece for capture in captures for piece in capture.pieces]
+        slots = torch.cat([torch.full((p.num_rows,), p.slot) for p in pieces])
+        places = torch.cat([torch.arange(p.slot_row, p.slot_row + p.num_rows) for p in pieces])
+        wanted = [self._wanted_rows(capture) for capture in captures]
+        size = 0
+        passed = self._throttle.book(sum(p.num_rows for p in pieces) * self._slab.slot_bytes // BLOCK_TOKENS)
+        for layer in range(self._slab.num_layers):
+            for target, parts in (
+                (self._slab.k(layer), [capture.step.keys[layer] for capture in captures]),
+                (self._slab.v(layer), [capture.step.values[layer] for capture in captures]),
+            ):
+                chosen = [t if rows is None else t.index_select(0, rows) for t, rows in zip(parts, wanted, strict=True)]
+                source = chosen[0] if len(chosen) == 1 else torch.cat(chosen)
+                source = source.to(target.device)
+                as_words(target).index_put_((slots, places), as_words(source))
+                size += source.numel() * source.element_size()
+        self._throttle.wait(passed)
+        captures.clear()
+        with self._changed:
+            self._backlog_bytes -= held
+            self._changed.notify_all()
+        return size
+
+    def _wanted_rows(self, capture: CapturedRows) -> Tensor | None:
+        """Indices of the rows of a step that are to be saved; None for all of them."""
+        if capture.ready is not None:
+            capture.ready.synchronize()
+        rows = torch.cat([torch.arange(p.batch_row, p.batch_row + p.num_rows) for p in capture.pieces])
+        return None if len(rows) == capture.step.keys[0].shape[0] else rows.to(self._device)
+
+    def _fill_from_page(self, order: FillFromPage, rotations: Rotations) -> None:
+        page_size = self._pages[0].k.shape[1]
+        rows = torch.arange(order.num_rows, device=self._device)
+        slots = rows + (order.page * page_size + order.page_row)
+        positions = rows + order.position
+        span = slice(order.slot_row, order.slot_row + order.num_rows)
+        for layer, pages in enumerate(self._pages):
+            self._slab.k(layer)[order.slot, span] = rotations.unrotate(layer, gather_rows(pages.k, slots), positions)
+            self._slab.v(layer)[order.slot, span] = gather_rows(pages.v, slots)
+
+
+def as_words(rows: Tensor) -> Tensor:
+    """The same memory in elements of eight bytes if that can be: copying by index costs its time per element."""
+    per_word = 8 // rows.element_size()
+    strides = (*rows.stride()[:-1], rows.storage_offset())
+    if rows.stride(-1) != 1 or rows.shape[-1] % per_word or any(stride % per_word for stride in strides):
+        return rows
+    return rows.view(torch.int64)

@@ -1,0 +1,121 @@
+"""The compiled way of a block into its pages against torch's, bit for bit."""
+
+import sys
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from engine.hf_model import turn_halves
+from kernels.attention.base import KvPages
+from kernels.block_writer import block_writer, load_kernels
+from kernels.kv_copy import write_rows
+
+ROWS = 32  # of a block
+needs_numba = pytest.mark.skipif(load_kernels() is None, reason="no numba here")
+
+
+def pool(num_pages: int, page_size: int, heads: int, dim: int, heads_first: bool) -> Tensor:
+    if not heads_first:
+        return torch.zeros(num_pages, page_size, heads, dim, dtype=torch.bfloat16)
+    return torch.zeros(heads, num_pages, page_size, dim, dtype=torch.bfloat16).permute(1, 2, 0, 3)
+
+
+@st.composite
+def loads(draw: st.DrawFn) -> tuple[KvPages, KvPages, Tensor, np.ndarray, Tensor, Tensor]:
+    """Two equal pools, segments, blocks all over them, and tables."""
+    heads, k_dim, v_dim = draw(st.integers(1, 3)), draw(st.sampled_from([2, 16, 34, 64, 80])), draw(st.integers(1, 70))
+    turns = 2 * draw(st.integers(0, k_dim // 2))
+    blocks_per_page, num_blocks = draw(st.integers(1, 2)), draw(st.integers(0, 5))
+    page_size = blocks_per_page * ROWS
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
+    segment = ROWS * heads * (k_dim + v_dim)
+    segments = torch.randn(6, segment, generator=generator).bfloat16()
+    slots = draw(st.permutations(range(6 * blocks_per_page)))[:num_blocks]
+    counts = draw(st.lists(st.integers(0, ROWS), min_size=num_blocks, max_size=num_blocks))
+    starts = draw(st.lists(st.integers(0, 5), min_size=num_blocks, max_size=num_blocks))
+    angles = np.cumsum([0, *counts])
+    blocks = np.array(
+        [[s * segment, c, t * ROWS, a] for s, c, t, a in zip(starts, counts, slots, angles, strict=False)], np.int64
+    ).reshape(-1, 4)
+    cos, sin = torch.randn(2, angles[-1], turns, generator=generator).bfloat16()
+    heads_first = draw(st.booleans())
+    ours, theirs = (KvPages(*(pool(6, page_size, heads, dim, heads_first) for dim in (k_dim, v_dim))) for _ in range(2))
+    return ours, theirs, segments, blocks, cos, sin
+
+
+@needs_numba
+@settings(max_examples=60, deadline=None)
+@given(loads())
+def test_it_leaves_what_torch_leaves(load: tuple[KvPages, KvPages, Tensor, np.ndarray, Tensor, Tensor]) -> None:
+    ours, theirs, segments, blocks, cos, sin = load
+    heads, k_dim = ours.k.shape[2:]
+    writer = block_writer(ours, ROWS)
+    assert writer is not None
+    writer.write(segments, blocks, cos, sin)
+    for start, count, slot, angle in blocks.tolist():
+        data = segments.view(-1)[start:][: segments.shape[1]]
+        k = data[: ROWS * heads * k_dim].view(ROWS, heads, k_dim)[:count]
+        v = data[ROWS * heads * k_dim :].view(ROWS, heads, -1)[:count]
+        rows, turned = slot + torch.arange(count), slice(angle, angle + count)
+        write_rows(theirs.k, rows, turn_halves(k, cos[turned, None], sin[turned, None]) if cos.shape[1] else k)
+        write_rows(theirs.v, rows, v)
+    assert torch.equal(ours.k, theirs.k)
+    assert torch.equal(ours.v, theirs.v)
+
+
+@needs_numba
+def test_extremes_are_rounded_as_torch_rounds_them() -> None:
+    """Ties, numbers that overflow, denormals, zeros of both signs and infinity."""
+    bits = torch.tensor([0, -32768, 1, 0x7F, 0x80, 0x3F80, 0x3F81, 0x4049, 0x7F7F, -129, 0x7F80], dtype=torch.int16)
+    values = bits.view(torch.bfloat16)
+    x, y = torch.meshgrid(values, values, indexing="ij")
+    k = torch.zeros(ROWS * 4, 1, 2, dtype=torch.bfloat16)
+    k[: x.numel(), 0] = torch.stack((x.flatten(), y.flatten()), -1)
+    for cos, sin in ((values[5], values[5]), (values[6], values[7]), (values[3], values[8])):
+        tables = [t.expand(len(k), 2).contiguous() for t in (cos, sin)]
+        want = turn_halves(k, *(t[:, None] for t in tables))
+        pages = KvPages(pool(4, ROWS, 1, 2, True), pool(4, ROWS, 1, 1, True))
+        segments = torch.zeros(4, ROWS * 3, dtype=torch.bfloat16)
+        segments[:, : ROWS * 2] = k.view(4, -1)
+        blocks = np.array([[i * ROWS * 3, ROWS, i * ROWS, i * ROWS] for i in range(4)])
+        writer = block_writer(pages, ROWS)
+        assert writer is not None
+        writer.write(segments, blocks, *tables)
+        got = pages.k.flatten(0, 1)
+        assert torch.equal(got.isnan(), want.isnan())
+        assert torch.equal(got.nan_to_num().view(torch.int16), want.nan_to_num().view(torch.int16))
+
+
+@needs_numba
+@pytest.mark.parametrize(
+    "block", [[-1, 1, 0, 0], [1, 32, 0, 0], [0, 33, 0, 0], [0, 32, 96, 0], [0, 32, 1, 0], [0, 2, 0, 31]]
+)
+def test_nothing_is_read_or_written_outside(block: list[int]) -> None:
+    pages = KvPages(pool(3, ROWS, 1, 2, True), pool(3, ROWS, 1, 2, True))
+    writer = block_writer(pages, ROWS)
+    assert writer is not None
+    tables = torch.ones(ROWS, 2, dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match="outside"):
+        writer.write(torch.ones(ROWS * 4, dtype=torch.bfloat16), np.array([block]), tables, tables)
+    assert not pages.k.any()
+    assert not pages.v.any()
+
+
+def test_other_types_go_another_way() -> None:
+    pages = KvPages(torch.zeros(1, ROWS, 1, 2), torch.zeros(1, ROWS, 1, 2))
+    assert block_writer(pages, ROWS) is None
+
+
+def test_without_kernels_there_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "kernels.cpu_load", None)
+    assert load_kernels.__wrapped__() is None
+
+
+@needs_numba
+def test_kernels_that_fail_their_test_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(load_kernels(), "place", lambda *_: None)
+    assert load_kernels.__wrapped__() is None
