@@ -159,11 +159,11 @@ class HbmPool:
             per_page = self.page_size // BLOCK_TOKENS
             for index, (group, claim) in enumerate(zip(groups, claimed, strict=True)):
                 if claim is None:
-                    claim = self.pages.take(last_page(context))
+                    claim = self.pages.take(last_page(context), pages_needed - len(context.pages))
                     self._bring(group, index * per_page, claim, placement)
                 context.pages.append(claim)
             while len(context.pages) < pages_needed:
-                context.pages.append(self.pages.take(last_page(context)))
+                context.pages.append(self.pages.take(last_page(context), pages_needed - len(context.pages)))
             if match.partial is not None and match.partial.is_open and claimed[-1] is not None:
                 placement.taken_over = match.partial.key  # its rows are ours now and will grow
         for page in sources if placement is not None else (*sources, *held):

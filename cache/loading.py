@@ -18,6 +18,7 @@ class Load:
 
     context: RunningContext
     blocks: tuple[BlockLoad, ...]
+    claimant: str  # in whose name others wait for its blocks: its request, until that cannot wait any longer itself
 
 
 class Loads:
@@ -58,7 +59,7 @@ class Loads:
             blocks.append(load)
         self._lower.hold_copies(load.key for load in blocks if load.extent is not None)
         context.job = self._lower.next_job()
-        self.under_way[context.job] = Load(context, tuple(blocks))
+        self.under_way[context.job] = Load(context, tuple(blocks), context.request_id)
         self._lower.moves.append(LoadBlocks(context.job, context.request_id, tuple(blocks)))
 
     def leave(self, context: RunningContext) -> bool:
@@ -68,13 +69,24 @@ class Loads:
         self._lower.moves.append(ReleaseLoad(context.job))
         return True
 
+    def outlive(self, context: RunningContext) -> None:
+        """A request is voided while its load is under way. It will wait for the end of that outside of the batch, as
+        others wait for a sibling, and order nothing twice."""
+        load = self.under_way.get(context.job) if context.job is not None else None
+        if load is None or context.job is None:
+            return
+        self.under_way[context.job] = load = replace(load, claimant=f"load {context.job}")
+        for block in load.blocks:
+            if block.num_rows == BLOCK_TOKENS:
+                self._siblings.claim(block.key, load.claimant)
+
     def on_loaded(self, event: Loaded) -> None:
         """What came is believed, what failed is not looked for there again."""
         load = self.under_way.pop(event.job_id)
         context = load.context
         self._lower.release_copies(block.key for block in load.blocks if block.extent is not None)
         for block in load.blocks:
-            self._siblings.settle(block.key, context.request_id)
+            self._siblings.settle(block.key, load.claimant)
             if block.slot is not None and block.extent is None:
                 self._lower.unpin(block.slot)
             elif block.slot is not None:
@@ -89,10 +101,12 @@ class Loads:
         for key, reason in event.failed.items():
             self._stats.load_failures[reason] += 1
             self._drop_bad_copy(key, next(b for b in load.blocks if b.key == key))
-        if event.failed and context.job == event.job_id and context.request_id in self._running:
+        stands_on_it = context.job == event.job_id
+        if event.failed and (stands_on_it or load.claimant != context.request_id):
             context.miss_reason = "load_failed"
+        if event.failed and stands_on_it and context.request_id in self._running:
             self._failed[context.request_id] = None
-        elif context.job == event.job_id:
+        elif stands_on_it:
             context.job = None
 
     def _drop_bad_copy(self, key: BlockKey, load: BlockLoad) -> None:
@@ -119,8 +133,12 @@ class Loads:
         return seconds * (1 - self._arrived(context.job))
 
     def frees_room(self) -> bool:
-        """Whether the end of a load will free pages that no request has any more."""
-        return any(load.context.job != job_id for job_id, load in self.under_way.items())
+        """Whether the end of a load will soon free pages that no request has any more. One that made its request leave
+        the batch may take long."""
+        return any(
+            load.context.job != job_id and load.claimant == load.context.request_id
+            for job_id, load in self.under_way.items()
+        )
 
     def take_failed(self) -> list[str]:
         """Requests whose load failed since the last call: what they computed on it is void. They have to be preempted

@@ -186,8 +186,8 @@ class CacheManager:
         missing = self.hbm.num_pages(context.computed + num_tokens) - len(context.pages)
         if not self.hbm.make_room(missing):
             return False
-        for _ in range(missing):
-            context.pages.append(self.pages.take(context.pages[-1] if context.pages else None))
+        for done in range(missing):
+            context.pages.append(self.pages.take(context.pages[-1] if context.pages else None, missing - done))
         return True
 
     def capture(self, request_id: str, num_tokens: int, batch_row: int) -> list[CapturePiece]:
@@ -359,8 +359,8 @@ class CacheManager:
         if not self.hbm.make_room(num_pages):
             return None
         pages: list[int] = []
-        for _ in range(num_pages):
-            pages.append(self.pages.take(pages[-1] if pages else None))
+        for done in range(num_pages):
+            pages.append(self.pages.take(pages[-1] if pages else None, num_pages - done))
         return pages
 
     def give_back(self, pages: Sequence[int]) -> None:

@@ -86,9 +86,10 @@ class Publisher:
         return open_key
 
     def void(self, context: RunningContext) -> None:
-        """Give a request's room back and publish nothing of it: its load has failed."""
+        """Give a request's room back and publish nothing of it: its load has failed, or takes too long."""
         context.computed = context.sealed * BLOCK_TOKENS
         self._siblings.give_up(context)
+        self._loads.outlive(context)
         self._saver.abandon(context)
         for page in context.pages:
             self._pages.unpin(page)

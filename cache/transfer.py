@@ -1,9 +1,10 @@
 """Carries out the cache's moves: the only place, with `tiers/` and `codec`, that touches bytes.
 
-Beside the engine's there is a thread for each stream, in a file of its own in `tiers/`: one saves into DRAM slots, one
-loads into HBM layer by layer, one works for the disk. Torch and the kernel let go of the GIL while they copy. What
-has ended is told by events, in the engine's own thread. On CUDA the copies run on streams of their own over pinned
-memory and the threads wait for them; nothing is told before the bytes are there.
+Beside the engine's there is a thread for each stream, in a file of its own in `tiers/`: saving into DRAM slots, loading
+into HBM layer by layer, fetching from disk, writing to it. What somebody waits for never stands behind what nobody
+waits for. Torch and the kernel let go of the GIL while they copy. What has ended is told by events, in the engine's own
+thread. On CUDA the copies run on streams of their own over pinned memory and the threads wait for them; nothing is told
+before the bytes are there.
 """
 
 import logging
@@ -17,24 +18,30 @@ import torch
 from cache.plan import (
     CapturePiece,
     CopyRows,
+    DeleteExtents,
     Event,
+    FetchBlocks,
     FillFromPage,
     FillFromSlot,
     LoadBlocks,
     Loaded,
     Move,
+    PutSession,
     ReleaseLoad,
     SealSlot,
+    WriteExtent,
 )
 from cache.tiers.capture import Captured
 from cache.tiers.completions import Completions
 from cache.tiers.disk import DiskTier
-from cache.tiers.disk_stream import DiskStream
 from cache.tiers.dram import Slab
+from cache.tiers.fetch_stream import FetchStream
 from cache.tiers.load_stream import LoadStream
+from cache.tiers.priority import SAVING, WRITING, lower_priority
 from cache.tiers.rotations import Rotations
 from cache.tiers.save_stream import SaveStream
 from cache.tiers.throttle import Throttle
+from cache.tiers.write_stream import WriteStream
 from kernels.attention.base import KvPages
 from kernels.kv_copy import gather_rows, write_rows
 
@@ -80,15 +87,17 @@ class Transfer:
             throttle=dram_throttle,
             completions=self._completions,
         )
-        self._files = DiskStream(slab=slab, disk=disk, completions=self._completions) if disk is not None else None
-        work: dict[str, Callable[[], None]] = {
-            "kv-save": lambda: self._saves.run(rotations()),
-            "kv-load": lambda: self._loads.run(rotations()),
+        # By name: what the thread does, and how far behind the engine's it stands for a processor.
+        work: dict[str, tuple[Callable[[], None], int]] = {
+            "kv-save": (lambda: self._saves.run(rotations()), SAVING),
+            "kv-load": (lambda: self._loads.run(rotations()), 0),
         }
-        if self._files is not None:
-            work["kv-disk"] = self._files.run
+        if disk is not None:
+            self._fetches = FetchStream(slab=slab, disk=disk, completions=self._completions)
+            self._writes = WriteStream(slab=slab, disk=disk, completions=self._completions)
+            work |= {"kv-fetch": (self._fetches.run, 0), "kv-write": (self._writes.run, WRITING)}
         self._threads = [
-            threading.Thread(target=self._run, args=item, name=item[0], daemon=True) for item in work.items()
+            threading.Thread(target=self._run, args=(name, *how), name=name, daemon=True) for name, how in work.items()
         ]
         if slab.num_slots:
             self._start_threads()
@@ -112,9 +121,10 @@ class Transfer:
                     self._loads.start(move.job_id)
                 case FillFromPage() | FillFromSlot() | SealSlot():
                     self._saves.put(move)
-                case _:
-                    assert self._files is not None
-                    self._files.put(move)
+                case FetchBlocks():
+                    self._fetches.put(move)
+                case WriteExtent() | DeleteExtents() | PutSession():
+                    self._writes.put(move)
 
     def save(self, step: Captured, pieces: list[CapturePiece]) -> None:
         """Save these parts of a step. Waits when too much is waiting already, or always if saving is synchronous."""
@@ -124,10 +134,9 @@ class Transfer:
         """The request of a load runs now, or waits for it no longer: what is behind the read buffer may come."""
         self._loads.start(job_id)
 
-    def wait_layer(self, job_id: int, layer: int) -> None:
-        """Returns when layer `layer` of a load has arrived, or has failed to; the wait is bounded by the tiers' own
-        deadlines."""
-        self._loads.wait_layer(job_id, layer)
+    def wait_layer(self, job_id: int, layer: int, timeout_s: float) -> bool:
+        """Whether layer `layer` of a load has arrived, or has failed to, within that time."""
+        return self._loads.wait_layer(job_id, layer, timeout_s)
 
     def layers_arrived(self, job_id: int) -> int:
         """Of a load; all of them when it has ended."""
@@ -155,8 +164,9 @@ class Transfer:
         end = time.monotonic() + timeout_s
         self._saves.close()
         self._loads.close()
-        if self._files is not None:
-            self._files.close()
+        if self._disk is not None:
+            self._fetches.close()
+            self._writes.close()
         for thread in self._threads:
             if thread.ident is not None:
                 thread.join(max(0.0, end - time.monotonic()))
@@ -179,7 +189,8 @@ class Transfer:
             write_rows(layer.k, target, k)
             write_rows(layer.v, target, gather_rows(layer.v, source))
 
-    def _run(self, name: str, work: Callable[[], None]) -> None:
+    def _run(self, name: str, work: Callable[[], None], lower_by: int) -> None:
+        lower_priority(lower_by)
         try:
             # Their copies are small. With a second team of worker threads there would be more than cores, and OpenMP
             # would put the engine's to sleep between any two products: 13.5 ms a decode step instead of 9.

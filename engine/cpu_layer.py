@@ -48,6 +48,7 @@ class DecoderLayer(nn.Module):
         self._up, self._up_bias = pack_weight(mlp.up_proj.weight), mlp.up_proj.bias
         self._down = _Summed(mlp.down_proj)
         self.few = self._few_rows(layer)
+        self.is_last = False  # then only rows whose logits somebody wants get an answer
 
     def _few_rows(self, layer: Any) -> "FewRows | None":
         mlp = layer.mlp
@@ -63,13 +64,26 @@ class DecoderLayer(nn.Module):
         hidden = hidden_states[0]
         if self.few is not None and self.few.takes(hidden, *position_embeddings):
             return self.few(hidden, *position_embeddings)[None]
-        hidden = self._out(self._attend(self._input_norm(hidden), *position_embeddings), hidden)
+        wanted = current_step().logit_rows if self.is_last else None
+        if wanted is not None and len(wanted) == len(hidden):
+            wanted = None
+        mixed = self._attend(self._input_norm(hidden), *position_embeddings, wanted)
+        if wanted is None:
+            return self._finish(mixed, hidden)[None]
+        out = torch.full_like(hidden, float("nan"))  # whoever reads what he did not want shall notice
+        if len(wanted):
+            out[wanted] = self._finish(mixed, hidden[wanted])
+        return out[None]
+
+    def _finish(self, mixed: Tensor, hidden: Tensor) -> Tensor:
+        hidden = self._out(mixed, hidden)
         x = self._post_norm(hidden)
         gate = torch.ops.mkldnn._linear_pointwise(x, self._gate, self._gate_bias, "swish", [], "")
         x = torch.ops.mkldnn._linear_pointwise.binary(x, gate, self._up, self._up_bias, "mul")
-        return self._down(x, hidden)[None]
+        return self._down(x, hidden)
 
-    def _attend(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def _attend(self, x: Tensor, cos: Tensor, sin: Tensor, wanted: Tensor | None) -> Tensor:
+        """Keys and values of all rows go to their slots; [rows, width] for all of them or for those that are wanted."""
         step = current_step()
         tokens = x.shape[0]
         num_q, num_k, _ = self._heads
@@ -87,10 +101,28 @@ class DecoderLayer(nn.Module):
             step.params[self.index] = self._params
             if step.arrive is not None:
                 step.arrive(self.index)
-            return step.backend.forward(queries, pages, step.meta, self._params).view(tokens, -1)
+            meta = step.meta
+            if wanted is not None:
+                queries, meta = queries[wanted], single_rows(meta, wanted)
+            return step.backend.forward(queries, pages, meta, self._params).flatten(1)
         turned = turn_halves(turning, cos[0][:, None], sin[0][:, None])
-        out = attend(step, self.index, turned[:, :num_q], turned[:, num_q:], values, self._params)
-        return out.view(tokens, -1)
+        out = attend(step, self.index, turned[:, :num_q], turned[:, num_q:], values, self._params).flatten(1)
+        return out if wanted is None else out[wanted]
+
+
+def single_rows(meta: AttentionMeta, rows: Tensor) -> AttentionMeta:
+    """Some rows of a step [n] int64, each as a sequence with one query row."""
+    sequence = torch.searchsorted(meta.query_start, rows, right=True) - 1
+    behind = meta.query_start[sequence + 1] - 1 - rows  # rows of the same sequence that come after
+    context_len = (meta.context_len[sequence] - behind).to(torch.int32)
+    return AttentionMeta(
+        query_lens=[1] * len(rows),
+        context_lens=context_len.tolist(),
+        query_start=torch.arange(len(rows) + 1, dtype=torch.int32),
+        context_len=context_len,
+        block_table=meta.block_table[sequence],
+        slots=meta.slots[rows],
+    )
 
 
 class _Summed(nn.Module):

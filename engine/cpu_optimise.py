@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from engine.cpu_last_layer import finish_wanted_rows_only
 from engine.cpu_layer import is_gated_mlp, replace_layers
 from engine.cpu_modules import (
     GatedMlp,
@@ -32,6 +33,7 @@ class Optimised:
     packed: int = 0
     gated: int = 0
     norms: int = 0
+    last: bool = False  # whether the last layer leaves out rows whose logits nobody wants
 
 
 @torch.inference_mode()
@@ -57,6 +59,7 @@ def optimise_for_cpu(model: nn.Module, probed: ProbeResult, backend: AttentionBa
             if pack and type(child) is nn.Linear:
                 setattr(module, name, PackedLinear(child.weight, child.bias))
                 done.packed += 1
+    done.last = finish_wanted_rows_only(model, probed, backend)
     return done
 
 

@@ -14,6 +14,7 @@ from cache.stats import PromptReport
 from cache.tiers.capture import CaptureSink
 from cache.transfer import Transfer
 from cache.truncate import CutRules, DoesNotFit, reserved
+from engine.arrival import Arrival
 from engine.batch import BatchItem, BlockTables, build_batch
 from engine.directory import SessionDirectory
 from engine.messages import (
@@ -267,9 +268,14 @@ class Engine:
                 chunk.sequence.cached_tokens = choice.report.cached_tokens
         started = time.monotonic()
         items = [self._item(chunk) for chunk in chunks]
-        logits, waited_s = self._forward(items)
+        logits, arrival = self._forward(items)
+        waited_s = arrival.waited_s
         self._hear(now)
         failed = self._requeue_failed()
+        for sequence_id in arrival.late - failed:
+            # It goes on when the load has ended, in whatever way; until then its pages may still be written to.
+            self._restart(self._choices[sequence_id])
+        failed |= arrival.late
         pieces: list[CapturePiece] = []
         batch_row = 0
         for chunk in chunks:
@@ -298,22 +304,14 @@ class Engine:
         self._scheduler.ran(seconds, waited_s)
         return outputs
 
-    def _forward(self, items: list[BatchItem]) -> tuple[torch.Tensor, float]:
-        """The logits, and the seconds that layers waited for KV on its way (AttentionStore §3.2.1)."""
+    def _forward(self, items: list[BatchItem]) -> tuple[torch.Tensor, Arrival]:
+        """The logits, and how the KV arrived that was on its way."""
         batch = build_batch(items, self._tables, self._cache.page_size, self._device)
-        jobs = [job for item in items if (job := self._cache.context(item.request_id).job) is not None]
-        for job in jobs:
-            self._transfer.start(job)
-
-        def arrive(layer: int) -> None:
-            for job in jobs:
-                self._transfer.wait_layer(job, layer)
-
+        jobs = {i.request_id: job for i in items if (job := self._cache.context(i.request_id).job) is not None}
+        arrival = Arrival(self._transfer, jobs, has_bystanders=len(jobs) < len(items))
         if self._sink is not None:
             self._sink.begin()
-        before_s = self._transfer.waited_s
-        logits = self._runner.forward(batch, arrive if jobs else None)
-        return logits, self._transfer.waited_s - before_s
+        return self._runner.forward(batch, arrival if jobs else None), arrival
 
     def _verify(self, ready: list[_Choice], logits: torch.Tensor) -> tuple[list[_Choice], torch.Tensor]:
         """Before a first token is drawn from what was loaded: see whether a recompute agrees. Returns those that may

@@ -57,9 +57,14 @@ class RopeCall:
     keywords: dict[str, Any]
     width: int  # how many leading dims were handed in: partial rotary embeddings slice before the call
 
+    @property
+    def is_by_halves(self) -> bool:
+        """Whether `turn_halves` does what the layer asked for."""
+        return turns_halves(self.function) and self.cos.shape[-1] == self.width and not self.extra and not self.keywords
+
     def rotate(self, *rows: Tensor) -> list[Tensor]:
         """Each of `rows` [tokens, heads, dim], rotated in its first `width` dims; new tensors."""
-        if turns_halves(self.function) and self.cos.shape[-1] == self.width and not self.extra and not self.keywords:
+        if self.is_by_halves:
             cos, sin = self.cos[0][:, None], self.sin[0][:, None]
             return [turn_halves(x, cos, sin) for x in rows]
         return [self._rotate_as_is(x) for x in rows]
@@ -109,6 +114,7 @@ class Step:
     backend: AttentionBackend
     sink: KvSink | None
     arrive: Callable[[int], None] | None = None  # waits until the KV that is being loaded into a layer is there
+    logit_rows: Tensor | None = None  # [rows] int64, ascending: whose logits somebody wants; None: unknown
     layers_called: list[int] = field(default_factory=list)
     layers_rotated: list[int] = field(default_factory=list)
     params: dict[int, AttentionParams] = field(default_factory=dict)  # what each layer asked for
@@ -225,10 +231,11 @@ def attention_implementation(model: nn.Module, name: str) -> Iterator[None]:
 
 
 def forward(model: nn.Module, step: Step, token_ids: Tensor, positions: Tensor, logit_rows: Tensor) -> Tensor:
-    """One flat ragged batch. token_ids, positions [tokens] int64; logit_rows [rows] int64 into the batch.
+    """One flat ragged batch. token_ids, positions [tokens] int64; logit_rows [rows] int64 into the batch, ascending.
     Returns logits [rows, vocab]. The KV of every token is in its slot afterwards."""
-    keep_rows = _takes_logit_rows(type(model).forward)
+    keep_rows = takes_logit_rows(type(model).forward)
     extra = {"logits_to_keep": logit_rows} if keep_rows else {}
+    step.logit_rows = logit_rows
     with running(step):
         logits: Tensor = model(
             input_ids=token_ids[None], position_ids=positions[None], use_cache=False, return_dict=True, **extra
@@ -237,7 +244,8 @@ def forward(model: nn.Module, step: Step, token_ids: Tensor, positions: Tensor, 
 
 
 @functools.cache
-def _takes_logit_rows(model_forward: Callable[..., Any]) -> bool:
+def takes_logit_rows(model_forward: Callable[..., Any]) -> bool:
+    """Whether a model projects to its vocabulary only the rows that it is told to."""
     return "logits_to_keep" in inspect.signature(model_forward).parameters
 
 

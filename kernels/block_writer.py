@@ -50,7 +50,7 @@ class BlockWriter:
         many of its rows to write, the slot (page * page_size + row) of the first, in whose page is room for all, and
         the row of the tables that belongs to it; cos, sin bf16 [rows, R], contiguous: dims i and i + R / 2 turn
         together, those behind R are copied. Bit for bit what torch's rotation in bf16 and `write_rows` leave.
-        Raises ValueError on what lies outside of segments, pool or tables.
+        Raises ValueError on what lies outside of segments, pool or tables, and RuntimeError on what is not contiguous.
         """
         starts, counts, slots, angles = blocks.T
         segment = self._block_rows * self._shape[0] * (self._shape[1] + self._shape[2])
@@ -65,11 +65,11 @@ class BlockWriter:
         ):
             raise ValueError("blocks outside of their segments, pages or tables")
         self._place(
-            as_bits(segments).reshape(-1),
+            as_bits(segments.view(-1)),
             blocks,
             self._block_rows,
-            as_bits(cos).reshape(-1),
-            as_bits(sin).reshape(-1),
+            as_bits(cos.view(-1)),
+            as_bits(sin.view(-1)),
             cos.shape[1],
             *self._pool,
             self._shape,

@@ -403,3 +403,48 @@ def test_a_read_that_hangs(
     assert tiers["disk"] > 0
     assert_at_rest(driver)
     driver.close()
+
+
+@pytest.mark.parametrize("end", ["it answers at last", "it fails at its deadline", "the client leaves"])
+def test_a_read_that_hangs_holds_up_nobody_else(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str
+) -> None:
+    """A request whose history does not come leaves the batch, and the others of the batch go on."""
+    deadline_s = 1.0 if end == "it fails at its deadline" else 20.0
+    driver = tiered(path, **{**DISK, "io_deadline_s": deadline_s}, disk_dir=str(tmp_path), hbm_tokens=640)
+    first = driver.ask("first", random_ids(150, 1), session="s", ignore_eos=True)
+    for key in driver.cache.sessions["t", "", "s"].keys:
+        driver.cache.hbm.evict(key)
+    released, real = threading.Event(), os.preadv
+    decoding = driver.submit("decoding", random_ids(40, 2), max_tokens=40, ignore_eos=True)
+    while not decoding.token_ids:
+        driver.step()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "preadv", lambda *arguments: (released.wait(30), real(*arguments))[1])
+        stuck = driver.submit("stuck", [*first.text, 7, 8], session="s", max_tokens=12, ignore_eos=True)
+        driver.step()
+        assert driver.state("stuck") == "waiting"
+        assert driver.cache._loads.under_way, "its pages may still be written to"
+        for _ in range(40):
+            driver.step()
+        assert decoding.finish_reason == "length"
+        if end == "the client leaves":
+            driver.engine.abort("stuck")
+            del driver.answers["stuck", 0]
+        elif end == "it answers at last":
+            assert not stuck.token_ids
+        if end != "it fails at its deadline":
+            released.set()
+        driver.run(max_steps=100_000)
+        released.set()
+    plain = reference(path)
+    assert plain.ask("decoding", decoding.prompt, max_tokens=40, ignore_eos=True).token_ids == decoding.token_ids
+    if end != "the client leaves":
+        assert plain.ask("stuck", stuck.prompt, max_tokens=12, ignore_eos=True).token_ids == stuck.token_ids
+        assert stuck.report is not None
+        failed = end == "it fails at its deadline"
+        assert (stuck.report.computed_tokens > 100) == failed
+        assert bool(driver.engine.stats().load_failures) == failed
+        assert ("load_failed" in stuck.report.miss_reasons) == failed
+    assert_at_rest(driver)
+    driver.close()

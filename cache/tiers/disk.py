@@ -45,9 +45,11 @@ from cache.tiers.extent_file import (
 )
 from cache.tiers.extent_reader import ExtentReader, flat
 from cache.tiers.io_threads import Beat, IoDeadline, IoThreads
+from cache.tiers.priority import WRITING
 from cache.tiers.throttle import Throttle
 
-IO_THREADS = 8
+READ_THREADS = 8
+WRITE_THREADS = 4  # their own, so that reads do not stand behind what hangs while it writes, nor the other way round
 MAX_FINGERPRINT_BYTES = 64
 _NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 log = logging.getLogger(__name__)
@@ -93,10 +95,11 @@ class DiskTier:
         self._index = DiskIndex(path=self._own / "index.sqlite")
         self._reading = Throttle(bytes_per_s=read_bytes_per_s, clock=time.monotonic, sleep=time.sleep)
         self._writing = Throttle(bytes_per_s=write_bytes_per_s, clock=time.monotonic, sleep=time.sleep)
-        self._io: IoThreads | None = None
+        self._reads: IoThreads | None = None
+        self._writes: IoThreads | None = None  # and deletions, and the index
         self._lock_fd: int | None = None
         self._headers = HeaderCache()
-        self._buffers: deque[bytearray] = deque(maxlen=IO_THREADS)
+        self._buffers: deque[bytearray] = deque(maxlen=READ_THREADS)
         self._buffer_bytes = max(CHUNK_BYTES, *segment_bytes)
 
         self._lock = threading.Lock()  # guards what follows; never held during I/O
@@ -111,12 +114,14 @@ class DiskTier:
         """Take the lock, sweep what a crash left, and tell what is there: extents in order of writing, sessions as they
         were known last. More than capacity_bytes may be there, when the cap was lowered: delete down to it.
         Raises DirectoryLocked, OSError."""
-        self._io = IoThreads(name="disk-io", num_threads=IO_THREADS, deadline_s=self._deadline_s)
+        deadline_s = self._deadline_s
+        self._reads = IoThreads(name="disk-read", num_threads=READ_THREADS, deadline_s=deadline_s, lower_by=0)
+        self._writes = IoThreads(name="disk-write", num_threads=WRITE_THREADS, deadline_s=deadline_s, lower_by=WRITING)
         try:
-            return self._io.call(self._recover, late=self._release)
+            return self._writes.call(self._recover, late=self._release)
         except BaseException as error:
             if isinstance(error, IoDeadline):
-                self._io.close()
+                self._close_threads()
                 raise OSError(errno.ETIMEDOUT, "the disk does not answer", str(self._directory)) from error
             self.close()
             if isinstance(error, sqlite3.Error):
@@ -126,16 +131,21 @@ class DiskTier:
     def close(self) -> None:
         """What runs is given its deadline. Then another server may use the directory, unless something hangs in it: the
         lock then goes with the process."""
-        io, self._io = self._io, None
-        if io is None:
+        if self._writes is None:
             return
-        if io.close():
-            last = IoThreads(name="disk-close", num_threads=1, deadline_s=self._deadline_s)
+        if self._close_threads():
+            last = IoThreads(name="disk-close", num_threads=1, deadline_s=self._deadline_s, lower_by=0)
             with contextlib.suppress(IoDeadline):
                 last.call(lambda _: self._release(), late=lambda: None)
             last.close()
         else:
             log.warning("the disk tier closes while an operation hangs in %s", self._directory)
+
+    def _close_threads(self) -> bool:
+        """Whether all have ended."""
+        pools, self._reads, self._writes = (self._reads, self._writes), None, None
+        ended = [pool.close() for pool in pools if pool is not None]
+        return all(ended)
 
     def used_bytes(self) -> int:
         """The sizes of all files of records, whole pages, including those being written."""
@@ -226,10 +236,11 @@ class DiskTier:
                 yield extent_id, f"{missing.reason}: {missing}"
 
     def _do(self, what: str, work: Callable[[Beat], T], late: Callable[[], None] = lambda: None) -> T:
-        if self._io is None:
+        threads = self._writes
+        if threads is None:
             raise TierFailed("the disk tier is closed", reason="io")
         try:
-            return self._io.call(work, late)
+            return threads.call(work, late)
         except IoDeadline as error:
             raise TierFailed(f"{what}: {error}", reason="deadline") from error
         except OSError as error:
@@ -308,8 +319,8 @@ class DiskTier:
         with self._lock:
             if extent_id not in self._sizes:
                 raise BlockMissing(f"extent {extent_id:016x} is not here", reason="missing")
-        io = self._io
-        if io is None:
+        threads = self._reads
+        if threads is None:
             raise BlockMissing("the disk tier is closed", reason="io")
         opened: list[int] = []
 
@@ -329,11 +340,11 @@ class DiskTier:
                 os.close(fd)
 
         try:
-            extent = io.call(open_it, late=close_late)
+            extent = threads.call(open_it, late=close_late)
         except IoDeadline as error:
             raise BlockMissing(f"extent {extent_id:016x}: {error}", reason="deadline") from error
         self._headers.put(extent_id, extent)
-        return ExtentReader(fd=opened[0], extent=extent, io=io, throttle=self._reading, buffers=self._buffers,
+        return ExtentReader(fd=opened[0], extent=extent, io=threads, throttle=self._reading, buffers=self._buffers,
                             buffer_bytes=self._buffer_bytes)  # fmt: skip
 
     def _recover(self, beat: Beat) -> tuple[list[ExtentInfo], list[SessionRecord]]:

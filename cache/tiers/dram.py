@@ -59,6 +59,10 @@ class Slab:
         """[slots, 32, kv_heads, v_dim]."""
         return self._v[layer]
 
+    def segments(self, layer: int) -> Tensor:
+        """[slots, elements of a segment]: K and behind it V of each slot."""
+        return self._memory[layer].view(self.dtype)
+
     def segment(self, layer: int, slot: int) -> memoryview:
         """A slot's bytes of one layer."""
         size = self.segment_bytes[layer]

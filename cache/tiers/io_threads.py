@@ -7,6 +7,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
+from cache.tiers.priority import lower_priority
+
 T = TypeVar("T")
 MAX_WAITING = 256
 log = logging.getLogger(__name__)
@@ -38,7 +40,9 @@ class IoThreads:
     """A fixed number of daemon threads. One whose work is overdue counts as lost until it comes back; when all are lost
     every call fails at once, so a device that hangs costs neither callers nor memory."""
 
-    def __init__(self, *, name: str, num_threads: int, deadline_s: float) -> None:
+    def __init__(self, *, name: str, num_threads: int, deadline_s: float, lower_by: int) -> None:
+        """lower_by: see `lower_priority`."""
+        self._lower_by = lower_by
         self._deadline_s = deadline_s
         self._num_threads = num_threads
         self._lost = 0
@@ -100,6 +104,7 @@ class IoThreads:
         return not any(thread.is_alive() for thread in self._threads)
 
     def _run(self) -> None:
+        lower_priority(self._lower_by)
         while True:
             with self._wake:
                 while not self._waiting:

@@ -13,12 +13,12 @@ from cache.tiers.extent_reader import ExtentReader
 
 
 class LayerSource:
-    """The blocks of one load, layer by layer: out of their slots, or off the disk into a slot or a bounce buffer."""
+    """The blocks of one load, layer by layer: out of their slots, or off the disk into a slot or a bounce buffer.
+    `places` are their indices in `blocks` in the order in which `segments` has them."""
 
     def __init__(self, blocks: Sequence[BlockLoad], slab: Slab, disk: DiskTier | None) -> None:
         self._blocks, self._slab, self._disk = blocks, slab, disk
         self._by_extent: dict[int, list[int]] = {}  # extent id -> places in `blocks`
-        self._bounce: dict[int, bytearray] = {}  # place -> its segment of the present layer
         self._readers: dict[int, ExtentReader] = {}
         for place, block in enumerate(blocks):
             if block.extent is not None:
@@ -27,6 +27,14 @@ class LayerSource:
                     slab.unseal(block.slot)
         self._num_disk = sum(len(places) for places in self._by_extent.values())
         self.disk_share = self._num_disk / len(blocks)
+        in_slots = [place for place, block in enumerate(blocks) if block.slot is not None]
+        passing = [place for places in self._by_extent.values() for place in places if blocks[place].slot is None]
+        self.places = in_slots + passing
+        self._slots = torch.tensor([slot for block in blocks if (slot := block.slot) is not None], dtype=torch.int64)
+        # One buffer for all layers: fresh memory costs more than what is written to it.
+        self._passing = {place: number for number, place in enumerate(passing)}
+        self._bounce = torch.empty(len(passing) * max(slab.segment_bytes), dtype=torch.uint8)
+        self._bounce_view = memoryview(self._bounce.numpy().data)
 
     def __enter__(self) -> "LayerSource":
         return self
@@ -43,23 +51,16 @@ class LayerSource:
             if block.extent is None and not self._slab.is_intact(layer, block.slot or 0):
                 failed[block.key] = "checksum"
 
-    def rows(self, layer: int) -> tuple[Tensor, Tensor]:
-        """K un-rotated and V of the layer that was read last [tokens of all blocks, kv_heads, dim]; copies."""
-        slab = self._slab
-        slots = torch.tensor([block.slot if block.slot is not None else 0 for block in self._blocks])
-        k, v = slab.k(layer).index_select(0, slots), slab.v(layer).index_select(0, slots)
-        for place, data in self._bounce.items():
-            elements = torch.frombuffer(data, dtype=slab.dtype)
-            split = k[place].numel()
-            k[place] = elements[:split].view(k.shape[1:])
-            v[place] = elements[split:].view(v.shape[1:])
-        if all(block.num_rows == k.shape[1] for block in self._blocks):
-            return k.flatten(0, 1), v.flatten(0, 1)
-        parts_k, parts_v = [], []
-        for place, block in enumerate(self._blocks):
-            parts_k.append(k[place, : block.num_rows])
-            parts_v.append(v[place, : block.num_rows])
-        return torch.cat(parts_k), torch.cat(parts_v)
+    def segments(self, layer: int) -> list[tuple[Tensor, Tensor]]:
+        """Where the layer that was read last lies, without a copy: memory [segments, elements], and which of its
+        segments, int64. All parts together are the blocks in the order of `places`."""
+        parts = []
+        if len(self._slots):
+            parts.append((self._slab.segments(layer), self._slots))
+        if self._passing:
+            elements = self._bounce[: len(self._passing) * self._slab.segment_bytes[layer]].view(self._slab.dtype)
+            parts.append((elements.view(len(self._passing), -1), torch.arange(len(self._passing))))
+        return parts
 
     def read_disk(self, layer: int) -> None:
         """Bring one layer of the blocks that are on disk. Raises BlockMissing."""
@@ -68,16 +69,16 @@ class LayerSource:
             if reader is None:
                 assert self._disk is not None
                 reader = self._readers[extent_id] = self._disk.reader(extent_id)
-            outs = []
-            for place in places:
-                slot = self._blocks[place].slot
-                if slot is not None:
-                    outs.append(self._slab.segment(layer, slot))
-                else:
-                    self._bounce[place] = bytearray(self._slab.segment_bytes[layer])
-                    outs.append(memoryview(self._bounce[place]))
+            outs = [self._target(layer, place) for place in places]
             indices = [extent[1] for place in places if (extent := self._blocks[place].extent) is not None]
             reader.read(layer, indices, outs)
+
+    def _target(self, layer: int, place: int) -> memoryview:
+        slot = self._blocks[place].slot
+        if slot is not None:
+            return self._slab.segment(layer, slot)
+        size, number = self._slab.segment_bytes[layer], self._passing[place]
+        return self._bounce_view[number * size : (number + 1) * size]
 
     def seal_passed(self) -> None:
         """Blocks that came from disk into slots are complete there."""

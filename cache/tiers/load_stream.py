@@ -13,7 +13,7 @@ from cache.tiers.completions import Completions
 from cache.tiers.disk import DiskTier
 from cache.tiers.dram import Slab
 from cache.tiers.layer_source import LayerSource
-from cache.tiers.loader import Loader
+from cache.tiers.loader import Loader, PagePool
 from cache.tiers.rotations import Rotations
 from cache.tiers.throttle import Throttle
 from kernels.attention.base import KvPages
@@ -44,7 +44,8 @@ class LoadStream:
         completions: Completions,
     ) -> None:
         """read_buffer_layers: how many may come before the request runs; negative: all."""
-        self._pages, self._slab, self._disk = pages, slab, disk
+        self._slab, self._disk = slab, disk
+        self._pool = PagePool(pages)
         self._read_buffer_layers = slab.num_layers if read_buffer_layers < 0 else read_buffer_layers
         self._throttle = throttle
         self._completions = completions
@@ -69,18 +70,18 @@ class LoadStream:
                 job.started = True
                 self._changed.notify_all()
 
-    def wait_layer(self, job_id: int, layer: int) -> None:
-        """Returns when layer `layer` of a load has arrived, or has failed to; the wait is bounded by the tiers' own
-        deadlines."""
+    def wait_layer(self, job_id: int, layer: int, timeout_s: float) -> bool:
+        """Whether layer `layer` of a load has arrived, or has failed to, within that time."""
         job = self._jobs.get(job_id)
         if job is None or job.layers > layer:
-            return
+            return True
         started = time.monotonic()
         with self._changed:
-            while job.layers <= layer:
+            while job.layers <= layer and (left_s := started + timeout_s - time.monotonic()) > 0:
                 self._completions.check()
-                self._changed.wait(1.0)
+                self._changed.wait(min(left_s, 1.0))
         self.waited_s += time.monotonic() - started
+        return job.layers > layer
 
     def layers_arrived(self, job_id: int) -> int:
         """Of a load; all of them when it has ended."""
@@ -133,9 +134,9 @@ class LoadStream:
 
     def _load(self, job: _Job, rotations: Rotations) -> Iterator[None]:
         """Brings a layer whenever it is asked to go on. Raises BlockMissing."""
-        loader = Loader(blocks=job.move.blocks, pages=self._pages, rotations=rotations)
         seconds = {"dram_to_hbm": 0.0, "disk_to_hbm": 0.0}
         with LayerSource(job.move.blocks, self._slab, self._disk) as source:
+            loader = Loader(blocks=job.move.blocks, source=source, pool=self._pool, rotations=rotations)
             share = source.disk_share
             for layer in range(self._slab.num_layers):
                 started = time.perf_counter()
@@ -145,7 +146,7 @@ class LoadStream:
                 read = time.perf_counter()
                 if job.failed:
                     return
-                loader.place(layer, source)
+                loader.place(layer)
                 self._synchronise()
                 ended = time.perf_counter()
                 with self._changed:
@@ -160,6 +161,5 @@ class LoadStream:
             self._completions.tell(Transferred(direction, size, seconds[direction]))
 
     def _synchronise(self) -> None:
-        device = self._pages[0].k.device
-        if device.type == "cuda":
-            torch.cuda.current_stream(device).synchronize()
+        if self._pool.device.type == "cuda":
+            torch.cuda.current_stream(self._pool.device).synchronize()

@@ -2,32 +2,85 @@
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
+from torch import Tensor
 
+from cache.block import BLOCK_TOKENS
 from cache.plan import BlockLoad
 from cache.tiers.layer_source import LayerSource
 from cache.tiers.rotations import Rotations
 from kernels.attention.base import KvPages
+from kernels.block_writer import BlockWriter, block_writer
 from kernels.kv_copy import write_rows
+
+
+class PagePool:
+    """The pages of all layers, and the compiled way into them where there is one. Made once, before threads begin:
+    it may compile."""
+
+    def __init__(self, pages: Sequence[KvPages]) -> None:
+        self.pages = pages
+        self.device, self.page_size = pages[0].k.device, pages[0].k.shape[1]
+        self.writers: list[BlockWriter | None] = [block_writer(layer, BLOCK_TOKENS) for layer in pages]
 
 
 class Loader:
     """For one load. On the loading thread, which has no team of workers: see `cache.transfer`."""
 
-    def __init__(self, *, blocks: Sequence[BlockLoad], pages: Sequence[KvPages], rotations: Rotations) -> None:
-        self._pages, self._rotations = pages, rotations
-        device, page_size = pages[0].k.device, pages[0].k.shape[1]
-        numbers = [torch.arange(block.num_rows) for block in blocks]
-        slots = [n + (b.page * page_size + b.page_row) for n, b in zip(numbers, blocks, strict=True)]
-        positions = [n + b.position for n, b in zip(numbers, blocks, strict=True)]
-        self._device = device
-        self._slots, self._positions = torch.cat(slots).to(device), torch.cat(positions).to(device)
+    def __init__(
+        self, *, blocks: Sequence[BlockLoad], source: LayerSource, pool: PagePool, rotations: Rotations
+    ) -> None:
+        self._source, self._pool, self._rotations = source, pool, rotations
+        blocks = [blocks[place] for place in source.places]
+        self._num_rows = [block.num_rows for block in blocks]
+        self._stop = max(block.position + block.num_rows for block in blocks)
+        # As `BlockWriter` wants them; where they begin changes with the layer. Tables are indexed by position.
+        self._numbers = np.array(
+            [(0, b.num_rows, b.page * pool.page_size + b.page_row, b.position) for b in blocks], dtype=np.int64
+        )
+        self._rows: tuple[Tensor, Tensor] | None = None
 
-    def place(self, layer: int, source: LayerSource) -> None:
-        """Write the layer that `source` has brought and checked, its keys rotated; done on return, or on CUDA when the
-        current stream is."""
-        k, v = source.rows(layer)
-        k, v = k.to(self._device, non_blocking=True), v.to(self._device, non_blocking=True)
-        pages = self._pages[layer]
-        write_rows(pages.k, self._slots, self._rotations.rotate(layer, k, self._positions))
-        write_rows(pages.v, self._slots, v)
+    def place(self, layer: int) -> None:
+        """Write the layer that the source has brought and checked, its keys rotated; done on return, or on CUDA when
+        the current stream is."""
+        writer = self._pool.writers[layer]
+        tables = self._rotations.halves(layer, self._stop) if writer is not None else None
+        if writer is None or tables is None:
+            self._place_by_torch(layer)
+            return
+        done = 0
+        for memory, chosen in self._source.segments(layer):
+            numbers = self._numbers[done : done + len(chosen)]
+            np.multiply(chosen.numpy(), memory.stride(0), out=numbers[:, 0])
+            writer.write(memory, numbers, *tables)
+            done += len(chosen)
+
+    def _place_by_torch(self, layer: int) -> None:
+        pages = self._pool.pages[layer]
+        heads, k_dim = pages.k.shape[2:]
+        parts = [memory.index_select(0, chosen) for memory, chosen in self._source.segments(layer)]
+        segments = parts[0] if len(parts) == 1 else torch.cat(parts)
+        split = BLOCK_TOKENS * heads * k_dim
+        k = self._wanted(segments[:, :split].view(len(segments), BLOCK_TOKENS, heads, k_dim))
+        v = self._wanted(segments[:, split:].view(len(segments), BLOCK_TOKENS, heads, -1))
+        slots, positions = self._slots_and_positions()
+        write_rows(pages.k, slots, self._rotations.rotate(layer, k, positions))
+        write_rows(pages.v, slots, v)
+
+    def _wanted(self, rows: Tensor) -> Tensor:
+        """[blocks, 32, ...] -> [rows of all blocks that are wanted, ...], on the pages' device."""
+        if all(count == BLOCK_TOKENS for count in self._num_rows):
+            rows = rows.flatten(0, 1)
+        else:
+            rows = torch.cat([block[:count] for block, count in zip(rows, self._num_rows, strict=True)])
+        return rows.to(self._pool.device, non_blocking=True)
+
+    def _slots_and_positions(self) -> tuple[Tensor, Tensor]:
+        """Of every row; the same tensors for all layers, by which `Rotations` knows them again."""
+        if self._rows is None:
+            _, counts, slots, positions = self._numbers.T
+            within = np.concatenate([np.arange(count) for count in counts])
+            both = (torch.from_numpy(np.repeat(first, counts) + within) for first in (slots, positions))
+            self._rows = next(both).to(self._pool.device), next(both).to(self._pool.device)
+        return self._rows

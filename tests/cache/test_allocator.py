@@ -1,5 +1,7 @@
+from itertools import accumulate, pairwise
+
 import pytest
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -21,14 +23,14 @@ class Claims(RuleBasedStateMachine):
     def used(self):
         return [page for page in range(len(self.pins)) if self.pins[page] or self.residents[page]]
 
-    @rule(after=st.one_of(st.none(), st.integers(0, 6)))
-    def take(self, after):
+    @rule(after=st.one_of(st.none(), st.integers(0, 6)), wanted=st.integers(1, 8))
+    def take(self, after, wanted):
         free = set(range(len(self.pins))) - set(self.used())
         if not free:
             with pytest.raises(IndexError):
-                self.pages.take(after)
+                self.pages.take(after, wanted)
             return
-        page = self.pages.take(after)
+        page = self.pages.take(after, wanted)
         assert page in free
         if self.contiguous and after is not None and after + 1 in free:
             assert page == after + 1
@@ -92,14 +94,32 @@ def test_what_nobody_claims_cannot_be_claimed_or_released():
 def test_contexts_lie_in_one_piece_and_leave_each_other_room_to_grow():
     pages = PageAllocator(num_pages=8, prefer_contiguous=True)
     # All free: the first page. Then the largest hole is 1..7, whose middle is 1 + 7 // 2.
-    assert pages.take(None) == 0
-    assert pages.take(None) == 4
+    assert pages.take(None, 1) == 0
+    assert pages.take(None, 1) == 4
     # The first context grows behind itself, up to the second one.
-    assert [pages.take(last) for last in (0, 1, 2)] == [1, 2, 3]
+    assert [pages.take(last, 1) for last in (0, 1, 2)] == [1, 2, 3]
     # 4 is taken: a new start in the hole 5..7, at 5 + 3 // 2.
-    assert pages.take(3) == 6
-    assert pages.take(6) == 7
+    assert pages.take(3, 1) == 6
+    assert pages.take(6, 1) == 7
     # The end of the pool: what is left.
-    assert pages.take(7) == 5
+    assert pages.take(7, 1) == 5
     with pytest.raises(IndexError):
-        pages.take(None)
+        pages.take(None, 1)
+
+
+@given(used=st.sets(st.integers(0, 11), max_size=11), wanted=st.integers(1, 12))
+def test_a_context_is_in_one_piece_wherever_a_hole_is_large_enough(used, wanted):
+    pages = PageAllocator(num_pages=12, prefer_contiguous=True)
+    for _ in range(12):
+        pages.take(None, 1)
+    for page in set(range(12)) - used:
+        pages.unpin(page)
+    free = 12 - len(used)
+    taken = []
+    for done in range(min(wanted, free)):
+        taken.append(pages.take(taken[-1] if taken else None, min(wanted, free) - done))
+    holes = "".join(" x"[page in used] for page in range(12)).split("x")
+    pieces = 1 + sum(page != before + 1 for before, page in pairwise(taken))
+    # Else the largest holes are filled one after the other.
+    sizes = accumulate(sorted(map(len, holes), reverse=True))
+    assert pieces == next(count for count, size in enumerate(sizes, 1) if size >= len(taken))

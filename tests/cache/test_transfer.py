@@ -1,6 +1,7 @@
 """What the transfer threads do to bytes. Positions are numbers added to keys here, so that every row says where it is
 rotated for, and exactly."""
 
+import os
 import subprocess
 import sys
 import threading
@@ -34,9 +35,11 @@ from cache.plan import (
 from cache.tiers.base import BlockMissing, TierFull
 from cache.tiers.capture import Captured
 from cache.tiers.dram import LayerShape, Slab
+from cache.tiers.priority import SAVING, WRITING
 from cache.tiers.throttle import Throttle
 from cache.transfer import Transfer
 from kernels.attention.base import KvPages
+from tests.cache.tiers.disk_helpers import make_tier
 
 PAGES, SIZE, LAYERS, HEADS, DIM = 6, 64, 3, 2, 3
 RECORD = SessionRecord("t", "", "s", context=b"", last_used_s=0.0, pinned=False, ttl_s=None)
@@ -72,10 +75,12 @@ class MemoryDisk:
 
     def __init__(self):
         self.extents, self.full, self.broken_layer, self.open_readers = {}, False, None, 0
-        self.gate = threading.Event()
+        self.gate, self.write_gate = threading.Event(), threading.Event()
         self.gate.set()
+        self.write_gate.set()
 
     def write(self, session, blocks, segment):
+        self.write_gate.wait(10)
         if self.full:
             raise TierFull("no space")
         extent_id = len(self.extents) + 1
@@ -244,11 +249,31 @@ def test_blocks_go_to_disk_and_come_back(made, passes):
         assert torch.equal(layer.k[5, :32], k + (torch.arange(32) + 9).view(-1, 1, 1))
         assert torch.equal(layer.v[5, :32], v)
         assert slab.is_intact(number, 3) == passes
-    transfer.carry_out([FetchBlocks(3, ((stored[0].key, extent, 2),)), DeleteExtents(4, (extent[0],), None)])
-    assert [e.failed for e in until(transfer, Deleted) if isinstance(e, Fetched)] == [{}]
+    transfer.carry_out([FetchBlocks(3, ((stored[0].key, extent, 2),))])
+    assert [e.failed for e in until(transfer, Fetched) if isinstance(e, Fetched)] == [{}]
+    transfer.carry_out([DeleteExtents(4, (extent[0],), None)])
+    until(transfer, Deleted)
     assert all(slab.is_intact(layer, 2) for layer in range(LAYERS))
     assert not disk.extents
     assert disk.open_readers == 0
+
+
+def test_a_fetch_does_not_wait_for_a_write(made):
+    pages, disk = pools(), MemoryDisk()
+    transfer, slab = made(pages, num_slots=4, disk=disk)
+    save_block(transfer, pages, 0, 1)
+    stored = (StoredBlock(BlockKey(b"a" * 16), BlockKey(b"r" * 16), bytes(128), False),)
+    transfer.carry_out([WriteExtent(1, RECORD, stored, (0,))])
+    until(transfer, Written)
+    disk.write_gate.clear()
+    try:
+        transfer.carry_out([WriteExtent(2, RECORD, stored, (0,)), FetchBlocks(3, ((stored[0].key, (1, 0), 2),))])
+        events = until(transfer, Fetched)
+        assert not any(isinstance(event, Written) for event in events)
+    finally:
+        disk.write_gate.set()
+    until(transfer, Written)
+    assert slab.is_intact(0, 2)
 
 
 def test_what_cannot_be_read_or_written_is_told_and_harms_nothing_else(made):
@@ -267,7 +292,7 @@ def test_what_cannot_be_read_or_written_is_told_and_harms_nothing_else(made):
 
     def load(job, *blocks):
         transfer.carry_out([LoadBlocks(job, "r", blocks)])
-        transfer.wait_layer(job, LAYERS - 1)
+        assert transfer.wait_layer(job, LAYERS - 1, 10.0)
         (loaded,) = [event for event in until(transfer, Loaded) if isinstance(event, Loaded)]
         return loaded.failed
 
@@ -288,11 +313,11 @@ def test_layers_beyond_the_read_buffer_wait_for_their_request(made):
     transfer, _ = made(pages, num_slots=2, read_buffer_layers=1)
     save_block(transfer, pages, 0, 1)
     transfer.carry_out([LoadBlocks(1, "r", (BlockLoad(BlockKey(b"a" * 16), 32, 0, None, 4, 0, 0),))])
-    transfer.wait_layer(1, 0)
+    assert transfer.wait_layer(1, 0, 10.0)
     time.sleep(0.05)
     assert transfer.layers_arrived(1) == 1
     transfer.start(1)
-    transfer.wait_layer(1, LAYERS - 1)
+    assert transfer.wait_layer(1, LAYERS - 1, 10.0)
     assert any(isinstance(event, Loaded) for event in transfer.poll()), "who waited for it may believe the event"
     assert transfer.layers_arrived(1) == LAYERS
 
@@ -307,7 +332,7 @@ def test_a_load_waits_layer_by_layer_for_its_disk(made):
     disk.gate.clear()
     transfer.carry_out([LoadBlocks(2, "r", (BlockLoad(stored[0].key, 32, None, (1, 0), 4, 0, 0),))])
     threading.Timer(0.05, disk.gate.set).start()
-    transfer.wait_layer(2, LAYERS - 1)
+    assert transfer.wait_layer(2, LAYERS - 1, 10.0)
     assert transfer.waited_s > 0.02
     until(transfer, Loaded)
 
@@ -329,6 +354,24 @@ def test_a_thread_that_broke_is_told_to_the_engine(made, monkeypatch):
     transfer.carry_out([SealSlot(1, 0, 32)])
     with pytest.raises(RuntimeError, match="a transfer thread has ended"):
         until(transfer, Saved)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="niceness is the process's elsewhere")
+def test_threads_that_nobody_waits_for_stand_behind_the_engine(made, tmp_path):
+    tier = make_tier(tmp_path)
+    tier.open()
+    made(pools(), num_slots=4, disk=tier)
+    expected = {"kv-save": SAVING, "kv-load": 0, "kv-fetch": 0, "kv-write": WRITING, "disk-read": 0,
+                "disk-write": WRITING}  # fmt: skip
+    ours = os.getpriority(os.PRIO_PROCESS, 0)
+    threads = [thread for thread in threading.enumerate() if thread.name.startswith(tuple(expected))]
+    assert {name for name in expected for thread in threads if thread.name.startswith(name)} == set(expected)
+    for thread in threads:
+        (lower_by,) = (by for name, by in expected.items() if thread.name.startswith(name))
+        end = time.monotonic() + 10  # it may not have begun
+        while os.getpriority(os.PRIO_PROCESS, thread.native_id) != min(19, ours + lower_by):
+            assert time.monotonic() < end, thread.name
+            time.sleep(0.001)
 
 
 def test_the_threads_have_no_teams_of_their_own() -> None:

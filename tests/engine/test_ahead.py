@@ -57,7 +57,7 @@ def test_the_read_buffer_fills_while_another_request_runs(path: Path, vanilla: A
     driver.step()
     job = driver.cache.context("r1/0").job
     assert job is not None
-    driver.engine._transfer.wait_layer(job, 0)
+    assert driver.engine._transfer.wait_layer(job, 0, 10.0)
     for _ in range(5):
         driver.step()
     assert driver.state("r1") == "waiting"

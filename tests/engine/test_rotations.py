@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from engine.hf_model import prepare
+from engine.hf_model import prepare, turn_halves
 from engine.probe import ProbeResult, probe
 from engine.rotations import Rotations
 from kernels.attention import BACKENDS
@@ -86,3 +86,24 @@ def test_tables_are_made_once_per_set_of_positions(monkeypatch: pytest.MonkeyPat
         again = rotations.rotate(layer, keys_of(probed, layer, 32), positions + 7)
         fresh = Rotations(ropes=probed.ropes).rotate(layer, keys_of(probed, layer, 32), positions + 7)
         assert torch.equal(again, fresh), "other positions are other tables"
+
+
+def test_tables_by_position_are_what_keys_are_rotated_by(probed: ProbeResult) -> None:
+    """For the compiled way of loading: the same bits, whatever was asked for before."""
+    rotations, by_halves = Rotations(ropes=probed.ropes), 0
+    for stop in (5, 3, 40, 70):
+        for layer in range(len(probed.ropes)):
+            tables = rotations.halves(layer, stop)
+            if tables is None:
+                continue
+            by_halves += 1
+            cos, sin = tables
+            assert len(cos) == len(sin) >= stop
+            assert cos.is_contiguous()
+            assert sin.is_contiguous()
+            positions = torch.tensor([stop - 1, 0, stop // 2])
+            k = keys_of(probed, layer, 3, torch.bfloat16)
+            turned = turn_halves(k, cos[positions, None], sin[positions, None]) if cos.shape[1] else k
+            assert torch.equal(turned, rotations.rotate(layer, k, positions))
+    interleaved = any(rope is not None and not rope.call.is_by_halves for rope in probed.ropes)
+    assert by_halves > 0 or interleaved

@@ -1,40 +1,35 @@
-"""The disk stream: DRAM -> disk and back, on a thread of its own."""
+"""The write stream: DRAM -> disk, and deletions there, on a thread of its own: nobody waits for either."""
 
 import logging
 import time
 from queue import SimpleQueue
 
-from cache.block import BlockKey
 from cache.plan import (
-    BlockLoad,
     Deleted,
     DeleteExtents,
-    FetchBlocks,
-    Fetched,
     PutSession,
     Transferred,
     WriteExtent,
     Written,
 )
-from cache.tiers.base import BlockMissing, TierFailed, TierFull
+from cache.tiers.base import TierFailed, TierFull
 from cache.tiers.completions import Completions
 from cache.tiers.disk import DiskTier
 from cache.tiers.dram import Slab
-from cache.tiers.layer_source import LayerSource
 
 log = logging.getLogger(__name__)
 
-DiskOrder = WriteExtent | FetchBlocks | DeleteExtents | PutSession
+WriteOrder = WriteExtent | DeleteExtents | PutSession
 
 
-class DiskStream:
+class WriteStream:
     """`run` is the thread; the other methods are called by the engine's."""
 
     def __init__(self, *, slab: Slab, disk: DiskTier, completions: Completions) -> None:
         self._slab, self._disk, self._completions = slab, disk, completions
-        self._orders: SimpleQueue[DiskOrder | None] = SimpleQueue()
+        self._orders: SimpleQueue[WriteOrder | None] = SimpleQueue()
 
-    def put(self, order: DiskOrder) -> None:
+    def put(self, order: WriteOrder) -> None:
         """To be done when those before it are."""
         self._orders.put(order)
 
@@ -48,8 +43,6 @@ class DiskStream:
             match order:
                 case WriteExtent():
                     self._write(order)
-                case FetchBlocks():
-                    self._fetch(order)
                 case DeleteExtents():
                     self._delete(order)
                 case PutSession():
@@ -84,20 +77,3 @@ class DiskStream:
             log.warning("%d extents were not deleted: %s", len(order.extent_ids), error)
             problem = str(error)
         self._completions.tell(Deleted(order.job_id, problem))
-
-    def _fetch(self, order: FetchBlocks) -> None:
-        started = time.perf_counter()
-        failed: dict[BlockKey, str] = {}
-        loads = [BlockLoad(key, 1, slot, extent, 0, 0, 0) for key, extent, slot in order.blocks]
-        source = LayerSource(loads, self._slab, self._disk)
-        try:
-            with source:
-                for layer in range(self._slab.num_layers):
-                    source.read_disk(layer)
-                source.seal_passed()
-        except BlockMissing as error:
-            failed = {key: error.reason for key, _, _ in order.blocks}
-        size = len(order.blocks) * self._slab.slot_bytes
-        if not failed:
-            self._completions.tell(Transferred("disk_to_dram", size, time.perf_counter() - started))
-        self._completions.tell(Fetched(order.job_id, failed))

@@ -1,0 +1,50 @@
+"""The fetch stream: disk -> DRAM for turns that are queued (AttentionStore §3.3.1), on a thread of its own."""
+
+import time
+from queue import SimpleQueue
+
+from cache.block import BlockKey
+from cache.plan import BlockLoad, FetchBlocks, Fetched, Transferred
+from cache.tiers.base import BlockMissing
+from cache.tiers.completions import Completions
+from cache.tiers.disk import DiskTier
+from cache.tiers.dram import Slab
+from cache.tiers.layer_source import LayerSource
+
+
+class FetchStream:
+    """`run` is the thread; the other methods are called by the engine's."""
+
+    def __init__(self, *, slab: Slab, disk: DiskTier, completions: Completions) -> None:
+        self._slab, self._disk, self._completions = slab, disk, completions
+        self._orders: SimpleQueue[FetchBlocks | None] = SimpleQueue()
+
+    def put(self, order: FetchBlocks) -> None:
+        """To be done when those before it are."""
+        self._orders.put(order)
+
+    def close(self) -> None:
+        """Let the thread do what it was given, and end."""
+        self._orders.put(None)
+
+    def run(self) -> None:
+        """Fetches until `close`."""
+        while (order := self._orders.get()) is not None:
+            self._fetch(order)
+
+    def _fetch(self, order: FetchBlocks) -> None:
+        started = time.perf_counter()
+        failed: dict[BlockKey, str] = {}
+        loads = [BlockLoad(key, 1, slot, extent, 0, 0, 0) for key, extent, slot in order.blocks]
+        source = LayerSource(loads, self._slab, self._disk)
+        try:
+            with source:
+                for layer in range(self._slab.num_layers):
+                    source.read_disk(layer)
+                source.seal_passed()
+        except BlockMissing as error:
+            failed = {key: error.reason for key, _, _ in order.blocks}
+        size = len(order.blocks) * self._slab.slot_bytes
+        if not failed:
+            self._completions.tell(Transferred("disk_to_dram", size, time.perf_counter() - started))
+        self._completions.tell(Fetched(order.job_id, failed))

@@ -1,0 +1,99 @@
+"""One layer of a load, the compiled way and torch's."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cache.block import BLOCK_TOKENS, BlockKey
+from cache.plan import BlockLoad
+from cache.tiers.dram import LayerShape, Slab
+from cache.tiers.layer_source import LayerSource
+from cache.tiers.loader import Loader, PagePool
+from engine.hf_model import turn_halves
+from kernels.attention.base import KvPages
+from kernels.block_writer import load_kernels
+
+SHAPES = [LayerShape(2, 16, 16), LayerShape(1, 8, 24), LayerShape(3, 32, 8)]
+SLOTS, PAGES, SIZE = 6, 4, 64
+
+
+class Halves:
+    """Turns all dims of the first and the last layer, and none of the second."""
+
+    def __init__(self, compiled):
+        self._compiled = compiled
+
+    def _tables(self, layer, stop):
+        width = 0 if layer == 1 else SHAPES[layer].k_dim
+        angles = torch.arange(stop)[:, None] / (1 + torch.arange(width))
+        return angles.cos().bfloat16(), angles.sin().bfloat16()
+
+    def halves(self, layer, stop):
+        return self._tables(layer, stop) if self._compiled else None
+
+    def rotate(self, layer, k_plain, positions):
+        cos, sin = (table[positions, None] for table in self._tables(layer, 4096))
+        return turn_halves(k_plain, cos, sin) if cos.shape[-1] else k_plain
+
+
+class Disk:
+    """Extents of random bytes that are bf16 numbers of moderate size."""
+
+    def reader(self, extent_id):
+        return self
+
+    def read(self, layer, indices, outs):
+        for index, out in zip(indices, outs, strict=True):
+            generator = torch.Generator().manual_seed(100 * layer + index)
+            data = torch.randn(len(out) // 2, generator=generator).bfloat16()
+            out[:] = data.view(torch.uint8).numpy().data
+
+    def close(self):
+        pass
+
+
+@pytest.mark.skipif(load_kernels() is None, reason="no numba here")
+@settings(max_examples=30, deadline=None)
+@given(
+    ways=st.lists(st.sampled_from(["slot", "through a slot", "passing"]), min_size=1, max_size=5),
+    last_rows=st.integers(1, BLOCK_TOKENS),
+    order=st.permutations(range(2 * PAGES)),
+    first=st.integers(0, 3),
+)
+def test_both_ways_leave_the_same_bits(ways, last_rows, order, first):
+    torch.manual_seed(0)
+    slab = Slab(shapes=SHAPES, dtype=torch.bfloat16, num_slots=SLOTS, pinned=False)
+    for layer in range(len(SHAPES)):
+        slab.segments(layer).copy_(torch.randn(slab.segments(layer).shape))
+    blocks = tuple(
+        BlockLoad(
+            key=BlockKey(bytes([number] * 16)),
+            num_rows=BLOCK_TOKENS if number < len(ways) - 1 else last_rows,
+            slot=None if way == "passing" else number,
+            extent=None if way == "slot" else (7 + number % 2, number),
+            page=order[number] // 2,
+            page_row=order[number] % 2 * BLOCK_TOKENS,
+            position=(first + number) * BLOCK_TOKENS,
+        )
+        for number, way in enumerate(ways)
+    )
+    filled = []
+    for compiled in (True, False):
+        pages = [
+            KvPages(*(torch.zeros(s.kv_heads, PAGES, SIZE, dim).bfloat16().permute(1, 2, 0, 3) for dim in dims))
+            for s in SHAPES
+            for dims in [(s.k_dim, s.v_dim)]
+        ]
+        pool = PagePool(pages)
+        assert all(pool.writers)
+        with LayerSource(blocks, slab, Disk()) as source:
+            loader = Loader(blocks=blocks, source=source, pool=pool, rotations=Halves(compiled))
+            for layer in range(len(SHAPES)):
+                source.read_disk(layer)
+                loader.place(layer)
+        filled.append(pages)
+    for layer, (ours, theirs) in enumerate(zip(*filled, strict=True)):
+        assert torch.equal(ours.k, theirs.k), layer
+        assert torch.equal(ours.v, theirs.v), layer
+        assert ours.v.any()
