@@ -69,6 +69,10 @@ class CacheSettings(_Section):
     disk_dir: Path = Field(Path("~/.cache/reprise"), description="state files: KV, transcripts, the tenant secret")
     disk_min_free_gib: float = Field(2.0, ge=0, le=1 << 20, description="of the file system, left to others")
     dram_free_buffer: float = Field(0.1, ge=0, lt=1, description="share of DRAM kept free in the background")
+    hbm_high_water: float = Field(
+        0.9, ge=0, le=1, description="share of HBM in use above which saved KV leaves it in the background; 1: never"
+    )
+    hbm_low_water: float = Field(0.85, ge=0, le=1, description="until no more than this share is in use")
     staging_mib: int = Field(
         0, ge=0, le=1 << 20, description="DRAM for KV on its way to and from disk, besides dram_gib; 0: automatic"
     )
@@ -236,6 +240,8 @@ class Settings(_Section, BaseSettings):
             disk_dir=str(self.state_dir.absolute()),
             disk_min_free_bytes=int(self.cache.disk_min_free_gib * GIB),
             dram_free_buffer=self.cache.dram_free_buffer,
+            hbm_high_water=self.cache.hbm_high_water,
+            hbm_low_water=self.cache.hbm_low_water,
             staging_bytes=self.cache.staging_mib * MIB,
             read_buffer_layers=self.cache.read_buffer_layers,
             granularity=self.cache.granularity,

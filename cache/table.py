@@ -32,7 +32,7 @@ class BlockRow:
     place: int | None = None  # in its owners' contexts, in blocks
     hops: int = 0  # times its keys were un-rotated; each time costs a rounding
     owners: tuple[SessionName, ...] = ()
-    score: float = 0.0  # CaR's: small leaves first
+    score: int = 0  # CaR's (`cache.scores`): small leaves HBM first
 
     @property
     def valid_in_gpu(self) -> bool:

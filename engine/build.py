@@ -86,6 +86,8 @@ def build_engine(config: EngineConfig) -> Engine:
         dram_slots=tiers.dram_slots,
         disk_bytes=tiers.disk_bytes,
         free_buffer=config.dram_free_buffer,
+        hbm_high_water=config.hbm_high_water,
+        hbm_low_water=min(config.hbm_low_water, config.hbm_high_water),
         rates=tiers.rates,
         arrived=tiers.arrived,
         unix_offset_s=unix_offset_s,

@@ -49,6 +49,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     class_ordered_entry: bool = False  # requests enter the window by class, not by fair share and arrival
     itl_target_s: float = 0.0  # of a step in which somebody decodes; 0: no target, a fixed number of tokens
     length_predictor: str = "quantile"  # quantile | max_tokens
+    hbm_high_water: float = 0.9  # share of HBM in use above which what is saved below leaves in the background
+    hbm_low_water: float = 0.85  # until no more than this is in use
     max_pinned_share: float = 0.5  # of disk (or DRAM, without disk) that pinned sessions may hold, per tenant
 
 

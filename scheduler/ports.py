@@ -74,6 +74,11 @@ class CacheView(Protocol):
         """An admitted request has not run and gives its room back, as if it had not been admitted."""
         ...
 
+    def expect(self, request_id: str, score: int) -> None:
+        """How near the request is to needing its KV (CaR §III-B-3): 0 far, 1 in the window, 2 running. What has the
+        smallest sum leaves HBM first."""
+        ...
+
     def preempt(self, request_id: str) -> None:
         """Give the request's room back; what it computed stays cached for as long as there is space."""
         ...

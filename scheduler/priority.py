@@ -117,6 +117,9 @@ class PriorityQueue:
     def front(self) -> list[Sequence]:
         return [sequence for _, _, sequence in self._order[:FRONT]]
 
+    def near(self) -> None:
+        return None
+
     def upcoming(self) -> list[Sequence]:
         return [sequence for _, _, sequence in self._order]
 

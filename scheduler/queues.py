@@ -1,6 +1,6 @@
 """The order in which waiting requests start: what the scheduler asks of it, and first come, first served."""
 
-from collections.abc import Container
+from collections.abc import Container, Iterable
 from itertools import islice
 from typing import Protocol
 
@@ -47,6 +47,10 @@ class WaitingQueue(Protocol):
         """Those whose order is settled, next first: they start before all others."""
         ...
 
+    def near(self) -> Iterable[Sequence] | None:
+        """Those whose KV should stay in HBM for them: CaR's window. None: the order has none."""
+        ...
+
     def upcoming(self) -> list[Sequence]:
         """All of them, next first: the front, and then the others as they would come to stand there."""
         ...
@@ -83,6 +87,9 @@ class FcfsQueue:
 
     def front(self) -> list[Sequence]:
         return list(islice(self._waiting, FRONT))
+
+    def near(self) -> None:
+        return None
 
     def upcoming(self) -> list[Sequence]:
         return list(self._waiting)

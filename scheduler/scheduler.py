@@ -99,6 +99,7 @@ class Scheduler:
         self._ahead = AheadLoads(cache=cache)  # wait, but have their pages
         self._favoured: Sequence | None = None  # others have given way to it, but there is not room enough yet
         self._front = Standings(cache=cache, hidden_s=stall_budget_s)
+        self._scores: dict[Sequence, int] = {}  # as the cache was told
         self._tpot_s: float | None = None
         self._work = StepWork()  # of the step that was scheduled last
         self.preemptions = 0
@@ -162,6 +163,7 @@ class Scheduler:
                 self._resumed.remove(sequence)
             else:
                 self._queue.remove(sequence)
+        self._scores.pop(sequence, None)
         if sequence.state is not SequenceState.FINISHED:
             self._queue.finished(sequence)
         sequence.state = SequenceState.FINISHED
@@ -196,6 +198,7 @@ class Scheduler:
         if not preempted:
             self._admit(chunks, budget, now)
             self._admit_ahead(now)
+        self._tell_scores()
         self._work = _work_of(chunks)
         return Schedule(chunks, preempted)
 
@@ -378,6 +381,19 @@ class Scheduler:
             return  # it loads meanwhile, and joins when that is nearly done
         chunks.append(Chunk(sequence, num_tokens))
         budget.spend(num_tokens, sequence.computed_tokens)
+
+    def _tell_scores(self) -> None:
+        """Who has come nearer to needing its KV, or gone away from it (CaR §III-B-3)."""
+        near = self._queue.near()
+        if near is None:
+            return
+        # A preempted request stands before the window, and needs its KV as much as those inside.
+        scores = dict.fromkeys((*near, *self._resumed), 1)
+        scores.update(dict.fromkeys(self._running, 2))
+        for sequence, score in scores.items():
+            if self._scores.get(sequence) != score:
+                self._cache.expect(sequence.request_id, score)
+        self._scores = scores
 
     # --- loading ahead ------------------------------------------------------------------------------------------------
 

@@ -1,7 +1,7 @@
 """The shuffled window (CaR §III-B-1): who starts next is chosen among a few at the front, and nobody is passed over for
 long."""
 
-from collections.abc import Container, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -120,6 +120,9 @@ class ShuffledWindow:
         if self._order is None:
             self._order = self._in_order()
         return self._order
+
+    def near(self) -> Iterable[Sequence]:
+        return self._members
 
     def upcoming(self) -> list[Sequence]:
         return [*self.front(), *self._entry.upcoming()]

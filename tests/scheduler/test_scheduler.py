@@ -25,6 +25,7 @@ class FakeCache:
         self.stalls = {}  # seconds a step would wait for KV on its way
         self.leaving = False
         self.to_load = {}  # bytes that an admission would have to load, at 100 per second
+        self.scores = {}
         self.own = {}  # tokens in HBM that nobody else has
 
     def resident_tokens(self, request_id):
@@ -58,6 +59,9 @@ class FakeCache:
 
     def stall_s(self, request_id):
         return self.stalls.get(request_id, 0.0)
+
+    def expect(self, request_id, score):
+        self.scores[request_id] = score
 
     def preempt(self, request_id):
         del self.held[request_id]
