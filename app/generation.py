@@ -318,6 +318,7 @@ class Generation(AsyncIterator[Delta]):
 
     def _failed(self, error: ApiError) -> ApiError:
         self._metrics.failures.labels(error.code).inc()
+        error.headers = self._ticket.headers | error.headers
         return error
 
     def _refusal(self, output: Output) -> ApiError:

@@ -143,6 +143,10 @@ class Service:
         ticket = self.admission.enter(tenant, num_choices)
         try:
             return await self._start(request, model, tenant, session_id, ticket, deadline, arrived_s)
+        except ApiError as error:
+            error.headers = ticket.headers | error.headers
+            ticket.leave()
+            raise
         except BaseException:
             ticket.leave()
             raise

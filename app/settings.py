@@ -231,7 +231,7 @@ class Settings(_Section, BaseSettings):
             itl_target_s=self.scheduler.itl_target_ms / 1e3,
             length_predictor=self.scheduler.length_predictor,
             max_seqs=self.scheduler.max_seqs,
-            max_queued=self.scheduler.max_queued,
+            max_queued=self.places,  # a burst waits, all of it, until the next step; who may wait is decided here
             step_tokens=self.engine.step_tokens,
             chunked_prefill=self.scheduler.chunked_prefill,
             tenant_secret=tenant_secret,

@@ -110,8 +110,15 @@ class ExtentHeader:
 
     def matches(self, layer: int, block: int, data: memoryview) -> bool:
         """Are these the bytes that were stored?"""
+        return checksum(data) == self._checksum(layer, block)
+
+    def checksums_of(self, block: int) -> tuple[bytes, ...]:
+        """By layer."""
+        return tuple(self._checksum(layer, block) for layer in range(len(self.segment_bytes)))
+
+    def _checksum(self, layer: int, block: int) -> bytes:
         start = DIGEST_BYTES * (layer * len(self.blocks) + block)
-        return checksum(data) == self.checksums[start : start + DIGEST_BYTES]
+        return self.checksums[start : start + DIGEST_BYTES]
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +161,7 @@ def checksum(data: memoryview) -> bytes:
 
 
 def encode_header(header: ExtentHeader) -> bytes:
-    """Padded to 4 KiB. The length does not depend on the values of the checksums. Raises ValueError when too large."""
+    """Padded to 4 KiB. Raises ValueError when too large."""
     body = msgspec.msgpack.encode(header)
     size = aligned(_PREFIX.size + len(body))
     if size > MAX_HEADER_BYTES:

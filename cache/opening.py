@@ -163,6 +163,8 @@ class ContextOpener:
     def _cut(self, context: RunningContext, reserve: int, newest: int) -> bool:
         """Drop what does not fit, in place. `newest` counts in the stream, as all of the rules do."""
         rules, tokens = context.rules, context.token_ids
+        if len(tokens) + reserve <= self._truncation.window:
+            return False  # hundreds of messages would be placed among the cuts for nothing
         outside = [start for start in rules.message_starts if not any(a <= start < b for a, b in context.cuts)]
         more = plan_cut(
             len(tokens),

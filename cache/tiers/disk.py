@@ -12,6 +12,7 @@ import contextlib
 import errno
 import fcntl
 import logging
+import mmap
 import os
 import sqlite3
 import threading
@@ -23,7 +24,6 @@ from pathlib import Path
 from typing import TypeVar
 
 from cache.extent import (
-    DIGEST_BYTES,
     ExtentHeader,
     ExtentInfo,
     Layout,
@@ -100,6 +100,7 @@ class DiskTier:
         self._lock_fd: int | None = None
         self._headers = HeaderCache()
         self._buffers: deque[bytearray] = deque(maxlen=READ_THREADS)
+        self._write_buffers: deque[mmap.mmap] = deque(maxlen=WRITE_THREADS)
         self._buffer_bytes = max(CHUNK_BYTES, *segment_bytes)
 
         self._lock = threading.Lock()  # guards what follows; never held during I/O
@@ -153,10 +154,16 @@ class DiskTier:
             return self._used
 
     def write(
-        self, session: SessionRecord, blocks: Sequence[StoredBlock], segment: Callable[[int, int], memoryview]
+        self,
+        session: SessionRecord,
+        blocks: Sequence[StoredBlock],
+        checksums: bytes,
+        segment: Callable[[int, int], memoryview],
     ) -> ExtentInfo:
-        """Store the blocks as one extent, all or nothing; durable on return. segment(layer, block) -> its bytes, which
-        are read until this returns or raises (after a deadline perhaps later, but nothing comes of it).
+        """Store the blocks as one extent, all or nothing; durable on return. checksums: of all segments, layer by layer
+        (`cache.extent.checksum`); they are not compared with the bytes before these are read again.
+        segment(layer, block) -> its bytes, which are read until this returns or raises (after a deadline perhaps later,
+        but nothing comes of it).
         Raises TierFull (the cap, the floor, no space) or TierFailed (read-only, broken, deadline)."""
         views = [[flat(segment(layer, i)) for i in range(len(blocks))] for layer in range(len(self._segment_bytes))]
         for size, layer_views in zip(self._segment_bytes, views, strict=True):
@@ -168,17 +175,16 @@ class DiskTier:
             session=session,
             blocks=tuple(blocks),
             segment_bytes=self._segment_bytes,
-            checksums=bytes(DIGEST_BYTES * len(blocks) * len(self._segment_bytes)),
+            checksums=checksums,
         )
-        layout = Layout.of(
-            header_bytes=len(encode_header(header)), segment_bytes=self._segment_bytes, num_blocks=len(blocks)
-        )
+        start = encode_header(header)
+        layout = Layout.of(header_bytes=len(start), segment_bytes=self._segment_bytes, num_blocks=len(blocks))
         info = ExtentInfo(header.extent_id, session, header.blocks, layout.size_bytes)
 
         def store(beat: Beat) -> float:
             self._reserve(layout.size_bytes)
             due = self._writing.book(layout.size_bytes)
-            self._store(header, layout, views, beat)
+            self._store(info.extent_id, start, layout, views, beat)
             beat()
             try:
                 self._index.add(info, stamp=info.extent_id)
@@ -282,23 +288,37 @@ class DiskTier:
             with self._lock:
                 self._used -= foreign.size_bytes
 
-    def _store(self, header: ExtentHeader, layout: Layout, views: Sequence[Sequence[memoryview]], beat: Beat) -> None:
-        path, stored = self._path(header.extent_id), False
+    def _store(
+        self, extent_id: int, header: bytes, layout: Layout, views: Sequence[Sequence[memoryview]], beat: Beat
+    ) -> None:
+        path, stored = self._path(extent_id), False
         try:
             if not path.parent.is_dir():
                 path.parent.mkdir(mode=0o700, exist_ok=True)
                 sync_directory(self._own)
             beat()
-            write_extent(path=path, header=header, layout=layout, segments=views, beat=beat)
+            self._write_file(path, header, layout, views, beat)
             stored = True
         finally:
             stays = stored or path.exists() or path.with_suffix(".tmp").exists()
             with self._lock:
                 self._unwritten -= layout.size_bytes
                 if stored:
-                    self._sizes[header.extent_id] = layout.size_bytes
+                    self._sizes[extent_id] = layout.size_bytes
                 elif not stays:  # what cannot even be removed still takes its room
                     self._used -= layout.size_bytes
+
+    def _write_file(
+        self, path: Path, header: bytes, layout: Layout, views: Sequence[Sequence[memoryview]], beat: Beat
+    ) -> None:
+        try:
+            buffer = self._write_buffers.pop()
+        except IndexError:
+            buffer = mmap.mmap(-1, CHUNK_BYTES)
+        try:
+            write_extent(path=path, header=header, layout=layout, segments=views, buffer=buffer, beat=beat)
+        finally:
+            self._write_buffers.append(buffer)
 
     def _remove(self, extent_id: int) -> None:
         path = self._path(extent_id)

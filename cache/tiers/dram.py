@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-import xxhash
 from torch import Tensor
 
 from cache.block import BLOCK_TOKENS
+from cache.extent import checksum
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class Slab:
             self._k.append(elements[:, :split].view(num_slots, BLOCK_TOKENS, shape.kv_heads, shape.k_dim))
             self._v.append(elements[:, split:].view(num_slots, BLOCK_TOKENS, shape.kv_heads, shape.v_dim))
         self._views = [memoryview(memory.view(-1).numpy().data) for memory in self._memory]
-        self._checksums: list[tuple[int, ...] | None] = [None] * num_slots
+        self._checksums: list[tuple[bytes, ...] | None] = [None] * num_slots
 
     @property
     def slot_bytes(self) -> int:
@@ -70,15 +70,19 @@ class Slab:
 
     def clear_behind(self, slot: int, num_rows: int) -> None:
         """Zero the rows an open block does not have yet: they are somebody else's."""
+        if num_rows == BLOCK_TOKENS:
+            return
         for k, v in zip(self._k, self._v, strict=True):
             k[slot, num_rows:].zero_()
             v[slot, num_rows:].zero_()
 
     def seal(self, slot: int) -> None:
         """The slot is complete: from here on its bytes are vouched for."""
-        self._checksums[slot] = tuple(
-            xxhash.xxh3_64_intdigest(self.segment(layer, slot)) for layer in range(self.num_layers)
-        )
+        self._checksums[slot] = tuple(checksum(self.segment(layer, slot)) for layer in range(self.num_layers))
+
+    def seal_as(self, slot: int, checksums: tuple[bytes, ...]) -> None:
+        """The slot is complete and its bytes were compared with these checksums, by layer."""
+        self._checksums[slot] = checksums
 
     def unseal(self, slot: int) -> None:
         """The slot is about to be filled."""
@@ -87,4 +91,10 @@ class Slab:
     def is_intact(self, layer: int, slot: int) -> bool:
         """Whether a sealed slot's segment still is what it was when it was sealed."""
         checksums = self._checksums[slot]
-        return checksums is not None and checksums[layer] == xxhash.xxh3_64_intdigest(self.segment(layer, slot))
+        return checksums is not None and checksums[layer] == checksum(self.segment(layer, slot))
+
+    def checksums(self, slots: Sequence[int]) -> bytes:
+        """Of sealed slots, layer by layer, as an extent's header has them. What has changed in memory since a slot was
+        sealed is found out by whoever reads it."""
+        sealed = [self._checksums[slot] or () for slot in slots]
+        return b"".join(of_slot[layer] for layer in range(self.num_layers) for of_slot in sealed)

@@ -2,20 +2,21 @@
 run in its I/O threads."""
 
 import contextlib
+import errno
+import fcntl
+import mmap
 import os
 import stat
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from cache.extent import (
     ALIGNMENT,
-    DIGEST_BYTES,
     ExtentHeader,
     Layout,
-    checksum,
+    aligned,
     decode_header,
-    encode_header,
     header_size,
 )
 from cache.tiers.base import BlockMissing
@@ -23,7 +24,7 @@ from cache.tiers.io_threads import Beat
 
 CHUNK_BYTES = 4 << 20  # of one read or write call, so that a deadline is about a device and not about an extent's size
 SYNC_BYTES = 64 << 20  # what one fdatasync may have to write
-IOV_MAX = 1024
+_O_DIRECT: int = getattr(os, "O_DIRECT", 0)
 
 Stamp = tuple[int, int, int]
 """(inode, size, mtime in ns): the same as when its header was parsed, or another file."""
@@ -39,17 +40,24 @@ class ParsedExtent:
 
 
 def write_extent(
-    *, path: Path, header: ExtentHeader, layout: Layout, segments: Sequence[Sequence[memoryview]], beat: Beat
+    *,
+    path: Path,
+    header: bytes,
+    layout: Layout,
+    segments: Sequence[Sequence[memoryview]],
+    buffer: mmap.mmap,
+    beat: Beat,
 ) -> None:
-    """Write segments[layer][block] under a temporary name, make it durable, then give it its name. Whatever fails, no
-    file stays behind. The checksums in `header` are filled in here. Raises OSError."""
+    """Write the encoded header and segments[layer][block] under a temporary name, make it durable, then give it its
+    name. Whatever fails, no file stays behind. buffer: for the bytes on their way, CHUNK_BYTES. Raises OSError."""
     temporary = path.with_suffix(".tmp")
     try:
         fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
-            checksums = _write_layers(fd, layout, segments, beat)
-            _write_all(fd, [memoryview(encode_header(replace(header, checksums=checksums)))], 0)
-            os.ftruncate(fd, layout.size_bytes)
+            # Past the page cache: what is written is still in DRAM. 7.5 MB take 1.2 ms of CPU instead of 3.3, and 20
+            # where the cache has to grow for them.
+            _set_direct(fd, True)
+            _write_parts(fd, _parts(header, layout, segments), memoryview(buffer)[:CHUNK_BYTES], beat)
             beat()
             os.fdatasync(fd)
         finally:
@@ -158,36 +166,58 @@ def _parse(fd: int, stamp: Stamp, fingerprint: bytes, segment_bytes: tuple[int, 
     return ParsedExtent(header, layout, stamp)
 
 
-def _write_layers(fd: int, layout: Layout, segments: Sequence[Sequence[memoryview]], beat: Beat) -> bytes:
-    checksums = bytearray()
-    unsynced = 0
-    for layer, views in enumerate(segments):
-        size = layout.segment_bytes[layer]
-        step = max(1, min(IOV_MAX, CHUNK_BYTES // size))
-        for block in range(0, len(views), step):
-            chunk = views[block : block + step]
-            checksums += b"".join(map(checksum, chunk))  # just before they are copied: they are in the CPU's cache then
-            _write_all(fd, list(chunk), layout.offset(layer, block))
-            unsynced += size * len(chunk)
+def _parts(header: bytes, layout: Layout, segments: Sequence[Sequence[memoryview]]) -> Iterator[memoryview]:
+    """All bytes of the file, in order."""
+    yield memoryview(header)
+    for views in segments:
+        yield from views
+        size = sum(map(len, views))
+        yield memoryview(bytes(aligned(size) - size))
+
+
+def _write_parts(fd: int, parts: Iterable[memoryview], buffer: memoryview, beat: Beat) -> None:
+    """One behind the other from the start of the file."""
+    offset = filled = unsynced = 0
+    for part in parts:
+        while len(part):
+            taken = min(len(part), len(buffer) - filled)
+            buffer[filled : filled + taken] = part[:taken]
+            part, filled = part[taken:], filled + taken
+            if filled < len(buffer):
+                continue
+            _write_all(fd, buffer, offset)
+            offset, unsynced, filled = offset + filled, unsynced + filled, 0
             beat()
             if unsynced >= SYNC_BYTES:
                 os.fdatasync(fd)
                 unsynced = 0
                 beat()
-    assert len(checksums) == DIGEST_BYTES * len(segments) * len(segments[0])
-    return bytes(checksums)
+    _write_all(fd, buffer[:filled], offset)
 
 
-def _write_all(fd: int, views: list[memoryview], offset: int) -> None:
-    while views:
-        written = _pwritev(fd, views, offset)
+def _write_all(fd: int, data: memoryview, offset: int) -> None:
+    while len(data):
+        try:
+            written = os.pwrite(fd, data, offset)
+        except OSError as error:
+            # A device with larger blocks, or the rest of a short write, which may begin anywhere.
+            if error.errno != errno.EINVAL or not _set_direct(fd, False):
+                raise
+            continue
         if written == 0:
             raise OSError("the device takes no more bytes")
-        offset += written
-        while views and written >= len(views[0]):
-            written -= len(views.pop(0))
-        if written:
-            views[0] = views[0][written:]
+        data, offset = data[written:], offset + written
+
+
+def _set_direct(fd: int, direct: bool) -> bool:
+    """Let a file's bytes go past the page cache, or not. Whether that has changed anything: some file systems cannot."""
+    flags = fcntl.fcntl(fd, fcntl.F_GETFL)
+    wanted = flags | _O_DIRECT if direct else flags & ~_O_DIRECT
+    try:
+        fcntl.fcntl(fd, fcntl.F_SETFL, wanted)
+    except OSError:
+        return False
+    return wanted != flags
 
 
 def _read_all(fd: int, out: memoryview, offset: int) -> int:
@@ -198,12 +228,6 @@ def _read_all(fd: int, out: memoryview, offset: int) -> int:
             break
         got += count
     return got
-
-
-def _pwritev(fd: int, views: Sequence[memoryview], offset: int) -> int:
-    if hasattr(os, "pwritev"):
-        return os.pwritev(fd, views, offset)
-    return os.pwrite(fd, b"".join(views), offset)
 
 
 def _preadv(fd: int, out: memoryview, offset: int) -> int:

@@ -58,6 +58,10 @@ class ExtentReader:
         for start in range(0, len(blocks), step):
             self._read_some(layer, blocks[start : start + step], targets[start : start + step])
 
+    def checksums(self, block: int) -> tuple[bytes, ...]:
+        """Of a block's segments, by layer."""
+        return self._extent.header.checksums_of(block)
+
     def check(self) -> None:
         """Read everything and keep nothing. Raises BlockMissing."""
         num_blocks = len(self._extent.header.blocks)

@@ -84,7 +84,8 @@ class LayerSource:
         """Blocks that came from disk into slots are complete there."""
         for block in self._blocks:
             if block.extent is not None and block.slot is not None:
-                self._slab.seal(block.slot)
+                extent_id, index = block.extent
+                self._slab.seal_as(block.slot, self._readers[extent_id].checksums(index))
 
     def dram_bytes(self, layer: int) -> int:
         return (len(self._blocks) - self._num_disk) * self._slab.segment_bytes[layer]

@@ -55,7 +55,10 @@ class WriteStream:
         started = time.perf_counter()
         try:
             extent = self._disk.write(
-                order.session, order.blocks, lambda layer, block: self._slab.segment(layer, order.slots[block])
+                order.session,
+                order.blocks,
+                self._slab.checksums(order.slots),
+                lambda layer, block: self._slab.segment(layer, order.slots[block]),
             )
         except (TierFull, TierFailed) as error:
             log.warning("%d blocks were not written to disk: %s", len(order.blocks), error)

@@ -1,6 +1,7 @@
 import fcntl
 import hashlib
 import time
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,7 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 from app import cli
-from cache.extent import SessionRecord, StoredBlock
+from cache.extent import SessionRecord, StoredBlock, checksum
 from cache.tiers.disk import DiskTier
 
 SEGMENTS = (512, 512)
@@ -30,7 +31,9 @@ def store(state_dir: Path, fingerprint: bytes, *names: str, pinned: bool = False
         session = SessionRecord("tenant", "", name, b"context", time.time(), pinned, None)
         keys = [hashlib.blake2b(f"{name}/{n}".encode(), digest_size=16).digest() for n in range(3)]
         blocks = [StoredBlock(keys[1], keys[0], bytes(128), False), StoredBlock(keys[2], keys[1], bytes(32), True)]
-        tier.write(session, blocks, lambda layer, block: memoryview(bytes([layer, block]) * 256))
+        segments = [[memoryview(bytes([layer, block]) * 256) for block in range(2)] for layer in range(len(SEGMENTS))]
+        checksums = b"".join(map(checksum, chain.from_iterable(segments)))
+        tier.write(session, blocks, checksums, lambda layer, block, segments=segments: segments[layer][block])
     tier.close()
 
 

@@ -76,6 +76,7 @@ async def test_no_first_token_in_time(engine: FakeEngine, tmp_path, by, stream):
         response = await running.chat(stream=stream, **fields)
         assert code(response) == ((503, "overloaded") if by == "setting" else (408, "request_timeout"))
         assert ("retry-after" in response.headers) == (by == "setting")
+        assert response.headers["x-ratelimit-limit-requests"] == str(running.app.state.service.settings.places)
         assert engine.aborted == [engine.submitted[0].request_id]
         assert (running.app.state.service.generations, taken(running)) == (set(), 0)
 
@@ -110,6 +111,7 @@ async def test_time_before_the_engine_counts(small: Running, monkeypatch):
     response = await small.chat(timeout=0.05)
     gate.set()
     assert code(response) == (408, "request_timeout")
+    assert response.headers["x-ratelimit-remaining-requests"] == "3"
     assert (small.engine.submitted, taken(small)) == ([], 0)
     assert (await small.chat(timeout=5)).status_code == 200
 

@@ -136,6 +136,11 @@ def test_the_engine_is_told_what_was_set():
     assert load(model__source="org/name").engine_config(b"").model == "org/name"
 
 
+def test_a_burst_fits_into_the_engines_queue():
+    settings = load(scheduler__max_seqs="4", scheduler__max_queued="6")
+    assert settings.engine_config(b"").max_queued == settings.places == 10
+
+
 def test_settings_are_frozen():
     with pytest.raises(ValueError, match="frozen"):
         Settings().cache = CacheSettings()  # type: ignore[misc]

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cache.block import BLOCK_TOKENS, BlockKey
-from cache.extent import ExtentInfo, SessionRecord, StoredBlock
+from cache.extent import ExtentInfo, SessionRecord, StoredBlock, checksum
 from cache.plan import (
     BlockLoad,
     CapturePiece,
@@ -62,6 +62,9 @@ class Reader:
     def close(self):
         self.disk.open_readers -= 1
 
+    def checksums(self, block):
+        return tuple(checksum(memoryview(layer[block])) for layer in self.extent)
+
     def read(self, layer, indices, outs):
         self.disk.gate.wait(10)
         if self.disk.broken_layer == layer:
@@ -79,7 +82,7 @@ class MemoryDisk:
         self.gate.set()
         self.write_gate.set()
 
-    def write(self, session, blocks, segment):
+    def write(self, session, blocks, checksums, segment):
         self.write_gate.wait(10)
         if self.full:
             raise TierFull("no space")

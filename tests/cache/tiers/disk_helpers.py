@@ -2,7 +2,7 @@
 
 import hashlib
 
-from cache.extent import SessionRecord, StoredBlock
+from cache.extent import SessionRecord, StoredBlock, checksum
 from cache.tiers.disk import DiskTier
 
 SEGMENTS = (300, 5000, 4096)  # odd, more than a page, exactly a page
@@ -35,13 +35,17 @@ def segment_bytes_of(key, layer, size):
     return hashlib.shake_128(key + bytes([layer])).digest(size)
 
 
+def checksums_of(blocks, segment):
+    return b"".join(checksum(segment(layer, block)) for layer in range(len(SEGMENTS)) for block in range(len(blocks)))
+
+
 def put(tier, name, count=3, session=None):
     blocks = make_blocks(name, count)
 
     def segment(layer, block):
         return memoryview(segment_bytes_of(blocks[block].key, layer, SEGMENTS[layer]))
 
-    return tier.write(session or make_session(), blocks, segment)
+    return tier.write(session or make_session(), blocks, checksums_of(blocks, segment), segment)
 
 
 def read_wrongly(tier, info, order=None):

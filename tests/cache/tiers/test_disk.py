@@ -20,12 +20,14 @@ from tests.cache.tiers.disk_helpers import (
     FINGERPRINT,
     SEGMENTS,
     bytes_of_files,
+    checksums_of,
     make_blocks,
     make_session,
     make_tier,
     put,
     read_wrongly,
     record_files,
+    segment_bytes_of,
 )
 
 
@@ -68,18 +70,53 @@ def test_more_than_one_call_takes(tmp_path, monkeypatch):
     """Chunks of two blocks, short reads and short writes."""
     monkeypatch.setattr(extent_file, "CHUNK_BYTES", 10_000)
     monkeypatch.setattr(extent_file, "SYNC_BYTES", 10_000)
-    preadv, pwritev = os.preadv, os.pwritev
+    preadv, pwrite = os.preadv, os.pwrite
     monkeypatch.setattr(os, "preadv", lambda fd, views, offset: preadv(fd, [views[0][:777]], offset))
-    monkeypatch.setattr(os, "pwritev", lambda fd, views, offset: pwritev(fd, [views[0][:777]], offset))
+    monkeypatch.setattr(os, "pwrite", lambda fd, data, offset: pwrite(fd, data[:777], offset))
     tier = make_tier(tmp_path)
     tier.open()
     assert read_wrongly(tier, put(tier, "x", 7)) == []
     tier.close()
 
 
+def test_bytes_that_changed_after_they_were_vouched_for_are_not_believed(tier):
+    blocks = make_blocks("x")
+
+    def segment(layer, block):
+        return memoryview(segment_bytes_of(blocks[block].key, layer, SEGMENTS[layer]))
+
+    def flipped(layer, block):
+        data = bytearray(segment(layer, block))
+        data[17] ^= (layer, block) == (1, 2)
+        return memoryview(data)
+
+    info = tier.write(make_session(), blocks, checksums_of(blocks, segment), flipped)
+    with tier.reader(info.extent_id) as reader:
+        reader.read(1, [0, 1], [memoryview(bytearray(SEGMENTS[1])) for _ in range(2)])
+        with pytest.raises(BlockMissing) as caught:
+            reader.read(1, [2], [memoryview(bytearray(SEGMENTS[1]))])
+    assert caught.value.reason == "checksum"
+
+
+@pytest.mark.parametrize("chunk", [4096, 12_288, 4 << 20])
+def test_a_file_system_that_knows_no_direct_writes_gets_the_same_bytes(tmp_path, monkeypatch, chunk):
+    monkeypatch.setattr(extent_file, "CHUNK_BYTES", chunk)
+    files = []
+    for direct in (True, False):
+        if not direct:
+            monkeypatch.setattr(extent_file, "_O_DIRECT", 0)
+        monkeypatch.setattr(time, "time_ns", lambda: 1)  # the same id
+        tier = make_tier(tmp_path / str(direct))
+        tier.open()
+        info = put(tier, "x", 5)
+        assert read_wrongly(tier, info) == []
+        files.append(file_of(tmp_path / str(direct), info).read_bytes())
+        tier.close()
+    assert files[0] == files[1]
+
+
 def test_without_preadv(tier, monkeypatch):
     monkeypatch.delattr(os, "preadv")
-    monkeypatch.delattr(os, "pwritev")
     assert read_wrongly(tier, put(tier, "x")) == []
 
 
@@ -322,7 +359,7 @@ class Crash(BaseException):
     """The process is gone: nothing after it runs."""
 
 
-@pytest.mark.parametrize("call", ["open", "pwritev", "ftruncate", "fdatasync", "rename", "fsync"])
+@pytest.mark.parametrize("call", ["open", "pwrite", "fdatasync", "rename", "fsync"])
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_a_crash_between_any_two_steps_of_a_write(tier, tmp_path, monkeypatch, call, when):
     kept = put(tier, "kept")
@@ -349,7 +386,7 @@ def test_a_crash_between_any_two_steps_of_a_write(tier, tmp_path, monkeypatch, c
     tier.close()
 
 
-@pytest.mark.parametrize("call", ["pwritev", "fdatasync", "rename"])
+@pytest.mark.parametrize("call", ["pwrite", "fdatasync", "rename"])
 @pytest.mark.parametrize(
     ("code", "expected"),
     [(errno.ENOSPC, TierFull), (errno.EDQUOT, TierFull), (errno.EIO, TierFailed), (errno.EROFS, TierFailed)],
@@ -501,14 +538,14 @@ def test_writes_that_hang_take_no_thread_from_reads(tmp_path, monkeypatch):
 
 
 def test_a_slow_write_that_goes_on_is_not_a_hung_one(tmp_path, monkeypatch):
-    monkeypatch.setattr(extent_file, "CHUNK_BYTES", 1)
-    pwritev = os.pwritev
+    monkeypatch.setattr(extent_file, "CHUNK_BYTES", 4096)
+    pwrite = os.pwrite
 
-    def slow(fd, views, offset):
+    def slow(fd, data, offset):
         time.sleep(0.02)
-        return pwritev(fd, views, offset)
+        return pwrite(fd, data, offset)
 
-    monkeypatch.setattr(os, "pwritev", slow)
+    monkeypatch.setattr(os, "pwrite", slow)
     tier = make_tier(tmp_path, deadline_s=0.3)
     tier.open()
     started = time.monotonic()
@@ -635,9 +672,11 @@ def test_caps_hold_for_reads_and_writes(tmp_path):
 def test_arguments_that_make_no_sense_are_refused(tier):
     info = put(tier, "x")
     with pytest.raises(ValueError, match="segment"):
-        tier.write(make_session(), make_blocks("y"), lambda layer, block: memoryview(b"short"))
+        tier.write(make_session(), make_blocks("y"), bytes(72), lambda layer, block: memoryview(b"short"))
     with pytest.raises(ValueError, match="blocks"):
-        tier.write(make_session(), [], lambda layer, block: memoryview(b""))
+        tier.write(make_session(), [], b"", lambda layer, block: memoryview(b""))
+    with pytest.raises(ValueError, match="checksum"):
+        tier.write(make_session(), make_blocks("y"), bytes(71), lambda layer, _: memoryview(bytes(SEGMENTS[layer])))
     with tier.reader(info.extent_id) as reader:
         with pytest.raises(ValueError, match="block"):
             reader.read(0, [3], [memoryview(bytearray(SEGMENTS[0]))])
@@ -645,5 +684,5 @@ def test_arguments_that_make_no_sense_are_refused(tier):
             reader.read(0, [0], [memoryview(bytearray(5))])
     with pytest.raises(TierFailed):
         make_tier(Path("unused")).write(
-            make_session(), make_blocks("y", 1), lambda layer, _: memoryview(bytes(SEGMENTS[layer]))
+            make_session(), make_blocks("y", 1), bytes(24), lambda layer, _: memoryview(bytes(SEGMENTS[layer]))
         )
