@@ -57,6 +57,8 @@ def create_app(settings: Settings, *, engine: Engine | None = None) -> FastAPI:
     for module in (chat, models, ops, sessions):
         app.include_router(module.router)
     install_handlers(app)
-    app.add_middleware(Authentication, keyring=Keyring(api_keys=settings.server.api_keys))
+    keyring = Keyring(api_keys=settings.server.api_keys, admin_keys=settings.server.admin_keys)
+    app.state.keyring = keyring
+    app.add_middleware(Authentication, keyring=keyring)
     app.add_middleware(RequestContext, on_done=count, log_access=settings.server.access_log)
     return app

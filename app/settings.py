@@ -140,6 +140,9 @@ class ServerSettings(_Section):
     api_keys: NameList = Field(
         (), repr=False, description="accepted bearer keys, comma-separated; none: no keys needed"
     )
+    admin_keys: NameList = Field(
+        (), repr=False, description="bearer keys that open /v1/scheduler too; without any keys it is open"
+    )
     allow_unauthenticated: bool = Field(False, description="listen beyond loopback although there are no api_keys")
     drain_s: float = Field(30.0, ge=0, le=86_400, description="at SIGTERM running answers may go on for this long")
     max_body_bytes: int = Field(8 << 20, ge=1024, le=1 << 30, description="largest request body")
@@ -171,10 +174,12 @@ class ServerSettings(_Section):
 
     @model_validator(mode="after")
     def _lets_in_whom_it_should(self) -> "ServerSettings":
-        for key in self.api_keys:
+        for key in (*self.api_keys, *self.admin_keys):
             if not (8 <= len(key) <= 512 and key.isascii() and key.isprintable() and " " not in key):
-                raise ValueError("server.api_keys: each has 8 to 512 printable ASCII characters without spaces")
-        if not (self.api_keys or self.allow_unauthenticated or _is_loopback(self.host)):
+                raise ValueError(
+                    "server.api_keys and server.admin_keys: each has 8 to 512 printable ASCII characters without spaces"
+                )
+        if not (self.api_keys or self.admin_keys or self.allow_unauthenticated or _is_loopback(self.host)):
             raise ValueError(
                 f"server.host: listening on {self.host} lets others in; set server.api_keys, or "
                 "server.allow_unauthenticated=true to let anybody in"

@@ -31,6 +31,7 @@ from engine.messages import (
 )
 from engine.runner import ModelRunner
 from engine.sampler import BadLogits, PenaltyState, Sampled, Sampler, SampleRow, choice_seed
+from engine.schedule import scheduler_state
 from engine.verify import Verifier
 from scheduler.scheduler import Chunk, QueueFull, Scheduler
 from scheduler.sequence import Sequence
@@ -165,6 +166,7 @@ class Engine:
             arrived_s=now,
             token_ids=tokens,
             prompt_tokens=len(tokens),
+            weight=request.weight,
         )
         try:
             self._scheduler.add(sequence)
@@ -516,6 +518,8 @@ class Engine:
             truncated_tokens=stats.truncated_tokens,
             in_flight=self._cache.in_flight,
             verified_loads=self._verifier.compared if self._verifier is not None else 0,
+            offloaded_blocks=stats.offloaded_blocks,
+            scheduler=scheduler_state(self._scheduler, self._cache, time.monotonic()),
             verify_mismatches=self._verifier.mismatches if self._verifier is not None else 0,
         )
 

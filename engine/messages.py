@@ -238,6 +238,40 @@ class Outputs(msgspec.Struct, frozen=True, tag="outputs"):
     outputs: list[Output]
 
 
+class WaitingInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """A request whose place in line is settled."""
+
+    request_id: str
+    tenant: str
+    session_id: str
+    transfer_class: int | None  # CaR's 1, 2 or 3; None: it has run before, or the order has no classes
+    overtaken: int  # how often one that entered the window later has started before it
+    hbm_tokens: int
+    lower_tokens: dict[str, int]  # tier -> tokens that would have to be loaded
+    bytes_to_load: int
+    missing_tokens: int
+    has_pages: bool  # its KV comes while others run
+    waiting_s: float
+    expected_start_s: float | None  # from now; None: behind everybody who runs
+
+
+class SchedulerState(msgspec.Struct, frozen=True, kw_only=True):
+    """How the queue stands, and what the scheduler has done since the start."""
+
+    policy: str
+    window: int  # places; 0: the order has no window
+    waiting: dict[str, int]  # class 1, 2, 3, resumed, outside -> requests
+    front: list[WaitingInfo]  # next first
+    overtakes: int
+    preemptions: int
+    fair_preemptions: int  # of these, for a tenant who had nothing running
+    timer: dict[str, int]  # loads started ahead: early, on_time, late, wasted
+    loads: dict[str, int]  # loads at the start of their request: finished, hidden, exposed
+    prediction_error: float  # of answer lengths: mean error over mean length
+    tpot_s: float
+    step_cost: dict[str, float]  # seconds: fixed, per_token, per_row, per_kilo_pair
+
+
 class Stats(msgspec.Struct, frozen=True, kw_only=True, tag="stats"):
     """Gauges and running totals, sent about once a second; also the engine's heartbeat."""
 
@@ -269,6 +303,8 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True, tag="stats"):
     in_flight: int = 0  # saves and loads under way; zero at idle
     verified_loads: int = 0
     verify_mismatches: int = 0
+    offloaded_blocks: int = 0  # of the evicted ones, in the background
+    scheduler: SchedulerState | None = None
 
 
 ToEngine = Submit | Abort | Finish | FinishAll | SessionRequest | Shutdown

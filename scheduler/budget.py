@@ -61,11 +61,11 @@ class StepCost:
         self._stale = True
 
     def seconds(self, work: StepWork) -> float:
-        return sum(term * x for term, x in zip(self._current(), work.features, strict=True))
+        return sum(term * x for term, x in zip(self.current(), work.features, strict=True))
 
     def chunk_that_fits(self, seconds: float, context_len: int) -> int:
         """Most tokens of a prompt, behind `context_len` others, that take no longer than that beside a step's rest."""
-        _, per_token, _, per_pair = self._current()
+        _, per_token, _, per_pair = self.current()
         # per_pair / 2000 * n^2 + (per_token + per_pair * context / 1000) * n = seconds
         square, linear = per_pair / 2000, per_token + per_pair * context_len / 1000
         if seconds <= 0:
@@ -73,7 +73,8 @@ class StepCost:
         # The form of the root that does not cancel, and holds for square = 0.
         return int(2 * seconds / (linear + (linear * linear + 4 * square * seconds) ** 0.5))
 
-    def _current(self) -> tuple[float, ...]:
+    def current(self) -> tuple[float, ...]:
+        """(fixed, per prefill token, per decode row, per thousand pairs), in seconds."""
         if self._stale:
             self.terms = self._solve()
             self._stale = False

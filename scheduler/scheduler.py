@@ -100,11 +100,13 @@ class Scheduler:
         self._favoured: Sequence | None = None  # others have given way to it, but there is not room enough yet
         self._front = Standings(cache=cache, hidden_s=stall_budget_s)
         self._scores: dict[Sequence, int] = {}  # as the cache was told
+        self._predicted: dict[Sequence, int] = {}  # of those who have started: how long the answer was to be
         self._tpot_s: float | None = None
         self._work = StepWork()  # of the step that was scheduled last
         self.preemptions = 0
         self.fair_preemptions = 0  # of these, for the sake of another tenant
-        self.loads: Counter[str] = Counter()  # of those that started with KV to load: hidden, exposed
+        self.predicted_tokens: Counter[str] = Counter()  # of answers that ended: error, actual
+        self.loads: Counter[str] = Counter()  # of those that started with KV to load: finished, hidden, exposed
 
     @property
     def num_waiting(self) -> int:
@@ -148,7 +150,31 @@ class Scheduler:
 
     def completed(self, sequence: Sequence) -> None:
         """Its answer has come to its own end; call it before `remove`."""
+        predicted = self._predicted.get(sequence)
+        if predicted is not None:
+            self.predicted_tokens["error"] += abs(predicted - sequence.output_tokens)
+            self.predicted_tokens["actual"] += sequence.output_tokens
         self._predictor.learn(sequence)
+
+    def outlook(self, now: float) -> list[tuple[Sequence, float | None]]:
+        """Those whose order is settled, next first, each with the seconds until its place is expected to be free; None
+        behind the last of those who run."""
+        rest_s = [0.0] * self.free_places + sorted(self._remaining_s(s, now) for s in self._running)
+        front = [*self._resumed, *self._queue.front()]
+        return [(sequence, rest_s[place] if place < len(rest_s) else None) for place, sequence in enumerate(front)]
+
+    @property
+    def cost(self) -> StepCost:
+        return self._cost
+
+    @property
+    def queue(self) -> WaitingQueue:
+        """Read only."""
+        return self._queue
+
+    def is_ahead(self, sequence: Sequence) -> bool:
+        """Whether it waits with its pages already given."""
+        return sequence in self._ahead
 
     def remove(self, sequence: Sequence) -> None:
         """A sequence finished or was aborted, in whatever state it was."""
@@ -164,6 +190,7 @@ class Scheduler:
             else:
                 self._queue.remove(sequence)
         self._scores.pop(sequence, None)
+        self._predicted.pop(sequence, None)
         if sequence.state is not SequenceState.FINISHED:
             self._queue.finished(sequence)
         sequence.state = SequenceState.FINISHED
@@ -357,7 +384,8 @@ class Scheduler:
 
     def _start(self, sequence: Sequence, reserved: int, chunks: list[Chunk], budget: StepBudget, now: float) -> None:
         """A sequence that has its room joins the batch."""
-        if sequence in self._ahead:
+        was_ahead = sequence in self._ahead
+        if was_ahead:
             self._ahead.start(sequence, now)
         if sequence is self._favoured:
             self._favoured = None
@@ -368,6 +396,7 @@ class Scheduler:
         sequence.state = SequenceState.RUNNING
         if sequence.scheduled_s is None:
             sequence.scheduled_s = now
+            self._predicted[sequence] = self._predictor.predict(sequence)
         self._running.append(sequence)
         num_tokens = reserved
         if self._chunked_prefill:
@@ -377,6 +406,8 @@ class Scheduler:
             work = StepWork().plus_chunk(num_tokens, sequence.computed_tokens)
             is_hidden = stall_s <= max(self._stall_budget_s, self._cost.seconds(work))
             self.loads["hidden" if is_hidden else "exposed"] += 1
+        elif was_ahead:
+            self.loads["finished"] += 1
         if chunks and stall_s > self._stall_budget_s:
             return  # it loads meanwhile, and joins when that is nearly done
         chunks.append(Chunk(sequence, num_tokens))

@@ -69,8 +69,8 @@ def test_a_chunk_is_the_largest_that_fits_and_no_term_is_negative(seed, noise, s
     for _ in range(steps):
         cost.ran(random_work(rng), rng.uniform(0.001, 0.001 + noise))
     chunk = cost.chunk_that_fits(seconds, context)
-    assert min(cost.terms) >= 0
-    assert cost.terms[1] > 0
+    assert min(cost.current()) >= 0
+    assert cost.current()[1] > 0
 
     def extra(tokens):
         return cost.seconds(work(tokens, 0, context)) - cost.seconds(StepWork()) if tokens else 0.0
