@@ -48,5 +48,5 @@ class Hierarchy:
             return
         self.hbm.leave(row)
         self.lower.drop_slot(row)
-        self.lower.drop_extent_copy(row)
+        self.lower.extents.drop(row)
         self.table.forget(row)

@@ -50,14 +50,14 @@ class Loads:
         blocks = []
         for load in loads:
             if load.slot is not None:
-                self._lower.pin(load.slot)
+                self._lower.slots.pin(load.slot)
             elif self._lower.has_room() and load.num_rows == BLOCK_TOKENS:
                 load = replace(load, slot=self._lower.take_slot(None))
             self._pages.pin(load.page)
             if load.num_rows == BLOCK_TOKENS:
                 self._siblings.claim(load.key, context.request_id)
             blocks.append(load)
-        self._lower.hold_copies(load.key for load in blocks if load.extent is not None)
+        self._lower.extents.hold(load.key for load in blocks if load.extent is not None)
         context.job = self._lower.next_job()
         self.under_way[context.job] = Load(context, tuple(blocks), context.request_id)
         self._lower.moves.append(LoadBlocks(context.job, context.request_id, tuple(blocks)))
@@ -84,14 +84,14 @@ class Loads:
         """What came is believed, what failed is not looked for there again."""
         load = self.under_way.pop(event.job_id)
         context = load.context
-        self._lower.release_copies(block.key for block in load.blocks if block.extent is not None)
+        self._lower.extents.release(block.key for block in load.blocks if block.extent is not None)
         for block in load.blocks:
             self._siblings.settle(block.key, load.claimant)
             if block.slot is not None and block.extent is None:
-                self._lower.unpin(block.slot)
+                self._lower.slots.unpin(block.slot)
             elif block.slot is not None:
                 if event.failed:
-                    self._lower.give_back(block.slot)
+                    self._lower.slots.give_back(block.slot)
                 else:
                     self._lower.keep(block.key, block.slot)
             row = self._table.get(block.key)
@@ -114,7 +114,7 @@ class Loads:
         if row is None:
             return
         if load.extent is not None and row.extent == load.extent:
-            self._lower.drop_extent_copy(row)
+            self._lower.extents.drop(row)
         elif load.extent is None and row.slot == load.slot:
             self._lower.drop_slot(row)
         if row.is_nowhere:

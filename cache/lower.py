@@ -1,21 +1,21 @@
-"""LowerTiers: what lies below HBM. DRAM slots and disk extents, what fills and leaves them, and writes behind a turn.
+"""LowerTiers: what lies below HBM. What fills and leaves DRAM, fetches, and writes behind a turn.
 
 Pure bookkeeping: it orders moves and is told of their end by events. Blocks are saved in DRAM slots while they are
-computed (AttentionStore §3.2.2) and written to disk behind the end of the turn. The slots are one pool: `dram_slots` of
-them may stay, the rest is for what passes through on its way to disk or was refused. A slot is free again only when the
-last copy into or out of it is done, which is what pins and tickets are for.
+computed (AttentionStore §3.2.2) and written to disk behind the end of the turn. The slots are one pool (`slots.py`):
+`dram_slots` of them may stay, the rest is for what passes through on its way to disk or was refused. What is on disk is
+known to `extents.py`. A slot is free again only when the last copy into or out of it is done, which is what pins and
+tickets are for.
 """
 
 from array import array
-from collections import Counter
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass
 
 from cache.block import BlockKey, token_bytes
 from cache.context import SessionContext
 from cache.extent import ExtentInfo, SessionRecord, StoredBlock
+from cache.extents import Extents, Keys
 from cache.plan import (
-    DeleteExtents,
     FetchBlocks,
     Move,
     PutSession,
@@ -23,6 +23,7 @@ from cache.plan import (
     WriteExtent,
 )
 from cache.policies.base import EvictionPolicy, own
+from cache.slots import SlotPool
 from cache.stats import CacheStats
 from cache.table import BlockRow, CacheTable, SessionName
 
@@ -42,32 +43,11 @@ class _Ticket:
 
 
 @dataclass(slots=True)
-class _Extent:
-    keys: dict[BlockKey, None]  # those whose copy here counts
-    size_bytes: int
-
-
-@dataclass(slots=True)
 class _Write:
     session: SessionName
     keys: list[BlockKey]
     slots: list[int]
     size_bytes: int
-
-
-@dataclass(slots=True)
-class _Deletion:
-    waiters: list[str]
-
-
-class _Keys:
-    """The blocks of which something is true, as a container."""
-
-    def __init__(self, contains: Callable[[BlockKey], bool]) -> None:
-        self._contains = contains
-
-    def __contains__(self, key: object) -> bool:
-        return self._contains(key)  # type: ignore[arg-type]
 
 
 class LowerTiers:
@@ -91,22 +71,17 @@ class LowerTiers:
         self.dram_slots = dram_slots
         self.slot_bytes = slot_bytes
         self.disk_bytes = disk_bytes
-        self.disk_used = 0  # as far as writes and deletions have been ordered
         self.dram_policy = dram_policy
         self.disk_policy = disk_policy
         self.resident = 0  # slots that hold a block of the table
         self.moves: list[Move] = []
         self.quarantined: set[str] = set()
-        self.done: list[str] = []  # who waited for a deletion that is done
         self.pinned_sessions: set[SessionName] = set()
         self._table = table
         self._stats = stats
         self._gone = gone
         # What is on disk too is lost by nobody, so room for what comes can be made ahead (DESIGN "dram_free_buffer").
         self._target = int(dram_slots * (1 - free_buffer)) if disk_bytes else dram_slots
-        self._free = list(range(num_slots - 1, -1, -1))
-        self._pins = [0] * num_slots
-        self._doomed: set[int] = set()  # slots to be freed by their last unpin
         self._tickets: dict[int, _Ticket] = {}
         self._saving: dict[BlockKey, int] = {}  # key -> its ticket
         self._held: dict[int, tuple[list[int], list[int]]] = {}  # slot being filled -> pages and slots it comes from
@@ -114,14 +89,22 @@ class LowerTiers:
         self._writes: dict[int, _Write] = {}
         self._writing: set[SessionName] = set()
         self._retry_s = 0.0
-        self._extents: dict[int, _Extent] = {}
         self._fetches: dict[int, tuple[tuple[BlockKey, tuple[int, int], int], ...]] = {}
         self._fetching: set[BlockKey] = set()
-        self._deletions: dict[int, _Deletion] = {}
         self._jobs = 0
-        self._read: Counter[BlockKey] = Counter()  # blocks that loads read off the disk
-        self._immovable = _Keys(self.is_immovable)
-        self._held_on_disk = _Keys(self.is_held_on_disk)
+        self._immovable = Keys(self.is_immovable)
+        self.slots = SlotPool(num_slots)
+        self.extents = Extents(
+            table=table,
+            capacity_bytes=disk_bytes,
+            policy=disk_policy,
+            stats=stats,
+            gone=gone,
+            is_kept=lambda row: self._is_pinned(row) or row.key in self._fetching,
+            write_again=self._write_again,
+            order=lambda move: self.moves.append(move),
+            next_job=self.next_job,
+        )
 
     @property
     def is_on(self) -> bool:
@@ -130,7 +113,7 @@ class LowerTiers:
     @property
     def in_flight(self) -> int:
         """Copies under way; zero at idle."""
-        return len(self._tickets) + len(self._writes) + len(self._fetches) + len(self._deletions)
+        return len(self._tickets) + len(self._writes) + len(self._fetches) + self.extents.in_flight
 
     @property
     def is_dirty(self) -> bool:
@@ -154,37 +137,19 @@ class LowerTiers:
         before a block of that session."""
         if "dram" in self.quarantined:
             return None
-        if not self._free and self.resident:
+        if not self.slots.num_free and self.resident:
             for key in self.dram_policy.victims(1, self._immovable, newcomer=newcomer):
                 self._evict_from_dram(key)
-        return self._free.pop() if self._free else None
+        return self.slots.take()
 
     def has_room(self) -> bool:
         """Whether DRAM would keep one more block."""
-        return self.resident < self._target and bool(self._free)
-
-    def pin(self, slot: int) -> None:
-        """Somebody reads this slot: it keeps its bytes until `unpin`."""
-        self._pins[slot] += 1
-
-    def unpin(self, slot: int) -> None:
-        assert self._pins[slot] > 0
-        self._pins[slot] -= 1
-        if self._pins[slot] == 0 and slot in self._doomed:
-            self._doomed.discard(slot)
-            self._free.append(slot)
-
-    def give_back(self, slot: int) -> None:
-        """A slot that was taken and is not being written."""
-        if self._pins[slot]:
-            self._doomed.add(slot)
-        else:
-            self._free.append(slot)
+        return self.resident < self._target and self.slots.num_free > 0
 
     def is_immovable(self, key: BlockKey) -> bool:
         """Whether a block must not leave DRAM now: read by somebody, not on disk yet, or pinned by its owner."""
         row = self._table.get(key)
-        if row is None or row.slot is None or self._pins[row.slot]:
+        if row is None or row.slot is None or self.slots.is_pinned(row.slot):
             return True
         if row.extent is None and not self._retry_s and any(key in dirty for dirty in self._dirty_of(row)):
             return True  # not on disk yet; if the disk refuses, DRAM must go on without it
@@ -208,7 +173,7 @@ class LowerTiers:
 
     def hold_slot(self, slot: int, source: int) -> None:
         """`slot` is filled from another slot, which keeps its bytes until that is done."""
-        self.pin(source)
+        self.slots.pin(source)
         self._held.setdefault(slot, ([], []))[1].append(source)
 
     def hold_page(self, slot: int, page: int) -> None:
@@ -226,9 +191,9 @@ class LowerTiers:
         ticket = self._tickets.pop(ticket_id)
         pages, slots = self._held.pop(ticket.slot, ([], []))
         for slot in slots:
-            self.unpin(slot)
+            self.slots.unpin(slot)
         if ticket.row is None:
-            self.give_back(ticket.slot)
+            self.slots.give_back(ticket.slot)
             return pages
         row = ticket.row
         del self._saving[row.key]
@@ -241,7 +206,7 @@ class LowerTiers:
         elif known.slot is None:
             self._attach_slot(known, ticket.slot)
         else:
-            self.give_back(ticket.slot)
+            self.slots.give_back(ticket.slot)
             return pages
         if self.disk_bytes and known.extent is None and known.owners:
             self._dirty.setdefault(known.owners[0], {})[known.key] = None
@@ -279,7 +244,7 @@ class LowerTiers:
         self.dram_policy.remove(row.key)
         for dirty in self._dirty_of(row):
             dirty.pop(row.key, None)
-        self.give_back(slot)
+        self.slots.give_back(slot)
 
     # --- disk ---------------------------------------------------------------------------------------------------------
 
@@ -294,11 +259,15 @@ class LowerTiers:
         if not self.disk_bytes or now < self._retry_s or "disk" in self.quarantined:
             return
         self._retry_s = 0.0
-        pressed = len(self._free) < _PRESSURE * self.num_slots
+        pressed = self.slots.num_free < _PRESSURE * self.num_slots
+        saving = self._owners_saving()
         for name in list(self._dirty):
             if len(self._writes) >= _MAX_WRITES:
                 return
             if name in self._writing or (name in running and not pressed):
+                continue
+            # What a turn has left is one extent: a file and its fsync cost more than a few blocks.
+            if name in saving and name not in running:
                 continue
             keys = self._dirty[name]
             if any(key in self._saving for key in keys):
@@ -311,127 +280,59 @@ class LowerTiers:
 
     def _write(self, name: SessionName, rows: list[BlockRow], record: SessionRecord, now: float) -> None:
         size = len(rows) * self.slot_bytes + _EXTENT_OVERHEAD + len(record.context)
-        if not self._make_disk_room(size):
+        if not self.extents.make_room(size):
             self._stats.refused["disk"] += len(rows)
             self._retry_s = now + _RETRY_S
             return
         slots = [row.slot for row in rows if row.slot is not None]
         for slot in slots:
-            self.pin(slot)
+            self.slots.pin(slot)
         job = self.next_job()
         self._writes[job] = _Write(name, [row.key for row in rows], slots, size)
         self._writing.add(name)
-        self.disk_used += size
+        self.extents.used_bytes += size
         blocks = tuple(StoredBlock(r.key, r.parent, token_bytes(r.token_ids), r.is_open) for r in rows)
         self.moves.append(WriteExtent(job, record, blocks, tuple(slots)))
-
-    def _make_disk_room(self, size: int) -> bool:
-        while self.disk_used + size > self.disk_bytes:
-            victims = self.disk_policy.victims(1, self._held_on_disk, spare_queued=True)
-            if not victims:
-                return False
-            row = self._table.get(victims[0])
-            assert row is not None
-            assert row.extent is not None
-            self._delete_extents([row.extent[0]], None, None)
-        return True
-
-    def is_held_on_disk(self, key: BlockKey) -> bool:
-        """Whether a block's copy on disk must not leave now: read by somebody, or pinned by its owner."""
-        row = self._table.get(key)
-        return row is None or self._is_pinned(row) or key in self._fetching or self._read[key] > 0
-
-    def hold_copies(self, keys: Iterable[BlockKey]) -> None:
-        """Somebody reads these blocks off the disk, until `release_copies`."""
-        self._read.update(keys)
-
-    def release_copies(self, keys: Iterable[BlockKey]) -> None:
-        self._read.subtract(keys)
-        self._read += Counter()  # forgets those at zero
 
     def on_written(self, job: int, extent: ExtentInfo | None, now: float) -> None:
         write = self._writes.pop(job)
         self._writing.discard(write.session)
-        self.disk_used -= write.size_bytes
+        self.extents.used_bytes -= write.size_bytes
         dirty = self._dirty.get(write.session, {})
         if extent is None:
             self._retry_s = now + _RETRY_S
             self._stats.refused["disk"] += len(write.keys)
         else:
-            self.disk_used += extent.size_bytes
-            self._extents[extent.extent_id] = _Extent({}, extent.size_bytes)
-            for index, key in enumerate(write.keys):
+            for key in write.keys:
                 dirty.pop(key, None)
-                row = self._table.get(key)
-                # What its owners have left meanwhile has no business on disk.
-                if row is not None and row.extent is None and row.owners:
-                    self._attach_extent(row, extent.extent_id, index)
-            if not self._extents[extent.extent_id].keys:
-                self._delete_extents([extent.extent_id], None, None)
+            self.extents.add(extent, write.keys)
         if not dirty:
             self._dirty.pop(write.session, None)
         for slot in write.slots:
-            self.unpin(slot)
+            self.slots.unpin(slot)
         self.trim()
 
-    def _attach_extent(self, row: BlockRow, extent_id: int, index: int) -> None:
-        row.extent = (extent_id, index)
-        self._extents[extent_id].keys[row.key] = None
-        self.disk_policy.touch(row.key)
-        own(self.disk_policy, row)
-
-    def adopt(self, extent: ExtentInfo, rows: Sequence[BlockRow]) -> None:
-        """A record found at the start: its blocks are on disk, unless a newer record has them."""
-        self._extents[extent.extent_id] = _Extent({}, extent.size_bytes)
-        self.disk_used += extent.size_bytes
-        for index, row in enumerate(rows):
-            known = self._table.get(row.key)
-            if known is None:
-                self._table.publish(row)
-                known = row
-            else:
-                known.owners = tuple(dict.fromkeys((*known.owners, *row.owners)))
-                self._detach_extent(known)
-            self._attach_extent(known, extent.extent_id, index)
-
-    def _detach_extent(self, row: BlockRow) -> int | None:
-        """The copy on disk does not count any more; the extent's id if that was the last in it."""
-        if row.extent is None:
-            return None
-        extent_id, row.extent = row.extent[0], None
-        self.disk_policy.remove(row.key)
-        extent = self._extents[extent_id]
-        extent.keys.pop(row.key, None)
-        return None if extent.keys else extent_id
-
-    def drop_extent_copy(self, row: BlockRow) -> None:
-        """The block's copy on disk is bad or not wanted any more."""
-        empty = self._detach_extent(row)
-        if empty is not None:
-            self._delete_extents([empty], None, None)
+    def _write_again(self, row: BlockRow) -> None:
+        """The block's only copy on disk is gone, but DRAM has it."""
+        self._dirty.setdefault(row.owners[0], {})[row.key] = None
 
     def is_busy(self, name: SessionName) -> bool:
         """Whether blocks of a session are being saved, fetched or written."""
         if name in self._writing:
             return True
-        saving = (self._tickets[ticket].row for ticket in self._saving.values())
-        if any(row is not None and name in row.owners for row in saving):
+        if name in self._owners_saving():
             return True
         return any((row := self._table.get(key)) is not None and name in row.owners for key in self._fetching)
+
+    def _owners_saving(self) -> set[SessionName]:
+        rows = (self._tickets[ticket].row for ticket in self._saving.values())
+        return {owner for row in rows if row is not None for owner in row.owners}
 
     def disown_saves(self, name: SessionName) -> None:
         """A session is gone: what is being saved of it will not be its."""
         for ticket in self._tickets.values():
             if ticket.row is not None and name in ticket.row.owners:
                 ticket.row.owners = tuple(owner for owner in ticket.row.owners if owner != name)
-
-    def sharers_of(self, rows: Iterable[BlockRow]) -> list[BlockRow]:
-        """Blocks with other owners whose copy on disk stands in one extent with one of these, and is their only one."""
-        extents = {row.extent[0] for row in rows if row.extent is not None}
-        names = {owner for row in rows for owner in row.owners}
-        keys = (key for extent in extents for key in self._extents[extent].keys)
-        found = (self._table.get(key) for key in keys)
-        return [row for row in found if row is not None and row.slot is None and set(row.owners) - names]
 
     def delete_session(self, name: SessionName, rows: Iterable[BlockRow], waiter: str | None) -> None:
         """Remove these blocks from DRAM and disk, and the extents they are in; `waiter` is named when it is done. Other
@@ -444,35 +345,8 @@ class LowerTiers:
         for key in self._dirty.pop(name, {}):
             left = self._table.get(key)
             if left is not None and left.slot is not None and left.owners:
-                self._dirty.setdefault(left.owners[0], {})[key] = None  # it goes to disk with another's blocks
-        self._delete_extents(list(extent_ids), name, waiter)
-
-    def _delete_extents(self, extent_ids: list[int], session: SessionName | None, waiter: str | None) -> None:
-        size = 0
-        for extent_id in extent_ids:
-            extent = self._extents.pop(extent_id)
-            size += extent.size_bytes
-            for key in list(extent.keys):
-                row = self._table.get(key)
-                if row is None:
-                    continue
-                row.extent = None
-                self.disk_policy.remove(key)
-                self._stats.evictions["disk"] += 1
-                if row.slot is not None and row.owners:
-                    self._dirty.setdefault(row.owners[0], {})[key] = None
-                if row.is_nowhere:
-                    self._gone(row)
-        if not self.disk_bytes:
-            self.done += [waiter] if waiter else []
-            return
-        job = self.next_job()
-        self._deletions[job] = _Deletion([waiter] if waiter else [])
-        self.disk_used -= size
-        self.moves.append(DeleteExtents(job, tuple(extent_ids), session))
-
-    def on_deleted(self, job: int) -> None:
-        self.done += self._deletions.pop(job).waiters
+                self._write_again(left)  # it goes to disk with another's blocks
+        self.extents.delete(list(extent_ids), name, waiter)
 
     def put_session(self, record: SessionRecord) -> None:
         if self.disk_bytes:
@@ -485,7 +359,7 @@ class LowerTiers:
             if tier == "dram":
                 self.drop_slot(row)
             else:
-                self.drop_extent_copy(row)
+                self.extents.drop(row)
             if row.is_nowhere:
                 self._gone(row)
         self.quarantined.add(tier)
@@ -515,13 +389,13 @@ class LowerTiers:
             if key in failed:
                 self._stats.load_failures[failed[key]] += 1
                 if row is not None and row.extent == extent:
-                    self.drop_extent_copy(row)
+                    self.extents.drop(row)
                     if row.is_nowhere:
                         self._gone(row)
             elif row is not None and row.slot is None and row.extent == extent:
                 self._attach_slot(row, slot)
                 continue
-            self.give_back(slot)
+            self.slots.give_back(slot)
 
     def keep(self, key: BlockKey, slot: int) -> None:
         """A block passed through this slot on its way from disk: keep it, if it is still wanted."""
@@ -529,7 +403,7 @@ class LowerTiers:
         if row is not None and row.slot is None and row.extent is not None:
             self._attach_slot(row, slot)
         else:
-            self.give_back(slot)
+            self.slots.give_back(slot)
 
     def tokens_of(self, data: bytes) -> "array[int]":
         """The inverse of `cache.block.token_bytes`."""

@@ -349,7 +349,7 @@ class CacheManager:
             case Written():
                 self.lower.on_written(event.job_id, event.extent, now)
             case Deleted():
-                self.lower.on_deleted(event.job_id)
+                self.lower.extents.on_deleted(event.job_id)
             case Transferred():
                 self.stats.count_move(event.direction, event.num_bytes, event.seconds)
                 self.rates.moved(event.direction, event.num_bytes, event.seconds)

@@ -78,7 +78,7 @@ class Saver:
             self._fill_from_page(context, block, slot, 0, BLOCK_TOKENS)
             self._lower.seal(slot, replace(row, hops=row.hops + 1), BLOCK_TOKENS)
         elif slot is not None:
-            self._lower.give_back(slot)
+            self._lower.slots.give_back(slot)
 
     def abandon(self, context: RunningContext) -> None:
         """Give back the slots of blocks that were not completed."""

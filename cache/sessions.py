@@ -195,7 +195,7 @@ class SessionStore:
 
     def _sharers_of(self, name: SessionName) -> list[BlockRow]:
         rows = (self._table.get(key) for key in self.contexts[name].owned)
-        return self._lower.sharers_of([row for row in rows if row is not None and row.owners == (name,)])
+        return self._lower.extents.sharers_of([row for row in rows if row is not None and row.owners == (name,)])
 
     def _has_to_wait(self, name: SessionName) -> bool:
         """Whether a deletion would come between a copy and its end."""
@@ -212,7 +212,8 @@ class SessionStore:
 
     def take_deleted(self) -> list[str]:
         """Those who waited for a deletion that is done."""
-        done, self._lower.done = self._lower.done, []
+        extents = self._lower.extents
+        done, extents.done = extents.done, []
         return done
 
     def go_on(self) -> None:
@@ -237,7 +238,7 @@ class SessionStore:
                 )
                 for block in extent.blocks
             ]
-            self._lower.adopt(extent, rows)
+            self._lower.extents.adopt(extent, rows)
         for record in sorted(records, key=lambda r: r.last_used_s):
             self._restore(record)
         for row in self._table:

@@ -506,7 +506,7 @@ class Engine:
             evicted_blocks=stats.evicted_blocks,
             preemptions=self._scheduler.preemptions,
             aborted=self._aborted,
-            tier_bytes={"dram": lower.resident * lower.slot_bytes, "disk": lower.disk_used},
+            tier_bytes={"dram": lower.resident * lower.slot_bytes, "disk": lower.extents.used_bytes},
             tier_capacity={"dram": lower.dram_slots * lower.slot_bytes, "disk": lower.disk_bytes},
             moved_bytes=dict(stats.moved_bytes),
             moved_seconds=dict(stats.moved_seconds),

@@ -65,9 +65,9 @@ def assert_at_rest(driver: Driver) -> None:
     stats = driver.engine.stats()
     assert (stats.leases, stats.in_flight, stats.running, stats.waiting) == (0, 0, 0, 0)
     lower = driver.cache.lower
-    assert not any(lower._pins)
+    assert not any(lower.slots._pins)
     assert not lower._held
-    assert len(lower._free) + lower.resident == lower.num_slots
+    assert lower.slots.num_free + lower.resident == lower.num_slots
 
 
 # --- stored bytes -----------------------------------------------------------------------------------------------------

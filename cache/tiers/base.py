@@ -1,8 +1,6 @@
-"""What a tier is: bytes by key, nothing else."""
+"""What can go wrong in a tier."""
 
-from typing import Literal, Protocol
-
-from cache.block import BlockKey
+from typing import Literal
 
 Reason = Literal["missing", "checksum", "short_read", "deadline", "fingerprint", "format", "io"]
 """Why stored bytes could not be had or kept: gone; altered; cut off; the device did not answer; another model's; not a
@@ -27,24 +25,3 @@ class BlockMissing(Exception):
     def __init__(self, message: str, *, reason: Reason = "missing") -> None:
         super().__init__(message)
         self.reason = reason
-
-
-class Tier(Protocol):
-    """Stores bytes and decides nothing. Methods may be called from I/O threads, one call per key at a time."""
-
-    name: str
-    capacity_bytes: int
-
-    def write(self, key: BlockKey, data: memoryview) -> None:
-        """Store a copy, all of it or nothing. Raises TierFull."""
-        ...
-
-    def read(self, key: BlockKey, out: memoryview) -> None:
-        """Fill `out`, whose size is that of what was written. Raises BlockMissing."""
-        ...
-
-    def delete(self, key: BlockKey) -> None:
-        """Forgives unknown keys."""
-        ...
-
-    def used_bytes(self) -> int: ...

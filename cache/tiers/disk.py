@@ -394,7 +394,7 @@ class DiskTier:
                 continue
             extents[extent_id] = info
             self._index.add(info, stamp=extent_id)
-            if sessions.get(info.session.names, (0, None))[0] < extent_id:
+            if info.session.context and sessions.get(info.session.names, (0, None))[0] < extent_id:
                 sessions[info.session.names] = (extent_id, info.session)
         self._index.remove(known.keys() - extents.keys())
         with self._lock:

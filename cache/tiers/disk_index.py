@@ -53,12 +53,14 @@ class DiskIndex:
             return self._load(beat)
 
     def add(self, info: ExtentInfo, *, stamp: int) -> None:
-        """A row for the extent; its session record is the session's newest too, unless one has a later stamp."""
+        """A row for the extent; its session record is the session's newest too, unless one has a later stamp or it says
+        nothing yet."""
         data = msgspec.msgpack.encode(info)
         with self._lock, self._connection() as db:
             row = (info.extent_id, data, _digest(info.extent_id, data))
             db.execute("INSERT OR REPLACE INTO extents VALUES (?, ?, ?)", row)
-            _put(db, info.session, stamp)
+            if info.session.context:  # else a first turn that is not at its end: nobody knows the session yet
+                _put(db, info.session, stamp)
 
     def remove(self, extent_ids: Iterable[int]) -> None:
         with self._lock, self._connection() as db:
@@ -112,7 +114,7 @@ class DiskIndex:
         sessions = {}
         for stamp, data, digest in db.execute("SELECT stamp, record, digest FROM sessions"):
             record = _decode(stamp, data, digest, SessionRecord)
-            if record is not None:
+            if record is not None and record.context:
                 sessions[record.names] = (stamp, record)
         db.set_progress_handler(None, 0)
         return extents, sessions

@@ -210,7 +210,7 @@ def _write_all(fd: int, data: memoryview, offset: int) -> None:
 
 
 def _set_direct(fd: int, direct: bool) -> bool:
-    """Let a file's bytes go past the page cache, or not. Whether that has changed anything: some file systems cannot."""
+    """Let bytes go past the page cache, or not. Whether that has changed anything; some file systems cannot."""
     flags = fcntl.fcntl(fd, fcntl.F_GETFL)
     wanted = flags | _O_DIRECT if direct else flags & ~_O_DIRECT
     try:

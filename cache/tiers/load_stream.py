@@ -28,10 +28,15 @@ class _Job:
     layers: int = 0
     failed: dict[BlockKey, str] = field(default_factory=dict)
     steps: Iterator[None] | None = None  # each brings a layer
+    reads_disk: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.reads_disk = any(block.extent is not None for block in self.move.blocks)
 
 
 class LoadStream:
-    """`run` is the thread; the other methods are called by the engine's."""
+    """`run` is a thread, one for loads that read the disk and one for those that do not, for a disk may not answer; the
+    other methods are called by the engine's."""
 
     def __init__(
         self,
@@ -98,9 +103,9 @@ class LoadStream:
             self._closing = True
             self._changed.notify_all()
 
-    def run(self, rotations: Rotations) -> None:
-        """Loads until `close`."""
-        while (job := self._next()) is not None:
+    def run(self, rotations: Rotations, *, from_disk: bool) -> None:
+        """Loads of one kind until `close`."""
+        while (job := self._next(from_disk)) is not None:
             if job.steps is None:
                 job.steps = self._load(job, rotations)
             try:
@@ -118,19 +123,21 @@ class LoadStream:
                 job.layers = self._slab.num_layers
                 self._changed.notify_all()
 
-    def _next(self) -> _Job | None:
+    def _next(self, from_disk: bool) -> _Job | None:
         """Waits for a load that may bring its next layer: one that runs, else one whose read buffer has room. None at
         the end."""
         with self._changed:
-            while not (self._closing and not self._loads):
-                for job in self._loads:
+            while True:
+                loads = [job for job in self._loads if job.reads_disk == from_disk]
+                if self._closing and not loads:
+                    return None
+                for job in loads:
                     if job.started or self._closing:
                         return job
-                for job in self._loads:
+                for job in loads:
                     if job.layers < self._read_buffer_layers:
                         return job
                 self._changed.wait(1.0)
-        return None
 
     def _load(self, job: _Job, rotations: Rotations) -> Iterator[None]:
         """Brings a layer whenever it is asked to go on. Raises BlockMissing."""

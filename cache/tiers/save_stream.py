@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from queue import SimpleQueue
 
 import torch
-from torch import Tensor
 
 from cache.block import BLOCK_TOKENS
 from cache.plan import CapturePiece, FillFromPage, FillFromSlot, Save, Saved, SealSlot, Transferred
@@ -13,9 +12,11 @@ from cache.tiers.capture import Captured, CapturedRows
 from cache.tiers.completions import Completions
 from cache.tiers.dram import Slab
 from cache.tiers.rotations import Rotations
+from cache.tiers.row_saver import place_rows
 from cache.tiers.throttle import Throttle
 from kernels.attention.base import KvPages
 from kernels.kv_copy import gather_rows
+from kernels.row_copies import save_kernels
 
 _HELD_STEPS = 32  # decode steps that are saved together, unless a block is full before
 _FEW_ROWS = 64
@@ -44,6 +45,7 @@ class SaveStream:
         self._changed = completions.changed
         self._orders: SimpleQueue[Save | list[CapturedRows] | None] = SimpleQueue()
         self._held: list[CapturedRows] = []
+        save_kernels()  # compiled before they are needed
 
     def save(self, step: Captured, pieces: list[CapturePiece]) -> None:
         """Save these parts of a step. Waits when too much is waiting already, or always if saving is synchronous."""
@@ -110,35 +112,16 @@ class SaveStream:
     def _save_captures(self, captures: list[CapturedRows]) -> int:
         """Rows of some steps into their slots. Returns the bytes."""
         held = self._bytes_of(captures)
-        pieces = [piece for capture in captures for piece in capture.pieces]
-        slots = torch.cat([torch.full((p.num_rows,), p.slot) for p in pieces])
-        places = torch.cat([torch.arange(p.slot_row, p.slot_row + p.num_rows) for p in pieces])
-        wanted = [self._wanted_rows(capture) for capture in captures]
-        size = 0
-        passed = self._throttle.book(sum(p.num_rows for p in pieces) * self._slab.slot_bytes // BLOCK_TOKENS)
-        for layer in range(self._slab.num_layers):
-            for target, parts in (
-                (self._slab.k(layer), [capture.step.keys[layer] for capture in captures]),
-                (self._slab.v(layer), [capture.step.values[layer] for capture in captures]),
-            ):
-                chosen = [t if rows is None else t.index_select(0, rows) for t, rows in zip(parts, wanted, strict=True)]
-                source = chosen[0] if len(chosen) == 1 else torch.cat(chosen)
-                source = source.to(target.device)
-                as_words(target).index_put_((slots, places), as_words(source))
-                size += source.numel() * source.element_size()
+        size = sum(piece.num_rows for capture in captures for piece in capture.pieces) * self._slab.slot_bytes
+        size //= BLOCK_TOKENS
+        passed = self._throttle.book(size)
+        place_rows(self._slab, captures)
         self._throttle.wait(passed)
         captures.clear()
         with self._changed:
             self._backlog_bytes -= held
             self._changed.notify_all()
         return size
-
-    def _wanted_rows(self, capture: CapturedRows) -> Tensor | None:
-        """Indices of the rows of a step that are to be saved; None for all of them."""
-        if capture.ready is not None:
-            capture.ready.synchronize()
-        rows = torch.cat([torch.arange(p.batch_row, p.batch_row + p.num_rows) for p in capture.pieces])
-        return None if len(rows) == capture.step.keys[0].shape[0] else rows.to(self._device)
 
     def _fill_from_page(self, order: FillFromPage, rotations: Rotations) -> None:
         page_size = self._pages[0].k.shape[1]
@@ -149,12 +132,3 @@ class SaveStream:
         for layer, pages in enumerate(self._pages):
             self._slab.k(layer)[order.slot, span] = rotations.unrotate(layer, gather_rows(pages.k, slots), positions)
             self._slab.v(layer)[order.slot, span] = gather_rows(pages.v, slots)
-
-
-def as_words(rows: Tensor) -> Tensor:
-    """The same memory in elements of eight bytes if that can be: copying by index costs its time per element."""
-    per_word = 8 // rows.element_size()
-    strides = (*rows.stride()[:-1], rows.storage_offset())
-    if rows.stride(-1) != 1 or rows.shape[-1] % per_word or any(stride % per_word for stride in strides):
-        return rows
-    return rows.view(torch.int64)

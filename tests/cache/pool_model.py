@@ -534,7 +534,7 @@ class PoolModel:
         loading = [block for load in manager._loads.under_way.values() for block in load.blocks]
         passing = [block for block in loading if block.extent and block.slot is not None]
         filling += [block.slot for block in passing]
-        uses = [*resident, *filling, *lower._free, *lower._doomed]
+        uses = [*resident, *filling, *lower.slots._free, *lower.slots._doomed]
         assert sorted(uses) == list(range(lower.num_slots)), "a slot is lost, or used twice"
         assert lower.resident == len(resident)
         pins = [0] * lower.num_slots
@@ -548,9 +548,9 @@ class PoolModel:
         for write in lower._writes.values():
             for slot in write.slots:
                 pins[slot] += 1
-        assert lower._pins == pins
-        assert all(pins[slot] for slot in lower._doomed)
-        for slot in lower._free:
+        assert lower.slots._pins == pins
+        assert all(pins[slot] for slot in lower.slots._doomed)
+        for slot in lower.slots._free:
             assert not pins[slot]
             self.slots[slot] = [EMPTY] * BLOCK_TOKENS
         ranked = lower.dram_policy.victims(len(manager.table) + 1, ())
@@ -560,14 +560,16 @@ class PoolModel:
 
     def _check_disk(self) -> None:
         lower = self.manager.lower
-        live = {extent_id: extent.size_bytes for extent_id, extent in lower._extents.items()}
-        assert lower.disk_used == sum(live.values()) + sum(write.size_bytes for write in lower._writes.values())
-        assert lower.disk_used <= lower.disk_bytes
+        live = {extent_id: extent.size_bytes for extent_id, extent in lower.extents._extents.items()}
+        assert lower.extents.used_bytes == sum(live.values()) + sum(
+            write.size_bytes for write in lower._writes.values()
+        )
+        assert lower.extents.used_bytes <= lower.disk_bytes
         going = {i for order in self.io if isinstance(order, DeleteExtents) for i in order.extent_ids}
         unheard = {e.extent.extent_id for e in self.events if isinstance(e, Written) and e.extent is not None}
         assert set(self.disk) == set(live) | going | unheard, "an extent is lost"
         on_disk = {row.key: row.extent[0] for row in self.manager.table if row.extent is not None}
-        for extent_id, extent in lower._extents.items():
+        for extent_id, extent in lower.extents._extents.items():
             assert set(extent.keys) == {key for key, place in on_disk.items() if place == extent_id}
             assert extent.keys, "an extent that nobody needs"
         ranked = lower.disk_policy.victims(len(self.manager.table) + 1, ())

@@ -342,7 +342,7 @@ class Hierarchy(RuleBasedStateMachine):
         assert set(manager.sessions) == set(self.manager.sessions)
         stored = {row.key for row in self.manager.table if row.extent is not None}
         assert stored <= {row.key for row in manager.table}
-        assert manager.lower.disk_used == sum(extent.size_bytes for extent in self.model.extents.values())
+        assert manager.lower.extents.used_bytes == sum(extent.size_bytes for extent in self.model.extents.values())
 
 
 @pytest.mark.parametrize("page_size", [32, 64])

@@ -340,6 +340,23 @@ def test_a_load_waits_layer_by_layer_for_its_disk(made):
     until(transfer, Loaded)
 
 
+def test_a_load_from_memory_does_not_wait_for_one_from_a_disk_that_hangs(made):
+    pages, disk = pools(), MemoryDisk()
+    transfer, _ = made(pages, num_slots=2, disk=disk)
+    save_block(transfer, pages, 0, 1)
+    stored = (StoredBlock(BlockKey(b"a" * 16), BlockKey(b"r" * 16), bytes(128), False),)
+    transfer.carry_out([WriteExtent(1, RECORD, stored, (0,))])
+    until(transfer, Written)
+    disk.gate.clear()
+    transfer.carry_out([LoadBlocks(2, "r", (BlockLoad(stored[0].key, 32, None, (1, 0), 4, 0, 0),))])
+    transfer.carry_out([LoadBlocks(3, "s", (BlockLoad(stored[0].key, 32, 0, None, 5, 0, 0),))])
+    assert transfer.wait_layer(3, LAYERS - 1, 5.0)
+    assert not transfer.wait_layer(2, 0, 0.0)
+    assert until(transfer, Loaded)[-1].job_id == 3
+    disk.gate.set()
+    assert until(transfer, Loaded)[-1].job_id == 2
+
+
 def test_saving_waits_when_too_much_is_waiting(made):
     # A step here is 2 x 3 x 4 x 6 x 4 = 576 bytes, more than the backlog may be: handing it over waits for the save.
     pages = pools()

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from engine.arrival import Arrival
 from tests.engine.driver import Driver
 
 BUNDLED = Path(__file__).parents[2] / "model" / "bundled"
@@ -39,3 +40,45 @@ def test_a_step_attends_to_nothing_that_has_not_arrived(new_tokens: int, monkeyp
     on_its_way, loaded = answers(new_tokens, hbm_tokens=512, dram_gbps=0.005)
     assert loaded > HISTORY
     assert on_its_way == in_hbm  # in bf16 too: what comes back is what was saved, bit for bit
+
+
+class Link:
+    """Stands in for `Transfer`: layer i of a load arrives `seconds[load]` after layer i - 1, on a clock of its own."""
+
+    def __init__(self, seconds: dict[int, float]) -> None:
+        self.seconds, self.started, self.now, self.waited_s = seconds, [], 0.0, 0.0  # type: ignore[var-annotated]
+
+    def start(self, job: int) -> None:
+        self.started.append(job)
+
+    def wait_layer(self, job: int, layer: int, timeout_s: float) -> bool:
+        left_s = max(0.0, self.seconds[job] * (layer + 1) - self.now)
+        waited_s = min(left_s, max(0.0, timeout_s))
+        self.now += waited_s
+        self.waited_s += waited_s
+        return waited_s == left_s
+
+
+@pytest.mark.parametrize(("has_bystanders", "most_s"), [(True, 0.1), (False, 1.0)])
+def test_a_load_that_hangs_is_waited_for_once_in_a_step(has_bystanders: bool, most_s: float) -> None:
+    link: Any = Link({1: 0.001, 2: 1e9})
+    link.waited_s = 5.0  # in steps before
+    arrival = Arrival(link, {"quick": 1, "stuck": 2}, has_bystanders=has_bystanders)
+    assert link.started == [1, 2]
+    for layer in range(12):
+        arrival(layer)
+    assert arrival.late == {"stuck"}
+    assert arrival.waited_s == pytest.approx(link.waited_s - 5.0)
+    assert link.now == pytest.approx(most_s)
+
+
+def test_slow_layers_add_up() -> None:
+    """Every one of them comes within what the step may wait for, all of them do not."""
+    link: Any = Link({1: 0.03})
+    arrival = Arrival(link, {"slow": 1}, has_bystanders=True)
+    for layer in range(3):
+        arrival(layer)
+    assert not arrival.late
+    arrival(3)
+    assert arrival.late == {"slow"}
+    assert link.now == pytest.approx(0.1)

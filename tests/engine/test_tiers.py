@@ -108,6 +108,16 @@ def test_with_room_for_all_nothing_is_computed_twice(path: Path, tmp_path: Path,
     driver.close()
 
 
+def test_a_turn_leaves_one_extent(path: Path, tmp_path: Path) -> None:
+    """Its open block is saved last, and is not written by itself."""
+    driver = tiered(path, dram_bytes=100 * SLOT, disk_bytes=1 << 28, disk_dir=str(tmp_path))
+    for turns in range(1, 4):
+        driver.ask(f"{turns}", random_ids(40, turns), session=f"s{turns}", max_tokens=9, ignore_eos=True)
+        driver.run()
+        assert len(extent_files(driver)) == turns
+    driver.close()
+
+
 def test_eight_conversations_at_once_that_displace_each_other(path: Path, tmp_path: Path) -> None:
     expected = converse(reference(path), conversations=8, turns=3, at_once=True)[0]
     driver = tiered(path, dram_bytes=5 * SLOT, disk_bytes=1 << 28, disk_dir=str(tmp_path))

@@ -146,6 +146,21 @@ def test_a_restart_finds_extents_and_sessions(tier, tmp_path):
     tier.close()
 
 
+@pytest.mark.parametrize("index_is_lost", [False, True])
+def test_a_session_is_not_there_before_its_first_turn_has_ended(tier, tmp_path, index_is_lost):
+    """An extent may be: when slots are scarce, blocks of running turns are written."""
+    infos = [put(tier, "x", session=make_session("a", b"")), put(tier, "y", session=make_session("b"))]
+    infos.append(put(tier, "z", session=make_session("b", b"")))
+    if index_is_lost:
+        tier.close()
+        (index,) = tmp_path.glob("kv/*/index.sqlite")
+        index.unlink()
+    tier, extents, sessions = reopened(tier, tmp_path)
+    assert extents == infos
+    assert [(record.session_id, record.context) for record in sessions] == [("b", b"context")]
+    tier.close()
+
+
 @pytest.mark.parametrize("damage", ["delete", "garbage", "truncate", "flip", "directory", "other_schema"])
 def test_the_index_is_made_again_from_the_records(tier, tmp_path, damage):
     infos = [put(tier, str(i), session=make_session("s", b"%d" % i)) for i in range(20)]

@@ -1,0 +1,175 @@
+"""Extents: what is on disk, which copy of a block counts, and what leaves. Part of the LowerTiers; touches no bytes."""
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from cache.block import BlockKey
+from cache.extent import ExtentInfo
+from cache.plan import DeleteExtents, Move
+from cache.policies.base import EvictionPolicy, own
+from cache.stats import CacheStats
+from cache.table import BlockRow, CacheTable, SessionName
+
+
+class Keys:
+    """The blocks of which something is true, as a container."""
+
+    def __init__(self, contains: Callable[[BlockKey], bool]) -> None:
+        self._contains = contains
+
+    def __contains__(self, key: object) -> bool:
+        return self._contains(key)  # type: ignore[arg-type]
+
+
+@dataclass(slots=True)
+class _Extent:
+    keys: dict[BlockKey, None]  # those whose copy here counts
+    size_bytes: int
+
+
+class Extents:
+    """Single-threaded."""
+
+    def __init__(
+        self,
+        *,
+        table: CacheTable,
+        capacity_bytes: int,
+        policy: EvictionPolicy,
+        stats: CacheStats,
+        gone: Callable[[BlockRow], None],
+        is_kept: Callable[[BlockRow], bool],
+        write_again: Callable[[BlockRow], None],
+        order: Callable[[Move], None],
+        next_job: Callable[[], int],
+    ) -> None:
+        """is_kept: the block's copy must not leave now. write_again: it has lost its copy, and DRAM has it."""
+        self.used_bytes = 0  # as far as writes and deletions have been ordered
+        self.done: list[str] = []  # who waited for a deletion that is done
+        self._table, self._policy, self._stats, self._gone = table, policy, stats, gone
+        self._capacity_bytes = capacity_bytes
+        self._is_kept, self._write_again = is_kept, write_again
+        self._order, self._next_job = order, next_job
+        self._extents: dict[int, _Extent] = {}
+        self._deletions: dict[int, str | None] = {}  # job -> who waits for it
+        self._read: Counter[BlockKey] = Counter()  # blocks that loads read off the disk
+        self._held = Keys(self._is_held)
+
+    @property
+    def in_flight(self) -> int:
+        """Deletions under way."""
+        return len(self._deletions)
+
+    # --- what is there ------------------------------------------------------------------------------------------------
+
+    def add(self, extent: ExtentInfo, keys: Sequence[BlockKey]) -> None:
+        """An extent was written with these blocks."""
+        self._extents[extent.extent_id] = _Extent({}, extent.size_bytes)
+        self.used_bytes += extent.size_bytes
+        for index, key in enumerate(keys):
+            row = self._table.get(key)
+            # What its owners have left meanwhile has no business on disk.
+            if row is not None and row.extent is None and row.owners:
+                self._attach(row, extent.extent_id, index)
+        if not self._extents[extent.extent_id].keys:
+            self.delete([extent.extent_id], None, None)
+
+    def adopt(self, extent: ExtentInfo, rows: Sequence[BlockRow]) -> None:
+        """A record found at the start: its blocks are on disk, unless a newer record has them."""
+        self._extents[extent.extent_id] = _Extent({}, extent.size_bytes)
+        self.used_bytes += extent.size_bytes
+        for index, row in enumerate(rows):
+            known = self._table.get(row.key)
+            if known is None:
+                self._table.publish(row)
+                known = row
+            else:
+                known.owners = tuple(dict.fromkeys((*known.owners, *row.owners)))
+                self._detach(known)
+            self._attach(known, extent.extent_id, index)
+
+    def _attach(self, row: BlockRow, extent_id: int, index: int) -> None:
+        row.extent = (extent_id, index)
+        self._extents[extent_id].keys[row.key] = None
+        self._policy.touch(row.key)
+        own(self._policy, row)
+
+    def _detach(self, row: BlockRow) -> int | None:
+        """The copy on disk does not count any more; the extent's id if that was the last in it."""
+        if row.extent is None:
+            return None
+        extent_id, row.extent = row.extent[0], None
+        self._policy.remove(row.key)
+        extent = self._extents[extent_id]
+        extent.keys.pop(row.key, None)
+        return None if extent.keys else extent_id
+
+    def sharers_of(self, rows: Iterable[BlockRow]) -> list[BlockRow]:
+        """Blocks with other owners whose copy on disk stands in one extent with one of these, and is their only one."""
+        extents = {row.extent[0] for row in rows if row.extent is not None}
+        names = {owner for row in rows for owner in row.owners}
+        keys = (key for extent in extents for key in self._extents[extent].keys)
+        found = (self._table.get(key) for key in keys)
+        return [row for row in found if row is not None and row.slot is None and set(row.owners) - names]
+
+    # --- what is read -------------------------------------------------------------------------------------------------
+
+    def hold(self, keys: Iterable[BlockKey]) -> None:
+        """Somebody reads these blocks off the disk, until `release`."""
+        self._read.update(keys)
+
+    def release(self, keys: Iterable[BlockKey]) -> None:
+        self._read.subtract(keys)
+        self._read += Counter()  # forgets those at zero
+
+    def _is_held(self, key: BlockKey) -> bool:
+        row = self._table.get(key)
+        return row is None or self._is_kept(row) or self._read[key] > 0
+
+    # --- what leaves --------------------------------------------------------------------------------------------------
+
+    def make_room(self, size: int) -> bool:
+        """Let extents leave until this many bytes fit in; False if what may leave is not enough."""
+        while self.used_bytes + size > self._capacity_bytes:
+            victims = self._policy.victims(1, self._held, spare_queued=True)
+            if not victims:
+                return False
+            row = self._table.get(victims[0])
+            assert row is not None
+            assert row.extent is not None
+            self.delete([row.extent[0]], None, None)
+        return True
+
+    def drop(self, row: BlockRow) -> None:
+        """The block's copy on disk is bad or not wanted any more."""
+        empty = self._detach(row)
+        if empty is not None:
+            self.delete([empty], None, None)
+
+    def delete(self, extent_ids: list[int], session: SessionName | None, waiter: str | None) -> None:
+        """With all that is in them; `waiter` is named in `done` when the bytes are gone. session: its record too."""
+        for extent_id in extent_ids:
+            extent = self._extents.pop(extent_id)
+            self.used_bytes -= extent.size_bytes
+            for key in list(extent.keys):
+                row = self._table.get(key)
+                if row is None:
+                    continue
+                row.extent = None
+                self._policy.remove(key)
+                self._stats.evictions["disk"] += 1
+                if row.slot is not None and row.owners:
+                    self._write_again(row)
+                if row.is_nowhere:
+                    self._gone(row)
+        if not self._capacity_bytes:
+            self.done += [waiter] if waiter else []
+            return
+        job = self._next_job()
+        self._deletions[job] = waiter
+        self._order(DeleteExtents(job, tuple(extent_ids), session))
+
+    def on_deleted(self, job: int) -> None:
+        waiter = self._deletions.pop(job)
+        self.done += [waiter] if waiter else []

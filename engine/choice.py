@@ -1,0 +1,103 @@
+"""One choice of a request as the engine has it, and what is said about it to the app."""
+
+from dataclasses import dataclass
+
+from cache.stats import PromptReport
+from engine.messages import CacheReport, Output, Timings, TokenLogprob
+from engine.sampler import PenaltyState, SampleRow
+from scheduler.sequence import Sequence
+
+
+@dataclass(slots=True)
+class Choice:
+    """A sequence and what the engine alone needs to know of it."""
+
+    sequence: Sequence
+    request_id: str  # the app's, shared by all choices of a request
+    index: int
+    seed: int
+    penalties: PenaltyState | None
+    end_ids: tuple[int, ...]
+    may_truncate: bool
+    report: PromptReport | None = None
+    reported: bool = False
+    load_wait_s: float = 0.0  # its steps waited for KV that was being loaded
+
+    def sample_row(self) -> SampleRow:
+        """What decides about its next token, besides the logits."""
+        sequence = self.sequence
+        return SampleRow(
+            sampling=sequence.sampling,
+            seed=self.seed,
+            position=sequence.output_tokens,
+            penalties=self.penalties,
+            end_ids=self.end_ids,
+        )
+
+    def timings(self, now: float) -> Timings:
+        """Where its time went until `now`."""
+        sequence = self.sequence
+        scheduled = now if sequence.scheduled_s is None else sequence.scheduled_s
+        first = now if sequence.first_token_s is None else sequence.first_token_s
+        return Timings(
+            queue_ms=(scheduled - sequence.arrived_s) * 1e3,
+            load_ms=self.load_wait_s * 1e3,
+            prefill_ms=max(0.0, first - scheduled - self.load_wait_s) * 1e3,
+            decode_ms=(now - first) * 1e3,
+        )
+
+    def output(
+        self,
+        token_ids: list[int],
+        logprobs: list[TokenLogprob] | None,
+        finish_reason: str | None,
+        report: CacheReport | None,
+        timings: Timings | None,
+    ) -> Output:
+        """Tokens of it, or its end."""
+        return Output(
+            request_id=self.request_id,
+            choice=self.index,
+            token_ids=token_ids,
+            logprobs=logprobs,
+            finish_reason=finish_reason,
+            report=report,
+            timings=timings,
+            error=None,
+            error_code=None,
+        )
+
+    def failed(self, message: str) -> Output:
+        """Its end by a fault of ours."""
+        return error_output(self.request_id, self.index, "internal_error", message)
+
+
+def error_output(request_id: str, choice: int, code: str, message: str) -> Output:
+    """The end of a choice, or the refusal of one that never began."""
+    return Output(
+        request_id=request_id,
+        choice=choice,
+        token_ids=[],
+        logprobs=None,
+        finish_reason="error",
+        report=None,
+        timings=None,
+        error=message,
+        error_code=code,
+    )
+
+
+def cache_report(report: PromptReport) -> CacheReport:
+    """As the app is told."""
+    return CacheReport(
+        prompt_tokens=report.prompt_tokens,
+        history_tokens=report.history_tokens,
+        hbm_tokens=report.hbm_tokens,
+        dram_tokens=report.dram_tokens,
+        disk_tokens=report.disk_tokens,
+        redis_tokens=0,
+        computed_tokens=report.computed_tokens,
+        truncated_tokens=report.truncated_tokens,
+        shifted_tokens=report.shifted_tokens,
+        miss_reasons=report.miss_reasons,
+    )

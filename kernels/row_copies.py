@@ -1,0 +1,69 @@
+"""Rows of steps into the blocks they belong to: the compiled way, where there is one."""
+
+import functools
+import importlib
+import logging
+from collections.abc import Sequence
+from types import ModuleType
+
+import numpy as np
+from torch import Tensor
+
+log = logging.getLogger(__name__)
+
+
+@functools.cache
+def save_kernels() -> ModuleType | None:
+    """`kernels.cpu_save`, or None where it cannot run. The first call compiles."""
+    try:
+        module = importlib.import_module("kernels.cpu_save")
+        module.self_test()
+    except Exception as error:  # a numba that does not fit its numpy or its machine fails in many ways
+        log.info("saving without compiled kernels: %s", error)
+        return None
+    return module
+
+
+def copy_into_blocks(targets: Sequence[Tensor], sources: Sequence[Sequence[Tensor]], pieces: np.ndarray) -> bool:
+    """Copy rows of every source into the target of the same number, all in one call without the GIL.
+
+    targets [blocks, block_rows, heads, dim], each block contiguous, at any distance; sources[step][target]
+    [rows, heads, dim], each row contiguous, at any distance; all on one device and of one dtype. pieces int64 [n, 5]:
+    step, first row in its tensors, block, first row in it, number of rows. Returns False, and copies nothing, where
+    there is no compiled way for this. Raises ValueError on rows outside of tensors or blocks.
+    """
+    # Of 12 layers of 608 tokens with 4 heads of 64, out of rows of 1,280: 0.44 ms, with index_put_ 5.2.
+    kernels = save_kernels()
+    strides = [[rows.stride() for rows in step] for step in sources]
+    in_one_piece = [[target.shape[3], 1] for target in targets]
+    if (
+        kernels is None
+        or targets[0].is_cuda
+        or sources[0][0].dtype != targets[0].dtype
+        or any([row for _, *row in of_step] != in_one_piece for of_step in strides)
+    ):
+        return False
+    steps, rows, blocks, block_rows, counts = pieces.T
+    lengths = np.array([len(step[0]) for step in sources])
+    num_blocks, block_length = targets[0].shape[:2]
+    if len(pieces) and (
+        pieces.min() < 0
+        or (rows + counts > lengths[steps]).any()
+        or blocks.max() >= num_blocks
+        or (block_rows + counts).max() > block_length
+    ):
+        raise ValueError("rows outside of their tensors or blocks")
+    item = targets[0].element_size()
+    size = np.array([target.shape[2] * target.shape[3] * item for target in targets])
+    begin = np.array([[rows.data_ptr() for rows in step] for step in sources])
+    step_bytes = np.array([[row_stride * item for row_stride, *_ in of_step] for of_step in strides])
+    target_begin = np.array([target.data_ptr() for target in targets])
+    block_bytes = np.array([target.stride(0) * item for target in targets])
+    copies = np.empty((len(targets), len(pieces), 5), np.int64)
+    copies[..., 0] = (begin[steps] + rows[:, None] * step_bytes[steps]).T
+    copies[..., 1] = step_bytes[steps].T
+    copies[..., 2] = (target_begin + blocks[:, None] * block_bytes + block_rows[:, None] * size).T
+    copies[..., 3] = counts
+    copies[..., 4] = size[:, None]
+    kernels.copy_rows(copies.reshape(-1, 5))
+    return True
