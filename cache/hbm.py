@@ -265,7 +265,6 @@ class HbmPool:
         assert row.page is not None
         known = self.table.get(row.key)
         if known is None:
-            row.score = self._scores.of(row.key)
             self.table.publish(row)
             self.pages.add_resident(row.page)
             self.policy.touch(row.key)

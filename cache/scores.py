@@ -15,7 +15,7 @@ class Scores:
 
     def __init__(self, *, table: CacheTable) -> None:
         self._table = table
-        self._scores: dict[BlockKey, int] = {}  # of blocks that somebody needs, whether they are stored or not
+        self._scores = table.scores
         self._given: dict[str, tuple[int, list[BlockKey]]] = {}  # request -> what it adds, and to which blocks
 
     def set(self, context: RunningContext, score: int) -> None:
