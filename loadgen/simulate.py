@@ -77,6 +77,7 @@ class Machine:
     s_per_token: float = 0.0004
     s_per_row: float = 0.0005
     s_per_kilo_pair: float = 0.0001
+    misjudged: float = 1.0  # the scheduler's first guess of these four, over the truth
     dram_bytes_per_s: float = 20e6
     disk_bytes_per_s: float = 5e6
     failures: float = 0.0  # share of transfers that fail
@@ -94,6 +95,7 @@ class TurnRecord:
     done_s: float | None = None
     prompt_tokens: int = 0
     cached_tokens: int = 0
+    token_s: list[float] = field(default_factory=list)
 
     @property
     def ttft_s(self) -> float | None:
@@ -171,7 +173,7 @@ class Simulation:
             cache=self.cache,
             queue=self._queue,
             predictor=predictor,
-            cost=StepCost(**costs),
+            cost=StepCost(**{name: machine.misjudged * value for name, value in costs.items()}),
             max_seqs=machine.max_seqs,
             max_queued=1_000_000,
             step_tokens=machine.step_tokens,
@@ -271,6 +273,7 @@ class Simulation:
         _, live = self._live[sequence.request_id]
         assert live.record is not None
         sequence.token_ids.append(self._rng.randrange(1000))
+        live.record.token_s.append(self.now)
         if sequence.first_token_s is None:
             sequence.first_token_s = live.record.first_token_s = self.now
             live.record.cached_tokens = self.cache.report(sequence.request_id).cached_tokens

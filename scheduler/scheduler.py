@@ -103,6 +103,7 @@ class Scheduler:
         self._scores: dict[Sequence, int] = {}  # as the cache was told
         self._predicted: dict[Sequence, int] = {}  # of those who have started: how long the answer was to be
         self._expected: dict[Sequence, tuple[int, int]] = {}  # tokens said when it was asked, and the answer
+        self._is_full = False  # the last step left somebody waiting
         self._tpot_s: float | None = None
         self._work = StepWork()  # of the step that was scheduled last
         self.preemptions = 0
@@ -212,8 +213,7 @@ class Scheduler:
                 chunks.append(Chunk(sequence, 1))
         budget = self._budget(chunks)
         prefills = self._prefills(loading)
-        if not preempted:  # room that was just taken from one is not given to another
-            self._admit_starved(chunks, preempted, budget, now)
+        self._admit_starved(chunks, preempted, budget, now)
         for sequence in prefills:
             if sequence.state is not SequenceState.RUNNING:
                 continue
@@ -225,9 +225,10 @@ class Scheduler:
             if self._make_room(sequence, num_tokens, chunks, preempted):
                 chunks.append(Chunk(sequence, num_tokens))
                 budget.spend(num_tokens, sequence.computed_tokens)
-        if not preempted:
+        if not preempted:  # room that was just taken from one is not given to another
             self._admit(chunks, budget, now)
             self._admit_ahead(now)
+        self._is_full = self.num_waiting > 0
         self._tell_scores()
         self._work = _work_of(chunks)
         return Schedule(chunks, preempted)
@@ -295,16 +296,14 @@ class Scheduler:
         self._resumed.appendleft(sequence)
 
     def _starved(self) -> Sequence | None:
-        """The next request of a tenant who has nothing running, while the places or the prefills are another's who has
-        more than one."""
+        """The next request of a tenant who has nothing running, while another has more than one, and all that there is
+        to give: places, room or the budget of the steps."""
         if self._favoured is not None:
             return self._favoured
-        if not self._fair_places or not len(self._queue):
+        if not (self._fair_places and self._is_full and len(self._queue)):
             return None
         counts = Counter(sequence.tenant for sequence in self._running)
         if max(counts.values(), default=0) < 2:
-            return None
-        if self.free_places and all(sequence.pending_tokens <= 1 for sequence in self._running):
             return None
         return self._queue.best(_OfTenants({*counts, *(sequence.tenant for sequence in self._resumed)}))
 
