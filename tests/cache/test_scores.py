@@ -112,3 +112,12 @@ def test_no_block_leaves_that_is_needed_more_than_one_that_stays(seed, waiting, 
     assert not left or not stayed or max(left) <= min(stayed)
     manager.give_back(borrowed)
     model.check()
+
+
+def test_the_mean_session_is_known_after_a_restart_too():
+    model = stored(sessions=3, dram_slots=20, disk_bytes=1 << 20)
+    before = model.manager.mean_session_tokens
+    assert before == 65
+    again = make_manager(num_pages=10, page_size=32, dram_slots=20, disk_bytes=1 << 20)
+    again.restore(model.extents.values(), model.records.values(), 0.0)
+    assert again.mean_session_tokens == before
