@@ -468,7 +468,7 @@ def random_case(seed: int) -> Simulation:
         disk_blocks=rng.choice([0, 0, 40, 400]),
         policy=rng.choice(["car", "car", "car", "priority", "fcfs"]),
         window=rng.randint(1, 6),
-        max_seqs=rng.randint(1, 5),
+        max_seqs=rng.choice([1, 1, 2, 3, 5]),
         step_tokens=rng.choice([16, 64, 256]),
         lone_step_tokens=rng.choice([64, 256, 512]),
         itl_target_s=rng.choice([0.0, 0.02, 0.1]),
@@ -478,13 +478,13 @@ def random_case(seed: int) -> Simulation:
         cache_policy=rng.choice(["lookahead", "lookahead", "lru"]),
         high_water=rng.choice([0.5, 0.9, 1.0]),
         low_water=0.5,
-        s_per_token=rng.choice([0.0001, 0.001, 0.01]),
-        dram_bytes_per_s=rng.choice([1e5, 1e6, 1e8]),
+        s_per_token=rng.choice([0.0001, 0.01, 0.1]),
+        dram_bytes_per_s=rng.choice([1e5, 1e6, 1e7]),
         disk_bytes_per_s=rng.choice([5e4, 1e6]),
-        failures=rng.choice([0.0, 0.0, 0.1]),
+        failures=rng.choice([0.0, 0.1, 0.3]),
         cancels=rng.choice([0.0, 0.0, 0.02]),
     )
-    shape = Shape(turns=2, prompt_tokens=40, answer_tokens=5, think_s=rng.choice([0.0, 0.1, 1.0]), spread=0.7)
+    shape = Shape(turns=4, prompt_tokens=40, answer_tokens=8, think_s=rng.choice([0.0, 0.1, 1.0]), spread=0.7)
     conversations = poisson(
         rng=rng, count=rng.randint(1, 7), rate_per_s=rng.choice([1.0, 10.0, 1000.0]), shape=shape, tenants=("a", "b")
     )

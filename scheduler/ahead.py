@@ -58,8 +58,12 @@ class AheadLoads:
 
     def withdraw(self, sequence: Sequence) -> None:
         """Its pages are given back."""
-        del self._loads[sequence]
         self._cache.withdraw(sequence.request_id)
+        self.lose(sequence)
+
+    def lose(self, sequence: Sequence) -> None:
+        """The cache has taken its pages: its load has failed."""
+        del self._loads[sequence]
         sequence.computed_tokens = 0
         self.outcomes["wasted"] += 1
 

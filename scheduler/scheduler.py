@@ -289,7 +289,11 @@ class Scheduler:
         chunks[:] = [chunk for chunk in chunks if chunk.sequence is not victim]
 
     def requeue(self, sequence: Sequence) -> None:
-        """A running sequence has lost its room in HBM and stands first in line again."""
+        """A sequence has lost its room in HBM. One that ran stands first in line again; one that had it before its turn
+        keeps its place."""
+        if sequence in self._ahead:
+            self._ahead.lose(sequence)
+            return
         self._running.remove(sequence)
         sequence.state = SequenceState.WAITING
         sequence.computed_tokens = 0
