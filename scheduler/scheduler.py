@@ -354,14 +354,20 @@ class Scheduler:
                 return
             if self._cache.waits_for_sibling(sequence.request_id):
                 skipped.add(sequence)  # keeps its place; those behind it may go first
+                if sequence is self._favoured:
+                    self._favoured = None  # and may have been passed often enough by the time it can go
                 continue
             reserved = self._place(sequence, budget)
             if reserved:
                 self._start(sequence, reserved, chunks, budget, now)
-            elif reserved == 0 or sequence in self._resumed or not self._queue.passes_over:
-                return
-            else:
+            elif reserved is None and self._may_be_passed(sequence):
                 skipped.add(sequence)
+            else:
+                return
+
+    def _may_be_passed(self, sequence: Sequence) -> bool:
+        """Whether others may start before one for whom there is no room."""
+        return self._queue.passes_over and sequence not in self._resumed and sequence is not self._favoured
 
     def _next(self, skipped: set[Sequence]) -> Sequence | None:
         if self._favoured is not None and self._favoured not in skipped:
