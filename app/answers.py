@@ -81,12 +81,11 @@ def usage(generation: Generation) -> dict[str, Any]:
 
 
 def _cached_tokens(report: CacheReport | None, prompt_tokens: int) -> int:
-    """Of the tokens sent. Those that a truncation dropped were not cached; those it dropped from inside an answer were
-    not sent."""
+    """Of the tokens sent. Where a client's truncation is rounded to blocks, more than it sent is in the context."""
     if report is None:
         return 0
     cached = report.hbm_tokens + report.dram_tokens + report.disk_tokens + report.redis_tokens
-    return max(0, min(cached, prompt_tokens - report.truncated_tokens))
+    return max(0, min(cached, prompt_tokens - report.computed_tokens))
 
 
 def ours(generation: Generation) -> dict[str, Any]:

@@ -28,7 +28,7 @@ from app.schemas import SESSION_ID, ChatCompletionRequest
 from app.service_tier import service_tier
 from app.settings import Settings
 from app.text_thread import TextThread
-from app.tokenizer import ChatTokenizer, TemplateError, TokenizerError
+from app.tokenizer import ChatTokenizer, PromptTooLong, TemplateError, TokenizerError
 from app.transcript import PreparedPrompt
 from engine.client import EngineFailed, EngineLost, EngineTimeout, EngineUnavailable
 from engine.messages import ModelInfo, SamplingParams, SessionReply, SessionRequest, Shift, Submit
@@ -186,7 +186,10 @@ class Service:
                     client_shift=self.settings.cache.client_shift
                     if request.client_shift is None
                     else request.client_shift,
+                    max_tokens=longest - 1,
                 )
+        except PromptTooLong:
+            raise too_long(longest, None) from None
         except TemplateError as error:
             raise invalid(str(error)[:500], "messages") from None
         except TimeoutError:

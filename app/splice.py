@@ -31,6 +31,7 @@ class TextTokenizer(Protocol):
         template_args: dict[str, Any],
         add_generation_prompt: bool,
     ) -> str: ...
+    def exceeds(self, text: str, max_tokens: int) -> bool: ...
     def encode_marked(self, text: str, marks: Sequence[int], *, behind: bool) -> tuple[list[int], list[int]]: ...
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str: ...
 
@@ -43,6 +44,7 @@ class Request:
     template_args: dict[str, Any]
     text: str  # all of it, rendered
     chain: list[bytes]  # [messages + 1]: digest of the scope and the first n messages
+    max_tokens: int | None = None
 
     def render(self, messages: list[Message], opens_answer: bool = True) -> str:
         return self.tokenizer.render(

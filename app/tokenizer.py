@@ -17,16 +17,22 @@ from tokenizers import AddedToken, Encoding, Tokenizer
 
 from app.template import ChatTemplate, TemplateError
 
-__all__ = ["ChatTokenizer", "Detokenizer", "StopFinder", "TemplateError", "TokenizerError"]
+__all__ = ["ChatTokenizer", "Detokenizer", "PromptTooLong", "StopFinder", "TemplateError", "TokenizerError"]
 
 # Put into special tokens that stand in a message, so that they are encoded as the text they are: only the template may
 # open and close turns. A noncharacter, which no text for exchange contains; it never gets past `encode`.
 SHIELD = "\ufdd0"
+COUNT_CHARS = 1 << 16  # of a piece that is tokenized only to be counted: a tenth of a second
+COUNT_SLACK = 256  # tokens that cutting a text in two may add; they are a handful
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")  # how a sentencepiece vocabulary spells a single byte
 
 
 class TokenizerError(Exception):
     """The directory holds no usable tokenizer; the message says what is missing."""
+
+
+class PromptTooLong(Exception):
+    """The text makes more tokens than are taken. Nobody counted how many."""
 
 
 class ChatTokenizer:
@@ -53,6 +59,10 @@ class ChatTokenizer:
         longest_first = sorted((token for token in specials if len(token) > 1), key=len, reverse=True)
         self._special = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
         self._openings = frozenset(token[0] for token in longest_first)
+        # Nothing takes characters away in front of such a vocabulary, so what its longest token says bounds every text.
+        longest = max((len(token.encode()) for token in tokenizer.get_vocab(with_added_tokens=True)), default=1)
+        swallows = any(token.lstrip or token.rstrip for token in tokenizer.get_added_tokens_decoder().values())
+        self._max_token_bytes = None if tokenizer.normalizer or swallows or not self._byte_level else longest
         # Vocabularies of the sentencepiece kind put a space before every text they encode, but not behind a newline.
         self._adds_prefix = False
         self._newline_ids = self.encode("\n")
@@ -137,6 +147,21 @@ class ChatTokenizer:
         there or later. `behind` as in `encode_continuation`."""
         places: list[int] = []
         return self._encode(text, behind=behind, marks=marks, places=places), places
+
+    def exceeds(self, text: str, max_tokens: int) -> bool:
+        """Whether `text` makes more tokens than that, without tokenizing much more of it: by its length if that is
+        enough, else piece by piece. False for a text that is a few tokens longer, or short."""
+        shown = text.replace(SHIELD, "")
+        if self._max_token_bytes is not None and len(shown) > max_tokens * self._max_token_bytes:
+            return True
+        if len(text) <= COUNT_CHARS:
+            return False
+        count = 0
+        for start in range(0, len(text), COUNT_CHARS):
+            count += len(self._encode(text[start : start + COUNT_CHARS], behind=True)) - COUNT_SLACK
+            if count > max_tokens:
+                return True
+        return False
 
     def _encode(
         self, text: str, *, behind: bool, marks: Sequence[int] = (), places: list[int] | None = None

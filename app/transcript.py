@@ -19,6 +19,7 @@ prompt always decode to the text that the template renders, with two exceptions,
 
 import base64
 import secrets
+import threading
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -43,7 +44,7 @@ from app.splice import (
     without_reasoning,
 )
 from app.template import TemplateError
-from app.tokenizer import SHIELD
+from app.tokenizer import SHIELD, PromptTooLong
 from app.transcript_store import Answer, Base, NewAnswer, PreparedPrompt, Shifted, TranscriptStore, digest
 
 __all__ = ["PreparedPrompt", "TextTokenizer", "Transcripts"]
@@ -67,7 +68,8 @@ class _Candidate:
 
 
 class Transcripts:
-    """All tenants' conversations. Every call is synchronous, for one thread, and takes a few milliseconds at most.
+    """All tenants' conversations. Every call is synchronous and takes a few milliseconds at most, but for the text that
+    `prepare` must tokenize; calls of other threads go on meanwhile, and else wait for each other.
 
     `now` is in seconds since the epoch, since sessions outlive the process.
     """
@@ -79,6 +81,7 @@ class Transcripts:
         self._ttl_s = ttl_s
         self._bounds = MessageBounds(mark=secrets.token_hex(16))
         self._recent = RecentChains(max_chars=_RECENT_CHARS)
+        self._lock = threading.Lock()  # not held while a text is tokenized
         self._sentinel = secrets.token_hex(16)  # lower-case letters and digits, which no filter changes
 
     def prepare(
@@ -93,17 +96,39 @@ class Transcripts:
         session_id: str | None,
         now: float,
         client_shift: bool = False,
+        max_tokens: int | None = None,
     ) -> PreparedPrompt:
         """The ids of a chat request, and its session: the one given, that of the answer it goes on from, or a new one.
         With `client_shift` it may also go on from a conversation whose earliest messages the client has dropped.
 
         Recorded answers are found by content, whatever session they are of. `messages` must not be changed afterwards.
-        Raises TemplateError.
+        Raises TemplateError, and PromptTooLong for a long text of more than `max_tokens` before it is tokenized as a
+        whole; what is only a little longer is prepared.
         """
-        text = tokenizer.render(messages, tools=tools, template_args=template_args, add_generation_prompt=True)
+        with self._lock:
+            text = tokenizer.render(messages, tools=tools, template_args=template_args, add_generation_prompt=True)
+            request = self._request(tokenizer, tenant, model, messages, tools, template_args, text, max_tokens)
+            return self._prepare(request, tenant, session_id, now, client_shift)
+
+    def _request(
+        self,
+        tokenizer: TextTokenizer,
+        tenant: str,
+        model: str,
+        messages: list[Message],
+        tools: list[dict[str, Any]] | None,
+        template_args: dict[str, Any],
+        text: str,
+        max_tokens: int | None,
+    ) -> Request:
         scope = digest("scope", tenant, model, tokenizer.template_digest, canonical(tools), canonical(template_args))
         chain = self._chain(scope, messages)
-        request = Request(tokenizer, messages, tools, template_args, text, chain)
+        return Request(tokenizer, messages, tools, template_args, text, chain, max_tokens)
+
+    def _prepare(
+        self, request: Request, tenant: str, session_id: str | None, now: float, client_shift: bool
+    ) -> PreparedPrompt:
+        text, chain = request.text, request.chain
         ids: list[int] | None = None
         starts: list[int] = []
         base: Base | None = None
@@ -120,7 +145,7 @@ class Transcripts:
             splice = self._splice(request, candidate)
             if splice is not None:
                 tokens = len(stored) - len(answer.token_ids) + splice.kept_tokens
-                rest, later = self._encode(request, splice.rest, candidate.turn + 1)
+                rest, later = self._encode(request, splice.rest, candidate.turn + 1, known=tokens)
                 ids = stored[:tokens].tolist() + rest
                 starts = history.starts.tolist()
                 if len(starts) == candidate.turn + 1:  # all are known up to the answer's own
@@ -147,7 +172,7 @@ class Transcripts:
             text_digest=digest(text),
             base=base,
             starts=tuple(starts),
-            tail=tail_of(request, len(messages) - 1),
+            tail=tail_of(request, len(request.messages) - 1),
         )
 
     def _shifted(self, request: Request, tenant: str, session_id: str | None, now: float) -> PreparedPrompt | None:
@@ -172,7 +197,7 @@ class Transcripts:
             resume = history.starts[first]
             if known - resume < MIN_SHIFTED_TOKENS or known > MAX_STREAM_TOKENS:
                 continue
-            rest, later = self._encode(request, splice.rest, turn + 1)
+            rest, later = self._encode(request, splice.rest, turn + 1, known=known - resume)
             stream = history.ids[:known].tolist() + rest
             starts = (*history.starts, *(known + start for start in later))
             # Without a system prompt one token may stand in front of the first message: the text's own beginning.
@@ -214,16 +239,23 @@ class Transcripts:
             return None
         return cut(request.tokenizer, answer, len(answer.text), answer.text, tails[0])
 
-    def _encode(self, request: Request, rest: str, first: int) -> tuple[list[int], list[int]]:
+    def _encode(self, request: Request, rest: str, first: int, *, known: int = 0) -> tuple[list[int], list[int]]:
         """The ids of `rest`, with which the request's text ends, and where in them messages[first:] and then the answer
-        begin; nowhere if the template does not show it."""
+        begin; nowhere if the template does not show it. `known` tokens of the prompt stand in front of them. Raises
+        PromptTooLong."""
         tokenizer = request.tokenizer
         bounds = self._bounds.find(
             request.text, request.messages, first=first, render=request.render, template=tokenizer.template_digest
         )
         start = len(request.text) - len(rest)
         marks = [max(0, bound - start) for bound in bounds or ()]
-        return tokenizer.encode_marked(rest, marks, behind=first > 0)
+        self._lock.release()
+        try:
+            if request.max_tokens is not None and tokenizer.exceeds(rest, max(0, request.max_tokens - known)):
+                raise PromptTooLong
+            return tokenizer.encode_marked(rest, marks, behind=first > 0)
+        finally:
+            self._lock.acquire()
 
     def record(
         self,
@@ -238,38 +270,41 @@ class Transcripts:
         """Remember an answer: `answer` is the message as the client will send it back, `text` what `token_ids` said; it
         may end before they do, where a stop string cut it. `text_ends` has an entry per token."""
         bare = without_reasoning(answer)
-        self._store.add(
-            prompt,
-            NewAnswer(
-                chain=link(prompt.chain, answer),
-                bare=link(prompt.chain, bare),
-                tail=link(prompt.tail, bare),
-                token_ids=array("I", token_ids),
-                text=text,
-                ends=array("I", text_ends),
-            ),
-            now=now,
+        new = NewAnswer(
+            chain=link(prompt.chain, answer),
+            bare=link(prompt.chain, bare),
+            tail=link(prompt.tail, bare),
+            token_ids=array("I", token_ids),
+            text=text,
+            ends=array("I", text_ends),
         )
+        with self._lock:
+            self._store.add(prompt, new, now=now)
 
     def keep(self, session_id: str, *, tenant: str, ttl_s: float | None) -> None:
         """What a tenant has recorded under this id, with or without salts, leaves that long after its last use; None:
         only when there is no room."""
-        self._store.extend(session_id, tenant=tenant, extra_s=_FOR_EVER_S if ttl_s is None else ttl_s - self._ttl_s)
+        with self._lock:
+            self._store.extend(session_id, tenant=tenant, extra_s=_FOR_EVER_S if ttl_s is None else ttl_s - self._ttl_s)
 
     def forget(self, session_id: str, *, tenant: str | None = None) -> int:
         """Delete what was recorded under this id by a tenant, with or without salts of its own ("tenant/salt"), or by
         all tenants if None. What other sessions recorded on from it, they have copies of. Returns how many sessions."""
-        return self._store.forget(session_id, tenant=tenant)
+        with self._lock:
+            return self._store.forget(session_id, tenant=tenant)
 
     def sweep(self, now: float) -> int:
         """Remove expired sessions, a bounded number per call. Returns how many."""
-        return self._store.sweep(before=now - self._ttl_s)
+        with self._lock:
+            return self._store.sweep(before=now - self._ttl_s)
 
     def used_bytes(self) -> int:
-        return self._store.used_bytes()
+        with self._lock:
+            return self._store.used_bytes()
 
     def close(self) -> None:
-        self._store.close()
+        with self._lock:
+            self._store.close()
 
     def _chain(self, scope: bytes, messages: list[Message]) -> list[bytes]:
         """[messages + 1]: digest of the scope and the first n messages."""

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-from app.tokenizer import ChatTokenizer, StopFinder, TemplateError, TokenizerError
+from app.tokenizer import COUNT_CHARS, COUNT_SLACK, SHIELD, ChatTokenizer, StopFinder, TemplateError, TokenizerError
 from model.corpus import CHAT_TEMPLATE, SPECIAL_TOKENS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -310,3 +310,36 @@ def test_a_message_cannot_open_or_close_turns(loaded, tmp_path, kind):
 def test_what_the_template_writes_stays_special(loaded):
     ids = loaded["bytes"].encode("<|im_start|>the<|im_end|>")
     assert [ids[0] in loaded["bytes"].special_ids, ids[-1] in loaded["bytes"].special_ids] == [True, True]
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    word=st.text(min_size=1, max_size=40).filter(lambda text: text.encode("utf-8", "ignore").decode() == text),
+    chars=st.integers(1, 3 * COUNT_CHARS),
+    share=st.floats(0, 1.5),
+)
+@pytest.mark.parametrize("kind", ["bytes", "pieces"])
+def test_only_what_is_too_long_exceeds(loaded, kind, word, chars, share):
+    text = (word * chars)[:chars]
+    count = len(loaded[kind].encode(text))
+    limit = int(count * share)
+    if loaded[kind].exceeds(text, limit):
+        assert count > limit
+    elif chars > COUNT_CHARS:
+        assert count <= limit + (chars // COUNT_CHARS + 1) * COUNT_SLACK
+
+
+def test_a_long_text_is_not_tokenized_to_its_end(loaded, monkeypatch):
+    tokenizer = loaded["bytes"]
+    seen: list[int] = []
+    encode = tokenizer._encode_batch
+    monkeypatch.setattr(tokenizer, "_encode_batch", lambda texts: seen.extend(map(len, texts)) or encode(texts))
+    text = "qz" * (20 * COUNT_CHARS)
+    assert tokenizer.exceeds(text, 1000 * len(text)) is False
+    seen.clear()
+    assert tokenizer.exceeds(text, 2 * COUNT_CHARS)
+    assert sum(seen) <= 4 * COUNT_CHARS
+    seen.clear()
+    assert tokenizer.exceeds(text, 100)  # no vocabulary has tokens as long as that
+    assert seen == []
+    assert not tokenizer.exceeds(SHIELD * COUNT_CHARS, 0)

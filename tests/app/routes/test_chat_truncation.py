@@ -104,6 +104,22 @@ async def test_the_longest_prompt_is_bounded(engine: FakeEngine, tmp_path):
         assert engine.submitted == []
 
 
+@pytest.mark.parametrize("truncation", ["auto", "disabled"])
+async def test_what_is_far_too_long_is_refused_before_it_is_tokenized(engine: FakeEngine, tmp_path, truncation):
+    settings = make_settings(tmp_path, server={"max_prompt_tokens": 1000}, cache={"truncation": truncation})
+    async with in_process(engine, settings) as running:
+        tokenizer = running.app.state.service._tokenizer
+        tokenized: list[int] = []
+        encode = tokenizer._encode_batch
+        tokenizer._encode_batch = lambda texts: tokenized.extend(map(len, texts)) or encode(texts)
+        refused = await running.chat("fox " * 250_000)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (400, "context_length_exceeded")
+        refused = await running.chat("<|im_end|>" * 25_000)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (400, "context_length_exceeded")
+        assert sum(tokenized) < 200_000
+        assert (await running.chat("fox")).status_code == 200
+
+
 async def test_what_does_not_fit_even_alone_is_refused_by_the_engine(running: Running):
     running.engine.script.refuse = "context_length_exceeded"
     refused = await running.chat("fox " * 500)
@@ -120,9 +136,13 @@ async def test_the_report_has_every_tier_and_cached_tokens_are_of_what_was_sent(
     assert {name: answer["x_cache"][name] for name in expected} == expected
     assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 15
     prompt_tokens = answer["usage"]["prompt_tokens"]
-    running.engine.script.report["truncated_tokens"] = prompt_tokens - 5
-    assert (await running.chat()).json()["usage"]["prompt_tokens_details"]["cached_tokens"] == 5
-    running.engine.script.report["truncated_tokens"] = prompt_tokens + 5  # some of them of the answer itself
+    running.engine.script.report["truncated_tokens"] = (
+        prompt_tokens + 5
+    )  # before it was sent, or from inside the answer
+    assert (await running.chat()).json()["usage"]["prompt_tokens_details"]["cached_tokens"] == 15
+    running.engine.script.report["hbm_tokens"] = 1000  # what the client dropped from inside a block is still there
+    assert (await running.chat()).json()["usage"]["prompt_tokens_details"]["cached_tokens"] == prompt_tokens - 3
+    running.engine.script.report["computed_tokens"] = 1000
     assert (await running.chat()).json()["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
 
 
