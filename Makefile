@@ -17,7 +17,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.setup-$(EXTRAS)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help setup serve test test-gpu check format bench clean
+.PHONY: help setup serve test test-gpu check format bench sim clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 12
@@ -56,6 +56,9 @@ bench: setup  ## the standing benchmarks; results in benchmarks/results/
 	@$(BIN)/python -m benchmarks.soak
 	@if [ -d '$(DATA)/dialogues' ]; then $(BIN)/python -m benchmarks.replay_dialogues --data '$(DATA)'; \
 	else echo "no dialogues under $(DATA): replay skipped (make bench DATA=...)"; fi
+
+sim: setup  ## scheduler and cache without a model, on a virtual clock: 10,000 random servers
+	@$(BIN)/python -m loadgen.simulate $(ARGS)
 
 clean:  ## caches and build output, not the virtual environment
 	@rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -14,8 +14,13 @@ SECRET_BYTES = 32
 class Keyring:
     """Checks bearer keys in a time that depends neither on the key nor on which of ours it resembles."""
 
-    def __init__(self, *, api_keys: tuple[str, ...]) -> None:
-        self._digests = [hashlib.sha256(key.encode()).digest() for key in api_keys]
+    def __init__(self, *, api_keys: tuple[str, ...], admin_keys: tuple[str, ...] = ()) -> None:
+        self._digests = [hashlib.sha256(key.encode()).digest() for key in (*api_keys, *admin_keys)]
+        self._admins = {_tenant(hashlib.sha256(key.encode()).digest()) for key in admin_keys}
+
+    def is_admin(self, tenant: str) -> bool:
+        """Whether a tenant may see what is everybody's. Where no keys are needed, all who reach the server may."""
+        return not self._digests or tenant in self._admins
 
     def tenant(self, authorization: str | None) -> str | None:
         """The tenant of an Authorization header, or None when it opens nothing."""
@@ -26,7 +31,11 @@ class Keyring:
         matches = [hmac.compare_digest(digest, known) for known in self._digests]  # no early way out
         if scheme.lower() != "bearer" or not any(matches):
             return None
-        return digest.hex()[:16]
+        return _tenant(digest)
+
+
+def _tenant(digest: bytes) -> str:
+    return digest.hex()[:16]
 
 
 def load_tenant_secret(state_dir: Path) -> bytes:

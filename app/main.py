@@ -58,6 +58,8 @@ def create_app(settings: Settings, *, engine: Engine | None = None) -> FastAPI:
     for module in modules:
         app.include_router(module.router)
     install_handlers(app, [route for module in modules for route in module.router.routes])
-    app.add_middleware(Authentication, keyring=Keyring(api_keys=settings.server.api_keys))
+    keyring = Keyring(api_keys=settings.server.api_keys, admin_keys=settings.server.admin_keys)
+    app.state.keyring = keyring
+    app.add_middleware(Authentication, keyring=keyring)
     app.add_middleware(RequestContext, on_done=count, log_access=settings.server.access_log)
     return app

@@ -7,6 +7,8 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from engine.messages import SchedulerState
+
 if TYPE_CHECKING:
     from app.generation import Choice, Engine
 
@@ -94,6 +96,7 @@ class EngineCollector(Collector):
             ("step_seconds", "Time spent in batches.", stats.step_seconds),
             ("generated_tokens", "Tokens sampled.", stats.generated_tokens),
             ("evicted_blocks", "Blocks that left HBM to make room.", stats.evicted_blocks),
+            ("offloaded_blocks", "Of these, in the background.", stats.offloaded_blocks),
             ("preemptions", "Sequences sent back to the queue.", stats.preemptions),
             ("aborted_requests", "Requests whose client left.", stats.aborted),
             ("kv_load_seconds", "Time that loads of KV into HBM took.", stats.load_seconds),
@@ -104,6 +107,7 @@ class EngineCollector(Collector):
         )
         for name, help_text, value in counters:
             yield CounterMetricFamily(f"reprise_{name}", help_text, value)
+        yield from _scheduler(stats.scheduler)
         if stats.load_seconds > 0:
             hidden = max(0.0, 1 - stats.load_wait_seconds / stats.load_seconds)
             yield GaugeMetricFamily("reprise_kv_load_overlap_ratio", "Share of load time hidden since start.", hidden)
@@ -124,6 +128,26 @@ class EngineCollector(Collector):
         )
         for name, help_text, label, values in labelled:
             yield _labelled(CounterMetricFamily(f"reprise_{name}", help_text, labels=[label]), values)
+
+
+def _scheduler(state: SchedulerState | None) -> Iterator[Metric]:
+    if state is None:
+        return
+    waiting = GaugeMetricFamily("reprise_waiting_by_class", "Requests in line by CaR's class.", labels=["class"])
+    yield _labelled(waiting, state.waiting)
+    yield GaugeMetricFamily("reprise_window_places", "Places of the shuffled window.", state.window)
+    yield GaugeMetricFamily(
+        "reprise_length_prediction_error", "Mean error of predicted answers over mean length.", state.prediction_error
+    )
+    yield CounterMetricFamily(
+        "reprise_overtakes", "Starts before one that entered the window earlier.", state.overtakes
+    )
+    help_text = "Preemptions for a tenant who had nothing running."
+    yield CounterMetricFamily("reprise_fair_preemptions", help_text, state.fair_preemptions)
+    timer = CounterMetricFamily("reprise_prefetch_timer", "Loads started ahead, by how it came.", labels=["outcome"])
+    yield _labelled(timer, state.timer)
+    loads = CounterMetricFamily("reprise_started_loads", "Loads at the start of their request.", labels=["outcome"])
+    yield _labelled(loads, state.loads)
 
 
 def _labelled(family: GaugeMetricFamily | CounterMetricFamily, values: Mapping[str, float]) -> Metric:

@@ -69,6 +69,10 @@ class CacheSettings(_Section):
     disk_dir: Path = Field(Path("~/.cache/reprise"), description="state files: KV, transcripts, the tenant secret")
     disk_min_free_gib: float = Field(2.0, ge=0, le=1 << 20, description="of the file system, left to others")
     dram_free_buffer: float = Field(0.1, ge=0, lt=1, description="share of DRAM kept free in the background")
+    hbm_high_water: float = Field(
+        0.9, ge=0, le=1, description="share of HBM in use above which saved KV leaves it in the background; 1: never"
+    )
+    hbm_low_water: float = Field(0.85, ge=0, le=1, description="until no more than this share is in use")
     staging_mib: int = Field(
         0, ge=0, le=1 << 20, description="DRAM for KV on its way to and from disk, besides dram_gib; 0: automatic"
     )
@@ -102,7 +106,19 @@ class CacheSettings(_Section):
 
 
 class SchedulerSettings(_Section):
-    policy: Literal["fcfs"] = Field("fcfs", description="order in which waiting requests start")
+    policy: Literal["car", "priority", "fcfs"] = Field(
+        "car", description="who starts next: by KV to load inside a window; by KV to load; who came first"
+    )
+    window: int = Field(0, ge=0, le=1024, description="places of the window; 0: from HBM and the mean session")
+    class_ordered_entry: bool = Field(
+        False, description="who needs no load enters the window first, instead of by fair share and arrival"
+    )
+    itl_target_ms: float = Field(
+        100.0, ge=0, le=60_000, description="what a step may take while somebody reads along; 0: no target"
+    )
+    length_predictor: Literal["quantile", "max_tokens"] = Field(
+        "quantile", description="expected length of answers: learned, or the longest they may be (an oracle for tests)"
+    )
     max_seqs: int = Field(32, ge=1, le=4096, description="sequences running at once")
     max_queued: int = Field(256, ge=1, le=100_000, description="sequences waiting at once; more are answered 503")
     chunked_prefill: bool = Field(True, description="spread long prompts over several steps")
@@ -123,6 +139,9 @@ class ServerSettings(_Section):
     port: int = Field(8000, ge=0, le=65_535, description="port to listen on; 0: any free one")
     api_keys: NameList = Field(
         (), repr=False, description="accepted bearer keys, comma-separated; none: no keys needed"
+    )
+    admin_keys: NameList = Field(
+        (), repr=False, description="bearer keys that open /v1/scheduler too; without any keys it is open"
     )
     allow_unauthenticated: bool = Field(False, description="listen beyond loopback although there are no api_keys")
     drain_s: float = Field(30.0, ge=0, le=86_400, description="at SIGTERM running answers may go on for this long")
@@ -155,10 +174,12 @@ class ServerSettings(_Section):
 
     @model_validator(mode="after")
     def _lets_in_whom_it_should(self) -> "ServerSettings":
-        for key in self.api_keys:
+        for key in (*self.api_keys, *self.admin_keys):
             if not (8 <= len(key) <= 512 and key.isascii() and key.isprintable() and " " not in key):
-                raise ValueError("server.api_keys: each has 8 to 512 printable ASCII characters without spaces")
-        if not (self.api_keys or self.allow_unauthenticated or _is_loopback(self.host)):
+                raise ValueError(
+                    "server.api_keys and server.admin_keys: each has 8 to 512 printable ASCII characters without spaces"
+                )
+        if not (self.api_keys or self.admin_keys or self.allow_unauthenticated or _is_loopback(self.host)):
             raise ValueError(
                 f"server.host: listening on {self.host} lets others in; set server.api_keys, or "
                 "server.allow_unauthenticated=true to let anybody in"
@@ -210,6 +231,10 @@ class Settings(_Section, BaseSettings):
             session_ttl_s=self.cache.ttl_s,
             max_sessions=self.cache.max_sessions,
             scheduler_policy=self.scheduler.policy,
+            window=self.scheduler.window,
+            class_ordered_entry=self.scheduler.class_ordered_entry,
+            itl_target_s=self.scheduler.itl_target_ms / 1e3,
+            length_predictor=self.scheduler.length_predictor,
             max_seqs=self.scheduler.max_seqs,
             max_queued=self.places,  # a burst waits, all of it, until the next step; who may wait is decided here
             step_tokens=self.engine.step_tokens,
@@ -220,6 +245,8 @@ class Settings(_Section, BaseSettings):
             disk_dir=str(self.state_dir.absolute()),
             disk_min_free_bytes=int(self.cache.disk_min_free_gib * GIB),
             dram_free_buffer=self.cache.dram_free_buffer,
+            hbm_high_water=self.cache.hbm_high_water,
+            hbm_low_water=self.cache.hbm_low_water,
             staging_bytes=self.cache.staging_mib * MIB,
             read_buffer_layers=self.cache.read_buffer_layers,
             granularity=self.cache.granularity,

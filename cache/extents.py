@@ -138,7 +138,8 @@ class Extents:
             row = self._table.get(victims[0])
             assert row is not None
             assert row.extent is not None
-            self.delete([row.extent[0]], None, None)
+            # Not written again although DRAM may have it: it would take the room of another, and so on for ever.
+            self.delete([row.extent[0]], None, None, write_again=False)
         return True
 
     def drop(self, row: BlockRow) -> None:
@@ -147,8 +148,11 @@ class Extents:
         if empty is not None:
             self.delete([empty], None, None)
 
-    def delete(self, extent_ids: list[int], session: SessionName | None, waiter: str | None) -> None:
-        """With all that is in them; `waiter` is named in `done` when the bytes are gone. session: its record too."""
+    def delete(
+        self, extent_ids: list[int], session: SessionName | None, waiter: str | None, *, write_again: bool = True
+    ) -> None:
+        """With all that is in them; `waiter` is named in `done` when the bytes are gone. session: its record too.
+        write_again: what DRAM still has comes back to disk in another extent."""
         for extent_id in extent_ids:
             extent = self._extents.pop(extent_id)
             self.used_bytes -= extent.size_bytes
@@ -159,7 +163,7 @@ class Extents:
                 row.extent = None
                 self._policy.remove(key)
                 self._stats.evictions["disk"] += 1
-                if row.slot is not None and row.owners:
+                if write_again and row.slot is not None and row.owners:
                     self._write_again(row)
                 if row.is_nowhere:
                     self._gone(row)

@@ -9,9 +9,11 @@ from cache.block import BLOCK_TOKENS, BlockKey
 from cache.context import RunningContext
 from cache.plan import BlockLoad, CopyRows
 from cache.policies.base import EvictionPolicy, own
+from cache.scores import Scores
 from cache.stats import CacheStats
 from cache.table import BlockRow, CacheTable
 
+_OFFLOAD_BLOCKS = 64  # at a time: well below a millisecond
 MAX_HOPS = 4  # un-rotations a key may go through; each costs a rounding of the compute type
 
 
@@ -53,16 +55,20 @@ class Placement:
 
 
 class _Pinned:
-    """The blocks that must not leave HBM: those in a pinned page, and those not saved if `saved_only`."""
+    """The blocks that must not leave HBM: those in a pinned page, those that somebody needs more than `most` says, and
+    those not saved if `saved_only`."""
 
-    def __init__(self, table: CacheTable, pages: PageAllocator, saved_only: bool) -> None:
-        self._table, self._pages, self._saved_only = table, pages, saved_only
+    def __init__(self, table: CacheTable, pages: PageAllocator, scores: Scores, most: int, saved_only: bool) -> None:
+        self._table, self._pages, self._scores = table, pages, scores
+        self._most, self._saved_only = most, saved_only
 
     def __contains__(self, key: object) -> bool:
         row = self._table.get(key)  # type: ignore[arg-type]
         if row is None or row.page is None:
             return False
-        return self._pages.pins(row.page) > 0 or (self._saved_only and not row.is_saved)
+        if self._pages.pins(row.page) > 0 or self._scores.of(row.key) > self._most:
+            return True
+        return self._saved_only and not row.is_saved
 
 
 class HbmPool:
@@ -78,6 +84,9 @@ class HbmPool:
         policy: EvictionPolicy,
         naive_positions: bool,
         has_lower: bool,
+        scores: Scores,
+        high_water: float,
+        low_water: float,
         stats: CacheStats,
         gone: Callable[[BlockRow], None],
     ) -> None:
@@ -86,8 +95,10 @@ class HbmPool:
         self._naive_positions = naive_positions
         self._stats = stats
         self._gone = gone
-        self._pinned = _Pinned(table, pages, saved_only=False)
-        self._cheap = _Pinned(table, pages, saved_only=True) if has_lower else None
+        self._scores = scores
+        self._has_lower = has_lower
+        self._high_pages = int(high_water * pages.num_pages)
+        self._low_pages = int(low_water * pages.num_pages)
 
     # --- where a block can be used ------------------------------------------------------------------------------------
 
@@ -203,17 +214,36 @@ class HbmPool:
     # --- room ---------------------------------------------------------------------------------------------------------
 
     def make_room(self, num_pages: int) -> bool:
-        """Evict until `num_pages` are free; False, and nothing evicted, if that many cannot be had. What is saved below
-        leaves before what would be lost."""
+        """Evict until `num_pages` are free; False, and nothing evicted, if that many cannot be had. The smallest score
+        leaves first (CaR §III-B-3); among equals what is saved below, before what would be lost."""
         if num_pages > self.pages.num_free + self.pages.num_cached:
             return False
         while (missing := num_pages - self.pages.num_free) > 0:
-            victims = self.policy.victims(missing, self._cheap) if self._cheap is not None else []
-            victims = victims or self.policy.victims(missing, self._pinned)
+            victims = self._victims(missing)
             assert victims, "cached pages without an evictable block"
             for key in victims:
                 self.evict(key)
         return True
+
+    def _victims(self, count: int) -> list[BlockKey]:
+        for most in self._scores.levels:
+            for saved_only in (True, False) if self._has_lower else (False,):
+                pinned = _Pinned(self.table, self.pages, self._scores, most, saved_only)
+                if victims := self.policy.victims(count, pinned):
+                    return victims
+        return []
+
+    def offload(self) -> None:
+        """CaR's background offloader (§III-C-2): above the high-water mark, what nobody needs leaves HBM down to the
+        low one, a few blocks at a time, between steps. Only what is saved below: it leaves without a copy, because it
+        was copied while it was computed."""
+        pages = self.pages
+        if not self._has_lower or pages.num_pages - pages.num_free <= self._high_pages or not pages.num_cached:
+            return
+        count = min(_OFFLOAD_BLOCKS, pages.num_pages - pages.num_free - self._low_pages)
+        for key in self.policy.victims(count, _Pinned(self.table, pages, self._scores, 0, saved_only=True)):
+            self.evict(key)
+            self._stats.offloaded_blocks += 1
 
     def evict(self, key: BlockKey) -> None:
         row = self.table.get(key)

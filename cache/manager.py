@@ -21,6 +21,7 @@ from cache.publishing import Publisher
 from cache.rates import Rates
 from cache.report import report_prompt
 from cache.saving import Saver
+from cache.scores import Scores
 from cache.sessions import SessionStore
 from cache.siblings import Siblings
 from cache.stats import CacheStats, PromptReport, Residency
@@ -54,6 +55,8 @@ class CacheManager:
         dram_slots: int,
         disk_bytes: int,
         free_buffer: float,
+        hbm_high_water: float,
+        hbm_low_water: float,
         rates: Rates,
         arrived: Callable[[int], float],
         unix_offset_s: float,
@@ -65,6 +68,7 @@ class CacheManager:
         self.table = CacheTable()
         self.pages = PageAllocator(num_pages=num_pages, prefer_contiguous=prefer_contiguous)
         self.rates = rates
+        self._scores = Scores(table=self.table)
         self.hbm = HbmPool(
             table=self.table,
             pages=self.pages,
@@ -73,6 +77,9 @@ class CacheManager:
             policy=policy(),
             naive_positions=truncation.mode == "naive",
             has_lower=num_slots > 0,
+            scores=self._scores,
+            high_water=hbm_high_water,
+            low_water=hbm_low_water,
             stats=self.stats,
             gone=self.table.forget,
         )
@@ -89,6 +96,7 @@ class CacheManager:
             gone=self.table.forget,
         )
         self._reuse = reuse
+        self._bytes_per_token = bytes_per_token
         self._running: dict[str, RunningContext] = {}
         tiers = Hierarchy(table=self.table, pages=self.pages, hbm=self.hbm, lower=self.lower)
         self._tiers = tiers
@@ -250,11 +258,16 @@ class CacheManager:
         """See CacheView."""
         return self._loads.stall_s(self._running[request_id])
 
+    def expect(self, request_id: str, score: int) -> None:
+        """See CacheView."""
+        self._scores.set(self._running[request_id], score)
+
     def close(self, request_id: str, num_tokens: int, now: float) -> None:
         """A request ended and its context is its first `num_tokens` tokens (a stop string may have cut it). Pages that
         nothing else needs are free; what was finished stays cached; the session stands where the request stopped, or as
         it was if nothing was computed."""
         context = self._running.pop(request_id)
+        self._scores.clear(request_id)
         self._loads.closed(request_id)
         reached = min(max(context.computed, context.reached), num_tokens)
         open_key = None
@@ -279,6 +292,11 @@ class CacheManager:
     def sessions(self) -> Mapping[SessionName, SessionContext]:
         """Oldest use first. Read only."""
         return self._sessions.contexts
+
+    @property
+    def mean_session_tokens(self) -> float:
+        """Of a session's context, the latest counting most; 0 while there is none."""
+        return self._sessions.mean_bytes / self._bytes_per_token
 
     def is_running(self, name: SessionName) -> bool:
         return self._sessions.is_running(name)
@@ -345,6 +363,7 @@ class CacheManager:
         """Look ahead (AttentionStore §3.3): tell the policies what comes, fetch for it, write what is behind. The first
         `starting` of those who wait have a place in the batch: they load for themselves, layer by layer."""
         self._ahead.plan(waiting, starting, now)
+        self.hbm.offload()
 
     def take_moves(self) -> list[Move]:
         """The moves decided since the last call, to be carried out in this order before the next step."""

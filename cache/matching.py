@@ -3,7 +3,7 @@
 from cache.block import BLOCK_TOKENS
 from cache.context import RunningContext
 from cache.hbm import HbmPool, Match
-from cache.rates import LoadOption, Rates, choose_load
+from cache.rates import LoadOption, Rates, choose_load, first_token_s
 from cache.stats import Residency
 from cache.table import BlockRow, CacheTable, common_prefix
 
@@ -73,23 +73,39 @@ class Matcher:
         """tier -> tokens of a match that come from it."""
         tokens: dict[str, int] = {}
         for block, (row, used) in enumerate(match.used):
-            if self._hbm.is_ready(row, block) or self._hbm.can_move(row):
-                tier = "hbm"
-            else:
-                tier = "dram" if row.slot is not None else "disk"
+            tier = self._tier(row, block)
             tokens[tier] = tokens.get(tier, 0) + used
         return tokens
+
+    def _tier(self, row: BlockRow, block: int) -> str:
+        """Where the `block`th block of a context would be taken from."""
+        if self._hbm.is_ready(row, block) or self._hbm.can_move(row):
+            return "hbm"
+        return "dram" if row.slot is not None else "disk"
 
     def residency(self, context: RunningContext) -> Residency:
         """Where the KV of a context is, and what has to move or be computed."""
         if context.pages:
-            return Residency(context.computed, {}, 0, len(context.token_ids) - context.computed)
+            missing = len(context.token_ids) - context.computed
+            return Residency(context.computed, {}, 0, missing, context.computed, 0.0, 0.0)
         match = self.choose(context, self.match(context))
-        tokens = self.tokens_by_tier(match)
-        hbm = tokens.pop("hbm", 0)
+        tokens, own, load_s = {"hbm": 0}, 0, 0.0
+        for block, (row, used) in enumerate(match.used):
+            tier = self._tier(row, block)
+            tokens[tier] = tokens.get(tier, 0) + used
+            if tier != "hbm":
+                load_s += self._rates.load_s(f"{tier}_to_hbm", used * self._bytes_per_token)
+            elif row.owners == (context.session,):
+                own += used
+        hbm = tokens.pop("hbm")
+        missing = len(context.token_ids) - match.num_tokens
+        compute_s = self._rates.compute_s(missing)
         return Residency(
             hbm_tokens=hbm,
             lower_tokens=tokens,
             bytes_to_load=sum(tokens.values()) * self._bytes_per_token,
-            missing_tokens=len(context.token_ids) - match.num_tokens,
+            missing_tokens=missing,
+            own_hbm_tokens=own,
+            load_s=load_s,
+            exposed_s=first_token_s(load_s, compute_s, self._rates.num_layers) - compute_s if load_s else 0.0,
         )

@@ -98,11 +98,14 @@ class SessionStore:
         )
         self.contexts[name] = session
         self._take_over(name, session)
-        size = float(num_tokens * self._bytes_per_token)
-        self.mean_bytes += (size - self.mean_bytes) * (0.1 if self.mean_bytes else 1.0)
+        self._count_size(num_tokens)
         self._lower.put_session(self.record(name, session))
         if len(self.contexts) > self._max_sessions:
             self.sweep(now)
+
+    def _count_size(self, num_tokens: int) -> None:
+        size = float(num_tokens * self._bytes_per_token)
+        self.mean_bytes += (size - self.mean_bytes) * (0.1 if self.mean_bytes else 1.0)
 
     def _take_over(self, name: SessionName, session: SessionContext) -> None:
         """What is left of a session's context is its own."""
@@ -260,6 +263,7 @@ class SessionStore:
         session.pinned, session.ttl_s = record.pinned, record.ttl_s
         self._take_over(name, session)
         self.contexts[name] = session
+        self._count_size(session.num_tokens)
         if session.pinned:
             self._lower.pinned_sessions.add(name)
 

@@ -38,6 +38,9 @@ class Residency:
     lower_tokens: dict[str, int]
     bytes_to_load: int
     missing_tokens: int
+    own_hbm_tokens: int
+    load_s: float
+    exposed_s: float
 
 
 @dataclass(slots=True)
@@ -47,6 +50,7 @@ class CacheStats:
     prompt_tokens: Counter[str] = field(default_factory=Counter)
     miss_tokens: Counter[str] = field(default_factory=Counter)
     evicted_blocks: int = 0  # from HBM
+    offloaded_blocks: int = 0  # of these, in the background; the others left when a request needed their room
     copied_rows: int = 0
     evictions: Counter[str] = field(default_factory=Counter)  # tier -> blocks
     refused: Counter[str] = field(default_factory=Counter)  # tier -> blocks it had no room for

@@ -32,7 +32,7 @@ class BlockRow:
     place: int | None = None  # in its owners' contexts, in blocks
     hops: int = 0  # times its keys were un-rotated; each time costs a rounding
     owners: tuple[SessionName, ...] = ()
-    score: float = 0.0  # CaR's: small leaves first
+    score: int = 0  # CaR's (`cache.scores`): small leaves HBM first
 
     @property
     def valid_in_gpu(self) -> bool:
@@ -56,6 +56,7 @@ class CacheTable:
     """BlockKey -> row, and parent -> children. Single-threaded; holds no bytes."""
 
     def __init__(self) -> None:
+        self.scores: dict[BlockKey, int] = {}  # of blocks that somebody needs, stored or not (`cache.scores`)
         self._rows: dict[BlockKey, BlockRow] = {}
         # Sorted by tokens: behind a system prompt stand thousands, and the two beside a text are those most like it.
         self._children: dict[BlockKey, list[tuple[array[int], BlockKey]]] = {}
@@ -78,6 +79,7 @@ class CacheTable:
         if row.key in self._rows:
             raise KeyError(row.key)
         self._rows[row.key] = row
+        row.score = self.scores.get(row.key, 0)
         if row.session_id is None:
             insort(self._children.setdefault(row.parent, []), (row.token_ids, row.key))
         else:

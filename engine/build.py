@@ -25,11 +25,11 @@ from engine.messages import EngineConfig, ModelInfo
 from engine.probe import KvShape, ProbeResult, probe
 from engine.runner import ModelRunner, bytes_per_token, fingerprint, make_pages, weights_digest
 from engine.sampler import Sampler
+from engine.schedule import build_scheduler
 from engine.tiers import build_tiers, policy_factory
 from engine.verify import Verifier
 from kernels.attention import BACKENDS, AttentionUnsupported, BackendUnavailable
 from kernels.attention.base import AttentionBackend
-from scheduler.scheduler import Scheduler
 
 log = logging.getLogger(__name__)
 
@@ -37,9 +37,7 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 # Of the memory that is free when the weights are loaded. On CPU the rest of the machine needs some too.
 _CPU_SHARE, _CPU_CAP_BYTES, _CUDA_SHARE = 0.25, 2 << 30, 0.85
 _CPU_STEP_TOKENS, _CUDA_STEP_TOKENS = 512, 4096
-_STALL_BUDGET_S = 0.02  # what those who decode wait for one whose KV is still on its way
 _CLOSE_TIMEOUT_S = 8.0  # for what was computed to reach the disk
-_LONE_STEP_FACTOR = 4  # larger products are faster, and with nobody decoding nobody is held up by a long step
 
 
 def build_engine(config: EngineConfig) -> Engine:
@@ -88,21 +86,15 @@ def build_engine(config: EngineConfig) -> Engine:
         dram_slots=tiers.dram_slots,
         disk_bytes=tiers.disk_bytes,
         free_buffer=config.dram_free_buffer,
+        hbm_high_water=config.hbm_high_water,
+        hbm_low_water=min(config.hbm_low_water, config.hbm_high_water),
         rates=tiers.rates,
         arrived=tiers.arrived,
         unix_offset_s=unix_offset_s,
     )
     cache.restore(tiers.extents, tiers.records, time.monotonic())
     step_tokens = config.step_tokens or (_CPU_STEP_TOKENS if device.type == "cpu" else _CUDA_STEP_TOKENS)
-    scheduler = Scheduler(
-        cache=cache,
-        max_seqs=config.max_seqs,
-        max_queued=config.max_queued,
-        step_tokens=step_tokens,
-        lone_step_tokens=step_tokens * (1 if config.step_tokens else _LONE_STEP_FACTOR),
-        chunked_prefill=config.chunked_prefill,
-        stall_budget_s=_STALL_BUDGET_S,
-    )
+    scheduler = build_scheduler(config, cache, tiers.rates, step_tokens, max_context)
     sink = CaptureSink() if tiers.num_slots else None
     runner = ModelRunner(model=model, pages=pages, backend=backend, sink=sink)
     tables = BlockTables(max_seqs=config.max_seqs, max_pages=-(-max_context // page_size))

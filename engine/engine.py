@@ -30,6 +30,7 @@ from engine.messages import (
 )
 from engine.runner import ModelRunner
 from engine.sampler import BadLogits, PenaltyState, Sampled, Sampler, choice_seed
+from engine.schedule import scheduler_state
 from engine.verify import Verifier
 from scheduler.scheduler import Chunk, QueueFull, Scheduler
 from scheduler.sequence import Sequence
@@ -148,6 +149,7 @@ class Engine:
             arrived_s=now,
             token_ids=tokens,
             prompt_tokens=len(tokens),
+            weight=request.weight,
         )
         try:
             self._scheduler.add(sequence)
@@ -179,6 +181,7 @@ class Engine:
         found = self._choices.get(f"{request_id}/{choice}")
         if found is not None:
             sequence = found.sequence
+            self._scheduler.completed(sequence)
             self._close(found, max(0, sequence.prompt_tokens + keep_tokens - sequence.dropped_tokens))
 
     def finish_all(self, now: float) -> list[Output]:
@@ -283,6 +286,7 @@ class Engine:
         seconds = time.monotonic() - started
         self._step_seconds += seconds
         self._cache.rates.computed(batch_row, seconds - waited_s)
+        self._scheduler.ran(seconds, waited_s)
         return outputs
 
     def _forward(self, items: list[BatchItem]) -> tuple[torch.Tensor, Arrival]:
@@ -395,6 +399,7 @@ class Engine:
         logprobs: list[TokenLogprob] | None = None,
     ) -> Output:
         timings = choice.timings(now)
+        self._scheduler.completed(choice.sequence)
         self._close(choice, choice.sequence.computed_tokens)
         return self._output(choice, list(token_ids), logprobs, now, finish_reason=reason, timings=timings)
 
@@ -486,6 +491,8 @@ class Engine:
             truncated_tokens=stats.truncated_tokens,
             in_flight=self._cache.in_flight,
             verified_loads=self._verifier.compared if self._verifier is not None else 0,
+            offloaded_blocks=stats.offloaded_blocks,
+            scheduler=scheduler_state(self._scheduler, self._cache, time.monotonic()),
             verify_mismatches=self._verifier.mismatches if self._verifier is not None else 0,
         )
 

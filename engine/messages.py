@@ -23,7 +23,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     hbm_tokens: int  # KV rows in HBM; 0: from free memory
     session_ttl_s: float
     max_sessions: int
-    scheduler_policy: str  # fcfs
+    scheduler_policy: str  # car | priority | fcfs
     max_seqs: int  # running at once
     max_queued: int  # waiting at once
     step_tokens: int  # token budget of one step; 0: automatic
@@ -45,6 +45,12 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     disk_gbps: float = 0.0  # GB/s, read and write each; 0: none
     io_deadline_s: float = 5.0  # of one read or write
     sync_save: bool = False  # save before the next step instead of during it: for comparison
+    window: int = 0  # places of the shuffled window; 0: from HBM and the mean session
+    class_ordered_entry: bool = False  # requests enter the window by class, not by fair share and arrival
+    itl_target_s: float = 0.0  # of a step in which somebody decodes; 0: no target, a fixed number of tokens
+    length_predictor: str = "quantile"  # quantile | max_tokens
+    hbm_high_water: float = 0.9  # share of HBM in use above which what is saved below leaves in the background
+    hbm_low_water: float = 0.85  # until no more than this is in use
     max_pinned_share: float = 0.5  # of disk (or DRAM, without disk) that pinned sessions may hold, per tenant
 
 
@@ -232,6 +238,40 @@ class Outputs(msgspec.Struct, frozen=True, tag="outputs"):
     outputs: list[Output]
 
 
+class WaitingInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """A request whose place in line is settled."""
+
+    request_id: str
+    tenant: str
+    session_id: str
+    transfer_class: int | None  # CaR's 1, 2 or 3; None: it has run before, or the order has no classes
+    overtaken: int  # how often one that entered the window later has started before it
+    hbm_tokens: int
+    lower_tokens: dict[str, int]  # tier -> tokens that would have to be loaded
+    bytes_to_load: int
+    missing_tokens: int
+    has_pages: bool  # its KV comes while others run
+    waiting_s: float
+    expected_start_s: float | None  # from now; None: behind everybody who runs
+
+
+class SchedulerState(msgspec.Struct, frozen=True, kw_only=True):
+    """How the queue stands, and what the scheduler has done since the start."""
+
+    policy: str
+    window: int  # places; 0: the order has no window
+    waiting: dict[str, int]  # class 1, 2, 3, resumed, outside -> requests
+    front: list[WaitingInfo]  # next first
+    overtakes: int
+    preemptions: int
+    fair_preemptions: int  # of these, for a tenant who had nothing running
+    timer: dict[str, int]  # loads started ahead: early, on_time, late, wasted
+    loads: dict[str, int]  # loads at the start of their request: finished, hidden, exposed
+    prediction_error: float  # of answer lengths: mean error over mean length
+    tpot_s: float
+    step_cost: dict[str, float]  # seconds: fixed, per_token, per_row, per_kilo_pair
+
+
 class Stats(msgspec.Struct, frozen=True, kw_only=True, tag="stats"):
     """Gauges and running totals, sent about once a second; also the engine's heartbeat."""
 
@@ -263,6 +303,8 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True, tag="stats"):
     in_flight: int = 0  # saves and loads under way; zero at idle
     verified_loads: int = 0
     verify_mismatches: int = 0
+    offloaded_blocks: int = 0  # of the evicted ones, in the background
+    scheduler: SchedulerState | None = None
 
 
 ToEngine = Submit | Abort | Finish | FinishAll | SessionRequest | Shutdown

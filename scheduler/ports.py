@@ -20,6 +20,21 @@ class Residency(Protocol):
         """To be computed, whatever is loaded."""
         ...
 
+    @property
+    def own_hbm_tokens(self) -> int:
+        """Of `hbm_tokens`, those that only this session has: not a system prompt that many share."""
+        ...
+
+    @property
+    def load_s(self) -> float:
+        """How long the bytes would take at the live rate, nothing else being loaded."""
+        ...
+
+    @property
+    def exposed_s(self) -> float:
+        """Of `load_s`, what the computation of the missing tokens would not hide."""
+        ...
+
 
 class CacheView(Protocol):
     """HBM room, asked for in tokens. Every method is O(blocks of the request) and answers at once."""
@@ -57,6 +72,11 @@ class CacheView(Protocol):
 
     def withdraw(self, request_id: str) -> None:
         """An admitted request has not run and gives its room back, as if it had not been admitted."""
+        ...
+
+    def expect(self, request_id: str, score: int) -> None:
+        """How near the request is to needing its KV (CaR §III-B-3): 0 far, 1 in the window, 2 running. What has the
+        smallest sum leaves HBM first."""
         ...
 
     def preempt(self, request_id: str) -> None:

@@ -1,10 +1,22 @@
-"""The waiting queue and the continuous batch: who runs in the next step, and how many tokens of each."""
+"""The continuous batch: who runs in the next step, and how many tokens of each."""
 
-from collections import deque
+from collections import Counter, deque
+from collections.abc import Container
 from dataclasses import dataclass
+from itertools import islice
 
+from scheduler import timer
+from scheduler.ahead import AheadLoads
+from scheduler.budget import StepBudget, StepCost, StepWork, TimeBudget, TokenBudget
 from scheduler.ports import CacheView
+from scheduler.predictor import LengthPredictor
+from scheduler.priority import Standings
+from scheduler.queues import WaitingQueue
 from scheduler.sequence import Sequence, SequenceState
+
+_FRONT = 4  # of those who wait, so many are looked at for loads to start
+_ASK_AGAIN = 8  # tokens after which the rest of an answer is predicted anew
+_TPOT_WEIGHT = 0.1  # of a new step in the mean time between tokens
 
 
 class QueueFull(Exception):
@@ -32,42 +44,76 @@ class Schedule:
     preempted: list[Sequence]  # gave their pages back; they wait at the head of the line
 
 
-class Scheduler:
-    """First come, first served, with continuous batching and chunked prefill under a token budget.
+class _OfTenants:
+    """The sequences of some tenants, as a container."""
 
-    Every step decodes all running sequences, then spends what is left of the budget on prefills in arrival order. When
-    HBM is full the sequence that arrived last is preempted and stands first in line again; what it computed stays
-    cached. While all places are taken, the head of the line has its pages already if KV has to be loaded into them: the
-    read buffer of AttentionStore §3.2.1, filled behind the steps of those who run. It gives way to them when they need
-    the room. Pure: single-threaded, no clock of its own.
+    def __init__(self, tenants: Container[str]) -> None:
+        self._tenants = tenants
+
+    def __contains__(self, sequence: object) -> bool:
+        return isinstance(sequence, Sequence) and sequence.tenant in self._tenants
+
+
+class Scheduler:
+    """Continuous batching with chunked prefill under a budget of tokens, or of time.
+
+    Every step decodes all running sequences, then spends what is left of the budget on prefills: of those who run, then
+    of those who wait, in the order of `queue`. When HBM is full the sequence that arrived last is preempted and stands
+    first in line again, before the queue; what it computed stays cached. While all places are taken, those next in line
+    get their pages as soon as the timer says that their KV has to start coming: the read buffer of AttentionStore
+    §3.2.1, filled behind the steps of those who run. They give way to them when these need the room.
+
+    With `fair_places`, a tenant who has nothing running does not wait until another's requests have ended: one of these
+    gives way, as for memory. Pure: single-threaded, no clock of its own.
     """
 
     def __init__(
         self,
         *,
         cache: CacheView,
+        queue: WaitingQueue,
+        predictor: LengthPredictor,
+        cost: StepCost,
         max_seqs: int,
         max_queued: int,
         step_tokens: int,
         lone_step_tokens: int,
+        itl_target_s: float,
         chunked_prefill: bool,
         stall_budget_s: float,
+        fair_places: bool,
     ) -> None:
         self._cache = cache
+        self._queue = queue
+        self._predictor = predictor
+        self._cost = cost
         self._max_seqs = max_seqs
         self._max_queued = max_queued
         self._step_tokens = step_tokens  # while somebody decodes, and so waits for the end of every step
         self._lone_step_tokens = lone_step_tokens  # while nobody does
+        self._itl_target_s = itl_target_s  # what a step may take while somebody decodes; 0: whatever its tokens take
         self._chunked_prefill = chunked_prefill
         self._stall_budget_s = stall_budget_s  # what those who decode may wait for the KV of one who joins
-        self._waiting: deque[Sequence] = deque()
+        self._fair_places = fair_places
+        self._resumed: deque[Sequence] = deque()  # lost their room, and stand before the queue
         self._running: list[Sequence] = []  # in order of admission
-        self._ahead: Sequence | None = None  # waits, but has its pages
+        self._ahead = AheadLoads(cache=cache)  # wait, but have their pages
+        self._favoured: Sequence | None = None  # others have given way to it, but there is not room enough yet
+        self._front = Standings(cache=cache, hidden_s=stall_budget_s)
+        self._scores: dict[Sequence, int] = {}  # as the cache was told
+        self._predicted: dict[Sequence, int] = {}  # of those who have started: how long the answer was to be
+        self._expected: dict[Sequence, tuple[int, int]] = {}  # tokens said when it was asked, and the answer
+        self._is_full = False  # the last step left somebody waiting
+        self._tpot_s: float | None = None
+        self._work = StepWork()  # of the step that was scheduled last
         self.preemptions = 0
+        self.fair_preemptions = 0  # of these, for the sake of another tenant
+        self.predicted_tokens: Counter[str] = Counter()  # of answers that ended: error, actual
+        self.loads: Counter[str] = Counter()  # of those that started with KV to load: finished, hidden, exposed
 
     @property
     def num_waiting(self) -> int:
-        return len(self._waiting)
+        return len(self._resumed) + len(self._queue)
 
     @property
     def free_places(self) -> int:
@@ -78,27 +124,79 @@ class Scheduler:
     def running(self) -> tuple[Sequence, ...]:
         return tuple(self._running)
 
+    @property
+    def timer_outcomes(self) -> Counter[str]:
+        """See `AheadLoads.outcomes`."""
+        return self._ahead.outcomes
+
+    @property
+    def tpot_s(self) -> float:
+        """Mean time between two tokens of a stream; 0 before the first."""
+        return self._tpot_s or 0.0
+
     def has_work(self) -> bool:
-        return bool(self._running or self._waiting)
+        return bool(self._running or self.num_waiting)
 
     def add(self, sequence: Sequence) -> None:
         """Take a sequence that the cache has opened. Raises QueueFull."""
-        if len(self._waiting) >= self._max_queued:
-            raise QueueFull(f"{len(self._waiting)} requests are waiting")
-        self._waiting.append(sequence)
+        if self.num_waiting >= self._max_queued:
+            raise QueueFull(f"{self.num_waiting} requests are waiting")
+        self._queue.add(sequence)
 
     def upcoming(self) -> list[str]:
         """Request ids in the order they will start, next first. The cache plans fetches and evictions from it."""
-        return [sequence.request_id for sequence in self._waiting]
+        order = self._queue.upcoming()
+        starved = self._starved()
+        if starved is not None:
+            order = [starved, *(sequence for sequence in order if sequence is not starved)]
+        return [sequence.request_id for sequence in (*self._resumed, *order)]
+
+    def completed(self, sequence: Sequence) -> None:
+        """Its answer has come to its own end; call it before `remove`."""
+        predicted = self._predicted.get(sequence)
+        if predicted is not None:
+            self.predicted_tokens["error"] += abs(predicted - sequence.output_tokens)
+            self.predicted_tokens["actual"] += sequence.output_tokens
+        self._predictor.learn(sequence)
+
+    def outlook(self, now: float) -> list[tuple[Sequence, float | None]]:
+        """Those whose order is settled, next first, each with the seconds until its place is expected to be free; None
+        behind the last of those who run."""
+        rest_s = [0.0] * self.free_places + sorted(self._remaining_s(s, now) for s in self._running)
+        front = [*self._resumed, *self._queue.front()]
+        return [(sequence, rest_s[place] if place < len(rest_s) else None) for place, sequence in enumerate(front)]
+
+    @property
+    def cost(self) -> StepCost:
+        return self._cost
+
+    @property
+    def queue(self) -> WaitingQueue:
+        """Read only."""
+        return self._queue
+
+    def is_ahead(self, sequence: Sequence) -> bool:
+        """Whether it waits with its pages already given."""
+        return sequence in self._ahead
 
     def remove(self, sequence: Sequence) -> None:
         """A sequence finished or was aborted, in whatever state it was."""
         if sequence.state is SequenceState.RUNNING:
             self._running.remove(sequence)
         elif sequence.state is SequenceState.WAITING:
-            if sequence is self._ahead:
-                self._withdraw()
-            self._waiting.remove(sequence)
+            if sequence in self._ahead:
+                self._ahead.withdraw(sequence)
+            if sequence is self._favoured:
+                self._favoured = None
+            if sequence in self._resumed:
+                self._resumed.remove(sequence)
+            else:
+                self._queue.remove(sequence)
+        self._scores.pop(sequence, None)
+        self._predicted.pop(sequence, None)
+        self._expected.pop(sequence, None)
+        if sequence.state is not SequenceState.FINISHED:
+            self._queue.finished(sequence)
         sequence.state = SequenceState.FINISHED
 
     def schedule(self, now: float) -> Schedule:
@@ -106,115 +204,306 @@ class Scheduler:
         as every sequence alone fits into HBM; the engine sees to that on arrival."""
         chunks: list[Chunk] = []
         preempted: list[Sequence] = []
+        self._queue.refresh()
         loading = {s.request_id: stall for s in self._running if (stall := self._cache.stall_s(s.request_id))}
         decoding = [s for s in self._running if s.pending_tokens == 1 and s.request_id not in loading]
-        limit = self._step_tokens if decoding else self._lone_step_tokens
-        budget = limit
         for sequence in decoding:
             # A preemption further up may have taken this one out.
             if sequence.state is SequenceState.RUNNING and self._make_room(sequence, 1, chunks, preempted):
                 chunks.append(Chunk(sequence, 1))
-                budget -= 1
-        for sequence in [s for s in self._running if s.pending_tokens > 1 or s.request_id in loading]:
-            if budget <= 0:
-                break
+        budget = self._budget(chunks)
+        prefills = self._prefills(loading)
+        self._admit_starved(chunks, preempted, budget, now)
+        for sequence in prefills:
+            if sequence.state is not SequenceState.RUNNING:
+                continue
             if decoding and loading.get(sequence.request_id, 0.0) > self._stall_budget_s:
                 continue  # its KV is still on its way, and those who decode don't wait for it
-            num_tokens = self._chunk_tokens(sequence.pending_tokens, budget)
-            if sequence.state is SequenceState.RUNNING and self._make_room(sequence, num_tokens, chunks, preempted):
+            num_tokens = self._chunk_tokens(budget, sequence.pending_tokens, sequence.computed_tokens)
+            if not num_tokens:
+                break
+            if self._make_room(sequence, num_tokens, chunks, preempted):
                 chunks.append(Chunk(sequence, num_tokens))
-                budget -= num_tokens
+                budget.spend(num_tokens, sequence.computed_tokens)
         if not preempted:  # room that was just taken from one is not given to another
-            self._admit(chunks, limit - sum(chunk.num_tokens for chunk in chunks), now)
-            self._admit_ahead()
+            self._admit(chunks, budget, now)
+            self._admit_ahead(now)
+        self._is_full = self.num_waiting > 0
+        self._tell_scores()
+        self._work = _work_of(chunks)
         return Schedule(chunks, preempted)
 
-    def _chunk_tokens(self, pending: int, budget: int) -> int:
-        return min(pending, budget) if self._chunked_prefill else pending
+    def ran(self, seconds: float, waited_s: float) -> None:
+        """The step that was scheduled last has run. waited_s: of its seconds, those in which it waited for loads."""
+        self._cost.ran(self._work, seconds - waited_s)
+        if self._work.decode_rows:
+            before = seconds if self._tpot_s is None else self._tpot_s
+            self._tpot_s = before + _TPOT_WEIGHT * (seconds - before)
+
+    # --- the budget ---------------------------------------------------------------------------------------------------
+
+    def _budget(self, decodes: list[Chunk]) -> StepBudget:
+        """What a step has left for prompts."""
+        if not decodes:
+            return TokenBudget(self._lone_step_tokens)
+        tokens = self._step_tokens - len(decodes)
+        if not self._itl_target_s:
+            return TokenBudget(tokens)
+        return TimeBudget(cost=self._cost, target_s=self._itl_target_s, decodes=_work_of(decodes), tokens=tokens)
+
+    def _chunk_tokens(self, budget: StepBudget, pending: int, context_len: int) -> int:
+        """0: the step is full."""
+        num_tokens = budget.chunk(pending, context_len)
+        return num_tokens if self._chunked_prefill or not num_tokens else pending
+
+    def _prefills(self, loading: Container[str]) -> list[Sequence]:
+        """Running sequences with more than a token to compute; with fair places, of the least served tenants first."""
+        prefills = [s for s in self._running if s.pending_tokens > 1 or s.request_id in loading]
+        if self._fair_places and len(prefills) > 1:
+            counts = Counter(sequence.tenant for sequence in self._running)
+            prefills.sort(key=lambda sequence: counts[sequence.tenant])
+        return prefills
+
+    # --- giving way ---------------------------------------------------------------------------------------------------
 
     def _make_room(self, sequence: Sequence, num_tokens: int, chunks: list[Chunk], preempted: list[Sequence]) -> bool:
         """Reserve rows for a running sequence, preempting later arrivals if need be, in the end itself. False, too, if
         it shall sit out the step, for room that comes by itself."""
         while not self._cache.grow(sequence.request_id, num_tokens):
-            if self._ahead is not None:
-                self._withdraw()
+            if self._ahead.withdraw_last():
                 continue
             if self._cache.room_is_coming():
                 return False
-            victim = max(self._running, key=lambda s: (s.arrived_s, s.request_id))
-            self._preempt(victim)
-            preempted.append(victim)
-            chunks[:] = [chunk for chunk in chunks if chunk.sequence is not victim]
+            victim = self._victim()
+            self._preempt(victim, chunks, preempted)
             if victim is sequence:
                 return False
         return True
 
-    def _preempt(self, sequence: Sequence) -> None:
-        self._cache.preempt(sequence.request_id)
-        sequence.preemptions += 1
+    def _preempt(self, victim: Sequence, chunks: list[Chunk], preempted: list[Sequence]) -> None:
+        self._cache.preempt(victim.request_id)
+        victim.preemptions += 1
         self.preemptions += 1
-        self.requeue(sequence)
+        self.requeue(victim)
+        preempted.append(victim)
+        chunks[:] = [chunk for chunk in chunks if chunk.sequence is not victim]
 
     def requeue(self, sequence: Sequence) -> None:
-        """A running sequence has lost its room in HBM and stands first in line again."""
+        """A sequence has lost its room in HBM. One that ran stands first in line again; one that had it before its turn
+        keeps its place."""
+        if sequence in self._ahead:
+            self._ahead.lose(sequence)
+            return
         self._running.remove(sequence)
         sequence.state = SequenceState.WAITING
         sequence.computed_tokens = 0
-        self._waiting.appendleft(sequence)
+        self._resumed.appendleft(sequence)
 
-    def _admit(self, chunks: list[Chunk], budget: int, now: float) -> None:
-        held_back: list[Sequence] = []
-        while self._waiting and budget > 0 and len(self._running) < self._max_seqs:
-            sequence = self._waiting.popleft()
+    def _starved(self) -> Sequence | None:
+        """The next request of a tenant who has nothing running, while another has more than one, and all that there is
+        to give: places, room or the budget of the steps."""
+        if self._favoured is not None:
+            return self._favoured
+        if not (self._fair_places and self._is_full and len(self._queue)):
+            return None
+        counts = Counter(sequence.tenant for sequence in self._running)
+        if max(counts.values(), default=0) < 2:
+            return None
+        return self._queue.best(_OfTenants({*counts, *(sequence.tenant for sequence in self._resumed)}))
+
+    def _admit_starved(self, chunks: list[Chunk], preempted: list[Sequence], budget: StepBudget, now: float) -> None:
+        sequence = self._starved()
+        if sequence is None or self._cache.waits_for_sibling(sequence.request_id):
+            return
+        reserved = self._place(sequence, budget)
+        while reserved is None and self._give_way(chunks, preempted):
+            # Whoever gives way stays out until it has been of use.
+            self._favoured = sequence
+            reserved = self._place(sequence, budget)
+        if not reserved:
+            return
+        if not self.free_places:
+            self._give_way(chunks, preempted)
+        self._start(sequence, reserved, chunks, budget, now)
+
+    def _give_way(self, chunks: list[Chunk], preempted: list[Sequence]) -> bool:
+        """Preempt one of the tenant with the most running. False if nobody has more than one."""
+        if not self._running or Counter(sequence.tenant for sequence in self._running).most_common(1)[0][1] < 2:
+            return False
+        self._preempt(self._victim(), chunks, preempted)
+        self.fair_preemptions += 1
+        return True
+
+    def _victim(self) -> Sequence:
+        """The latest arrival; with fair places, of the tenants with the most running. So the earliest of all is never
+        chosen before the others, and gets on."""
+        victims = self._running
+        if self._fair_places:
+            counts = Counter(sequence.tenant for sequence in victims)
+            most = max(counts.values())
+            victims = [sequence for sequence in victims if counts[sequence.tenant] == most]
+        return max(victims, key=lambda s: (s.arrived_s, s.request_id))
+
+    # --- admission ----------------------------------------------------------------------------------------------------
+
+    def _admit(self, chunks: list[Chunk], budget: StepBudget, now: float) -> None:
+        skipped: set[Sequence] = set()
+        while self.free_places:
+            sequence = self._next(skipped)
+            if sequence is None:
+                return
             if self._cache.waits_for_sibling(sequence.request_id):
-                held_back.append(sequence)  # keeps its place; those behind it may go first
+                skipped.add(sequence)  # keeps its place; those behind it may go first
+                if sequence is self._favoured:
+                    self._favoured = None  # and may have been passed often enough by the time it can go
                 continue
-            if not self._place(sequence, budget):
-                self._waiting.appendleft(sequence)
+            reserved = self._place(sequence, budget)
+            if reserved:
+                self._start(sequence, reserved, chunks, budget, now)
+            elif reserved is None and self._may_be_passed(sequence):
+                skipped.add(sequence)
+            else:
+                return
+
+    def _may_be_passed(self, sequence: Sequence) -> bool:
+        """Whether others may start before one for whom there is no room."""
+        return self._queue.passes_over and sequence not in self._resumed and sequence is not self._favoured
+
+    def _next(self, skipped: set[Sequence]) -> Sequence | None:
+        if self._favoured is not None and self._favoured not in skipped:
+            return self._favoured
+        return next((s for s in self._resumed if s not in skipped), None) or self._queue.best(skipped)
+
+    def _place(self, sequence: Sequence, budget: StepBudget) -> int | None:
+        """Give a waiting sequence its room, or as much more as it needs if it has some. Returns the tokens behind those
+        computed that it has room for; 0 if the step is full, None if HBM is: both change nothing but who is ahead."""
+        while sequence in self._ahead:
+            wanted = self._chunk_tokens(budget, sequence.pending_tokens, sequence.computed_tokens)
+            if not wanted or self._cache.grow(sequence.request_id, wanted):
+                return wanted
+            self._ahead.withdraw_last()
+        while True:
+            resident = self._cache.resident_tokens(sequence.request_id)
+            wanted = self._chunk_tokens(budget, len(sequence.token_ids) - resident, resident)
+            if not wanted:
+                return 0
+            cached = self._cache.admit(sequence.request_id, wanted)
+            if cached is not None:
+                sequence.computed_tokens = cached
+                return wanted + resident - cached
+            if not self._ahead.withdraw_last():
+                return None
+
+    def _start(self, sequence: Sequence, reserved: int, chunks: list[Chunk], budget: StepBudget, now: float) -> None:
+        """A sequence that has its room joins the batch."""
+        was_ahead = sequence in self._ahead
+        if was_ahead:
+            self._ahead.start(sequence, now)
+        if sequence is self._favoured:
+            self._favoured = None
+        if sequence in self._resumed:
+            self._resumed.remove(sequence)
+        else:
+            self._queue.dispatch(sequence)
+        sequence.state = SequenceState.RUNNING
+        if sequence.scheduled_s is None:
+            sequence.scheduled_s = now
+            self._predicted[sequence] = self._predictor.predict(sequence)
+        self._running.append(sequence)
+        num_tokens = reserved
+        if self._chunked_prefill:
+            num_tokens = min(reserved, budget.chunk(sequence.pending_tokens, sequence.computed_tokens))
+        stall_s = self._cache.stall_s(sequence.request_id)
+        if stall_s:
+            work = StepWork().plus_chunk(num_tokens, sequence.computed_tokens)
+            is_hidden = stall_s <= max(self._stall_budget_s, self._cost.seconds(work))
+            self.loads["hidden" if is_hidden else "exposed"] += 1
+        elif was_ahead:
+            self.loads["finished"] += 1
+        if chunks and stall_s > self._stall_budget_s:
+            return  # it loads meanwhile, and joins when that is nearly done
+        chunks.append(Chunk(sequence, num_tokens))
+        budget.spend(num_tokens, sequence.computed_tokens)
+
+    def _tell_scores(self) -> None:
+        """Who has come nearer to needing its KV, or gone away from it (CaR §III-B-3)."""
+        near = self._queue.near()
+        if near is None:
+            return
+        # A preempted request stands before the window, and needs its KV as much as those inside.
+        scores = dict.fromkeys((*near, *self._resumed), 1)
+        scores.update(dict.fromkeys(self._running, 2))
+        for sequence, score in scores.items():
+            if self._scores.get(sequence) != score:
+                self._cache.expect(sequence.request_id, score)
+        self._scores = scores
+
+    # --- loading ahead ------------------------------------------------------------------------------------------------
+
+    def _admit_ahead(self, now: float) -> None:
+        """Let the KV of those next in line come while those who run take all places, each as late as will do."""
+        loading_s = self._ahead.look(now)
+        if self.free_places or not self.num_waiting:
+            return
+        front = list(islice((*self._resumed, *self._queue.front()), _FRONT))
+        self._watch(front)
+        loading_s += sum(self._cache.stall_s(sequence.request_id) for sequence in self._running)
+        waiting = []
+        for sequence in front:
+            if self._cache.waits_for_sibling(sequence.request_id):
                 break
-            sequence.state = SequenceState.RUNNING
-            if sequence.scheduled_s is None:
-                sequence.scheduled_s = now
-            num_tokens = self._chunk_tokens(sequence.pending_tokens, budget)
-            self._running.append(sequence)
-            if chunks and self._cache.stall_s(sequence.request_id) > self._stall_budget_s:
-                continue  # it loads meanwhile, and joins when that is nearly done
-            chunks.append(Chunk(sequence, num_tokens))
-            budget -= num_tokens
-        self._waiting.extendleft(reversed(held_back))
-
-    def _place(self, sequence: Sequence, budget: int) -> bool:
-        """Give a waiting sequence its room, or as much more as it needs if it has some."""
-        if sequence is self._ahead:
-            if self._cache.grow(sequence.request_id, self._chunk_tokens(sequence.pending_tokens, budget)):
-                self._ahead = None
-                return True
-            self._withdraw()
-        cached = self._admit_to_cache(sequence, budget)
-        if cached is None and self._ahead is not None:
-            self._withdraw()
-            cached = self._admit_to_cache(sequence, budget)
-        sequence.computed_tokens = cached or 0
-        return cached is not None
-
-    def _admit_to_cache(self, sequence: Sequence, budget: int) -> int | None:
-        wanted = sequence.pending_tokens - self._cache.resident_tokens(sequence.request_id)
-        return self._cache.admit(sequence.request_id, self._chunk_tokens(wanted, budget))
-
-    def _admit_ahead(self) -> None:
-        """Let the KV of the head of the line come while those who run take all places."""
-        if self._ahead is not None or not self._waiting or len(self._running) < self._max_seqs:
+            load_s = None if sequence in self._ahead else self._front.load_s(sequence)
+            waiting.append(timer.WaitingLoad(sequence.request_id, load_s))
+        if all(load.load_s is None for load in waiting):
             return
-        head = self._waiting[0]
-        if self._cache.waits_for_sibling(head.request_id) or not self._cache.residency(head.request_id).bytes_to_load:
-            return
-        cached = self._admit_to_cache(head, self._step_tokens)
-        if cached is not None:
-            head.computed_tokens = cached
-            self._ahead = head
+        due = timer.due([self._remaining_s(s, now) for s in self._running], 0, loading_s, waiting)
+        for sequence in front:
+            if sequence.request_id not in due:
+                continue
+            wanted = len(sequence.token_ids) - self._cache.resident_tokens(sequence.request_id)
+            tokens = min(wanted, self._step_tokens) if self._chunked_prefill else wanted
+            cached = self._cache.admit(sequence.request_id, tokens)
+            if cached is None:
+                return
+            sequence.computed_tokens = cached
+            self._ahead.begin(sequence, now)
 
-    def _withdraw(self) -> None:
-        assert self._ahead is not None
-        self._cache.withdraw(self._ahead.request_id)
-        self._ahead.computed_tokens = 0
-        self._ahead = None
+    def _watch(self, front: list[Sequence]) -> None:
+        for sequence in [s for s in self._front if s not in front]:
+            self._front.forget(sequence)
+        self._front.refresh()
+        for sequence in front:
+            if sequence not in self._front:
+                self._front.watch(sequence)
+
+    def _expected_tokens(self, sequence: Sequence) -> int:
+        """Of the whole answer, asked anew every few tokens."""
+        asked_at, expected = self._expected.get(sequence, (-_ASK_AGAIN, 0))
+        if sequence.output_tokens - asked_at >= _ASK_AGAIN or sequence.output_tokens >= expected:
+            expected = self._predictor.predict(sequence)
+            self._expected[sequence] = sequence.output_tokens, expected
+        return expected
+
+    def _remaining_s(self, sequence: Sequence, now: float) -> float:
+        if self._tpot_s is None:
+            return 0.0  # nothing is known: rather early than late
+        prefill_s = 0.0
+        if sequence.first_token_s is None:
+            prefill_s = self._cost.seconds(StepWork().plus_chunk(sequence.pending_tokens, sequence.computed_tokens))
+        return timer.remaining_s(
+            tpot_s=self._tpot_s,
+            output_tokens=self._expected_tokens(sequence),
+            now=now,
+            started_s=sequence.first_token_s,
+            prefill_s=prefill_s,
+        )
+
+
+def _work_of(chunks: list[Chunk]) -> StepWork:
+    work = StepWork()
+    for chunk in chunks:
+        if chunk.num_tokens == 1:
+            work = work.plus_row(chunk.sequence.computed_tokens)
+        else:
+            work = work.plus_chunk(chunk.num_tokens, chunk.sequence.computed_tokens)
+    return work

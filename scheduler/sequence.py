@@ -33,9 +33,9 @@ class SequenceState(StrEnum):
     FINISHED = "finished"
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Sequence:
-    """One choice of one turn, from arrival to last token."""
+    """One choice of one turn, from arrival to last token. Equal to itself alone, so that it can be a key."""
 
     request_id: str  # unique per sequence, "<request>/<choice>"
     tenant: str
@@ -44,6 +44,7 @@ class Sequence:
     arrived_s: float  # monotonic clock of the engine
     token_ids: list[int]  # the context: the prompt, then what we generate, less what truncations dropped
     prompt_tokens: int  # when it began
+    weight: float = 1.0  # of the request in its tenant's share; 2 costs the tenant half of what 1 does
     computed_tokens: int = 0  # rows of `token_ids` whose KV is in HBM
     cached_tokens: int = 0  # rows of the prompt that were found, not computed
     state: SequenceState = SequenceState.WAITING

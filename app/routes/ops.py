@@ -4,10 +4,11 @@ import platform
 from importlib import metadata
 from typing import Any
 
+import msgspec
 from fastapi import APIRouter, Request, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 
-from app.errors import unavailable
+from app.errors import ApiError, unavailable
 from app.routes import service_of
 from app.service import Status
 from engine.messages import WIRE_VERSION
@@ -42,6 +43,21 @@ async def ready(request: Request) -> dict[str, Any]:
 @router.get("/metrics")
 async def metrics(request: Request) -> Response:
     return Response(service_of(request).metrics.render(), media_type=CONTENT_TYPE_LATEST)
+
+
+@router.get("/v1/scheduler")
+async def scheduler(request: Request) -> dict[str, Any]:
+    """The engine's queue as of its last heartbeat, a second ago at most. It names everybody's requests: where there are
+    keys, `server.admin_keys` alone open it."""
+    if not request.app.state.keyring.is_admin(request.state.tenant):
+        raise ApiError(403, "This key may not see the scheduler; server.admin_keys may.", code="forbidden")
+    service = service_of(request)
+    service.require_ready()
+    stats = service.engine.stats
+    if stats is None or stats.scheduler is None:
+        raise unavailable("The engine has not reported yet.", code="unavailable", retry_after_s=1.0)
+    answer: dict[str, Any] = msgspec.to_builtins(stats.scheduler)
+    return {"object": "scheduler", "running": stats.running, **answer}
 
 
 @router.get("/version")

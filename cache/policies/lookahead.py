@@ -205,6 +205,20 @@ class LookaheadPolicy:
         newcomer: Hashable | None = None,
         spare_queued: bool = False,
     ) -> list[BlockKey]:
+        # A pinned tail is most often that of a request that runs, with all before it pinned too: not worth the walk.
+        chosen = self._victims(count, pinned, newcomer, spare_queued, behind_pinned=False)
+        if len(chosen) < count:
+            chosen = self._victims(count, pinned, newcomer, spare_queued, behind_pinned=True)
+        return chosen
+
+    def _victims(
+        self,
+        count: int,
+        pinned: Container[BlockKey],
+        newcomer: Hashable | None,
+        spare_queued: bool,
+        behind_pinned: bool,
+    ) -> list[BlockKey]:
         chosen: list[BlockKey] = []
         for key in self._ownerless_in_order():
             if len(chosen) >= count:
@@ -227,9 +241,12 @@ class LookaheadPolicy:
             else:
                 if key not in pinned:
                     chosen.append(key)
+                elif not behind_pinned:
+                    walk.drop()
+                    continue
                 for freed, best in walk.leave(key):
                     walk.offer(self._entry(freed, best))
-        if len(chosen) < count and newcomer is None and not spare_queued:
+        if len(chosen) < count and newcomer is None and not spare_queued and behind_pinned:
             # Contexts hold blocks in the order they were computed in. If two ever disagree, neither block is a leaf
             # before the other, and there is no right order; but nothing may be stuck in the tier.
             rest = self._touched.keys() - set(chosen)

@@ -65,6 +65,8 @@ def make_manager(
     staging_slots: int = 0,
     disk_bytes: int = 0,
     free_buffer: float = 0.1,
+    high_water: float = 1.0,
+    low_water: float = 1.0,
     bytes_per_s: float = 1e12,
 ) -> CacheManager:
     directions = ("dram_to_hbm", "disk_to_hbm", "disk_to_dram", "hbm_to_dram", "dram_to_disk")
@@ -83,6 +85,8 @@ def make_manager(
         dram_slots=dram_slots,
         disk_bytes=disk_bytes,
         free_buffer=free_buffer,
+        hbm_high_water=high_water,
+        hbm_low_water=low_water,
         rates=Rates(
             num_layers=2,
             step_fixed_s=1e-3,

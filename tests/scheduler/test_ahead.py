@@ -91,6 +91,23 @@ def test_who_is_ahead_may_leave():
     assert loop.step() == [("a", 1)]
 
 
+def test_who_is_ahead_keeps_its_place_when_its_load_fails():
+    loop = a_full_house()
+    loop.add("a", 5, max_tokens=3)
+    second = loop.add("b", 8)
+    loop.add("c", 8)
+    loop.step()
+    assert second.computed_tokens == 4
+    del loop.cache.held["b"]  # the cache has taken its pages
+    loop.cache.resident["b"] = loop.cache.to_load["b"] = 0
+    loop.scheduler.requeue(second)
+    assert loop.scheduler.upcoming() == ["b", "c"]
+    assert (second.computed_tokens, second.preemptions) == (0, 0)
+    for _ in range(2):
+        loop.step()
+    assert loop.step() == [("b", 8)]
+
+
 def test_one_who_is_put_before_it_takes_its_room():
     loop = a_full_house(room=10)
     first = loop.add("a", 5, max_tokens=9)

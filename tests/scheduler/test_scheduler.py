@@ -5,6 +5,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from scheduler.budget import StepCost
+from scheduler.policies import make_queue
+from scheduler.predictor import MaxTokensPredictor
 from scheduler.scheduler import QueueFull, Scheduler
 from scheduler.sequence import SequenceState
 from tests.conftest import greedy, make_sequence
@@ -21,13 +24,20 @@ class FakeCache:
         self.waiting_for_siblings = set()
         self.stalls = {}  # seconds a step would wait for KV on its way
         self.leaving = False
-        self.to_load = {}  # bytes that an admission would have to load
+        self.to_load = {}  # bytes that an admission would have to load, at 100 per second
+        self.scores = {}
+        self.own = {}  # tokens in HBM that nobody else has
 
     def resident_tokens(self, request_id):
         return self.resident.get(request_id, 0)
 
     def residency(self, request_id):
-        return SimpleNamespace(bytes_to_load=self.to_load.get(request_id, 0))
+        size = self.to_load.get(request_id, 0)
+        own = self.own.get(request_id, 0)
+        missing = self.sequences[request_id].pending_tokens - self.resident_tokens(request_id)
+        return SimpleNamespace(
+            bytes_to_load=size, load_s=size / 100, exposed_s=size / 100, own_hbm_tokens=own, missing_tokens=missing
+        )
 
     def waits_for_sibling(self, request_id):
         return request_id in self.waiting_for_siblings
@@ -50,6 +60,9 @@ class FakeCache:
     def stall_s(self, request_id):
         return self.stalls.get(request_id, 0.0)
 
+    def expect(self, request_id, score):
+        self.scores[request_id] = score
+
     def preempt(self, request_id):
         del self.held[request_id]
 
@@ -67,8 +80,10 @@ class Loop:
     cache: FakeCache
     now: float = 0.0
 
-    def add(self, request_id, prompt, *, arrived_s=0.0, max_tokens=16):
-        sequence = make_sequence(request_id, prompt, arrived_s=arrived_s, sampling=greedy(max_tokens=max_tokens))
+    def add(self, request_id, prompt, *, arrived_s=0.0, max_tokens=16, **changes):
+        sequence = make_sequence(
+            request_id, prompt, arrived_s=arrived_s, sampling=greedy(max_tokens=max_tokens), **changes
+        )
         self.cache.sequences[request_id] = sequence
         self.scheduler.add(sequence)
         return sequence
@@ -100,16 +115,47 @@ class Loop:
         return [sequence.request_id for sequence in self.scheduler.running]
 
 
-def make_loop(*, room=10_000, max_seqs=8, max_queued=100, step_tokens=16, lone_step_tokens=16, chunked_prefill=True):
+def make_cost():
+    return StepCost(fixed_s=0.01, s_per_token=0.001, s_per_row=0.001, s_per_kilo_pair=0.0001)
+
+
+def make_loop(
+    *,
+    room=10_000,
+    max_seqs=8,
+    max_queued=100,
+    step_tokens=16,
+    lone_step_tokens=16,
+    chunked_prefill=True,
+    policy="fcfs",
+    window=4,
+    class_ordered_entry=False,
+    itl_target_s=0.0,
+    predictor=None,
+):
     cache = FakeCache(room)
+    predictor = predictor or MaxTokensPredictor()
+    queue = make_queue(
+        policy,
+        cache=cache,
+        predictor=predictor,
+        window=window,
+        class_ordered_entry=class_ordered_entry,
+        hidden_s=0.02,
+    )
     scheduler = Scheduler(
         cache=cache,
+        queue=queue,
+        predictor=predictor,
+        cost=make_cost(),
         max_seqs=max_seqs,
         max_queued=max_queued,
         step_tokens=step_tokens,
         lone_step_tokens=lone_step_tokens,
+        itl_target_s=itl_target_s,
         chunked_prefill=chunked_prefill,
         stall_budget_s=0.02,
+        fair_places=policy == "car",
     )
     return Loop(scheduler, cache)
 

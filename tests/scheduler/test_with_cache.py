@@ -7,10 +7,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from scheduler.policies import make_queue
+from scheduler.predictor import QuantilePredictor
 from scheduler.scheduler import Scheduler
 from scheduler.sequence import Sequence
 from tests.cache.pool_model import PoolModel, make_manager
 from tests.conftest import greedy, make_sequence
+from tests.scheduler.test_scheduler import make_cost
 
 
 @dataclass
@@ -111,17 +114,26 @@ class Server:
     step_tokens=st.integers(8, 120),
     chunked=st.booleans(),
     policy=st.sampled_from(["lru", "fifo"]),
+    order=st.sampled_from(["fcfs", "priority", "car"]),
     reuse=st.integers(0, 5).map(bool),
 )
 def test_conversations_in_a_memory_too_small_for_them(
-    page_size, seed, num_pages, sessions, max_seqs, step_tokens, chunked, policy, reuse
+    page_size, seed, num_pages, sessions, max_seqs, step_tokens, chunked, policy, order, reuse
 ):
     rng = random.Random(seed)
     manager = make_manager(
         num_pages=num_pages, page_size=page_size, contiguous=rng.random() < 0.5, reuse=reuse, policy=policy
     )
+    predictor = QuantilePredictor(quantile=0.5)
     scheduler = Scheduler(
         cache=manager,
+        queue=make_queue(
+            order, cache=manager, predictor=predictor, window=3, class_ordered_entry=rng.random() < 0.3, hidden_s=0.02
+        ),
+        predictor=predictor,
+        cost=make_cost(),
+        itl_target_s=rng.choice([0.0, 0.05]),
+        fair_places=order == "car",
         max_seqs=max_seqs,
         max_queued=100,
         step_tokens=step_tokens,

@@ -1,9 +1,10 @@
 import asyncio
 
+import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from engine.messages import WIRE_VERSION
+from engine.messages import WIRE_VERSION, SchedulerState, WaitingInfo
 from tests.app.fakes import FakeEngine, Running, in_process, make_settings
 
 
@@ -116,3 +117,57 @@ async def test_metrics_count_what_happened(running: Running):
     names = {line.split()[2] for line in text.splitlines() if line.startswith("# HELP")}
     assert all(name.startswith("reprise_") for name in names)
     assert text.count("# HELP") == text.count("# TYPE")
+
+
+async def test_the_queue_is_shown_to_those_who_may_see_it(engine: FakeEngine, tmp_path):
+    waiting = WaitingInfo(
+        request_id="r/0",
+        tenant="t",
+        session_id="s",
+        transfer_class=3,
+        overtaken=1,
+        hbm_tokens=32,
+        lower_tokens={"dram": 64},
+        bytes_to_load=4096,
+        missing_tokens=10,
+        has_pages=True,
+        waiting_s=0.5,
+        expected_start_s=None,
+    )
+    state = SchedulerState(
+        policy="car",
+        window=8,
+        waiting={"3": 1, "outside": 0},
+        front=[waiting],
+        overtakes=4,
+        preemptions=2,
+        fair_preemptions=1,
+        timer={"early": 1, "late": 2},
+        loads={"hidden": 5},
+        prediction_error=0.25,
+        tpot_s=0.01,
+        step_cost={"fixed": 0.001},
+    )
+    engine.stats = msgspec.structs.replace(engine.stats, scheduler=state)
+    keys = {"server": {"api_keys": ("key-of-somebody",), "admin_keys": ("key-of-the-admin",)}}
+    async with in_process(engine, make_settings(tmp_path, **keys)) as running:
+
+        async def ask(path: str, key: str):
+            return await running.http.get(path, headers={"authorization": f"Bearer {key}"})
+
+        shown = (await ask("/v1/scheduler", "key-of-the-admin")).json()
+        assert shown["front"][0]["lower_tokens"] == {"dram": 64}
+        assert (shown["object"], shown["policy"], shown["running"]) == ("scheduler", "car", engine.stats.running)
+        refused = await ask("/v1/scheduler", "key-of-somebody")
+        assert (refused.status_code, refused.json()["error"]["code"]) == (403, "forbidden")
+        found = samples((await ask("/metrics", "key-of-the-admin")).text)
+        assert found["reprise_prefetch_timer_total", (("outcome", "late"),)] == 2
+        assert found["reprise_waiting_by_class", (("class", "3"),)] == 1
+        engine.stats = msgspec.structs.replace(engine.stats, scheduler=None)
+        assert (await ask("/v1/scheduler", "key-of-the-admin")).status_code == 503
+
+
+async def test_without_keys_the_queue_is_open(engine: FakeEngine, tmp_path):
+    async with in_process(engine, make_settings(tmp_path)) as running:
+        engine.state = "restarting"
+        assert (await running.http.get("/v1/scheduler")).status_code == 503

@@ -1,0 +1,133 @@
+"""Fair shares between tenants: in which order requests come to the front, whoever sends how many."""
+
+from bisect import bisect_left, insort
+from collections.abc import Callable, Container
+from dataclasses import dataclass, field
+
+from scheduler.sequence import Sequence
+
+Cost = Callable[[Sequence], float]
+"""What a request takes of its tenant's share, in tokens: expected while it waits, what it was once it has ended."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Waiting:
+    sequence: Sequence
+    number: int  # of its arrival
+    cost: float  # in tokens, over its weight
+    tag: float  # its place among the requests of its tenant
+
+
+@dataclass(slots=True)
+class _Tenant:
+    served: float = 0.0  # virtual time at which its next request may start
+    last_tag: dict[float, float] = field(default_factory=dict)  # weight -> where its last request ends
+    waiting: list[tuple[float, int, _Waiting]] = field(default_factory=list)
+    starts: list[tuple[float, int, Sequence]] | None = None  # of `waiting`, in virtual time; None: to be found
+
+
+class FairShare:
+    """Start-time fair queueing, the deficit that a tenant runs up being the lead of its clock over the common one.
+
+    A tenant's clock advances by cost / weight of each request that it gets through; the request whose start is earliest
+    goes first, so tenants with work get equal shares in tokens, and one who comes seldom is next. A clock that has
+    fallen behind is put to the common time: nobody saves up. What was charged on a guess is settled at the end of the
+    request, and given back if it never started. Within a tenant, requests of different weights share likewise.
+
+    Cost: an arrival or a departure touches one tenant's requests; the order over all is merged from them when it is
+    asked for after a change.
+    """
+
+    def __init__(self, *, cost: Cost) -> None:
+        self._cost = cost
+        self._now = 0.0  # virtual: the start of the request that went last
+        self._arrivals = 0
+        self._tenants: dict[str, _Tenant] = {}
+        self._entries: dict[Sequence, _Waiting] = {}
+        self._charged: dict[Sequence, float] = {}  # those who went and have not ended
+        self._order: list[Sequence] | None = None
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def add(self, sequence: Sequence) -> None:
+        self._arrivals += 1
+        tenant = self._tenants.setdefault(sequence.tenant, _Tenant())
+        if not tenant.waiting:
+            tenant.served = max(tenant.served, self._now)
+            tenant.last_tag = {}
+        cost = max(1.0, self._cost(sequence)) / sequence.weight
+        begin = max(tenant.last_tag.get(sequence.weight, 0.0), tenant.waiting[0][0] if tenant.waiting else 0.0)
+        tenant.last_tag[sequence.weight] = begin + cost
+        entry = self._entries[sequence] = _Waiting(sequence, self._arrivals, cost, begin)
+        insort(tenant.waiting, (entry.tag, entry.number, entry))
+        tenant.starts = self._order = None
+
+    def remove(self, sequence: Sequence) -> None:
+        """A waiting request was cancelled."""
+        self._leave(self._entries.pop(sequence))
+        self._settle(sequence.tenant, 0.0)
+
+    def take(self, sequence: Sequence) -> None:
+        """The request goes, at its tenant's expense."""
+        entry = self._entries.pop(sequence)
+        # Whoever goes out of turn does not take the common time past those who wait for theirs.
+        self._now = max(self._now, min(tenant.served for tenant in self._tenants.values() if tenant.waiting))
+        self._leave(entry)
+        self._charged[sequence] = entry.cost
+        self._settle(sequence.tenant, entry.cost)
+
+    def refund(self, sequence: Sequence) -> None:
+        """A request that went has been cancelled before it started."""
+        self._settle(sequence.tenant, -self._charged.pop(sequence))
+
+    def finished(self, sequence: Sequence) -> None:
+        """A request that went has ended, and has cost what it has cost. Forgives unknown ones."""
+        charged = self._charged.pop(sequence, None)
+        if charged is not None:
+            self._settle(sequence.tenant, max(1.0, self._cost(sequence)) / sequence.weight - charged)
+
+    def first(self, excluded: Container[str]) -> Sequence | None:
+        """The next of a tenant that is not excluded."""
+        heads = (
+            (tenant.served, tenant.waiting[0][1], tenant.waiting[0][2].sequence)
+            for name, tenant in self._tenants.items()
+            if tenant.waiting and name not in excluded
+        )
+        best = min(heads, default=None, key=lambda head: head[:2])
+        return best[2] if best is not None else None
+
+    def upcoming(self) -> list[Sequence]:
+        """In the order in which they would go if nothing else happened."""
+        if self._order is None:
+            starts: list[tuple[float, int, Sequence]] = []
+            for tenant in self._tenants.values():
+                starts += self._starts(tenant)
+            starts.sort(key=lambda start: start[:2])
+            self._order = [sequence for _, _, sequence in starts]
+        return self._order
+
+    def refresh(self) -> None:
+        """The order does not depend on where KV is."""
+
+    def _starts(self, tenant: _Tenant) -> list[tuple[float, int, Sequence]]:
+        """When each waiting request of a tenant would start, in virtual time."""
+        if tenant.starts is None:
+            begin, tenant.starts = tenant.served, []
+            for _, number, entry in tenant.waiting:
+                tenant.starts.append((begin, number, entry.sequence))
+                begin += entry.cost
+        return tenant.starts
+
+    def _leave(self, entry: _Waiting) -> None:
+        waiting = self._tenants[entry.sequence.tenant].waiting
+        del waiting[bisect_left(waiting, (entry.tag, entry.number))]
+
+    def _settle(self, name: str, cost: float) -> None:
+        """Something of a tenant's has changed, and its clock with it."""
+        if not (self._entries or self._charged):
+            self._tenants, self._now, self._order = {}, 0.0, None  # nobody owes anybody anything
+            return
+        tenant = self._tenants[name]
+        tenant.served = max(tenant.served + cost, self._now)
+        tenant.starts = self._order = None

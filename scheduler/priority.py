@@ -1,0 +1,141 @@
+"""CaR's three classes by bytes to transfer (CaR §III-B-1), and the plain priority queue over them."""
+
+from bisect import bisect_left, insort
+from collections.abc import Container, Iterator
+from enum import IntEnum
+
+from scheduler.ports import CacheView, Residency
+from scheduler.queues import FRONT
+from scheduler.sequence import Sequence
+
+_REFRESH_TOKENS = 8192  # contexts looked up per step: a quarter of a millisecond, however long histories are
+
+
+class TransferClass(IntEnum):
+    """Smaller starts first. A load that hides behind the computation of the new tokens counts as none."""
+
+    IN_HBM = 1  # some of the session's own KV is in HBM, even if a part has to be computed
+    NOTHING_TO_LOAD = 2  # no history, all of it lost, or cheaper to recompute; a shared system prompt is no history
+    LOADS = 3
+
+
+Standing = tuple[TransferClass, int]
+"""(class, bytes to load): ascending, before the order of arrival decides."""
+
+
+def standing(residency: Residency, hidden_s: float) -> Standing:
+    """hidden_s: a load that would hold up its step no longer than that is hidden."""
+    if residency.bytes_to_load and residency.exposed_s > hidden_s:
+        return TransferClass.LOADS, residency.bytes_to_load
+    own = residency.own_hbm_tokens > 0
+    return (TransferClass.IN_HBM if own else TransferClass.NOTHING_TO_LOAD), residency.bytes_to_load
+
+
+class Standings:
+    """Where each of some requests stands, looked at again in turn: as many per step as a bounded effort allows."""
+
+    def __init__(self, *, cache: CacheView, hidden_s: float) -> None:
+        self._cache = cache
+        self._hidden_s = hidden_s
+        self._known: dict[Sequence, tuple[Standing, float | None]] = {}  # the one looked at longest ago is first
+
+    def __getitem__(self, sequence: Sequence) -> Standing:
+        return self._known[sequence][0]
+
+    def __contains__(self, sequence: Sequence) -> bool:
+        return sequence in self._known
+
+    def __iter__(self) -> Iterator[Sequence]:
+        return iter(self._known)
+
+    def load_s(self, sequence: Sequence) -> float | None:
+        """How long its load would take alone; None if there is nothing to load."""
+        return self._known[sequence][1]
+
+    def watch(self, sequence: Sequence) -> None:
+        residency = self._cache.residency(sequence.request_id)
+        load_s = residency.load_s if residency.bytes_to_load else None
+        self._known[sequence] = standing(residency, self._hidden_s), load_s
+
+    def forget(self, sequence: Sequence) -> None:
+        del self._known[sequence]
+
+    def refresh(self) -> list[tuple[Sequence, Standing]]:
+        """Those whose standing has changed, with what it was before."""
+        changed = []
+        left = _REFRESH_TOKENS
+        for sequence in list(self._known):
+            if left <= 0:
+                break
+            left -= len(sequence.token_ids)
+            before, _ = self._known.pop(sequence)
+            self.watch(sequence)
+            if self[sequence] != before:
+                changed.append((sequence, before))
+        return changed
+
+
+class PriorityQueue:
+    """By class, bytes and arrival, over all who wait: the queue that CaR compares its window with. A request of the
+    third class may wait for ever. One for whom there is no room is not passed over."""
+
+    passes_over = False
+
+    def __init__(self, *, standings: Standings) -> None:
+        self._standings = standings
+        self._arrivals = 0
+        self._numbers: dict[Sequence, int] = {}
+        self._order: list[tuple[Standing, int, Sequence]] = []  # numbers are unique, so sequences are not compared
+
+    def __len__(self) -> int:
+        return len(self._order)
+
+    def add(self, sequence: Sequence) -> None:
+        self._arrivals += 1
+        self._numbers[sequence] = self._arrivals
+        self._standings.watch(sequence)
+        insort(self._order, self._entry(sequence, self._standings[sequence]))
+
+    def remove(self, sequence: Sequence) -> None:
+        self._take_out(sequence, self._standings[sequence])
+        del self._numbers[sequence]
+        self._standings.forget(sequence)
+
+    dispatch = remove
+
+    def refresh(self) -> None:
+        for sequence, before in self._standings.refresh():
+            self._take_out(sequence, before)
+            insort(self._order, self._entry(sequence, self._standings[sequence]))
+
+    def best(self, skipped: Container[Sequence]) -> Sequence | None:
+        return next((sequence for _, _, sequence in self._order if sequence not in skipped), None)
+
+    def finished(self, sequence: Sequence) -> None:
+        """Nobody has a share here."""
+
+    def front(self) -> list[Sequence]:
+        return [sequence for _, _, sequence in self._order[:FRONT]]
+
+    def near(self) -> None:
+        return None
+
+    def upcoming(self) -> list[Sequence]:
+        return [sequence for _, _, sequence in self._order]
+
+    # --- as the order of entry into the shuffled window ---------------------------------------------------------------
+
+    def first(self, excluded: Container[str]) -> Sequence | None:
+        """The first of a tenant that is not excluded."""
+        return next((sequence for _, _, sequence in self._order if sequence.tenant not in excluded), None)
+
+    take = remove
+
+    def refund(self, sequence: Sequence) -> None:
+        """Nobody was charged."""
+
+    def _entry(self, sequence: Sequence, where: Standing) -> tuple[Standing, int, Sequence]:
+        return where, self._numbers[sequence], sequence
+
+    def _take_out(self, sequence: Sequence, where: Standing) -> None:
+        del self._order[bisect_left(self._order, (where, self._numbers[sequence]))]

@@ -1,0 +1,95 @@
+"""The order in which waiting requests start: what the scheduler asks of it, and first come, first served."""
+
+from collections.abc import Container, Iterable
+from itertools import islice
+from typing import Protocol
+
+from scheduler.sequence import Sequence
+
+FRONT = 8  # where the order has no window, so many are told to the cache as the next
+
+
+class WaitingQueue(Protocol):
+    """Requests that have not run yet, in the order of a policy. Requests that lost their room are not in it: they stand
+    before it. Single-threaded."""
+
+    passes_over: bool
+    """Whether somebody else may start in place of one for whom there is no room."""
+
+    def __len__(self) -> int: ...
+
+    def add(self, sequence: Sequence) -> None:
+        """A request has arrived. Calls come in order of arrival."""
+        ...
+
+    def remove(self, sequence: Sequence) -> None:
+        """A waiting request was cancelled. KeyError if it is not here."""
+        ...
+
+    def refresh(self) -> None:
+        """Look again where the KV of those who wait is. Once a step; the order changes here alone, and by the three
+        events."""
+        ...
+
+    def best(self, skipped: Container[Sequence]) -> Sequence | None:
+        """Who starts next, if those in `skipped` cannot start now. None: nobody may pass them."""
+        ...
+
+    def dispatch(self, sequence: Sequence) -> None:
+        """A request that `best` named has started, and so left."""
+        ...
+
+    def finished(self, sequence: Sequence) -> None:
+        """A request that had started has ended, with `output_tokens` as they are now. Forgives unknown ones."""
+        ...
+
+    def front(self) -> list[Sequence]:
+        """Those whose order is settled, next first: they start before all others."""
+        ...
+
+    def near(self) -> Iterable[Sequence] | None:
+        """Those whose KV should stay in HBM for them: CaR's window. None: the order has none."""
+        ...
+
+    def upcoming(self) -> list[Sequence]:
+        """All of them, next first: the front, and then the others as they would come to stand there."""
+        ...
+
+
+class FcfsQueue:
+    """First come, first served. One for whom there is no room is not passed over."""
+
+    passes_over = False
+
+    def __init__(self) -> None:
+        self._waiting: dict[Sequence, None] = {}
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def add(self, sequence: Sequence) -> None:
+        self._waiting[sequence] = None
+
+    def remove(self, sequence: Sequence) -> None:
+        del self._waiting[sequence]
+
+    def refresh(self) -> None:
+        """The order does not depend on where KV is."""
+
+    def best(self, skipped: Container[Sequence]) -> Sequence | None:
+        return next((sequence for sequence in self._waiting if sequence not in skipped), None)
+
+    def dispatch(self, sequence: Sequence) -> None:
+        del self._waiting[sequence]
+
+    def finished(self, sequence: Sequence) -> None:
+        """Nobody has a share here."""
+
+    def front(self) -> list[Sequence]:
+        return list(islice(self._waiting, FRONT))
+
+    def near(self) -> None:
+        return None
+
+    def upcoming(self) -> list[Sequence]:
+        return list(self._waiting)

@@ -1,0 +1,181 @@
+"""The shuffled window (CaR §III-B-1): who starts next is chosen among a few at the front, and nobody is passed over for
+long."""
+
+from collections.abc import Container, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from scheduler.priority import Standing, Standings, TransferClass
+from scheduler.sequence import Sequence
+
+
+class EntryOrder(Protocol):
+    """In which order requests come into the window: `FairShare`, or by class (`PriorityQueue`)."""
+
+    def __len__(self) -> int: ...
+    def add(self, sequence: Sequence) -> None: ...
+
+    def remove(self, sequence: Sequence) -> None:
+        """Cancelled before it went."""
+        ...
+
+    def first(self, excluded: Container[str]) -> Sequence | None:
+        """The next of a tenant that is not excluded."""
+        ...
+
+    def take(self, sequence: Sequence) -> None:
+        """It goes into the window."""
+        ...
+
+    def refund(self, sequence: Sequence) -> None:
+        """One that went was cancelled before it started."""
+        ...
+
+    def finished(self, sequence: Sequence) -> None:
+        """One that went has ended. Forgives unknown ones."""
+        ...
+
+    def refresh(self) -> None: ...
+    def upcoming(self) -> list[Sequence]: ...
+
+
+@dataclass(slots=True)
+class Member:
+    """A place in the window."""
+
+    entered: int  # number of its entry
+    arrived: int  # number of its arrival
+    overtaken: int = 0  # how often one that entered later started before it
+
+
+class ShuffledWindow:
+    """A window of `size` places before the queue; nothing outside starts before its members.
+
+    A place that becomes free is filled in the order of entry. The last free one is kept for a tenant with nobody
+    inside. Inside, the order is class, bytes to load, arrival. Each member counts those that entered later and started
+    before it, for whatever reason; at size - 1 none of these may pass it any more: it is waited for. So between its
+    entry and its start at most 2 * (size - 1) others start: those it found inside, and as many later ones.
+
+    CaR says no more than "fixed-size window at the front of the queue" and "acceptable waiting time"; this is our
+    reading of it.
+    """
+
+    passes_over = True
+
+    def __init__(self, *, size: int, entry: EntryOrder, standings: Standings) -> None:
+        self.size = size
+        self.overtakes = 0
+        self._entry = entry
+        self._standings = standings
+        self._arrivals = 0
+        self._entries = 0
+        self._arrived: dict[Sequence, int] = {}  # of all who wait
+        self._members: dict[Sequence, Member] = {}  # in order of entry
+        self._order: list[Sequence] | None = None  # of the members; None: to be found
+
+    def __len__(self) -> int:
+        return len(self._arrived)
+
+    def add(self, sequence: Sequence) -> None:
+        self._arrivals += 1
+        self._arrived[sequence] = self._arrivals
+        self._entry.add(sequence)
+        self._refill()
+
+    def remove(self, sequence: Sequence) -> None:
+        del self._arrived[sequence]
+        if sequence in self._members:
+            self._leave(sequence)
+            self._entry.refund(sequence)
+            self._refill()
+        else:
+            self._entry.remove(sequence)
+
+    def refresh(self) -> None:
+        self._entry.refresh()
+        if self._standings.refresh():
+            self._order = None
+
+    def best(self, skipped: Container[Sequence]) -> Sequence | None:
+        last_entry = self._last_entry()
+        order = self.front()
+        return next((s for s in order if s not in skipped and self._members[s].entered <= last_entry), None)
+
+    def dispatch(self, sequence: Sequence) -> None:
+        entered = self._members[sequence].entered
+        del self._arrived[sequence]
+        self._leave(sequence)
+        for member in self._members.values():
+            if member.entered > entered:
+                break
+            member.overtaken += 1
+            self.overtakes += 1
+        self._refill()
+
+    def finished(self, sequence: Sequence) -> None:
+        self._entry.finished(sequence)
+
+    def front(self) -> list[Sequence]:
+        """In the order in which they start if nothing else happens."""
+        if self._order is None:
+            self._order = self._in_order()
+        return self._order
+
+    def near(self) -> Iterable[Sequence]:
+        return self._members
+
+    def upcoming(self) -> list[Sequence]:
+        return [*self.front(), *self._entry.upcoming()]
+
+    @property
+    def inside(self) -> Mapping[Sequence, Member]:
+        """In order of entry. Read only."""
+        return self._members
+
+    def class_of(self, sequence: Sequence) -> TransferClass:
+        """Of a member."""
+        return self._standings[sequence][0]
+
+    def _last_entry(self) -> int:
+        """Number of the last entry that may start: nobody passes a member that was overtaken often enough."""
+        spent = (m.entered for m in self._members.values() if m.overtaken >= self.size - 1)
+        return next(spent, self._entries)
+
+    def _rank(self, sequence: Sequence) -> tuple[Standing, int]:
+        return self._standings[sequence], self._members[sequence].arrived
+
+    def _in_order(self) -> list[Sequence]:
+        """Plays what `best` and `dispatch` would do."""
+        left = sorted(self._members, key=self._rank)
+        overtaken = {s: m.overtaken for s, m in self._members.items()}
+        order: list[Sequence] = []
+        while left:
+            spent = (s for s in self._members if s in overtaken and overtaken[s] >= self.size - 1)
+            first_spent = next(spent, None)
+            last_entry = self._entries if first_spent is None else self._members[first_spent].entered
+            chosen = next(s for s in left if self._members[s].entered <= last_entry)
+            left.remove(chosen)
+            del overtaken[chosen]
+            order.append(chosen)
+            for other in overtaken:  # in order of entry, as `_members`
+                if self._members[other].entered > self._members[chosen].entered:
+                    break
+                overtaken[other] += 1
+        return order
+
+    def _leave(self, sequence: Sequence) -> None:
+        del self._members[sequence]
+        self._standings.forget(sequence)
+        self._order = None
+
+    def _refill(self) -> None:
+        while (free := self.size - len(self._members)) > 0:
+            kept = free == 1 and self.size > 1
+            entrant = self._entry.first({s.tenant for s in self._members} if kept else ())
+            if entrant is None:
+                return
+            self._entry.take(entrant)
+            self._entries += 1
+            self._members[entrant] = Member(self._entries, self._arrived[entrant])
+            self._standings.watch(entrant)
+            self._order = None

@@ -1,0 +1,123 @@
+"""CaR's score decides what leaves HBM, and is given back however a request ends."""
+
+import random
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.cache.pool_model import NO_CUTS, PoolModel, make_manager
+
+
+def tokens(seed, count=64):
+    return random.Random(seed).choices(range(50), k=count)
+
+
+def stored(pages=10, sessions=3, **changes):
+    """A manager with a few sessions of two blocks each in HBM, the first used longest ago."""
+    model = PoolModel(make_manager(num_pages=pages, page_size=32, contiguous=False, **changes))
+    for n in range(sessions):
+        model.run(f"old{n}", tokens(n, 65), session=f"s{n}")
+    model.settle()
+    return model
+
+
+def in_hbm(model, seed):
+    keys = model.manager.open("peek", "", "", "peek", tokens(seed, 65), NO_CUTS, 1, None, 0.0)
+    assert keys
+    context = model.manager.context("peek")
+    count = model.manager.table.resident(context.chain())
+    model.manager.close("peek", 0, 0.0)
+    return count
+
+
+def test_what_a_waiting_request_needs_leaves_after_all_else():
+    model = stored(pages=9)
+    model.open("next", tokens(0, 70), session="s0")
+    model.manager.expect("next", 1)
+    assert model.manager.borrow(5) is not None
+    assert in_hbm(model, 0) == 2, "although it was used longest ago"
+    assert in_hbm(model, 1) == 0
+
+
+def test_without_a_score_the_oldest_leaves_first():
+    model = stored(pages=9)
+    model.open("next", tokens(0, 70), session="s0")
+    assert model.manager.borrow(2) is not None
+    assert in_hbm(model, 0) < 2
+
+
+def test_sharers_add_up():
+    model = stored(sessions=1)
+    for n in range(3):
+        model.open(f"next{n}", [*tokens(0, 65), n], session="s0")
+        model.manager.expect(f"next{n}", 1)
+    row = model.manager.table.get(model.contexts["next0"].chain()[0])
+    assert row.score == 3
+    model.manager.expect("next0", 2)
+    assert row.score == 4
+    model.manager.expect("next0", 1)
+    assert row.score == 3, "preempted"
+    model.close("next1")
+    model.manager.expect("next2", 0)
+    assert row.score == 1
+    model.close("next0")
+    assert row.score == 0
+    assert not model.manager._scores._scores
+
+
+def test_a_block_that_comes_later_has_the_score_that_awaits_it():
+    model = stored(sessions=0)
+    for name in ("first", "second"):
+        model.open(name, tokens(7, 65), session=name)
+        model.manager.expect(name, 1)
+    model.manager.admit("first", 65)
+    model.step("first", 65)
+    assert model.manager.table.get(model.contexts["first"].chain()[0]).score == 2
+
+
+def test_the_offloader_takes_what_is_saved_and_not_needed():
+    model = stored(sessions=4, pages=12, dram_slots=20, high_water=0.9, low_water=0.5)
+    model.open("next", tokens(0, 70), session="s0")
+    model.manager.expect("next", 1)
+    assert model.manager.pages.num_free == 12 - 12 // 2, "a third page of each session has left, then the oldest"
+    assert in_hbm(model, 0) + in_hbm(model, 1) + in_hbm(model, 2) + in_hbm(model, 3) <= 6
+    assert model.manager.stats.offloaded_blocks == model.manager.stats.evicted_blocks > 0
+
+
+def test_the_offloader_leaves_alone_what_would_be_lost():
+    model = stored(sessions=4, pages=12, high_water=0.5, low_water=0.1)
+    assert model.manager.stats.offloaded_blocks == 0
+
+
+@settings(max_examples=80)
+@given(
+    seed=st.integers(0, 2**16),
+    waiting=st.lists(st.tuples(st.integers(0, 5), st.integers(0, 2)), max_size=6),
+    wanted=st.integers(1, 12),
+    dram=st.sampled_from([0, 3, 30]),
+)
+def test_no_block_leaves_that_is_needed_more_than_one_that_stays(seed, waiting, wanted, dram):
+    model = stored(pages=18, sessions=6, dram_slots=dram, policy="lookahead")
+    for number, (session, score) in enumerate(waiting):
+        model.open(f"next{number}", [*tokens(session, 65), number], session=f"s{session}")
+        model.manager.expect(f"next{number}", score)
+    manager = model.manager
+    before = {row.key: row.score for row in manager.table if row.page is not None}
+    borrowed = manager.borrow(wanted)
+    if borrowed is None:
+        return
+    staying = {row.key for row in manager.table if row.page is not None}
+    left = [score for key, score in before.items() if key not in staying]
+    stayed = [score for key, score in before.items() if key in staying]
+    assert not left or not stayed or max(left) <= min(stayed)
+    manager.give_back(borrowed)
+    model.check()
+
+
+def test_the_mean_session_is_known_after_a_restart_too():
+    model = stored(sessions=3, dram_slots=20, disk_bytes=1 << 20)
+    before = model.manager.mean_session_tokens
+    assert before == 65
+    again = make_manager(num_pages=10, page_size=32, dram_slots=20, disk_bytes=1 << 20)
+    again.restore(model.extents.values(), model.records.values(), 0.0)
+    assert again.mean_session_tokens == before

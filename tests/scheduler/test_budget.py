@@ -1,0 +1,110 @@
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from scheduler.budget import StepCost, StepWork, TimeBudget, TokenBudget
+
+PRIOR = {"fixed_s": 0.01, "s_per_token": 0.001, "s_per_row": 0.002, "s_per_kilo_pair": 0.0005}
+
+
+def work(prefill=0, rows=0, context=0):
+    made = StepWork()
+    if prefill:
+        made = made.plus_chunk(prefill, context)
+    for _ in range(rows):
+        made = made.plus_row(context)
+    return made
+
+
+def truth(terms, made):
+    return sum(term * x for term, x in zip(terms, made.features, strict=True))
+
+
+def random_work(rng):
+    return work(rng.choice([0, 1, 2, 4]) * rng.randint(0, 128), rng.randint(0, 16), rng.randint(0, 4000))
+
+
+@pytest.mark.parametrize("pace", [0.1, 1.0, 20.0])
+def test_it_learns_what_steps_cost(pace):
+    rng, cost = random.Random(1), StepCost(**PRIOR)
+    terms = [pace * t for t in (0.02, 0.0004, 0.003, 0.0001)]
+    for _ in range(300):
+        made = random_work(rng)
+        cost.ran(made, truth(terms, made) * rng.uniform(0.95, 1.05))
+    for made in (work(512, 1, 0), work(64, 16, 2000), work(0, 8, 1000)):
+        assert cost.seconds(made) == pytest.approx(truth(terms, made), rel=0.15)
+
+
+def test_a_machine_that_only_decoded_still_knows_that_prompts_cost_something():
+    cost = StepCost(**PRIOR)
+    for _ in range(500):
+        cost.ran(work(0, 4, 100), 0.002)
+    assert cost.seconds(work(256)) > cost.seconds(work(0, 4)) / 2
+
+
+def test_it_follows_a_machine_that_got_slower():
+    cost = StepCost(**PRIOR)
+    rng = random.Random(2)
+    for slow in (1, 3):
+        for _ in range(200):
+            made = random_work(rng)
+            cost.ran(made, slow * truth((0.01, 0.001, 0.002, 0.0005), made))
+    assert cost.seconds(work(256, 4, 500)) == pytest.approx(
+        3 * truth((0.01, 0.001, 0.002, 0.0005), work(256, 4, 500)), rel=0.05
+    )
+
+
+@settings(max_examples=200)
+@given(
+    seed=st.integers(0, 2**16),
+    noise=st.floats(0, 3),
+    steps=st.integers(0, 40),
+    seconds=st.floats(0.0, 10.0),
+    context=st.integers(0, 100_000),
+)
+def test_a_chunk_is_the_largest_that_fits_and_no_term_is_negative(seed, noise, steps, seconds, context):
+    rng, cost = random.Random(seed), StepCost(**PRIOR)
+    for _ in range(steps):
+        cost.ran(random_work(rng), rng.uniform(0.001, 0.001 + noise))
+    chunk = cost.chunk_that_fits(seconds, context)
+    assert min(cost.current()) >= 0
+    assert cost.current()[1] > 0
+
+    def extra(tokens):
+        return cost.seconds(work(tokens, 0, context)) - cost.seconds(StepWork()) if tokens else 0.0
+
+    assert chunk >= 0
+    assert extra(chunk) <= seconds * (1 + 1e-6) + 1e-9
+    assert extra(chunk + 1) >= seconds * (1 - 1e-6) - 1e-9
+
+
+def test_a_step_is_filled_up_to_its_target():
+    cost = StepCost(**PRIOR)
+    decodes = work(0, 5, 0)  # 10 + 5 * 2 ms
+    budget = TimeBudget(cost=cost, target_s=0.1, decodes=decodes, tokens=500)
+    first = budget.chunk(40, 0)
+    assert first == 40
+    budget.spend(first, 0)
+    second = budget.chunk(500, 0)
+    assert 35 <= second <= 40, "80 ms have room for 80 tokens, less what they attend to"
+    budget.spend(second, 0)
+    assert budget.chunk(500, 0) <= 1
+
+
+def test_prompts_get_on_however_late_the_step_is():
+    budget = TimeBudget(cost=StepCost(**PRIOR), target_s=0.001, decodes=work(0, 60, 0), tokens=500)
+    assert budget.chunk(500, 0) == 16
+    budget.spend(16, 0)
+    assert budget.chunk(500, 0) == 0
+
+
+def test_a_fixed_number_of_tokens():
+    budget = TokenBudget(10)
+    assert budget.chunk(30, 99) == 10
+    budget.spend(7, 0)
+    assert budget.chunk(2, 0) == 2
+    assert budget.chunk(30, 0) == 3
+    budget.spend(30, 0)
+    assert budget.chunk(1, 0) == 0

@@ -1,0 +1,133 @@
+"""Every order in the whole scheduler: everybody is served, computed once, and gone without a trace."""
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from scheduler.sequence import SequenceState
+from tests.scheduler.test_scheduler import make_loop
+
+REQUESTS = st.lists(
+    st.tuples(
+        st.integers(0, 3),  # steps since the last
+        st.integers(1, 30),  # prompt
+        st.integers(1, 8),  # answer
+        st.sampled_from(["a", "b", "c"]),
+        st.sampled_from([0, 0, 1, 500]),  # bytes to load; 1 is hidden
+        st.integers(0, 40),  # the step after which the client goes away, if it is still there
+    ),
+    min_size=1,
+    max_size=14,
+)
+
+
+def play(policy, requests, *, room, max_seqs, chunked, itl, seed, cancel):
+    """Everything that was scheduled, step by step."""
+    rng = random.Random(seed)
+    loop = make_loop(
+        policy=policy,
+        room=room,
+        max_seqs=max_seqs,
+        window=3,
+        chunked_prefill=chunked,
+        itl_target_s=0.03 if itl else 0.0,
+        class_ordered_entry=rng.random() < 0.3,
+    )
+    pending = list(enumerate(requests))
+    due, added, trace = 0, [], []
+    for step in range(1500):
+        while pending and due + pending[0][1][0] <= step:
+            number, (gap, prompt, answer, tenant, size, leaves) = pending.pop(0)
+            due += gap
+            name = f"{number:02}"
+            if size:
+                loop.cache.resident[name], loop.cache.to_load[name] = prompt - 1, size
+            loop.cache.own[name] = number % 2
+            sequence = loop.add(name, prompt, arrived_s=float(step), max_tokens=answer, tenant=tenant)
+            added.append((sequence, step + leaves))
+        for sequence, leaves in added if cancel else ():
+            if leaves == step and sequence.state is not SequenceState.FINISHED:
+                loop.cache.held.pop(sequence.request_id, None) if sequence.state is SequenceState.RUNNING else None
+                loop.scheduler.remove(sequence)
+        if not pending and not loop.scheduler.has_work():
+            break
+        upcoming = loop.scheduler.upcoming()
+        assert len(upcoming) == len(set(upcoming)) == loop.scheduler.num_waiting
+        trace.append(loop.step())
+        loop.scheduler.ran(rng.uniform(0.001, 0.05), 0.0)
+        assert len(loop.running) <= max_seqs
+    assert not loop.scheduler.has_work(), "somebody is never served"
+    assert loop.cache.held == {}
+    return added, trace
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "priority", "car"])
+@settings(max_examples=150)
+@given(
+    requests=REQUESTS,
+    room=st.integers(38, 90),
+    max_seqs=st.integers(1, 4),
+    chunked=st.booleans(),
+    itl=st.booleans(),
+    seed=st.integers(0, 99),
+)
+def test_everybody_is_served(policy, requests, room, max_seqs, chunked, itl, seed):
+    added, _ = play(policy, requests, room=room, max_seqs=max_seqs, chunked=chunked, itl=itl, seed=seed, cancel=False)
+    assert all(sequence.output_tokens == sequence.sampling.max_tokens for sequence, _ in added)
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "priority", "car"])
+@settings(max_examples=150)
+@given(
+    requests=REQUESTS,
+    room=st.integers(38, 90),
+    max_seqs=st.integers(1, 4),
+    chunked=st.booleans(),
+    seed=st.integers(0, 99),
+)
+def test_clients_may_go_away_whenever_they_like(policy, requests, room, max_seqs, chunked, seed):
+    arguments = {"room": room, "max_seqs": max_seqs, "chunked": chunked, "itl": True, "seed": seed, "cancel": True}
+    added, trace = play(policy, requests, **arguments)
+    assert all(sequence.state is SequenceState.FINISHED for sequence, _ in added)
+    _, again = play(policy, requests, **arguments)
+    assert trace == again, "the same seed gives the same schedule"
+
+
+def test_car_passes_over_who_finds_no_room_but_not_for_ever():
+    loop = make_loop(policy="car", room=40, window=3, max_seqs=8, step_tokens=200, lone_step_tokens=200)
+    loop.add("old", 20, max_tokens=12)
+    loop.step()
+    big = loop.add("big", 30, max_tokens=2)
+    for n in range(6):
+        loop.add(f"small{n}", 4, max_tokens=1)
+    for _ in range(3):
+        loop.step()
+    started = [name for name in loop.cache.sequences if loop.cache.sequences[name].scheduled_s is not None]
+    assert started == ["old", "small0", "small1"], "W - 1 have passed it"
+    while big.scheduled_s is None:
+        loop.step()
+    running = [sequence.request_id for sequence in loop.scheduler.running]
+    assert "small2" not in running or running.index("big") < running.index("small2")
+
+
+def test_a_preempted_request_goes_before_the_window():
+    loop = make_loop(policy="car", room=13, max_seqs=3)
+    for name, arrived_s in (("a", 0.0), ("b", 1.0), ("c", 2.0), ("d", 3.0)):
+        loop.add(name, 4, arrived_s=arrived_s)
+    loop.step()
+    assert loop.scheduler.upcoming() == ["d"]
+    loop.step()
+    assert loop.scheduler.upcoming() == ["c", "d"]
+
+
+def test_a_long_prompt_is_cut_to_what_the_target_has_room_for():
+    # fixed 10 ms, 1 ms a row, 1 ms a token: 30 ms have room for 19 beside one row.
+    loop = make_loop(policy="car", itl_target_s=0.03, step_tokens=500, lone_step_tokens=500)
+    loop.add("a", 4)
+    loop.step()
+    loop.add("long", 400)
+    (_, one), (_, chunk) = loop.step()
+    assert one == 1
+    assert 17 <= chunk <= 19

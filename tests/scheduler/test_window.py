@@ -1,0 +1,302 @@
+"""The shuffled window against what it promises, on residencies that change as they like."""
+
+import random
+from collections import Counter
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from scheduler.fair_share import FairShare
+from scheduler.policies import make_queue
+from scheduler.predictor import MaxTokensPredictor
+from scheduler.priority import PriorityQueue, Standings, TransferClass
+from scheduler.window import ShuffledWindow
+from tests.conftest import make_sequence
+from tests.scheduler.test_scheduler import make_loop
+
+IN_HBM, NOTHING, LOADS = TransferClass
+
+
+class Where:
+    """A cache in which every request is where a test says: in HBM, nowhere, or so many bytes away."""
+
+    def __init__(self):
+        self.classes = {}
+        self.bytes = {}
+
+    def residency(self, request_id):
+        where = self.classes.get(request_id, NOTHING)
+        size = self.bytes.get(request_id, 100) if where is LOADS else 0
+        return SimpleNamespace(
+            bytes_to_load=size,
+            load_s=size / 100,
+            exposed_s=size / 100,
+            own_hbm_tokens=int(where is IN_HBM),
+            missing_tokens=10,
+        )
+
+
+def make_window(size, *, by_class=False):
+    where = Where()
+    standings = Standings(cache=where, hidden_s=0.02)
+    if by_class:
+        entry = PriorityQueue(standings=Standings(cache=where, hidden_s=0.02))
+    else:
+        entry = FairShare(cost=lambda sequence: 10)
+    return ShuffledWindow(size=size, entry=entry, standings=standings), where
+
+
+def add(window, where, name, transfer_class=NOTHING, *, size=100, tenant=""):
+    where.classes[name], where.bytes[name] = transfer_class, size
+    sequence = make_sequence(name, 10, tenant=tenant)
+    window.add(sequence)
+    return sequence
+
+
+def names(sequences):
+    return [sequence.request_id for sequence in sequences]
+
+
+def drain(window):
+    """Start everybody, one after the other."""
+    started = []
+    while (best := window.best(())) is not None:
+        window.dispatch(best)
+        started.append(best.request_id)
+    return started
+
+
+# --- by hand ----------------------------------------------------------------------------------------------------------
+
+
+def test_inside_the_order_is_class_bytes_arrival():
+    window, where = make_window(8)
+    for name, transfer_class, size in (
+        ("far", LOADS, 300),
+        ("near", LOADS, 200),
+        ("new", NOTHING, 0),
+        ("here", IN_HBM, 0),
+        ("here2", IN_HBM, 0),
+        ("new2", NOTHING, 0),
+    ):
+        add(window, where, name, transfer_class, size=size)
+    assert names(window.front()) == ["here", "here2", "new", "new2", "near", "far"]
+    assert drain(window) == ["here", "here2", "new", "new2", "near", "far"]
+
+
+def test_a_load_that_hides_is_no_load():
+    window, where = make_window(4)
+    add(window, where, "far", LOADS, size=100)
+    add(window, where, "hidden", LOADS, size=2)  # 0.02 s
+    assert names(window.front()) == ["hidden", "far"]
+
+
+def test_nobody_outside_starts_before_those_inside():
+    window, where = make_window(2)
+    add(window, where, "a", LOADS, tenant="x")
+    add(window, where, "b", LOADS, tenant="y")
+    add(window, where, "here", IN_HBM)
+    assert names(window.upcoming()) == ["a", "b", "here"]
+    assert drain(window) == ["a", "here", "b"], "it came in behind a, and went before b"
+
+
+def test_who_was_passed_often_enough_is_waited_for():
+    # W = 3, the last place kept for another tenant: "far" stands inside with one other of its tenant.
+    window, where = make_window(3)
+    far = add(window, where, "far", LOADS)
+    for n in range(4):
+        add(window, where, f"here{n}", IN_HBM)
+    for n in range(2):
+        assert window.best(()).request_id == f"here{n}"
+        window.dispatch(window.best(()))
+    assert window.inside[far].overtaken == 2
+    assert window.best(()) is far
+    assert window.best({far}) is None, "not even if there is no room for it"
+    assert window.overtakes == 2
+
+
+def test_one_that_entered_earlier_may_still_pass():
+    window, where = make_window(3)
+    early = add(window, where, "early", LOADS, size=200, tenant="x")
+    late = add(window, where, "late", LOADS, size=300, tenant="y")
+    for n in range(2):
+        add(window, where, f"here{n}", IN_HBM, tenant="z")
+        window.dispatch(window.best({early}))
+    assert window.inside[late].overtaken == 2
+    assert names(window.front()) == ["early", "late"]
+    where.classes["early"] = NOTHING
+    window.refresh()
+    assert drain(window) == ["early", "late"]
+
+
+def test_a_place_is_kept_for_a_tenant_with_nobody_inside():
+    window, where = make_window(4)
+    for n in range(10):
+        add(window, where, f"flood{n}", tenant="a")
+    assert len(window.inside) == 3
+    guest = add(window, where, "guest", tenant="b")
+    assert guest in window.inside
+    add(window, where, "guest2", tenant="b")
+    assert len(window.inside) == 4
+    window.dispatch(guest)
+    assert names(window.inside) == ["flood0", "flood1", "flood2", "guest2"]
+
+
+def test_cancelling_frees_the_place():
+    window, where = make_window(2)
+    for name in "abc":
+        add(window, where, name)
+    first = window.front()[0]
+    window.remove(first)
+    assert names(window.inside) == ["b"]
+    window.remove(window.upcoming()[1])
+    assert names(window.upcoming()) == ["b"]
+    assert len(window) == 1
+
+
+def test_what_has_arrived_meanwhile_counts():
+    window, where = make_window(4)
+    add(window, where, "far", LOADS)
+    add(window, where, "new", NOTHING)
+    assert names(window.front()) == ["new", "far"]
+    where.classes["far"] = IN_HBM
+    window.refresh()
+    assert names(window.front()) == ["far", "new"]
+
+
+def test_by_class_they_come_in_as_they_would_go_out():
+    window, where = make_window(3, by_class=True)
+    for n in range(4):
+        add(window, where, f"far{n}", LOADS)
+    add(window, where, "here", IN_HBM)
+    window.dispatch(window.best(()))
+    assert names(window.inside) == ["far1", "here"]
+
+
+# --- properties -------------------------------------------------------------------------------------------------------
+
+STEPS = st.lists(
+    st.one_of(
+        st.tuples(st.just("add"), st.sampled_from(list(TransferClass)), st.integers(0, 3), st.integers(3, 9)),
+        st.tuples(st.just("start"), st.integers(0, 2**16), st.just(0), st.just(0)),
+        st.tuples(st.just("cancel"), st.integers(0, 2**16), st.just(0), st.just(0)),
+        st.tuples(st.just("move"), st.sampled_from(list(TransferClass)), st.integers(0, 99), st.integers(3, 9)),
+    ),
+    max_size=120,
+)
+
+
+@settings(max_examples=300)
+@given(steps=STEPS, size=st.integers(1, 6), by_class=st.booleans())
+def test_nobody_inside_is_overtaken_more_than_w_minus_one_times(steps, size, by_class):
+    window, where = make_window(size, by_class=by_class)
+    waiting, entered, passed, found = [], {}, Counter(), {}
+    for number, (action, what, who, weight) in enumerate(steps):
+        if action == "add":
+            waiting.append(add(window, where, f"{number:03}", what, size=100 * weight, tenant="abcd"[who]))
+        elif action == "move" and waiting:
+            name = waiting[who % len(waiting)].request_id
+            where.classes[name], where.bytes[name] = what, 100 * weight
+            window.refresh()
+        elif action == "cancel" and waiting:
+            gone = waiting.pop(what % len(waiting))
+            window.remove(gone)
+        elif action == "start":
+            # Some of those inside find no room; a fixed but arbitrary choice of them.
+            rng = random.Random(what)
+            skipped = {s for s in window.inside if rng.random() < 0.4}
+            best = window.best(skipped)
+            if best is not None:
+                assert best in window.inside
+                assert best not in skipped
+                for other in window.inside:
+                    if entered[other] < entered[best]:
+                        passed[other] += 1
+                        assert passed[other] <= size - 1
+                window.dispatch(best)
+                waiting.remove(best)
+        for sequence in window.inside:
+            entered.setdefault(sequence, len(entered))
+            found.setdefault(sequence, number)
+        assert len(window) == len(waiting) == len(window.upcoming())
+        assert set(window.upcoming()) == set(waiting)
+        front = window.front()
+        assert set(front) == set(window.inside)
+        assert window.best(()) is (front[0] if front else None), "the order that is told is the order that is kept"
+        outside = {s.tenant for s in waiting if s not in window.inside}
+        inside = {s.tenant for s in window.inside}
+        free = size - len(window.inside)
+        assert free >= 0
+        if size > 1:
+            assert free or len(inside) > 1, "the last place went to a tenant who was inside"
+            assert not outside or free == 0 or (free == 1 and outside <= inside), "a place lies idle"
+
+
+@settings(max_examples=200)
+@given(steps=STEPS, size=st.integers(1, 6))
+def test_without_newcomers_the_order_that_was_told_comes_true(steps, size):
+    window, where = make_window(size)
+    for number, (action, what, who, weight) in enumerate(steps):
+        if action == "add":
+            add(window, where, f"{number:03}", what, size=100 * weight, tenant="abcd"[who])
+        elif action == "start" and window.front():
+            order = window.front()
+            best = window.best(set(order[: what % len(order)]))
+            if best is not None:
+                window.dispatch(best)
+    for sequence in window.upcoming():
+        if sequence not in window.inside:
+            window.remove(sequence)
+    told = names(window.upcoming())
+    assert drain(window) == told
+
+
+@settings(max_examples=100)
+@given(size=st.integers(1, 8), before=st.integers(0, 20), tenants=st.integers(1, 3))
+def test_a_long_load_under_an_endless_stream_of_short_ones_starts_within_a_bound(size, before, tenants):
+    """All that entered before it, and size - 1 of those that came later. Each other tenant gets its share of the places
+    as well: one entry for each of this one's."""
+    window, where = make_window(size)
+    for n in range(before):
+        add(window, where, f"before{n}", IN_HBM)
+    far = add(window, where, "far", LOADS, size=10**9)
+    starts = 0
+    for n in range(1000):
+        add(window, where, f"later{n}", IN_HBM, tenant=["", "x", "y"][n % tenants])
+        best = window.best(())
+        window.dispatch(best)
+        if best is far:
+            break
+        starts += 1
+    assert starts <= (before + 1) * tenants + size - 1
+
+
+def test_the_plain_priority_queue_lets_it_wait_for_ever():
+    loop = make_loop(max_seqs=1, policy="priority")
+    loop.cache.to_load["far"] = 1000
+    far = loop.add("far", 4, max_tokens=1)
+    for n in range(50):
+        loop.cache.own[f"here{n}"] = 1
+        loop.add(f"here{n}", 4, max_tokens=1)
+        loop.step()
+    assert far.scheduled_s is None
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "priority", "car"])
+def test_a_queue_knows_who_is_in_it(policy):
+    queue = make_queue(
+        policy, cache=Where(), predictor=MaxTokensPredictor(), window=2, class_ordered_entry=False, hidden_s=0.02
+    )
+    sequences = [make_sequence(name, 4) for name in "abc"]
+    for sequence in sequences:
+        queue.add(sequence)
+    queue.remove(sequences[1])
+    with pytest.raises(KeyError):
+        queue.remove(sequences[1])
+    assert names(queue.upcoming()) == ["a", "c"]
+    queue.dispatch(queue.best(()))
+    queue.finished(sequences[0])
+    queue.finished(sequences[1])
+    assert (len(queue), names(queue.upcoming()), names(queue.front())) == (1, ["c"], ["c"])
