@@ -46,6 +46,7 @@ from cache.tiers.extent_file import (
 from cache.tiers.extent_reader import ExtentReader, flat
 from cache.tiers.io_threads import Beat, IoDeadline, IoThreads
 from cache.tiers.priority import WRITING
+from cache.tiers.rare_log import RareLog
 from cache.tiers.throttle import Throttle
 
 READ_THREADS = 8
@@ -99,6 +100,8 @@ class DiskTier:
         self._writes: IoThreads | None = None  # and deletions, and the index
         self._lock_fd: int | None = None
         self._headers = HeaderCache()
+        self._log = RareLog()
+        self._making = threading.Lock()  # held by who makes the directory again; taken before `_lock`
         self._buffers: deque[bytearray] = deque(maxlen=READ_THREADS)
         self._write_buffers: deque[mmap.mmap] = deque(maxlen=WRITE_THREADS)
         self._buffer_bytes = max(CHUNK_BYTES, *segment_bytes)
@@ -110,6 +113,7 @@ class DiskTier:
         self._unwritten = 0  # of these, what the file system may not have been asked for yet
         self._last_id = 0
         self._unsynced: set[Path] = set()  # directories in which something was deleted
+        self._damaged: set[int] = set()  # extents of which that was said
 
     def open(self) -> tuple[list[ExtentInfo], list[SessionRecord]]:
         """Take the lock, sweep what a crash left, and tell what is there: extents in order of writing, sessions as they
@@ -182,6 +186,7 @@ class DiskTier:
         info = ExtentInfo(header.extent_id, session, header.blocks, layout.size_bytes)
 
         def store(beat: Beat) -> float:
+            self._ensure_directory(beat)
             self._reserve(layout.size_bytes)
             due = self._writing.book(layout.size_bytes)
             self._store(info.extent_id, start, layout, views, beat)
@@ -189,9 +194,8 @@ class DiskTier:
             try:
                 self._index.add(info, stamp=info.extent_id)
             except sqlite3.Error as error:
-                log.warning(
-                    "extent %016x is not in the index and will be found by its header: %s", info.extent_id, error
-                )
+                problem = "extent %016x is not in the index and will be found by its header: %s"
+                self._log.warn("index", problem, info.extent_id, error)
             return due
 
         due = self._do("write", store, late=partial(self._forget, info.extent_id))
@@ -213,7 +217,12 @@ class DiskTier:
     def put_session(self, record: SessionRecord) -> None:
         """The newest record of a session wins, be it this or one that came with an extent. Raises TierFailed."""
         stamp = self._new_id()
-        self._do("put_session", lambda _: self._index.put_session(record, stamp=stamp))
+
+        def put(beat: Beat) -> None:
+            self._ensure_directory(beat)
+            self._index.put_session(record, stamp=stamp)
+
+        self._do("put_session", put)
 
     def delete_session(self, tenant: str, salt: str, session_id: str) -> None:
         """Forget it; its extents are deleted one by one, before. Afterwards these deletions outlive a power failure.
@@ -253,6 +262,8 @@ class DiskTier:
             if error.errno in _NO_ROOM:
                 raise TierFull(f"{what}: {error}") from error
             raise TierFailed(f"{what}: {error}", reason="io") from error
+        except DirectoryLocked as error:
+            raise TierFailed(f"{what}: {error}", reason="io") from error
         except sqlite3.Error as error:
             raise TierFailed(f"{what}: the index failed: {error}", reason="io") from error
 
@@ -280,7 +291,9 @@ class DiskTier:
                     return
                 foreign = self._foreign.popleft() if self._foreign and size <= self.capacity_bytes else None
             if foreign is None:
-                raise TierFull(f"{size} bytes: {over} over the cap, {under} below the file system's floor")
+                excess = {"over the cap": over, "below the file system's floor": under}
+                reasons = [f"{count} {where}" for where, count in excess.items() if count > 0]
+                raise TierFull(f"{size} bytes: {', '.join(reasons)}")
             self._drop(foreign)
 
     def _drop(self, foreign: Foreign) -> None:
@@ -333,7 +346,7 @@ class DiskTier:
         try:
             self._index.remove([extent_id])
         except sqlite3.Error as error:
-            log.warning("the index still names extent %016x, which is gone: %s", extent_id, error)
+            self._log.warn("index", "the index still names extent %016x, which is gone: %s", extent_id, error)
 
     def _open_reader(self, extent_id: int, known: ParsedExtent | None) -> ExtentReader:
         with self._lock:
@@ -361,11 +374,57 @@ class DiskTier:
 
         try:
             extent = threads.call(open_it, late=close_late)
+        except BlockMissing as missing:
+            self._tell_damage(extent_id, missing)
+            raise
         except IoDeadline as error:
             raise BlockMissing(f"extent {extent_id:016x}: {error}", reason="deadline") from error
         self._headers.put(extent_id, extent)
-        return ExtentReader(fd=opened[0], extent=extent, io=threads, throttle=self._reading, buffers=self._buffers,
-                            buffer_bytes=self._buffer_bytes)  # fmt: skip
+        return ExtentReader(
+            fd=opened[0],
+            extent=extent,
+            io=threads,
+            throttle=self._reading,
+            buffers=self._buffers,
+            buffer_bytes=self._buffer_bytes,
+            on_damage=partial(self._tell_damage, extent_id),
+        )
+
+    def _tell_damage(self, extent_id: int, missing: BlockMissing) -> None:
+        """Once for each extent: who reads it computes instead, and says so of every load."""
+        with self._lock:
+            if extent_id in self._damaged:
+                return
+            self._damaged.add(extent_id)
+        log.warning("a record is damaged, its KV will be computed: %s (%s)", missing, missing.reason)
+
+    def _ensure_directory(self, beat: Beat) -> None:
+        """Whoever deletes the directory under a running server means its contents: begin anew, and go on. The lock is
+        taken again too, since the next server would make another file and lock that. Raises DirectoryLocked, OSError.
+        """
+        with self._making:
+            has_lock = self._lock_fd is not None and _is_file(self._root / "lock", self._lock_fd)
+            if has_lock and self._index.is_there():
+                return
+            beat()
+            log.warning("%s was deleted while a server runs here; what it held is lost and it is made again", self._own)
+            self._own.mkdir(mode=0o700, parents=True, exist_ok=True)
+            for directory in (self._root, self._own):
+                directory.chmod(0o700)
+            if not has_lock:
+                fd = _lock_directory(self._root / "lock", self._directory)
+                if self._lock_fd is not None:
+                    os.close(self._lock_fd)  # of a file without a name
+                self._lock_fd = fd
+            self._index.make_again(beat)
+            with self._lock:
+                extent_ids = list(self._sizes)
+            gone = [extent_id for extent_id in extent_ids if not self._path(extent_id).exists()]
+            for extent_id in gone:
+                self._headers.drop(extent_id)
+            with self._lock:
+                self._used -= sum(self._sizes.pop(extent_id, 0) for extent_id in gone)
+                self._unsynced = {directory for directory in self._unsynced if directory.exists()}
 
     def _recover(self, beat: Beat) -> tuple[list[ExtentInfo], list[SessionRecord]]:
         self._own.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -429,6 +488,14 @@ class DiskTier:
         if self._lock_fd is not None:
             os.close(self._lock_fd)
             self._lock_fd = None
+
+
+def _is_file(path: Path, fd: int) -> bool:
+    """Whether the name still is the open file's."""
+    try:
+        return os.path.samestat(path.stat(), os.fstat(fd))
+    except OSError:
+        return False
 
 
 def _lock_directory(path: Path, directory: Path) -> int:

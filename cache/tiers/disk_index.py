@@ -39,6 +39,7 @@ class DiskIndex:
         self._aside = path.with_suffix(".bad")
         self._lock = threading.Lock()
         self._db: sqlite3.Connection | None = None
+        self._inode = 0
 
     def open(self, beat: Beat) -> tuple[dict[int, ExtentInfo], dict[tuple[str, str, str], tuple[int, SessionRecord]]]:
         """Extents by id, and sessions by name with their stamps: all rows that are intact. An index that is damaged or
@@ -51,6 +52,19 @@ class DiskIndex:
             self.close()
             self._move_aside()
             return self._load(beat)
+
+    def make_again(self, beat: Beat) -> None:
+        """Go on with an empty one: the file was deleted."""
+        self.close()
+        self._move_aside()  # what is left of it would be applied to the new one
+        self._load(beat)
+
+    def is_there(self) -> bool:
+        """Whether the file that is open still has its name."""
+        try:
+            return self._path.stat().st_ino == self._inode
+        except OSError:
+            return False
 
     def add(self, info: ExtentInfo, *, stamp: int) -> None:
         """A row for the extent; its session record is the session's newest too, unless one has a later stamp or it says
@@ -93,6 +107,7 @@ class DiskIndex:
     def _load(self, beat: Beat) -> tuple[dict[int, ExtentInfo], dict[tuple[str, str, str], tuple[int, SessionRecord]]]:
         db = self._db = sqlite3.connect(self._path, timeout=1.0, check_same_thread=False)
         self._path.chmod(0o600)
+        self._inode = self._path.stat().st_ino
         db.execute("PRAGMA journal_mode = WAL")
         db.execute("PRAGMA synchronous = NORMAL")
         db.execute("PRAGMA secure_delete = ON")

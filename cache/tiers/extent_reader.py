@@ -2,7 +2,7 @@
 
 import os
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from types import TracebackType
 
@@ -24,11 +24,13 @@ class ExtentReader:
         throttle: Throttle,
         buffers: deque[bytearray],
         buffer_bytes: int,
+        on_damage: Callable[[BlockMissing], None],
     ) -> None:
         self._fd: int | None = fd
         self._extent = extent
         self._io, self._throttle = io, throttle
         self._buffers, self._buffer_bytes = buffers, buffer_bytes
+        self._on_damage = on_damage
 
     def __enter__(self) -> "ExtentReader":
         return self
@@ -89,8 +91,9 @@ class ExtentReader:
             else:
                 self._buffers.append(buffer)
             raise BlockMissing(f"extent {self._extent.header.extent_id:016x}: {error}", reason="deadline") from error
-        except BlockMissing:
+        except BlockMissing as missing:
             self._buffers.append(buffer)
+            self._on_damage(missing)
             raise
         for i, target in enumerate(targets):
             target[:] = view[i * size : (i + 1) * size]

@@ -1,6 +1,5 @@
 """The write stream: DRAM -> disk, and deletions there, on a thread of its own: nobody waits for either."""
 
-import logging
 import time
 from queue import SimpleQueue
 
@@ -16,8 +15,7 @@ from cache.tiers.base import TierFailed, TierFull
 from cache.tiers.completions import Completions
 from cache.tiers.disk import DiskTier
 from cache.tiers.dram import Slab
-
-log = logging.getLogger(__name__)
+from cache.tiers.rare_log import RareLog
 
 WriteOrder = WriteExtent | DeleteExtents | PutSession
 
@@ -27,6 +25,7 @@ class WriteStream:
 
     def __init__(self, *, slab: Slab, disk: DiskTier, completions: Completions) -> None:
         self._slab, self._disk, self._completions = slab, disk, completions
+        self._log = RareLog()
         self._orders: SimpleQueue[WriteOrder | None] = SimpleQueue()
 
     def put(self, order: WriteOrder) -> None:
@@ -49,7 +48,7 @@ class WriteStream:
                     try:
                         self._disk.put_session(order.record)
                     except TierFailed as error:
-                        log.warning("a session was not recorded: %s", error)
+                        self._log.warn(f"session {error.reason}", "a session was not recorded: %s", error)
 
     def _write(self, order: WriteExtent) -> None:
         started = time.perf_counter()
@@ -61,7 +60,8 @@ class WriteStream:
                 lambda layer, block: self._slab.segment(layer, order.slots[block]),
             )
         except (TierFull, TierFailed) as error:
-            log.warning("%d blocks were not written to disk: %s", len(order.blocks), error)
+            kind = error.reason if isinstance(error, TierFailed) else "full"
+            self._log.warn(f"write {kind}", "%d blocks were not written to disk: %s", len(order.blocks), error)
             self._completions.tell(Written(order.job_id, None, str(error)))
             return
         seconds = time.perf_counter() - started
@@ -77,6 +77,6 @@ class WriteStream:
             if order.session is not None:
                 self._disk.delete_session(*order.session)
         except TierFailed as error:
-            log.warning("%d extents were not deleted: %s", len(order.extent_ids), error)
+            self._log.warn(f"delete {error.reason}", "%d extents were not deleted: %s", len(order.extent_ids), error)
             problem = str(error)
         self._completions.tell(Deleted(order.job_id, problem))

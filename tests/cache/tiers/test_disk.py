@@ -701,3 +701,58 @@ def test_arguments_that_make_no_sense_are_refused(tier):
         make_tier(Path("unused")).write(
             make_session(), make_blocks("y", 1), bytes(24), lambda layer, _: memoryview(bytes(SEGMENTS[layer]))
         )
+
+
+@pytest.mark.parametrize("deleted", ["kv", f"kv/{FINGERPRINT.hex()}", f"kv/{FINGERPRINT.hex()}/index.sqlite"])
+def test_a_directory_that_is_deleted_is_made_again(tier, tmp_path, deleted, caplog):
+    lost = put(tier, "lost")
+    path = tmp_path / deleted
+    shutil.rmtree(path) if path.is_dir() else path.unlink()
+    kept = put(tier, "kept", 2)
+    assert "was deleted" in caplog.text
+    assert read_wrongly(tier, kept) == []
+    if path.is_dir():
+        assert reason_of(tier, lost) == "missing"
+        assert tier.used_bytes() == bytes_of_files(tmp_path) == kept.size_bytes
+    with pytest.raises(DirectoryLocked):
+        make_tier(tmp_path).open()
+    tier.put_session(make_session("later"))
+    tier.delete(lost.extent_id)
+    tier, extents, sessions = reopened(tier, tmp_path)
+    assert [info.extent_id for info in extents] == [kept.extent_id]
+    assert {session.session_id for session in sessions} == {"s", "later"}
+    tier.close()
+
+
+def test_another_servers_directory_is_not_written_to(tier, tmp_path):
+    put(tier, "lost")
+    shutil.rmtree(tmp_path / "kv")
+    other = make_tier(tmp_path)
+    other.open()
+    theirs = put(other, "theirs")
+    with pytest.raises(TierFailed, match="used by another server"):
+        put(tier, "mine")
+    with pytest.raises(TierFailed, match="used by another server"):
+        tier.put_session(make_session("mine"))
+    assert [path.stem for path in record_files(tmp_path)] == [f"{theirs.extent_id:016x}"]
+    other.close()
+    mine = put(tier, "mine")
+    assert read_wrongly(tier, mine) == []
+
+
+def test_damage_is_told_once(tier, tmp_path, caplog):
+    info = put(tier, "x")
+    path = file_of(tmp_path, info)
+    with path.open("r+b") as file:
+        file.seek(path.stat().st_size - 4096)
+        file.write(b"damage")
+    assert {reason_of(tier, info) for _ in range(3)} == {"checksum"}
+    assert caplog.text.count("is damaged") == 1
+
+
+def test_a_full_disk_says_by_how_much(tmp_path):
+    tier = make_tier(tmp_path, capacity_bytes=1 << 40, min_free_bytes=1 << 60)
+    tier.open()
+    with pytest.raises(TierFull, match=r"^\d+ bytes: \d+ below the file system's floor$"):
+        put(tier, "x")
+    tier.close()
