@@ -124,6 +124,7 @@ class EngineCollector(Collector):
             ("moved_seconds", "Time of the threads that moved it.", "direction", stats.moved_seconds),
             ("tier_evictions", "Blocks that left a tier to make room.", "tier", stats.evictions),
             ("refused_blocks", "Blocks that a tier had no room for.", "tier", stats.refused),
+            ("tier_write_failures", "Writes that a tier refused or failed in.", "tier", stats.write_failures),
             ("load_failures", "Loads that became a recompute.", "reason", stats.load_failures),
         )
         for name, help_text, label, values in labelled:

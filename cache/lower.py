@@ -302,6 +302,7 @@ class LowerTiers:
         if extent is None:
             self._retry_s = now + _RETRY_S
             self._stats.refused["disk"] += len(write.keys)
+            self._stats.write_failures["disk"] += 1
         else:
             for key in write.keys:
                 dirty.pop(key, None)

@@ -54,6 +54,7 @@ class CacheStats:
     copied_rows: int = 0
     evictions: Counter[str] = field(default_factory=Counter)  # tier -> blocks
     refused: Counter[str] = field(default_factory=Counter)  # tier -> blocks it had no room for
+    write_failures: Counter[str] = field(default_factory=Counter)  # tier -> writes of several blocks
     load_failures: Counter[str] = field(default_factory=Counter)  # reason -> blocks
     moved_bytes: Counter[str] = field(default_factory=Counter)  # direction -> bytes
     moved_seconds: dict[str, float] = field(default_factory=dict)

@@ -488,6 +488,7 @@ class Engine:
             evictions={"hbm": stats.evicted_blocks, **stats.evictions},
             refused=dict(stats.refused),
             load_failures=dict(stats.load_failures),
+            write_failures=dict(stats.write_failures),
             truncated_tokens=stats.truncated_tokens,
             in_flight=self._cache.in_flight,
             verified_loads=self._verifier.compared if self._verifier is not None else 0,

@@ -341,6 +341,23 @@ def broken_writes(code: int) -> Iterator[None]:
         yield
 
 
+def test_the_directory_is_deleted_under_the_running_engine(
+    path: Path, tmp_path: Path, expected: list[list[list[int]]]
+) -> None:
+    driver = tiered(path, **DISK, disk_dir=str(tmp_path))
+    texts, _ = converse(driver, turns=2)
+    shutil.rmtree(tmp_path / "kv")
+    texts, _ = converse(driver, turns=1, first=2, texts=texts)
+    assert texts == expected[2]
+    assert list(tmp_path.glob("kv/*/*/*.kv")), "it is used again at once"
+    texts, tiers = converse(driver, turns=2, first=3, texts=texts)
+    assert texts == expected[4]
+    assert tiers["disk"] > 0
+    assert not driver.engine.stats().write_failures
+    assert_at_rest(driver)
+    driver.close()
+
+
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EROFS, errno.EIO])
 @pytest.mark.parametrize("dram", [0, 12 * SLOT])
 def test_a_disk_that_cannot_be_written_for_a_while(
@@ -360,6 +377,7 @@ def test_a_disk_that_cannot_be_written_for_a_while(
         assert tiers["disk"] > 0, "what is there can be read"
         stats = driver.engine.stats()
         assert stats.refused["disk"] > 0
+        assert stats.write_failures["disk"] > 0
         assert not stats.load_failures
     before = driver.engine.stats().moved_bytes["dram_to_disk"]
     driver.now += 60  # seconds, to the next try

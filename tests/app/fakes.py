@@ -108,6 +108,7 @@ STATS = Stats(
     evictions={"dram": 5},
     refused={"disk": 6},
     load_failures={"checksum": 2},
+    write_failures={"disk": 4},
     truncated_tokens=64,
     in_flight=3,
     verified_loads=11,

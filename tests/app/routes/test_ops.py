@@ -100,7 +100,7 @@ async def test_metrics_count_what_happened(running: Running):
     assert values["reprise_miss_tokens_total", (("reason", "new"),)] == 9
     assert values["reprise_leases", ()] == 0
     assert values["reprise_engine_up", ()] == 1
-    tiers = {"tier_bytes": 2000, "tier_capacity_bytes": 8000, "refused_blocks_total": 6}
+    tiers = {"tier_bytes": 2000, "tier_capacity_bytes": 8000, "refused_blocks_total": 6, "tier_write_failures_total": 4}
     for name, value in tiers.items():
         assert values[f"reprise_{name}", (("tier", "disk"),)] == value
     assert values["reprise_tier_evictions_total", (("tier", "dram"),)] == 5
