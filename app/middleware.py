@@ -33,7 +33,8 @@ class RequestContext:
             await self._app(scope, receive, send)
             return
         arrived_s = time.monotonic()
-        given = Headers(scope=scope).get("x-request-id", "")
+        headers = Headers(scope=scope)
+        given = headers.get("x-request-id", "")
         request_id = given if _REQUEST_ID.fullmatch(given) else f"req_{secrets.token_hex(12)}"
         scope.setdefault("state", {}).update(arrived_s=arrived_s, request_id=request_id)
         status = 0
@@ -48,7 +49,10 @@ class RequestContext:
             await send(message)
 
         try:
-            await self._app(scope, receive, send_with_id)
+            if "content-length" in headers and "transfer-encoding" in headers:
+                await _two_lengths().response()(scope, receive, send_with_id)
+            else:
+                await self._app(scope, receive, send_with_id)
         except ClientGone:
             status = CLIENT_CLOSED_REQUEST
         except Exception:
@@ -62,6 +66,12 @@ class RequestContext:
                 took_ms = (time.monotonic() - arrived_s) * 1e3
                 path = scope["path"].encode("unicode_escape").decode()[:200]
                 access_log.info("%s %s %d %.1f ms %s", scope["method"], path, status, took_ms, request_id)
+
+
+def _two_lengths() -> ApiError:
+    """A proxy in front may believe the other one: what it takes for the body's end would be somebody's next request."""
+    message = "A request has either Content-Length or Transfer-Encoding."
+    return ApiError(400, message, code="invalid_request", headers={"connection": "close"})
 
 
 class Authentication:

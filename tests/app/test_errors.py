@@ -138,6 +138,19 @@ async def test_keys_guard_every_path_but_health(engine: FakeEngine, tmp_path):
         assert len(engine.submitted[0].tenant) == 16
 
 
+async def test_a_body_of_two_lengths_is_refused_and_ends_the_connection(engine: FakeEngine, tmp_path):
+    async with on_loopback(engine, make_settings(tmp_path)) as running:
+        url = httpx.URL(running.base_url)
+        reader, writer = await asyncio.open_connection(url.host, url.port)
+        head = "POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        smuggled = "0\r\n\r\nGET /version HTTP/1.1\r\nHost: x\r\n\r\n"
+        writer.write(f"{head}Content-Length: {len(smuggled)}\r\nTransfer-Encoding: chunked\r\n\r\n{smuggled}".encode())
+        answer = (await asyncio.wait_for(reader.read(), 5)).decode()
+        assert answer.startswith("HTTP/1.1 400")
+        assert answer.count("HTTP/1.1") == 1
+        writer.close()
+
+
 async def test_the_body_is_limited_while_it_is_read(engine: FakeEngine, tmp_path):
     settings = make_settings(tmp_path, server={"max_body_bytes": 4096, "body_timeout_s": 0.3})
     json_type = {"content-type": "application/json"}
