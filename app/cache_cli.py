@@ -9,12 +9,14 @@ from typing import Annotated, Any, Protocol
 
 import typer
 from rich.console import Console
+from rich.measure import Measurement
 from rich.table import Table
 
 from app.settings import GIB, Settings, SettingsError, load_settings, parse_flags
 
 ANY_SETTING = {"allow_extra_args": True, "ignore_unknown_options": True}
 TOKEN_BYTES = 4
+MAX_COLUMNS = 2000
 
 cli = typer.Typer(
     no_args_is_help=True,
@@ -77,6 +79,9 @@ def list_sessions(context: typer.Context, config: Config = None) -> None:
     for _, cells in sorted(rows, reverse=True):
         table.add_row(*cells)
     console = Console(highlight=False)
+    # In its full width: an id that is cut is of no use.
+    width = Measurement.get(console, console.options.update(max_width=MAX_COLUMNS), table).maximum
+    console.width = max(console.width, width)
     console.print(table if rows else f"No sessions in {settings.state_dir}.", markup=False)
 
 

@@ -5,7 +5,7 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal, get_args, get_origin
 
 import typer
 from rich.console import Console
@@ -88,7 +88,8 @@ def list_settings() -> None:
     for name, field in known_settings():
         default = field.default
         shown = ("true" if default else "false") if isinstance(default, bool) else str(default)
-        table.add_row(name, "" if default in ((), "") else shown, field.description)
+        choices = f" ({' | '.join(get_args(field.annotation))})" if get_origin(field.annotation) is Literal else ""
+        table.add_row(name, "" if default in ((), "") else shown, f"{field.description}{choices}")
     Console().print(table)
 
 
@@ -127,6 +128,9 @@ def open_stores(settings: Settings) -> Iterator[cache_cli.Store]:
     from cache.tiers.disk import DirectoryLocked, DiskTier
 
     root = settings.state_dir / "kv"
+    if not settings.state_dir.is_dir():
+        console.print(f"reprise: there is no directory {settings.state_dir}", markup=False)
+        raise typer.Exit(1)
     try:
         for directory in sorted(root.iterdir()) if root.is_dir() else []:
             segment_bytes = _segment_bytes(directory)

@@ -107,9 +107,20 @@ def test_a_directory_in_use_is_left_alone(two_models: Path, command: str, monkey
 
 
 @pytest.mark.parametrize("command", ["ls", "stats", "verify", "clear"])
-def test_an_empty_or_missing_directory_is_no_error(tmp_path: Path, command: str):
+def test_an_empty_directory_is_no_error_and_a_missing_one_is(tmp_path: Path, command: str):
     arguments = [command, "--yes"] if command == "clear" else [command]
-    assert reprise(tmp_path / "nothing", *arguments).exit_code == 0
+    assert reprise(tmp_path, *arguments).exit_code == 0
+    result = reprise(tmp_path / "nothing", *arguments)
+    assert (result.exit_code, "there is no directory" in result.output) == (1, True)
+    assert not (tmp_path / "nothing").exists()
+
+
+def test_ls_shows_whole_ids(tmp_path: Path):
+    store(tmp_path, b"one model", "a" * 128)
+    command = ["cache", "ls", "--cache.disk_dir", str(tmp_path)]
+    shown = CliRunner().invoke(cli.cli, command, env={"COLUMNS": "60", "NO_COLOR": "1"}).output
+    assert "a" * 128 in shown
+    assert b"one model".hex()[:12] in shown
 
 
 def test_a_header_that_cannot_be_read_hides_nothing_else(two_models: Path):

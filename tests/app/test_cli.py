@@ -39,6 +39,7 @@ def test_version_help_and_settings():
     assert "--model" in runner.invoke(cli.cli, ["serve", "--help"], env={"COLUMNS": "120", "NO_COLOR": "1"}).output
     listed = runner.invoke(cli.cli, ["settings"], env={"COLUMNS": "200"}).output
     assert [name for name, _ in known_settings() if name not in listed] == []
+    assert "attentionstore | prefix | recompute" in " ".join(listed.split())
 
 
 @pytest.mark.parametrize(
