@@ -187,9 +187,11 @@ class Service:
                     if request.client_shift is None
                     else request.client_shift,
                     max_tokens=longest - 1,
+                    max_newest_tokens=min(longest, model.max_context) - 1,
                 )
-        except PromptTooLong:
-            raise too_long(longest, None) from None
+        except PromptTooLong as error:
+            alone = error.max_tokens < longest - 1  # where history makes room, the newest message has to fit
+            raise (context_length_exceeded(model.max_context, None) if alone else too_long(longest, None)) from None
         except TemplateError as error:
             raise invalid(str(error)[:500], "messages") from None
         except TimeoutError:

@@ -44,7 +44,8 @@ class Request:
     template_args: dict[str, Any]
     text: str  # all of it, rendered
     chain: list[bytes]  # [messages + 1]: digest of the scope and the first n messages
-    max_tokens: int | None = None
+    max_tokens: int | None = None  # it may have
+    max_newest_tokens: int | None = None  # its last message may have
 
     def render(self, messages: list[Message], opens_answer: bool = True) -> str:
         return self.tokenizer.render(

@@ -32,7 +32,11 @@ class TokenizerError(Exception):
 
 
 class PromptTooLong(Exception):
-    """The text makes more tokens than are taken. Nobody counted how many."""
+    """The text, or its newest message alone, makes more than `max_tokens`. Nobody counted how many."""
+
+    def __init__(self, max_tokens: int) -> None:
+        super().__init__(f"more than {max_tokens} tokens")
+        self.max_tokens = max_tokens
 
 
 class ChatTokenizer:

@@ -97,33 +97,23 @@ class Transcripts:
         now: float,
         client_shift: bool = False,
         max_tokens: int | None = None,
+        max_newest_tokens: int | None = None,
     ) -> PreparedPrompt:
         """The ids of a chat request, and its session: the one given, that of the answer it goes on from, or a new one.
         With `client_shift` it may also go on from a conversation whose earliest messages the client has dropped.
 
         Recorded answers are found by content, whatever session they are of. `messages` must not be changed afterwards.
-        Raises TemplateError, and PromptTooLong for a long text of more than `max_tokens` before it is tokenized as a
-        whole; what is only a little longer is prepared.
+        Raises TemplateError, and PromptTooLong for a long text of more than `max_tokens`, or with more than
+        `max_newest_tokens` in its last message, before it is tokenized as a whole; what is little longer is prepared.
         """
         with self._lock:
             text = tokenizer.render(messages, tools=tools, template_args=template_args, add_generation_prompt=True)
-            request = self._request(tokenizer, tenant, model, messages, tools, template_args, text, max_tokens)
+            scope = digest(
+                "scope", tenant, model, tokenizer.template_digest, canonical(tools), canonical(template_args)
+            )
+            chain = self._chain(scope, messages)
+            request = Request(tokenizer, messages, tools, template_args, text, chain, max_tokens, max_newest_tokens)
             return self._prepare(request, tenant, session_id, now, client_shift)
-
-    def _request(
-        self,
-        tokenizer: TextTokenizer,
-        tenant: str,
-        model: str,
-        messages: list[Message],
-        tools: list[dict[str, Any]] | None,
-        template_args: dict[str, Any],
-        text: str,
-        max_tokens: int | None,
-    ) -> Request:
-        scope = digest("scope", tenant, model, tokenizer.template_digest, canonical(tools), canonical(template_args))
-        chain = self._chain(scope, messages)
-        return Request(tokenizer, messages, tools, template_args, text, chain, max_tokens)
 
     def _prepare(
         self, request: Request, tenant: str, session_id: str | None, now: float, client_shift: bool
@@ -249,10 +239,13 @@ class Transcripts:
         )
         start = len(request.text) - len(rest)
         marks = [max(0, bound - start) for bound in bounds or ()]
+        newest = request.text[bounds[-2] : bounds[-1]] if bounds is not None and len(bounds) > 1 else ""
         self._lock.release()
         try:
+            if request.max_newest_tokens is not None and tokenizer.exceeds(newest, request.max_newest_tokens):
+                raise PromptTooLong(request.max_newest_tokens)
             if request.max_tokens is not None and tokenizer.exceeds(rest, max(0, request.max_tokens - known)):
-                raise PromptTooLong
+                raise PromptTooLong(request.max_tokens)
             return tokenizer.encode_marked(rest, marks, behind=first > 0)
         finally:
             self._lock.acquire()

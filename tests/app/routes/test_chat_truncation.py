@@ -120,6 +120,20 @@ async def test_what_is_far_too_long_is_refused_before_it_is_tokenized(engine: Fa
         assert (await running.chat("fox")).status_code == 200
 
 
+async def test_a_newest_message_that_cannot_fit_is_refused_before_it_is_tokenized(running: Running):
+    tokenizer = running.app.state.service._tokenizer
+    tokenized: list[int] = []
+    encode = tokenizer._encode_batch
+    tokenizer._encode_batch = lambda texts: tokenized.extend(map(len, texts)) or encode(texts)
+    refused = await running.chat("fox " * 50_000)  # far less than the longest history
+    assert (refused.status_code, refused.json()["error"]["code"]) == (400, "context_length_exceeded")
+    assert "context window is 256 tokens" in refused.json()["error"]["message"]
+    assert sum(tokenized) < 100_000
+    assert running.engine.submitted == []
+    long_ago = [{"role": "user", "content": "fox " * 20_000}, ANSWER, QUESTION]
+    await submitted(running, long_ago)  # history may be dropped
+
+
 async def test_what_does_not_fit_even_alone_is_refused_by_the_engine(running: Running):
     running.engine.script.refuse = "context_length_exceeded"
     refused = await running.chat("fox " * 500)
