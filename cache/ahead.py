@@ -5,7 +5,6 @@ from collections.abc import Mapping, Sequence
 from cache.context import RunningContext
 from cache.hierarchy import Hierarchy
 from cache.sessions import SessionStore
-from cache.table import SessionName
 from cache.windows import eviction_window, prefetch_window
 
 
@@ -19,14 +18,14 @@ class LookAhead:
         self._sessions = sessions
         self._running = running
         self._reuse = reuse
-        self._upcoming: list[SessionName] = []
+        self._waiting: list[str] = []
 
     def plan(self, waiting: Sequence[str], starting: int, now: float) -> None:
         """Look ahead (AttentionStore §3.3): tell the policies what comes, fetch for it, write what is behind. The first
         `starting` of those who wait have a place in the batch: they load for themselves, layer by layer."""
-        names = [self._running[request_id].session for request_id in waiting]
-        if names != self._upcoming:
-            self._upcoming = names
+        if waiting != self._waiting:
+            self._waiting = list(waiting)
+            names = [self._running[request_id].session for request_id in waiting]
             if self._sessions.mean_bytes:
                 window = eviction_window(
                     self._lower.dram_slots * self._lower.slot_bytes, self._lower.disk_bytes, self._sessions.mean_bytes

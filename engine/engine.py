@@ -3,22 +3,21 @@
 import logging
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 
 from cache.manager import CacheManager
 from cache.opening import ClientCut
 from cache.plan import CapturePiece, CopyRows, Transferred
-from cache.stats import PromptReport
 from cache.tiers.capture import CaptureSink
 from cache.transfer import Transfer
 from cache.truncate import CutRules, DoesNotFit, reserved
 from engine.arrival import Arrival
 from engine.batch import BatchItem, BlockTables, build_batch
+from engine.choice import Choice, cache_report, error_output
 from engine.directory import SessionDirectory
 from engine.messages import (
-    CacheReport,
     ModelInfo,
     Output,
     SessionReply,
@@ -30,7 +29,7 @@ from engine.messages import (
     TokenLogprob,
 )
 from engine.runner import ModelRunner
-from engine.sampler import BadLogits, PenaltyState, Sampled, Sampler, SampleRow, choice_seed
+from engine.sampler import BadLogits, PenaltyState, Sampled, Sampler, choice_seed
 from engine.schedule import scheduler_state
 from engine.verify import Verifier
 from scheduler.scheduler import Chunk, QueueFull, Scheduler
@@ -39,22 +38,6 @@ from scheduler.sequence import Sequence
 log = logging.getLogger(__name__)
 
 _LOAD_WAIT_S = 0.005  # when there is nothing to do but wait for KV; new requests wait no longer than that
-
-
-@dataclass(slots=True)
-class _Choice:
-    """A sequence and what the engine alone needs to know of it."""
-
-    sequence: Sequence
-    request_id: str  # the app's, shared by all choices of a request
-    index: int
-    seed: int
-    penalties: PenaltyState | None
-    end_ids: tuple[int, ...]
-    may_truncate: bool
-    report: PromptReport | None = None
-    reported: bool = False
-    load_wait_s: float = 0.0  # its steps waited for KV that was being loaded
 
 
 class Engine:
@@ -94,7 +77,7 @@ class Engine:
         self._verifier = verifier
         self._truncation = truncation
         self._close_timeout_s = close_timeout_s
-        self._choices: dict[str, _Choice] = {}  # by the id of the sequence
+        self._choices: dict[str, Choice] = {}  # by the id of the sequence
         self._requests: dict[str, list[str]] = {}  # the app's request id -> its unfinished sequences
         self._steps = 0
         self._step_seconds = 0.0
@@ -110,16 +93,16 @@ class Engine:
         problem = self._problem(request)
         if problem is not None:
             code, message = problem
-            return [_error(request.request_id, index, code, message) for index in range(request.num_choices)]
+            return [error_output(request.request_id, index, code, message) for index in range(request.num_choices)]
         refused = []
         for index in range(request.num_choices):
             try:
                 self._add(request, index, now)
             except QueueFull as error:
-                refused.append(_error(request.request_id, index, "overloaded", f"the queue is full: {error}"))
+                refused.append(error_output(request.request_id, index, "overloaded", f"the queue is full: {error}"))
             except DoesNotFit:
                 code, message = _too_long(len(request.token_ids), self.model.max_context)
-                refused.append(_error(request.request_id, index, code, message))
+                refused.append(error_output(request.request_id, index, code, message))
         return refused
 
     def _problem(self, request: Submit) -> tuple[str, str] | None:
@@ -174,7 +157,7 @@ class Engine:
             self._cache.close(sequence.request_id, 0, now)
             raise
         ends = () if sampling.ignore_eos else self.model.eos_token_ids
-        self._choices[sequence.request_id] = _Choice(
+        self._choices[sequence.request_id] = Choice(
             sequence=sequence,
             request_id=request.request_id,
             index=index,
@@ -209,7 +192,7 @@ class Engine:
         """End everything with an error. Nothing of the failed step is kept: half of it may have been written."""
         outputs = []
         for choice in list(self._choices.values()):
-            outputs.append(_error(choice.request_id, choice.index, "internal_error", message))
+            outputs.append(choice.failed(message))
             self._close(choice, 0)
         self._transfer.carry_out([move for move in self._cache.take_moves() if not isinstance(move, CopyRows)])
         return outputs
@@ -244,7 +227,7 @@ class Engine:
             self._restart(self._choices[sequence_id])
         return failed
 
-    def _restart(self, choice: _Choice) -> None:
+    def _restart(self, choice: Choice) -> None:
         """What a sequence has computed is void: it is admitted anew."""
         sequence_id = choice.sequence.request_id
         self._cache.void(sequence_id)
@@ -315,7 +298,7 @@ class Engine:
             self._sink.begin()
         return self._runner.forward(batch, arrival if jobs else None), arrival
 
-    def _verify(self, ready: list[_Choice], logits: torch.Tensor) -> tuple[list[_Choice], torch.Tensor]:
+    def _verify(self, ready: list[Choice], logits: torch.Tensor) -> tuple[list[Choice], torch.Tensor]:
         """Before a first token is drawn from what was loaded: see whether a recompute agrees. Returns those that may
         go on; the others start anew, without it."""
         assert self._verifier is not None
@@ -348,18 +331,18 @@ class Engine:
             wants_logits=chunk.is_last,
         )
 
-    def _sample(self, ready: list[_Choice], logits: torch.Tensor, now: float) -> list[Output]:
+    def _sample(self, ready: list[Choice], logits: torch.Tensor, now: float) -> list[Output]:
         outputs = []
         while ready:
             try:
-                sampled = self._sampler.sample(logits, [_sample_row(choice) for choice in ready])
+                sampled = self._sampler.sample(logits, [choice.sample_row() for choice in ready])
                 break
             except BadLogits as error:
                 bad = set(error.rows)
                 for row in bad:
                     choice = ready[row]
                     message = "the model produced no valid distribution for the next token"
-                    outputs.append(_error(choice.request_id, choice.index, "internal_error", message))
+                    outputs.append(choice.failed(message))
                     self._cache.distrust(choice.sequence.request_id)
                     self._close(choice, 0)
                 keep = [row for row in range(len(ready)) if row not in bad]
@@ -368,7 +351,7 @@ class Engine:
             return outputs
         return outputs + [self._accept(choice, token, now) for choice, token in zip(ready, sampled, strict=True)]
 
-    def _accept(self, choice: _Choice, sampled: Sampled, now: float) -> Output:
+    def _accept(self, choice: Choice, sampled: Sampled, now: float) -> Output:
         """Append a sampled token; end the choice if that was its last."""
         sequence = choice.sequence
         sequence.token_ids.append(sampled.token_id)
@@ -389,7 +372,7 @@ class Engine:
             return self._end(choice, reason, now, [sampled.token_id], logprobs)
         return self._output(choice, [sampled.token_id], logprobs, now)
 
-    def _truncate(self, choice: _Choice) -> bool:
+    def _truncate(self, choice: Choice) -> bool:
         """The window is full in the middle of an answer: go on with less history, if that is allowed and possible."""
         sequence = choice.sequence
         if not choice.may_truncate:
@@ -409,18 +392,18 @@ class Engine:
 
     def _end(
         self,
-        choice: _Choice,
+        choice: Choice,
         reason: str,
         now: float,
         token_ids: Iterable[int] = (),
         logprobs: list[TokenLogprob] | None = None,
     ) -> Output:
-        timings = _timings(choice, now)
+        timings = choice.timings(now)
         self._scheduler.completed(choice.sequence)
         self._close(choice, choice.sequence.computed_tokens)
         return self._output(choice, list(token_ids), logprobs, now, finish_reason=reason, timings=timings)
 
-    def _close(self, choice: _Choice, num_tokens: int) -> None:
+    def _close(self, choice: Choice, num_tokens: int) -> None:
         """Leave every table; the session's context is the first `num_tokens` tokens, as far as they were computed."""
         sequence = choice.sequence
         self._scheduler.remove(sequence)
@@ -434,7 +417,7 @@ class Engine:
 
     def _output(
         self,
-        choice: _Choice,
+        choice: Choice,
         token_ids: list[int],
         logprobs: list[TokenLogprob] | None,
         now: float,
@@ -446,21 +429,11 @@ class Engine:
         if choice.report is not None and not choice.reported:
             choice.reported = True
             self._cache.stats.count_prompt(choice.report)
-            report = _cache_report(choice.report)
-            timings = timings or _timings(choice, now)
+            report = cache_report(choice.report)
+            timings = timings or choice.timings(now)
         elif choice.report is not None and finish_reason is not None and choice.sequence.dropped_tokens:
-            report = _cache_report(choice.report)
-        return Output(
-            request_id=choice.request_id,
-            choice=choice.index,
-            token_ids=token_ids,
-            logprobs=logprobs,
-            finish_reason=finish_reason,
-            report=report,
-            timings=timings,
-            error=None,
-            error_code=None,
-        )
+            report = cache_report(choice.report)
+        return choice.output(token_ids, logprobs, finish_reason, report, timings)
 
     # --- sessions -----------------------------------------------------------------------------------------------------
 
@@ -524,44 +497,6 @@ class Engine:
         )
 
 
-def _sample_row(choice: _Choice) -> SampleRow:
-    sequence = choice.sequence
-    return SampleRow(
-        sampling=sequence.sampling,
-        seed=choice.seed,
-        position=sequence.output_tokens,
-        penalties=choice.penalties,
-        end_ids=choice.end_ids,
-    )
-
-
-def _timings(choice: _Choice, now: float) -> Timings:
-    sequence = choice.sequence
-    scheduled = now if sequence.scheduled_s is None else sequence.scheduled_s
-    first = now if sequence.first_token_s is None else sequence.first_token_s
-    return Timings(
-        queue_ms=(scheduled - sequence.arrived_s) * 1e3,
-        load_ms=choice.load_wait_s * 1e3,
-        prefill_ms=max(0.0, first - scheduled - choice.load_wait_s) * 1e3,
-        decode_ms=(now - first) * 1e3,
-    )
-
-
-def _cache_report(report: PromptReport) -> CacheReport:
-    return CacheReport(
-        prompt_tokens=report.prompt_tokens,
-        history_tokens=report.history_tokens,
-        hbm_tokens=report.hbm_tokens,
-        dram_tokens=report.dram_tokens,
-        disk_tokens=report.disk_tokens,
-        redis_tokens=0,
-        computed_tokens=report.computed_tokens,
-        truncated_tokens=report.truncated_tokens,
-        shifted_tokens=report.shifted_tokens,
-        miss_reasons=report.miss_reasons,
-    )
-
-
 def _client_cut(shift: Shift | None) -> ClientCut | None:
     return None if shift is None else ClientCut(shift.stream, shift.keep, shift.resume)
 
@@ -569,17 +504,3 @@ def _client_cut(shift: Shift | None) -> ClientCut | None:
 def _too_long(length: int, window: int) -> tuple[str, str]:
     message = f"the prompt has {length} tokens; the context window of {window} holds the answer too"
     return "context_length_exceeded", message
-
-
-def _error(request_id: str, choice: int, code: str, message: str) -> Output:
-    return Output(
-        request_id=request_id,
-        choice=choice,
-        token_ids=[],
-        logprobs=None,
-        finish_reason="error",
-        report=None,
-        timings=None,
-        error=message,
-        error_code=code,
-    )

@@ -218,9 +218,9 @@ class Simulation:
             self._submit(heapq.heappop(self._arrivals)[2])
         if self._live and self._rng.random() < self.machine.cancels:
             self._cancel(self._rng.choice(sorted(self._live)))
-        self.cache.plan(self.scheduler.upcoming(), self.scheduler.free_places, self.now)
-        self._carry_out(self.cache.take_moves())
         upcoming = self.scheduler.upcoming()
+        self.cache.plan(upcoming, self.scheduler.free_places, self.now)
+        self._carry_out(self.cache.take_moves())
         self._check(len(set(upcoming)) == len(upcoming) == self.scheduler.num_waiting, "the order lies about who waits")
         fresh = {s.request_id for s, _ in self._live.values() if s.scheduled_s is None}
         schedule = self.scheduler.schedule(self.now)

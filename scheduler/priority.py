@@ -8,7 +8,7 @@ from scheduler.ports import CacheView, Residency
 from scheduler.queues import FRONT
 from scheduler.sequence import Sequence
 
-_REFRESH_TOKENS = 16_384  # contexts looked up per step: half a millisecond, however long histories are
+_REFRESH_TOKENS = 8192  # contexts looked up per step: a quarter of a millisecond, however long histories are
 
 
 class TransferClass(IntEnum):

@@ -15,6 +15,7 @@ from scheduler.queues import WaitingQueue
 from scheduler.sequence import Sequence, SequenceState
 
 _FRONT = 4  # of those who wait, so many are looked at for loads to start
+_ASK_AGAIN = 8  # tokens after which the rest of an answer is predicted anew
 _TPOT_WEIGHT = 0.1  # of a new step in the mean time between tokens
 
 
@@ -101,6 +102,7 @@ class Scheduler:
         self._front = Standings(cache=cache, hidden_s=stall_budget_s)
         self._scores: dict[Sequence, int] = {}  # as the cache was told
         self._predicted: dict[Sequence, int] = {}  # of those who have started: how long the answer was to be
+        self._expected: dict[Sequence, tuple[int, int]] = {}  # tokens said when it was asked, and the answer
         self._tpot_s: float | None = None
         self._work = StepWork()  # of the step that was scheduled last
         self.preemptions = 0
@@ -191,6 +193,7 @@ class Scheduler:
                 self._queue.remove(sequence)
         self._scores.pop(sequence, None)
         self._predicted.pop(sequence, None)
+        self._expected.pop(sequence, None)
         if sequence.state is not SequenceState.FINISHED:
             self._queue.finished(sequence)
         sequence.state = SequenceState.FINISHED
@@ -442,6 +445,8 @@ class Scheduler:
                 break
             load_s = None if sequence in self._ahead else self._front.load_s(sequence)
             waiting.append(timer.WaitingLoad(sequence.request_id, load_s))
+        if all(load.load_s is None for load in waiting):
+            return
         due = timer.due([self._remaining_s(s, now) for s in self._running], 0, loading_s, waiting)
         for sequence in front:
             if sequence.request_id not in due:
@@ -462,6 +467,14 @@ class Scheduler:
             if sequence not in self._front:
                 self._front.watch(sequence)
 
+    def _expected_tokens(self, sequence: Sequence) -> int:
+        """Of the whole answer, asked anew every few tokens."""
+        asked_at, expected = self._expected.get(sequence, (-_ASK_AGAIN, 0))
+        if sequence.output_tokens - asked_at >= _ASK_AGAIN or sequence.output_tokens >= expected:
+            expected = self._predictor.predict(sequence)
+            self._expected[sequence] = sequence.output_tokens, expected
+        return expected
+
     def _remaining_s(self, sequence: Sequence, now: float) -> float:
         if self._tpot_s is None:
             return 0.0  # nothing is known: rather early than late
@@ -470,7 +483,7 @@ class Scheduler:
             prefill_s = self._cost.seconds(StepWork().plus_chunk(sequence.pending_tokens, sequence.computed_tokens))
         return timer.remaining_s(
             tpot_s=self._tpot_s,
-            output_tokens=self._predictor.predict(sequence),
+            output_tokens=self._expected_tokens(sequence),
             now=now,
             started_s=sequence.first_token_s,
             prefill_s=prefill_s,

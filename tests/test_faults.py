@@ -448,3 +448,29 @@ def test_a_read_that_hangs_holds_up_nobody_else(
         assert ("load_failed" in stuck.report.miss_reasons) == failed
     assert_at_rest(driver)
     driver.close()
+
+
+@pytest.mark.parametrize("at_once", [False, True])
+@pytest.mark.parametrize("tiers_below", [{"disk_gbps": 0.02}, {"dram_bytes": 100 * SLOT, "dram_gbps": 0.02}])
+def test_loads_that_are_never_in_time(
+    path: Path,
+    tmp_path: Path,
+    expected: list[list[list[int]]],
+    monkeypatch: pytest.MonkeyPatch,
+    at_once: bool,
+    tiers_below: dict[str, Any],
+) -> None:
+    """Every step gives up at once on what is not there; what comes is used all the same."""
+    monkeypatch.setattr("engine.arrival._PATIENCE_S", 0.0)
+    monkeypatch.setattr("engine.arrival._LONE_PATIENCE_S", 0.0)
+    driver = tiered(path, **{**DISK, **tiers_below}, disk_dir=str(tmp_path))
+    voided: list[str] = []
+    void = driver.cache.void
+    monkeypatch.setattr(driver.cache, "void", lambda request_id: (voided.append(request_id), void(request_id))[1])
+    texts, tiers = converse(driver, turns=4, at_once=at_once)
+    assert texts == expected[3]
+    assert voided
+    assert not driver.engine.stats().load_failures
+    assert tiers["computed"] <= 4 * 4 * 80, "only what is new"
+    assert_at_rest(driver)
+    driver.close()
