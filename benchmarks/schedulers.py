@@ -132,6 +132,7 @@ class Calibration:
     disk_gbps: float
     load_s: float  # of a mean history from the throttled disk, as measured
     service_rate: float  # turns a second
+    window: int  # places
 
 
 def mean_of(values: Sequence[float]) -> float:
@@ -148,7 +149,7 @@ def percentile(values: Sequence[float], share: float) -> float:
 
 
 def settings_of(
-    policy: str, model: str, shape: Shape, in_hbm: int, in_dram: int, gbps: float, directory: Path
+    policy: str, model: str, shape: Shape, in_hbm: int, in_dram: int, window: int, gbps: float, directory: Path
 ) -> dict[str, Any]:
     size = shape.final_tokens
     return {
@@ -160,6 +161,7 @@ def settings_of(
         "cache.disk_gbps": gbps,
         "cache.disk_dir": directory,
         "scheduler.policy": policy,
+        "scheduler.window": window,
         # One place of HBM is left for KV that comes while all others run.
         "scheduler.max_seqs": max(1, in_hbm - 1),
     }
@@ -227,8 +229,12 @@ class Player:
             if not metrics["reprise_in_flight_transfers"] and not metrics["reprise_running_requests"]:
                 return metrics
 
+    def state(self) -> dict[str, Any]:
+        answer: dict[str, Any] = httpx.get(f"{self.server.url}/v1/scheduler", timeout=10).raise_for_status().json()
+        return answer
+
     def counts(self) -> Counter[str]:
-        state = httpx.get(f"{self.server.url}/v1/scheduler", timeout=10).raise_for_status().json()
+        state = self.state()
         counts = Counter({f"loads {name}": n for name, n in state["loads"].items()})
         counts.update({f"timer {name}": n for name, n in state["timer"].items()})
         counts.update({name: state[name] for name in ("overtakes", "preemptions", "fair_preemptions")})
@@ -272,7 +278,7 @@ def fail_on(results: Sequence[TurnResult]) -> None:
 
 def prefill_seconds(model: str, shape: Shape, directory: Path) -> float:
     """Of a turn's new tokens behind a mean history in HBM, alone on a server of its own; the median of some."""
-    settings = settings_of("fcfs", model, shape, 3, 0, 0.0, directory)
+    settings = settings_of("fcfs", model, shape, 3, 0, 0, 0.0, directory)
     with serve("probe", settings) as server:
         player = Player(server, "fcfs", shape)
         seconds = []
@@ -421,8 +427,8 @@ def show(console: Console, result: dict[str, Any]) -> None:
         f"service rate {calibration['service_rate']:.2f} turns/s"
     )
     table = Table(title="Turns by arrival rate and scheduler", title_justify="left")
-    for heading in ("rate", "policy", "TTFT p50", "p95", "p99 ms", "max wait ms, class 1 / 2 / 3", "loads in time",
-                    "ITL p99 ms", "goodput", "strict", "failed"):  # fmt: skip
+    for heading in ("rate", "policy", "TTFT p50", "p95", "p99 ms", "max wait ms by class", "loads in time",
+                    "ITL p99", "goodput", "strict", "failed"):  # fmt: skip
         table.add_column(heading, justify="right")
     for share in result["ratios"]:
         for policy, arm in result["arms"].items():
@@ -448,8 +454,8 @@ def show(console: Console, result: dict[str, Any]) -> None:
 
 
 def measure(
-    model: str, shape: Shape, policies: tuple[str, ...], rounds: int, in_hbm: int, in_dram: int, directory: Path,
-    console: Console, keep: Callable[[Calibration, list[Leg]], None],
+    model: str, shape: Shape, policies: tuple[str, ...], rounds: int, in_hbm: int, in_dram: int, window: int,
+    directory: Path, console: Console, keep: Callable[[Calibration, list[Leg]], None],
 ) -> tuple[Calibration, list[Leg]]:  # fmt: skip
     """`keep` is called with what there is behind every round. Raises ServerFailed, and RuntimeError where conversations
     cannot begin."""
@@ -462,14 +468,15 @@ def measure(
         gbps = shape.mean_history * bytes_per_token / 1e9 / prefill_s
         players = {}
         for policy in dict.fromkeys((*policies, "fcfs")):
-            settings = settings_of(policy, model, shape, in_hbm, in_dram, gbps, directory / policy)
+            settings = settings_of(policy, model, shape, in_hbm, in_dram, window, gbps, directory / policy)
             players[policy] = Player(stack.enter_context(serve(policy, settings)), policy, shape)
             players[policy].begin("warm-up", 0)
             players[policy].forget()
         neutral = players["fcfs"]
         neutral.begin("probe", 0)
         load_s = load_seconds(neutral, shape, bytes_per_token)
-        calibration = Calibration(prefill_s, gbps, load_s, service_rate(neutral, shape, 2))
+        window = players[policies[0]].state()["window"]
+        calibration = Calibration(prefill_s, gbps, load_s, service_rate(neutral, shape, 2), window)
         neutral.forget()
         for round_ in range(rounds):
             for policy in policies:
@@ -500,6 +507,7 @@ def main() -> int:
     parser.add_argument("--shares", type=float, nargs="+", default=list(SHARES), help="rates, of the service rate")
     parser.add_argument("--in-hbm", type=int, default=5, help="conversations that HBM holds")
     parser.add_argument("--in-dram", type=int, default=3, help="conversations that DRAM holds")
+    parser.add_argument("--window", type=int, default=0, help="places of car's window; 0: what the server makes of it")
     parser.add_argument("--policies", nargs="+", choices=POLICIES, default=list(POLICIES))
     parser.add_argument("--no-result", action="store_true", help="do not write the result file")
     arguments = parser.parse_args()
@@ -524,6 +532,7 @@ def main() -> int:
             "calibration": {
                 "prefill_s": round(calibration.prefill_s, 4), "disk_gbps": round(calibration.disk_gbps, 4),
                 "load_s": round(calibration.load_s, 4), "service_rate": round(calibration.service_rate, 3),
+                "window": calibration.window,
             },
             "held": verdicts(summary),
             **summary,
@@ -539,8 +548,9 @@ def main() -> int:
         if not arguments.model:
             make_model(Path(model), SHAPES["125m"], seed=0)
         calibration, legs = measure(
-            model, shape, policies, arguments.rounds, arguments.in_hbm, arguments.in_dram, directory, console, keep
-        )
+            model, shape, policies, arguments.rounds, arguments.in_hbm, arguments.in_dram, arguments.window, directory,
+            console, keep,
+        )  # fmt: skip
     final = result(calibration, legs)
     show(console, final)
     return 0 if final["held"] and all(final["held"].values()) else 1
