@@ -47,6 +47,7 @@ from loadgen.client import Messages, Target, TurnResult, run
 from loadgen.workload import Conversation, Turn
 
 POLICIES = ("car", "priority", "fcfs")
+TIERS = ("hbm", "dram", "disk", "computed")
 SHARES = (0.5, 0.75, 0.95)  # of the service rate
 BLOCK = 32
 GIB = 1 << 30
@@ -101,6 +102,8 @@ class Sample:
     queue_s: float
     tier_class: int
     error: str | None
+    tokens: dict[str, int]  # of the prompt, by tier, or "computed"
+    missed: dict[str, int]  # reason -> computed tokens
 
     @property
     def is_good(self) -> bool:
@@ -252,7 +255,7 @@ class Player:
         samples = [sample_of(result, self._policy, share, round_) for result in results]
         # A conversation ends at its first error: what it did not send is lost as well.
         lost = sum(len(c.turns) for c in conversations) - len(results)
-        samples += [Sample(self._policy, share, round_, None, (), 0.0, 2, "not sent")] * lost
+        samples += [Sample(self._policy, share, round_, None, (), 0.0, 2, "not sent", {}, {})] * lost
         return Leg(self._policy, share, round_, rate, seconds, counts, load_s, wait_s, samples)
 
 
@@ -264,6 +267,7 @@ def sample_of(result: TurnResult, policy: str, share: float, round_: int) -> Sam
     return Sample(
         policy, share, round_, result.ttft_s if result.error is None else None, tuple(result.gaps_s),
         late_s + timings.get("queue_ms", 0.0) / 1e3, tier_class, result.error,
+        {tier: cache.get(f"{tier}_tokens", 0) for tier in TIERS}, dict(cache.get("miss_reasons") or {}),
     )  # fmt: skip
 
 
@@ -338,6 +342,8 @@ def describe(legs: Sequence[Leg]) -> dict[str, Any]:
         "itl_ms": {name: rounded(percentile(gaps_ms, p)) for name, p in PERCENTILES.items()},
         "max_wait_ms_by_class": {str(c): rounded(max(waits, default=0.0)) for c, waits in waits_ms.items()},
         "turns_by_class": {str(c): len(waits) for c, waits in waits_ms.items()},
+        "prompt_tokens": {tier: sum(s.tokens.get(tier, 0) for s in samples) for tier in TIERS},
+        "computed_tokens": dict(sum((Counter(s.missed) for s in samples), Counter[str]())),
         "loads": loads,
         "loads_hidden": rounded(hidden_share(loads), 4),
         "load_time_hidden": rounded(1 - wait_s / load_s, 4) if load_s else None,
