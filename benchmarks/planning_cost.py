@@ -6,13 +6,13 @@ The real scheduler and cache manager on a virtual clock (`loadgen.simulate`), wi
 known, with histories of 256 tokens whose KV fills HBM and DRAM and lies on a disk. Then more than 1,000 of them return
 at once with 200 to 2,000 new tokens: 64 requests run, about 1,000 wait, most with KV to fetch and load. Per step:
 `Scheduler.upcoming`, `CacheManager.plan` (look-ahead, fetches, writes, the offloader) and `Scheduler.schedule`, in CPU
-time of their thread; beside it what else a step asks of the cache (events, captures, commits). Behind the steps that
-count, some more run under a profiler: the result names the functions in which the time goes, at the higher figures that
-a profiler makes.
+time of their thread; beside it what else a step asks of the cache: events of transfers (at which blocks are chosen to
+leave DRAM), captures and commits. Behind the steps that count, some more run under a profiler: the result names the
+functions in which the time goes, at the higher figures that a profiler makes.
 
 `benchmarks.scheduling_cost` does the same with short histories and no disk, for every policy.
 
-Expected: at most 2 ms a step in the mean.
+Expected: at most 2 ms a step in the mean, by scheduling and planning alone and with what stands beside it.
 """
 
 import argparse
@@ -51,7 +51,7 @@ class Observed(Simulation):
     def __init__(self, *, places: int, waiting: int, **arguments: Any) -> None:
         super().__init__(**arguments)
         self.spent_s: list[dict[str, float]] = []  # of each step that counts
-        self.profiler: cProfile.Profile | None = None
+        self.profilers: dict[bool, cProfile.Profile] = {}  # of what counts, and of what stands beside it; empty: off
         self._places, self._wanted = places, waiting
         self._now_s: Counter[str] = Counter()
         for owner, names in ((self.scheduler, ("upcoming", "schedule")), (self.cache, ("plan", *BESIDE))):
@@ -80,7 +80,7 @@ class Observed(Simulation):
             # The simulation looks at the order a second time, to check it.
             if name in COUNTED and name in self._now_s:
                 return function(*arguments)
-            profiler = self.profiler if name in COUNTED and self.counts else None
+            profiler = self.profilers.get(name in COUNTED) if self.counts else None
             if profiler is not None:
                 profiler.enable()
             before_s = time.thread_time()
@@ -162,23 +162,26 @@ def measure(
         "dram_full": round(lower.resident / max(1, lower.num_slots), 3),
         "disk_full": round(lower.extents.used_bytes / max(1, lower.disk_bytes), 3), "steps": len(counted),
         "ms_per_step": spread([sum(spent.get(name, 0.0) for name in COUNTED) for spent in counted]),
+        "ms_per_step_with_the_rest": spread([sum(spent.values()) for spent in counted]),
         "of_it_ms": {name: spread([spent.get(name, 0.0) for spent in counted]) for name in COUNTED},
         "beside_it_ms": {name: spread([spent.get(name, 0.0) for spent in counted]) for name in BESIDE},
         "loads": dict(run.scheduler.loads), "preemptions": run.scheduler.preemptions,
     }  # fmt: skip
-    run.profiler = cProfile.Profile()
+    run.profilers = {True: cProfile.Profile(), False: cProfile.Profile()}
     run.play(profiled)
     more = len(run.spent_s) - len(counted)
-    return {**arm, "profiled_steps": more, "profile": top_functions(run.profiler, more) if more else []}
+    tops = [top_functions(run.profilers[counts], max(1, more)) for counts in (True, False)]
+    return {**arm, "profiled_steps": more, "profile": tops[0], "profile_beside": tops[1]}
 
 
 def verdicts(arms: list[dict[str, Any]], steps: int) -> dict[str, bool]:
     """What is held -> whether it holds. Fewer steps than asked for show nothing."""
-    return {
-        f"{arm['policy']}: at most {LIMIT_MS} ms a step": arm["steps"] >= steps
-        and arm["ms_per_step"]["mean"] <= LIMIT_MS
-        for arm in arms
-    }
+    held = {}
+    for arm in arms:
+        for name, what in (("ms_per_step", "a step"), ("ms_per_step_with_the_rest", "a step, with events and saving")):
+            line = f"{arm['policy']}: at most {LIMIT_MS} ms {what}"
+            held[line] = arm["steps"] >= steps and arm[name]["mean"] <= LIMIT_MS
+    return held
 
 
 def show(console: Console, arms: list[dict[str, Any]], held: dict[str, bool]) -> None:
@@ -192,12 +195,11 @@ def show(console: Console, arms: list[dict[str, Any]], held: dict[str, bool]) ->
         table.add_row(arm["policy"], *numbers, *(str(arm[n]) for n in ("running", "waiting", "sessions", "steps")))
     console.print(table)
     for arm in arms:
-        console.print(f"{arm['policy']}, under the profiler: ms of their own a step, with callees, calls")
-        for row in arm["profile"][:8]:
-            console.print(
-                f"  {row['own_ms']:7.3f} {row['with_callees_ms']:7.3f} {row['calls']:8.1f}  {row['function']}",
-                highlight=False,
-            )
+        for name in ("profile", "profile_beside"):
+            console.print(f"{arm['policy']}, {name}: ms of their own a step, with callees, calls")
+            for row in arm[name][:8]:
+                numbers = f"{row['own_ms']:7.3f} {row['with_callees_ms']:7.3f} {row['calls']:8.1f}"
+                console.print(f"  {numbers}  {row['function']}", highlight=False)
     for line, holds in held.items():
         console.print(f"[green]held[/green]     {line}" if holds else f"[red]NOT held[/red] {line}")
 

@@ -123,11 +123,13 @@ def test_the_quiet_tenant_may_lose_three_steps(beside_s, errors, held):
 
 
 def test_planning_is_held_to_its_mean_over_enough_steps():
-    def arm(mean_ms: float, steps: int) -> dict:
-        return {"policy": "car", "steps": steps, "ms_per_step": {"mean": mean_ms}}
+    def arm(mean_ms: float, all_ms: float, steps: int) -> dict:
+        means = {"ms_per_step": {"mean": mean_ms}, "ms_per_step_with_the_rest": {"mean": all_ms}}
+        return {"policy": "car", "steps": steps, **means}
 
-    for mean_ms, steps, held in ((2.0, 10, True), (2.1, 10, False), (1.0, 9, False)):
-        assert list(planning_cost.verdicts([arm(mean_ms, steps)], 10).values()) == [held]
+    cases = ((2.0, 2.0, 10, [True, True]), (1.0, 2.1, 10, [True, False]), (1.0, 1.0, 9, [False, False]))
+    for mean_ms, all_ms, steps, held in cases:
+        assert list(planning_cost.verdicts([arm(mean_ms, all_ms, steps)], 10).values()) == held
 
 
 def test_planning_is_measured_with_as_many_as_asked_for():
