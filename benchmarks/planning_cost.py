@@ -198,8 +198,8 @@ def show(console: Console, arms: list[dict[str, Any]], held: dict[str, bool]) ->
         for name in ("profile", "profile_beside"):
             console.print(f"{arm['policy']}, {name}: ms of their own a step, with callees, calls")
             for row in arm[name][:8]:
-                numbers = f"{row['own_ms']:7.3f} {row['with_callees_ms']:7.3f} {row['calls']:8.1f}"
-                console.print(f"  {numbers}  {row['function']}", highlight=False)
+                figures = f"{row['own_ms']:7.3f} {row['with_callees_ms']:7.3f} {row['calls']:8.1f}"
+                console.print(f"  {figures}  {row['function']}", highlight=False)
     for line, holds in held.items():
         console.print(f"[green]held[/green]     {line}" if holds else f"[red]NOT held[/red] {line}")
 

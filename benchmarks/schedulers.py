@@ -3,7 +3,7 @@
     python -m benchmarks.schedulers
 
 Twenty-four conversations of a random 125 M-shape model in bf16, begun with 1,000 tokens each, return with 150 new
-tokens and get answers of 32. HBM and DRAM together hold a third of them at their final length; the rest is on a disk
+tokens and get answers of 32. HBM and DRAM together hold a third of them at their mean length; the rest is on a disk
 throttled so far that loading a mean history takes as long as computing the new tokens of its turn: both are measured in
 the run. Turns arrive by a Poisson process at three rates, given as shares of the rate at which the FCFS server works
 off a burst. In a leg every conversation returns twice, in random order.
@@ -85,6 +85,11 @@ class Shape:
         return self.begun_tokens + (len(self.shares) * self.turns - 1) * self.growth_tokens // 2
 
     @property
+    def mean_tokens(self) -> int:
+        """Of a conversation behind a turn."""
+        return -(-(self.mean_history + self.growth_tokens) // BLOCK) * BLOCK
+
+    @property
     def final_tokens(self) -> int:
         tokens = self.begun_tokens + len(self.shares) * self.turns * self.growth_tokens
         return -(-tokens // BLOCK) * BLOCK
@@ -154,12 +159,12 @@ def percentile(values: Sequence[float], share: float) -> float:
 def settings_of(
     policy: str, model: str, shape: Shape, in_hbm: int, in_dram: int, window: int, gbps: float, directory: Path
 ) -> dict[str, Any]:
-    size = shape.final_tokens
+    size, most = shape.mean_tokens, shape.final_tokens + 2 * BLOCK
     return {
         "model.source": model,
         "model.dtype": "bfloat16",
-        "model.max_context": size + 2 * BLOCK,
-        "cache.hbm_tokens": in_hbm * size + BLOCK,
+        "model.max_context": most,
+        "cache.hbm_tokens": max(in_hbm * size, most) + BLOCK,
         "cache.dram_gib": in_dram * size * kv_bytes_per_token(model) / GIB,
         "cache.disk_gbps": gbps,
         "cache.disk_dir": directory,
@@ -225,12 +230,14 @@ class Player:
                     http.delete(f"/v1/sessions/{session['id']}").raise_for_status()
 
     def rest(self) -> dict[str, float]:
-        """Wait until nothing is under way, by the engine's next reports. Returns its metrics."""
-        while True:
+        """Wait until nothing is under way, by the engine's next reports. Returns its metrics. Raises RuntimeError if
+        that takes too long."""
+        for _ in range(int(TIMEOUT_S / HEARTBEAT_S)):
             time.sleep(HEARTBEAT_S)
             metrics = self.server.metrics()
             if not metrics["reprise_in_flight_transfers"] and not metrics["reprise_running_requests"]:
                 return metrics
+        raise RuntimeError(f"{self._policy}: transfers do not come to an end")
 
     def state(self) -> dict[str, Any]:
         answer: dict[str, Any] = httpx.get(f"{self.server.url}/v1/scheduler", timeout=10).raise_for_status().json()
@@ -530,7 +537,8 @@ def main() -> int:
             "workload": {
                 "conversations": shape.conversations, "first_tokens": shape.first_tokens,
                 "turn_tokens": shape.turn_tokens, "answer_tokens": shape.answer_tokens, "turns_per_leg": shape.turns,
-                "mean_history": shape.mean_history, "final_tokens": shape.final_tokens, "in_hbm": arguments.in_hbm,
+                "mean_history": shape.mean_history, "mean_tokens": shape.mean_tokens,
+                "final_tokens": shape.final_tokens, "in_hbm": arguments.in_hbm,
                 "in_dram": arguments.in_dram, "max_seqs": max(1, arguments.in_hbm - 1), "rounds": arguments.rounds,
                 "rounds_done": len({leg.round_ for leg in legs}),
             },
