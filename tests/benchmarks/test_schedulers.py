@@ -54,6 +54,14 @@ def test_no_loads_show_nothing():
     assert list(verdicts.values()) == [False, True]
 
 
+def test_a_load_that_nobody_counted_is_not_in_time():
+    one = leg("car", 0.5, [1.0], finished=2)
+    one.samples += [Sample("car", 0.5, 0, 1.0, (), 0.0, 3, None, {}, {})] * 4
+    found = schedulers.describe([one])
+    assert found["loads"] == {"finished": 2, "hidden": 0, "exposed": 0, "uncounted": 2}
+    assert found["loads_hidden"] == 0.5
+
+
 def test_goodput_counts_turns_in_time():
     def sample(ttft_s: float | None, *gaps_s: float) -> Sample:
         return Sample("car", 0.5, 0, ttft_s, gaps_s, 0.0, 1, None, {}, {})
