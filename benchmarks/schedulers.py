@@ -6,18 +6,19 @@ Twenty-four conversations of a random 125 M-shape model in bf16, begun with 1,00
 tokens and get answers of 32. HBM and DRAM together hold a third of them at their mean length; the rest is on a disk
 throttled so far that loading a mean history takes as long as computing the new tokens of its turn: both are measured in
 the run. Turns arrive by a Poisson process at three rates, given as shares of the rate at which the FCFS server works
-off a burst. In a leg every conversation returns twice, in random order.
+off a burst. Each is a turn of a conversation chosen at random: one returns twice in a leg in the mean, four times at
+most, and not before its last answer has ended.
 
 The three servers differ in `scheduler.policy` alone. They take turns leg by leg in an order that moves on, with the
 same arrivals and the same prompts, and only one works at a time. A round is a leg at each rate on each server; what it
 has left is deleted before the next, in which the rates follow each other in another order. The result is written after
 every round.
 
-A turn waits from when it was due to its first step (`queue_ms`). Its class is told by where its history was when it
-started: 1 in HBM, 2 nowhere, 3 at least partly below. A load is finished when its request starts after it, hidden when
-it ends behind the computation of those who run; a turn whose answer says that it loaded, and whose load the scheduler
-did not count, counts as neither. Goodput: turns a second that had their first token within 1 s and then
-a mean gap of at most 100 ms; the strict one wants every gap within it.
+A turn waits from when it was due to its first step (`queue_ms`). Its class is told by where most of its history was
+when it started, for no answer names the one by which it was ordered: 1 in HBM, 2 nowhere, 3 below. A load is finished
+when its request starts after it, hidden when it ends behind the computation of those who run; a turn whose answer says
+that it loaded, and whose load the scheduler did not count, counts as neither. Goodput: turns a second that had their
+first token within 1 s and then a mean gap of at most 100 ms; the strict one wants every gap within it.
 
 Expected of `car`: at least 95 % of loads finished or hidden; at the highest rate a TTFT p95 of at most 0.8 x FCFS, at
 the lower ones never above 1.05 x.
@@ -68,7 +69,7 @@ class Shape:
     first_tokens: int
     turn_tokens: int
     answer_tokens: int
-    turns: int  # of a conversation in a leg
+    turns: int  # of a conversation in a leg, in the mean
     shares: tuple[float, ...]
 
     @property
@@ -91,8 +92,14 @@ class Shape:
         return -(-(self.mean_history + self.growth_tokens) // BLOCK) * BLOCK
 
     @property
+    def most_turns(self) -> int:
+        """Of a conversation in a leg."""
+        return 2 * self.turns
+
+    @property
     def final_tokens(self) -> int:
-        tokens = self.begun_tokens + len(self.shares) * self.turns * self.growth_tokens
+        """At most."""
+        tokens = self.begun_tokens + len(self.shares) * self.most_turns * self.growth_tokens
         return -(-tokens // BLOCK) * BLOCK
 
 
@@ -107,6 +114,7 @@ class Sample:
     gaps_s: tuple[float, ...]
     queue_s: float
     tier_class: int
+    loaded: bool  # at least a part of its history
     error: str | None
     tokens: dict[str, int]  # of the prompt, by tier, or "computed"
     missed: dict[str, int]  # reason -> computed tokens
@@ -181,17 +189,17 @@ def target_of(server: Server) -> Target:
 
 
 def arrivals(shape: Shape, rate: float, seed: str, prefix: str) -> list[Conversation]:
-    """Every conversation returns `turns` times, in another order each time; times are a Poisson process."""
+    """Turns of conversations chosen at random, at the times of a Poisson process."""
     rng = random.Random(seed)
     due_s = 0.0
     dues: list[list[float]] = [[] for _ in range(shape.conversations)]
-    for _ in range(shape.turns):
-        for number in rng.sample(range(shape.conversations), shape.conversations):
-            due_s += rng.expovariate(rate)
-            dues[number].append(due_s)
+    for _ in range(shape.turns * shape.conversations):
+        due_s += rng.expovariate(rate)
+        rng.choice([times for times in dues if len(times) < shape.most_turns]).append(due_s)
     return [
         Conversation(f"{prefix}-{number}", "", 0.0, tuple(turn_of(shape, due_s) for due_s in times))
         for number, times in enumerate(dues)
+        if times
     ]
 
 
@@ -263,18 +271,18 @@ class Player:
         samples = [sample_of(result, self._policy, share, round_) for result in results]
         # A conversation ends at its first error: what it did not send is lost as well.
         lost = sum(len(c.turns) for c in conversations) - len(results)
-        samples += [Sample(self._policy, share, round_, None, (), 0.0, 2, "not sent", {}, {})] * lost
+        samples += [Sample(self._policy, share, round_, None, (), 0.0, 2, False, "not sent", {}, {})] * lost
         return Leg(self._policy, share, round_, rate, seconds, counts, load_s, wait_s, samples)
 
 
 def sample_of(result: TurnResult, policy: str, share: float, round_: int) -> Sample:
     cache, timings = result.extra.get("x_cache", {}), result.extra.get("timings", {})
-    loaded = cache.get("dram_tokens", 0) + cache.get("disk_tokens", 0)
-    tier_class = 3 if loaded else 1 if cache.get("hbm_tokens", 0) else 2
+    in_hbm, below = cache.get("hbm_tokens", 0), cache.get("dram_tokens", 0) + cache.get("disk_tokens", 0)
+    tier_class = 2 if in_hbm + below == 0 else 1 if in_hbm >= below else 3
     late_s = max(0.0, result.sent_s - result.due_s)
     return Sample(
         policy, share, round_, result.ttft_s if result.error is None else None, tuple(result.gaps_s),
-        late_s + timings.get("queue_ms", 0.0) / 1e3, tier_class, result.error,
+        late_s + timings.get("queue_ms", 0.0) / 1e3, tier_class, below > 0, result.error,
         {tier: cache.get(f"{tier}_tokens", 0) for tier in TIERS}, dict(cache.get("miss_reasons") or {}),
     )  # fmt: skip
 
@@ -339,7 +347,7 @@ def describe(legs: Sequence[Leg]) -> dict[str, Any]:
     for leg in legs:
         counts.update(leg.counts)
     loads = {name: counts[f"loads {name}"] for name in ("finished", "hidden", "exposed")}
-    loads["uncounted"] = max(0, sum(s.tier_class == 3 for s in samples) - sum(loads.values()))
+    loads["uncounted"] = max(0, sum(s.loaded for s in samples) - sum(loads.values()))
     load_s, wait_s = sum(leg.load_s for leg in legs), sum(leg.load_wait_s for leg in legs)
     seconds = sum(leg.seconds for leg in legs)
     waits_ms = {c: [s.queue_s * 1e3 for s in samples if s.tier_class == c] for c in (1, 2, 3)}

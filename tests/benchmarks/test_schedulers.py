@@ -13,7 +13,8 @@ from loadgen.client import TurnResult
 def leg(policy: str, share: float, ttft_s: list[float | None], round_: int = 0, **loads: int) -> Leg:
     counts = Counter({f"loads {name}": count for name, count in loads.items()})
     samples = [
-        Sample(policy, share, round_, s, (0.01, 0.01), 0.1, 1, None if s is not None else "503", {}, {}) for s in ttft_s
+        Sample(policy, share, round_, s, (0.01, 0.01), 0.1, 1, False, None if s is not None else "503", {}, {})
+        for s in ttft_s
     ]
     return Leg(policy, share, round_, 1.0, 10.0, counts, 0.0, 0.0, samples)
 
@@ -56,7 +57,7 @@ def test_no_loads_show_nothing():
 
 def test_a_load_that_nobody_counted_is_not_in_time():
     one = leg("car", 0.5, [1.0], finished=2)
-    one.samples += [Sample("car", 0.5, 0, 1.0, (), 0.0, 3, None, {}, {})] * 4
+    one.samples += [Sample("car", 0.5, 0, 1.0, (), 0.0, 3, True, None, {}, {})] * 4
     found = schedulers.describe([one])
     assert found["loads"] == {"finished": 2, "hidden": 0, "exposed": 0, "uncounted": 2}
     assert found["loads_hidden"] == 0.5
@@ -64,7 +65,7 @@ def test_a_load_that_nobody_counted_is_not_in_time():
 
 def test_goodput_counts_turns_in_time():
     def sample(ttft_s: float | None, *gaps_s: float) -> Sample:
-        return Sample("car", 0.5, 0, ttft_s, gaps_s, 0.0, 1, None, {}, {})
+        return Sample("car", 0.5, 0, ttft_s, gaps_s, 0.0, 1, False, None, {}, {})
 
     samples = [sample(1.0, 0.05, 0.15), sample(1.0, 0.1), sample(1.1, 0.1), sample(0.5, 0.1, 0.2), sample(None)]
     found = schedulers.describe([Leg("car", 0.5, 0, 1.0, 10.0, Counter(), 0.0, 0.0, samples)])
@@ -73,33 +74,37 @@ def test_goodput_counts_turns_in_time():
 
 
 def test_the_longest_wait_by_class():
-    samples = [Sample("car", 0.5, 0, 1.0, (), wait_s, c, None, {}, {}) for wait_s, c in ((1.0, 1), (2.0, 3), (0.5, 3))]
+    samples = [
+        Sample("car", 0.5, 0, 1.0, (), wait_s, c, c == 3, None, {}, {}) for wait_s, c in ((1.0, 1), (2.0, 3), (0.5, 3))
+    ]
     found = schedulers.describe([Leg("car", 0.5, 0, 1.0, 10.0, Counter(), 0.0, 0.0, samples)])
     assert found["max_wait_ms_by_class"] == {"1": 1000.0, "2": 0.0, "3": 2000.0}
 
 
-def test_the_class_of_a_turn_is_where_its_history_was():
-    def tier_class(**tokens: int) -> int:
+def test_the_class_of_a_turn_is_where_most_of_its_history_was():
+    def sample(**tokens: int) -> Sample:
         extra = {"x_cache": tokens, "timings": {"queue_ms": 250.0}}
         result = TurnResult("c", 0, 1.0, sent_s=1.5, token_s=[2.0], extra=extra)
-        sample = schedulers.sample_of(result, "car", 0.5, 0)
-        assert (sample.queue_s, sample.ttft_s) == (0.75, 1.0)
-        return sample.tier_class
+        return schedulers.sample_of(result, "car", 0.5, 0)
 
-    assert tier_class(hbm_tokens=9, computed_tokens=3) == 1
-    assert tier_class(computed_tokens=3) == 2
-    assert tier_class(hbm_tokens=9, disk_tokens=1) == 3
-    assert tier_class(dram_tokens=9) == 3
+    assert (sample().queue_s, sample().ttft_s) == (0.75, 1.0)  # it was sent half a second late
+    assert (sample(computed_tokens=3).tier_class, sample(computed_tokens=3).loaded) == (2, False)
+    assert (sample(hbm_tokens=9).tier_class, sample(hbm_tokens=9).loaded) == (1, False)
+    assert (sample(hbm_tokens=9, disk_tokens=1).tier_class, sample(hbm_tokens=9, disk_tokens=1).loaded) == (1, True)
+    assert sample(hbm_tokens=3, disk_tokens=2, dram_tokens=2).tier_class == 3
 
 
-def test_arrivals_are_the_same_for_all_and_every_conversation_returns_as_often():
+def test_arrivals_are_the_same_for_all_and_their_conversations_chosen_at_random():
     shape = Shape(24, 1000, 150, 32, 2, (0.5, 0.75, 0.95))
     first, second = (schedulers.arrivals(shape, 4.0, "7", "c") for _ in range(2))
     assert first == second
-    assert {len(c.turns) for c in first} == {2}
+    counts = Counter(len(c.turns) for c in first)
+    assert sum(turns * count for turns, count in counts.items()) == 48
+    assert len(counts) > 2
+    assert max(counts) <= 4
     dues = sorted(turn.due_s for c in first for turn in c.turns)
     assert 48 / dues[-1] == pytest.approx(4.0, rel=0.5)
-    assert all(a.due_s < b.due_s for a, b in (c.turns for c in first))
+    assert all(list(c.turns) == sorted(c.turns, key=lambda turn: turn.due_s) for c in first)
 
 
 def test_gaps_count_as_busy_while_a_newcomer_waits():
