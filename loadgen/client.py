@@ -52,17 +52,31 @@ class Target:
     body: dict[str, Any]  # further fields of every request
 
 
+Messages = list[dict[str, str]]
+
+
 async def run(
-    target: Target, conversations: Sequence[Conversation], *, seed: int, timeout_s: float
+    target: Target,
+    conversations: Sequence[Conversation],
+    *,
+    seed: int,
+    timeout_s: float,
+    histories: dict[str, Messages] | None = None,
 ) -> list[TurnResult]:
-    """Send it all. A conversation ends at its first error; the others go on. Results in order of sending."""
+    """Send it all. A conversation ends at its first error; the others go on. Results in order of sending.
+
+    histories: session id -> what was said in it before, to which is added what is answered now: so that a run can go on
+    where another has stopped.
+    """
+    said = histories if histories is not None else {}
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
     results: list[TurnResult] = []
     began_s = time.perf_counter()
     async with httpx.AsyncClient(timeout=timeout_s, limits=limits) as http, asyncio.TaskGroup() as group:
         for conversation in conversations:
             rng = random.Random(f"{seed} {conversation.session_id}")
-            group.create_task(_converse(http, target, conversation, rng, began_s, results))
+            messages = said.setdefault(conversation.session_id, [])
+            group.create_task(_converse(http, target, conversation, messages, rng, began_s, results))
     return sorted(results, key=lambda result: result.sent_s)
 
 
@@ -70,21 +84,21 @@ async def _converse(
     http: httpx.AsyncClient,
     target: Target,
     conversation: Conversation,
+    messages: Messages,
     rng: random.Random,
     began_s: float,
     results: list[TurnResult],
 ) -> None:
-    messages: list[dict[str, str]] = []
     due_s = conversation.start_s
     for number, turn in enumerate(conversation.turns):
-        due_s += turn.think_s
+        due_s = max(due_s + turn.think_s, turn.due_s)
         await asyncio.sleep(max(0.0, began_s + due_s - time.perf_counter()))
-        messages.append({"role": "user", "content": message(turn, rng)})
+        question = {"role": "user", "content": message(turn, rng)}
         result = TurnResult(conversation.session_id, number, due_s)
         results.append(result)
         body = {
             "model": target.model,
-            "messages": messages,
+            "messages": [*messages, question],
             "max_tokens": turn.answer_tokens,
             "stream": True,
             "stream_options": {"include_usage": True},
@@ -94,7 +108,7 @@ async def _converse(
         text = await _ask(http, target.url, body, key, began_s, result)
         if result.error is not None:
             return
-        messages.append({"role": "assistant", "content": text})
+        messages += [question, {"role": "assistant", "content": text}]
         due_s = result.done_s
 
 

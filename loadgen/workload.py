@@ -18,6 +18,7 @@ class Turn:
     answer_tokens: int
     think_s: float  # from the end of the answer before it (or the conversation's start) until it is sent
     text: str = ""  # the new message; empty: as many words are made up as there are tokens
+    due_s: float = 0.0  # it is sent no earlier than this in the run, however early the answer before it has ended
 
 
 @dataclass(frozen=True, slots=True)

@@ -107,3 +107,22 @@ async def test_a_conversation_ends_at_its_first_error(server, fails, error):
     assert len(results) == 1
     assert results[0].error is not None
     assert results[0].error.startswith(error)
+
+
+async def test_a_turn_is_sent_no_earlier_than_it_is_due(server):
+    _, target = server
+    early, late = Turn(4, 3, 0.0, due_s=0.01), Turn(4, 3, 0.0, due_s=0.3)
+    results = await run(target, [Conversation("c", "", 0.0, (late, early))], seed=1, timeout_s=10)
+    assert results[0].due_s == 0.3
+    assert results[1].due_s == results[0].done_s  # its answer came later than that
+
+
+async def test_a_run_goes_on_with_the_histories_of_another(server):
+    mine, target = server
+    histories: dict[str, list[dict[str, str]]] = {}
+    for seed in range(2):
+        await run(target, [Conversation("c", "", 0.0, turns(1))], seed=seed, timeout_s=10, histories=histories)
+    assert [m["role"] for m in mine.asked[1][1]["messages"]] == ["user", "assistant", "user"]
+    mine.fails = "status"
+    await run(target, [Conversation("c", "", 0.0, turns(1))], seed=2, timeout_s=10, histories=histories)
+    assert [m["role"] for m in histories["c"]] == ["user", "assistant"] * 2  # a question without an answer is forgotten

@@ -1,0 +1,153 @@
+"""What the benchmarks of the scheduler conclude from what they measured."""
+
+import random
+from collections import Counter
+
+import pytest
+
+from benchmarks import itl, planning_cost, schedulers, tenants
+from benchmarks.schedulers import Leg, Sample, Shape
+from loadgen.client import TurnResult
+
+
+def leg(policy: str, share: float, ttft_s: list[float | None], round_: int = 0, **loads: int) -> Leg:
+    counts = Counter({f"loads {name}": count for name, count in loads.items()})
+    samples = [
+        Sample(policy, share, round_, s, (0.01, 0.01), 0.1, 1, False, None if s is not None else "503", {}, {})
+        for s in ttft_s
+    ]
+    return Leg(policy, share, round_, 1.0, 10.0, counts, 0.0, 0.0, samples)
+
+
+@pytest.mark.parametrize(("share", "rank"), [(0.5, 50), (0.95, 95), (0.99, 99), (1.0, 100), (0.001, 1)])
+def test_a_percentile_is_the_least_value_that_enough_do_not_exceed(share, rank):
+    values = [float(n) for n in range(1, 101)]
+    random.Random(0).shuffle(values)
+    assert schedulers.percentile(values, share) == rank
+
+
+def test_percentiles_of_few():
+    assert [schedulers.percentile([3.0, 1.0, 2.0], share) for share in (0.3, 0.5, 0.95)] == [1.0, 2.0, 3.0]
+    assert schedulers.percentile([], 0.5) != schedulers.percentile([], 0.5)
+
+
+@pytest.mark.parametrize(
+    ("car", "hidden", "failed", "held"),
+    [
+        ((1.05, 0.80), 95, False, [True, True, True, True]),
+        ((1.06, 0.80), 95, False, [True, True, False, True]),
+        ((1.05, 0.81), 95, False, [True, True, True, False]),
+        ((1.05, 0.80), 94, False, [False, True, True, True]),
+        ((1.05, 0.80), 95, True, [True, False, True, True]),
+    ],
+)
+def test_car_is_held_against_fcfs_by_rate(car, hidden, failed, held):
+    legs = [leg("fcfs", share, [1.0]) for share in (0.5, 0.95)]
+    legs += [leg("car", share, [ttft_s], finished=hidden - 10, hidden=10, exposed=100 - hidden)
+             for share, ttft_s in zip((0.5, 0.95), car, strict=True)]  # fmt: skip
+    legs += [leg("priority", 0.5, [None])] if failed else []
+    verdicts = schedulers.verdicts(schedulers.summarize(legs))
+    assert list(verdicts.values()) == held
+
+
+def test_no_loads_show_nothing():
+    verdicts = schedulers.verdicts(schedulers.summarize([leg("car", 0.5, [1.0])]))
+    assert list(verdicts.values()) == [False, True]
+
+
+def test_a_load_that_nobody_counted_is_not_in_time():
+    one = leg("car", 0.5, [1.0], finished=2)
+    one.samples += [Sample("car", 0.5, 0, 1.0, (), 0.0, 3, True, None, {}, {})] * 4
+    found = schedulers.describe([one])
+    assert found["loads"] == {"finished": 2, "hidden": 0, "exposed": 0, "uncounted": 2}
+    assert found["loads_hidden"] == 0.5
+
+
+def test_goodput_counts_turns_in_time():
+    def sample(ttft_s: float | None, *gaps_s: float) -> Sample:
+        return Sample("car", 0.5, 0, ttft_s, gaps_s, 0.0, 1, False, None, {}, {})
+
+    samples = [sample(1.0, 0.05, 0.15), sample(1.0, 0.1), sample(1.1, 0.1), sample(0.5, 0.1, 0.2), sample(None)]
+    found = schedulers.describe([Leg("car", 0.5, 0, 1.0, 10.0, Counter(), 0.0, 0.0, samples)])
+    assert (found["goodput"], found["strict_goodput"], found["throughput"]) == (0.2, 0.1, 0.4)
+    assert (found["turns"], found["failed"]) == (5, 1)
+
+
+def test_the_longest_wait_by_class():
+    samples = [
+        Sample("car", 0.5, 0, 1.0, (), wait_s, c, c == 3, None, {}, {}) for wait_s, c in ((1.0, 1), (2.0, 3), (0.5, 3))
+    ]
+    found = schedulers.describe([Leg("car", 0.5, 0, 1.0, 10.0, Counter(), 0.0, 0.0, samples)])
+    assert found["max_wait_ms_by_class"] == {"1": 1000.0, "2": 0.0, "3": 2000.0}
+
+
+def test_the_class_of_a_turn_is_where_most_of_its_history_was():
+    def sample(**tokens: int) -> Sample:
+        extra = {"x_cache": tokens, "timings": {"queue_ms": 250.0}}
+        result = TurnResult("c", 0, 1.0, sent_s=1.5, token_s=[2.0], extra=extra)
+        return schedulers.sample_of(result, "car", 0.5, 0)
+
+    assert (sample().queue_s, sample().ttft_s) == (0.75, 1.0)  # it was sent half a second late
+    assert (sample(computed_tokens=3).tier_class, sample(computed_tokens=3).loaded) == (2, False)
+    assert (sample(hbm_tokens=9).tier_class, sample(hbm_tokens=9).loaded) == (1, False)
+    assert (sample(hbm_tokens=9, disk_tokens=1).tier_class, sample(hbm_tokens=9, disk_tokens=1).loaded) == (1, True)
+    assert sample(hbm_tokens=3, disk_tokens=2, dram_tokens=2).tier_class == 3
+
+
+def test_arrivals_are_the_same_for_all_and_their_conversations_chosen_at_random():
+    shape = Shape(24, 1000, 150, 32, 2, (0.5, 0.75, 0.95))
+    first, second = (schedulers.arrivals(shape, 4.0, "7", "c") for _ in range(2))
+    assert first == second
+    counts = Counter(len(c.turns) for c in first)
+    assert sum(turns * count for turns, count in counts.items()) == 48
+    assert len(counts) > 2
+    assert max(counts) <= 4
+    dues = sorted(turn.due_s for c in first for turn in c.turns)
+    assert 48 / dues[-1] == pytest.approx(4.0, rel=0.5)
+    assert all(list(c.turns) == sorted(c.turns, key=lambda turn: turn.due_s) for c in first)
+
+
+def test_gaps_count_as_busy_while_a_newcomer_waits():
+    stamps = [[0.0, 1.0, 2.0, 3.0, 4.0], [0.5, 2.5, 4.5]]
+    busy, calm = itl.split_gaps(stamps, [(1.2, 2.2)], last_s=4.0)
+    assert busy == [1.0, 1.0, 2.0]
+    assert calm == [1.0, 1.0]  # the last gap of the second stream began when another had ended already
+
+
+@pytest.mark.parametrize(("p99_ms", "held"), [(120.0, True), (121.0, False)])
+def test_streams_are_held_to_the_target(p99_ms, held):
+    gaps_s = [0.02] * 90 + [p99_ms / 1e3] * 10
+    rounds = [itl.Round("target", gaps_s, [0.02], [2.0], [1.0], [4000], 100, 100)]
+    rounds.append(itl.Round("whole", [2.0], [0.02], [1.0], [1.0], [4000], 100, 100))
+    summary = itl.summarize(rounds, 100.0)
+    assert list(summary["held"].values()) == [held]
+    assert summary["newcomer_ttft_ratios"] == {"target/whole": 2.0}
+    assert summary["arms"]["target"]["newcomer_ttft_to_alone"] == 2.0
+
+
+@pytest.mark.parametrize(("beside_s", "errors", "held"), [(0.4, 0, [True, True]), (0.41, 1, [False, False])])
+def test_the_quiet_tenant_may_lose_three_steps(beside_s, errors, held):
+    counts = Counter({"preemptions": 3, "fair_preemptions": 2})
+    failed = Counter({"503": errors}) if errors else Counter()
+    summary = tenants.summarize(
+        [tenants.Round("car", [0.1] * 3, [beside_s] * 20, [1.0], [0.1] * 5, 10.0, failed, counts)]
+    )
+    assert list(summary["held"].values()) == held
+
+
+def test_planning_is_held_to_its_mean_over_enough_steps():
+    def arm(mean_ms: float, all_ms: float, steps: int) -> dict:
+        means = {"ms_per_step": {"mean": mean_ms}, "ms_per_step_with_the_rest": {"mean": all_ms}}
+        return {"policy": "car", "steps": steps, **means}
+
+    cases = ((2.0, 2.0, 10, [True, True]), (1.0, 2.1, 10, [True, False]), (1.0, 1.0, 9, [False, False]))
+    for mean_ms, all_ms, steps, held in cases:
+        assert list(planning_cost.verdicts([arm(mean_ms, all_ms, steps)], 10).values()) == held
+
+
+def test_planning_is_measured_with_as_many_as_asked_for():
+    arm = planning_cost.measure("car", sessions=60, history=40, places=4, waiting=20, steps=5, profiled=5)
+    assert (arm["steps"], arm["profiled_steps"]) == (5, 5)
+    assert arm["sessions"] == 60
+    assert arm["ms_per_step"]["mean"] == pytest.approx(sum(v["mean"] for v in arm["of_it_ms"].values()), abs=0.01)
+    assert any("schedule" in row["function"] for row in arm["profile"])
