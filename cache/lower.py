@@ -219,7 +219,8 @@ class LowerTiers:
         own(self.dram_policy, row)
 
     def trim(self) -> None:
-        """Let blocks leave DRAM until it is within its bounds, those first that the policy says."""
+        """Let blocks leave DRAM until it is within its bounds, those first that the policy says. Once for all that a
+        step has saved: to find who leaves means to walk past all that is queued."""
         while (excess := self.resident - self._target) > 0:
             victims = self.dram_policy.victims(excess, self._immovable)
             if not victims:

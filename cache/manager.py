@@ -345,7 +345,6 @@ class CacheManager:
             case Saved():
                 for page in self.lower.on_saved(event.ticket):
                     self.pages.unpin(page)
-                self.lower.trim()
             case Loaded():
                 self._loads.on_loaded(event)
             case Fetched():

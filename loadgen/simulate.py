@@ -390,7 +390,9 @@ class Simulation:
 
     def _arrived(self, job_id: int) -> float:
         """The share of a load that is in HBM, whole layers."""
-        start_s, end_s = self._loads.get(job_id, (0.0, 0.0))
+        if job_id not in self._loads:
+            return 0.0  # decided on, and not ordered yet
+        start_s, end_s = self._loads[job_id]
         if self.now >= end_s:
             return 1.0
         layers = int((self.now - start_s) / (end_s - start_s) * self.machine.num_layers)

@@ -89,9 +89,9 @@ class LoadStream:
         return job.layers > layer
 
     def layers_arrived(self, job_id: int) -> int:
-        """Of a load; all of them when it has ended."""
+        """Of a load whose end was not heard yet; none of one that is decided on but was not ordered."""
         job = self._jobs.get(job_id)
-        return self._slab.num_layers if job is None else job.layers
+        return 0 if job is None else job.layers
 
     def forget(self, job_id: int) -> None:
         """Its end was heard."""

@@ -321,8 +321,13 @@ def test_layers_beyond_the_read_buffer_wait_for_their_request(made):
     assert transfer.layers_arrived(1) == 1
     transfer.start(1)
     assert transfer.wait_layer(1, LAYERS - 1, 10.0)
-    assert any(isinstance(event, Loaded) for event in transfer.poll()), "who waited for it may believe the event"
     assert transfer.layers_arrived(1) == LAYERS
+    assert any(isinstance(event, Loaded) for event in transfer.poll()), "who waited for it may believe the event"
+
+
+def test_of_a_load_that_is_not_ordered_yet_nothing_has_arrived(made):
+    transfer, _ = made(pools(), num_slots=2)
+    assert transfer.layers_arrived(1) == 0
 
 
 def test_a_load_waits_layer_by_layer_for_its_disk(made):
