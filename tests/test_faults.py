@@ -487,7 +487,8 @@ def test_loads_that_are_never_in_time(
     monkeypatch.setattr(driver.cache, "void", lambda request_id: (voided.append(request_id), void(request_id))[1])
     texts, tiers = converse(driver, turns=4, at_once=at_once)
     assert texts == expected[3]
-    assert voided
+    # Where somebody decodes, the scheduler lets nobody in whose load will not be there in time.
+    assert voided or at_once
     assert not driver.engine.stats().load_failures
     assert tiers["computed"] <= 4 * 4 * 80, "only what is new"
     assert_at_rest(driver)
