@@ -10,7 +10,6 @@ time of their thread; beside it what else a step asks of the cache: events of tr
 leave DRAM), captures and commits. Behind the steps that count, some more run under a profiler: the result names the
 functions in which the time goes, at the higher figures that a profiler makes.
 
-
 Expected: at most 2 ms a step in the mean, by scheduling and planning alone and with what stands beside it.
 """
 
