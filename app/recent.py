@@ -11,21 +11,25 @@ from typing import Any
 Message = dict[str, Any]
 Key = tuple[bytes, int, str, str]
 
+_MESSAGE_BYTES = 400  # of a message without its text: dict, string headers, role, digest
+_LIST_BYTES = 400  # of a list, its chain and its place here
+
 
 @dataclass(frozen=True, slots=True)
 class _Known:
     messages: list[Message]
     chain: list[bytes]
-    chars: int
+    num_bytes: int
 
 
 class RecentChains:
-    """For one thread. Holds the messages it is given, which nobody may change afterwards; `max_chars` bounds their
-    text. Only messages whose fields are all strings are known: of other values, equal ones may digest differently."""
+    """For one thread. Holds the messages it is given, which nobody may change afterwards; `max_bytes` bounds the memory
+    that they take, as far as that can be told without looking at every object. Only messages whose fields are all
+    strings are known: of other values, equal ones may digest differently."""
 
-    def __init__(self, *, max_chars: int) -> None:
-        self._max_chars = max_chars
-        self.num_chars = 0  # held
+    def __init__(self, *, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self.num_bytes = 0  # held
         self._known: OrderedDict[Key, _Known] = OrderedDict()  # least recently added first
 
     def take(self, scope: bytes, messages: list[Message], turn: int) -> list[bytes] | None:
@@ -44,15 +48,20 @@ class RecentChains:
             return
         key = _key(chain[0], messages, len(messages))
         self._forget(key)
-        chars = sum(len(value) for message in messages for value in message.values())
-        self._known[key] = _Known(list(messages), chain, chars)
-        self.num_chars += chars
-        while self.num_chars > self._max_chars:
+        num_bytes = _LIST_BYTES + _MESSAGE_BYTES * len(messages)
+        num_bytes += sum(_text_bytes(value) for message in messages for value in message.values())
+        self._known[key] = _Known(list(messages), chain, num_bytes)
+        self.num_bytes += num_bytes
+        while self.num_bytes > self._max_bytes:
             self._forget(next(iter(self._known)))
 
     def _forget(self, key: Key) -> None:
         known = self._known.pop(key, None)
-        self.num_chars -= known.chars if known is not None else 0
+        self.num_bytes -= known.num_bytes if known is not None else 0
+
+
+def _text_bytes(text: str) -> int:
+    return len(text) if text.isascii() else 4 * len(text)
 
 
 def _key(scope: bytes, messages: list[Message], count: int) -> Key:

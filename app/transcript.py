@@ -53,7 +53,7 @@ MAX_LOOKUPS = 512  # answers of a request, from the last one back, that are look
 MAX_ATTEMPTS = 4  # candidates whose text is compared
 MAX_STREAM_TOKENS = 1 << 18  # a conversation that a client shortens is begun anew when it is longer than that
 MIN_SHIFTED_TOKENS = 128  # four blocks: a shorter rest of a conversation is computed as fast as moved
-_RECENT_CHARS = 16 << 20  # of conversations whose next turn is recognised by comparing texts
+_RECENT_BYTES = 4 << 20  # of conversations whose next turn is recognised by comparing texts
 _FOR_EVER_S = 1e12
 
 
@@ -80,7 +80,7 @@ class Transcripts:
         self._store = TranscriptStore(path=path, max_bytes=max_bytes, max_answers_per_prompt=max_answers_per_prompt)
         self._ttl_s = ttl_s
         self._bounds = MessageBounds(mark=secrets.token_hex(16))
-        self._recent = RecentChains(max_chars=_RECENT_CHARS)
+        self._recent = RecentChains(max_bytes=_RECENT_BYTES)
         self._lock = threading.Lock()  # not held while a text is tokenized
         self._sentinel = secrets.token_hex(16)  # lower-case letters and digits, which no filter changes
 

@@ -1,3 +1,5 @@
+import tracemalloc
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -24,20 +26,21 @@ def user(content: str) -> dict:
 
 
 @given(
-    lists=st.lists(st.tuples(st.sampled_from([SCOPE, b"t" * 16]), MESSAGES), max_size=12), max_chars=st.integers(0, 60)
+    lists=st.lists(st.tuples(st.sampled_from([SCOPE, b"t" * 16]), MESSAGES), max_size=12),
+    max_bytes=st.integers(0, 6000),
 )
-def test_what_is_taken_is_what_computing_it_gives(lists, max_chars):
-    recent = RecentChains(max_chars=max_chars)
+def test_what_is_taken_is_what_computing_it_gives(lists, max_bytes):
+    recent = RecentChains(max_bytes=max_bytes)
     for scope, messages in lists:
         for turn in range(len(messages)):
             known = recent.take(scope, messages, turn)
             assert known in (None, chain_of(messages[:turn], scope))
         recent.add(messages, chain_of(messages, scope), 0)
-        assert recent.num_chars <= max_chars
+        assert recent.num_bytes <= max_bytes
 
 
 def test_the_next_turn_is_recognised_once():
-    recent = RecentChains(max_chars=100)
+    recent = RecentChains(max_bytes=10_000)
     messages = [user("a"), user("b")]
     recent.add(messages, chain_of(messages), 0)
     longer = [user("a"), user("b"), user("c")]
@@ -46,20 +49,31 @@ def test_the_next_turn_is_recognised_once():
     assert recent.take(SCOPE, [user("x"), user("b")], 2) is None
     assert recent.take(SCOPE, longer, 2) == chain_of(messages)
     assert recent.take(SCOPE, longer, 2) is None
-    assert recent.num_chars == 0
+    assert recent.num_bytes == 0
 
 
 def test_values_that_are_no_strings_are_not_known():
     # True == 1, but their digests differ.
-    recent = RecentChains(max_chars=100)
+    recent = RecentChains(max_bytes=10_000)
     messages = [{"role": "user", "content": "a", "strict": 1}]
     recent.add(messages, chain_of(messages), 0)
     assert recent.take(SCOPE, [{"role": "user", "content": "a", "strict": True}, user("b")], 1) is None
 
 
 def test_the_longest_unused_leave_first():
-    recent = RecentChains(max_chars=25)
+    recent = RecentChains(max_bytes=2000)
     for text in ("first", "second", "third"):
         recent.add([user(text)], chain_of([user(text)]), 0)
     assert recent.take(SCOPE, [user("first"), user("x")], 1) is None
     assert recent.take(SCOPE, [user("third"), user("x")], 1) == chain_of([user("third")])
+
+
+def test_many_short_conversations_take_no_more_memory_than_was_said():
+    recent = RecentChains(max_bytes=1 << 20)
+    tracemalloc.start()
+    for number in range(5000):
+        messages = [{"role": "".join(["us", "er"]), "content": f"question {number}"} for _ in range(2)]
+        recent.add(messages, chain_of(messages), 0)
+    held, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert held <= 1.25 * (1 << 20)
