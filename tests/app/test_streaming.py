@@ -1,5 +1,6 @@
 import asyncio
 import json
+import socket
 import time
 
 import httpx
@@ -123,9 +124,12 @@ async def test_a_client_that_does_not_read_slows_nobody_and_is_dropped(engine: F
     settings = make_settings(tmp_path, server={"send_timeout_s": 0.3})
     async with on_loopback(engine, settings) as running:
         engine.script.token_ids = engine.tokenizer.encode("fox " * 30).ids * 1000
-        payload = json.dumps(body(max_tokens=200, logprobs=True, top_logprobs=20, n=50)).encode()
+        payload = json.dumps(body(max_tokens=200, logprobs=True, top_logprobs=20, n=100)).encode()
         port = int(running.base_url.rsplit(":", 1)[1])
-        _, writer = await asyncio.open_connection("127.0.0.1", port, limit=1024)
+        client = socket.socket()
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)  # else the answer may fit what the kernel buffers
+        client.connect(("127.0.0.1", port))
+        _, writer = await asyncio.open_connection(sock=client, limit=1024)
         head = "POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
         writer.write(f"{head}content-length: {len(payload)}\r\n\r\n".encode() + payload)
         await until(lambda: running.app.state.service.generations)
