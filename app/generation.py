@@ -189,6 +189,7 @@ class Generation(AsyncIterator[Delta]):
         deadline: Deadline,
         ticket: Ticket,
         service_tier: str,
+        on_first_token: Callable[["Generation", Choice], None],
         on_close: Callable[["Generation"], None],
     ) -> None:
         self.request_id = request_id
@@ -204,6 +205,7 @@ class Generation(AsyncIterator[Delta]):
         self._closed = False
         self._deadline = deadline
         self._ticket = ticket
+        self._on_first_token = on_first_token
         self._on_close = on_close
         self._engine = engine
         self._outputs = outputs
@@ -293,6 +295,7 @@ class Generation(AsyncIterator[Delta]):
         if choice.first_token_s is None:
             choice.first_token_s = now
             self._metrics.ttft.observe(now - self.arrived_s)
+            self._on_first_token(self, choice)
         else:
             assert choice.last_token_s is not None
             self._metrics.itl.observe((now - choice.last_token_s) / len(output.token_ids))

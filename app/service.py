@@ -6,6 +6,7 @@ import logging
 import secrets
 import time
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 
 from app.admission import Admission, Ticket
@@ -23,6 +24,7 @@ from app.errors import (
     unavailable,
 )
 from app.generation import Engine, Generation
+from app.live import Live
 from app.metrics import Metrics
 from app.schemas import SESSION_ID, ChatCompletionRequest
 from app.service_tier import service_tier
@@ -66,6 +68,7 @@ class Service:
             places=settings.places, tenant_places=settings.tenant_places, running=settings.scheduler.max_seqs
         )
         self.metrics = Metrics(engine=engine, active=lambda: len(self.generations))
+        self.live = Live(engine=engine, places=settings.server.watchers)
         self._transcripts = transcripts
         self._tokenizer: ChatTokenizer | None = None
         self._ready = asyncio.Event()
@@ -245,6 +248,7 @@ class Service:
             deadline=deadline,
             ticket=ticket,
             service_tier=tier,
+            on_first_token=partial(self.live.first_token, tenant),
             on_close=self.generations.discard,
         )
         self.generations.add(generation)

@@ -170,6 +170,9 @@ class ServerSettings(_Section):
     body_timeout_s: float = Field(30.0, gt=0, le=3600, description="longest wait for a request body")
     send_timeout_s: float = Field(60.0, gt=0, le=3600, description="a client that reads nothing for this long is gone")
     ping_s: float = Field(15.0, gt=0, le=3600, description="silence in a stream after which a comment is sent")
+    watchers: int = Field(
+        32, ge=0, le=4096, description="pages that may watch /v1/events at once; a key may hold a fourth"
+    )
     access_log: bool = Field(False, description="one log line per request (method, path, status, time)")
 
     @model_validator(mode="after")

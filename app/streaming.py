@@ -54,6 +54,15 @@ def event(data: object) -> bytes:
     return b"data: " + _encode(data) + b"\n\n"
 
 
+async def send_within(send: Send, data: bytes, timeout_s: float) -> None:
+    """A part of a body. Raises ClientGone when the client does not take it in time."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            await send({"type": "http.response.body", "body": data, "more_body": True})
+    except TimeoutError:
+        raise ClientGone from None
+
+
 class EventStream(Response):
     """A generation as a stream of chunks.
 
@@ -106,11 +115,7 @@ class EventStream(Response):
 
     async def _send(self, send: Send, data: bytes) -> None:
         self._sent_s = time.monotonic()
-        try:
-            async with asyncio.timeout(self._send_timeout_s):
-                await send({"type": "http.response.body", "body": data, "more_body": True})
-        except TimeoutError:
-            raise ClientGone from None
+        await send_within(send, data, self._send_timeout_s)
 
     async def _keep_alive(self, send: Send) -> None:
         """A comment when nothing was sent for a while: proxies cut silent connections."""

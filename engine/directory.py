@@ -1,5 +1,6 @@
 """Sessions as a resource: what the engine answers to requests about them."""
 
+import heapq
 from collections.abc import Iterator
 
 from cache.context import SessionContext
@@ -23,6 +24,8 @@ class SessionDirectory:
         """The answer, or None if it comes later."""
         if request.action == "list":
             return self._list(request)
+        if request.action == "recent":
+            return self._recent(request)
         # The first turn of a session is under way before there is a session.
         if request.action == "delete" and self._cache.is_conversing(request.tenant, request.session_id):
             return _refused(request, "busy", "a request of this session is running")
@@ -57,6 +60,10 @@ class SessionDirectory:
             sessions=[self._info(name) for name in page],
             more=len(names) > len(page),
         )
+
+    def _recent(self, request: SessionRequest) -> SessionReply:
+        found = heapq.nlargest(request.limit, self._of(request.tenant), key=lambda pair: pair[1].last_used_s)
+        return SessionReply(request_id=request.request_id, sessions=[self._info(name) for name, _ in found])
 
     def _patch(self, request: SessionRequest, found: list[SessionName]) -> SessionReply:
         if request.pinned:

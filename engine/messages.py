@@ -95,12 +95,12 @@ class SessionRequest(msgspec.Struct, frozen=True, kw_only=True, tag="session"):
 
     request_id: str
     tenant: str
-    action: str  # list | get | patch | delete | prefetch
-    session_id: str = ""  # of all actions but list
+    action: str  # list | recent (the `limit` used last) | get | patch | delete | prefetch
+    session_id: str = ""  # of all actions but list and recent
     pinned: bool | None = None  # patch
     ttl_s: float | None = None  # patch; measured from the last use
     after: str = ""  # list: session ids behind this one, in order of their ids
-    limit: int = 100  # list
+    limit: int = 100  # list, recent
 
 
 class SessionInfo(msgspec.Struct, frozen=True, kw_only=True):

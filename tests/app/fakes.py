@@ -242,6 +242,9 @@ class FakeEngine:
             behind = [info for name, info in mine.items() if name > request.after]
             page = behind[: request.limit]
             return SessionReply(request_id=request.request_id, sessions=page, more=len(behind) > len(page))
+        if request.action == "recent":
+            newest = sorted(mine.values(), key=lambda info: info.last_used_s, reverse=True)
+            return SessionReply(request_id=request.request_id, sessions=newest[: request.limit])
         if request.session_id not in mine:
             return SessionReply(request_id=request.request_id, sessions=[], error_code="not_found")
         key = request.tenant, request.session_id

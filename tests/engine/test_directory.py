@@ -190,3 +190,10 @@ def test_a_session_that_is_expected_is_brought_up(path: Path, tmp_path: Path) ->
     assert again.report.disk_tokens == 0
     assert again.cached == len(text) - 1
     driver.close()
+
+
+def test_the_sessions_used_last_come_first_and_only_the_tenants_own(driver: Driver) -> None:
+    for n, (tenant, session) in enumerate([("t", "a"), ("t", "b"), ("u", "c"), ("t", "a")]):
+        driver.ask(f"r{n}", random_ids(40, n), session=session, tenant=tenant, max_tokens=1)
+    assert [info.session_id for info in now(driver, "recent", limit=5).sessions] == ["a", "b"]
+    assert [info.session_id for info in now(driver, "recent", limit=1).sessions] == ["a"]

@@ -1,0 +1,53 @@
+"""GET /v1/events: what the page's live view shows, as server-sent events."""
+
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from typing import Any
+
+from fastapi import APIRouter, Request, Response
+from starlette.types import Receive, Scope, Send
+
+from app.live import Live, Watcher, events
+from app.routes import service_of
+from app.service import Service, Status
+from app.streaming import HEADERS, event, send_within, until_disconnect
+
+router = APIRouter()
+
+
+@router.get("/v1/events")
+async def watch(request: Request) -> Response:
+    """`state` once a second and `turns` when answers begin. Where there are keys, `server.admin_keys` see everybody's
+    requests and the tiers as a whole; others their own."""
+    service = service_of(request)
+    sees_all = request.app.state.keyring.is_admin(request.state.tenant)
+    return LiveStream(service, service.live.watch(request.state.tenant, sees_all=sees_all))
+
+
+class LiveStream(Response):
+    """Ends when the client leaves or reads nothing, and when the server drains: it must not hold up the end."""
+
+    def __init__(self, service: Service, watcher: Watcher) -> None:
+        super().__init__(headers=HEADERS)
+        del self.headers["content-length"]
+        self._live: Live = service.live
+        self._watcher = watcher
+        self._service = service
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await until_disconnect(receive, self._run(send))
+        finally:
+            self._watcher.close()
+
+    async def _run(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        timeout_s = self._service.settings.server.send_timeout_s
+        source: AsyncIterator[tuple[str, Any]] = events(self._live, self._watcher, is_open=self._is_open)
+        async with aclosing(source) as named:  # type: ignore[type-var]
+            async for name, data in named:
+                await send_within(send, b"event: " + name.encode() + b"\n" + event(data), timeout_s)
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    def _is_open(self) -> bool:
+        return self._service.status not in (Status.DRAINING, Status.FAILED, Status.STOPPED)
