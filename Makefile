@@ -11,6 +11,8 @@ PIP_ARGS ?=
 DATA ?= ../shared/data
 # Words for the program behind a target: make serve ARGS="--port 9000", make test ARGS="-k allocator".
 ARGS ?=
+# Processes that share the tests; a file's tests stay together. 0: no processes beside pytest's own.
+WORKERS ?= 2
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -35,7 +37,7 @@ serve: setup  ## the server on 127.0.0.1:8000
 	@$(BIN)/reprise serve $(ARGS)
 
 test: setup  ## every test that needs no GPU
-	@$(BIN)/python -m pytest -m 'not gpu' --durations=5 $(ARGS)
+	@$(BIN)/python -m pytest -m 'not gpu' --durations=5 -n $(WORKERS) --dist loadfile $(ARGS)
 
 test-gpu: setup  ## the tests that need a CUDA device
 	@$(BIN)/python -m pytest -m gpu $(ARGS)

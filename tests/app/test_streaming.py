@@ -124,6 +124,7 @@ async def test_a_client_that_does_not_read_slows_nobody_and_is_dropped(engine: F
     settings = make_settings(tmp_path, server={"send_timeout_s": 0.3})
     async with on_loopback(engine, settings) as running:
         engine.script.token_ids = engine.tokenizer.encode("fox " * 30).ids * 1000
+        engine.script.step_s = 0.05  # else a quick engine is done before a slow app gives the client up
         payload = json.dumps(body(max_tokens=200, logprobs=True, top_logprobs=20, n=100)).encode()
         port = int(running.base_url.rsplit(":", 1)[1])
         client = socket.socket()
