@@ -166,6 +166,12 @@ class CacheManager:
         self._tiers.used(name, now)
         return context.token_ids
 
+    def compute_all(self, request_id: str) -> None:
+        """A request that was opened just now wants to see every token of its prompt: nothing of it is reused. What is
+        stored of it stays."""
+        context = self._running[request_id]
+        context.recompute_from, context.miss_reason = 0, "prompt_logprobs"
+
     def context(self, request_id: str) -> RunningContext:
         return self._running[request_id]
 

@@ -1,6 +1,7 @@
 """From the chunks of a step to flat tensors, with block tables that persist between steps."""
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -17,7 +18,8 @@ class BatchItem:
     token_ids: list[int]
     first_row: int
     pages: list[int]  # of the whole context; only grows while the sequence runs
-    wants_logits: bool
+    wants_logits: bool  # of its last row
+    prompt_rows: int = 0  # leading rows whose logits are wanted as well
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +28,7 @@ class BatchInput:
 
     token_ids: Tensor  # [tokens] int64
     positions: Tensor  # [tokens] int64
-    logit_rows: Tensor  # [items that want logits] int64, indices into the batch
+    logit_rows: Tensor  # [rows whose logits are wanted, item by item] int64, indices into the batch
     meta: AttentionMeta
 
 
@@ -77,6 +79,8 @@ def build_batch(items: list[BatchItem], tables: BlockTables, page_size: int, dev
     positions = np.arange(len(tokens)) - query_start[owner] + first[owner]
     slots = table[owner, positions // page_size].astype(np.int64) * page_size + positions % page_size
     logit_rows = query_start[1:][[item.wants_logits for item in items]] - 1
+    if any(item.prompt_rows for item in items):
+        logit_rows = _with_prompt_rows(items, query_start)
 
     def tensor(array: np.ndarray) -> Tensor:
         return torch.from_numpy(array).to(device, non_blocking=True)
@@ -94,3 +98,10 @@ def build_batch(items: list[BatchItem], tables: BlockTables, page_size: int, dev
             slots=tensor(slots),
         ),
     )
+
+
+def _with_prompt_rows(items: list[BatchItem], query_start: np.ndarray) -> np.ndarray:
+    wanted = []
+    for item, (start, end) in zip(items, pairwise(query_start), strict=True):
+        wanted += [np.arange(start, start + item.prompt_rows), np.arange(end - item.wants_logits, end)]
+    return np.concatenate(wanted)

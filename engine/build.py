@@ -20,6 +20,7 @@ from engine.batch import BatchItem, BlockTables, build_batch
 from engine.cpu_optimise import optimise_for_cpu
 from engine.directory import SessionDirectory
 from engine.engine import Engine
+from engine.grammar import GrammarCompiler
 from engine.hf_model import ModelRefused, load_model, resolve_files, rope_limit
 from engine.messages import EngineConfig, ModelInfo
 from engine.probe import KvShape, ProbeResult, probe
@@ -158,6 +159,9 @@ def build_engine(config: EngineConfig) -> Engine:
         sink=sink,
         directory=directory,
         verifier=verifier,
+        grammars=GrammarCompiler(
+            tokenizer=path / "tokenizer.json", vocab_size=text.vocab_size, end_ids=info.eos_token_ids
+        ),
         truncation=config.truncation,
         close_timeout_s=_CLOSE_TIMEOUT_S,
     )

@@ -1,8 +1,9 @@
 """One choice of a request as the engine has it, and what is said about it to the app."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from cache.stats import PromptReport
+from engine.grammar import Constraint
 from engine.messages import CacheReport, Output, Timings, TokenLogprob
 from engine.sampler import PenaltyState, SampleRow
 from scheduler.sequence import Sequence
@@ -19,6 +20,9 @@ class Choice:
     penalties: PenaltyState | None
     end_ids: tuple[int, ...]
     may_truncate: bool
+    constraint: Constraint | None = None
+    prompt_logprobs: int | None = None  # most likely tokens wanted beside each of the prompt's; None: no logprobs of it
+    prompt_known: dict[int, TokenLogprob] = field(default_factory=dict)  # by place in the prompt
     report: PromptReport | None = None
     reported: bool = False
     load_wait_s: float = 0.0  # its steps waited for KV that was being loaded
@@ -32,7 +36,27 @@ class Choice:
             position=sequence.output_tokens,
             penalties=self.penalties,
             end_ids=self.end_ids,
+            constraint=self.constraint,
         )
+
+    def ends_with(self, token_id: int) -> bool:
+        """Whether the token sampled last is the answer's end: of its grammar, or of the text."""
+        if self.constraint is not None and self.constraint.is_stopped:
+            return True
+        return token_id in self.end_ids and self.sequence.output_tokens > self.sequence.sampling.min_tokens
+
+    def prompt_rows(self, first: int, num_tokens: int) -> int:
+        """Of a chunk behind its first `first` rows, the leading rows whose logits its prompt's logprobs need."""
+        if self.prompt_logprobs is None or self.reported:
+            return 0
+        return max(0, min(num_tokens, self.sequence.prompt_tokens - 1 - first))
+
+    def take_prompt_logprobs(self) -> list[TokenLogprob] | None:
+        """Of all tokens of the prompt but the first, once they are complete. Let go of here."""
+        if self.prompt_logprobs is None:
+            return None
+        known, self.prompt_known = self.prompt_known, {}
+        return [known[place] for place in range(1, self.sequence.prompt_tokens)]
 
     def timings(self, now: float) -> Timings:
         """Where its time went until `now`."""
@@ -53,6 +77,7 @@ class Choice:
         finish_reason: str | None,
         report: CacheReport | None,
         timings: Timings | None,
+        prompt_logprobs: list[TokenLogprob] | None = None,
     ) -> Output:
         """Tokens of it, or its end."""
         return Output(
@@ -65,11 +90,12 @@ class Choice:
             timings=timings,
             error=None,
             error_code=None,
+            prompt_logprobs=prompt_logprobs,
         )
 
-    def failed(self, message: str) -> Output:
-        """Its end by a fault of ours."""
-        return error_output(self.request_id, self.index, "internal_error", message)
+    def failed(self, message: str, code: str = "internal_error") -> Output:
+        """Its end by a fault, of ours unless the code says otherwise."""
+        return error_output(self.request_id, self.index, code, message)
 
 
 def error_output(request_id: str, choice: int, code: str, message: str) -> Output:

@@ -17,6 +17,7 @@ from engine.arrival import Arrival
 from engine.batch import BatchItem, BlockTables, build_batch
 from engine.choice import Choice, cache_report, error_output
 from engine.directory import SessionDirectory
+from engine.grammar import BadGrammar, Constraint, GrammarCompiler
 from engine.messages import (
     ModelInfo,
     Output,
@@ -29,7 +30,7 @@ from engine.messages import (
     TokenLogprob,
 )
 from engine.runner import ModelRunner
-from engine.sampler import BadLogits, PenaltyState, Sampled, Sampler, choice_seed
+from engine.sampler import BadLogits, PenaltyState, Sampled, Sampler, choice_seed, token_logprobs
 from engine.schedule import scheduler_state
 from engine.verify import Verifier
 from scheduler.scheduler import Chunk, QueueFull, Scheduler
@@ -37,6 +38,7 @@ from scheduler.sequence import Sequence
 
 log = logging.getLogger(__name__)
 
+_LOGPROB_ROWS = 64  # of a prompt at a time: 40 MB of a vocabulary of 150k, in fp32
 _LOAD_WAIT_S = 0.005  # when there is nothing to do but wait for KV; new requests wait no longer than that
 
 
@@ -61,6 +63,7 @@ class Engine:
         sink: CaptureSink | None,
         directory: SessionDirectory,
         verifier: Verifier | None,
+        grammars: GrammarCompiler,
         truncation: str,
         close_timeout_s: float,
     ) -> None:
@@ -75,6 +78,7 @@ class Engine:
         self._sink = sink
         self._directory = directory
         self._verifier = verifier
+        self._grammars = grammars
         self._truncation = truncation
         self._close_timeout_s = close_timeout_s
         self._choices: dict[str, Choice] = {}  # by the id of the sequence
@@ -89,15 +93,30 @@ class Engine:
     # --- requests -----------------------------------------------------------------------------------------------------
 
     def submit(self, request: Submit, now: float) -> list[Output]:
-        """Queue every choice of a request. Returns error outputs for those that cannot be taken."""
+        """Queue every choice of a request, as soon as its grammar is compiled if it has one. Returns error outputs for
+        those that cannot be taken."""
         problem = self._problem(request)
         if problem is not None:
-            code, message = problem
-            return [error_output(request.request_id, index, code, message) for index in range(request.num_choices)]
+            return _refused(request, *problem)
+        if request.grammar:
+            self._grammars.start(request)
+            return []
+        return self._queue(request, None, now)
+
+    def _queue_compiled(self, now: float) -> list[Output]:
+        outputs = []
+        for request, constraint in self._grammars.take():
+            if isinstance(constraint, BadGrammar):
+                outputs += _refused(request, "invalid_grammar", str(constraint))
+            else:
+                outputs += self._queue(request, constraint, now)
+        return outputs
+
+    def _queue(self, request: Submit, constraint: Constraint | None, now: float) -> list[Output]:
         refused = []
         for index in range(request.num_choices):
             try:
-                self._add(request, index, now)
+                self._add(request, index, constraint, now)
             except QueueFull as error:
                 refused.append(error_output(request.request_id, index, "overloaded", f"the queue is full: {error}"))
             except DoesNotFit:
@@ -114,14 +133,14 @@ class Engine:
             return _too_long(length, self.model.max_context)
         if min(request.token_ids) < 0 or max(request.token_ids) >= self.model.vocab_size:
             return "invalid_prompt", f"token ids must be between 0 and {self.model.vocab_size - 1}"
-        if request.request_id in self._requests:
+        if request.request_id in self._requests or self._grammars.holds(request.request_id):
             return "invalid_prompt", "this request id is in use"
         return None
 
     def _may_truncate(self, request: Submit) -> bool:
         return (request.truncation or self._truncation) == "auto"
 
-    def _add(self, request: Submit, index: int, now: float) -> None:
+    def _add(self, request: Submit, index: int, constraint: Constraint | None, now: float) -> None:
         sampling = request.sampling
         sequence_id = f"{request.request_id}/{index}"
         rules = CutRules(
@@ -165,11 +184,16 @@ class Engine:
             penalties=PenaltyState.of(sampling, request.token_ids),
             end_ids=(*ends, *sampling.stop_token_ids),
             may_truncate=rules.allowed,
+            constraint=constraint.copy() if constraint is not None else None,
+            prompt_logprobs=request.prompt_logprobs if index == 0 else None,
         )
+        if request.prompt_logprobs is not None and index == 0:
+            self._cache.compute_all(sequence.request_id)
         self._requests.setdefault(request.request_id, []).append(sequence.request_id)
 
     def abort(self, request_id: str) -> None:
         """The client is gone: every choice ends now, what it computed stays cached. Forgives unknown ids."""
+        self._grammars.cancel(request_id)
         for sequence_id in list(self._requests.get(request_id, ())):
             choice = self._choices[sequence_id]
             self._close(choice, choice.sequence.computed_tokens)
@@ -186,11 +210,16 @@ class Engine:
 
     def finish_all(self, now: float) -> list[Output]:
         """End everything with finish_reason `length`."""
-        return [self._end(choice, "length", now) for choice in list(self._choices.values())]
+        waiting = self._grammars.take_all()
+        refused = [output for request in waiting for output in self._queue(request, None, now)]
+        # Of those queued just now, nothing is drawn any more.
+        return refused + [self._end(choice, "length", now) for choice in list(self._choices.values())]
 
     def fail_all(self, message: str) -> list[Output]:
         """End everything with an error. Nothing of the failed step is kept: half of it may have been written."""
-        outputs = []
+        outputs = [
+            output for request in self._grammars.take_all() for output in _refused(request, "internal_error", message)
+        ]
         for choice in list(self._choices.values()):
             outputs.append(choice.failed(message))
             self._close(choice, 0)
@@ -198,7 +227,7 @@ class Engine:
         return outputs
 
     def has_work(self) -> bool:
-        return self._scheduler.has_work()
+        return self._scheduler.has_work() or self._grammars.num_pending > 0
 
     # --- the step -----------------------------------------------------------------------------------------------------
 
@@ -238,6 +267,7 @@ class Engine:
 
     def step(self, now: float) -> list[Output]:
         """One batch: schedule, carry out moves, forward, commit, sample. When it raises, call `fail_all`."""
+        refused = self._queue_compiled(now)
         schedule = self._scheduler.schedule(now)
         for sequence in schedule.preempted:
             self._tables.drop(sequence.request_id)
@@ -245,7 +275,7 @@ class Engine:
         chunks = schedule.chunks
         if not chunks:
             self._transfer.wait(_LOAD_WAIT_S)  # everything that could run waits for its KV
-            return []
+            return refused
         for chunk in chunks:
             choice = self._choices[chunk.sequence.request_id]
             if choice.report is None:
@@ -255,6 +285,7 @@ class Engine:
         items = [self._item(chunk) for chunk in chunks]
         logits, arrival = self._forward(items)
         waited_s = arrival.waited_s
+        logits = self._note_prompts(items, logits)
         self._hear(now)
         failed = self._requeue_failed()
         for sequence_id in arrival.late - failed:
@@ -287,7 +318,7 @@ class Engine:
         self._step_seconds += seconds
         self._cache.rates.computed(batch_row, seconds - waited_s)
         self._scheduler.ran(seconds, waited_s)
-        return outputs
+        return refused + outputs
 
     def _forward(self, items: list[BatchItem]) -> tuple[torch.Tensor, Arrival]:
         """The logits, and how the KV arrived that was on its way."""
@@ -297,6 +328,29 @@ class Engine:
         if self._sink is not None:
             self._sink.begin()
         return self._runner.forward(batch, arrival if jobs else None), arrival
+
+    def _note_prompts(self, items: list[BatchItem], logits: torch.Tensor) -> torch.Tensor:
+        """Keep what was asked for of prompts. Returns the rows to draw from, one per item that wants logits."""
+        if not any(item.prompt_rows for item in items):
+            return logits
+        row, drawn = 0, []
+        for item in items:
+            if item.prompt_rows:
+                choice = self._choices[item.request_id]
+                assert choice.prompt_logprobs is not None
+                place = item.first_row + 1
+                for start in range(0, item.prompt_rows, _LOGPROB_ROWS):
+                    count = min(_LOGPROB_ROWS, item.prompt_rows - start)
+                    tokens = choice.sequence.token_ids[place + start : place + start + count]
+                    found = token_logprobs(
+                        logits[row + start : row + start + count], tokens, [choice.prompt_logprobs] * count
+                    )
+                    choice.prompt_known.update(enumerate(found, place + start))
+                row += item.prompt_rows
+            if item.wants_logits:
+                drawn.append(row)
+                row += 1
+        return logits[drawn]
 
     def _verify(self, ready: list[Choice], logits: torch.Tensor) -> tuple[list[Choice], torch.Tensor]:
         """Before a first token is drawn from what was loaded: see whether a recompute agrees. Returns those that may
@@ -329,6 +383,7 @@ class Engine:
             first_row=first,
             pages=self._cache.context(sequence.request_id).pages,
             wants_logits=chunk.is_last,
+            prompt_rows=self._choices[sequence.request_id].prompt_rows(first, chunk.num_tokens),
         )
 
     def _sample(self, ready: list[Choice], logits: torch.Tensor, now: float) -> list[Output]:
@@ -341,6 +396,10 @@ class Engine:
                 bad = set(error.rows)
                 for row in bad:
                     choice = ready[row]
+                    if choice.constraint is not None and choice.constraint.is_failed:
+                        outputs.append(choice.failed("it has become too costly to follow", "invalid_grammar"))
+                        self._close(choice, choice.sequence.computed_tokens)
+                        continue
                     message = "the model produced no valid distribution for the next token"
                     outputs.append(choice.failed(message))
                     self._cache.distrust(choice.sequence.request_id)
@@ -357,11 +416,13 @@ class Engine:
         sequence.token_ids.append(sampled.token_id)
         if choice.penalties is not None:
             choice.penalties.append(sampled.token_id)
+        if choice.constraint is not None:
+            choice.constraint.accept(sampled.token_id)
         if sequence.first_token_s is None:
             sequence.first_token_s = now
         self._generated_tokens += 1
         reason = None
-        if sampled.token_id in choice.end_ids and sequence.output_tokens > sequence.sampling.min_tokens:
+        if choice.ends_with(sampled.token_id):
             reason = "stop"
         elif sequence.output_tokens >= sequence.sampling.max_tokens or (
             len(sequence.token_ids) >= self.model.max_context and not self._truncate(choice)
@@ -425,15 +486,17 @@ class Engine:
         finish_reason: str | None = None,
         timings: Timings | None = None,
     ) -> Output:
-        report = None
+        report = prompt_logprobs = None
         if choice.report is not None and not choice.reported:
             choice.reported = True
+            if token_ids:
+                prompt_logprobs = choice.take_prompt_logprobs()
             self._cache.stats.count_prompt(choice.report)
             report = cache_report(choice.report)
             timings = timings or choice.timings(now)
         elif choice.report is not None and finish_reason is not None and choice.sequence.dropped_tokens:
             report = cache_report(choice.report)
-        return choice.output(token_ids, logprobs, finish_reason, report, timings)
+        return choice.output(token_ids, logprobs, finish_reason, report, timings, prompt_logprobs)
 
     # --- sessions -----------------------------------------------------------------------------------------------------
 
@@ -455,6 +518,7 @@ class Engine:
         end = time.monotonic() + self._close_timeout_s
         for choice in list(self._choices.values()):
             self._close(choice, choice.sequence.computed_tokens)
+        self._grammars.close()
         self.poll(time.monotonic())
         while self._cache.in_flight and time.monotonic() < end:
             self._transfer.wait(0.05)
@@ -496,6 +560,10 @@ class Engine:
             scheduler=scheduler_state(self._scheduler, self._cache, time.monotonic()),
             verify_mismatches=self._verifier.mismatches if self._verifier is not None else 0,
         )
+
+
+def _refused(request: Submit, code: str, message: str) -> list[Output]:
+    return [error_output(request.request_id, index, code, message) for index in range(request.num_choices)]
 
 
 def _client_cut(shift: Shift | None) -> ClientCut | None:

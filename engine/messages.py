@@ -7,7 +7,7 @@ import msgspec
 
 from scheduler.sequence import SamplingParams
 
-WIRE_VERSION = 3
+WIRE_VERSION = 4
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -79,6 +79,8 @@ class Submit(msgspec.Struct, frozen=True, kw_only=True, tag="submit"):
     important: tuple[tuple[int, int], ...] = ()  # half-open token ranges that a truncation keeps
     shift: "Shift | None" = None  # the client dropped messages itself, and may be served from their saved KV
     weight: float = 1.0  # share of the engine it asks for, against requests of weight 1
+    grammar: str = ""  # llguidance's, which every choice keeps to; "" is none
+    prompt_logprobs: int | None = None  # of the prompt's tokens too, with so many most likely ones; computes all of it
 
 
 class Shift(msgspec.Struct, frozen=True, kw_only=True):
@@ -229,7 +231,8 @@ class Output(msgspec.Struct, frozen=True, kw_only=True):
     report: CacheReport | None
     timings: Timings | None
     error: str | None  # with finish_reason error
-    error_code: str | None  # context_length_exceeded | overloaded | internal_error
+    error_code: str | None  # context_length_exceeded | overloaded | invalid_grammar | internal_error
+    prompt_logprobs: list[TokenLogprob] | None = None  # with the first output, if asked for: of all but the first token
 
 
 class Outputs(msgspec.Struct, frozen=True, tag="outputs"):
@@ -269,7 +272,7 @@ class SchedulerState(msgspec.Struct, frozen=True, kw_only=True):
     loads: dict[str, int]  # loads at the start of their request: finished, hidden, exposed
     prediction_error: float  # of answer lengths: mean error over mean length
     tpot_s: float
-    step_cost: dict[str, float]  # seconds: fixed, per_token, per_row, per_kilo_pair
+    step_cost: dict[str, float]  # seconds: fixed, per_token, per_kilo_pair, per_row, per_kilo_read; margin: a factor
 
 
 class Stats(msgspec.Struct, frozen=True, kw_only=True, tag="stats"):

@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from engine.grammar import Constraint
 from engine.messages import TokenLogprob
 from scheduler.sequence import SamplingParams
 
@@ -86,6 +87,7 @@ class SampleRow:
     position: int  # tokens this choice has generated so far
     penalties: PenaltyState | None  # PenaltyState.of(sampling, prompt)
     end_ids: tuple[int, ...]  # ids that would end the choice; not drawn before sampling.min_tokens
+    constraint: Constraint | None = None  # the grammar of the answer; it alone says when the choice may end
 
     @property
     def greedy(self) -> bool:
@@ -94,11 +96,13 @@ class SampleRow:
     @property
     def edited(self) -> bool:
         """Whether the logits change before the temperature."""
-        return bool(self.penalties is not None or self.sampling.logit_bias or self.masked_ids)
+        return bool(
+            self.penalties is not None or self.sampling.logit_bias or self.masked_ids or self.constraint is not None
+        )
 
     @property
     def masked_ids(self) -> tuple[int, ...]:
-        return self.end_ids if self.position < self.sampling.min_tokens else ()
+        return self.end_ids if self.position < self.sampling.min_tokens and self.constraint is None else ()
 
 
 class Sampled(NamedTuple):
@@ -111,8 +115,8 @@ class Sampler:
 
     def sample(self, logits: Tensor, rows: Sequence[SampleRow]) -> list[Sampled]:
         """logits [rows, vocab], any float dtype, not modified. In order: logit_bias; repetition, then frequency and
-        presence penalty; the mask of min_tokens; temperature; top_k; top_p and then min_p of what top_k kept; the draw.
-        Logprobs are of the raw logits. Among equals the lowest id comes first.
+        presence penalty; the masks of min_tokens and grammars; temperature; top_k; top_p and then min_p of what top_k
+        kept; the draw. Logprobs are of the raw logits. Among equals the lowest id comes first.
         Raises BadLogits, with nothing changed, when a row is unusable: call again without those it names.
         """
         if logits.dim() != 2 or logits.shape[0] != len(rows):
@@ -260,24 +264,32 @@ def _rank(ids: NDArray[np.int64], logprobs: NDArray[np.float32]) -> tuple[NDArra
     return order, -((keys >> np.uint64(32)).astype(np.uint32).view(np.float32))
 
 
+def token_logprobs(logits: Tensor, tokens: Sequence[int], counts: Sequence[int]) -> list[TokenLogprob]:
+    """Of tokens[i] in the distribution of logits [rows, vocab] row i, with the counts[i] most likely ones. `top` has no
+    token at -inf, so it may be shorter than asked for. Takes twice the memory of the logits in fp32."""
+    logprobs = logits.float().log_softmax(dim=-1)
+    chosen = logprobs[range(len(tokens)), list(tokens)].tolist()
+    result = [TokenLogprob(logprob=value, top=[]) for value in chosen]
+    most = min(max(counts), logits.shape[1])
+    if most:
+        # Everything at or above the n-th value, then ranked: topk itself leaves the order of equals open.
+        best = logprobs.topk(most, dim=-1).values.tolist()
+        floors = [
+            max(top[min(max(count, 1), most) - 1], _PREFIXES[-1]) for top, count in zip(best, counts, strict=True)
+        ]
+        for entry, count, (ids, values) in zip(result, counts, _ranked(logprobs, floors), strict=True):
+            entry.top.extend(zip(ids[:count].tolist(), values[:count].tolist(), strict=True))
+    return result
+
+
 def _logprobs(logits: Tensor, tokens: list[int], rows: Sequence[SampleRow]) -> dict[int, TokenLogprob]:
-    """Of the rows that asked, by row. `top` has no token at -inf, so it may be shorter than asked for."""
+    """Of the rows that asked, by row."""
     counts = {i: n for i, row in enumerate(rows) if (n := row.sampling.logprobs) is not None}
     if not counts:
         return {}
     asked = list(counts)
-    logprobs = logits[asked].float().log_softmax(dim=-1)
-    chosen = logprobs[range(len(asked)), [tokens[i] for i in asked]].tolist()
-    result = {i: TokenLogprob(logprob=value, top=[]) for i, value in zip(asked, chosen, strict=True)}
-    most = min(max(counts.values()), logits.shape[1])
-    if most:
-        # Everything at or above the n-th value, then ranked: topk itself leaves the order of equals open.
-        best = logprobs.topk(most, dim=-1).values.tolist()
-        floors = [max(top[min(max(counts[i], 1), most) - 1], _PREFIXES[-1]) for i, top in zip(asked, best, strict=True)]
-        for i, (ids, values) in zip(asked, _ranked(logprobs, floors), strict=True):
-            count = counts[i]
-            result[i].top.extend(zip(ids[:count].tolist(), values[:count].tolist(), strict=True))
-    return result
+    found = token_logprobs(logits[asked], [tokens[i] for i in asked], list(counts.values()))
+    return dict(zip(asked, found, strict=True))
 
 
 def _apply_bias(work: Tensor, rows: list[SampleRow]) -> None:
@@ -312,6 +324,10 @@ def _apply_masks(work: Tensor, rows: list[SampleRow]) -> None:
     parts = [(i, np.array(row.masked_ids, dtype=np.int64)) for i, row in enumerate(rows) if row.masked_ids]
     if parts:
         work.view(-1).index_fill_(0, _flat_index(work, parts)[0], -math.inf)
+    for i, row in enumerate(rows):
+        if row.constraint is not None:
+            banned = torch.from_numpy(~row.constraint.allowed(work.shape[1]))
+            work[i].masked_fill_(banned.to(work.device), -math.inf)
 
 
 def _flat_index(work: Tensor, parts: list[tuple[int, NDArray[np.int64]]]) -> tuple[Tensor, NDArray[np.bool_]]:

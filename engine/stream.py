@@ -85,5 +85,10 @@ def _merge(earlier: Output, later: Output) -> Output:
     report = earlier.report if later.report is None else later.report
     timings = earlier.timings if later.timings is None else later.timings
     return msgspec.structs.replace(
-        later, token_ids=earlier.token_ids, logprobs=logprobs, report=report, timings=timings
+        later,
+        token_ids=earlier.token_ids,
+        logprobs=logprobs,
+        report=report,
+        timings=timings,
+        prompt_logprobs=earlier.prompt_logprobs or later.prompt_logprobs,
     )

@@ -37,6 +37,7 @@ class Answer:
     prompt: list[int]
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprob] | None = None
     finish_reason: str | None = None
     report: CacheReport | None = None
     timings: list[Timings | None] = field(default_factory=list)  # of each output
@@ -57,6 +58,9 @@ class Answer:
         assert self.finish_reason is None, "said something behind its end"
         self.token_ids += output.token_ids
         self.logprobs += output.logprobs or []
+        if output.prompt_logprobs is not None:
+            assert self.prompt_logprobs is None, "said twice"
+            self.prompt_logprobs = output.prompt_logprobs
         self.timings.append(output.timings)
         if output.report is not None:
             before = self.report.truncated_tokens if self.report is not None else -1
@@ -91,6 +95,8 @@ class Driver:
         message_starts: tuple[int, ...] = (),
         important: tuple[tuple[int, int], ...] = (),
         truncation: str = "",
+        grammar: str = "",
+        prompt_logprobs: int | None = None,
         **sampling: Any,
     ) -> Answer:
         """Queue a request, greedy unless told otherwise. Returns the first choice's answer, filled as it goes."""
@@ -110,6 +116,8 @@ class Driver:
                     keep_first_tokens=keep_first_tokens,
                     message_starts=message_starts,
                     important=important,
+                    grammar=grammar,
+                    prompt_logprobs=prompt_logprobs,
                 ),
                 self.now,
             )

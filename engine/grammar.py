@@ -1,0 +1,153 @@
+"""Grammars: what an answer may say next, token by token. llguidance does the parsing: lazily, so compiling takes
+milliseconds, and every step within a budget of its own."""
+
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from numpy.typing import NDArray
+
+from engine.messages import Submit
+
+COMPILE_S = 10.0  # a grammar that is not ready by then is refused; the limits below end nearly all of them in 0.1 s
+# Above what schemas in use need, below what holds up a step: about 20 ms to begin, 10 ms a token, 30 MB of states.
+_LIMITS = LLParserLimits(
+    initial_lexer_fuel=1_000_000,
+    step_lexer_fuel=150_000,
+    step_max_items=50_000,
+    max_lexer_states=20_000,
+    max_grammar_size=200_000,
+    verbose_errors=False,
+)
+
+
+class BadGrammar(Exception):
+    """It cannot be compiled, or only at too high a cost. The message may be shown to the client."""
+
+
+class Constraint:
+    """What one choice may still say. Belongs to the step loop; a preempted choice keeps it."""
+
+    def __init__(self, matcher: LLMatcher, num_tokens: int) -> None:
+        self._matcher = matcher
+        self._bits = np.zeros(-(-num_tokens // 32), dtype=np.int32)
+
+    def allowed(self, vocab: int) -> NDArray[np.bool_]:
+        """Of the first `vocab` token ids those that may come next. None of them once the grammar has failed."""
+        self._matcher.unsafe_compute_mask_ptr(self._bits.ctypes.data, self._bits.nbytes)
+        if self._matcher.is_error():
+            return np.zeros(vocab, dtype=np.bool_)
+        allowed = np.zeros(vocab, dtype=np.bool_)
+        bits = np.unpackbits(self._bits.view(np.uint8), bitorder="little")[:vocab]
+        allowed[: len(bits)] = bits
+        return allowed
+
+    def accept(self, token_id: int) -> None:
+        self._matcher.consume_token(token_id)
+
+    @property
+    def is_stopped(self) -> bool:
+        """Nothing more may follow, or the end of text was accepted."""
+        return bool(self._matcher.is_stopped()) and not self._matcher.is_error()
+
+    @property
+    def is_failed(self) -> bool:
+        """The text so far has made the grammar too costly to go on with."""
+        return bool(self._matcher.is_error())
+
+    def copy(self) -> "Constraint":
+        """For another choice of the same request."""
+        return Constraint(self._matcher.deep_copy(), 32 * len(self._bits))
+
+
+@dataclass(frozen=True, slots=True)
+class _Pending:
+    request: Submit
+    future: "Future[Constraint]"
+    deadline_s: float
+
+
+class GrammarCompiler:
+    """Holds requests back until their grammars are compiled, on a thread of its own: no step waits for that. All other
+    methods are for the step loop."""
+
+    def __init__(self, *, tokenizer: Path, vocab_size: int, end_ids: tuple[int, ...]) -> None:
+        """`tokenizer` is a tokenizer.json, read when the first grammar comes; a model without one takes none."""
+        self._path = tokenizer
+        self._vocab_size = vocab_size
+        self._end_ids = end_ids
+        self._tokenizer: LLTokenizer | None = None  # of the thread
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammar")
+        self._pending: dict[str, _Pending] = {}
+
+    @property
+    def num_pending(self) -> int:
+        return len(self._pending)
+
+    def holds(self, request_id: str) -> bool:
+        return request_id in self._pending
+
+    def start(self, request: Submit) -> None:
+        future = self._thread.submit(self.compile, request.grammar)
+        self._pending[request.request_id] = _Pending(request, future, time.monotonic() + COMPILE_S)
+
+    def cancel(self, request_id: str) -> None:
+        """Forgives unknown ids."""
+        pending = self._pending.pop(request_id, None)
+        if pending is not None:
+            pending.future.cancel()
+
+    def take(self) -> list[tuple[Submit, Constraint | BadGrammar]]:
+        """Requests whose grammars are compiled, or are not going to be, in the order in which they came."""
+        now = time.monotonic()
+        done = []
+        for request_id, pending in list(self._pending.items()):
+            if pending.future.done():
+                done.append((pending.request, _result(pending.future)))
+            elif now >= pending.deadline_s:
+                done.append((pending.request, BadGrammar("it takes too long to compile")))
+            else:
+                continue
+            self.cancel(request_id)
+        return done
+
+    def take_all(self) -> list[Submit]:
+        """Everything ends: the requests held back."""
+        requests = [pending.request for pending in self._pending.values()]
+        for request in requests:
+            self.cancel(request.request_id)
+        return requests
+
+    def compile(self, grammar: str) -> Constraint:
+        """Raises BadGrammar. On the compiler's thread."""
+        if self._tokenizer is None:
+            self._tokenizer = self._load()
+        matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=_LIMITS)
+        if matcher.is_error():
+            raise BadGrammar(first_line(matcher.get_error()))
+        return Constraint(matcher, self._tokenizer.vocab_size)
+
+    def _load(self) -> LLTokenizer:
+        try:
+            text = self._path.read_text(encoding="utf-8")
+            return LLTokenizer(text, n_vocab=self._vocab_size, eos_token=list(self._end_ids) or None)
+        except (OSError, ValueError, RuntimeError) as error:
+            raise BadGrammar("this model's tokenizer cannot be used with grammars") from error
+
+    def close(self) -> None:
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+
+def first_line(message: str) -> str:
+    """Of an error of the library, without what it adds for its developers."""
+    return message.strip().partition("\n")[0][:300] or "it is not understood"
+
+
+def _result(future: "Future[Constraint]") -> Constraint | BadGrammar:
+    error = future.exception()
+    if error is None:
+        return future.result()
+    return error if isinstance(error, BadGrammar) else BadGrammar("it cannot be compiled")
