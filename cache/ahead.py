@@ -4,12 +4,16 @@ from collections.abc import Mapping, Sequence
 
 from cache.context import RunningContext
 from cache.hierarchy import Hierarchy
+from cache.policies.line import common_ends
 from cache.sessions import SessionStore
+from cache.table import SessionName
 from cache.windows import eviction_window, prefetch_window
+
+_LOOKED_UP = 4096  # tokens of contexts per step: well below a tenth of a millisecond, however many wait
 
 
 class LookAhead:
-    """Single-threaded, part of the CacheManager."""
+    """Single-threaded, part of the CacheManager. What a step costs depends on what has changed in the queue."""
 
     def __init__(
         self, *, tiers: Hierarchy, sessions: SessionStore, running: Mapping[str, RunningContext], reuse: bool
@@ -18,33 +22,72 @@ class LookAhead:
         self._sessions = sessions
         self._running = running
         self._reuse = reuse
-        self._waiting: list[str] = []
+        self._waiting: Sequence[str] = []
+        self._names: list[SessionName] = []  # of each of those who wait
+        self._looked: set[str] = set()  # of those who wait: has been looked at for what to fetch
+        self._new: list[tuple[int, str]] = []  # the others, with their places, last first
+        self._next = 0  # whose turn it is to be looked at again
 
     def plan(self, waiting: Sequence[str], starting: int, now: float) -> None:
         """Look ahead (AttentionStore §3.3): tell the policies what comes, fetch for it, write what is behind. The first
-        `starting` of those who wait have a place in the batch: they load for themselves, layer by layer."""
-        if waiting != self._waiting:
-            self._waiting = list(waiting)
-            names = [self._running[request_id].session for request_id in waiting]
+        `starting` of those who wait have a place in the batch: they load for themselves, layer by layer. `waiting` is
+        kept: it must not change any more."""
+        if waiting is not self._waiting and waiting != self._waiting:
+            self._become(waiting)
             if self._sessions.mean_bytes:
                 window = eviction_window(
                     self._lower.dram_slots * self._lower.slot_bytes, self._lower.disk_bytes, self._sessions.mean_bytes
                 )
+                upcoming = list(dict.fromkeys(self._names[:window]))
                 for policy in self._tiers.policies:
-                    policy.look_ahead(names[:window], now)
-            self._fetch_ahead(waiting[starting:])
-        if self._lower.is_dirty:
+                    policy.look_ahead(upcoming, now)
+        if waiting and self._lower.disk_bytes and self._reuse and self._sessions.mean_bytes:
+            self._fetch_ahead(starting)
+        if self._lower.may_write(now):
             running = {context.session for context in self._running.values() if context.pages}
             self._lower.plan_writes(self._sessions.contexts, running, self._sessions.record, now)
         self._lower.trim()
 
-    def _fetch_ahead(self, waiting: Sequence[str]) -> None:
-        if not (waiting and self._lower.disk_bytes and self._reuse and self._sessions.mean_bytes):
-            return
+    def _become(self, waiting: Sequence[str]) -> None:
+        before, self._waiting = self._waiting, waiting
+        head, tail = common_ends(before, waiting)
+        left, entered = before[head : len(before) - tail], waiting[head : len(waiting) - tail]
+        known = dict(zip(left, self._names[head:], strict=False))
+        self._names[head : len(before) - tail] = [
+            known.get(request_id) or self._running[request_id].session for request_id in entered
+        ]
+        self._looked.difference_update(known.keys() - set(entered))
+        looked = self._looked
+        self._new = [(place, request_id) for place, request_id in enumerate(waiting) if request_id not in looked]
+        self._new.reverse()
+
+    def _fetch_ahead(self, starting: int) -> None:
+        """Disk -> DRAM for the next turns: for those who are new in the window first, then for the others in turn,
+        whose blocks may have left DRAM again."""
         room = (self._lower.num_slots - self._lower.resident) * self._lower.slot_bytes
-        for request_id in waiting[: prefetch_window(room, self._sessions.mean_bytes)]:
-            context = self._running[request_id]
-            if context.pages:
-                continue  # admitted ahead of its turn: what it needs is on its way to HBM
-            rows = self._table.matched(context.chain())
-            self._lower.fetch((row for row in rows if row.page is None), context.session)
+        end = min(len(self._waiting), starting + prefetch_window(room, self._sessions.mean_bytes))
+        left = _LOOKED_UP
+        while self._new and self._new[-1][0] < end and left > 0:
+            place, request_id = self._new[-1]
+            if place >= starting:
+                left -= len(self._running[request_id].token_ids)
+                if not self._fetch_for(request_id):
+                    return  # nor is there room for those behind it
+                self._looked.add(request_id)
+            self._new.pop()
+        for _ in range(starting, end):
+            if left <= 0:
+                return
+            self._next = self._next + 1 if starting <= self._next < end - 1 else starting
+            request_id = self._waiting[self._next]
+            left -= len(self._running[request_id].token_ids)
+            if not self._fetch_for(request_id):
+                return
+
+    def _fetch_for(self, request_id: str) -> bool:
+        """False: there was no room for all of it."""
+        context = self._running[request_id]
+        if context.pages:
+            return True  # admitted ahead of its turn: what it needs is on its way to HBM
+        rows = self._table.matched(context.chain())
+        return self._lower.fetch((row for row in rows if row.page is None), context.session)

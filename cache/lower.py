@@ -115,11 +115,6 @@ class LowerTiers:
         """Copies under way; zero at idle."""
         return len(self._tickets) + len(self._writes) + len(self._fetches) + self.extents.in_flight
 
-    @property
-    def is_dirty(self) -> bool:
-        """Whether DRAM holds what is to be written to disk."""
-        return bool(self._dirty)
-
     def next_job(self) -> int:
         self._jobs += 1
         return self._jobs
@@ -249,6 +244,11 @@ class LowerTiers:
 
     # --- disk ---------------------------------------------------------------------------------------------------------
 
+    def may_write(self, now: float) -> bool:
+        """Whether there is something to be written to disk, and nothing that forbids it."""
+        is_open = self.disk_bytes and now >= self._retry_s and "disk" not in self.quarantined
+        return bool(self._dirty and is_open and len(self._writes) < _MAX_WRITES)
+
     def plan_writes(
         self,
         sessions: Mapping[SessionName, SessionContext],
@@ -256,9 +256,7 @@ class LowerTiers:
         record: Callable[[SessionName, SessionContext | None], SessionRecord],
         now: float,
     ) -> None:
-        """Write what turns have left in DRAM; of running turns too when slots get scarce."""
-        if not self.disk_bytes or now < self._retry_s or "disk" in self.quarantined:
-            return
+        """Write what turns have left in DRAM; of running turns too when slots get scarce. Call it if `may_write`."""
         self._retry_s = 0.0
         pressed = self.slots.num_free < _PRESSURE * self.num_slots
         saving = self._owners_saving()
@@ -368,21 +366,22 @@ class LowerTiers:
 
     # --- fetching -----------------------------------------------------------------------------------------------------
 
-    def fetch(self, rows: Iterable[BlockRow], newcomer: SessionName) -> None:
-        """Disk -> DRAM for a turn that is queued, as far as there is room (AttentionStore §3.3.1)."""
+    def fetch(self, rows: Iterable[BlockRow], newcomer: SessionName) -> bool:
+        """Disk -> DRAM for a turn that is queued, as far as there is room (AttentionStore §3.3.1). False: not all."""
         blocks = []
-        for row in rows:
-            if row.extent is None or row.slot is not None or row.key in self._fetching:
-                continue
+        wanted = [row for row in rows if row.extent and row.slot is None and row.key not in self._fetching]
+        for row in wanted:
             slot = self.take_slot(newcomer)
             if slot is None:
                 break
+            assert row.extent is not None
             self._fetching.add(row.key)
             blocks.append((row.key, row.extent, slot))
         if blocks:
             job = self.next_job()
             self._fetches[job] = tuple(blocks)
             self.moves.append(FetchBlocks(job, tuple(blocks)))
+        return len(blocks) == len(wanted)
 
     def on_fetched(self, job: int, failed: Mapping[BlockKey, str]) -> None:
         for key, extent, slot in self._fetches.pop(job):

@@ -8,14 +8,18 @@ from operator import itemgetter
 from typing import Literal
 
 from cache.block import BlockKey
+from cache.policies.line import Line
+from cache.policies.ranking import Ranking
 from cache.policies.returns import ReturnTimes, SessionReturn
 
 _Rank = tuple[int, tuple[float, int]]
-"""Of a session; leaves in ascending order: (0, its rank in `ReturnTimes`), or (1, (-place in the queue, 0))."""
+"""Of a session: (1 if it is queued, its rank in `ReturnTimes`). Leaves in ascending order, among the queued from the
+tail of the queue, which moves too often to be part of what is sorted."""
 
 _Entry = tuple[int, int, tuple[float, int], BlockKey]
-"""A block that could leave next, in order of leaving: rank of its best owner, with -place in between for block
-granularity and 0 otherwise, and the block."""
+"""A block that could leave next, in order of leaving. Owned by nobody who is queued: 0, rank of its best owner, with
+-place in between for block granularity and 0 otherwise, and the block. Else: 1, 0, (-place in the queue of the first of
+its owners, 0), and the block."""
 
 
 class _Session:
@@ -23,10 +27,10 @@ class _Session:
 
     __slots__ = ("context", "name", "rank", "resident", "returns")
 
-    def __init__(self, name: Hashable, returns: SessionReturn) -> None:
+    def __init__(self, name: Hashable, queued: bool, returns: SessionReturn) -> None:
         self.name = name
         self.returns = returns
-        self.rank = returns.rank  # as of when it was last put in order
+        self.rank: _Rank = (int(queued), returns.rank)  # as of when it was last put in order
         self.context: dict[int, BlockKey] = {}
         self.resident: list[int] = []  # the places whose block is in the tier, ascending
 
@@ -35,8 +39,8 @@ class _Session:
         return self.context[self.resident[-1]] if self.resident else None
 
 
-_Waiting = tuple[tuple[float, int], _Session]
-"""A session with nothing resident behind a block, and its rank among the unqueued. Ranks are unique."""
+_Waiting = tuple[_Rank, _Session]
+"""A session with nothing resident behind a block, and its rank. Ranks are unique."""
 
 
 class LookaheadPolicy:
@@ -53,10 +57,12 @@ class LookaheadPolicy:
     first and the expected return only breaks ties, so all keep their heads a while longer. The queue's order in (c) and
     the terms for newcomers are the same.
 
-    Cost: an event touches only the sessions it concerns, in logarithmic time plus a short memmove; `victims` costs what
-    it returns plus the queued and pinned blocks it passes over (for "block" with a newcomer also those that it may not
-    displace). Memory: resident blocks plus the contexts of live sessions: ownership outlives the block's stay in the
-    tier, so that a fetched block knows its owners, until `forget` or until another block stands at its place.
+    Cost: an event touches only the sessions it concerns, in logarithmic time plus a short memmove, `look_ahead` those
+    that have come into the queue or left it. What is queued is not in the order of the rest, and sorted only as far as
+    `victims` comes to it. `victims` costs what it returns plus the pinned blocks it passes over (for "block" with a
+    newcomer also those that it may not displace). Memory: resident blocks plus the contexts of live sessions: ownership
+    outlives the block's stay in the tier, so that a fetched block knows its owners, until `forget` or until another
+    block stands at its place.
     """
 
     def __init__(self, granularity: Literal["session", "block"] = "session") -> None:
@@ -70,10 +76,12 @@ class LookaheadPolicy:
         # Whose last resident block it is, with the rank of each, sorted: the best is last.
         self._at_tail: dict[BlockKey, list[_Waiting]] = {}
         # A leaf has nothing resident behind it: it is the tail of all its owners. The others become leaves in turn.
-        self._leaves: dict[BlockKey, _Entry] = {}
-        self._order: list[_Entry] = []  # the leaves, sorted as if nothing was queued
+        # With its entry in `_order`; None: one of its owners is queued.
+        self._leaves: dict[BlockKey, _Entry | None] = {}
+        self._order: Ranking[_Entry] = Ranking()
         self._returns = ReturnTimes()
-        self._queue: dict[Hashable, int] = {}
+        self._queue = Line()
+        self._absent = 0  # so many at the tail of the queue are known to have nothing in the tier
 
     # --- events -------------------------------------------------------------------------------------------------------
 
@@ -120,29 +128,33 @@ class LookaheadPolicy:
 
     def used(self, session: Hashable, now: float) -> None:
         owner = self._session(session)
-        self._rerank(self._returns.used(owner.returns, now))
+        for returns in self._returns.used(owner.returns, now):
+            self._rerank(self._sessions[returns.name])
 
     def look_ahead(self, upcoming: Sequence[Hashable], now: float) -> None:
-        self._queue = {}
-        for place, session in enumerate(upcoming):
-            self._queue.setdefault(session, place)
-        self._rerank(self._returns.advance(now))
+        for name in self._queue.become(upcoming):
+            session = self._sessions.get(name)
+            if session is not None:
+                self._rerank(session)
+        self._absent = 0
+        for returns in self._returns.advance(now):
+            self._rerank(self._sessions[returns.name])
 
     def _session(self, name: Hashable) -> _Session:
         session = self._sessions.get(name)
         if session is None:
-            session = self._sessions[name] = _Session(name, self._returns.add(name))
+            session = self._sessions[name] = _Session(name, name in self._queue, self._returns.add(name))
         return session
 
-    def _rerank(self, changed: Sequence[SessionReturn]) -> None:
-        for returns in changed:
-            session = self._sessions[returns.name]
-            tail = session.tail
-            if tail is not None:
-                self._leave_tail(tail, session)
-            session.rank = returns.rank
-            if tail is not None:
-                self._join_tail(tail, session)
+    def _rerank(self, session: _Session) -> None:
+        """It is expected at another time, or has come into the queue or left it."""
+        before, session.rank = session.rank, (int(session.name in self._queue), session.returns.rank)
+        tail = session.tail
+        if tail is not None and before != session.rank:
+            waiting = self._at_tail[tail]
+            del waiting[bisect_left(waiting, (before, session))]
+            insort(waiting, (session.rank, session))
+            self._refresh(tail)
 
     def _disown(self, key: BlockKey, session: _Session) -> None:
         owners = self._owners[key]
@@ -171,6 +183,8 @@ class LookaheadPolicy:
             return
         if before is not None:
             self._leave_tail(before, session)
+        elif session.rank[0]:
+            self._absent = 0
         if after is not None:
             self._join_tail(after, session)
 
@@ -187,13 +201,18 @@ class LookaheadPolicy:
 
     def _refresh(self, key: BlockKey) -> None:
         """Put a block where it belongs among the leaves, or take it out."""
-        entry = self._leaves.pop(key, None)
-        if entry is not None:
-            del self._order[bisect_left(self._order, entry)]
+        before = self._leaves.pop(key, None)
+        after = None
         waiting = self._at_tail.get(key)
         if waiting is not None and len(waiting) == len(self._owners[key]):
-            entry = self._leaves[key] = self._entry(key, waiting[-1])
-            insort(self._order, entry)
+            best = waiting[-1]
+            after = self._leaves[key] = None if _is_queued(best) else self._unqueued(key, best)
+        if before == after:
+            return
+        if before is not None:
+            self._order.remove(before)
+        if after is not None:
+            self._order.add(after)
 
     # --- the order of leaving -----------------------------------------------------------------------------------------
 
@@ -225,28 +244,23 @@ class LookaheadPolicy:
                 break
             if key not in pinned:
                 chosen.append(key)
-        limit = (2, (0.0, 0)) if newcomer is None else self._rank_of(newcomer)
-        if spare_queued:
-            limit = min(limit, (1, (-math.inf, 0)))
-        walk = _Walk(self._order, self._owners, self._at_tail)
+        limit = self._limit(newcomer, spare_queued)
+        walk = _Walk(self)
         while len(chosen) < count and (entry := walk.peek()) is not None:
             queued, _, rank, key = entry
-            if not queued and (place := self._queue_place(key)) is not None:
-                walk.drop()
-                walk.offer((1, 0, (-place, 0), key))
-            elif (queued, rank) >= limit:
-                if not self._by_place:
+            if (queued, rank) >= limit:
+                if queued or not self._by_place:
                     break  # all the others rank behind it
                 walk.drop()
+            elif key not in pinned:
+                chosen.append(key)
+                walk.leave(key)
+            elif behind_pinned:
+                walk.leave(key)
             else:
-                if key not in pinned:
-                    chosen.append(key)
-                elif not behind_pinned:
-                    walk.drop()
-                    continue
-                for freed, best in walk.leave(key):
-                    walk.offer(self._entry(freed, best))
-        if len(chosen) < count and newcomer is None and not spare_queued and behind_pinned:
+                walk.drop()
+        everything = len(self._ownerless) + walk.num_left == len(self._touched)
+        if len(chosen) < count and newcomer is None and not spare_queued and behind_pinned and not everything:
             # Contexts hold blocks in the order they were computed in. If two ever disagree, neither block is a leaf
             # before the other, and there is no right order; but nothing may be stuck in the tier.
             rest = self._touched.keys() - set(chosen)
@@ -260,65 +274,82 @@ class LookaheadPolicy:
             self._unsorted = False
         return self._ownerless
 
-    def _rank_of(self, name: Hashable) -> _Rank:
-        if (place := self._queue.get(name)) is not None:
+    def _limit(self, newcomer: Hashable | None, spare_queued: bool) -> _Rank:
+        """Of what may leave: what ranks below it."""
+        if spare_queued and (newcomer is None or newcomer in self._queue):
+            return (1, (-math.inf, 0))
+        if newcomer is None:
+            return (2, (0.0, 0))
+        if (place := self._queue.place(newcomer)) is not None:
             return (1, (-place, 0))
-        session = self._sessions.get(name)
-        return (0, self._returns.newcomer_rank() if session is None else session.rank)
+        session = self._sessions.get(newcomer)
+        return (0, self._returns.newcomer_rank() if session is None else session.rank[1])
 
-    def _entry(self, key: BlockKey, best: _Waiting) -> _Entry:
-        """Of a block whose best owner is `best`, as if nothing was queued."""
-        rank, session = best
+    def _unqueued(self, key: BlockKey, best: _Waiting) -> _Entry:
+        """Of a block whose best owner is `best`, with nobody queued among them."""
+        (_, rank), session = best
         return (0, -self._owners[key][session] if self._by_place else 0, rank, key)
 
-    def _queue_place(self, key: BlockKey) -> int | None:
-        """The earliest place in the queue of a session that owns the block."""
-        owners = self._owners[key]
-        if len(owners) <= len(self._queue):
-            return min((self._queue[owner.name] for owner in owners if owner.name in self._queue), default=None)
-        queued = ((place, self._sessions.get(name)) for name, place in self._queue.items())
-        return min((place for place, session in queued if session in owners), default=None)
+    def _queued(self, key: BlockKey) -> _Entry:
+        owners, queue = self._owners[key], self._queue
+        if len(owners) <= len(queue):
+            place = min(place for owner in owners if (place := queue.place(owner.name)) is not None)
+        else:
+            place = next(place for place in range(len(queue)) if self._sessions.get(queue[place]) in owners)
+        return (1, 0, (-place, 0), key)
 
 
 class _Walk:
-    """Takes leaves off in order, without changing anything, and says which blocks become leaves by it."""
+    """Takes leaves off in order, without changing anything."""
 
-    def __init__(
-        self,
-        order: list[_Entry],
-        owners: dict[BlockKey, dict[_Session, int]],
-        at_tail: dict[BlockKey, list[_Waiting]],
-    ) -> None:
-        self._order, self._owners, self._at_tail = order, owners, at_tail
-        self._next = 0  # in `order`
-        self._offered: list[_Entry] = []  # a heap: those that became leaves on the walk, or come in another place
+    def __init__(self, policy: LookaheadPolicy) -> None:
+        self._policy = policy
+        self._order = iter(policy._order)
+        self._head = next(self._order, None)
+        # Who is queued is looked at from the tail on, when it is their turn; so many are left.
+        self._left_in_line = len(policy._queue) - policy._absent
+        self._offered: list[_Entry] = []  # a heap: those that became leaves on the walk, and those of the queued
+        self._seen: set[BlockKey] = set()  # leaves of the queued that have been offered
+        self.num_left = 0  # blocks taken off
         self._left: dict[_Session, int] = {}  # how many resident blocks of a session have left on the walk
         # How many owners have nothing left behind a block, and the best of them, if that has changed on the walk.
         self._waiting: dict[BlockKey, tuple[int, _Waiting]] = {}
 
-    def _from_order(self) -> bool:
-        return self._next < len(self._order) and not (self._offered and self._offered[0] < self._order[self._next])
-
     def peek(self) -> _Entry | None:
-        if self._from_order():
-            return self._order[self._next]
+        """The next leaf."""
+        if self._head is None:
+            # Nobody in line before `_left_in_line` has a leaf that leaves before the first of the heap.
+            while self._left_in_line and not (self._offered and self._offered[0] < (1, 0, (1 - self._left_in_line, 0))):
+                self._look_at_the_last_in_line()
+        elif not (self._offered and self._offered[0] < self._head):
+            return self._head
         return self._offered[0] if self._offered else None
+
+    def _look_at_the_last_in_line(self) -> None:
+        policy = self._policy
+        self._left_in_line -= 1
+        session = policy._sessions.get(policy._queue[self._left_in_line])
+        tail = session.tail if session is not None else None
+        if tail is None:
+            if self._left_in_line == len(policy._queue) - policy._absent - 1:
+                policy._absent += 1
+        elif tail in policy._leaves and tail not in self._seen:
+            self._seen.add(tail)
+            heappush(self._offered, policy._queued(tail))
 
     def drop(self) -> None:
         """Pass over what `peek` showed; all that stands before it stays too."""
-        if self._from_order():
-            self._next += 1
+        if self._head is not None and not (self._offered and self._offered[0] < self._head):
+            self._head = next(self._order, None)
         else:
             heappop(self._offered)
 
-    def offer(self, entry: _Entry) -> None:
-        heappush(self._offered, entry)
-
-    def leave(self, key: BlockKey) -> list[tuple[BlockKey, _Waiting]]:
-        """Take off the leaf that `peek` showed. Returns the blocks that are leaves now, each with its best owner."""
+    def leave(self, key: BlockKey) -> None:
+        """Take off the leaf that `peek` showed; the blocks that become leaves by it come in their turn."""
         self.drop()
-        freed: list[tuple[BlockKey, _Waiting]] = []
-        for session in self._owners[key]:
+        self.num_left += 1
+        policy = self._policy
+        for session in policy._owners[key]:
             left = self._left[session] = self._left.get(session, 0) + 1
             if left == len(session.resident):
                 continue
@@ -326,12 +357,16 @@ class _Walk:
             arrived = (session.rank, session)
             if (known := self._waiting.get(before)) is not None:
                 count, best = known
-            elif here := self._at_tail.get(before):
+            elif here := policy._at_tail.get(before):
                 count, best = len(here), here[-1]
             else:
                 count, best = 0, arrived
             best = max(best, arrived, key=itemgetter(0))
             self._waiting[before] = (count + 1, best)
-            if count + 1 == len(self._owners[before]):
-                freed.append((before, best))
-        return freed
+            if count + 1 == len(policy._owners[before]):
+                entry = policy._queued(before) if _is_queued(best) else policy._unqueued(before, best)
+                heappush(self._offered, entry)
+
+
+def _is_queued(waiting: _Waiting) -> bool:
+    return waiting[0][0] > 0

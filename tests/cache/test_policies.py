@@ -13,7 +13,7 @@ STEPS = st.lists(
         st.tuples(st.just("own"), KEYS, SESSIONS, st.integers(0, 5)),
         st.tuples(st.just("forget"), SESSIONS),
         st.tuples(st.just("used"), SESSIONS, st.integers(0, 50)),
-        st.tuples(st.just("look_ahead"), st.lists(SESSIONS), st.integers(0, 50)),
+        st.tuples(st.just("look_ahead"), st.lists(SESSIONS, unique=True), st.integers(0, 50)),
     )
 )
 

@@ -1,0 +1,51 @@
+"""Ranking: items kept in order while they come and go by the ten thousand."""
+
+from bisect import bisect_left, insort
+from collections.abc import Iterator
+from itertools import chain
+from typing import Any, Generic, TypeVar
+
+_BUCKET = 512  # items; one twice as large is split
+
+Item = TypeVar("Item", bound=Any)  # ordered
+
+
+class Ranking(Generic[Item]):
+    """Distinct items, iterated in ascending order. A list of short sorted lists: coming and going costs two searches
+    and a memmove inside one of them, where a single list would move half of all that it holds."""
+
+    def __init__(self) -> None:
+        self._buckets: list[list[Item]] = []  # none is empty
+        self._last: list[Item] = []  # the greatest of each
+
+    def __bool__(self) -> bool:
+        return bool(self._buckets)
+
+    def __iter__(self) -> Iterator[Item]:
+        return chain.from_iterable(self._buckets)
+
+    def add(self, item: Item) -> None:
+        if not self._buckets:
+            self._buckets, self._last = [[item]], [item]
+            return
+        index = min(bisect_left(self._last, item), len(self._last) - 1)
+        bucket = self._buckets[index]
+        insort(bucket, item)
+        if len(bucket) > 2 * _BUCKET:
+            self._buckets[index : index + 1] = bucket[:_BUCKET], bucket[_BUCKET:]
+            self._last[index : index + 1] = bucket[_BUCKET - 1], bucket[-1]
+        else:
+            self._last[index] = bucket[-1]
+
+    def remove(self, item: Item) -> None:
+        """Raises KeyError if it is not here."""
+        index = bisect_left(self._last, item)
+        bucket = self._buckets[index] if index < len(self._buckets) else []
+        place = bisect_left(bucket, item)
+        if place == len(bucket) or bucket[place] != item:
+            raise KeyError(item)
+        del bucket[place]
+        if bucket:
+            self._last[index] = bucket[-1]
+        else:
+            del self._buckets[index], self._last[index]
