@@ -1,18 +1,31 @@
-"""An open-loop client for any OpenAI-compatible server: conversations begin when they are due, however the server
-fares, and every token is stamped."""
+"""A client for any OpenAI-compatible server that sends conversations when they are due and stamps every token.
+
+Three ways to send: open loop (conversations begin when they are due, however the server fares), closed loop (so many at
+once, the next begins when one has ended), and one request at a time, conversations taking turns.
+"""
 
 import asyncio
-import json
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any
+from typing import Any, Literal
 
-import httpx
+import msgspec
 
-from loadgen.workload import Conversation, message
+from loadgen.http import Broken, ConnectFailed, Http, Silent
+from loadgen.response import BadResponse, Events, Response
+from loadgen.workload import Conversation, Turn, message
+
+Loop = Literal["open", "closed", "sequential"]
+Messages = list[dict[str, str]]
+
+_PREPARE_S = 0.2  # before a request is due its body is made
+_ERROR_CHARACTERS = 200
+_BY_STATUS = {401: "unauthorized", 403: "unauthorized", 404: "not_found", 408: "timeout", 429: "rate_limited",
+              503: "overloaded"}  # fmt: skip
+_RETRIED = ("connect", "rate_limited", "overloaded")
 
 
 @dataclass(slots=True)
@@ -30,6 +43,8 @@ class TurnResult:
     cached_tokens: int = 0
     finish_reason: str | None = None
     error: str | None = None  # status and code, or what broke
+    error_kind: str | None = None
+    retries: int = 0
     extra: dict[str, Any] = field(default_factory=dict)  # `x_cache` and `timings`, where the server sends them
 
     @property
@@ -50,9 +65,7 @@ class Target:
     model: str
     api_keys: dict[str, str]  # tenant -> bearer key; "" for those not named
     body: dict[str, Any]  # further fields of every request
-
-
-Messages = list[dict[str, str]]
+    max_tokens_field: str = "max_tokens"
 
 
 async def run(
@@ -62,94 +75,206 @@ async def run(
     seed: int,
     timeout_s: float,
     histories: dict[str, Messages] | None = None,
+    loop: Loop = "open",
+    concurrency: int = 1,
+    retries: int = 0,
+    stop_s: float = float("inf"),
+    on_result: Callable[[TurnResult], None] | None = None,
+    on_sent: Callable[[], None] | None = None,
 ) -> list[TurnResult]:
     """Send it all. A conversation ends at its first error; the others go on. Results in order of sending.
 
-    histories: session id -> what was said in it before, to which is added what is answered now: so that a run can go on
-    where another has stopped.
+    timeout_s: how long a server may send nothing. histories: session id -> what was said in it before, to which is
+    added what is answered now: so that a run can go on where another has stopped. concurrency: conversations at once
+    in a closed loop; in sequence, how many take turns. retries: of requests that were refused or found no connection.
+    stop_s: nothing is sent later than that. on_sent, on_result: called on the event loop, when a request is sent and
+    has ended.
     """
-    said = histories if histories is not None else {}
-    limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
-    results: list[TurnResult] = []
-    began_s = time.perf_counter()
-    async with httpx.AsyncClient(timeout=timeout_s, limits=limits) as http, asyncio.TaskGroup() as group:
-        for conversation in conversations:
-            rng = random.Random(f"{seed} {conversation.session_id}")
-            messages = said.setdefault(conversation.session_id, [])
-            group.create_task(_converse(http, target, conversation, messages, rng, began_s, results))
-    return sorted(results, key=lambda result: result.sent_s)
+    sender = _Sender(target, seed, timeout_s, histories if histories is not None else {}, retries, stop_s)
+    sender.on_result, sender.on_sent = on_result, on_sent
+    try:
+        if loop == "open":
+            async with asyncio.TaskGroup() as group:
+                for conversation in conversations:
+                    group.create_task(sender.converse(conversation, conversation.start_s))
+        elif loop == "closed":
+            waiting = iter(conversations)
+            async with asyncio.TaskGroup() as group:
+                for _ in range(concurrency):
+                    group.create_task(sender.one_after_the_other(waiting))
+        else:
+            for first in range(0, len(conversations), concurrency):
+                await sender.take_turns(conversations[first : first + concurrency])
+    finally:
+        sender.close()
+    return sorted(sender.results, key=lambda result: result.sent_s)
 
 
-async def _converse(
-    http: httpx.AsyncClient,
-    target: Target,
-    conversation: Conversation,
-    messages: Messages,
-    rng: random.Random,
-    began_s: float,
-    results: list[TurnResult],
-) -> None:
-    due_s = conversation.start_s
-    for number, turn in enumerate(conversation.turns):
-        due_s = max(due_s + turn.think_s, turn.due_s)
-        await asyncio.sleep(max(0.0, began_s + due_s - time.perf_counter()))
-        question = {"role": "user", "content": message(turn, rng)}
+class _Sender:
+    def __init__(
+        self, target: Target, seed: int, timeout_s: float, histories: dict[str, Messages], retries: int, stop_s: float
+    ) -> None:
+        self._target = target
+        self._seed = seed
+        self._http = Http(target.url, silence_s=timeout_s)
+        self._histories = histories
+        self._retries = retries
+        self._stop_s = stop_s
+        self._began_s = time.perf_counter()
+        self.results: list[TurnResult] = []
+        self.on_result: Callable[[TurnResult], None] | None = None
+        self.on_sent: Callable[[], None] | None = None
+
+    def close(self) -> None:
+        self._http.close()
+
+    def now_s(self) -> float:
+        return time.perf_counter() - self._began_s
+
+    async def one_after_the_other(self, waiting: Any) -> None:
+        for conversation in waiting:
+            await self.converse(conversation, self.now_s())
+
+    async def take_turns(self, conversations: Sequence[Conversation]) -> None:
+        """The first turn of all, then the second: nobody thinks, and everybody else is in between."""
+        talks = [(conversation, self._rng(conversation)) for conversation in conversations]
+        number = 0
+        while talks:
+            going_on = []
+            for conversation, rng in talks:
+                if number < len(conversation.turns):
+                    turn = conversation.turns[number]
+                    if await self._turn(conversation, number, turn, self.now_s(), rng) is None:
+                        continue
+                    going_on.append((conversation, rng))
+            talks = going_on
+            number += 1
+
+    async def converse(self, conversation: Conversation, due_s: float) -> None:
+        rng = self._rng(conversation)
+        for number, turn in enumerate(conversation.turns):
+            due_s = max(due_s + turn.think_s, turn.due_s)
+            done_s = await self._turn(conversation, number, turn, due_s, rng)
+            if done_s is None:
+                return
+            due_s = done_s
+
+    def _rng(self, conversation: Conversation) -> random.Random:
+        return random.Random(f"{self._seed} {conversation.session_id}")
+
+    async def _turn(
+        self, conversation: Conversation, number: int, turn: Turn, due_s: float, rng: random.Random
+    ) -> float | None:
+        """When it ended, or None where the conversation does."""
+        if max(due_s, self.now_s()) > self._stop_s:
+            return None
+        await asyncio.sleep(max(0.0, due_s - _PREPARE_S - self.now_s()))
+        system: Messages = [{"role": "system", "content": conversation.system}] if conversation.system else []
+        history = self._histories.setdefault(conversation.session_id, system)
+        question = {"role": "user", "content": message(turn, rng, self._seed)}
+        request = self._request(conversation.tenant, [*history, question], turn.answer_tokens)
+        await asyncio.sleep(max(0.0, due_s - self.now_s()))
         result = TurnResult(conversation.session_id, number, due_s)
-        results.append(result)
+        self.results.append(result)
+        text = await self._ask(request, result)
+        if self.on_result is not None:
+            self.on_result(result)
+        if result.error is not None:
+            return None
+        history += [question, {"role": "assistant", "content": text}]
+        return result.done_s
+
+    def _request(self, tenant: str, messages: Messages, answer_tokens: int) -> bytes:
+        target = self._target
         body = {
             "model": target.model,
-            "messages": [*messages, question],
-            "max_tokens": turn.answer_tokens,
+            "messages": messages,
+            target.max_tokens_field: answer_tokens,
             "stream": True,
             "stream_options": {"include_usage": True},
             **target.body,
         }
-        key = target.api_keys.get(conversation.tenant, target.api_keys.get("", ""))
-        text = await _ask(http, target.url, body, key, began_s, result)
-        if result.error is not None:
+        headers = {"content-type": "application/json", "accept": "text/event-stream"}
+        if key := target.api_keys.get(tenant, target.api_keys.get("", "")):
+            headers["authorization"] = f"Bearer {key}"
+        return self._http.request("POST", "/v1/chat/completions", headers, msgspec.json.encode(body))
+
+    async def _ask(self, request: bytes, result: TurnResult) -> str:
+        """Stream one answer into `result`. Returns its text."""
+        while True:
+            answer = _Answer(result, self._began_s)
+            if self.on_sent is not None:
+                self.on_sent()
+            result.error = result.error_kind = None
+            result.sent_s = self.now_s()  # where no connection comes about
+            try:
+                sent_s, response = await self._http.send(request, answer.take)
+                result.sent_s = sent_s - self._began_s
+                answer.end(response)
+            except (ConnectFailed, Silent, Broken, BadResponse, msgspec.DecodeError) as error:
+                result.error_kind = _kind_of(error)
+                result.error = f"{type(error).__name__}: {error}"
+            result.done_s = self.now_s()
+            if result.error_kind not in _RETRIED or result.retries >= self._retries:
+                return "".join(answer.pieces)
+            result.retries += 1
+            await asyncio.sleep(answer.retry_after_s if answer.retry_after_s is not None else 2.0**result.retries / 4)
+
+
+class _Answer:
+    """One answer as it comes."""
+
+    def __init__(self, result: TurnResult, began_s: float) -> None:
+        self._result = result
+        self._began_s = began_s
+        self._events = Events()
+        self._refusal = bytearray()
+        self.pieces: list[str] = []
+        self.retry_after_s: float | None = None
+
+    def take(self, status: int, now_s: float, body: bytes) -> None:
+        if status != 200:
+            self._refusal += body
             return
-        messages += [question, {"role": "assistant", "content": text}]
-        due_s = result.done_s
+        for data in self._events.feed(body):
+            if data != b"[DONE]":
+                self._event(msgspec.json.decode(data), now_s - self._began_s)
+
+    def end(self, response: Response) -> None:
+        """The body is complete."""
+        result, status = self._result, response.status
+        if status != 200:
+            text = self._refusal.decode("utf-8", errors="replace")
+            result.error = f"{status} {text[:_ERROR_CHARACTERS]}"
+            result.error_kind = _BY_STATUS.get(status, "server" if status >= 500 else "bad_request")
+            after = response.headers.get("retry-after", "")
+            self.retry_after_s = float(after) if after.isdecimal() else None
+            if "context_length_exceeded" in text:
+                result.error_kind = "context_length"
+        elif result.error is None and result.finish_reason is None:
+            result.error, result.error_kind = "the stream ended without a finish_reason", "incomplete"
+
+    def _event(self, event: dict[str, Any], now_s: float) -> None:
+        result = self._result
+        if event.get("error"):
+            error = event["error"] if isinstance(event["error"], dict) else {"message": event["error"]}
+            result.error, result.error_kind = str(error.get("code") or error.get("message")), "stream_error"
+            return
+        for choice in event.get("choices") or ():
+            delta = choice.get("delta") or {}
+            text = delta.get("content")
+            if text or delta.get("reasoning_content") or delta.get("reasoning") or delta.get("tool_calls"):
+                result.token_s.append(now_s)
+            if text:
+                self.pieces.append(text)
+            result.finish_reason = choice.get("finish_reason") or result.finish_reason
+        if usage := event.get("usage"):
+            result.prompt_tokens = usage.get("prompt_tokens") or 0
+            result.completion_tokens = usage.get("completion_tokens") or 0
+            result.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+        result.extra.update({name: event[name] for name in ("x_cache", "timings") if event.get(name)})
 
 
-async def _ask(
-    http: httpx.AsyncClient, url: str, body: dict[str, Any], key: str, began_s: float, result: TurnResult
-) -> str:
-    """Stream one answer into `result`. Returns its text."""
-    headers = {"authorization": f"Bearer {key}"} if key else {}
-    pieces: list[str] = []
-    result.sent_s = time.perf_counter() - began_s
-    try:
-        async with http.stream("POST", f"{url}/v1/chat/completions", json=body, headers=headers) as response:
-            if response.status_code != 200:
-                await response.aread()
-                result.error = f"{response.status_code} {response.text[:200]}"
-            else:
-                async for line in response.aiter_lines():
-                    if not line.startswith("data:") or line == "data: [DONE]":
-                        continue
-                    _take(json.loads(line[5:]), time.perf_counter() - began_s, result, pieces)
-    except (httpx.HTTPError, json.JSONDecodeError) as error:
-        result.error = f"{type(error).__name__}: {error}"
-    result.done_s = time.perf_counter() - began_s
-    if result.error is None and result.finish_reason is None:
-        result.error = "the stream ended without a finish_reason"
-    return "".join(pieces)
-
-
-def _take(event: dict[str, Any], now_s: float, result: TurnResult, pieces: list[str]) -> None:
-    if "error" in event:
-        result.error = str(event["error"].get("code") or event["error"].get("message"))
-        return
-    for choice in event.get("choices", ()):
-        text = choice.get("delta", {}).get("content")
-        if text:
-            result.token_s.append(now_s)
-            pieces.append(text)
-        result.finish_reason = choice.get("finish_reason") or result.finish_reason
-    usage = event.get("usage")
-    if usage:
-        result.prompt_tokens = usage.get("prompt_tokens", 0)
-        result.completion_tokens = usage.get("completion_tokens", 0)
-        result.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
-    result.extra.update({name: event[name] for name in ("x_cache", "timings") if event.get(name)})
+def _kind_of(error: Exception) -> str:
+    kinds = {ConnectFailed: "connect", Silent: "timeout", Broken: "disconnect"}
+    return kinds.get(type(error), "protocol")

@@ -3,6 +3,7 @@
 import asyncio
 import json
 from collections.abc import AsyncIterator
+from itertools import pairwise
 
 import pytest
 import uvicorn
@@ -126,3 +127,110 @@ async def test_a_run_goes_on_with_the_histories_of_another(server):
     mine.fails = "status"
     await run(target, [Conversation("c", "", 0.0, turns(1))], seed=2, timeout_s=10, histories=histories)
     assert [m["role"] for m in histories["c"]] == ["user", "assistant"] * 2  # a question without an answer is forgotten
+
+
+async def test_a_closed_loop_keeps_so_many_conversations_going(server):
+    _, target = server
+    conversations = [Conversation(f"c{n}", "", 1000.0, turns(2)) for n in range(5)]
+    results = await run(target, conversations, seed=1, timeout_s=10, loop="closed", concurrency=2)
+    assert [result.error for result in results] == [None] * 10
+    at_once = [sum(other.sent_s <= result.sent_s < other.done_s for other in results) for result in results]
+    assert max(at_once) == 2
+    order = [result.session_id for result in results]
+    assert set(order[:2]) == {"c0", "c1"}
+    assert set(order[-2:]) <= {"c3", "c4"}
+
+
+async def test_conversations_take_turns_one_request_at_a_time(server):
+    _, target = server
+    conversations = [Conversation(f"c{n}", "", 5.0, turns(1 + n, 50.0)) for n in range(3)]
+    results = await run(target, conversations, seed=1, timeout_s=10, loop="sequential", concurrency=3)
+    assert [(r.session_id, r.turn) for r in results] == [
+        ("c0", 0), ("c1", 0), ("c2", 0), ("c1", 1), ("c2", 1), ("c2", 2)
+    ]  # fmt: skip
+    assert all(before.done_s <= after.sent_s for before, after in pairwise(results))
+
+
+async def test_retries_are_off_unless_asked_for(server):
+    mine, target = server
+    mine.fails = "status"
+    conversation = [Conversation("c", "", 0.0, turns(1))]
+    (once,) = await run(target, conversation, seed=1, timeout_s=10)
+    assert (len(mine.asked), once.retries, once.error_kind) == (1, 0, "rate_limited")
+    task = asyncio.create_task(run(target, conversation, seed=1, timeout_s=10, retries=2))
+    while len(mine.asked) < 3:  # noqa: ASYNC110
+        await asyncio.sleep(0.01)
+    mine.fails = ""
+    (again,) = await task
+    assert (again.error, again.retries) == (None, 2)
+    assert again.ttft_s is not None
+    assert again.ttft_s > again.sent_s - again.due_s > 0  # waiting for another try counts
+
+
+async def test_nothing_is_sent_behind_the_stop(server):
+    _, target = server
+    conversations = [Conversation("a", "", 0.0, turns(1) + turns(2, 50.0)), Conversation("b", "", 50.0, turns(1))]
+    results = await run(target, conversations, seed=1, timeout_s=10, stop_s=20.0)
+    assert [(r.session_id, r.turn, r.error) for r in results] == [("a", 0, None)]
+
+
+async def test_a_system_prompt_comes_first_and_stays(server):
+    mine, target = server
+    await run(target, [Conversation("c", "", 0.0, turns(2), system="be brief")], seed=1, timeout_s=10)
+    assert [m["role"] for m in mine.asked[1][1]["messages"]] == ["system", "user", "assistant", "user"]
+    assert mine.asked[0][1]["messages"][0]["content"] == "be brief"
+
+
+@pytest.mark.parametrize(
+    ("answer", "kind"),
+    [
+        (b"", "disconnect"),
+        (b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\ndata", "disconnect"),
+        (b"HTTP/1.1 503 Busy\r\ncontent-length: 0\r\n\r\n", "overloaded"),
+        (b"HTTP/1.1 500 Oh\r\ncontent-length: 0\r\n\r\n", "server"),
+        (b"HTTP/1.1 401 No\r\ncontent-length: 0\r\n\r\n", "unauthorized"),
+        (b"HTTP/1.1 400 Bad\r\n\r\n{'code': 'context_length_exceeded'}", "context_length"),
+        (b"HTTP/1.1 422 Bad\r\n\r\nno", "bad_request"),
+        (b"SSH-2.0\r\n\r\n", "protocol"),
+        (b"HTTP/1.1 200 OK\r\n\r\ndata: {\n\n", "protocol"),
+        (None, "timeout"),
+    ],
+)
+async def test_errors_have_kinds(answer, kind):
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        if answer is None:
+            await asyncio.sleep(0.6)
+        else:
+            writer.write(answer)
+        writer.close()
+
+    stub = await asyncio.start_server(serve, "127.0.0.1", 0)
+    target = Target(f"http://127.0.0.1:{stub.sockets[0].getsockname()[1]}", "m", {}, {})
+    (result,) = await run(target, [Conversation("c", "", 0.0, turns(1))], seed=1, timeout_s=0.3)
+    assert result.error_kind == kind
+    stub.close()
+    await stub.wait_closed()
+    (refused,) = await run(target, [Conversation("c", "", 0.0, turns(1))], seed=1, timeout_s=0.3)
+    assert refused.error_kind == "connect"
+
+
+async def test_a_kept_connection_that_was_closed_is_made_anew():
+    connections = 0
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal connections
+        connections += 1
+        await reader.readuntil(b"\r\n\r\n")
+        event = b'data: {"choices": [{"delta": {"content": "hi"}, "finish_reason": "stop"}]}\n\n'
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%s" % (len(event), event))
+        if connections == 1:
+            await reader.readuntil(b"\r\n\r\n")  # the second request is heard, and not answered
+        writer.close()
+
+    stub = await asyncio.start_server(serve, "127.0.0.1", 0)
+    target = Target(f"http://127.0.0.1:{stub.sockets[0].getsockname()[1]}", "m", {}, {})
+    results = await run(target, [Conversation("c", "", 0.0, turns(2))], seed=1, timeout_s=5)
+    assert [result.error for result in results] == [None, None]
+    assert connections == 2
+    stub.close()

@@ -1,0 +1,74 @@
+"""Files of conversations that people had: what they said, and how long the answers were.
+
+Read are ShareGPT's layout (`{"conversations": [{"from": "human", "value": …}, …]}`), our dialogues
+(`{"turns": [{"role": "user", "content": …}, …]}`) and OpenAI's (`{"messages": …}`), as one JSON list or a line each,
+also through gzip.
+"""
+
+import gzip
+import json
+import random
+from collections.abc import Iterator
+from itertools import cycle, islice
+from pathlib import Path
+from typing import Any
+
+from loadgen.workload import Script, Turn
+
+_CHARACTERS_PER_TOKEN = 4  # English in the usual vocabularies
+
+
+def read(path: Path) -> list[Script]:
+    """Every conversation in which a person says something that is answered. Raises ValueError if there is none, OSError
+    if the file cannot be read."""
+    scripts = [script for record in _records(path) if (script := _script(record))]
+    if not scripts:
+        raise ValueError(f"{path} holds no conversations")
+    return scripts
+
+
+def choose(scripts: list[Script], rng: random.Random, count: int) -> list[Script]:
+    """`count` of them in random order; all before any comes again."""
+    return list(islice(cycle(rng.sample(scripts, len(scripts))), count))
+
+
+def open_text(path: Path) -> str:
+    """A text file, unpacked where its name ends in .gz."""
+    if path.suffix == ".gz":
+        with gzip.open(path, "rt", encoding="utf-8") as file:
+            return file.read()
+    return path.read_text(encoding="utf-8")
+
+
+def _records(path: Path) -> Iterator[Any]:
+    text = open_text(path)
+    try:
+        if text.lstrip().startswith("["):
+            yield from json.loads(text)
+        else:
+            yield from (json.loads(line) for line in text.splitlines() if line.strip())
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path} is not JSON: {error}") from None
+
+
+def _script(record: Any) -> Script:
+    """From the first thing a person says on; what nobody answered is left out."""
+    if not isinstance(record, dict):
+        return ()
+    said = record.get("conversations") or record.get("turns") or record.get("messages") or ()
+    turns: list[Turn] = []
+    question = ""
+    for part in said:
+        who, text = part.get("from") or part.get("role"), part.get("value") or part.get("content")
+        if not isinstance(text, str) or not text.strip():
+            continue
+        if who in ("human", "user"):
+            question = f"{question}\n{text}" if question else text
+        elif question and who != "system":
+            turns.append(Turn(_tokens(question), _tokens(text), 0.0, question))
+            question = ""
+    return tuple(turns)
+
+
+def _tokens(text: str) -> int:
+    return max(1, len(text) // _CHARACTERS_PER_TOKEN)

@@ -1,0 +1,114 @@
+"""Traces of requests -> conversations with text: lengths and shared prefixes as recorded, words made up.
+
+- Mooncake: JSON lines with `timestamp` (ms), `input_length`, `output_length` and `hash_ids`, the names of the prompt's
+  512-token blocks. Equal names become equal text.
+- Azure: CSV with `TIMESTAMP`, `ContextTokens`, `GeneratedTokens`. Every request stands for itself.
+- BurstGPT: CSV with `Timestamp` (s), `Request tokens`, `Response tokens` and, in later files, `Session ID`: requests of
+  a session become the turns of a conversation, whose history carries the real answers. Failed ones are left out.
+
+Requests are sent at their time in the trace. Those of the same stamp (clocks of traces are coarse) are spread evenly up
+to the next one.
+"""
+
+import csv
+import json
+from collections import defaultdict
+from dataclasses import dataclass, replace
+from datetime import datetime
+from io import StringIO
+from itertools import groupby
+from pathlib import Path
+
+from loadgen.dialogues import open_text
+from loadgen.workload import Conversation, Turn
+
+_MOONCAKE_BLOCK = 512
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A row of a trace."""
+
+    at_s: float
+    prompt_tokens: int  # all of it, history as well
+    answer_tokens: int
+    session: str = ""  # empty: none is known
+    block_names: tuple[int, ...] = ()
+
+
+def read(path: Path) -> list[Request]:
+    """In the order of their times, the first at 0. Raises ValueError where a file is none of these, OSError."""
+    text = open_text(path)
+    try:
+        requests = _mooncake(text) if text.lstrip().startswith("{") else _table(path, text)
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{path} is not a trace that can be read: {error!r}") from None
+    requests = [request for request in requests if request.prompt_tokens > 0 and request.answer_tokens > 0]
+    if not requests:
+        raise ValueError(f"{path} holds no requests")
+    requests.sort(key=lambda request: request.at_s)
+    first_s = requests[0].at_s
+    return _spread([replace(request, at_s=request.at_s - first_s) for request in requests])
+
+
+def conversations(requests: list[Request], *, speed: float) -> list[Conversation]:
+    """speed: how many times faster than recorded."""
+    sessions: dict[str, list[Request]] = defaultdict(list)
+    for number, request in enumerate(requests):
+        sessions[request.session or f"r{number}"].append(request)
+    found = []
+    for name, rows in sessions.items():
+        turns: list[Turn] = []
+        history = 0
+        for row in rows:
+            turns.append(
+                Turn(
+                    max(1, row.prompt_tokens - history), row.answer_tokens, 0.0, due_s=row.at_s / speed,
+                    block_names=row.block_names, block_tokens=_MOONCAKE_BLOCK if row.block_names else 0,
+                )
+            )  # fmt: skip
+            history = row.prompt_tokens + row.answer_tokens
+        found.append(Conversation(name, "", rows[0].at_s / speed, tuple(turns)))
+    return found
+
+
+def _mooncake(text: str) -> list[Request]:
+    rows = (json.loads(line) for line in text.splitlines() if line.strip())
+    return [
+        Request(row["timestamp"] / 1e3, row["input_length"], row["output_length"], "", tuple(row.get("hash_ids") or ()))
+        for row in rows
+    ]
+
+
+def _table(path: Path, text: str) -> list[Request]:
+    rows = csv.DictReader(StringIO(text))
+    names = set(rows.fieldnames or ())
+    if {"TIMESTAMP", "ContextTokens", "GeneratedTokens"} <= names:
+        return [
+            Request(_seconds(row["TIMESTAMP"]), int(row["ContextTokens"]), int(row["GeneratedTokens"])) for row in rows
+        ]
+    if {"Timestamp", "Request tokens", "Response tokens"} <= names:
+        return [
+            Request(
+                float(row["Timestamp"]), int(float(row["Request tokens"])), int(float(row["Response tokens"])),
+                row.get("Session ID") or "",
+            )
+            for row in rows
+        ]  # fmt: skip
+    raise ValueError(f"its columns are {', '.join(sorted(names)) or 'none'}")
+
+
+def _seconds(stamp: str) -> float:
+    when = datetime.fromisoformat(stamp)
+    return (when.replace(tzinfo=None) - datetime(2000, 1, 1)).total_seconds()  # noqa: DTZ001  # only differences matter
+
+
+def _spread(requests: list[Request]) -> list[Request]:
+    groups = [list(group) for _, group in groupby(requests, key=lambda request: request.at_s)]
+    spread = []
+    for group, following in zip(groups, [*groups[1:], None], strict=True):
+        width_s = following[0].at_s - group[0].at_s if following else 0.0
+        spread += [
+            replace(request, at_s=request.at_s + width_s * place / len(group)) for place, request in enumerate(group)
+        ]
+    return spread
