@@ -73,9 +73,16 @@ class FairShare:
         entry = self._entries.pop(sequence)
         # Whoever goes out of turn does not take the common time past those who wait for theirs.
         self._now = max(self._now, min(tenant.served for tenant in self._tenants.values() if tenant.waiting))
+        tenant, order = self._tenants[sequence.tenant], self._order
+        is_first = tenant.waiting[0][2] is entry
+        starts = tenant.starts[1:] if tenant.starts is not None and is_first else None
         self._leave(entry)
         self._charged[sequence] = entry.cost
         self._settle(sequence.tenant, entry.cost)
+        if order is not None and starts is not None:
+            # Its tenant's others start when they would have started: nothing moves.
+            tenant.starts, place = starts, order.index(sequence)
+            self._order = order[:place] + order[place + 1 :]
 
     def refund(self, sequence: Sequence) -> None:
         """A request that went has been cancelled before it started."""
@@ -103,7 +110,7 @@ class FairShare:
             starts: list[tuple[float, int, Sequence]] = []
             for tenant in self._tenants.values():
                 starts += self._starts(tenant)
-            starts.sort(key=lambda start: start[:2])
+            starts.sort()  # sorted runs, one of each tenant; numbers are unique, so sequences are not compared
             self._order = [sequence for _, _, sequence in starts]
         return self._order
 

@@ -86,6 +86,7 @@ class PriorityQueue:
         self._arrivals = 0
         self._numbers: dict[Sequence, int] = {}
         self._order: list[tuple[Standing, int, Sequence]] = []  # numbers are unique, so sequences are not compared
+        self._listed: list[Sequence] | None = None  # in this order; None: to be listed
 
     def __len__(self) -> int:
         return len(self._order)
@@ -94,7 +95,7 @@ class PriorityQueue:
         self._arrivals += 1
         self._numbers[sequence] = self._arrivals
         self._standings.watch(sequence)
-        insort(self._order, self._entry(sequence, self._standings[sequence]))
+        self._put_in(sequence)
 
     def remove(self, sequence: Sequence) -> None:
         self._take_out(sequence, self._standings[sequence])
@@ -106,7 +107,7 @@ class PriorityQueue:
     def refresh(self) -> None:
         for sequence, before in self._standings.refresh():
             self._take_out(sequence, before)
-            insort(self._order, self._entry(sequence, self._standings[sequence]))
+            self._put_in(sequence)
 
     def best(self, skipped: Container[Sequence]) -> Sequence | None:
         return next((sequence for _, _, sequence in self._order if sequence not in skipped), None)
@@ -121,7 +122,9 @@ class PriorityQueue:
         return None
 
     def upcoming(self) -> list[Sequence]:
-        return [sequence for _, _, sequence in self._order]
+        if self._listed is None:
+            self._listed = [sequence for _, _, sequence in self._order]
+        return self._listed
 
     # --- as the order of entry into the shuffled window ---------------------------------------------------------------
 
@@ -134,8 +137,10 @@ class PriorityQueue:
     def refund(self, sequence: Sequence) -> None:
         """Nobody was charged."""
 
-    def _entry(self, sequence: Sequence, where: Standing) -> tuple[Standing, int, Sequence]:
-        return where, self._numbers[sequence], sequence
+    def _put_in(self, sequence: Sequence) -> None:
+        insort(self._order, (self._standings[sequence], self._numbers[sequence], sequence))
+        self._listed = None
 
     def _take_out(self, sequence: Sequence, where: Standing) -> None:
         del self._order[bisect_left(self._order, (where, self._numbers[sequence]))]
+        self._listed = None

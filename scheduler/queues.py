@@ -52,7 +52,8 @@ class WaitingQueue(Protocol):
         ...
 
     def upcoming(self) -> list[Sequence]:
-        """All of them, next first: the front, and then the others as they would come to stand there."""
+        """All of them, next first: the front, and then the others as they would come to stand there. The same list as
+        long as nothing has changed, and another when something has: not to be changed by the caller."""
         ...
 
 
@@ -63,15 +64,18 @@ class FcfsQueue:
 
     def __init__(self) -> None:
         self._waiting: dict[Sequence, None] = {}
+        self._order: list[Sequence] | None = None  # None: to be listed
 
     def __len__(self) -> int:
         return len(self._waiting)
 
     def add(self, sequence: Sequence) -> None:
         self._waiting[sequence] = None
+        self._order = None
 
     def remove(self, sequence: Sequence) -> None:
         del self._waiting[sequence]
+        self._order = None
 
     def refresh(self) -> None:
         """The order does not depend on where KV is."""
@@ -79,8 +83,7 @@ class FcfsQueue:
     def best(self, skipped: Container[Sequence]) -> Sequence | None:
         return next((sequence for sequence in self._waiting if sequence not in skipped), None)
 
-    def dispatch(self, sequence: Sequence) -> None:
-        del self._waiting[sequence]
+    dispatch = remove
 
     def finished(self, sequence: Sequence) -> None:
         """Nobody has a share here."""
@@ -92,4 +95,6 @@ class FcfsQueue:
         return None
 
     def upcoming(self) -> list[Sequence]:
-        return list(self._waiting)
+        if self._order is None:
+            self._order = list(self._waiting)
+        return self._order

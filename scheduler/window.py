@@ -72,6 +72,8 @@ class ShuffledWindow:
         self._arrived: dict[Sequence, int] = {}  # of all who wait
         self._members: dict[Sequence, Member] = {}  # in order of entry
         self._order: list[Sequence] | None = None  # of the members; None: to be found
+        # The members, the others, and both, as they were told last.
+        self._told: tuple[list[Sequence], list[Sequence], list[Sequence]] = [], [], []
 
     def __len__(self) -> int:
         return len(self._arrived)
@@ -125,7 +127,10 @@ class ShuffledWindow:
         return self._members
 
     def upcoming(self) -> list[Sequence]:
-        return [*self.front(), *self._entry.upcoming()]
+        front, others = self.front(), self._entry.upcoming()
+        if front is not self._told[0] or others is not self._told[1]:
+            self._told = front, others, [*front, *others]
+        return self._told[2]
 
     @property
     def inside(self) -> Mapping[Sequence, Member]:

@@ -137,6 +137,16 @@ def test_while_all_have_work_nobody_is_ahead_by_more_than_a_request(costs, weigh
     assert taken == told[: len(taken)]
 
 
+def recomputed(share):
+    starts = []
+    for tenant in share._tenants.values():
+        begin = tenant.served
+        for _, number, entry in tenant.waiting:
+            starts.append((begin, number, entry.sequence))
+            begin += entry.cost
+    return [sequence for _, _, sequence in sorted(starts, key=lambda start: start[:2])]
+
+
 @settings(max_examples=150)
 @given(
     steps=st.lists(
@@ -158,6 +168,8 @@ def test_the_order_that_is_told_is_the_order_that_comes(steps):
             share.remove(waiting.pop(who % len(waiting)))
         elif action in ("finish", "refund") and gone:
             (share.finished if action == "finish" else share.refund)(gone.pop(who % len(gone)))
+        assert share.upcoming() == recomputed(share)
+        assert share.upcoming() is share.upcoming()
         assert set(share.upcoming()) == set(waiting)
         assert len(share) == len(waiting)
     told = share.upcoming()
