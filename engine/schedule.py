@@ -13,12 +13,14 @@ from scheduler.scheduler import Scheduler
 from scheduler.sequence import Sequence
 from scheduler.window import ShuffledWindow
 
+_COST_TERMS = ("fixed", "per_token", "per_kilo_pair", "per_row", "per_kilo_read")
 _STALL_BUDGET_S = 0.02  # what those who decode wait for one whose KV is still on its way
 _LONE_STEP_FACTOR = 4  # larger products are faster, and with nobody decoding nobody is held up by a long step
 _LEAST_WINDOW, _MOST_WINDOW = 4, 32  # below there is nothing to choose from; above the wait may be long
 _QUANTILE = 0.5  # of answer lengths: a load that starts at the median is as often early as late
-# Before the first steps are measured: a row costs as much as a few tokens of a prompt, a thousand pairs about one.
-_TOKENS_PER_ROW, _TOKENS_PER_KILO_PAIR = 4.0, 1.0
+# Before the first steps are measured: a row costs as much as a few tokens of a prompt, a thousand pairs less than one;
+# and more where they are read for a single row.
+_TOKENS_PER_ROW, _TOKENS_PER_KILO_PAIR, _TOKENS_PER_KILO_READ = 4.0, 0.5, 2.0
 
 
 def build_scheduler(
@@ -45,6 +47,7 @@ def build_scheduler(
             s_per_token=per_token,
             s_per_row=per_token * _TOKENS_PER_ROW,
             s_per_kilo_pair=per_token * _TOKENS_PER_KILO_PAIR,
+            s_per_kilo_read=per_token * _TOKENS_PER_KILO_READ,
         ),
         max_seqs=config.max_seqs,
         max_queued=config.max_queued,
@@ -73,7 +76,7 @@ def scheduler_state(scheduler: Scheduler, cache: CacheManager, now: float) -> Sc
     classes = Counter("resumed" if info.transfer_class is None else str(info.transfer_class) for info in front)
     if window is None:
         classes = Counter()
-    fixed_s, per_token, per_row, per_pair = scheduler.cost.current()
+    cost = scheduler.cost
     predicted = scheduler.predicted_tokens
     return SchedulerState(
         policy="car" if window is not None else "fcfs" if isinstance(queue, FcfsQueue) else "priority",
@@ -87,7 +90,7 @@ def scheduler_state(scheduler: Scheduler, cache: CacheManager, now: float) -> Sc
         loads=dict(scheduler.loads),
         prediction_error=predicted["error"] / max(1, predicted["actual"]),
         tpot_s=scheduler.tpot_s,
-        step_cost={"fixed": fixed_s, "per_token": per_token, "per_row": per_row, "per_kilo_pair": per_pair},
+        step_cost={**dict(zip(_COST_TERMS, cost.current(), strict=True)), "margin": cost.margin},
     )
 
 

@@ -77,7 +77,8 @@ class Machine:
     s_per_token: float = 0.0004
     s_per_row: float = 0.0005
     s_per_kilo_pair: float = 0.0001
-    misjudged: float = 1.0  # the scheduler's first guess of these four, over the truth
+    s_per_kilo_read: float = 0.0001
+    misjudged: float = 1.0  # the scheduler's first guess of these five, over the truth
     dram_bytes_per_s: float = 20e6
     disk_bytes_per_s: float = 5e6
     failures: float = 0.0  # share of transfers that fail
@@ -167,6 +168,7 @@ class Simulation:
             "s_per_token": machine.s_per_token,
             "s_per_row": machine.s_per_row,
             "s_per_kilo_pair": machine.s_per_kilo_pair,
+            "s_per_kilo_read": machine.s_per_kilo_read,
         }
         self._truth = StepCost(**costs)
         self.scheduler = Scheduler(
@@ -192,7 +194,7 @@ class Simulation:
         self._live: dict[str, tuple[Sequence, _Live]] = {}
         self._requests = 0
         for conversation in conversations:
-            self._push_arrival(conversation.start_s, _Live(conversation))
+            self._push_turn(conversation.start_s, _Live(conversation))
 
     @property
     def digest(self) -> str:
@@ -284,7 +286,7 @@ class Simulation:
             self._close(sequence, sequence.computed_tokens)
             live.turn += 1
             if live.turn < len(live.conversation.turns):
-                self._push_arrival(self.now + live.conversation.turns[live.turn].think_s, live)
+                self._push_turn(self.now, live)
 
     def _submit(self, live: _Live) -> None:
         turn = live.conversation.turns[live.turn]
@@ -404,9 +406,11 @@ class Simulation:
         self._pushed += 1
         heapq.heappush(self._events, (when_s, self._pushed, event))
 
-    def _push_arrival(self, when_s: float, live: _Live) -> None:
+    def _push_turn(self, before_s: float, live: _Live) -> None:
+        """A conversation's next turn, behind what ended at `before_s`."""
+        turn = live.conversation.turns[live.turn]
         self._pushed += 1
-        heapq.heappush(self._arrivals, (when_s, self._pushed, live))
+        heapq.heappush(self._arrivals, (max(before_s + turn.think_s, turn.due_s), self._pushed, live))
 
     def _hear(self) -> None:
         while self._events and self._events[0][0] <= self.now:

@@ -1,71 +1,106 @@
 """How much one step may compute: what a step costs, learned as it runs, and the chunks that fit a target for the time
 between two tokens."""
 
+from bisect import bisect_left, insort
+from collections import deque
 from dataclasses import dataclass
 from typing import Protocol
 
-_KEPT = 0.97  # of the evidence after one more step: about the last thirty count
+_TERMS = 5
+_KEPT = 0.96  # of the evidence after one more step of its kind: about the last twenty-five count
+_ASIDE = 0.1  # the weight of steps that only decode, or only compute prompts: others are what is asked for
 _PRIOR_STEPS = 0.05  # what the prior counts as, in steps of its size
 _PRIOR_TOKENS, _PRIOR_ROWS, _PRIOR_CONTEXT = 256, 8, 1024
 _LEAST_CHUNK = 16  # tokens: less would not pay for the step
+_JUDGED = 128  # steps by which predictions are judged
+_FIRST_JUDGEMENT = 1.25  # seconds measured in units of those predicted, before the first
 
 
 @dataclass(frozen=True, slots=True)
 class StepWork:
-    """What a step computes. Every token attends to its context: their products are `attended`, in thousands."""
+    """What a step computes. Every token attends to its context: their products, in thousands, are `attended` for
+    tokens of prompts, which read a context once for many, and `read` for rows that decode."""
 
     prefill_tokens: int = 0
-    decode_rows: int = 0
     attended: float = 0.0
+    decode_rows: int = 0
+    read: float = 0.0
 
     def plus_chunk(self, num_tokens: int, context_len: int) -> "StepWork":
         """With a chunk of a prompt behind `context_len` tokens."""
         attended = num_tokens * (context_len + num_tokens / 2) / 1000
-        return StepWork(self.prefill_tokens + num_tokens, self.decode_rows, self.attended + attended)
+        return StepWork(self.prefill_tokens + num_tokens, self.attended + attended, self.decode_rows, self.read)
 
     def plus_row(self, context_len: int) -> "StepWork":
         """With one more sequence that decodes."""
-        return StepWork(self.prefill_tokens, self.decode_rows + 1, self.attended + context_len / 1000)
+        return StepWork(self.prefill_tokens, self.attended, self.decode_rows + 1, self.read + context_len / 1000)
 
     @property
-    def features(self) -> tuple[float, float, float, float]:
-        return 1.0, float(self.prefill_tokens), float(self.decode_rows), self.attended
+    def features(self) -> tuple[float, float, float, float, float]:
+        return 1.0, float(self.prefill_tokens), self.attended, float(self.decode_rows), self.read
+
+
+class _Evidence:
+    """Decayed sums over the steps of one kind."""
+
+    __slots__ = ("products", "squares")
+
+    def __init__(self) -> None:
+        self.squares = [[0.0] * _TERMS for _ in range(_TERMS)]  # of feature * feature / seconds^2
+        self.products = [0.0] * _TERMS  # of feature / seconds
+
+    def add(self, features: tuple[float, ...], seconds: float) -> None:
+        x = [feature / seconds for feature in features]
+        for i in range(_TERMS):
+            row, factor = self.squares[i], x[i]
+            for j in range(_TERMS):
+                row[j] = row[j] * _KEPT + factor * x[j]
+            self.products[i] = self.products[i] * _KEPT + factor
 
 
 class StepCost:
-    """seconds ~ fixed + a * prefill tokens + b * decode rows + c * thousands of (token, context token) pairs.
+    """seconds ~ fixed + a * prefill tokens + b * attended + c * decode rows + d * read, as `StepWork` counts them.
 
-    Least squares over steps that fade exponentially, with a prior of the machine's usual proportions at the level of
-    what was measured: it decides only between terms that the steps so far do not tell apart. No term is negative.
+    Least squares of the relative error, so that a step held up by something else hardly counts, over steps that fade
+    exponentially. They fade by kind: an hour of decoding does not make it forget what prompts cost. What is asked for
+    are steps that do both; products of other sizes, as in long steps without a decode, cost less per token. A prior of
+    the machine's usual proportions, at the level of what was measured, decides between terms that the steps so far do
+    not tell apart. No term is negative.
     """
 
-    def __init__(self, *, fixed_s: float, s_per_token: float, s_per_row: float, s_per_kilo_pair: float) -> None:
-        self._prior = (fixed_s, s_per_token, s_per_row, s_per_kilo_pair)
-        self.terms = self._prior
-        self._squares = [[0.0] * 4 for _ in range(4)]  # decayed sums of feature * feature
-        self._products = [0.0] * 4  # and of feature * seconds
-        self._seconds = 0.0
+    def __init__(
+        self, *, fixed_s: float, s_per_token: float, s_per_kilo_pair: float, s_per_row: float, s_per_kilo_read: float
+    ) -> None:
+        self._prior = (fixed_s, s_per_token, s_per_kilo_pair, s_per_row, s_per_kilo_read)
+        self.terms: tuple[float, ...] = self._prior
+        self._mixed, self._aside = _Evidence(), (_Evidence(), _Evidence())
         self._stale = False
+        self._judged: deque[float] = deque([_FIRST_JUDGEMENT])  # measured over predicted, of mixed steps
+        self._in_order = [_FIRST_JUDGEMENT]
 
     def ran(self, work: StepWork, seconds: float) -> None:
         """A step took so long, waiting for loads not included."""
         if seconds <= 0:
             return
-        x = work.features
-        for i in range(4):
-            row = self._squares[i]
-            for j in range(4):
-                row[j] = row[j] * _KEPT + x[i] * x[j]
-            self._products[i] = self._products[i] * _KEPT + x[i] * seconds
-        self._seconds = self._seconds * _KEPT + seconds
+        evidence = self._mixed
+        if work.decode_rows and work.prefill_tokens:
+            self._judge(seconds / self.seconds(work))
+        else:
+            evidence = self._aside[work.decode_rows > 0]
+        evidence.add(work.features, seconds)
         self._stale = True
 
     def seconds(self, work: StepWork) -> float:
         return sum(term * x for term, x in zip(self.current(), work.features, strict=True))
 
+    @property
+    def margin(self) -> float:
+        """What 99 of 100 steps with decodes and prompts take at most, in units of what was predicted."""
+        return max(1.0, self._in_order[-1 - len(self._in_order) // 100])
+
     def chunk_that_fits(self, seconds: float, context_len: int) -> int:
         """Most tokens of a prompt, behind `context_len` others, that take no longer than that beside a step's rest."""
-        _, per_token, _, per_pair = self.current()
+        _, per_token, per_pair, _, _ = self.current()
         # per_pair / 2000 * n^2 + (per_token + per_pair * context / 1000) * n = seconds
         square, linear = per_pair / 2000, per_token + per_pair * context_len / 1000
         if seconds <= 0:
@@ -74,30 +109,53 @@ class StepCost:
         return int(2 * seconds / (linear + (linear * linear + 4 * square * seconds) ** 0.5))
 
     def current(self) -> tuple[float, ...]:
-        """(fixed, per prefill token, per decode row, per thousand pairs), in seconds."""
+        """(fixed, per prefill token, per thousand pairs attended, per decode row, per thousand pairs read), seconds."""
         if self._stale:
             self.terms = self._solve()
             self._stale = False
         return self.terms
 
-    def _solve(self) -> tuple[float, float, float, float]:
-        predicted = sum(p * s for p, s in zip(self._prior, self._squares[0], strict=True))
-        level = self._seconds / predicted  # the machine's pace, in units of the prior's
+    def _judge(self, error: float) -> None:
+        insort(self._in_order, error)
+        self._judged.append(error)
+        if len(self._judged) > _JUDGED:
+            del self._in_order[bisect_left(self._in_order, self._judged.popleft())]
+
+    def _solve(self) -> tuple[float, ...]:
+        decodes, prompts, both = self._aside[1], self._aside[0], self._mixed
+        squares = [
+            [_ASIDE * (a + b) + c for a, b, c in zip(*rows, strict=True)]
+            for rows in zip(decodes.squares, prompts.squares, both.squares, strict=True)
+        ]
+        products = [
+            _ASIDE * (a + b) + c for a, b, c in zip(decodes.products, prompts.products, both.products, strict=True)
+        ]
+        # The machine's pace, in units of the prior's: the one at which the prior fits best.
+        ahead = [sum(p * s for p, s in zip(self._prior, row, strict=True)) for row in squares]
+        level = sum(p * v for p, v in zip(self._prior, products, strict=True)) / sum(
+            p * v for p, v in zip(self._prior, ahead, strict=True)
+        )
         prior = [p * level for p in self._prior]
-        sizes = (1.0, _PRIOR_TOKENS, _PRIOR_ROWS, _PRIOR_TOKENS * _PRIOR_CONTEXT / 1000)
-        free = [0, 1, 2, 3]
-        terms = [0.0] * 4
+        sizes = (
+            1.0,
+            _PRIOR_TOKENS,
+            _PRIOR_TOKENS * _PRIOR_CONTEXT / 1000,
+            _PRIOR_ROWS,
+            _PRIOR_ROWS * _PRIOR_CONTEXT / 1000,
+        )
+        prior_s = sum(p * size for p, size in zip(prior, sizes, strict=True))
+        free = list(range(_TERMS))
+        terms = [0.0] * _TERMS
         while free:
             # Deviations from the prior, so that the pull towards it is a plain ridge.
-            matrix = [[self._squares[i][j] for j in free] for i in free]
+            matrix = [[squares[i][j] for j in free] for i in free]
             wanted = [
-                self._products[i] - sum(self._squares[i][j] * (prior[j] if j in free else 0.0) for j in range(4))
-                for i in free
+                products[i] - sum(squares[i][j] * (prior[j] if j in free else 0.0) for j in range(_TERMS)) for i in free
             ]
             for place, i in enumerate(free):
-                matrix[place][place] += _PRIOR_STEPS * sizes[i] * sizes[i]
+                matrix[place][place] += _PRIOR_STEPS * (sizes[i] / prior_s) ** 2
             solved = _solve_linear(matrix, wanted)
-            terms = [0.0] * 4
+            terms = [0.0] * _TERMS
             for place, i in enumerate(free):
                 terms[i] = prior[i] + solved[place]
             worst = min(free, key=lambda i: terms[i] * sizes[i])
@@ -106,11 +164,15 @@ class StepCost:
             free.remove(worst)
         # A prompt is never free of charge: where noise says so, a trace of the prior's price is left.
         terms[1] = max(terms[1], 0.05 * prior[1])
-        return terms[0], max(0.0, terms[1]), max(0.0, terms[2]), max(0.0, terms[3])
+        return tuple(max(0.0, term) for term in terms)
 
 
 class StepBudget(Protocol):
     """What is left of one step. At least one chunk fits, so that prompts get on whatever the decodes take."""
+
+    def wait(self, seconds: float) -> None:
+        """The step is expected to wait so long for KV."""
+        ...
 
     def chunk(self, pending: int, context_len: int) -> int:
         """How many of `pending` tokens, behind `context_len` others, may be computed; 0: the step is full."""
@@ -127,6 +189,9 @@ class TokenBudget:
     def __init__(self, tokens: int) -> None:
         self._left = tokens
 
+    def wait(self, seconds: float) -> None:
+        """However long it takes."""
+
     def chunk(self, pending: int, context_len: int) -> int:
         return max(0, min(pending, self._left))
 
@@ -135,17 +200,22 @@ class TokenBudget:
 
 
 class TimeBudget:
-    """Tokens too, but no more than the step's target of time has room for by what steps have cost so far."""
+    """Tokens too, but no more than the step's target of time has room for by what steps have cost so far, and by how
+    far such predictions were off: it is to be met by 99 of 100 steps."""
 
     def __init__(self, *, cost: StepCost, target_s: float, decodes: StepWork, tokens: int) -> None:
         self._cost = cost
         self._tokens_left = tokens
         self._work = decodes
         self._target_s = target_s
+        self._margin = cost.margin
         self._least = _LEAST_CHUNK  # once, however late it is
 
+    def wait(self, seconds: float) -> None:
+        self._target_s -= seconds
+
     def chunk(self, pending: int, context_len: int) -> int:
-        left_s = self._target_s - self._cost.seconds(self._work)
+        left_s = self._target_s / self._margin - self._cost.seconds(self._work)
         fits = max(self._least, self._cost.chunk_that_fits(left_s, context_len))
         return max(0, min(pending, self._tokens_left, fits))
 

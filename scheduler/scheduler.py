@@ -104,10 +104,10 @@ class Scheduler:
         self._predicted: dict[Sequence, int] = {}  # of those who have started: how long the answer was to be
         self._expected: dict[Sequence, tuple[int, int]] = {}  # tokens said when it was asked, and the answer
         self._is_full = False  # the last step left somebody waiting
-        # The order of the queue, those before it, and the ids of all, as they were told last.
-        self._told: tuple[list[Sequence], list[Sequence], list[str]] = [], [], []
         self._tpot_s: float | None = None
         self._work = StepWork()  # of the step that was scheduled last
+        self._began_s = 0.0  # and when
+        self._ran: tuple[float, float] | None = None  # its seconds, and those of them waited for loads; None: learned
         self.preemptions = 0
         self.fair_preemptions = 0  # of these, for the sake of another tenant
         self.predicted_tokens: Counter[str] = Counter()  # of answers that ended: error, actual
@@ -146,16 +146,12 @@ class Scheduler:
         self._queue.add(sequence)
 
     def upcoming(self) -> list[str]:
-        """Request ids in the order they will start, next first. The cache plans fetches and evictions from it. The same
-        list as long as nothing has changed, and another when something has: not to be changed by the caller."""
+        """Request ids in the order they will start, next first. The cache plans fetches and evictions from it."""
         order = self._queue.upcoming()
-        first = [*self._resumed]
-        if (starved := self._starved()) is not None:
-            first.append(starved)
-        if order is not self._told[0] or first != self._told[1]:
-            others = order if starved is None else [sequence for sequence in order if sequence is not starved]
-            self._told = order, first, [sequence.request_id for sequence in (*first, *others)]
-        return self._told[2]
+        starved = self._starved()
+        if starved is not None:
+            order = [starved, *(sequence for sequence in order if sequence is not starved)]
+        return [sequence.request_id for sequence in (*self._resumed, *order)]
 
     def completed(self, sequence: Sequence) -> None:
         """Its answer has come to its own end; call it before `remove`."""
@@ -210,6 +206,7 @@ class Scheduler:
         as every sequence alone fits into HBM; the engine sees to that on arrival."""
         chunks: list[Chunk] = []
         preempted: list[Sequence] = []
+        self._learn(now - self._began_s)
         self._queue.refresh()
         loading = {s.request_id: stall for s in self._running if (stall := self._cache.stall_s(s.request_id))}
         decoding = [s for s in self._running if s.pending_tokens == 1 and s.request_id not in loading]
@@ -225,6 +222,7 @@ class Scheduler:
                 continue
             if decoding and loading.get(sequence.request_id, 0.0) > self._stall_budget_s:
                 continue  # its KV is still on its way, and those who decode don't wait for it
+            budget.wait(loading.get(sequence.request_id, 0.0))
             num_tokens = self._chunk_tokens(budget, sequence.pending_tokens, sequence.computed_tokens)
             if not num_tokens:
                 break
@@ -236,15 +234,26 @@ class Scheduler:
             self._admit_ahead(now)
         self._is_full = self.num_waiting > 0
         self._tell_scores()
-        self._work = _work_of(chunks)
+        self._work, self._began_s = _work_of(chunks), now
         return Schedule(chunks, preempted)
 
     def ran(self, seconds: float, waited_s: float) -> None:
         """The step that was scheduled last has run. waited_s: of its seconds, those in which it waited for loads."""
-        self._cost.ran(self._work, seconds - waited_s)
+        self._ran = seconds, waited_s
+        if not self.has_work():
+            self._learn(seconds)
+
+    def _learn(self, period_s: float) -> None:
+        """From the last step: it cost those who decode all that passed from its start to the next one's."""
+        if self._ran is None:
+            return
+        seconds, waited_s = self._ran
+        self._ran = None
+        period_s = max(seconds, period_s)
+        self._cost.ran(self._work, period_s - waited_s)
         if self._work.decode_rows:
-            before = seconds if self._tpot_s is None else self._tpot_s
-            self._tpot_s = before + _TPOT_WEIGHT * (seconds - before)
+            before = period_s if self._tpot_s is None else self._tpot_s
+            self._tpot_s = before + _TPOT_WEIGHT * (period_s - before)
 
     # --- the budget ---------------------------------------------------------------------------------------------------
 

@@ -116,7 +116,7 @@ class Loop:
 
 
 def make_cost():
-    return StepCost(fixed_s=0.01, s_per_token=0.001, s_per_row=0.001, s_per_kilo_pair=0.0001)
+    return StepCost(fixed_s=0.01, s_per_token=0.001, s_per_kilo_pair=0.0001, s_per_row=0.001, s_per_kilo_read=0.0001)
 
 
 def make_loop(
