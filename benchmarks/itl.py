@@ -35,7 +35,7 @@ from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeElapsedC
 from rich.table import Table
 
 from benchmarks.make_model import SHAPES, make_model
-from benchmarks.schedulers import fail_on, percentile, ratio, rounded, target_of
+from benchmarks.measures import fail_on, percentile, ratio, rounded, target_of
 from benchmarks.servers import Server, serve, write_result
 from loadgen.client import TurnResult, run
 from loadgen.workload import Conversation, Turn

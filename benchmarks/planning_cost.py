@@ -27,7 +27,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.schedulers import mean_of, percentile
+from benchmarks.measures import mean_of, percentile
 from benchmarks.servers import ROOT, write_result
 from loadgen.simulate import Machine, Simulation
 from loadgen.workload import Conversation, Turn
@@ -114,7 +114,7 @@ def machine_of(policy: str, sessions: int, history: int, places: int) -> Machine
     return Machine(
         hbm_blocks=max(places * 80, 256), dram_blocks=blocks // 5, disk_blocks=2 * blocks, policy=policy, window=32,
         max_seqs=places, itl_target_s=0.1, bytes_per_token=12_288, dram_bytes_per_s=5e9, disk_bytes_per_s=1e9,
-        s_per_token=2e-5, s_per_row=1e-4, s_per_kilo_pair=1e-6,
+        s_per_token=2e-5, s_per_row=1e-4, s_per_kilo_pair=1e-6, s_per_kilo_read=1e-6,
     )  # fmt: skip
 
 

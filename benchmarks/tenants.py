@@ -33,7 +33,7 @@ from rich.table import Table
 
 from benchmarks.itl import split_gaps
 from benchmarks.make_model import SHAPES, make_model
-from benchmarks.schedulers import HEARTBEAT_S, fail_on, percentile, ratio, rounded
+from benchmarks.measures import HEARTBEAT_S, fail_on, percentile, ratio, rounded
 from benchmarks.servers import Server, serve, write_result
 from loadgen.client import Target, TurnResult, run
 from loadgen.workload import Conversation, Turn

@@ -5,15 +5,24 @@ from collections import Counter
 
 import pytest
 
-from benchmarks import itl, planning_cost, schedulers, tenants
-from benchmarks.schedulers import Leg, Sample, Shape
+from benchmarks import itl, measures, planning_cost, schedulers_legs, schedulers_report, tenants
+from benchmarks.schedulers_legs import Leg, Sample, Shape
 from loadgen.client import TurnResult
+
+
+def sample(**changes) -> Sample:
+    fields = {
+        "policy": "car", "share": 0.5, "round_": 0, "ttft_s": 1.0, "gaps_s": (0.01, 0.01), "queue_s": 0.1,
+        "tier_class": 1, "loaded": False, "error": None, "tokens": {}, "missed": {}, "session": "c", "due_s": 0.0,
+        "load_wait_s": 0.0, "prefill_s": 0.1,
+    }  # fmt: skip
+    return Sample(**{**fields, **changes})
 
 
 def leg(policy: str, share: float, ttft_s: list[float | None], round_: int = 0, **loads: int) -> Leg:
     counts = Counter({f"loads {name}": count for name, count in loads.items()})
     samples = [
-        Sample(policy, share, round_, s, (0.01, 0.01), 0.1, 1, False, None if s is not None else "503", {}, {})
+        sample(policy=policy, share=share, round_=round_, ttft_s=s, error=None if s is not None else "503")
         for s in ttft_s
     ]
     return Leg(policy, share, round_, 1.0, 10.0, counts, 0.0, 0.0, samples)
@@ -23,12 +32,12 @@ def leg(policy: str, share: float, ttft_s: list[float | None], round_: int = 0, 
 def test_a_percentile_is_the_least_value_that_enough_do_not_exceed(share, rank):
     values = [float(n) for n in range(1, 101)]
     random.Random(0).shuffle(values)
-    assert schedulers.percentile(values, share) == rank
+    assert measures.percentile(values, share) == rank
 
 
 def test_percentiles_of_few():
-    assert [schedulers.percentile([3.0, 1.0, 2.0], share) for share in (0.3, 0.5, 0.95)] == [1.0, 2.0, 3.0]
-    assert schedulers.percentile([], 0.5) != schedulers.percentile([], 0.5)
+    assert [measures.percentile([3.0, 1.0, 2.0], share) for share in (0.3, 0.5, 0.95)] == [1.0, 2.0, 3.0]
+    assert measures.percentile([], 0.5) != measures.percentile([], 0.5)
 
 
 @pytest.mark.parametrize(
@@ -46,57 +55,53 @@ def test_car_is_held_against_fcfs_by_rate(car, hidden, failed, held):
     legs += [leg("car", share, [ttft_s], finished=hidden - 10, hidden=10, exposed=100 - hidden)
              for share, ttft_s in zip((0.5, 0.95), car, strict=True)]  # fmt: skip
     legs += [leg("priority", 0.5, [None])] if failed else []
-    verdicts = schedulers.verdicts(schedulers.summarize(legs))
+    verdicts = schedulers_report.verdicts(schedulers_report.summarize(legs))
     assert list(verdicts.values()) == held
 
 
 def test_no_loads_show_nothing():
-    verdicts = schedulers.verdicts(schedulers.summarize([leg("car", 0.5, [1.0])]))
+    verdicts = schedulers_report.verdicts(schedulers_report.summarize([leg("car", 0.5, [1.0])]))
     assert list(verdicts.values()) == [False, True]
 
 
 def test_a_load_that_nobody_counted_is_not_in_time():
     one = leg("car", 0.5, [1.0], finished=2)
-    one.samples += [Sample("car", 0.5, 0, 1.0, (), 0.0, 3, True, None, {}, {})] * 4
-    found = schedulers.describe([one])
+    one.samples += [sample(tier_class=3, loaded=True)] * 4
+    found = schedulers_report.describe([one])
     assert found["loads"] == {"finished": 2, "hidden": 0, "exposed": 0, "uncounted": 2}
     assert found["loads_hidden"] == 0.5
 
 
 def test_goodput_counts_turns_in_time():
-    def sample(ttft_s: float | None, *gaps_s: float) -> Sample:
-        return Sample("car", 0.5, 0, ttft_s, gaps_s, 0.0, 1, False, None, {}, {})
-
-    samples = [sample(1.0, 0.05, 0.15), sample(1.0, 0.1), sample(1.1, 0.1), sample(0.5, 0.1, 0.2), sample(None)]
-    found = schedulers.describe([Leg("car", 0.5, 0, 1.0, 10.0, Counter(), 0.0, 0.0, samples)])
+    turns = [(1.0, (0.05, 0.15)), (1.0, (0.1,)), (1.1, (0.1,)), (0.5, (0.1, 0.2)), (None, ())]
+    samples = [sample(ttft_s=ttft_s, gaps_s=gaps_s) for ttft_s, gaps_s in turns]
+    found = schedulers_report.describe([Leg("car", 0.5, 0, 1.0, 10.0, Counter(), 0.0, 0.0, samples)])
     assert (found["goodput"], found["strict_goodput"], found["throughput"]) == (0.2, 0.1, 0.4)
     assert (found["turns"], found["failed"]) == (5, 1)
 
 
 def test_the_longest_wait_by_class():
-    samples = [
-        Sample("car", 0.5, 0, 1.0, (), wait_s, c, c == 3, None, {}, {}) for wait_s, c in ((1.0, 1), (2.0, 3), (0.5, 3))
-    ]
-    found = schedulers.describe([Leg("car", 0.5, 0, 1.0, 10.0, Counter(), 0.0, 0.0, samples)])
+    samples = [sample(queue_s=wait_s, tier_class=c) for wait_s, c in ((1.0, 1), (2.0, 3), (0.5, 3))]
+    found = schedulers_report.describe([Leg("car", 0.5, 0, 1.0, 10.0, Counter(), 0.0, 0.0, samples)])
     assert found["max_wait_ms_by_class"] == {"1": 1000.0, "2": 0.0, "3": 2000.0}
 
 
 def test_the_class_of_a_turn_is_where_most_of_its_history_was():
-    def sample(**tokens: int) -> Sample:
+    def answered(**tokens: int) -> Sample:
         extra = {"x_cache": tokens, "timings": {"queue_ms": 250.0}}
         result = TurnResult("c", 0, 1.0, sent_s=1.5, token_s=[2.0], extra=extra)
-        return schedulers.sample_of(result, "car", 0.5, 0)
+        return schedulers_legs.sample_of(result, "car", 0.5, 0)
 
-    assert (sample().queue_s, sample().ttft_s) == (0.75, 1.0)  # it was sent half a second late
-    assert (sample(computed_tokens=3).tier_class, sample(computed_tokens=3).loaded) == (2, False)
-    assert (sample(hbm_tokens=9).tier_class, sample(hbm_tokens=9).loaded) == (1, False)
-    assert (sample(hbm_tokens=9, disk_tokens=1).tier_class, sample(hbm_tokens=9, disk_tokens=1).loaded) == (1, True)
-    assert sample(hbm_tokens=3, disk_tokens=2, dram_tokens=2).tier_class == 3
+    assert (answered().queue_s, answered().ttft_s) == (0.75, 1.0)  # it was sent half a second late
+    assert (answered(computed_tokens=3).tier_class, answered(computed_tokens=3).loaded) == (2, False)
+    assert (answered(hbm_tokens=9).tier_class, answered(hbm_tokens=9).loaded) == (1, False)
+    assert (answered(hbm_tokens=9, disk_tokens=1).tier_class, answered(hbm_tokens=9, disk_tokens=1).loaded) == (1, True)
+    assert answered(hbm_tokens=3, disk_tokens=2, dram_tokens=2).tier_class == 3
 
 
 def test_arrivals_are_the_same_for_all_and_their_conversations_chosen_at_random():
     shape = Shape(24, 1000, 150, 32, 2, (0.5, 0.75, 0.95))
-    first, second = (schedulers.arrivals(shape, 4.0, "7", "c") for _ in range(2))
+    first, second = (schedulers_legs.arrivals(shape, 4.0, "7", "c") for _ in range(2))
     assert first == second
     counts = Counter(len(c.turns) for c in first)
     assert sum(turns * count for turns, count in counts.items()) == 48

@@ -1,0 +1,37 @@
+"""What benchmarks of a server under load share: where requests go, and figures made of samples."""
+
+from collections.abc import Sequence
+
+from benchmarks.servers import Server
+from loadgen.client import Target, TurnResult
+
+HEARTBEAT_S = 1.3  # the scheduler's state is as old as the last one
+
+
+def target_of(server: Server) -> Target:
+    return Target(server.url, server.model["id"], {}, {"temperature": 0, "ignore_eos": True})
+
+
+def fail_on(results: Sequence[TurnResult]) -> None:
+    """Raises RuntimeError if one of them has failed."""
+    errors = [result.error for result in results if result.error is not None]
+    if errors:
+        raise RuntimeError(f"{len(errors)} turns failed, the first with {errors[0]}")
+
+
+def mean_of(values: Sequence[float]) -> float:
+    return sum(values) / len(values) if values else 0.0
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """The least value that `share` of them do not exceed; nan of none."""
+    ordered = sorted(values)
+    return ordered[max(0, -(-int(share * 1e6) * len(ordered) // 1_000_000) - 1)] if ordered else float("nan")
+
+
+def rounded(value: float | None, digits: int = 2) -> float | None:
+    return None if value is None or value != value else round(value, digits)
+
+
+def ratio(over: float | None, under: float | None) -> float | None:
+    return round(over / under, 4) if over is not None and under else None
