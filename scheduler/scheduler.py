@@ -104,6 +104,8 @@ class Scheduler:
         self._predicted: dict[Sequence, int] = {}  # of those who have started: how long the answer was to be
         self._expected: dict[Sequence, tuple[int, int]] = {}  # tokens said when it was asked, and the answer
         self._is_full = False  # the last step left somebody waiting
+        # The order of the queue, those before it, and the ids of all, as they were told last.
+        self._told: tuple[list[Sequence], list[Sequence], list[str]] = [], [], []
         self._tpot_s: float | None = None
         self._work = StepWork()  # of the step that was scheduled last
         self._began_s = 0.0  # and when
@@ -146,12 +148,16 @@ class Scheduler:
         self._queue.add(sequence)
 
     def upcoming(self) -> list[str]:
-        """Request ids in the order they will start, next first. The cache plans fetches and evictions from it."""
+        """Request ids in the order they will start, next first. The cache plans fetches and evictions from it. The same
+        list as long as nothing has changed, and another when something has: not to be changed by the caller."""
         order = self._queue.upcoming()
-        starved = self._starved()
-        if starved is not None:
-            order = [starved, *(sequence for sequence in order if sequence is not starved)]
-        return [sequence.request_id for sequence in (*self._resumed, *order)]
+        first = [*self._resumed]
+        if (starved := self._starved()) is not None:
+            first.append(starved)
+        if order is not self._told[0] or first != self._told[1]:
+            others = order if starved is None else [sequence for sequence in order if sequence is not starved]
+            self._told = order, first, [sequence.request_id for sequence in (*first, *others)]
+        return self._told[2]
 
     def completed(self, sequence: Sequence) -> None:
         """Its answer has come to its own end; call it before `remove`."""

@@ -6,6 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from scheduler.priority import PriorityQueue
+from scheduler.queues import FcfsQueue
 from scheduler.sequence import SequenceState
 from tests.scheduler.test_scheduler import make_loop
 
@@ -21,6 +23,19 @@ REQUESTS = st.lists(
     min_size=1,
     max_size=14,
 )
+
+
+def told_anew(scheduler):
+    """What `upcoming` has to say, with nothing remembered."""
+    queue, starved = scheduler.queue, scheduler._starved()
+    if isinstance(queue, FcfsQueue):
+        order = list(queue._waiting)
+    elif isinstance(queue, PriorityQueue):
+        order = [sequence for _, _, sequence in queue._order]
+    else:
+        order = [*queue._in_order(), *queue._entry.upcoming()]
+    first = [*scheduler._resumed, *([starved] if starved is not None else [])]
+    return [sequence.request_id for sequence in (*first, *(s for s in order if s is not starved))]
 
 
 def play(policy, requests, *, room, max_seqs, chunked, itl, seed, cancel):
@@ -55,6 +70,8 @@ def play(policy, requests, *, room, max_seqs, chunked, itl, seed, cancel):
             break
         upcoming = loop.scheduler.upcoming()
         assert len(upcoming) == len(set(upcoming)) == loop.scheduler.num_waiting
+        assert upcoming == told_anew(loop.scheduler)
+        assert upcoming is loop.scheduler.upcoming()
         trace.append(loop.step())
         loop.scheduler.ran(rng.uniform(0.001, 0.05), 0.0)
         assert len(loop.running) <= max_seqs
