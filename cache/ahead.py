@@ -1,10 +1,10 @@
 """LookAhead: what the queue says about the next turns, as hints to the policies, fetches and writes."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
-from cache.context import RunningContext
 from cache.hierarchy import Hierarchy
 from cache.policies.line import common_ends
+from cache.requests import Requests
 from cache.sessions import SessionStore
 from cache.table import SessionName
 from cache.windows import eviction_window, prefetch_window
@@ -15,9 +15,7 @@ _LOOKED_UP = 4096  # tokens of contexts per step: well below a tenth of a millis
 class LookAhead:
     """Single-threaded, part of the CacheManager. What a step costs depends on what has changed in the queue."""
 
-    def __init__(
-        self, *, tiers: Hierarchy, sessions: SessionStore, running: Mapping[str, RunningContext], reuse: bool
-    ) -> None:
+    def __init__(self, *, tiers: Hierarchy, sessions: SessionStore, running: Requests, reuse: bool) -> None:
         self._tiers, self._table, self._lower = tiers, tiers.table, tiers.lower
         self._sessions = sessions
         self._running = running
@@ -44,9 +42,11 @@ class LookAhead:
         if waiting and self._lower.disk_bytes and self._reuse and self._sessions.mean_bytes:
             self._fetch_ahead(starting)
         if self._lower.may_write(now):
-            running = {context.session for context in self._running.values() if context.pages}
-            self._lower.plan_writes(self._sessions.contexts, running, self._sessions.record, now)
+            self._lower.plan_writes(self._sessions.contexts, self._has_pages, self._sessions.record, now)
         self._lower.trim()
+
+    def _has_pages(self, session: SessionName) -> bool:
+        return any(context.pages for context in self._running.of(session))
 
     def _become(self, waiting: Sequence[str]) -> None:
         before, self._waiting = self._waiting, waiting

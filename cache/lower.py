@@ -8,7 +8,7 @@ tickets are for.
 """
 
 from array import array
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from cache.block import BlockKey, token_bytes
@@ -252,7 +252,7 @@ class LowerTiers:
     def plan_writes(
         self,
         sessions: Mapping[SessionName, SessionContext],
-        running: Container[SessionName],
+        is_running: Callable[[SessionName], bool],
         record: Callable[[SessionName, SessionContext | None], SessionRecord],
         now: float,
     ) -> None:
@@ -263,10 +263,11 @@ class LowerTiers:
         for name in list(self._dirty):
             if len(self._writes) >= _MAX_WRITES:
                 return
-            if name in self._writing or (name in running and not pressed):
+            runs = is_running(name)
+            if name in self._writing or (runs and not pressed):
                 continue
             # What a turn has left is one extent: a file and its fsync cost more than a few blocks.
-            if name in saving and name not in running:
+            if name in saving and not runs:
                 continue
             keys = self._dirty[name]
             if any(key in self._saving for key in keys):

@@ -20,6 +20,7 @@ from cache.policies.base import EvictionPolicy
 from cache.publishing import Publisher
 from cache.rates import Rates
 from cache.report import report_prompt
+from cache.requests import Requests
 from cache.saving import Saver
 from cache.scores import Scores
 from cache.sessions import SessionStore
@@ -97,7 +98,7 @@ class CacheManager:
         )
         self._reuse = reuse
         self._bytes_per_token = bytes_per_token
-        self._running: dict[str, RunningContext] = {}
+        self._running = Requests()
         tiers = Hierarchy(table=self.table, pages=self.pages, hbm=self.hbm, lower=self.lower)
         self._tiers = tiers
         self._sessions = SessionStore(
@@ -162,7 +163,7 @@ class CacheManager:
         fit the window: the sequence's own list from now on. Raises DoesNotFit."""
         name = (tenant, salt, session_id)
         context = self._opener.open(request_id, name, stream, rules, reserve, client_cut)
-        self._running[request_id] = context
+        self._running.begin(context)
         self._tiers.used(name, now)
         return context.token_ids
 
@@ -272,7 +273,7 @@ class CacheManager:
         """A request ended and its context is its first `num_tokens` tokens (a stop string may have cut it). Pages that
         nothing else needs are free; what was finished stays cached; the session stands where the request stopped, or as
         it was if nothing was computed."""
-        context = self._running.pop(request_id)
+        context = self._running.end(request_id)
         self._scores.clear(request_id)
         self._loads.closed(request_id)
         reached = min(max(context.computed, context.reached), num_tokens)

@@ -1,13 +1,14 @@
 """SessionStore: the contexts that turns have left behind, how long they stay, and who owns which block."""
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 
 from cache.block import BLOCK_TOKENS, BlockKey
 from cache.context import RunningContext, SessionContext, digest_of
 from cache.extent import ExtentInfo, SessionRecord
 from cache.hierarchy import Hierarchy
 from cache.opening import DomainOf
+from cache.requests import Requests
 from cache.table import BlockRow, SessionName
 
 
@@ -18,7 +19,7 @@ class SessionStore:
         self,
         *,
         tiers: Hierarchy,
-        running: Mapping[str, RunningContext],
+        running: Requests,
         domain_of: DomainOf,
         session_ttl_s: float,
         max_sessions: int,
@@ -37,7 +38,7 @@ class SessionStore:
         self._unix_offset_s = unix_offset_s
 
     def is_running(self, name: SessionName) -> bool:
-        return any(context.session == name for context in self._running.values())
+        return bool(self._running.of(name))
 
     def is_conversing(self, tenant: str, session_id: str) -> bool:
         return any((c.session[0], c.session[2]) == (tenant, session_id) for c in self._running.values())
@@ -130,8 +131,7 @@ class SessionStore:
     def hand_over(self, context: RunningContext) -> None:
         """A request leaves no session behind: what it has put into the table belongs to who else goes by its name."""
         name = context.session
-        running = (other for other in self._running.values() if other.session == name)
-        heir = self.contexts.get(name) or next(running, None)
+        heir = self.contexts.get(name) or next(iter(self._running.of(name)), None)
         if heir is not None:
             heir.owned.update(context.owned)
             return

@@ -1,0 +1,29 @@
+"""Requests: the contexts of those who wait and run, by request and by session."""
+
+from cache.context import RunningContext
+from cache.table import SessionName
+
+
+class Requests(dict[str, RunningContext]):
+    """request id -> context. Changed by `begin` and `end` alone. Single-threaded, part of the CacheManager."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._of_session: dict[SessionName, dict[str, RunningContext]] = {}
+
+    def begin(self, context: RunningContext) -> None:
+        self[context.request_id] = context
+        self._of_session.setdefault(context.session, {})[context.request_id] = context
+
+    def end(self, request_id: str) -> RunningContext:
+        """Raises KeyError on an unknown request."""
+        context = self.pop(request_id)
+        others = self._of_session[context.session]
+        del others[request_id]
+        if not others:
+            del self._of_session[context.session]
+        return context
+
+    def of(self, session: SessionName) -> list[RunningContext]:
+        """The oldest first."""
+        return list(self._of_session.get(session, {}).values())
