@@ -133,7 +133,8 @@ async def test_a_client_that_does_not_read_slows_nobody_and_is_dropped(engine: F
         _, writer = await asyncio.open_connection(sock=client, limit=1024)
         head = "POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
         writer.write(f"{head}content-length: {len(payload)}\r\n\r\n".encode() + payload)
-        await until(lambda: running.app.state.service.generations)
+        await until(lambda: engine.streams, timeout_s=30)
+        await asyncio.sleep(0)  # its answer has read the script
         engine.script.token_ids = None
         assert (await running.chat()).status_code == 200  # while the other is stuck
         await until(lambda: engine.aborted, timeout_s=60)
