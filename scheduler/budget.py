@@ -12,8 +12,10 @@ _ASIDE = 0.1  # the weight of steps that only decode, or only compute prompts: o
 _PRIOR_STEPS = 0.05  # what the prior counts as, in steps of its size
 _PRIOR_TOKENS, _PRIOR_ROWS, _PRIOR_CONTEXT = 256, 8, 1024
 _LEAST_CHUNK = 16  # tokens: less would not pay for the step
+_LEAST_SHARE = 0.1  # of the target, for prompts, however long the rest of the step takes
 _JUDGED = 128  # steps by which predictions are judged
 _FIRST_JUDGEMENT = 1.25  # seconds measured in units of those predicted, before the first
+_MOST_MARGIN = 2.0  # where steps are held up by more than that, smaller ones would be held up as well
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +98,7 @@ class StepCost:
     @property
     def margin(self) -> float:
         """What 99 of 100 steps with decodes and prompts take at most, in units of what was predicted."""
-        return max(1.0, self._in_order[-1 - len(self._in_order) // 100])
+        return min(_MOST_MARGIN, max(1.0, self._in_order[-1 - len(self._in_order) // 100]))
 
     def chunk_that_fits(self, seconds: float, context_len: int) -> int:
         """Most tokens of a prompt, behind `context_len` others, that take no longer than that beside a step's rest."""
@@ -209,18 +211,20 @@ class TimeBudget:
         self._work = decodes
         self._target_s = target_s
         self._margin = cost.margin
-        self._least = _LEAST_CHUNK  # once, however late it is
+        self._is_empty = True  # of prompts: one chunk is taken however late the step is
 
     def wait(self, seconds: float) -> None:
         self._target_s -= seconds
 
     def chunk(self, pending: int, context_len: int) -> int:
         left_s = self._target_s / self._margin - self._cost.seconds(self._work)
-        fits = max(self._least, self._cost.chunk_that_fits(left_s, context_len))
-        return max(0, min(pending, self._tokens_left, fits))
+        if self._is_empty:
+            left_s = max(left_s, _LEAST_SHARE * self._target_s)
+        fits = self._cost.chunk_that_fits(left_s, context_len)
+        return max(0, min(pending, self._tokens_left, max(fits, _LEAST_CHUNK if self._is_empty else 0)))
 
     def spend(self, num_tokens: int, context_len: int) -> None:
-        self._least = 0
+        self._is_empty = False
         self._tokens_left -= num_tokens
         self._work = self._work.plus_chunk(num_tokens, context_len)
 
