@@ -73,6 +73,10 @@ class Live:
             if watcher.sees_all or watcher.tenant == tenant:
                 watcher.hear(turn)
 
+    @property
+    def watchers(self) -> int:
+        return len(self._watchers)
+
     async def state(self, watcher: "Watcher") -> dict[str, Any]:
         """As of the engine's last heartbeat."""
         sessions = await self._sessions(watcher.tenant)

@@ -12,7 +12,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from app.auth import Keyring
 from app.errors import ApiError, ClientGone, internal_error
 
-OPEN_PATHS = frozenset({"/health", "/v1/health", "/ready"})
+OPEN_PATHS = frozenset({"/health", "/v1/health", "/ready", "/"})
+OPEN_BELOW = "/page/"  # the chat page's files, which hold no data; what the page asks for needs a key
 CLIENT_CLOSED_REQUEST = 499
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._\-]{1,128}")
 
@@ -75,14 +76,14 @@ def _two_lengths() -> ApiError:
 
 
 class Authentication:
-    """Every path but health needs a key, unknown ones too. Sets the tenant."""
+    """Every path but health and the page needs a key, unknown ones too. Sets the tenant."""
 
     def __init__(self, app: ASGIApp, *, keyring: Keyring) -> None:
         self._app = app
         self._keyring = keyring
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
+        if scope["type"] == "http" and not _is_open(scope["path"]):
             tenant = self._keyring.tenant(Headers(scope=scope).get("authorization"))
             if tenant is None:
                 error = ApiError(
@@ -95,3 +96,7 @@ class Authentication:
                 return
             scope.setdefault("state", {})["tenant"] = tenant
         await self._app(scope, receive, send)
+
+
+def _is_open(path: str) -> bool:
+    return path in OPEN_PATHS or path.startswith(OPEN_BELOW)

@@ -90,14 +90,17 @@ def free_port() -> int:
 
 
 @contextmanager
-def serve(name: str, settings: Mapping[str, str | int | float], ready_timeout_s: float = 180.0) -> Iterator[Server]:
-    """A server with `settings` ("cache.mode" -> value) on a free loopback port, state in a directory of its own.
+def serve(
+    name: str, settings: Mapping[str, str | int | float], ready_timeout_s: float = 180.0, port: int | None = None
+) -> Iterator[Server]:
+    """A server with `settings` ("cache.mode" -> value) on a loopback port, free unless it is given, state in a
+    directory of its own.
 
     Stopped with SIGTERM at the end, and killed with all its children when that takes longer than 20 s. The log is kept
     only if something went wrong. Raises ServerFailed.
     """
     directory = Path(tempfile.mkdtemp(prefix=f"reprise-{name}-"))
-    port, log = free_port(), directory / "server.log"
+    port, log = port or free_port(), directory / "server.log"
     flags = {"cache.disk_dir": directory / "state", "server.drain_s": 2, **settings}
     # The `reprise` program, also where the project is not installed.
     command = [sys.executable, "-c", "from app.cli import main; main()", "serve", "--port", str(port)]

@@ -142,7 +142,7 @@ async def test_who_may_watch_is_bounded_and_places_come_back(engine: FakeEngine,
             assert (refused.status_code, refused.json()["error"]["code"]) == (429, "rate_limit_exceeded")
             async with watching(running, "key-of-the-other") as stream:
                 assert await next_of(stream, "state")
-        await until(lambda: not live._watchers, timeout_s=5)
+        await until(lambda: live.watchers == 0, timeout_s=5)
 
 
 async def test_the_engine_is_asked_once_a_period_and_may_be_away(server: Running) -> None:

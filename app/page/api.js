@@ -1,0 +1,92 @@
+// The server: keys, requests, and server-sent events read from a fetch, since EventSource sends no Authorization.
+
+const KEY = "reprise.key";
+
+export class ApiError extends Error {
+  constructor(status, message, code, retryAfterS) {
+    super(message);
+    this.status = status;
+    this.code = code;
+    this.retryAfterS = retryAfterS;
+  }
+}
+
+export const apiKey = {
+  get: () => sessionStorage.getItem(KEY) ?? localStorage.getItem(KEY) ?? "",
+  set(key, remember) {
+    this.forget();
+    if (key) (remember ? localStorage : sessionStorage).setItem(KEY, key);
+  },
+  forget() {
+    sessionStorage.removeItem(KEY);
+    localStorage.removeItem(KEY);
+  },
+  remembered: () => localStorage.getItem(KEY) !== null,
+};
+
+async function request(path, { method = "GET", body, signal } = {}) {
+  const headers = {};
+  if (apiKey.get()) headers.authorization = `Bearer ${apiKey.get()}`;
+  if (body !== undefined) headers["content-type"] = "application/json";
+  const response = await fetch(path, {
+    method, headers, signal, cache: "no-store", body: body === undefined ? undefined : JSON.stringify(body),
+  });
+  if (response.ok) return response;
+  const error = await response.json().then((answer) => answer.error, () => null);
+  const message = error?.message ?? `The server answered ${response.status}.`;
+  throw new ApiError(response.status, message, error?.code, Number(response.headers.get("retry-after")) || null);
+}
+
+/** {event, data} of a text/event-stream, data parsed; ends at [DONE] or with the stream. */
+export async function* serverSentEvents(response) {
+  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
+  let rest = "";
+  try {
+    for (;;) {
+      const { value, done } = await reader.read();
+      if (done) return;
+      const blocks = (rest + value).split("\n\n");
+      rest = blocks.pop();
+      for (const block of blocks) {
+        let event = "message";
+        let data = null;
+        for (const line of block.split("\n")) {
+          if (line.startsWith("event: ")) event = line.slice(7);
+          else if (line.startsWith("data: ")) data = line.slice(6);
+        }
+        if (data === "[DONE]") return;
+        if (data !== null) yield { event, data: JSON.parse(data) };
+      }
+    }
+  } finally {
+    reader.cancel().catch(() => {});
+  }
+}
+
+export async function models() {
+  return (await (await request("/v1/models")).json()).data;
+}
+
+/** The chunks of a streamed answer. An error in the stream is thrown, as one before it is. */
+export async function* chat(body, signal) {
+  const response = await request("/v1/chat/completions", {
+    method: "POST", signal, body: { ...body, stream: true, stream_options: { include_usage: true } },
+  });
+  for await (const { data } of serverSentEvents(response)) {
+    if (data.error) throw new ApiError(response.status, data.error.message, data.error.code, null);
+    yield data;
+  }
+}
+
+export async function* liveEvents(signal) {
+  yield* serverSentEvents(await request("/v1/events", { signal }));
+}
+
+/** The KV and the transcript leave every tier of the server. A session it never heard of is as good as deleted. */
+export async function deleteSession(id) {
+  try {
+    await request(`/v1/sessions/${encodeURIComponent(id)}`, { method: "DELETE" });
+  } catch (error) {
+    if (error.status !== 404) throw error;
+  }
+}

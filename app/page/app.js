@@ -1,0 +1,208 @@
+// The page: puts its parts together and listens to the keyboard.
+
+import { apiKey, deleteSession, models } from "./api.js";
+import { Chat } from "./chat.js";
+import { h, icon } from "./dom.js";
+import { Live } from "./live.js";
+import { askKey, confirmDelete, editOptions } from "./settings.js";
+import * as store from "./store.js";
+
+const element = (id) => document.querySelector(`#${id}`);
+const NARROW = matchMedia("(max-width: 1099px)");
+const THEMES = { auto: "as the system", light: "light", dark: "dark" };
+
+const chat = new Chat();
+const live = new Live(() => new Map(store.list().map(({ id, title }) => [id, title])));
+
+// --- the server ---------------------------------------------------------------------------------------------------------
+
+function showServer(state, text) {
+  const pill = element("server");
+  if (pill.dataset.state === state && pill.textContent === text) return;
+  pill.dataset.state = state;
+  pill.textContent = text;
+}
+
+/** Until it is known what is served: a model may be loading, a key may be wanted. */
+async function connect() {
+  for (;;) {
+    try {
+      const [model] = await models();
+      chat.model = model.id;
+      showServer("ready", model.id);
+      live.start();
+      return;
+    } catch (error) {
+      if (error.status === 401) {
+        showServer("away", "key wanted");
+        await askKey("This server wants a key. It is sent to this server only.");
+        if (!apiKey.get()) return; // the key button asks again
+      } else {
+        showServer("waiting", error.status === 503 ? "loading the model" : "no connection");
+        await new Promise((resolve) => setTimeout(resolve, 1000));
+      }
+    }
+  }
+}
+
+live.addEventListener("engine", ({ detail: state }) => {
+  if (state === "ready" && chat.model) showServer("ready", chat.model);
+  else showServer("waiting", state === "away" ? "no connection" : state);
+});
+live.addEventListener("key", connect);
+live.addEventListener("turn", ({ detail: turn }) => chat.hear(turn));
+element("open-key").addEventListener("click", async () => {
+  if (await askKey("Sent to this server only. Leave it empty where no key is needed.")) connect();
+});
+
+// --- conversations ------------------------------------------------------------------------------------------------------
+
+function drawList() {
+  const current = chat.conversation.id;
+  element("conversations").replaceChildren(...store.list().map(({ id, title }) => {
+    const open = h("button", { type: "button", class: "open", "aria-current": id === current ? "true" : undefined, on: { click: () => show(store.load(id)) } }, title || "Untitled");
+    const remove = icon(h("button", { type: "button", class: "icon-button small", "aria-label": `Delete “${title}”`, on: { click: () => forget(id, title) } }), "trash");
+    return h("li", {}, open, remove);
+  }));
+  element("title").textContent = chat.conversation.title || "New conversation";
+  document.title = chat.conversation.title ? `${chat.conversation.title} – Reprise` : "Reprise";
+}
+
+function show(conversation) {
+  chat.open(conversation ?? fresh());
+  drawList();
+  drawComposer();
+  closePanels();
+  if (!NARROW.matches) element("message").focus(); // on a phone that would bring up the keyboard
+}
+
+/** A new conversation begins with the settings of the one before. */
+function fresh() {
+  const conversation = store.create();
+  if (chat.conversation.messages.length) conversation.options = { ...chat.conversation.options };
+  return conversation;
+}
+
+async function forget(id, title) {
+  if (!(await confirmDelete(title))) return;
+  if (id === chat.conversation.id) chat.stop();
+  try {
+    await deleteSession(id);
+  } catch (error) {
+    element("announce").textContent = `Not deleted: ${error.message}`;
+    return;
+  }
+  store.remove(id);
+  if (id === chat.conversation.id) show(fresh());
+  else drawList();
+}
+
+store.onChange(drawList);
+chat.addEventListener("change", ({ detail }) => {
+  drawList();
+  drawComposer();
+  if (!detail.kept) element("announce").textContent = "The browser's storage is full: this conversation is not kept. Delete others.";
+});
+chat.addEventListener("error", async ({ detail: error }) => {
+  if (error.status === 401) await connect();
+});
+element("new").addEventListener("click", () => show(fresh()));
+element("open-settings").addEventListener("click", async () => {
+  const { conversation } = chat;
+  conversation.options = await editOptions(conversation.options);
+  if (conversation.messages.length) store.save(conversation);
+});
+
+// --- the composer -------------------------------------------------------------------------------------------------------
+
+const message = element("message");
+
+function drawComposer() {
+  const hadFocus = document.activeElement === element("stop") || document.activeElement === element("send");
+  element("send").hidden = chat.streaming;
+  element("stop").hidden = !chat.streaming;
+  if (hadFocus) element(chat.streaming ? "stop" : "send").focus();
+}
+
+function fit() {
+  message.style.height = "auto";
+  message.style.height = `${Math.min(message.scrollHeight, 220)}px`;
+}
+
+function submit() {
+  const text = message.value.trim();
+  if (!text || chat.streaming || !chat.model) return;
+  message.value = "";
+  fit();
+  chat.send(text);
+}
+
+message.addEventListener("input", fit);
+message.addEventListener("keydown", (event) => {
+  if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
+  event.preventDefault();
+  submit();
+});
+element("composer").addEventListener("submit", (event) => {
+  event.preventDefault();
+  submit();
+});
+element("stop").addEventListener("click", () => chat.stop());
+
+// --- panels, theme, keyboard ----------------------------------------------------------------------------------------------
+
+const PANELS = { sidebar: element("toggle-sidebar"), live: element("toggle-live") };
+
+/** On a narrow screen a panel lies over the chat, which cannot be reached meanwhile; on a wide one it stands beside it. */
+function openPanel(name, open) {
+  for (const [other, toggle] of Object.entries(PANELS)) {
+    const isOpen = other === name ? open : open && NARROW.matches ? false : toggle.getAttribute("aria-expanded") === "true";
+    toggle.setAttribute("aria-expanded", String(isOpen));
+    element(other).classList.toggle("open", isOpen);
+  }
+  const covered = NARROW.matches && document.querySelector(".panel.open") !== null;
+  element("main").inert = covered;
+  if (covered && open) (element(name).querySelector("button") ?? element(name)).focus();
+}
+
+function closePanels() {
+  if (!NARROW.matches) return;
+  const open = document.querySelector(".panel.open");
+  if (!open) return;
+  openPanel(open.id, false);
+  PANELS[open.id].focus();
+}
+
+for (const [name, toggle] of Object.entries(PANELS)) {
+  toggle.addEventListener("click", () => openPanel(name, toggle.getAttribute("aria-expanded") !== "true"));
+}
+NARROW.addEventListener("change", layOut);
+
+function layOut() {
+  openPanel("sidebar", !NARROW.matches);
+  openPanel("live", !NARROW.matches);
+}
+
+function setTheme(theme) {
+  document.documentElement.dataset.theme = theme;
+  localStorage.setItem("reprise.theme", theme);
+  icon(element("theme"), theme);
+  element("theme").setAttribute("aria-label", `Theme: ${THEMES[theme]}`);
+}
+
+element("theme").addEventListener("click", () => {
+  const names = Object.keys(THEMES);
+  setTheme(names[(names.indexOf(document.documentElement.dataset.theme) + 1) % names.length]);
+});
+
+document.addEventListener("keydown", (event) => {
+  if (event.key !== "Escape" || document.querySelector("dialog[open]")) return;
+  if (chat.streaming) chat.stop();
+  else closePanels();
+});
+
+for (const place of document.querySelectorAll("[data-icon]")) icon(place, place.dataset.icon);
+setTheme(document.documentElement.dataset.theme in THEMES ? document.documentElement.dataset.theme : "auto");
+layOut();
+show(store.load(store.last()) ?? store.create());
+connect();

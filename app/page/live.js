@@ -1,0 +1,224 @@
+// The live view: what is in which tier, what moves between them, who waits, and what the first tokens took.
+
+import { liveEvents } from "./api.js";
+import { medianTtfts, ttftChart } from "./chart.js";
+import { bytes, h, milliseconds, number, percent } from "./dom.js";
+import { cachedTokens, promptTokens, tokensOf } from "./provenance.js";
+
+const TIERS = [
+  { key: "hbm", label: "HBM", what: "on the device, ready for use" },
+  { key: "dram", label: "DRAM", what: "in memory, keys without position" },
+  { key: "disk", label: "Disk", what: "survives a restart" },
+  { key: "redis", label: "Redis", what: "shared with other servers" },
+];
+const MAX_TURNS = 240;
+const ROWS = 8;
+const MOVED_MS = 4000; // how long a move stays marked
+const RETRY_MS = [500, 1000, 2000, 5000];
+
+const panel = document.querySelector("#live");
+
+/** Events: `turn` for every answer's first token, `engine` with the engine's state or "away", `key` when one is wanted. */
+export class Live extends EventTarget {
+  #turns = [];
+  #before = null; // the state before this one
+  #moves = new Map(); // "session tier" -> {bytes, until}
+  #abort = null;
+  #titles;
+  #parts;
+
+  /** `titles()`: session id -> title of the conversations that this browser knows. */
+  constructor(titles) {
+    super();
+    this.#titles = titles;
+    this.#parts = Object.fromEntries(["ttft", "tiers", "sessions", "queue"].map((name) => [name, h("div", { data: { part: name } })]));
+    const section = (title, name, hint) => h("section", {}, h("h2", {}, title), h("p", { class: "small muted" }, hint), this.#parts[name]);
+    panel.append(
+      section("Time to first token", "ttft", "A dot for each of the last answers, on a logarithmic scale."),
+      section("The hierarchy", "tiers", "Where the KV cache of all conversations lies. What is full drops what is needed last."),
+      section("Conversations", "sessions", "Blocks of 32 tokens by tier; a block may be in several."),
+      section("The queue", "queue", "Who waits, in order. Inside the window, who needs no load goes first."),
+    );
+    this.#drawTurns();
+  }
+
+  /** Watch until `stop`, through restarts of the server. */
+  async start() {
+    this.stop();
+    const abort = new AbortController();
+    this.#abort = abort;
+    for (let failures = 0; !abort.signal.aborted; failures += 1) {
+      try {
+        for await (const { event, data } of liveEvents(abort.signal)) {
+          failures = 0;
+          if (event === "turns") this.#hear(data);
+          else if (event === "state") this.#show(data);
+        }
+      } catch (error) {
+        if (abort.signal.aborted) return;
+        if (error.status === 401) {
+          this.dispatchEvent(new Event("key"));
+          return;
+        }
+      }
+      this.dispatchEvent(new CustomEvent("engine", { detail: "away" }));
+      await new Promise((resolve) => setTimeout(resolve, RETRY_MS[Math.min(failures, RETRY_MS.length - 1)]));
+    }
+  }
+
+  stop() {
+    this.#abort?.abort();
+    this.#abort = null;
+  }
+
+  #hear(turns) {
+    const known = new Set(this.#turns.map((turn) => turn.request_id));
+    for (const turn of turns) {
+      if (known.has(turn.request_id)) continue; // told again after a reconnect
+      this.#turns.push({ ...turn, tokens: tokensOf(turn) });
+      this.dispatchEvent(new CustomEvent("turn", { detail: turn }));
+    }
+    this.#turns = this.#turns.slice(-MAX_TURNS);
+    this.#drawTurns();
+  }
+
+  #show(state) {
+    this.dispatchEvent(new CustomEvent("engine", { detail: state.engine }));
+    this.#noteMoves(state);
+    this.#drawTiers(state);
+    this.#drawSessions(state);
+    this.#drawQueue(state);
+    this.#before = state;
+  }
+
+  /** What grew in a tier since the state before has moved there. */
+  #noteMoves(state) {
+    const now = Date.now();
+    const before = new Map(this.#before?.sessions.map((session) => [session.id, session]));
+    for (const session of this.#before ? state.sessions : []) {
+      for (const { key } of TIERS) {
+        const change = (session.bytes[key] ?? 0) - (before.get(session.id)?.bytes[key] ?? 0);
+        if (change) this.#moves.set(`${session.id} ${key}`, { change, until: now + MOVED_MS });
+      }
+    }
+    for (const [name, move] of this.#moves) if (move.until < now) this.#moves.delete(name);
+  }
+
+  #drawTiers(state) {
+    if (!state.tiers) {
+      const note = state.scope === "own" ? "Your key shows your own conversations and requests; an admin key shows the tiers and the whole queue." : "The engine has not reported yet.";
+      this.#parts.tiers.replaceChildren(h("p", { class: "small note" }, note));
+      return;
+    }
+    const seconds = this.#before ? Math.max(0.2, state.at - this.#before.at) : null;
+    const rate = (direction) => {
+      const old = this.#before?.moved_bytes?.[direction] ?? 0;
+      return seconds ? Math.max(0, (state.moved_bytes[direction] ?? 0) - old) / seconds : 0;
+    };
+    const nodes = [];
+    for (const { key, label, what } of TIERS) {
+      const tier = state.tiers[key];
+      if (!tier?.capacity_bytes) continue;
+      if (nodes.length) {
+        const up = rate(`${key}_to_hbm`) + (key === "disk" ? rate("disk_to_dram") : 0);
+        const down = rate(key === "disk" ? "dram_to_disk" : `hbm_to_${key}`);
+        nodes.push(h("div", { class: "flow" }, flow("up", up), flow("down", down)));
+      }
+      const share = Math.min(1, tier.used_bytes / tier.capacity_bytes);
+      const fill = h("span", { class: "fill", data: { source: key } });
+      fill.style.width = `${share ? Math.max(1, share * 100) : 0}%`;
+      nodes.push(h("div", { class: "tier" },
+        h("div", { class: "tier-head" }, h("strong", {}, label), h("span", { class: "small muted" }, what)),
+        h("div", { class: "meter", role: "meter", "aria-label": `${label} in use`, "aria-valuemin": 0, "aria-valuemax": 100, "aria-valuenow": Math.round(share * 100) }, fill),
+        h("div", { class: "small" }, `${bytes(tier.used_bytes)} of ${bytes(tier.capacity_bytes)} (${percent(tier.used_bytes, tier.capacity_bytes)})`)));
+    }
+    this.#parts.tiers.replaceChildren(...nodes);
+  }
+
+  #drawSessions(state) {
+    const shown = state.sessions.slice(0, ROWS);
+    if (!shown.length) {
+      this.#parts.sessions.replaceChildren(h("p", { class: "small note" }, "None yet. Send a message."));
+      return;
+    }
+    const tiers = TIERS.filter(({ key }) => state.tiers?.[key]?.capacity_bytes || shown.some((session) => session.blocks[key]));
+    const titles = this.#titles();
+    const most = (session) => Math.max(1, ...Object.values(session.blocks));
+    const rows = shown.map((session) => h("tr", { data: { running: session.running } },
+      h("th", { scope: "row", title: session.id }, h("span", { class: "name" }, titles.get(session.id) ?? short(session.id)), h("span", { class: "small muted" }, `${number(session.tokens)} tokens${session.running ? ", running" : ""}`)),
+      tiers.map(({ key }) => {
+        const blocks = session.blocks[key] ?? 0;
+        const move = this.#moves.get(`${session.id} ${key}`);
+        const fill = h("span", { class: "fill", data: { source: key } });
+        fill.style.width = `${(100 * blocks) / most(session)}%`;
+        const moved = move ? h("span", { class: `small moved ${move.change > 0 ? "in" : "out"}` }, `${move.change > 0 ? "+" : "−"}${bytes(Math.abs(move.change))}`) : null;
+        return h("td", {}, h("span", { class: "meter thin", "aria-hidden": "true" }, fill), h("span", { class: "small" }, number(blocks)), moved);
+      })));
+    const head = h("tr", {}, h("th", { scope: "col" }, "Conversation"), tiers.map(({ label }) => h("th", { scope: "col" }, label)));
+    const caption = h("caption", { class: "visually-hidden" }, "Blocks of the conversations used last, by tier");
+    const table = h("table", { class: "sessions" }, caption, h("thead", {}, head), h("tbody", {}, rows));
+    const more = state.sessions.length > ROWS ? h("p", { class: "small muted" }, `and ${state.sessions.length - ROWS} more`) : null;
+    this.#parts.sessions.replaceChildren(...[table, more].filter(Boolean));
+  }
+
+  #drawQueue(state) {
+    const { queue } = state;
+    if (!queue) {
+      this.#parts.queue.replaceChildren(h("p", { class: "small note" }, "Nobody waits."));
+      return;
+    }
+    const inside = queue.front.filter((waiting) => waiting.transfer_class !== null);
+    const outside = queue.waiting - inside.length;
+    const running = state.running === null ? "" : `${number(state.running)} running, `;
+    const line = h("p", { class: "small" }, `${running}${number(queue.waiting)} waiting${queue.policy === "car" ? "" : ` (${queue.policy})`}`);
+    const places = Math.min(queue.window || queue.front.length, 32);
+    const titles = this.#titles();
+    const slots = Array.from({ length: Math.max(places, inside.length) }, (_, n) => {
+      const waiting = inside[n];
+      if (!waiting) return h("li", { class: "slot", "aria-hidden": "true" });
+      const title = titles.get(waiting.session_id) ?? short(waiting.session_id);
+      const load = waiting.bytes_to_load ? `${bytes(waiting.bytes_to_load)} to load` : "nothing to load";
+      const what = `${title}: class ${waiting.transfer_class}, ${load}, waits ${waiting.waiting_s.toFixed(1)} s, passed by ${waiting.overtaken}`;
+      return h("li", { class: "slot", title: what, data: { class: waiting.transfer_class, ahead: waiting.has_pages } },
+        h("span", { "aria-hidden": "true" }, waiting.transfer_class), h("span", { class: "visually-hidden" }, what));
+    });
+    const parts = [line];
+    if (queue.window) {
+      parts.push(h("ol", { class: "window", "aria-label": `Shuffled window, ${queue.window} places` }, slots));
+      if (outside > 0) parts.push(h("p", { class: "small muted" }, `and ${number(outside)} behind the window`));
+      parts.push(h("ul", { class: "legend" },
+        [[1, "some of it in HBM"], [2, "nothing to load"], [3, "must be loaded"]].map(([n, what]) =>
+          h("li", {}, h("span", { class: "slot sample", data: { class: n } }, n), what))));
+    }
+    this.#parts.queue.replaceChildren(...parts);
+  }
+
+  #drawTurns() {
+    if (!this.#turns.length) {
+      this.#parts.ttft.replaceChildren(h("p", { class: "small note" }, "No answers yet."));
+      return;
+    }
+    const totals = this.#turns.map((turn) => turn.tokens);
+    const whole = totals.reduce((sum, tokens) => sum + promptTokens(tokens), 0);
+    const cached = totals.reduce((sum, tokens) => sum + cachedTokens(tokens), 0);
+    const tile = (value, what) => h("div", { class: "tile" }, h("strong", {}, value), h("span", { class: "small muted" }, what));
+    const medians = medianTtfts(this.#turns);
+    this.#parts.ttft.replaceChildren(
+      h("div", { class: "tiles" },
+        tile(percent(cached, whole), "of prompt tokens not computed again"),
+        medians.cached === null ? null : tile(milliseconds(medians.cached), "median, history from the cache"),
+        medians.computed === null ? null : tile(milliseconds(medians.computed), "median, mostly computed")),
+      ttftChart(this.#turns));
+  }
+}
+
+function flow(direction, bytesPerS) {
+  const arrow = direction === "up" ? "↑" : "↓";
+  const words = direction === "up" ? "up" : "down";
+  return h("span", { class: `small flow-${direction}`, data: { moving: bytesPerS > 0 } },
+    h("span", { "aria-hidden": "true" }, arrow), h("span", { class: "visually-hidden" }, words), ` ${bytes(bytesPerS)}/s`);
+}
+
+function short(id) {
+  return id.length > 14 ? `${id.slice(0, 12)}…` : id;
+}

@@ -1,0 +1,58 @@
+// The dialogs: system prompt and sampling of a conversation, the API key, and a question before something is lost.
+
+import { apiKey } from "./api.js";
+import { DEFAULTS } from "./store.js";
+
+const element = (id) => document.querySelector(`#${id}`);
+const NUMBERS = ["temperature", "top_p", "top_k", "max_tokens", "repetition_penalty", "seed"];
+
+function fill(options) {
+  element("system").value = options.system;
+  for (const name of NUMBERS) element(name).value = options[name] ?? "";
+}
+
+/** The options as they are in the fields; a field that is empty or out of its range keeps the default. */
+function read() {
+  const options = { system: element("system").value };
+  for (const name of NUMBERS) {
+    const field = element(name);
+    options[name] = field.value === "" || !field.validity.valid ? (field.value === "" && field.placeholder ? null : DEFAULTS[name]) : field.valueAsNumber;
+  }
+  return options;
+}
+
+/** Resolves to the options when the dialog is closed. */
+export function editOptions(options) {
+  const dialog = element("settings");
+  fill(options);
+  element("defaults").onclick = () => fill(DEFAULTS);
+  return closed(dialog, () => read());
+}
+
+/** Resolves to whether the key has changed. */
+export function askKey(why) {
+  element("key-why").textContent = why;
+  element("key").value = apiKey.get();
+  element("key-remember").checked = apiKey.remembered();
+  const before = apiKey.get();
+  element("forget-key").onclick = () => {
+    apiKey.forget();
+    element("key-dialog").close("forget");
+  };
+  return closed(element("key-dialog"), (answer) => {
+    if (answer === "done") apiKey.set(element("key").value.trim(), element("key-remember").checked);
+    return apiKey.get() !== before;
+  });
+}
+
+/** Resolves to whether it may be deleted. */
+export function confirmDelete(title) {
+  element("confirm-what").textContent = `“${title}” leaves this browser, and its KV cache every tier of the server.`;
+  return closed(element("confirm"), (answer) => answer === "delete");
+}
+
+function closed(dialog, result) {
+  dialog.returnValue = "";
+  dialog.showModal();
+  return new Promise((resolve) => dialog.addEventListener("close", () => resolve(result(dialog.returnValue)), { once: true }));
+}

@@ -1,0 +1,52 @@
+"""Chromium for the page's tests and screenshots: the system's own, which reaches nothing but this machine."""
+
+import contextlib
+import shutil
+from collections.abc import Iterator
+from typing import Any
+
+FLAGS = (
+    "--no-sandbox",  # tests may run as root, where the sandbox refuses
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1",
+)
+
+ANSWERS = 'article.theirs[data-streaming="false"]'  # the complete ones
+
+
+def executable() -> str | None:
+    """Where Chromium is, if it is installed."""
+    return next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+
+
+@contextlib.contextmanager
+def chromium() -> Iterator[Any]:
+    """A playwright Browser."""
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=executable(), args=list(FLAGS))
+        try:
+            yield browser
+        finally:
+            browser.close()
+
+
+def send(page: Any, text: str, timeout_s: float = 60.0) -> Any:
+    """Type a message, send it with Enter, and wait for the whole answer. Returns its element."""
+    before = page.locator(ANSWERS).count()
+    page.get_by_label("Message", exact=True).fill(text)
+    page.keyboard.press("Enter")
+    return answered(page, before + 1, timeout_s)
+
+
+def answered(page: Any, count: int, timeout_s: float = 60.0) -> Any:
+    """The last answer, once there are so many complete ones."""
+    answer = page.locator(ANSWERS).nth(count - 1)
+    answer.wait_for(timeout=timeout_s * 1e3)
+    return answer

@@ -1,0 +1,80 @@
+"""The page's pictures in docs/: `python -m tests.page.screenshots`. Needs Chromium; serves the bundled model twice."""
+
+import tempfile
+import threading
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from benchmarks.servers import ROOT, Server, free_port, serve
+from tests.page.browser import chromium, send
+
+DOCS = ROOT / "docs"
+TURNS = ["Hello! Do you like music?", "What kind of music do you like?", "Who is your favorite singer?", "Do you sing?"]
+OTHERS = 14  # conversations that run meanwhile, so that there is something to see
+WORDS = "Tell me everything you know about music, dogs, summer and the sea. "
+SETTINGS: dict[str, str | int | float] = {
+    "cache.hbm_tokens": 8192,
+    "cache.dram_gib": 0.08,
+    "cache.disk_gib": 0.5,
+    "scheduler.max_seqs": 3,
+}
+
+
+def crowd(server: Server) -> list[threading.Thread]:
+    def converse(n: int) -> None:
+        messages: list[dict[str, Any]] = []
+        for turn in range(3):
+            messages.append({"role": "user", "content": f"{n} {turn}. {WORDS * (1 + n % 5)}"})
+            body = {
+                "model": "bundled", "messages": messages, "max_tokens": 60, "session_id": f"crowd-{n}",
+                "temperature": 0.3, "ignore_eos": True,
+            }  # fmt: skip
+            answer = httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=120).raise_for_status().json()
+            messages.append({"role": "assistant", "content": answer["choices"][0]["message"]["content"]})
+
+    threads = [threading.Thread(target=converse, args=(n,)) for n in range(OTHERS)]
+    for thread in threads:
+        thread.start()
+    return threads
+
+
+def main() -> None:
+    port = free_port()
+    with tempfile.TemporaryDirectory() as state, chromium() as browser:
+        own = {**SETTINGS, "cache.disk_dir": state}
+        context = browser.new_context(viewport={"width": 1440, "height": 900}, color_scheme="light")
+        page = context.new_page()
+        with serve("page", own, port=port) as server:
+            page.goto(server.url)
+            for text in TURNS[:3]:
+                send(page, text)
+            page.wait_for_timeout(1500)
+        with serve("page", own, port=port) as server:
+            page.reload()
+            page.locator('#server[data-state="ready"]').wait_for(timeout=60_000)
+            send(page, TURNS[3])
+            threads = crowd(server)
+            page.wait_for_timeout(4000)
+            page.screenshot(path=DOCS / "page.png")
+            page.emulate_media(color_scheme="dark")
+            page.screenshot(path=DOCS / "page_dark.png")
+            for thread in threads:
+                thread.join()
+            storage = context.storage_state()
+            phone = browser.new_context(
+                viewport={"width": 390, "height": 844}, device_scale_factor=2, has_touch=True, storage_state=storage
+            )
+            page = phone.new_page()
+            page.goto(server.url)
+            page.locator("article.theirs").last.scroll_into_view_if_needed()
+            page.wait_for_timeout(1500)
+            page.screenshot(path=DOCS / "page_phone.png")
+            page.get_by_role("button", name="Live view of the cache").click()
+            page.wait_for_timeout(1500)
+            page.screenshot(path=Path(tempfile.gettempdir()) / "page_phone_live.png")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,246 @@
+"""The page in Chromium, around the scripted engine."""
+
+import json
+import re
+from typing import Any
+
+import msgspec
+import pytest
+
+from tests.app.fakes import Script, session_info
+from tests.app.routes.test_events import queue, waiting
+from tests.page.browser import ANSWERS, answered, send
+from tests.page.served import Served, served
+
+MIB = 1 << 20
+
+
+@pytest.fixture(autouse=True)
+def script(server: Served) -> Script:
+    server.engine.script = Script()
+    server.engine.session_error = None
+    return server.engine.script
+
+
+def composer(page: Any) -> Any:
+    return page.get_by_label("Message", exact=True)
+
+
+def test_an_answer_streams_in_and_says_where_its_history_came_from(page: Any, server: Served) -> None:
+    server.engine.script.report = {
+        "hbm_tokens": 10, "dram_tokens": 20, "disk_tokens": 30, "computed_tokens": 5, "truncated_tokens": 7,
+        "miss_reasons": {"new": 4, "last_token": 1},
+    }  # fmt: skip
+    server.engine.script.step_s = 0.02
+    composer(page).fill("Hello")
+    page.keyboard.press("Enter")
+    streaming = page.locator('article.theirs[data-streaming="true"] .text')
+    streaming.filter(has_text="Hello").wait_for()  # a beginning is shown before the end is there
+    assert "today" not in streaming.inner_text()
+    answer = answered(page, 1)
+    assert answer.locator(".text").inner_text() == "Hello there, how are you today?"
+    bar = answer.get_by_role("img")
+    assert bar.get_attribute("aria-label") == (
+        "History by source, in tokens: HBM 10, DRAM 20, disk 30, computed 5, truncated 7"
+    )
+    widths = [part.bounding_box()["width"] for part in answer.locator(".part").all()]
+    assert widths == sorted(widths[:3]) + widths[3:]
+    assert widths[2] == pytest.approx(3 * widths[0], rel=0.1)
+    assert re.search(r"\d ms to the first token · 92 % of 65 prompt tokens came from the cache", answer.inner_text())
+    answer.get_by_text("Details").click()
+    assert "last token, whose logits are needed" in answer.inner_text()
+    assert "Answer complete" in page.locator("#announce").inner_text()
+
+
+def test_what_is_sent_is_the_conversation_with_its_session_and_settings(page: Any, server: Served) -> None:
+    page.get_by_role("button", name="System prompt and sampling").click()
+    page.get_by_label("System prompt", exact=True).fill("Be brief.")
+    page.get_by_label("Temperature").fill("0.7")
+    page.get_by_label("Seed").fill("5")
+    page.get_by_label("Longest answer").fill("40")
+    page.get_by_role("button", name="Done").click()
+    with page.expect_request("**/v1/chat/completions") as first:
+        send(page, "One")
+    with page.expect_request("**/v1/chat/completions") as second:
+        send(page, "Two")
+    bodies = [json.loads(found.value.post_data) for found in (first, second)]
+    assert bodies[0]["session_id"] == bodies[1]["session_id"]
+    assert [message["content"] for message in bodies[1]["messages"]] == [
+        "Be brief.", "One", "Hello there, how are you today?", "Two",
+    ]  # fmt: skip
+    assert bodies[1]["messages"][0]["role"] == "system"
+    assert (bodies[0]["temperature"], bodies[0]["seed"], bodies[0]["max_tokens"]) == (0.7, 5, 40)
+    assert "top_k" not in bodies[0]
+    assert server.engine.submitted[-1].sampling.seed == 5
+
+
+def test_stop_keeps_what_was_said_and_what_it_cost(page: Any, server: Served) -> None:
+    server.engine.script.answer, server.engine.script.step_s = "fox " * 200, 0.01
+    composer(page).fill("Go on")
+    page.keyboard.press("Enter")
+    page.locator('article.theirs[data-streaming="true"] .text').filter(has_text="fox fox").wait_for()
+    page.get_by_role("button", name="Stop", exact=True).click()
+    answer = answered(page, 1)
+    answer.get_by_text("Stopped.").wait_for()
+    assert 2 <= answer.locator(".text").inner_text().count("fox") < 200
+    assert answer.get_by_role("img").count() == 1  # heard of at its first token
+    server.engine.script = Script()
+    with page.expect_request("**/v1/chat/completions") as again:
+        send(page, "And now?")
+    history = json.loads(again.value.post_data)["messages"]
+    assert history[1]["content"].startswith("fox fox")
+
+
+def test_conversations_survive_a_reload_and_leave_when_they_are_deleted(page: Any, server: Served) -> None:
+    send(page, "The first one")
+    page.get_by_role("button", name="New conversation").click()
+    assert page.locator("article").count() == 0
+    send(page, "The second one")
+    page.reload()
+    page.locator('#server[data-state="ready"]').wait_for()
+    names = page.locator("#conversations .open")
+    assert names.all_inner_texts() == ["The second one", "The first one"]
+    assert names.first.get_attribute("aria-current") == "true"
+    assert "The second one" in page.locator("#thread").inner_text()
+    assert page.locator(".provenance").count() == 1
+    names.nth(1).click()
+    page.locator("#thread").get_by_text("The first one").wait_for()
+    session = server.engine.submitted[-2].session_id
+    server.engine.kept["local", session] = session_info(session)
+    page.get_by_role("button", name="Delete “The first one”").click()
+    page.get_by_role("button", name="Delete", exact=True).click()
+    page.wait_for_timeout(50)
+    names.nth(1).wait_for(state="detached")
+    assert names.all_inner_texts() == ["The second one"]
+    assert ("local", session) not in server.engine.kept
+
+
+def test_an_error_is_said_and_can_be_tried_again(page: Any, server: Served) -> None:
+    server.engine.script.refuse = "internal_error"
+    server.engine.script.refuse_after = 3
+    composer(page).fill("Break")
+    page.keyboard.press("Enter")
+    problem = page.get_by_role("alert")
+    problem.wait_for()
+    assert "The server had an error" in problem.inner_text()
+    server.engine.script = Script()
+    problem.get_by_role("button", name="Try again").click()
+    page.get_by_text("how are you today?").wait_for()
+    answered(page, 1)
+    assert page.get_by_role("alert").count() == 0
+    assert page.locator("article.mine").count() == 1
+
+
+def test_the_live_view_shows_tiers_sessions_queue_and_first_tokens(page: Any, server: Served) -> None:
+    engine = server.engine
+    before = engine.stats
+    try:
+        engine.kept["local", "crowd"] = session_info("crowd", last_used_s=9e9, bytes={"disk": MIB}, blocks={"disk": 4})
+        engine.stats = msgspec.structs.replace(
+            before, waiting=2, scheduler=queue(waiting("a/0", "local"), waiting("b/0", "local"))
+        )
+        live = page.get_by_role("complementary", name="Live view of the cache")
+        row = live.get_by_role("row").filter(has_text="crowd")
+        row.wait_for()
+        assert live.get_by_role("meter", name="Disk in use").get_attribute("aria-valuenow") == "25"
+        assert "2 waiting" in live.locator('[data-part="queue"]').inner_text()
+        slots = live.get_by_role("list", name="Shuffled window, 8 places")
+        assert slots.locator("li[data-class='3']").count() == 2
+        engine.kept["local", "crowd"] = session_info(
+            "crowd", last_used_s=9e9, bytes={"disk": MIB, "hbm": MIB}, blocks={"disk": 4, "hbm": 4}
+        )
+        engine.stats = msgspec.structs.replace(engine.stats, moved_bytes={"disk_to_hbm": MIB})
+        row.get_by_text("+1.0 MiB").wait_for()
+        dots = live.locator(".chart:not(.sample) [data-source]").count()
+        send(page, "Hello")
+        live.locator(".chart:not(.sample) [data-source]").nth(dots).wait_for()
+        assert "Median time to first token" in live.get_by_role("img").first.get_attribute("aria-label")
+    finally:
+        engine.stats = before
+        engine.kept.clear()
+
+
+def test_a_key_is_asked_for_and_kept_for_the_tab(browser: Any, tmp_path: Any) -> None:
+    with served(tmp_path, server={"api_keys": ("sk-secret-key",)}) as running:
+        page = browser.new_page()
+        page.goto(running.url)
+        dialog = page.get_by_role("dialog", name="API key")
+        dialog.wait_for()
+        dialog.get_by_label("Key", exact=True).fill("sk-wrong-key")
+        page.keyboard.press("Enter")
+        page.wait_for_timeout(100)
+        dialog.wait_for()
+        dialog.get_by_label("Key", exact=True).fill("sk-secret-key")
+        page.keyboard.press("Enter")
+        page.locator('#server[data-state="ready"]').wait_for()
+        assert "admin key" in page.locator('[data-part="tiers"]').inner_text()
+        assert send(page, "Hello").locator(".text").inner_text()
+        page.reload()
+        page.locator('#server[data-state="ready"]').wait_for()
+        assert page.evaluate("Object.values(localStorage).join().includes('sk-secret')") is False
+        page.close()
+
+
+def test_the_keyboard_is_enough(page: Any, server: Served) -> None:
+    focused = "document.activeElement.id || document.activeElement.className"
+    assert page.evaluate(focused) == "message"
+    page.keyboard.press("Shift+Enter")
+    page.keyboard.type("two lines")
+    assert composer(page).input_value() == "\ntwo lines"
+    server.engine.script.step_s, server.engine.script.answer = 0.02, "fox " * 100
+    page.keyboard.press("Enter")
+    page.locator('article.theirs[data-streaming="true"] .text').filter(has_text="fox").wait_for()
+    page.keyboard.press("Escape")
+    answered(page, 1).get_by_text("Stopped.").wait_for()
+    page.evaluate("document.activeElement.blur(); window.scrollTo(0, 0)")
+    page.get_by_role("link", name="Skip to the message field").focus()
+    page.keyboard.press("Enter")
+    assert page.evaluate(focused) == "message"
+    for _ in range(40):
+        page.keyboard.press("Shift+Tab")
+        if page.evaluate(focused) == "open-settings":
+            break
+    page.keyboard.press("Enter")
+    page.get_by_role("dialog", name="This conversation").wait_for()
+    page.keyboard.press("Escape")
+    assert page.evaluate(focused) == "open-settings"
+
+
+def test_on_a_phone_panels_lie_over_the_chat_and_nothing_is_cut_off(page: Any, server: Served) -> None:
+    send(page, "A message with a word that is very long: " + "x" * 300)
+    page.set_viewport_size({"width": 360, "height": 740})
+    page.wait_for_timeout(50)
+    assert page.evaluate("document.documentElement.scrollWidth") == 360
+    for name in ("Conversations", "Live view of the cache"):
+        toggle = page.get_by_role("button", name=name, exact=True)
+        toggle.click()
+        panel = page.get_by_role("navigation" if name == "Conversations" else "complementary", name=name)
+        box = panel.bounding_box()
+        assert (box["x"], box["width"]) == (0, 360)
+        assert page.locator("main").get_attribute("inert") is not None
+        page.keyboard.press("Escape")
+        panel.wait_for(state="hidden")
+        assert page.locator("main").get_attribute("inert") is None
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_axe_finds_nothing_serious(page: Any, server: Served, axe: str, theme: str) -> None:
+    page.emulate_media(color_scheme=theme)
+    server.engine.script.answer = (
+        "# Title\n\n- a\n- b\n\n`code` [link](https://example.org)\n\n```\nx\n```\n\n|a|b|\n|-|-|\n|1|2|"
+    )
+    server.engine.script.report = {"truncated_tokens": 9, "disk_tokens": 20}
+    send(page, "Hello")
+    page.evaluate(axe)
+
+    def serious(context: str = "document") -> list[str]:
+        found = page.evaluate(f"axe.run({context}).then(r => r.violations)")
+        return [f"{v['id']}: {v['nodes'][0]['html']}" for v in found if v["impact"] in ("serious", "critical")]
+
+    assert serious() == []
+    page.get_by_role("button", name="System prompt and sampling").click()
+    assert serious() == []
+    page.keyboard.press("Escape")
+    page.set_viewport_size({"width": 390, "height": 800})
+    assert serious() == []
+    assert page.locator(ANSWERS).count() == 1
