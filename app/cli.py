@@ -81,6 +81,19 @@ def serve(
         raise typer.Exit(1)
 
 
+@cli.command(
+    "load",
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+    add_help_option=False,
+    options_metavar="[OPTIONS] | compare FILES...",
+)
+def measure(context: typer.Context) -> None:
+    """Measure any OpenAI-compatible server, and compare runs: `reprise load --help`."""
+    from loadgen.cli import main as load
+
+    load(context.args)
+
+
 @cli.command("settings")
 def list_settings() -> None:
     """List every setting with its default."""

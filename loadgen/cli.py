@@ -1,0 +1,293 @@
+"""`reprise load`: measure a server, and put results side by side."""
+
+import json
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated, Any, cast, get_args
+from urllib.parse import urlsplit, urlunsplit
+
+import httpx
+import typer
+from rich.console import Console
+
+from loadgen import load, page, tables
+from loadgen.client import Loop, Target, TurnResult
+from loadgen.live import Live, progress
+from loadgen.metrics import Prices, Slo
+from loadgen.synthetic import Distribution
+from loadgen.workload import Conversation
+
+KEY_VARIABLE = "OPENAI_API_KEY"
+TARGET, WORKLOAD, LENGTHS, MEASURE, COST, OUTPUT = (
+    "The server", "What is sent, and when", "The synthetic workload (defaults: ShareGPT as AttentionStore states it)",
+    "What is measured", "Cost", "Output",
+)  # fmt: skip
+
+console = Console(stderr=True, highlight=False)
+cli = typer.Typer(add_completion=False)
+
+
+def _refuse(message: str) -> typer.Exit:
+    console.print(f"reprise load: {message}", markup=False)
+    return typer.Exit(2)
+
+
+def main(words: list[str]) -> None:
+    """`reprise load` with these words behind it. Ends the program."""
+    cli(args=words, prog_name="reprise load", obj=words)
+
+
+@cli.callback(invoke_without_command=True)
+def load_command(
+    context: typer.Context,
+    url: Annotated[str, typer.Option(help="With or without /v1.", rich_help_panel=TARGET)] = "http://127.0.0.1:8000",
+    model: Annotated[str, typer.Option(help="Default: the first it lists.", rich_help_panel=TARGET)] = "",
+    api_key: Annotated[
+        str, typer.Option(envvar=KEY_VARIABLE, show_envvar=True, help="Bearer key.", rich_help_panel=TARGET)
+    ] = "",
+    temperature: Annotated[float, typer.Option(min=0, rich_help_panel=TARGET)] = 0.0,
+    ignore_eos: Annotated[
+        bool,
+        typer.Option(help="Ask for answers of exactly their length (Reprise, vLLM, SGLang).", rich_help_panel=TARGET),
+    ] = False,
+    body: Annotated[str, typer.Option(help="Further fields of every request, as JSON.", rich_help_panel=TARGET)] = "",
+    max_tokens_field: Annotated[
+        str, typer.Option(help="What the server calls it.", rich_help_panel=TARGET)
+    ] = "max_tokens",
+    timeout: Annotated[
+        float, typer.Option(min=0.1, help="Seconds a server may be silent.", rich_help_panel=TARGET)
+    ] = 300.0,
+    retries: Annotated[
+        int,
+        typer.Option(
+            min=0, help="Of what was refused with 429 or 503, or found no connection.", rich_help_panel=TARGET
+        ),
+    ] = 0,
+    dialogues: Annotated[
+        Path | None, typer.Option(help="Conversations: ShareGPT JSON or dialogue JSONL.", rich_help_panel=WORKLOAD)
+    ] = None,
+    trace: Annotated[
+        Path | None, typer.Option(help="Requests as recorded: Mooncake, Azure, BurstGPT.", rich_help_panel=WORKLOAD)
+    ] = None,
+    conversations: Annotated[
+        int | None,
+        typer.Option(min=1, help="How many; of a trace, rows. Default: 100; all of a trace.", rich_help_panel=WORKLOAD),
+    ] = None,
+    loop: Annotated[
+        str,
+        typer.Option(
+            help="open: conversations begin when they are due. closed: --concurrency at once. sequential: one request "
+            "at a time, --concurrency conversations taking turns.",
+            rich_help_panel=WORKLOAD,
+        ),
+    ] = "open",
+    rate: Annotated[
+        float, typer.Option(min=1e-6, help="Conversations a second, Poisson (open).", rich_help_panel=WORKLOAD)
+    ] = 1.0,
+    concurrency: Annotated[int, typer.Option(min=0, help="0: all (closed, sequential).", rich_help_panel=WORKLOAD)] = 0,
+    think: Annotated[
+        str,
+        typer.Option(
+            help="From an answer to the next message: lognormal:MEDIAN,SIGMA, fixed:SECONDS or file:PATH#COLUMN of "
+            "percentiles. The default is that of people who chat in writing (CMU DoG).",
+            rich_help_panel=WORKLOAD,
+        ),
+    ] = "lognormal:24,1.05",
+    speed: Annotated[
+        float, typer.Option(min=1e-6, help="Times as fast as recorded (trace).", rich_help_panel=WORKLOAD)
+    ] = 1.0,
+    scale: Annotated[float, typer.Option(min=1e-6, help="Times all lengths.", rich_help_panel=WORKLOAD)] = 1.0,
+    max_context: Annotated[
+        int,
+        typer.Option(
+            min=0, help="Conversations end before they exceed so many tokens. 0: never.", rich_help_panel=WORKLOAD
+        ),
+    ] = 0,
+    answer_tokens: Annotated[
+        int, typer.Option(min=0, help="Of every answer. 0: as the workload says.", rich_help_panel=WORKLOAD)
+    ] = 0,
+    system_tokens: Annotated[
+        int, typer.Option(min=0, help="Of a system prompt that all share.", rich_help_panel=WORKLOAD)
+    ] = 0,
+    duration: Annotated[
+        float, typer.Option(min=0, help="Seconds after which nothing new is sent. 0: all.", rich_help_panel=WORKLOAD)
+    ] = 0.0,
+    seed: Annotated[int, typer.Option(help="Of everything that is drawn.", rich_help_panel=WORKLOAD)] = 0,
+    multi_turn: Annotated[float, typer.Option(help="Share of several turns.", rich_help_panel=LENGTHS)] = 0.73,
+    mean_turns: Annotated[float, typer.Option(help="Of all conversations.", rich_help_panel=LENGTHS)] = 5.75,
+    over_2k: Annotated[
+        float, typer.Option("--over-2k", help="Share over 2,048 tokens.", rich_help_panel=LENGTHS)
+    ] = 0.47,
+    over_4k: Annotated[
+        float, typer.Option("--over-4k", help="Share over 4,096 tokens.", rich_help_panel=LENGTHS)
+    ] = 0.30,
+    warmup_turns: Annotated[
+        int, typer.Option(min=0, help="The first requests, that do not count.", rich_help_panel=MEASURE)
+    ] = 0,
+    warmup_s: Annotated[
+        float, typer.Option(min=0, help="What is due in the first seconds does not count.", rich_help_panel=MEASURE)
+    ] = 0.0,
+    slo_ttft_ms: Annotated[float, typer.Option(min=0, help="Goodput: most TTFT.", rich_help_panel=MEASURE)] = 1000.0,
+    slo_tpot_ms: Annotated[float, typer.Option(min=0, help="Goodput: most TPOT.", rich_help_panel=MEASURE)] = 100.0,
+    gpus: Annotated[float, typer.Option(min=0, rich_help_panel=COST)] = 1.0,
+    gpu_price: Annotated[float, typer.Option(min=0, help="$ an hour.", rich_help_panel=COST)] = 5.0,
+    dram_gb: Annotated[float, typer.Option(min=0, rich_help_panel=COST)] = 0.0,
+    dram_price: Annotated[float, typer.Option(min=0, help="$ an hour and GB.", rich_help_panel=COST)] = 0.0088,
+    ssd_gb: Annotated[float, typer.Option(min=0, rich_help_panel=COST)] = 0.0,
+    ssd_price: Annotated[float, typer.Option(min=0, help="$ an hour and GB.", rich_help_panel=COST)] = 0.000082,
+    out: Annotated[Path | None, typer.Option(help="Result file, JSON.", rich_help_panel=OUTPUT)] = None,
+    html: Annotated[Path | None, typer.Option(help="Report with plots, one file.", rich_help_panel=OUTPUT)] = None,
+    token_times: Annotated[
+        bool, typer.Option(help="Every token's time in the result file.", rich_help_panel=OUTPUT)
+    ] = False,
+    quiet: Annotated[bool, typer.Option(help="No progress.", rich_help_panel=OUTPUT)] = False,
+) -> None:
+    """Measure any OpenAI-compatible server with conversations: turns in order, full history with the real answers.
+
+    The exit status is 0 if every request was answered, 1 if not, 2 if nothing could be sent.
+    """
+    if context.invoked_subcommand is not None:
+        return
+    if loop not in get_args(Loop):
+        raise _refuse(f"--loop is one of {', '.join(get_args(Loop))}")
+    if dialogues is not None and trace is not None:
+        raise _refuse("--dialogues or --trace, not both")
+    source, path = ("trace", trace) if trace else ("dialogues", dialogues) if dialogues else ("synthetic", "")
+    if source == "trace" and loop != "open":
+        raise _refuse("a trace says itself when its requests are sent: leave --loop open")
+    try:
+        options = load.Options(
+            source=source, path=str(path), conversations=conversations or (0 if source == "trace" else 100), rate=rate,
+            think=think, loop=cast(Loop, loop), concurrency=concurrency, speed=speed, scale=scale,
+            max_context=max_context, answer_tokens=answer_tokens, system_tokens=system_tokens, seed=seed,
+            duration_s=duration, warmup_turns=warmup_turns, warmup_s=warmup_s, timeout_s=timeout, retries=retries,
+            distribution=Distribution(multi_turn, mean_turns, over_2k, over_4k),
+            slo=Slo(slo_ttft_ms / 1e3, slo_tpot_ms / 1e3),
+            prices=Prices(gpus, gpu_price, dram_gb, dram_price, ssd_gb, ssd_price),
+        )  # fmt: skip
+        fields = {"temperature": temperature, **({"ignore_eos": True} if ignore_eos else {}), **_fields(body)}
+        workload = load.workload(options)
+        target, server = _target(url, model, api_key, fields, max_tokens_field)
+        _writable(out, html)
+    except (ValueError, OSError) as error:
+        raise _refuse(str(error)) from None
+    console.print(
+        f"{len(workload):,} conversations, {sum(len(c.turns) for c in workload):,} turns -> {server['model']} at "
+        f"{server['url']}", markup=False,
+    )  # fmt: skip
+    started = datetime.now(UTC)
+    results, finished = _execute(options, workload, target, quiet)
+    document = load.document(
+        options, workload, results, command=["reprise", "load", *_shown(context.obj or [])], server=server,
+        finished=finished, started=started, token_times=token_times,
+    )  # fmt: skip
+    tables.show(Console(), document)
+    if out is not None:
+        load.write(document, out)
+    if html is not None:
+        html.write_text(page.render([out.stem if out else server["model"]], [document]), encoding="utf-8")
+    requests = document["summary"]["requests"]
+    if "context_length" in requests["errors"]:
+        console.print("Some conversations outgrew the model's window: --max-context N or --scale makes them shorter.")
+    raise typer.Exit(0 if finished and not requests["failed"] else 1)
+
+
+@cli.command()
+def compare(
+    files: Annotated[list[Path], typer.Argument(help="Result files of `reprise load --out`.")],
+    html: Annotated[Path | None, typer.Option(help="The same as a page with plots.")] = None,
+    names: Annotated[
+        str, typer.Option(help="What the runs are called, comma-separated. Default: the files' names.")
+    ] = "",
+) -> None:
+    """Put runs side by side; of a single one, draw its report again."""
+    called = [name.strip() for name in names.split(",")] if names else [file.stem for file in files]
+    if len(called) != len(files):
+        raise _refuse(f"{len(files)} files, {len(called)} names")
+    try:
+        documents = [load.read(file) for file in files]
+        if html is not None:
+            html.write_text(page.render(called, documents), encoding="utf-8")
+    except (ValueError, OSError) as error:
+        raise _refuse(str(error)) from None
+    if len(documents) == 1:
+        tables.show(Console(), documents[0])
+    else:
+        tables.compare(Console(), called, documents)
+
+
+def _execute(
+    options: load.Options, workload: list[Conversation], target: Target, quiet: bool
+) -> tuple[list[TurnResult], bool]:
+    live = Live(options.slo)
+    with progress(console, live) as bars:
+        bars.disable = quiet
+        bar = bars.add_task("", total=sum(len(conversation.turns) for conversation in workload), visible=not quiet)
+
+        def on_result(result: TurnResult) -> None:
+            live.on_result(result)
+            bars.advance(bar)
+
+        return load.execute(options, workload, target, on_sent=live.on_sent, on_result=on_result)
+
+
+def _target(
+    url: str, model: str, api_key: str, fields: dict[str, Any], max_tokens_field: str
+) -> tuple[Target, dict[str, Any]]:
+    """Where to send, and what the server says of itself. Raises ValueError where it cannot be asked."""
+    parts = urlsplit(url)
+    base = url.rstrip("/").removesuffix("/v1")
+    shown = urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2])).rstrip("/").removesuffix("/v1")
+    server: dict[str, Any] = {"url": shown, "model": model, "max_context": None, "version": None}
+    headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
+    try:
+        with httpx.Client(base_url=base, headers=headers, timeout=10, trust_env=False) as http:
+            answer = http.get("/v1/models")
+            models = answer.json().get("data", []) if answer.status_code == 200 else []
+            if (version := http.get("/version")).status_code == 200:
+                server["version"] = version.json().get("version")
+    except (httpx.InvalidURL, httpx.UnsupportedProtocol):
+        raise ValueError(f"{url!r} is not an http or https address") from None
+    except httpx.HTTPError as error:
+        raise ValueError(f"no server at {shown}: {error}") from None
+    except (AttributeError, ValueError):
+        models = []  # the model's name is all we need, and it may have been given
+    found = next((m for m in models if not model or m.get("id") == model), None)
+    if found is not None:
+        server |= {"model": found["id"], "max_context": found.get("max_model_len")}
+    elif not model:
+        raise ValueError(f"{shown} lists no models (status {answer.status_code}): give --model, or --api-key")
+    return Target(base, server["model"], {"": api_key} if api_key else {}, fields, max_tokens_field), server
+
+
+def _fields(body: str) -> dict[str, Any]:
+    if not body:
+        return {}
+    try:
+        fields = json.loads(body)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"--body is not JSON: {error}") from None
+    if not isinstance(fields, dict):
+        raise ValueError("--body is not a JSON object")
+    return fields
+
+
+def _writable(*files: Path | None) -> None:
+    """Found out before the run, not behind it."""
+    for file in files:
+        if file is not None and not file.absolute().parent.is_dir():
+            raise ValueError(f"there is no directory {file.parent}")
+
+
+def _shown(words: list[str]) -> list[str]:
+    """A command line without secrets: a key is taken from the environment again."""
+    shown: list[str] = []
+    skip = False
+    for word in words:
+        if skip or word.startswith("--api-key="):
+            skip = False
+        elif word == "--api-key":
+            skip = True
+        else:
+            shown.append(word)
+    return shown

@@ -1,0 +1,211 @@
+"""`reprise load` against a stub, from the command line to the files it leaves."""
+
+import asyncio
+import gzip
+import json
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from benchmarks.stub_server import Stub
+from loadgen import load, page
+from loadgen.cli import cli
+
+DOCS = Path(__file__).parents[2] / "docs" / "LOAD.md"
+QUICK = ["--conversations", "6", "--scale", "0.01", "--think", "fixed:0", "--rate", "500", "--seed", "3"]
+
+
+class Recorder(Stub):
+    """A stub that keeps the bodies it was sent, and can refuse them."""
+
+    bodies: list[bytes]
+    refuse = b""
+
+    def data_received(self, data: bytes) -> None:
+        head, _, body = data.partition(b"\r\n\r\n")
+        if head.startswith(b"POST"):
+            type(self).bodies.append(body)
+            if self.refuse:
+                self._write(self.refuse)
+                return
+        super().data_received(data)
+
+
+@pytest.fixture
+def stub() -> Iterator[tuple[str, type[Recorder]]]:
+    class Fresh(Recorder):
+        bodies: list[bytes] = []  # noqa: RUF012  # one list a test
+
+    loop = asyncio.new_event_loop()
+    server = loop.run_until_complete(
+        loop.create_server(lambda: Fresh(3, 0.0, 0.0), "127.0.0.1", 0)  # the protocol asks for the running loop
+    )
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+    yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", Fresh
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join()
+    server.close()
+    loop.close()
+
+
+def call(*words: str):
+    return CliRunner().invoke(cli, list(words), obj=list(words))
+
+
+def measure(url: str, tmp_path: Path, name: str, *words: str) -> dict:
+    out = tmp_path / f"{name}.json"
+    done = call("--url", url, "--out", str(out), "--quiet", *(words or QUICK))
+    assert done.exit_code == 0, done.output
+    return load.read(out)
+
+
+def test_a_run_leaves_its_result_and_a_report(stub, tmp_path):
+    url, recorder = stub
+    html = tmp_path / "r.html"
+    document = measure(f"{url}/v1", tmp_path, "a", *QUICK, "--html", str(html), "--warmup-turns", "2", "--token-times")
+    requests = document["summary"]["requests"]
+    sent = document["workload"]["turns"]
+    assert (requests["planned"], requests["finished"], requests["failed"]) == (sent - 2, sent - 2, 0)
+    assert len(document["requests"]) == len(recorder.bodies) == sent
+    assert [row["counts"] for row in document["requests"]] == [False] * 2 + [True] * (sent - 2)
+    assert all(len(row["token_s"]) == 3 for row in document["requests"])
+    assert document["server"]["model"] == "stub"
+    assert document["finished"]
+    text = html.read_text()
+    assert "<script" not in text
+    assert "http://" not in text.replace(url, "")
+    assert text.count('<svg class="plot"') == 7
+
+
+def test_the_command_line_in_the_result_makes_the_same_requests(stub, tmp_path):
+    url, recorder = stub
+    first = measure(url, tmp_path, "a", *QUICK, "--api-key", "secret", "--loop", "sequential", "--ignore-eos")
+    bodies = list(recorder.bodies)
+    recorder.bodies.clear()
+    assert "secret" not in json.dumps(first)
+    again = load.read(tmp_path / "a.json")
+    assert call(*again["command"][2:]).exit_code == 0
+    assert recorder.bodies == bodies
+    assert load.read(tmp_path / "a.json")["workload"] == first["workload"]
+    other = measure(url, tmp_path, "b", *QUICK, "--seed", "4")
+    assert other["workload"]["digest"] != first["workload"]["digest"]
+
+
+def test_dialogues_and_traces(stub, tmp_path):
+    url, recorder = stub
+    dialogue = {"turns": [{"role": "user", "content": "how are you"}, {"role": "assistant", "content": "fine"}] * 2}
+    (tmp_path / "d.jsonl").write_text(json.dumps(dialogue))
+    document = measure(url, tmp_path, "d", "--dialogues", str(tmp_path / "d.jsonl"), "--conversations", "2",
+                       "--loop", "closed", "--think", "fixed:0", "--system-tokens", "5")  # fmt: skip
+    assert document["workload"]["turns"] == 4
+    last = json.loads(recorder.bodies[-1])["messages"]
+    assert [m["role"] for m in last] == ["system", "user", "assistant", "user"]
+    assert (last[1]["content"], last[2]["content"]) == ("how are you", "word word word ")
+    recorder.bodies.clear()
+    rows = [{"timestamp": 5 * n, "input_length": 600 + n, "output_length": 4, "hash_ids": [0, n + 1]} for n in range(4)]
+    (tmp_path / "t.jsonl.gz").write_bytes(gzip.compress("\n".join(map(json.dumps, rows)).encode()))
+    document = measure(url, tmp_path, "t", "--trace", str(tmp_path / "t.jsonl.gz"), "--max-context", "560")
+    prompts = [json.loads(body)["messages"][0]["content"].split() for body in recorder.bodies]
+    assert [len(prompt) for prompt in prompts] == [560 - 16 - 4] * 4
+    assert len({tuple(prompt[:512]) for prompt in prompts}) == 1
+    assert len({tuple(prompt) for prompt in prompts}) == 4
+
+
+def test_what_fails_is_counted_by_kind(stub, tmp_path):
+    url, recorder = stub
+    recorder.refuse = b"HTTP/1.1 400 Bad\r\ncontent-length: 23\r\n\r\ncontext_length_exceeded"
+    done = call("--url", url, "--out", str(tmp_path / "a.json"), "--html", str(tmp_path / "a.html"), "--quiet", *QUICK)
+    assert done.exit_code == 1
+    assert "--max-context" in done.output
+    requests = load.read(tmp_path / "a.json")["summary"]["requests"]
+    assert requests["errors"] == {"context_length": 6}
+    assert (requests["sent"], requests["finished"]) == (6, 0)
+    assert "nothing to draw" in (tmp_path / "a.html").read_text()
+
+
+def test_runs_side_by_side(stub, tmp_path):
+    url, _ = stub
+    measure(url, tmp_path, "a")
+    measure(url, tmp_path, "b")
+    measure(url, tmp_path, "c", *QUICK, "--seed", "4")
+    html = tmp_path / "r.html"
+    done = call("compare", str(tmp_path / "a.json"), str(tmp_path / "b.json"), "--names", "x<y,z", "--html", str(html))
+    assert done.exit_code == 0
+    assert "TTFT p95" in done.output
+    assert "workload" not in done.output
+    assert "x&lt;y p50" in html.read_text()
+    assert "x<y" not in html.read_text()
+    done = call("compare", *(str(tmp_path / f"{name}.json") for name in "ac"))
+    assert "did not send the same workload" in done.output
+    assert "seed" in done.output
+    assert "By turn" in call("compare", str(tmp_path / "a.json")).output
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (["--url", "ftp://x"], "not an http"),
+        (["--url", "http://127.0.0.1:9"], "no server at"),
+        (["--loop", "open-ended"], "--loop is one of"),
+        (["--think", "soon"], "lognormal"),
+        (["--dialogues", "none.json"], "none.json"),
+        (["--dialogues", "a", "--trace", "b"], "not both"),
+        (["--trace", "a", "--loop", "closed"], "leave --loop open"),
+        (["--over-4k", "0.9"], "shares"),
+        (["--body", "[]"], "not a JSON object"),
+        (["--max-context", "9"], "nothing of this workload fits"),
+        (["--out", "/no/such/place/a.json"], "no directory"),
+        (["compare", "none.json"], "none.json"),
+    ],
+)
+def test_what_cannot_be_run_is_said_beforehand(stub, words, why):
+    url, recorder = stub
+    done = call(*([] if "--url" in words or "compare" in words else ["--url", url]), *words)
+    assert done.exit_code == 2
+    assert why in " ".join(done.output.split())
+    assert recorder.bodies == []
+
+
+def test_a_file_that_is_no_result_is_refused(tmp_path):
+    path = tmp_path / "x.json"
+    for text in ("{", "[]", '{"format": "other"}'):
+        path.write_text(text)
+        with pytest.raises(ValueError, match=r"not JSON|not a result"):
+            load.read(path)
+
+
+def test_ctrl_c_leaves_what_there_is(stub, tmp_path, monkeypatch):
+    url, _ = stub
+
+    class Stopping(load.asyncio.Runner):
+        def run(self, coroutine, **rest):
+            super().run(coroutine, **rest)
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(load.asyncio, "Runner", Stopping)
+    done = call("--url", url, "--out", str(tmp_path / "a.json"), "--quiet", *QUICK)
+    assert done.exit_code == 1
+    document = load.read(tmp_path / "a.json")
+    assert not document["finished"]
+    assert document["summary"]["requests"]["finished"] > 0
+    assert "stopped before its end" in page.render(["a"], [document])
+
+
+def keys(value: object) -> set[str]:
+    if isinstance(value, dict):
+        return {*value, *(key for inner in value.values() for key in keys(inner))}
+    if isinstance(value, list):
+        return {key for inner in value for key in keys(inner)}
+    return set()
+
+
+def test_every_field_of_the_result_is_documented(stub, tmp_path):
+    url, _ = stub
+    text = DOCS.read_text(encoding="utf-8")
+    document = measure(url, tmp_path, "a", *QUICK, "--token-times")
+    found = keys(document) - {"errors"}
+    assert {name for name in found if f"`{name}`" not in text} == set()
