@@ -2,7 +2,10 @@
 
 from typing import Any
 
-from app.generation import Delta, Generation
+from app.answer_parts import Parts
+from app.errors import ApiError
+from app.generation import Choice, Delta, Generation
+from app.streaming import DONE, PING, event
 from engine.messages import CacheReport
 
 
@@ -11,43 +14,63 @@ def completion(generation: Generation, logprobs: dict[int, list[dict[str, Any]]]
     choices = [
         {
             "index": choice.index,
-            "message": {"role": "assistant", "content": choice.text, "refusal": None},
+            "message": _message(choice),
             "logprobs": {"content": logprobs[choice.index], "refusal": None} if choice.index in logprobs else None,
             "finish_reason": choice.finish_reason,
         }
         for choice in generation.choices
     ]
-    return {**_head(generation, "chat.completion"), "choices": choices, "usage": usage(generation), **ours(generation)}
+    return {**head(generation, "chat.completion"), "choices": choices, "usage": usage(generation), **ours(generation)}
+
+
+def _message(choice: Choice) -> dict[str, Any]:
+    message: dict[str, Any] = {"role": "assistant", "content": choice.content, "refusal": None}
+    if choice.reasoning:
+        message["reasoning_content"] = choice.reasoning
+    if choice.calls:
+        message["content"] = choice.content or None
+        message["tool_calls"] = [
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+            for call in choice.calls
+        ]
+    return message
 
 
 class Chunks:
     """The chunks of one streamed answer. With `include_usage` every one of them has the field, OpenAI's way."""
 
+    ping = PING
+
     def __init__(self, generation: Generation, *, include_usage: bool) -> None:
         self._generation = generation
         self._include_usage = include_usage
-        self._head = _head(generation, "chat.completion.chunk")
+        self._head = head(generation, "chat.completion.chunk")
         if include_usage:
             self._head["usage"] = None
         self._unfinished = len(generation.choices)
 
-    def opening(self, index: int) -> dict[str, Any]:
-        return self._chunk(index, {"role": "assistant", "content": ""}, None, None)
+    def opening(self) -> bytes:
+        first = {"role": "assistant", "content": ""}
+        return b"".join(event(self._chunk(choice.index, first, None, None)) for choice in self._generation.choices)
 
-    def delta(self, delta: Delta) -> dict[str, Any]:
+    def delta(self, delta: Delta) -> bytes:
         """The last finish_reason brings the report, unless a usage chunk will."""
-        content = {"content": delta.text} if delta.text else {}
-        chunk = self._chunk(delta.choice, content, delta.logprobs, delta.finish_reason)
+        chunk = self._chunk(delta.choice, _said(delta.parts), delta.logprobs, delta.finish_reason)
         if delta.finish_reason is not None:
             self._unfinished -= 1
             if self._unfinished == 0 and not self._include_usage:
                 chunk.update(ours(self._generation))
-        return chunk
+        return event(chunk)
 
-    def closing(self) -> dict[str, Any] | None:
+    def closing(self) -> bytes:
         if not self._include_usage:
-            return None
-        return {**self._head, "choices": [], "usage": usage(self._generation), **ours(self._generation)}
+            return DONE
+        last = {**self._head, "choices": [], "usage": usage(self._generation), **ours(self._generation)}
+        return event(last) + DONE
+
+    def failed(self, error: ApiError) -> bytes:
+        """Without [DONE]: who waits for that knows that something is missing."""
+        return b"data: " + error.body() + b"\n\n"
 
     def _chunk(
         self, index: int, delta: dict[str, Any], logprobs: list[dict[str, Any]] | None, finish_reason: str | None
@@ -57,7 +80,23 @@ class Chunks:
         return {**self._head, "choices": [choice]}
 
 
-def _head(generation: Generation, kind: str) -> dict[str, Any]:
+def _said(parts: Parts) -> dict[str, Any]:
+    delta: dict[str, Any] = {}
+    if parts.reasoning:
+        delta["reasoning_content"] = parts.reasoning
+    if parts.content:
+        delta["content"] = parts.content
+    if parts.calls:
+        calls = []
+        for index, call, arguments in parts.calls:
+            known = {"id": call.id, "type": "function"} if call is not None else {}
+            function = {"name": call.name} if call is not None else {}
+            calls.append({"index": index, **known, "function": {**function, "arguments": arguments}})
+        delta["tool_calls"] = calls
+    return delta
+
+
+def head(generation: Generation, kind: str) -> dict[str, Any]:
     return {
         "id": generation.request_id,
         "object": kind,
@@ -69,7 +108,7 @@ def _head(generation: Generation, kind: str) -> dict[str, Any]:
 
 
 def usage(generation: Generation) -> dict[str, Any]:
-    prompt_tokens = len(generation.prompt.token_ids)
+    prompt_tokens = len(generation.token_ids)
     completion_tokens = sum(len(choice.token_ids) for choice in generation.choices)
     return {
         "prompt_tokens": prompt_tokens,

@@ -14,6 +14,8 @@ from engine.client import EngineUnavailable
 
 _TYPES = {401: "authentication_error", 404: "not_found_error", 408: "timeout_error", 429: "rate_limit_error"}
 
+_THEY = {"prompt": "prompts"}  # parameters whose names are no plural
+
 
 class ApiError(Exception):
     """What a client is told. `message` never holds internals."""
@@ -51,18 +53,23 @@ def invalid(message: str, param: str | None = None, code: str | None = None) -> 
     return ApiError(400, message, code=code, param=param)
 
 
+def invalid_grammar(problem: str) -> ApiError:
+    """What the engine could not follow, though it looked right."""
+    return invalid(f"Invalid 'response_format': {problem[:300]}.", "response_format", "invalid_schema")
+
+
 def model_not_found(name: str) -> ApiError:
     return ApiError(404, f"The model '{name[:200]}' does not exist.", code="model_not_found", param="model")
 
 
-def context_length_exceeded(window: int, prompt_tokens: int | None) -> ApiError:
-    """`prompt_tokens` None: so many that nobody counted."""
+def context_length_exceeded(window: int, prompt_tokens: int | None, *, param: str = "messages") -> ApiError:
+    """`prompt_tokens` None: so many that nobody counted. `param` is where they stand."""
     return ApiError(
         400,
         f"This model's context window is {window} tokens, of which at least one is the answer's; "
-        f"your messages make {prompt_tokens or 'many more'} tokens. Please shorten them.",
+        f"your {_THEY.get(param, param)} make {prompt_tokens or 'many more'} tokens. Please shorten them.",
         code="context_length_exceeded",
-        param="messages",
+        param=param,
     )
 
 
@@ -86,13 +93,14 @@ def request_timeout(timeout_s: float) -> ApiError:
     return ApiError(408, message, code="request_timeout", param="timeout")
 
 
-def prompt_too_long(limit: int, prompt_tokens: int | None) -> ApiError:
+def prompt_too_long(limit: int, prompt_tokens: int | None, *, param: str = "messages") -> ApiError:
     """Where history beyond the window is dropped: more of it than anybody should send."""
     return ApiError(
         400,
-        f"This server takes less than {limit} tokens of messages; yours make {prompt_tokens or 'many more'} tokens.",
+        f"This server takes less than {limit} tokens; your {_THEY.get(param, param)} make "
+        f"{prompt_tokens or 'many more'} tokens.",
         code="context_length_exceeded",
-        param="messages",
+        param=param,
     )
 
 

@@ -1,4 +1,4 @@
-"""One answer, or n of them: tokens from the engine in, text out, the transcript kept. Plain and streamed share it."""
+"""One answer, or n of them: tokens from the engine in, what they say out. Plain and streamed answers share it."""
 
 import asyncio
 import time
@@ -9,10 +9,17 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from app.admission import Ticket
+from app.answer_parts import AnswerParser, Call, Parts
 from app.deadline import Deadline
-from app.errors import ApiError, context_length_exceeded, engine_lost, internal_error, overloaded
+from app.errors import (
+    ApiError,
+    context_length_exceeded,
+    engine_lost,
+    internal_error,
+    invalid_grammar,
+    overloaded,
+)
 from app.metrics import Metrics
-from app.text_thread import TextThread
 from app.tokenizer import ChatTokenizer
 from app.transcript import PreparedPrompt
 from engine.client import EngineLost
@@ -67,7 +74,7 @@ class Delta:
     """What one choice has to say next."""
 
     choice: int
-    text: str
+    parts: Parts
     logprobs: list[dict[str, Any]] | None  # None: not asked for
     finish_reason: str | None
 
@@ -75,22 +82,48 @@ class Delta:
 class Choice:
     """The text side of one choice: tokens in, text and logprobs that are safe to show out."""
 
-    def __init__(self, *, index: int, tokenizer: ChatTokenizer, stops: tuple[str, ...], min_tokens: int) -> None:
+    def __init__(
+        self,
+        *,
+        index: int,
+        tokenizer: ChatTokenizer,
+        stops: tuple[str, ...],
+        min_tokens: int,
+        parser: AnswerParser,
+        shows_stop: bool = False,
+        skip_special_tokens: bool = True,
+    ) -> None:
         self.index = index
         self.token_ids: list[int] = []
-        self.text = ""
+        self.text = ""  # all of it, whatever it says
         self.finish_reason: str | None = None
         self.report: CacheReport | None = None
         self.timings: Timings | None = None
+        self.prompt_logprobs: list[dict[str, Any]] | None = None
         self.first_token_s: float | None = None
         self.last_token_s: float | None = None
         self._tokenizer = tokenizer
-        self._detokenizer = tokenizer.detokenizer()
+        self._detokenizer = tokenizer.detokenizer(skip_special_tokens=skip_special_tokens)
         self._finder = tokenizer.stop_finder(stops)
+        self._shows_stop = shows_stop
         self._min_tokens = min_tokens
+        self._parser = parser
         self._unsearched = 0  # characters of the first `min_tokens` tokens, in which no stop string counts
         self._logprobs: deque[dict[str, Any]] = deque()  # of the tokens whose text is not shown yet
         self._shown_logprobs = 0
+
+    @property
+    def content(self) -> str:
+        """Of the text, what is said to the user."""
+        return self._parser.content
+
+    @property
+    def reasoning(self) -> str:
+        return self._parser.reasoning
+
+    @property
+    def calls(self) -> list[Call]:
+        return self._parser.calls
 
     @property
     def text_ends(self) -> list[int]:
@@ -115,20 +148,37 @@ class Choice:
                 self._logprobs.append(self._logprob(token_id, output.logprobs[position]))
             self._show(self._detokenizer.push(token_id))
             if self._finder.hit:
+                self.text += self._finder.found if self._shows_stop else ""
                 break
         if self._finder.hit:
             self.finish_reason = "stop"
         elif output.finish_reason is not None:
             self.finish_reason = output.finish_reason
-            self.flush()
+            self._flush_text()
         logprobs = self._shown() if output.logprobs is not None else None
-        text = self.text[shown_before:]
-        if not text and not logprobs and self.finish_reason is None:
+        parts = self._parser.push(self.text[shown_before:])
+        if self.finish_reason is not None:
+            parts.add(self._parser.flush())
+            if self.calls and self.finish_reason == "stop":
+                self.finish_reason = "tool_calls"
+        if not parts and not logprobs and self.finish_reason is None:
             return None
-        return Delta(self.index, text, logprobs, self.finish_reason)
+        return Delta(self.index, parts, logprobs, self.finish_reason)
 
     def flush(self) -> None:
         """Nothing more will come: what was held back belongs to the answer."""
+        shown_before = len(self.text)
+        self._flush_text()
+        self._parser.push(self.text[shown_before:])
+        self._parser.flush()
+
+    def note_prompt(self, values: list[TokenLogprob], token_ids: list[int]) -> None:
+        """Log-probabilities of the prompt's tokens behind the first."""
+        self.prompt_logprobs = [
+            self._logprob(token_id, value) for token_id, value in zip(token_ids[1:], values, strict=True)
+        ]
+
+    def _flush_text(self) -> None:
         self._show(self._detokenizer.flush())
         if not self._finder.hit:
             self.text += self._finder.flush()
@@ -178,13 +228,11 @@ class Generation(AsyncIterator[Delta]):
         model: ModelInfo,
         engine: Engine,
         outputs: Outputs,
-        tokenizer: ChatTokenizer,
-        transcripts: TextThread,
         metrics: Metrics,
         prompt: PreparedPrompt,
-        num_choices: int,
-        stops: tuple[str, ...],
-        min_tokens: int,
+        token_ids: list[int],
+        choices: list[Choice],
+        record: Callable[[Choice], None],
         arrived_s: float,
         deadline: Deadline,
         ticket: Ticket,
@@ -196,12 +244,11 @@ class Generation(AsyncIterator[Delta]):
         self.created = int(time.time())
         self.model = model
         self.prompt = prompt
+        self.token_ids = token_ids  # of the prompt, and of the answer's beginning where the client gave one
         self.arrived_s = arrived_s
         self.service_tier = service_tier
         self.limit_headers = ticket.headers
-        self.choices = [
-            Choice(index=index, tokenizer=tokenizer, stops=stops, min_tokens=min_tokens) for index in range(num_choices)
-        ]
+        self.choices = choices
         self._closed = False
         self._deadline = deadline
         self._ticket = ticket
@@ -209,9 +256,9 @@ class Generation(AsyncIterator[Delta]):
         self._on_close = on_close
         self._engine = engine
         self._outputs = outputs
-        self._transcripts = transcripts
+        self._record = record
         self._metrics = metrics
-        self._open = set(range(num_choices))
+        self._open = set(range(len(choices)))
         self._upcoming: asyncio.Task[Delta | None] | None = None
 
     @property
@@ -237,7 +284,7 @@ class Generation(AsyncIterator[Delta]):
         return delta
 
     async def aclose(self) -> None:
-        """Idempotent. What was generated so far goes into the transcript."""
+        """Idempotent. What was generated so far is recorded."""
         if self._closed:
             return
         self._closed = True
@@ -248,7 +295,7 @@ class Generation(AsyncIterator[Delta]):
             await self._outputs.aclose()
             for index in sorted(self._open):
                 self.choices[index].flush()
-                self._record(self.choices[index])
+                self._end_record(self.choices[index])
         finally:
             self._open.clear()
             self._ticket.leave()
@@ -289,12 +336,14 @@ class Generation(AsyncIterator[Delta]):
     def _note(self, choice: Choice, output: Output) -> None:
         choice.report = output.report or choice.report
         choice.timings = output.timings or choice.timings
+        if output.prompt_logprobs is not None:
+            choice.note_prompt(output.prompt_logprobs, self.token_ids)
         if not output.token_ids:
             return
         now = time.monotonic()
         if choice.first_token_s is None:
             choice.first_token_s = now
-            self._metrics.ttft.observe(now - self.arrived_s)
+            self._metrics.first_token(choice, now - self.arrived_s)
             self._on_first_token(self, choice)
         else:
             assert choice.last_token_s is not None
@@ -305,19 +354,12 @@ class Generation(AsyncIterator[Delta]):
         self._open.discard(choice.index)
         if choice.stopped_by_string and not by_engine:
             self._engine.finish(self.request_id, choice.index, choice.kept_tokens)
-        self._record(choice)
+        self._end_record(choice)
         self._metrics.choice_done(choice)
 
-    def _record(self, choice: Choice) -> None:
+    def _end_record(self, choice: Choice) -> None:
         if choice.token_ids:
-            self._transcripts.record(
-                self.prompt,
-                answer={"role": "assistant", "content": choice.text},
-                token_ids=choice.token_ids,
-                text=choice.text,
-                text_ends=choice.text_ends,
-                now=time.time(),
-            )
+            self._record(choice)
 
     def _failed(self, error: ApiError) -> ApiError:
         self._metrics.failures.labels(error.code).inc()
@@ -327,7 +369,9 @@ class Generation(AsyncIterator[Delta]):
     def _refusal(self, output: Output) -> ApiError:
         match output.error_code:
             case "context_length_exceeded":
-                return context_length_exceeded(self.model.max_context, len(self.prompt.token_ids))
+                return context_length_exceeded(self.model.max_context, len(self.token_ids))
+            case "invalid_grammar":
+                return invalid_grammar(output.error or "")
             case "overloaded":
                 return overloaded(self._ticket.retry_after_s)
             case _:

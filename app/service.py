@@ -1,7 +1,7 @@
 """What the routes share: the engine's state, the tokenizer, the transcripts, the answers under way."""
 
 import asyncio
-import hashlib
+import contextlib
 import logging
 import secrets
 import time
@@ -23,20 +23,30 @@ from app.errors import (
     session_error,
     unavailable,
 )
-from app.generation import Engine, Generation
+from app.generation import Choice, Engine, Generation
 from app.live import Live
 from app.metrics import Metrics
-from app.schemas import SESSION_ID, ChatCompletionRequest
+from app.prompts import (
+    AnyRequest,
+    Caller,
+    Prepare,
+    Prepared,
+    Prompt,
+    prepare_chat,
+    prepare_text,
+    session_id_of,
+)
+from app.schema_parts import GenerationRequest
+from app.schemas import ChatCompletionRequest
+from app.schemas_completions import CompletionRequest
 from app.service_tier import service_tier
 from app.settings import Settings
 from app.text_thread import TextThread
-from app.tokenizer import ChatTokenizer, PromptTooLong, TemplateError, TokenizerError
-from app.transcript import PreparedPrompt
+from app.tokenizer import ChatTokenizer, TokenizerError
 from engine.client import EngineFailed, EngineLost, EngineTimeout, EngineUnavailable
-from engine.messages import ModelInfo, SamplingParams, SessionReply, SessionRequest, Shift, Submit
+from engine.messages import ModelInfo, SamplingParams, SessionReply, SessionRequest, Submit
 
 SWEEP_S = 60.0
-MAX_TOKEN_CHARS = 256  # no vocabulary in use has longer tokens, so text beyond that is too long without tokenizing it
 RETRY_S = {"loading": 5.0, "restarting": 5.0, "draining": 30.0}
 
 log = logging.getLogger(__name__)
@@ -73,6 +83,7 @@ class Service:
         self._tokenizer: ChatTokenizer | None = None
         self._ready = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
+        self._keeping: set[asyncio.Task[None]] = set()  # sessions whose time to live is being set
 
     async def start(self) -> None:
         """Returns at once; the model loads in the background."""
@@ -80,9 +91,10 @@ class Service:
         self._tasks = [asyncio.create_task(self._load()), asyncio.create_task(self._sweep())]
 
     async def stop(self) -> None:
-        for task in self._tasks:
+        tasks = [*self._tasks, *self._keeping]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
         for generation in list(self.generations):
             await generation.aclose()
         await self.engine.stop()
@@ -122,30 +134,40 @@ class Service:
             raise model_not_found(name)
         return self.model
 
-    async def generate(
-        self,
-        request: ChatCompletionRequest,
-        *,
-        tenant: str,
-        session_header: str | None,
-        timeout_header: str | None,
-        arrived_s: float,
-    ) -> Generation:
+    async def generate(self, request: ChatCompletionRequest, caller: Caller) -> Generation:
         """Admit, tokenize, submit, and hand over what must be iterated to its end and closed. Raises ApiError."""
+        return await self._admitted(request, caller, self._prepare_chat)
+
+    async def complete(self, request: CompletionRequest, prompt: Prompt, caller: Caller) -> Generation:
+        """The same for one prompt of a text completion."""
+
+        async def prepare(
+            request: CompletionRequest, caller: Caller, model: ModelInfo, session_id: str | None
+        ) -> Prepared:
+            return prepare_text(request, prompt, session_id)
+
+        return await self._admitted(request, caller, prepare)
+
+    async def _admitted(self, request: AnyRequest, caller: Caller, prepare: Prepare[AnyRequest]) -> Generation:
         self.require_ready()
         model = self.find_model(request.model)
         num_choices = request.n or 1
         self._check_limits(request, model, num_choices)
-        session_id = _session_id(request, session_header)
+        session_id = session_id_of(request, caller.session_header)
         deadline = Deadline.of(
-            arrived_s=arrived_s,
+            arrived_s=caller.arrived_s,
             field_s=request.timeout,
-            header=timeout_header,
+            header=caller.timeout_header,
             limit_s=self.settings.server.request_timeout_s,
         )
-        ticket = self.admission.enter(tenant, num_choices)
+        ticket = self.admission.enter(caller.tenant, num_choices)
         try:
-            return await self._start(request, model, tenant, session_id, ticket, deadline, arrived_s)
+            try:
+                async with deadline.limit():
+                    prepared = await prepare(request, caller, model, session_id)
+            except TimeoutError:
+                raise deadline.error(retry_after_s=ticket.retry_after_s) from None
+            return await self._submit(request, caller, model, prepared, ticket, deadline)
         except ApiError as error:
             error.headers = ticket.headers | error.headers
             ticket.leave()
@@ -154,79 +176,70 @@ class Service:
             ticket.leave()
             raise
 
-    async def _start(
+    async def _prepare_chat(
+        self, request: ChatCompletionRequest, caller: Caller, model: ModelInfo, session_id: str | None
+    ) -> Prepared:
+        _, tokenizer = self.require_ready()
+        truncates = self._truncates(request)
+        longest = self.settings.server.max_prompt_tokens if truncates else model.max_context
+        return await prepare_chat(
+            request,
+            tokenizer=tokenizer,
+            transcripts=self._transcripts,
+            model=model,
+            tenant=caller.tenant,
+            session_id=session_id,
+            longest=longest,
+            truncates=truncates,
+            client_shift=self.settings.cache.client_shift,
+            keep_first_tokens=self.settings.cache.keep_first_tokens,
+        )
+
+    def _truncates(self, request: GenerationRequest) -> bool:
+        return (request.truncation or self.settings.cache.truncation) == "auto"
+
+    async def _submit(
         self,
-        request: ChatCompletionRequest,
+        request: GenerationRequest,
+        caller: Caller,
         model: ModelInfo,
-        tenant: str,
-        session_id: str | None,
+        prepared: Prepared,
         ticket: Ticket,
         deadline: Deadline,
-        arrived_s: float,
     ) -> Generation:
-        """What `generate` does for an admitted request, whose generation gives the ticket back."""
-        _, tokenizer = self.require_ready()
-        num_choices = request.n or 1
-        truncates = (request.truncation or self.settings.cache.truncation) == "auto"
+        """To the engine; the generation gives the ticket back."""
+        _, tokenizer = self.require_ready()  # a drain may have begun meanwhile
+        truncates = self._truncates(request) and prepared.prompt_logprobs is None
         longest = self.settings.server.max_prompt_tokens if truncates else model.max_context
-        too_long = prompt_too_long if truncates else context_length_exceeded
-        if sum(len(message.content) for message in request.messages) > longest * MAX_TOKEN_CHARS:
-            raise too_long(longest, None)
-        if not tokenizer.has_chat_template:
-            raise invalid("This model has no chat template.", code="no_chat_template", param="model")
-        try:
-            async with deadline.limit():
-                prompt = await self._transcripts.prepare(
-                    tokenizer=tokenizer,
-                    # Whoever has another salt must not even learn that somebody had the same conversation.
-                    tenant=f"{tenant}/{request.cache_salt}" if request.cache_salt else tenant,
-                    model=model.fingerprint,
-                    messages=[message.as_rendered() for message in request.messages],
-                    tools=None,
-                    template_args=request.chat_template_kwargs or {},
-                    session_id=session_id,
-                    now=time.time(),
-                    client_shift=self.settings.cache.client_shift
-                    if request.client_shift is None
-                    else request.client_shift,
-                    max_tokens=longest - 1,
-                    max_newest_tokens=min(longest, model.max_context) - 1,
-                )
-        except PromptTooLong as error:
-            alone = error.max_tokens < longest - 1  # where history makes room, the newest message has to fit
-            raise (context_length_exceeded(model.max_context, None) if alone else too_long(longest, None)) from None
-        except TemplateError as error:
-            raise invalid(str(error)[:500], "messages") from None
-        except TimeoutError:
-            raise deadline.error(retry_after_s=ticket.retry_after_s) from None
-        self.require_ready()  # a drain may have begun meanwhile
-        if len(prompt.token_ids) >= longest:
-            raise too_long(longest, len(prompt.token_ids))
-        cut = prompt.shift
+        if len(prepared.token_ids) >= longest:
+            too_long = prompt_too_long if truncates else context_length_exceeded
+            raise too_long(longest, len(prepared.token_ids), param=prepared.param)
         tier, weight = service_tier(request, max_weight=self.settings.server.max_weight)
-        request_id = f"chatcmpl-{secrets.token_hex(12)}"
+        request_id = f"{prepared.id_prefix}-{secrets.token_hex(12)}"
         submit = Submit(
             request_id=request_id,
-            session_id=prompt.session_id,
-            tenant=tenant,
+            session_id=prepared.prompt.session_id,
+            tenant=caller.tenant,
             cache_salt=request.cache_salt or "",
-            token_ids=prompt.token_ids,
-            num_choices=num_choices,
+            token_ids=prepared.token_ids,
+            num_choices=request.n or 1,
             sampling=sampling(
                 request,
                 max_tokens=answer_limit(
                     request.answer_tokens,
-                    room=model.max_context - len(prompt.token_ids),
+                    room=model.max_context - len(prepared.token_ids),
                     window=model.max_context,
                     beyond_window=self.settings.server.max_answer_tokens if truncates else 0,
                 ),
             ),
-            truncation=request.truncation or "",
-            keep_first_tokens=self._keep_first_tokens(request, prompt),
-            message_starts=tuple(dict.fromkeys(prompt.starts[: len(request.messages)])),  # one may have no token
-            important=important_ranges(request, prompt.starts),
-            shift=None if cut is None else Shift(stream=cut.stream, keep=cut.keep, resume=cut.resume),
+            truncation="disabled" if prepared.prompt_logprobs is not None else request.truncation or "",
+            keep_first_tokens=min(prepared.keep_first_tokens, len(prepared.token_ids)),
+            message_starts=prepared.message_starts,
+            important=prepared.important,
+            shift=prepared.shift,
             weight=weight,
+            grammar=prepared.grammar,
+            prompt_logprobs=prepared.prompt_logprobs,
         )
         try:
             outputs = await self.engine.submit(submit)
@@ -237,22 +250,48 @@ class Service:
             model=model,
             engine=self.engine,
             outputs=outputs,
-            tokenizer=tokenizer,
-            transcripts=self._transcripts,
             metrics=self.metrics,
-            prompt=prompt,
-            num_choices=num_choices,
-            stops=tuple(request.stop or ()),
-            min_tokens=request.min_tokens or 0,
-            arrived_s=arrived_s,
+            prompt=prepared.prompt,
+            token_ids=prepared.token_ids,
+            choices=[
+                Choice(
+                    index=index,
+                    tokenizer=tokenizer,
+                    stops=tuple(request.stop or ()),
+                    min_tokens=request.min_tokens or 0,
+                    parser=prepared.parser(),
+                    shows_stop=bool(request.include_stop_str_in_output),
+                    skip_special_tokens=request.skip_special_tokens is not False,
+                )
+                for index in range(request.n or 1)
+            ],
+            record=prepared.record,
+            arrived_s=caller.arrived_s,
             deadline=deadline,
             ticket=ticket,
             service_tier=tier,
-            on_first_token=partial(self.live.first_token, tenant),
-            on_close=self.generations.discard,
+            on_first_token=partial(self.live.first_token, caller.tenant),
+            on_close=partial(self._closed, keep_s=request.keep_s, tenant=caller.tenant),
         )
         self.generations.add(generation)
         return generation
+
+    def _closed(self, generation: Generation, *, keep_s: float | None, tenant: str) -> None:
+        self.generations.discard(generation)
+        if keep_s is not None and keep_s != self.settings.cache.ttl_s and any(c.token_ids for c in generation.choices):
+            task = asyncio.create_task(self._keep(generation.prompt.session_id, tenant, keep_s))
+            self._keeping.add(task)
+            task.add_done_callback(self._keeping.discard)
+
+    async def _keep(self, session_id: str, tenant: str, keep_s: float) -> None:
+        """As long as its client asked for. What does not come to that is a hint that was not taken."""
+        request_id = f"sessions-{secrets.token_hex(12)}"
+        with contextlib.suppress(ApiError):
+            await self.patch_session(
+                SessionRequest(
+                    request_id=request_id, tenant=tenant, action="patch", session_id=session_id, ttl_s=keep_s
+                )
+            )
 
     async def ask_sessions(self, request: SessionRequest) -> SessionReply:
         """Raises ApiError."""
@@ -289,18 +328,7 @@ class Service:
         if await self._transcripts.forget(request.session_id, tenant=request.tenant) == 0 and missing is not None:
             raise missing
 
-    def _keep_first_tokens(self, request: ChatCompletionRequest, prompt: PreparedPrompt) -> int:
-        """Leading tokens that a truncation keeps: as asked, as set, or the system prompt."""
-        wanted = (
-            self.settings.cache.keep_first_tokens if request.keep_first_tokens is None else request.keep_first_tokens
-        )
-        if wanted < 0:
-            others = (n for n, message in enumerate(request.messages) if message.role not in ("system", "developer"))
-            first = next(others, len(request.messages))
-            wanted = prompt.starts[first] if 0 < first < len(prompt.starts) else 0
-        return min(wanted, len(prompt.token_ids))
-
-    def _check_limits(self, request: ChatCompletionRequest, model: ModelInfo, num_choices: int) -> None:
+    def _check_limits(self, request: GenerationRequest, model: ModelInfo, num_choices: int) -> None:
         if num_choices > self.settings.tenant_places:
             raise invalid(f"Invalid 'n': this server takes at most {self.settings.tenant_places}.", "n")
         for name, ids in (("logit_bias", request.logit_bias), ("stop_token_ids", request.stop_token_ids)):
@@ -341,22 +369,13 @@ def answer_limit(asked: int | None, *, room: int, window: int, beyond_window: in
     return max(room, window // 8, 1) if asked is None else min(asked, max(room, beyond_window))
 
 
-def important_ranges(request: ChatCompletionRequest, starts: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
-    """Token ranges of the messages that are marked so; `starts` has one more entry than there are messages."""
-    marked = (
-        n for n, message in enumerate(request.messages) if message.x_cache is not None and message.x_cache.important
-    )
-    return tuple((starts[n], starts[n + 1]) for n in marked if n + 1 < len(starts) and starts[n] < starts[n + 1])
-
-
-def sampling(request: ChatCompletionRequest, *, max_tokens: int) -> SamplingParams:
+def sampling(request: GenerationRequest, *, max_tokens: int) -> SamplingParams:
     """Unset fields take OpenAI's defaults."""
 
     def given(value: float | None, default: float) -> float:
         return default if value is None else value
 
     seed = secrets.randbits(64) if request.seed is None else request.seed & (1 << 64) - 1
-    top_logprobs = request.top_logprobs or 0
     return SamplingParams(
         temperature=given(request.temperature, 1.0),
         top_p=max(given(request.top_p, 1.0), 1e-6),  # 0 asks for the likeliest token alone
@@ -371,19 +390,5 @@ def sampling(request: ChatCompletionRequest, *, max_tokens: int) -> SamplingPara
         min_tokens=min(request.min_tokens or 0, max_tokens),
         stop_token_ids=tuple(request.stop_token_ids or ()),
         ignore_eos=request.ignore_eos or False,
-        logprobs=top_logprobs if request.logprobs else None,
+        logprobs=request.answer_logprobs,
     )
-
-
-def _session_id(request: ChatCompletionRequest, header: str | None) -> str | None:
-    """What the client calls its conversation. It stays inside the tenant, so it names nobody else's."""
-    if request.session_id is not None:
-        return request.session_id
-    if header is not None:
-        if not SESSION_ID.fullmatch(header):
-            raise invalid("Invalid 'X-Session-ID': 1 to 128 letters, digits, '.', '_', ':' or '-'.", "X-Session-ID")
-        return header
-    key = request.prompt_cache_key
-    if key is None or SESSION_ID.fullmatch(key):
-        return key
-    return f"key_{hashlib.sha256(key.encode()).hexdigest()[:32]}"  # free text; the id goes into a header

@@ -2,17 +2,16 @@
 
 import asyncio
 import time
-from collections.abc import Coroutine, Mapping
+from collections.abc import AsyncIterator, Coroutine, Mapping
 from contextlib import aclosing
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from app.answers import Chunks
 from app.errors import ApiError, ClientGone
-from app.generation import Generation
+from app.generation import Delta
 
 PING = b": ping\n\n"
 DONE = b"data: [DONE]\n\n"
@@ -50,8 +49,40 @@ async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
         await asyncio.gather(worker, watcher, return_exceptions=True)
 
 
-def event(data: object) -> bytes:
-    return b"data: " + _encode(data) + b"\n\n"
+def event(data: object, name: str | None = None) -> bytes:
+    """One server-sent event; `name` is its type, for protocols that have types."""
+    head = b"" if name is None else b"event: " + name.encode() + b"\n"
+    return head + b"data: " + _encode(data) + b"\n\n"
+
+
+class Deltas(Protocol):
+    """`generation.Generation`, or several as one."""
+
+    async def wait_first(self, timeout_s: float) -> None: ...
+
+    def __aiter__(self) -> AsyncIterator[Delta]: ...
+
+    async def __anext__(self) -> Delta: ...
+
+    async def aclose(self) -> None: ...
+
+
+class Frames(Protocol):
+    """How a protocol says a generation, in whole events."""
+
+    ping: bytes
+
+    def opening(self) -> bytes: ...
+
+    def delta(self, delta: Delta) -> bytes:
+        """May be empty."""
+        ...
+
+    def closing(self) -> bytes: ...
+
+    def failed(self, error: ApiError) -> bytes:
+        """The last events of a stream that an error ends."""
+        ...
 
 
 async def send_within(send: Send, data: bytes, timeout_s: float) -> None:
@@ -64,17 +95,17 @@ async def send_within(send: Send, data: bytes, timeout_s: float) -> None:
 
 
 class EventStream(Response):
-    """A generation as a stream of chunks.
+    """A generation as a stream of events.
 
-    An error before the first token is still an ordinary error answer; a later one is an event, and the stream ends
-    without [DONE]. A slow client slows only itself: `send` waits, and the engine's outputs merge meanwhile.
+    An error before the first token is still an ordinary error answer; a later one is the stream's last event. A slow
+    client slows only itself: `send` waits, and the engine's outputs merge meanwhile.
     """
 
     def __init__(
         self,
-        generation: Generation,
+        generation: Deltas,
+        frames: Frames,
         *,
-        include_usage: bool,
         headers: Mapping[str, str],
         ping_s: float,
         send_timeout_s: float,
@@ -82,7 +113,7 @@ class EventStream(Response):
         super().__init__(headers={**HEADERS, **headers})
         del self.headers["content-length"]
         self._generation = generation
-        self._include_usage = include_usage
+        self._frames = frames
         self._ping_s = ping_s
         self._send_timeout_s = send_timeout_s
         self._sent_s = 0.0
@@ -96,22 +127,20 @@ class EventStream(Response):
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
             pings = asyncio.create_task(self._keep_alive(send))
             try:
-                await self._chunks(send)
+                await self._events(send)
             except ApiError as error:
-                await self._send(send, b"data: " + error.body() + b"\n\n")
+                await self._send(send, self._frames.failed(error))
             finally:
                 pings.cancel()
                 await asyncio.gather(pings, return_exceptions=True)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
-    async def _chunks(self, send: Send) -> None:
-        chunks = Chunks(self._generation, include_usage=self._include_usage)
-        opening = b"".join(event(chunks.opening(choice.index)) for choice in self._generation.choices)
-        await self._send(send, opening)
+    async def _events(self, send: Send) -> None:
+        await self._send(send, self._frames.opening())
         async for delta in self._generation:
-            await self._send(send, event(chunks.delta(delta)))
-        closing = chunks.closing()
-        await self._send(send, (b"" if closing is None else event(closing)) + DONE)
+            if data := self._frames.delta(delta):
+                await self._send(send, data)
+        await self._send(send, self._frames.closing())
 
     async def _send(self, send: Send, data: bytes) -> None:
         self._sent_s = time.monotonic()
@@ -122,4 +151,4 @@ class EventStream(Response):
         while True:
             await asyncio.sleep(self._sent_s + self._ping_s - time.monotonic())
             if time.monotonic() - self._sent_s >= self._ping_s:
-                await self._send(send, PING)
+                await self._send(send, self._frames.ping)

@@ -34,6 +34,7 @@ class ChatTemplate:
         )
         environment.filters["tojson"] = _to_json
         environment.globals |= {"raise_exception": _raise, "strftime_now": _strftime_now, "namespace": _Namespace}
+        self.text = "\n".join(sources.values())
         self._special_tokens = special_tokens
         try:
             self._templates = {name: environment.from_string(source) for name, source in sources.items()}

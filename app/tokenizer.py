@@ -49,6 +49,7 @@ class ChatTokenizer:
         self._template = template
         self.template_digest = digest  # of everything that decides which ids a message list becomes
         self.has_chat_template = template is not None
+        self.template_text = template.text if template is not None else ""
         self.vocab_size: int = tokenizer.get_vocab_size(with_added_tokens=True)
         # What decoding skips, asked of the decoder: the flag in the file is not all that makes a token special.
         self.special_ids = frozenset(
@@ -115,7 +116,7 @@ class ChatTokenizer:
             raise TemplateError("This model has no chat template.")
         return self._template.render(
             messages if self._has_no_special(messages) else [self._shielded(message) for message in messages],
-            tools=tools,
+            tools=None if tools is None else [self._shielded(tool) for tool in tools],
             template_args=template_args,
             add_generation_prompt=add_generation_prompt,
         )
@@ -145,6 +146,10 @@ class ChatTokenizer:
     def encode_continuation(self, text: str) -> list[int]:
         """Like `encode`, for text that stands behind other text: without the space that some vocabularies put first."""
         return self._encode(text, behind=True)
+
+    def encode_plain(self, text: str, *, behind: bool) -> list[int]:
+        """As text and nothing else: a special token in it is spelled out. `behind` as in `encode_continuation`."""
+        return self._encode(self._shielded(text), behind=behind)
 
     def encode_marked(self, text: str, marks: Sequence[int], *, behind: bool) -> tuple[list[int], list[int]]:
         """The ids, and for each of the increasing character offsets `marks` the index of the first token that begins
@@ -205,11 +210,12 @@ class ChatTokenizer:
         byte = _BYTE_TOKEN.fullmatch(self._tokenizer.id_to_token(token_id) or "")
         return text, bytes.fromhex(byte[1]) if byte else text.encode()
 
-    def detokenizer(self) -> "Detokenizer":
-        """A fresh one, for one choice. Special tokens are left out of its text."""
+    def detokenizer(self, *, skip_special_tokens: bool = True) -> "Detokenizer":
+        """A fresh one, for one choice."""
+        skipped = self.special_ids if skip_special_tokens else frozenset[int]()
         if self._byte_level:
-            return _ByteDetokenizer(self._token_bytes, self.special_ids)
-        return _WindowDetokenizer(self._tokenizer, self.special_ids)
+            return _ByteDetokenizer(self._token_bytes, skipped)
+        return _WindowDetokenizer(self._tokenizer, skipped)
 
     def stop_finder(self, stops: tuple[str, ...]) -> "StopFinder":
         return StopFinder(stops)
@@ -288,8 +294,9 @@ class _WindowDetokenizer:
         return self._emit(final=True)
 
     def _emit(self, *, final: bool) -> str:
-        before = self._tokenizer.decode(self._context)
-        window = self._tokenizer.decode(self._context + self._held)
+        skip = bool(self._special_ids)
+        before = self._tokenizer.decode(self._context, skip_special_tokens=skip)
+        window = self._tokenizer.decode(self._context + self._held, skip_special_tokens=skip)
         if window.endswith("\ufffd") and not final:
             return ""
         text = window[len(before) :]
@@ -305,6 +312,7 @@ class StopFinder:
 
     def __init__(self, stops: tuple[str, ...]) -> None:
         self.hit = False
+        self.found = ""  # the stop string
         self.end: int | None = None  # index in the whole text (characters) where the stop string began
         self._stops = tuple(stop for stop in stops if stop)
         self._held = ""
@@ -320,8 +328,8 @@ class StopFinder:
         self._held += text
         found = [(start + len(stop), start) for stop in self._stops if (start := self._held.find(stop)) >= 0]
         if found:
-            _, start = min(found)
-            self.hit, self.end = True, self._emitted + start
+            end, start = min(found)
+            self.hit, self.end, self.found = True, self._emitted + start, self._held[start:end]
             return self._release(start)
         return self._release(len(self._held) - self._possible_start())
 

@@ -1,10 +1,45 @@
 """One module per group of paths; what they share is `app.service.Service`."""
 
+from collections.abc import Mapping
+from typing import TypeVar
+
 from fastapi import Request
 
+from app.deadline import HEADER as TIMEOUT_HEADER
+from app.prompts import Caller
+from app.requests import RequestModel, parse_body
 from app.service import Service
+from app.streaming import Deltas, EventStream, Frames
+
+# In which clients name a conversation: ours, Codex's, Claude Code's. (OpenCode's is ours.)
+SESSION_HEADERS = ("x-session-id", "session-id", "x-claude-code-session-id")
+
+T = TypeVar("T", bound=RequestModel)
 
 
 def service_of(request: Request) -> Service:
     service: Service = request.app.state.service
     return service
+
+
+def caller_of(request: Request) -> Caller:
+    return Caller(
+        tenant=request.state.tenant,
+        arrived_s=request.state.arrived_s,
+        session_header=next((value for name in SESSION_HEADERS if (value := request.headers.get(name))), None),
+        timeout_header=request.headers.get(TIMEOUT_HEADER),
+    )
+
+
+async def body_of(request: Request, model: type[T]) -> tuple[T, dict[str, str]]:
+    """The body, and headers that the answer must carry. Raises ApiError: 503 first, since who is told to come back
+    later should not have to upload before."""
+    service = service_of(request)
+    service.require_ready()
+    server = service.settings.server
+    return await parse_body(request, model, max_bytes=server.max_body_bytes, timeout_s=server.body_timeout_s)
+
+
+def stream(request: Request, generation: Deltas, frames: Frames, headers: Mapping[str, str]) -> EventStream:
+    server = service_of(request).settings.server
+    return EventStream(generation, frames, headers=headers, ping_s=server.ping_s, send_timeout_s=server.send_timeout_s)

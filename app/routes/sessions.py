@@ -12,7 +12,7 @@ from pydantic_core import PydanticCustomError
 from app.errors import from_validation, session_not_found
 from app.requests import parse_body
 from app.routes import service_of
-from app.schemas import SESSION_ID
+from app.schema_parts import SESSION_ID
 from engine.messages import SessionInfo, SessionReply, SessionRequest
 
 MAX_LISTED = 1000

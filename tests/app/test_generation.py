@@ -5,6 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from app.generation import Choice, Delta, tokens_within
+from app.prompts import plain_parser
 from app.tokenizer import ChatTokenizer
 from engine.messages import Output, TokenLogprob
 
@@ -50,7 +51,7 @@ def play(choice: Choice, arriving: list[Output]) -> list[Delta]:
 
 
 def make(tokenizer: ChatTokenizer, *stops: str, min_tokens: int = 0) -> Choice:
-    return Choice(index=0, tokenizer=tokenizer, stops=stops, min_tokens=min_tokens)
+    return Choice(index=0, tokenizer=tokenizer, stops=stops, min_tokens=min_tokens, parser=plain_parser())
 
 
 TEXTS = st.text("ab Ünï🎉STOP", max_size=30)
@@ -62,7 +63,7 @@ def test_a_stop_string_cuts_the_text_wherever_tokens_and_outputs_end(tokenizer, 
     ids = [*tokenizer.encode(text), 2]
     deltas = play(choice, outputs(ids, sizes, logprobs=True))
     expected = text.split(stop)[0]
-    assert choice.text == expected == "".join(delta.text for delta in deltas)
+    assert choice.text == expected == "".join(delta.parts.content for delta in deltas)
     assert [delta.finish_reason for delta in deltas][-1] == choice.finish_reason == "stop"
     assert all(delta.finish_reason is None for delta in deltas[:-1])
     assert choice.stopped_by_string == (stop in text)
@@ -86,6 +87,22 @@ def test_without_stops_the_text_is_that_of_all_tokens(tokenizer, text, sizes):
     choice = make(tokenizer)
     play(choice, outputs([*tokenizer.encode(text), 2], sizes))
     assert choice.text == text
+
+
+def test_a_stop_string_is_shown_where_that_was_asked_for(tokenizer):
+    choice = Choice(
+        index=0, tokenizer=tokenizer, stops=("STOP", "TOP"), min_tokens=0, parser=plain_parser(), shows_stop=True
+    )
+    play(choice, outputs([*tokenizer.encode("one STOP two"), 2], []))
+    assert (choice.text, choice.content, choice.finish_reason) == ("one STOP", "one STOP", "stop")
+
+
+def test_special_tokens_are_shown_where_that_was_asked_for(tokenizer):
+    choice = Choice(
+        index=0, tokenizer=tokenizer, stops=(), min_tokens=0, parser=plain_parser(), skip_special_tokens=False
+    )
+    play(choice, outputs([*tokenizer.encode("one"), 2], []))
+    assert choice.text == "one<|im_end|>"
 
 
 def test_an_answer_cut_inside_a_character_shows_that(tokenizer):

@@ -22,6 +22,18 @@ def parse(**fields: Any) -> ChatCompletionRequest:
     return ChatCompletionRequest.model_validate({"model": "m", "messages": HELLO, **fields})
 
 
+TOOL = {"type": "function", "function": {"name": "f"}}
+CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+ASSISTANT = {"role": "assistant", "content": "Well, "}
+
+
+def nested(depth: int) -> dict[str, Any]:
+    schema: dict[str, Any] = {}
+    for _ in range(depth):
+        schema = {"not": schema}
+    return schema
+
+
 BAD = [
     {"temperature": "1"},
     {"temperature": True},
@@ -85,21 +97,53 @@ BAD = [
     {"messages": [{**HELLO[0], "important": "yes"}]},
     {"messages": [{**HELLO[0], "x_cache": {"important": "yes"}}]},
     {"add_generation_prompt": False},
+    {"continue_final_message": True},
+    {"continue_final_message": True, "messages": [{"role": "assistant", "content": "x"}]},
+    {"continue_final_message": True, "add_generation_prompt": True, "messages": [*HELLO, ASSISTANT]},
+    {"messages": [{"role": "user", "content": "x", "tool_calls": [CALL]}]},
+    {"messages": [{"role": "user", "content": "x", "tool_call_id": "1"}]},
+    {"messages": [{**ASSISTANT, "tool_calls": [{"id": "1"}]}]},
+    {"messages": [{**ASSISTANT, "tool_calls": [CALL] * 129}]},
+    {"messages": [{**ASSISTANT, "tool_calls": [{**CALL, "function": {"name": "f", "arguments": {}}}]}]},
+    {"tools": [{"type": "function"}]},
+    {"tools": [{"type": "function", "function": {"name": "no good"}}]},
+    {"tools": [TOOL, TOOL]},
+    {"tools": [TOOL] * 129},
+    {"tools": [{**TOOL, "function": {"name": "f", "parameters": "x"}}]},
+    {"tools": [{**TOOL, "function": {"name": "f", "parameters": nested(40)}}]},
+    {"tools": [{**TOOL, "function": {"name": "f", "parameters": {"description": "x" * 70_000}}}]},
+    {"tool_choice": "auto"},
+    {"tool_choice": "sometimes", "tools": [TOOL]},
+    {"tool_choice": {"type": "function"}, "tools": [TOOL]},
+    {"tool_choice": {"type": "function", "function": {"name": "g"}}, "tools": [TOOL]},
+    {"tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": []}}, "tools": [TOOL]},
+    {"response_format": {"type": "yaml"}},
+    {"response_format": {"type": "json_schema"}},
+    {"response_format": {"type": "json_schema", "json_schema": {"schema": {}}}},
+    {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": nested(40)}}},
+    {"response_format": {"type": "json_object"}, "guided_regex": "a+"},
+    {"structured_outputs": {}},
+    {"structured_outputs": {"regex": "a", "json_object": True}},
+    {"guided_choice": []},
+    {"guided_choice": [""]},
+    {"guided_json": "{"},
+    {"guided_json": "[1]"},
+    {"reasoning_effort": "extreme"},
+    {"prompt_cache_retention": "7d"},
+    {"prompt_cache_options": {"ttl": "soon"}},
+    {"prompt_cache_options": {"ttl": "0s"}},
 ]
 UNSUPPORTED = [
-    ({"tools": [{"type": "function"}]}, "tools"),
+    ({"tools": [{"type": "custom", "custom": {"name": "f"}}]}, "tools[0].type"),
     ({"functions": [{"name": "f"}]}, "functions"),
-    ({"tool_choice": "auto"}, "tool_choice"),
     ({"function_call": {"name": "f"}}, "function_call"),
-    ({"response_format": {"type": "json_object"}}, "response_format"),
     ({"modalities": ["text", "audio"]}, "modalities"),
     ({"audio": {"voice": "x"}}, "audio"),
     ({"audio": {}}, "audio"),
     ({"web_search_options": {}}, "web_search_options"),
     ({"prediction": {}}, "prediction"),
     ({"chat_template": "{{ messages }}"}, "chat_template"),
-    ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
-    ({"messages": [{"role": "assistant", "content": "", "tool_calls": [{"id": "1"}]}]}, "messages[0].tool_calls"),
+    ({"messages": [{"role": "function", "name": "f", "content": "x"}]}, "messages[0].role"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content"),
 ]
 
@@ -119,7 +163,7 @@ async def test_what_would_change_the_meaning_is_refused_by_name(running: Running
 
 def test_null_means_the_default():
     names = ChatCompletionRequest.model_fields.keys() - {"model", "messages"}
-    assert parse(**dict.fromkeys(names), tools=None) == parse()
+    assert parse(**dict.fromkeys(names)) == parse()
 
 
 def test_what_says_nothing_is_accepted():
@@ -139,6 +183,30 @@ def test_text_parts_are_joined_and_developer_is_system():
     parts = [{"type": "text", "text": "One."}, {"type": "text", "text": "Two."}]
     message = parse(messages=[{"role": "developer", "content": parts, "name": "ann"}]).messages[0]
     assert message.as_rendered() == {"role": "system", "content": "One.\nTwo.", "name": "ann"}
+
+
+def test_calls_and_results_are_rendered_with_their_arguments_as_objects():
+    called = {**CALL, "function": {"name": "f", "arguments": '{"a": 1}'}}
+    odd = {**CALL, "function": {"name": "f", "arguments": "not JSON"}}
+    messages = [*HELLO, {"role": "assistant", "content": None, "tool_calls": [called, odd]},
+                {"role": "tool", "content": [{"type": "text", "text": "2"}], "tool_call_id": "1"}]  # fmt: skip
+    rendered = [message.as_rendered() for message in parse(messages=messages).messages]
+    assert rendered[1]["content"] == ""
+    assert [call["function"]["arguments"] for call in rendered[1]["tool_calls"]] == [{"a": 1}, "not JSON"]
+    assert rendered[2] == {"role": "tool", "content": "2", "tool_call_id": "1"}
+
+
+@pytest.mark.parametrize(
+    ("fields", "keep_s"),
+    [
+        ({}, None),
+        ({"prompt_cache_retention": "in_memory"}, None),
+        ({"prompt_cache_retention": "24h"}, 86_400),
+        ({"prompt_cache_options": {"ttl": "30m"}, "prompt_cache_retention": "24h"}, 1800),
+    ],
+)
+def test_how_long_a_session_is_to_be_kept(fields, keep_s):
+    assert parse(**fields).keep_s == keep_s
 
 
 def test_max_completion_tokens_wins():

@@ -1,0 +1,249 @@
+"""What an answer's text says: content, thoughts, calls of tools. Text comes in pieces, cut anywhere; parts go out as
+soon as it is clear what they belong to, the arguments of a call while they are written."""
+
+import json
+import re
+import secrets
+from collections.abc import Container
+from dataclasses import dataclass, field
+
+THINK, END_THINK = "<think>", "</think>"
+CALL, END_CALL = "<tool_call>", "</tool_call>"
+MAX_HEAD_CHARS = 16_384  # behind a tag, while it is not clear that this is a call
+MAX_BARE_HEAD_CHARS = 512  # the same without tags, where nothing of an answer is shown meanwhile
+_HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.){1,256}")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
+_BARE_HEAD = re.compile(r"[\s;,\[]*" + _HEAD.pattern)
+_BARE_BEGINNING = '{"name":"'
+
+
+@dataclass(slots=True)
+class Call:
+    """A call of a tool, as far as it is known."""
+
+    id: str
+    name: str
+    arguments: str = ""
+
+
+@dataclass(slots=True)
+class Parts:
+    """What one piece of text added."""
+
+    content: str = ""
+    reasoning: str = ""
+    calls: list[tuple[int, Call | None, str]] = field(default_factory=list)  # index, the call if it is new, arguments
+
+    def add(self, later: "Parts") -> None:
+        self.content += later.content
+        self.reasoning += later.reasoning
+        self.calls += later.calls
+
+    def __bool__(self) -> bool:
+        return bool(self.content or self.reasoning or self.calls)
+
+
+class AnswerParser:
+    """Of one choice.
+
+    `style` is how the model writes calls: "tags" (<tool_call> around JSON), "bare" (the text is JSON), None: it has no
+    tools. Calls of functions that are not in `names` are content: nobody could answer them. `thinks` says whether a
+    leading <think> block is thought, `in_thought` that the prompt has opened it.
+    """
+
+    def __init__(
+        self, *, style: str | None, names: Container[str], parallel: bool, thinks: bool, in_thought: bool
+    ) -> None:
+        self.calls: list[Call] = []
+        self.content = ""
+        self.reasoning = ""
+        self._style = style
+        self._names = names
+        self._parallel = parallel
+        self._held = ""  # read, and not clear yet what it is
+        self._gap = ""  # white space in front of the tag that was read last
+        self._state = "thought" if in_thought else "start" if thinks else "content"
+        self._depth, self._in_string, self._escaped = 0, False, False  # in the arguments of the call under way
+        self._dropped = False  # the call under way is one too many
+
+    def push(self, text: str) -> Parts:
+        self._held += text
+        parts = Parts()
+        while self._step(parts, final=False):
+            pass
+        return self._noted(parts)
+
+    def flush(self) -> Parts:
+        """Nothing more will come."""
+        parts = Parts()
+        while self._step(parts, final=True):
+            pass
+        self._held = ""
+        return self._noted(parts)
+
+    def _noted(self, parts: Parts) -> Parts:
+        self.content += parts.content
+        self.reasoning += parts.reasoning
+        return parts
+
+    def _step(self, parts: Parts, *, final: bool) -> bool:
+        """Take what is clear off the held text. Whether there may be more to take."""
+        return bool(getattr(self, f"_in_{self._state}")(parts, final))
+
+    def _in_start(self, parts: Parts, final: bool) -> bool:
+        text = self._held.lstrip()
+        if text.startswith(THINK):
+            self._held, self._state = text[len(THINK) :], "thought"
+            return True
+        if THINK.startswith(text) and not final:
+            return False
+        self._state = "content"
+        return True
+
+    def _in_thought(self, parts: Parts, final: bool) -> bool:
+        if not self.reasoning and not parts.reasoning:
+            self._held = self._held.lstrip("\n")
+        before, found, after = self._held.partition(END_THINK)
+        if found or final:
+            parts.reasoning += before.rstrip("\n")
+            self._held, self._state = after, "behind_thought"
+            return True
+        shown = before[: len(before) - _possible(before, END_THINK)].rstrip("\n")
+        parts.reasoning += shown
+        self._held = before[len(shown) :]
+        return False
+
+    def _in_behind_thought(self, parts: Parts, final: bool) -> bool:
+        self._held = self._held.lstrip("\n")
+        if self._held:
+            self._state = "content"
+        return bool(self._held)
+
+    def _in_content(self, parts: Parts, final: bool) -> bool:
+        if self._style == "bare" and not self.content and not parts.content:
+            return self._bare(parts, final)
+        if self._style != "tags":
+            parts.content, self._held = parts.content + self._held, ""
+            return False
+        before, found, after = self._held.partition(CALL)
+        # White space in front of a call belongs to its tag.
+        shown = before[: len(before) - (0 if found or final else _possible(before, CALL))].rstrip()
+        if final and not found and not self.calls:
+            shown = before
+        parts.content += shown
+        if found:
+            self._gap, self._held, self._state = before[len(shown) :], after, "call"
+            return True
+        self._held = "" if final else before[len(shown) :]
+        return False
+
+    def _bare(self, parts: Parts, final: bool) -> bool:
+        """The whole answer is calls, or none of it is."""
+        if _BARE_HEAD.match(self._held):
+            self._state = "call"
+            return True
+        compact = re.sub(r"[\s;,\[]+", "", self._held[:MAX_BARE_HEAD_CHARS])
+        could_be = compact.startswith(_BARE_BEGINNING) or _BARE_BEGINNING.startswith(compact)
+        if could_be and len(self._held) < MAX_BARE_HEAD_CHARS and not final:
+            return False
+        if self.calls:  # brackets and separators around them
+            self._held = ""
+            return False
+        self._style = None
+        return True
+
+    def _in_call(self, parts: Parts, final: bool) -> bool:
+        """In front of the arguments."""
+        pattern = _BARE_HEAD if self._style == "bare" else _HEAD
+        head = pattern.match(self._held)
+        name = _name(head[1]) if head is not None else None
+        if head is not None and name is not None and name in self._names:
+            self._held, self._state = self._held[head.end() :], "arguments"
+            self._depth, self._in_string, self._escaped = 0, False, False
+            self._dropped = bool(self.calls) and not self._parallel
+            if not self._dropped:
+                self.calls.append(Call(f"call_{secrets.token_hex(12)}", name))
+                parts.calls.append((len(self.calls) - 1, self.calls[-1], ""))
+            return True
+        is_over = END_CALL in self._held or len(self._held) > MAX_HEAD_CHARS
+        if head is None and not is_over and not final:
+            return False
+        if self._whole_call(parts):
+            return True
+        parts.content += (self._gap + CALL if self._style == "tags" else "") + self._held[:1]
+        self._held, self._state = self._held[1:], "content"
+        if self._style == "bare":
+            self._style = None
+        return True
+
+    def _whole_call(self, parts: Parts) -> bool:
+        """A call whose fields stand in another order."""
+        text, found, after = self._held.partition(END_CALL)
+        try:
+            value = json.loads(text) if found else None
+        except ValueError:
+            value = None
+        if not isinstance(value, dict) or not isinstance(value.get("name"), str) or value["name"] not in self._names:
+            return False
+        arguments = value.get("arguments", value.get("parameters"))
+        if self._parallel or not self.calls:
+            text = json.dumps(arguments if isinstance(arguments, dict) else {}, ensure_ascii=False)
+            call = Call(f"call_{secrets.token_hex(12)}", value["name"], text)
+            self.calls.append(call)
+            parts.calls.append((len(self.calls) - 1, call, text))
+        self._held, self._state = after, "content"
+        return True
+
+    def _in_arguments(self, parts: Parts, final: bool) -> bool:
+        end = self._end_of_arguments()
+        text, self._held = self._held[:end], self._held[end:]
+        if text and not self._dropped:
+            self.calls[-1].arguments += text
+            parts.calls.append((len(self.calls) - 1, None, text))
+        if self._depth == 0 and text:
+            self._state = "closing"
+            return True
+        return False
+
+    def _end_of_arguments(self) -> int:
+        """Characters of the held text up to the end of the object under way."""
+        for place, char in enumerate(self._held):
+            if self._escaped:
+                self._escaped = False
+            elif self._in_string:
+                self._escaped = char == "\\"
+                self._in_string = char != '"'
+            elif char == '"':
+                self._in_string = True
+            elif char in "{[":
+                self._depth += 1
+            elif char in "}]":
+                self._depth -= 1
+                if self._depth == 0:
+                    return place + 1
+        return len(self._held)
+
+    def _in_closing(self, parts: Parts, final: bool) -> bool:
+        """Behind the arguments."""
+        if self._style == "bare":
+            rest = self._held.lstrip()
+            if not rest:
+                return False
+            self._held, self._state = rest.removeprefix("}"), "content"
+            return bool(self._held)
+        _, found, after = self._held.partition(END_CALL)
+        if not found:
+            return False
+        self._held, self._state = after, "content"
+        return True
+
+
+def _possible(text: str, tag: str) -> int:
+    """Length of the longest end of `text` with which `tag` begins."""
+    return next((n for n in range(min(len(text), len(tag) - 1), 0, -1) if tag.startswith(text[-n:])), 0)
+
+
+def _name(quoted: str) -> str | None:
+    try:
+        return str(json.loads(quoted))
+    except ValueError:
+        return None

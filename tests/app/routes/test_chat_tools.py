@@ -1,0 +1,128 @@
+"""Tools, formats and continued messages, from the request to what the engine is told and back."""
+
+import json
+
+import pytest
+
+from tests.app.fakes import Running
+
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": [2]}}\n</tool_call>'
+HELLO = [{"role": "user", "content": "Hello"}]
+
+
+def chunks(text: str) -> list[dict]:
+    lines = [line.removeprefix("data: ") for line in text.split("\n\n") if line.startswith("data: {")]
+    return [json.loads(line) for line in lines]
+
+
+async def test_a_call_is_answered_and_recognised_in_the_next_turn(running: Running):
+    running.engine.script.answer = f"Well. {CALL}"
+    answer = (await running.chat(tools=TOOLS, max_tokens=200)).json()
+    (choice,) = answer["choices"]
+    assert choice["finish_reason"] == "tool_calls"
+    message = choice["message"]
+    assert message["content"] == "Well."
+    (call,) = message["tool_calls"]
+    assert call["type"] == "function"
+    assert call["function"] == {"name": "add", "arguments": '{"a": 1, "b": [2]}'}
+    result = {"role": "tool", "tool_call_id": call["id"], "content": "3"}
+    second = await running.chat(messages=[*HELLO, message, result], tools=TOOLS, max_tokens=200)
+    assert second.headers["x-session-id"] == answer["x_cache"]["session_id"]
+    first, later = (submit.token_ids for submit in running.engine.submitted)
+    generated = running.engine.tokenizer.encode(running.engine.script.answer).ids
+    assert later[: len(first) + len(generated)] == first + generated  # the very ids
+    assert "<tool_response>\n3" in running.engine.tokenizer.decode(later, skip_special_tokens=False)
+
+
+async def test_only_calls_leave_no_content(running: Running):
+    running.engine.script.answer = f"{CALL}\n{CALL}"
+    message = (await running.chat(tools=TOOLS, max_tokens=200)).json()["choices"][0]["message"]
+    assert message["content"] is None
+    assert len(message["tool_calls"]) == 2
+    one = (await running.chat(tools=TOOLS, max_tokens=200, parallel_tool_calls=False)).json()["choices"][0]["message"]
+    assert len(one["tool_calls"]) == 1
+    none = (await running.chat(tools=TOOLS, max_tokens=200, tool_choice="none")).json()["choices"][0]
+    assert (none["message"]["content"], none["finish_reason"]) == (f"{CALL}\n{CALL}", "stop")
+    cut = (await running.chat(tools=TOOLS, max_tokens=40)).json()["choices"][0]
+    assert cut["finish_reason"] == "length"
+
+
+async def test_arguments_are_streamed(running: Running):
+    running.engine.script.answer = f"Well. {CALL}"
+    response = await running.chat(tools=TOOLS, max_tokens=200, stream=True)
+    deltas = [chunk["choices"][0] for chunk in chunks(response.text)]
+    calls = [call for choice in deltas for call in choice["delta"].get("tool_calls", ())]
+    assert calls[0]["function"] == {"name": "add", "arguments": ""}
+    assert calls[0]["id"].startswith("call_")
+    assert {call["index"] for call in calls} == {0}
+    assert all("id" not in call and "name" not in call["function"] for call in calls[1:])
+    assert len(calls) > 4
+    assert json.loads("".join(call["function"]["arguments"] for call in calls)) == {"a": 1, "b": [2]}
+    assert "".join(choice["delta"].get("content", "") for choice in deltas) == "Well."
+    assert deltas[-1]["finish_reason"] == "tool_calls"
+
+
+async def test_tools_stand_in_the_prompt_and_the_engine_gets_a_grammar(running: Running):
+    await running.chat(tools=TOOLS, max_tokens=200)
+    await running.chat(tools=TOOLS, tool_choice="required")
+    await running.chat(response_format={"type": "json_object"}, n=2)
+    free, forced, formatted = running.engine.submitted
+    assert '"name": "add"' in running.engine.tokenizer.decode(free.token_ids)
+    assert free.token_ids == forced.token_ids
+    assert (free.grammar, bool(forced.grammar), bool(formatted.grammar)) == ("", True, True)
+
+
+@pytest.mark.parametrize("messages", [HELLO, [{"role": "system", "content": "Be brief."}, *HELLO]])
+async def test_marks_and_starts_stand_where_the_messages_do(running: Running, messages):
+    """Also where the tools have made a message of their own in front."""
+    marked = [*messages[:-1], {**messages[-1], "x_cache": {"important": True}}]
+    await running.chat(messages=marked, tools=TOOLS, max_tokens=200)
+    (submit,) = running.engine.submitted
+    ((start, end),) = submit.important
+    text = running.engine.tokenizer.decode(submit.token_ids[start:end], skip_special_tokens=False)
+    assert text.strip() == "<|im_start|>user\nHello<|im_end|>"
+    assert len(submit.message_starts) == 2
+    system = running.engine.tokenizer.decode(submit.token_ids[: submit.keep_first_tokens])
+    assert "</tool_call>" in system
+
+
+async def test_a_schema_that_cannot_be_followed_is_a_400(running: Running):
+    bad = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "frobnicate"}}}
+    response = await running.chat(response_format=bad)
+    assert (response.status_code, response.json()["error"]["code"]) == (400, "invalid_schema")
+    running.engine.script.refuse = "invalid_grammar"
+    late = await running.chat(response_format={"type": "json_object"})
+    assert (late.status_code, late.json()["error"]["code"]) == (400, "invalid_schema")
+
+
+async def test_an_answer_is_gone_on_with(running: Running):
+    running.engine.script.answer = "how are you?"
+    begun = {"role": "assistant", "content": "Hello <|im_end|>there, "}
+    response = await running.chat(messages=[*HELLO, begun], continue_final_message=True, add_generation_prompt=False)
+    assert response.json()["choices"][0]["message"]["content"] == "how are you?"
+    (submit,) = running.engine.submitted
+    tokenizer = running.engine.tokenizer
+    prompt = "<|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\nHello <|im_end|>there, "
+    assert tokenizer.decode(submit.token_ids, skip_special_tokens=False) == prompt
+    assert submit.token_ids.count(2) == 1  # the text of a special token is text
+    assert response.json()["usage"]["prompt_tokens"] == len(submit.token_ids)
+    # The whole message, in the next turn, keeps the ids it has: those given and those generated.
+    whole = {"role": "assistant", "content": "Hello <|im_end|>there, how are you?"}
+    second = await running.chat(messages=[*HELLO, whole, *HELLO])
+    assert second.headers["x-session-id"] == response.headers["x-session-id"]
+    known = submit.token_ids + tokenizer.encode("how are you?").ids
+    assert running.engine.submitted[1].token_ids[: len(known)] == known
+
+
+async def test_retention_reaches_the_session(running: Running):
+    await running.chat(session_id="s", prompt_cache_options={"ttl": "30m"})
+    await running.chat(session_id="t", prompt_cache_retention="in_memory")
+    (question,) = [question for question in running.engine.questions if question.action == "patch"]
+    assert (question.session_id, question.ttl_s, question.pinned) == ("s", 1800.0, None)
+
+
+@pytest.mark.parametrize("name", ["session-id", "x-claude-code-session-id", "x-session-id"])
+async def test_clients_name_their_sessions_in_headers_of_their_own(running: Running, name):
+    running.http.headers[name] = "abc-1"
+    assert (await running.chat()).headers["x-session-id"] == "abc-1"
