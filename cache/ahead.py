@@ -22,8 +22,8 @@ class LookAhead:
         self._reuse = reuse
         self._waiting: Sequence[str] = []
         self._names: list[SessionName] = []  # of each of those who wait
-        self._looked: set[str] = set()  # of those who wait: has been looked at for what to fetch
-        self._new: list[tuple[int, str]] = []  # the others, with their places, last first
+        self._unseen: set[str] = set()  # of those who wait: has not been looked at for what to fetch
+        self._new: list[tuple[int, str]] = []  # the same with their places, last first
         self._next = 0  # whose turn it is to be looked at again
 
     def plan(self, waiting: Sequence[str], starting: int, now: float) -> None:
@@ -42,24 +42,23 @@ class LookAhead:
         if waiting and self._lower.disk_bytes and self._reuse and self._sessions.mean_bytes:
             self._fetch_ahead(starting)
         if self._lower.may_write(now):
-            self._lower.plan_writes(self._sessions.contexts, self._has_pages, self._sessions.record, now)
+            self._lower.plan_writes(self._sessions.contexts, self._running.has_pages, self._sessions.record, now)
         self._lower.trim()
-
-    def _has_pages(self, session: SessionName) -> bool:
-        return any(context.pages for context in self._running.of(session))
 
     def _become(self, waiting: Sequence[str]) -> None:
         before, self._waiting = self._waiting, waiting
         head, tail = common_ends(before, waiting)
         left, entered = before[head : len(before) - tail], waiting[head : len(waiting) - tail]
         known = dict(zip(left, self._names[head:], strict=False))
-        self._names[head : len(before) - tail] = [
-            known.get(request_id) or self._running[request_id].session for request_id in entered
-        ]
-        self._looked.difference_update(known.keys() - set(entered))
-        looked = self._looked
-        self._new = [(place, request_id) for place, request_id in enumerate(waiting) if request_id not in looked]
-        self._new.reverse()
+        fresh, gone = set(entered) - known.keys(), known.keys() - set(entered)
+        known.update((request_id, self._running[request_id].session) for request_id in fresh)
+        self._names[head : len(before) - tail] = map(known.__getitem__, entered)
+        self._unseen = (self._unseen | fresh) - gone
+        self._new = []
+        if self._unseen:
+            places = enumerate(waiting)
+            self._new = [(place, request_id) for place, request_id in places if request_id in self._unseen]
+            self._new.reverse()
 
     def _fetch_ahead(self, starting: int) -> None:
         """Disk -> DRAM for the next turns: for those who are new in the window first, then for the others in turn,
@@ -73,7 +72,7 @@ class LookAhead:
                 left -= len(self._running[request_id].token_ids)
                 if not self._fetch_for(request_id):
                     return  # nor is there room for those behind it
-                self._looked.add(request_id)
+                self._unseen.discard(request_id)
             self._new.pop()
         for _ in range(starting, end):
             if left <= 0:

@@ -24,6 +24,11 @@ class Requests(dict[str, RunningContext]):
             del self._of_session[context.session]
         return context
 
+    def has_pages(self, session: SessionName) -> bool:
+        """Whether a request of the session runs, or has its pages already. Asked for many sessions in every step."""
+        contexts = self._of_session.get(session)
+        return contexts is not None and any(context.pages for context in contexts.values())
+
     def of(self, session: SessionName) -> list[RunningContext]:
         """The oldest first."""
         return list(self._of_session.get(session, {}).values())

@@ -18,6 +18,7 @@ from typing import Protocol
 import msgspec
 import zmq
 
+from engine.collector import Collector
 from engine.messages import (
     WIRE_VERSION,
     Abort,
@@ -110,6 +111,7 @@ class EngineLoop:
     def __init__(self, *, engine: StepEngine, socket: "zmq.Socket[bytes]") -> None:
         self._engine = engine
         self._socket = socket
+        self._collector = Collector()
         self._failures = 0
         self._heartbeat_s = float("-inf")  # when the last one was sent
 
@@ -214,6 +216,8 @@ class EngineLoop:
             return
         self._heartbeat_s = now
         self._engine.idle(now)
+        if not self._engine.has_work():
+            self._collector.idle(now)
         self._send(self._engine.stats())
 
     def _send(self, message: FromEngine) -> None:

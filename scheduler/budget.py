@@ -3,6 +3,7 @@ between two tokens."""
 
 from bisect import bisect_left, insort
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -35,7 +36,12 @@ class StepWork:
 
     def plus_row(self, context_len: int) -> "StepWork":
         """With one more sequence that decodes."""
-        return StepWork(self.prefill_tokens, self.attended, self.decode_rows + 1, self.read + context_len / 1000)
+        return self.plus_rows([context_len])
+
+    def plus_rows(self, context_lens: Sequence[int]) -> "StepWork":
+        """With one more sequence that decodes for each of these."""
+        read = self.read + sum(context_lens) / 1000
+        return StepWork(self.prefill_tokens, self.attended, self.decode_rows + len(context_lens), read)
 
     @property
     def features(self) -> tuple[float, float, float, float, float]:

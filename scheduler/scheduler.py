@@ -521,10 +521,9 @@ class Scheduler:
 
 
 def _work_of(chunks: list[Chunk]) -> StepWork:
-    work = StepWork()
+    rows = [chunk.sequence.computed_tokens for chunk in chunks if chunk.num_tokens == 1]
+    work = StepWork().plus_rows(rows)
     for chunk in chunks:
-        if chunk.num_tokens == 1:
-            work = work.plus_row(chunk.sequence.computed_tokens)
-        else:
+        if chunk.num_tokens != 1:
             work = work.plus_chunk(chunk.num_tokens, chunk.sequence.computed_tokens)
     return work

@@ -12,6 +12,8 @@ from cache.policies.line import Line
 from cache.policies.ranking import Ranking
 from cache.policies.returns import ReturnTimes, SessionReturn
 
+_MOST_STALE = 128  # blocks: half a millisecond
+
 _Rank = tuple[int, tuple[float, int]]
 """Of a session: (1 if it is queued, its rank in `ReturnTimes`). Leaves in ascending order, among the queued from the
 tail of the queue, which moves too often to be part of what is sorted."""
@@ -79,6 +81,7 @@ class LookaheadPolicy:
         # With its entry in `_order`; None: one of its owners is queued.
         self._leaves: dict[BlockKey, _Entry | None] = {}
         self._order: Ranking[_Entry] = Ranking()
+        self._stale: set[BlockKey] = set()  # not in their places yet, in these two
         self._returns = ReturnTimes()
         self._queue = Line()
         self._absent = 0  # so many at the tail of the queue are known to have nothing in the tier
@@ -200,19 +203,27 @@ class LookaheadPolicy:
         self._refresh(key)
 
     def _refresh(self, key: BlockKey) -> None:
-        """Put a block where it belongs among the leaves, or take it out."""
-        before = self._leaves.pop(key, None)
-        after = None
-        waiting = self._at_tail.get(key)
-        if waiting is not None and len(waiting) == len(self._owners[key]):
-            best = waiting[-1]
-            after = self._leaves[key] = None if _is_queued(best) else self._unqueued(key, best)
-        if before == after:
-            return
-        if before is not None:
-            self._order.remove(before)
-        if after is not None:
-            self._order.add(after)
+        """It may have become a leaf, or be one no more, or one of another rank. What an event does to many blocks, and
+        the next one undoes, is put in order once."""
+        self._stale.add(key)
+        if len(self._stale) > _MOST_STALE:
+            self._put_in_order()
+
+    def _put_in_order(self) -> None:
+        for key in self._stale:
+            before = self._leaves.pop(key, None)
+            after = None
+            waiting = self._at_tail.get(key)
+            if waiting is not None and len(waiting) == len(self._owners[key]):
+                best = waiting[-1]
+                after = self._leaves[key] = None if _is_queued(best) else self._unqueued(key, best)
+            if before == after:
+                continue
+            if before is not None:
+                self._order.remove(before)
+            if after is not None:
+                self._order.add(after)
+        self._stale.clear()
 
     # --- the order of leaving -----------------------------------------------------------------------------------------
 
@@ -224,6 +235,7 @@ class LookaheadPolicy:
         newcomer: Hashable | None = None,
         spare_queued: bool = False,
     ) -> list[BlockKey]:
+        self._put_in_order()
         # A pinned tail is most often that of a request that runs, with all before it pinned too: not worth the walk.
         chosen = self._victims(count, pinned, newcomer, spare_queued, behind_pinned=False)
         if len(chosen) < count:

@@ -319,6 +319,7 @@ def test_the_order_kept_is_the_order_recomputed(granularity, events, count, pinn
 def test_events_arriving_one_by_one_leave_the_state_that_a_fresh_policy_is_told(granularity, events):
     """What is kept incrementally (the leaves and their order) is what follows from contexts, residents and returns."""
     policy = World(LookaheadPolicy(granularity)).play(events).policy
+    policy.victims(0, ())
     for session in policy._sessions.values():
         assert session.resident == sorted(place for place, key in session.context.items() if key in policy._touched)
         assert session.rank == (int(session.name in policy._queue), session.returns.rank)
@@ -342,6 +343,7 @@ def test_nothing_is_kept_of_what_has_gone(granularity, events):
         policy.forget(session)
     for key in world.resident:
         policy.remove(key)
+    assert policy.victims(9, ()) == []
     kept = [value for attribute, value in vars(policy).items() if attribute not in ("_queue", "_returns")]
     assert not any(value for value in kept if isinstance(value, dict | list | Ranking))
     assert not policy._returns._due
