@@ -1,6 +1,7 @@
 """HBM pages: who holds which. A page is free, cached (blocks live in it, nobody runs on it) or pinned."""
 
 import re
+from collections.abc import Iterable
 
 
 class PageAllocator:
@@ -9,7 +10,7 @@ class PageAllocator:
 
     def __init__(self, *, num_pages: int, prefer_contiguous: bool) -> None:
         self.num_pages = num_pages
-        self._prefer_contiguous = prefer_contiguous
+        self.prefer_contiguous = prefer_contiguous
         self._is_free = bytearray(b"\x01" * num_pages)
         self._free = list(range(num_pages - 1, -1, -1))  # a stack; unused when runs are preferred
         self._pins = [0] * num_pages
@@ -35,16 +36,44 @@ class PageAllocator:
     def _choose(self, after: int | None, wanted: int) -> int:
         if self.num_free == 0:
             raise IndexError("no free page")
-        if not self._prefer_contiguous:
+        if not self.prefer_contiguous:
             return self._free.pop()
         if after is not None and after + 1 < self.num_pages and self._is_free[after + 1]:
             return after + 1
-        # Start in the largest hole. When it lies behind a page in use, start in its middle, or so far before it that
-        # what is wanted fits in: that page's sequence may still grow, and so may this one. A context in many pieces
-        # takes longer to attend to: in decode steps of a small model on a full pool it was 10 % of all.
-        hole = max(re.finditer(rb"\x01+", self._is_free), key=lambda match: match.end() - match.start())
-        start, length = hole.start(), hole.end() - hole.start()
-        return start if start == 0 or length <= wanted else start + min(length // 2, length - wanted)
+        # Start in the largest hole. What it has more than is wanted is for whose pages end before it and for this one
+        # itself, half each: both may still grow. Where nobody runs before a hole that is nearly filled, all of it is
+        # for this one. A context in many pieces takes longer to attend to: in decode steps on a full pool it was 10 %.
+        start, length = self._largest_hole()
+        spare = max(0, length - wanted)
+        if start == 0 or (spare < wanted and self._pins[start - 1] == 0):
+            return start
+        return start + spare // 2
+
+    @property
+    def longest_run(self) -> int:
+        """How many free pages lie one behind the other."""
+        return self._largest_hole()[1]
+
+    def _largest_hole(self) -> tuple[int, int]:
+        """(first page, pages); no pages where none is free."""
+        holes = (match.span() for match in re.finditer(rb"\x01+", self._is_free))
+        start, end = max(holes, key=lambda span: span[1] - span[0], default=(0, 0))
+        return start, end - start
+
+    def leaves_for_run(self, leaving: Iterable[int], wanted: int) -> int | None:
+        """How many residents, of those in the pages `leaving`, have to leave, one after the other, until `wanted` free
+        pages lie in a row. None: it does not come to that."""
+        is_free = bytearray(self._is_free)
+        left: dict[int, int] = {}
+        for count, page in enumerate(leaving, 1):
+            left[page] = left.get(page, self._residents[page]) - 1
+            if left[page] or self._pins[page]:
+                continue
+            is_free[page] = 1
+            before, behind = is_free.rfind(0, 0, page), is_free.find(0, page)
+            if (behind if behind >= 0 else self.num_pages) - before - 1 >= wanted:
+                return count
+        return None
 
     def pin(self, page: int) -> None:
         """One more request runs on a page that is not free."""
@@ -75,7 +104,7 @@ class PageAllocator:
             assert not self._is_free[page]
             self._is_free[page] = 1
             self.num_free += 1
-            if not self._prefer_contiguous:
+            if not self.prefer_contiguous:
                 self._free.append(page)
 
     def pins(self, page: int) -> int:

@@ -3,6 +3,7 @@
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 
 from cache.allocator import PageAllocator
 from cache.block import BLOCK_TOKENS, BlockKey
@@ -14,6 +15,7 @@ from cache.stats import CacheStats
 from cache.table import BlockRow, CacheTable
 
 _OFFLOAD_BLOCKS = 64  # at a time: well below a millisecond
+_MORE_PAGES = 2  # that an answer may take, at least
 MAX_HOPS = 4  # un-rotations a key may go through; each costs a rounding of the compute type
 
 
@@ -165,16 +167,19 @@ class HbmPool:
         ]
         for page in (*held, *sources):
             self.pages.pin(page)
+        run = max(pages_needed, self.num_pages(len(context.token_ids)))  # what comes in later steps shall lie behind it
+        if not held and pages_needed <= self.pages.num_free + self.pages.num_cached:
+            self._make_run(run + max(_MORE_PAGES, run // 8))
         placement = Placement() if self.make_room(pages_needed - len(held)) else None
         if placement is not None:
             per_page = self.page_size // BLOCK_TOKENS
             for index, (group, claim) in enumerate(zip(groups, claimed, strict=True)):
                 if claim is None:
-                    claim = self.pages.take(last_page(context), pages_needed - len(context.pages))
+                    claim = self.pages.take(last_page(context), run - len(context.pages))
                     self._bring(group, index * per_page, claim, placement)
                 context.pages.append(claim)
             while len(context.pages) < pages_needed:
-                context.pages.append(self.pages.take(last_page(context), pages_needed - len(context.pages)))
+                context.pages.append(self.pages.take(last_page(context), run - len(context.pages)))
             if match.partial is not None and match.partial.is_open and claimed[-1] is not None:
                 placement.taken_over = match.partial.key  # its rows are ours now and will grow
         for page in sources if placement is not None else (*sources, *held):
@@ -224,6 +229,24 @@ class HbmPool:
             for key in victims:
                 self.evict(key)
         return True
+
+    def _make_run(self, num_pages: int) -> None:
+        """Let blocks leave until a context of so many pages finds them in a row: in pieces it would cost every step
+        that attends to it. Only what nobody needs and DRAM has, and at most twice that many."""
+        pages = self.pages
+        if not (pages.prefer_contiguous and self._has_lower) or pages.longest_run >= num_pages:
+            return
+        pinned = _Pinned(self.table, pages, self._scores, 0, saved_only=True)
+        for most in (num_pages, 2 * num_pages):
+            found = [self.table.get(key) for key in self.policy.victims(most, pinned)]
+            rows = list(takewhile(lambda row: row.slot is not None, (row for row in found if row is not None)))
+            count = pages.leaves_for_run([row.page for row in rows if row.page is not None], num_pages)
+            if count is not None:
+                for row in rows[:count]:
+                    self.evict(row.key)
+                return
+            if len(rows) < most:
+                return
 
     def _victims(self, count: int) -> list[BlockKey]:
         for most in self._scores.levels:

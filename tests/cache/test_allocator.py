@@ -123,3 +123,30 @@ def test_a_context_is_in_one_piece_wherever_a_hole_is_large_enough(used, wanted)
     # Else the largest holes are filled one after the other.
     sizes = accumulate(sorted(map(len, holes), reverse=True))
     assert pieces == next(count for count, size in enumerate(sizes, 1) if size >= len(taken))
+
+
+@given(
+    used=st.sets(st.integers(0, 11)),
+    residents=st.lists(st.integers(1, 2), min_size=12, max_size=12),
+    pinned=st.sets(st.integers(0, 11), max_size=2),
+    order=st.permutations(range(12)),
+    wanted=st.integers(1, 12),
+)
+def test_as_many_leave_as_make_a_run_and_not_one_more(used, residents, pinned, order, wanted):
+    pages = PageAllocator(num_pages=12, prefer_contiguous=True)
+    for _ in range(12):
+        pages.take(None, 1)
+    for page in range(12):
+        for _ in range(residents[page] if page in used else 0):
+            pages.add_resident(page)
+        if page not in pinned:
+            pages.unpin(page)
+    leaving = [page for page in order if page in used for _ in range(residents[page])]
+    count = pages.leaves_for_run(leaving, wanted)
+    run = pages.longest_run
+    for number, page in enumerate(leaving, 1):
+        pages.drop_resident(page)
+        if run < wanted <= pages.longest_run:
+            assert count == number
+            return
+    assert count is None or run >= wanted

@@ -89,6 +89,32 @@ def test_the_offloader_leaves_alone_what_would_be_lost():
     assert model.manager.stats.offloaded_blocks == 0
 
 
+@settings(max_examples=40)
+@given(sizes=st.lists(st.integers(1, 6), min_size=8, max_size=16), needed=st.integers(0, 7), dram=st.booleans())
+def test_what_dram_has_leaves_so_that_a_new_context_lies_in_a_row(sizes, needed, dram):
+    model = PoolModel(make_manager(num_pages=32, policy="lookahead", dram_slots=100 if dram else 0))
+    pages, evicted = model.manager.pages, 0
+    for number, size in enumerate(sizes):
+        text = [100 + number, *tokens(number, size * 32 - 1)]
+        model.open(f"new{number}", text, session=f"s{number}")
+        if number == needed:
+            model.open("needed", [*text, 1], session=f"s{number}")
+            model.manager.expect("needed", 1)
+        free = pages.num_free
+        assert model.manager.admit(f"new{number}", size * 32) == 0
+        missing = max(0, size - free)
+        more, evicted = model.manager.stats.evicted_blocks - evicted, model.manager.stats.evicted_blocks
+        if dram:
+            taken = model.contexts[f"new{number}"].pages
+            assert taken == list(range(taken[0], taken[0] + size))
+        else:
+            assert more == missing, "nothing is lost that does not have to be"
+        model.step(f"new{number}", size * 32)
+        model.close(f"new{number}")
+        model.settle()
+    assert model.manager.table.resident(model.contexts["needed"].chain()) == sizes[needed]
+
+
 @settings(max_examples=80)
 @given(
     seed=st.integers(0, 2**16),
