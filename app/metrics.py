@@ -1,19 +1,33 @@
-"""Prometheus metrics in a registry of their own: what the app measures, and what the engine reports about itself."""
+"""Prometheus metrics in a registry of their own: what the app measures, and what the engine reports about itself.
 
-from collections.abc import Callable, Iterator, Mapping
+Labels whose values are known are there from the start, at zero: a rate over a counter that has just appeared misses its
+first increase.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from app.version import version
 from engine.messages import SchedulerState
 
 if TYPE_CHECKING:
     from app.generation import Choice, Engine
 
-SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
+SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1, 2.5)
+TOKENS = (1, 8, 32, 128, 256, 512, 1024, 2048, 4096, 8192, 16_384, 32_768, 65_536, 131_072)
+CACHED = ("hbm", "dram", "disk", "redis")
+HISTORY_OUTCOMES = (*CACHED, "computed", "truncated", "shifted")
+MISS_REASONS = (
+    *("new", "evicted", "expired", "diverged", "last_token", "fingerprint", "salt", "load_failed", "lineage_reset"),
+    *("cheaper_to_recompute", "truncated", "disabled"),
+)
+DIRECTIONS = ("dram_to_hbm", "disk_to_hbm", "disk_to_dram", "hbm_to_dram", "dram_to_disk")
+LOWER_TIERS = ("dram", "disk")
 
 
 class Metrics:
@@ -34,6 +48,26 @@ class Metrics:
             registry=self._registry,
         )
         self.ttft = self._histogram("reprise_ttft_seconds", "Arrival of a request to a choice's first token.", SECONDS)
+        self.ttft_by_source = Histogram(
+            "reprise_ttft_by_source_seconds",
+            "The same, by where most of the prompt's KV came from.",
+            ("source",),
+            buckets=SECONDS,
+            registry=self._registry,
+        )
+        self.history = Counter(
+            "reprise_history_tokens",
+            "Tokens of earlier turns, per request, by what became of them: found in a tier, computed again, truncated "
+            "(no longer in the context). Those shifted are among the found ones, at a new position.",
+            ("outcome",),
+            registry=self._registry,
+        )
+        for source in (*CACHED, "computed"):
+            self.ttft_by_source.labels(source)
+        for outcome in HISTORY_OUTCOMES:
+            self.history.labels(outcome)
+        self.prompts = self._histogram("reprise_prompt_length_tokens", "Prompt as it stood in the context.", TOKENS)
+        self.answers = self._histogram("reprise_answer_length_tokens", "Answer of a choice that ended.", TOKENS)
         self.itl = self._histogram("reprise_itl_seconds", "Gap between two tokens of a choice.", TOKEN_SECONDS)
         self.tpot = self._histogram("reprise_tpot_seconds", "Mean gap after a choice's first token.", TOKEN_SECONDS)
         self.e2e = self._histogram("reprise_e2e_seconds", "Arrival of a request to its last byte.", SECONDS)
@@ -42,7 +76,30 @@ class Metrics:
         self.prefill = self._histogram("reprise_prefill_seconds", "First step to first token.", SECONDS)
         answers = Gauge("reprise_active_requests", "Generation requests that the app holds.", registry=self._registry)
         answers.set_function(active)
+        Info("reprise_build", "What runs.", registry=self._registry).info({"version": version()})
+        ProcessCollector("reprise", registry=self._registry)  # the app's processor time, memory and open files
         self._registry.register(EngineCollector(engine=engine))
+
+    def first_token(self, choice: "Choice", ttft_s: float) -> None:
+        """A choice has begun; it paid for what its report says."""
+        self.ttft.observe(ttft_s)
+        report = choice.report
+        if report is None:
+            return
+        found = {tier: getattr(report, f"{tier}_tokens") for tier in CACHED}
+        largest = max(found, key=lambda tier: found[tier])
+        cached = sum(found.values())
+        self.ttft_by_source.labels(largest if cached >= report.computed_tokens else "computed").observe(ttft_s)
+        self.prompts.observe(report.prompt_tokens)
+        computed = max(0, report.history_tokens - cached)
+        outcomes = {
+            **found,
+            "computed": computed,
+            "truncated": report.truncated_tokens,
+            "shifted": report.shifted_tokens,
+        }
+        for outcome, tokens in outcomes.items():
+            self.history.labels(outcome).inc(tokens)
 
     def choice_done(self, choice: "Choice") -> None:
         """A choice ended by itself, not by an error or because its client left."""
@@ -50,6 +107,7 @@ class Metrics:
             self.queue.observe(choice.timings.queue_ms / 1e3)
             self.load.observe(choice.timings.load_ms / 1e3)
             self.prefill.observe(choice.timings.prefill_ms / 1e3)
+        self.answers.observe(len(choice.token_ids))
         if len(choice.token_ids) > 1 and choice.first_token_s is not None and choice.last_token_s is not None:
             self.tpot.observe((choice.last_token_s - choice.first_token_s) / (len(choice.token_ids) - 1))
 
@@ -118,13 +176,33 @@ class EngineCollector(Collector):
         for name, help_text, values in tier_gauges:
             yield _labelled(GaugeMetricFamily(f"reprise_{name}", help_text, labels=["tier"]), values)
         labelled: tuple[tuple[str, str, str, Mapping[str, float]], ...] = (
-            ("prompt_tokens", "Prompt tokens by where their KV was.", "outcome", stats.prompt_tokens),
-            ("miss_tokens", "Computed prompt tokens by reason.", "reason", stats.miss_tokens),
-            ("moved_bytes", "KV moved between tiers.", "direction", stats.moved_bytes),
-            ("moved_seconds", "Time of the threads that moved it.", "direction", stats.moved_seconds),
-            ("tier_evictions", "Blocks that left a tier to make room.", "tier", stats.evictions),
-            ("refused_blocks", "Blocks that a tier had no room for.", "tier", stats.refused),
-            ("tier_write_failures", "Writes that a tier refused or failed in.", "tier", stats.write_failures),
+            (
+                "prompt_tokens",
+                "Prompt tokens by where their KV was.",
+                "outcome",
+                _from_zero((*CACHED, "computed"), stats.prompt_tokens),
+            ),
+            ("miss_tokens", "Computed prompt tokens by reason.", "reason", _from_zero(MISS_REASONS, stats.miss_tokens)),
+            ("moved_bytes", "KV moved between tiers.", "direction", _from_zero(DIRECTIONS, stats.moved_bytes)),
+            (
+                "moved_seconds",
+                "Time of the threads that moved it.",
+                "direction",
+                _from_zero(DIRECTIONS, stats.moved_seconds),
+            ),
+            (
+                "tier_evictions",
+                "Blocks that left a tier to make room.",
+                "tier",
+                _from_zero(("hbm", *LOWER_TIERS), stats.evictions),
+            ),
+            ("refused_blocks", "Blocks that a tier had no room for.", "tier", _from_zero(LOWER_TIERS, stats.refused)),
+            (
+                "tier_write_failures",
+                "Writes that a tier refused or failed in.",
+                "tier",
+                _from_zero(LOWER_TIERS, stats.write_failures),
+            ),
             ("load_failures", "Loads that became a recompute.", "reason", stats.load_failures),
         )
         for name, help_text, label, values in labelled:
@@ -149,6 +227,10 @@ def _scheduler(state: SchedulerState | None) -> Iterator[Metric]:
     yield _labelled(timer, state.timer)
     loads = CounterMetricFamily("reprise_started_loads", "Loads at the start of their request.", labels=["outcome"])
     yield _labelled(loads, state.loads)
+
+
+def _from_zero(names: Iterable[str], values: Mapping[str, float]) -> dict[str, float]:
+    return {**dict.fromkeys(names, 0.0), **values}
 
 
 def _labelled(family: GaugeMetricFamily | CounterMetricFamily, values: Mapping[str, float]) -> Metric:

@@ -20,7 +20,8 @@ def test_every_setting_named_in_the_container_files_exists():
     names = {f"REPRISE_{name.replace('.', '__').upper()}" for name, _ in known_settings()}
     used = {
         name
-        for file in DOCKER.iterdir()
+        for file in DOCKER.rglob("*")
+        if file.is_file()
         for name in re.findall(r"REPRISE_[A-Z]+__[A-Z_]+", file.read_text(encoding="utf-8"))
     }
     assert len(used) >= 3

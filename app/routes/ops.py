@@ -1,7 +1,6 @@
 """/health, /ready, /metrics, /version."""
 
 import platform
-from importlib import metadata
 from typing import Any
 
 import msgspec
@@ -11,16 +10,10 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from app.errors import ApiError, unavailable
 from app.routes import service_of
 from app.service import Status
+from app.version import version
 from engine.messages import WIRE_VERSION
 
 router = APIRouter()
-
-
-def version() -> str:
-    try:
-        return metadata.version("reprise")
-    except metadata.PackageNotFoundError:
-        return "0+source"  # run from a checkout that is not installed
 
 
 @router.get("/health")

@@ -1,0 +1,10 @@
+"""Which Reprise this is."""
+
+from importlib import metadata
+
+
+def version() -> str:
+    try:
+        return metadata.version("reprise")
+    except metadata.PackageNotFoundError:
+        return "0+source"  # run from a checkout that is not installed
