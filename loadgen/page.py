@@ -22,7 +22,7 @@ body { margin: 0 auto; padding: 1.5rem; max-width: 78rem; background: var(--pape
 h1 { font-size: 1.5rem; margin: 0 0 .25rem; } h2 { font-size: 1.1rem; margin: 2rem 0 .5rem; }
 p.soft, figcaption small { color: var(--soft); } p.warn { color: var(--s5); }
 code { overflow-wrap: anywhere; font-size: .85rem; }
-.cards { display: grid; grid-template-columns: repeat(auto-fit, minmax(9.5rem, 1fr)); gap: .75rem; margin: 1rem 0; }
+.cards { display: grid; grid-template-columns: repeat(auto-fit, minmax(8rem, 1fr)); gap: .75rem; margin: 1rem 0; }
 .card { background: var(--card); border: 1px solid var(--line); border-radius: .5rem; padding: .6rem .8rem; }
 .card b { display: block; font-size: 1.35rem; font-variant-numeric: tabular-nums; } .card span { color: var(--soft); }
 .plots { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 30rem), 1fr)); gap: 1rem; }
@@ -75,7 +75,7 @@ def _plots(names: Sequence[str], documents: Sequence[dict[str, Any]]) -> list[st
             [Series(name, _cumulative(_counted(document, "ttft_ms")), place)
              for place, (name, document) in enumerate(zip(names, documents, strict=True))])),
         _figure("TTFT by turn", "p50, and p95 dashed", lines(
-            "TTFT by turn", Axis("turn", from_zero=False), ms,
+            "TTFT by turn", Axis("turn", from_zero=False, tight=True), ms,
             [series for place, (name, document) in enumerate(zip(names, documents, strict=True))
              for series in _by_turn(name, document, place)])),
         _figure("Gaps between tokens", "share of gaps", lines(
@@ -84,27 +84,28 @@ def _plots(names: Sequence[str], documents: Sequence[dict[str, Any]]) -> list[st
              for place, (name, document) in enumerate(zip(names, documents, strict=True))])),
         _figure("From a cache, by turn", "share of the prompt's tokens", _hits(names, documents)),
         _figure("Requests at once", "over the run", lines(
-            "Requests at once over the run", Axis("s"), Axis("requests"),
+            "Requests at once over the run", Axis("s", tight=True), Axis("requests"),
             [Series(name, _over_time(document, "running"), place)
              for place, (name, document) in enumerate(zip(names, documents, strict=True))])),
         _figure("Answers", "pieces received a second", lines(
-            "Throughput over the run", Axis("s"), Axis("pieces/s"),
+            "Throughput over the run", Axis("s", tight=True), Axis("pieces/s"),
             [Series(name, _over_time(document, "pieces_per_s"), place)
              for place, (name, document) in enumerate(zip(names, documents, strict=True))])),
         _figure("TTFT over the run", "a dot a request, by when it was due", lines(
-            "TTFT over the run", Axis("s"), Axis("TTFT, ms", log=True),
+            "TTFT over the run", Axis("s", tight=True), Axis("TTFT, ms", log=True),
             [Series(name, _thinned([(row["due_s"], row["ttft_ms"]) for row in document["requests"]
                                     if row["ttft_ms"] is not None]), place, "points")
              for place, (name, document) in enumerate(zip(names, documents, strict=True))])),
     ]  # fmt: skip
     if len(documents) > 1:
         plots.append(_figure("Prefill throughput", "prompt tokens by the time that they took", stacked(
-            "Prefill throughput", Axis(""), Axis("tokens/s"), ["prompt tokens/s"],
-            [(name, [document["summary"]["throughput"]["prefill_tokens_per_s"] or 0.0])
-             for name, document in zip(names, documents, strict=True)])))  # fmt: skip
+            "Prefill throughput", Axis(""), Axis("tokens/s"), names,
+            [(name, [(document["summary"]["throughput"]["prefill_tokens_per_s"] or 0.0) * (other == place)
+                     for other in range(len(names))])
+             for place, (name, document) in enumerate(zip(names, documents, strict=True))])))  # fmt: skip
     elif any(row["failed"] for row in documents[0]["timeline"]):
         plots.append(_figure("Failed requests", "over the run", stacked(
-            "Failed requests over the run", Axis("s"), Axis("requests"), ["failed"],
+            "Failed requests over the run", Axis("s", tight=True), Axis("requests"), ["failed"],
             [(f"{row['from_s']:.0f}", [float(row["failed"])]) for row in documents[0]["timeline"]])))  # fmt: skip
     return plots
 
@@ -123,7 +124,7 @@ def _hits(names: Sequence[str], documents: Sequence[dict[str, Any]]) -> str:
         bars = [(str(row["turn"]), [row["hits"]["by_tier"][tier] or 0.0 for tier in TIERS]) for row in rows]
         return stacked("Prompt tokens by tier and turn", Axis("turn"), share, TIERS, bars)
     return lines(
-        "Prompt tokens from a cache by turn", Axis("turn", from_zero=False), share,
+        "Prompt tokens from a cache by turn", Axis("turn", from_zero=False, tight=True), share,
         [Series(name, [(row["turn"], row["hits"]["tokens"]) for row in document["by_turn"]
                        if row["hits"]["tokens"] is not None], place)
          for place, (name, document) in enumerate(zip(names, documents, strict=True))],

@@ -30,6 +30,7 @@ class Axis:
     log: bool = False
     from_zero: bool = True
     most: float | None = None  # where the axis ends whatever the values are
+    tight: bool = False  # it ends where the values do, not at a round number
 
 
 def lines(title: str, x: Axis, y: Axis, series: Sequence[Series]) -> str:
@@ -53,7 +54,7 @@ def lines(title: str, x: Axis, y: Axis, series: Sequence[Series]) -> str:
         body.append(
             f'<polyline class="line {name}{dash}" points="{path}"><title>{escape(each.name)}</title></polyline>'
         )
-        if len(places) <= 40:
+        if len(places) <= 40 and not x.log:
             body += [
                 f'<circle class="dot {name}" cx="{px:.1f}" cy="{py:.1f}" r="2.6"><title>{escape(each.name)}: '
                 f"{escape(x.label)} {value(a)}, {escape(y.label)} {value(b)}</title></circle>"
@@ -125,9 +126,10 @@ class _Scale:
             if axis.from_zero:
                 low = min(0.0, low)
             self.ticks = linear_ticks(low, high)
-            low, high = min(low, self.ticks[0]), max(high, self.ticks[-1])
-            if axis.most is not None:
-                high = axis.most
+            low = low if axis.tight and low < high else min(low, self.ticks[0])
+            # A value that alone makes an axis has no width of its own.
+            if axis.most is None and (not axis.tight or high <= low):
+                high = max(high, self.ticks[-1])
         self._low, self._width = self._map(low), self._map(high) - self._map(low)
         self._start, self._length = start, stop - start
 
@@ -181,7 +183,7 @@ def _grid(across: _Scale | None, up: _Scale, x: Axis, y: Axis) -> str:
         parts.append(f'<text class="tick" x="{_LEFT - 6}" y="{at + 3.5:.1f}" text-anchor="end">{value(tick)}</text>')
     for tick in across.ticks if across else ():
         at = across(tick) if across else 0.0
-        if at > right + 1:
+        if not _LEFT - 1 < at < right + 1:
             continue
         parts.append(f'<line class="grid" x1="{at:.1f}" y1="{_TOP}" x2="{at:.1f}" y2="{bottom}"/>')
         parts.append(f'<text class="tick" x="{at:.1f}" y="{HEIGHT - 28}" text-anchor="middle">{value(tick)}</text>')
