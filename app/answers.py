@@ -1,5 +1,6 @@
 """Generations -> the bodies of OpenAI, plus what is ours: `x_cache` and `timings`."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from app.answer_parts import Parts
@@ -108,15 +109,27 @@ def head(generation: Generation, kind: str) -> dict[str, Any]:
 
 
 def usage(generation: Generation) -> dict[str, Any]:
-    prompt_tokens = len(generation.token_ids)
-    completion_tokens = sum(len(choice.token_ids) for choice in generation.choices)
+    return usage_of([generation])
+
+
+def usage_of(generations: Sequence[Generation], *, generated: int | None = None) -> dict[str, Any]:
+    """Of several prompts together. `generated` stands in for the tokens that were."""
+    prompt_tokens = sum(len(generation.token_ids) for generation in generations)
+    choices = [choice for generation in generations for choice in generation.choices]
+    if generated is None:
+        generated = sum(len(choice.token_ids) for choice in choices)
+    cached = sum(cached_tokens(generation) for generation in generations)
     return {
         "prompt_tokens": prompt_tokens,
-        "completion_tokens": completion_tokens,
-        "total_tokens": prompt_tokens + completion_tokens,
+        "completion_tokens": generated,
+        "total_tokens": prompt_tokens + generated,
         # Never null: a client cannot tell "no report" from "no hit".
-        "prompt_tokens_details": {"cached_tokens": _cached_tokens(generation.report, prompt_tokens)},
+        "prompt_tokens_details": {"cached_tokens": cached},
     }
+
+
+def cached_tokens(generation: Generation) -> int:
+    return _cached_tokens(generation.report, len(generation.token_ids))
 
 
 def _cached_tokens(report: CacheReport | None, prompt_tokens: int) -> int:
@@ -145,6 +158,24 @@ def ours(generation: Generation) -> dict[str, Any]:
             "load_ms": fields["timings"]["load_ms"],
         }
     return fields
+
+
+def merged_ours(generations: Sequence[Generation]) -> dict[str, Any]:
+    """Of several prompts: their counts together; session and timings are the first one's."""
+    all_of = [ours(generation) for generation in generations]
+    merged = all_of[0]
+    for other in all_of[1:]:
+        if "x_cache" not in merged or "x_cache" not in other:
+            continue
+        mine, its = merged["x_cache"], other["x_cache"]
+        for name in mine:
+            if name.endswith("_tokens"):
+                mine[name] += its[name]
+        reasons = {*mine["miss_reasons"], *its["miss_reasons"]}
+        mine["miss_reasons"] = {
+            name: mine["miss_reasons"].get(name, 0) + its["miss_reasons"].get(name, 0) for name in sorted(reasons)
+        }
+    return merged
 
 
 def timings(generation: Generation) -> dict[str, float | None]:

@@ -190,13 +190,16 @@ class Choice:
         elif not self._finder.hit:
             self.text += self._finder.push(piece)
 
-    def _logprob(self, token_id: int, value: TokenLogprob) -> dict[str, Any]:
-        def entry(token_id: int, logprob: float) -> dict[str, Any]:
-            text, raw = self._tokenizer.token_text(token_id)
-            # JSON has no infinity; OpenAI reports a token outside the distribution as -9999.
-            return {"token": text, "logprob": max(logprob, -9999.0), "bytes": list(raw)}
+    def token_entry(self, token_id: int, logprob: float | None = None) -> dict[str, Any]:
+        """A token as it is said; without a logprob where nothing stands before it."""
+        text, raw = self._tokenizer.token_text(token_id)
+        # JSON has no infinity; OpenAI reports a token outside the distribution as -9999.
+        value = None if logprob is None else max(logprob, -9999.0)
+        return {"token": text, "logprob": value, "bytes": list(raw)}
 
-        return {**entry(token_id, value.logprob), "top_logprobs": [entry(*pair) for pair in value.top]}
+    def _logprob(self, token_id: int, value: TokenLogprob) -> dict[str, Any]:
+        top = [self.token_entry(*pair) for pair in value.top]
+        return {**self.token_entry(token_id, value.logprob), "top_logprobs": top}
 
     def _shown(self) -> list[dict[str, Any]]:
         """The logprobs that became due: those of tokens whose text is out."""

@@ -10,7 +10,7 @@ from app.auth import Keyring, load_tenant_secret
 from app.errors import install_handlers
 from app.generation import Engine
 from app.middleware import Authentication, RequestContext
-from app.routes import chat, events, models, ops, page, sessions
+from app.routes import chat, completions, events, models, ops, page, sessions, tokens
 from app.service import Service
 from app.settings import Settings
 from app.text_thread import TextThread
@@ -54,7 +54,7 @@ def create_app(settings: Settings, *, engine: Engine | None = None) -> FastAPI:
     # Bodies are read and validated by hand, so a generated description of them would be wrong.
     app = FastAPI(title="Reprise", lifespan=lifespan, openapi_url=None, redirect_slashes=False)
     app.state.service = service
-    modules = (chat, models, ops, sessions, events, page)
+    modules = (chat, completions, tokens, models, ops, sessions, events, page)
     for module in modules:
         app.include_router(module.router)
     install_handlers(app, [route for module in modules for route in module.router.routes])

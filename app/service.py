@@ -27,6 +27,7 @@ from app.generation import Choice, Engine, Generation
 from app.live import Live
 from app.metrics import Metrics
 from app.prompts import (
+    MAX_TOKEN_CHARS,
     AnyRequest,
     Caller,
     Prepare,
@@ -137,6 +138,29 @@ class Service:
     async def generate(self, request: ChatCompletionRequest, caller: Caller) -> Generation:
         """Admit, tokenize, submit, and hand over what must be iterated to its end and closed. Raises ApiError."""
         return await self._admitted(request, caller, self._prepare_chat)
+
+    async def chat_tokens(self, request: ChatCompletionRequest, caller: Caller) -> list[int]:
+        """The prompt that `generate` would submit; takes a place for as long. Raises ApiError."""
+        self.require_ready()
+        model = self.find_model(request.model)
+        ticket = self.admission.enter(caller.tenant, 1)
+        try:
+            prepared = await self._prepare_chat(request, caller, model, session_id_of(request, caller.session_header))
+            return prepared.token_ids
+        finally:
+            ticket.leave()
+
+    async def text_tokens(self, texts: list[str], caller: Caller, *, add_special_tokens: bool) -> list[list[int]]:
+        """The ids of texts. Raises ApiError."""
+        model, tokenizer = self.require_ready()
+        longest = max(self.settings.server.max_prompt_tokens, model.max_context)
+        if sum(map(len, texts)) > longest * MAX_TOKEN_CHARS or any(tokenizer.exceeds(text, longest) for text in texts):
+            raise prompt_too_long(longest, None, param="prompt")
+        ticket = self.admission.enter(caller.tenant, 1)
+        try:
+            return await asyncio.to_thread(tokenizer.encode_prompts, texts, add_special_tokens=add_special_tokens)
+        finally:
+            ticket.leave()
 
     async def complete(self, request: CompletionRequest, prompt: Prompt, caller: Caller) -> Generation:
         """The same for one prompt of a text completion."""

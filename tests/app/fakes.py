@@ -321,6 +321,10 @@ class FakeEngine:
             finish_reason = reason if last else None
             report = last_report or report if last else report
             output = self.output(request, choice, chunk, report=report, timings=timings, finish_reason=finish_reason)
+            if start == 0 and choice == 0 and (top := request.prompt_logprobs) is not None:
+                likely = [(5 + n, -2.0 - n) for n in range(top)]
+                known = [TokenLogprob(logprob=-0.25, top=likely) for _ in request.token_ids[1:]]
+                output = msgspec.structs.replace(output, prompt_logprobs=known)
             stream.put(output)
             report = None
             await asyncio.sleep(script.step_s)

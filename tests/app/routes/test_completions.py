@@ -1,0 +1,147 @@
+import json
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.app.fakes import FakeEngine, Running, in_process, make_settings
+
+ANSWER = "Hello there, how are you today?"
+
+
+async def complete(running: Running, prompt: Any = "The fox", **fields: Any) -> httpx.Response:
+    return await running.http.post("/v1/completions", json={"model": "test-model", "prompt": prompt, **fields})
+
+
+async def test_a_text_goes_on(running: Running):
+    answer = (await complete(running, max_tokens=100)).json()
+    assert (answer["object"], answer["id"][:5]) == ("text_completion", "cmpl-")
+    (choice,) = answer["choices"]
+    assert choice == {"index": 0, "text": ANSWER, "logprobs": None, "finish_reason": "stop"}
+    (submit,) = running.engine.submitted
+    assert submit.token_ids == running.engine.tokenizer.encode("The fox").ids
+    assert answer["usage"]["prompt_tokens"] == len(submit.token_ids)
+    assert answer["x_cache"]["computed_tokens"] > 0
+    await complete(running)
+    assert running.engine.submitted[-1].sampling.max_tokens == 16
+
+
+@pytest.mark.parametrize(
+    ("prompt", "expected"),
+    [
+        ("The fox", [["The fox"]]),
+        (["The fox", "A dog"], [["The fox"], ["A dog"]]),
+        ([5, 6, 7], [[5, 6, 7]]),
+        ([[5, 6, 7], [8]], [[5, 6, 7], [8]]),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+async def test_prompts_are_texts_or_ids_one_or_many(running: Running, prompt, expected, stream):
+    response = await complete(running, prompt, n=2, max_tokens=100, stream=stream)
+    encode = running.engine.tokenizer.encode
+    ids = [encode(one[0]).ids if isinstance(one[0], str) else one for one in expected]
+    assert [submit.token_ids for submit in running.engine.submitted] == ids
+    assert len({submit.session_id for submit in running.engine.submitted}) == len(ids)
+    texts = [""] * 2 * len(ids)
+    if stream:
+        lines = [line.removeprefix("data: ") for line in response.text.strip().split("\n\n")]
+        assert lines[-1] == "[DONE]"
+        chunks = [json.loads(line) for line in lines[:-1]]
+        for choice in (choice for chunk in chunks for choice in chunk["choices"]):
+            texts[choice["index"]] += choice["text"]
+        assert [chunk for chunk in chunks if "x_cache" in chunk] == chunks[-1:]
+    else:
+        answer = response.json()
+        for choice in answer["choices"]:
+            texts[choice["index"]] = choice["text"]
+        assert answer["usage"]["prompt_tokens"] == sum(map(len, ids))
+        counted = sum(answer["x_cache"][f"{tier}_tokens"] for tier in ("hbm", "computed"))
+        assert counted == sum(map(len, ids))
+    assert texts == [ANSWER] * len(texts)
+
+
+async def test_echo_scores_the_prompt(running: Running):
+    """As lm-evaluation-harness asks for it."""
+    ids = running.engine.tokenizer.encode("The fox 🎉").ids
+    answer = (await complete(running, ids, max_tokens=1, logprobs=1, echo=True, temperature=0)).json()
+    (choice,) = answer["choices"]
+    logprobs = choice["logprobs"]
+    assert choice["text"] == "The fox 🎉Hello"[: len(choice["text"])]
+    assert len(logprobs["tokens"]) == len(ids) + 1
+    assert logprobs["token_logprobs"] == [None] + [-0.25] * (len(ids) - 1) + [-0.5]
+    assert logprobs["top_logprobs"][0] is None
+    assert all(logprobs["tokens"][n] in top for n, top in enumerate(logprobs["top_logprobs"]) if top is not None)
+    assert logprobs["text_offset"][:3] == [0, *logprobs["text_offset"][1:3]]
+    assert any(token.startswith("bytes:\\x") for token in logprobs["tokens"])
+    (submit,) = running.engine.submitted
+    assert (submit.prompt_logprobs, submit.truncation) == (1, "disabled")
+
+
+async def test_echo_alone_and_answers_of_no_token(running: Running):
+    echoed = (await complete(running, echo=True, max_tokens=100, n=2)).json()
+    assert [choice["text"] for choice in echoed["choices"]] == [f"The fox{ANSWER}"] * 2
+    assert running.engine.submitted[-1].prompt_logprobs is None
+    scored = (await complete(running, echo=True, max_tokens=0, logprobs=0, n=2)).json()
+    ids = running.engine.tokenizer.encode("The fox").ids
+    for choice in scored["choices"]:
+        assert (choice["text"], choice["finish_reason"]) == ("The fox", "length")
+        assert len(choice["logprobs"]["token_logprobs"]) == len(ids)
+    assert scored["usage"]["completion_tokens"] == 0
+    streamed = await complete(running, echo=True, max_tokens=100, stream=True)
+    chunks = [json.loads(line[6:]) for line in streamed.text.strip().split("\n\n")[:-1]]
+    assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == f"The fox{ANSWER}"
+
+
+async def test_logprobs_of_the_answer_alone(running: Running):
+    logprobs = (await complete(running, max_tokens=3, logprobs=2)).json()["choices"][0]["logprobs"]
+    assert logprobs["token_logprobs"] == [-0.5] * 3
+    assert logprobs["text_offset"][0] == 0
+    assert "".join(logprobs["tokens"]) == ANSWER[: len("".join(logprobs["tokens"]))]
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"suffix": "x"}, "suffix"),
+        ({"prompt": []}, "prompt"),
+        ({"prompt": ""}, "prompt"),
+        ({"prompt": ["ok", ""]}, "prompt"),
+        ({"prompt": [300]}, "prompt"),
+        ({"prompt": [["x"]]}, None),
+        ({"prompt": [1, "x"]}, None),
+        ({"prompt": [-1]}, None),
+        ({"prompt": {"x": 1}}, None),
+        ({"max_tokens": 0}, None),
+        ({"best_of": 2}, "best_of"),
+        ({"logprobs": 21}, "logprobs"),
+        ({"logprobs": True}, "logprobs"),
+        ({"echo": True, "stream": True, "logprobs": 1}, None),
+        ({"prompt": ["x"] * 257}, None),
+        ({"prompt": "x" * 300, "truncation": "disabled"}, "prompt"),
+        ({"prompt": "x" * 300, "echo": True, "logprobs": 1}, "prompt"),
+    ],
+)
+async def test_what_cannot_be_done_is_refused(running: Running, fields, param):
+    response = await complete(running, **fields)
+    error = response.json()["error"]
+    assert response.status_code == 400, error
+    assert param is None or error["param"] == param
+    assert running.engine.submitted == []
+
+
+async def test_a_batch_that_has_no_place_takes_none(engine: FakeEngine, tmp_path):
+    async with in_process(engine, make_settings(tmp_path, scheduler={"max_seqs": 1, "max_queued": 3})) as running:
+        too_many = await complete(running, ["a"] * 5)
+        assert (too_many.status_code, too_many.json()["error"]["param"]) == (400, "prompt")
+        engine.script.step_s = 0.01
+        service = running.app.state.service
+        held = service.admission.enter("local", 2)
+        refused = await complete(running, ["a", "b", "c"])
+        assert refused.status_code == 503
+        assert service.admission.taken == 2
+        assert not service.generations
+        held.leave()
+        engine.script.refuse, engine.script.refuse_after = "overloaded", 2
+        broken = await complete(running, ["a", "b", "c"])
+        assert broken.status_code == 503
+        assert (service.admission.taken, len(service.generations)) == (0, 0)
