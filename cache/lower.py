@@ -259,13 +259,16 @@ class LowerTiers:
         """Write what turns have left in DRAM; of running turns too when slots get scarce. Call it if `may_write`."""
         self._retry_s = 0.0
         pressed = self.slots.num_free < _PRESSURE * self.num_slots
-        saving = self._owners_saving()
+        saving: set[SessionName] | None = (
+            None  # asked in every step, mostly while all that is dirty belongs to who runs
+        )
         for name in list(self._dirty):
             if len(self._writes) >= _MAX_WRITES:
                 return
             runs = is_running(name)
             if name in self._writing or (runs and not pressed):
                 continue
+            saving = self._owners_saving() if saving is None else saving
             # What a turn has left is one extent: a file and its fsync cost more than a few blocks.
             if name in saving and not runs:
                 continue

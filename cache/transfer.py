@@ -28,6 +28,7 @@ from cache.plan import (
     Move,
     PutSession,
     ReleaseLoad,
+    Save,
     SealSlot,
     WriteExtent,
 )
@@ -112,6 +113,7 @@ class Transfer:
 
     def carry_out(self, moves: Sequence[Move]) -> None:
         """Copies inside HBM at once, in order, on the current stream; everything else is handed to its thread."""
+        saves: list[Save] = []
         for move in moves:
             match move:
                 case CopyRows():
@@ -121,11 +123,12 @@ class Transfer:
                 case ReleaseLoad():
                     self._loads.start(move.job_id)
                 case FillFromPage() | FillFromSlot() | SealSlot():
-                    self._saves.put(move)
+                    saves.append(move)
                 case FetchBlocks():
                     self._fetches.put(move)
                 case WriteExtent() | DeleteExtents() | PutSession():
                     self._writes.put(move)
+        self._saves.put(saves)
 
     def save(self, step: Captured, pieces: list[CapturePiece]) -> None:
         """Save these parts of a step. Waits when too much is waiting already, or always if saving is synchronous."""

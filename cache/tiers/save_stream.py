@@ -43,7 +43,7 @@ class SaveStream:
         self._backlog_bytes = 0
         self._completions = completions
         self._changed = completions.changed
-        self._orders: SimpleQueue[Save | list[CapturedRows] | None] = SimpleQueue()
+        self._orders: SimpleQueue[tuple[Save, ...] | list[CapturedRows] | None] = SimpleQueue()
         self._held: list[CapturedRows] = []
         save_kernels()  # compiled before they are needed
 
@@ -60,10 +60,12 @@ class SaveStream:
         if self._synchronous or len(self._held) >= _HELD_STEPS or step.keys[0].shape[0] > _FEW_ROWS:
             self.flush()
 
-    def put(self, order: Save) -> None:
-        """What was given to `save` before comes before it."""
-        self.flush()
-        self._orders.put(order)
+    def put(self, orders: Sequence[Save]) -> None:
+        """What was given to `save` before comes before them. Together, because to wake a thread costs both as much as
+        some of them take."""
+        if orders:
+            self.flush()
+            self._orders.put(tuple(orders))
 
     def flush(self) -> None:
         """Hand over the steps that were held back. Anything that tells about a slot has to come behind them."""
@@ -93,21 +95,26 @@ class SaveStream:
         """Saves until `close`."""
         while (order := self._orders.get()) is not None:
             started = time.perf_counter()
-            match order:
-                case list():
-                    size = self._save_captures(order)
-                    self._completions.tell(Transferred("hbm_to_dram", size, time.perf_counter() - started))
-                case FillFromSlot():
-                    for layer in range(self._slab.num_layers):
-                        for rows in (self._slab.k(layer), self._slab.v(layer)):
-                            rows[order.slot, : order.num_rows] = rows[order.source_slot, : order.num_rows]
-                case FillFromPage():
-                    self._fill_from_page(order, rotations)
-                case SealSlot():
-                    if order.num_rows:
-                        self._slab.clear_behind(order.slot, order.num_rows)
-                        self._slab.seal(order.slot)
-                    self._completions.tell(Saved(order.ticket))
+            if isinstance(order, list):
+                size = self._save_captures(order)
+                self._completions.tell(Transferred("hbm_to_dram", size, time.perf_counter() - started))
+            else:
+                self._completions.tell(*(saved for one in order if (saved := self._carry_out(one, rotations))))
+
+    def _carry_out(self, order: Save, rotations: Rotations) -> Saved | None:
+        match order:
+            case FillFromSlot():
+                for layer in range(self._slab.num_layers):
+                    for rows in (self._slab.k(layer), self._slab.v(layer)):
+                        rows[order.slot, : order.num_rows] = rows[order.source_slot, : order.num_rows]
+            case FillFromPage():
+                self._fill_from_page(order, rotations)
+            case SealSlot():
+                if order.num_rows:
+                    self._slab.clear_behind(order.slot, order.num_rows)
+                    self._slab.seal(order.slot)
+                return Saved(order.ticket)
+        return None
 
     def _save_captures(self, captures: list[CapturedRows]) -> int:
         """Rows of some steps into their slots. Returns the bytes."""
