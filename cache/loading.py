@@ -124,12 +124,10 @@ class Loads:
         """What is left of a request's load, less nothing: how much of it the step hides is not known here."""
         if context.job is None or context.job not in self.under_way:
             return 0.0
-        seconds = sum(
-            self._rates.load_s(
-                "disk_to_hbm" if block.extent is not None else "dram_to_hbm", block.num_rows * self._bytes_per_token
-            )
-            for block in self.under_way[context.job].blocks
-        )
+        rows = {"disk_to_hbm": 0, "dram_to_hbm": 0}
+        for block in self.under_way[context.job].blocks:
+            rows["disk_to_hbm" if block.extent is not None else "dram_to_hbm"] += block.num_rows
+        seconds = sum(self._rates.load_s(name, count * self._bytes_per_token) for name, count in rows.items())
         return seconds * (1 - self._arrived(context.job))
 
     def frees_room(self) -> bool:

@@ -89,15 +89,16 @@ class Matcher:
             missing = len(context.token_ids) - context.computed
             return Residency(context.computed, {}, 0, missing, context.computed, 0.0, 0.0)
         match = self.choose(context, self.match(context))
-        tokens, own, load_s = {"hbm": 0}, 0, 0.0
+        tokens, own = {"hbm": 0}, 0
         for block, (row, used) in enumerate(match.used):
             tier = self._tier(row, block)
             tokens[tier] = tokens.get(tier, 0) + used
-            if tier != "hbm":
-                load_s += self._rates.load_s(f"{tier}_to_hbm", used * self._bytes_per_token)
-            elif row.owners == (context.session,):
+            if tier == "hbm" and row.owners == (context.session,):
                 own += used
         hbm = tokens.pop("hbm")
+        load_s = sum(
+            self._rates.load_s(f"{tier}_to_hbm", count * self._bytes_per_token) for tier, count in tokens.items()
+        )
         missing = len(context.token_ids) - match.num_tokens
         compute_s = self._rates.compute_s(missing)
         return Residency(

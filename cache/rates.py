@@ -3,61 +3,50 @@
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-_TRANSFER_WEIGHT = 0.2  # of a new transfer in the means: about the last ten count
-_STEP_KEPT = 0.95  # of the evidence after one more step: about the last twenty count
-_PRIOR_STEPS = 0.02  # the weight of each of the prior's two points, in steps
-_PRIOR_SPAN = 256  # tokens between them
+_KEPT = 0.95  # of the evidence after one more sample: about the last twenty count
+_PRIOR_WEIGHT = 0.02  # of each of the prior's two points, in samples
+_PRIOR_TOKENS, _PRIOR_BYTES = 256, 4 << 20  # between them
 
 
-class Ewma:
-    """Exponentially weighted moving mean. Starts at its prior, which the first sample replaces."""
+class _Duration:
+    """seconds ~ fixed + per_unit * units, by least squares over samples that fade exponentially.
 
-    __slots__ = ("_seen", "value")
-
-    def __init__(self, prior: float) -> None:
-        self.value = prior
-        self._seen = False
-
-    def update(self, sample: float, weight: float) -> None:
-        """weight: the share of the new sample, in (0, 1]."""
-        self.value += (sample - self.value) * (weight if self._seen else 1.0)
-        self._seen = True
-
-
-class _StepTime:
-    """seconds ~ fixed + per_token * tokens, by least squares over steps that fade exponentially.
-
-    A mean of seconds per token would mislead: a step of a few tokens is all fixed cost (launches, reading the weights),
-    so a history's price would be overrated many times after a while of decoding. The prior enters as two light points,
-    scaled to the level of what was measured: while all steps have one size the line's slope is unknown, and only the
-    proportion between its parts is the prior's.
+    A mean of seconds per unit would mislead: a step of a few tokens is all fixed cost (launches, reading the weights),
+    as a load of one block is all latency, so a history's price would be overrated many times after a while of decoding,
+    or after a first load that was small. The prior enters as two light points, `span` units apart, scaled to the level
+    of what was measured: while all samples have one size the line's slope is unknown, and only the proportion between
+    its parts is the prior's.
     """
 
-    def __init__(self, fixed_s: float, s_per_token: float) -> None:
-        self._prior = (fixed_s, s_per_token)
-        self._sums = [0.0] * 5  # decayed: weight, tokens, tokens^2, seconds, tokens * seconds
-        self.fixed_s, self.s_per_token = fixed_s, s_per_token
+    def __init__(self, fixed_s: float, s_per_unit: float, span: int) -> None:
+        self._prior, self._span = (fixed_s, s_per_unit), span
+        self._sums = [0.0] * 5  # decayed: weight, units, units^2, seconds, units * seconds
+        self.fixed_s, self.s_per_unit = fixed_s, s_per_unit
 
-    def update(self, tokens: int, seconds: float) -> None:
-        sample = (1.0, tokens, tokens * tokens, seconds, tokens * seconds)
-        self._sums = [total * _STEP_KEPT + part for total, part in zip(self._sums, sample, strict=True)]
-        n, t, tt, s, ts = self._sums
+    def update(self, units: int, seconds: float) -> None:
+        sample = (1.0, units, units * units, seconds, units * seconds)
+        self._sums = [total * _KEPT + part for total, part in zip(self._sums, sample, strict=True)]
+        n, u, uu, s, us = self._sums
         fixed, slope = self._prior
-        level = s / (fixed * n + slope * t)  # the machine's pace, in units of the prior's
+        level = s / (fixed * n + slope * u)  # the machine's pace, in units of the prior's
         fixed, slope = fixed * level, slope * level
-        for tokens_at in (0, _PRIOR_SPAN):
-            seconds_at = fixed + slope * tokens_at
-            n += _PRIOR_STEPS
-            t += _PRIOR_STEPS * tokens_at
-            tt += _PRIOR_STEPS * tokens_at * tokens_at
-            s += _PRIOR_STEPS * seconds_at
-            ts += _PRIOR_STEPS * tokens_at * seconds_at
-        measured = (n * ts - t * s) / (n * tt - t * t)  # two points of the prior: the denominator is positive
+        for units_at in (0, self._span):
+            seconds_at = fixed + slope * units_at
+            n += _PRIOR_WEIGHT
+            u += _PRIOR_WEIGHT * units_at
+            uu += _PRIOR_WEIGHT * units_at * units_at
+            s += _PRIOR_WEIGHT * seconds_at
+            us += _PRIOR_WEIGHT * units_at * seconds_at
+        measured = (n * us - u * s) / (n * uu - u * u)  # two points of the prior: the denominator is positive
         if measured > 0:  # noise can tilt the line downwards; then the prior's proportion is the better guess
-            fixed, slope = (s - measured * t) / n, measured
+            fixed, slope = (s - measured * u) / n, measured
         if fixed < 0:
-            fixed, slope = 0.0, ts / tt
-        self.fixed_s, self.s_per_token = fixed, slope
+            fixed, slope = 0.0, us / uu
+        self.fixed_s, self.s_per_unit = fixed, slope
+
+    def of(self, units: int) -> float:
+        """Nothing takes no time."""
+        return self.fixed_s + self.s_per_unit * units if units > 0 else 0.0
 
 
 class Rates:
@@ -73,14 +62,18 @@ class Rates:
         num_layers: int,
         step_fixed_s: float,
         prefill_s_per_token: float,
+        transfer_fixed_s: float,
         bytes_per_s: Mapping[str, float],
     ) -> None:
-        if prefill_s_per_token <= 0 or step_fixed_s < 0 or any(rate <= 0 for rate in bytes_per_s.values()):
+        if prefill_s_per_token <= 0 or any(rate <= 0 for rate in bytes_per_s.values()):
             raise ValueError("priors of rates must be positive")
+        if step_fixed_s < 0 or transfer_fixed_s < 0:
+            raise ValueError("priors of fixed costs must be positive or 0")
         self.num_layers = num_layers
-        self._step = _StepTime(step_fixed_s, prefill_s_per_token)
-        # A ratio of means, not a mean of ratios: a transfer counts by its size, so the small ones don't drown the rest.
-        self._transfers = {name: (Ewma(rate), Ewma(1.0)) for name, rate in bytes_per_s.items()}
+        self._step = _Duration(step_fixed_s, prefill_s_per_token, _PRIOR_TOKENS)
+        self._transfers = {
+            name: _Duration(transfer_fixed_s, 1 / rate, _PRIOR_BYTES) for name, rate in bytes_per_s.items()
+        }
 
     def computed(self, tokens: int, seconds: float) -> None:
         """A step computed so many tokens in so many seconds, waiting for loads not included."""
@@ -90,25 +83,24 @@ class Rates:
     def moved(self, direction: str, num_bytes: int, seconds: float) -> None:
         """A transfer ended. Ones without bytes or duration tell nothing."""
         if num_bytes > 0 and seconds > 0:
-            bytes_mean, seconds_mean = self._transfers[direction]
-            bytes_mean.update(num_bytes, _TRANSFER_WEIGHT)
-            seconds_mean.update(seconds, _TRANSFER_WEIGHT)
+            self._transfers[direction].update(num_bytes, seconds)
 
     @property
     def prefill_s_per_token(self) -> float:
         """Seconds that one more token adds to a step."""
-        return self._step.s_per_token
+        return self._step.s_per_unit
 
     def compute_s(self, tokens: int) -> float:
         """Seconds of a step of so many tokens; 0 tokens need no step."""
-        return self._step.fixed_s + self._step.s_per_token * tokens if tokens > 0 else 0.0
+        return self._step.of(tokens)
 
     def bytes_per_s(self, direction: str) -> float:
-        bytes_mean, seconds_mean = self._transfers[direction]
-        return bytes_mean.value / seconds_mean.value
+        """Of a transfer under way."""
+        return 1 / self._transfers[direction].s_per_unit
 
     def load_s(self, direction: str, num_bytes: int) -> float:
-        return num_bytes / self.bytes_per_s(direction)
+        """Seconds of one transfer; what it takes however small it is counts once, so add up bytes, not seconds."""
+        return self._transfers[direction].of(num_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,15 +124,15 @@ def choose_load(blocks: Sequence[LoadOption], rates: Rates, new_tokens: int) -> 
     the first token comes no later than if all were computed: it leaves the processors to others. Where the link is
     slower than that, so many that the first token comes soonest. 0: it is cheaper to recompute all.
 
-    One load stream: times add up over blocks. A faster tier never makes it load less, because speed-up gains most
+    One load stream: times add up over directions. A faster tier never makes it load less, because speed-up gains most
     where most is loaded.
     """
     tokens = new_tokens + sum(block.num_tokens for block in blocks)
     best, best_s = 0, rates.compute_s(tokens)
-    load_all_s = sum(rates.load_s(block.source, block.size_bytes) for block in blocks)
-    if first_token_s(load_all_s, rates.compute_s(new_tokens), rates.num_layers) <= best_s:
+    prefixes = list(_prefixes(blocks, rates, tokens))
+    if not prefixes or first_token_s(prefixes[-1][0], rates.compute_s(new_tokens), rates.num_layers) <= best_s:
         return len(blocks)
-    for count, (load_s, left) in enumerate(_prefixes(blocks, rates, tokens), start=1):
+    for count, (load_s, left) in enumerate(prefixes, start=1):
         total_s = first_token_s(load_s, rates.compute_s(left), rates.num_layers)
         if total_s <= best_s:
             best, best_s = count, total_s
@@ -149,8 +141,8 @@ def choose_load(blocks: Sequence[LoadOption], rates: Rates, new_tokens: int) -> 
 
 def _prefixes(blocks: Sequence[LoadOption], rates: Rates, tokens: int) -> Iterable[tuple[float, int]]:
     """(seconds of loading the first n blocks, tokens left to compute), for n = 1, 2, ..."""
-    load_s = 0.0
+    sizes: dict[str, int] = {}
     for block in blocks:
-        load_s += rates.load_s(block.source, block.size_bytes)
+        sizes[block.source] = sizes.get(block.source, 0) + block.size_bytes
         tokens -= block.num_tokens
-        yield load_s, tokens
+        yield sum(rates.load_s(source, size) for source, size in sizes.items()), tokens

@@ -40,7 +40,7 @@ _PRIOR_BYTES_PER_S = {
     "hbm_to_dram": 4e9,
     "dram_to_disk": 5e8,
 }
-_PRIOR_STEP_S, _PRIOR_PREFILL_FLOPS = 0.005, 4e11
+_PRIOR_TRANSFER_S, _PRIOR_STEP_S, _PRIOR_PREFILL_FLOPS = 0.003, 0.005, 4e11
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +115,7 @@ def build_tiers(
         num_layers=len(shapes),
         step_fixed_s=_PRIOR_STEP_S,
         prefill_s_per_token=2 * parameters / _PRIOR_PREFILL_FLOPS,
+        transfer_fixed_s=_PRIOR_TRANSFER_S,
         bytes_per_s=_PRIOR_BYTES_PER_S,
     )
     return Tiers(

@@ -131,6 +131,7 @@ class Simulation:
             num_layers=machine.num_layers,
             step_fixed_s=machine.fixed_s,
             prefill_s_per_token=machine.s_per_token,
+            transfer_fixed_s=0.0,
             bytes_per_s={name: self._speed(name) for name in _DIRECTIONS},
         )
         self.cache = CacheManager(

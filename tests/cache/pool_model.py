@@ -91,6 +91,7 @@ def make_manager(
             num_layers=2,
             step_fixed_s=1e-3,
             prefill_s_per_token=1e-4,
+            transfer_fixed_s=0.0,
             bytes_per_s=dict.fromkeys(directions, bytes_per_s),
         ),
         arrived=lambda job_id: 0.0,

@@ -5,56 +5,40 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cache.rates import Ewma, LoadOption, Rates, choose_load, first_token_s
+from cache.rates import LoadOption, Rates, choose_load, first_token_s
 
 MB = 1_000_000
 
 
-def make_rates(num_layers=4, step_fixed_s=0.0, prefill_s_per_token=1e-3, **bytes_per_s):
+def make_rates(num_layers=4, step_fixed_s=0.0, prefill_s_per_token=1e-3, transfer_fixed_s=0.0, **bytes_per_s):
     return Rates(
         num_layers=num_layers,
         step_fixed_s=step_fixed_s,
         prefill_s_per_token=prefill_s_per_token,
+        transfer_fixed_s=transfer_fixed_s,
         bytes_per_s=bytes_per_s or {"dram_to_hbm": 1e9, "disk_to_hbm": 1e8},
     )
-
-
-def test_the_first_sample_replaces_the_prior_and_the_next_are_averaged():
-    mean = Ewma(100.0)
-    assert mean.value == 100.0
-    mean.update(10.0, 0.25)
-    assert mean.value == 10.0
-    mean.update(20.0, 0.25)
-    assert mean.value == 12.5  # 10 + 0.25 * (20 - 10)
-
-
-@given(samples=st.lists(st.floats(1, 1e6), min_size=1), weight=st.floats(0.01, 1))
-def test_a_mean_lies_among_its_samples(samples, weight):
-    mean = Ewma(0.0)
-    for sample in samples:
-        mean.update(sample, weight)
-    assert min(samples) * (1 - 1e-9) <= mean.value <= max(samples) * (1 + 1e-9)
 
 
 def test_priors_serve_until_something_is_measured():
     rates = make_rates(step_fixed_s=0.02, prefill_s_per_token=1e-3, dram_to_hbm=2e9)
     assert rates.compute_s(100) == pytest.approx(0.12)
     assert rates.compute_s(0) == 0.0
-    assert rates.bytes_per_s("dram_to_hbm") == 2e9
+    assert rates.bytes_per_s("dram_to_hbm") == pytest.approx(2e9)
     assert rates.load_s("dram_to_hbm", 4_000) == pytest.approx(2e-6)
     rates.moved("dram_to_hbm", 0, 1.0)  # tells nothing
     rates.moved("dram_to_hbm", 10, 0.0)
     rates.computed(0, 1.0)
     rates.computed(5, 0.0)
     assert rates.compute_s(100) == pytest.approx(0.12)
-    assert rates.bytes_per_s("dram_to_hbm") == 2e9
+    assert rates.bytes_per_s("dram_to_hbm") == pytest.approx(2e9)
     with pytest.raises(KeyError):
         rates.moved("dram_to_mars", 10, 1.0)
 
 
 @pytest.mark.parametrize(
     "prior",
-    [{"prefill_s_per_token": 0.0}, {"step_fixed_s": -1.0}, {"dram_to_hbm": 0.0}],
+    [{"prefill_s_per_token": 0.0}, {"step_fixed_s": -1.0}, {"transfer_fixed_s": -1.0}, {"dram_to_hbm": 0.0}],
     ids=lambda prior: next(iter(prior)),
 )
 def test_a_prior_that_cannot_be_is_refused(prior):
@@ -62,13 +46,31 @@ def test_a_prior_that_cannot_be_is_refused(prior):
         make_rates(**prior)
 
 
-def test_a_transfer_counts_by_its_size():
+def test_small_transfers_tell_the_latency_and_large_ones_the_bandwidth():
     rates = make_rates()
     for _ in range(50):
-        rates.moved("dram_to_hbm", 100 * MB, 0.1)  # 1 GB/s
-        rates.moved("dram_to_hbm", 1_000, 0.001)  # 1 MB/s: latency, no bandwidth
-    # bytes over seconds: 100.001 MB in 101 ms give 990 MB/s; the mean of the two ratios would be 500 MB/s.
-    assert rates.bytes_per_s("dram_to_hbm") == pytest.approx(990e6, rel=0.01)
+        rates.moved("dram_to_hbm", 100 * MB, 0.101)
+        rates.moved("dram_to_hbm", 1_000, 0.001)
+    # 1 ms and 1 GB/s; bytes over seconds, all in all, would give 980 MB/s, and for the small ones a thousandth of it.
+    assert rates.bytes_per_s("dram_to_hbm") == pytest.approx(1e9, rel=0.01)
+    assert rates.load_s("dram_to_hbm", 1) == pytest.approx(0.001, rel=0.1)
+
+
+def test_a_small_first_load_does_not_make_a_history_look_dear():
+    """A conversation's open block comes from disk before anything else does."""
+    rates = make_rates(12, 0.005, 2e-4, transfer_fixed_s=0.003, disk_to_hbm=1.5e9)
+    rates.computed(1000, 0.24)
+    history = [LoadOption(400_000, "disk_to_hbm", 32)] * 34
+    for _ in range(10):
+        rates.moved("disk_to_hbm", 400_000, 0.015)  # 27 MB/s; at that pace the history would take half a second
+        assert choose_load(history, rates, 140) == len(history)
+
+
+def test_transfers_of_one_size_are_foreseen():
+    rates = make_rates(transfer_fixed_s=0.003, disk_to_hbm=1.5e9)
+    for _ in range(3):
+        rates.moved("disk_to_hbm", 17 * MB, 0.113)
+        assert rates.load_s("disk_to_hbm", 17 * MB) == pytest.approx(0.113)
 
 
 @given(
@@ -108,6 +110,15 @@ def test_whatever_is_measured_time_is_positive_and_grows_with_tokens(steps):
         rates.computed(tokens, seconds)
     assert rates.prefill_s_per_token > 0
     assert 0 < rates.compute_s(1) < rates.compute_s(64) < rates.compute_s(4096)
+
+
+@given(transfers=st.lists(st.tuples(st.integers(1, 1 << 30), st.floats(1e-5, 10.0)), max_size=60))
+def test_whatever_is_measured_a_load_takes_time_and_more_of_it_more(transfers):
+    rates = make_rates(transfer_fixed_s=0.003)
+    for size, seconds in transfers:
+        rates.moved("disk_to_hbm", size, seconds)
+    assert 0 < rates.load_s("disk_to_hbm", 1 << 12) < rates.load_s("disk_to_hbm", 1 << 24)
+    assert rates.load_s("disk_to_hbm", 0) == 0
 
 
 @given(
