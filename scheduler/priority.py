@@ -2,6 +2,7 @@
 
 from bisect import bisect_left, insort
 from collections.abc import Container, Iterator
+from collections.abc import Sequence as Items
 from enum import IntEnum
 
 from scheduler.ports import CacheView, Residency
@@ -12,9 +13,9 @@ _REFRESH_TOKENS = 8192  # contexts looked up per step: a quarter of a millisecon
 
 
 class TransferClass(IntEnum):
-    """Smaller starts first. A load that hides behind the computation of the new tokens counts as none."""
+    """Smaller starts first. What is loaded without anybody waiting for it is as good as in HBM."""
 
-    IN_HBM = 1  # some of the session's own KV is in HBM, even if a part has to be computed
+    IN_HBM = 1  # some of the session's own KV is in HBM, even if a part has to be computed, or comes hidden
     NOTHING_TO_LOAD = 2  # no history, all of it lost, or cheaper to recompute; a shared system prompt is no history
     LOADS = 3
 
@@ -27,8 +28,9 @@ def standing(residency: Residency, hidden_s: float) -> Standing:
     """hidden_s: a load that would hold up its step no longer than that is hidden."""
     if residency.bytes_to_load and residency.exposed_s > hidden_s:
         return TransferClass.LOADS, residency.bytes_to_load
-    own = residency.own_hbm_tokens > 0
-    return (TransferClass.IN_HBM if own else TransferClass.NOTHING_TO_LOAD), residency.bytes_to_load
+    # Bytes of hidden loads do not count either: who passes because of them saves nothing, and others wait for it.
+    has_own = residency.own_hbm_tokens > 0 or residency.bytes_to_load > 0
+    return (TransferClass.IN_HBM if has_own else TransferClass.NOTHING_TO_LOAD), 0
 
 
 class Standings:
@@ -103,6 +105,9 @@ class PriorityQueue:
         self._standings.forget(sequence)
 
     dispatch = remove
+
+    def foresee(self, opens_s: Items[float], loading_s: float) -> None:
+        """By where KV is now."""
 
     def refresh(self) -> None:
         for sequence, before in self._standings.refresh():

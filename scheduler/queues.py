@@ -1,6 +1,7 @@
 """The order in which waiting requests start: what the scheduler asks of it, and first come, first served."""
 
 from collections.abc import Container, Iterable
+from collections.abc import Sequence as Items
 from itertools import islice
 from typing import Protocol
 
@@ -29,6 +30,11 @@ class WaitingQueue(Protocol):
     def refresh(self) -> None:
         """Look again where the KV of those who wait is. Once a step; the order changes here alone, and by the three
         events."""
+        ...
+
+    def foresee(self, opens_s: Items[float], loading_s: float) -> None:
+        """opens_s: when each place is expected to be free, in seconds, ascending; loading_s: what is left of the loads
+        under way. The order may change by it."""
         ...
 
     def best(self, skipped: Container[Sequence]) -> Sequence | None:
@@ -76,6 +82,9 @@ class FcfsQueue:
     def remove(self, sequence: Sequence) -> None:
         del self._waiting[sequence]
         self._order = None
+
+    def foresee(self, opens_s: Items[float], loading_s: float) -> None:
+        """Nor on how long it will take."""
 
     def refresh(self) -> None:
         """The order does not depend on where KV is."""

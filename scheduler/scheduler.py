@@ -214,6 +214,7 @@ class Scheduler:
         preempted: list[Sequence] = []
         self._learn(now - self._began_s)
         self._queue.refresh()
+        self._foresee(now)
         loading = {s.request_id: stall for s in self._running if (stall := self._cache.stall_s(s.request_id))}
         decoding = [s for s in self._running if s.pending_tokens == 1 and s.request_id not in loading]
         for sequence in decoding:
@@ -461,14 +462,23 @@ class Scheduler:
 
     # --- loading ahead ------------------------------------------------------------------------------------------------
 
-    def _admit_ahead(self, now: float) -> None:
-        """Let the KV of those next in line come while those who run take all places, each as late as will do."""
+    def _foresee(self, now: float) -> float:
+        """Tell the queue when places will be free. Returns what is left of the loads under way, in seconds."""
         loading_s = self._ahead.look(now)
-        if self.free_places or not self.num_waiting:
+        if self.num_waiting:
+            loading_s += sum(self._cache.stall_s(sequence.request_id) for sequence in self._running)
+            opens_s = [0.0] * self.free_places + sorted(self._remaining_s(s, now) for s in self._running)
+            self._queue.foresee(opens_s, loading_s)
+        return loading_s
+
+    def _admit_ahead(self, now: float) -> None:
+        """Let the KV of those next in line come while those who run take all places, or all of the step, each as late
+        as will do."""
+        if not self.num_waiting:
             return
+        loading_s = self._foresee(now)
         front = list(islice((*self._resumed, *self._queue.front()), _FRONT))
         self._watch(front)
-        loading_s += sum(self._cache.stall_s(sequence.request_id) for sequence in self._running)
         waiting = []
         for sequence in front:
             if self._cache.waits_for_sibling(sequence.request_id):
@@ -477,7 +487,7 @@ class Scheduler:
             waiting.append(timer.WaitingLoad(sequence.request_id, load_s))
         if all(load.load_s is None for load in waiting):
             return
-        due = timer.due([self._remaining_s(s, now) for s in self._running], 0, loading_s, waiting)
+        due = timer.due([self._remaining_s(s, now) for s in self._running], self.free_places, loading_s, waiting)
         for sequence in front:
             if sequence.request_id not in due:
                 continue

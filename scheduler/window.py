@@ -2,6 +2,7 @@
 long."""
 
 from collections.abc import Container, Iterable, Mapping
+from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -56,6 +57,9 @@ class ShuffledWindow:
     before it, for whatever reason; at size - 1 none of these may pass it any more: it is waited for. So between its
     entry and its start at most 2 * (size - 1) others start: those it found inside, and as many later ones.
 
+    While all places are taken, a member whose load will have ended by its turn, if all start in order of arrival, has
+    nothing to load: passing it would save nothing. For a place that is free, only what is there counts.
+
     CaR says no more than "fixed-size window at the front of the queue" and "acceptable waiting time"; this is our
     reading of it.
     """
@@ -71,6 +75,7 @@ class ShuffledWindow:
         self._entries = 0
         self._arrived: dict[Sequence, int] = {}  # of all who wait
         self._members: dict[Sequence, Member] = {}  # in order of entry
+        self._hidden: set[Sequence] = set()  # members whose load will have ended by their turn
         self._order: list[Sequence] | None = None  # of the members; None: to be found
         # The members, the others, and both, as they were told last.
         self._told: tuple[list[Sequence], list[Sequence], list[Sequence]] = [], [], []
@@ -97,6 +102,19 @@ class ShuffledWindow:
         self._entry.refresh()
         if self._standings.refresh():
             self._order = None
+
+    def foresee(self, opens_s: Items[float], loading_s: float) -> None:
+        hidden: set[Sequence] = set()
+        if opens_s and opens_s[0] > 0:
+            # The link takes one load after the other, and who has waited longest is served first.
+            for place, sequence in enumerate(sorted(self._members, key=self._arrived.__getitem__)):
+                load_s = self._standings.load_s(sequence)
+                if load_s is not None:
+                    loading_s += load_s
+                    if place >= len(opens_s) or loading_s <= opens_s[place]:
+                        hidden.add(sequence)
+        if hidden != self._hidden:
+            self._hidden, self._order = hidden, None
 
     def best(self, skipped: Container[Sequence]) -> Sequence | None:
         last_entry = self._last_entry()
@@ -139,15 +157,18 @@ class ShuffledWindow:
 
     def class_of(self, sequence: Sequence) -> TransferClass:
         """Of a member."""
-        return self._standings[sequence][0]
+        return self._standing(sequence)[0]
 
     def _last_entry(self) -> int:
         """Number of the last entry that may start: nobody passes a member that was overtaken often enough."""
         spent = (m.entered for m in self._members.values() if m.overtaken >= self.size - 1)
         return next(spent, self._entries)
 
+    def _standing(self, sequence: Sequence) -> Standing:
+        return (TransferClass.IN_HBM, 0) if sequence in self._hidden else self._standings[sequence]
+
     def _rank(self, sequence: Sequence) -> tuple[Standing, int]:
-        return self._standings[sequence], self._members[sequence].arrived
+        return self._standing(sequence), self._members[sequence].arrived
 
     def _in_order(self) -> list[Sequence]:
         """Plays what `best` and `dispatch` would do."""
@@ -170,6 +191,7 @@ class ShuffledWindow:
 
     def _leave(self, sequence: Sequence) -> None:
         del self._members[sequence]
+        self._hidden.discard(sequence)
         self._standings.forget(sequence)
         self._order = None
 

@@ -53,6 +53,18 @@ def test_while_a_place_is_free_nobody_is_ahead():
     assert loop.step() == [("a", 1), ("b", 1)]
 
 
+def test_a_load_does_not_wait_for_room_in_the_step():
+    loop = a_full_house(max_seqs=2)
+    loop.add("long", 100)
+    second = loop.add("b", 8)
+    assert loop.step() == [("long", 16)]
+    assert set(loop.cache.held) == {"long", "b"}, "its place is free, and there is time to load"
+    assert second.scheduled_s is None
+    for _ in range(6):
+        loop.step()
+    assert loop.running == ["long", "b"]
+
+
 def test_who_is_ahead_gives_way_to_who_runs():
     loop = a_full_house(room=12)
     loop.add("a", 5, max_tokens=6)

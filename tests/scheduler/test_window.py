@@ -87,10 +87,42 @@ def test_inside_the_order_is_class_bytes_arrival():
 
 
 def test_a_load_that_hides_is_no_load():
+    window, where = make_window(5)
+    add(window, where, "far", LOADS, size=100)
+    hidden = add(window, where, "hidden", LOADS, size=2)  # 0.02 s
+    add(window, where, "here", IN_HBM)
+    add(window, where, "new", NOTHING)
+    assert names(window.front()) == ["hidden", "here", "new", "far"], "its KV is as good as in HBM"
+    assert window.class_of(hidden) is IN_HBM
+
+
+def test_a_load_that_ends_before_its_turn_is_no_load():
+    """At 100 bytes a second, one after the other, in the order of arrival."""
+    window, where = make_window(6)
+    for name, size in (("a", 100), ("b", 300), ("c", 100)):
+        add(window, where, name, LOADS, size=size)
+    add(window, where, "here", IN_HBM)
+    assert names(window.front()) == ["here", "a", "c", "b"]
+    window.foresee([1.5, 5.0, 6.0], 0.0)  # loads end at 1, 4 and 5 s
+    assert names(window.front()) == ["a", "b", "c", "here"]
+    window.foresee([1.5, 5.0, 6.0], 1.0)  # another load is under way for a second
+    assert names(window.front()) == ["b", "c", "here", "a"], "only a would be late"
+    window.foresee([1.5, 3.0, 4.5], 0.0)
+    assert names(window.front()) == ["a", "here", "c", "b"], "only a would not"
+    window.foresee([1.5], 0.0)
+    assert names(window.front()) == ["a", "b", "c", "here"], "what is needed after all who run have ended is in time"
+
+
+def test_for_a_free_place_only_what_is_there_counts():
     window, where = make_window(4)
     add(window, where, "far", LOADS, size=100)
-    add(window, where, "hidden", LOADS, size=2)  # 0.02 s
-    assert names(window.front()) == ["hidden", "far"]
+    add(window, where, "here", IN_HBM)
+    window.foresee([0.0, 5.0], 0.0)
+    assert names(window.front()) == ["here", "far"]
+    window.foresee([2.0, 5.0], 0.0)
+    assert names(window.front()) == ["far", "here"]
+    window.foresee([0.0, 5.0], 0.0)
+    assert drain(window) == ["here", "far"]
 
 
 def test_nobody_outside_starts_before_those_inside():
@@ -175,6 +207,22 @@ def test_by_class_they_come_in_as_they_would_go_out():
     assert names(window.inside) == ["far1", "here"]
 
 
+def test_the_scheduler_says_when_places_will_be_free():
+    loop = make_loop(max_seqs=1, policy="car")
+    running = loop.add("running", 4, max_tokens=16)
+    loop.step()
+    loop.cache.to_load["far"] = 50  # half a second
+    loop.cache.own["here"] = 1
+    loop.add("far", 4)
+    loop.add("here", 4)
+    for _ in range(3):  # a second each
+        loop.scheduler.ran(1.0, 0.0)
+        loop.step()
+    assert loop.scheduler.upcoming() == ["far", "here"], "it has ended long before the place is free"
+    loop.remove(running)
+    assert loop.step() == [("here", 4)]
+
+
 # --- properties -------------------------------------------------------------------------------------------------------
 
 STEPS = st.lists(
@@ -183,6 +231,7 @@ STEPS = st.lists(
         st.tuples(st.just("start"), st.integers(0, 2**16), st.just(0), st.just(0)),
         st.tuples(st.just("cancel"), st.integers(0, 2**16), st.just(0), st.just(0)),
         st.tuples(st.just("move"), st.sampled_from(list(TransferClass)), st.integers(0, 99), st.integers(3, 9)),
+        st.tuples(st.just("foresee"), st.lists(st.floats(0, 30), max_size=4), st.integers(0, 9), st.just(0)),
     ),
     max_size=120,
 )
@@ -200,6 +249,8 @@ def test_nobody_inside_is_overtaken_more_than_w_minus_one_times(steps, size, by_
             name = waiting[who % len(waiting)].request_id
             where.classes[name], where.bytes[name] = what, 100 * weight
             window.refresh()
+        elif action == "foresee":
+            window.foresee(sorted(what), who)
         elif action == "cancel" and waiting:
             gone = waiting.pop(what % len(waiting))
             window.remove(gone)
