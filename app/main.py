@@ -1,34 +1,47 @@
 """create_app: settings in, the ASGI application out."""
 
+import asyncio
+import logging
+import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any
 
 from fastapi import FastAPI
 from starlette.types import Scope
 
+from app import answer_log
 from app.auth import Keyring, load_tenant_secret
 from app.errors import install_handlers
-from app.generation import Engine
+from app.generation import Engine, Generation
+from app.logs import EngineOutput
 from app.middleware import Authentication, RequestContext
 from app.routes import chat, completions, events, models, ops, page, sessions, tokens
 from app.service import Service
 from app.settings import Settings
 from app.text_thread import TextThread
+from app.tracing import make_tracer
 from app.transcript import Transcripts
+from app.version import version
 from engine.client import EngineClient
+
+log = logging.getLogger(__name__)
 
 
 def create_app(settings: Settings, *, engine: Engine | None = None) -> FastAPI:
     """The app, with an engine process of its own unless one is given. Nothing runs before its lifespan starts.
 
-    Makes the state directory. Raises OSError, or ValueError for a damaged secret.
+    Makes the state directory. Raises OSError, ValueError for a damaged secret, or TracingUnavailable.
     """
+    tracer = make_tracer(settings.server.traces_endpoint, version())
     secret = load_tenant_secret(settings.state_dir)
     if engine is None:
+        json_lines: dict[str, Any] = {"echo": EngineOutput(_write)} if settings.server.log_format == "json" else {}
         engine = EngineClient(
             config=settings.engine_config(secret),
             start_timeout_s=settings.engine.start_timeout_s,
             hang_timeout_s=settings.engine.hang_timeout_s,
+            **json_lines,
         )
     transcripts = Transcripts(
         path=settings.state_dir / "transcripts.sqlite3",
@@ -37,7 +50,16 @@ def create_app(settings: Settings, *, engine: Engine | None = None) -> FastAPI:
         max_answers_per_prompt=settings.cache.answers_per_prompt,
     )
     text_thread = TextThread(transcripts)
-    service = Service(settings=settings, engine=engine, transcripts=text_thread)
+
+    def answered(generation: Generation, tenant: str) -> None:
+        try:
+            tracer.answered(generation, tenant)
+            if settings.server.access_log:
+                answer_log.note(generation, tenant)
+        except Exception:
+            log.exception("an answer could not be noted")  # nobody's answer fails for that
+
+    service = Service(settings=settings, engine=engine, transcripts=text_thread, on_answered=answered)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -46,6 +68,7 @@ def create_app(settings: Settings, *, engine: Engine | None = None) -> FastAPI:
             yield
         finally:
             await service.stop()
+            await asyncio.to_thread(tracer.close)
 
     def count(scope: Scope, status: int) -> None:
         # The path of the route, not of the request: a scanner must not fill the metrics with labels.
@@ -63,3 +86,8 @@ def create_app(settings: Settings, *, engine: Engine | None = None) -> FastAPI:
     app.add_middleware(Authentication, keyring=keyring)
     app.add_middleware(RequestContext, on_done=count, log_access=settings.server.access_log)
     return app
+
+
+def _write(text: str) -> None:
+    sys.stderr.write(text)
+    sys.stderr.flush()

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from app import logs, tracing
 from app.auth import Keyring
 from app.errors import ApiError, ClientGone, internal_error
 
@@ -38,6 +39,8 @@ class RequestContext:
         given = headers.get("x-request-id", "")
         request_id = given if _REQUEST_ID.fullmatch(given) else f"req_{secrets.token_hex(12)}"
         scope.setdefault("state", {}).update(arrived_s=arrived_s, request_id=request_id)
+        logs.request_id.set(request_id)
+        tracing.traceparent.set(headers.get("traceparent", ""))
         status = 0
 
         async def send_with_id(message: Message) -> None:
@@ -66,7 +69,8 @@ class RequestContext:
             if self._log_access:
                 took_ms = (time.monotonic() - arrived_s) * 1e3
                 path = scope["path"].encode("unicode_escape").decode()[:200]
-                access_log.info("%s %s %d %.1f ms %s", scope["method"], path, status, took_ms, request_id)
+                fields = {"method": scope["method"], "path": path, "status": status, "took_ms": round(took_ms, 1)}
+                access_log.info("request", extra={"fields": fields})
 
 
 def _two_lengths() -> ApiError:

@@ -5,6 +5,7 @@ import contextlib
 import logging
 import secrets
 import time
+from collections.abc import Callable
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
@@ -67,7 +68,15 @@ class Status(StrEnum):
 class Service:
     """One per app. Belongs to one event loop."""
 
-    def __init__(self, *, settings: Settings, engine: Engine, transcripts: TextThread) -> None:
+    def __init__(
+        self,
+        *,
+        settings: Settings,
+        engine: Engine,
+        transcripts: TextThread,
+        on_answered: Callable[[Generation, str], None],
+    ) -> None:
+        """`on_answered` hears of every generation that is over, and whose it was."""
         self.settings = settings
         self.engine = engine
         self.model: ModelInfo | None = None  # once loaded it stays, also while the engine restarts
@@ -81,6 +90,7 @@ class Service:
         self.metrics = Metrics(engine=engine, active=lambda: len(self.generations))
         self.live = Live(engine=engine, places=settings.server.watchers)
         self._transcripts = transcripts
+        self._on_answered = on_answered
         self._tokenizer: ChatTokenizer | None = None
         self._ready = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
@@ -302,6 +312,7 @@ class Service:
 
     def _closed(self, generation: Generation, *, keep_s: float | None, tenant: str) -> None:
         self.generations.discard(generation)
+        self._on_answered(generation, tenant)
         if keep_s is not None and keep_s != self.settings.cache.ttl_s and any(c.token_ids for c in generation.choices):
             task = asyncio.create_task(self._keep(generation.prompt.session_id, tenant, keep_s))
             self._keeping.add(task)

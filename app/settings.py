@@ -173,7 +173,16 @@ class ServerSettings(_Section):
     watchers: int = Field(
         32, ge=0, le=4096, description="pages that may watch /v1/events at once; a key may hold a fourth"
     )
-    access_log: bool = Field(False, description="one log line per request (method, path, status, time)")
+    access_log: bool = Field(
+        False, description="one log line per request, and one per answer with its tokens by tier; never its text"
+    )
+    log_format: Literal["text", "json"] = Field("text", description="log lines for people, or JSON objects")
+    traces_endpoint: str = Field(
+        "",
+        max_length=2048,
+        pattern=r"^(https?://\S+)?$",
+        description="where OpenTelemetry traces go, as http://127.0.0.1:4318/v1/traces; empty: nowhere",
+    )
 
     @model_validator(mode="after")
     def _lets_in_whom_it_should(self) -> "ServerSettings":

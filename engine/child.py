@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import cast
 
@@ -47,6 +47,11 @@ def engine_environment(config: EngineConfig, base: Mapping[str, str]) -> dict[st
     return {**taste, **inherited, **ours}
 
 
+def to_stderr(text: str) -> None:
+    sys.stderr.write(text)
+    sys.stderr.flush()
+
+
 class EngineChild(asyncio.SubprocessProtocol):
     """A running engine process, the leader of a session of its own. `spawn` makes it; it belongs to one event loop.
 
@@ -54,10 +59,17 @@ class EngineChild(asyncio.SubprocessProtocol):
     the engine has started can hold open.
     """
 
-    def __init__(self, *, socket: zmq.asyncio.Socket, directory: "tempfile.TemporaryDirectory[str]") -> None:
+    def __init__(
+        self,
+        *,
+        socket: zmq.asyncio.Socket,
+        directory: "tempfile.TemporaryDirectory[str]",
+        echo: Callable[[str], object],
+    ) -> None:
         self.exited = asyncio.Event()
         self.heard_s = asyncio.get_running_loop().time()  # when it last said something, or was started
         self._socket = socket
+        self._echo = echo
         self._directory = directory  # of the socket's file, until the engine has connected
         self._outbox: asyncio.Queue[ToEngine] = asyncio.Queue()
         self._output_ended = asyncio.Event()
@@ -66,9 +78,15 @@ class EngineChild(asyncio.SubprocessProtocol):
 
     @classmethod
     async def spawn(
-        cls, *, command: Sequence[str], config: EngineConfig, context: zmq.asyncio.Context
+        cls,
+        *,
+        command: Sequence[str],
+        config: EngineConfig,
+        context: zmq.asyncio.Context,
+        echo: Callable[[str], object],
     ) -> "EngineChild":
-        """Raises OSError or zmq.ZMQError when the machine has no process or no socket for us."""
+        """`echo` hears what the process writes. Raises OSError or zmq.ZMQError when the machine has no process or no
+        socket for us."""
         loop = asyncio.get_running_loop()
         # Mode 0700: nobody else can speak to the engine. A new one each time: a restarted engine never sees what was
         # meant for the one before.
@@ -80,7 +98,7 @@ class EngineChild(asyncio.SubprocessProtocol):
             socket.setsockopt(zmq.LINGER, 0)
             socket.bind(endpoint)
             transport, child = await loop.subprocess_exec(
-                lambda: cls(socket=socket, directory=directory),
+                lambda: cls(socket=socket, directory=directory, echo=echo),
                 *command,
                 env=engine_environment(config, os.environ),
                 stderr=subprocess.STDOUT,
@@ -157,8 +175,7 @@ class EngineChild(asyncio.SubprocessProtocol):
         text = self._decoder.decode(data)
         self._tail = (self._tail + text)[-TAIL_CHARS:]
         with contextlib.suppress(OSError, ValueError):  # our own stderr may be gone; the engine's must still be read
-            sys.stderr.write(text)
-            sys.stderr.flush()
+            self._echo(text)
 
     def process_exited(self) -> None:
         self.exited.set()

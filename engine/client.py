@@ -7,14 +7,14 @@ import asyncio
 import logging
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import StrEnum
 from typing import NamedTuple
 
 import zmq
 import zmq.asyncio
 
-from engine.child import EngineChild
+from engine.child import EngineChild, to_stderr
 from engine.messages import (
     Abort,
     EngineConfig,
@@ -99,7 +99,8 @@ class EngineClient:
     """Keeps one engine process alive and talks to it.
 
     start_timeout_s bounds the loading of a model, hang_timeout_s the silence of an engine that is ready: it must exceed
-    the heartbeat's second and the longest step. Past either the process is killed and restarted.
+    the heartbeat's second and the longest step. Past either the process is killed and restarted. `echo` hears what the
+    engine process writes to its stdout and stderr.
     """
 
     def __init__(
@@ -109,6 +110,7 @@ class EngineClient:
         start_timeout_s: float,
         hang_timeout_s: float,
         command: Sequence[str] = ENGINE_COMMAND,
+        echo: Callable[[str], object] = to_stderr,
     ) -> None:
         self.state = EngineState.STOPPED
         self.failure: str | None = None  # why, in state failed
@@ -119,6 +121,7 @@ class EngineClient:
         self._start_timeout_s = start_timeout_s
         self._hang_timeout_s = hang_timeout_s
         self._command = command
+        self._echo = echo
         self._state_changed = asyncio.Event()
         self._supervisor: asyncio.Task[None] | None = None
         self._child: EngineChild | None = None
@@ -276,7 +279,9 @@ class EngineClient:
         clock = asyncio.get_running_loop().time
         self._started_s, self._ready_s = clock(), math.inf
         try:
-            child = await EngineChild.spawn(command=self._command, config=self._config, context=context)
+            child = await EngineChild.spawn(
+                command=self._command, config=self._config, context=context, echo=self._echo
+            )
         except (OSError, zmq.ZMQError) as error:
             return _End(reason=f"could not be started: {error}", output="", refusal=None, healthy=False)
         self._child = child
