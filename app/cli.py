@@ -5,22 +5,24 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Literal, get_args, get_origin
+from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.panel import Panel
-from rich.table import Table
 
-from app import cache_cli
+from app import cache_cli, doctor, logs
 from app.main import create_app
-from app.routes.ops import version
+from app.memory_plan import panel
 from app.server import Server
-from app.settings import GIB, Settings, SettingsError, known_settings, load_settings, parse_flags
+from app.settings import Settings, SettingsError, load_settings, parse_flags
+from app.settings_help import ServeCommand, tables
+from app.tracing import TracingUnavailable
+from app.version import version
 from engine.messages import ModelInfo
 
 console = Console(stderr=True, highlight=False)
-cli = typer.Typer(add_completion=False, no_args_is_help=True, help="An LLM server that keeps conversations' KV cache.")
+log = logging.getLogger(__name__)
+cli = typer.Typer(no_args_is_help=True, help="An LLM server that keeps conversations' KV cache.")
 cli.add_typer(cache_cli.cli, name="cache")
 
 
@@ -40,10 +42,14 @@ def _program(
     context.obj = open_stores
 
 
+ANY_SETTING = {"allow_extra_args": True, "ignore_unknown_options": True}
+
+
 @cli.command(
-    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
-    epilog="Every setting is also a flag, --section.key VALUE, and an environment variable, REPRISE_SECTION__KEY; "
-    "`reprise settings` lists them.",
+    cls=ServeCommand,
+    context_settings=ANY_SETTING,
+    epilog="Every setting below is a flag, --section.key VALUE, an environment variable, REPRISE_SECTION__KEY, and a "
+    "line of the file.",
 )
 def serve(
     context: typer.Context,
@@ -53,22 +59,25 @@ def serve(
     config: Annotated[Path | None, typer.Option(help="TOML file with settings.")] = None,
 ) -> None:
     """Serve the OpenAI API."""
-    try:
-        flags = parse_flags(context.args)
-        short = {"model.source": model, "server.host": host, "server.port": port}
-        flags.update({name: str(value) for name, value in short.items() if value is not None})
-        settings = load_settings(flags=flags, environ=os.environ, config=config)
-    except SettingsError as error:
-        console.print(f"reprise: {error}", markup=False)
-        raise typer.Exit(2) from None
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
-    logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
+    settings = _settings(context, config, {"model.source": model, "server.host": host, "server.port": port})
+    logs.configure(settings.server.log_format)
     try:
         app = create_app(settings)
+    except TracingUnavailable as error:
+        console.print(f"reprise: {error}", markup=False)
+        raise typer.Exit(1) from None
     except (OSError, ValueError) as error:
         console.print(f"reprise: cannot use {settings.state_dir}: {error}", markup=False)
         raise typer.Exit(1) from None
-    server = Server(app, settings.server, on_ready=lambda info, url: show_plan(settings, info, url))
+    as_panel = settings.server.log_format == "text"
+
+    def on_ready(model: ModelInfo, url: str) -> None:
+        if as_panel:
+            console.print(panel(settings, model, url))
+        else:
+            log.info("ready", extra={"fields": {"url": url, "model": model.name, "memory_plan": model.memory_plan}})
+
+    server = Server(app, settings.server, on_ready=on_ready)
     try:
         server.serve_forever()
     except OSError as error:
@@ -94,45 +103,36 @@ def measure(context: typer.Context) -> None:
     load(context.args)
 
 
+@cli.command("doctor", context_settings=ANY_SETTING)
+def examine(
+    context: typer.Context,
+    model: Annotated[str | None, typer.Option(help="Directory or hub id; default: the bundled chat model.")] = None,
+    config: Annotated[Path | None, typer.Option(help="TOML file with settings.")] = None,
+) -> None:
+    """Check what this machine has for these settings, and say what to do about the rest."""
+    settings = _settings(context, config, {"model.source": model})
+    findings = doctor.examine(settings)
+    Console(highlight=False).print(doctor.report(findings))
+    if any(finding.level is doctor.Level.FAIL for finding in findings):
+        raise typer.Exit(1)
+
+
 @cli.command("settings")
 def list_settings() -> None:
     """List every setting with its default."""
-    table = Table("setting", "default", "meaning", box=None, padding=(0, 2, 0, 0))
-    for name, field in known_settings():
-        default = field.default
-        shown = ("true" if default else "false") if isinstance(default, bool) else str(default)
-        choices = f" ({' | '.join(get_args(field.annotation))})" if get_origin(field.annotation) is Literal else ""
-        table.add_row(name, "" if default in ((), "") else shown, f"{field.description}{choices}")
-    Console().print(table)
+    for table in tables():
+        Console().print(table)
 
 
-def show_plan(settings: Settings, model: ModelInfo, url: str) -> None:
-    """What runs where, and what memory it takes: nobody should find out from an OOM killer."""
-    kv_bytes = model.hbm_tokens * model.kv_bytes_per_token
-    plan = ", ".join(f"{name} {size / GIB:.2f} GiB" for name, size in model.memory_plan.items())
-    keys = len(settings.server.api_keys)
-    rows = {
-        "URL": f"{url}/v1",
-        "model": f"{model.name} ({model.architecture}, {model.parameters / 1e6:,.1f} M parameters)",
-        "runs on": f"{model.device}, {model.dtype}, attention {model.attention_backend}",
-        "window": f"{model.max_context:,} tokens",
-        "KV in HBM": f"{kv_bytes / GIB:.2f} GiB: {model.hbm_tokens:,} tokens of {model.kv_bytes_per_token:,} bytes, "
-        f"pages of {model.page_size}",
-        "cache": f"{settings.cache.mode}, policy {settings.cache.policy}, sessions kept {settings.cache.ttl_s:g} s",
-        "at once": f"{settings.scheduler.max_seqs} running, {settings.scheduler.max_queued} waiting",
-        "state": f"{settings.state_dir} (transcripts up to {settings.cache.transcript_mib} MiB)",
-        "keys": f"{keys} accepted" if keys else "none needed",
-    }
-    if plan:
-        rows["memory plan"] = plan
-    if not model.decouplable:
-        rows["positions"] = "not decoupled: truncation means recompute"
-    table = Table.grid(padding=(0, 2))
-    for name, value in rows.items():
-        table.add_row(name, value)
-    for warning in model.warnings:
-        table.add_row("warning", warning)
-    console.print(Panel(table, title="Reprise is ready", expand=False))
+def _settings(context: typer.Context, config: Path | None, named: dict[str, str | int | None]) -> Settings:
+    """From all sources; `named` are options with a name of their own. Ends the program if they cannot be used."""
+    try:
+        flags = parse_flags(context.args)
+        flags.update({name: str(value) for name, value in named.items() if value is not None})
+        return load_settings(flags=flags, environ=os.environ, config=config)
+    except SettingsError as error:
+        console.print(f"reprise: {error}", markup=False)
+        raise typer.Exit(2) from None
 
 
 def open_stores(settings: Settings) -> Iterator[cache_cli.Store]:

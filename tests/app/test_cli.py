@@ -9,7 +9,9 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from app import cli
+from app.memory_plan import panel
 from app.settings import Settings, SettingsError, known_settings
+from app.settings_help import SECTIONS
 from tests.app.fakes import model_info
 
 ROOT = Path(__file__).parents[2]
@@ -77,23 +79,54 @@ def test_a_state_directory_that_is_a_file_is_refused(tmp_path):
     assert "cannot use" in result.stderr
 
 
-def test_the_plan_names_url_model_and_memory(monkeypatch):
-    console = Console(record=True, width=120, file=open(os.devnull, "w"))  # noqa: SIM115
-    monkeypatch.setattr(cli, "console", console)
+def test_the_plan_names_url_model_and_memory():
+    console = Console(record=True, width=140, file=open(os.devnull, "w"))  # noqa: SIM115
     model = model_info(
-        Path(), hbm_tokens=1 << 20, kv_bytes_per_token=2048, decouplable=False, warnings=("odd rope",),
-        memory_plan={"weights": 3 << 30, "disk": 8 << 30},
+        Path(), hbm_tokens=1 << 20, kv_bytes_per_token=2048, decouplable=False, warnings=("odd [rope]",),
+        memory_plan={"weights": 3 << 30, "hbm": 2 << 30, "dram": 1 << 30, "disk": 8 << 30},
     )  # fmt: skip
-    cli.show_plan(Settings(), model, "http://127.0.0.1:8000")
+    console.print(panel(Settings(), model, "http://[::1]:8000"))
     text = console.export_text()
+    console.file.close()
     for part in (
-        "http://127.0.0.1:8000/v1",
+        "http://[::1]:8000/v1",
         "test-model",
         "2.00 GiB",
-        "1,048,576 tokens",
+        "1,048,576 tokens of 2,048 bytes",
         "not decoupled",
-        "odd rope",
-        "weights 3.00 GiB, disk 8.00 GiB",
+        "odd [rope]",
+        "none needed",
     ):
         assert part in text
-    console.file.close()
+    rows = {line.strip("│ ").split("  ")[0]: line for line in text.splitlines()}
+    assert "3.00 GiB" in rows["weights"]
+    assert "4,194,304 tokens" in rows["KV on disk"]
+    assert "6.00 GiB" in rows["memory in all"]  # the disk is none
+
+
+def test_help_shows_every_setting_by_section():
+    output = CliRunner().invoke(cli.cli, ["serve", "--help"], env={"COLUMNS": "200", "NO_COLOR": "1"}).output
+    assert [name for name, _ in known_settings() if f"--{name}" not in output] == []
+    titles = [output.index(f" {section}: {what}") for section, what in SECTIONS.items()]
+    assert titles == sorted(titles)
+    assert {name.split(".")[0] for name, _ in known_settings()} == SECTIONS.keys()
+
+
+@pytest.mark.parametrize(
+    ("words", "completed"),
+    [
+        ("reprise serve --cache.mo", ["--cache.mode"]),
+        ("reprise serve --cache.mode ", ["attentionstore", "prefix", "recompute"]),
+        ("reprise serve --cache.mode rec", ["recompute"]),
+        ("reprise serve --cache.sync_save t", ["true"]),
+        ("reprise ser", ["serve"]),
+    ],
+)
+def test_a_shell_completes_settings_and_their_values(words, completed):
+    environ = {"_REPRISE_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(words.count(" "))}
+    result = CliRunner().invoke(cli.cli, [], prog_name="reprise", env=environ)
+    assert result.output.split() == completed
+
+
+def test_completion_can_be_installed():
+    assert "--install-completion" in CliRunner().invoke(cli.cli, ["--help"], env={"COLUMNS": "120"}).output

@@ -1,0 +1,300 @@
+"""`reprise doctor`: what this machine has for given settings, and what to do about what it lacks.
+
+Nothing is changed: what is written to the state directory to see whether it can be is gone afterwards. Tensor libraries
+are looked at in a process of their own.
+"""
+
+import json
+import os
+import platform
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+import psutil
+from rich.table import Table
+
+from app.settings import BUNDLED_MODEL, GIB, MIB, Settings
+
+PROBE_TIMEOUT_S = 120.0  # the first import of torch on a cold disk takes long
+DISK_TRIAL_BYTES = 16 * MIB
+SLOW_DISK_BYTES_PER_S = 50e6
+REDIS_TIMEOUT_S = 2.0
+
+# Printed as JSON by a Python of its own, so that neither a crash in a library nor its memory is ours.
+PROBE = """
+import importlib, json, platform
+found = {}
+for name in ("torch", "transformers", "numba", "triton", "flash_attn", "opentelemetry.sdk"):
+    try:
+        module = importlib.import_module(name)
+        found[name] = getattr(module, "__version__", "present")
+    except ModuleNotFoundError as error:
+        found[name] = None if error.name and name.startswith(error.name) else "!" + str(error)
+    except Exception as error:
+        found[name] = "!" + (str(error).splitlines() or [type(error).__name__])[-1]
+if found["torch"] and not found["torch"].startswith("!"):
+    import torch
+    found["cuda_build"] = torch.version.cuda
+    found["devices"] = [
+        {"name": p.name, "gib": p.total_memory / 2**30, "capability": [p.major, p.minor]}
+        for p in map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
+    ] if torch.cuda.is_available() else []
+print(json.dumps(found))
+"""
+
+
+class Level(StrEnum):
+    OK = "ok"
+    NOTE = "note"  # works; could be better
+    WARN = "warn"  # will work badly, or not for long
+    FAIL = "fail"  # will not work
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    subject: str
+    level: Level
+    found: str
+    advice: str = ""
+
+
+def examine(settings: Settings, probe: Callable[[], dict[str, Any]] | None = None) -> list[Finding]:
+    """All of it, in the order in which it should be mended. `probe` looks at the libraries."""
+    libraries = (probe or probe_libraries)()
+    return [
+        *_python(),
+        *_torch(libraries, settings),
+        *_accelerator(libraries, settings),
+        *_extras(libraries, settings),
+        *_processor(settings),
+        *_memory(settings),
+        *_model(settings),
+        *_state(settings),
+        *_redis(settings),
+        *_port(settings),
+    ]
+
+
+def report(findings: list[Finding]) -> Table:
+    marks = {
+        Level.OK: "[green]✓[/green]",
+        Level.NOTE: "[blue]i[/blue]",
+        Level.WARN: "[yellow]![/yellow]",
+        Level.FAIL: "[bold red]✗[/bold red]",
+    }
+    table = Table(box=None, padding=(0, 2, 0, 0), show_header=False)
+    for finding in findings:
+        text = finding.found.replace("[", r"\[")
+        if finding.advice:
+            text += f"\n[bold]→[/bold] {finding.advice.replace('[', chr(92) + '[')}"
+        table.add_row(marks[finding.level], finding.subject, text)
+    return table
+
+
+def probe_libraries() -> dict[str, Any]:
+    """{"torch": version | None | "!error", ..., "devices": [...]}; {"error": text} when the probe itself broke."""
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", PROBE], capture_output=True, text=True, timeout=PROBE_TIMEOUT_S, check=False
+        )
+        found: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+        return found
+    except subprocess.TimeoutExpired:
+        return {"error": f"importing the libraries took longer than {PROBE_TIMEOUT_S:g} s"}
+    except (IndexError, ValueError, OSError):
+        return {"error": "importing the libraries ended the process that tried it"}
+
+
+def _python() -> Iterator[Finding]:
+    level = Level.OK if sys.version_info >= (3, 11) else Level.FAIL
+    advice = "" if level is Level.OK else "Reprise needs Python 3.11 or newer"
+    yield Finding("Python", level, f"{platform.python_version()}, {platform.system()} {platform.machine()}", advice)
+
+
+def _torch(libraries: dict[str, Any], settings: Settings) -> Iterator[Finding]:
+    if "error" in libraries:
+        yield Finding("torch", Level.FAIL, libraries["error"], "reinstall with `make setup`")
+        return
+    for name in ("torch", "transformers"):
+        version = libraries.get(name)
+        if version is None:
+            yield Finding(name, Level.FAIL, "not installed", "`make setup`, or pip install -c constraints.txt -e .")
+        elif version.startswith("!"):
+            yield Finding(name, Level.FAIL, f"cannot be imported: {version[1:]}", "reinstall with `make setup`")
+        else:
+            yield Finding(name, Level.OK, version)
+    numba = libraries.get("numba")
+    if settings.engine.device != "cuda" and (numba is None or numba.startswith("!")):
+        advice = "pip install numba: compiled kernels make decoding on CPU faster"
+        yield Finding("numba", Level.WARN, "not usable", advice)
+    elif numba:
+        yield Finding("numba", Level.OK, numba)
+
+
+def _accelerator(libraries: dict[str, Any], settings: Settings) -> Iterator[Finding]:
+    devices = libraries.get("devices", [])
+    for device in devices:
+        yield Finding("CUDA", Level.OK, f"{device['name']}, {device['gib']:.0f} GiB")
+    if not devices:
+        has_gpu = shutil.which("nvidia-smi") is not None
+        if settings.engine.device == "cuda":
+            advice = "install the driver and a CUDA build of torch, or set engine.device=cpu"
+            yield Finding("CUDA", Level.FAIL, "no device, and engine.device is cuda", advice)
+        elif has_gpu and not libraries.get("cuda_build"):
+            advice = "install a CUDA build: make setup PIP_ARGS='--index-url https://download.pytorch.org/whl/cu130'"
+            yield Finding("CUDA", Level.WARN, "there is an NVIDIA driver, but torch is a CPU build", advice)
+        else:
+            yield Finding("CUDA", Level.NOTE, "no device: the model runs on the CPU")
+        return
+    flash, triton = libraries.get("flash_attn"), libraries.get("triton")
+    if flash and not flash.startswith("!"):
+        yield Finding("flash-attn", Level.OK, flash)
+    elif triton and not triton.startswith("!"):
+        yield Finding("flash-attn", Level.NOTE, "not usable: Triton does attention", "pip install 'reprise[cuda]'")
+    else:
+        yield Finding("flash-attn", Level.FAIL, "neither flash-attn nor Triton", "pip install 'reprise[cuda]'")
+
+
+def _extras(libraries: dict[str, Any], settings: Settings) -> Iterator[Finding]:
+    if settings.server.traces_endpoint and not libraries.get("opentelemetry.sdk"):
+        found = "server.traces_endpoint is set and OpenTelemetry is not installed"
+        yield Finding("traces", Level.FAIL, found, "pip install 'reprise[otel]'")
+
+
+def _processor(settings: Settings) -> Iterator[Finding]:
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    flags = _cpu_flags()
+    has = [name for name in ("avx2", "avx512f", "avx512_bf16", "amx_bf16") if name in flags]
+    yield Finding("processor", Level.OK, f"{usable} cores usable{', ' + ', '.join(has) if has else ''}")
+    if settings.engine.threads > usable:
+        found = f"engine.threads is {settings.engine.threads}, more than there are cores"
+        yield Finding("threads", Level.WARN, found, "threads that wait for a core hold up every product")
+    if platform.machine() in ("x86_64", "AMD64") and flags and "avx512_bf16" not in flags:
+        advice = "--model.dtype float32 may be faster here"
+        yield Finding("bfloat16", Level.NOTE, "this processor computes it in software", advice)
+
+
+def _cpu_flags() -> set[str]:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return set()
+    return set(next((line.split(":", 1)[1].split() for line in lines if line.startswith("flags")), ()))
+
+
+def _memory(settings: Settings) -> Iterator[Finding]:
+    memory = psutil.virtual_memory()
+    wanted = settings.cache.dram_gib * GIB + settings.cache.staging_mib * MIB
+    has = f"{memory.total / GIB:.1f} GiB, {memory.available / GIB:.1f} available"
+    if wanted > memory.total:
+        yield Finding("memory", Level.FAIL, f"{has}; cache.dram_gib wants more than there is", "lower cache.dram_gib")
+    elif wanted > memory.available * 0.9:
+        yield Finding("memory", Level.WARN, f"{has}; cache.dram_gib wants nearly all", "lower cache.dram_gib")
+    else:
+        yield Finding("memory", Level.OK, has)
+
+
+def _model(settings: Settings) -> Iterator[Finding]:
+    source = settings.model.source
+    directory = Path(source or BUNDLED_MODEL)
+    if not directory.is_dir():
+        if source.startswith((".", "/", "~")):
+            yield Finding("model", Level.FAIL, f"there is no directory {source}", "give --model an existing one")
+        else:
+            yield Finding("model", Level.NOTE, f"{source} comes from the hub, or from its cache on this machine")
+        return
+    missing = [name for name in ("config.json", "tokenizer.json") if not (directory / name).is_file()]
+    if not any(directory.glob("*.safetensors")):
+        missing.append("*.safetensors")
+    if missing:
+        advice = "a model is a directory with these; other weight formats are refused"
+        yield Finding("model", Level.FAIL, f"{directory} lacks {', '.join(missing)}", advice)
+    else:
+        size = sum(file.stat().st_size for file in directory.glob("*.safetensors"))
+        yield Finding("model", Level.OK, f"{directory.name if source else 'the bundled one'}, {size / GIB:.2f} GiB")
+
+
+def _state(settings: Settings) -> Iterator[Finding]:
+    directory = settings.state_dir
+    existing = next(path for path in (directory, *directory.absolute().parents) if path.exists())
+    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+        advice = "choose another one with --cache.disk_dir"
+        yield Finding("state", Level.FAIL, f"{directory} cannot be written to", advice)
+        return
+    free = shutil.disk_usage(existing).free
+    wanted = settings.cache.disk_gib * GIB + settings.cache.disk_min_free_gib * GIB
+    has = f"{directory}, {free / GIB:.1f} GiB free"
+    if settings.cache.disk_gib and free < settings.cache.disk_min_free_gib * GIB:
+        advice = "free some space, or lower cache.disk_min_free_gib: nothing would be kept on disk"
+        yield Finding("state", Level.WARN, has, advice)
+    elif free < wanted:
+        advice = "cache.disk_gib and cache.disk_min_free_gib want more; what does not fit leaves earlier"
+        yield Finding("state", Level.NOTE, has, advice)
+    else:
+        yield Finding("state", Level.OK, has)
+    if settings.cache.disk_gib:
+        yield _disk_speed(existing)
+    secret = directory / "tenant_secret"
+    if secret.is_file() and secret.stat().st_mode & 0o077:
+        yield Finding("secret", Level.WARN, f"others may read {secret}", f"chmod 600 {secret}")
+
+
+def _disk_speed(directory: Path) -> Finding:
+    try:
+        with tempfile.NamedTemporaryFile(dir=directory, prefix=".reprise-doctor-") as file:
+            start_s = time.perf_counter()
+            file.write(os.urandom(DISK_TRIAL_BYTES))
+            file.flush()
+            os.fsync(file.fileno())
+            speed = DISK_TRIAL_BYTES / (time.perf_counter() - start_s)
+    except OSError as error:
+        return Finding("disk", Level.FAIL, f"cannot write: {error.strerror}", "choose another --cache.disk_dir")
+    if speed < SLOW_DISK_BYTES_PER_S:
+        return Finding("disk", Level.NOTE, f"writes {speed / 1e6:.0f} MB/s", "loading may cost more than recomputing")
+    return Finding("disk", Level.OK, f"writes {speed / 1e6:.0f} MB/s")
+
+
+def _redis(settings: Settings) -> Iterator[Finding]:
+    url = str(getattr(settings.cache, "redis_url", "") or "")
+    if not url:
+        yield Finding("Redis", Level.NOTE, "not used")
+        return
+    try:
+        import redis
+    except ModuleNotFoundError:
+        yield Finding(
+            "Redis", Level.FAIL, "cache.redis_url is set and its client missing", "pip install 'reprise[redis]'"
+        )
+        return
+    try:
+        with redis.Redis.from_url(
+            url, socket_timeout=REDIS_TIMEOUT_S, socket_connect_timeout=REDIS_TIMEOUT_S
+        ) as client:
+            start_s = time.perf_counter()
+            client.ping()
+            took_ms = (time.perf_counter() - start_s) * 1e3
+        yield Finding("Redis", Level.OK, f"answers in {took_ms:.1f} ms")
+    except (redis.RedisError, ValueError) as error:
+        advice = "start it, or mend cache.redis_url; without it the local tiers are used"
+        yield Finding("Redis", Level.WARN, f"does not answer: {type(error).__name__}", advice)
+
+
+def _port(settings: Settings) -> Iterator[Finding]:
+    host, port = settings.server.host, settings.server.port
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.create_server(address[:2], family=family):
+            pass
+        yield Finding("address", Level.OK, f"{host}:{port} is free")
+    except OSError as error:
+        advice = "is a server running there already? else choose another --port or --host"
+        yield Finding("address", Level.WARN, f"cannot listen on {host}:{port}: {error.strerror or error}", advice)

@@ -1,0 +1,61 @@
+"""The panel that says a server is ready: where it listens, what it serves, and what memory that takes."""
+
+import psutil
+from rich.console import Group
+from rich.panel import Panel
+from rich.table import Table
+
+from app.settings import GIB, Settings
+from engine.messages import ModelInfo
+
+IN_MEMORY = ("weights", "hbm", "dram", "staging")  # parts of the plan that are memory of this machine, on CPU
+NAMES = {"weights": "weights", "hbm": "KV in HBM", "dram": "KV in DRAM", "staging": "staging", "disk": "KV on disk"}
+
+
+def panel(settings: Settings, model: ModelInfo, url: str) -> Panel:
+    """Nobody should find out from an OOM killer."""
+    keys = len(settings.server.api_keys) + len(settings.server.admin_keys)
+    rows = {
+        "page": url,
+        "API": f"{url}/v1",
+        "model": f"{model.name} ({model.architecture}, {model.parameters / 1e6:,.1f} M parameters)",
+        "runs on": f"{model.device}, {model.dtype}, attention {model.attention_backend}",
+        "window": f"{model.max_context:,} tokens",
+        "cache": f"{settings.cache.mode}, policy {settings.cache.policy}, sessions kept {settings.cache.ttl_s:g} s",
+        "at once": f"{settings.scheduler.max_seqs} running, {settings.scheduler.max_queued} waiting",
+        "state": f"{settings.state_dir} (transcripts up to {settings.cache.transcript_mib} MiB)",
+        "keys": f"{keys} accepted" if keys else "none needed",
+    }
+    if not model.decouplable:
+        rows["positions"] = "not decoupled: truncation means recompute"
+    about = Table.grid(padding=(0, 2))
+    for name, value in rows.items():
+        about.add_row(f"[bold]{name}[/bold]", _escaped(value))
+    for warning in model.warnings:
+        about.add_row("[bold yellow]warning[/bold yellow]", _escaped(warning))
+    return Panel(Group(about, "", _plan(model)), title="Reprise is ready", expand=False)
+
+
+def _plan(model: ModelInfo) -> Table:
+    token_bytes = model.kv_bytes_per_token
+    plan = model.memory_plan or {"hbm": model.hbm_tokens * token_bytes}
+    table = Table(title="memory plan", box=None, padding=(0, 2, 0, 0), title_justify="left", show_header=False)
+    table.add_column()
+    table.add_column(justify="right")
+    table.add_column()
+    for name, size in plan.items():
+        tokens = size // token_bytes if token_bytes and name in ("hbm", "dram", "disk") else 0
+        what = f"{tokens:,} tokens" if tokens else ""
+        if name == "hbm":
+            what += f" of {token_bytes:,} bytes, pages of {model.page_size}"
+        table.add_row(NAMES.get(name, name), f"{size / GIB:.2f} GiB", what)
+    if model.device == "cpu":
+        used = sum(plan.get(name, 0) for name in IN_MEMORY)
+        memory = psutil.virtual_memory().total
+        table.add_row("memory in all", f"{used / GIB:.2f} GiB", f"of {memory / GIB:.1f} GiB that this machine has")
+    return table
+
+
+def _escaped(text: str) -> str:
+    """Square brackets are rich's markup; a host may be [::1]."""
+    return text.replace("[", r"\[")
