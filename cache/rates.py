@@ -1,7 +1,7 @@
 """What the machine does per second, measured as it runs, and the choice that follows: load a block or compute it."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 _KEPT = 0.95  # of the evidence after one more sample: about the last twenty count
 _PRIOR_WEIGHT = 0.02  # of each of the prior's two points, in samples
@@ -103,8 +103,7 @@ class Rates:
         return self._transfers[direction].of(num_bytes)
 
 
-@dataclass(frozen=True, slots=True)
-class LoadOption:
+class LoadOption(NamedTuple):
     """A block behind the resident prefix that a lower tier could deliver."""
 
     size_bytes: int
@@ -129,10 +128,13 @@ def choose_load(blocks: Sequence[LoadOption], rates: Rates, new_tokens: int) -> 
     """
     tokens = new_tokens + sum(block.num_tokens for block in blocks)
     best, best_s = 0, rates.compute_s(tokens)
-    prefixes = list(_prefixes(blocks, rates, tokens))
-    if not prefixes or first_token_s(prefixes[-1][0], rates.compute_s(new_tokens), rates.num_layers) <= best_s:
+    sizes: dict[str, int] = {}
+    for block in blocks:
+        sizes[block.source] = sizes.get(block.source, 0) + block.size_bytes
+    load_all_s = sum(rates.load_s(source, size) for source, size in sizes.items())
+    if not blocks or first_token_s(load_all_s, rates.compute_s(new_tokens), rates.num_layers) <= best_s:
         return len(blocks)
-    for count, (load_s, left) in enumerate(prefixes, start=1):
+    for count, (load_s, left) in enumerate(_prefixes(blocks, rates, tokens), start=1):
         total_s = first_token_s(load_s, rates.compute_s(left), rates.num_layers)
         if total_s <= best_s:
             best, best_s = count, total_s

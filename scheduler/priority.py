@@ -9,7 +9,7 @@ from scheduler.ports import CacheView, Residency
 from scheduler.queues import FRONT
 from scheduler.sequence import Sequence
 
-_REFRESH_TOKENS = 8192  # contexts looked up per step: a quarter of a millisecond, however long histories are
+_REFRESH_TOKENS = 4096  # contexts looked up per step: a tenth of a millisecond, however long histories are
 
 
 class TransferClass(IntEnum):

@@ -97,6 +97,7 @@ class Scheduler:
         self._fair_places = fair_places
         self._resumed: deque[Sequence] = deque()  # lost their room, and stand before the queue
         self._running: list[Sequence] = []  # in order of admission
+        self._running_of: Counter[str] = Counter()  # tenant -> how many; nobody has none
         self._ahead = AheadLoads(cache=cache)  # wait, but have their pages
         self._favoured: Sequence | None = None  # others have given way to it, but there is not room enough yet
         self._front = Standings(cache=cache, hidden_s=stall_budget_s)
@@ -190,7 +191,7 @@ class Scheduler:
     def remove(self, sequence: Sequence) -> None:
         """A sequence finished or was aborted, in whatever state it was."""
         if sequence.state is SequenceState.RUNNING:
-            self._running.remove(sequence)
+            self._stop(sequence)
         elif sequence.state is SequenceState.WAITING:
             if sequence in self._ahead:
                 self._ahead.withdraw(sequence)
@@ -282,8 +283,7 @@ class Scheduler:
         """Running sequences with more than a token to compute; with fair places, of the least served tenants first."""
         prefills = [s for s in self._running if s.pending_tokens > 1 or s.request_id in loading]
         if self._fair_places and len(prefills) > 1:
-            counts = Counter(sequence.tenant for sequence in self._running)
-            prefills.sort(key=lambda sequence: counts[sequence.tenant])
+            prefills.sort(key=lambda sequence: self._running_of[sequence.tenant])
         return prefills
 
     # --- giving way ---------------------------------------------------------------------------------------------------
@@ -316,10 +316,15 @@ class Scheduler:
         if sequence in self._ahead:
             self._ahead.lose(sequence)
             return
-        self._running.remove(sequence)
+        self._stop(sequence)
         sequence.state = SequenceState.WAITING
         sequence.computed_tokens = 0
         self._resumed.appendleft(sequence)
+
+    def _stop(self, sequence: Sequence) -> None:
+        self._running.remove(sequence)
+        self._running_of[sequence.tenant] -= 1
+        self._running_of += Counter()  # forgets those at zero
 
     def _starved(self) -> Sequence | None:
         """The next request of a tenant who has nothing running, while another has more than one, and all that there is
@@ -328,10 +333,9 @@ class Scheduler:
             return self._favoured
         if not (self._fair_places and self._is_full and len(self._queue)):
             return None
-        counts = Counter(sequence.tenant for sequence in self._running)
-        if max(counts.values(), default=0) < 2:
+        if max(self._running_of.values(), default=0) < 2:
             return None
-        return self._queue.best(_OfTenants({*counts, *(sequence.tenant for sequence in self._resumed)}))
+        return self._queue.best(_OfTenants({*self._running_of, *(sequence.tenant for sequence in self._resumed)}))
 
     def _admit_starved(self, chunks: list[Chunk], preempted: list[Sequence], budget: StepBudget, now: float) -> None:
         sequence = self._starved()
@@ -350,7 +354,7 @@ class Scheduler:
 
     def _give_way(self, chunks: list[Chunk], preempted: list[Sequence]) -> bool:
         """Preempt one of the tenant with the most running. False if nobody has more than one."""
-        if not self._running or Counter(sequence.tenant for sequence in self._running).most_common(1)[0][1] < 2:
+        if max(self._running_of.values(), default=0) < 2:
             return False
         self._preempt(self._victim(), chunks, preempted)
         self.fair_preemptions += 1
@@ -361,9 +365,8 @@ class Scheduler:
         chosen before the others, and gets on."""
         victims = self._running
         if self._fair_places:
-            counts = Counter(sequence.tenant for sequence in victims)
-            most = max(counts.values())
-            victims = [sequence for sequence in victims if counts[sequence.tenant] == most]
+            most = max(self._running_of.values())
+            victims = [sequence for sequence in victims if self._running_of[sequence.tenant] == most]
         return max(victims, key=lambda s: (s.arrived_s, s.request_id))
 
     # --- admission ----------------------------------------------------------------------------------------------------
@@ -432,13 +435,14 @@ class Scheduler:
             sequence.scheduled_s = now
             self._predicted[sequence] = self._predictor.predict(sequence)
         self._running.append(sequence)
+        self._running_of[sequence.tenant] += 1
         num_tokens = reserved
         if self._chunked_prefill:
             num_tokens = min(reserved, budget.chunk(sequence.pending_tokens, sequence.computed_tokens))
         stall_s = self._cache.stall_s(sequence.request_id)
         if stall_s:
             work = StepWork().plus_chunk(num_tokens, sequence.computed_tokens)
-            is_hidden = stall_s <= max(self._stall_budget_s, self._cost.seconds(work))
+            is_hidden = stall_s - self._cost.seconds(work) <= self._stall_budget_s
             self.loads["hidden" if is_hidden else "exposed"] += 1
         elif was_ahead:
             self.loads["finished"] += 1
