@@ -18,6 +18,10 @@ class Keyring:
         self._digests = [hashlib.sha256(key.encode()).digest() for key in (*api_keys, *admin_keys)]
         self._admins = {_tenant(hashlib.sha256(key.encode()).digest()) for key in admin_keys}
 
+    @property
+    def wants_keys(self) -> bool:
+        return bool(self._digests)
+
     def is_admin(self, tenant: str) -> bool:
         """Whether a tenant may see what is everybody's. Where no keys are needed, all who reach the server may."""
         return not self._digests or tenant in self._admins

@@ -83,7 +83,8 @@ def create_app(settings: Settings, *, engine: Engine | None = None) -> FastAPI:
     install_handlers(app, [route for module in modules for route in module.router.routes])
     keyring = Keyring(api_keys=settings.server.api_keys, admin_keys=settings.server.admin_keys)
     app.state.keyring = keyring
-    app.add_middleware(Authentication, keyring=keyring)
+    hostnames = (settings.server.host, *settings.server.hostnames)
+    app.add_middleware(Authentication, keyring=keyring, hostnames=hostnames)
     app.add_middleware(RequestContext, on_done=count, log_access=settings.server.access_log)
     return app
 

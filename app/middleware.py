@@ -4,7 +4,7 @@ import logging
 import re
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -12,6 +12,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from app import logs, tracing
 from app.auth import Keyring
 from app.errors import ApiError, ClientGone, internal_error
+from app.hosts import is_ours
 
 OPEN_PATHS = frozenset({"/health", "/v1/health", "/ready", "/"})
 OPEN_BELOW = "/page/"  # the chat page's files, which hold no data; what the page asks for needs a key
@@ -82,13 +83,19 @@ def _two_lengths() -> ApiError:
 class Authentication:
     """Every path but health and the page needs a key, unknown ones too. Sets the tenant."""
 
-    def __init__(self, app: ASGIApp, *, keyring: Keyring) -> None:
+    def __init__(self, app: ASGIApp, *, keyring: Keyring, hostnames: Collection[str]) -> None:
+        """hostnames: further names by which a server without keys may be asked."""
         self._app = app
         self._keyring = keyring
+        self._hostnames = {name.lower() for name in hostnames}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and not _is_open(scope["path"]):
-            tenant = self._keyring.tenant(Headers(scope=scope).get("authorization"))
+            headers = Headers(scope=scope)
+            if not self._keyring.wants_keys and not is_ours(headers.get("host", ""), self._hostnames):
+                await _unknown_host().response()(scope, receive, send)
+                return
+            tenant = self._keyring.tenant(headers.get("authorization"))
             if tenant is None:
                 error = ApiError(
                     401,
@@ -100,6 +107,13 @@ class Authentication:
                 return
             scope.setdefault("state", {})["tenant"] = tenant
         await self._app(scope, receive, send)
+
+
+def _unknown_host() -> ApiError:
+    message = (
+        "This server is not known by this name, and no key says who asks: set server.hostnames or server.api_keys."
+    )
+    return ApiError(403, message, code="unknown_host")
 
 
 def _is_open(path: str) -> bool:

@@ -143,6 +143,9 @@ class ServerSettings(_Section):
     admin_keys: NameList = Field(
         (), repr=False, description="bearer keys that open /v1/scheduler too; without any keys it is open"
     )
+    hostnames: NameList = Field(
+        (), description="names with a dot by which a server without keys may be asked; addresses and others always may"
+    )
     allow_unauthenticated: bool = Field(False, description="listen beyond loopback although there are no api_keys")
     drain_s: float = Field(30.0, ge=0, le=86_400, description="at SIGTERM running answers may go on for this long")
     max_body_bytes: int = Field(8 << 20, ge=1024, le=1 << 30, description="largest request body")
