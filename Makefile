@@ -9,6 +9,8 @@ EXTRAS ?= dev,redis
 PIP_ARGS ?=
 # Dialogues and books for the replay benchmark; without them it is skipped.
 DATA ?= ../shared/data
+# Those that `make bench` runs, one after the other; each starts its servers, and compares them in interleaved rounds.
+BENCHMARKS ?= raw_speed hierarchy modes schedulers load_rate soak
 # Words for the program behind a target: make serve ARGS="--port 9000", make test ARGS="-k allocator".
 ARGS ?=
 # Processes that share the tests; a file's tests stay together. 0: no processes beside pytest's own.
@@ -19,7 +21,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.setup-$(EXTRAS)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help setup serve test test-gpu check format bench sim clean
+.PHONY: help setup serve test test-gpu check format bench screenshots sim clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 12
@@ -54,13 +56,18 @@ format: setup  ## rewrite the sources as `check` wants them
 	@$(BIN)/ruff check --quiet --fix .
 
 bench: setup  ## the standing benchmarks; results in benchmarks/results/
-	@$(BIN)/python -m benchmarks.raw_speed
-	@$(BIN)/python -m benchmarks.soak
-	@if [ -d '$(DATA)/dialogues' ]; then $(BIN)/python -m benchmarks.replay_dialogues --data '$(DATA)'; \
-	else echo "no dialogues under $(DATA): replay skipped (make bench DATA=...)"; fi
+	@missed=; for name in $(BENCHMARKS); do \
+	  echo "== $$name"; $(BIN)/python -m benchmarks.$$name || missed="$$missed $$name"; \
+	done; \
+	if [ -d '$(DATA)/dialogues' ]; then $(BIN)/python -m benchmarks.replay_dialogues --data '$(DATA)' || missed="$$missed replay_dialogues"; \
+	else echo "no dialogues under $(DATA): replay skipped (make bench DATA=...)"; fi; \
+	if [ -n "$$missed" ]; then echo "did not reach what they expect:$$missed"; exit 1; fi
 
 sim: setup  ## scheduler and cache without a model, on a virtual clock: 10,000 random servers
 	@$(BIN)/python -m loadgen.simulate $(ARGS)
+
+screenshots: setup  ## the page's pictures in docs/; needs Chromium
+	@$(BIN)/python -m tests.page.screenshots
 
 clean:  ## caches and build output, not the virtual environment
 	@rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

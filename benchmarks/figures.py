@@ -22,6 +22,8 @@ HELD = {
     "After a restart and a crash": "restart",
     "What the cache costs where nothing is reused": "zero_reuse",
     "Soak": "soak",
+    "How well `reprise load` keeps time": "load_rate",
+    "One workload, four servers": "modes",
 }
 """Results that say what held, by title."""
 

@@ -64,7 +64,8 @@ def stub(core: int | None, tokens: int, gap_ms: float) -> Iterator[str]:
 
 def arrivals(rate: float, seconds: float, tokens: int, seed: int) -> list[Conversation]:
     rng = random.Random(seed)
-    due_s, found = 0.0, []
+    due_s = 0.0
+    found: list[Conversation] = []
     while (due_s := due_s + rng.expovariate(rate)) < seconds:
         found.append(Conversation(f"c{len(found)}", "", due_s, (Turn(PROMPT_TOKENS, tokens, 0.0),)))
     return found

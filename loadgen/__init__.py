@@ -1,4 +1,1 @@
-"""Measures a server from outside, and simulates one: workloads, a streaming client, reports.
-
-Until the load generator moves in here, the benchmarks keep their own client (`benchmarks/streams.py`).
-"""
+"""Measures any server from outside (`reprise load`: `cli.py`, `load.py`), and simulates ours (`simulate.py`)."""
