@@ -35,7 +35,6 @@ class Shape:
     turn_tokens: int
     answer_tokens: int
     turns: int  # of a conversation in a leg, in the mean
-    shares: tuple[float, ...]
 
     @property
     def growth_tokens(self) -> int:
@@ -43,13 +42,13 @@ class Shape:
 
     @property
     def begun_tokens(self) -> int:
-        """Of a conversation before the first leg."""
+        """Of a conversation before a leg."""
         return self.first_tokens + self.answer_tokens + TEMPLATE_TOKENS
 
     @property
     def mean_history(self) -> int:
         """Of a turn in a leg."""
-        return self.begun_tokens + (len(self.shares) * self.turns - 1) * self.growth_tokens // 2
+        return self.begun_tokens + (self.turns - 1) * self.growth_tokens // 2
 
     @property
     def mean_tokens(self) -> int:
@@ -64,7 +63,7 @@ class Shape:
     @property
     def final_tokens(self) -> int:
         """At most."""
-        tokens = self.begun_tokens + len(self.shares) * self.most_turns * self.growth_tokens
+        tokens = self.begun_tokens + self.most_turns * self.growth_tokens
         return -(-tokens // BLOCK) * BLOCK
 
 

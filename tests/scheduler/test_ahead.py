@@ -65,6 +65,15 @@ def test_a_load_does_not_wait_for_room_in_the_step():
     assert loop.running == ["long", "b"]
 
 
+@pytest.mark.parametrize(("stall_s", "outcome"), [(0.033, "hidden"), (0.036, "exposed")])
+def test_a_load_counts_as_hidden_by_what_it_holds_up(stall_s, outcome):
+    loop = a_full_house()
+    loop.cache.stalls["a"] = stall_s
+    loop.add("a", 8)  # 4 tokens to compute: 10 ms and 4 ms, and 20 ms are not minded
+    loop.step()
+    assert dict(loop.scheduler.loads) == {outcome: 1}
+
+
 def test_who_is_ahead_gives_way_to_who_runs():
     loop = a_full_house(room=12)
     loop.add("a", 5, max_tokens=6)
