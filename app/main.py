@@ -16,7 +16,9 @@ from app.errors import install_handlers
 from app.generation import Engine, Generation
 from app.logs import EngineOutput
 from app.middleware import Authentication, RequestContext
-from app.routes import chat, completions, events, models, ops, page, sessions, tokens
+from app.response_store import ResponseStore
+from app.responses import Responses
+from app.routes import chat, completions, conversations, events, models, ops, page, responses, sessions, tokens
 from app.service import Service
 from app.settings import Settings
 from app.text_thread import TextThread
@@ -60,6 +62,12 @@ def create_app(settings: Settings, *, engine: Engine | None = None) -> FastAPI:
             log.exception("an answer could not be noted")  # nobody's answer fails for that
 
     service = Service(settings=settings, engine=engine, transcripts=text_thread, on_answered=answered)
+    store = ResponseStore(
+        path=settings.state_dir / "responses.sqlite3",
+        max_bytes=settings.server.responses_mib << 20,
+        ttl_s=settings.server.responses_ttl_s,
+    )
+    remembered = Responses(service, store)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -67,6 +75,7 @@ def create_app(settings: Settings, *, engine: Engine | None = None) -> FastAPI:
         try:
             yield
         finally:
+            await remembered.close()
             await service.stop()
             await asyncio.to_thread(tracer.close)
 
@@ -77,7 +86,8 @@ def create_app(settings: Settings, *, engine: Engine | None = None) -> FastAPI:
     # Bodies are read and validated by hand, so a generated description of them would be wrong.
     app = FastAPI(title="Reprise", lifespan=lifespan, openapi_url=None, redirect_slashes=False)
     app.state.service = service
-    modules = (chat, completions, tokens, models, ops, sessions, events, page)
+    app.state.responses = remembered
+    modules = (chat, completions, responses, conversations, tokens, models, ops, sessions, events, page)
     for module in modules:
         app.include_router(module.router)
     install_handlers(app, [route for module in modules for route in module.router.routes])

@@ -173,6 +173,10 @@ class ServerSettings(_Section):
     body_timeout_s: float = Field(30.0, gt=0, le=3600, description="longest wait for a request body")
     send_timeout_s: float = Field(60.0, gt=0, le=3600, description="a client that reads nothing for this long is gone")
     ping_s: float = Field(15.0, gt=0, le=3600, description="silence in a stream after which a comment is sent")
+    responses_mib: int = Field(64, ge=1, le=1 << 20, description="hard cap of stored responses and conversations")
+    responses_ttl_s: float = Field(
+        30 * 86_400.0, gt=0, le=1e9, description="they are forgotten this long after their last use"
+    )
     watchers: int = Field(
         32, ge=0, le=4096, description="pages that may watch /v1/events at once; a key may hold a fourth"
     )
