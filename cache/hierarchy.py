@@ -14,10 +14,15 @@ class Hierarchy:
         self.table, self.pages, self.hbm, self.lower = table, pages, hbm, lower
         self.policies = (hbm.policy, lower.dram_policy, lower.disk_policy)
 
-    def used(self, name: SessionName, now: float) -> None:
-        """A session is wanted, or soon will be."""
+    def used(self, name: SessionName, now: float, num_tokens: int | None = None) -> None:
+        """A session is wanted, with a prompt of so many tokens, or soon will be."""
         for policy in self.policies:
-            policy.used(name, now)
+            policy.used(name, now, num_tokens)
+
+    def answered(self, name: SessionName, now: float, num_tokens: int) -> None:
+        """A turn of a session is over, so many tokens into its context."""
+        for policy in self.policies:
+            policy.answered(name, now, num_tokens)
 
     def forget_session(self, name: SessionName) -> None:
         """A name that no block goes by any more."""

@@ -164,7 +164,7 @@ class CacheManager:
         name = (tenant, salt, session_id)
         context = self._opener.open(request_id, name, stream, rules, reserve, client_cut)
         self._running.begin(context)
-        self._tiers.used(name, now)
+        self._tiers.used(name, now, len(context.token_ids))
         return context.token_ids
 
     def compute_all(self, request_id: str) -> None:

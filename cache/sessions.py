@@ -99,6 +99,7 @@ class SessionStore:
         )
         self.contexts[name] = session
         self._take_over(name, session)
+        self._tiers.answered(name, now, num_tokens)
         self._count_size(num_tokens)
         self._lower.put_session(self.record(name, session))
         if len(self.contexts) > self._max_sessions:

@@ -30,8 +30,13 @@ class EvictionPolicy(Protocol):
         """The session is gone or expired: its blocks have one owner less. Forgives a session never heard of."""
         ...
 
-    def used(self, session: Hashable, now: float) -> None:
-        """A turn of the session arrived. Called once a turn: the gaps between calls tell when the next one comes."""
+    def used(self, session: Hashable, now: float, num_tokens: int | None = None) -> None:
+        """A turn of the session arrived with a prompt of so many tokens (None: not known). Called once a turn: the gaps
+        between calls tell when the next one comes."""
+        ...
+
+    def answered(self, session: Hashable, now: float, num_tokens: int) -> None:
+        """The turn is over, and the session's context has so many tokens."""
         ...
 
     def look_ahead(self, upcoming: Sequence[Hashable], now: float) -> None:

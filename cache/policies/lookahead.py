@@ -14,11 +14,11 @@ from cache.policies.returns import ReturnTimes, SessionReturn
 
 _MOST_STALE = 128  # blocks: half a millisecond
 
-_Rank = tuple[int, tuple[float, int]]
+_Rank = tuple[int, tuple[float, ...]]
 """Of a session: (1 if it is queued, its rank in `ReturnTimes`). Leaves in ascending order, among the queued from the
 tail of the queue, which moves too often to be part of what is sorted."""
 
-_Entry = tuple[int, int, tuple[float, int], BlockKey]
+_Entry = tuple[int, int, tuple[float, ...], BlockKey]
 """A block that could leave next, in order of leaving. Owned by nobody who is queued: 0, rank of its best owner, with
 -place in between for block granularity and 0 otherwise, and the block. Else: 1, 0, (-place in the queue of the first of
 its owners, 0), and the block."""
@@ -129,10 +129,16 @@ class LookaheadPolicy:
         for place in sorted(owner.context, reverse=True):
             self._disown(owner.context[place], owner)
 
-    def used(self, session: Hashable, now: float) -> None:
+    def used(self, session: Hashable, now: float, num_tokens: int | None = None) -> None:
         owner = self._session(session)
-        for returns in self._returns.used(owner.returns, now):
+        for returns in self._returns.used(owner.returns, now, num_tokens):
             self._rerank(self._sessions[returns.name])
+
+    def answered(self, session: Hashable, now: float, num_tokens: int) -> None:
+        owner = self._sessions.get(session)
+        if owner is not None:
+            for returns in self._returns.answered(owner.returns, now, num_tokens):
+                self._rerank(self._sessions[returns.name])
 
     def look_ahead(self, upcoming: Sequence[Hashable], now: float) -> None:
         for name in self._queue.become(upcoming):

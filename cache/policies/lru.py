@@ -25,8 +25,11 @@ class LruPolicy:
     def forget(self, session: Hashable) -> None:
         """Whose a block was does not count."""
 
-    def used(self, session: Hashable, now: float) -> None:
+    def used(self, session: Hashable, now: float, num_tokens: int | None = None) -> None:
         """The turn's hits are touches; more is not needed."""
+
+    def answered(self, session: Hashable, now: float, num_tokens: int) -> None:
+        """Nor does it count what an answer added."""
 
     def look_ahead(self, upcoming: Sequence[Hashable], now: float) -> None:
         """The queue does not count."""

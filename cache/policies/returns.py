@@ -1,50 +1,77 @@
-"""When a session comes back, guessed from its own gaps between turns and, before it has any, from everybody's."""
+"""Which sessions are worth their space until they come back, as far as their past tells."""
 
-import math
-from bisect import bisect_left, insort
 from collections.abc import Hashable
+from math import exp, inf, log, log2, nextafter
 
-_OWN_WEIGHT = 0.3  # of the newest gap in a session's own mean
-_COMMON_WEIGHT = 0.05  # of the newest gap of any session in the common mean
+from cache.policies.ranking import Ranking
+from cache.policies.survival import NUM_BINS, ReturnModel, bin_end_s, features
+
 _SHORTEST_GAP_S = 0.01  # what comes sooner is a parallel branch of the same turn, not a return
-_PATIENCE = 0.125  # gaps that a session just overdue is still given; people are not punctual
+_OWN_WEIGHT = 0.3  # of the newest gap in a session's own mean, and of whether it was punctual
+_COMMON_WEIGHT = 0.05  # of whether the newest return of any session was punctual
+_PUNCTUAL = 0.25  # of the gap: so far off is still punctual
+_CHECKS = (
+    0.5,
+    1 - _PUNCTUAL,
+    1 + _PUNCTUAL,
+)  # ages, in gaps, at which the nearness of a punctual return is reconsidered
+_STEPS = 4  # by which values are told apart, per doubling: estimates are no better
+_AT_ONCE = 32  # sessions reconsidered per event: the rest waits, in order, for the next ones
 
 
 class SessionReturn:
-    """The expected return of one session. Changed by `ReturnTimes` alone."""
+    """What is known of the return of one session. Changed by `ReturnTimes` alone."""
 
-    __slots__ = ("due", "expected_s", "log_gap", "name", "order", "used_s")
+    __slots__ = (
+        *("age_bin", "due", "features", "gap_s", "grown", "name", "order", "prompt", "punctual", "tokens", "turn"),
+        *("used_s", "value"),
+    )
 
     def __init__(self, name: Hashable, order: int) -> None:
         self.name = name
         self.order = order  # of the last use among all; unique
+        self.value = 0.0  # expected hits per second of space
         self.used_s: float | None = None
-        self.log_gap: float | None = None
-        self.expected_s = math.inf
-        self.due: tuple[float, int, SessionReturn] | None = None
+        self.gap_s: float | None = None  # between turns, in the mean
+        self.punctual = 0.0  # the share of gaps near that mean
+        self.turn = -1
+        self.prompt: int | None = None  # tokens of the last turn's
+        self.grown: int | None = None  # what it had more than there was
+        self.tokens: int | None = None  # of the context
+        self.features: tuple[int, ...] = ()
+        self.age_bin = 0
+        self.due: tuple[float, int, SessionReturn] | None = None  # when it is reconsidered
 
     @property
-    def rank(self) -> tuple[float, int]:
-        """Ascending: the farthest return first, then the oldest use."""
-        return (-self.expected_s, self.order)
+    def rank(self) -> tuple[float, float, int]:
+        """Ascending: what is worth least first; among what is worth about the same, who is expected last, then the
+        oldest use."""
+        steps = round(_STEPS * log2(self.value)) if self.value else -inf
+        if self.used_s is None or self.gap_s is None:
+            return (steps, -inf, self.order)
+        return (steps, -(self.used_s + self.gap_s), self.order)
 
 
 class ReturnTimes:
-    """Expected return = last use + mean gap. Gaps are averaged as logarithms: they spread over orders of magnitude, and
-    this mean stays near their median, unmoved by one long night. A session with a single use borrows the common gap;
-    before the first gap of all, or without any use, the return is infinitely far and the oldest use ranks first.
+    """Ranks sessions by what a second of their space is worth, the better of two guesses. One looks at everybody
+    (`survival.ReturnModel`, learned here as sessions come and do not come). The other at the session alone: programs
+    come as regularly as they did, so a return one gap after the last use, with the chance that it was punctual before,
+    is worth that chance / the time until then. Gaps are averaged as logarithms: they spread over orders of magnitude.
 
-    A session that does not come is expected as much later again as it is late already (what has been silent for long
-    stays silent for long), reconsidered each time half of that has passed: it drifts to the far end for good, in
-    logarithmically many steps, and never looks imminent on the way.
+    A rank is as of the last turn, of the end of its answer, or of the last bin of age that the session entered, which
+    is logarithmically often. Before anything is learned all turns are equal and the oldest use ranks first; who was
+    never used is worth nothing.
+
+    An event costs logarithmic time, however many sessions are due together: at most so many are reconsidered with each,
+    and who is left keeps the rank that it had.
     """
 
     def __init__(self) -> None:
-        self._now_s = -math.inf
+        self._model = ReturnModel()
+        self._now_s = -inf
         self._uses = 0
-        self._common_log_gap: float | None = None
-        self._due: list[tuple[float, int, SessionReturn]] = []  # (-time to reconsider, order, whom), the next one last
-        self._once: dict[SessionReturn, None] = {}  # used once while no gap was known at all
+        self._punctual = 0.5  # of all returns whose gap could be foretold
+        self._due: Ranking[tuple[float, int, SessionReturn]] = Ranking()
 
     def add(self, name: Hashable) -> SessionReturn:
         self._uses += 1
@@ -52,25 +79,44 @@ class ReturnTimes:
 
     def forget(self, session: SessionReturn) -> None:
         self._schedule(session, None)
-        self._once.pop(session, None)
 
-    def used(self, session: SessionReturn, now: float) -> list[SessionReturn]:
+    def used(self, session: SessionReturn, now: float, prompt_tokens: int | None = None) -> list[SessionReturn]:
         """A turn of the session arrived. Returns the sessions whose rank changed, itself among them."""
         changed = self.advance(now)
         now = self._now_s
-        if session.used_s is not None and (gap := now - session.used_s) >= _SHORTEST_GAP_S:
-            session.log_gap = _blend(session.log_gap, math.log(gap), _OWN_WEIGHT)
-            self._common_log_gap = _blend(self._common_log_gap, math.log(gap), _COMMON_WEIGHT)
-        session.used_s = now
+        gap_s = None if session.used_s is None else now - session.used_s
+        if gap_s is None or gap_s >= _SHORTEST_GAP_S:
+            if gap_s is not None:
+                self._learn_return(session, gap_s)
+                self._learn_gap(session, gap_s)
+            session.turn += 1
+            session.used_s = now
+            session.grown = None
+            if prompt_tokens is not None:
+                if session.tokens is not None:
+                    session.grown = prompt_tokens - session.tokens
+                session.prompt = session.tokens = prompt_tokens
         self._uses += 1
+        self._schedule(session, None)
         session.order = self._uses
-        self._once[session] = None
-        if self._common_log_gap is not None:  # at the first gap of all, everybody used so far gets an expectation
-            for waiting in self._once:
-                self._expect(waiting)
-                changed.append(waiting)
-            self._once.clear()
-        else:
+        session.age_bin = 0
+        session.features = features(
+            turn=session.turn, prompt_tokens=session.prompt, grown_tokens=session.grown, answer_tokens=None
+        )
+        self._value(session)
+        changed.append(session)
+        return changed
+
+    def answered(self, session: SessionReturn, now: float, num_tokens: int) -> list[SessionReturn]:
+        """The turn is over, and its context has so many tokens. Returns the sessions whose rank changed."""
+        changed = self.advance(now)
+        answer = None if session.prompt is None else max(0, num_tokens - session.prompt)
+        session.tokens = num_tokens
+        if session.used_s is not None:
+            session.features = features(
+                turn=session.turn, prompt_tokens=session.prompt, grown_tokens=session.grown, answer_tokens=answer
+            )
+            self._value(session)
             changed.append(session)
         return changed
 
@@ -78,41 +124,61 @@ class ReturnTimes:
         """Time has passed. Returns the sessions whose rank changed because they did not come."""
         self._now_s = max(self._now_s, now)
         changed: list[SessionReturn] = []
-        while self._due and -self._due[-1][0] <= self._now_s:
-            session = self._due[-1][2]
-            self._expect(session)
+        while len(changed) < _AT_ONCE and (due := next(iter(self._due), None)) is not None and due[0] <= self._now_s:
+            session = due[2]
+            assert session.used_s is not None
+            if due[0] >= session.used_s + bin_end_s(session.age_bin):
+                self._pass_bin(session)
+            self._value(session)
             changed.append(session)
         return changed
 
-    def newcomer_rank(self) -> tuple[float, int]:
+    def newcomer_rank(self) -> tuple[float, float, int]:
         """The rank of a session never heard of, if it came now."""
-        gap = self._gap(None)
-        return (-math.inf if gap is None else -(self._now_s + gap), self._uses + 1)
+        first = features(turn=0, prompt_tokens=None, grown_tokens=None, answer_tokens=None)
+        return (self._model.value(first, None, 0), -inf, self._uses + 1)
 
-    def _gap(self, session: SessionReturn | None) -> float | None:
-        log_gap = session.log_gap if session is not None and session.log_gap is not None else self._common_log_gap
-        return None if log_gap is None else math.exp(log_gap)
+    def _pass_bin(self, session: SessionReturn) -> None:
+        self._model.learn(session.features, session.gap_s, session.age_bin, False)
+        session.age_bin += 1
 
-    def _expect(self, session: SessionReturn) -> None:
-        gap = self._gap(session)
-        assert gap is not None
+    def _learn_return(self, session: SessionReturn, gap_s: float) -> None:
+        while session.age_bin < NUM_BINS and bin_end_s(session.age_bin) <= gap_s:  # in case it is reconsidered late
+            self._pass_bin(session)
+        if session.age_bin < NUM_BINS:
+            self._model.learn(session.features, session.gap_s, session.age_bin, True)
+
+    def _learn_gap(self, session: SessionReturn, gap_s: float) -> None:
+        if session.gap_s is None:
+            session.gap_s, session.punctual = gap_s, self._punctual
+            return
+        was_punctual = abs(gap_s - session.gap_s) <= _PUNCTUAL * session.gap_s
+        session.punctual += _OWN_WEIGHT * (was_punctual - session.punctual)
+        self._punctual += _COMMON_WEIGHT * (was_punctual - self._punctual)
+        session.gap_s = exp(log(session.gap_s) + _OWN_WEIGHT * (log(gap_s) - log(session.gap_s)))
+
+    def _value(self, session: SessionReturn) -> None:
+        """As of now, and when to look again."""
         assert session.used_s is not None
-        session.expected_s = reconsider_s = session.used_s + gap
-        late = self._now_s - session.expected_s
-        if late >= 0:
-            wait = max(late, _PATIENCE * gap)
-            session.expected_s = self._now_s + wait
-            reconsider_s = self._now_s + wait / 2
+        session.value, again_s = 0.0, inf
+        if session.age_bin < NUM_BINS:
+            session.value = self._model.value(session.features, session.gap_s, session.age_bin)
+            again_s = session.used_s + bin_end_s(session.age_bin)
+        if session.gap_s is not None:
+            age = (self._now_s - session.used_s) / session.gap_s
+            if age < _CHECKS[-1]:
+                ahead_s = session.gap_s * max(1 - age, _PUNCTUAL)
+                session.value = max(session.value, session.punctual / ahead_s)
+                check = next(check for check in _CHECKS if check > age)
+                again_s = min(again_s, session.used_s + check * session.gap_s)
         # Far from zero a short wait may be lost to rounding; the clock must get past it all the same.
-        self._schedule(session, max(reconsider_s, math.nextafter(self._now_s, math.inf)))
+        self._schedule(session, None if again_s == inf else max(again_s, nextafter(self._now_s, inf)))
 
     def _schedule(self, session: SessionReturn, when_s: float | None) -> None:
         if session.due is not None:
-            del self._due[bisect_left(self._due, session.due)]
-        session.due = None if when_s is None else (-when_s, session.order, session)
+            if when_s == session.due[0]:
+                return
+            self._due.remove(session.due)
+        session.due = None if when_s is None else (when_s, session.order, session)
         if session.due is not None:
-            insort(self._due, session.due)
-
-
-def _blend(mean: float | None, sample: float, weight: float) -> float:
-    return sample if mean is None else mean + weight * (sample - mean)
+            self._due.add(session.due)

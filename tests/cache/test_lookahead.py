@@ -54,8 +54,8 @@ def test_ownerless_then_unqueued_then_the_tail_of_the_queue():
     assert policy.victims(99, (), newcomer="B") == order[:5]
     assert policy.victims(99, (), newcomer="A") == order[:3]
     assert policy.victims(99, (), newcomer="D") == order[:1]
-    # One never heard of comes at 15 and is expected after the common gap, at 25: behind all that are here.
-    assert policy.victims(99, (), newcomer="Z") == order[:1]
+    # Of one never heard of, nothing is known against its coming back within the second.
+    assert policy.victims(99, (), newcomer="Z") == order[:5]
     policy.look_ahead([], 15.0)  # the queue is what was said last
     assert policy.victims(4, ()) == [b"X", b"D1", b"D0", b"C1"]
 
@@ -72,16 +72,10 @@ def test_by_block_the_ends_of_all_unqueued_contexts_leave_first():
 
 @GRANULARITIES
 def test_before_anybody_came_back_the_oldest_use_leaves_first(granularity):
-    policy = filled(blocks("A", "B", "C"), granularity=granularity, times={"B": (1,), "C": (2,), "A": (3,)})
+    policy = filled(blocks("A", "B", "C"), granularity=granularity, times={"B": (0.1,), "C": (0.2,), "A": (0.3,)})
     first = [key[:1] for key in policy.victims(6, ())]
     assert first == ([b"B"] * 2 + [b"C"] * 2 + [b"A"] * 2 if granularity == "session" else [b"B", b"C", b"A"] * 2)
     assert policy.victims(2, (), newcomer="Z")[0] == b"B1"  # nothing is known against a newcomer
-
-
-def test_one_return_tells_what_to_expect_of_those_used_once():
-    policy = filled(blocks("A", "B", "C"), times={"A": (1, 11), "B": (2,), "C": (3,)})
-    # Common gap 10: A is expected at 21, C at 13, B at 12.
-    assert policy.victims(6, ()) == [b"A1", b"A0", b"C1", b"C0", b"B1", b"B0"]
 
 
 def test_who_is_late_drifts_away_and_never_looks_imminent():
@@ -347,7 +341,6 @@ def test_nothing_is_kept_of_what_has_gone(granularity, events):
     kept = [value for attribute, value in vars(policy).items() if attribute not in ("_queue", "_returns")]
     assert not any(value for value in kept if isinstance(value, dict | list | Ranking))
     assert not policy._returns._due
-    assert not policy._returns._once
 
 
 # --- a tier that is too small -----------------------------------------------------------------------------------------
@@ -429,12 +422,12 @@ def test_nor_does_one_that_is_not_punctual(granularity, held, seed):
 
 
 @pytest.mark.parametrize("held", [4, 6, 7])
-@given(seed=st.integers(0, 10_000))
-@settings(max_examples=15, deadline=None)
-def test_where_nothing_can_be_foretold_it_is_not_worse_than_lru(held, seed):
-    turns = shuffled(12, random.Random(seed))
-    ours, lru = (hit_rate(policy, turns, held * BLOCKS, since=3) for policy in (LookaheadPolicy(), LruPolicy()))
-    assert ours >= lru - 0.02
+def test_where_the_order_cannot_be_foretold_it_is_better_than_lru(held):
+    runs = [shuffled(12, random.Random(seed)) for seed in range(8)]
+    ours, lru = (
+        [hit_rate(policy(), turns, held * BLOCKS, since=3) for turns in runs] for policy in (LookaheadPolicy, LruPolicy)
+    )
+    assert sum(ours) > sum(lru)
 
 
 def test_ten_thousand_sessions_that_share_a_prompt_are_ranked_without_walking_them():

@@ -1,0 +1,119 @@
+"""How likely a session is to come back at each age, learned online from who came back and who did not."""
+
+import math
+from collections.abc import Sequence
+from itertools import pairwise
+
+_EDGES_S = (
+    *(0.0, 1.0, 3.0, 10.0, 20.0, 30.0, 45.0, 60.0, 90.0, 120.0, 180.0, 240.0, 360.0, 480.0, 720.0, 1080.0),
+    *(1620.0, 2400.0, 3600.0, 7200.0, 14400.0, 28800.0, 86400.0),
+)
+"""Of the bins of age, the time since the last turn arrived. Finest where people answer."""
+
+NUM_BINS = len(_EDGES_S) - 1
+_PRIOR = -3.5  # log odds of a return within a bin: wide bins and equal odds make a hazard that falls as 1 / age
+_RATE = 0.25  # of learning
+_TURNS = 6  # later turns count as this one
+_GROWTHS = 4  # no turn before, less than was there, up to a thousand tokens more, more
+_DOUBLINGS = 20  # lengths are told apart by powers of two
+_NEAR = 2  # ages are told apart up to so many doublings away from the session's own last gap
+
+_TURN = 0
+_GROWTH = _TURN + _TURNS + 1
+_PROMPT = _GROWTH + _GROWTHS
+_ANSWER = _PROMPT + 2 * _DOUBLINGS
+_OWN_GAP = _ANSWER + _DOUBLINGS
+_NUM_WEIGHTS = _OWN_GAP + 2 * _NEAR + 1
+
+_MIDDLE = [math.log2(math.sqrt(a * b)) if a else math.log2(b / 2) for a, b in pairwise(_EDGES_S)]
+
+
+def bin_end_s(age_bin: int) -> float:
+    return _EDGES_S[age_bin + 1]
+
+
+def features(
+    *, turn: int, prompt_tokens: int | None, grown_tokens: int | None, answer_tokens: int | None
+) -> tuple[int, ...]:
+    """What is known of a turn, as places of weights. turn: 0 is the first; grown_tokens: what the prompt has more than
+    the session's context had after the turn before. None: not known (yet)."""
+    found = [_TURN + min(turn, _TURNS)]
+    if grown_tokens is not None:
+        found.append(_GROWTH + (1 if grown_tokens < 0 else 2 if grown_tokens < 1024 else 3))
+    if prompt_tokens is not None:
+        found.append(_PROMPT + (_DOUBLINGS if turn else 0) + _doublings(prompt_tokens))
+    if answer_tokens is not None:
+        found.append(_ANSWER + _doublings(answer_tokens))
+    return tuple(found)
+
+
+class ReturnModel:
+    """Logistic regression of the return within a bin of age, given that the session has not come before: one weight per
+    bin, one per feature, one per distance between the age and the session's own last gap. Who has not come yet teaches
+    as much as who has, so nothing waits for a label, and being evicted changes nothing about what is learned.
+    A fixed number of weights, each with its own rate (AdaGrad): what was seen often moves little.
+    """
+
+    def __init__(self) -> None:
+        self._bins = [_PRIOR] * NUM_BINS
+        self._bin_steps = [1.0] * NUM_BINS
+        self._weights = [0.0] * _NUM_WEIGHTS
+        self._steps = [1.0] * _NUM_WEIGHTS
+
+    def learn(self, known: tuple[int, ...], gap_s: float | None, age_bin: int, returned: bool) -> None:
+        """A session with these features came back in a bin, or passed it."""
+        if gap_s is not None:
+            known = (*known, _near(age_bin, math.log2(gap_s)))
+        weights, steps = self._weights, self._steps
+        chance = _logistic(self._bins[age_bin] + sum([weights[place] for place in known]))
+        error = returned - chance
+        square = error * error
+        self._bin_steps[age_bin] += square
+        self._bins[age_bin] += _RATE * error / math.sqrt(self._bin_steps[age_bin])
+        for place in known:
+            steps[place] += square
+            weights[place] += _RATE * error / math.sqrt(steps[place])
+
+    def hazards(self, known: tuple[int, ...], gap_s: float | None, age_bin: int) -> list[float]:
+        """The chance of a return in each bin from this one on, given that it did not come before."""
+        weights = self._weights
+        common = sum([weights[place] for place in known])
+        if gap_s is None:
+            return [_logistic(common + own) for own in self._bins[age_bin:]]
+        log_gap = math.log2(gap_s)
+        return [
+            _logistic(common + self._bins[place] + weights[_near(place, log_gap)]) for place in range(age_bin, NUM_BINS)
+        ]
+
+    def value(self, known: tuple[int, ...], gap_s: float | None, age_bin: int) -> float:
+        """What keeping a session earns that has just entered a bin: see `best_rate`. 0 beyond the last bin."""
+        edges = _EDGES_S[age_bin:]
+        widths = [end - start for start, end in pairwise(edges)]
+        return best_rate(self.hazards(known, gap_s, age_bin), widths)
+
+
+def best_rate(hazards: Sequence[float], widths_s: Sequence[float]) -> float:
+    """Hits per second of space: the best over all times to give up of chance to have come by then / mean time held.
+    It is the index by which to rank what competes for the same space (Gittins): whoever is likelier to come within the
+    time it would be held goes first, be that time short or long, and waiting through an hour in which nobody comes
+    counts against what lies behind it."""
+    best = won = held_s = 0.0
+    left = 1.0
+    for hazard, width_s in zip(hazards, widths_s, strict=True):
+        won += left * hazard
+        held_s += left * (1.0 - hazard / 2) * width_s
+        left *= 1.0 - hazard
+        best = max(best, won / held_s)
+    return best
+
+
+def _doublings(tokens: int) -> int:
+    return min(tokens.bit_length(), _DOUBLINGS - 1)
+
+
+def _near(age_bin: int, log_gap: float) -> int:
+    return _OWN_GAP + _NEAR + max(-_NEAR, min(_NEAR, round(_MIDDLE[age_bin] - log_gap)))
+
+
+def _logistic(log_odds: float) -> float:
+    return 1.0 / (1.0 + math.exp(-log_odds))
