@@ -102,6 +102,7 @@ class Scheduler:
         self._favoured: Sequence | None = None  # others have given way to it, but there is not room enough yet
         self._front = Standings(cache=cache, hidden_s=stall_budget_s)
         self._scores: dict[Sequence, int] = {}  # as the cache was told
+        self._rests_s: dict[Sequence, float] = {}  # of those who run, as of the present step
         self._predicted: dict[Sequence, int] = {}  # of those who have started: how long the answer was to be
         self._expected: dict[Sequence, tuple[int, int]] = {}  # tokens said when it was asked, and the answer
         self._is_full = False  # the last step left somebody waiting
@@ -171,7 +172,8 @@ class Scheduler:
     def outlook(self, now: float) -> list[tuple[Sequence, float | None]]:
         """Those whose order is settled, next first, each with the seconds until its place is expected to be free; None
         behind the last of those who run."""
-        rest_s = [0.0] * self.free_places + sorted(self._remaining_s(s, now) for s in self._running)
+        self._rests_s = {}
+        rest_s = self._opens_s(now)
         front = [*self._resumed, *self._queue.front()]
         return [(sequence, rest_s[place] if place < len(rest_s) else None) for place, sequence in enumerate(front)]
 
@@ -215,6 +217,7 @@ class Scheduler:
         preempted: list[Sequence] = []
         self._learn(now - self._began_s)
         self._queue.refresh()
+        self._rests_s = {}
         self._foresee(now)
         loading = {s.request_id: stall for s in self._running if (stall := self._cache.stall_s(s.request_id))}
         decoding = [s for s in self._running if s.pending_tokens == 1 and s.request_id not in loading]
@@ -470,10 +473,17 @@ class Scheduler:
         """Tell the queue when places will be free. Returns what is left of the loads under way, in seconds."""
         loading_s = self._ahead.look(now)
         if self.num_waiting:
-            loading_s += sum(self._cache.stall_s(sequence.request_id) for sequence in self._running)
-            opens_s = [0.0] * self.free_places + sorted(self._remaining_s(s, now) for s in self._running)
-            self._queue.foresee(opens_s, loading_s)
+            loading_s += sum([self._cache.stall_s(sequence.request_id) for sequence in self._running])
+            self._queue.foresee(self._opens_s(now), loading_s)
         return loading_s
+
+    def _opens_s(self, now: float) -> list[float]:
+        """When places are expected to be free, in seconds from now, ascending."""
+        rests_s = self._rests_s
+        for sequence in self._running:
+            if sequence not in rests_s:
+                rests_s[sequence] = self._remaining_s(sequence, now)
+        return [0.0] * self.free_places + sorted([rests_s[sequence] for sequence in self._running])
 
     def _admit_ahead(self, now: float) -> None:
         """Let the KV of those next in line come while those who run take all places, or all of the step, each as late
@@ -491,7 +501,7 @@ class Scheduler:
             waiting.append(timer.WaitingLoad(sequence.request_id, load_s))
         if all(load.load_s is None for load in waiting):
             return
-        due = timer.due([self._remaining_s(s, now) for s in self._running], self.free_places, loading_s, waiting)
+        due = timer.due(self._opens_s(now), 0, loading_s, waiting)
         for sequence in front:
             if sequence.request_id not in due:
                 continue
