@@ -83,11 +83,9 @@ class EngineOutput:
         if found is None:
             now = datetime.now(UTC).isoformat(timespec="milliseconds")
             return _encode({"time": now, "level": "INFO", "message": line, "process": "engine"}).decode()
-        # The engine writes local time.
-        then = datetime.strptime(found["time"], "%Y-%m-%d %H:%M:%S,%f").astimezone(UTC)
-        entry = {"time": then.isoformat(timespec="milliseconds"), **found.groupdict(), "process": "engine"}
-        entry["time"] = then.isoformat(timespec="milliseconds")
-        return _encode(entry).decode()
+        then = datetime.strptime(found["time"], "%Y-%m-%d %H:%M:%S,%f").astimezone(UTC)  # it writes local time
+        parts = {**found.groupdict(), "time": then.isoformat(timespec="milliseconds"), "process": "engine"}
+        return _encode(parts).decode()
 
 
 def configure(log_format: str, stream: TextIO = sys.stderr) -> None:

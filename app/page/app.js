@@ -83,13 +83,19 @@ function fresh() {
   return conversation;
 }
 
+/** Something to know about that is no part of the conversation; an empty one goes away. */
+function notice(text) {
+  element("notice").textContent = text;
+  element("notice").hidden = !text;
+}
+
 async function forget(id, title) {
   if (!(await confirmDelete(title))) return;
   if (id === chat.conversation.id) chat.stop();
   try {
     await deleteSession(id);
   } catch (error) {
-    element("announce").textContent = `Not deleted: ${error.message}`;
+    notice(`Not deleted: ${error.message}`);
     return;
   }
   store.remove(id);
@@ -101,7 +107,7 @@ store.onChange(drawList);
 chat.addEventListener("change", ({ detail }) => {
   drawList();
   drawComposer();
-  if (!detail.kept) element("announce").textContent = "The browser's storage is full: this conversation is not kept. Delete others.";
+  notice(detail.kept ? "" : "The browser's storage is full, so this conversation is not kept. Delete others.");
 });
 chat.addEventListener("error", async ({ detail: error }) => {
   if (error.status === 401) await connect();

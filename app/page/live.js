@@ -48,6 +48,7 @@ export class Live extends EventTarget {
     const abort = new AbortController();
     this.#abort = abort;
     for (let failures = 0; !abort.signal.aborted; failures += 1) {
+      let refusal = null;
       try {
         for await (const { event, data } of liveEvents(abort.signal)) {
           failures = 0;
@@ -60,8 +61,10 @@ export class Live extends EventTarget {
           this.dispatchEvent(new Event("key"));
           return;
         }
+        refusal = error.status ? error.message : null;
       }
-      this.dispatchEvent(new CustomEvent("engine", { detail: "away" }));
+      if (refusal) this.#parts.tiers.replaceChildren(h("p", { class: "small note" }, refusal)); // the chat works all the same
+      else this.dispatchEvent(new CustomEvent("engine", { detail: "away" }));
       await new Promise((resolve) => setTimeout(resolve, RETRY_MS[Math.min(failures, RETRY_MS.length - 1)]));
     }
   }

@@ -30,18 +30,36 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         yield running
 
 
+@pytest.fixture(scope="module")
+def tab(browser: Any) -> Iterator[Any]:
+    """One for all: a new one each time would cost a process each time."""
+    tab = browser.new_page()
+    yield tab
+    tab.close()
+
+
 @pytest.fixture
-def page(browser: Any, server: Served) -> Iterator[Any]:
-    """A page in a browser without memory; what it complains about in its console fails the test."""
-    context = browser.new_context(viewport={"width": 1280, "height": 800})
-    page = context.new_page()
+def page(tab: Any, server: Served) -> Iterator[Any]:
+    """The page, in a browser that remembers nothing; what it complains about in its console fails the test."""
     complaints: list[str] = []
-    page.on("pageerror", lambda error: complaints.append(str(error)))
-    page.on("console", lambda said: complaints.append(said.text) if said.type in ("error", "warning") else None)
-    page.goto(server.url)
-    page.locator('#server[data-state="ready"]').wait_for()
-    yield page
-    context.close()
+
+    def hear(said: Any) -> None:
+        if said.type in ("error", "warning") and not said.text.startswith("Failed to load resource"):  # an error answer
+            complaints.append(said.text)
+
+    def fail(error: Any) -> None:
+        complaints.append(str(error))
+
+    tab.set_viewport_size({"width": 1280, "height": 800})
+    tab.goto(server.url)
+    tab.evaluate("localStorage.clear(); sessionStorage.clear()")
+    tab.on("pageerror", fail)
+    tab.on("console", hear)
+    tab.reload()
+    tab.locator('#server[data-state="ready"]').wait_for()
+    yield tab
+    tab.remove_listener("pageerror", fail)
+    tab.remove_listener("console", hear)
     assert complaints == []
 
 

@@ -15,7 +15,7 @@ TURNS = ["Hello! Do you like music?", "What kind of music do you like?", "Who is
 OTHERS = 14  # conversations that run meanwhile, so that there is something to see
 WORDS = "Tell me everything you know about music, dogs, summer and the sea. "
 SETTINGS: dict[str, str | int | float] = {
-    "cache.hbm_tokens": 8192,
+    "cache.hbm_tokens": 4096,
     "cache.dram_gib": 0.08,
     "cache.disk_gib": 0.5,
     "scheduler.max_seqs": 3,
@@ -44,7 +44,7 @@ def main() -> None:
     port = free_port()
     with tempfile.TemporaryDirectory() as state, chromium() as browser:
         own = {**SETTINGS, "cache.disk_dir": state}
-        context = browser.new_context(viewport={"width": 1440, "height": 900}, color_scheme="light")
+        context = browser.new_context(viewport={"width": 1440, "height": 1180}, color_scheme="light")
         page = context.new_page()
         with serve("page", own, port=port) as server:
             page.goto(server.url)

@@ -115,6 +115,23 @@ def test_conversations_survive_a_reload_and_leave_when_they_are_deleted(page: An
     assert ("local", session) not in server.engine.kept
 
 
+def test_a_full_storage_is_said_and_a_refused_deletion_too(page: Any, server: Served) -> None:
+    page.evaluate(
+        """for (const size of [500_000, 20_000, 500, 10])
+          try { for (let n = 0; n < 60; n += 1) localStorage.setItem(`${size} ${n}`, "x".repeat(size)) } catch {}"""
+    )
+    send(page, "Not kept")
+    page.get_by_role("alert").filter(has_text="storage is full").wait_for()
+    page.evaluate("localStorage.clear()")
+    send(page, "Kept again")
+    assert page.get_by_role("alert").count() == 0
+    server.engine.session_error = "busy"
+    page.get_by_role("button", name="Delete “Not kept”").click()
+    page.get_by_role("button", name="Delete", exact=True).click()
+    page.get_by_role("alert").filter(has_text="Not deleted: A request of this session is running").wait_for()
+    assert page.locator("#conversations li").count() == 1
+
+
 def test_an_error_is_said_and_can_be_tried_again(page: Any, server: Served) -> None:
     server.engine.script.refuse = "internal_error"
     server.engine.script.refuse_after = 3
@@ -181,6 +198,16 @@ def test_a_key_is_asked_for_and_kept_for_the_tab(browser: Any, tmp_path: Any) ->
         page.close()
 
 
+def test_where_too_many_watch_the_chat_works_all_the_same(browser: Any, tmp_path: Any) -> None:
+    with served(tmp_path, server={"watchers": 0}) as running:
+        page = browser.new_page()
+        page.goto(running.url)
+        page.locator('[data-part="tiers"]').get_by_text("Too many pages watch").wait_for()
+        assert page.locator("#server").get_attribute("data-state") == "ready"
+        assert send(page, "Hello").locator(".provenance").count() == 1
+        page.close()
+
+
 def test_the_keyboard_is_enough(page: Any, server: Served) -> None:
     focused = "document.activeElement.id || document.activeElement.className"
     assert page.evaluate(focused) == "message"
@@ -223,9 +250,7 @@ def test_on_a_phone_panels_lie_over_the_chat_and_nothing_is_cut_off(page: Any, s
         assert page.locator("main").get_attribute("inert") is None
 
 
-@pytest.mark.parametrize("theme", ["light", "dark"])
-def test_axe_finds_nothing_serious(page: Any, server: Served, axe: str, theme: str) -> None:
-    page.emulate_media(color_scheme=theme)
+def test_axe_finds_nothing_serious(page: Any, server: Served, axe: str) -> None:
     server.engine.script.answer = (
         "# Title\n\n- a\n- b\n\n`code` [link](https://example.org)\n\n```\nx\n```\n\n|a|b|\n|-|-|\n|1|2|"
     )
@@ -237,7 +262,9 @@ def test_axe_finds_nothing_serious(page: Any, server: Served, axe: str, theme: s
         found = page.evaluate(f"axe.run({context}).then(r => r.violations)")
         return [f"{v['id']}: {v['nodes'][0]['html']}" for v in found if v["impact"] in ("serious", "critical")]
 
-    assert serious() == []
+    for theme in ("dark", "light"):
+        page.emulate_media(color_scheme=theme)
+        assert serious() == [], theme
     page.get_by_role("button", name="System prompt and sampling").click()
     assert serious() == []
     page.keyboard.press("Escape")
