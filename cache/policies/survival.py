@@ -25,6 +25,7 @@ _ANSWER = _PROMPT + 2 * _DOUBLINGS
 _OWN_GAP = _ANSWER + _DOUBLINGS
 _NUM_WEIGHTS = _OWN_GAP + 2 * _NEAR + 1
 
+_WIDTHS_S = [end - start for start, end in pairwise(_EDGES_S)]
 _MIDDLE = [math.log2(math.sqrt(a * b)) if a else math.log2(b / 2) for a, b in pairwise(_EDGES_S)]
 
 
@@ -78,18 +79,16 @@ class ReturnModel:
         """The chance of a return in each bin from this one on, given that it did not come before."""
         weights = self._weights
         common = sum([weights[place] for place in known])
-        if gap_s is None:
-            return [_logistic(common + own) for own in self._bins[age_bin:]]
-        log_gap = math.log2(gap_s)
-        return [
-            _logistic(common + self._bins[place] + weights[_near(place, log_gap)]) for place in range(age_bin, NUM_BINS)
-        ]
+        odds = self._bins[age_bin:]
+        if gap_s is not None:
+            log_gap = math.log2(gap_s)
+            odds = [own + weights[_near(place, log_gap)] for place, own in enumerate(odds, age_bin)]
+        exp = math.exp  # thousands of times a second when many sessions are due
+        return [1.0 / (1.0 + exp(-(common + own))) for own in odds]
 
     def value(self, known: tuple[int, ...], gap_s: float | None, age_bin: int) -> float:
         """What keeping a session earns that has just entered a bin: see `best_rate`. 0 beyond the last bin."""
-        edges = _EDGES_S[age_bin:]
-        widths = [end - start for start, end in pairwise(edges)]
-        return best_rate(self.hazards(known, gap_s, age_bin), widths)
+        return best_rate(self.hazards(known, gap_s, age_bin), _WIDTHS_S[age_bin:])
 
 
 def best_rate(hazards: Sequence[float], widths_s: Sequence[float]) -> float:
@@ -103,7 +102,8 @@ def best_rate(hazards: Sequence[float], widths_s: Sequence[float]) -> float:
         won += left * hazard
         held_s += left * (1.0 - hazard / 2) * width_s
         left *= 1.0 - hazard
-        best = max(best, won / held_s)
+        if won > best * held_s:
+            best = won / held_s
     return best
 
 
@@ -112,7 +112,10 @@ def _doublings(tokens: int) -> int:
 
 
 def _near(age_bin: int, log_gap: float) -> int:
-    return _OWN_GAP + _NEAR + max(-_NEAR, min(_NEAR, round(_MIDDLE[age_bin] - log_gap)))
+    doublings = round(_MIDDLE[age_bin] - log_gap)
+    if -_NEAR < doublings < _NEAR:
+        return _OWN_GAP + _NEAR + doublings
+    return _OWN_GAP + (2 * _NEAR if doublings > 0 else 0)
 
 
 def _logistic(log_odds: float) -> float:
