@@ -14,6 +14,16 @@ from engine.client import EngineUnavailable
 
 _TYPES = {401: "authentication_error", 404: "not_found_error", 408: "timeout_error", 429: "rate_limit_error"}
 
+ANTHROPIC_PATH = "/v1/messages"
+_ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
 _THEY = {"prompt": "prompts"}  # parameters whose names are no plural
 
 
@@ -41,8 +51,14 @@ class ApiError(Exception):
         error = {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
         return msgspec.json.encode({"error": error})
 
-    def response(self) -> Response:
-        return Response(self.body(), self.status, headers=self.headers, media_type="application/json")
+    def anthropic_body(self) -> bytes:
+        kind = _ANTHROPIC_TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "api_error")
+        return msgspec.json.encode({"type": "error", "error": {"type": kind, "message": self.message}})
+
+    def response(self, path: str = "") -> Response:
+        """In the shape that the clients of `path` know."""
+        body = self.anthropic_body() if path.startswith(ANTHROPIC_PATH) else self.body()
+        return Response(body, self.status, headers=self.headers, media_type="application/json")
 
 
 class ClientGone(Exception):
@@ -169,9 +185,9 @@ def from_validation(error: ValidationError) -> ApiError:
 def install_handlers(app: FastAPI, routes: Sequence[BaseRoute]) -> None:
     """Everything that routing and handlers raise leaves in the envelope. `routes` are all that the app has."""
 
-    async def on_api_error(_: Request, error: Exception) -> Response:
+    async def on_api_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, ApiError)
-        return error.response()
+        return error.response(request.url.path)
 
     async def on_http_exception(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
@@ -186,7 +202,7 @@ def install_handlers(app: FastAPI, routes: Sequence[BaseRoute]) -> None:
             api_error = ApiError(405, message, code="method_not_allowed", headers=headers)
         else:
             api_error = ApiError(error.status_code, str(error.detail)[:500], headers=headers)
-        return api_error.response()
+        return api_error.response(request.url.path)
 
     app.add_exception_handler(ApiError, on_api_error)
     app.add_exception_handler(HTTPException, on_http_exception)

@@ -135,6 +135,10 @@ class Choice:
         return self._finder.hit
 
     @property
+    def stop_string(self) -> str:
+        return self._finder.found
+
+    @property
     def kept_tokens(self) -> int:
         """Leading tokens all of whose text is in the answer."""
         return tokens_within(self.text_ends, len(self.text)) if self._finder.hit else len(self.token_ids)

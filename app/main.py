@@ -18,7 +18,19 @@ from app.logs import EngineOutput
 from app.middleware import Authentication, RequestContext
 from app.response_store import ResponseStore
 from app.responses import Responses
-from app.routes import chat, completions, conversations, events, models, ops, page, responses, sessions, tokens
+from app.routes import (
+    chat,
+    completions,
+    conversations,
+    events,
+    messages,
+    models,
+    ops,
+    page,
+    responses,
+    sessions,
+    tokens,
+)
 from app.service import Service
 from app.settings import Settings
 from app.text_thread import TextThread
@@ -87,7 +99,7 @@ def create_app(settings: Settings, *, engine: Engine | None = None) -> FastAPI:
     app = FastAPI(title="Reprise", lifespan=lifespan, openapi_url=None, redirect_slashes=False)
     app.state.service = service
     app.state.responses = remembered
-    modules = (chat, completions, responses, conversations, tokens, models, ops, sessions, events, page)
+    modules = (chat, completions, responses, conversations, messages, tokens, models, ops, sessions, events, page)
     for module in modules:
         app.include_router(module.router)
     install_handlers(app, [route for module in modules for route in module.router.routes])

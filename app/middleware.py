@@ -55,7 +55,7 @@ class RequestContext:
 
         try:
             if "content-length" in headers and "transfer-encoding" in headers:
-                await _two_lengths().response()(scope, receive, send_with_id)
+                await _two_lengths().response(scope["path"])(scope, receive, send_with_id)
             else:
                 await self._app(scope, receive, send_with_id)
         except ClientGone:
@@ -63,7 +63,7 @@ class RequestContext:
         except Exception:
             log.exception("request %s failed", request_id)
             if status == 0:
-                await internal_error().response()(scope, receive, send_with_id)
+                await internal_error().response(scope["path"])(scope, receive, send_with_id)
             status = 500
         finally:
             self._on_done(scope, status)
@@ -93,9 +93,12 @@ class Authentication:
         if scope["type"] == "http" and not _is_open(scope["path"]):
             headers = Headers(scope=scope)
             if not self._keyring.wants_keys and not is_ours(headers.get("host", ""), self._hostnames):
-                await _unknown_host().response()(scope, receive, send)
+                await _unknown_host().response(scope["path"])(scope, receive, send)
                 return
-            tenant = self._keyring.tenant(headers.get("authorization"))
+            authorization = headers.get("authorization")
+            if authorization is None and "x-api-key" in headers:  # as Anthropic's clients send it
+                authorization = f"Bearer {headers['x-api-key']}"
+            tenant = self._keyring.tenant(authorization)
             if tenant is None:
                 error = ApiError(
                     401,
@@ -103,7 +106,7 @@ class Authentication:
                     code="invalid_api_key",
                     headers={"www-authenticate": "Bearer"},
                 )
-                await error.response()(scope, receive, send)
+                await error.response(scope["path"])(scope, receive, send)
                 return
             scope.setdefault("state", {})["tenant"] = tenant
         await self._app(scope, receive, send)
