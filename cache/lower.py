@@ -259,9 +259,8 @@ class LowerTiers:
         """Write what turns have left in DRAM; of running turns too when slots get scarce. Call it if `may_write`."""
         self._retry_s = 0.0
         pressed = self.slots.num_free < _PRESSURE * self.num_slots
-        saving: set[SessionName] | None = (
-            None  # asked in every step, mostly while all that is dirty belongs to who runs
-        )
+        # Looked up only when it is needed: in most steps all that is dirty belongs to who runs.
+        saving: set[SessionName] | None = None
         for name in list(self._dirty):
             if len(self._writes) >= _MAX_WRITES:
                 return
