@@ -310,8 +310,17 @@ def load_settings(*, flags: Mapping[str, str], environ: Mapping[str, str], confi
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False)[0]
         name = ".".join(str(part) for part in first["loc"][:2])
-        problem = first["msg"].removeprefix("Value error, ")
+        problem = _allowed(name, first["type"]) or first["msg"].removeprefix("Value error, ")
         raise SettingsError(f"{name} ({origins[name]}): {problem}" if name in origins else problem) from None
+
+
+def _allowed(name: str, kind: str) -> str:
+    """What a setting may be, where the library's own words would not say it."""
+    if kind.startswith("bool"):
+        return "Input should be true or false"
+    if kind == "string_pattern_mismatch":
+        return f"Input should be {dict(known_settings())[name].description}"
+    return ""
 
 
 def parse_flags(arguments: list[str]) -> dict[str, str]:

@@ -38,6 +38,8 @@ def test_flags_beat_the_environment_which_beats_the_file(tmp_path):
         ({"cache.truncation_ratio": "1"}, {}, ["cache.truncation_ratio", "less than 1"]),
         ({"cache.truncation_ratio": "0"}, {}, ["cache.truncation_ratio", "greater than 0"]),
         ({"cache.policy": "magic"}, {}, ["cache.policy", "'lookahead', 'lru' or 'fifo'"]),
+        ({"cache.sync_save": "maybe"}, {}, ["cache.sync_save (flag)", "true or false"]),
+        ({"server.traces_endpoint": "here"}, {}, ["server.traces_endpoint (flag)", "http://127.0.0.1:4318/v1/traces"]),
         ({"cache.keep_first_tokens": "-2"}, {}, ["cache.keep_first_tokens", "-1"]),
     ],
 )

@@ -3,12 +3,15 @@
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from benchmarks.servers import free_port, serve
 from tests.page.browser import send
 
 SETTINGS: dict[str, str | int | float] = {"cache.hbm_tokens": 2048, "engine.threads": 1}
 
 
+@pytest.mark.timeout(300)  # on a fresh checkout the first server compiles its kernels
 def test_a_conversation_goes_on_after_a_restart_with_its_history_from_disk(browser: Any, tmp_path: Path) -> None:
     own, port = {**SETTINGS, "cache.disk_dir": str(tmp_path)}, free_port()
     page = browser.new_page()
