@@ -1,5 +1,6 @@
 """The `reprise` program."""
 
+import json
 import logging
 import os
 import sys
@@ -115,6 +116,41 @@ def examine(
     Console(highlight=False).print(doctor.report(findings))
     if any(finding.level is doctor.Level.FAIL for finding in findings):
         raise typer.Exit(1)
+
+
+@cli.command()
+def simulate(
+    trace: Annotated[Path, typer.Option(help="Requests with the names of their blocks (Mooncake's JSON lines).")],
+    capacity_tokens: Annotated[str, typer.Option(help="Room for so many tokens; several with commas.")],
+    policies: Annotated[
+        str, typer.Option(help="Keys of the setting cache.policy, default, belady, unbounded; with commas.")
+    ] = "lru,fifo,belady,default",
+    score_from: Annotated[
+        float, typer.Option(min=0.0, max=1.0, help="Share of the requests that warm up and are not counted.")
+    ] = 0.0,
+    out: Annotated[Path | None, typer.Option(help="JSON file for the result.")] = None,
+    figure: Annotated[Path | None, typer.Option(help="PNG file; needs matplotlib.")] = None,
+) -> None:
+    """What eviction policies would have hit on a recorded trace, in one tier of blocks."""
+    from loadgen import trace_report
+
+    try:
+        result = trace_report.simulate(
+            trace,
+            capacities=[int(capacity) for capacity in capacity_tokens.split(",")],
+            policies=policies.split(","),
+            score_from=score_from,
+            progress=lambda policy, capacity: console.print(f"{policy}, {capacity:,} tokens"),
+        )
+        text = json.dumps(result, indent=1) + "\n"
+        if out is not None:
+            out.write_text(text, encoding="utf-8")
+        if figure is not None:
+            trace_report.draw(result, figure)
+    except (OSError, ValueError, ImportError) as error:
+        console.print(f"reprise simulate: {error}", markup=False)
+        raise typer.Exit(2) from None
+    Console().print(trace_report.table(result))
 
 
 @cli.command("settings")
