@@ -2,6 +2,8 @@
 
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 import torch
@@ -12,7 +14,7 @@ from cache.tiers.base import BlockMissing
 from cache.tiers.completions import Completions
 from cache.tiers.disk import DiskTier
 from cache.tiers.dram import Slab
-from cache.tiers.layer_source import LayerSource
+from cache.tiers.layer_source import LayerSource, ReadAhead
 from cache.tiers.loader import Loader, PagePool
 from cache.tiers.rotations import Rotations
 from cache.tiers.throttle import Throttle
@@ -105,9 +107,14 @@ class LoadStream:
 
     def run(self, rotations: Rotations, *, from_disk: bool) -> None:
         """Loads of one kind until `close`."""
+        with ExitStack() as stack:
+            ahead = stack.enter_context(ThreadPoolExecutor(1, "kv-read-ahead")) if from_disk else None
+            self._run(rotations, from_disk, ahead)
+
+    def _run(self, rotations: Rotations, from_disk: bool, ahead: Executor | None) -> None:
         while (job := self._next(from_disk)) is not None:
             if job.steps is None:
-                job.steps = self._load(job, rotations)
+                job.steps = self._load(job, rotations, ahead)
             try:
                 next(job.steps)
                 continue
@@ -139,18 +146,27 @@ class LoadStream:
                         return job
                 self._changed.wait(1.0)
 
-    def _load(self, job: _Job, rotations: Rotations) -> Iterator[None]:
+    def _load(self, job: _Job, rotations: Rotations, ahead: Executor | None) -> Iterator[None]:
         """Brings a layer whenever it is asked to go on. Raises BlockMissing."""
         seconds = {"dram_to_hbm": 0.0, "disk_to_hbm": 0.0}
-        with LayerSource(job.move.blocks, self._slab, self._disk) as source:
+        with ExitStack() as stack:
+            source = stack.enter_context(LayerSource(job.move.blocks, self._slab, self._disk))
+
+            def read(layer: int, failed: dict[BlockKey, str]) -> None:
+                passed = self._throttle.book(source.dram_bytes(layer))
+                source.read(layer, failed)
+                self._throttle.wait(passed)
+
+            if ahead is not None:
+                reader = ReadAhead(read, self._slab.num_layers, ahead)
+                stack.callback(reader.close)  # before the source is closed
+                read = reader.read
             loader = Loader(blocks=job.move.blocks, source=source, pool=self._pool, rotations=rotations)
             share = source.disk_share
             for layer in range(self._slab.num_layers):
                 started = time.perf_counter()
-                passed = self._throttle.book(source.dram_bytes(layer))
-                source.read(layer, job.failed)
-                self._throttle.wait(passed)
-                read = time.perf_counter()
+                read(layer, job.failed)
+                came = time.perf_counter()
                 if job.failed:
                     return
                 loader.place(layer)
@@ -160,8 +176,8 @@ class LoadStream:
                     # The last one counts when the event is out: whoever waits for it may then believe the event.
                     job.layers = min(layer + 1, self._slab.num_layers - 1)
                     self._changed.notify_all()
-                seconds["disk_to_hbm"] += (read - started) * (1 if share else 0) + (ended - read) * share
-                seconds["dram_to_hbm"] += (read - started) * (0 if share else 1) + (ended - read) * (1 - share)
+                seconds["disk_to_hbm"] += (came - started) * (1 if share else 0) + (ended - came) * share
+                seconds["dram_to_hbm"] += (came - started) * (0 if share else 1) + (ended - came) * (1 - share)
                 yield
             source.seal_passed()
         for direction, size in source.total_bytes().items():
