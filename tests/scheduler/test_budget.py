@@ -149,10 +149,10 @@ def test_what_a_step_waits_for_is_no_time_for_tokens():
     assert tokens.chunk(30, 0) == 10
 
 
-@pytest.mark.parametrize(("target_s", "least"), [(0.001, 16), (0.1, 16), (0.5, 50)])  # a tenth, at 1 ms a token
+@pytest.mark.parametrize(("target_s", "least"), [(0.001, 16), (0.1, 20), (0.5, 98)])  # a fifth, at 1 ms a token
 def test_prompts_get_on_however_late_the_step_is(target_s, least):
     budget = TimeBudget(cost=StepCost(**PRIOR), target_s=target_s, decodes=work(0, 300, 0), tokens=500)
-    assert budget.chunk(500, 0) == pytest.approx(least, abs=1)
+    assert budget.chunk(500, 0) == pytest.approx(least, abs=2)
     budget.spend(least, 0)
     assert budget.chunk(500, 0) == 0
 
