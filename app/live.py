@@ -20,7 +20,8 @@ from engine.client import EngineLost, EngineTimeout, EngineUnavailable
 from engine.messages import SessionInfo, SessionRequest, Stats, WaitingInfo
 
 PERIOD_S = 1.0  # as often as the engine reports
-MAX_SESSIONS = 24  # the ones used last
+GATHER_S = 0.1  # answers that begin within it are told together: a busy server has hundreds a second
+MAX_SESSIONS = 10  # the ones used last; the engine walks over all their blocks to say where they are
 MAX_WAITING = 64  # of the front of the queue
 MAX_TURNS = 240  # remembered for pages that are opened later, or read slowly
 TENANT_SHARE = 4  # a tenant may hold so much of the places: one fourth
@@ -121,9 +122,10 @@ class Watcher:
         return turns
 
     async def wait(self, timeout_s: float) -> None:
-        """For an answer to begin, or until the time is over."""
+        """For answers to begin, or until the time is over."""
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._news.wait(), timeout_s)
+            await asyncio.sleep(GATHER_S)
 
     def close(self) -> None:
         self._on_close(self)

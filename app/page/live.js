@@ -12,7 +12,6 @@ const TIERS = [
   { key: "redis", label: "Redis", what: "shared with other servers" },
 ];
 const MAX_TURNS = 240;
-const ROWS = 8;
 const MOVED_MS = 4000; // how long a move stays marked
 const RETRY_MS = [500, 1000, 2000, 5000];
 
@@ -36,7 +35,7 @@ export class Live extends EventTarget {
     panel.append(
       section("Time to first token", "ttft", "A dot for each of the last answers, on a logarithmic scale."),
       section("The hierarchy", "tiers", "Where the KV cache of all conversations lies. What is full drops what is needed last."),
-      section("Conversations", "sessions", "Blocks of 32 tokens by tier; a block may be in several."),
+      section("Conversations", "sessions", "Those used last: their blocks of 32 tokens by tier; a block may be in several."),
       section("The queue", "queue", "Who waits, in order. Inside the window, who needs no load goes first."),
     );
     this.#drawTurns();
@@ -139,7 +138,7 @@ export class Live extends EventTarget {
   }
 
   #drawSessions(state) {
-    const shown = state.sessions.slice(0, ROWS);
+    const shown = state.sessions;
     if (!shown.length) {
       this.#parts.sessions.replaceChildren(h("p", { class: "small note" }, "None yet. Send a message."));
       return;
@@ -160,8 +159,7 @@ export class Live extends EventTarget {
     const head = h("tr", {}, h("th", { scope: "col" }, "Conversation"), tiers.map(({ label }) => h("th", { scope: "col" }, label)));
     const caption = h("caption", { class: "visually-hidden" }, "Blocks of the conversations used last, by tier");
     const table = h("table", { class: "sessions" }, caption, h("thead", {}, head), h("tbody", {}, rows));
-    const more = state.sessions.length > ROWS ? h("p", { class: "small muted" }, `and ${state.sessions.length - ROWS} more`) : null;
-    this.#parts.sessions.replaceChildren(...[table, more].filter(Boolean));
+    this.#parts.sessions.replaceChildren(table);
   }
 
   #drawQueue(state) {
