@@ -110,7 +110,7 @@ def test_the_default_learns_who_comes_back():
         hit_rate(requests, policy, 130 * BLOCK_TOKENS, first).block_hit_rate for policy in ("lru", "default", "belady")
     )
     assert lru < 0.2
-    assert ours > lru + 0.7 * (best - lru)
+    assert ours > lru + 0.5 * (best - lru)
 
 
 REQUESTS = st.lists(
