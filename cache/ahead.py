@@ -1,5 +1,6 @@
 """LookAhead: what the queue says about the next turns, as hints to the policies, fetches and writes."""
 
+from collections import Counter
 from collections.abc import Sequence
 
 from cache.hierarchy import Hierarchy
@@ -21,7 +22,9 @@ class LookAhead:
         self._running = running
         self._reuse = reuse
         self._waiting: Sequence[str] = []
-        self._names: list[SessionName] = []  # of each of those who wait
+        self._names: list[SessionName] = []  # the session of each of those who wait
+        self._turns: Counter[SessionName] = Counter()  # session -> how many of them are its
+        self._told = False  # whether the policies know of all of them
         self._unseen: set[str] = set()  # of those who wait: has not been looked at for what to fetch
         self._new: list[tuple[int, str]] = []  # the same with their places, last first
         self._next = 0  # whose turn it is to be looked at again
@@ -31,26 +34,36 @@ class LookAhead:
         `starting` of those who wait have a place in the batch: they load for themselves, layer by layer. `waiting` is
         kept: it must not change any more."""
         if waiting is not self._waiting and waiting != self._waiting:
-            self._become(waiting)
-            if self._sessions.mean_bytes:
-                window = eviction_window(
-                    self._lower.dram_slots * self._lower.slot_bytes, self._lower.disk_bytes, self._sessions.mean_bytes
-                )
-                upcoming = list(dict.fromkeys(self._names[:window]))
-                for policy in self._tiers.policies:
-                    policy.look_ahead(upcoming, now)
+            self._tell_policies(self._become(waiting), now)
         if waiting and self._lower.disk_bytes and self._reuse and self._sessions.mean_bytes:
             self._fetch_ahead(starting)
         if self._lower.may_write(now):
             self._lower.plan_writes(self._sessions.contexts, self._running.has_pages, self._sessions.record, now)
         self._lower.trim()
 
-    def _become(self, waiting: Sequence[str]) -> None:
+    def _tell_policies(self, changed: set[SessionName], now: float) -> None:
+        if not self._sessions.mean_bytes:
+            self._told = False
+            return
+        window = eviction_window(
+            self._lower.dram_slots * self._lower.slot_bytes, self._lower.disk_bytes, self._sessions.mean_bytes
+        )
+        told, self._told = self._told, len(self._names) <= window
+        upcoming = self._names[:window]
+        if len(self._turns) < len(self._names):
+            upcoming = list(dict.fromkeys(upcoming))
+        for policy in self._tiers.policies:
+            policy.look_ahead(upcoming, now, changed if told and self._told else None)
+
+    def _become(self, waiting: Sequence[str]) -> set[SessionName]:
+        """Returns the sessions that have come into the queue or left it."""
         before, self._waiting = self._waiting, waiting
         head, tail = common_ends(before, waiting)
         left, entered = before[head : len(before) - tail], waiting[head : len(waiting) - tail]
         known = dict(zip(left, self._names[head:], strict=False))
-        fresh, gone = set(entered) - known.keys(), known.keys() - set(entered)
+        fresh = set(entered)
+        gone = known.keys() - fresh
+        fresh -= known.keys()
         known.update((request_id, self._running[request_id].session) for request_id in fresh)
         self._names[head : len(before) - tail] = map(known.__getitem__, entered)
         self._unseen = (self._unseen | fresh) - gone
@@ -59,6 +72,14 @@ class LookAhead:
             places = enumerate(waiting)
             self._new = [(place, request_id) for place, request_id in places if request_id in self._unseen]
             self._new.reverse()
+        touched = {known[request_id] for request_id in fresh | gone}
+        were = {session for session in touched if session in self._turns}
+        self._turns.update(known[request_id] for request_id in fresh)
+        self._turns.subtract(known[request_id] for request_id in gone)
+        for session in touched:
+            if not self._turns[session]:
+                del self._turns[session]
+        return {session for session in touched if (session in self._turns) != (session in were)}
 
     def _fetch_ahead(self, starting: int) -> None:
         """Disk -> DRAM for the next turns: for those who are new in the window first, then for the others in turn,

@@ -21,11 +21,30 @@ class _Duration:
     def __init__(self, fixed_s: float, s_per_unit: float, span: int) -> None:
         self._prior, self._span = (fixed_s, s_per_unit), span
         self._sums = [0.0] * 5  # decayed: weight, units, units^2, seconds, units * seconds
-        self.fixed_s, self.s_per_unit = fixed_s, s_per_unit
+        self._line: tuple[float, float] | None = self._prior  # fixed_s, s_per_unit; None: to be found
 
     def update(self, units: int, seconds: float) -> None:
         sample = (1.0, units, units * units, seconds, units * seconds)
         self._sums = [total * _KEPT + part for total, part in zip(self._sums, sample, strict=True)]
+        self._line = None
+
+    @property
+    def s_per_unit(self) -> float:
+        return self._fitted()[1]
+
+    def of(self, units: int) -> float:
+        """Nothing takes no time."""
+        if units <= 0:
+            return 0.0
+        fixed_s, s_per_unit = self._fitted()
+        return fixed_s + s_per_unit * units
+
+    def _fitted(self) -> tuple[float, float]:
+        if self._line is None:
+            self._line = self._fit()
+        return self._line
+
+    def _fit(self) -> tuple[float, float]:
         n, u, uu, s, us = self._sums
         fixed, slope = self._prior
         level = s / (fixed * n + slope * u)  # the machine's pace, in units of the prior's
@@ -42,11 +61,7 @@ class _Duration:
             fixed, slope = (s - measured * u) / n, measured
         if fixed < 0:
             fixed, slope = 0.0, us / uu
-        self.fixed_s, self.s_per_unit = fixed, slope
-
-    def of(self, units: int) -> float:
-        """Nothing takes no time."""
-        return self.fixed_s + self.s_per_unit * units if units > 0 else 0.0
+        return fixed, slope
 
 
 class Rates:

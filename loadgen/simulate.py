@@ -252,13 +252,14 @@ class Simulation:
         self.now = end_s
         self._hear()
         failed = self._requeue_failed()
-        row = 0
+        row = saved_rows = 0
         for chunk in chunks:
             request_id = chunk.sequence.request_id
             if request_id not in failed:
                 pieces = self.cache.capture(request_id, chunk.num_tokens, row)
-                self._occupy("save", sum(p.num_rows for p in pieces) * self.machine.bytes_per_token, "hbm_to_dram")
+                saved_rows += sum(piece.num_rows for piece in pieces)
             row += chunk.num_tokens
+        self._occupy("save", saved_rows * self.machine.bytes_per_token, "hbm_to_dram")
         self._carry_out(self.cache.take_moves())
         for chunk in chunks:
             sequence = chunk.sequence

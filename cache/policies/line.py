@@ -1,6 +1,6 @@
 """Line: who is queued, and what has changed about it since it was told last."""
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from typing import Any
 
 _STRIDE = 64  # elements compared at once
@@ -42,16 +42,14 @@ class Line:
     def __contains__(self, session: Hashable) -> bool:
         return session in self._members
 
-    def become(self, sessions: Sequence[Hashable]) -> set[Hashable]:
-        """Returns those who have come in or gone out. `sessions` is kept: it must not change any more."""
-        before, self._sessions = self._sessions, sessions
-        head, tail = common_ends(before, sessions)
-        left, entered = set(before[head : len(before) - tail]), set(sessions[head : len(sessions) - tail])
-        if not left and not entered:
-            return left
-        self._places = None
-        changed = left ^ entered
-        self._members ^= changed
+    def become(self, sessions: Sequence[Hashable], changed: Collection[Hashable] | None = None) -> Collection[Hashable]:
+        """Returns those who have come in or gone out, as `changed` if that is known. `sessions` is kept: it must not
+        change any more."""
+        before, self._sessions, self._places = self._sessions, sessions, None
+        if changed is None:
+            head, tail = common_ends(before, sessions)
+            changed = set(before[head : len(before) - tail]) ^ set(sessions[head : len(sessions) - tail])
+        self._members.symmetric_difference_update(changed)
         return changed
 
     def place(self, session: Hashable) -> int | None:

@@ -2,7 +2,7 @@
 
 import math
 from bisect import bisect_left, insort
-from collections.abc import Container, Hashable, Sequence
+from collections.abc import Collection, Container, Hashable, Sequence
 from heapq import heappop, heappush
 from operator import itemgetter
 from typing import Literal
@@ -140,8 +140,8 @@ class LookaheadPolicy:
             for returns in self._returns.answered(owner.returns, now, num_tokens):
                 self._rerank(self._sessions[returns.name])
 
-    def look_ahead(self, upcoming: Sequence[Hashable], now: float) -> None:
-        for name in self._queue.become(upcoming):
+    def look_ahead(self, upcoming: Sequence[Hashable], now: float, changed: Collection[Hashable] | None = None) -> None:
+        for name in self._queue.become(upcoming, changed):
             session = self._sessions.get(name)
             if session is not None:
                 self._rerank(session)

@@ -1,6 +1,6 @@
 """The oldest touch leaves first."""
 
-from collections.abc import Container, Hashable, Sequence
+from collections.abc import Collection, Container, Hashable, Sequence
 
 from cache.block import BlockKey
 
@@ -31,7 +31,7 @@ class LruPolicy:
     def answered(self, session: Hashable, now: float, num_tokens: int) -> None:
         """Nor does it count what an answer added."""
 
-    def look_ahead(self, upcoming: Sequence[Hashable], now: float) -> None:
+    def look_ahead(self, upcoming: Sequence[Hashable], now: float, changed: Collection[Hashable] | None = None) -> None:
         """The queue does not count."""
 
     def victims(

@@ -16,7 +16,7 @@ _CHECKS = (
     1 + _PUNCTUAL,
 )  # ages, in gaps, at which the nearness of a punctual return is reconsidered
 _STEPS = 4  # by which values are told apart, per doubling: estimates are no better
-_AT_ONCE = 16  # sessions reconsidered per event: the rest waits, in order, for the next ones
+_AT_ONCE = 8  # sessions reconsidered per event: the rest waits, in order, for the next ones
 
 
 class SessionReturn:

@@ -1,0 +1,120 @@
+"""The queue as the policies hear of it, and whose KV is fetched for it."""
+
+from types import SimpleNamespace
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cache import ahead
+from cache.ahead import LookAhead
+
+
+class Policy:
+    def __init__(self):
+        self.line = []
+
+    def look_ahead(self, upcoming, now, changed=None):
+        assert len(set(upcoming)) == len(upcoming)
+        assert changed is None or set(changed) == set(self.line) ^ set(upcoming)
+        self.line = list(upcoming)
+
+
+class World:
+    """`slots` of DRAM, each of which holds what one request wants."""
+
+    def __init__(self, *, window=100, slots=100):
+        self.policy = Policy()
+        self.fetched = []
+        self.slots = slots
+        lower = SimpleNamespace(
+            num_slots=slots, resident=0, dram_slots=window, slot_bytes=1, disk_bytes=1, fetch=self.fetch,
+            may_write=lambda now: False, trim=lambda: None,
+        )  # fmt: skip
+        tiers = SimpleNamespace(table=SimpleNamespace(matched=lambda keys: keys), lower=lower, policies=[self.policy])
+        self.lower = lower
+        lower.disk_bytes = 1e-9  # no part of the eviction window
+        self.running = {}
+        self.sessions = SimpleNamespace(mean_bytes=1.0)
+        self.ahead = LookAhead(tiers=tiers, sessions=self.sessions, running=self.running, reuse=True)
+
+    def fetch(self, rows, session):
+        wanted = list(rows)
+        if len(self.fetched) >= self.slots:
+            return not wanted
+        self.fetched += [row.name for row in wanted]
+        return True
+
+    def request(self, request_id, session, tokens=32):
+        row = SimpleNamespace(page=None, name=request_id)
+        self.running[request_id] = SimpleNamespace(
+            session=session, pages=[], token_ids=[0] * tokens, chain=lambda: [] if request_id in self.fetched else [row]
+        )
+
+    def plan(self, waiting, starting=0):
+        self.ahead.plan(list(waiting), starting, 0.0)
+
+
+@given(
+    queues=st.lists(st.tuples(st.lists(st.integers(0, 12), unique=True), st.sampled_from([0.0, 1.0, 1.0, 1.0]))),
+    window=st.integers(0, 14),
+)
+def test_policies_are_told_of_each_session_once_and_who_came_and_went(queues, window):
+    world = World(window=window)
+    for number in range(13):
+        world.request(f"r{number}", f"s{number % 5}")
+    last = []
+    for queue, mean in queues:
+        world.sessions.mean_bytes = mean
+        waiting = [f"r{number}" for number in queue]
+        before = world.policy.line
+        world.plan(waiting)
+        sessions = list(dict.fromkeys(f"s{number % 5}" for number in queue[:window]))
+        assert world.policy.line == (sessions if mean and queue != last else before)
+        last = queue
+
+
+def test_everybody_in_the_window_is_looked_at_however_many_they_are_the_next_first(monkeypatch):
+    monkeypatch.setattr(ahead, "_LOOKED_UP", 64)
+    world = World(slots=10)
+    waiting = [f"r{number}" for number in range(20)]
+    for request_id in waiting:
+        world.request(request_id, request_id)
+    world.plan(waiting, starting=3)
+    assert world.fetched == ["r3", "r4"]  # 32 tokens each; the first three load for themselves
+    for _ in range(20):
+        world.plan(waiting, starting=3)
+    assert world.fetched == waiting[3:13]  # as many as DRAM has room for
+
+
+def test_who_comes_in_front_is_looked_at_before_those_behind(monkeypatch):
+    monkeypatch.setattr(ahead, "_LOOKED_UP", 32)
+    world = World()
+    for request_id in "abcd":
+        world.request(request_id, request_id)
+    world.plan("bcd")
+    world.plan("abcd")
+    world.plan("abcd")
+    assert world.fetched == ["b", "a", "c"]
+
+
+def test_what_has_left_dram_again_is_fetched_again():
+    world = World()
+    for request_id in "ab":
+        world.request(request_id, request_id)
+    world.plan("ab")
+    assert world.fetched == ["a", "b"]
+    world.fetched.remove("a")
+    world.plan("ab")
+    assert world.fetched == ["b", "a"]
+
+
+def test_who_found_no_room_is_tried_again_when_there_is_some():
+    world = World(slots=1)
+    for request_id in "ab":
+        world.request(request_id, request_id)
+    world.plan("ab")
+    world.plan("ab")
+    assert world.fetched == ["a"]
+    world.slots = world.lower.num_slots = 2
+    world.plan("ab")
+    assert world.fetched == ["a", "b"]
