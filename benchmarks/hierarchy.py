@@ -15,7 +15,8 @@ A leg is one turn of all eight conversations on one server, back to back, so tha
 falls into the time of the next. The servers take turns leg by leg, in an order that moves on with every turn; only one
 works at a time. A pair is the same turn of the same conversation on two servers; a pass is four turns, and what a pass
 has left is deleted before the next. Behind the last pass the attentionstore server is stopped and started again on its
-directory, and every conversation returns once more, on `ample` and `recompute` as well.
+directory, and every conversation returns once more, on `ample` and `recompute` as well. A TTFT runs from the request
+handed to the socket to the bytes that bring the first token; what a client makes of them is not in it.
 
 Expected: at turn 4 attentionstore takes at most 0.15 x recompute, and at most 1.25 x ample: its loads are hidden.
 """
@@ -40,12 +41,14 @@ from tokenizers import Tokenizer
 from benchmarks.in_process import kv_bytes_per_token
 from benchmarks.make_model import SHAPES, make_model
 from benchmarks.servers import Server, serve, write_result
-from benchmarks.streams import Answer, Message, ask, client_of
+from benchmarks.streams import Answer, Message, ask_stamped
+from loadgen.http import Http
 
 ARMS = ("attentionstore", "disk", "ample", "prefix", "recompute")
 RETURNING = ("attentionstore", "ample", "recompute")  # those that play the turn behind the restart
 TIERS = ("hbm", "dram", "disk", "computed")
 TURNS = 4
+SILENCE_S = 120.0
 TARGETS = {"recompute": 0.15, "ample": 1.25}
 BLOCK = 32
 WORDS = (
@@ -182,25 +185,25 @@ class Rotation:
 
     async def warm_up(self, server: Server, arm: str) -> None:
         """The first request pays for what a process sets up; and it says how long the template is."""
-        client = client_of(server.url)
-        answer = await ask(
-            client, server.model["id"], [{"role": "user", "content": "Hello"}], max_tokens=8, temperature=0,
+        http = Http(server.url, silence_s=SILENCE_S)
+        answer = await ask_stamped(
+            http, server.model["id"], [{"role": "user", "content": "Hello"}], max_tokens=8, temperature=0,
             session_id="warm-up",
         )  # fmt: skip
-        await client.close()
+        http.close()
         self._template_tokens[arm] = answer.prompt_tokens - len(self._tokenizer.encode("Hello").ids)
 
     async def leg(self, server: Server, arm: str, pass_: int, turn: int, tell: Callable[[], None]) -> None:
         """One turn of every conversation on one server. Raises what the client raises."""
-        client = client_of(server.url)
+        http = Http(server.url, silence_s=SILENCE_S)
         try:
             for number in range(self._shape.conversations):
-                await self._turn(client, server, arm, pass_, number, turn)
+                await self._turn(http, server, arm, pass_, number, turn)
                 tell()
         finally:
-            await client.close()
+            http.close()
 
-    async def _turn(self, client: Any, server: Server, arm: str, pass_: int, number: int, turn: int) -> None:
+    async def _turn(self, http: Http, server: Server, arm: str, pass_: int, number: int, turn: int) -> None:
         shape = self._shape
         conversation = self._conversations.setdefault(
             (arm, pass_, number), Conversation(f"conversation-{pass_}-{number}")
@@ -210,8 +213,8 @@ class Rotation:
         wanted = shape.first_tokens if turn == 1 else shape.turn_tokens - 1
         text = writer.message(wanted - self._template_tokens[arm])
         messages = [*conversation.messages, {"role": "user", "content": text}]
-        answer = await ask(
-            client, server.model["id"], messages, max_tokens=shape.answer_tokens, temperature=0, ignore_eos=True,
+        answer = await ask_stamped(
+            http, server.model["id"], messages, max_tokens=shape.answer_tokens, temperature=0, ignore_eos=True,
             session_id=conversation.session_id,
         )  # fmt: skip
         history = max(0, conversation.length - 1)  # the token sampled last was not computed

@@ -6,7 +6,11 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 from openai import AsyncOpenAI
+
+from loadgen.http import Http
+from loadgen.response import Events
 
 # Two sums of the same numbers in another order differ in the last bits. Where the two best tokens are closer than this,
 # either is the right answer.
@@ -108,6 +112,48 @@ async def ask(
         raise RuntimeError("the stream ended without " + ("a finish_reason" if usage is not None else "a usage"))
     answer.prompt_tokens, answer.completion_tokens = usage.prompt_tokens, usage.completion_tokens
     answer.cached_tokens = usage.prompt_tokens_details.cached_tokens
+    return answer
+
+
+async def ask_stamped(http: Http, model: str, messages: list[Message], **parameters: Any) -> Answer:
+    """`ask` for times: the same answer, without logprobs, stamped where its bytes are received. The official client
+    takes 4 to 6 ms of every TTFT for itself. Raises RuntimeError when the answer is refused or does not end, and
+    what `Http.send` raises."""
+    body = {"model": model, "messages": messages, "stream": True, "stream_options": {"include_usage": True}}
+    headers = {"content-type": "application/json"}
+    request = http.request("POST", "/v1/chat/completions", headers, msgspec.json.encode({**body, **parameters}))
+    answer = Answer()
+    events, found = Events(), list[tuple[float, bytes]]()
+    refusal = bytearray()
+
+    def take(status: int, now_s: float, piece: bytes) -> None:
+        if status != 200:
+            refusal.extend(piece)
+        found.extend((now_s, data) for data in events.feed(piece))
+
+    answer.sent_s, response = await http.send(request, take)
+    if response.status != 200:
+        raise RuntimeError(f"{response.status}: {refusal.decode(errors='replace')[:200]}")
+    usage = None
+    for now_s, data in found:
+        if data == b"[DONE]":
+            continue
+        event = msgspec.json.decode(data)
+        if "error" in event:
+            raise RuntimeError(str(event["error"]))
+        for choice in event["choices"]:
+            if text := choice["delta"].get("content"):
+                answer.first_token_s = answer.first_token_s or now_s
+                answer.text += text
+            answer.finish_reason = choice["finish_reason"] or answer.finish_reason
+        answer.done_s = now_s
+        if event.get("usage"):
+            usage = event["usage"]
+            answer.x_cache, answer.timings = event.get("x_cache") or {}, event.get("timings") or {}
+    if answer.finish_reason is None or usage is None:
+        raise RuntimeError("the stream ended without " + ("a finish_reason" if usage is not None else "a usage"))
+    answer.prompt_tokens, answer.completion_tokens = usage["prompt_tokens"], usage["completion_tokens"]
+    answer.cached_tokens = usage["prompt_tokens_details"]["cached_tokens"]
     return answer
 
 

@@ -6,7 +6,9 @@ import pytest
 from benchmarks import replay_dialogues, soak
 from benchmarks.replay_dialogues import Conversation, Turn
 from benchmarks.servers import ROOT, describe_machine
-from benchmarks.streams import NEAR_TIE, Answer, Token, first_difference
+from benchmarks.streams import NEAR_TIE, Answer, Token, ask, ask_stamped, client_of, first_difference
+from loadgen.http import Http
+from tests.app.fakes import FakeEngine, make_settings, on_loopback, write_tokenizer
 
 
 def answer(words: str, gaps: dict[int, float] | None = None, **fields) -> Answer:
@@ -116,3 +118,28 @@ def test_the_machine_is_described_without_paths():
     assert machine["cores"] >= machine["usable_cores"] >= 1
     assert machine["packages"]["torch"].startswith("2.13")
     assert str(ROOT) not in str(machine)
+
+
+async def test_both_clients_read_the_same_answer(tmp_path):
+    engine = FakeEngine(directory=write_tokenizer(tmp_path / "model"))
+    engine.script.start_s = 0.05
+    messages = [{"role": "user", "content": "Hello"}]
+    async with on_loopback(engine, make_settings(tmp_path)) as running:
+        (model,) = (await running.http.get("/v1/models")).json()["data"]
+        http = Http(running.base_url, silence_s=10)
+        stamped = await ask_stamped(http, model["id"], messages, max_tokens=50, session_id="a")
+        with pytest.raises(RuntimeError, match="400"):
+            await ask_stamped(http, model["id"], [], max_tokens=50)
+        http.close()
+        async with client_of(running.base_url) as client:
+            official = await ask(client, model["id"], messages, max_tokens=50, session_id="a")
+    assert stamped.text == official.text
+    assert stamped.finish_reason == official.finish_reason == "stop"
+    assert stamped.prompt_tokens == official.prompt_tokens > 0
+    assert stamped.cached_tokens == official.cached_tokens > 0
+    assert stamped.completion_tokens == official.completion_tokens > 1
+    assert stamped.timings == official.timings
+    assert {**stamped.x_cache, "session_id": ""} == {**official.x_cache, "session_id": ""}
+    for answer_ in (stamped, official):
+        assert answer_.ttft_ms >= 50
+        assert answer_.first_token_s <= answer_.done_s
