@@ -138,7 +138,7 @@ async def test_both_clients_read_the_same_answer(tmp_path):
     assert stamped.prompt_tokens == official.prompt_tokens > 0
     assert stamped.cached_tokens == official.cached_tokens > 0
     assert stamped.completion_tokens == official.completion_tokens > 1
-    assert stamped.timings == official.timings
+    assert stamped.timings.keys() == official.timings.keys()
     assert {**stamped.x_cache, "session_id": ""} == {**official.x_cache, "session_id": ""}
     for answer_ in (stamped, official):
         assert answer_.ttft_ms >= 50
