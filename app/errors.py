@@ -1,5 +1,6 @@
 """Exceptions -> the one error envelope: {"error": {"message", "type", "param", "code"}}."""
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ from engine.client import EngineUnavailable
 
 _TYPES = {401: "authentication_error", 404: "not_found_error", 408: "timeout_error", 429: "rate_limit_error"}
 
+_UNION_TAG = re.compile(r"(?:list|dict|literal|function-[a-z]+|nullable)\[")
 ANTHROPIC_PATH = "/v1/messages"
 _ANTHROPIC_TYPES = {
     401: "authentication_error",
@@ -168,7 +170,8 @@ def internal_error() -> ApiError:
 def from_validation(error: ValidationError) -> ApiError:
     """The first thing that is wrong, in OpenAI's way of naming parameters: messages[0].content."""
     first = error.errors(include_url=False, include_input=False)[0]
-    path = list(first["loc"])
+    # A union says which of its types it tried; no client knows those.
+    path = [part for part in first["loc"] if not (isinstance(part, str) and _UNION_TAG.match(part))]
     if named := first.get("ctx", {}).get("param"):
         path.append(named)
     param = ""

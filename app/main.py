@@ -25,6 +25,7 @@ from app.routes import (
     events,
     messages,
     models,
+    openapi,
     ops,
     page,
     responses,
@@ -99,7 +100,20 @@ def create_app(settings: Settings, *, engine: Engine | None = None) -> FastAPI:
     app = FastAPI(title="Reprise", lifespan=lifespan, openapi_url=None, redirect_slashes=False)
     app.state.service = service
     app.state.responses = remembered
-    modules = (chat, completions, responses, conversations, messages, tokens, models, ops, sessions, events, page)
+    modules = (
+        chat,
+        completions,
+        responses,
+        conversations,
+        messages,
+        tokens,
+        models,
+        openapi,
+        ops,
+        sessions,
+        events,
+        page,
+    )
     for module in modules:
         app.include_router(module.router)
     install_handlers(app, [route for module in modules for route in module.router.routes])

@@ -20,6 +20,13 @@ def unsupported(param: str, what: str) -> PydanticCustomError:
     return PydanticCustomError("unsupported", "{what} not supported by this server", {"param": param, "what": what})
 
 
+class TextPart(BaseModel):
+    """A part of a content, for the description of the API alone: `joined_text` reads it."""
+
+    type: Literal["text", "input_text", "output_text"]
+    text: str
+
+
 def joined_text(value: object, kinds: frozenset[str] = frozenset({"text"})) -> object:
     """A list of text parts becomes one string; parts are paragraphs of their own, so a newline keeps them apart."""
     if not isinstance(value, list):
@@ -139,7 +146,9 @@ def _seconds(value: object) -> object:
 class CacheOptions(Part):
     """`prompt_cache_options`."""
 
-    ttl: Annotated[float | None, BeforeValidator(_seconds)] = Field(None, gt=0, le=1e9)
+    ttl: Annotated[float | None, BeforeValidator(_seconds, json_schema_input_type=float | str | None)] = Field(
+        None, gt=0, le=1e9
+    )
 
 
 class GenerationRequest(Part):
@@ -160,12 +169,14 @@ class GenerationRequest(Part):
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     repetition_penalty: float | None = Field(None, ge=0.01, le=10)
     logit_bias: Annotated[
-        dict[TokenId, Annotated[float, Field(ge=-100, le=100)]] | None, BeforeValidator(_token_bias)
+        dict[TokenId, Annotated[float, Field(ge=-100, le=100)]] | None,
+        BeforeValidator(_token_bias, json_schema_input_type=dict[str, float] | None),
     ] = Field(None, max_length=1024)
     seed: int | None = Field(None, ge=-(1 << 63), lt=1 << 64)
-    stop: Annotated[list[Annotated[str, Field(min_length=1, max_length=1024)]] | None, BeforeValidator(one_or_many)] = (
-        Field(None, max_length=16)
-    )
+    stop: Annotated[
+        list[Annotated[str, Field(min_length=1, max_length=1024)]] | None,
+        BeforeValidator(one_or_many, json_schema_input_type=str | list[str] | None),
+    ] = Field(None, max_length=16)
     stop_token_ids: list[TokenId] | None = Field(None, max_length=128)
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None

@@ -13,7 +13,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from app.schema_parts import GenerationRequest, Part, is_finite, joined_text, unsupported
+from app.schema_parts import GenerationRequest, Part, TextPart, is_finite, joined_text, unsupported
 from app.schemas_tools import (
     MAX_TOOLS,
     Choices,
@@ -56,7 +56,7 @@ class Message(Part):
     refused = frozenset({"function_call", "audio", "refusal"})
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    content: Annotated[str, BeforeValidator(joined_text)]
+    content: Annotated[str, BeforeValidator(joined_text, json_schema_input_type=str | list[TextPart])]
     name: str | None = Field(None, max_length=256)
     reasoning_content: str | None = None
     tool_calls: list[ToolCall] | None = Field(None, max_length=MAX_TOOLS)

@@ -27,7 +27,11 @@ class CompletionRequest(GenerationRequest):
 
     refused = frozenset({"suffix", "prompt_logprobs", "use_beam_search", "prompt_embeds", "response_format"})
 
-    prompt: Annotated[list[str] | list[Ids], BeforeValidator(_prompts), Field(min_length=1, max_length=MAX_PROMPTS)]
+    prompt: Annotated[
+        Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS)]
+        | Annotated[list[Ids], Field(min_length=1, max_length=MAX_PROMPTS)],
+        BeforeValidator(_prompts, json_schema_input_type=str | list[str] | list[int] | list[list[int]]),
+    ]
     max_tokens: int | None = Field(None, ge=0, le=1 << 31)
     echo: bool | None = None
     logprobs: int | None = Field(None, ge=0, le=20)

@@ -35,7 +35,11 @@ def _text_blocks(value: object) -> object:
     return [{"type": "text", "text": value}] if isinstance(value, str) else value
 
 
-TextBlocks = Annotated[list[TextBlock], BeforeValidator(_text_blocks), Field(max_length=MAX_BLOCKS)]
+TextBlocks = Annotated[
+    list[TextBlock],
+    BeforeValidator(_text_blocks, json_schema_input_type=str | list[TextBlock]),
+    Field(max_length=MAX_BLOCKS),
+]
 
 
 class ToolResultBlock(Part):
@@ -64,7 +68,9 @@ def _block(value: object) -> object:
 
 
 Blocks = Annotated[
-    list[Annotated[Block, BeforeValidator(_block)]], BeforeValidator(_text_blocks), Field(max_length=MAX_BLOCKS)
+    list[Annotated[Block, BeforeValidator(_block, json_schema_input_type=Block)]],
+    BeforeValidator(_text_blocks, json_schema_input_type=str | list[Block]),
+    Field(max_length=MAX_BLOCKS),
 ]
 
 

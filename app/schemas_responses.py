@@ -6,7 +6,7 @@ from pydantic import BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from app.deadline import MAX_TIMEOUT_S
-from app.schema_parts import CacheOptions, JsonSchema, Metadata, Part, SessionId, joined_text, unsupported
+from app.schema_parts import CacheOptions, JsonSchema, Metadata, Part, SessionId, TextPart, joined_text, unsupported
 from app.schemas import MAX_MESSAGES, TemplateArgs
 from app.schemas_tools import MAX_ARGUMENT_CHARS, MAX_TOOLS, ToolName
 
@@ -20,7 +20,7 @@ def _text(value: object) -> object:
     return joined_text(value, _TEXT_KINDS)
 
 
-Text = Annotated[str, BeforeValidator(_text)]
+Text = Annotated[str, BeforeValidator(_text, json_schema_input_type=str | list[TextPart])]
 
 
 class MessageItem(Part):
@@ -89,14 +89,16 @@ def _item(value: object) -> object:
     return _ITEMS[kind].model_validate(value)
 
 
-AnyItem = Annotated[Item, BeforeValidator(_item)]
+AnyItem = Annotated[Item, BeforeValidator(_item, json_schema_input_type=Item)]
 
 
 def _items(value: object) -> object:
     return [{"role": "user", "content": value}] if isinstance(value, str) else value
 
 
-Items = Annotated[list[AnyItem], BeforeValidator(_items), Field(max_length=MAX_ITEMS)]
+Items = Annotated[
+    list[AnyItem], BeforeValidator(_items, json_schema_input_type=str | list[Item]), Field(max_length=MAX_ITEMS)
+]
 
 
 class FunctionTool(Part):
@@ -155,7 +157,9 @@ class ResponseRequest(Part):
     input: Items | None = None
     instructions: str | None = None
     previous_response_id: ResponseId | None = None
-    conversation: Annotated[ConversationRef | None, BeforeValidator(_conversation)] = None
+    conversation: Annotated[
+        ConversationRef | None, BeforeValidator(_conversation, json_schema_input_type=str | ConversationRef | None)
+    ] = None
     store: bool | None = None
     background: bool | None = None
     stream: bool | None = None

@@ -51,22 +51,15 @@ class AllowedTools(Part):
     tools: list[AllowedTool] = Field(min_length=1, max_length=MAX_TOOLS)
 
 
-class ToolChoice(Part):
-    """A word, or an object that names one function or some of them."""
+class ChosenTools(Part):
+    """`tool_choice`. A word stands for an object that has no more than this type."""
 
     type: Literal["none", "auto", "required", "function", "allowed_tools"]
     function: NamedFunction | None = None
     allowed_tools: AllowedTools | None = None
 
-    @model_validator(mode="before")
-    @classmethod
-    def _may_be_a_word(cls, value: object) -> object:
-        if isinstance(value, str):
-            return {"type": value if value in ("none", "auto", "required") else f"{value[:40]!r}"}
-        return value
-
     @model_validator(mode="after")
-    def _names_something(self) -> "ToolChoice":
+    def _names_something(self) -> "ChosenTools":
         given = {"function": self.function, "allowed_tools": self.allowed_tools}
         if self.type in given and given[self.type] is None:
             raise PydanticCustomError("missing", "Field required", {"param": self.type})
@@ -85,6 +78,17 @@ class ToolChoice(Part):
         if self.type == "allowed_tools" and self.allowed_tools is not None:
             return [tool.function.name for tool in self.allowed_tools.tools]
         return None
+
+
+def _word(value: object) -> object:
+    if isinstance(value, str):
+        return {"type": value if value in ("none", "auto", "required") else f"{value[:40]!r}"}
+    return value
+
+
+ToolChoice = Annotated[
+    ChosenTools, BeforeValidator(_word, json_schema_input_type=Literal["none", "auto", "required"] | ChosenTools)
+]
 
 
 class CalledFunction(Part):
@@ -141,7 +145,9 @@ def _schema_text(value: object) -> object:
     return value
 
 
-GivenSchema = Annotated[JsonSchema | None, BeforeValidator(_schema_text)]
+GivenSchema = Annotated[
+    JsonSchema | None, BeforeValidator(_schema_text, json_schema_input_type=dict[str, Any] | str | None)
+]
 Choices = Annotated[list[Annotated[str, Field(min_length=1, max_length=4096)]], Field(min_length=1, max_length=1024)]
 Regex = Annotated[str, Field(min_length=1, max_length=16_384)]
 LarkGrammar = Annotated[str, Field(min_length=1, max_length=65_536)]

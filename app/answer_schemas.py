@@ -1,0 +1,365 @@
+"""What answers look like, for the description of the API. Answers themselves are built as plain dicts, which tests
+hold against these."""
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict
+
+
+class _Answer(BaseModel):
+    """Fields that clients may rely on; there may be more."""
+
+    model_config = ConfigDict(extra="allow")
+
+
+class ErrorDetail(_Answer):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class Error(_Answer):
+    error: ErrorDetail
+
+
+class AnthropicErrorDetail(_Answer):
+    type: str
+    message: str
+
+
+class AnthropicError(_Answer):
+    type: Literal["error"]
+    error: AnthropicErrorDetail
+
+
+class CacheUse(_Answer):
+    """Where the prompt's KV came from. hbm + dram + disk + redis + computed tokens are the prompt in the window."""
+
+    session_id: str
+    hbm_tokens: int
+    dram_tokens: int
+    disk_tokens: int
+    redis_tokens: int
+    computed_tokens: int
+    history_tokens: int
+    truncated_tokens: int
+    shifted_tokens: int
+    miss_reasons: dict[str, int]
+    load_ms: float | None
+
+
+class Timings(_Answer):
+    """Milliseconds; null where the engine had no time to say."""
+
+    queue_ms: float | None
+    load_ms: float | None
+    prefill_ms: float | None
+    ttft_ms: float | None
+    decode_ms: float | None
+    tokens_per_s: float | None
+
+
+class PromptDetails(_Answer):
+    cached_tokens: int
+
+
+class Usage(_Answer):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptDetails
+
+
+class TokenLogprob(_Answer):
+    token: str
+    logprob: float | None
+    bytes: list[int]
+
+
+class TokenLogprobs(TokenLogprob):
+    top_logprobs: list[TokenLogprob]
+
+
+class ChatLogprobs(_Answer):
+    content: list[TokenLogprobs]
+    refusal: None
+
+
+class AnsweredFunction(_Answer):
+    name: str
+    arguments: str
+
+
+class AnsweredCall(_Answer):
+    id: str
+    type: Literal["function"]
+    function: AnsweredFunction
+
+
+class AssistantMessage(_Answer):
+    role: Literal["assistant"]
+    content: str | None
+    refusal: None
+    reasoning_content: str | None = None
+    tool_calls: list[AnsweredCall] | None = None
+
+
+class ChatChoice(_Answer):
+    index: int
+    message: AssistantMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: Literal["stop", "length", "tool_calls"]
+
+
+class ChatCompletion(_Answer):
+    id: str
+    object: Literal["chat.completion"]
+    created: int
+    model: str
+    system_fingerprint: str
+    service_tier: str
+    choices: list[ChatChoice]
+    usage: Usage
+    x_cache: CacheUse | None = None
+    timings: Timings
+
+
+class FunctionDelta(_Answer):
+    name: str | None = None
+    arguments: str
+
+
+class ToolCallDelta(_Answer):
+    index: int
+    id: str | None = None
+    type: Literal["function"] | None = None
+    function: FunctionDelta
+
+
+class ChatDelta(_Answer):
+    role: Literal["assistant"] | None = None
+    content: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[ToolCallDelta] | None = None
+
+
+class ChatChunkChoice(_Answer):
+    index: int
+    delta: ChatDelta
+    logprobs: ChatLogprobs | None
+    finish_reason: Literal["stop", "length", "tool_calls"] | None
+
+
+class ChatCompletionChunk(_Answer):
+    """One event of a streamed chat; the last is [DONE]."""
+
+    id: str
+    object: Literal["chat.completion.chunk"]
+    created: int
+    model: str
+    choices: list[ChatChunkChoice]
+    usage: Usage | None = None
+    x_cache: CacheUse | None = None
+    timings: Timings | None = None
+
+
+class CompletionLogprobs(_Answer):
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
+class CompletionChoice(_Answer):
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: Literal["stop", "length"] | None
+
+
+class Completion(_Answer):
+    """Also the events of its stream, the last of which is [DONE]."""
+
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage | None = None
+    x_cache: CacheUse | None = None
+    timings: Timings | None = None
+
+
+class CachedTokens(_Answer):
+    cached_tokens: int
+
+
+class ResponseUsage(_Answer):
+    input_tokens: int
+    input_tokens_details: CachedTokens
+    output_tokens: int
+    total_tokens: int
+
+
+class OutputItem(_Answer):
+    id: str
+    type: Literal["message", "function_call", "function_call_output", "reasoning"]
+
+
+class ResponseError(_Answer):
+    code: str
+    message: str
+
+
+class Response(_Answer):
+    id: str
+    object: Literal["response"]
+    created_at: int
+    status: Literal["in_progress", "completed", "incomplete", "failed", "cancelled"]
+    error: ResponseError | None
+    incomplete_details: dict[str, str] | None
+    instructions: str | None
+    model: str
+    output: list[OutputItem]
+    parallel_tool_calls: bool
+    previous_response_id: str | None
+    tools: list[dict[str, Any]]
+    usage: ResponseUsage | None
+    metadata: dict[str, str]
+    x_cache: CacheUse | None = None
+    timings: Timings | None = None
+
+
+class ResponseEvent(_Answer):
+    """One event of a streamed response; its name is its type."""
+
+    type: str
+    sequence_number: int
+
+
+class Deleted(_Answer):
+    id: str
+    object: str
+    deleted: bool
+
+
+class ItemList(_Answer):
+    object: Literal["list"]
+    data: list[OutputItem]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
+class Conversation(_Answer):
+    id: str
+    object: Literal["conversation"]
+    created_at: int
+    metadata: dict[str, str]
+
+
+class InputTokens(_Answer):
+    input_tokens: int
+
+
+class MessageUsage(_Answer):
+    """`input_tokens` does not count what came from the cache."""
+
+    input_tokens: int
+    cache_read_input_tokens: int
+    cache_creation_input_tokens: int
+    output_tokens: int
+
+
+class ContentBlock(_Answer):
+    type: Literal["text", "thinking", "tool_use"]
+
+
+class AnthropicMessage(_Answer):
+    id: str
+    type: Literal["message"]
+    role: Literal["assistant"]
+    model: str
+    content: list[ContentBlock]
+    stop_reason: Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
+    stop_sequence: str | None
+    usage: MessageUsage
+    x_cache: CacheUse | None = None
+    timings: Timings
+
+
+class MessageEvent(_Answer):
+    """One event of a streamed message; its name is its type."""
+
+    type: str
+
+
+class Tokens(_Answer):
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None
+
+
+class Text(_Answer):
+    prompt: str
+
+
+class Model(_Answer):
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    max_model_len: int
+    capabilities: dict[str, bool | str]
+
+
+class ModelList(_Answer):
+    object: Literal["list"]
+    data: list[Model]
+
+
+class Session(_Answer):
+    id: str
+    object: Literal["session"]
+    tokens: int
+    truncated_tokens: int
+    blocks: dict[str, int]
+    bytes: dict[str, int]
+    last_used_at: float
+    expires_at: float | None
+    pinned: bool
+    running: bool
+
+
+class SessionList(_Answer):
+    object: Literal["list"]
+    data: list[Session]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
+class Health(_Answer):
+    status: Literal["ok"]
+    engine: str
+
+
+class Ready(_Answer):
+    status: Literal["ready"]
+    model: str
+
+
+class Version(_Answer):
+    version: str
+    wire_version: int
+    python: str
+
+
+class Scheduler(_Answer):
+    object: Literal["scheduler"]
+    running: int
+    policy: str
+    waiting: dict[str, int]
+    front: list[dict[str, Any]]
