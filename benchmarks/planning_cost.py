@@ -194,6 +194,7 @@ def burst(sessions: int, history: int, waiting: int) -> dict[str, Any]:
                 policy.touch(key)
         for session in range(sessions):
             policy.used(session, 10.0)
+        policy.look_ahead(list(range(waiting)), 10.0)
     spent_s = []
     for step in range(BURST_STEPS):
         now = 20.0 + (step - BURST_STEPS // 4) * 0.02

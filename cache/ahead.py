@@ -26,7 +26,6 @@ class LookAhead:
         self._turns: Counter[SessionName] = Counter()  # session -> how many of them are its
         self._told = False  # whether the policies know of all of them
         self._unseen: set[str] = set()  # of those who wait: has not been looked at for what to fetch
-        self._new: list[tuple[int, str]] = []  # the same with their places, last first
         self._next = 0  # whose turn it is to be looked at again
 
     def plan(self, waiting: Sequence[str], starting: int, now: float) -> None:
@@ -67,11 +66,6 @@ class LookAhead:
         known.update((request_id, self._running[request_id].session) for request_id in fresh)
         self._names[head : len(before) - tail] = map(known.__getitem__, entered)
         self._unseen = (self._unseen | fresh) - gone
-        self._new = []
-        if self._unseen:
-            places = enumerate(waiting)
-            self._new = [(place, request_id) for place, request_id in places if request_id in self._unseen]
-            self._new.reverse()
         touched = {known[request_id] for request_id in fresh | gone}
         were = {session for session in touched if session in self._turns}
         self._turns.update(known[request_id] for request_id in fresh)
@@ -87,14 +81,14 @@ class LookAhead:
         room = (self._lower.num_slots - self._lower.resident) * self._lower.slot_bytes
         end = min(len(self._waiting), starting + prefetch_window(room, self._sessions.mean_bytes))
         left = _LOOKED_UP
-        while self._new and self._new[-1][0] < end and left > 0:
-            place, request_id = self._new[-1]
-            if place >= starting:
+        for request_id in self._waiting[starting:end] if self._unseen else ():
+            if request_id in self._unseen:
                 left -= len(self._running[request_id].token_ids)
                 if not self._fetch_for(request_id):
                     return  # nor is there room for those behind it
                 self._unseen.discard(request_id)
-            self._new.pop()
+                if left <= 0:
+                    return
         for _ in range(starting, end):
             if left <= 0:
                 return

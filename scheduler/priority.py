@@ -62,10 +62,11 @@ class Standings:
     def forget(self, sequence: Sequence) -> None:
         del self._known[sequence]
 
-    def refresh(self) -> list[tuple[Sequence, Standing]]:
-        """Those whose standing has changed, with what it was before."""
+    def refresh(self, num_tokens: int = _REFRESH_TOKENS) -> list[tuple[Sequence, Standing]]:
+        """Look again at contexts of so many tokens, one at least. Returns those whose standing has changed, with what
+        it was before."""
         changed = []
-        left = _REFRESH_TOKENS
+        left = num_tokens
         for sequence in list(self._known):
             if left <= 0:
                 break

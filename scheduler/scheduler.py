@@ -15,7 +15,9 @@ from scheduler.queues import WaitingQueue
 from scheduler.sequence import Sequence, SequenceState
 
 _FRONT = 4  # of those who wait, so many are looked at for loads to start
-_ASK_AGAIN = 8  # tokens after which the rest of an answer is predicted anew
+_FRONT_TOKENS = 1024  # and so many tokens of theirs are looked up again in a step
+_ASK_AGAIN = 8  # tokens after which the rest of an answer is predicted anew, or, if that is more,
+_ASK_SHARE = 8  # such a part of what was predicted: far from the end it need not be exact
 _TPOT_WEIGHT = 0.1  # of a new step in the mean time between tokens
 
 
@@ -104,7 +106,7 @@ class Scheduler:
         self._scores: dict[Sequence, int] = {}  # as the cache was told
         self._rests_s: dict[Sequence, float] = {}  # of those who run, as of the present step
         self._predicted: dict[Sequence, int] = {}  # of those who have started: how long the answer was to be
-        self._expected: dict[Sequence, tuple[int, int]] = {}  # tokens said when it was asked, and the answer
+        self._expected: dict[Sequence, tuple[int, int]] = {}  # tokens said when it is asked anew, and the answer
         self._is_full = False  # the last step left somebody waiting
         # The order of the queue, those before it, and the ids of all, as they were told last.
         self._told: tuple[list[Sequence], list[Sequence], list[str]] = [], [], []
@@ -516,17 +518,19 @@ class Scheduler:
     def _watch(self, front: list[Sequence]) -> None:
         for sequence in [s for s in self._front if s not in front]:
             self._front.forget(sequence)
-        self._front.refresh()
+        self._front.refresh(_FRONT_TOKENS)
         for sequence in front:
             if sequence not in self._front:
                 self._front.watch(sequence)
 
     def _expected_tokens(self, sequence: Sequence) -> int:
         """Of the whole answer, asked anew every few tokens."""
-        asked_at, expected = self._expected.get(sequence, (-_ASK_AGAIN, 0))
-        if sequence.output_tokens - asked_at >= _ASK_AGAIN or sequence.output_tokens >= expected:
+        ask_at, expected = self._expected.get(sequence, (0, 0))
+        said = sequence.output_tokens
+        if said >= ask_at:
             expected = self._predictor.predict(sequence)
-            self._expected[sequence] = sequence.output_tokens, expected
+            ask_at = min(expected, said + max(_ASK_AGAIN, (expected - said) // _ASK_SHARE))
+            self._expected[sequence] = ask_at, expected
         return expected
 
     def _remaining_s(self, sequence: Sequence, now: float) -> float:

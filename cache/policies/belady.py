@@ -1,6 +1,6 @@
 """The ceiling: what is needed farthest in the future leaves first (Belady). For simulations, which know the future."""
 
-from collections.abc import Container, Hashable, Sequence
+from collections.abc import Collection, Container, Hashable, Sequence
 from heapq import heappop, heappush
 from typing import Protocol
 
@@ -47,7 +47,7 @@ class BeladyPolicy:
     def answered(self, session: Hashable, now: float, num_tokens: int) -> None:
         """The future is known block by block."""
 
-    def look_ahead(self, upcoming: Sequence[Hashable], now: float) -> None:
+    def look_ahead(self, upcoming: Sequence[Hashable], now: float, changed: Collection[Hashable] | None = None) -> None:
         """The queue is part of the future."""
 
     def victims(

@@ -182,30 +182,38 @@ class LookaheadPolicy:
 
     def _set_resident(self, session: _Session, place: int, resident: bool) -> None:
         """A block of the session's context entered the tier or left it."""
-        before = session.tail
-        if resident:
-            insort(session.resident, place)
+        places = session.resident
+        before = places[-1] if places else None
+        if not resident:
+            del places[bisect_left(places, place)]
+        elif before is None or before < place:
+            places.append(place)
         else:
-            del session.resident[bisect_left(session.resident, place)]
-        after = session.tail
+            insort(places, place)
+        after = places[-1] if places else None
         if before == after:
             return
         if before is not None:
-            self._leave_tail(before, session)
+            self._leave_tail(session.context[before], session)
         elif session.rank[0]:
             self._absent = 0
         if after is not None:
-            self._join_tail(after, session)
+            self._join_tail(session.context[after], session)
 
     def _join_tail(self, key: BlockKey, session: _Session) -> None:
-        insort(self._at_tail.setdefault(key, []), (session.rank, session))
+        waiting = self._at_tail.get(key)
+        if waiting is None:
+            self._at_tail[key] = [(session.rank, session)]
+        else:
+            insort(waiting, (session.rank, session))
         self._refresh(key)
 
     def _leave_tail(self, key: BlockKey, session: _Session) -> None:
         waiting = self._at_tail[key]
-        del waiting[bisect_left(waiting, (session.rank, session))]
-        if not waiting:
+        if len(waiting) == 1:
             del self._at_tail[key]
+        else:
+            del waiting[bisect_left(waiting, (session.rank, session))]
         self._refresh(key)
 
     def _refresh(self, key: BlockKey) -> None:
