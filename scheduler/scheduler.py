@@ -18,6 +18,7 @@ _FRONT = 4  # of those who wait, so many are looked at for loads to start
 _FRONT_TOKENS = 1024  # and so many tokens of theirs are looked up again in a step
 _ASK_AGAIN = 8  # tokens after which the rest of an answer is predicted anew, or, if that is more,
 _ASK_SHARE = 8  # such a part of what was predicted: far from the end it need not be exact
+_LATELY_S = 10.0  # a tenant who came in these may come again at any moment
 _TPOT_WEIGHT = 0.1  # of a new step in the mean time between tokens
 
 
@@ -66,7 +67,8 @@ class Scheduler:
     §3.2.1, filled behind the steps of those who run. They give way to them when these need the room.
 
     With `fair_places`, a tenant who has nothing running does not wait until another's requests have ended: one of these
-    gives way, as for memory. Pure: single-threaded, no clock of its own.
+    gives way, as for memory. And while several tenants come, steps without decodes keep to the ITL target as well: who
+    comes next waits for one. Pure: single-threaded, no clock of its own.
     """
 
     def __init__(
@@ -97,6 +99,7 @@ class Scheduler:
         self._chunked_prefill = chunked_prefill
         self._stall_budget_s = stall_budget_s  # what those who decode may wait for the KV of one who joins
         self._fair_places = fair_places
+        self._arrivals: list[tuple[str, float]] = []  # of the two tenants who came last, and when; the later one last
         self._resumed: deque[Sequence] = deque()  # lost their room, and stand before the queue
         self._running: list[Sequence] = []  # in order of admission
         self._running_of: Counter[str] = Counter()  # tenant -> how many; nobody has none
@@ -149,6 +152,8 @@ class Scheduler:
         """Take a sequence that the cache has opened. Raises QueueFull."""
         if self.num_waiting >= self._max_queued:
             raise QueueFull(f"{self.num_waiting} requests are waiting")
+        others = [arrival for arrival in self._arrivals if arrival[0] != sequence.tenant]
+        self._arrivals = [*others[-1:], (sequence.tenant, sequence.arrived_s)]
         self._queue.add(sequence)
 
     def upcoming(self) -> list[str]:
@@ -227,7 +232,7 @@ class Scheduler:
             # A preemption further up may have taken this one out.
             if sequence.state is SequenceState.RUNNING and self._make_room(sequence, 1, chunks, preempted):
                 chunks.append(Chunk(sequence, 1))
-        budget = self._budget(chunks)
+        budget = self._budget(chunks, now)
         prefills = self._prefills(loading)
         self._admit_starved(chunks, preempted, budget, now)
         for sequence in prefills:
@@ -270,14 +275,19 @@ class Scheduler:
 
     # --- the budget ---------------------------------------------------------------------------------------------------
 
-    def _budget(self, decodes: list[Chunk]) -> StepBudget:
+    def _budget(self, decodes: list[Chunk], now: float) -> StepBudget:
         """What a step has left for prompts."""
-        if not decodes:
+        if not decodes and not (self._fair_places and self._serves_several(now)):
             return TokenBudget(self._lone_step_tokens)
         tokens = self._step_tokens - len(decodes)
         if not self._itl_target_s:
             return TokenBudget(tokens)
         return TimeBudget(cost=self._cost, target_s=self._itl_target_s, decodes=_work_of(decodes), tokens=tokens)
+
+    def _serves_several(self, now: float) -> bool:
+        """Whether a tenant has come lately beside the one who runs."""
+        lately = {tenant for tenant, arrived_s in self._arrivals if now - arrived_s < _LATELY_S}
+        return len(lately.union(self._running_of)) > 1
 
     def _chunk_tokens(self, budget: StepBudget, pending: int, context_len: int) -> int:
         """0: the step is full."""

@@ -223,3 +223,13 @@ def test_a_flood_that_fills_hbm_gives_way_too():
             break
         loop.step()
     assert not loop.scheduler.has_work()
+
+
+def test_while_tenants_take_turns_a_step_without_decodes_is_no_longer_than_others():
+    loop = make_loop(policy="car", step_tokens=10, lone_step_tokens=100)
+    loop.add("guest", 5, tenant="b", max_tokens=1)
+    assert loop.step() == [("guest", 5)]
+    loop.add("a", 60, tenant="a")
+    assert loop.step() == [("a", 10)], "the guest may come again, and would wait for the end of the step"
+    loop.now += 60
+    assert loop.step() == [("a", 50)], "it has not"
