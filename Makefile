@@ -21,7 +21,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.setup-$(EXTRAS)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help setup serve test test-gpu check format bench screenshots sim clean
+.PHONY: help setup serve test test-clients test-gpu check format bench screenshots sim clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 12
@@ -43,6 +43,12 @@ test: setup  ## every test that needs no GPU
 
 test-gpu: setup  ## the tests that need a CUDA device
 	@$(BIN)/python -m pytest -m gpu $(ARGS)
+
+test-clients: setup  ## other people's clients against a real server; installs them in .venv/clients
+	@test -x $(VENV)/clients/bin/python || $(PYTHON) -m venv $(VENV)/clients
+	@$(VENV)/clients/bin/python -m pip install --quiet -r tests/clients/requirements.txt
+	@! command -v npm >/dev/null || npm --prefix tests/clients/node install --silent --no-package-lock
+	@$(VENV)/clients/bin/python -m pytest -c tests/clients/pytest.ini --confcutdir tests/clients tests/clients $(ARGS)
 
 check: setup  ## formatting, lint, types, import rules
 	@$(BIN)/ruff format --check --quiet .

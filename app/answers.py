@@ -88,12 +88,14 @@ def _said(parts: Parts) -> dict[str, Any]:
     if parts.content:
         delta["content"] = parts.content
     if parts.calls:
-        calls = []
+        calls: dict[int, dict[str, Any]] = {}  # one entry per call: clients take the first chunk's list as it is
         for index, call, arguments in parts.calls:
-            known = {"id": call.id, "type": "function"} if call is not None else {}
-            function = {"name": call.name} if call is not None else {}
-            calls.append({"index": index, **known, "function": {**function, "arguments": arguments}})
-        delta["tool_calls"] = calls
+            if call is not None:
+                function = {"name": call.name, "arguments": ""}
+                calls[index] = {"index": index, "id": call.id, "type": "function", "function": function}
+            entry = calls.setdefault(index, {"index": index, "function": {"arguments": ""}})
+            entry["function"]["arguments"] += arguments
+        delta["tool_calls"] = list(calls.values())
     return delta
 
 

@@ -14,6 +14,8 @@ from hypothesis import HealthCheck, settings
 
 from scheduler.sequence import SamplingParams, Sequence
 
+collect_ignore = ["clients"]  # these have an environment of their own: `make test-clients`
+
 # Time limits per example would only measure the neighbours on a shared machine.
 settings.register_profile("dev", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("ci", parent=settings.get_profile("dev"), derandomize=True)

@@ -53,7 +53,7 @@ async def test_arguments_are_streamed(running: Running):
     response = await running.chat(tools=TOOLS, max_tokens=200, stream=True)
     deltas = [chunk["choices"][0] for chunk in chunks(response.text)]
     calls = [call for choice in deltas for call in choice["delta"].get("tool_calls", ())]
-    assert calls[0]["function"] == {"name": "add", "arguments": ""}
+    assert calls[0]["function"]["name"] == "add"
     assert calls[0]["id"].startswith("call_")
     assert {call["index"] for call in calls} == {0}
     assert all("id" not in call and "name" not in call["function"] for call in calls[1:])
@@ -61,6 +61,17 @@ async def test_arguments_are_streamed(running: Running):
     assert json.loads("".join(call["function"]["arguments"] for call in calls)) == {"a": 1, "b": [2]}
     assert "".join(choice["delta"].get("content", "") for choice in deltas) == "Well."
     assert deltas[-1]["finish_reason"] == "tool_calls"
+
+
+async def test_a_chunk_has_one_entry_for_a_call(running: Running):
+    """The official client takes the first chunk's list as it is, without adding up entries of one call."""
+    running.engine.script.answer = CALL
+    running.engine.script.tokens_per_output = 60
+    response = await running.chat(tools=TOOLS, max_tokens=200, stream=True)
+    lists = [chunk["choices"][0]["delta"].get("tool_calls", []) for chunk in chunks(response.text)]
+    assert all(len({call["index"] for call in calls}) == len(calls) for calls in lists)
+    (first,) = next(calls for calls in lists if calls)
+    assert len(first["function"]["arguments"]) > 1
 
 
 async def test_tools_stand_in_the_prompt_and_the_engine_gets_a_grammar(running: Running):
