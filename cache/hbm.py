@@ -169,7 +169,7 @@ class HbmPool:
             self.pages.pin(page)
         run = max(pages_needed, self.num_pages(len(context.token_ids)))  # what comes in later steps shall lie behind it
         if not held and pages_needed <= self.pages.num_free + self.pages.num_cached:
-            self._make_run(run + max(_MORE_PAGES, run // 8))
+            self._make_run(run, max(_MORE_PAGES, run // 8))
         placement = Placement() if self.make_room(pages_needed - len(held)) else None
         if placement is not None:
             per_page = self.page_size // BLOCK_TOKENS
@@ -230,22 +230,23 @@ class HbmPool:
                 self.evict(key)
         return True
 
-    def _make_run(self, num_pages: int) -> None:
-        """Let blocks leave until a context of so many pages finds them in a row: in pieces it would cost every step
-        that attends to it. Only what nobody needs and DRAM has, and at most twice that many."""
+    def _make_run(self, num_pages: int, spare: int) -> None:
+        """Let blocks leave until a context of so many pages, and `spare` more if that can be, finds them in a row: in
+        pieces it would cost every step that attends to it. Only what nobody needs and DRAM has, and no more than the
+        offloader would let leave behind this context anyway: pages that lie free hold no history."""
         pages = self.pages
-        if not (pages.prefer_contiguous and self._has_lower) or pages.longest_run >= num_pages:
+        if not (pages.prefer_contiguous and self._has_lower) or pages.longest_run >= num_pages + spare:
             return
+        most = num_pages + pages.num_pages - self._low_pages - pages.num_free
         pinned = _Pinned(self.table, pages, self._scores, 0, saved_only=True)
-        for most in (num_pages, 2 * num_pages):
-            found = [self.table.get(key) for key in self.policy.victims(most, pinned)]
-            rows = list(takewhile(lambda row: row.slot is not None, (row for row in found if row is not None)))
-            count = pages.leaves_for_run([row.page for row in rows if row.page is not None], num_pages)
+        found = [self.table.get(key) for key in self.policy.victims(most, pinned)] if most > 0 else []
+        rows = list(takewhile(lambda row: row.slot is not None, (row for row in found if row is not None)))
+        leaving = [row.page for row in rows if row.page is not None]
+        for wanted in (num_pages + spare, num_pages):
+            count = 0 if pages.longest_run >= wanted else pages.leaves_for_run(leaving, wanted)
             if count is not None:
                 for row in rows[:count]:
                     self.evict(row.key)
-                return
-            if len(rows) < most:
                 return
 
     def _victims(self, count: int) -> list[BlockKey]:

@@ -91,8 +91,10 @@ def test_the_offloader_leaves_alone_what_would_be_lost():
 
 @settings(max_examples=40)
 @given(sizes=st.lists(st.integers(1, 6), min_size=8, max_size=16), needed=st.integers(0, 7), dram=st.booleans())
-def test_what_dram_has_leaves_so_that_a_new_context_lies_in_a_row(sizes, needed, dram):
-    model = PoolModel(make_manager(num_pages=32, policy="lookahead", dram_slots=100 if dram else 0))
+def test_no_more_leaves_for_a_new_context_than_would_behind_it(sizes, needed, dram):
+    low_water, kept_free = 0.75, 8
+    slots = 100 if dram else 0
+    model = PoolModel(make_manager(num_pages=32, policy="lookahead", dram_slots=slots, low_water=low_water))
     pages, evicted = model.manager.pages, 0
     for number, size in enumerate(sizes):
         text = [100 + number, *tokens(number, size * 32 - 1)]
@@ -106,13 +108,28 @@ def test_what_dram_has_leaves_so_that_a_new_context_lies_in_a_row(sizes, needed,
         more, evicted = model.manager.stats.evicted_blocks - evicted, model.manager.stats.evicted_blocks
         if dram:
             taken = model.contexts[f"new{number}"].pages
-            assert taken == list(range(taken[0], taken[0] + size))
+            in_a_row = taken == list(range(taken[0], taken[0] + size))
+            assert missing <= more <= (max(missing, size + kept_free - free) if in_a_row else missing)
         else:
             assert more == missing, "nothing is lost that does not have to be"
         model.step(f"new{number}", size * 32)
         model.close(f"new{number}")
         model.settle()
     assert model.manager.table.resident(model.contexts["needed"].chain()) == sizes[needed]
+
+
+def test_a_new_context_lies_in_a_row_for_the_price_of_a_page():
+    model = PoolModel(make_manager(num_pages=8, policy="lookahead", dram_slots=100, low_water=0.5))
+    for number in range(4):  # two pages each
+        model.run(f"old{number}", [number, *tokens(number, 63)], session=f"s{number}")
+        model.settle()
+    pages, before = model.manager.pages, model.manager.stats.evicted_blocks
+    assert [page for page in range(8) if pages.is_free(page)] == [2, 3, 6, 7]
+    model.open("new", tokens(9, 96), session="new")
+    assert model.manager.admit("new", 96) == 0
+    # The oldest session lies in pages 0 and 1. Three blocks may leave, so that half of the pages stays free.
+    assert model.contexts["new"].pages == [1, 2, 3]
+    assert model.manager.stats.evicted_blocks == before + 1
 
 
 @settings(max_examples=80)
