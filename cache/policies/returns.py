@@ -10,11 +10,8 @@ _SHORTEST_GAP_S = 0.01  # what comes sooner is a parallel branch of the same tur
 _OWN_WEIGHT = 0.3  # of the newest gap in a session's own mean, and of whether it was punctual
 _COMMON_WEIGHT = 0.05  # of whether the newest return of any session was punctual
 _PUNCTUAL = 0.25  # of the gap: so far off is still punctual
-_CHECKS = (
-    0.5,
-    1 - _PUNCTUAL,
-    1 + _PUNCTUAL,
-)  # ages, in gaps, at which the nearness of a punctual return is reconsidered
+# Ages, in gaps, at which the nearness of a punctual return is reconsidered.
+_CHECKS = (0.5, 1 - _PUNCTUAL, 1 + _PUNCTUAL)
 _STEPS = 4  # by which values are told apart, per doubling: estimates are no better
 _AT_ONCE = 8  # sessions reconsidered per event: the rest waits, in order, for the next ones
 
