@@ -88,7 +88,7 @@ def describe(version: str) -> dict[str, Any]:
         models = (operation.answer, operation.body, operation.events)
         wanted += [(model, "validation") for model in models if model is not None]
     refs, definitions = models_json_schema(list(dict.fromkeys(wanted)), ref_template="#/components/schemas/{model}")
-    schemas = {model: schema for (model, _), schema in refs.items()}
+    schemas: dict[Any, Any] = {model: schema for (model, _), schema in refs.items()}
     paths: dict[str, dict[str, Any]] = {}
     for operation in OPERATIONS:
         paths.setdefault(operation.path, {})[operation.method] = _operation(operation, schemas)
