@@ -5,33 +5,71 @@ import hashlib
 import hmac
 import os
 import secrets
+from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 
 LOCAL_TENANT = "local"
 SECRET_BYTES = 32
 
 
+@dataclass(frozen=True, slots=True)
+class KeyLimits:
+    """What one key may have. 0: no limit of its own."""
+
+    requests: int = 0  # answers under way
+    requests_per_minute: int = 0
+    tokens_per_minute: int = 0
+    sessions: int = 0
+    cache_bytes: int = 0
+
+
+NO_LIMITS = KeyLimits()
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """All that is kept of a key: enough to know it again."""
+
+    digest: bytes
+    is_admin: bool = False
+    limits: KeyLimits = NO_LIMITS
+
+
+def digest_of(key: str) -> bytes:
+    """Keys are random, so one round of a fast hash tells nothing of them."""
+    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
+
+
 class Keyring:
     """Checks bearer keys in a time that depends neither on the key nor on which of ours it resembles."""
 
-    def __init__(self, *, api_keys: tuple[str, ...], admin_keys: tuple[str, ...] = ()) -> None:
-        self._digests = [hashlib.sha256(key.encode()).digest() for key in (*api_keys, *admin_keys)]
-        self._admins = {_tenant(hashlib.sha256(key.encode()).digest()) for key in admin_keys}
+    def __init__(self, keys: Iterable[Key], *, local: KeyLimits = NO_LIMITS) -> None:
+        """local: the limits of everybody, where there are no keys. A key given twice has what it was given last."""
+        self._keys = {_tenant(key.digest): key for key in keys}
+        self._digests = [key.digest for key in self._keys.values()]
+        self._local = local
+
+    def __len__(self) -> int:
+        return len(self._keys)
 
     @property
     def wants_keys(self) -> bool:
-        return bool(self._digests)
+        return bool(self._keys)
 
     def is_admin(self, tenant: str) -> bool:
         """Whether a tenant may see what is everybody's. Where no keys are needed, all who reach the server may."""
-        return not self._digests or tenant in self._admins
+        return not self._keys or (tenant in self._keys and self._keys[tenant].is_admin)
+
+    def limits(self, tenant: str) -> KeyLimits:
+        return self._keys[tenant].limits if tenant in self._keys else self._local
 
     def tenant(self, authorization: str | None) -> str | None:
         """The tenant of an Authorization header, or None when it opens nothing."""
-        if not self._digests:
+        if not self._keys:
             return LOCAL_TENANT
         scheme, _, key = (authorization or "").partition(" ")
-        digest = hashlib.sha256(key.strip().encode("utf-8", "surrogateescape")).digest()
+        digest = digest_of(key.strip())
         matches = [hmac.compare_digest(digest, known) for known in self._digests]  # no early way out
         if scheme.lower() != "bearer" or not any(matches):
             return None

@@ -11,7 +11,8 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from app import cache_cli, doctor, logs
+from app import cache_cli, doctor, keys_cli, logs
+from app.key_file import KeyFileError
 from app.main import create_app
 from app.memory_plan import panel
 from app.server import Server
@@ -25,6 +26,7 @@ console = Console(stderr=True, highlight=False)
 log = logging.getLogger(__name__)
 cli = typer.Typer(no_args_is_help=True, help="An LLM server that keeps conversations' KV cache.")
 cli.add_typer(cache_cli.cli, name="cache")
+cli.add_typer(keys_cli.cli, name="keys")
 
 
 def _show_version(wanted: bool) -> None:
@@ -64,7 +66,7 @@ def serve(
     logs.configure(settings.server.log_format)
     try:
         app = create_app(settings)
-    except TracingUnavailable as error:
+    except (TracingUnavailable, KeyFileError) as error:
         console.print(f"reprise: {error}", markup=False)
         raise typer.Exit(1) from None
     except (OSError, ValueError) as error:
@@ -74,11 +76,11 @@ def serve(
 
     def on_ready(model: ModelInfo, url: str) -> None:
         if as_panel:
-            console.print(panel(settings, model, url))
+            console.print(panel(settings, model, url, keys=len(app.state.keyring)))
         else:
             log.info("ready", extra={"fields": {"url": url, "model": model.name, "memory_plan": model.memory_plan}})
 
-    server = Server(app, settings.server, on_ready=on_ready)
+    server = Server(app, settings, on_ready=on_ready)
     try:
         server.serve_forever()
     except OSError as error:

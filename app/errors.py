@@ -97,6 +97,19 @@ def too_many_requests(limit: int, *, retry_after_s: float, headers: Mapping[str,
     return ApiError(429, message, code="rate_limit_exceeded", headers={**headers, **_retry_after(retry_after_s)})
 
 
+def too_fast(what: str, limit: int, *, retry_after_s: float, headers: Mapping[str, str]) -> ApiError:
+    """One tenant has used up its minute."""
+    message = (
+        f"Your key may have {limit} {what} a minute, and has had them; try again in {max(1, round(retry_after_s))} s."
+    )
+    return ApiError(429, message, code="rate_limit_exceeded", headers={**headers, **_retry_after(retry_after_s)})
+
+
+def quota_exceeded(excess: str, *, retry_after_s: float) -> ApiError:
+    message = f"Your key keeps {excess}, and none of them can leave; delete or unpin some."
+    return ApiError(429, message, code="quota_exceeded", headers=_retry_after(retry_after_s))
+
+
 def overloaded(
     retry_after_s: float,
     *,

@@ -41,7 +41,7 @@ class Live:
         """To be closed. Raises ApiError 429 when too many watch."""
         held = Counter(watcher.tenant for watcher in self._watchers)
         if len(self._watchers) >= self._places or held[tenant] >= max(1, self._places // TENANT_SHARE):
-            message = "Too many pages watch the server at once; server.watchers bounds them."
+            message = "Too many pages watch the server at once; limits.watchers bounds them."
             raise ApiError(429, message, code="rate_limit_exceeded", headers={"retry-after": "10"})
         watcher = Watcher(tenant, sees_all=sees_all, on_close=self._watchers.discard)
         watcher.turns.extend(turn for owner, turn in self._turns if sees_all or owner == tenant)
@@ -123,8 +123,11 @@ class Watcher:
 
     async def wait(self, timeout_s: float) -> None:
         """For answers to begin, or until the time is over."""
+        # Not wait_for: that of Python 3.11 forgets a cancellation that comes together with the news, and who left would
+        # be told for ever.
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._news.wait(), timeout_s)
+            async with asyncio.timeout(timeout_s):
+                await self._news.wait()
             await asyncio.sleep(GATHER_S)
 
     def close(self) -> None:

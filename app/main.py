@@ -11,9 +11,10 @@ from fastapi import FastAPI
 from starlette.types import Scope
 
 from app import answer_log
-from app.auth import Keyring, load_tenant_secret
+from app.auth import Key, Keyring, digest_of, load_tenant_secret
 from app.errors import install_handlers
 from app.generation import Engine, Generation
+from app.key_file import load_keys
 from app.logs import EngineOutput
 from app.middleware import Authentication, RequestContext
 from app.response_store import ResponseStore
@@ -46,8 +47,9 @@ log = logging.getLogger(__name__)
 def create_app(settings: Settings, *, engine: Engine | None = None) -> FastAPI:
     """The app, with an engine process of its own unless one is given. Nothing runs before its lifespan starts.
 
-    Makes the state directory. Raises OSError, ValueError for a damaged secret, or TracingUnavailable.
+    Makes the state directory. Raises OSError, ValueError for a damaged secret, KeyFileError or TracingUnavailable.
     """
+    keyring = make_keyring(settings)
     tracer = make_tracer(settings.server.traces_endpoint, version())
     secret = load_tenant_secret(settings.state_dir)
     if engine is None:
@@ -74,7 +76,7 @@ def create_app(settings: Settings, *, engine: Engine | None = None) -> FastAPI:
         except Exception:
             log.exception("an answer could not be noted")  # nobody's answer fails for that
 
-    service = Service(settings=settings, engine=engine, transcripts=text_thread, on_answered=answered)
+    service = Service(settings=settings, engine=engine, transcripts=text_thread, keyring=keyring, on_answered=answered)
     store = ResponseStore(
         path=settings.state_dir / "responses.sqlite3",
         max_bytes=settings.server.responses_mib << 20,
@@ -117,12 +119,20 @@ def create_app(settings: Settings, *, engine: Engine | None = None) -> FastAPI:
     for module in modules:
         app.include_router(module.router)
     install_handlers(app, [route for module in modules for route in module.router.routes])
-    keyring = Keyring(api_keys=settings.server.api_keys, admin_keys=settings.server.admin_keys)
     app.state.keyring = keyring
     hostnames = (settings.server.host, *settings.server.hostnames)
     app.add_middleware(Authentication, keyring=keyring, hostnames=hostnames)
     app.add_middleware(RequestContext, on_done=count, log_access=settings.server.access_log)
     return app
+
+
+def make_keyring(settings: Settings) -> Keyring:
+    """Every key there is. Raises KeyFileError."""
+    server, limits = settings.server, settings.limits.key
+    keys = [] if server.keys_file is None else load_keys(server.keys_file.expanduser(), limits)
+    keys += [Key(digest_of(key), limits=limits) for key in server.api_keys]
+    keys += [Key(digest_of(key), is_admin=True, limits=limits) for key in server.admin_keys]
+    return Keyring(keys, local=limits)
 
 
 def _write(text: str) -> None:

@@ -12,9 +12,8 @@ IN_MEMORY = ("weights", "hbm", "dram", "staging")  # parts of the plan that are 
 NAMES = {"weights": "weights", "hbm": "KV in HBM", "dram": "KV in DRAM", "staging": "staging", "disk": "KV on disk"}
 
 
-def panel(settings: Settings, model: ModelInfo, url: str) -> Panel:
+def panel(settings: Settings, model: ModelInfo, url: str, *, keys: int) -> Panel:
     """Nobody should find out from an OOM killer."""
-    keys = len(settings.server.api_keys) + len(settings.server.admin_keys)
     rows = {
         "page": url,
         "API": f"{url}/v1",

@@ -9,6 +9,8 @@ from pydantic_core import from_json
 from starlette.requests import ClientDisconnect, Request
 
 from app.errors import ApiError, ClientGone, from_validation, invalid
+from app.limits import check_body
+from app.settings import LimitSettings
 
 MAX_NAMED_FIELDS = 10
 _JSON_TYPE = re.compile(r"application/(?:[a-z0-9.+-]+\+)?json\s*(?:;|$)", re.IGNORECASE)
@@ -25,9 +27,10 @@ class RequestModel(Protocol):
 T = TypeVar("T", bound=RequestModel)
 
 
-async def parse_body(request: Request, model: type[T], *, max_bytes: int, timeout_s: float) -> tuple[T, dict[str, str]]:
+async def parse_body(request: Request, model: type[T], limits: LimitSettings) -> tuple[T, dict[str, str]]:
     """The request and the headers its answer must carry. Raises ApiError, or ClientGone."""
-    body = parse_json(await read_body(request, max_bytes=max_bytes, timeout_s=timeout_s))
+    body = parse_json(await read_body(request, max_bytes=limits.body_bytes, timeout_s=limits.body_timeout_s))
+    check_body(body, limits)
     try:
         parsed = model.model_validate(body)
     except ValidationError as error:

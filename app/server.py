@@ -4,17 +4,18 @@ import asyncio
 import socket
 import time
 from collections.abc import Callable
+from functools import partial
 from types import FrameType
 
 import uvicorn
 from fastapi import FastAPI
 
+from app.connections import BoundedConnection
 from app.service import Service
-from app.settings import ServerSettings
+from app.settings import Settings
 from engine.client import EngineFailed
 from engine.messages import ModelInfo
 
-MAX_HEADER_BYTES = 65_536
 LAST_WORDS_S = 5.0  # after drain_s: for the engine to end its answers, and for the last bytes to leave
 KEEP_ALIVE_S = 75  # longer than the minute after which clients' pools drop idle connections
 
@@ -24,13 +25,17 @@ class Server(uvicorn.Server):
     third signal cut the answers off.
     """
 
-    def __init__(self, app: FastAPI, settings: ServerSettings, *, on_ready: Callable[[ModelInfo, str], None]) -> None:
+    def __init__(self, app: FastAPI, settings: Settings, *, on_ready: Callable[[ModelInfo, str], None]) -> None:
         config = uvicorn.Config(
             app,
-            host=settings.host,
-            port=settings.port,
-            http="h11",  # the implementation that bounds the size of headers
-            h11_max_incomplete_event_size=MAX_HEADER_BYTES,
+            host=settings.server.host,
+            port=settings.server.port,
+            http=partial(  # type: ignore[arg-type]  # it asks for a class, and calls it
+                BoundedConnection,
+                most=settings.limits.connections,
+                header_timeout_s=settings.limits.header_timeout_s,
+            ),
+            h11_max_incomplete_event_size=settings.limits.header_bytes,
             ws="none",
             lifespan="on",
             log_config=None,
@@ -42,7 +47,7 @@ class Server(uvicorn.Server):
         super().__init__(config)
         self.failure: str | None = None
         self._service: Service = app.state.service
-        self._drain_s = settings.drain_s
+        self._drain_s = settings.server.drain_s
         self._on_ready = on_ready
         self._drain_started_s: float | None = None
         self._ended_all = False

@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 
 from app.admission import Admission, Ticket
+from app.auth import Keyring
 from app.deadline import Deadline
 from app.errors import (
     ApiError,
@@ -38,6 +39,7 @@ from app.prompts import (
     prepare_text,
     session_id_of,
 )
+from app.quotas import Quotas
 from app.schema_parts import GenerationRequest
 from app.schemas import ChatCompletionRequest
 from app.schemas_completions import CompletionRequest
@@ -74,6 +76,7 @@ class Service:
         settings: Settings,
         engine: Engine,
         transcripts: TextThread,
+        keyring: Keyring,
         on_answered: Callable[[Generation, str], None],
     ) -> None:
         """`on_answered` hears of every generation that is over, and whose it was."""
@@ -85,10 +88,14 @@ class Service:
         self.draining = False
         self.generations: set[Generation] = set()
         self.admission = Admission(
-            places=settings.places, tenant_places=settings.tenant_places, running=settings.scheduler.max_seqs
+            places=settings.places,
+            tenant_places=settings.tenant_places,
+            running=settings.scheduler.max_seqs,
+            limits=keyring.limits,
         )
+        self.quotas = Quotas(limits=keyring.limits, ask=self.ask_sessions, delete=self.delete_session)
         self.metrics = Metrics(engine=engine, active=lambda: len(self.generations))
-        self.live = Live(engine=engine, places=settings.server.watchers)
+        self.live = Live(engine=engine, places=settings.limits.watchers)
         self._transcripts = transcripts
         self._on_answered = on_answered
         self._tokenizer: ChatTokenizer | None = None
@@ -108,6 +115,7 @@ class Service:
         await asyncio.gather(*tasks, return_exceptions=True)
         for generation in list(self.generations):
             await generation.aclose()
+        await self.quotas.close()
         await self.engine.stop()
         await self._transcripts.close()
 
@@ -163,7 +171,7 @@ class Service:
     async def text_tokens(self, texts: list[str], caller: Caller, *, add_special_tokens: bool) -> list[list[int]]:
         """The ids of texts. Raises ApiError."""
         model, tokenizer = self.require_ready()
-        longest = max(self.settings.server.max_prompt_tokens, model.max_context)
+        longest = max(self.settings.limits.prompt_tokens, model.max_context)
         if sum(map(len, texts)) > longest * MAX_TOKEN_CHARS or any(tokenizer.exceeds(text, longest) for text in texts):
             raise prompt_too_long(longest, None, param="prompt")
         ticket = self.admission.enter(caller.tenant, 1)
@@ -186,14 +194,15 @@ class Service:
         self.require_ready()
         model = self.find_model(request.model)
         num_choices = request.n or 1
-        self._check_limits(request, model, num_choices)
+        self._check_limits(request, model, num_choices, self.admission.places_of(caller.tenant))
         session_id = session_id_of(request, caller.session_header)
         deadline = Deadline.of(
             arrived_s=caller.arrived_s,
             field_s=request.timeout,
             header=caller.timeout_header,
-            limit_s=self.settings.server.request_timeout_s,
+            limit_s=self.settings.limits.request_timeout_s,
         )
+        await self.quotas.check(caller.tenant)
         ticket = self.admission.enter(caller.tenant, num_choices)
         try:
             try:
@@ -215,7 +224,7 @@ class Service:
     ) -> Prepared:
         _, tokenizer = self.require_ready()
         truncates = self._truncates(request)
-        longest = self.settings.server.max_prompt_tokens if truncates else model.max_context
+        longest = self.settings.limits.prompt_tokens if truncates else model.max_context
         return await prepare_chat(
             request,
             tokenizer=tokenizer,
@@ -244,7 +253,7 @@ class Service:
         """To the engine; the generation gives the ticket back."""
         _, tokenizer = self.require_ready()  # a drain may have begun meanwhile
         truncates = self._truncates(request) and prepared.prompt_logprobs is None
-        longest = self.settings.server.max_prompt_tokens if truncates else model.max_context
+        longest = self.settings.limits.prompt_tokens if truncates else model.max_context
         if len(prepared.token_ids) >= longest:
             too_long = prompt_too_long if truncates else context_length_exceeded
             raise too_long(longest, len(prepared.token_ids), param=prepared.param)
@@ -263,7 +272,7 @@ class Service:
                     request.answer_tokens,
                     room=model.max_context - len(prepared.token_ids),
                     window=model.max_context,
-                    beyond_window=self.settings.server.max_answer_tokens if truncates else 0,
+                    beyond_window=self.settings.limits.answer_tokens if truncates else 0,
                 ),
             ),
             truncation="disabled" if prepared.prompt_logprobs is not None else request.truncation or "",
@@ -279,6 +288,7 @@ class Service:
             outputs = await self.engine.submit(submit)
         except EngineUnavailable as error:
             raise engine_unavailable(error, str(self.engine.state)) from None
+        self.admission.spend(caller.tenant, len(prepared.token_ids))
         generation = Generation(
             request_id=request_id,
             model=model,
@@ -313,6 +323,8 @@ class Service:
     def _closed(self, generation: Generation, *, keep_s: float | None, tenant: str) -> None:
         self.generations.discard(generation)
         self._on_answered(generation, tenant)
+        self.admission.spend(tenant, sum(len(choice.token_ids) for choice in generation.choices))
+        self.quotas.changed(tenant)
         if keep_s is not None and keep_s != self.settings.cache.ttl_s and any(c.token_ids for c in generation.choices):
             task = asyncio.create_task(self._keep(generation.prompt.session_id, tenant, keep_s))
             self._keeping.add(task)
@@ -332,7 +344,7 @@ class Service:
         """Raises ApiError."""
         self.require_ready()
         try:
-            reply = await self.engine.sessions(request, timeout_s=self.settings.server.sessions_timeout_s)
+            reply = await self.engine.sessions(request, timeout_s=self.settings.limits.sessions_timeout_s)
         except EngineUnavailable as error:
             raise engine_unavailable(error, str(self.engine.state)) from None
         except EngineTimeout:
@@ -363,9 +375,9 @@ class Service:
         if await self._transcripts.forget(request.session_id, tenant=request.tenant) == 0 and missing is not None:
             raise missing
 
-    def _check_limits(self, request: GenerationRequest, model: ModelInfo, num_choices: int) -> None:
-        if num_choices > self.settings.tenant_places:
-            raise invalid(f"Invalid 'n': this server takes at most {self.settings.tenant_places}.", "n")
+    def _check_limits(self, request: GenerationRequest, model: ModelInfo, num_choices: int, places: int) -> None:
+        if num_choices > places:
+            raise invalid(f"Invalid 'n': this server takes at most {places}.", "n")
         for name, ids in (("logit_bias", request.logit_bias), ("stop_token_ids", request.stop_token_ids)):
             if ids and max(ids) >= model.vocab_size:
                 raise invalid(f"Invalid '{name}': the vocabulary has {model.vocab_size} tokens.", name)

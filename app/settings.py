@@ -14,6 +14,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, EnvSettingsSource, SettingsConfigDict, TomlConfigSettingsSource
 
+from app.auth import KeyLimits
 from engine.messages import EngineConfig
 
 ENV_PREFIX = "REPRISE_"
@@ -143,42 +144,25 @@ class ServerSettings(_Section):
     admin_keys: NameList = Field(
         (), repr=False, description="bearer keys that open /v1/scheduler too; without any keys it is open"
     )
+    keys_file: Path | None = Field(
+        None,
+        description="further keys, hashed, each with its own limits; `reprise keys` writes it; nobody else's to read",
+    )
     hostnames: NameList = Field(
         (), description="names with a dot by which a server without keys may be asked; addresses and others always may"
     )
-    allow_unauthenticated: bool = Field(False, description="listen beyond loopback although there are no api_keys")
+    allow_unauthenticated: bool = Field(False, description="listen beyond loopback although there are no keys")
     drain_s: float = Field(30.0, ge=0, le=86_400, description="at SIGTERM running answers may go on for this long")
-    max_body_bytes: int = Field(8 << 20, ge=1024, le=1 << 30, description="largest request body")
-    max_prompt_tokens: int = Field(1_000_000, ge=1, le=1 << 30, description="longest history that is taken at all")
-    max_answer_tokens: int = Field(
-        65_536, ge=1, le=1 << 30, description="longest answer that goes on beyond the window"
-    )
-    sessions_timeout_s: float = Field(30.0, gt=0, le=3600, description="longest wait for the engine at /v1/sessions")
-    request_timeout_s: float = Field(
-        3600.0, gt=0, le=86_400, description="longest time from a request's arrival to the end of its answer"
-    )
-    tenant_requests: int = Field(
-        0,
-        ge=0,
-        le=1 << 20,
-        description="requests that one api key may have under way; 0: half of all where there "
-        "are several keys, else all",
-    )
     max_weight: float = Field(
         4.0,
         ge=1,
         le=16,
         description="largest share that service_tier and priority give a request; 1: no more than others",
     )
-    body_timeout_s: float = Field(30.0, gt=0, le=3600, description="longest wait for a request body")
-    send_timeout_s: float = Field(60.0, gt=0, le=3600, description="a client that reads nothing for this long is gone")
     ping_s: float = Field(15.0, gt=0, le=3600, description="silence in a stream after which a comment is sent")
     responses_mib: int = Field(64, ge=1, le=1 << 20, description="hard cap of stored responses and conversations")
     responses_ttl_s: float = Field(
         30 * 86_400.0, gt=0, le=1e9, description="they are forgotten this long after their last use"
-    )
-    watchers: int = Field(
-        32, ge=0, le=4096, description="pages that may watch /v1/events at once; a key may hold a fourth"
     )
     access_log: bool = Field(
         False, description="one log line per request, and one per answer with its tokens by tier; never its text"
@@ -198,12 +182,74 @@ class ServerSettings(_Section):
                 raise ValueError(
                     "server.api_keys and server.admin_keys: each has 8 to 512 printable ASCII characters without spaces"
                 )
-        if not (self.api_keys or self.admin_keys or self.allow_unauthenticated or _is_loopback(self.host)):
+        if not (
+            self.api_keys
+            or self.admin_keys
+            or self.keys_file is not None
+            or self.allow_unauthenticated
+            or _is_loopback(self.host)
+        ):
             raise ValueError(
-                f"server.host: listening on {self.host} lets others in; set server.api_keys, or "
-                "server.allow_unauthenticated=true to let anybody in"
+                f"server.host: listening on {self.host} lets others in; set server.api_keys or "
+                "server.keys_file, or server.allow_unauthenticated=true to let anybody in"
             )
         return self
+
+
+class LimitSettings(_Section):
+    """Caps, all of them checked before any work is done. Those of a key hold for every key that says nothing else."""
+
+    connections: int = Field(1000, ge=1, le=1 << 20, description="connections at once; more are answered 503")
+    header_bytes: int = Field(65_536, ge=1024, le=1 << 24, description="largest request line with its headers")
+    header_timeout_s: float = Field(15.0, gt=0, le=3600, description="longest wait for them")
+    body_bytes: int = Field(8 << 20, ge=1024, le=1 << 30, description="largest request body")
+    body_timeout_s: float = Field(30.0, gt=0, le=3600, description="longest wait for a request body")
+    send_timeout_s: float = Field(60.0, gt=0, le=3600, description="a client that reads nothing for this long is gone")
+    request_timeout_s: float = Field(
+        3600.0, gt=0, le=86_400, description="longest time from a request's arrival to the end of its answer"
+    )
+    sessions_timeout_s: float = Field(30.0, gt=0, le=3600, description="longest wait for the engine at /v1/sessions")
+    json_depth: int = Field(64, ge=8, le=200, description="levels of a body")
+    messages: int = Field(4096, ge=1, le=4096, description="messages of a chat, items of a response or conversation")
+    choices: int = Field(128, ge=1, le=128, description="largest n")
+    logprobs: int = Field(20, ge=0, le=20, description="likeliest tokens beside each of an answer's")
+    stop: int = Field(16, ge=0, le=16, description="stop strings")
+    tools: int = Field(128, ge=0, le=128, description="tools")
+    schema_bytes: int = Field(65_536, ge=64, le=65_536, description="largest JSON schema")
+    schema_depth: int = Field(32, ge=1, le=32, description="levels of a JSON schema")
+    prompt_tokens: int = Field(1_000_000, ge=1, le=1 << 30, description="longest history that is taken at all")
+    answer_tokens: int = Field(65_536, ge=1, le=1 << 30, description="longest answer that goes on beyond the window")
+    watchers: int = Field(
+        32, ge=0, le=4096, description="pages that may watch /v1/events at once; a key may hold a fourth"
+    )
+    key_requests: int = Field(
+        0,
+        ge=0,
+        le=1 << 20,
+        description="answers that one key may have under way; 0: half of all where there are several keys, else all",
+    )
+    key_requests_per_minute: int = Field(
+        0, ge=0, le=1 << 30, description="requests with a body that one key may send; 0: any number"
+    )
+    key_tokens_per_minute: int = Field(
+        0, ge=0, le=1 << 40, description="tokens of its prompts and answers; 0: any number"
+    )
+    key_sessions: int = Field(
+        0, ge=0, le=1 << 30, description="conversations kept for one key, the longest unused leave first; 0: any number"
+    )
+    key_cache_gib: float = Field(
+        0.0, ge=0, le=1 << 20, description="KV kept for one key in all tiers, likewise; 0: any amount"
+    )
+
+    @property
+    def key(self) -> KeyLimits:
+        return KeyLimits(
+            requests=self.key_requests,
+            requests_per_minute=self.key_requests_per_minute,
+            tokens_per_minute=self.key_tokens_per_minute,
+            sessions=self.key_sessions,
+            cache_bytes=int(self.key_cache_gib * GIB),
+        )
 
 
 class Settings(_Section, BaseSettings):
@@ -216,6 +262,7 @@ class Settings(_Section, BaseSettings):
     scheduler: SchedulerSettings = SchedulerSettings()
     engine: EngineSettings = EngineSettings()
     server: ServerSettings = ServerSettings()
+    limits: LimitSettings = LimitSettings()
 
     @classmethod
     def settings_customise_sources(cls, *_: Any, **sources: Any) -> tuple[Any, ...]:
@@ -229,8 +276,9 @@ class Settings(_Section, BaseSettings):
     @property
     def tenant_places(self) -> int:
         """Of them, those of one tenant."""
-        share = self.places // 2 if len(self.server.api_keys) > 1 else self.places
-        return min(self.server.tenant_requests or max(1, share), self.places)
+        several = len(self.server.api_keys) > 1 or self.server.keys_file is not None
+        share = self.places // 2 if several else self.places
+        return min(self.limits.key_requests or max(1, share), self.places)
 
     @property
     def state_dir(self) -> Path:

@@ -22,7 +22,8 @@ SECTIONS = {
     "cache": "what is kept, where, and for how long",
     "scheduler": "who runs next",
     "engine": "how it runs",
-    "server": "who may ask, and how much",
+    "server": "who may ask, and where",
+    "limits": "how much of anything, refused before work is done",
 }
 
 
@@ -36,7 +37,7 @@ def choices(field: FieldInfo) -> tuple[str, ...]:
 def default(field: FieldInfo) -> str:
     if isinstance(field.default, bool):
         return "true" if field.default else "false"
-    return "" if field.default in ((), "") else str(field.default)
+    return "" if field.default in ((), "", None) else str(field.default)
 
 
 def tables(prefix: str = "") -> Iterator[Table]:

@@ -81,7 +81,7 @@ def settings_of(policy: str, model: str, workload: Workload) -> dict[str, Any]:
         "scheduler.max_queued": 2 * workload.flood,
         "server.api_keys": ",".join(KEYS.values()),
         "server.admin_keys": ADMIN_KEY,
-        "server.tenant_requests": workload.flood + 8,
+        "limits.key_requests": workload.flood + 8,
     }
 
 

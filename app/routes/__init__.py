@@ -32,14 +32,15 @@ def caller_of(request: Request) -> Caller:
 
 
 async def body_of(request: Request, model: type[T]) -> tuple[T, dict[str, str]]:
-    """The body, and headers that the answer must carry. Raises ApiError: 503 first, since who is told to come back
-    later should not have to upload before."""
+    """The body, and headers that the answer must carry. Raises ApiError: 503 and 429 first, since who is told to
+    come back later should not have to upload before."""
     service = service_of(request)
     service.require_ready()
-    server = service.settings.server
-    return await parse_body(request, model, max_bytes=server.max_body_bytes, timeout_s=server.body_timeout_s)
+    service.admission.request(request.state.tenant)
+    return await parse_body(request, model, service.settings.limits)
 
 
 def stream(request: Request, generation: Deltas, frames: Frames, headers: Mapping[str, str]) -> EventStream:
-    server = service_of(request).settings.server
-    return EventStream(generation, frames, headers=headers, ping_s=server.ping_s, send_timeout_s=server.send_timeout_s)
+    settings = service_of(request).settings
+    timeout_s = settings.limits.send_timeout_s
+    return EventStream(generation, frames, headers=headers, ping_s=settings.server.ping_s, send_timeout_s=timeout_s)

@@ -38,8 +38,7 @@ async def _prompts(service: Service, body: CompletionRequest, caller: Caller) ->
     model = service.find_model(body.model)
     _, tokenizer = service.require_ready()
     texts = [prompt for prompt in body.prompt if isinstance(prompt, str)]
-    if len(body.prompt) * (body.n or 1) > service.settings.tenant_places:
-        limit = service.settings.tenant_places
+    if len(body.prompt) * (body.n or 1) > (limit := service.admission.places_of(caller.tenant)):
         raise invalid(f"Invalid 'prompt': this server takes at most {limit} prompts times 'n'.", "prompt")
     if texts:
         special = body.add_special_tokens is not False

@@ -42,7 +42,7 @@ class LiveStream(Response):
 
     async def _run(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        timeout_s = self._service.settings.server.send_timeout_s
+        timeout_s = self._service.settings.limits.send_timeout_s
         source: AsyncIterator[tuple[str, Any]] = events(self._live, self._watcher, is_open=self._is_open)
         async with aclosing(source) as named:  # type: ignore[type-var]
             async for name, data in named:

@@ -73,10 +73,8 @@ async def get_session(request: Request, session_id: str) -> dict[str, Any]:
 
 @router.patch("/v1/sessions/{session_id}")
 async def patch_session(request: Request, session_id: str) -> Response:
-    server = service_of(request).settings.server
-    patch, headers = await parse_body(
-        request, SessionPatch, max_bytes=server.max_body_bytes, timeout_s=server.body_timeout_s
-    )
+    service_of(request).admission.request(request.state.tenant)
+    patch, headers = await parse_body(request, SessionPatch, service_of(request).settings.limits)
     _check(session_id)
     reply = await service_of(request).patch_session(
         _question(request, action="patch", session_id=session_id, pinned=patch.pinned, ttl_s=patch.ttl_s)

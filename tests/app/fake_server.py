@@ -16,7 +16,7 @@ def main() -> None:
     settings = make_settings(Path(state_dir), server={"port": 0, "drain_s": float(drain_s)})
     engine = FakeEngine(directory=Path(model_dir), script=Script(answer="fox " * 40, step_s=float(step_s)))
     app = create_app(settings, engine=engine)
-    server = Server(app, settings.server, on_ready=lambda model, url: print(url, flush=True))
+    server = Server(app, settings, on_ready=lambda model, url: print(url, flush=True))
     server.serve_forever()
     print("forced" if server.force_exit else "drained", engine.state, flush=True)
 

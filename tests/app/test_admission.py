@@ -5,6 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from app.admission import MAX_RETRY_S, Admission, duration
+from app.auth import KeyLimits
 from app.errors import ApiError
 
 
@@ -113,3 +114,60 @@ def test_places_are_never_overrun_and_all_come_back(steps, places, tenant_places
 )
 def test_durations_are_written_as_openai_does(seconds, text):
     assert duration(seconds) == text
+
+
+def limited(**limits: int) -> tuple[Admission, Clock]:
+    clock = Clock()
+    known = {"a": KeyLimits(**limits)}
+    gate = Admission(
+        places=9, tenant_places=4, running=2, limits=lambda tenant: known.get(tenant, KeyLimits()), clock=clock
+    )
+    return gate, clock
+
+
+def test_a_keys_own_places_replace_everybodys():
+    gate, _ = limited(requests=1)
+    gate.enter("a", 1)
+    assert refused(gate, "a").status == 429
+    gate.enter("b", 4)
+    assert (gate.places_of("a"), gate.places_of("b"), gate.headers("b")["x-ratelimit-limit-requests"]) == (1, 4, "4")
+    more, _ = limited(requests=100)
+    more.enter("a", 9)  # no more than there are
+
+
+def test_requests_a_minute():
+    gate, clock = limited(requests_per_minute=2)
+    gate.request("a")
+    gate.request("a")
+    with pytest.raises(ApiError) as error:
+        gate.request("a")
+    headers = error.value.headers
+    assert (error.value.status, error.value.code, headers["retry-after"]) == (429, "rate_limit_exceeded", "30")
+    assert headers["x-ratelimit-limit-requests"] == "2"
+    assert headers["x-ratelimit-remaining-requests"] == "0"
+    assert headers["x-ratelimit-reset-requests"] == "1m0s"
+    for _ in range(100):
+        gate.request("b")
+    clock.now += 30.0
+    gate.request("a")
+    with pytest.raises(ApiError):
+        gate.request("a")
+
+
+def test_tokens_a_minute_are_counted_behind_the_answer():
+    gate, clock = limited(tokens_per_minute=600)
+    ticket = gate.enter("a", 1)
+    gate.spend("a", 500)
+    assert ticket.headers["x-ratelimit-remaining-tokens"] == "100"
+    gate.enter("a", 1)  # some are left
+    gate.spend("a", 400)
+    gate.spend("b", 10_000)
+    error = refused(gate, "a")
+    assert (error.status, error.code, error.headers["retry-after"]) == (429, "rate_limit_exceeded", "30")
+    assert error.headers["x-ratelimit-limit-tokens"] == "600"
+    assert error.headers["x-ratelimit-remaining-tokens"] == "0"
+    assert error.headers["x-ratelimit-reset-tokens"] == "1m30s"
+    assert gate.taken == 2
+    clock.now += 30.2
+    gate.enter("a", 1)
+    gate.enter("b", 1)

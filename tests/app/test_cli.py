@@ -85,7 +85,7 @@ def test_the_plan_names_url_model_and_memory():
         Path(), hbm_tokens=1 << 20, kv_bytes_per_token=2048, decouplable=False, warnings=("odd [rope]",),
         memory_plan={"weights": 3 << 30, "hbm": 2 << 30, "dram": 1 << 30, "disk": 8 << 30},
     )  # fmt: skip
-    console.print(panel(Settings(), model, "http://[::1]:8000"))
+    console.print(panel(Settings(), model, "http://[::1]:8000", keys=0))
     text = console.export_text()
     console.file.close()
     for part in (

@@ -29,7 +29,6 @@ def envelope(response: httpx.Response) -> dict:
         ("GET", "/v1/chat/completions", 405, "method_not_allowed"),
         ("POST", "/v1/models", 405, "method_not_allowed"),
         ("GET", "/v1/models/other", 404, "model_not_found"),
-        ("GET", "/openapi.json", 404, "unknown_url"),
     ],
 )
 async def test_routing_errors(running: Running, method, path, status, code):
@@ -152,7 +151,7 @@ async def test_a_body_of_two_lengths_is_refused_and_ends_the_connection(engine: 
 
 
 async def test_the_body_is_limited_while_it_is_read(engine: FakeEngine, tmp_path):
-    settings = make_settings(tmp_path, server={"max_body_bytes": 4096, "body_timeout_s": 0.3})
+    settings = make_settings(tmp_path, limits={"body_bytes": 4096, "body_timeout_s": 0.3})
     json_type = {"content-type": "application/json"}
     async with on_loopback(engine, settings) as running:
         declared = await running.http.post("/v1/chat/completions", content=b" " * 5000, headers=json_type)

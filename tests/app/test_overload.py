@@ -67,8 +67,8 @@ async def test_a_request_that_fails_gives_its_place_back(small: Running):
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("by", ["field", "header", "setting"])
 async def test_no_first_token_in_time(engine: FakeEngine, tmp_path, by, stream):
-    server = {"request_timeout_s": 0.1} if by == "setting" else {}
-    async with in_process(engine, make_settings(tmp_path, server=server)) as running:
+    limits = {"request_timeout_s": 0.1} if by == "setting" else {}
+    async with in_process(engine, make_settings(tmp_path, limits=limits)) as running:
         engine.script.start_s = 5.0
         fields = {"timeout": 0.1} if by == "field" else {}
         if by == "header":
@@ -126,8 +126,8 @@ async def test_weights_reach_the_engine_and_tiers_the_answer(small: Running):
 
 
 async def test_the_official_client_sees_its_own_errors(engine: FakeEngine, tmp_path):
-    server = {"api_keys": ",".join(KEYS), "tenant_requests": 3}
-    async with on_loopback(engine, make_settings(tmp_path, server=server, **FULL)) as running:
+    sections = {"server": {"api_keys": ",".join(KEYS)}, "limits": {"key_requests": 3}}
+    async with on_loopback(engine, make_settings(tmp_path, **sections, **FULL)) as running:
         greedy, modest = (
             openai.AsyncOpenAI(base_url=f"{running.base_url}/v1", api_key=key, max_retries=0) for key in KEYS
         )

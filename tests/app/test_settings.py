@@ -154,11 +154,12 @@ def test_several_keys_share_the_places():
     scheduler = {"max_seqs": 4, "max_queued": 6}
     keys = "sk-secret-1,sk-secret-2"
 
-    def places(**server: object) -> tuple[int, int]:
-        settings = Settings.model_validate({"scheduler": scheduler, "server": server})
+    def places(*, key_requests: int = 0, **server: object) -> tuple[int, int]:
+        sections = {"scheduler": scheduler, "server": server, "limits": {"key_requests": key_requests}}
+        settings = Settings.model_validate(sections)
         return settings.places, settings.tenant_places
 
     assert places() == places(api_keys="sk-secret-1") == (10, 10)
-    assert places(api_keys=keys) == (10, 5)
-    assert places(api_keys=keys, tenant_requests=7) == (10, 7)
-    assert places(tenant_requests=100) == (10, 10)
+    assert places(api_keys=keys) == places(keys_file="keys.toml") == (10, 5)
+    assert places(api_keys=keys, key_requests=7) == (10, 7)
+    assert places(key_requests=100) == (10, 10)

@@ -121,7 +121,7 @@ async def test_silence_is_filled_with_comments(engine: FakeEngine, tmp_path):
 
 
 async def test_a_client_that_does_not_read_slows_nobody_and_is_dropped(engine: FakeEngine, tmp_path):
-    settings = make_settings(tmp_path, server={"send_timeout_s": 0.3})
+    settings = make_settings(tmp_path, limits={"send_timeout_s": 0.3})
     async with on_loopback(engine, settings) as running:
         engine.script.token_ids = engine.tokenizer.encode("fox " * 30).ids * 1000
         engine.script.step_s = 0.05  # else a quick engine is done before a slow app gives the client up

@@ -97,7 +97,7 @@ async def test_a_server_that_does_not_truncate_lets_a_request_ask_for_it(engine:
 
 
 async def test_the_longest_prompt_is_bounded(engine: FakeEngine, tmp_path):
-    async with in_process(engine, make_settings(tmp_path, server={"max_prompt_tokens": 300})) as running:
+    async with in_process(engine, make_settings(tmp_path, limits={"prompt_tokens": 300})) as running:
         refused = await running.chat("fox " * 500)
         assert (refused.status_code, refused.json()["error"]["code"]) == (400, "context_length_exceeded")
         assert "300" in refused.json()["error"]["message"]
@@ -106,7 +106,7 @@ async def test_the_longest_prompt_is_bounded(engine: FakeEngine, tmp_path):
 
 @pytest.mark.parametrize("truncation", ["auto", "disabled"])
 async def test_what_is_far_too_long_is_refused_before_it_is_tokenized(engine: FakeEngine, tmp_path, truncation):
-    settings = make_settings(tmp_path, server={"max_prompt_tokens": 1000}, cache={"truncation": truncation})
+    settings = make_settings(tmp_path, limits={"prompt_tokens": 1000}, cache={"truncation": truncation})
     async with in_process(engine, settings) as running:
         tokenizer = running.app.state.service._tokenizer
         tokenized: list[int] = []

@@ -1,0 +1,93 @@
+import stat
+
+import pytest
+from typer.testing import CliRunner
+
+from app.auth import KeyLimits, digest_of
+from app.cli import cli
+from app.key_file import KeyFileError, add_key, load_keys
+
+HASH = "a" * 64
+DEFAULT = KeyLimits(requests=2, requests_per_minute=3, tokens_per_minute=4, sessions=5, cache_bytes=6)
+
+
+def write(path, text, mode=0o600):
+    path.write_text(text, encoding="utf-8")
+    path.chmod(mode)
+    return path
+
+
+def test_a_key_is_shown_once_and_kept_as_a_hash(tmp_path):
+    path = tmp_path / "secrets" / "keys.toml"
+    key = add_key(path, "alice", admin=True)
+    add_key(path, "bob-2", admin=False)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert key not in path.read_text()
+    first, second = load_keys(path, DEFAULT)
+    assert (first.digest, first.is_admin, first.limits) == (digest_of(key), True, DEFAULT)
+    assert not second.is_admin
+    with pytest.raises(KeyFileError, match="already"):
+        add_key(path, "alice", admin=False)
+    for name in ("", "a b", "a]\n[b", "x" * 65):
+        with pytest.raises(KeyFileError, match="letters"):
+            add_key(path, name, admin=False)
+
+
+def test_limits_of_its_own_are_a_keys_and_zero_is_none(tmp_path):
+    text = f'[a]\nsha256 = "{HASH}"\nrequests = 9\nsessions = 0\ncache_gib = 0.5\n'
+    (key,) = load_keys(write(tmp_path / "keys", text), DEFAULT)
+    expected = KeyLimits(requests=9, requests_per_minute=3, tokens_per_minute=4, sessions=0, cache_bytes=1 << 29)
+    assert key.limits == expected
+
+
+@pytest.mark.parametrize("mode", [0o644, 0o640, 0o620, 0o604, 0o666])
+def test_a_file_that_others_may_read_or_write_is_refused(tmp_path, mode):
+    path = write(tmp_path / "keys", f'[a]\nsha256 = "{HASH}"\n', mode)
+    with pytest.raises(KeyFileError, match="chmod 600"):
+        load_keys(path, DEFAULT)
+    with pytest.raises(KeyFileError, match="chmod 600"):
+        add_key(path, "b", admin=False)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("", "no keys"),  # which must not mean that none are needed
+        ("# nobody yet\n", "no keys"),
+        ("[a\n", "not TOML"),
+        ("[a]\n", "a.sha256"),
+        (f'sha256 = "{HASH}"\n', "sha256"),
+        ('[a]\nsha256 = "sk-plain-text-key"\n', "a.sha256"),
+        (f'[a]\nsha256 = "{HASH}"\nadmn = true\n', "a.admn"),
+        (f'[a]\nsha256 = "{HASH}"\nadmin = "yes"\n', "a.admin"),
+        (f'[a]\nsha256 = "{HASH}"\nsessions = -1\n', "a.sessions"),
+        (f'[a]\nsha256 = "{HASH}"\ncache_gib = nan\n', "a.cache_gib"),
+        (f'[a]\nsha256 = "{HASH}"\n[b]\nkey = "x"\n', "b."),
+    ],
+)
+def test_a_file_that_cannot_be_used_is_refused(tmp_path, text, says):
+    with pytest.raises(KeyFileError) as error:
+        load_keys(write(tmp_path / "keys", text), DEFAULT)
+    assert says in str(error.value)
+    assert "sk-plain" not in str(error.value)
+    assert HASH not in str(error.value)
+
+
+def test_no_file_is_refused(tmp_path):
+    for path in (tmp_path / "absent", tmp_path):
+        with pytest.raises(KeyFileError, match=r"cannot read|is no file"):
+            load_keys(path, DEFAULT)
+
+
+def test_the_program_makes_keys_and_does_not_serve_without_them(tmp_path):
+    path = tmp_path / "keys.toml"
+    made = CliRunner().invoke(cli, ["keys", "add", "alice", "--file", str(path)])
+    assert made.exit_code == 0
+    key = made.stdout.strip()
+    assert load_keys(path, DEFAULT)[0].digest == digest_of(key)
+    again = CliRunner().invoke(cli, ["keys", "add", "alice", "--file", str(path)])
+    assert again.exit_code == 1
+    path.chmod(0o644)
+    served = CliRunner().invoke(cli, ["serve", "--server.keys_file", str(path), "--cache.disk_dir", str(tmp_path)])
+    assert served.exit_code == 1
+    assert "chmod 600" in served.stderr.replace("\n", " ")
