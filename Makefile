@@ -21,7 +21,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.setup-$(EXTRAS)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help setup serve test test-clients test-gpu check format bench screenshots sim clean
+.PHONY: help setup serve test test-api test-clients test-gpu check format bench screenshots sim clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 12
@@ -39,7 +39,11 @@ serve: setup  ## the server on 127.0.0.1:8000
 	@$(BIN)/reprise serve $(ARGS)
 
 test: setup  ## every test that needs no GPU
-	@$(BIN)/python -m pytest -m 'not gpu' --durations=5 -n $(WORKERS) --dist loadfile $(ARGS)
+	@$(BIN)/python -m pytest -m 'not gpu and not api' --durations=5 -n $(WORKERS) --dist loadfile $(ARGS)
+
+test-api:  ## thousands of requests made from /openapi.json; the server's answers are as it says
+	@$(MAKE) --no-print-directory setup EXTRAS='$(EXTRAS),api'
+	@$(BIN)/python -m pytest -m api tests/api $(ARGS)
 
 test-gpu: setup  ## the tests that need a CUDA device
 	@$(BIN)/python -m pytest -m gpu $(ARGS)
