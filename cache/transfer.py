@@ -32,7 +32,7 @@ from cache.plan import (
     SealSlot,
     WriteExtent,
 )
-from cache.tiers.capture import Captured
+from cache.tiers.capture import Captured, SavedRows
 from cache.tiers.completions import Completions
 from cache.tiers.disk import DiskTier
 from cache.tiers.dram import Slab
@@ -133,6 +133,10 @@ class Transfer:
     def save(self, step: Captured, pieces: list[CapturePiece]) -> None:
         """Save these parts of a step. Waits when too much is waiting already, or always if saving is synchronous."""
         self._saves.save(step, pieces)
+
+    def places(self, pieces: list[CapturePiece], num_rows: int) -> SavedRows | None:
+        """See SaveStream."""
+        return self._saves.places(pieces, num_rows)
 
     def start(self, job_id: int) -> None:
         """The request of a load runs now, or waits for it no longer: what is behind the read buffer may come."""

@@ -13,6 +13,8 @@ from kernels.attention.base import AttentionParams, KvPages
 from kernels.attention.torch_cpu import TorchAttention, fits_kernels
 from kernels.cpu_support import as_bits, decode_kernels, split_contexts, use_torch_threads
 
+_NOWHERE = (np.empty((0, 0), np.uint16), np.empty((0, 2), np.int64))
+
 
 class FewRows:
     """hidden [rows, width] -> the same, inside a step. Five parallel loops instead of some twenty calls of torch; sums
@@ -65,7 +67,10 @@ class FewRows:
         num_q, num_k, _ = self._heads
         norms = (self._input_norm, self._q_norm, self._k_norm)
         kernels.project(bits, norms[0], self._qkv, norms[1], norms[2], num_q, num_k, as_bits(rows))
-        if step.sink is not None:
+        saved = _NOWHERE
+        if step.saved is not None:
+            saved = (step.saved.blocks[self._index], step.saved.spots)
+        elif step.sink is not None:
             _, keys, values = rows.split_with_sizes(self._heads, 1)  # half the time of two slices
             step.sink.write(self._index, keys, values)
         step.layers_called.append(self._index)
@@ -73,11 +78,12 @@ class FewRows:
         step.params[self._index] = self._params
         out = torch.empty_like(hidden, memory_format=torch.contiguous_format)
         turn = (as_bits(cos[0].contiguous()), as_bits(sin[0].contiguous()))
-        places = (slots, self._scale, *self._memory(step.pages(self._index)), table, parts, self._group, self._lanes)
+        places = (slots, *saved, self._scale, *self._memory(step.pages(self._index)))
+        tasks = (table, parts, self._group, self._lanes)
         weights = (self._out, self._post_norm, self._gate, self._up, self._down)
         if step.arrive is not None:
             step.arrive(self._index)
-        kernels.finish(bits, as_bits(rows), *turn, *places, *weights, as_bits(out))
+        kernels.finish(bits, as_bits(rows), *turn, *places, *tasks, *weights, as_bits(out))
         return out
 
     def _memory(self, pages: KvPages) -> tuple[np.ndarray, np.ndarray]:

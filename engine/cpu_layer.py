@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from engine.cpu_few_rows import FewRows
 from engine.cpu_many_rows import rotate_and_write
-from engine.cpu_modules import PackedLinear, RmsNorm, agree, few_row_product, pack_weight
+from engine.cpu_modules import FEW_ROWS, PackedLinear, RmsNorm, agree, few_row_product, pack_weight
 from engine.hf_model import Step, attend, current_step, rope_limit, running, turn_halves, turns_halves
 from engine.probe import ProbeResult, single_sequence_meta
 from kernels.attention.base import AttentionBackend, AttentionMeta, AttentionParams, KvPages
@@ -108,6 +108,12 @@ class DecoderLayer(nn.Module):
         turned = turn_halves(turning, cos[0][:, None], sin[0][:, None])
         out = attend(step, self.index, turned[:, :num_q], turned[:, num_q:], values, self._params).flatten(1)
         return out if wanted is None else out[wanted]
+
+
+def few_rows_of(model: nn.Module, num_layers: int) -> int:
+    """Up to how many rows of a step go through kernels in every one of the model's layers."""
+    layers = [module for module in model.modules() if isinstance(module, DecoderLayer) and module.few is not None]
+    return FEW_ROWS if len(layers) == num_layers else 0
 
 
 def single_rows(meta: AttentionMeta, rows: Tensor) -> AttentionMeta:

@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from dataclasses import replace
 
 import torch
@@ -283,7 +283,7 @@ class Engine:
                 chunk.sequence.cached_tokens = choice.report.cached_tokens
         started = time.monotonic()
         items = [self._item(chunk) for chunk in chunks]
-        logits, arrival = self._forward(items)
+        logits, arrival, pieces = self._forward(items, chunks)
         waited_s = arrival.waited_s
         logits = self._note_prompts(items, logits)
         self._hear(now)
@@ -292,12 +292,8 @@ class Engine:
             # It goes on when the load has ended, in whatever way; until then its pages may still be written to.
             self._restart(self._choices[sequence_id])
         failed |= arrival.late
-        pieces: list[CapturePiece] = []
-        batch_row = 0
-        for chunk in chunks:
-            if chunk.sequence.request_id not in failed:
-                pieces += self._cache.capture(chunk.sequence.request_id, chunk.num_tokens, batch_row)
-            batch_row += chunk.num_tokens
+        if pieces is None or failed:
+            pieces = self._capture(chunks, failed)
         self._transfer.carry_out(self._cache.take_moves())
         if self._sink is not None:
             self._transfer.save(self._sink.end(), pieces)
@@ -316,18 +312,38 @@ class Engine:
         self._steps += 1
         seconds = time.monotonic() - started
         self._step_seconds += seconds
-        self._cache.rates.computed(batch_row, seconds - waited_s)
+        self._cache.rates.computed(sum(chunk.num_tokens for chunk in chunks), seconds - waited_s)
         self._scheduler.ran(seconds, waited_s)
         return refused + outputs
 
-    def _forward(self, items: list[BatchItem]) -> tuple[torch.Tensor, Arrival]:
-        """The logits, and how the KV arrived that was on its way."""
+    def _capture(self, chunks: list[Chunk], failed: Container[str]) -> list[CapturePiece]:
+        """Where the rows of a step are to be saved, but for requests that have failed."""
+        pieces: list[CapturePiece] = []
+        batch_row = 0
+        for chunk in chunks:
+            if chunk.sequence.request_id not in failed:
+                pieces += self._cache.capture(chunk.sequence.request_id, chunk.num_tokens, batch_row)
+            batch_row += chunk.num_tokens
+        return pieces
+
+    def _forward(
+        self, items: list[BatchItem], chunks: list[Chunk]
+    ) -> tuple[torch.Tensor, Arrival, list[CapturePiece] | None]:
+        """The logits, how the KV arrived that was on its way, and where rows are saved to if that is decided by now."""
         batch = build_batch(items, self._tables, self._cache.page_size, self._device)
         jobs = {i.request_id: job for i in items if (job := self._cache.context(i.request_id).job) is not None}
         arrival = Arrival(self._transfer, jobs, has_bystanders=len(jobs) < len(items))
         if self._sink is not None:
             self._sink.begin()
-        return self._runner.forward(batch, arrival if jobs else None), arrival
+        if self._sink is None or jobs or not len(batch.token_ids) == len(items) <= self._runner.few_rows:
+            return self._runner.forward(batch, arrival if jobs else None), arrival, None
+        # A few decoded rows that stand on nothing under way: the kernels that compute them write them to their slots.
+        pieces = self._capture(chunks, ())
+        saved = self._transfer.places(pieces, len(items))
+        if saved is not None:
+            size = len(pieces) * self.model.kv_bytes_per_token
+            self._cache.stats.count_move("hbm_to_dram", size, 0.0)
+        return self._runner.forward(batch, None, saved), arrival, pieces
 
     def _note_prompts(self, items: list[BatchItem], logits: torch.Tensor) -> torch.Tensor:
         """Keep what was asked for of prompts. Returns the rows to draw from, one per item that wants logits."""

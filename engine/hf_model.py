@@ -27,6 +27,7 @@ import transformers
 from torch import Tensor, nn
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 
+from cache.tiers.capture import SavedRows
 from kernels.attention.base import AttentionBackend, AttentionMeta, AttentionParams, KvPages
 from kernels.kv_copy import write_rows
 
@@ -113,6 +114,7 @@ class Step:
     pages: Callable[[int], KvPages]  # of a layer
     backend: AttentionBackend
     sink: KvSink | None
+    saved: SavedRows | None = None  # where a layer may save its rows by itself, instead of showing them to the sink
     arrive: Callable[[int], None] | None = None  # waits until the KV that is being loaded into a layer is there
     logit_rows: Tensor | None = None  # [rows] int64, ascending: whose logits somebody wants; None: unknown
     layers_called: list[int] = field(default_factory=list)

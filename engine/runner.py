@@ -10,7 +10,9 @@ import xxhash
 from torch import Tensor, nn
 
 from cache.block import LAYOUT_VERSION, typed_fields
+from cache.tiers.capture import SavedRows
 from engine.batch import BatchInput
+from engine.cpu_layer import few_rows_of
 from engine.hf_model import KvSink, Step, forward
 from engine.probe import KvShape
 from kernels.attention.base import AttentionBackend, KvPages
@@ -73,10 +75,21 @@ class ModelRunner:
         self.pages = pages
         self.backend = backend
         self.sink = sink  # the save path's ear; None while there is no tier below HBM
+        self.few_rows = few_rows_of(model, len(pages))  # up to so many can be saved by the layers themselves
 
     @torch.inference_mode()
-    def forward(self, batch: BatchInput, arrive: Callable[[int], None] | None) -> Tensor:
+    def forward(
+        self, batch: BatchInput, arrive: Callable[[int], None] | None, saved: SavedRows | None = None
+    ) -> Tensor:
         """Logits [logit_rows, vocab] in the model's dtype. Writes the KV of every token of the batch to its slot.
-        arrive(layer) is called before a layer attends: it returns when what the batch stands on there is loaded."""
-        step = Step(meta=batch.meta, pages=self.pages.__getitem__, backend=self.backend, sink=self.sink, arrive=arrive)
+        arrive(layer) is called before a layer attends: it returns when what the batch stands on there is loaded. saved:
+        where layers that can may save their rows by themselves; the others show them to the sink."""
+        step = Step(
+            meta=batch.meta,
+            pages=self.pages.__getitem__,
+            backend=self.backend,
+            sink=self.sink,
+            saved=saved,
+            arrive=arrive,
+        )
         return forward(self.model, step, batch.token_ids, batch.positions, batch.logit_rows)

@@ -516,9 +516,28 @@ def _rotate(x, cos, sin, out):
 
 
 @compiled()
-def finish(hidden, rows, cos, sin, slots, scale, k, v, table, parts, group, lanes, o, norm, gate, up, down, out):
+def _save(rows, first, blocks, spots):
+    """rows [n, heads, dim], of which those from `first` on are K and V, half each: into the blocks they belong to."""
+    half, dim = (rows.shape[1] - first) // 2, rows.shape[2]
+    for row in range(len(spots)):
+        block, place = spots[row, 0], spots[row, 1]
+        if block >= 0:
+            at_k = place * half * dim
+            at_v = at_k + blocks.shape[1] // 2
+            for head in range(half):
+                for d in range(dim):
+                    blocks[block, at_k + head * dim + d] = rows[row, first + head, d]
+                    blocks[block, at_v + head * dim + d] = rows[row, first + half + head, d]
+
+
+@compiled()
+def finish(
+    hidden, rows, cos, sin, slots, blocks, spots, scale, k, v, table, parts, group, lanes, o, norm, gate, up, down, out
+):
     """The rest of a layer: rotate, write keys and values to their slots, attend, project, add, and the gated MLP.
-    rows as `project` leaves them; cos, sin bf16 [rows, dim]; slots int64 [rows]; out bf16 [rows, width]."""
+    rows as `project` leaves them; cos, sin bf16 [rows, dim]; slots int64 [rows]; out bf16 [rows, width]. What is not
+    rotated is saved to blocks bf16 [blocks, K of all rows of a block, then V], to the block and the row in it that
+    spots int64 [rows, 2] say; block -1: not saved; no rows of spots: none is."""
     count, width = hidden.shape
     page_size, num_k, dim = k.shape[1], k.shape[2], k.shape[3]
     num_q = num_k * len(group)
@@ -534,6 +553,7 @@ def finish(hidden, rows, cos, sin, slots, scale, k, v, table, parts, group, lane
             _rotate(rows[row, num_q + head], cos[row], sin[row], k[page, place, head])
             for d in range(dim):
                 v[page, place, head, d] = rows[row, num_q + num_k + head, d]
+    _save(rows, num_q, blocks, spots)
     mixed = np.empty((count, num_q, dim), np.float32)
     attend(q, k, v, table, parts, group, lanes, lanes, mixed)
     middle = _multiply(_with_room(mixed.reshape(count, num_q * dim), o.inputs), o)[:, :width]

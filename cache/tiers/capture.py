@@ -1,7 +1,9 @@
 """The KV of steps on its way into DRAM."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -10,10 +12,22 @@ from cache.plan import CapturePiece
 
 @dataclass(slots=True)
 class Captured:
-    """The KV of one step before rotation, per layer [tokens, kv_heads, dim]; the step's own tensors, not copies."""
+    """The KV of one step before rotation, per layer [tokens, kv_heads, dim]; the step's own tensors, not copies.
+    layers: of which, where some have saved their rows by themselves."""
 
     keys: list[Tensor] = field(default_factory=list)
     values: list[Tensor] = field(default_factory=list)
+    layers: list[int] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class SavedRows:
+    """Where layers may save the rows of a step by themselves, while they compute them. blocks: by layer, the DRAM slots
+    as uint16 [slots, K of a block's rows, then V]; spots int64 [rows, 2]: slot and row in it of each row of the batch,
+    slot -1 where it is not to be saved."""
+
+    blocks: Sequence[np.ndarray]
+    spots: np.ndarray
 
 
 class CaptureSink:
@@ -31,6 +45,7 @@ class CaptureSink:
         if self._captured is not None:
             self._captured.keys.append(k_plain)
             self._captured.values.append(v)
+            self._captured.layers.append(layer)
 
     def end(self) -> Captured:
         captured, self._captured = self._captured, None

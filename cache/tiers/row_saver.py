@@ -11,12 +11,12 @@ from cache.tiers.dram import Slab
 from kernels.row_copies import copy_into_blocks
 
 
-def place_rows(slab: Slab, captures: Sequence[CapturedRows]) -> None:
-    """Of all layers; done on return. On the saving thread, which has no team of workers: see `cache.transfer`."""
+def place_rows(slab: Slab, captures: Sequence[CapturedRows], layers: Sequence[int]) -> None:
+    """Of these layers, which are those that all the steps have; done on return. On the saving thread, which has no team
+    of workers: see `cache.transfer`."""
     for capture in captures:
         if capture.ready is not None:
             capture.ready.synchronize()
-    layers = range(slab.num_layers)
     targets = [*map(slab.k, layers), *map(slab.v, layers)]
     sources = [[*capture.step.keys, *capture.step.values] for capture in captures]
     pieces = [

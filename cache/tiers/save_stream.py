@@ -4,17 +4,19 @@ import time
 from collections.abc import Sequence
 from queue import SimpleQueue
 
+import numpy as np
 import torch
 
 from cache.block import BLOCK_TOKENS
 from cache.plan import CapturePiece, FillFromPage, FillFromSlot, Save, Saved, SealSlot, Transferred
-from cache.tiers.capture import Captured, CapturedRows
+from cache.tiers.capture import Captured, CapturedRows, SavedRows
 from cache.tiers.completions import Completions
 from cache.tiers.dram import Slab
 from cache.tiers.rotations import Rotations
 from cache.tiers.row_saver import place_rows
 from cache.tiers.throttle import Throttle
 from kernels.attention.base import KvPages
+from kernels.cpu_support import as_bits
 from kernels.kv_copy import gather_rows
 from kernels.row_copies import save_kernels
 
@@ -43,12 +45,31 @@ class SaveStream:
         self._backlog_bytes = 0
         self._completions = completions
         self._changed = completions.changed
+        # By layer, where kernels may write rows themselves: not past a cap, and not what they cannot write.
+        self._blocks: list[np.ndarray] | None = None
+        if self._device.type == "cpu" and slab.dtype == torch.bfloat16 and not throttle.is_capped:
+            self._blocks = [as_bits(slab.segments(layer)) for layer in range(slab.num_layers)]
         self._orders: SimpleQueue[tuple[Save, ...] | list[CapturedRows] | None] = SimpleQueue()
         self._held: list[CapturedRows] = []
         save_kernels()  # compiled before they are needed
 
+    def places(self, pieces: list[CapturePiece], num_rows: int) -> SavedRows | None:
+        """Where the rows of a step of single rows may be saved while they are computed; None: only by `save`. They must
+        stand on nothing that is still being loaded, and `save` comes all the same behind the step."""
+        if self._blocks is None:
+            return None
+        spots = np.full((num_rows, 2), -1)
+        for piece in pieces:
+            spots[piece.batch_row] = piece.slot, piece.slot_row
+        return SavedRows(self._blocks, spots)
+
     def save(self, step: Captured, pieces: list[CapturePiece]) -> None:
-        """Save these parts of a step. Waits when too much is waiting already, or always if saving is synchronous."""
+        """Save these parts of a step, as far as its layers have not done so by themselves. Waits when too much is
+        waiting already, or always if saving is synchronous."""
+        if len(step.keys) < self._slab.num_layers:
+            if step.layers and pieces:
+                place_rows(self._slab, [CapturedRows(step, pieces, None)], step.layers)
+            return
         if not pieces:
             return
         ready = None
@@ -122,7 +143,7 @@ class SaveStream:
         size = sum(piece.num_rows for capture in captures for piece in capture.pieces) * self._slab.slot_bytes
         size //= BLOCK_TOKENS
         passed = self._throttle.book(size)
-        place_rows(self._slab, captures)
+        place_rows(self._slab, captures, range(self._slab.num_layers))
         self._throttle.wait(passed)
         captures.clear()
         with self._changed:

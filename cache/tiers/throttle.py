@@ -21,6 +21,10 @@ class Throttle:
         self._lock = threading.Lock()
         self._free_at = float("-inf")  # when all that was booked has passed the link
 
+    @property
+    def is_capped(self) -> bool:
+        return self._bytes_per_s > 0
+
     def book(self, num_bytes: int) -> float:
         """When this transfer will have passed the link, on the injected clock; give it to `wait`."""
         now = self._clock()
