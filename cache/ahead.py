@@ -38,6 +38,8 @@ class LookAhead:
             self._fetch_ahead(starting)
         if self._lower.may_write(now):
             self._lower.plan_writes(self._sessions.contexts, self._running.has_pages, self._sessions.record, now)
+        if self._lower.must_record:
+            self._lower.record_sessions(self._sessions.contexts, self._running.has_pages, self._sessions.record)
         self._lower.trim()
 
     def _tell_policies(self, changed: set[SessionName], now: float) -> None:

@@ -88,6 +88,7 @@ class LowerTiers:
         self._dirty: dict[SessionName, dict[BlockKey, None]] = {}
         self._writes: dict[int, _Write] = {}
         self._writing: set[SessionName] = set()
+        self._unrecorded: dict[SessionName, None] = {}  # sessions that have changed since the disk was told of them
         self._retry_s = 0.0
         self._fetches: dict[int, tuple[tuple[BlockKey, tuple[int, int], int], ...]] = {}
         self._fetching: set[BlockKey] = set()
@@ -112,8 +113,10 @@ class LowerTiers:
 
     @property
     def in_flight(self) -> int:
-        """Copies under way; zero at idle."""
-        return len(self._tickets) + len(self._writes) + len(self._fetches) + self.extents.in_flight
+        """Copies under way, and sessions to be recorded; zero at idle."""
+        return (
+            len(self._tickets) + len(self._writes) + len(self._fetches) + self.extents.in_flight + len(self._unrecorded)
+        )
 
     def next_job(self) -> int:
         self._jobs += 1
@@ -292,6 +295,7 @@ class LowerTiers:
         job = self.next_job()
         self._writes[job] = _Write(name, [row.key for row in rows], slots, size)
         self._writing.add(name)
+        self._unrecorded.pop(name, None)
         self.extents.used_bytes += size
         blocks = tuple(StoredBlock(r.key, r.parent, token_bytes(r.token_ids), r.is_open) for r in rows)
         self.moves.append(WriteExtent(job, record, blocks, tuple(slots)))
@@ -303,6 +307,7 @@ class LowerTiers:
         dirty = self._dirty.get(write.session, {})
         if extent is None:
             self._retry_s = now + _RETRY_S
+            self.session_changed(write.session)
             self._stats.refused["disk"] += len(write.keys)
             self._stats.write_failures["disk"] += 1
         else:
@@ -349,11 +354,34 @@ class LowerTiers:
             left = self._table.get(key)
             if left is not None and left.slot is not None and left.owners:
                 self._write_again(left)  # it goes to disk with another's blocks
+        self._unrecorded.pop(name, None)
         self.extents.delete(list(extent_ids), name, waiter)
 
-    def put_session(self, record: SessionRecord) -> None:
+    def session_changed(self, name: SessionName) -> None:
+        """The disk has to know: by its next extent, which says the same, or by `record_sessions`."""
         if self.disk_bytes:
-            self.moves.append(PutSession(record))
+            self._unrecorded[name] = None
+
+    @property
+    def must_record(self) -> bool:
+        """Whether there are sessions that the disk has to be told of."""
+        return bool(self._unrecorded)
+
+    def record_sessions(
+        self,
+        sessions: Mapping[SessionName, SessionContext],
+        is_running: Callable[[SessionName], bool],
+        record: Callable[[SessionName, SessionContext | None], SessionRecord],
+    ) -> None:
+        """Record those changed sessions of which no extent is about to be written: a record of its own costs as much as
+        half a small extent. Call it if `must_record`, behind `plan_writes`."""
+        coming: set[SessionName] = set()
+        if not self._retry_s and "disk" not in self.quarantined:
+            coming = self._writing | self._dirty.keys() | self._owners_saving()
+        for name in [name for name in self._unrecorded if name not in coming or is_running(name)]:
+            self._unrecorded.pop(name, None)
+            if name in sessions:
+                self.moves.append(PutSession(record(name, sessions[name])))
 
     def quarantine(self, tier: str) -> None:
         """What came out of a tier was wrong although it was intact: nothing in it is believed, and it is not used again

@@ -62,7 +62,7 @@ class SessionStore:
             (self._lower.pinned_sessions.add if pinned else self._lower.pinned_sessions.discard)(name)
         if ttl_s is not None:
             session.ttl_s = ttl_s
-        self._lower.put_session(self.record(name, session))
+        self._lower.session_changed(name)
 
     def prefetch(self, name: SessionName, now: float) -> None:
         """A turn of this session is expected: bring it up to DRAM."""
@@ -101,7 +101,7 @@ class SessionStore:
         self._take_over(name, session)
         self._tiers.answered(name, now, num_tokens)
         self._count_size(num_tokens)
-        self._lower.put_session(self.record(name, session))
+        self._lower.session_changed(name)
         if len(self.contexts) > self._max_sessions:
             self.sweep(now)
 

@@ -28,7 +28,7 @@ class World:
         self.slots = slots
         lower = SimpleNamespace(
             num_slots=slots, resident=0, dram_slots=window, slot_bytes=1, disk_bytes=1, fetch=self.fetch,
-            may_write=lambda now: False, trim=lambda: None,
+            may_write=lambda now: False, must_record=False, trim=lambda: None,
         )  # fmt: skip
         tiers = SimpleNamespace(table=SimpleNamespace(matched=lambda keys: keys), lower=lower, policies=[self.policy])
         self.lower = lower

@@ -1,0 +1,85 @@
+"""When the disk is told of a session: with the extent that follows, or by itself where none does."""
+
+import random
+
+from cache.plan import PutSession, WriteExtent
+from tests.cache.pool_model import PoolModel, make_manager
+
+NAME = ("", "", "s")
+
+
+def tokens(seed, count):
+    return random.Random(seed).choices(range(50), k=count)
+
+
+def stored():
+    return PoolModel(make_manager(num_pages=20, contiguous=False, dram_slots=40, disk_bytes=1 << 20))
+
+
+def listen(model):
+    """What is ordered of the disk from now on, as it comes."""
+    orders, take_moves = [], model.manager.take_moves
+
+    def take():
+        moves = take_moves()
+        orders.extend(type(move) for move in moves if isinstance(move, PutSession | WriteExtent))
+        return moves
+
+    model.manager.take_moves = take
+    return orders
+
+
+def test_a_turn_is_recorded_by_its_extent_alone():
+    model = stored()
+    orders = listen(model)
+    model.run("a", tokens(1, 70))
+    assert model.manager.in_flight, "nobody may take this for the end"
+    model.settle()
+    assert orders == [WriteExtent]
+    assert model.records[NAME].context
+    assert model.manager.in_flight == 0
+
+
+def test_what_has_no_extent_to_come_is_recorded_by_itself():
+    model = stored()
+    model.run("a", tokens(1, 70))
+    model.settle()
+    orders = listen(model)
+    model.manager.configure(NAME, pinned=True, ttl_s=5.0)
+    model.settle()
+    assert orders == [PutSession]
+    assert (model.records[NAME].pinned, model.records[NAME].ttl_s) == (True, 5.0)
+
+
+def test_a_session_is_recorded_although_its_extent_is_refused():
+    model = stored()
+    model.fails = lambda order: "full" if isinstance(order, WriteExtent) else None
+    orders = listen(model)
+    model.run("a", tokens(1, 70))
+    model.settle()
+    assert orders == [WriteExtent, PutSession]
+    assert model.records[NAME].context
+    assert model.manager.in_flight == 0
+
+
+def test_a_session_that_goes_on_at_once_does_not_wait_for_the_end_of_its_next_turn():
+    model = stored()
+    model.run("a", tokens(1, 70))
+    model.open("b", tokens(1, 90))
+    assert model.manager.admit("b", 20) is not None
+    orders = listen(model)
+    model.manager.plan([], 0, 0.0)
+    model.move()
+    assert orders == [PutSession]
+
+
+def test_a_session_that_is_deleted_is_not_recorded_any_more():
+    model = stored()
+    model.run("a", tokens(1, 70))
+    orders = listen(model)
+    assert model.manager.delete(NAME, "waiter") is None
+    model.settle()
+    assert model.deleted == ["waiter"]
+    assert NAME not in model.records
+    assert PutSession not in orders
+    assert model.manager.in_flight == 0
