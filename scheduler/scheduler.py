@@ -247,8 +247,9 @@ class Scheduler:
             if self._make_room(sequence, num_tokens, chunks, preempted):
                 chunks.append(Chunk(sequence, num_tokens))
                 budget.spend(num_tokens, sequence.computed_tokens)
-        if not preempted:  # room that was just taken from one is not given to another
-            self._admit(chunks, budget, now)
+        # Room that was just taken from one is not given to another; and who stands first and finds none would be kept
+        # out by loads of those behind it, step after step.
+        if not preempted and self._admit(chunks, budget, now):
             self._admit_ahead(now)
         self._is_full = self.num_waiting > 0
         self._tell_scores()
@@ -386,12 +387,14 @@ class Scheduler:
 
     # --- admission ----------------------------------------------------------------------------------------------------
 
-    def _admit(self, chunks: list[Chunk], budget: StepBudget, now: float) -> None:
+    def _admit(self, chunks: list[Chunk], budget: StepBudget, now: float) -> bool:
+        """False: somebody has found no room."""
         skipped: set[Sequence] = set()
+        has_room = True
         while self.free_places:
             sequence = self._next(skipped)
             if sequence is None:
-                return
+                return has_room
             if self._cache.waits_for_sibling(sequence.request_id):
                 skipped.add(sequence)  # keeps its place; those behind it may go first
                 if sequence is self._favoured:
@@ -400,10 +403,14 @@ class Scheduler:
             reserved = self._place(sequence, budget)
             if reserved:
                 self._start(sequence, reserved, chunks, budget, now)
-            elif reserved is None and self._may_be_passed(sequence):
-                skipped.add(sequence)
-            else:
-                return
+                continue
+            if reserved == 0:
+                return has_room
+            has_room = False
+            if not self._may_be_passed(sequence):
+                return has_room
+            skipped.add(sequence)
+        return has_room
 
     def _may_be_passed(self, sequence: Sequence) -> bool:
         """Whether others may start before one for whom there is no room."""

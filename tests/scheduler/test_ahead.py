@@ -166,3 +166,17 @@ def test_everybody_ends_in_order_of_arrival_with_all_room_given_back(chunked, le
     assert not loop.cache.held
     starts = [sequence.scheduled_s for sequence in sequences]
     assert starts == sorted(starts)
+
+
+def test_nobody_loads_ahead_into_the_room_that_the_first_in_line_waits_for():
+    loop = make_loop(room=10, max_seqs=4)
+    loop.cache.resident["c"], loop.cache.to_load["c"] = 2, 400
+    loop.add("a", 5, max_tokens=3)
+    loop.step()
+    loop.add("big", 8)
+    loop.add("c", 3)
+    loop.step()
+    assert set(loop.cache.held) == {"a"}
+    for _ in range(3):
+        loop.step()
+    assert "big" in loop.running
