@@ -17,10 +17,10 @@ from typing import Any
 
 import psutil
 import pytest
-import requests
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
+requests = pytest.importorskip("requests")
 schemathesis = pytest.importorskip("schemathesis")
 
 from schemathesis.checks import not_a_server_error  # noqa: E402

@@ -571,7 +571,7 @@ def test_a_slow_write_that_goes_on_is_not_a_hung_one(tmp_path, monkeypatch):
 
 
 def test_a_close_does_not_wait_for_what_hangs_for_ever(tmp_path, monkeypatch):
-    tier = make_tier(tmp_path, deadline_s=0.05)
+    tier = make_tier(tmp_path, deadline_s=0.5)
     tier.open()
     info = put(tier, "x")
     hang = Hang(os.preadv)
