@@ -116,8 +116,8 @@ async def ask(
 
 
 async def ask_stamped(http: Http, model: str, messages: list[Message], **parameters: Any) -> Answer:
-    """`ask` for times: the same answer, without logprobs, stamped where its bytes are received. The official client
-    takes 4 to 6 ms of every TTFT for itself. Raises RuntimeError when the answer is refused or does not end, and
+    """`ask` for times: the same answer, without logprobs, stamped where its bytes are received. What the
+    official client takes for itself is not in them. Raises RuntimeError when the answer is refused or does not end, and
     what `Http.send` raises."""
     body = {"model": model, "messages": messages, "stream": True, "stream_options": {"include_usage": True}}
     headers = {"content-type": "application/json"}
