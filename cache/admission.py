@@ -27,7 +27,8 @@ class Admission:
         changes nothing. Shared page by page where whole pages match; the rest is copied, loaded, or taken over in place
         if nobody else can see it."""
         assert not context.pages, "admitted twice"
-        match = self._matcher.choose(context, self._matcher.match(context))
+        found = self._matcher.match(context)
+        chosen = match = self._matcher.choose(context, found)
         pages_needed = self._hbm.num_pages(match.num_tokens + num_tokens)
         placement = self._hbm.place(context, match, pages_needed)
         if placement is None and self._pages.num_pinned == 0:
@@ -36,6 +37,7 @@ class Admission:
             placement = self._hbm.place(context, match, pages_needed)
         if placement is None:
             return None
+        self._matcher.note_passed_over(found, chosen)
         context.sources = self._matcher.tokens_by_tier(match)
         context.published = placement.moved
         self.copies += placement.copies

@@ -59,7 +59,7 @@ class Matcher:
         options = [
             LoadOption(
                 size_bytes=0 if self._hbm.is_ready(row, ready + i) or self._hbm.can_move(row) else row.size_bytes,
-                source="dram_to_hbm" if row.slot is not None or row.extent is None else "disk_to_hbm",
+                source=self._source(row),
                 num_tokens=tokens,
             )
             for i, (row, tokens) in enumerate(used[ready:])
@@ -68,6 +68,16 @@ class Matcher:
         if count < len(options):
             context.miss_reason = "cheaper_to_recompute"
         return match.first(ready + count)
+
+    @staticmethod
+    def _source(row: BlockRow) -> str:
+        """The direction from which a block that HBM lacks would come."""
+        return "dram_to_hbm" if row.slot is not None or row.extent is None else "disk_to_hbm"
+
+    def note_passed_over(self, found: Match, chosen: Match) -> None:
+        """What a request was admitted with is less than what is stored: its next block will be computed."""
+        if len(chosen.used) < len(found.used):
+            self._rates.passed_over(self._source(found.used[len(chosen.used)][0]))
 
     def tokens_by_tier(self, match: Match) -> dict[str, int]:
         """tier -> tokens of a match that come from it."""

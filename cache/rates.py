@@ -6,6 +6,8 @@ from typing import NamedTuple
 _KEPT = 0.95  # of the evidence after one more sample: about the last twenty count
 _PRIOR_WEIGHT = 0.02  # of each of the prior's two points, in samples
 _PRIOR_TOKENS, _PRIOR_BYTES = 256, 4 << 20  # between them
+_PASSES = 8  # loads of a direction that were not worth it, after which one block of the next is loaded all the same
+_KEPT_PASSED = 0.8  # of a direction's evidence after each of them
 
 
 class _Duration:
@@ -21,11 +23,20 @@ class _Duration:
     def __init__(self, fixed_s: float, s_per_unit: float, span: int) -> None:
         self._prior, self._span = (fixed_s, s_per_unit), span
         self._sums = [0.0] * 5  # decayed: weight, units, units^2, seconds, units * seconds
-        self._line: tuple[float, float] | None = self._prior  # fixed_s, s_per_unit; None: to be found
+        self._line: tuple[float, float] | None = None  # fixed_s, s_per_unit; None: to be found
 
     def update(self, units: int, seconds: float) -> None:
         sample = (1.0, units, units * units, seconds, units * seconds)
         self._sums = [total * _KEPT + part for total, part in zip(self._sums, sample, strict=True)]
+        self._line = None
+
+    def expect(self, fixed_s: float, s_per_unit: float) -> None:
+        """A better prior."""
+        self._prior, self._line = (fixed_s, s_per_unit), None
+
+    def fade(self) -> None:
+        """What was measured becomes older than samples alone make it."""
+        self._sums = [total * _KEPT_PASSED for total in self._sums]
         self._line = None
 
     @property
@@ -47,7 +58,7 @@ class _Duration:
     def _fit(self) -> tuple[float, float]:
         n, u, uu, s, us = self._sums
         fixed, slope = self._prior
-        level = s / (fixed * n + slope * u)  # the machine's pace, in units of the prior's
+        level = s / (fixed * n + slope * u) if n else 1.0  # the machine's pace, in units of the prior's
         fixed, slope = fixed * level, slope * level
         for units_at in (0, self._span):
             seconds_at = fixed + slope * units_at
@@ -89,6 +100,14 @@ class Rates:
         self._transfers = {
             name: _Duration(transfer_fixed_s, 1 / rate, _PRIOR_BYTES) for name, rate in bytes_per_s.items()
         }
+        self._passes = dict.fromkeys(bytes_per_s, 0)
+
+    def expect_steps(self, step_fixed_s: float, prefill_s_per_token: float) -> None:
+        """What steps take on this machine, measured before the first one counts. Decoding tells next to nothing about
+        what a history costs to compute; until one was computed, the proportion between the two is this one."""
+        if prefill_s_per_token <= 0 or step_fixed_s < 0:
+            raise ValueError("what a token takes must be positive, and a step's fixed cost positive or 0")
+        self._step.expect(step_fixed_s, prefill_s_per_token)
 
     def computed(self, tokens: int, seconds: float) -> None:
         """A step computed so many tokens in so many seconds, waiting for loads not included."""
@@ -99,6 +118,17 @@ class Rates:
         """A transfer ended. Ones without bytes or duration tell nothing."""
         if num_bytes > 0 and seconds > 0:
             self._transfers[direction].update(num_bytes, seconds)
+            self._passes[direction] = 0
+
+    def passed_over(self, direction: str) -> None:
+        """A request computes what it could have loaded. What is never loaded is never measured, so that a link that was
+        slow for a while would stay so for ever: evidence fades, and now and then a block is loaded to have a look."""
+        self._passes[direction] += 1
+        self._transfers[direction].fade()
+
+    def is_look_due(self, direction: str) -> bool:
+        """Whether the next block that this direction could bring is to be loaded whatever it seems to cost."""
+        return self._passes[direction] >= _PASSES
 
     @property
     def prefill_s_per_token(self) -> float:
@@ -136,7 +166,8 @@ def first_token_s(load_s: float, compute_s: float, num_layers: int) -> float:
 def choose_load(blocks: Sequence[LoadOption], rates: Rates, new_tokens: int) -> int:
     """How many leading blocks to load; the rest is computed with the `new_tokens` behind it. All of them, as long as
     the first token comes no later than if all were computed: it leaves the processors to others. Where the link is
-    slower than that, so many that the first token comes soonest. 0: it is cheaper to recompute all.
+    slower than that, so many that the first token comes soonest. 0: it is cheaper to recompute all. One more, if that
+    is to show what the link is like by now (`Rates.passed_over`).
 
     One load stream: times add up over directions. A faster tier never makes it load less, because speed-up gains most
     where most is loaded.
@@ -153,7 +184,7 @@ def choose_load(blocks: Sequence[LoadOption], rates: Rates, new_tokens: int) -> 
         total_s = first_token_s(load_s, rates.compute_s(left), rates.num_layers)
         if total_s <= best_s:
             best, best_s = count, total_s
-    return best
+    return best + (best < len(blocks) and rates.is_look_due(blocks[best].source))
 
 
 def _prefixes(blocks: Sequence[LoadOption], rates: Rates, tokens: int) -> Iterable[tuple[float, int]]:

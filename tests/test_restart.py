@@ -37,12 +37,9 @@ def test_conversations_survive_a_stop_a_crash_and_the_loss_of_the_index(tmp_path
             found += asyncio.run(returns(server, "index"))
     for one in found:
         assert one.history_tokens >= 640
-        # On a busy machine a part, or all, may be cheaper to compute than to load: it was there all the same.
-        passed_over = one.miss_reasons.get("cheaper_to_recompute", 0)
-        assert one.cached_tokens + passed_over >= LEAST[one.how] * one.history_tokens, one
+        assert one.cached_tokens >= LEAST[one.how] * one.history_tokens, one
         assert one.disk_tokens == one.cached_tokens
         assert not one.differs, one
-    assert any(one.cached_tokens for one in found)
 
 
 def test_a_directory_in_use_is_refused(tmp_path: Path) -> None:

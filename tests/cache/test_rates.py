@@ -103,6 +103,55 @@ def test_of_one_size_alone_the_pace_is_learnt_and_the_proportion_is_the_priors()
     assert rates.compute_s(1_000) == pytest.approx(0.101, rel=1e-6)  # (10 + 1,000) ms / 10
 
 
+def test_decoding_alone_does_not_make_a_history_look_cheap():
+    """An engine that has decoded since it began still knows from its warm-up what 700 tokens take."""
+    rates = make_rates(12, step_fixed_s=5e-3, prefill_s_per_token=4e-5, transfer_fixed_s=3e-3, disk_to_hbm=1.5e9)
+    rates.expect_steps(4e-3, 2e-4)
+    rates.moved("disk_to_hbm", 2_260_992, 0.039)
+    for _ in range(50):
+        rates.computed(1, 4.2e-3)
+    assert rates.compute_s(700) == pytest.approx(0.144, rel=0.05)
+    assert choose_load([LoadOption(100_000, "disk_to_hbm", 32)] * 22, rates, 20) == 22
+
+
+@pytest.mark.parametrize("steps", [(-1.0, 1e-3), (1e-3, 0.0)])
+def test_steps_that_cannot_be_are_not_expected(steps):
+    with pytest.raises(ValueError, match="positive"):
+        make_rates().expect_steps(*steps)
+
+
+def returning(rates, link_s, turns):
+    """Turns with ten stored blocks each, over a link where a load takes link_s(bytes): blocks loaded by each."""
+    counts = []
+    blocks = options([MB] * 10)
+    for _ in range(turns):
+        counts.append(choose_load(blocks, rates, 20))
+        if counts[-1] < len(blocks):
+            rates.passed_over("dram_to_hbm")
+        if counts[-1]:
+            size = counts[-1] * MB
+            rates.moved("dram_to_hbm", size, link_s(size))
+    return counts
+
+
+def test_a_link_that_was_slow_for_a_while_is_used_again():
+    rates = make_rates(transfer_fixed_s=0.003)
+    for _ in range(30):
+        rates.moved("dram_to_hbm", MB, 1.0)  # a block: 32 ms to compute
+    counts = returning(rates, lambda size: size / 1e9, 60)
+    assert counts[0] == 0
+    assert counts[30:] == [10] * 30
+
+
+def test_a_link_that_stays_slow_is_hardly_looked_at():
+    rates = make_rates(transfer_fixed_s=0.003)
+    for _ in range(30):
+        rates.moved("dram_to_hbm", MB, 1.0)
+    counts = returning(rates, lambda size: size / 1e6, 200)
+    assert set(counts) == {0, 1}
+    assert counts.count(1) <= 200 / 8
+
+
 @given(steps=st.lists(st.tuples(st.integers(1, 4096), st.floats(1e-4, 10.0)), max_size=60))
 def test_whatever_is_measured_time_is_positive_and_grows_with_tokens(steps):
     rates = make_rates(step_fixed_s=0.01)
