@@ -4,6 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 _KEPT = 0.95  # of the evidence after one more sample: about the last twenty count
+_KEPT_TRUST = 0.5  # in the prior's level after one more sample than the first, which counts as much as the prior
 _PRIOR_WEIGHT = 0.02  # of each of the prior's two points, in samples
 _PRIOR_TOKENS, _PRIOR_BYTES = 256, 4 << 20  # between them
 _PASSES = 8  # loads of a direction that were not worth it, after which one block of the next is loaded all the same
@@ -17,16 +18,20 @@ class _Duration:
     as a load of one block is all latency, so a history's price would be overrated many times after a while of decoding,
     or after a first load that was small. The prior enters as two light points, `span` units apart, scaled to the level
     of what was measured: while all samples have one size the line's slope is unknown, and only the proportion between
-    its parts is the prior's.
+    its parts is the prior's. Of the first samples, often cold or a hiccup, none is believed alone: the prior's level
+    counts as much as the first one, and half as much with each that follows.
     """
 
     def __init__(self, fixed_s: float, s_per_unit: float, span: int) -> None:
         self._prior, self._span = (fixed_s, s_per_unit), span
         self._sums = [0.0] * 5  # decayed: weight, units, units^2, seconds, units * seconds
+        self._trust = 1.0  # in the prior's level, in samples
         self._line: tuple[float, float] | None = None  # fixed_s, s_per_unit; None: to be found
 
     def update(self, units: int, seconds: float) -> None:
         sample = (1.0, units, units * units, seconds, units * seconds)
+        if self._sums[0]:
+            self._trust *= _KEPT_TRUST
         self._sums = [total * _KEPT + part for total, part in zip(self._sums, sample, strict=True)]
         self._line = None
 
@@ -56,8 +61,13 @@ class _Duration:
         return self._line
 
     def _fit(self) -> tuple[float, float]:
-        n, u, uu, s, us = self._sums
         fixed, slope = self._prior
+        n, u, uu, s, us = self._sums
+        if n:  # the prior as a sample of the usual size
+            usual, trust = u / n, self._trust
+            expected_s = fixed + slope * usual
+            n, u, uu = n + trust, u + trust * usual, uu + trust * usual * usual
+            s, us = s + trust * expected_s, us + trust * usual * expected_s
         level = s / (fixed * n + slope * u) if n else 1.0  # the machine's pace, in units of the prior's
         fixed, slope = fixed * level, slope * level
         for units_at in (0, self._span):
