@@ -31,7 +31,6 @@ class Admission:
         limits: Callable[[str], KeyLimits] = lambda _: NO_LIMITS,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`limits` of a tenant; they never change."""
         self.places = places
         self.tenant_places = min(tenant_places, places)
         self.taken = 0
@@ -128,7 +127,7 @@ class Admission:
     def _bucket(self, buckets: dict[str, Bucket], tenant: str, per_minute: int) -> Bucket | None:
         if not per_minute:
             return None
-        if tenant not in buckets:
+        if tenant not in buckets or buckets[tenant].per_minute != per_minute:  # new, or limited otherwise since
             buckets[tenant] = Bucket.full(per_minute, self._clock())
         return buckets[tenant]
 

@@ -56,6 +56,8 @@ class AnswerParser:
         self.calls: list[Call] = []
         self.content = ""
         self.reasoning = ""
+        self.thought_chars = 0  # of the text pushed, up to the end of the thought
+        self._read = 0  # characters pushed
         self._style = style
         self._names = names
         self._parallel = parallel
@@ -66,6 +68,7 @@ class AnswerParser:
         self._dropped = False  # the call under way is one too many
 
     def push(self, text: str) -> Parts:
+        self._read += len(text)
         self._held += text
         parts = Parts()
         while self._step(parts, final=False):
@@ -105,6 +108,7 @@ class AnswerParser:
         before, found, after = self._held.partition(END_THINK)
         if found or final:
             parts.reasoning += before.rstrip("\n")
+            self.thought_chars = self._read - len(after)
             self._held, self._state = after, "behind_thought"
             return True
         shown = before[: len(before) - _possible(before, END_THINK)].rstrip("\n")

@@ -64,11 +64,16 @@ class PromptDetails(_Answer):
     cached_tokens: int
 
 
+class CompletionDetails(_Answer):
+    reasoning_tokens: int
+
+
 class Usage(_Answer):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptDetails
+    completion_tokens_details: CompletionDetails
 
 
 class TokenLogprob(_Answer):
@@ -339,6 +344,52 @@ class SessionList(_Answer):
     first_id: str | None
     last_id: str | None
     has_more: bool
+
+
+class CacheSession(Session):
+    tenant: str
+    cursor: str
+
+
+class CacheSessionList(_Answer):
+    object: Literal["list"]
+    data: list[CacheSession]
+    has_more: bool
+
+
+class TierUse(_Answer):
+    used_bytes: int
+    capacity_bytes: int
+
+
+class CacheStats(_Answer):
+    object: Literal["cache.stats"]
+    mode: str
+    sessions: int
+    tiers: dict[str, TierUse]
+    prompt_tokens: dict[str, int]
+    hit_rate: float | None
+    hit_rates: dict[str, float | None]
+    miss_tokens: dict[str, int]
+    moved_bytes: dict[str, int]
+    moved_seconds: dict[str, float]
+    load_seconds: float
+    load_wait_seconds: float
+    evicted_blocks: dict[str, int]
+    refused_blocks: dict[str, int]
+    load_failures: dict[str, int]
+    write_failures: dict[str, int]
+    truncated_tokens: int
+    verified_loads: int
+    verify_mismatches: int
+    leases: int
+    in_flight: int
+
+
+class CacheCleared(_Answer):
+    object: Literal["cache.cleared"]
+    removed: int
+    running: int
 
 
 class Health(_Answer):

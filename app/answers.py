@@ -127,6 +127,7 @@ def usage_of(generations: Sequence[Generation], *, generated: int | None = None)
         "total_tokens": prompt_tokens + generated,
         # Never null: a client cannot tell "no report" from "no hit".
         "prompt_tokens_details": {"cached_tokens": cached},
+        "completion_tokens_details": {"reasoning_tokens": sum(choice.reasoning_tokens for choice in choices)},
     }
 
 
@@ -160,6 +161,17 @@ def ours(generation: Generation) -> dict[str, Any]:
             "load_ms": fields["timings"]["load_ms"],
         }
     return fields
+
+
+def cache_header(generations: Sequence[Generation]) -> dict[str, str]:
+    """`x-cache` of a plain answer: its prompt tokens by where their KV came from."""
+    reports = [generation.report for generation in generations]
+    sources = ("hbm", "dram", "disk", "redis", "computed")
+    counts = {
+        source: sum(getattr(report, f"{source}_tokens") for report in reports if report is not None)
+        for source in sources
+    }
+    return {"x-cache": ", ".join(f"{source}={count}" for source, count in counts.items())} if any(reports) else {}
 
 
 def merged_ours(generations: Sequence[Generation]) -> dict[str, Any]:

@@ -46,27 +46,32 @@ class Keyring:
 
     def __init__(self, keys: Iterable[Key], *, local: KeyLimits = NO_LIMITS) -> None:
         """local: the limits of everybody, where there are no keys. A key given twice has what it was given last."""
+        self.use(keys)
+        self.wants_keys = bool(self._keys)  # for ever: who takes the last key away lets nobody in
+        self._local = local
+
+    def use(self, keys: Iterable[Key]) -> None:
+        """From now on these keys, and no others."""
         self._keys = {_tenant(key.digest): key for key in keys}
         self._digests = [key.digest for key in self._keys.values()]
-        self._local = local
 
     def __len__(self) -> int:
         return len(self._keys)
 
-    @property
-    def wants_keys(self) -> bool:
-        return bool(self._keys)
-
     def is_admin(self, tenant: str) -> bool:
         """Whether a tenant may see what is everybody's. Where no keys are needed, all who reach the server may."""
-        return not self._keys or (tenant in self._keys and self._keys[tenant].is_admin)
+        return not self.wants_keys or (tenant in self._keys and self._keys[tenant].is_admin)
+
+    def knows(self, tenant: str) -> bool:
+        """Whether what a tenant has begun may go on: its key may have been taken away since."""
+        return not self.wants_keys or tenant in self._keys
 
     def limits(self, tenant: str) -> KeyLimits:
         return self._keys[tenant].limits if tenant in self._keys else self._local
 
     def tenant(self, authorization: str | None) -> str | None:
         """The tenant of an Authorization header, or None when it opens nothing."""
-        if not self._keys:
+        if not self.wants_keys:
             return LOCAL_TENANT
         scheme, _, key = (authorization or "").partition(" ")
         digest = digest_of(key.strip())

@@ -122,6 +122,13 @@ class Choice:
         return self._parser.reasoning
 
     @property
+    def reasoning_tokens(self) -> int:
+        """Of an answer that is over: tokens of its thought, with the tags around it."""
+        if not self._parser.thought_chars:
+            return 0
+        return min(len(self.token_ids), bisect_right(self.text_ends, self._parser.thought_chars))
+
+    @property
     def calls(self) -> list[Call]:
         return self._parser.calls
 

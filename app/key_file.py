@@ -8,13 +8,18 @@ requests_per_minute = 600
 tokens_per_minute = 1000000
 sessions = 500
 cache_gib = 4.0
+
+The server follows the file: a key that is taken out of it opens nothing a second later.
 """
 
+import asyncio
+import logging
 import os
 import re
 import secrets
 import stat
 import tomllib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
@@ -23,7 +28,11 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from app.auth import Key, KeyLimits, digest_of
 
 NAME = re.compile(r"[A-Za-z0-9_\-]{1,64}")
+_HEADER = re.compile(r"""\s*\[\s*([A-Za-z0-9_\-]+|"[^"\\]*"|'[^']*')\s*\]\s*(#.*)?$""")
 MAX_FILE_BYTES = 1 << 22
+LOOK_S = 1.0  # between two looks whether the file has changed
+
+log = logging.getLogger(__name__)
 
 
 class KeyFileError(Exception):
@@ -57,6 +66,44 @@ class _Entry(BaseModel):
 
 def load_keys(path: Path, default: KeyLimits) -> list[Key]:
     """At least one: a file without keys must not open the server to everybody. Raises KeyFileError."""
+    keys = _keys(path, default)
+    if not keys:
+        raise KeyFileError(f"{path} has no keys; `reprise keys add NAME` makes one")
+    return keys
+
+
+async def follow_keys(
+    path: Path, default: KeyLimits, use: Callable[[list[Key]], None], *, look_s: float = LOOK_S
+) -> None:
+    """Hand the file's keys over whenever it has changed, and once at the beginning; until cancelled. There may be none
+    left. A file that cannot be used changes nothing, and the log says why."""
+    seen: tuple[int, ...] | None = None
+    while True:
+        # On a thread: the file may lie on a network.
+        stamp = await asyncio.to_thread(_stamp, path)
+        if stamp != seen:
+            try:
+                keys = await asyncio.to_thread(_keys, path, default)
+            except KeyFileError as error:
+                log.error("the keys stay as they were: %s", error)
+            else:
+                use(keys)
+                if seen is not None:
+                    log.info("%s has changed and has %d keys now", path, len(keys))
+            seen = stamp
+        await asyncio.sleep(look_s)
+
+
+def _stamp(path: Path) -> tuple[int, ...]:
+    """Another one when the file was written, replaced, or its mode changed; empty while it is not there."""
+    try:
+        status = path.stat()
+    except OSError:
+        return ()
+    return status.st_dev, status.st_ino, status.st_ctime_ns, status.st_mtime_ns, status.st_size
+
+
+def _keys(path: Path, default: KeyLimits) -> list[Key]:
     keys = []
     for name, table in _read(path).items():
         try:
@@ -65,8 +112,6 @@ def load_keys(path: Path, default: KeyLimits) -> list[Key]:
             first = error.errors(include_url=False, include_input=False)[0]
             where = ".".join([name[:64], *map(str, first["loc"])])
             raise KeyFileError(f"{path}: {where}: {first['msg']}") from None
-    if not keys:
-        raise KeyFileError(f"{path} has no keys; `reprise keys add NAME` makes one")
     return keys
 
 
@@ -87,6 +132,38 @@ def add_key(path: Path, name: str, *, admin: bool) -> str:
     return key
 
 
+def remove_key(path: Path, name: str) -> None:
+    """Take a key out, and leave the rest of the file as somebody wrote it. Raises KeyFileError."""
+    before = _read(path)
+    if name not in before:
+        raise KeyFileError(f"{path} has no key of the name {name[:64]!r}")
+    kept: list[str] = []
+    is_out = False
+    for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
+        if header := _HEADER.match(line):
+            is_out = header[1].strip("\"'") == name
+        if not is_out:
+            kept.append(line)
+    text = "".join(kept)
+    # Whoever wrote the table in another of TOML's ways has to take it out by hand.
+    try:
+        is_right = tomllib.loads(text) == {other: table for other, table in before.items() if other != name}
+    except ValueError:
+        is_right = False
+    if not is_right:
+        raise KeyFileError(f"{path}: [{name}] is not a table of its own; take it out by hand")
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+    try:
+        with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise KeyFileError(f"cannot write {path}: {error.strerror}") from None
+
+
 def _read(path: Path) -> dict[str, object]:
     try:
         with path.open("rb") as file:
@@ -100,5 +177,5 @@ def _read(path: Path) -> dict[str, object]:
             return tomllib.loads(file.read().decode())
     except OSError as error:
         raise KeyFileError(f"cannot read {path}: {error.strerror}") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise KeyFileError(f"{path} is not TOML: {error}") from None

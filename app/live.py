@@ -1,4 +1,5 @@
-"""What the page shows while somebody looks: the engine's state once a second, and every answer's first token.
+"""What the page shows while somebody looks: the engine's state once a second while it changes, and every answer's
+first token.
 
 A tenant sees its own conversations and requests; what belongs to all (tiers, the whole queue, everybody's answers) is
 for those whom `auth.Keyring.is_admin` lets in.
@@ -6,10 +7,12 @@ for those whom `auth.Keyring.is_admin` lets in.
 
 import asyncio
 import contextlib
+import math
 import secrets
 import time
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -17,9 +20,11 @@ import msgspec
 from app.errors import ApiError
 from app.generation import Choice, Engine, Generation
 from engine.client import EngineLost, EngineTimeout, EngineUnavailable
-from engine.messages import SessionInfo, SessionRequest, Stats, WaitingInfo
+from engine.messages import ModelInfo, SessionInfo, SessionRequest, Stats, WaitingInfo
 
 PERIOD_S = 1.0  # as often as the engine reports
+IDLE_S = 15.0  # between two states where nothing happens
+LINGER_S = 5.0  # after a change: the page shows for some seconds what has moved, and then that nothing does
 GATHER_S = 0.1  # answers that begin within it are told together: a busy server has hundreds a second
 MAX_SESSIONS = 10  # the ones used last; the engine walks over all their blocks to say where they are
 MAX_WAITING = 64  # of the front of the queue
@@ -35,7 +40,7 @@ class Live:
         self._places = places
         self._watchers: set[Watcher] = set()
         self._turns: deque[tuple[str, dict[str, Any]]] = deque(maxlen=MAX_TURNS)
-        self._recent: dict[str, tuple[float, list[SessionInfo]]] = {}  # tenant -> (when asked, its sessions)
+        self._recent: dict[str, _Recent] = {}  # tenant -> its sessions
 
     def watch(self, tenant: str, *, sees_all: bool) -> "Watcher":
         """To be closed. Raises ApiError 429 when too many watch."""
@@ -85,20 +90,39 @@ class Live:
         return shown | {"at": round(time.time(), 3), "sessions": [_session(info) for info in sessions]}
 
     async def _sessions(self, tenant: str) -> list[SessionInfo]:
-        """Asked once a period, however many pages of a tenant are open. While the engine is away: as they were."""
-        asked_s, sessions = self._recent.get(tenant, (-PERIOD_S, []))
-        now = time.monotonic()
-        if now - asked_s >= PERIOD_S * 0.9:
-            self._recent[tenant] = now, sessions  # nobody else asks meanwhile
+        """Asked at most once a period, however many pages of a tenant are open, and hardly ever while nothing happens.
+        While the engine is away: as they were."""
+        recent = self._recent.setdefault(tenant, _Recent())
+        now, activity = time.monotonic(), _activity(self._engine.stats)
+        age_s = now - recent.asked_s
+        if age_s >= PERIOD_S * 0.9 and (activity != recent.activity or age_s >= IDLE_S * 0.9):
+            recent.asked_s = now  # nobody else asks meanwhile
             question = SessionRequest(
                 request_id=f"live-{secrets.token_hex(12)}", tenant=tenant, action="recent", limit=MAX_SESSIONS
             )
             with contextlib.suppress(EngineUnavailable, EngineLost, EngineTimeout):
-                sessions = (await self._engine.sessions(question, timeout_s=PERIOD_S)).sessions
-            self._recent[tenant] = now, sessions
-            for other in [name for name, (then, _) in self._recent.items() if now - then > 60 * PERIOD_S]:
+                recent.sessions = (await self._engine.sessions(question, timeout_s=PERIOD_S)).sessions
+                recent.activity = activity
+            for other in [name for name, old in self._recent.items() if now - old.asked_s > 4 * IDLE_S]:
                 del self._recent[other]
-        return sessions
+        return recent.sessions
+
+
+@dataclass(slots=True)
+class _Recent:
+    """The sessions that a tenant used last, as they were when the engine stood at `activity`."""
+
+    sessions: list[SessionInfo] = field(default_factory=list)
+    asked_s: float = -math.inf  # monotonic
+    activity: tuple[Any, ...] | None = None
+
+
+def _activity(stats: Stats | None) -> tuple[Any, ...] | None:
+    """Another one when blocks have moved, or sessions have come and gone."""
+    if stats is None:
+        return None
+    counts = (stats.steps, stats.sessions, stats.in_flight, stats.hbm_pages_free, stats.hbm_pages_cached)
+    return (*counts, stats.tier_bytes, stats.moved_bytes, stats.evictions)
 
 
 class Watcher:
@@ -135,15 +159,23 @@ class Watcher:
 
 
 async def events(live: Live, watcher: Watcher, *, is_open: Callable[[], bool]) -> AsyncIterator[tuple[str, Any]]:
-    """(name, data): `turns` with what has begun since, `state` once a period. Ends when `is_open()` is false."""
+    """(name, data): `turns` with what has begun since, `state` once a period while there is anything new in it. Ends
+    when `is_open()` is false."""
     due_s = time.monotonic()
+    sent: dict[str, Any] = {}
+    sent_s = changed_s = -math.inf
     while is_open():
         if turns := watcher.take():
             yield "turns", turns
         now = time.monotonic()
         if now >= due_s:
             due_s = now + PERIOD_S
-            yield "state", await live.state(watcher)
+            state = await live.state(watcher)
+            if state | {"at": 0} != sent:
+                sent, changed_s = state | {"at": 0}, now
+            if now - changed_s < LINGER_S or now - sent_s >= IDLE_S:
+                sent_s = now
+                yield "state", state
         await watcher.wait(max(0.01, due_s - time.monotonic()))
 
 
@@ -162,20 +194,24 @@ def snapshot(engine: Engine, *, tenant: str, sees_all: bool) -> dict[str, Any]:
     if stats is None or model is None:
         return shown
     if sees_all:
-        page_bytes = model.page_size * model.kv_bytes_per_token
-        shown["tiers"] = {
-            "hbm": {
-                "used_bytes": (stats.hbm_pages_total - stats.hbm_pages_free) * page_bytes,
-                "capacity_bytes": stats.hbm_pages_total * page_bytes,
-            }
-        } | {
-            tier: {"used_bytes": stats.tier_bytes.get(tier, 0), "capacity_bytes": capacity}
-            for tier, capacity in stats.tier_capacity.items()
-        }
+        shown["tiers"] = tiers_of(stats, model)
         shown["moved_bytes"] = stats.moved_bytes
         shown["running"] = stats.running
     shown["queue"] = _queue(stats, tenant, sees_all=sees_all)
     return shown
+
+
+def tiers_of(stats: Stats, model: ModelInfo) -> dict[str, dict[str, int]]:
+    """tier -> bytes in use and at most."""
+    page_bytes = model.page_size * model.kv_bytes_per_token
+    hbm = {
+        "used_bytes": (stats.hbm_pages_total - stats.hbm_pages_free) * page_bytes,
+        "capacity_bytes": stats.hbm_pages_total * page_bytes,
+    }
+    return {"hbm": hbm} | {
+        tier: {"used_bytes": stats.tier_bytes.get(tier, 0), "capacity_bytes": capacity}
+        for tier, capacity in stats.tier_capacity.items()
+    }
 
 
 def _queue(stats: Stats, tenant: str, *, sees_all: bool) -> dict[str, Any] | None:

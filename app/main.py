@@ -14,12 +14,13 @@ from app import answer_log
 from app.auth import Key, Keyring, digest_of, load_tenant_secret
 from app.errors import install_handlers
 from app.generation import Engine, Generation
-from app.key_file import load_keys
+from app.key_file import follow_keys, load_keys
 from app.logs import EngineOutput
 from app.middleware import Authentication, RequestContext
 from app.response_store import ResponseStore
 from app.responses import Responses
 from app.routes import (
+    cache,
     chat,
     completions,
     conversations,
@@ -87,9 +88,11 @@ def create_app(settings: Settings, *, engine: Engine | None = None) -> FastAPI:
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         await service.start()
+        following = asyncio.create_task(_follow_keys(settings, keyring))
         try:
             yield
         finally:
+            following.cancel()
             await remembered.close()
             await service.stop()
             await asyncio.to_thread(tracer.close)
@@ -113,6 +116,7 @@ def create_app(settings: Settings, *, engine: Engine | None = None) -> FastAPI:
         openapi,
         ops,
         sessions,
+        cache,
         events,
         page,
     )
@@ -130,9 +134,21 @@ def make_keyring(settings: Settings) -> Keyring:
     """Every key there is. Raises KeyFileError."""
     server, limits = settings.server, settings.limits.key
     keys = [] if server.keys_file is None else load_keys(server.keys_file.expanduser(), limits)
-    keys += [Key(digest_of(key), limits=limits) for key in server.api_keys]
-    keys += [Key(digest_of(key), is_admin=True, limits=limits) for key in server.admin_keys]
-    return Keyring(keys, local=limits)
+    return Keyring([*keys, *_keys_of_settings(settings)], local=limits)
+
+
+def _keys_of_settings(settings: Settings) -> list[Key]:
+    server, limits = settings.server, settings.limits.key
+    keys = [Key(digest_of(key), limits=limits) for key in server.api_keys]
+    return keys + [Key(digest_of(key), is_admin=True, limits=limits) for key in server.admin_keys]
+
+
+async def _follow_keys(settings: Settings, keyring: Keyring) -> None:
+    """Until cancelled, if there is a file to follow."""
+    if settings.server.keys_file is not None:
+        fixed = _keys_of_settings(settings)
+        path = settings.server.keys_file.expanduser()
+        await follow_keys(path, settings.limits.key, lambda keys: keyring.use([*keys, *fixed]))
 
 
 def _write(text: str) -> None:

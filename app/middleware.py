@@ -14,8 +14,8 @@ from app.auth import Keyring
 from app.errors import ApiError, ClientGone, internal_error
 from app.hosts import is_ours
 
-OPEN_PATHS = frozenset({"/health", "/v1/health", "/ready", "/"})
-OPEN_BELOW = "/page/"  # the chat page's files, which hold no data; what the page asks for needs a key
+OPEN_PATHS = frozenset({"/health", "/v1/health", "/ready", "/", "/docs"})
+OPEN_BELOW = "/page/"  # the pages' files, which hold no data; what the pages ask for needs a key
 CLIENT_CLOSED_REQUEST = 499
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._\-]{1,128}")
 

@@ -8,6 +8,7 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 from app import answer_schemas as answers
+from app.routes.cache import CachePage, ClearRequest
 from app.routes.responses import ItemPage
 from app.routes.sessions import Page, SessionPatch
 from app.schemas import ChatCompletionRequest
@@ -73,6 +74,10 @@ OPERATIONS = [
     Operation("patch", "/v1/sessions/{session_id}", "Pin it, or set its time to live", answers.Session, SessionPatch),
     Operation("delete", "/v1/sessions/{session_id}", "Remove it from every tier", None, status=204),
     Operation("post", "/v1/sessions/{session_id}/prefetch", "Bring its KV up", answers.Session, status=202),
+    Operation("get", "/v1/cache/stats", "What the cache holds and has done", answers.CacheStats),
+    Operation("get", "/v1/cache/sessions", "Everybody's conversations", answers.CacheSessionList, query=CachePage),
+    Operation("delete", "/v1/cache/sessions/{tenant}/{session_id}", "Remove anybody's conversation", None, status=204),
+    Operation("post", "/v1/cache/clear", "Remove the KV of all conversations", answers.CacheCleared, ClearRequest),
     Operation("get", "/v1/scheduler", "Who waits, and for what", answers.Scheduler),
     *_both("get", "/health", "Whether the process is well", answers.Health),
     Operation("get", "/ready", "Whether requests are taken", answers.Ready),

@@ -38,7 +38,10 @@ class Quotas:
         """Before an answer. Raises ApiError 429 for a tenant that has too much, unless another look finds less."""
         if tenant in self._over:
             self.changed(tenant)
-            await asyncio.shield(self._looks[tenant])
+            if (look := self._looks.get(tenant)) is None:  # it has no quotas any more
+                del self._over[tenant]
+            else:
+                await asyncio.shield(look)
         if tenant in self._over:
             raise quota_exceeded(self._over[tenant], retry_after_s=self._look_s)
 

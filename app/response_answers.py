@@ -72,7 +72,9 @@ class ResponseBuilder:
             "input_tokens": read,
             "input_tokens_details": {"cached_tokens": cached_tokens(generation)},
             "output_tokens": written,
-            "output_tokens_details": {"reasoning_tokens": 0},
+            "output_tokens_details": {
+                "reasoning_tokens": sum(choice.reasoning_tokens for choice in generation.choices)
+            },
             "total_tokens": read + written,
         }
 

@@ -24,6 +24,8 @@ class SessionDirectory:
         """The answer, or None if it comes later."""
         if request.action == "list":
             return self._list(request)
+        if request.action == "list_all":
+            return self._list_all(request)
         if request.action == "recent":
             return self._recent(request)
         # The first turn of a session is under way before there is a session.
@@ -53,12 +55,23 @@ class SessionDirectory:
         names = sorted((name for name, _ in self._of(request.tenant)), key=lambda name: (name[2], name[1]))
         if request.after and not any(name[2] == request.after for name in names):
             return _refused(request, "not_found", f"there is no session {request.after!r}")
-        names = [name for name in names if name[2] > request.after]
-        page = names[: request.limit]
+        return self._page(request, [name for name in names if name[2] > request.after])
+
+    def _list_all(self, request: SessionRequest) -> SessionReply:
+        """Of all tenants: who asks must have been let in to see that. The session it goes on behind may be gone."""
+        tenant, _, session_id = request.after.partition("/")
+        names = sorted(self._cache.sessions, key=lambda name: (name[0], name[2], name[1]))
+        return self._page(request, [name for name in names if (name[0], name[2]) > (tenant, session_id)])
+
+    def _page(self, request: SessionRequest, names: list[SessionName]) -> SessionReply:
+        """The first of them; all of one session id, which differ in their salt, are on one page."""
+        end = request.limit
+        while 0 < end < len(names) and (names[end][0], names[end][2]) == (names[end - 1][0], names[end - 1][2]):
+            end += 1
         return SessionReply(
             request_id=request.request_id,
-            sessions=[self._info(name) for name in page],
-            more=len(names) > len(page),
+            sessions=[self._info(name) for name in names[:end]],
+            more=len(names) > end,
         )
 
     def _recent(self, request: SessionRequest) -> SessionReply:
@@ -102,6 +115,7 @@ class SessionDirectory:
             expires_s=None if session.pinned else last_used_s + ttl_s,
             pinned=session.pinned,
             running=self._cache.is_running(name),
+            tenant=name[0],
         )
 
 

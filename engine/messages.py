@@ -97,12 +97,12 @@ class SessionRequest(msgspec.Struct, frozen=True, kw_only=True, tag="session"):
 
     request_id: str
     tenant: str
-    action: str  # list | recent (the `limit` used last) | get | patch | delete | prefetch
-    session_id: str = ""  # of all actions but list and recent
+    action: str  # list | list_all (everybody's) | recent (the `limit` used last) | get | patch | delete | prefetch
+    session_id: str = ""  # of all actions but list, list_all and recent
     pinned: bool | None = None  # patch
     ttl_s: float | None = None  # patch; measured from the last use
-    after: str = ""  # list: session ids behind this one, in order of their ids
-    limit: int = 100  # list, recent
+    after: str = ""  # list: session ids behind this one, in their order; list_all: "tenant/session id" likewise
+    limit: int = 100  # list, list_all, recent
 
 
 class SessionInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -118,6 +118,7 @@ class SessionInfo(msgspec.Struct, frozen=True, kw_only=True):
     expires_s: float | None  # unix time; None while pinned
     pinned: bool
     running: bool
+    tenant: str = ""
 
 
 class SessionReply(msgspec.Struct, frozen=True, kw_only=True, tag="session_reply"):
@@ -125,7 +126,7 @@ class SessionReply(msgspec.Struct, frozen=True, kw_only=True, tag="session_reply
 
     request_id: str
     sessions: list[SessionInfo]
-    more: bool = False  # list: there are further ones
+    more: bool = False  # list, list_all: there are further ones
     error_code: str | None = None  # not_found | busy (a request of it runs) | pin_quota | unavailable
     error: str | None = None
 

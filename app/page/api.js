@@ -63,6 +63,11 @@ export async function* serverSentEvents(response) {
   }
 }
 
+/** What a path answers, as JSON. */
+export async function askFor(path) {
+  return (await request(path)).json();
+}
+
 export async function models() {
   return (await (await request("/v1/models")).json()).data;
 }

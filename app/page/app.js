@@ -50,6 +50,12 @@ live.addEventListener("engine", ({ detail: state }) => {
   else showServer("waiting", state === "away" ? "no connection" : state);
 });
 live.addEventListener("key", connect);
+// What nobody sees, nobody has to be told: a tab in the background costs the server nothing.
+document.addEventListener("visibilitychange", () => {
+  if (!chat.model) return;
+  if (document.hidden) live.stop();
+  else live.start();
+});
 live.addEventListener("turn", ({ detail: turn }) => chat.hear(turn));
 element("open-key").addEventListener("click", async () => {
   if (await askKey("Sent to this server only. Leave it empty where no key is needed.")) connect();

@@ -6,6 +6,7 @@ from typing import TypeVar
 from fastapi import Request
 
 from app.deadline import HEADER as TIMEOUT_HEADER
+from app.errors import ApiError
 from app.prompts import Caller
 from app.requests import RequestModel, parse_body
 from app.service import Service
@@ -20,6 +21,13 @@ T = TypeVar("T", bound=RequestModel)
 def service_of(request: Request) -> Service:
     service: Service = request.app.state.service
     return service
+
+
+def require_admin(request: Request) -> None:
+    """For what is everybody's. Raises ApiError 403 where there are keys and this is no admin's."""
+    if not request.app.state.keyring.is_admin(request.state.tenant):
+        message = "This key may see its own alone; one of server.admin_keys may see everybody's."
+        raise ApiError(403, message, code="forbidden")
 
 
 def caller_of(request: Request) -> Caller:

@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 from fastapi import APIRouter, Request, Response
 
-from app.answers import Chunks, completion
+from app.answers import Chunks, cache_header, completion
 from app.generation import Generation
 from app.routes import body_of, caller_of, service_of, stream
 from app.schemas import ChatCompletionRequest
@@ -23,6 +23,7 @@ async def chat_completions(request: Request) -> Response:
     if body.stream:
         return stream(request, generation, Chunks(generation, include_usage=body.include_usage), headers)
     answer = await until_disconnect(request.receive, _complete(generation))
+    headers |= cache_header([generation])
     return Response(msgspec.json.encode(answer), headers=headers, media_type="application/json")
 
 

@@ -6,6 +6,7 @@ from typing import Any
 import msgspec
 from fastapi import APIRouter, Request, Response
 
+from app.answers import cache_header
 from app.batch import Batch
 from app.completion_answers import Completions
 from app.errors import invalid
@@ -31,6 +32,7 @@ async def completions(request: Request) -> Response:
     if body.stream:
         return stream(request, batch, answers, headers)
     answer = await until_disconnect(request.receive, _complete(batch, answers))
+    headers |= cache_header(batch.generations)
     return Response(msgspec.json.encode(answer), headers=headers, media_type="application/json")
 
 

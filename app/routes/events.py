@@ -7,6 +7,7 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 from starlette.types import Receive, Scope, Send
 
+from app.auth import Keyring
 from app.live import Live, Watcher, events
 from app.routes import service_of
 from app.service import Service, Status
@@ -17,22 +18,24 @@ router = APIRouter()
 
 @router.get("/v1/events")
 async def watch(request: Request) -> Response:
-    """`state` once a second and `turns` when answers begin. Where there are keys, `server.admin_keys` see everybody's
-    requests and the tiers as a whole; others their own."""
-    service = service_of(request)
-    sees_all = request.app.state.keyring.is_admin(request.state.tenant)
-    return LiveStream(service, service.live.watch(request.state.tenant, sees_all=sees_all))
+    """`state` once a second while anything changes, else four times a minute; `turns` when answers begin. Where there
+    are keys, `server.admin_keys` see everybody's requests and the tiers as a whole; others their own."""
+    service, keyring = service_of(request), request.app.state.keyring
+    sees_all = keyring.is_admin(request.state.tenant)
+    return LiveStream(service, keyring, service.live.watch(request.state.tenant, sees_all=sees_all))
 
 
 class LiveStream(Response):
-    """Ends when the client leaves or reads nothing, and when the server drains: it must not hold up the end."""
+    """Ends when the client leaves or reads nothing, when its key is no more what it was, and when the server drains: it
+    must not hold up the end."""
 
-    def __init__(self, service: Service, watcher: Watcher) -> None:
+    def __init__(self, service: Service, keyring: Keyring, watcher: Watcher) -> None:
         super().__init__(headers=HEADERS)
         del self.headers["content-length"]
         self._live: Live = service.live
         self._watcher = watcher
         self._service = service
+        self._keyring = keyring
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -50,4 +53,7 @@ class LiveStream(Response):
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     def _is_open(self) -> bool:
-        return self._service.status not in (Status.DRAINING, Status.FAILED, Status.STOPPED)
+        if self._service.status in (Status.DRAINING, Status.FAILED, Status.STOPPED):
+            return False
+        tenant = self._watcher.tenant
+        return self._keyring.knows(tenant) and self._keyring.is_admin(tenant) == self._watcher.sees_all

@@ -6,6 +6,7 @@ from typing import Any
 import msgspec
 from fastapi import APIRouter, Request, Response
 
+from app.answers import cache_header
 from app.generation import Generation
 from app.message_answers import MessageFrames, message
 from app.message_chat import chat_request
@@ -24,6 +25,7 @@ async def create_message(request: Request) -> Response:
     if body.stream:
         return stream(request, generation, MessageFrames(generation), headers)
     answer = await until_disconnect(request.receive, _complete(generation))
+    headers |= cache_header([generation])
     return Response(msgspec.json.encode(answer), headers=headers, media_type="application/json")
 
 

@@ -7,8 +7,8 @@ import msgspec
 from fastapi import APIRouter, Request, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 
-from app.errors import ApiError, unavailable
-from app.routes import service_of
+from app.errors import unavailable
+from app.routes import require_admin, service_of
 from app.service import Status
 from app.version import version
 from engine.messages import WIRE_VERSION
@@ -42,8 +42,7 @@ async def metrics(request: Request) -> Response:
 async def scheduler(request: Request) -> dict[str, Any]:
     """The engine's queue as of its last heartbeat, a second ago at most. It names everybody's requests: where there are
     keys, `server.admin_keys` alone open it."""
-    if not request.app.state.keyring.is_admin(request.state.tenant):
-        raise ApiError(403, "This key may not see the scheduler; server.admin_keys may.", code="forbidden")
+    require_admin(request)
     service = service_of(request)
     service.require_ready()
     stats = service.engine.stats

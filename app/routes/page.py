@@ -1,4 +1,5 @@
-"""GET / and /page/...: the chat page. Files read once, at start; the browser may load nothing from anywhere else."""
+"""GET /, /docs and /page/...: the chat page, and the API for people. Files read once, at start; the browser may load
+nothing from anywhere else."""
 
 import hashlib
 from dataclasses import dataclass
@@ -48,6 +49,11 @@ FILES = {path.name: _read(path) for path in sorted(DIRECTORY.iterdir()) if path.
 @router.get("/")
 async def index(request: Request) -> Response:
     return _answer(request, FILES["index.html"])
+
+
+@router.get("/docs")
+async def docs(request: Request) -> Response:
+    return _answer(request, FILES["docs.html"])
 
 
 @router.get("/page/{name}")

@@ -56,7 +56,7 @@ async def list_sessions(request: Request) -> dict[str, Any]:
     except ValidationError as error:
         raise from_validation(error) from None
     reply = await _ask(request, action="list", after=page.after, limit=page.limit)
-    data = [_describe(info) for info in reply.sessions]
+    data = [describe_session(info) for info in reply.sessions]
     return {
         "object": "list",
         "data": data,
@@ -117,10 +117,10 @@ def _only(session_id: str, reply: SessionReply) -> dict[str, Any]:
     """Of several that differ in their cache salt the one used last; the list has them all."""
     if not reply.sessions:
         raise session_not_found(session_id)
-    return _describe(max(reply.sessions, key=lambda info: info.last_used_s))
+    return describe_session(max(reply.sessions, key=lambda info: info.last_used_s))
 
 
-def _describe(info: SessionInfo) -> dict[str, Any]:
+def describe_session(info: SessionInfo) -> dict[str, Any]:
     return {
         "id": info.session_id,
         "object": "session",

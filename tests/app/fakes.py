@@ -242,6 +242,11 @@ class FakeEngine:
             behind = [info for name, info in mine.items() if name > request.after]
             page = behind[: request.limit]
             return SessionReply(request_id=request.request_id, sessions=page, more=len(behind) > len(page))
+        if request.action == "list_all":
+            tenant, _, name = request.after.partition("/")
+            rest = [info for key, info in sorted(self.kept.items()) if key > (tenant, name)]
+            page = rest[: request.limit]
+            return SessionReply(request_id=request.request_id, sessions=page, more=len(rest) > len(page))
         if request.action == "recent":
             newest = sorted(mine.values(), key=lambda info: info.last_used_s, reverse=True)
             return SessionReply(request_id=request.request_id, sessions=newest[: request.limit])

@@ -1,3 +1,4 @@
+import itertools
 import json
 
 import pytest
@@ -120,3 +121,17 @@ def test_where_the_text_is_cut_does_not_matter(texts, cuts, style, thinks):
     assert read(parser(style, thinks=thinks), pieces) == whole
     if style is None and not thinks:
         assert whole == (text, "", [])
+
+
+@given(
+    thought=st.text(alphabet="ab<>/think\n", max_size=20).filter(lambda text: "</think>" not in text),
+    said=st.text(alphabet="ab<\n", max_size=10),
+    cuts=st.lists(st.integers(0, 50), max_size=6),
+    in_thought=st.booleans(),
+)
+def test_where_a_thought_ends_does_not_depend_on_how_the_text_comes(thought, said, cuts, in_thought):
+    text = ("" if in_thought else "<think>") + thought + "</think>" + said
+    parsing = parser(thinks=True, in_thought=in_thought)
+    edges = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
+    read(parsing, [text[start:end] for start, end in itertools.pairwise(edges)])
+    assert parsing.thought_chars == len(text) - len(said)

@@ -16,7 +16,7 @@ BASE = {"model": "test-model"}
 CHAT = {**BASE, "messages": HELLO}
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
 CALL = 'Well. <tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
-UNDESCRIBED = {"/", "/page/{name}", "/page/{name:path}", "/v1/events", "/openapi.json"}
+UNDESCRIBED = {"/", "/docs", "/page/{name}", "/page/{name:path}", "/v1/events", "/openapi.json"}
 
 
 def references(value: Any) -> list[str]:
@@ -115,6 +115,8 @@ async def test_what_is_asked_for_is_as_described(running: Running):
         ("/v1/models/test-model", answers.Model),
         ("/v1/sessions", answers.SessionList),
         ("/v1/sessions/s", answers.Session),
+        ("/v1/cache/stats", answers.CacheStats),
+        ("/v1/cache/sessions", answers.CacheSessionList),
         ("/health", answers.Health),
         ("/ready", answers.Ready),
         ("/version", answers.Version),

@@ -1,12 +1,15 @@
 """Keys and their limits, through the whole app."""
 
+import asyncio
+import time
 from collections.abc import AsyncIterator
 
 import httpx
 import pytest
 
 from app.auth import digest_of
-from tests.app.fakes import FakeEngine, Running, in_process, make_settings
+from app.key_file import remove_key
+from tests.app.fakes import FakeEngine, Running, in_process, make_settings, until
 
 SLOW, FREE, ADMIN = "sk-of-the-slow-one", "sk-of-the-free-one", "sk-of-the-admin"
 FILE = f"""
@@ -82,3 +85,45 @@ async def test_only_an_admins_key_opens_the_scheduler(keyed: Running):
         answer = await keyed.http.get("/v1/scheduler", headers={"authorization": f"Bearer {key}"})
         statuses[key] = answer.status_code
     assert statuses == {SLOW: 403, FREE: 403, ADMIN: 503, "sk-of-nobody": 401}  # 503: the engine has not reported yet
+
+
+async def test_a_key_that_is_taken_away_opens_nothing_any_more(keyed: Running, tmp_path):
+    path = tmp_path / "keys.toml"
+    assert (await chat(keyed, SLOW, max_tokens=1)).headers["x-ratelimit-limit-requests"] == "3"
+    write_anew(path, FILE.replace("requests_per_minute = 3", "requests_per_minute = 5"))
+    await until_answered(keyed, SLOW, lambda answer: answer.headers["x-ratelimit-limit-requests"] == "5")
+    keyed.http.headers["authorization"] = f"Bearer {ADMIN}"
+    assert (await keyed.http.get("/v1/scheduler")).status_code != 403
+    remove_key(path, "free")
+    await until_answered(keyed, FREE, lambda answer: answer.status_code == 401)
+    assert (await chat(keyed, SLOW, max_tokens=1)).status_code == 200
+    write_anew(path, "")  # nobody is left: that must not mean that everybody may
+    await until_answered(keyed, ADMIN, lambda answer: answer.status_code == 401)
+    del keyed.http.headers["authorization"]
+    assert (await keyed.chat()).status_code == 401
+
+
+async def test_who_watches_with_a_key_that_is_taken_away_is_told_no_more(keyed: Running, tmp_path):
+    live = keyed.app.state.service.live
+    keyed.http.headers["authorization"] = f"Bearer {ADMIN}"
+    watching = asyncio.create_task(keyed.http.get("/v1/events"))
+    await until(lambda: live.watchers == 1)
+    write_anew(tmp_path / "keys.toml", FILE.replace("admin = true", ""))  # a key still, but of its own requests alone
+    ended = await asyncio.wait_for(watching, 10)
+    assert '"scope":"all"' in ended.text
+    await until(lambda: live.watchers == 0)
+
+
+def write_anew(path, text: str) -> None:
+    """As editors do."""
+    other = path.with_name("new")
+    other.write_text(text)
+    other.chmod(0o600)
+    other.replace(path)
+
+
+async def until_answered(running: Running, key: str, wanted) -> None:
+    end = time.monotonic() + 10
+    while not wanted(await chat(running, key, max_tokens=1)):
+        assert time.monotonic() < end
+        await asyncio.sleep(0.05)

@@ -80,6 +80,20 @@ def test_a_tenant_sees_its_sessions_page_by_page(driver: Driver) -> None:
         assert now(driver, action, "z").error_code == "not_found"
 
 
+def test_everybodys_sessions_come_page_by_page_and_those_of_one_id_together(driver: Driver) -> None:
+    for tenant, session, salt in (("u", "a", ""), ("t", "b", ""), ("t", "b", "x"), ("t", "a", ""), ("t", "a", "x")):
+        driver.ask(f"{tenant}{session}{salt}", random_ids(40, 1), session=session, tenant=tenant, salt=salt)
+    pages, after, more = [], "", True
+    while more:
+        reply = now(driver, "list_all", limit=1, after=after)
+        pages.append([(info.tenant, info.session_id, info.cache_salt) for info in reply.sessions])
+        after, more = "/".join(pages[-1][-1][:2]), reply.more
+    assert pages == [[("t", "a", ""), ("t", "a", "x")], [("t", "b", ""), ("t", "b", "x")], [("u", "a", "")]]
+    assert [info.session_id for info in now(driver, "list_all", after="t/aa").sessions] == ["b", "b", "a"]
+    own = now(driver, "list", limit=1)
+    assert [(info.session_id, own.more) for info in own.sessions] == [("a", True)] * 2
+
+
 def test_what_is_known_of_a_session(driver: Driver) -> None:
     answer = driver.ask("a", random_ids(90, 1), session="s", max_tokens=11, ignore_eos=True)
     (info,) = now(driver, "get", "s").sessions

@@ -1,6 +1,8 @@
+import json
+
 import pytest
 
-from tests.app.fakes import FakeEngine, Running, in_process, make_settings
+from tests.app.fakes import FakeEngine, Running, in_process, make_settings, write_tokenizer
 
 ANSWER = "Hello there, how are you today?"
 
@@ -27,7 +29,48 @@ async def test_a_plain_answer(running: Running):
         "completion_tokens": generated,
         "total_tokens": len(submitted.token_ids) + generated,
         "prompt_tokens_details": {"cached_tokens": len(submitted.token_ids) // 2},
+        "completion_tokens_details": {"reasoning_tokens": 0},
     }
+
+
+async def test_thoughts_are_told_apart_and_counted(tmp_path):
+    directory = write_tokenizer(tmp_path / "model")
+    config = json.loads((directory / "tokenizer_config.json").read_text())
+    config["chat_template"] += "{# <think> #}"  # a template of a model that thinks
+    (directory / "tokenizer_config.json").write_text(json.dumps(config))
+    engine = FakeEngine(directory=directory)
+    thought, said = "<think>\nHello there\n</think>", "\n\nhow are you today?"
+    engine.script.answer = thought + said
+    async with in_process(engine, make_settings(tmp_path / "state")) as running:
+        answer = (await running.chat()).json()
+        message = answer["choices"][0]["message"]
+        assert (message["reasoning_content"], message["content"]) == ("Hello there", "how are you today?")
+        # Words are no tokens across the tag here: it is followed by a newline.
+        expected = len(engine.tokenizer.encode(thought).ids)
+        assert answer["usage"]["completion_tokens_details"] == {"reasoning_tokens": expected}
+        responded = await running.http.post("/v1/responses", json={"model": "test-model", "input": "Hello"})
+        assert responded.json()["usage"]["output_tokens_details"] == {"reasoning_tokens": expected}
+        begun = len(engine.tokenizer.encode("<think>\nHello").ids)
+        cut = (await running.chat(max_tokens=begun)).json()["usage"]
+        assert cut["completion_tokens_details"] == {"reasoning_tokens": begun}  # it has not come to an end
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "Hello"}]}),
+        ("/v1/messages", {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 5}),
+        ("/v1/completions", {"prompt": ["Hello", "there"]}),
+    ],
+)
+async def test_a_plain_answer_says_in_a_header_what_was_cached(running: Running, path, body):
+    answer = await running.http.post(path, json={"model": "test-model", **body})
+    cache = answer.json()["x_cache"]
+    said = dict(part.split("=") for part in answer.headers["x-cache"].split(", "))
+    assert {f"{source}_tokens": int(count) for source, count in said.items()} == {
+        name: cache[name] for name in ("hbm_tokens", "dram_tokens", "disk_tokens", "redis_tokens", "computed_tokens")
+    }
+    assert cache["hbm_tokens"] > 0
 
 
 async def test_the_cache_report_adds_up_and_timings_are_there(running: Running):

@@ -38,7 +38,14 @@ async def test_nothing_else_is_a_file_of_the_page(running: Running, name):
 
 async def test_the_page_needs_no_key_and_what_it_asks_for_does(engine: FakeEngine, tmp_path):
     async with in_process(engine, make_settings(tmp_path, server={"api_keys": ("sk-somebody",)})) as running:
-        for path, status in (("/", 200), ("/page/app.js", 200), ("/page/x", 404), ("/v1/models", 401), ("/pag", 401)):
+        for path, status in (
+            ("/", 200),
+            ("/docs", 200),
+            ("/page/app.js", 200),
+            ("/page/x", 404),
+            ("/v1/models", 401),
+            ("/pag", 401),
+        ):
             assert (await running.http.get(path)).status_code == status
 
 
