@@ -178,6 +178,9 @@ class StepCost:
 class StepBudget(Protocol):
     """What is left of one step. At least one chunk fits, so that prompts get on whatever the decodes take."""
 
+    is_urgent: bool
+    """Whether the next chunk may use what is kept back in case that the step takes longer than expected."""
+
     def wait(self, seconds: float) -> None:
         """The step is expected to wait so long for KV."""
         ...
@@ -195,6 +198,7 @@ class TokenBudget:
     """A fixed number of tokens, decodes included."""
 
     def __init__(self, tokens: int) -> None:
+        self.is_urgent = False  # nothing is kept back
         self._left = tokens
 
     def wait(self, seconds: float) -> None:
@@ -209,13 +213,14 @@ class TokenBudget:
 
 class TimeBudget:
     """Tokens too, but no more than the step's target of time has room for by what steps have cost so far, and by how
-    far such predictions were off: it is to be met by 99 of 100 steps."""
+    far such predictions were off: it is to be met by 99 of 100 steps, but for urgent ones."""
 
     def __init__(self, *, cost: StepCost, target_s: float, decodes: StepWork, tokens: int) -> None:
         self._cost = cost
         self._tokens_left = tokens
         self._work = decodes
         self._target_s = target_s
+        self.is_urgent = False
         self._margin = cost.margin
         self._is_empty = True  # of prompts: one chunk is taken however late the step is
 
@@ -223,7 +228,8 @@ class TimeBudget:
         self._target_s -= seconds
 
     def chunk(self, pending: int, context_len: int) -> int:
-        left_s = self._target_s / self._margin - self._cost.seconds(self._work)
+        target_s = self._target_s if self.is_urgent else self._target_s / self._margin
+        left_s = target_s - self._cost.seconds(self._work)
         if self._is_empty:
             left_s = max(left_s, _LEAST_SHARE * self._target_s)
         fits = self._cost.chunk_that_fits(left_s, context_len)

@@ -67,8 +67,9 @@ class Scheduler:
     §3.2.1, filled behind the steps of those who run. They give way to them when these need the room.
 
     With `fair_places`, a tenant who has nothing running does not wait until another's requests have ended: one of these
-    gives way, as for memory. And while several tenants come, steps without decodes keep to the ITL target as well: who
-    comes next waits for one. Pure: single-threaded, no clock of its own.
+    gives way, as for memory, and the step is its own as far as its target of time allows. And while several tenants
+    come, steps without decodes keep to the ITL target as well: who comes next waits for one. Pure: single-threaded, no
+    clock of its own.
     """
 
     def __init__(
@@ -103,6 +104,7 @@ class Scheduler:
         self._resumed: deque[Sequence] = deque()  # lost their room, and stand before the queue
         self._running: list[Sequence] = []  # in order of admission
         self._running_of: Counter[str] = Counter()  # tenant -> how many; nobody has none
+        self._present_of: Counter[str] = Counter()  # those who wait included; nobody has none
         self._ahead = AheadLoads(cache=cache)  # wait, but have their pages
         self._favoured: Sequence | None = None  # others have given way to it, but there is not room enough yet
         self._front = Standings(cache=cache, hidden_s=stall_budget_s)
@@ -155,6 +157,7 @@ class Scheduler:
         others = [arrival for arrival in self._arrivals if arrival[0] != sequence.tenant]
         self._arrivals = [*others[-1:], (sequence.tenant, sequence.arrived_s)]
         self._queue.add(sequence)
+        self._present_of[sequence.tenant] += 1
 
     def upcoming(self) -> list[str]:
         """Request ids in the order they will start, next first. The cache plans fetches and evictions from it. The same
@@ -215,6 +218,8 @@ class Scheduler:
         self._expected.pop(sequence, None)
         if sequence.state is not SequenceState.FINISHED:
             self._queue.finished(sequence)
+            self._present_of[sequence.tenant] -= 1
+            self._present_of += Counter()  # forgets those at zero
         sequence.state = SequenceState.FINISHED
 
     def schedule(self, now: float) -> Schedule:
@@ -296,10 +301,11 @@ class Scheduler:
         return num_tokens if self._chunked_prefill or not num_tokens else pending
 
     def _prefills(self, loading: Container[str]) -> list[Sequence]:
-        """Running sequences with more than a token to compute; with fair places, of the least served tenants first."""
+        """Running sequences with more than a token to compute; with fair places, of the tenants with the least to do
+        first."""
         prefills = [s for s in self._running if s.pending_tokens > 1 or s.request_id in loading]
         if self._fair_places and len(prefills) > 1:
-            prefills.sort(key=lambda sequence: self._running_of[sequence.tenant])
+            prefills.sort(key=lambda s: (self._running_of[s.tenant], self._present_of[s.tenant]))
         return prefills
 
     # --- giving way ---------------------------------------------------------------------------------------------------
@@ -343,13 +349,16 @@ class Scheduler:
         self._running_of += Counter()  # forgets those at zero
 
     def _starved(self) -> Sequence | None:
-        """The next request of a tenant who has nothing running, while another has more than one, and all that there is
-        to give: places, room or the budget of the steps."""
+        """The next request of a tenant who has nothing running, while another has all that there is to give, places,
+        room or the budget of the steps, and more than one request to spend it on. One alone keeps its place, but not
+        the steps."""
         if self._favoured is not None:
             return self._favoured
         if not (self._fair_places and self._is_full and len(self._queue)):
             return None
-        if max(self._running_of.values(), default=0) < 2:
+        if max((self._present_of[tenant] for tenant in self._running_of), default=0) < 2:
+            return None
+        if not self.free_places and max(self._running_of.values()) < 2:
             return None
         return self._queue.best(_OfTenants({*self._running_of, *(sequence.tenant for sequence in self._resumed)}))
 
@@ -357,16 +366,18 @@ class Scheduler:
         sequence = self._starved()
         if sequence is None or self._cache.waits_for_sibling(sequence.request_id):
             return
+        # The margin protects those who decode beside it, once for a request; they are many, and not as urgent.
+        budget.is_urgent = True
         reserved = self._place(sequence, budget)
         while reserved is None and self._give_way(chunks, preempted):
             # Whoever gives way stays out until it has been of use.
             self._favoured = sequence
             reserved = self._place(sequence, budget)
-        if not reserved:
-            return
-        if not self.free_places:
-            self._give_way(chunks, preempted)
-        self._start(sequence, reserved, chunks, budget, now)
+        if reserved:
+            if not self.free_places:
+                self._give_way(chunks, preempted)
+            self._start(sequence, reserved, chunks, budget, now)
+        budget.is_urgent = False
 
     def _give_way(self, chunks: list[Chunk], preempted: list[Sequence]) -> bool:
         """Preempt one of the tenant with the most running. False if nobody has more than one."""

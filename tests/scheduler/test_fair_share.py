@@ -1,6 +1,7 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from scheduler.budget import StepCost
 from scheduler.fair_share import FairShare
 from tests.conftest import make_sequence
 from tests.scheduler.test_scheduler import make_loop
@@ -233,3 +234,51 @@ def test_while_tenants_take_turns_a_step_without_decodes_is_no_longer_than_other
     assert loop.step() == [("a", 10)], "the guest may come again, and would wait for the end of the step"
     loop.now += 60
     assert loop.step() == [("a", 50)], "it has not"
+
+
+def test_one_running_prompt_of_a_flood_does_not_keep_the_steps_to_itself():
+    loop = make_loop(policy="car", step_tokens=10, lone_step_tokens=10)
+    for n in range(3):
+        loop.add(f"flood{n}", 60, tenant="a", arrived_s=n)
+    assert loop.step() == [("flood0", 10)]
+    loop.add("guest", 15, tenant="b", max_tokens=3, arrived_s=10)
+    # A place is free, and nobody has more than one of them; but the flood has more to come.
+    assert loop.step() == [("guest", 10)]
+    assert loop.step() == [("guest", 5), ("flood0", 5)]
+
+
+def test_tenants_with_a_request_each_are_first_come_first_served():
+    loop = make_loop(policy="car", step_tokens=10, lone_step_tokens=10)
+    loop.add("a", 30, tenant="a")
+    assert loop.step() == [("a", 10)]
+    loop.add("b", 15, tenant="b", arrived_s=1)
+    loop.add("c", 15, tenant="c", arrived_s=2)
+    assert loop.step() == [("a", 10)]
+    assert loop.step() == [("a", 10)]
+    assert loop.step() == [("a", 1), ("b", 9)]
+
+
+class TwiceAsSlow(StepCost):
+    """A second per token of a prompt, and some steps take twice as long as that."""
+
+    margin = 2.0
+
+    def __init__(self):
+        super().__init__(fixed_s=0.0, s_per_token=1.0, s_per_kilo_pair=0.0, s_per_row=0.0, s_per_kilo_read=0.0)
+
+    def ran(self, work, seconds):
+        pass
+
+
+def test_what_is_kept_back_for_slow_steps_is_spent_on_a_starved_tenant():
+    # 40 tokens fit the target, 20 what the margin leaves of it.
+    loop = make_loop(
+        policy="car", max_seqs=2, step_tokens=500, lone_step_tokens=60, itl_target_s=40.0, cost=TwiceAsSlow()
+    )
+    for n in range(4):
+        loop.add(f"flood{n}", 30, tenant="a", arrived_s=n)
+    assert loop.step() == [("flood0", 30), ("flood1", 30)]
+    loop.add("guest", 35, tenant="b", arrived_s=10)
+    assert loop.step() == [("flood0", 1), ("guest", 35)], "flood1 has given way"
+    loop.remove(loop.scheduler.running[0])
+    assert loop.step() == [("guest", 1), ("flood1", 20)], "which leaves a margin"

@@ -132,6 +132,7 @@ def make_loop(
     class_ordered_entry=False,
     itl_target_s=0.0,
     predictor=None,
+    cost=None,
 ):
     cache = FakeCache(room)
     predictor = predictor or MaxTokensPredictor()
@@ -147,7 +148,7 @@ def make_loop(
         cache=cache,
         queue=queue,
         predictor=predictor,
-        cost=make_cost(),
+        cost=cost or make_cost(),
         max_seqs=max_seqs,
         max_queued=max_queued,
         step_tokens=step_tokens,
