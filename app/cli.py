@@ -15,6 +15,7 @@ from app import cache_cli, doctor, keys_cli, logs
 from app.key_file import KeyFileError
 from app.main import create_app
 from app.memory_plan import panel
+from app.redis_store import RedisStoreUnavailable
 from app.server import Server
 from app.settings import Settings, SettingsError, load_settings, parse_flags
 from app.settings_help import ServeCommand, tables
@@ -66,7 +67,7 @@ def serve(
     logs.configure(settings.server.log_format)
     try:
         app = create_app(settings)
-    except (TracingUnavailable, KeyFileError) as error:
+    except (TracingUnavailable, KeyFileError, RedisStoreUnavailable) as error:
         console.print(f"reprise: {error}", markup=False)
         raise typer.Exit(1) from None
     except (OSError, ValueError) as error:

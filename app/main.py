@@ -17,8 +17,9 @@ from app.generation import Engine, Generation
 from app.key_file import follow_keys, load_keys
 from app.logs import EngineOutput
 from app.middleware import Authentication, RequestContext
+from app.redis_store import RedisStore
 from app.response_store import ResponseStore
-from app.responses import Responses
+from app.responses import Responses, Store
 from app.routes import (
     cache,
     chat,
@@ -48,7 +49,8 @@ log = logging.getLogger(__name__)
 def create_app(settings: Settings, *, engine: Engine | None = None) -> FastAPI:
     """The app, with an engine process of its own unless one is given. Nothing runs before its lifespan starts.
 
-    Makes the state directory. Raises OSError, ValueError for a damaged secret, KeyFileError or TracingUnavailable.
+    Makes the state directory. Raises OSError, ValueError for a damaged secret, KeyFileError, TracingUnavailable or
+    RedisStoreUnavailable.
     """
     keyring = make_keyring(settings)
     tracer = make_tracer(settings.server.traces_endpoint, version())
@@ -78,12 +80,7 @@ def create_app(settings: Settings, *, engine: Engine | None = None) -> FastAPI:
             log.exception("an answer could not be noted")  # nobody's answer fails for that
 
     service = Service(settings=settings, engine=engine, transcripts=text_thread, keyring=keyring, on_answered=answered)
-    store = ResponseStore(
-        path=settings.state_dir / "responses.sqlite3",
-        max_bytes=settings.server.responses_mib << 20,
-        ttl_s=settings.server.responses_ttl_s,
-    )
-    remembered = Responses(service, store)
+    remembered = Responses(service, make_store(settings))
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -128,6 +125,17 @@ def create_app(settings: Settings, *, engine: Engine | None = None) -> FastAPI:
     app.add_middleware(Authentication, keyring=keyring, hostnames=hostnames)
     app.add_middleware(RequestContext, on_done=count, log_access=settings.server.access_log)
     return app
+
+
+def make_store(settings: Settings) -> Store:
+    """Of responses and conversations. Raises RedisStoreUnavailable."""
+    bounds: dict[str, Any] = {
+        "max_bytes": settings.server.responses_mib << 20,
+        "ttl_s": settings.server.responses_ttl_s,
+    }
+    if settings.cache.redis_url:
+        return RedisStore(url=settings.cache.redis_url, **bounds)
+    return ResponseStore(path=settings.state_dir / "responses.sqlite3", **bounds)
 
 
 def make_keyring(settings: Settings) -> Keyring:

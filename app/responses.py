@@ -11,6 +11,7 @@ from typing import Any
 from app.errors import ApiError, invalid
 from app.generation import Delta, Generation
 from app.prompts import Caller
+from app.redis_store import RedisStore
 from app.response_answers import Event, ResponseBuilder
 from app.response_chat import Item, chat_request, items_with_ids, new_id, renamed
 from app.response_store import NotStored, ResponseStore, TooLong
@@ -20,6 +21,7 @@ from app.streaming import PING, event
 
 log = logging.getLogger(__name__)
 
+Store = ResponseStore | RedisStore
 SWEEP_S = 60.0  # between two looks for what is too old
 _UNFINISHED = ("queued", "in_progress")
 
@@ -83,7 +85,7 @@ class Turn(AsyncIterator[Delta]):
 class Responses:
     """One per app, on its event loop."""
 
-    def __init__(self, service: Service, store: ResponseStore) -> None:
+    def __init__(self, service: Service, store: Store) -> None:
         self.store = store
         self._service = service
         self._sweep_s = 0.0
@@ -124,13 +126,13 @@ class Responses:
         return []
 
     async def remember(self, turn: Turn) -> None:
-        """A full disk costs the memory of a response, not the response."""
+        """A full disk, or a Redis that is away, costs the memory of a response, not the response."""
         if (now := time.monotonic()) >= self._sweep_s:
             self._sweep_s = now + SWEEP_S
-            with contextlib.suppress(NotStored):
+            with contextlib.suppress(NotStored, ApiError):
                 await self.store.sweep()
         request, builder = turn.request, turn.builder
-        with contextlib.suppress(NotStored, TooLong):
+        with contextlib.suppress(NotStored, TooLong, ApiError):
             if request.store is not False:
                 await self.store.put(turn.tenant, builder.body(), turn.items, request.previous_response_id)
             if request.conversation is not None and builder.status in ("completed", "incomplete"):

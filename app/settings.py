@@ -102,6 +102,13 @@ class CacheSettings(_Section):
     max_pinned_share: float = Field(
         0.5, ge=0, le=1, description="share of the lowest tier that a tenant's pinned sessions may hold"
     )
+    redis_url: str = Field(
+        "",
+        max_length=2048,
+        repr=False,
+        pattern=r"^((rediss?|unix)://\S+)?$",
+        description="redis://HOST:PORT/DB that keeps responses and conversations, for several servers; empty: a file",
+    )
     transcript_mib: int = Field(256, ge=1, le=1 << 20, description="hard cap of the transcripts file")
     answers_per_prompt: int = Field(8, ge=1, le=1024, description="answers remembered per prompt (n, regenerate)")
 

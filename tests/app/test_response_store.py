@@ -1,9 +1,52 @@
+import shutil
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
 import pytest
 
-from app import response_store
+from app import redis_store, response_store
+from app.errors import ApiError
+from app.redis_store import RedisStore, RedisStoreUnavailable
 from app.response_store import NotStored, ResponseStore, TooLong
+from tests.app.fakes import FakeEngine, in_process, make_settings
 
 DAY_S = 86_400.0
+
+
+class RedisServer:
+    """A real one, on a socket of its own."""
+
+    def __init__(self, directory: Path) -> None:
+        self.socket = directory / "redis.sock"
+        self.url = f"unix://{self.socket}"
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        command = ["redis-server", "--port", "0", "--unixsocket", str(self.socket), "--save", "", "--daemonize", "no"]
+        self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL, cwd=self.socket.parent)
+        end = time.monotonic() + 10
+        while not self.socket.exists():
+            assert time.monotonic() < end
+            time.sleep(0.01)
+
+    def stop(self) -> None:
+        if self._process is not None:
+            self._process.terminate()
+            self._process.wait(10)
+            self._process = None
+
+
+@pytest.fixture
+def redis_server(tmp_path_factory) -> Iterator[RedisServer]:
+    pytest.importorskip("redis")
+    if shutil.which("redis-server") is None:
+        pytest.skip("redis-server is not installed")
+    server = RedisServer(tmp_path_factory.mktemp("r"))
+    server.start()
+    yield server
+    server.stop()
 
 
 def body(name: str, said: str = "yes", size: int = 0) -> dict:
@@ -14,9 +57,12 @@ def items(*names: str) -> list[dict]:
     return [{"id": name, "text": name} for name in names]
 
 
-@pytest.fixture
-async def store(tmp_path):
-    store = ResponseStore(path=tmp_path / "r.sqlite3", max_bytes=1 << 20, ttl_s=DAY_S)
+@pytest.fixture(params=["file", "redis"])
+async def store(request, tmp_path):
+    if request.param == "file":
+        store = ResponseStore(path=tmp_path / "r.sqlite3", max_bytes=1 << 20, ttl_s=DAY_S)
+    else:
+        store = RedisStore(url=request.getfixturevalue("redis_server").url, max_bytes=1 << 20, ttl_s=DAY_S)
     yield store
     await store.close()
 
@@ -111,7 +157,8 @@ async def test_what_nobody_uses_is_forgotten(tmp_path, monkeypatch):
 
 
 async def test_a_conversation_and_a_chain_have_an_end(store, monkeypatch):
-    monkeypatch.setattr(response_store, "MAX_ITEMS", 3)
+    for module in (response_store, redis_store):
+        monkeypatch.setattr(module, "MAX_ITEMS", 3)
     await store.create("t", "c", {}, items("1", "2"))
     with pytest.raises(TooLong):
         await store.append("t", "c", items("3", "4"))
@@ -131,3 +178,106 @@ async def test_a_damaged_file_is_one_in_which_nothing_is_found(tmp_path):
     await store.put("t", body("a"), [], None)
     assert await store.get("t", "a") == body("a")
     await store.close()
+
+
+async def test_what_redis_holds_is_bounded_and_counted(redis_server):
+    from redis import Redis
+
+    store = RedisStore(url=redis_server.url, max_bytes=100_000, ttl_s=DAY_S)
+    await store.create("t", "c", {"k": "v"}, items("1"))
+    await store.put("t", body("first"), [], None)
+    for n in range(12):
+        await store.put("t", body(f"r{n}", size=20_000), items("q"), None)
+        await store.append("t", "c", items(f"i{n}"))  # used all the time, so it stays
+    assert await store.get("t", "r11")
+    assert len(await store.items("t", "c")) == 13
+    with pytest.raises(NotStored):
+        await store.get("t", "first")
+    await store.update("t", "c", {"k": "longer than before"})
+    await store.delete_item("t", "c", "i3")
+    with Redis.from_url(redis_server.url) as redis:
+        total = int(redis.get("reprise:total"))
+        assert 60_000 < total <= 100_000
+        assert total == sum(map(int, redis.hvals("reprise:sizes")))
+        held = 0
+        for key in redis.zrange("reprise:used", 0, -1):
+            held += len(key) + sum(len(name) + len(value) for name, value in redis.hgetall(key).items())
+            held += sum(map(len, redis.lrange(key + b":items", 0, -1)))
+        assert total == held  # to the byte
+        assert len(redis.keys("*")) == 3 + 1 + redis.zcard("reprise:used")
+        for n in range(12):
+            try:
+                await store.delete("t", f"r{n}")
+            except NotStored:
+                assert n < 8
+        await store.forget("t", "c")
+        assert int(redis.get("reprise:total")) == 0
+        assert redis.keys("*") == [b"reprise:total"]
+    await store.close()
+
+
+async def test_what_nobody_uses_leaves_redis(redis_server, monkeypatch):
+    from redis import Redis
+
+    store = RedisStore(url=redis_server.url, max_bytes=1 << 20, ttl_s=DAY_S)
+    await store.put("t", body("a"), [], None)
+    await store.create("t", "c", {}, items("1"))
+    now = redis_store.time.time()
+    monkeypatch.setattr(redis_store.time, "time", lambda: now + 2 * DAY_S)
+    for call in (store.get("t", "a"), store.conversation("t", "c")):
+        with pytest.raises(NotStored):
+            await call
+    await store.sweep()
+    with Redis.from_url(redis_server.url) as redis:
+        assert redis.keys("*") == [b"reprise:total"]
+    await store.close()
+
+
+async def test_two_servers_share_what_redis_holds_and_answer_while_it_is_away(
+    engine: FakeEngine, redis_server, tmp_path
+):
+    ask = {"model": "test-model", "input": "Hello"}
+    cache = {"redis_url": redis_server.url}
+    other_engine = FakeEngine(directory=engine.directory)
+    async with (
+        in_process(engine, make_settings(tmp_path / "one", cache=cache)) as one,
+        in_process(other_engine, make_settings(tmp_path / "two", cache=cache)) as two,
+    ):
+        first = (await one.http.post("/v1/responses", json=ask)).json()
+        second = await two.http.post("/v1/responses", json={**ask, "previous_response_id": first["id"]})
+        assert second.status_code == 200
+        assert len(other_engine.submitted[0].token_ids) > len(engine.submitted[0].token_ids)
+        assert (await two.http.get(f"/v1/responses/{first['id']}")).json() == first
+        redis_server.stop()
+        assert (await one.http.post("/v1/responses", json=ask)).status_code == 200  # said, and not remembered
+        away = await one.http.get(f"/v1/responses/{first['id']}")
+        assert (away.status_code, away.json()["error"]["code"]) == (503, "unavailable")
+        assert "retry-after" in away.headers
+        refused = await one.http.post("/v1/responses", json={**ask, "previous_response_id": first["id"]})
+        assert refused.status_code == 503
+        redis_server.start()
+        third = (await one.http.post("/v1/responses", json=ask)).json()
+        assert (await two.http.get(f"/v1/responses/{third['id']}")).status_code == 200
+
+
+async def test_a_redis_that_says_nothing_is_not_waited_for(redis_server, monkeypatch):
+    monkeypatch.setattr(redis_store, "DEADLINE_S", 0.05)
+    from redis import Redis
+
+    store = RedisStore(url=redis_server.url, max_bytes=1 << 20, ttl_s=DAY_S)
+    await store.put("t", body("a"), [], None)
+    with Redis.from_url(redis_server.url) as redis:
+        redis.client_pause(300)
+        with pytest.raises(ApiError) as refused:
+            await store.get("t", "a")
+    assert refused.value.status == 503
+    monkeypatch.setattr(redis_store, "DEADLINE_S", 5.0)
+    assert await store.get("t", "a") == body("a")  # as it would have been
+    await store.close()
+
+
+@pytest.mark.parametrize("url", ["redis://127.0.0.1:notaport", "redis://[::1"])
+def test_an_address_that_is_none_is_refused_at_the_start(url):
+    pytest.importorskip("redis")
+    with pytest.raises(RedisStoreUnavailable, match=r"cache\.redis_url"):
+        RedisStore(url=url, max_bytes=1, ttl_s=1.0)
