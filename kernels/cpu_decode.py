@@ -23,6 +23,7 @@ LANES = 16
 TILE = 4  # rows that share one pass over the weights; their sums fill half of the registers
 PART = 512  # keys that one task of attention covers
 _PREFETCH = 4096  # bytes ahead: the hardware's own prefetch ends with the page
+_AHEAD = 32  # rows, at most: what is asked for lies in this run of pages or in the next
 
 _F32, _I16, _I32, _I64 = ir.FloatType(), ir.IntType(16), ir.IntType(32), ir.IntType(64)
 _VEC, _VEC_I16, _VEC_I32 = (ir.VectorType(t, LANES) for t in (_F32, _I16, _I32))
@@ -110,6 +111,15 @@ class _Emit:
         function = self.declare("llvm.prefetch.p0", ir.VoidType(), [byte, _I32, _I32, _I32])
         self.b.call(function, [self.b.bitcast(pointer, byte), _I32(0), _I32(2), _I32(1)])
 
+    def prefetch_row(self, rows: Any, at: Any, step: Any, index: Any, count: Any, next_at: Any, lanes: int) -> None:
+        """The row that is read some rows behind `index`: of the run of `count` rows from `at`, or of the next one."""
+        ahead = self.add(index, max(1, min(_AHEAD, _PREFETCH // (lanes * LANES * 2))))
+        inside = self.b.icmp_signed("<", ahead, count)
+        row = self.b.select(inside, ahead, self.b.sub(ahead, count))
+        base = self.at(rows, self.add(self.b.select(inside, at, next_at), self.mul(step, row)))
+        for lane in range(0, lanes, 2):
+            self.prefetch(self.at(base, _I64(lane * LANES)))
+
     def declare(self, name: str, result: Any, args: list[Any]) -> Any:
         return cgutils.get_or_insert_function(self.b.module, ir.FunctionType(result, args), name)
 
@@ -158,13 +168,12 @@ def _products(e, x, x_at, x_row, rows, w, w_at, lanes, pairs, out, out_at, out_r
 
 
 @_vectors
-def _scores(e, q, q_at, group, lanes, k, k_at, k_row, count, out, out_at, out_row):
-    """out[g, t] = q[g] . k[t] for `count` keys. q and out fp32, k bf16."""
+def _scores(e, q, q_at, group, lanes, k, k_at, k_row, count, next_at, out, out_at, out_row):
+    """out[g, t] = q[g] . k[t] for `count` keys. q and out fp32, k bf16. next_at: where keys are read from next."""
     with cgutils.for_range(e.b, count) as loop:
         base = e.at(k, e.add(k_at, e.mul(k_row, loop.index)))
         key = [e.bf16(e.at(base, _I64(lane * LANES))) for lane in range(lanes)]
-        for lane in range(0, lanes, 2):
-            e.prefetch(e.at(base, _I64(_PREFETCH // 2 + lane * LANES)))
+        e.prefetch_row(k, k_at, k_row, loop.index, count, next_at, lanes)
         for g in range(group):
             total = e.splat(0.0)
             for lane in range(lanes):
@@ -192,8 +201,8 @@ def _soften(e, scores, at, vectors, stats, stats_at):
 
 
 @_vectors
-def _mix(e, p, p_at, p_row, group, lanes, v, v_at, v_row, count, out, out_at):
-    """out[g] += sum over t of p[g, t] * v[t]. p and out fp32, v bf16."""
+def _mix(e, p, p_at, p_row, group, lanes, v, v_at, v_row, count, next_at, out, out_at):
+    """out[g] += sum over t of p[g, t] * v[t]. p and out fp32, v bf16. next_at: where values are read from next."""
     together = max(1, 24 // group)  # so that the sums stay in registers
     for first in range(0, lanes, together):
         chunk = range(first, min(lanes, first + together))
@@ -203,9 +212,9 @@ def _mix(e, p, p_at, p_row, group, lanes, v, v_at, v_row, count, out, out_at):
         sums = {key: cgutils.alloca_once_value(e.b, e.load(pointer)) for key, pointer in where.items()}
         with cgutils.for_range(e.b, count) as loop:
             base = e.at(v, e.add(v_at, e.mul(v_row, loop.index)))
+            if first == 0:
+                e.prefetch_row(v, v_at, v_row, loop.index, count, next_at, lanes)
             for lane in chunk:
-                if lane % 2 == 0:
-                    e.prefetch(e.at(base, _I64(_PREFETCH // 2 + lane * LANES)))
                 value = e.bf16(e.at(base, _I64(lane * LANES)))
                 for g in range(group):
                     weight = e.b.load(e.at(p, e.add(e.add(p_at, e.mul(p_row, g)), loop.index)))
@@ -427,7 +436,8 @@ def _attend_parts(q, k, v, table, parts, group, k_lanes, v_lanes, mixed, stats):
         head = kv_head * len(group)
         padded = (count + LANES - 1) // LANES * LANES
         scores = np.empty(len(group) * padded, np.float32)
-        runs = np.empty((count // page_size + 2, 3), np.int64)  # page, row in it, rows: pages in a row are one run
+        # Page, row in it, rows: pages in a row are one run. Behind the last: where the next part begins.
+        runs = np.empty((count // page_size + 3, 3), np.int64)
         num_runs, done = 0, 0
         while done < count:
             index, start = (first + done) // page_size, (first + done) % page_size
@@ -438,20 +448,25 @@ def _attend_parts(q, k, v, table, parts, group, k_lanes, v_lanes, mixed, stats):
             length = min(length, count - done)
             runs[num_runs, 0], runs[num_runs, 1], runs[num_runs, 2] = page, start, length
             num_runs, done = num_runs + 1, done + length
-        done = 0
+        runs[num_runs, 0] = table[row, min((first + count) // page_size, table.shape[1] - 1)]
+        runs[num_runs, 1] = (first + count) % page_size
+        done, at = 0, runs[0, 0] * k_page + runs[0, 1] * k_row + kv_head * k_head
         for i in range(num_runs):
-            at = runs[i, 0] * k_page + runs[i, 1] * k_row + kv_head * k_head
-            _scores(q, (row * heads + head) * k_dim, group, k_lanes, k, at, k_row, runs[i, 2], scores, done, padded)
+            behind = runs[i + 1, 0] * k_page + runs[i + 1, 1] * k_row + kv_head * k_head
+            first_q = (row * heads + head) * k_dim
+            _scores(q, first_q, group, k_lanes, k, at, k_row, runs[i, 2], behind, scores, done, padded)
+            at = behind
             done += runs[i, 2]
         out = (part * heads + head) * v_dim
         for g in range(len(group)):
             scores[g * padded + count : (g + 1) * padded] = -np.inf
             _soften(scores, g * padded, padded // LANES, stats, (part * heads + head + g) * 2)
             mixed[part, head + g] = np.float32(0.0)
-        done = 0
+        done, at = 0, runs[0, 0] * v_page + runs[0, 1] * v_row + kv_head * v_head
         for i in range(num_runs):
-            at = runs[i, 0] * v_page + runs[i, 1] * v_row + kv_head * v_head
-            _mix(scores, done, padded, group, v_lanes, v, at, v_row, runs[i, 2], mixed, out)
+            behind = runs[i + 1, 0] * v_page + runs[i + 1, 1] * v_row + kv_head * v_head
+            _mix(scores, done, padded, group, v_lanes, v, at, v_row, runs[i, 2], behind, mixed, out)
+            at = behind
             done += runs[i, 2]
 
 
