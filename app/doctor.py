@@ -264,7 +264,7 @@ def _disk_speed(directory: Path) -> Finding:
 
 
 def _redis(settings: Settings) -> Iterator[Finding]:
-    url = str(getattr(settings.cache, "redis_url", "") or "")
+    url = settings.cache.redis_url
     if not url:
         yield Finding("Redis", Level.NOTE, "not used")
         return
@@ -284,7 +284,7 @@ def _redis(settings: Settings) -> Iterator[Finding]:
             took_ms = (time.perf_counter() - start_s) * 1e3
         yield Finding("Redis", Level.OK, f"answers in {took_ms:.1f} ms")
     except (redis.RedisError, ValueError) as error:
-        advice = "start it, or mend cache.redis_url; without it the local tiers are used"
+        advice = "start it, or mend cache.redis_url; until then no response is remembered"
         yield Finding("Redis", Level.WARN, f"does not answer: {type(error).__name__}", advice)
 
 

@@ -17,6 +17,7 @@ from app.schemas_messages import (
     ToolUseBlock,
 )
 
+BILLING = "x-anthropic-billing-header:"
 _SAME = ("model", "session_id", "cache_salt", "chat_template_kwargs")
 _SAME_OF_ANSWERS = ("stream", "temperature", "top_p", "top_k", "seed", "timeout", "max_tokens")
 
@@ -24,7 +25,8 @@ _SAME_OF_ANSWERS = ("stream", "temperature", "top_p", "top_k", "seed", "timeout"
 def chat_request(request: CountTokensRequest) -> ChatCompletionRequest:
     """Raises ApiError."""
     body: dict[str, Any] = {name: value for name in _SAME if (value := getattr(request, name)) is not None}
-    messages = [] if request.system is None else [{"role": "system", "content": _joined(request.system)}]
+    system = _without_billing(request.system or [])
+    messages = [{"role": "system", "content": _joined(system)}] if system else []
     for message in request.messages:
         messages += _messages(message)
     body["messages"] = messages
@@ -52,6 +54,18 @@ def chat_request(request: CountTokensRequest) -> ChatCompletionRequest:
         return ChatCompletionRequest.model_validate(body)
     except ValidationError as error:
         raise from_validation(error) from None
+
+
+def _without_billing(system: list[TextBlock]) -> list[TextBlock]:
+    """Claude Code writes what is Anthropic's to count into the first line of the system prompt, another one with every
+    request: nothing for a model, and behind it no request would find anything of the one before."""
+    kept = []
+    for block in system:
+        if not block.text.startswith(BILLING):
+            kept.append(block)
+        elif rest := block.text.partition("\n")[2]:
+            kept.append(block.model_copy(update={"text": rest}))
+    return kept
 
 
 def _messages(message: MessageParam) -> list[dict[str, Any]]:

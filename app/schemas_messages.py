@@ -23,6 +23,13 @@ class ThinkingBlock(Part):
     thinking: str
 
 
+class RedactedThinkingBlock(Part):
+    """A thought that somebody else's server has encrypted: nobody here can read it."""
+
+    type: Literal["redacted_thinking"]
+    data: str
+
+
 class ToolUseBlock(Part):
     type: Literal["tool_use"]
     id: str = Field(min_length=1, max_length=128)
@@ -49,10 +56,11 @@ class ToolResultBlock(Part):
     is_error: bool | None = None
 
 
-Block = TextBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock
+Block = TextBlock | ThinkingBlock | RedactedThinkingBlock | ToolUseBlock | ToolResultBlock
 _BLOCKS: dict[str, type[Block]] = {
     "text": TextBlock,
     "thinking": ThinkingBlock,
+    "redacted_thinking": RedactedThinkingBlock,
     "tool_use": ToolUseBlock,
     "tool_result": ToolResultBlock,
 }
@@ -80,7 +88,10 @@ class MessageParam(Part):
 
     @model_validator(mode="after")
     def _has_its_blocks(self) -> "MessageParam":
-        allowed = {"user": (TextBlock, ToolResultBlock), "assistant": (TextBlock, ThinkingBlock, ToolUseBlock)}
+        allowed = {
+            "user": (TextBlock, ToolResultBlock),
+            "assistant": (TextBlock, ThinkingBlock, RedactedThinkingBlock, ToolUseBlock),
+        }
         if not all(isinstance(block, allowed.get(self.role, (TextBlock,))) for block in self.content):
             raise PydanticCustomError("content", "A block that this role does not have", {"param": "content"})
         return self
@@ -106,7 +117,8 @@ class MessagesMetadata(Part):
 class CountTokensRequest(Part):
     """POST /v1/messages/count_tokens: what decides about the prompt."""
 
-    refused = frozenset({"mcp_servers", "container", "context_management"})
+    # Not `context_management`: what it would have cleared stays in the context.
+    refused = frozenset({"mcp_servers", "container"})
 
     model: str = Field(min_length=1, max_length=512)
     messages: list[MessageParam] = Field(min_length=1, max_length=MAX_MESSAGES)

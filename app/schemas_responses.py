@@ -151,7 +151,7 @@ def _conversation(value: object) -> object:
 class ResponseRequest(Part):
     """POST /v1/responses. An explicit null means the default."""
 
-    refused = frozenset({"prompt", "max_tool_calls"})
+    refused = frozenset({"prompt"})
 
     model: str = Field(min_length=1, max_length=512)
     input: Items | None = None

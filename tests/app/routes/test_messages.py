@@ -43,6 +43,54 @@ async def test_a_plain_message(running: Running):
     assert answer["x_cache"]["session_id"] == response.headers["x-session-id"]
 
 
+@pytest.mark.parametrize("as_text", [True, False])
+async def test_a_first_line_that_is_another_one_each_time_costs_no_cache(running: Running, as_text: bool):
+    """Claude Code's: "x-anthropic-billing-header: ...; cch=<of this request>;"."""
+
+    def system(cch: str) -> Any:
+        billing = f"x-anthropic-billing-header: cc_version=2.1.177.01c; cc_entrypoint=cli; cch={cch};"
+        said = [billing, "You are brief.", "And kind."]
+        if as_text:
+            return "\n".join(said)
+        return [{"type": "text", "text": text, "cache_control": {"type": "ephemeral"}} for text in said]
+
+    first = await ask(running, system=system("36ee5"))
+    history = [*HELLO, {"role": "assistant", "content": first.json()["content"]}, *HELLO]
+    second = await ask(running, history, system=system("0aaa9"))
+    assert second.headers["x-session-id"] == first.headers["x-session-id"]
+    before, after = (submit.token_ids for submit in running.engine.submitted)
+    assert after[: len(before)] == before
+    text = running.engine.tokenizer.decode(before, skip_special_tokens=False)
+    assert text.startswith("<|im_start|>system\nYou are brief.\nAnd kind.<|im_end|>\n<|im_start|>user\n")
+    await ask(running, system=[{"type": "text", "text": "x-anthropic-billing-header: cch=1;"}])
+    alone = running.engine.tokenizer.decode(running.engine.submitted[-1].token_ids, skip_special_tokens=False)
+    assert alone.startswith("<|im_start|>user\n")
+    said = "x-anthropic-billing-header: cch=1; what is this?"  # what a user says is the user's
+    await ask(running, [{"role": "user", "content": said}])
+    quoted = running.engine.tokenizer.decode(running.engine.submitted[-1].token_ids, skip_special_tokens=False)
+    assert said in quoted
+
+
+async def test_what_coding_agents_send_along_is_no_reason_to_refuse(running: Running):
+    history = [
+        *HELLO,
+        {"role": "assistant", "content": [
+            {"type": "redacted_thinking", "data": "EmwKAhgB"},
+            {"type": "text", "text": "Well."},
+        ]},
+        *HELLO,
+    ]  # fmt: skip
+    edits = {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}
+    response = await ask(
+        running, history, context_management=edits, thinking={"type": "enabled", "budget_tokens": 1024}
+    )
+    assert response.status_code == 200
+    assert "context_management" in response.headers["warning"]
+    text = running.engine.tokenizer.decode(running.engine.submitted[0].token_ids, skip_special_tokens=False)
+    assert "assistant\nWell.<|im_end|>" in text
+    assert "EmwKAhgB" not in text
+
+
 async def test_why_it_stopped(running: Running):
     stopped = (await ask(running, stop_sequences=["how"])).json()
     assert (stopped["stop_reason"], stopped["stop_sequence"]) == ("stop_sequence", "how")

@@ -45,6 +45,13 @@ async def test_a_plain_response(running: Running):
     assert (cut["status"], cut["incomplete_details"]) == ("incomplete", {"reason": "max_output_tokens"})
 
 
+async def test_a_bound_on_tools_that_are_not_there_is_kept(running: Running):
+    response = await running.http.post(
+        "/v1/responses", json={"model": "test-model", "input": "Hello", "max_tool_calls": 3}
+    )
+    assert response.status_code == 200
+
+
 async def test_a_response_goes_on_from_another(running: Running):
     first = (await respond(running)).json()
     second = (await respond(running, "And you?", previous_response_id=first["id"])).json()
