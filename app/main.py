@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from fastapi import FastAPI
+from starlette.middleware.cors import CORSMiddleware
 from starlette.types import Scope
 
 from app import answer_log
@@ -42,6 +43,12 @@ from app.tracing import make_tracer
 from app.transcript import Transcripts
 from app.version import version
 from engine.client import EngineClient
+
+# What a script of another page may read of an answer, besides its body.
+EXPOSED_HEADERS = (
+    *("x-request-id", "openai-processing-ms", "x-session-id", "x-cache", "warning", "retry-after"),
+    *(f"x-ratelimit-{what}-{of}" for what in ("limit", "remaining", "reset") for of in ("requests", "tokens")),
+)
 
 log = logging.getLogger(__name__)
 
@@ -123,6 +130,14 @@ def create_app(settings: Settings, *, engine: Engine | None = None) -> FastAPI:
     app.state.keyring = keyring
     hostnames = (settings.server.host, *settings.server.hostnames)
     app.add_middleware(Authentication, keyring=keyring, hostnames=hostnames)
+    if settings.server.cors_origins:
+        app.add_middleware(
+            CORSMiddleware,  # in front of the keys: a browser asks without one whether it may ask
+            allow_origins=settings.server.cors_origins,
+            allow_methods=["GET", "POST", "PATCH", "DELETE"],
+            allow_headers=["*"],
+            expose_headers=EXPOSED_HEADERS,
+        )
     app.add_middleware(RequestContext, on_done=count, log_access=settings.server.access_log)
     return app
 

@@ -6,6 +6,7 @@ Sources, weakest first: the defaults below, a TOML file (`--config`), the enviro
 
 import difflib
 import ipaddress
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -18,6 +19,7 @@ from app.auth import KeyLimits
 from engine.messages import EngineConfig
 
 ENV_PREFIX = "REPRISE_"
+ORIGIN = re.compile(r"[a-z][a-z0-9+.\-]*://[^\s/]+")
 GIB = 1 << 30
 MIB = 1 << 20
 BUNDLED_MODEL = Path(__file__).resolve().parent.parent / "model" / "bundled"
@@ -158,6 +160,10 @@ class ServerSettings(_Section):
     hostnames: NameList = Field(
         (), description="names with a dot by which a server without keys may be asked; addresses and others always may"
     )
+    cors_origins: NameList = Field(
+        (),
+        description="pages elsewhere whose scripts may ask, as https://chat.example.org; *: any, where keys are needed",
+    )
     allow_unauthenticated: bool = Field(False, description="listen beyond loopback although there are no keys")
     drain_s: float = Field(30.0, ge=0, le=86_400, description="at SIGTERM running answers may go on for this long")
     max_weight: float = Field(
@@ -189,13 +195,16 @@ class ServerSettings(_Section):
                 raise ValueError(
                     "server.api_keys and server.admin_keys: each has 8 to 512 printable ASCII characters without spaces"
                 )
-        if not (
-            self.api_keys
-            or self.admin_keys
-            or self.keys_file is not None
-            or self.allow_unauthenticated
-            or _is_loopback(self.host)
-        ):
+        for origin in self.cors_origins:
+            if origin != "*" and not ORIGIN.fullmatch(origin):
+                raise ValueError("server.cors_origins: each is a scheme, a host and perhaps a port, or *")
+        has_keys = bool(self.api_keys or self.admin_keys or self.keys_file is not None)
+        if "*" in self.cors_origins and not has_keys:
+            raise ValueError(
+                "server.cors_origins: where no keys are needed, * would let every page that somebody here opens use "
+                "the server; name the pages, or set server.api_keys"
+            )
+        if not (has_keys or self.allow_unauthenticated or _is_loopback(self.host)):
             raise ValueError(
                 f"server.host: listening on {self.host} lets others in; set server.api_keys or "
                 "server.keys_file, or server.allow_unauthenticated=true to let anybody in"
