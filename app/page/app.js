@@ -30,7 +30,7 @@ async function connect() {
       const [model] = await models();
       chat.model = model.id;
       showServer("ready", model.id);
-      live.start();
+      if (!document.hidden) live.start();
       return;
     } catch (error) {
       if (error.status === 401) {
@@ -200,6 +200,7 @@ function setTheme(theme) {
   localStorage.setItem("reprise.theme", theme);
   icon(element("theme"), theme);
   element("theme").setAttribute("aria-label", `Theme: ${THEMES[theme]}`);
+  element("theme").title = `Theme: ${THEMES[theme]}`;
 }
 
 element("theme").addEventListener("click", () => {
@@ -214,6 +215,7 @@ document.addEventListener("keydown", (event) => {
 });
 
 for (const place of document.querySelectorAll("[data-icon]")) icon(place, place.dataset.icon);
+for (const button of document.querySelectorAll(".icon-button[aria-label]")) button.title = button.getAttribute("aria-label");
 setTheme(document.documentElement.dataset.theme in THEMES ? document.documentElement.dataset.theme : "auto");
 layOut();
 show(store.load(store.last()) ?? store.create());

@@ -1,7 +1,7 @@
 // One conversation: its thread, its composer, and the answer that is being streamed.
 
 import { ApiError, chat } from "./api.js";
-import { h, icon, milliseconds } from "./dom.js";
+import { copyButton, h, icon, milliseconds } from "./dom.js";
 import { render } from "./markdown.js";
 import { inWords, strip, tokensOf } from "./provenance.js";
 import * as store from "./store.js";
@@ -125,11 +125,9 @@ export class Chat extends EventTarget {
     if (mine || streaming) return article;
     if (message.stopped) article.append(h("p", { class: "small muted" }, "Stopped."));
     if (message.report) article.append(strip(message.report));
-    const copy = icon(h("button", { type: "button", class: "icon-button small", "aria-label": "Copy this answer" }), "copy");
-    copy.addEventListener("click", () => navigator.clipboard.writeText(message.content));
-    const actions = h("div", { class: "message-actions" }, copy);
+    const actions = h("div", { class: "message-actions" }, copyButton("Copy this answer", "icon-button small", () => message.content));
     if (isLast) {
-      const again = icon(h("button", { type: "button", class: "icon-button small", "aria-label": "Answer again" }), "again");
+      const again = icon(h("button", { type: "button", class: "icon-button small", "aria-label": "Answer again", title: "Answer again" }), "again");
       again.addEventListener("click", () => this.again());
       actions.append(again);
     }

@@ -4,6 +4,7 @@ import { askFor } from "./api.js";
 import { h } from "./dom.js";
 
 const MAX_DEPTH = 6; // a schema may hold itself
+const MAX_BOUND = 1e9; // what is larger bounds nothing that anybody would send
 const PREFIX = "#/components/schemas/";
 
 const about = document.querySelector("#about");
@@ -32,8 +33,8 @@ function bounds(schema) {
   const known = resolved(schema);
   const parts = [known, ...(known.anyOf ?? [])];
   const first = (name) => parts.find((part) => part[name] !== undefined)?.[name];
-  const said = [["minimum", "from"], ["exclusiveMinimum", "above"], ["maximum", "to"], ["exclusiveMaximum", "below"], ["maxLength", "at most so long:"], ["maxItems", "at most so many:"]]
-    .filter(([name]) => first(name) !== undefined).map(([name, word]) => `${word} ${first(name)}`);
+  const said = [["minimum", "from"], ["exclusiveMinimum", "above"], ["maximum", "to"], ["exclusiveMaximum", "below"], ["maxLength", "characters up to"], ["maxItems", "items up to"]]
+    .filter(([name]) => Math.abs(first(name)) < MAX_BOUND).map(([name, word]) => `${word} ${first(name)}`);
   if (known.default !== undefined && known.default !== null) said.push(`default ${JSON.stringify(known.default)}`);
   return said.join(", ");
 }

@@ -36,6 +36,7 @@ const ICONS = {
   stop: "M7 7h10v10H7Z",
   trash: "M5 7h14M10 7V4.500h4V7m-7.500 0 .8 12.500h9.400L17.500 7M10 11v5M14 11v5",
   copy: "M9 9h10v11H9ZM5 15V4h10",
+  check: "M5 12.500l4.500 4.500L19 7.500",
   again: "M19 12a7 7 0 1 1-2.200-5.100M19 4v4h-4",
   close: "M6 6l12 12M18 6 6 18",
 };
@@ -47,6 +48,41 @@ export function icon(element, name) {
   element.querySelector("svg.icon")?.remove();
   element.prepend(picture);
   return element;
+}
+
+const COPIED_MS = 1500; // for which a button shows that it has copied
+
+/** A button that copies what `text()` is by then, and says whether it could. */
+export function copyButton(name, className, text) {
+  const button = h("button", { type: "button", class: className, "aria-label": name, title: name });
+  const show = (label, picture) => {
+    button.setAttribute("aria-label", label);
+    button.title = label;
+    icon(button, picture);
+  };
+  button.addEventListener("click", async () => {
+    const done = await copy(text());
+    show(done ? "Copied" : "Not copied: the browser does not allow it", done ? "check" : "close");
+    setTimeout(() => show(name, "copy"), COPIED_MS);
+  });
+  return icon(button, "copy");
+}
+
+/** The clipboard proper is there over https and on this machine only; elsewhere a selection is copied, the old way. */
+async function copy(text) {
+  try {
+    await navigator.clipboard.writeText(text);
+    return true;
+  } catch {
+    const field = h("textarea", { value: text, readOnly: true, class: "visually-hidden", "aria-hidden": "true" });
+    const focused = document.activeElement;
+    document.body.append(field);
+    field.select();
+    const done = document.execCommand("copy");
+    field.remove();
+    focused?.focus();
+    return done;
+  }
 }
 
 const UNITS = ["B", "KiB", "MiB", "GiB", "TiB"];

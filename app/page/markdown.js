@@ -1,7 +1,7 @@
 // Markdown -> nodes. A model's text may say anything: nothing in it becomes markup, a script, or a load. Images become
 // links, links go to http, https and mailto only. Time is linear in the text, and nesting is bounded.
 
-import { h, icon } from "./dom.js";
+import { copyButton, h } from "./dom.js";
 
 const MAX_DEPTH = 8;
 const MAX_INLINE = 20_000; // characters of a paragraph beyond which it is shown as it is
@@ -50,12 +50,8 @@ function fence(lines, at, [, marks, language], out) {
   at += 1;
   while (at < lines.length && !close.test(lines[at])) body.push(lines[at++]);
   const code = h("code", {}, body.join("\n"));
-  const copy = h("button", { type: "button", class: "copy", "aria-label": "Copy code" });
-  copy.addEventListener("click", async () => {
-    await navigator.clipboard.writeText(code.textContent);
-    copy.setAttribute("aria-label", "Copied");
-  });
-  const head = h("div", { class: "code-head" }, h("span", {}, language), icon(copy, "copy"));
+  const copy = copyButton("Copy code", "copy", () => code.textContent);
+  const head = h("div", { class: "code-head" }, h("span", {}, language), copy);
   out.append(h("div", { class: "code" }, head, h("pre", { tabIndex: 0 }, code)));
   return at + 1;
 }

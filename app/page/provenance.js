@@ -76,6 +76,9 @@ function details(report) {
     if (count) rows.push([`computed: ${REASONS[reason] ?? reason}`, `${number(count)} tokens`]);
   }
   if (!rows.length) return null;
-  return h("details", {}, h("summary", {}, "Details"),
+  const unfolded = h("details", {}, h("summary", {}, "Details"),
     h("dl", {}, rows.map(([label, value]) => h("div", {}, h("dt", {}, label), h("dd", {}, value)))));
+  // Those of the last answer would open below the edge.
+  unfolded.addEventListener("toggle", () => unfolded.open && unfolded.scrollIntoView({ block: "nearest" }));
+  return unfolded;
 }

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from tests.app.fakes import Script, session_info
+from tests.app.fakes import STATS, Script, session_info
 from tests.app.routes.test_events import queue, waiting
 from tests.page.browser import ANSWERS, answered, send
 from tests.page.served import Served, served
@@ -154,7 +154,10 @@ def test_the_live_view_shows_tiers_sessions_queue_and_first_tokens(page: Any, se
     try:
         engine.kept["local", "crowd"] = session_info("crowd", last_used_s=9e9, bytes={"disk": MIB}, blocks={"disk": 4})
         engine.stats = msgspec.structs.replace(
-            before, waiting=2, scheduler=queue(waiting("a/0", "local"), waiting("b/0", "local"))
+            before,
+            sessions=before.sessions + 1,
+            waiting=2,
+            scheduler=queue(waiting("a/0", "local"), waiting("b/0", "local")),
         )
         live = page.get_by_role("complementary", name="Live view of the cache")
         row = live.get_by_role("row").filter(has_text="crowd")
@@ -248,6 +251,57 @@ def test_on_a_phone_panels_lie_over_the_chat_and_nothing_is_cut_off(page: Any, s
         page.keyboard.press("Escape")
         panel.wait_for(state="hidden")
         assert page.locator("main").get_attribute("inert") is None
+
+
+def test_a_tab_that_nobody_sees_is_told_nothing(page: Any, server: Served) -> None:
+    def hide(hidden: bool) -> None:
+        page.evaluate(
+            "(hidden) => { Object.defineProperty(document, 'hidden', { value: hidden, configurable: true });"
+            " document.dispatchEvent(new Event('visibilitychange')); }",
+            hidden,
+        )
+
+    def watched(wanted: int) -> None:
+        for _ in range(200):
+            if server.service.live.watchers == wanted:
+                return
+            page.wait_for_timeout(25)
+        raise AssertionError(server.service.live.watchers)
+
+    watched(1)
+    hide(True)
+    watched(0)
+    hide(False)
+    watched(1)
+    server.engine.stats = msgspec.structs.replace(STATS, tier_bytes={"dram": 3000, "disk": 2000})
+    page.get_by_text("2.9 KiB of 3.9 KiB (75 %)").wait_for()
+
+
+@pytest.mark.parametrize("is_secure", [True, False])
+def test_an_answer_is_copied_also_where_the_browser_has_no_clipboard_for_us(page: Any, is_secure: bool) -> None:
+    send(page, "Hello")
+    page.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    try:
+        page.evaluate("navigator.clipboard.writeText('before')")
+        if not is_secure:  # as over plain HTTP from another machine
+            page.evaluate("() => { navigator.clipboard.writeText = () => Promise.reject(new Error('not allowed')); }")
+        page.get_by_role("button", name="Copy this answer").click()
+        page.get_by_role("button", name="Copied").wait_for()
+        assert page.evaluate("navigator.clipboard.readText()") == "Hello there, how are you today?"
+        page.get_by_role("button", name="Copy this answer").wait_for()
+    finally:
+        page.context.clear_permissions()
+
+
+def test_details_of_the_last_answer_open_where_they_are_seen(page: Any) -> None:
+    page.set_viewport_size({"width": 1280, "height": 500})
+    for text in ("One", "Two", "Three"):
+        send(page, text)
+    last = page.locator("article.theirs").last
+    last.get_by_text("Details").click()
+    page.wait_for_timeout(100)
+    inside, row = page.locator("#thread").bounding_box(), last.locator("dl > div").last.bounding_box()
+    assert row["y"] + row["height"] <= inside["y"] + inside["height"] + 1
 
 
 def test_axe_finds_nothing_serious(page: Any, server: Served, axe: str) -> None:
