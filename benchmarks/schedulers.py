@@ -3,16 +3,22 @@
     python -m benchmarks.schedulers
 
 Twenty-four conversations of a random 125 M-shape model in bf16, begun with 1,000 tokens each, return with 150 new
-tokens and get answers of 32. HBM and DRAM together hold a third of them at their mean length; the rest is on a disk
-throttled so far that loading a mean history takes as long as computing the new tokens of its turn: both are measured in
-the run. Turns arrive by a Poisson process at three rates, given as shares of the rate at which the FCFS server works
-off a burst while all its places are taken. Each is a turn of a conversation chosen at random: one returns twice in the
-mean, four times at most, and not before its last answer has ended.
+tokens and get answers of 8: short ones, so that near saturation the link to the disk is about as busy with histories as
+the processor with prompts. HBM and DRAM together hold a third of the conversations at their mean length; the rest is on
+a disk throttled so far that loading a mean history takes as long as computing the new tokens of its turn: both are
+measured in the run. Turns arrive by a Poisson process at three rates, given as shares of the rate at which the FCFS
+server works off a burst while all its places are taken. Each is a turn of a conversation chosen at random: one returns
+three times in the mean, six times at most, and not before its last answer has ended.
 
 The three servers differ in `scheduler.policy` alone. They take turns leg by leg in an order that moves on, with the
 same arrivals and the same prompts, and only one works at a time. A round is a leg at each rate on each server, the
 rates in another order in every round. Every leg begins its conversations anew and deletes them at its end: histories
-are as long at one rate as at another, and fit where they are to fit. The result is written after every round.
+are as long at one rate as at another, and fit where they are to fit. The result is written after every leg; what is
+judged is the median of the rounds' ratios.
+
+    python -m benchmarks.schedulers --rounds 1 --file build/schedulers.json
+
+measures one round more, with the same throttle and the same rates, and concludes from all in the file.
 
 A turn waits from when it was due to its first step (`queue_ms`). Its class is told by where most of its history was
 when it started, for no answer names the one by which it was ordered: 1 in HBM, 2 nowhere, 3 below. A load is finished
@@ -30,12 +36,9 @@ the lower ones never above 1.05 x.
 """
 
 import argparse
-import dataclasses
-import json
 import tempfile
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -46,21 +49,13 @@ from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeElapsedC
 from benchmarks.in_process import kv_bytes_per_token
 from benchmarks.make_model import SHAPES, make_model
 from benchmarks.measures import fail_on
+from benchmarks.schedulers_file import Calibration, load, next_round, save
 from benchmarks.schedulers_legs import ITL_S, TTFT_S, Leg, Player, Shape, settings_of, together
 from benchmarks.schedulers_report import POLICIES, show, summarize, verdicts
 from benchmarks.servers import serve, write_result
 from loadgen.workload import Conversation, Turn
 
 SHARES = (0.5, 0.75, 0.95)  # of the service rate
-
-
-@dataclass(frozen=True, slots=True)
-class Calibration:
-    prefill_s: float  # of a turn's new tokens behind a mean history in HBM, nobody else running
-    disk_gbps: float
-    load_s: float  # of a mean history from the throttled disk, as measured
-    service_rate: float  # turns a second
-    window: int  # places
 
 
 # --- calibration ------------------------------------------------------------------------------------------------------
@@ -80,19 +75,21 @@ def prefill_seconds(model: str, shape: Shape, directory: Path) -> float:
     return median(seconds[1:])  # the first pays for what a server sets up
 
 
-def bursts(player: Player, shape: Shape, bytes_per_token: int, places: int) -> tuple[float, float]:
-    """(seconds to load a mean history from the throttled disk, turns a second with all places taken), of as many bursts
-    of all conversations as these have turns in a leg. The former is what the transfer threads say; the latter leaves
-    out the turns that ended while places were still filling, or no longer all taken."""
+def bursts(player: Player, shape: Shape, bytes_per_token: int, places: int, number: int) -> tuple[float, float]:
+    """(seconds to load a mean history from the throttled disk, turns a second with all places taken), of so many bursts
+    of all conversations. The former is what the transfer threads say; the latter leaves out the turns that ended while
+    places were still filling, or no longer all taken."""
+    player.begin("probe", 0)
     before = player.rest()
     seconds, ended = 0.0, 0
-    for number in range(shape.turns):
-        results = player.play(together(shape, shape.turn_tokens, "probe"), 10 + number)
+    for burst in range(number):
+        results = player.play(together(shape, shape.turn_tokens, shape.answer_tokens, "probe"), 10 + burst)
         fail_on(results)
         done_s = sorted(result.done_s for result in results)
         ended += len(done_s) - 2 * places
         seconds += done_s[-1 - places] - done_s[places - 1]
-        after = player.rest()
+    after = player.rest()
+    player.forget()
 
     def moved(what: str) -> float:
         names = [f'reprise_moved_{what}_total{{direction="{d}"}}' for d in ("disk_to_hbm", "disk_to_dram")]
@@ -106,58 +103,62 @@ def bursts(player: Player, shape: Shape, bytes_per_token: int, places: int) -> t
 # --- the run ----------------------------------------------------------------------------------------------------------
 
 
+def throttle(
+    model: str, shape: Shape, in_hbm: int, in_dram: int, load_factor: float, directory: Path
+) -> tuple[float, float]:
+    """(seconds of the new tokens of a turn, the disk's GB/s at which loading a mean history takes `load_factor` times
+    as long)."""
+    prefill_s = prefill_seconds(model, shape, directory / "probe")
+    target_s, bytes_per_token = load_factor * prefill_s, kv_bytes_per_token(model)
+    gbps = shape.mean_history * bytes_per_token / 1e9 / target_s
+    settings = settings_of("fcfs", model, shape, in_hbm, in_dram, 0, gbps, directory / "throttle")
+    with serve("throttle", settings) as server:
+        player = Player(server, "fcfs", shape)
+        beside_s = bursts(player, shape, bytes_per_token, max(1, in_hbm - 1), 1)[0] - target_s
+    # A load takes longer than its bytes through the throttle alone.
+    return prefill_s, gbps * target_s / max(0.2 * target_s, target_s - beside_s)
+
+
 def measure(
     model: str, shape: Shape, shares: tuple[float, ...], policies: tuple[str, ...], rounds: int, in_hbm: int,
     in_dram: int, load_factor: float, window: int, directory: Path, console: Console,
-    keep: Callable[[Calibration, list[Leg]], None],
+    known: tuple[Calibration, list[Leg]] | None, keep: Callable[[Calibration, list[Leg]], None],
 ) -> tuple[Calibration, list[Leg]]:  # fmt: skip
-    """`keep` is called with what there is behind every round. Raises ServerFailed, and RuntimeError where conversations
+    """`keep` is called with what there is behind every leg. Raises ServerFailed, and RuntimeError where conversations
     cannot begin."""
-    bytes_per_token = kv_bytes_per_token(model)
-    legs: list[Leg] = []
+    calibration, legs = known or (None, [])
     columns = (TextColumn("{task.description}"), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console) as progress, ExitStack() as stack:
         bar = progress.add_task("calibrating", total=rounds * len(shares) * len(policies))
-        prefill_s = prefill_seconds(model, shape, directory / "probe")
-        target_s = load_factor * prefill_s
-        gbps = shape.mean_history * bytes_per_token / 1e9 / target_s
-        probing = settings_of("fcfs", model, shape, in_hbm, in_dram, 0, gbps, directory / "throttle")
-        with serve("throttle", probing) as server:
-            player = Player(server, "fcfs", shape)
-            player.begin("probe", 0)
-            beside_s = bursts(player, shape, bytes_per_token, max(1, in_hbm - 1))[0] - target_s
-        # A load takes longer than its bytes through the throttle alone.
-        gbps *= target_s / max(0.2 * target_s, target_s - beside_s)
+        if calibration is None:
+            prefill_s, gbps = throttle(model, shape, in_hbm, in_dram, load_factor, directory)
+        else:
+            prefill_s, gbps = calibration.prefill_s, calibration.disk_gbps
         players = {}
         for policy in dict.fromkeys((*policies, "fcfs")):
             settings = settings_of(policy, model, shape, in_hbm, in_dram, window, gbps, directory / policy)
             players[policy] = Player(stack.enter_context(serve(policy, settings)), policy, shape)
-            players[policy].begin("warm-up", 0)
-            players[policy].forget()
-        neutral = players["fcfs"]
-        neutral.begin("probe", 0)
-        load_s, rate = bursts(neutral, shape, bytes_per_token, max(1, in_hbm - 1))
-        window = players[policies[0]].state()["window"]
-        calibration = Calibration(prefill_s, gbps, load_s, rate, window)
-        neutral.forget()
-        for round_ in range(rounds):
+            players[policy].warm_up()
+        if calibration is None:
+            places, bytes_per_token = max(1, in_hbm - 1), kv_bytes_per_token(model)
+            load_s, rate = bursts(players["fcfs"], shape, bytes_per_token, places, shape.turns)
+            calibration = Calibration(prefill_s, gbps, load_s, rate, players[policies[0]].state()["window"])
+        done = {(leg.policy, leg.share, leg.round_) for leg in legs}
+        first = next_round(legs, len(shares) * len(policies))
+        for round_ in range(first, first + rounds):
             for place in range(len(shares)):
                 share = shares[(place + round_) % len(shares)]
                 seed, shift = 100 * (round_ + 1) + place, (round_ + place) % len(policies)
                 for policy in policies[shift:] + policies[:shift]:
                     progress.update(bar, description=f"round {round_ + 1}, {share:.0%}, {policy}")
-                    players[policy].begin(f"leg-{seed}", seed)
-                    legs.append(players[policy].leg(share, share * rate, round_, f"leg-{seed}", seed))
-                    players[policy].forget()
+                    if (policy, share, round_) not in done:
+                        rate = share * calibration.service_rate
+                        players[policy].begin(f"leg-{seed}", seed)
+                        legs.append(players[policy].leg(share, rate, round_, f"leg-{seed}", seed))
+                        players[policy].forget()
+                        keep(calibration, legs)
                     progress.advance(bar)
-            keep(calibration, legs)
     return calibration, legs
-
-
-def write_turns(file: Path, legs: list[Leg]) -> None:
-    with file.open("w", encoding="utf-8") as out:
-        for sample in (sample for leg in legs for sample in leg.samples):
-            out.write(json.dumps(dataclasses.asdict(sample)) + "\n")
 
 
 def main() -> int:
@@ -167,8 +168,8 @@ def main() -> int:
     parser.add_argument("--conversations", type=int, default=24)
     parser.add_argument("--first-tokens", type=int, default=1000)
     parser.add_argument("--turn-tokens", type=int, default=150)
-    parser.add_argument("--answer-tokens", type=int, default=32)
-    parser.add_argument("--turns", type=int, default=2, help="of every conversation in a leg")
+    parser.add_argument("--answer-tokens", type=int, default=8)
+    parser.add_argument("--turns", type=int, default=3, help="of every conversation in a leg")
     parser.add_argument("--shares", type=float, nargs="+", default=list(SHARES), help="rates, of the service rate")
     parser.add_argument("--in-hbm", type=int, default=5, help="conversations that HBM holds")
     parser.add_argument("--in-dram", type=int, default=3, help="conversations that DRAM holds")
@@ -180,7 +181,7 @@ def main() -> int:
     )
     parser.add_argument("--window", type=int, default=0, help="places of car's window; 0: what the server makes of it")
     parser.add_argument("--policies", nargs="+", choices=POLICIES, default=list(POLICIES))
-    parser.add_argument("--turns-file", type=Path, help="write what became of every turn to it, a line of JSON each")
+    parser.add_argument("--file", type=Path, help="keep every turn in it, and add to the rounds that it has")
     parser.add_argument("--no-result", action="store_true", help="do not write the result file")
     arguments = parser.parse_args()
     console = Console()
@@ -189,19 +190,20 @@ def main() -> int:
         arguments.turns,
     )  # fmt: skip
     policies = tuple(p for p in POLICIES if p in arguments.policies)
+    shares = tuple(sorted(arguments.shares))
+    workload = {
+        "conversations": shape.conversations, "first_tokens": shape.first_tokens, "turn_tokens": shape.turn_tokens,
+        "answer_tokens": shape.answer_tokens, "turns_per_leg": shape.turns, "mean_history": shape.mean_history,
+        "mean_tokens": shape.mean_tokens, "final_tokens": shape.final_tokens, "in_hbm": arguments.in_hbm,
+        "in_dram": arguments.in_dram, "load_factor": arguments.load_factor, "window": arguments.window,
+        "max_seqs": max(1, arguments.in_hbm - 1), "shares": list(shares), "policies": list(policies),
+    }  # fmt: skip
+    known = load(arguments.file, workload) if arguments.file else None
 
     def result(calibration: Calibration, legs: list[Leg]) -> dict[str, Any]:
         summary = summarize(legs)
         return {
-            "workload": {
-                "conversations": shape.conversations, "first_tokens": shape.first_tokens,
-                "turn_tokens": shape.turn_tokens, "answer_tokens": shape.answer_tokens, "turns_per_leg": shape.turns,
-                "mean_history": shape.mean_history, "mean_tokens": shape.mean_tokens,
-                "final_tokens": shape.final_tokens, "in_hbm": arguments.in_hbm,
-                "in_dram": arguments.in_dram, "load_factor": arguments.load_factor,
-                "max_seqs": max(1, arguments.in_hbm - 1), "rounds": arguments.rounds,
-                "rounds_done": len({leg.round_ for leg in legs}),
-            },
+            "workload": {**workload, "rounds": next_round(legs, len(shares) * len(policies))},
             "slo": {"ttft_s": TTFT_S, "itl_s": ITL_S},
             "calibration": {
                 "prefill_s": round(calibration.prefill_s, 4), "disk_gbps": round(calibration.disk_gbps, 4),
@@ -213,6 +215,8 @@ def main() -> int:
         }  # fmt: skip
 
     def keep(calibration: Calibration, legs: list[Leg]) -> None:
+        if arguments.file:
+            save(arguments.file, workload, calibration, legs)
         if not arguments.no_result:
             factor = arguments.load_factor
             write_result("schedulers" if factor == 1 else f"schedulers_load_x{factor:g}", result(calibration, legs))
@@ -223,11 +227,9 @@ def main() -> int:
         if not arguments.model:
             make_model(Path(model), SHAPES["125m"], seed=0)
         calibration, legs = measure(
-            model, shape, tuple(sorted(arguments.shares)), policies, arguments.rounds, arguments.in_hbm,
-            arguments.in_dram, arguments.load_factor, arguments.window, directory, console, keep,
+            model, shape, shares, policies, arguments.rounds, arguments.in_hbm, arguments.in_dram,
+            arguments.load_factor, arguments.window, directory, console, known, keep,
         )  # fmt: skip
-    if arguments.turns_file:
-        write_turns(arguments.turns_file, legs)
     final = result(calibration, legs)
     show(console, final)
     return 0 if final["held"] and all(final["held"].values()) else 1

@@ -23,6 +23,8 @@ BLOCK = 32
 GIB = 1 << 30
 TTFT_S, ITL_S = 1.0, 0.1  # the SLO
 TEMPLATE_TOKENS = 16  # at most, around a message
+BEGIN_ANSWER = 1  # tokens: conversations are begun to be returned to
+WARM_UP_TOKENS = 200
 TIMEOUT_S = 120.0
 
 
@@ -43,7 +45,7 @@ class Shape:
     @property
     def begun_tokens(self) -> int:
         """Of a conversation before a leg."""
-        return self.first_tokens + self.answer_tokens + TEMPLATE_TOKENS
+        return self.first_tokens + BEGIN_ANSWER + TEMPLATE_TOKENS
 
     @property
     def mean_history(self) -> int:
@@ -149,9 +151,9 @@ def turn_of(shape: Shape, due_s: float) -> Turn:
     return Turn(shape.turn_tokens, shape.answer_tokens, 0.0, due_s=due_s)
 
 
-def together(shape: Shape, prompt_tokens: int, prefix: str) -> list[Conversation]:
+def together(shape: Shape, prompt_tokens: int, answer_tokens: int, prefix: str) -> list[Conversation]:
     """A turn of every conversation at once."""
-    turn = Turn(prompt_tokens, shape.answer_tokens, 0.0)
+    turn = Turn(prompt_tokens, answer_tokens, 0.0)
     return [Conversation(f"{prefix}-{number}", "", 0.0, (turn,)) for number in range(shape.conversations)]
 
 
@@ -168,9 +170,14 @@ class Player:
         )
 
     def begin(self, prefix: str, seed: int) -> None:
-        """All conversations, whose KV comes to rest. Raises RuntimeError if one fails."""
-        fail_on(self.play(together(self._shape, self._shape.first_tokens, prefix), seed))
-        self.rest()
+        """All conversations. Raises RuntimeError if one fails."""
+        fail_on(self.play(together(self._shape, self._shape.first_tokens, BEGIN_ANSWER, prefix), seed))
+
+    def warm_up(self) -> None:
+        """Everything once that a server sets up at its first use."""
+        for seed in range(2):
+            fail_on(self.play(together(self._shape, WARM_UP_TOKENS, self._shape.answer_tokens, "warm-up"), seed))
+        self.forget()
 
     def forget(self) -> None:
         """Delete everything."""

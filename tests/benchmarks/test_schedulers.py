@@ -5,7 +5,7 @@ from collections import Counter
 
 import pytest
 
-from benchmarks import itl, measures, planning_cost, schedulers_legs, schedulers_report, tenants
+from benchmarks import itl, measures, planning_cost, schedulers_file, schedulers_legs, schedulers_report, tenants
 from benchmarks.schedulers_legs import Leg, Sample, Shape
 from loadgen.client import TurnResult
 
@@ -57,6 +57,26 @@ def test_car_is_held_against_fcfs_by_rate(car, hidden, failed, held):
     legs += [leg("priority", 0.5, [None])] if failed else []
     verdicts = schedulers_report.verdicts(schedulers_report.summarize(legs))
     assert list(verdicts.values()) == held
+
+
+def test_the_median_of_the_rounds_is_judged():
+    legs = [leg("fcfs", 0.9, [ttft_s], round_) for round_, ttft_s in enumerate((1.0, 2.0, 1.0))]
+    legs += [leg("car", 0.9, [ttft_s], round_, finished=1) for round_, ttft_s in enumerate((0.8, 1.0, 9.0))]
+    legs.append(leg("car", 0.9, [0.1], 3, finished=1))  # fcfs has not been there yet
+    found = schedulers_report.summarize(legs)["ratios"]["0.9"]["car/fcfs"]
+    assert (found["p95_by_round"], found["p95_median"]) == ([0.8, 0.5, 9.0], 0.8)
+
+
+def test_what_was_measured_is_found_again_and_gone_on_from(tmp_path):
+    file, workload = tmp_path / "legs.json", {"conversations": 3}
+    calibration = schedulers_file.Calibration(0.05, 0.3, 0.05, 8.0, 5)
+    assert schedulers_file.load(file, workload) is None
+    legs = [leg(policy, 0.5, [1.0, None], round_, hidden=2) for round_ in (0, 1) for policy in ("car", "fcfs")]
+    assert [schedulers_file.next_round(legs[:count], 2) for count in range(5)] == [0, 0, 1, 1, 2]
+    schedulers_file.save(file, workload, calibration, legs)
+    assert schedulers_file.load(file, workload) == (calibration, legs)
+    with pytest.raises(ValueError, match="another workload"):
+        schedulers_file.load(file, {"conversations": 4})
 
 
 def test_no_loads_show_nothing():
