@@ -1,0 +1,29 @@
+"""What a server would do with a workload, in minutes instead of days: queue, batch and tiers from event to event, with
+the server's own queue and policy classes (`server.py`), on machines that are stated (`presets.py`) or measured
+(`calibrate.py`).
+
+    result = simulate(workload, machine, config)
+    result.tier_token_hit_rate["dram"], result.ttft_mean_s, result.prefill_mean_s, result.cost, result.records
+
+The workload is what `reprise load` sends: `Conversation`s with the lengths, starts and think times of their turns. What
+they say, and what they share with each other, does not count here; block-exact sharing is `loadgen.trace`'s.
+"""
+
+from collections.abc import Sequence
+
+from cache.policies import POLICIES
+from loadgen.sim.machine import Config, Costs, Machine
+from loadgen.sim.result import Result, TurnRecord
+from loadgen.sim.server import Server
+from loadgen.sim.store import BrokenBooks
+from loadgen.workload import Conversation
+
+__all__ = ["BrokenBooks", "Config", "Costs", "Machine", "Result", "TurnRecord", "simulate"]
+
+
+def simulate(workload: Sequence[Conversation], machine: Machine, config: Config) -> Result:
+    """One run to the end of all conversations. Deterministic. Raises ValueError for a policy that is not known or where
+    no turn is left behind the warm-up, BrokenBooks if bytes, counts or tokens do not add up at the end."""
+    if config.policy not in POLICIES:
+        raise ValueError(f"no policy {config.policy!r}; there are {', '.join(POLICIES)}")
+    return Server(workload, machine, config).run()

@@ -1,0 +1,154 @@
+"""What a simulated run came to: hit rates three ways, times, bytes and costs."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from statistics import fmean
+from typing import TYPE_CHECKING, Any
+
+from loadgen.metrics import Prices
+
+if TYPE_CHECKING:
+    from loadgen.sim.server import Server
+
+
+@dataclass(slots=True)
+class TurnRecord:
+    """What became of a turn. Tokens of the prompt as it stood in the context: history_tokens + new_tokens ==
+    prompt_tokens == hit_tokens + what was computed."""
+
+    session_id: str
+    turn: int
+    arrived_s: float
+    new_tokens: int
+    answer_tokens: int
+    history_tokens: int = 0
+    prompt_tokens: int = 0
+    clipped_tokens: int = 0  # of its own words, which alone were longer than the window
+    cut_tokens: int = 0  # of the history, before or while it was answered
+    context_tokens: int = 0  # behind its answer
+    sources: dict[str, int] = field(default_factory=dict)  # tier -> tokens found there when its load began
+    load_s: float = 0.0
+    started_s: float = 0.0
+    first_token_s: float = 0.0
+    done_s: float = 0.0
+    prefill_s: float = 0.0  # from its start to its first token, waiting for loads included
+    stalled_s: float = 0.0  # of that, waiting for loads
+
+    @property
+    def hit_tokens(self) -> int:
+        return sum(self.sources.values())
+
+    @property
+    def hit(self) -> float:
+        """The share of the history's KV that was found: 0 or 1 where sessions move as a whole."""
+        return min(1.0, self.hit_tokens / (self.history_tokens - 1)) if self.history_tokens > 1 else 0.0
+
+    @property
+    def ttft_s(self) -> float:
+        return self.first_token_s - self.arrived_s
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """Of the turns that count (those that start after the warm-up), unless it says of the whole run."""
+
+    turns: int
+    first_turns: int
+    hit_rate: float  # of all turns; those that open a session cannot hit
+    hit_rate_returning: float  # of turns >= 2
+    token_hit_rate: float  # of prompt tokens
+    tier_token_hit_rate: dict[str, float]  # the same by tier; adds up to it
+    tier_hit_share: dict[str, float]  # of the tokens found, by tier; adds up to 1, or nothing was found
+    history_token_hit_rate: float  # of history tokens
+    prompt_tokens: int
+    computed_tokens: int
+    answer_tokens: int
+    ttft_mean_s: float  # arrival to first token
+    ttft_p50_s: float
+    ttft_p95_s: float
+    prefill_mean_s: float  # start to first token: TTFT without queueing
+    queue_mean_s: float
+    stalled_s: float  # waiting for loads
+    prefill_tokens_per_s: float  # prompt tokens over the seconds of their prefills
+    gpu_s: float  # in which the machine was busy while they ran
+    prefill_gpu_s: float  # of the whole run
+    decode_gpu_s: float  # of the whole run
+    makespan_s: float  # of the whole run
+    cost: float  # of the whole run, $; storage is charged only where KV is kept
+    cost_storage: float  # of that
+    cut_turns: int
+    ttft_by_turn_s: list[float]  # mean, by place in the conversation
+    bytes: dict[str, float]  # of the whole run: into HBM by source, fetched into DRAM; evicted and refused by tier
+    records: list[TurnRecord] = field(repr=False)
+
+    def figures(self) -> dict[str, Any]:
+        """All but the turns, for JSON."""
+        return {name: getattr(self, name) for name in self.__slots__ if name != "records"}
+
+
+def cost(seconds: float, *, gpus: float, dram_bytes: float, disk_bytes: float) -> tuple[float, float]:
+    """($ in all, $ of these for storage) of a machine for so long, at the AttentionStore paper's prices."""
+    prices = Prices(gpus=gpus, dram_gb=dram_bytes / 1e9, ssd_gb=disk_bytes / 1e9)
+    hours = seconds / 3600
+    return hours * prices.per_hour, hours * (prices.per_hour - prices.gpus * prices.gpu)
+
+
+def summarize(server: "Server") -> Result:
+    machine, config = server.machine, server.config
+    counted = server.records[config.warmup_turns :]
+    if not counted:
+        raise ValueError(f"{len(server.records)} turns, and {config.warmup_turns} of them warm up: none is left")
+    prompts = sum(record.prompt_tokens for record in counted)
+    history = sum(record.history_tokens for record in counted)
+    found = {tier: sum(record.sources.get(tier, 0) for record in counted) for tier in ("hbm", "dram", "disk")}
+    hits = sum(found.values())
+    returning = [record for record in counted if record.turn]
+    ttfts = sorted(record.ttft_s for record in counted)
+    prefill_s = sum(record.prefill_s for record in counted)
+    by_turn: dict[int, list[float]] = {}
+    for record in counted:
+        by_turn.setdefault(record.turn, []).append(record.ttft_s)
+    kept = config.reuse
+    dollars, storage = cost(
+        server.now,
+        gpus=machine.gpus,
+        dram_bytes=machine.dram_bytes if kept else 0.0,
+        disk_bytes=machine.disk_bytes if kept else 0.0,
+    )
+    moved = dict(server.moved)
+    for name, tier in server.store.tiers.items():
+        moved |= {f"evicted_{name}": tier.evicted, f"refused_{name}": tier.refused, f"written_{name}": tier.written}
+    return Result(
+        turns=len(counted),
+        first_turns=len(counted) - len(returning),
+        hit_rate=fmean(record.hit for record in counted),
+        hit_rate_returning=fmean(record.hit for record in returning) if returning else 0.0,
+        token_hit_rate=hits / prompts,
+        tier_token_hit_rate={tier: tokens / prompts for tier, tokens in found.items()},
+        tier_hit_share={tier: tokens / hits for tier, tokens in found.items()} if hits else {},
+        history_token_hit_rate=hits / history if history else 0.0,
+        prompt_tokens=prompts,
+        computed_tokens=prompts - hits,
+        answer_tokens=sum(record.answer_tokens for record in counted),
+        ttft_mean_s=fmean(ttfts),
+        ttft_p50_s=_quantile(ttfts, 0.5),
+        ttft_p95_s=_quantile(ttfts, 0.95),
+        prefill_mean_s=prefill_s / len(counted),
+        queue_mean_s=fmean(record.started_s - record.arrived_s for record in counted),
+        stalled_s=sum(record.stalled_s for record in counted),
+        prefill_tokens_per_s=prompts / prefill_s,
+        gpu_s=server.busy_s - server.marks[config.warmup_turns][1],
+        prefill_gpu_s=server.prefill_s + server.stalled_s,
+        decode_gpu_s=server.decode_s,
+        makespan_s=server.now,
+        cost=dollars,
+        cost_storage=storage,
+        cut_turns=sum(1 for record in counted if record.cut_tokens),
+        ttft_by_turn_s=[fmean(by_turn[turn]) for turn in sorted(by_turn)],
+        bytes=moved,
+        records=server.records,
+    )
+
+
+def _quantile(values: Sequence[float], share: float) -> float:
+    return values[min(len(values) - 1, int(share * len(values)))]

@@ -1,0 +1,385 @@
+"""Where the KV of sessions lies: tiers ranked by the server's own eviction policies, in sizes instead of bytes.
+
+Copies are kept as the server keeps them: what a turn computed is saved in DRAM and written to disk behind it, a block
+that leaves DRAM stays on disk, one that is fetched stays there as well. What enters and leaves at once is a granule: a
+whole session (AttentionStore's item) or so many tokens of it (the server's blocks).
+"""
+
+from collections.abc import Callable, Container, Sequence
+from dataclasses import dataclass, field
+
+from cache.block import BlockKey
+from cache.policies.base import EvictionPolicy
+from cache.policies.lru import LruPolicy
+
+TIERS = ("hbm", "dram", "disk")
+_TOLD = 3  # times the sessions that fit into an upper tier
+
+
+class BrokenBooks(Exception):
+    """The simulator's own accounts do not add up."""
+
+
+@dataclass(slots=True)
+class Granule:
+    key: BlockKey
+    tokens: int
+
+
+@dataclass(slots=True)
+class _Context:
+    """The KV that a session could have: granules from `first` on, some of them perhaps in no tier."""
+
+    granules: list[Granule] = field(default_factory=list)
+    first: int = 0  # place of the head; what was cut before it keeps its number
+    pins: int = 0
+
+    @property
+    def tokens(self) -> int:
+        return sum(granule.tokens for granule in self.granules)
+
+
+class Tier:
+    """One tier: which granules it has, and how large they are."""
+
+    def __init__(self, name: str, capacity: float, policy: EvictionPolicy) -> None:
+        self.name = name
+        self.capacity = capacity
+        self.policy = policy
+        self.used = 0.0
+        self.evicted = 0.0
+        self.refused = 0.0
+        self.written = 0.0
+        self.sizes: dict[BlockKey, float] = {}
+
+    def __contains__(self, key: BlockKey) -> bool:
+        return key in self.sizes
+
+    def remove(self, key: BlockKey) -> None:
+        size = self.sizes.pop(key, None)
+        if size is not None:
+            self.used -= size
+            self.policy.remove(key)
+
+    def make_room(
+        self,
+        size: float,
+        pinned: Container[BlockKey],
+        *,
+        newcomer: str | None = None,
+        spare_queued: bool = False,
+    ) -> bool:
+        """Let granules leave until `size` more fits; False changes nothing."""
+        excess = self.used + size - self.capacity
+        if excess <= 0:
+            return True
+        if size > self.capacity:
+            return False
+        count = max(1, int(excess * len(self.sizes) / self.used)) if self.used else 1
+        while True:
+            victims = self.policy.victims(count, pinned, newcomer=newcomer, spare_queued=spare_queued)
+            chosen = 0
+            freed = 0.0
+            while chosen < len(victims) and freed < excess:
+                freed += self.sizes[victims[chosen]]
+                chosen += 1
+            if freed >= excess:
+                break
+            if len(victims) < count:
+                return False
+            count *= 2
+        for key in victims[:chosen]:
+            self.evicted += self.sizes[key]
+            self.remove(key)
+        return True
+
+    def put(self, key: BlockKey, size: float) -> None:
+        """There is room. A granule that is here already has its new size."""
+        before = self.sizes.get(key, 0.0)
+        self.sizes[key] = size
+        self.used += size - before
+        self.written += size - before
+        self.policy.touch(key)
+
+    def check(self) -> None:
+        """Raises BrokenBooks."""
+        total = sum(self.sizes.values())
+        if abs(total - self.used) > 1e-6 * max(1.0, total) + 1.0:
+            raise BrokenBooks(f"{self.name}: {self.used} bytes used, granules of {total}")
+        if self.used > self.capacity * (1 + 1e-9) + 1.0:
+            raise BrokenBooks(f"{self.name}: {self.used} bytes in {self.capacity}")
+        if set(self.policy.victims(len(self.sizes) + 1, ())) != self.sizes.keys():
+            raise BrokenBooks(f"{self.name}: the policy ranks other granules than the tier holds")
+
+
+class _Pinned:
+    """The granules of sessions that run or are being loaded, as a container."""
+
+    def __init__(self) -> None:
+        self.counts: dict[BlockKey, int] = {}
+
+    def __contains__(self, key: object) -> bool:
+        return key in self.counts
+
+
+class Store:
+    """All tiers. Sessions by name, `now` in virtual seconds. Single-threaded."""
+
+    def __init__(
+        self,
+        *,
+        policy: Callable[[], EvictionPolicy],
+        kv_bytes_per_token: float,
+        granule_tokens: int,
+        hbm_bytes: float,
+        dram_bytes: float,
+        disk_bytes: float,
+    ) -> None:
+        self._kv = kv_bytes_per_token
+        self._granule_tokens = granule_tokens
+        sizes = {"hbm": hbm_bytes, "dram": dram_bytes, "disk": disk_bytes}
+        self.tiers = {name: Tier(name, sizes[name], policy()) for name in TIERS if sizes[name] > 0}
+        self._lowest = next((name for name in reversed(TIERS) if name in self.tiers), None)
+        self._contexts: dict[str, _Context] = {}
+        self._pinned = _Pinned()
+        self._keys = 0
+        self._used_s: dict[str, float] = {}  # in the order of the last access
+        self.lost_tokens = 0  # saved once, in no tier when their session came back
+
+    @property
+    def mean_session_bytes(self) -> float:
+        """Of the sessions in the lowest tier; 0 while there are none."""
+        if self._lowest is None or not self._contexts:
+            return 0.0
+        tier = self.tiers[self._lowest]
+        if not self._granule_tokens:
+            return tier.used / len(tier.sizes) if tier.sizes else 0.0
+        return sum(context.tokens for context in self._contexts.values()) * self._kv / len(self._contexts)
+
+    # --- what is here -------------------------------------------------------------------------------------------------
+
+    def valid_tokens(self, session: str) -> int:
+        """Tokens whose KV was computed and would still be right, wherever it is."""
+        context = self._contexts.get(session)
+        return context.tokens if context else 0
+
+    def found(self, session: str, most: int) -> dict[str, int]:
+        """Leading tokens by the fastest tier that has them, `most` at most."""
+        tokens = dict.fromkeys(self.tiers, 0)
+        context = self._contexts.get(session)
+        for granule in context.granules if context else ():
+            tier = self._fastest(granule.key)
+            if tier is None or most <= 0:
+                break
+            tokens[tier] += min(most, granule.tokens)
+            most -= granule.tokens
+        return tokens
+
+    def _fastest(self, key: BlockKey) -> str | None:
+        return next((name for name, tier in self.tiers.items() if key in tier), None)
+
+    # --- events -------------------------------------------------------------------------------------------------------
+
+    def arrived(self, session: str, now: float, prompt_tokens: int) -> None:
+        """A turn has come."""
+        self._used_s.pop(session, None)
+        self._used_s[session] = now
+        for tier in self.tiers.values():
+            tier.policy.used(session, now, prompt_tokens)
+
+    def hit(self, session: str) -> None:
+        """What is here of it is used: from the tail on, so that tails leave first."""
+        context = self._contexts.get(session)
+        for granule in reversed(context.granules) if context else ():
+            for tier in self.tiers.values():
+                if granule.key in tier:
+                    tier.policy.touch(granule.key)
+
+    def pin(self, session: str) -> None:
+        """It is being loaded, or runs: nothing of it leaves. Pins are counted."""
+        context = self._contexts.setdefault(session, _Context())
+        context.pins += 1
+        if context.pins == 1:
+            self._pinned.counts.update((granule.key, 1) for granule in context.granules)
+
+    def unpin(self, session: str) -> None:
+        context = self._contexts[session]
+        context.pins -= 1
+        if context.pins == 0:
+            for granule in context.granules:
+                del self._pinned.counts[granule.key]
+
+    def cut(self, session: str, num_tokens: int) -> None:
+        """The first tokens of the context are dropped; what stays keeps its KV. A whole number of granules."""
+        context = self._contexts.get(session)
+        while context and context.granules and num_tokens > 0:
+            head = context.granules[0]
+            if self._granule_tokens and num_tokens < head.tokens:
+                raise ValueError("a cut goes between two granules")
+            if num_tokens < head.tokens:
+                head.tokens -= num_tokens
+                for tier in self.tiers.values():
+                    if head.key in tier:
+                        size = head.tokens * self._kv
+                        tier.used += size - tier.sizes[head.key]
+                        tier.sizes[head.key] = size
+                return
+            num_tokens -= head.tokens
+            self._drop_head(context)
+
+    def invalidate(self, session: str) -> None:
+        """Nothing that is saved of it can be used any more."""
+        context = self._contexts.get(session)
+        while context and context.granules:
+            self._drop_head(context)
+
+    def _drop_head(self, context: _Context) -> None:
+        head = context.granules.pop(0)
+        context.first += 1
+        for tier in self.tiers.values():
+            tier.remove(head.key)
+        self._pinned.counts.pop(head.key, None)
+
+    def save(self, session: str, kv_tokens: int, reused_tokens: int, now: float) -> None:
+        """A turn is over and its context has `kv_tokens` rows; the first `reused_tokens` were not computed by it."""
+        if not self.tiers:
+            return
+        context = self._contexts.setdefault(session, _Context())
+        fresh = self._grow(session, context, kv_tokens, reused_tokens)
+        self._used_s.pop(session, None)
+        self._used_s[session] = now
+        for tier in self.tiers.values():
+            tier.policy.answered(session, now, kv_tokens)
+        for name, tier in self.tiers.items():
+            lowest = name == self._lowest
+            for granule in reversed(fresh if name != "hbm" else context.granules):
+                self._insert(tier, granule, newcomer=None if lowest else session, spare_queued=lowest)
+
+    def _grow(self, session: str, context: _Context, kv_tokens: int, reused_tokens: int) -> list[Granule]:
+        """Bring the granules up to `kv_tokens`. Returns those with rows that were computed, in order."""
+        most = self._granule_tokens or kv_tokens
+        fresh: list[Granule] = []
+        start = 0
+        for granule in context.granules:
+            grown = min(most, kv_tokens - start)
+            if grown != granule.tokens or start + granule.tokens > reused_tokens:
+                granule.tokens = grown
+                fresh.append(granule)
+            start += grown
+        while start < kv_tokens:
+            self._keys += 1
+            granule = Granule(BlockKey(self._keys.to_bytes(8, "big")), min(most, kv_tokens - start))
+            place = context.first + len(context.granules)
+            for tier in self.tiers.values():
+                tier.policy.own(granule.key, session, place)
+            context.granules.append(granule)
+            if context.pins:
+                self._pinned.counts[granule.key] = 1
+            fresh.append(granule)
+            start += granule.tokens
+        return fresh
+
+    def _insert(self, tier: Tier, granule: Granule, *, newcomer: str | None, spare_queued: bool) -> bool:
+        size = granule.tokens * self._kv
+        before = tier.sizes.get(granule.key, 0.0)
+        own = granule.key not in self._pinned.counts
+        if own:
+            self._pinned.counts[granule.key] = 1  # the copy that it replaces is not its own victim
+        fits = tier.make_room(size - before, self._pinned, newcomer=newcomer, spare_queued=spare_queued)
+        if own:
+            del self._pinned.counts[granule.key]
+        if fits:
+            tier.put(granule.key, size)
+        else:
+            tier.refused += size
+            tier.remove(granule.key)  # an older copy lacks rows
+        return fits
+
+    def missing_in_dram(self, session: str) -> float:
+        """Bytes that a fetch would have to bring from disk into DRAM."""
+        if "dram" not in self.tiers or "disk" not in self.tiers:
+            return 0.0
+        dram, disk = self.tiers["dram"], self.tiers["disk"]
+        context = self._contexts.get(session)
+        return sum(
+            disk.sizes[granule.key]
+            for granule in (context.granules if context else ())
+            if granule.key in disk and granule.key not in dram
+        )
+
+    def fetch(self, session: str) -> float:
+        """Make room in DRAM for what only the disk has of a queued session, and count it as there. Returns the bytes
+        that have to be moved; 0 if there is no room that the policy would give."""
+        dram, disk = self.tiers["dram"], self.tiers["disk"]
+        moved = 0.0
+        for granule in self._contexts[session].granules:
+            if granule.key in disk and granule.key not in dram:
+                size = disk.sizes[granule.key]
+                if not dram.make_room(size, self._pinned, newcomer=session):
+                    break
+                dram.put(granule.key, size)
+                moved += size
+        return moved
+
+    @property
+    def looks_ahead(self) -> bool:
+        """Whether the queue counts for what leaves."""
+        return any(not isinstance(tier.policy, LruPolicy) for tier in self.tiers.values())
+
+    def look_ahead(self, upcoming: Sequence[str], now: float) -> None:
+        """The sessions of the eviction window, next first. A tier that is not the lowest is told of no more than a few
+        times what it holds: those behind have no place in it either way, and a policy walks all that it is told of."""
+        for name, tier in self.tiers.items():
+            if name == self._lowest or not self.mean_session_bytes:
+                tier.policy.look_ahead(upcoming, now)
+            else:
+                most = int(_TOLD * tier.capacity / self.mean_session_bytes) + 1
+                tier.policy.look_ahead(upcoming[:most], now)
+
+    def leave_hbm(self, session: str) -> None:
+        """It runs: its rows in HBM are not the cache's any more."""
+        context = self._contexts.get(session)
+        for granule in context.granules if context else ():
+            self.tiers["hbm"].remove(granule.key)
+
+    def shrink_hbm(self, capacity: float) -> None:
+        """What runs needs the room: granules leave HBM until it holds `capacity` at most."""
+        tier = self.tiers["hbm"]
+        tier.capacity = capacity
+        if tier.used > capacity and not tier.make_room(0.0, ()):
+            raise BrokenBooks("HBM holds granules that no policy lets go")
+
+    def forget(self, session: str) -> None:
+        """It has ended, or expired: nobody will come for it."""
+        context = self._contexts.pop(session, None)
+        self._used_s.pop(session, None)
+        for granule in context.granules if context else ():
+            for tier in self.tiers.values():
+                tier.remove(granule.key)
+        for tier in self.tiers.values():
+            tier.policy.forget(session)
+
+    def expire(self, before_s: float) -> list[str]:
+        """Forget the sessions without an access since then, but for those in use. Returns them."""
+        expired = []
+        for session, used_s in self._used_s.items():
+            if used_s > before_s:
+                break
+            context = self._contexts.get(session)
+            if context is None or not context.pins:
+                expired.append(session)
+        for session in expired:
+            self.forget(session)
+        return expired
+
+    def check(self) -> None:
+        """Raises BrokenBooks."""
+        for tier in self.tiers.values():
+            tier.check()
+        known = {granule.key: granule.tokens for context in self._contexts.values() for granule in context.granules}
+        for tier in self.tiers.values():
+            for key, size in tier.sizes.items():
+                if key not in known or abs(known[key] * self._kv - size) > 1.0:
+                    raise BrokenBooks(f"{tier.name}: a granule of {size} bytes belongs to nobody, or has another size")
+        if self._pinned.counts:
+            raise BrokenBooks(f"{len(self._pinned.counts)} granules are pinned at the end")

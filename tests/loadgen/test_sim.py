@@ -1,0 +1,159 @@
+"""The event-driven simulator: what must hold for any workload, and small cases worked by hand."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cache.policies.lru import LruPolicy
+from loadgen.sim import Config, Costs, Machine, simulate
+from loadgen.sim.store import Store
+from loadgen.workload import Conversation, Turn
+
+COSTS = Costs(
+    prefill_fixed_s=0.0, s_per_token=0.001, s_per_kilo_pair=0.0, decode_fixed_s=0.01, s_per_row=0.0,
+    s_per_kilo_read=0.0, overlapped=True,
+)  # fmt: skip
+MACHINE = Machine(
+    name="small", gpus=1, costs=COSTS, num_layers=4, kv_bytes_per_token=1.0, window=200, max_seqs=2,
+    dram_to_hbm=1e4, disk_to_dram=1e3, hbm_bytes=0, hbm_shared=False, dram_bytes=300, disk_bytes=600,
+)  # fmt: skip
+
+
+def conversation(name: str, start_s: float, *turns: tuple[int, int, float]) -> Conversation:
+    return Conversation(name, "", start_s, tuple(Turn(*turn) for turn in turns))
+
+
+TURNS = st.lists(
+    st.tuples(st.integers(1, 90), st.integers(1, 60), st.floats(0, 3, allow_nan=False)), min_size=1, max_size=6
+)
+WORKLOADS = st.lists(st.tuples(st.floats(0, 5, allow_nan=False), TURNS), min_size=1, max_size=8).map(
+    lambda many: [conversation(f"c{i}", start, *turns) for i, (start, turns) in enumerate(many)]
+)
+CONFIGS = st.builds(
+    Config,
+    reuse=st.booleans(),
+    policy=st.sampled_from(["lru", "fifo", "lookahead"]),
+    scheduler=st.sampled_from(["fcfs", "priority", "car"]),
+    granule_tokens=st.sampled_from([0, 16]),
+    truncation=st.sampled_from(["decoupled", "coupled"]),
+    prefetch=st.booleans(),
+    load_ahead=st.integers(0, 2),
+    chunk_tokens=st.sampled_from([0, 32]),
+    ttl_s=st.sampled_from([2.0, float("inf")]),
+)
+
+
+@settings(max_examples=120, deadline=None)
+@given(
+    workload=WORKLOADS,
+    config=CONFIGS,
+    dram=st.sampled_from([0, 120, 300]),
+    disk=st.sampled_from([0, 250, 10_000]),
+    hbm=st.sampled_from([0, 150]),
+)
+def test_every_run_balances_its_books(workload, config, dram, disk, hbm):
+    """`simulate` raises BrokenBooks where bytes, counts or tokens do not add up."""
+    machine = replace(MACHINE, dram_bytes=dram, disk_bytes=disk, hbm_bytes=hbm)
+    result = simulate(workload, machine, config)
+    assert len(result.records) == sum(len(c.turns) for c in workload)
+    assert sum(result.tier_token_hit_rate.values()) == pytest.approx(result.token_hit_rate)
+    assert result.prompt_tokens == result.computed_tokens + sum(r.hit_tokens for r in result.records)
+    for record in result.records:
+        assert record.arrived_s <= record.started_s <= record.first_token_s <= record.done_s
+        assert record.prompt_tokens <= machine.window
+        assert record.context_tokens <= machine.window + 1
+    assert simulate(workload, machine, config).figures() == result.figures()
+
+
+@settings(max_examples=60, deadline=None)
+@given(workload=WORKLOADS, config=CONFIGS)
+def test_a_machine_without_bounds_finds_all_that_was_not_cut(workload, config):
+    machine = replace(MACHINE, dram_bytes=float("inf"), disk_bytes=0)
+    result = simulate(workload, machine, replace(config, reuse=True, ttl_s=float("inf"), truncation="decoupled"))
+    for record in result.records:
+        # The last token of the history has no KV, and the last of the prompt is computed for its logits.
+        assert record.hit_tokens == max(0, record.history_tokens - 1)
+
+
+def test_a_turn_by_hand():
+    # 100 tokens prefill in 0.1 s, 11 tokens decode in 10 steps of 0.01 s. The context has 111 tokens, 110 with KV.
+    # The second turn, 1 s later, loads 110 bytes at 10,000/s = 0.011 s and computes 11 tokens in 0.011 s; the last of
+    # 4 layers computes behind the load: 0.011 + 0.011 / 4.
+    result = simulate([conversation("a", 0.0, (100, 11, 0.0), (10, 1, 1.0))], MACHINE, Config(load_ahead=0))
+    first, second = result.records
+    assert first.first_token_s == pytest.approx(0.1)
+    assert first.done_s == pytest.approx(0.2)
+    assert second.sources == {"dram": 110}
+    assert second.arrived_s == pytest.approx(1.2)
+    assert second.prefill_s == pytest.approx(0.011 + 0.011 / 4)
+    assert result.hit_rate == 0.5
+    assert result.hit_rate_returning == 1.0
+    assert result.token_hit_rate == pytest.approx(110 / (100 + 121))
+
+
+def test_unchunked_prefills_hold_up_decodes_and_chunks_do_not():
+    workload = [conversation("a", 0.0, (10, 41, 0.0)), conversation("b", 0.1, (100, 1, 0.0))]
+    # a: first token at 0.01; the prefill of b, 0.1 s, comes on top of its 40 steps.
+    unchunked = {r.session_id: r for r in simulate(workload, MACHINE, Config()).records}
+    assert unchunked["a"].done_s == pytest.approx(0.01 + 0.4 + 0.1)
+    # In chunks of 25 tokens, 4 of the steps are longer by 0.025 s: the same for a, later for b.
+    chunked = {r.session_id: r for r in simulate(workload, MACHINE, Config(chunk_tokens=25)).records}
+    assert chunked["a"].done_s == pytest.approx(0.01 + 0.4 + 0.1)
+    assert chunked["b"].prefill_s == pytest.approx(unchunked["b"].prefill_s + 4 * 0.01)
+
+
+def test_a_cut_keeps_what_is_saved_only_if_positions_are_decoupled():
+    # 100 + 50, then 60 more: with 25 kept for the answer the window of 200 overflows, and half of it goes.
+    workload = [conversation("a", 0.0, (100, 50, 0.0), (60, 30, 1.0))]
+    decoupled, coupled = (
+        simulate(workload, MACHINE, Config(truncation=truncation)).records[1] for truncation in ("decoupled", "coupled")
+    )
+    assert decoupled.cut_tokens == coupled.cut_tokens == 100
+    assert decoupled.hit_tokens == 150 - 100 - 1
+    assert coupled.hit_tokens == 0
+
+
+def test_look_ahead_keeps_a_part_of_a_rotation_and_lru_nothing():
+    # Ten sessions in rotation, room for five: LRU drops each just before it comes.
+    workload = [conversation(f"c{i}", i / 1e6, *[(20, 20, 0.0)] * 4) for i in range(10)]
+    machine = replace(MACHINE, max_seqs=1, window=10_000, dram_bytes=0, disk_bytes=5 * 100)
+    lru, ahead = (simulate(workload, machine, Config(policy=policy)) for policy in ("lru", "lookahead"))
+    assert ahead.hit_rate_returning > lru.hit_rate_returning + 0.2
+
+
+def test_what_the_queue_announces_is_fetched_into_dram():
+    workload = [conversation(f"c{i}", i / 1e6, *[(20, 40, 0.0)] * 4) for i in range(10)]
+    machine = replace(MACHINE, max_seqs=1, window=10_000, dram_bytes=800, disk_bytes=1e6, disk_to_dram=1e4)
+    fetched = simulate(workload, machine, Config())
+    assert fetched.bytes["fetched"] > 0
+    assert fetched.tier_hit_share["dram"] > 0.99
+    assert simulate(workload, machine, Config(prefetch=False)).tier_hit_share["dram"] < 0.6
+
+
+def test_recompute_pays_for_no_storage():
+    workload = [conversation("a", 0.0, (100, 11, 0.0), (10, 1, 1.0))]
+    machine = replace(MACHINE, dram_bytes=100e9, disk_bytes=1e12)
+    kept, recomputed = (simulate(workload, machine, Config(reuse=reuse)) for reuse in (True, False))
+    assert recomputed.cost == pytest.approx(recomputed.makespan_s / 3600 * 5)
+    # $0.88 an hour for DRAM, $0.082 for SSD.
+    assert kept.cost_storage == pytest.approx(kept.makespan_s / 3600 * (0.88 + 0.082))
+
+
+def test_what_cannot_be_simulated_is_refused():
+    workload = [conversation("a", 0.0, (100, 11, 0.0))]
+    with pytest.raises(ValueError, match="no policy"):
+        simulate(workload, MACHINE, Config(policy="clock"))
+    with pytest.raises(ValueError, match="none is left"):
+        simulate(workload, MACHINE, Config(warmup_turns=5))
+
+
+def test_a_cut_inside_a_block_is_refused():
+    store = Store(
+        policy=LruPolicy, kv_bytes_per_token=1.0,
+        granule_tokens=16, hbm_bytes=0, dram_bytes=1000, disk_bytes=0,
+    )  # fmt: skip
+    store.save("a", 40, 0, 0.0)
+    with pytest.raises(ValueError, match="between"):
+        store.cut("a", 8)
