@@ -19,13 +19,14 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from openai import AsyncOpenAI
 from tokenizers import Tokenizer
 
 from benchmarks.servers import Server, serve
-from benchmarks.streams import Answer, Message, ask, client_of
+from benchmarks.streams import Answer, Message, ask_stamped
+from loadgen.http import Http
 
 Settings = Mapping[str, str | int | float]
+SILENCE_S = 120.0
 SYSTEM: Message = {"role": "system", "content": "You are a friendly person who likes to chat."}
 ENDLESS: dict[str, Settings] = {
     "AS": {"cache.truncation": "auto", "cache.truncation_mode": "decoupled"},
@@ -49,7 +50,7 @@ class Arm:
     """One server and its side of the conversation."""
 
     server: Server
-    client: AsyncOpenAI
+    http: Http
     messages: list[Message] = field(default_factory=lambda: [SYSTEM])
     answers: list[Answer] = field(default_factory=list)
 
@@ -95,16 +96,16 @@ async def converse(
     """Play the conversation on all servers. `shorten_from`: the turn (from 1) before which the client first drops its
     oldest exchange. Raises what the client raises."""
     for arm in arms.values():  # the first request of a process pays for what it sets up
-        await ask(arm.client, arm.server.model["id"], [{"role": "user", "content": "Hello"}], max_tokens=4)
+        await ask_stamped(arm.http, arm.server.model["id"], [{"role": "user", "content": "Hello"}], max_tokens=4)
     for turn, text in enumerate(said, 1):
         for name in list(arms)[:: 1 if turn % 2 else -1]:
             arm = arms[name]
             if shorten_from is not None and turn >= shorten_from:
                 del arm.messages[1:3]
             arm.messages.append({"role": "user", "content": text})
-            answer = await ask(
-                arm.client, arm.server.model["id"], arm.messages, max_tokens=max_tokens, temperature=0,
-                logit_bias=logit_bias, logprobs=True, session_id=session,
+            answer = await ask_stamped(
+                arm.http, arm.server.model["id"], arm.messages, max_tokens=max_tokens, temperature=0,
+                logit_bias=logit_bias, session_id=session,
             )  # fmt: skip
             arm.messages.append({"role": "assistant", "content": answer.text})
             arm.answers.append(answer)
@@ -121,12 +122,12 @@ async def run_pair(
         arms = {}
         for name, settings in pair.items():
             server = stack.enter_context(serve(name.replace("_", "-").lower(), {**common, **settings}))
-            arms[name] = Arm(server, client_of(server.url))
+            arms[name] = Arm(server, Http(server.url, silence_s=SILENCE_S))
         try:
             await play(arms)
         finally:
             for arm in arms.values():
-                await arm.client.close()
+                arm.http.close()
         return {name: turns_of(arm.answers) for name, arm in arms.items()}
 
 
