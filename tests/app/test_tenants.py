@@ -3,12 +3,13 @@
 import asyncio
 import time
 from collections.abc import AsyncIterator
+from functools import partial
 
 import httpx
 import pytest
 
 from app.auth import digest_of
-from app.key_file import remove_key
+from app.key_file import follow_keys, remove_key
 from tests.app.fakes import FakeEngine, Running, in_process, make_settings, until
 
 SLOW, FREE, ADMIN = "sk-of-the-slow-one", "sk-of-the-free-one", "sk-of-the-admin"
@@ -27,7 +28,8 @@ admin = true
 
 
 @pytest.fixture
-async def keyed(engine: FakeEngine, tmp_path) -> AsyncIterator[Running]:
+async def keyed(engine: FakeEngine, tmp_path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Running]:
+    monkeypatch.setattr("app.main.follow_keys", partial(follow_keys, look_s=0.02))
     path = tmp_path / "keys.toml"
     path.write_text(FILE)
     path.chmod(0o600)
