@@ -1,7 +1,8 @@
 """Responses and conversations in Redis, for several servers: as `ResponseStore` keeps them, and bounded like it.
 
-A record is a hash under `reprise:KIND:TENANT:ID`, a conversation's items a list beside it; an index knows when each was
-used last and how large it is. Whatever has to happen at once happens in one script. One Redis, not a cluster.
+A record is a hash under `reprise:KIND:TENANT:ID`, a conversation's items a list beside it; an index per tenant knows
+when each was used last, others how large each is and what a tenant holds. Whatever has to happen at once happens in one
+script. One Redis, not a cluster.
 """
 
 import asyncio
@@ -26,30 +27,40 @@ _decode = msgspec.json.decode
 # ARGV: what to do, now, what is older than that is gone, bytes that all may have, the record's key, and more.
 _SCRIPT = """
 local what, now, gone, most, key = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3]), tonumber(ARGV[4]), ARGV[5]
-local USED, SIZES, TOTAL = 'reprise:used', 'reprise:sizes', 'reprise:total'
+local SIZES, HELD = 'reprise:sizes', 'reprise:held'
+
+local function tenant_of(key) return string.match(key, '^[^:]*:[^:]*:([^:]*):') end
+local function used_of(key) return 'reprise:used:' .. tenant_of(key) end
 
 local function grow(key, bytes)
   redis.call('HINCRBY', SIZES, key, bytes)
-  redis.call('INCRBY', TOTAL, bytes)
+  redis.call('HINCRBY', HELD, tenant_of(key), bytes)
 end
 
 local function drop(key)
-  redis.call('DECRBY', TOTAL, redis.call('HGET', SIZES, key) or 0)
+  local tenant, size = tenant_of(key), redis.call('HGET', SIZES, key)
+  if size and redis.call('HINCRBY', HELD, tenant, -size) == 0 then redis.call('HDEL', HELD, tenant) end
   redis.call('HDEL', SIZES, key)
-  redis.call('ZREM', USED, key)
+  redis.call('ZREM', used_of(key), key)
   redis.call('DEL', key, key .. ':items')
 end
 
 local function is_there(key)
-  local used = redis.call('ZSCORE', USED, key)
+  local used = redis.call('ZSCORE', used_of(key), key)
   return used and tonumber(used) > gone
 end
 
 local function make_room()
-  while tonumber(redis.call('GET', TOTAL) or 0) > most do
-    local oldest = redis.call('ZRANGE', USED, 0, 0)[1]
-    if not oldest then return end
-    drop(oldest)
+  while true do
+    local held, total, largest, size = redis.call('HGETALL', HELD), 0, nil, 0
+    for place = 1, #held, 2 do
+      local bytes = tonumber(held[place + 1])
+      total = total + bytes
+      if bytes > size then largest, size = held[place], bytes end
+    end
+    if total <= most or not largest then return end
+    local oldest = redis.call('ZRANGE', 'reprise:used:' .. largest, 0, 0)[1]
+    if oldest then drop(oldest) else redis.call('HDEL', HELD, largest) end
   end
 end
 
@@ -58,7 +69,7 @@ local function write(key, fields)
   local bytes = #key
   for place = 1, #fields do bytes = bytes + #fields[place] end
   redis.call('HSET', key, unpack(fields))
-  redis.call('ZADD', USED, now, key)
+  redis.call('ZADD', used_of(key), now, key)
   grow(key, bytes)
 end
 
@@ -79,7 +90,10 @@ elseif what == 'create' then
   if problem then drop(key) return problem end
   make_room()
 elseif what == 'sweep' then
-  for _, old in ipairs(redis.call('ZRANGEBYSCORE', USED, '-inf', gone, 'LIMIT', 0, ARGV[6])) do drop(old) end
+  for _, tenant in ipairs(redis.call('HKEYS', HELD)) do
+    local used = 'reprise:used:' .. tenant
+    for _, old in ipairs(redis.call('ZRANGEBYSCORE', used, '-inf', gone, 'LIMIT', 0, ARGV[6])) do drop(old) end
+  end
 elseif not is_there(key) then
   return 'not stored'
 elseif what == 'get' then
@@ -88,7 +102,7 @@ elseif what == 'chain' then
   local found, beginning = {}, ARGV[6]
   for _ = 1, tonumber(ARGV[7]) + 1 do
     if not is_there(key) then return 'not stored' end
-    redis.call('ZADD', USED, now, key)
+    redis.call('ZADD', used_of(key), now, key)
     local row = redis.call('HMGET', key, 'input', 'body', 'previous')
     table.insert(found, row)
     if row[3] == '' then return found end
@@ -98,7 +112,7 @@ elseif what == 'chain' then
 elseif what == 'drop' then
   drop(key)
 else
-  redis.call('ZADD', USED, now, key)
+  redis.call('ZADD', used_of(key), now, key)
   if what == 'update' then
     local before = redis.call('HGET', key, 'metadata')
     redis.call('HSET', key, 'metadata', ARGV[6])

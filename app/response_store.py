@@ -59,8 +59,9 @@ class Conversation:
 
 
 class ResponseStore:
-    """For the event loop; the work is done on one thread. What does not fit pushes out what was used longest ago.
-    Raises NotStored and TooLong; a database that fails is one in which nothing is found."""
+    """For the event loop; the work is done on one thread. What does not fit pushes out what the tenant that holds the
+    most used longest ago: nobody can push out what others keep by keeping more. Raises NotStored and TooLong; a
+    database that fails is one in which nothing is found."""
 
     def __init__(self, *, path: Path | None, max_bytes: int, ttl_s: float) -> None:
         self._db = Database(path=path, schema=_SCHEMA, version=SCHEMA_VERSION)
@@ -222,8 +223,18 @@ class ResponseStore:
         await self._run(lambda: self._remove_oldest(SWEEP_BATCH, before=time.time() - self._ttl_s))
 
     def _make_room(self) -> None:
-        while self._db.used_bytes() > self._max_bytes and self._remove_oldest(EVICT_BATCH, before=float("inf")):
-            pass
+        while self._db.used_bytes() > self._max_bytes:
+            if not self._remove_oldest(EVICT_BATCH, before=float("inf"), tenant=self._largest_tenant()):
+                return
+
+    def _largest_tenant(self) -> str | None:
+        """None: nothing is stored."""
+        found = self._db.execute(
+            "SELECT tenant FROM (SELECT tenant, length(body) + length(input) AS size FROM responses UNION ALL "
+            "SELECT tenant, length(body) FROM items JOIN conversations ON conversations.id = conversation UNION ALL "
+            "SELECT tenant, length(metadata) FROM conversations) GROUP BY tenant ORDER BY sum(size) DESC LIMIT 1"
+        ).fetchone()
+        return None if found is None else str(found[0])
 
     async def _shrink(self) -> None:
         def shrink() -> None:
@@ -232,12 +243,14 @@ class ResponseStore:
 
         await asyncio.get_running_loop().run_in_executor(self._thread, shrink)
 
-    def _remove_oldest(self, most: int, *, before: float) -> bool:
-        """Up to `most` responses and conversations, those used longest ago. Whether there was one."""
+    def _remove_oldest(self, most: int, *, before: float, tenant: str | None = None) -> bool:
+        """Up to `most` responses and conversations, those used longest ago, of one tenant or of all. Whether there was
+        one."""
+        whose = "used < :before AND (:tenant IS NULL OR tenant = :tenant)"
         rows = self._db.execute(
-            "SELECT id, used FROM responses WHERE used < :before UNION ALL SELECT id, used FROM conversations "
-            "WHERE used < :before ORDER BY used LIMIT :limit",
-            {"before": before, "limit": most},
+            f"SELECT id, used FROM responses WHERE {whose} UNION ALL SELECT id, used FROM conversations "
+            f"WHERE {whose} ORDER BY used LIMIT :limit",
+            {"before": before, "limit": most, "tenant": tenant},
         ).fetchall()
         # The newest is what somebody is about to be told of; it goes only if it alone is too large.
         for name, _ in rows[:-1] or rows:

@@ -140,6 +140,21 @@ async def test_what_was_used_longest_ago_makes_room(tmp_path):
     await store.close()
 
 
+async def test_who_keeps_much_pushes_out_its_own(store):
+    await store.put("small", body("first", size=1000), items("q"), None)
+    await store.create("small", "c", {"k": "v"}, items("1", "2"))
+    for n in range(80):
+        await store.put("large", body(f"r{n}", size=30_000), [], None)  # more than twice what all may have
+    await store.create("large", "d", {}, [{"id": str(n), "text": "x" * 30_000} for n in range(10)])
+    for n in range(40):
+        await store.put("large", body(f"s{n}", size=30_000), [], None)
+    assert await store.get("small", "first")
+    assert [item["id"] for item in await store.items("small", "c")] == ["1", "2"]
+    assert await store.get("large", "s39")
+    with pytest.raises(NotStored):
+        await store.get("large", "r0")
+
+
 async def test_what_nobody_uses_is_forgotten(tmp_path, monkeypatch):
     store = ResponseStore(path=None, max_bytes=1 << 20, ttl_s=DAY_S)
     await store.put("t", body("a"), [], None)
@@ -196,23 +211,22 @@ async def test_what_redis_holds_is_bounded_and_counted(redis_server):
     await store.update("t", "c", {"k": "longer than before"})
     await store.delete_item("t", "c", "i3")
     with Redis.from_url(redis_server.url) as redis:
-        total = int(redis.get("reprise:total"))
+        total = int(redis.hget("reprise:held", "t"))
         assert 60_000 < total <= 100_000
         assert total == sum(map(int, redis.hvals("reprise:sizes")))
         held = 0
-        for key in redis.zrange("reprise:used", 0, -1):
+        for key in redis.zrange("reprise:used:t", 0, -1):
             held += len(key) + sum(len(name) + len(value) for name, value in redis.hgetall(key).items())
             held += sum(map(len, redis.lrange(key + b":items", 0, -1)))
         assert total == held  # to the byte
-        assert len(redis.keys("*")) == 3 + 1 + redis.zcard("reprise:used")
+        assert len(redis.keys("*")) == 3 + 1 + redis.zcard("reprise:used:t")
         for n in range(12):
             try:
                 await store.delete("t", f"r{n}")
             except NotStored:
                 assert n < 8
         await store.forget("t", "c")
-        assert int(redis.get("reprise:total")) == 0
-        assert redis.keys("*") == [b"reprise:total"]
+        assert redis.keys("*") == []
     await store.close()
 
 
@@ -229,7 +243,7 @@ async def test_what_nobody_uses_leaves_redis(redis_server, monkeypatch):
             await call
     await store.sweep()
     with Redis.from_url(redis_server.url) as redis:
-        assert redis.keys("*") == [b"reprise:total"]
+        assert redis.keys("*") == []
     await store.close()
 
 
