@@ -53,6 +53,27 @@ def test_tools(client: anthropic.Anthropic) -> None:
     assert later.usage.cache_read_input_tokens > 100
 
 
+def test_a_coding_agents_turns_find_those_before(client: anthropic.Anthropic) -> None:
+    """Its system prompt begins with a line that is another one each time, and its blocks are marked."""
+    marked: Any = {"cache_control": {"type": "ephemeral"}}
+    messages: Any = []
+    for turn in range(3):
+        billing = f"x-anthropic-billing-header: cc_version=2.1.{turn}; cc_entrypoint=cli; cch={turn}6ee5;"
+        system: Any = [
+            {"type": "text", "text": text, **marked} for text in (billing, "You are an agent. " * 20, "Be brief.")
+        ]
+        messages.append({"role": "user", "content": [{"type": "text", "text": "Hello! " * 5, **marked}]})
+        answer = client.beta.messages.create(
+            model=MODEL, max_tokens=20, messages=messages, system=system, tools=TOOLS,
+            betas=["context-management-2025-06-27"],
+            context_management={"edits": [{"type": "clear_tool_uses_20250919"}]},
+        )  # fmt: skip
+        messages.append({"role": "assistant", "content": [block.model_dump() for block in answer.content]})
+        if turn:
+            assert answer.usage.cache_read_input_tokens > 5 * answer.usage.input_tokens
+    assert answer.usage.cache_creation_input_tokens == 0
+
+
 def test_errors_are_the_clients_own(client: anthropic.Anthropic) -> None:
     with pytest.raises(anthropic.NotFoundError):
         client.messages.create(model="other", max_tokens=5, messages=HELLO)
