@@ -116,6 +116,19 @@ class FunctionTool(Part):
         return value
 
 
+def _is_hosted(tool: object) -> bool:
+    """A tool that OpenAI's own servers have, or one that is no function."""
+    return isinstance(tool, dict) and isinstance(kind := tool.get("type"), str) and kind != "function"
+
+
+def _functions(value: object) -> object:
+    """Coding agents send tools of their provider along with functions of their own: a model is told of the functions.
+    Where there are none, the others are what is asked for, and refused."""
+    if not isinstance(value, list):
+        return value
+    return [tool for tool in value if not _is_hosted(tool)] or value
+
+
 class TextFormat(Part):
     type: Literal["text", "json_object", "json_schema"]
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_\-]{1,64}$")] | None = None
@@ -169,7 +182,7 @@ class ResponseRequest(Part):
     top_p: float | None = Field(None, ge=0, le=1)
     top_logprobs: int | None = Field(None, ge=0, le=20)
     include: list[Annotated[str, Field(max_length=128)]] | None = Field(None, max_length=16)
-    tools: list[FunctionTool] | None = Field(None, max_length=MAX_TOOLS)
+    tools: Annotated[list[FunctionTool] | None, BeforeValidator(_functions)] = Field(None, max_length=MAX_TOOLS)
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None
@@ -202,6 +215,12 @@ class ResponseRequest(Part):
         if self.background and self.store is False:
             raise PydanticCustomError("combination", "What runs in the background has to be stored")
         return self
+
+    @classmethod
+    def ignored(cls, body: dict[str, Any]) -> list[str]:
+        tools = body.get("tools")
+        hosted = [tool["type"] for tool in tools if _is_hosted(tool)] if isinstance(tools, list) else []
+        return [*super().ignored(body), *(f"tools.{kind}" for kind in dict.fromkeys(hosted))]
 
 
 class ConversationRequest(Part):

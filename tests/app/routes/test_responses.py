@@ -45,6 +45,21 @@ async def test_a_plain_response(running: Running):
     assert (cut["status"], cut["incomplete_details"]) == ("incomplete", {"reason": "max_output_tokens"})
 
 
+async def test_tools_that_are_no_functions_are_left_out_beside_functions(running: Running):
+    """As coding agents send them; alone they are refused."""
+    shell = {"type": "function", "name": "shell", "parameters": {"type": "object"}, "strict": False}
+    others = [{"type": "web_search", "external_web_access": False}, {"type": "custom", "name": "apply_patch"}]
+    answer = await respond(running, tools=[others[0], shell, *others], tool_choice="auto")
+    assert answer.status_code == 200
+    assert [tool["name"] for tool in answer.json()["tools"]] == ["shell"]
+    assert "tools.web_search, tools.custom" in answer.headers["warning"]
+    assert "apply_patch" not in prompt_of(running)
+    refused = await respond(running, tools=others)
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "tools[0].type")
+    named = await respond(running, tools=[shell, *others], tool_choice={"type": "web_search"})
+    assert named.status_code == 400
+
+
 async def test_a_bound_on_tools_that_are_not_there_is_kept(running: Running):
     response = await running.http.post(
         "/v1/responses", json={"model": "test-model", "input": "Hello", "max_tool_calls": 3}
