@@ -103,7 +103,7 @@ class Matcher:
         for block, (row, used) in enumerate(match.used):
             tier = self._tier(row, block)
             tokens[tier] = tokens.get(tier, 0) + used
-            if tier == "hbm" and row.owners == (context.session,):
+            if row.owners == (context.session,):
                 own += used
         hbm = tokens.pop("hbm")
         load_s = sum(
@@ -116,7 +116,7 @@ class Matcher:
             lower_tokens=tokens,
             bytes_to_load=sum(tokens.values()) * self._bytes_per_token,
             missing_tokens=missing,
-            own_hbm_tokens=own,
+            own_tokens=own,
             load_s=load_s,
             exposed_s=first_token_s(load_s, compute_s, self._rates.num_layers) - compute_s if load_s else 0.0,
         )

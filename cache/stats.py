@@ -38,7 +38,7 @@ class Residency:
     lower_tokens: dict[str, int]
     bytes_to_load: int
     missing_tokens: int
-    own_hbm_tokens: int
+    own_tokens: int
     load_s: float
     exposed_s: float
 

@@ -21,8 +21,9 @@ class Residency(Protocol):
         ...
 
     @property
-    def own_hbm_tokens(self) -> int:
-        """Of `hbm_tokens`, those that only this session has: not a system prompt that many share."""
+    def own_tokens(self) -> int:
+        """Of those that need no computing, in whatever tier, what only this session has: not a system prompt that many
+        share."""
         ...
 
     @property

@@ -1,9 +1,11 @@
 """CaR's three classes by bytes to transfer (CaR §III-B-1), and the plain priority queue over them."""
 
+import math
 from bisect import bisect_left, insort
 from collections.abc import Container, Iterator
 from collections.abc import Sequence as Items
 from enum import IntEnum
+from typing import NamedTuple
 
 from scheduler.ports import CacheView, Residency
 from scheduler.queues import FRONT
@@ -28,9 +30,15 @@ def standing(residency: Residency, hidden_s: float) -> Standing:
     """hidden_s: a load that would hold up its step no longer than that is hidden."""
     if residency.bytes_to_load and residency.exposed_s > hidden_s:
         return TransferClass.LOADS, residency.bytes_to_load
-    # Bytes of hidden loads do not count either: who passes because of them saves nothing, and others wait for it.
-    has_own = residency.own_hbm_tokens > 0 or residency.bytes_to_load > 0
-    return (TransferClass.IN_HBM if has_own else TransferClass.NOTHING_TO_LOAD), 0
+    # Bytes of hidden loads do not count either: who passes because of them saves nothing, and others wait for it. Nor
+    # do tokens that it has in common with others: a flood that shares nothing but its first words would be shuffled.
+    return (TransferClass.IN_HBM if residency.own_tokens else TransferClass.NOTHING_TO_LOAD), 0
+
+
+class _Known(NamedTuple):
+    now: Standing
+    if_hidden: Standing
+    load_s: float | None
 
 
 class Standings:
@@ -39,10 +47,14 @@ class Standings:
     def __init__(self, *, cache: CacheView, hidden_s: float) -> None:
         self._cache = cache
         self._hidden_s = hidden_s
-        self._known: dict[Sequence, tuple[Standing, float | None]] = {}  # the one looked at longest ago is first
+        self._known: dict[Sequence, _Known] = {}  # the one looked at longest ago is first
 
     def __getitem__(self, sequence: Sequence) -> Standing:
-        return self._known[sequence][0]
+        return self._known[sequence].now
+
+    def if_hidden(self, sequence: Sequence) -> Standing:
+        """Where it stands if its load will have ended by its turn."""
+        return self._known[sequence].if_hidden
 
     def __contains__(self, sequence: Sequence) -> bool:
         return sequence in self._known
@@ -52,12 +64,13 @@ class Standings:
 
     def load_s(self, sequence: Sequence) -> float | None:
         """How long its load would take alone; None if there is nothing to load."""
-        return self._known[sequence][1]
+        return self._known[sequence].load_s
 
     def watch(self, sequence: Sequence) -> None:
         residency = self._cache.residency(sequence.request_id)
         load_s = residency.load_s if residency.bytes_to_load else None
-        self._known[sequence] = standing(residency, self._hidden_s), load_s
+        now, if_hidden = standing(residency, self._hidden_s), standing(residency, math.inf)
+        self._known[sequence] = _Known(now, if_hidden, load_s)
 
     def forget(self, sequence: Sequence) -> None:
         del self._known[sequence]
@@ -71,7 +84,7 @@ class Standings:
             if left <= 0:
                 break
             left -= len(sequence.token_ids)
-            before, _ = self._known.pop(sequence)
+            before = self._known.pop(sequence).now
             self.watch(sequence)
             if self[sequence] != before:
                 changed.append((sequence, before))

@@ -165,7 +165,8 @@ class ShuffledWindow:
         return next(spent, self._entries)
 
     def _standing(self, sequence: Sequence) -> Standing:
-        return (TransferClass.IN_HBM, 0) if sequence in self._hidden else self._standings[sequence]
+        standings = self._standings
+        return standings.if_hidden(sequence) if sequence in self._hidden else standings[sequence]
 
     def _rank(self, sequence: Sequence) -> tuple[Standing, int]:
         return self._standing(sequence), self._members[sequence].arrived

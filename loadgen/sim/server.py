@@ -58,7 +58,7 @@ class _Residency:
     lower_tokens: dict[str, int]
     bytes_to_load: int
     missing_tokens: int
-    own_hbm_tokens: int
+    own_tokens: int
     load_s: float
     exposed_s: float
 
@@ -245,7 +245,7 @@ class Server:
         missing = turn.record.prompt_tokens - hbm - sum(lower.values())
         load_s = self._load_seconds(lower)
         exposed_s = max(0.0, load_s - self.machine.costs.prefill_s(missing, turn.record.prompt_tokens - missing))
-        return _Residency(hbm, lower, size, missing, hbm, load_s, exposed_s)
+        return _Residency(hbm, lower, size, missing, hbm + sum(lower.values()), load_s, exposed_s)
 
     def _found(self, turn: _Turn) -> dict[str, int]:
         if not self.config.reuse:

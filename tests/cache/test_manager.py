@@ -485,6 +485,15 @@ def test_residency_of_a_waiting_and_of_a_running_request():
     assert model.manager.residency("turn2").hbm_tokens == 54
 
 
+def test_what_another_session_has_left_is_not_a_request_s_own():
+    model = PoolModel(make_manager())
+    model.run("turn1", range(50), session="mine")
+    model.open("turn2", range(60), session="mine")
+    model.open("other", [*range(20), 7, 7, 7], session="other")
+    found = {name: model.manager.residency(name) for name in ("turn2", "other")}
+    assert {name: (r.hbm_tokens, r.own_tokens) for name, r in found.items()} == {"turn2": (50, 50), "other": (20, 0)}
+
+
 def test_sessions_are_forgotten_after_their_time_and_beyond_their_number():
     model = PoolModel(make_manager(ttl_s=10.0, max_sessions=2))
     for now, session in ((0.0, "a"), (1.0, "b"), (5.0, "a"), (6.0, "c")):

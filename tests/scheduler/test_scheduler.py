@@ -26,7 +26,7 @@ class FakeCache:
         self.leaving = False
         self.to_load = {}  # bytes that an admission would have to load, at 100 per second
         self.scores = {}
-        self.own = {}  # tokens in HBM that nobody else has
+        self.own = {}  # tokens that nobody else has, beside those to load
 
     def resident_tokens(self, request_id):
         return self.resident.get(request_id, 0)
@@ -36,7 +36,7 @@ class FakeCache:
         own = self.own.get(request_id, 0)
         missing = self.sequences[request_id].pending_tokens - self.resident_tokens(request_id)
         return SimpleNamespace(
-            bytes_to_load=size, load_s=size / 100, exposed_s=size / 100, own_hbm_tokens=own, missing_tokens=missing
+            bytes_to_load=size, load_s=size / 100, exposed_s=size / 100, own_tokens=own + size, missing_tokens=missing
         )
 
     def waits_for_sibling(self, request_id):

@@ -25,6 +25,7 @@ class Where:
     def __init__(self):
         self.classes = {}
         self.bytes = {}
+        self.of_others = set()  # those who find only what others have left
 
     def residency(self, request_id):
         where = self.classes.get(request_id, NOTHING)
@@ -33,7 +34,7 @@ class Where:
             bytes_to_load=size,
             load_s=size / 100,
             exposed_s=size / 100,
-            own_hbm_tokens=int(where is IN_HBM),
+            own_tokens=int(where is not NOTHING and request_id not in self.of_others),
             missing_tokens=10,
         )
 
@@ -94,6 +95,18 @@ def test_a_load_that_hides_is_no_load():
     add(window, where, "new", NOTHING)
     assert names(window.front()) == ["hidden", "here", "new", "far"], "its KV is as good as in HBM"
     assert window.class_of(hidden) is IN_HBM
+
+
+def test_who_finds_only_what_others_have_left_passes_nobody_for_it():
+    window, where = make_window(5)
+    where.of_others = {"few words", "many words"}
+    add(window, where, "new", NOTHING)
+    add(window, where, "few words", LOADS, size=1)  # 0.01 s
+    add(window, where, "many words", LOADS, size=100)
+    assert names(window.front()) == ["new", "few words", "many words"]
+    window.foresee([1.5, 5.0, 6.0], 0.0)  # loads end at 0.01 and 1.01 s
+    assert names(window.front()) == ["new", "few words", "many words"], "all of the second class"
+    assert window.class_of(window.front()[-1]) is NOTHING
 
 
 def test_a_load_that_ends_before_its_turn_is_no_load():
