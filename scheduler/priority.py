@@ -118,6 +118,9 @@ class PriorityQueue:
         del self._numbers[sequence]
         self._standings.forget(sequence)
 
+    def waited_for(self) -> None:
+        """Everybody may be passed, for ever."""
+
     dispatch = remove
 
     def foresee(self, opens_s: Items[float], loading_s: float) -> None:

@@ -41,8 +41,12 @@ class WaitingQueue(Protocol):
         """Who starts next, if those in `skipped` cannot start now. None: nobody may pass them."""
         ...
 
+    def waited_for(self) -> Sequence | None:
+        """One whom nobody who came later may pass any more."""
+        ...
+
     def dispatch(self, sequence: Sequence) -> None:
-        """A request that `best` named has started, and so left."""
+        """A request that `best` or `waited_for` named has started, and so left."""
         ...
 
     def finished(self, sequence: Sequence) -> None:
@@ -91,6 +95,9 @@ class FcfsQueue:
 
     def best(self, skipped: Container[Sequence]) -> Sequence | None:
         return next((sequence for sequence in self._waiting if sequence not in skipped), None)
+
+    def waited_for(self) -> None:
+        """They come in turn anyway."""
 
     dispatch = remove
 

@@ -360,7 +360,12 @@ class Scheduler:
             return None
         if not self.free_places and max(self._running_of.values()) < 2:
             return None
-        return self._queue.best(_OfTenants({*self._running_of, *(sequence.tenant for sequence in self._resumed)}))
+        served = {*self._running_of, *(sequence.tenant for sequence in self._resumed)}
+        starved = self._queue.best(_OfTenants(served))
+        if starved is None and any(sequence.tenant not in served for sequence in self._queue.near() or ()):
+            # It would be overtaken once too often: it goes first, and not only when a place is free.
+            return self._queue.waited_for()
+        return starved
 
     def _admit_starved(self, chunks: list[Chunk], preempted: list[Sequence], budget: StepBudget, now: float) -> None:
         sequence = self._starved()

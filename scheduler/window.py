@@ -121,6 +121,9 @@ class ShuffledWindow:
         order = self.front()
         return next((s for s in order if s not in skipped and self._members[s].entered <= last_entry), None)
 
+    def waited_for(self) -> Sequence | None:
+        return next((s for s, m in self._members.items() if m.overtaken >= self.size - 1), None)
+
     def dispatch(self, sequence: Sequence) -> None:
         entered = self._members[sequence].entered
         del self._arrived[sequence]
@@ -161,8 +164,8 @@ class ShuffledWindow:
 
     def _last_entry(self) -> int:
         """Number of the last entry that may start: nobody passes a member that was overtaken often enough."""
-        spent = (m.entered for m in self._members.values() if m.overtaken >= self.size - 1)
-        return next(spent, self._entries)
+        spent = self.waited_for()
+        return self._entries if spent is None else self._members[spent].entered
 
     def _standing(self, sequence: Sequence) -> Standing:
         standings = self._standings

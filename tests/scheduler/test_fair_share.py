@@ -282,3 +282,19 @@ def test_what_is_kept_back_for_slow_steps_is_spent_on_a_starved_tenant():
     assert loop.step() == [("flood0", 1), ("guest", 35)], "flood1 has given way"
     loop.remove(loop.scheduler.running[0])
     assert loop.step() == [("guest", 1), ("flood1", 20)], "which leaves a margin"
+
+
+def test_one_of_a_flood_that_may_not_be_passed_any_more_does_not_keep_another_tenant_out():
+    loop = make_loop(policy="car", max_seqs=2, window=3)
+    loop.add("long0", 4, tenant="a", max_tokens=100)
+    loop.add("long1", 4, tenant="a", max_tokens=3)
+    loop.step()
+    loop.cache.to_load["far"] = 500
+    loop.add("far", 4, tenant="a", max_tokens=100, arrived_s=2)
+    for n in range(3):
+        loop.add(f"near{n}", 4, tenant="a", max_tokens=4, arrived_s=3 + n)
+    while loop.scheduler.queue.waited_for() is None:
+        loop.step()
+    loop.add("near3", 4, tenant="a", max_tokens=50, arrived_s=8)
+    guest = loop.add("guest", 4, tenant="b", max_tokens=2, arrived_s=9)
+    assert first_token_steps(loop, guest) <= 3
