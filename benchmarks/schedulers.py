@@ -8,7 +8,7 @@ the processor with prompts. HBM and DRAM together hold a third of the conversati
 a disk throttled so far that loading a mean history takes as long as computing the new tokens of its turn: both are
 measured in the run. Turns arrive by a Poisson process at three rates, given as shares of the rate at which the FCFS
 server works off a burst while all its places are taken. Each is a turn of a conversation chosen at random: one returns
-three times in the mean, six times at most, and not before its last answer has ended.
+twice in the mean, four times at most, and not before its last answer has ended.
 
 The three servers differ in `scheduler.policy` alone. They take turns leg by leg in an order that moves on, with the
 same arrivals and the same prompts, and only one works at a time. A round is a leg at each rate on each server, the
@@ -169,7 +169,7 @@ def main() -> int:
     parser.add_argument("--first-tokens", type=int, default=1000)
     parser.add_argument("--turn-tokens", type=int, default=150)
     parser.add_argument("--answer-tokens", type=int, default=8)
-    parser.add_argument("--turns", type=int, default=3, help="of every conversation in a leg")
+    parser.add_argument("--turns", type=int, default=2, help="of every conversation in a leg")
     parser.add_argument("--shares", type=float, nargs="+", default=list(SHARES), help="rates, of the service rate")
     parser.add_argument("--in-hbm", type=int, default=5, help="conversations that HBM holds")
     parser.add_argument("--in-dram", type=int, default=3, help="conversations that DRAM holds")

@@ -6,6 +6,7 @@ import random
 import time
 from collections import Counter
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,8 @@ GIB = 1 << 30
 TTFT_S, ITL_S = 1.0, 0.1  # the SLO
 TEMPLATE_TOKENS = 16  # at most, around a message
 BEGIN_ANSWER = 1  # tokens: conversations are begun to be returned to
-WARM_UP_TOKENS = 200
+WARM_UP, WARM_UP_TOKENS = 6, 200  # conversations, and what they begin with
+AT_ONCE = 8  # deletions
 TIMEOUT_S = 120.0
 
 
@@ -175,17 +177,21 @@ class Player:
 
     def warm_up(self) -> None:
         """Everything once that a server sets up at its first use."""
+        some = together(self._shape, WARM_UP_TOKENS, self._shape.answer_tokens, "warm-up")[:WARM_UP]
         for seed in range(2):
-            fail_on(self.play(together(self._shape, WARM_UP_TOKENS, self._shape.answer_tokens, "warm-up"), seed))
+            fail_on(self.play(some, seed))
         self.forget()
 
     def forget(self) -> None:
         """Delete everything."""
         self._histories.clear()
-        with httpx.Client(base_url=self.server.url, timeout=60) as http:
+        with httpx.Client(base_url=self.server.url, timeout=60) as http, ThreadPoolExecutor(AT_ONCE) as threads:
+
+            def delete(session: dict[str, Any]) -> None:
+                http.delete(f"/v1/sessions/{session['id']}").raise_for_status()
+
             while sessions := http.get("/v1/sessions").raise_for_status().json()["data"]:
-                for session in sessions:
-                    http.delete(f"/v1/sessions/{session['id']}").raise_for_status()
+                list(threads.map(delete, sessions))
 
     def rest(self) -> dict[str, float]:
         """Wait until nothing is under way, by the engine's next reports. Returns its metrics. Raises RuntimeError if

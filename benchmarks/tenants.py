@@ -8,7 +8,7 @@ first, then from a second behind the flood until that has ended. The policies `c
 turns, round by round.
 
 A full-budget step is measured as what a running stream waits between two tokens while a prompt of 3,000 tokens is
-computed beside it in chunks: the median.
+computed beside it in chunks, before and behind every flood: the median.
 
 Expected of `car`: the quiet tenant's TTFT p95 beside the flood is at most its TTFT alone (the median) plus three
 full-budget steps.
@@ -137,6 +137,7 @@ class Player:
         await asyncio.sleep(HEARTBEAT_S)
         counts = self._counts()
         counts.subtract(before)
+        gaps_s += await self.full_steps()
         # The last one ran on after the flood had ended.
         beside_s = [r.ttft_s for r in (beside[:-1] or beside) if r.ttft_s is not None]
         return Round(
