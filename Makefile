@@ -21,7 +21,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.setup-$(EXTRAS)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help setup serve test test-api test-clients test-gpu check format bench screenshots sim clean
+.PHONY: help setup serve test test-api test-clients test-gpu check format bench figures screenshots sim clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 12
@@ -75,6 +75,10 @@ bench: setup  ## the standing benchmarks; results in benchmarks/results/
 
 sim: setup  ## scheduler and cache without a model, on a virtual clock: 10,000 random servers
 	@$(BIN)/python -m loadgen.simulate $(ARGS)
+
+figures: setup  ## the papers' figures from the simulator, and all pictures of docs/ from the committed results
+	@$(BIN)/python -m benchmarks.figures_paper $(ARGS)
+	@$(BIN)/python -m benchmarks.figures
 
 screenshots: setup  ## the page's pictures in docs/; needs Chromium
 	@$(BIN)/python -m tests.page.screenshots

@@ -123,37 +123,71 @@ def examine(
 
 @cli.command()
 def simulate(
-    trace: Annotated[Path, typer.Option(help="Requests with the names of their blocks (Mooncake's JSON lines).")],
-    capacity_tokens: Annotated[str, typer.Option(help="Room for so many tokens; several with commas.")],
+    trace: Annotated[
+        Path | None, typer.Option(help="Requests with the names of their blocks (Mooncake's JSON lines): block mode.")
+    ] = None,
+    capacity_tokens: Annotated[
+        str, typer.Option(help="Block mode: room for so many tokens; several with commas.")
+    ] = "",
     policies: Annotated[
         str, typer.Option(help="Keys of the setting cache.policy, default, belady, unbounded; with commas.")
     ] = "lru,fifo,belady,default",
     score_from: Annotated[
-        float, typer.Option(min=0.0, max=1.0, help="Share of the requests that warm up and are not counted.")
+        float, typer.Option(min=0.0, max=1.0, help="Block mode: share of the requests that warm up.")
     ] = 0.0,
+    model: Annotated[str, typer.Option(help="Full mode: a model of the papers.")] = "llama-13b",
+    load: Annotated[str, typer.Option(help="Full mode: saturated or unsaturated.")] = "saturated",
+    sessions: Annotated[int, typer.Option(min=1, help="Full mode: so many conversations.")] = 9000,
+    dram_gb: Annotated[float, typer.Option(min=0, help="Full mode.")] = 128.0,
+    disk_gb: Annotated[float, typer.Option(min=0, help="Full mode.")] = 10_000.0,
+    truncation: Annotated[str, typer.Option(help="Full mode: decoupled, or coupled (a cut loses what is saved).")] = (
+        "decoupled"
+    ),
+    warmup_turns: Annotated[int, typer.Option(min=0, help="Full mode: the first turns do not count.")] = 10_000,
+    seed: Annotated[int, typer.Option(help="Full mode: of the workload.")] = 0,
     out: Annotated[Path | None, typer.Option(help="JSON file for the result.")] = None,
-    figure: Annotated[Path | None, typer.Option(help="PNG file; needs matplotlib.")] = None,
+    figure: Annotated[Path | None, typer.Option(help="Block mode: PNG file; needs matplotlib.")] = None,
 ) -> None:
-    """What eviction policies would have hit on a recorded trace, in one tier of blocks."""
-    from loadgen import trace_report
-
+    """What caching would save: eviction policies on a recorded trace (--trace), or else a whole server of the papers'
+    kind on a virtual clock, with every policy beside recomputing."""
     try:
-        result = trace_report.simulate(
-            trace,
-            capacities=[int(capacity) for capacity in capacity_tokens.split(",")],
-            policies=policies.split(","),
-            score_from=score_from,
-            progress=lambda policy, capacity: console.print(f"{policy}, {capacity:,} tokens"),
-        )
+        if trace is not None:
+            from loadgen import trace_report
+
+            result = trace_report.simulate(
+                trace,
+                capacities=[int(capacity) for capacity in capacity_tokens.split(",")],
+                policies=policies.split(","),
+                score_from=score_from,
+                progress=lambda policy, capacity: console.print(f"{policy}, {capacity:,} tokens"),
+            )
+            tables_ = [trace_report.table(result)]
+        else:
+            from loadgen.sim import report
+
+            result = report.simulate(
+                model=model,
+                load=load,
+                sessions=sessions,
+                policies=policies.split(","),
+                dram_bytes=dram_gb * 1e9,
+                disk_bytes=disk_gb * 1e9,
+                truncation=truncation,
+                warmup_turns=warmup_turns,
+                seed=seed,
+                progress=lambda arm: console.print(arm),
+            )
+            tables_ = report.shown(result)
         text = json.dumps(result, indent=1) + "\n"
         if out is not None:
             out.write_text(text, encoding="utf-8")
-        if figure is not None:
+        if figure is not None and trace is not None:
             trace_report.draw(result, figure)
     except (OSError, ValueError, ImportError) as error:
         console.print(f"reprise simulate: {error}", markup=False)
         raise typer.Exit(2) from None
-    Console().print(trace_report.table(result))
+    for shown in tables_:
+        Console().print(shown)
 
 
 @cli.command("settings")

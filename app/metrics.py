@@ -218,6 +218,9 @@ def _scheduler(state: SchedulerState | None) -> Iterator[Metric]:
     yield GaugeMetricFamily(
         "reprise_length_prediction_error", "Mean error of predicted answers over mean length.", state.prediction_error
     )
+    cost = {term: seconds for term, seconds in state.step_cost.items() if term != "margin"}
+    help_text = "What a step costs: fixed, per token, per thousand pairs, per row, per thousand tokens it reads."
+    yield _labelled(GaugeMetricFamily("reprise_step_cost_seconds", help_text, labels=["term"]), cost)
     yield CounterMetricFamily(
         "reprise_overtakes", "Starts before one that entered the window earlier.", state.overtakes
     )

@@ -9,16 +9,19 @@ The workload is what `reprise load` sends: `Conversation`s with the lengths, sta
 they say, and what they share with each other, does not count here; block-exact sharing is `loadgen.trace`'s.
 """
 
+import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 from cache.policies import POLICIES
+from loadgen.sim.future import clairvoyant
 from loadgen.sim.machine import Config, Costs, Machine
 from loadgen.sim.result import Result, TurnRecord
 from loadgen.sim.server import Server
 from loadgen.sim.store import BrokenBooks
 from loadgen.workload import Conversation
 
-__all__ = ["BrokenBooks", "Config", "Costs", "Machine", "Result", "TurnRecord", "simulate"]
+__all__ = ["BrokenBooks", "Config", "Costs", "Machine", "Result", "TurnRecord", "simulate", "simulate_belady"]
 
 
 def simulate(workload: Sequence[Conversation], machine: Machine, config: Config) -> Result:
@@ -27,3 +30,11 @@ def simulate(workload: Sequence[Conversation], machine: Machine, config: Config)
     if config.policy not in POLICIES:
         raise ValueError(f"no policy {config.policy!r}; there are {', '.join(POLICIES)}")
     return Server(workload, machine, config).run()
+
+
+def simulate_belady(workload: Sequence[Conversation], machine: Machine, config: Config) -> Result:
+    """A ceiling for policies: what returns last leaves first. The future is that of a run where everything is kept, so
+    it is exact where the order of turns does not depend on what is hit."""
+    unbounded = replace(machine, dram_bytes=math.inf, disk_bytes=0.0)
+    future = Server(workload, unbounded, replace(config, policy="lru", warmup_turns=0)).run()
+    return Server(workload, machine, config, policy=clairvoyant(future.records)).run()

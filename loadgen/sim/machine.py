@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Literal
 
+Truncation = Literal["decoupled", "coupled"]
+
 
 @dataclass(frozen=True, slots=True)
 class Costs:
@@ -61,7 +63,7 @@ class Config:
     scheduler: str = "fcfs"  # fcfs | priority | car, as `scheduler.policies.make_queue` knows them
     car_window: int = 8
     granule_tokens: int = 0  # what enters and leaves tiers at once; 0: the whole session, as in the paper; 32: a block
-    truncation: Literal["decoupled", "coupled"] = "decoupled"  # coupled: a cut invalidates what is saved (OF)
+    truncation: Truncation = "decoupled"  # coupled: a cut invalidates what is saved (OF)
     truncation_ratio: float = 0.5  # of the window
     answer_share: float = 0.125  # most of the window that is kept free for the answer when a prompt is cut
     prefetch: bool = True  # disk -> DRAM for the queue

@@ -8,11 +8,12 @@ prompt is the history and its own words: templates add nothing.
 
 import heapq
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import cast
 
 from cache.policies import POLICIES
+from cache.policies.base import EvictionPolicy
 from cache.policies.line import common_ends
 from cache.windows import eviction_window, prefetch_window
 from loadgen.sim.machine import Config, Machine
@@ -81,6 +82,7 @@ class Server:
         conversations: Sequence[Conversation],
         machine: Machine,
         config: Config,
+        policy: Callable[[], EvictionPolicy] | None = None,
     ) -> None:
         self.machine = machine
         self.config = config
@@ -91,7 +93,7 @@ class Server:
         self.moved = {"hbm": 0.0, "dram": 0.0, "disk": 0.0, "fetched": 0.0}  # bytes into HBM by source, and into DRAM
         self.marks: list[tuple[float, float]] = []  # (seconds, busy seconds) at every start
         self.store = Store(
-            policy=POLICIES[config.policy],
+            policy=policy or POLICIES[config.policy],
             kv_bytes_per_token=machine.kv_bytes_per_token,
             granule_tokens=config.granule_tokens,
             hbm_bytes=machine.hbm_bytes if config.reuse else 0.0,
@@ -380,17 +382,20 @@ class Server:
                 self._tell()
                 self.store.leave_hbm(record.session_id)
                 self.store.shrink_hbm(max(0.0, self.machine.hbm_bytes - self._running_bytes))
-        self._prefill(record.prompt_tokens - record.hit_tokens, record.hit_tokens, turn.loaded_s, record)
+        record.prefill_s, record.stalled_s = self._prefill(
+            record.prompt_tokens - record.hit_tokens, record.hit_tokens, turn.loaded_s
+        )
         self.prefilled_tokens += record.prompt_tokens - record.hit_tokens
         record.first_token_s = self.now
         turn.live.context = record.prompt_tokens + 1
         turn.left = record.answer_tokens - 1
         self._run(turn)
 
-    def _prefill(self, num_tokens: int, context_len: int, loaded_s: float, record: TurnRecord) -> None:
-        """One prompt, or what is left of one: unchunked, or in chunks with a decode step of the others beside each."""
+    def _prefill(self, num_tokens: int, context_len: int, loaded_s: float) -> tuple[float, float]:
+        """One prompt, or what is left of one: unchunked, or in chunks with a decode step of the others beside each.
+        Returns the seconds that it took, and those of them that it waited for its load."""
         costs, layers = self.machine.costs, self.machine.num_layers
-        began_s = self.now
+        began_s, stalled_s = self.now, self.stalled_s
         chunk = self.config.chunk_tokens or num_tokens
         waits = loaded_s
         while num_tokens:
@@ -405,7 +410,6 @@ class Server:
             total_s = beside_s + compute_s
             end_s = max(self.now + total_s, waits + total_s / layers)
             waits = 0.0
-            record.stalled_s += end_s - self.now - total_s
             self.stalled_s += end_s - self.now - total_s
             self.prefill_s += compute_s
             self.decode_s += beside_s
@@ -415,7 +419,7 @@ class Server:
             if decodes:
                 self._stepped(1)
                 self._finish_due()
-        record.prefill_s += self.now - began_s
+        return self.now - began_s, self.stalled_s - stalled_s
 
     def _run(self, turn: _Turn) -> None:
         """It decodes until its answer ends or the window is full."""
@@ -465,7 +469,7 @@ class Server:
         session.context -= self._cut(session, context, room, record)
         if self.config.truncation == "coupled" or not self.config.reuse:
             # Every position has moved. What was computed is not counted as prompt: nobody asked for it.
-            self._prefill(session.context - 1, 0, 0.0, record)
+            self._prefill(session.context - 1, 0, 0.0)
             self.recomputed_tokens += session.context - 1
         self._run(turn)
 

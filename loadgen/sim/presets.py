@@ -1,0 +1,181 @@
+"""The papers' models and machines, and what has to be assumed about them: every number once, with where it is from."""
+
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from loadgen import think
+from loadgen.sim.machine import Costs, Machine
+from loadgen.synthetic import Distribution
+from loadgen.workload import Conversation, Turn, arrive
+
+_A100_FLOPS = 189e12
+_A100_BYTES_PER_S = 1.6e12
+LAYER_S = 0.5e-3
+_TURN_TOKENS = 1800
+_TURN_SPREAD = 0.2
+UNSATURATED_RATE = 0.3
+_THINK = "lognormal:24,1.05"  # as `reprise load`
+
+
+@dataclass(frozen=True, slots=True)
+class Stated:
+    """A number and where it is from."""
+
+    what: str
+    value: str
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """A model and the GPUs it runs on."""
+
+    parameters: float
+    num_layers: int
+    hidden_size: int
+    kv_bytes_per_token: float
+    window: int
+    gpus: int
+    max_seqs: int
+
+
+SHAPES = {
+    "llama-13b": Shape(13.0e9, 40, 5120, 0.78e6, 4096, 2, 24),
+    "llama-65b": Shape(65.2e9, 80, 8192, 2.5e6, 2048, 4, 24),
+    "llama-70b": Shape(69.0e9, 80, 8192, 0.31e6, 4096, 4, 24),
+    "falcon-40b": Shape(41.3e9, 60, 8192, 0.12e6, 2048, 4, 24),
+    "mistral-7b": Shape(7.24e9, 32, 4096, 0.131e6, 32_768, 1, 1),
+}
+_KV_16 = 4.0  # bytes of keys and values, per layer and width of a model whose heads all have their own
+CAR_SHAPES = {
+    name: Shape(parameters, layers, width, _KV_16 * layers * width, 2048, 8, 1)
+    for name, parameters, layers, width in (
+        ("opt-6.7b", 6.7e9, 32, 4096),
+        ("opt-13b", 12.9e9, 40, 5120),
+        ("opt-30b", 30.0e9, 48, 7168),
+        ("llama-2-7b", 6.7e9, 32, 4096),
+        ("llama-2-13b", 13.0e9, 40, 5120),
+    )
+}
+FIGURE_MODELS = ("llama-13b", "llama-65b", "llama-70b", "falcon-40b")
+
+_AS, _OURS = "AttentionStore", "assumed"
+TABLE: tuple[Stated, ...] = (
+    Stated("KV per token", ".78 MB (13B), 2.5 (65B), .31 (70B), .12 (Falcon-40B)", f"{_AS} §4.2"),
+    Stated("context window", "2K (65B), 4K (LLaMA-2), 32K (Mistral)", f"{_AS} §2.4, §4.3"),
+    Stated("GPUs, batch", "13B: 2; 65B, 70B, Falcon: 4; batch 24. Mistral: 1, batch 1", f"{_AS} §4.1, §4.3.8"),
+    Stated("PCIe, disk", "26 GB/s, 5 GB/s (\"less than\")", f"{_AS} §2.4"),
+    Stated("DRAM, SSD", "128 GB, 10 TB", f"{_AS} §4.1"),
+    Stated("sessions", "9,000, Poisson, 1 a second; the first 10,000 turns warm up", f"{_AS} §4.1, §4.2"),
+    Stated("turns and lengths", "73 % multi-turn, mean 5.75 turns, 47 % > 2K, 30 % > 4K tokens", f"{_AS} §2.3, §4.2"),
+    Stated("prices", "$5/h a GPU, $.0088/h/GB DRAM, $.000082/h/GB SSD", f"{_AS} §4.2"),
+    Stated("truncation", "the earliest half of the window", f"{_AS} §4.1"),
+    Stated("prefill rate", f"{_A100_FLOPS / 1e12:.0f} TFLOP/s a GPU: 65B, 2K tokens, 4 GPUs in 360 ms", f"{_AS} §2.4"),
+    Stated("the same rate for every model", "2 FLOP per parameter and token, 4 per layer, width and pair", _OURS),
+    Stated("HBM bandwidth", f"{_A100_BYTES_PER_S / 1e12:.1f} TB/s a GPU (80 % of its data sheet)", _OURS),
+    Stated("window of Falcon-40B", "2K, its model card's", _OURS),
+    Stated("shapes", "parameters, layers, widths as in the model cards; KV of Mistral .131 MB per token", _OURS),
+    Stated("think time, saturated preset", "0: one turn of every session always waits", _OURS),
+    Stated(
+        "lengths, saturated preset",
+        f"{_TURN_TOKENS} tokens a turn in the mean, spread {_TURN_SPREAD:g} log-normally; turns as stated",
+        "fitted to LRU and FIFO in Fig. 21",
+    ),
+    Stated(
+        "decode step beside HBM reads, saturated preset",
+        f"{LAYER_S * 1e3:g} ms a layer: the service rate",
+        "fitted to LRU and FIFO in Fig. 21",
+    ),
+    Stated("unsaturated preset", f"{UNSATURATED_RATE:g} sessions a second, think time {_THINK} s, stated lengths, no "
+           "decode time beside HBM reads", _OURS),
+    Stated("correlation of turns and tokens", "0.7 (normal scores); turns geometric from 2 on, at most 40", _OURS),
+    Stated("words of a turn", "a third is the prompt; unsaturated: log-normal between turns (0.8)", _OURS),
+    Stated("what a tier keeps", "copies: what leaves DRAM stays on disk, what is fetched does too", "as the server"),
+    Stated("CaR's machine", "8 A100-40GB, CXL 64 GB/s; OPT-30B 2.6 GB per 2K tokens", "CaR §IV"),
+    Stated("KV of CaR's models", "fp16, all heads their own: 4 bytes per layer and width", _OURS),
+    Stated("saving", "hides behind compute", f"{_AS} §3.2.2; measured in benchmarks/results/overlap.json"),
+)  # fmt: skip
+
+
+def one_gpu(shape: Shape) -> Shape:
+    return replace(shape, gpus=1)
+
+
+def costs(shape: Shape, layer_s: float) -> Costs:
+    """layer_s: of a decode step, a layer, beside the reads of weights and KV."""
+    flops, bandwidth = shape.gpus * _A100_FLOPS, shape.gpus * _A100_BYTES_PER_S
+    weights_s = 2 * shape.parameters / bandwidth
+    return Costs(
+        prefill_fixed_s=weights_s,
+        s_per_token=2 * shape.parameters / flops,
+        s_per_kilo_pair=4 * shape.num_layers * shape.hidden_size * 1000 / flops,
+        decode_fixed_s=weights_s + layer_s * shape.num_layers,
+        s_per_row=0.0,
+        s_per_kilo_read=shape.kv_bytes_per_token * 1000 / bandwidth,
+        overlapped=True,
+    )
+
+
+def machine(model: str, *, layer_s: float = LAYER_S, dram_bytes: float = 128e9, disk_bytes: float = 10e12) -> Machine:
+    """One of `SHAPES` on the AttentionStore paper's testbed. KeyError for others."""
+    shape = SHAPES[model]
+    return Machine(
+        name=model,
+        gpus=shape.gpus,
+        costs=costs(shape, layer_s),
+        num_layers=shape.num_layers,
+        kv_bytes_per_token=shape.kv_bytes_per_token,
+        window=shape.window,
+        max_seqs=shape.max_seqs,
+        dram_to_hbm=26e9,
+        disk_to_dram=5e9,
+        hbm_bytes=0.0,
+        hbm_shared=False,
+        dram_bytes=dram_bytes,
+        disk_bytes=disk_bytes,
+    )
+
+
+def saturated(*, sessions: int = 9000, seed: int = 0, rate_per_s: float = 1.0) -> list[Conversation]:
+    """Every session's next turn waits as soon as an answer has ended."""
+    rng = random.Random(seed)
+    distribution = Distribution()
+    share = distribution.prompt_share
+    scripts = []
+    for _ in range(sessions):
+        script = []
+        for _ in distribution.script(rng):
+            tokens = _TURN_TOKENS * math.exp(rng.gauss(0.0, _TURN_SPREAD) - _TURN_SPREAD**2 / 2)
+            script.append(Turn(max(1, round(tokens * share)), max(1, round(tokens * (1 - share))), 0.0))
+        scripts.append(tuple(script))
+    return arrive(scripts, rng=rng, rate_per_s=rate_per_s, think=lambda _: 0.0)
+
+
+def unsaturated(*, sessions: int = 9000, seed: int = 0, rate_per_s: float = UNSATURATED_RATE) -> list[Conversation]:
+    """People think between turns, and the server keeps up."""
+    rng = random.Random(seed)
+    scripts = [Distribution().script(rng) for _ in range(sessions)]
+    return arrive(scripts, rng=rng, rate_per_s=rate_per_s, think=think.parse(_THINK))
+
+
+def documents(lengths: Sequence[int]) -> list[Conversation]:
+    """Six questions of 256 tokens about each document, answers of 64 (AttentionStore §4.3.8), far apart."""
+    return [
+        Conversation(f"d{length}", "", 1e6 * place, (Turn(256 + length, 64, 0.0), *[Turn(256, 64, 10.0)] * 5))
+        for place, length in enumerate(lengths)
+    ]
+
+
+def smaller(whole: Machine, share: float) -> Machine:
+    """A share of a machine for the same share of its sessions: tiers, batch and HBM bandwidth for KV shrink with them,
+    so that a step takes the same time; prefills and links are as fast as they were."""
+    return replace(
+        whole,
+        max_seqs=max(1, round(whole.max_seqs * share)),
+        hbm_bytes=whole.hbm_bytes * share,
+        dram_bytes=whole.dram_bytes * share,
+        disk_bytes=whole.disk_bytes * share,
+        costs=replace(whole.costs, s_per_kilo_read=whole.costs.s_per_kilo_read / share),
+    )

@@ -1,0 +1,43 @@
+"""`reprise simulate` without a trace."""
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from app.cli import cli
+from loadgen.sim import report
+
+SMALL = {
+    "model": "llama-13b", "load": "saturated", "sessions": 60, "dram_bytes": 5e9, "disk_bytes": 40e9,
+    "truncation": "decoupled", "warmup_turns": 20, "seed": 1, "progress": lambda arm: None,
+}  # fmt: skip
+
+
+def test_arms_stand_between_recompute_and_unbounded():
+    result = report.simulate(policies=["lru", "default", "belady", "unbounded"], **SMALL)
+    arms = {arm["arm"]: arm for arm in result["arms"]}
+    assert arms["recompute"]["token_hit_rate"] == 0
+    assert 0 < arms["lru"]["hit_rate_returning"] < arms["belady"]["hit_rate_returning"]
+    # A window can overflow so far that nothing of the history is left to be found.
+    assert arms["belady"]["hit_rate_returning"] <= arms["unbounded"]["hit_rate_returning"]
+    assert arms["unbounded"]["hit_rate_returning"] == pytest.approx(1.0, abs=0.01)
+    assert arms["unbounded"]["prefill_mean_s"] < arms["lru"]["prefill_mean_s"] < arms["recompute"]["prefill_mean_s"]
+    assert arms["recompute"]["cost_storage"] == 0 < arms["lru"]["cost_storage"]
+
+
+def test_the_command_writes_what_it_shows(tmp_path):
+    out = tmp_path / "result.json"
+    words = ["simulate", "--sessions", "40", "--warmup-turns", "5", "--policies", "lru", "--out", str(out)]
+    finished = CliRunner().invoke(cli, words)
+    assert finished.exit_code == 0, finished.output
+    result = json.loads(out.read_text(encoding="utf-8"))
+    assert [arm["arm"] for arm in result["arms"]] == ["recompute", "lru"]
+    assert "fitted to LRU and FIFO" in json.dumps(result["assumptions"])
+
+
+@pytest.mark.parametrize(
+    "words", [["--model", "gpt-5"], ["--load", "heavy"], ["--policies", "clock"], ["--truncation", "none"]]
+)
+def test_what_is_not_known_is_refused(words):
+    assert CliRunner().invoke(cli, ["simulate", *words]).exit_code == 2
