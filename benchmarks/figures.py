@@ -103,6 +103,10 @@ def speed_section(result: dict[str, Any]) -> list[str]:
 def main() -> None:
     DOCS.mkdir(exist_ok=True)
     lines = ["# Results", "", "Drawn from `benchmarks/results/` by `python -m benchmarks.figures`.", ""]
+    lines += [
+        "What the papers' figures come to on the papers' machines, simulated: [PAPER_FIGURES.md](PAPER_FIGURES.md).",
+        "",
+    ]
     names = {"bundled model (5.6 M)": "replay_dialogues", "random model (100 M)": "replay_dialogues_100m"}
     replays = {title: result for title, name in names.items() if (result := load(name)) is not None}
     if replays:
