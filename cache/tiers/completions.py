@@ -7,18 +7,20 @@ from cache.plan import Event
 
 
 class Completions:
-    """Thread-safe. `changed` guards what threads and engine share; it is notified whenever something has moved on."""
+    """Thread-safe. `changed` guards what threads and engine share; who moves something on notifies it."""
 
     def __init__(self) -> None:
         self.changed = threading.Condition()
         self._events: deque[Event] = deque()
+        self._awaited = False  # the engine's thread waits
         self._failure: BaseException | None = None
 
     def tell(self, *events: Event) -> None:
         """These have ended: their bytes are where they belong."""
         with self.changed:
             self._events.extend(events)
-            self.changed.notify_all()
+            if self._awaited:  # else only threads that wait for loads would wake, and wait again
+                self.changed.notify_all()
 
     def fail(self, error: BaseException) -> None:
         """A thread has ended that should not have."""
@@ -43,4 +45,6 @@ class Completions:
         """Returns when something has ended, or after the timeout."""
         with self.changed:
             if not self._events:
+                self._awaited = True
                 self.changed.wait(timeout_s)
+                self._awaited = False

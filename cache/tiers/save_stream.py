@@ -1,5 +1,6 @@
 """The save stream: HBM -> DRAM slots while the engine computes on (AttentionStore §3.2.2), on a thread of its own."""
 
+import threading
 import time
 from collections.abc import Sequence
 from queue import SimpleQueue
@@ -44,7 +45,7 @@ class SaveStream:
         self._max_backlog_bytes = max_backlog_bytes
         self._backlog_bytes = 0
         self._completions = completions
-        self._changed = completions.changed
+        self._drained = threading.Condition()  # guards the backlog
         # By layer, where kernels may write rows themselves: not past a cap, and not what they cannot write.
         self._blocks: list[np.ndarray] | None = None
         if self._device.type == "cpu" and slab.dtype == torch.bfloat16 and not throttle.is_capped:
@@ -94,13 +95,13 @@ class SaveStream:
             return
         held, self._held = self._held, []
         size = self._bytes_of(held)
-        with self._changed:
+        with self._drained:
             self._backlog_bytes += size
             self._orders.put(held)
             limit = 0 if self._synchronous else self._max_backlog_bytes
             while self._backlog_bytes > limit:
                 self._completions.check()
-                self._changed.wait(1.0)
+                self._drained.wait(1.0)
 
     def _bytes_of(self, captures: Sequence[CapturedRows]) -> int:
         """The KV of all of their rows, saved or not: they are kept alive together."""
@@ -146,9 +147,9 @@ class SaveStream:
         place_rows(self._slab, captures, range(self._slab.num_layers))
         self._throttle.wait(passed)
         captures.clear()
-        with self._changed:
+        with self._drained:
             self._backlog_bytes -= held
-            self._changed.notify_all()
+            self._drained.notify_all()
         return size
 
     def _fill_from_page(self, order: FillFromPage, rotations: Rotations) -> None:
