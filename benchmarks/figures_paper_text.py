@@ -74,7 +74,7 @@ def _bars(
     axis.bar([place - 0.2 for place in places], paper, 0.38, color=GREY, label="paper")
     axis.bar([place + 0.2 for place in places], ours, 0.38, color=BLUE, label="simulated")
     axis.set(title=title, ylabel=unit, xticks=list(places))
-    axis.set_xticklabels(labels, fontsize=8)
+    axis.set_xticklabels([label.replace(", ", ",\n") for label in labels], fontsize=8)
     axis.spines[["top", "right"]].set_visible(False)
     axis.legend(frameon=False)
     figure.tight_layout()
