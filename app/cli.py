@@ -107,6 +107,14 @@ def measure(context: typer.Context) -> None:
     load(context.args)
 
 
+@cli.command("plan", context_settings={"allow_extra_args": True, "ignore_unknown_options": True}, add_help_option=False)
+def plan_storage(context: typer.Context) -> None:
+    """DRAM and disk for a target hit rate, with TTFT and cost: `reprise plan --help`."""
+    from loadgen.plan_cli import main as plan
+
+    plan(context.args)
+
+
 @cli.command("doctor", context_settings=ANY_SETTING)
 def examine(
     context: typer.Context,

@@ -1,0 +1,113 @@
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+from loadgen import plan
+from loadgen.metrics import Prices
+from loadgen.plan_cli import cli
+from loadgen.synthetic import Distribution
+
+PRICES = Prices()
+
+
+def trace_file(path, rows):
+    lines = [
+        {"timestamp": 1000 * at, "input_length": 512 * len(ids), "output_length": 10, "hash_ids": ids}
+        for at, ids in rows
+    ]
+    path.write_text("\n".join(json.dumps(line) for line in lines))
+    return path
+
+
+def of_trace(path, **changed):
+    options = {"dram_gb": 128.0, "target": 0.9, "prices": PRICES, "progress": lambda gb: None} | changed
+    return plan.of_trace(path, plan.machine_of("llama-13b"), **options)
+
+
+def test_a_trace_by_hand(tmp_path):
+    """Two prompts of 4 blocks, each sent twice: half of the tokens can be hit, with room for all 8 blocks."""
+    a, b = [0, 1, 2, 3], [10, 11, 12, 13]
+    found = of_trace(trace_file(tmp_path / "t.jsonl", [(0, a), (10, b), (20, a), (30, b)]))
+    last = found.rows[-1]
+    assert found.most == last.hit_rate == 0.5
+    assert last.dram_gb + last.disk_gb == pytest.approx(1.01 * 8 * 512 * 0.78e-3)
+    none = found.rows[0]
+    assert none.hit_rate == none.dram_gb == none.disk_gb == 0
+    assert last.ttft_s < none.ttft_s
+    assert last.gpus_busy < none.gpus_busy
+    assert none.dollars_per_hour == pytest.approx(5.0 * none.gpus_busy)
+
+
+def test_disk_takes_what_dram_may_not_hold_and_loads_from_it_take_longer(tmp_path):
+    a, b = list(range(40)), list(range(100, 140))
+    trace = trace_file(tmp_path / "t.jsonl", [(0, a), (10, b), (20, [*a, 50]), (30, [*b, 150])])
+    dram, disk = of_trace(trace), of_trace(trace, dram_gb=0.0)
+    assert disk.rows[-1].dram_gb == 0
+    assert disk.rows[-1].dram_hit_rate == 0
+    assert disk.rows[-1].hit_rate == dram.rows[-1].hit_rate > 0.4
+    assert disk.rows[-1].ttft_s > dram.rows[-1].ttft_s
+    assert disk.rows[-1].dollars_per_hour < dram.rows[-1].dollars_per_hour
+
+
+@settings(max_examples=20, deadline=None)
+@given(target=st.floats(0, 1), order=st.lists(st.integers(0, 5), min_size=8, max_size=20))
+def test_the_least_that_meets_the_target_is_chosen(tmp_path_factory, target, order):
+    rows = [(10 * place, list(range(10 * who, 10 * who + 3))) for place, who in enumerate(order)]
+    found = of_trace(trace_file(tmp_path_factory.mktemp("t") / "t.jsonl", rows), target=target)
+    place = found.rows.index(found.chosen)
+    assert found.chosen.hit_rate >= target * found.most - 1e-9
+    assert all(row.hit_rate < target * found.most for row in found.rows[:place])
+
+
+def test_a_trace_without_names_of_blocks_is_refused(tmp_path):
+    path = tmp_path / "t.jsonl"
+    path.write_text(json.dumps({"timestamp": 0, "input_length": 512, "output_length": 1}))
+    with pytest.raises(ValueError, match="names no blocks"):
+        of_trace(path)
+
+
+def of_distribution(**changed):
+    options = {
+        "sessions": 40, "sessions_per_s": 1.0, "ttl_s": 3600.0, "think_time": "lognormal:24,1.05", "seed": 0,
+        "distribution": Distribution(), "dram_gb": 128.0, "target": 0.9, "prices": PRICES, "progress": lambda gb: None,
+    }  # fmt: skip
+    return plan.of_distribution(plan.machine_of("llama-13b"), **(options | changed))
+
+
+def test_conversations_hit_more_with_more_room_and_less_where_it_expires():
+    found = of_distribution()
+    assert found.rows[0].hit_rate == 0
+    assert found.rows[-1].hit_rate == found.most > 0.3
+    assert found.rows[-1].ttft_s < found.rows[0].ttft_s
+    assert of_distribution(ttl_s=1.0).most < found.most
+
+
+def test_a_model_by_its_config(tmp_path):
+    """KV of a token: keys and values of 2 layers x 4 heads x 16 values x 2 bytes = 512 bytes."""
+    config = {
+        "num_hidden_layers": 2, "hidden_size": 128, "num_attention_heads": 8, "num_key_value_heads": 4,
+        "intermediate_size": 256, "vocab_size": 1000, "max_position_embeddings": 2048,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    machine = plan.machine_of(str(tmp_path))
+    assert machine.kv_bytes_per_token == 512
+    assert (machine.window, machine.num_layers, machine.gpus) == (2048, 2, 1)
+    assert machine.costs.s_per_token < plan.machine_of("llama-13b").costs.s_per_token
+    with pytest.raises(ValueError, match="neither one of llama-13b"):
+        plan.machine_of(str(tmp_path / "nothing"))
+
+
+def test_the_command_writes_json_and_a_picture(tmp_path):
+    trace = trace_file(tmp_path / "t.jsonl", [(10 * place, [place % 2, 5 + place % 2]) for place in range(6)])
+    out, figure = tmp_path / "plan.json", tmp_path / "plan.png"
+    run = CliRunner().invoke(cli, ["--trace", str(trace), "--out", str(out), "--figure", str(figure)])
+    assert run.exit_code == 0, run.output
+    found = json.loads(out.read_text())
+    assert found["chosen"] in found["rows"]
+    assert found["most"] > 0
+    assert figure.read_bytes()[:4] == b"\x89PNG"
+    refused = CliRunner().invoke(cli, ["--model", "no such model"])
+    assert refused.exit_code == 2
