@@ -1,0 +1,225 @@
+"""Whether the simulator foretells what the server does: the same conversations on both.
+
+    python -m benchmarks.sim_agreement
+
+200 conversations with the bundled model on a server whose HBM and DRAM are too small for them, twice. The first run
+calibrates: what a step costs and how fast KV moves (`/metrics`), and what a request costs outside of the engine (the
+client's TTFT less the server's own). Then `loadgen.simulate`, the real scheduler and cache manager on a virtual clock,
+plays what the second run was sent: the same prompts and answers in tokens, starts and think times. Nothing is taken
+from the second run but what its clients did.
+
+Expected: per tier, tokens hit as a share of prompt tokens within 2 points of the second run; mean TTFT within 20 %, or
+within the difference between the two runs if that is more.
+"""
+
+import argparse
+import random
+import time
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from statistics import fmean
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.measures import HEARTBEAT_S, fail_on, target_of
+from benchmarks.servers import Server, serve, write_result
+from cache.block import BLOCK_TOKENS
+from loadgen import load, metrics
+from loadgen.client import TurnResult
+from loadgen.simulate import Machine, Simulation
+from loadgen.synthetic import Distribution
+from loadgen.workload import Conversation, Turn
+
+TIERS = ("hbm", "dram", "disk")
+MOST_POINTS = 2.0
+MOST_TTFT = 0.20
+STEP_TOKENS = 256
+WINDOW = 16
+MAX_SEQS = 16
+ITL_TARGET_MS = 100
+KV_BYTES = 1536  # of a token of the bundled model: 2 x 6 layers x 2 heads x 32 values in bf16
+DISTRIBUTION = Distribution(mean_turns=4.0, over_2k=0.02, over_4k=0.002, max_tokens=700)
+
+
+def options_of(conversations: int, rate: float, think: str, max_context: int, seed: int) -> load.Options:
+    return load.Options(
+        source="synthetic", path="", conversations=conversations, rate=rate, think=think, loop="open", concurrency=0,
+        speed=1.0, scale=1.0, max_context=max_context, answer_tokens=24, system_tokens=0, seed=seed, duration_s=0.0,
+        warmup_turns=0, warmup_s=0.0, timeout_s=60.0, retries=0, distribution=DISTRIBUTION,
+        slo=metrics.Slo(1.0, 0.1), prices=metrics.Prices(),
+    )  # fmt: skip
+
+
+def settings_of(hbm_tokens: int, dram_tokens: int, disk_tokens: int) -> dict[str, Any]:
+    gib = KV_BYTES / (1 << 30)
+    return {
+        "model.dtype": "bfloat16", "cache.hbm_tokens": hbm_tokens, "cache.dram_gib": dram_tokens * gib,
+        "cache.disk_gib": disk_tokens * gib, "scheduler.window": WINDOW, "scheduler.max_seqs": MAX_SEQS,
+        "scheduler.itl_target_ms": ITL_TARGET_MS, "engine.step_tokens": STEP_TOKENS,
+    }  # fmt: skip
+
+
+def played(server: Server, options: load.Options) -> list[TurnResult]:
+    conversations = load.workload(options)
+    results, _ = load.execute(
+        options, conversations, target_of(server), on_sent=lambda: None, on_result=lambda _: None
+    )  # fmt: skip
+    fail_on(results)
+    return results
+
+
+def figures_of(results: Sequence[TurnResult]) -> dict[str, Any]:
+    """Of a run on a server."""
+    prompts = sum(result.prompt_tokens for result in results)
+    hits = {tier: sum(result.extra["x_cache"][f"{tier}_tokens"] for result in results) for tier in TIERS}
+    ttfts = [result.ttft_s for result in results if result.ttft_s is not None]
+    return {
+        "turns": len(results), "prompt_tokens": prompts, "ttft_ms": round(1e3 * fmean(ttfts), 3),
+        "hit_points": {tier: round(100 * tokens / prompts, 3) for tier, tokens in hits.items()},
+    }  # fmt: skip
+
+
+def outside_s(results: Sequence[TurnResult]) -> float:
+    """What stands between client and engine, in the mean."""
+    waits = [(result.ttft_s, result.extra["timings"]) for result in results]
+    return fmean(ttft_s - timings["ttft_ms"] / 1e3 for ttft_s, timings in waits if ttft_s is not None)
+
+
+def machine_of(measured: dict[str, float], hbm_tokens: int, dram_tokens: int, disk_tokens: int) -> Machine:
+    """measured: /metrics behind a run. Raises ValueError where nothing moved."""
+
+    def cost(term: str) -> float:
+        return measured[f'reprise_step_cost_seconds{{term="{term}"}}']
+
+    def rate(*directions: str) -> float:
+        size, seconds = (
+            sum(measured.get(f'reprise_moved_{what}_total{{direction="{direction}"}}', 0.0) for direction in directions)
+            for what in ("bytes", "seconds")
+        )
+        if not size or not seconds:
+            raise ValueError(f"nothing moved {' or '.join(directions)}: the tiers are too large for this workload")
+        return size / seconds
+
+    return Machine(
+        hbm_blocks=hbm_tokens // BLOCK_TOKENS, dram_blocks=dram_tokens // BLOCK_TOKENS,
+        disk_blocks=disk_tokens // BLOCK_TOKENS, policy="car", window=WINDOW, max_seqs=MAX_SEQS,
+        step_tokens=STEP_TOKENS, lone_step_tokens=STEP_TOKENS, itl_target_s=ITL_TARGET_MS / 1e3,
+        bytes_per_token=KV_BYTES, num_layers=6, fixed_s=cost("fixed"), s_per_token=cost("per_token"),
+        s_per_row=cost("per_row"), s_per_kilo_pair=cost("per_kilo_pair"), s_per_kilo_read=cost("per_kilo_read"),
+        dram_bytes_per_s=rate("dram_to_hbm"), disk_bytes_per_s=rate("disk_to_dram", "disk_to_hbm"),
+    )  # fmt: skip
+
+
+def conversations_of(results: Sequence[TurnResult]) -> list[Conversation]:
+    """What the clients of a run did, in tokens as the server counted them."""
+    sessions: dict[str, list[TurnResult]] = defaultdict(list)
+    for result in results:
+        sessions[result.session_id].append(result)
+    found = []
+    for name, turns in sessions.items():
+        turns.sort(key=lambda result: result.turn)
+        said: list[Turn] = []
+        before, done_s = 0, turns[0].due_s
+        for turn in turns:
+            new = max(1, turn.prompt_tokens - before)
+            said.append(Turn(new, turn.completion_tokens, max(0.0, turn.due_s - done_s)))
+            before, done_s = turn.prompt_tokens + turn.completion_tokens, turn.done_s
+        found.append(Conversation(name, "", turns[0].due_s, tuple(said)))
+    return found
+
+
+class Tracked(Simulation):
+    """Adds up where the tokens of the prompts came from."""
+
+    def __init__(self, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self.sources: Counter[str] = Counter()
+        explain = self.cache.report
+
+        def report(request_id: str) -> Any:
+            found = explain(request_id)
+            self.sources.update({tier: getattr(found, f"{tier}_tokens") for tier in TIERS})
+            return found
+
+        self.cache.report = report  # type: ignore[method-assign]
+
+
+def foretold(machine: Machine, conversations: Sequence[Conversation], outside: float) -> dict[str, Any]:
+    run = Tracked(machine=machine, conversations=conversations, rng=random.Random(0))
+    run.run()
+    prompts = sum(record.prompt_tokens for record in run.records)
+    ttfts = [record.ttft_s for record in run.records if record.ttft_s is not None]
+    return {
+        "turns": len(run.records), "prompt_tokens": prompts, "ttft_ms": round(1e3 * (fmean(ttfts) + outside), 3),
+        "hit_points": {tier: round(100 * run.sources[tier] / prompts, 3) for tier in TIERS},
+    }  # fmt: skip
+
+
+def verdicts(first: dict[str, Any], second: dict[str, Any], simulated: dict[str, Any]) -> dict[str, bool]:
+    """What is held -> whether it holds."""
+    held = {}
+    for tier in TIERS:
+        apart = abs(second["hit_points"][tier] - simulated["hit_points"][tier])
+        held[f"{tier}: within {MOST_POINTS:g} points of prompt tokens"] = apart <= MOST_POINTS
+    spread = abs(first["ttft_ms"] - second["ttft_ms"])
+    apart = abs(second["ttft_ms"] - simulated["ttft_ms"])
+    held[f"mean TTFT: within {MOST_TTFT:.0%}, or what the runs differ by"] = apart <= max(
+        MOST_TTFT * second["ttft_ms"], spread
+    )
+    return held
+
+
+def show(console: Console, runs: dict[str, dict[str, Any]], held: dict[str, bool]) -> None:
+    table = Table("", "turns", "prompt tokens", "TTFT ms", *(f"{tier}, %" for tier in TIERS))
+    for name, run in runs.items():
+        hits = [f"{run['hit_points'][tier]:.2f}" for tier in TIERS]
+        table.add_row(name, str(run["turns"]), f"{run['prompt_tokens']:,}", f"{run['ttft_ms']:.1f}", *hits)
+    console.print(table)
+    for line, holds in held.items():
+        console.print(f"[green]held[/green]     {line}" if holds else f"[red]NOT held[/red] {line}")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--conversations", type=int, default=200)
+    parser.add_argument("--rate", type=float, default=4.0, help="conversations a second")
+    parser.add_argument("--think", default="lognormal:4,0.5")
+    parser.add_argument("--hbm-tokens", type=int, default=6144)
+    parser.add_argument("--dram-tokens", type=int, default=8192)
+    parser.add_argument("--disk-tokens", type=int, default=1 << 20)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--no-result", action="store_true", help="do not write the result file")
+    arguments = parser.parse_args()
+    console = Console(width=120)
+    tiers = (arguments.hbm_tokens, arguments.dram_tokens, arguments.disk_tokens)
+    runs, results, measured, settings = [], [], {}, settings_of(*tiers)
+    for number in range(2):
+        with serve(f"agreement-{number}", settings) as server:
+            kv_bytes = server.model["cache"]["kv_bytes_per_token"]
+            if kv_bytes != KV_BYTES:
+                raise SystemExit(f"{KV_BYTES} bytes of KV a token are assumed, and it has {kv_bytes}")
+            most = min(server.max_context, arguments.hbm_tokens)
+            options = options_of(
+                arguments.conversations, arguments.rate, arguments.think, most, arguments.seed
+            )  # fmt: skip
+            results.append(played(server, options))
+            time.sleep(HEARTBEAT_S)
+            if not number:
+                measured = server.metrics()
+        runs.append(figures_of(results[-1]))
+    machine = machine_of(measured, *tiers)
+    simulated = foretold(machine, conversations_of(results[1]), outside_s(results[0]))
+    held = verdicts(runs[0], runs[1], simulated)
+    named = {"server, first run": runs[0], "server, second run": runs[1], "simulator": simulated}
+    show(console, named, held)
+    if not arguments.no_result:
+        calibration = {name: getattr(machine, name) for name in machine.__slots__}
+        result = {"settings": vars(arguments), "held": held, "runs": named, "calibration": calibration}
+        console.print(f"written: {write_result('sim_agreement', result)}")
+    return 0 if all(held.values()) else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

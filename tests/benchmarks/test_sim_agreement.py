@@ -1,0 +1,50 @@
+import pytest
+
+from benchmarks import sim_agreement as agreement
+from loadgen.client import TurnResult
+from loadgen.simulate import Machine
+
+
+def result(session, turn, due_s, done_s, prompt, answer, hits=(0, 0, 0)):
+    cache = {f"{tier}_tokens": tokens for tier, tokens in zip(agreement.TIERS, hits, strict=True)}
+    return TurnResult(
+        session, turn, due_s, sent_s=due_s, token_s=[due_s + 0.05], done_s=done_s, prompt_tokens=prompt,
+        completion_tokens=answer, extra={"x_cache": cache, "timings": {"ttft_ms": 40.0}},
+    )  # fmt: skip
+
+
+RESULTS = [result("a", 1, 8.0, 9.0, 150, 5, (100, 14, 0)), result("a", 0, 1.0, 3.0, 100, 10)]
+
+
+def test_what_clients_did_becomes_the_workload():
+    (conversation,) = agreement.conversations_of(RESULTS)
+    assert conversation.start_s == 1.0
+    assert [(turn.prompt_tokens, turn.answer_tokens, turn.think_s) for turn in conversation.turns] == [
+        (100, 10, 0.0),
+        (40, 5, 5.0),  # 150 less the 110 that were there; at 8 s, behind the end at 3 s
+    ]
+
+
+def test_figures_of_a_run_by_hand():
+    figures = agreement.figures_of(RESULTS)
+    assert figures["hit_points"] == {"hbm": 40.0, "dram": 5.6, "disk": 0.0}  # of 250 tokens
+    assert figures["ttft_ms"] == 50.0
+    assert agreement.outside_s(RESULTS) == pytest.approx(0.01)
+
+
+def test_the_simulator_plays_it_and_reuses_what_it_has():
+    machine = Machine(hbm_blocks=64, dram_blocks=0, disk_blocks=0, policy="car", window=4, max_seqs=2)
+    found = agreement.foretold(machine, agreement.conversations_of(RESULTS), 0.01)
+    assert found["turns"] == 2
+    assert found["prompt_tokens"] == 250
+    assert found["hit_points"]["hbm"] == pytest.approx(100 * 109 / 250)  # but for the last sampled token: it has no KV
+    assert found["ttft_ms"] > 10
+
+
+def test_what_is_too_far_apart_is_not_held():
+    def run(hbm, ttft):
+        return {"hit_points": {"hbm": hbm, "dram": 1.0, "disk": 1.0}, "ttft_ms": ttft}
+
+    assert all(agreement.verdicts(run(50, 10), run(50, 10), run(51.9, 11.9)).values())
+    assert list(agreement.verdicts(run(50, 10), run(50, 10), run(52.1, 12.1)).values()) == [False, True, True, False]
+    assert all(agreement.verdicts(run(50, 14), run(50, 10), run(50, 13.9)).values())  # the runs differ by as much
