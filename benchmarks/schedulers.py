@@ -22,10 +22,10 @@ measures one round more, with the same throttle and the same rates, and conclude
 
 A turn waits from when it was due to its first step (`queue_ms`). Its class is told by where most of its history was
 when it started, for no answer names the one by which it was ordered: 1 in HBM, 2 nowhere, 3 below. A load is finished
-when its request starts after it, hidden when what is left of it then holds up a step by no more than 20 ms beyond the
-computation of the new tokens: what the scheduler takes for none. A turn whose answer says that it loaded, and whose
-load the scheduler did not count, counts as neither. Goodput: turns a second that had their first token within 1 s and
-then a mean gap of at most 100 ms; the strict one wants every gap within it.
+when the first step of its request comes after it, hidden when what is left of it then holds up that step by no more
+than 20 ms beyond the computation of the new tokens: what the scheduler takes for none. A turn whose answer says that it
+loaded, and whose load the scheduler did not count, counts as neither. Goodput: turns a second that had their first
+token within 1 s and then a mean gap of at most 100 ms; the strict one wants every gap within it.
 
     python -m benchmarks.schedulers --load-factor 6
 

@@ -122,7 +122,8 @@ class Scheduler:
         self.preemptions = 0
         self.fair_preemptions = 0  # of these, for the sake of another tenant
         self.predicted_tokens: Counter[str] = Counter()  # of answers that ended: error, actual
-        self.loads: Counter[str] = Counter()  # of those that started with KV to load: finished, hidden, exposed
+        self._loaders: set[Sequence] = set()  # of those who run: have loaded, and computed nothing yet
+        self.loads: Counter[str] = Counter()  # at the first chunk of those with KV to load: finished, hidden, exposed
 
     @property
     def num_waiting(self) -> int:
@@ -236,6 +237,7 @@ class Scheduler:
         for sequence in decoding:
             # A preemption further up may have taken this one out.
             if sequence.state is SequenceState.RUNNING and self._make_room(sequence, 1, chunks, preempted):
+                self._count_load(sequence, 1, 0.0)
                 chunks.append(Chunk(sequence, 1))
         budget = self._budget(chunks, now)
         prefills = self._prefills(loading)
@@ -250,6 +252,7 @@ class Scheduler:
             if not num_tokens:
                 break
             if self._make_room(sequence, num_tokens, chunks, preempted):
+                self._count_load(sequence, num_tokens, loading.get(sequence.request_id, 0.0))
                 chunks.append(Chunk(sequence, num_tokens))
                 budget.spend(num_tokens, sequence.computed_tokens)
         # Room that was just taken from one is not given to another; and who stands first and finds none would be kept
@@ -345,6 +348,7 @@ class Scheduler:
 
     def _stop(self, sequence: Sequence) -> None:
         self._running.remove(sequence)
+        self._loaders.discard(sequence)
         self._running_of[sequence.tenant] -= 1
         self._running_of += Counter()  # forgets those at zero
 
@@ -478,16 +482,22 @@ class Scheduler:
         if self._chunked_prefill:
             num_tokens = min(reserved, budget.chunk(sequence.pending_tokens, sequence.computed_tokens))
         stall_s = self._cache.stall_s(sequence.request_id)
-        if stall_s:
-            work = StepWork().plus_chunk(num_tokens, sequence.computed_tokens)
-            is_hidden = stall_s - self._cost.seconds(work) <= self._stall_budget_s
-            self.loads["hidden" if is_hidden else "exposed"] += 1
-        elif was_ahead:
-            self.loads["finished"] += 1
+        if was_ahead or stall_s:
+            self._loaders.add(sequence)
         if chunks and stall_s > self._stall_budget_s:
             return  # it loads meanwhile, and joins when that is nearly done
+        self._count_load(sequence, num_tokens, stall_s)
         chunks.append(Chunk(sequence, num_tokens))
         budget.spend(num_tokens, sequence.computed_tokens)
+
+    def _count_load(self, sequence: Sequence, num_tokens: int, stall_s: float) -> None:
+        """Its first chunk runs in this step, which may wait for what is left of its load."""
+        if sequence not in self._loaders:
+            return
+        self._loaders.discard(sequence)
+        work = StepWork().plus_chunk(num_tokens, sequence.computed_tokens)
+        is_hidden = stall_s - self._cost.seconds(work) <= self._stall_budget_s
+        self.loads["finished" if not stall_s else "hidden" if is_hidden else "exposed"] += 1
 
     def _tell_scores(self) -> None:
         """Who has come nearer to needing its KV, or gone away from it (CaR §III-B-3)."""

@@ -74,6 +74,20 @@ def test_a_load_counts_as_hidden_by_what_it_holds_up(stall_s, outcome):
     assert dict(loop.scheduler.loads) == {outcome: 1}
 
 
+@pytest.mark.parametrize(("left_s", "outcome"), [(0.0, "finished"), (0.015, "hidden")])
+def test_a_load_counts_by_what_is_left_of_it_when_its_request_computes(left_s, outcome):
+    loop = a_full_house(max_seqs=2)
+    loop.add("a", 8, max_tokens=9)
+    loop.step()
+    loop.cache.stalls["b"] = 0.5
+    loop.add("b", 8)
+    assert loop.step() == [("a", 1)], "it has its place, and holds up nobody"
+    assert not loop.scheduler.loads
+    loop.cache.stalls["b"] = left_s
+    assert [name for name, _ in loop.step()] == ["a", "b"]
+    assert dict(loop.scheduler.loads) == {outcome: 1}
+
+
 def test_who_is_ahead_gives_way_to_who_runs():
     loop = a_full_house(room=12)
     loop.add("a", 5, max_tokens=6)
