@@ -166,7 +166,8 @@ def load_command(
             prices=Prices(gpus, gpu_price, dram_gb, dram_price, ssd_gb, ssd_price),
         )  # fmt: skip
         fields = {"temperature": temperature, **({"ignore_eos": True} if ignore_eos else {}), **_fields(body)}
-        workload = load.workload(options)
+        planned = load.planned(options)
+        workload = load.fitting(planned, options)
         target, server = _target(url, model, api_key, fields, max_tokens_field)
         _writable(out, html)
     except (ValueError, OSError) as error:
@@ -175,11 +176,13 @@ def load_command(
         f"{len(workload):,} conversations, {sum(len(c.turns) for c in workload):,} turns -> {server['model']} at "
         f"{server['url']}", markup=False,
     )  # fmt: skip
+    if left_out := len(planned) - len(workload):
+        console.print(f"{left_out:,} of {len(planned):,} left out: already the first turn is longer than --max-context")
     started = datetime.now(UTC)
     results, finished = _execute(options, workload, target, quiet)
     document = load.document(
         options, workload, results, command=["reprise", "load", *_shown(context.obj or [])], server=server,
-        finished=finished, started=started, token_times=token_times,
+        finished=finished, started=started, token_times=token_times, left_out=left_out,
     )  # fmt: skip
     tables.show(Console(), document)
     if out is not None:

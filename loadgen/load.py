@@ -55,21 +55,31 @@ class Options:
 
 
 def workload(options: Options) -> list[Conversation]:
-    """Raises ValueError and OSError where it cannot be had."""
+    """What is sent. Raises ValueError and OSError where it cannot be had."""
+    return fitting(planned(options), options)
+
+
+def fitting(conversations: Sequence[Conversation], options: Options) -> list[Conversation]:
+    """Those of which anything is left. Raises ValueError where there are none."""
+    found = [conversation for conversation in conversations if conversation.turns]
+    if not found:
+        raise ValueError(f"nothing of this workload fits {options.max_context} tokens")
+    return found
+
+
+def planned(options: Options) -> list[Conversation]:
+    """All that was asked for; a conversation whose first turn alone is longer than `max_context` has no turns. Raises
+    ValueError and OSError."""
     rng = random.Random(options.seed)
     system = words(random.Random(f"{options.seed} system"), options.system_tokens) if options.system_tokens else ""
     think_time = think.parse(options.think)
     if options.source == "trace":
         requests = replay.read(Path(options.path))[: options.conversations or None]
-        found = [_shaped(c, options, system) for c in replay.conversations(requests, speed=options.speed)]
+        found = replay.conversations(requests, speed=options.speed)
     else:
         scripts = _scripts(options, rng)
         found = arrive(scripts, rng=rng, rate_per_s=options.rate, think=think_time, system=system)
-        found = [_shaped(c, options, system) for c in found]
-    found = [conversation for conversation in found if conversation.turns]
-    if not found:
-        raise ValueError(f"nothing of this workload fits {options.max_context} tokens")
-    return found
+    return [_shaped(conversation, options, system) for conversation in found]
 
 
 def execute(
@@ -125,6 +135,7 @@ def document(
     finished: bool,
     started: datetime,
     token_times: bool,
+    left_out: int = 0,
 ) -> dict[str, Any]:
     """The result file; docs/LOAD.md says what is in it."""
     counts = warmed_up(results, options)
@@ -142,6 +153,7 @@ def document(
         "workload": {
             "digest": digest(conversations),
             "conversations": len(conversations),
+            "left_out": left_out,
             "turns": len(turns),
             "new_prompt_tokens": sum(turn.prompt_tokens for turn in turns),
             "answer_tokens": sum(turn.answer_tokens for turn in turns),

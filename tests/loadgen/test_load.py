@@ -95,6 +95,21 @@ def test_the_command_line_in_the_result_makes_the_same_requests(stub, tmp_path):
     assert other["workload"]["digest"] != first["workload"]["digest"]
 
 
+def test_conversations_that_fit_no_window_are_counted(stub, tmp_path):
+    url, recorder = stub
+    long = [{"role": "user", "content": "how are you"}, {"role": "assistant", "content": "fine" * 800}]
+    short = [long[0], {"role": "assistant", "content": "fine"}]
+    (tmp_path / "d.jsonl").write_text("\n".join(json.dumps({"turns": turns}) for turns in (long, short)))
+    words = ["--dialogues", str(tmp_path / "d.jsonl"), "--conversations", "4", "--think", "fixed:0", "--rate", "500"]
+    done = call("--url", url, "--quiet", "--out", str(tmp_path / "d.json"), *words, "--max-context", "100")
+    assert done.exit_code == 0
+    assert "2 of 4 left out" in done.output
+    assert "--max-context" in done.output
+    workload = load.read(tmp_path / "d.json")["workload"]
+    assert (workload["conversations"], workload["left_out"], len(recorder.bodies)) == (2, 2, 2)
+    assert measure(url, tmp_path, "all", *words)["workload"]["left_out"] == 0
+
+
 def test_dialogues_and_traces(stub, tmp_path):
     url, recorder = stub
     dialogue = {"turns": [{"role": "user", "content": "how are you"}, {"role": "assistant", "content": "fine"}] * 2}
