@@ -51,12 +51,12 @@ def build_engine(config: EngineConfig) -> Engine:
     path = resolve_files(config.model)
     model = load_model(path, dtype, device)
     backend, page_size, probed = _probe(model, device)
-    log.info("probe: relative logit error %.1e, positions decoupled: %s", probed.logit_error, probed.decouplable)
+    log.debug("probe: relative logit error %.1e, positions decoupled: %s", probed.logit_error, probed.decouplable)
     digest = fingerprint(model, weights_digest(model), backend.name)
     parameters = sum(p.numel() for p in model.parameters())
     if device.type == "cpu":
         optimised = optimise_for_cpu(model, probed, backend)
-        log.info("replaced for speed: %s", optimised)
+        log.debug("replaced for speed: %s", optimised)
 
     text: Any = model.config.get_text_config()  # type: ignore[operator,union-attr]
     warnings: list[str] = []

@@ -282,6 +282,7 @@ def load_model(path: Path, dtype: torch.dtype, device: torch.device) -> nn.Modul
             raise ModelRefused(f"{path} needs code of its own, which is never run; transformers has none") from error
         raise ModelRefused(f"{path} has no configuration that transformers can read: {error}") from error
     _check_config(config)
+    transformers.utils.logging.disable_progress_bar()  # it runs into our log lines
     if not any(path.glob("*.safetensors")):
         raise ModelRefused(f"{path} has no safetensors weights; other formats are not read, they can run code")
     try:

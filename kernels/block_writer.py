@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kernels.attention.base import KvPages
-from kernels.cpu_support import as_bits, as_stream
+from kernels.cpu_support import announce_compiling, as_bits, as_stream
 
 log = logging.getLogger(__name__)
 
@@ -23,6 +23,7 @@ def load_kernels() -> ModuleType | None:
     if platform.machine() != "x86_64" or not torch.cpu._is_avx2_supported():
         return None
     try:
+        announce_compiling()
         module = importlib.import_module("kernels.cpu_load")
         module.self_test()
     except Exception as error:  # a numba that does not fit its numpy or its machine fails in many ways

@@ -16,6 +16,24 @@ log = logging.getLogger(__name__)
 
 
 @functools.cache
+def announce_compiling() -> None:
+    """Say so when numba compiles something that it has not kept from an earlier start: that takes half a minute."""
+    from numba.core import event
+
+    class Announcer(event.Listener):
+        def on_start(self, event: object) -> None:
+            if not said:
+                said.append(True)
+                log.info("compiling kernels for this machine, once")
+
+        def on_end(self, event: object) -> None:
+            pass
+
+    said: list[bool] = []
+    event.register("numba:compile", Announcer())
+
+
+@functools.cache
 def decode_kernels() -> ModuleType | None:
     """`kernels.cpu_decode`, or None where it cannot run: no numba, no AVX-512, no OpenMP that torch and numba share."""
     if platform.machine() != "x86_64" or not torch.cpu._is_avx512_supported():
@@ -23,6 +41,7 @@ def decode_kernels() -> ModuleType | None:
     try:
         from numba import config
 
+        announce_compiling()
         # torch's pool of threads; two pools that wait for work by spinning would take the cores from one another.
         config.THREADING_LAYER = "omp"  # type: ignore[attr-defined]
         module = importlib.import_module("kernels.cpu_decode")

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
@@ -45,6 +46,12 @@ def test_a_directory_is_loaded_as_it_was_saved(saved: Path) -> None:
     assert all(torch.equal(tensor, want[name]) for name, tensor in model.state_dict().items())
     assert not model.training
     assert not any(parameter.requires_grad for parameter in model.parameters())
+
+
+def test_no_progress_bar_runs_into_the_log(saved: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    transformers.utils.logging.enable_progress_bar()
+    load(saved)
+    assert capfd.readouterr().err == ""
 
 
 def test_weights_are_converted_to_the_dtype_asked_for(saved: Path) -> None:
