@@ -91,6 +91,17 @@ def context_length_exceeded(window: int, prompt_tokens: int | None, *, param: st
     )
 
 
+def cannot_be_shortened(window: int, what: str) -> ApiError:
+    """History is dropped where a window is full; `what` is not, and does not fit."""
+    return ApiError(
+        400,
+        f"This model's context window is {window} tokens. The earliest history would be dropped to make room, but "
+        f"{what} too long for it. Please shorten that.",
+        code="context_length_exceeded",
+        param="messages",
+    )
+
+
 def too_many_requests(limit: int, *, retry_after_s: float, headers: Mapping[str, str]) -> ApiError:
     """One tenant holds all places it may have."""
     message = f"You have as many requests under way as you may ({limit}); try again when one of them is done."

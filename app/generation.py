@@ -13,7 +13,7 @@ from app.answer_parts import AnswerParser, Call, Parts
 from app.deadline import Deadline
 from app.errors import (
     ApiError,
-    context_length_exceeded,
+    cannot_be_shortened,
     engine_lost,
     internal_error,
     invalid_grammar,
@@ -383,7 +383,9 @@ class Generation(AsyncIterator[Delta]):
     def _refusal(self, output: Output) -> ApiError:
         match output.error_code:
             case "context_length_exceeded":
-                return context_length_exceeded(self.model.max_context, len(self.token_ids))
+                # Without truncation nothing is sent to the engine that is longer than the window.
+                kept = "what has to stay, the system prompt and your newest message, is"
+                return cannot_be_shortened(self.model.max_context, kept)
             case "invalid_grammar":
                 return invalid_grammar(output.error or "")
             case "overloaded":

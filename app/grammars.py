@@ -3,6 +3,7 @@ queued; the engine follows it."""
 
 import asyncio
 import json
+import re
 from typing import Any
 
 from llguidance import LLMatcher, LLParserLimits, regex_to_lark
@@ -14,6 +15,8 @@ from app.tools import call_text
 
 CHECK_S = 5.0
 MAX_GRAMMAR_BYTES = 1 << 20
+_LISTING = re.compile(r"^\s*\d+ \| ", re.MULTILINE)
+_PLACE = re.compile(r"^(?:at )?\d+\(\d+\): (?:failed to compile JSON schema: )?")
 _LIMITS = LLParserLimits(verbose_errors=False)
 # JSON in one line, as models are taught to write it; free white space is where small models lose their way.
 _LAYOUT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
@@ -42,9 +45,19 @@ async def grammar_of(request: ChatCompletionRequest, style: str) -> str:
     except TimeoutError:
         raise invalid(f"Invalid '{param}': it takes too long to compile.", param, "invalid_schema") from None
     if is_bad:
-        problem = " ".join(str(problems[0]).split())[:300] if problems else "it is not understood"
+        is_ours = _own_grammar(request) is None
+        problem = _shown(str(problems[0]), hide_place=is_ours) if problems else "it is not understood"
         raise invalid(f"Invalid '{param}': {problem}.", param, "invalid_schema")
     return str(grammar)
+
+
+def _shown(problem: str, *, hide_place: bool) -> str:
+    """What llguidance says, in one line and without the grammar that it shows below it. Places in a grammar that we
+    wrote mean nothing to whoever sent a schema."""
+    said = _LISTING.split(problem, maxsplit=1)[0]
+    if hide_place:
+        said = _PLACE.sub("", said)
+    return " ".join(said.split())[:300]
 
 
 def _must_call(request: ChatCompletionRequest) -> bool:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from app.answer_parts import THINK, AnswerParser
-from app.errors import context_length_exceeded, invalid, prompt_too_long
+from app.errors import cannot_be_shortened, context_length_exceeded, invalid, prompt_too_long
 from app.generation import Choice
 from app.grammars import grammar_of
 from app.schema_parts import SESSION_ID, GenerationRequest
@@ -103,7 +103,9 @@ async def prepare_chat(
         )
     except PromptTooLong as error:
         alone = error.max_tokens < longest - 1  # where history makes room, the newest message has to fit
-        raise (context_length_exceeded(model.max_context, None) if alone else too_long(longest, None)) from None
+        if alone:
+            raise cannot_be_shortened(model.max_context, "your newest message alone is") from None
+        raise too_long(longest, None) from None
     except TemplateError as error:
         raise invalid(str(error)[:500], "messages") from None
     prefix = request.messages[-1].content if request.continue_final_message else ""

@@ -43,7 +43,8 @@ async def read_body(request: Request, *, max_bytes: int, timeout_s: float) -> by
     # A page in a browser can send other types to a loopback port without being asked; JSON it cannot.
     if not _JSON_TYPE.match(request.headers.get("content-type", "")):
         raise ApiError(415, "The content type must be application/json.", code="unsupported_media_type")
-    too_large = ApiError(413, f"The request body is larger than {max_bytes} bytes.", code="request_too_large")
+    message = f"The request body is larger than {max_bytes} bytes (limits.body_bytes)."
+    too_large = ApiError(413, message, code="request_too_large")
     declared = request.headers.get("content-length", "")
     if declared.isdecimal() and (len(declared) > 15 or int(declared) > max_bytes):
         raise too_large

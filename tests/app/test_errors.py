@@ -156,6 +156,7 @@ async def test_the_body_is_limited_while_it_is_read(engine: FakeEngine, tmp_path
     async with on_loopback(engine, settings) as running:
         declared = await running.http.post("/v1/chat/completions", content=b" " * 5000, headers=json_type)
         assert (declared.status_code, envelope(declared)["code"]) == (413, "request_too_large")
+        assert envelope(declared)["message"] == "The request body is larger than 4096 bytes (limits.body_bytes)."
 
         async def chunks(count: int, pause_s: float):
             for _ in range(count):

@@ -101,6 +101,19 @@ async def test_what_cannot_be_followed_is_refused(fields, param):
     assert "\n" not in error.value.message
 
 
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (schema({"type": "object", "not": {}}), """Invalid 'response_format': Unimplemented keys: ["not"]."""),
+        ({"guided_grammar": "start: nothing"}, """Invalid 'response_format': at 1(8): unknown name: "nothing"."""),
+    ],
+)
+async def test_only_a_grammar_of_the_clients_own_is_pointed_into(fields, message):
+    with pytest.raises(ApiError) as error:
+        await grammar_of(request(**fields), "tags")
+    assert error.value.message == message
+
+
 async def test_a_lenient_schema_keeps_to_what_can_be_enforced(tokenizer):
     grammar = await grammar_of(request(**schema({**SCHEMA, "not": {}}, strict=False)), "tags")
     assert takes(grammar, tokenizer, '{"a": 1}')

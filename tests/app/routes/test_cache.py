@@ -27,6 +27,16 @@ async def test_stats_add_up(running: Running):
     assert (answer["load_failures"], answer["verify_mismatches"]) == ({"checksum": 2}, 1)
 
 
+async def test_seconds_are_rounded(running: Running):
+    third = 1 / 3
+    running.engine.stats = msgspec.structs.replace(
+        STATS, moved_seconds={"dram_to_hbm": third}, load_seconds=third, load_wait_seconds=third
+    )
+    answer = (await running.http.get("/v1/cache/stats")).json()
+    seconds = [*answer["moved_seconds"].values(), answer["load_seconds"], answer["load_wait_seconds"]]
+    assert seconds == [0.333333] * 3
+
+
 async def test_a_server_that_has_answered_nobody_has_no_hit_rate(running: Running):
     running.engine.stats = msgspec.structs.replace(STATS, prompt_tokens={})
     answer = (await running.http.get("/v1/cache/stats")).json()

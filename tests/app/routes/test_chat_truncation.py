@@ -128,6 +128,7 @@ async def test_a_newest_message_that_cannot_fit_is_refused_before_it_is_tokenize
     refused = await running.chat("fox " * 50_000)  # far less than the longest history
     assert (refused.status_code, refused.json()["error"]["code"]) == (400, "context_length_exceeded")
     assert "context window is 256 tokens" in refused.json()["error"]["message"]
+    assert "your newest message alone is too long" in refused.json()["error"]["message"]
     assert sum(tokenized) < 100_000
     assert running.engine.submitted == []
     long_ago = [{"role": "user", "content": "fox " * 20_000}, ANSWER, QUESTION]
@@ -138,6 +139,7 @@ async def test_what_does_not_fit_even_alone_is_refused_by_the_engine(running: Ru
     running.engine.script.refuse = "context_length_exceeded"
     refused = await running.chat("fox " * 500)
     assert (refused.status_code, refused.json()["error"]["code"]) == (400, "context_length_exceeded")
+    assert "the system prompt and your newest message, is too long" in refused.json()["error"]["message"]
 
 
 async def test_the_report_has_every_tier_and_cached_tokens_are_of_what_was_sent(running: Running):
