@@ -1,6 +1,5 @@
 """`reprise cache`: look at, check and empty the KV on disk, with the server stopped."""
 
-import os
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,7 +11,8 @@ from rich.console import Console
 from rich.measure import Measurement
 from rich.table import Table
 
-from app.settings import GIB, Settings, SettingsError, load_settings, parse_flags
+from app.settings import GIB, Settings
+from app.settings_help import settings_of
 
 ANY_SETTING = {"allow_extra_args": True, "ignore_unknown_options": True}
 TOKEN_BYTES = 4
@@ -54,7 +54,7 @@ class Store:
 @cli.command("ls", context_settings=ANY_SETTING)
 def list_sessions(context: typer.Context, config: Config = None) -> None:
     """List the sessions, those used last first."""
-    settings = _settings(context, config)
+    settings = settings_of(context, config)
     table = Table("session", "tenant", "blocks", "tokens", "MiB", "last used", "expires", "model", box=None)
     rows: list[tuple[float, list[str]]] = []
     for store in _stores(context, settings):
@@ -88,7 +88,7 @@ def list_sessions(context: typer.Context, config: Config = None) -> None:
 @cli.command(context_settings=ANY_SETTING)
 def stats(context: typer.Context, config: Config = None) -> None:
     """Bytes, blocks and sessions, per model."""
-    settings = _settings(context, config)
+    settings = settings_of(context, config)
     table = Table("model", "sessions", "pinned", "extents", "blocks", "GiB", box=None)
     total = 0
     for store in _stores(context, settings):
@@ -104,7 +104,7 @@ def stats(context: typer.Context, config: Config = None) -> None:
 @cli.command(context_settings=ANY_SETTING)
 def verify(context: typer.Context, config: Config = None) -> None:
     """Read every record and check it. Exit status 1 if one is damaged; the server computes such KV again."""
-    settings = _settings(context, config)
+    settings = settings_of(context, config)
     console = Console(highlight=False)
     checked = damaged = 0
     for store in _stores(context, settings):
@@ -125,9 +125,9 @@ def clear(
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
 ) -> None:
     """Delete all KV, of all models. What was said (the transcripts) stays: conversations are computed again."""
-    settings = _settings(context, config)
+    settings = settings_of(context, config)
     if not yes:
-        typer.confirm(f"Delete all KV in {settings.state_dir}?", abort=True)
+        _ask(context, settings)
     extents = size_bytes = 0
     for store in _stores(context, settings):
         for extent in store.extents:
@@ -138,12 +138,17 @@ def clear(
     Console(highlight=False).print(f"{extents:,} records deleted, {size_bytes / GIB:.3f} GiB")
 
 
-def _settings(context: typer.Context, config: Path | None) -> Settings:
+def _ask(context: typer.Context, settings: Settings) -> None:
+    """Ends the program unless somebody agrees; nobody is asked about a directory that cannot be emptied."""
+    size_bytes = sum(store.size_bytes for store in _stores(context, settings))
     try:
-        return load_settings(flags=parse_flags(context.args), environ=os.environ, config=config)
-    except SettingsError as error:
-        Console(stderr=True, highlight=False).print(f"reprise: {error}", markup=False)
-        raise typer.Exit(2) from None
+        agreed = typer.confirm(f"Delete all KV in {settings.state_dir}, {size_bytes / GIB:.3f} GiB?")
+    except typer.Abort:  # no terminal, or Ctrl-C
+        message = "nothing is deleted; where nobody can be asked, --yes agrees"
+        Console(stderr=True, highlight=False).print(f"\nreprise: {message}", markup=False)
+        raise typer.Exit(1) from None
+    if not agreed:
+        raise typer.Exit(1)
 
 
 def _stores(context: typer.Context, settings: Settings) -> Iterator[Store]:

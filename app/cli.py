@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from fastapi import FastAPI
 from rich.console import Console
 
 from app import cache_cli, doctor, keys_cli, logs
@@ -16,14 +17,14 @@ from app.key_file import KeyFileError
 from app.main import create_app
 from app.memory_plan import panel
 from app.redis_store import RedisStoreUnavailable
-from app.server import Server
-from app.settings import Settings, SettingsError, load_settings, parse_flags
-from app.settings_help import ServeCommand, tables
+from app.server import Server, log_failure
+from app.settings import Settings
+from app.settings_help import ServeCommand, settings_of, tables
 from app.tracing import TracingUnavailable
 from app.version import version
 from engine.messages import ModelInfo
 
-console = Console(stderr=True, highlight=False)
+console = Console(stderr=True, highlight=False, soft_wrap=True)
 log = logging.getLogger(__name__)
 cli = typer.Typer(no_args_is_help=True, help="An LLM server that keeps conversations' KV cache.")
 cli.add_typer(cache_cli.cli, name="cache")
@@ -63,16 +64,9 @@ def serve(
     config: Annotated[Path | None, typer.Option(help="TOML file with settings.")] = None,
 ) -> None:
     """Serve the OpenAI API."""
-    settings = _settings(context, config, {"model.source": model, "server.host": host, "server.port": port})
+    settings = settings_of(context, config, {"model.source": model, "server.host": host, "server.port": port})
     logs.configure(settings.server.log_format)
-    try:
-        app = create_app(settings)
-    except (TracingUnavailable, KeyFileError, RedisStoreUnavailable) as error:
-        console.print(f"reprise: {error}", markup=False)
-        raise typer.Exit(1) from None
-    except (OSError, ValueError) as error:
-        console.print(f"reprise: cannot use {settings.state_dir}: {error}", markup=False)
-        raise typer.Exit(1) from None
+    app = _prepare(settings)
     as_panel = settings.server.log_format == "text"
 
     def on_ready(model: ModelInfo, url: str) -> None:
@@ -81,15 +75,11 @@ def serve(
         else:
             log.info("ready", extra={"fields": {"url": url, "model": model.name, "memory_plan": model.memory_plan}})
 
-    server = Server(app, settings, on_ready=on_ready)
+    server = Server(app, settings, on_ready=on_ready, on_failure=_tell if as_panel else log_failure)
     try:
         server.serve_forever()
     except OSError as error:
-        address = f"{settings.server.host}:{settings.server.port}"
-        console.print(f"reprise: cannot listen on {address}: {error.strerror}", markup=False)
-        raise typer.Exit(1) from None
-    if server.failure is not None:
-        console.print(f"reprise: {server.failure}", markup=False)
+        raise _end(f"cannot listen on {doctor.problem_of_address(settings, error)}") from None
     if server.failure is not None or server.force_exit:
         raise typer.Exit(1)
 
@@ -119,11 +109,15 @@ def plan_storage(context: typer.Context) -> None:
 def examine(
     context: typer.Context,
     model: Annotated[str | None, typer.Option(help="Directory or hub id; default: the bundled chat model.")] = None,
+    host: Annotated[str | None, typer.Option(help="Address to listen on.")] = None,
+    port: Annotated[int | None, typer.Option(help="Port to listen on.")] = None,
     config: Annotated[Path | None, typer.Option(help="TOML file with settings.")] = None,
 ) -> None:
-    """Check what this machine has for these settings, and say what to do about the rest."""
-    settings = _settings(context, config, {"model.source": model})
-    findings = doctor.examine(settings)
+    """Check what this machine has for these settings, those of `serve`, and say what to do about the rest."""
+    from cache.tiers.disk import used_by
+
+    settings = settings_of(context, config, {"model.source": model, "server.host": host, "server.port": port})
+    findings = doctor.examine(settings, used_by=used_by)
     Console(highlight=False).print(doctor.report(findings))
     if any(finding.level is doctor.Level.FAIL for finding in findings):
         raise typer.Exit(1)
@@ -164,7 +158,7 @@ def simulate(
 
             result = trace_report.simulate(
                 trace,
-                capacities=[int(capacity) for capacity in capacity_tokens.split(",")],
+                capacities=_counts("--capacity-tokens", capacity_tokens),
                 policies=policies.split(","),
                 score_from=score_from,
                 progress=lambda policy, capacity: console.print(f"{policy}, {capacity:,} tokens"),
@@ -205,27 +199,58 @@ def list_settings() -> None:
         Console().print(table)
 
 
-def _settings(context: typer.Context, config: Path | None, named: dict[str, str | int | None]) -> Settings:
-    """From all sources; `named` are options with a name of their own. Ends the program if they cannot be used."""
+def _counts(option: str, text: str) -> list[int]:
+    """Raises ValueError."""
+    if not all(part.strip().isdecimal() for part in text.split(",")):
+        raise ValueError(f"{option} takes whole numbers with commas between them, not {text!r}")
+    return [int(part) for part in text.split(",")]
+
+
+def _prepare(settings: Settings) -> FastAPI:
+    """The app, once all is there that can be looked at without loading a model. Ends the program if it is not."""
+    from cache.tiers.disk import used_by
+
+    for finding in doctor.look_at_model(settings):
+        if finding.level is doctor.Level.FAIL:
+            raise _end(f"{finding.found}; {finding.advice}")
     try:
-        flags = parse_flags(context.args)
-        flags.update({name: str(value) for name, value in named.items() if value is not None})
-        return load_settings(flags=flags, environ=os.environ, config=config)
-    except SettingsError as error:
-        console.print(f"reprise: {error}", markup=False)
-        raise typer.Exit(2) from None
+        keeps_files = settings.cache.mode == "attentionstore" and settings.cache.disk_gib
+        if keeps_files and (owner := used_by(settings.state_dir)):
+            raise _end(f"{settings.state_dir} is in use by {owner}; stop it, or choose another cache.disk_dir")
+        return create_app(settings)
+    except (TracingUnavailable, KeyFileError, RedisStoreUnavailable, ValueError) as error:
+        raise _end(str(error)) from None
+    except OSError as error:
+        raise _end(f"cache.disk_dir: {_problem_of(error, settings.state_dir)}") from None
+
+
+def _problem_of(error: OSError, directory: Path) -> str:
+    existing = next(path for path in (directory, *directory.absolute().parents) if path.exists())
+    if not existing.is_dir():
+        return f"{existing} is a file, not a directory"
+    return f"{directory} cannot be used: {error.strerror or error}"
+
+
+def _end(problem: str) -> typer.Exit:
+    _tell(problem)
+    return typer.Exit(1)
+
+
+def _tell(problem: str) -> None:
+    console.print(f"reprise: {problem}", markup=False)
 
 
 def open_stores(settings: Settings) -> Iterator[cache_cli.Store]:
     """The KV on disk, one fingerprint after the other. Ends the program when the directory cannot be used."""
     from cache.tiers.base import TierFailed, TierFull
-    from cache.tiers.disk import DirectoryLocked, DiskTier
+    from cache.tiers.disk import DirectoryLocked, DiskTier, used_by
 
     root = settings.state_dir / "kv"
     if not settings.state_dir.is_dir():
-        console.print(f"reprise: there is no directory {settings.state_dir}", markup=False)
-        raise typer.Exit(1)
+        raise _end(f"there is no directory {settings.state_dir} (cache.disk_dir)")
     try:
+        if owner := used_by(settings.state_dir):
+            raise DirectoryLocked(f"{settings.state_dir} is in use by {owner}")
         for directory in sorted(root.iterdir()) if root.is_dir() else []:
             segment_bytes = _segment_bytes(directory)
             if segment_bytes is None:
@@ -239,15 +264,17 @@ def open_stores(settings: Settings) -> Iterator[cache_cli.Store]:
                 read_bytes_per_s=0.0,
                 write_bytes_per_s=0.0,
                 deadline_s=settings.cache.io_deadline_s,
+                owner=f"`reprise cache` (pid {os.getpid()})",
             )
             extents, sessions = tier.open()
             try:
                 yield cache_cli.Store(directory.name, tier, extents, sessions)
             finally:
                 tier.close()
-    except (DirectoryLocked, TierFailed, TierFull, OSError) as error:
-        console.print(f"reprise: {error}", markup=False)
-        raise typer.Exit(1) from None
+    except DirectoryLocked as error:
+        raise _end(f"{error}; stop it first") from None
+    except (TierFailed, TierFull, OSError) as error:
+        raise _end(str(error)) from None
 
 
 def _segment_bytes(directory: Path) -> tuple[int, ...] | None:

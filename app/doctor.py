@@ -4,6 +4,7 @@ Nothing is changed: what is written to the state directory to see whether it can
 are looked at in a process of their own.
 """
 
+import errno
 import json
 import os
 import platform
@@ -67,8 +68,14 @@ class Finding:
     advice: str = ""
 
 
-def examine(settings: Settings, probe: Callable[[], dict[str, Any]] | None = None) -> list[Finding]:
-    """All of it, in the order in which it should be mended. `probe` looks at the libraries."""
+def examine(
+    settings: Settings,
+    probe: Callable[[], dict[str, Any]] | None = None,
+    *,
+    used_by: Callable[[Path], str | None] = lambda directory: None,
+) -> list[Finding]:
+    """All of it, in the order in which it should be mended. `probe` looks at the libraries; `used_by` says which server
+    has a state directory."""
     libraries = (probe or probe_libraries)()
     return [
         *_python(),
@@ -77,8 +84,8 @@ def examine(settings: Settings, probe: Callable[[], dict[str, Any]] | None = Non
         *_extras(libraries, settings),
         *_processor(settings),
         *_memory(settings),
-        *_model(settings),
-        *_state(settings),
+        *look_at_model(settings),
+        *_state(settings, used_by),
         *_redis(settings),
         *_port(settings),
     ]
@@ -203,11 +210,13 @@ def _memory(settings: Settings) -> Iterator[Finding]:
         yield Finding("memory", Level.OK, has)
 
 
-def _model(settings: Settings) -> Iterator[Finding]:
+def look_at_model(settings: Settings) -> Iterator[Finding]:
     source = settings.model.source
-    directory = Path(source or BUNDLED_MODEL)
+    directory = Path(source or BUNDLED_MODEL).expanduser()
     if not directory.is_dir():
-        if source.startswith((".", "/", "~")):
+        if directory.exists():
+            yield Finding("model", Level.FAIL, f"{source} is a file", "give --model the directory it is in")
+        elif source.startswith((".", "/", "~")):
             yield Finding("model", Level.FAIL, f"there is no directory {source}", "give --model an existing one")
         else:
             yield Finding("model", Level.NOTE, f"{source} comes from the hub, or from its cache on this machine")
@@ -223,17 +232,22 @@ def _model(settings: Settings) -> Iterator[Finding]:
         yield Finding("model", Level.OK, f"{directory.name if source else 'the bundled one'}, {size / GIB:.2f} GiB")
 
 
-def _state(settings: Settings) -> Iterator[Finding]:
+def _state(settings: Settings, used_by: Callable[[Path], str | None]) -> Iterator[Finding]:
     directory = settings.state_dir
     existing = next(path for path in (directory, *directory.absolute().parents) if path.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
         advice = "choose another one with --cache.disk_dir"
-        yield Finding("state", Level.FAIL, f"{directory} cannot be written to", advice)
+        problem = "cannot be written to" if existing.is_dir() else f"cannot be made: {existing} is a file"
+        yield Finding("state", Level.FAIL, f"{directory} {problem}", advice)
         return
+    owner = _owner(directory, used_by)
     free = shutil.disk_usage(existing).free
     wanted = settings.cache.disk_gib * GIB + settings.cache.disk_min_free_gib * GIB
     has = f"{directory}, {free / GIB:.1f} GiB free"
-    if settings.cache.disk_gib and free < settings.cache.disk_min_free_gib * GIB:
+    if owner:
+        advice = "another server needs another --cache.disk_dir, and `reprise cache` has to wait"
+        yield Finding("state", Level.NOTE, f"{has}, in use by {owner}", advice)
+    elif settings.cache.disk_gib and free < settings.cache.disk_min_free_gib * GIB:
         advice = "free some space, or lower cache.disk_min_free_gib: nothing would be kept on disk"
         yield Finding("state", Level.WARN, has, advice)
     elif free < wanted:
@@ -246,6 +260,13 @@ def _state(settings: Settings) -> Iterator[Finding]:
     secret = directory / "tenant_secret"
     if secret.is_file() and secret.stat().st_mode & 0o077:
         yield Finding("secret", Level.WARN, f"others may read {secret}", f"chmod 600 {secret}")
+
+
+def _owner(directory: Path, used_by: Callable[[Path], str | None]) -> str | None:
+    try:
+        return used_by(directory)
+    except OSError:  # somebody else's directory: what can be written to is another finding
+        return None
 
 
 def _disk_speed(directory: Path) -> Finding:
@@ -291,10 +312,22 @@ def _redis(settings: Settings) -> Iterator[Finding]:
 def _port(settings: Settings) -> Iterator[Finding]:
     host, port = settings.server.host, settings.server.port
     try:
+        if not port:
+            yield Finding("address", Level.OK, f"{host}, any free port")
+            return
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         with socket.create_server(address[:2], family=family):
             pass
         yield Finding("address", Level.OK, f"{host}:{port} is free")
     except OSError as error:
         advice = "is a server running there already? else choose another --port or --host"
-        yield Finding("address", Level.WARN, f"cannot listen on {host}:{port}: {error.strerror or error}", advice)
+        yield Finding("address", Level.WARN, f"cannot listen on {problem_of_address(settings, error)}", advice)
+
+
+def problem_of_address(settings: Settings, error: OSError) -> str:
+    """Why a server cannot listen, with the settings that decide where."""
+    address = f"{settings.server.host}:{settings.server.port} (server.host, server.port)"
+    # Python repeats the address in the text of the error.
+    known = error.errno is not None and error.errno in errno.errorcode
+    reason = os.strerror(error.errno or 0) if known else error.strerror or str(error)
+    return f"{address}: {reason}"

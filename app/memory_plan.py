@@ -5,7 +5,7 @@ from rich.console import Group
 from rich.panel import Panel
 from rich.table import Table
 
-from app.settings import GIB, Settings
+from app.settings import GIB, MIB, Settings
 from engine.messages import ModelInfo
 
 IN_MEMORY = ("weights", "hbm", "dram", "staging")  # parts of the plan that are memory of this machine, on CPU
@@ -14,13 +14,14 @@ NAMES = {"weights": "weights", "hbm": "KV in HBM", "dram": "KV in DRAM", "stagin
 
 def panel(settings: Settings, model: ModelInfo, url: str, *, keys: int) -> Panel:
     """Nobody should find out from an OOM killer."""
+    kept = _duration(settings.cache.ttl_s)
     rows = {
         "page": url,
         "API": f"{url}/v1",
         "model": f"{model.name} ({model.architecture}, {model.parameters / 1e6:,.1f} M parameters)",
         "runs on": f"{model.device}, {model.dtype}, attention {model.attention_backend}",
         "window": f"{model.max_context:,} tokens",
-        "cache": f"{settings.cache.mode}, policy {settings.cache.policy}, sessions kept {settings.cache.ttl_s:g} s",
+        "cache": f"{settings.cache.mode}, policy {settings.cache.policy}, sessions kept {kept}",
         "at once": f"{settings.scheduler.max_seqs} running, {settings.scheduler.max_queued} waiting",
         "state": f"{settings.state_dir} (transcripts up to {settings.cache.transcript_mib} MiB)",
         "keys": f"{keys} accepted" if keys else "none needed",
@@ -47,12 +48,23 @@ def _plan(model: ModelInfo) -> Table:
         what = f"{tokens:,} tokens" if tokens else ""
         if name == "hbm":
             what += f" of {token_bytes:,} bytes, pages of {model.page_size}"
-        table.add_row(NAMES.get(name, name), f"{size / GIB:.2f} GiB", what)
+        table.add_row(NAMES.get(name, name), _size(size), what)
     if model.device == "cpu":
         used = sum(plan.get(name, 0) for name in IN_MEMORY)
         memory = psutil.virtual_memory().total
-        table.add_row("memory in all", f"{used / GIB:.2f} GiB", f"of {memory / GIB:.1f} GiB that this machine has")
+        table.add_row("memory in all", _size(used), f"of {memory / GIB:.1f} GiB that this machine has")
     return table
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / GIB:.2f} GiB" if num_bytes >= GIB / 10 else f"{num_bytes / MIB:.1f} MiB"
+
+
+def _duration(seconds: float) -> str:
+    """In the largest unit of which there are two or more."""
+    units = (("days", 86_400), ("h", 3600), ("min", 60))
+    name, unit = next(((name, unit) for name, unit in units if seconds >= 2 * unit), ("s", 1))
+    return f"{seconds / unit:.3g} {name}"
 
 
 def _escaped(text: str) -> str:

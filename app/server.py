@@ -1,6 +1,7 @@
 """uvicorn with a drain: at SIGTERM or SIGINT running answers go on, new ones are told to come back."""
 
 import asyncio
+import logging
 import socket
 import time
 from collections.abc import Callable
@@ -20,12 +21,27 @@ LAST_WORDS_S = 5.0  # after drain_s: for the engine to end its answers, and for 
 KEEP_ALIVE_S = 75  # longer than the minute after which clients' pools drop idle connections
 
 
+log = logging.getLogger(__name__)
+
+
+def log_failure(problem: str) -> None:
+    log.error("the model cannot be served: %s", problem)
+
+
 class Server(uvicorn.Server):
     """`run` returns when all is over; then `failure` says why a model could not be served, and `force_exit` whether a
     third signal cut the answers off.
     """
 
-    def __init__(self, app: FastAPI, settings: Settings, *, on_ready: Callable[[ModelInfo, str], None]) -> None:
+    def __init__(
+        self,
+        app: FastAPI,
+        settings: Settings,
+        *,
+        on_ready: Callable[[ModelInfo, str], None],
+        on_failure: Callable[[str], None] = log_failure,
+    ) -> None:
+        """One of the two is called, as soon as it is known whether the model can be served."""
         config = uvicorn.Config(
             app,
             host=settings.server.host,
@@ -48,7 +64,7 @@ class Server(uvicorn.Server):
         self.failure: str | None = None
         self._service: Service = app.state.service
         self._drain_s = settings.server.drain_s
-        self._on_ready = on_ready
+        self._on_ready, self._on_failure = on_ready, on_failure
         self._drain_started_s: float | None = None
         self._ended_all = False
         self._announcing: asyncio.Task[None] | None = None
@@ -91,4 +107,5 @@ class Server(uvicorn.Server):
             self._on_ready(await self._service.wait_loaded(), url)
         except EngineFailed as error:
             self.failure = str(error)
+            self._on_failure(self.failure)
             self.should_exit = True

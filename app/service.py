@@ -390,8 +390,7 @@ class Service:
             self._tokenizer = await asyncio.to_thread(ChatTokenizer.load, Path(model.path))
             self.model, self.loaded_s = model, int(time.time())
         except (EngineFailed, TokenizerError) as error:
-            self.failure = str(error)
-            log.error("the model cannot be served: %s", error)
+            self.failure = str(error)  # `wait_loaded` tells
         except Exception:
             self.failure = "the model could not be set up; the log has the reason"
             log.exception("setting up the model failed")

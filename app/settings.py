@@ -4,7 +4,6 @@ Sources, weakest first: the defaults below, a TOML file (`--config`), the enviro
 (`--section.key VALUE`). A name or value nobody knows is refused, naming the setting and where it came from.
 """
 
-import difflib
 import ipaddress
 import re
 from collections.abc import Iterator, Mapping
@@ -16,6 +15,7 @@ from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, EnvSettingsSource, SettingsConfigDict, TomlConfigSettingsSource
 
 from app.auth import KeyLimits
+from app.settings_hints import describe, nearest
 from engine.messages import EngineConfig
 
 ENV_PREFIX = "REPRISE_"
@@ -355,7 +355,7 @@ def known_settings() -> Iterator[tuple[str, FieldInfo]]:
 
 def load_settings(*, flags: Mapping[str, str], environ: Mapping[str, str], config: Path | None) -> Settings:
     """Merge the sources. `flags` maps "section.key" to its text. Raises SettingsError."""
-    # Names with a double underscore only: REPRISE_ANYTHING may belong to a wrapper script.
+    # Names with a double underscore only: REPRISE_ANYTHING may belong to a wrapper script. `stray_variables` names it.
     variables = {name: text for name, text in environ.items() if name.startswith(ENV_PREFIX) and "__" in name}
     toml = _toml_source(config)
     # Own code, as the library passes over variables of unknown sections, and its errors do not name the source.
@@ -365,8 +365,8 @@ def load_settings(*, flags: Mapping[str, str], environ: Mapping[str, str], confi
     known = [name for name, _ in known_settings()]
     for name, origin in origins.items():
         if name not in known:
-            close = difflib.get_close_matches(name, known, n=1)
-            hint = f"did you mean {close[0]}?" if close else f"there are: {', '.join(known)}"
+            meant = " or ".join(nearest(name, known))
+            hint = f"did you mean {meant}?" if meant else "`reprise serve --help` lists them"
             raise SettingsError(f"unknown setting {name} ({origin}); {hint}")
     strongest_first = (_TextSource(flags, prefix="", delimiter="."), _TextSource(variables), toml)
     try:
@@ -374,17 +374,24 @@ def load_settings(*, flags: Mapping[str, str], environ: Mapping[str, str], confi
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False)[0]
         name = ".".join(str(part) for part in first["loc"][:2])
-        problem = _allowed(name, first["type"]) or first["msg"].removeprefix("Value error, ")
+        fields = dict(known_settings())
+        problem = describe(fields[name], first["type"], first["input"]) if name in fields else ""
+        problem = problem or first["msg"].removeprefix("Value error, ")
         raise SettingsError(f"{name} ({origins[name]}): {problem}" if name in origins else problem) from None
 
 
-def _allowed(name: str, kind: str) -> str:
-    """What a setting may be, where the library's own words would not say it."""
-    if kind.startswith("bool"):
-        return "Input should be true or false"
-    if kind == "string_pattern_mismatch":
-        return f"Input should be {dict(known_settings())[name].description}"
-    return ""
+def stray_variables(environ: Mapping[str, str]) -> Iterator[str]:
+    """What to tell about variables that look like settings and are passed over: REPRISE_PORT, REPRISE_CACHE_MODE."""
+    known = [name for name, _ in known_settings()]
+    for variable in environ:
+        if variable.startswith(ENV_PREFIX) and "__" not in variable:
+            meant = " or ".join(map(_variable, nearest(variable.removeprefix(ENV_PREFIX).lower(), known)))
+            hint = f"did you mean {meant}?" if meant else f"one is named {_variable('section.key')}"
+            yield f"the environment variable {variable} is no setting and changes nothing; {hint}"
+
+
+def _variable(name: str) -> str:
+    return ENV_PREFIX + name.replace(".", "__").upper()
 
 
 def parse_flags(arguments: list[str]) -> dict[str, str]:

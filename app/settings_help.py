@@ -1,16 +1,19 @@
-"""Settings on the command line: what `--help` says of them, by section, and what a shell completes."""
+"""Settings on the command line: read from there, what `--help` says of them, by section, and what a shell completes."""
 
-from collections.abc import Iterator
+import os
+from collections.abc import Iterator, Mapping
 from itertools import groupby
+from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
+import typer
 from pydantic.fields import FieldInfo
 from rich.console import Console
 from rich.panel import Panel
 from rich.table import Table
 from typer.core import TyperCommand
 
-from app.settings import known_settings
+from app.settings import Settings, SettingsError, known_settings, load_settings, parse_flags, stray_variables
 
 try:  # newer typers bring their own click
     from typer._click.shell_completion import CompletionItem
@@ -25,6 +28,22 @@ SECTIONS = {
     "server": "who may ask, and where",
     "limits": "how much of anything, refused before work is done",
 }
+
+
+def settings_of(
+    context: typer.Context, config: Path | None, named: Mapping[str, str | int | None] | None = None
+) -> Settings:
+    """From all sources; `named` are options with a name of their own. Ends the program if they cannot be used."""
+    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    for warning in stray_variables(os.environ):
+        console.print(f"reprise: {warning}", markup=False)
+    try:
+        flags = parse_flags(context.args)
+        flags.update({name: str(value) for name, value in (named or {}).items() if value is not None})
+        return load_settings(flags=flags, environ=os.environ, config=config)
+    except SettingsError as error:
+        console.print(f"reprise: {error}", markup=False)
+        raise typer.Exit(2) from None
 
 
 def choices(field: FieldInfo) -> tuple[str, ...]:

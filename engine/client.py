@@ -231,7 +231,8 @@ class EngineClient:
         self._state_changed = asyncio.Event()
 
     def _fail(self, message: str) -> None:
-        log.error("the engine is given up: %s", message)
+        if self.model is not None:  # else whoever waits for it to be ready is told, and tells
+            log.error("the engine is given up: %s", message)
         self.failure = message
         self._enter(EngineState.FAILED)
 

@@ -2,6 +2,7 @@
 
 import functools
 import logging
+import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -94,12 +95,15 @@ def build_tiers(
             read_bytes_per_s=config.disk_gbps * _GB,
             write_bytes_per_s=config.disk_gbps * _GB,
             deadline_s=config.io_deadline_s,
+            owner=f"a running server (pid {os.getppid()})",  # who is to be stopped is the app, not its engine
         )
         try:
             extents, records = disk.open()
-        except (DirectoryLocked, OSError) as error:
+        except DirectoryLocked as error:
+            raise ModelRefused(f"{error}; stop it, or give this server another cache.disk_dir") from error
+        except OSError as error:
             raise ModelRefused(f"the cache directory {config.disk_dir} cannot be used: {error}") from error
-        log.info("disk: %d extents, %d sessions found", len(extents), len(records))
+        log.debug("disk: %d extents, %d sessions found", len(extents), len(records))
     transfer = Transfer(
         pages=pages,
         slab=slab,

@@ -58,7 +58,7 @@ T = TypeVar("T")
 
 
 class DirectoryLocked(Exception):
-    """Another server uses this directory. The message is for people."""
+    """Somebody else uses this directory. The message is for people and says who."""
 
 
 class DiskTier:
@@ -81,8 +81,10 @@ class DiskTier:
         read_bytes_per_s: float,
         write_bytes_per_s: float,
         deadline_s: float,
+        owner: str,
     ) -> None:
-        """segment_bytes: of one block, by layer. min_free_bytes of the file system are left alone. Caps of 0: none."""
+        """segment_bytes: of one block, by layer. min_free_bytes of the file system are left alone. Caps of 0: none.
+        owner: who uses the directory meanwhile, for people that want it too."""
         if not 0 < len(fingerprint) <= MAX_FINGERPRINT_BYTES:
             raise ValueError(f"a fingerprint has 1 to {MAX_FINGERPRINT_BYTES} bytes")
         check_segments(segment_bytes)
@@ -93,6 +95,7 @@ class DiskTier:
         self._directory, self._root = directory, directory / "kv"
         self._own = self._root / fingerprint.hex()
         self._deadline_s = deadline_s
+        self._owner = owner
         self._index = DiskIndex(path=self._own / "index.sqlite")
         self._reading = Throttle(bytes_per_s=read_bytes_per_s, clock=time.monotonic, sleep=time.sleep)
         self._writing = Throttle(bytes_per_s=write_bytes_per_s, clock=time.monotonic, sleep=time.sleep)
@@ -412,7 +415,7 @@ class DiskTier:
             for directory in (self._root, self._own):
                 directory.chmod(0o700)
             if not has_lock:
-                fd = _lock_directory(self._root / "lock", self._directory)
+                fd = _lock_directory(self._directory, self._owner)
                 if self._lock_fd is not None:
                     os.close(self._lock_fd)  # of a file without a name
                 self._lock_fd = fd
@@ -430,7 +433,7 @@ class DiskTier:
         self._own.mkdir(mode=0o700, parents=True, exist_ok=True)
         for directory in (self._root, self._own):
             directory.chmod(0o700)
-        self._lock_fd = _lock_directory(self._root / "lock", self._directory)
+        self._lock_fd = _lock_directory(self._directory, self._owner)
         known, sessions = self._index.open(beat)
         beat()
         files, foreign = scan(self._root, self._own, beat)
@@ -498,20 +501,37 @@ def _is_file(path: Path, fd: int) -> bool:
         return False
 
 
-def _lock_directory(path: Path, directory: Path) -> int:
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+def used_by(directory: Path) -> str | None:
+    """The owner of a disk tier that is open in this directory, in this process or another; None: there is none. Raises
+    OSError."""
+    try:
+        fd = os.open(directory / "kv" / "lock", os.O_RDONLY | os.O_CLOEXEC)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        return None
+    except BlockingIOError:
+        return _read_owner(fd)
+    finally:
+        os.close(fd)
+
+
+def _lock_directory(directory: Path, owner: str) -> int:
+    fd = os.open(directory / "kv" / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         os.ftruncate(fd, 0)
-        os.pwrite(fd, str(os.getpid()).encode(), 0)
+        os.pwrite(fd, owner.encode(), 0)
     except BlockingIOError as error:
-        owner = os.pread(fd, 32, 0).decode("ascii", "replace").strip() or "unknown"
+        message = f"{directory} is in use by {_read_owner(fd)}"
         os.close(fd)
-        message = (
-            f"{directory} is used by another server (pid {owner}); stop it, or give this one a directory of its own"
-        )
         raise DirectoryLocked(message) from error
     except BaseException:
         os.close(fd)
         raise
     return fd
+
+
+def _read_owner(fd: int) -> str:
+    return os.pread(fd, 200, 0).decode("utf-8", "replace").strip() or "an unknown process"

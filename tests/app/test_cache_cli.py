@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 from app import cli
 from cache.extent import SessionRecord, StoredBlock, checksum
 from cache.tiers.disk import DiskTier
+from tests.cache.tiers.disk_helpers import make_tier
 
 SEGMENTS = (512, 512)
 
@@ -24,7 +25,7 @@ def store(state_dir: Path, fingerprint: bytes, *names: str, pinned: bool = False
     """An extent of two blocks (32 and 8 tokens) for each of these sessions."""
     tier = DiskTier(
         directory=state_dir, fingerprint=fingerprint, segment_bytes=SEGMENTS, capacity_bytes=1 << 30, min_free_bytes=0,
-        read_bytes_per_s=0.0, write_bytes_per_s=0.0, deadline_s=5.0,
+        read_bytes_per_s=0.0, write_bytes_per_s=0.0, deadline_s=5.0, owner="a running server (pid 4242)",
     )  # fmt: skip
     tier.open()
     for name in names:
@@ -88,6 +89,8 @@ def test_verify_finds_a_flipped_bit(two_models: Path):
 
 def test_clear_asks_and_then_takes_all(two_models: Path):
     assert reprise(two_models, "clear", answer="n\n").exit_code == 1
+    unasked = reprise(two_models, "clear")
+    assert (unasked.exit_code, "--yes agrees" in unasked.stderr) == (1, True)
     assert len(records(two_models)) == 3
     result = reprise(two_models, "clear", "--yes")
     assert (result.exit_code, records(two_models)) == (0, [])
@@ -99,10 +102,9 @@ def test_clear_asks_and_then_takes_all(two_models: Path):
 def test_a_directory_in_use_is_left_alone(two_models: Path, command: str, monkeypatch: pytest.MonkeyPatch):
     with (two_models / "kv" / "lock").open("r+") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        arguments = [command, "--yes"] if command == "clear" else [command]
-        result = reprise(two_models, *arguments)
+        result = reprise(two_models, command)
     assert result.exit_code == 1
-    assert "used by another server" in " ".join(result.output.split())
+    assert result.output == f"reprise: {two_models} is in use by a running server (pid 4242); stop it first\n"
     assert len(records(two_models)) == 3
 
 
@@ -113,6 +115,16 @@ def test_an_empty_directory_is_no_error_and_a_missing_one_is(tmp_path: Path, com
     result = reprise(tmp_path / "nothing", *arguments)
     assert (result.exit_code, "there is no directory" in result.output) == (1, True)
     assert not (tmp_path / "nothing").exists()
+
+
+def test_a_directory_in_use_without_records_is_no_empty_one(tmp_path: Path):
+    tier = make_tier(tmp_path)
+    tier.open()
+    try:
+        assert "is in use by a running server" in reprise(tmp_path, "ls").output
+    finally:
+        tier.close()
+    assert "No sessions" in reprise(tmp_path, "ls").output
 
 
 def test_ls_shows_whole_ids(tmp_path: Path):

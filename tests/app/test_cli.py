@@ -10,8 +10,9 @@ from typer.testing import CliRunner
 
 from app import cli
 from app.memory_plan import panel
-from app.settings import Settings, SettingsError, known_settings
+from app.settings import Settings, SettingsError, known_settings, parse_flags
 from app.settings_help import SECTIONS
+from cache.tiers.disk import DiskTier
 from tests.app.fakes import model_info
 
 ROOT = Path(__file__).parents[2]
@@ -26,13 +27,13 @@ def reprise(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]
 
 def test_flags_come_with_a_space_or_an_equals_sign():
     arguments = ["--cache.mode", "recompute", "--scheduler.max-seqs=4", "--cache.ttl_s", "-1"]
-    assert cli.parse_flags(arguments) == {"cache.mode": "recompute", "scheduler.max_seqs": "4", "cache.ttl_s": "-1"}
+    assert parse_flags(arguments) == {"cache.mode": "recompute", "scheduler.max_seqs": "4", "cache.ttl_s": "-1"}
 
 
 @pytest.mark.parametrize("arguments", [["--cache.mode"], ["--cache.mode", "--cache.ttl_s", "1"], ["stray"], ["-x"]])
 def test_half_flags_and_strays_are_refused(arguments):
     with pytest.raises(SettingsError):
-        cli.parse_flags(arguments)
+        parse_flags(arguments)
 
 
 def test_version_help_and_settings():
@@ -52,14 +53,23 @@ def test_version_help_and_settings():
         ([], {"REPRISE_SCHEDULER__MAX_SEQS": "0"}, ["scheduler.max_seqs", "environment"]),
         (["--host", "0.0.0.0"], {}, ["server.host", "server.api_keys"]),
         (["--config", "/nonexistent.toml"], {}, ["/nonexistent.toml"]),
-        (["--prot", "1"], {}, ["prot"]),
+        (["--prot", "1"], {}, ["did you mean server.port?"]),
+        (["--port", "x"], {}, ["--port"]),
     ],
 )
-def test_bad_settings_exit_with_two(arguments, environ, says):
-    result = CliRunner().invoke(cli.cli, ["serve", *arguments], env={"COLUMNS": "200", **environ})
+@pytest.mark.parametrize("command", ["serve", "doctor"])
+def test_bad_settings_exit_with_two(command, arguments, environ, says):
+    result = CliRunner().invoke(cli.cli, [command, *arguments], env={"COLUMNS": "200", **environ})
     assert result.exit_code == 2
-    output = " ".join(result.output.split())  # as wide as the console that was made first
+    output = " ".join(result.output.split())
     assert [part for part in says if part not in output] == []
+
+
+@pytest.mark.parametrize("command", [["serve", "--cache.mode", "x"], ["cache", "ls", "--cache.mode", "x"]])
+def test_a_variable_that_sets_nothing_is_named(command):
+    result = CliRunner().invoke(cli.cli, command, env={"COLUMNS": "200", "REPRISE_PORT": "1"})
+    assert "reprise: the environment variable REPRISE_PORT is no setting" in result.stderr
+    assert "did you mean REPRISE_SERVER__PORT?" in result.stderr
 
 
 def test_a_port_in_use_is_found_before_a_model_is_loaded(tmp_path):
@@ -67,24 +77,70 @@ def test_a_port_in_use_is_found_before_a_model_is_loaded(tmp_path):
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = str(taken.getsockname()[1])
-        result = reprise("serve", "--port", port, "--cache.disk_dir", str(tmp_path), "--model", "/nonexistent")
+        result = reprise("serve", "--port", port, "--cache.disk_dir", str(tmp_path), "--model", "no/model")
     assert result.returncode == 1
-    assert port in result.stderr
-    assert "nonexistent" not in result.stderr
+    assert result.stderr.count(port) == 1
+    assert "server.port" in result.stderr
+    assert "no/model" not in result.stderr
+
+
+def serve(*arguments: str) -> str:
+    """What is said of settings with which nothing can be started."""
+    result = CliRunner().invoke(cli.cli, ["serve", "--port", "0", *arguments], env={"COLUMNS": "200"})
+    assert result.exit_code == 1
+    return result.stderr
 
 
 def test_a_state_directory_that_is_a_file_is_refused(tmp_path):
-    (tmp_path / "file").write_text("")
-    result = reprise("serve", "--cache.disk_dir", str(tmp_path / "file"))
-    assert result.returncode == 1
-    assert "cannot use" in result.stderr
+    file = tmp_path / "file"
+    file.write_text("")
+    for directory in (file, file / "below"):
+        said = serve("--cache.disk_dir", str(directory))
+        assert said == f"reprise: cache.disk_dir: {file} is a file, not a directory\n"
+
+
+def test_a_model_that_is_not_there_is_said_once_and_at_once(tmp_path):
+    (tmp_path / "model.gguf").write_text("")
+    state_dir = tmp_path / "state"
+    for source, said in (
+        (str(tmp_path / "none"), "there is no directory"),
+        (str(tmp_path / "model.gguf"), "is a file"),
+        (str(tmp_path), "lacks config.json, tokenizer.json, *.safetensors"),
+    ):
+        lines = serve("--model", source, "--cache.disk_dir", str(state_dir)).splitlines()
+        assert len(lines) == 1
+        assert said in lines[0]
+    assert not state_dir.exists()  # so nothing was started either
+
+
+def test_a_directory_in_use_is_found_before_a_model_is_loaded(tmp_path):
+    tier = DiskTier(
+        directory=tmp_path, fingerprint=b"model", segment_bytes=(64,), capacity_bytes=1 << 20, min_free_bytes=0,
+        read_bytes_per_s=0.0, write_bytes_per_s=0.0, deadline_s=5.0, owner="a running server (pid 4242)",
+    )  # fmt: skip
+    tier.open()
+    try:
+        said = serve("--cache.disk_dir", str(tmp_path))
+    finally:
+        tier.close()
+    assert f"{tmp_path} is in use by a running server (pid 4242); stop it, or choose another cache.disk_dir" in said
+
+
+def test_a_number_that_is_none_is_named_with_its_option(tmp_path):
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text("")
+    for text in ("abc", "", "1,,2"):
+        arguments = ["simulate", "--trace", str(trace), "--capacity-tokens", text]
+        result = CliRunner().invoke(cli.cli, arguments, env={"COLUMNS": "200"})
+        assert result.exit_code == 2
+        assert f"--capacity-tokens takes whole numbers with commas between them, not '{text}'" in result.stderr
 
 
 def test_the_plan_names_url_model_and_memory():
     console = Console(record=True, width=140, file=open(os.devnull, "w"))  # noqa: SIM115
     model = model_info(
         Path(), hbm_tokens=1 << 20, kv_bytes_per_token=2048, decouplable=False, warnings=("odd [rope]",),
-        memory_plan={"weights": 3 << 30, "hbm": 2 << 30, "dram": 1 << 30, "disk": 8 << 30},
+        memory_plan={"weights": 3 << 30, "hbm": 2 << 30, "dram": 1 << 30, "staging": 5 << 19, "disk": 8 << 30},
     )  # fmt: skip
     console.print(panel(Settings(), model, "http://[::1]:8000", keys=0))
     text = console.export_text()
@@ -97,10 +153,12 @@ def test_the_plan_names_url_model_and_memory():
         "not decoupled",
         "odd [rope]",
         "none needed",
+        "sessions kept 24 h",
     ):
         assert part in text
     rows = {line.strip("│ ").split("  ")[0]: line for line in text.splitlines()}
     assert "3.00 GiB" in rows["weights"]
+    assert "2.5 MiB" in rows["staging"]
     assert "4,194,304 tokens" in rows["KV on disk"]
     assert "6.00 GiB" in rows["memory in all"]  # the disk is none
 

@@ -17,7 +17,9 @@ LIBRARIES = {
 }  # fmt: skip
 
 
-def look(tmp_path: Path, libraries: dict[str, Any] | None = None, **sections: dict[str, Any]) -> dict[str, Finding]:
+def look(
+    tmp_path: Path, libraries: dict[str, Any] | None = None, *, owner: str | None = None, **sections: dict[str, Any]
+) -> dict[str, Finding]:
     sections["cache"] = {
         "disk_dir": tmp_path / "state",
         "disk_gib": 0.01,
@@ -25,7 +27,8 @@ def look(tmp_path: Path, libraries: dict[str, Any] | None = None, **sections: di
         **sections.get("cache", {}),
     }
     sections["server"] = {"port": 0, **sections.get("server", {})}
-    findings = doctor.examine(Settings.model_validate(sections), lambda: {**LIBRARIES, **(libraries or {})})
+    settings = Settings.model_validate(sections)
+    findings = doctor.examine(settings, lambda: {**LIBRARIES, **(libraries or {})}, used_by=lambda _: owner)
     return {finding.subject: finding for finding in findings}
 
 
@@ -86,10 +89,18 @@ def test_a_directory_that_is_no_model_or_cannot_be_written_is_named(tmp_path: Pa
     assert look(tmp_path)["secret"].advice == f"chmod 600 {secret}"
 
 
+def test_a_directory_in_use_is_said_to_be(tmp_path: Path) -> None:
+    finding = look(tmp_path, owner="a running server (pid 42)")["state"]
+    assert finding.level is Level.NOTE
+    assert finding.found.endswith("in use by a running server (pid 42)")
+
+
 def test_an_address_in_use_is_found(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        found = look(tmp_path, server={"port": taken.getsockname()[1]})
+        taken_port = taken.getsockname()[1]
+        found = look(tmp_path, server={"port": taken_port})
     assert found["address"].level is Level.WARN
+    assert found["address"].found.count(str(taken_port)) == 1
 
 
 def test_the_libraries_are_looked_at_elsewhere_and_may_crash(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,7 +115,7 @@ def test_the_command_says_it_all_and_fails_where_something_will_not_work(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(doctor, "probe_libraries", lambda: {**LIBRARIES, "torch": None})
-    arguments = ["doctor", "--cache.disk_dir", str(tmp_path), "--server.port", "0"]
+    arguments = ["doctor", "--cache.disk_dir", str(tmp_path), "--host", "127.0.0.1", "--port", "0"]
     result = CliRunner().invoke(cli.cli, arguments, env={"COLUMNS": "200"})
     assert result.exit_code == 1
     assert "✗  torch" in result.output

@@ -3,7 +3,15 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from app.settings import BUNDLED_MODEL, CacheSettings, Settings, SettingsError, known_settings, load_settings
+from app.settings import (
+    BUNDLED_MODEL,
+    CacheSettings,
+    Settings,
+    SettingsError,
+    known_settings,
+    load_settings,
+    stray_variables,
+)
 
 
 def load(config: Path | None = None, environ: dict[str, str] | None = None, **flags: str) -> Settings:
@@ -24,21 +32,33 @@ def test_flags_beat_the_environment_which_beats_the_file(tmp_path):
     [
         ({"cache.mode": "magic"}, {}, ["cache.mode", "flag", "'attentionstore', 'prefix' or 'recompute'"]),
         ({"cache.hbm_tokns": "1"}, {}, ["cache.hbm_tokns", "did you mean cache.hbm_tokens"]),
-        ({"nonsense": "1"}, {}, ["nonsense", "there are:", "cache.mode"]),
+        ({"nonsense": "1"}, {}, ["unknown setting nonsense (flag); `reprise serve --help` lists them"]),
+        ({"prot": "1"}, {}, ["did you mean server.port?"]),
+        ({"model": "x"}, {}, ["did you mean model.source?"]),
+        ({"policy": "x"}, {}, ["did you mean cache.policy or scheduler.policy?"]),
+        ({"scheduler.windw": "1"}, {}, ["did you mean scheduler.window?"]),
+        ({"scheduler.colour": "1"}, {}, ["scheduler.colour (flag); `reprise serve --help` lists them"]),
+        ({"cache.size": "1"}, {}, ["cache.size (flag); `reprise serve --help` lists them"]),
         ({"cache": "{}"}, {}, ["unknown setting cache (flag)"]),
         ({}, {"REPRISE_CACHE__DRAM": "1"}, ["cache.dram", "environment"]),
         ({}, {"REPRISE_CASHE__MODE": "prefix"}, ["cashe.mode (environment)", "did you mean cache.mode"]),
         ({}, {"REPRISE_CACHE__MODE__X": "1"}, ["cache.mode__x (environment)"]),
         ({}, {"REPRISE__MODE": "1"}, ["_mode (environment)"]),
-        ({}, {"REPRISE_SERVER__PORT": "99999"}, ["server.port (environment)", "65535"]),
-        ({"scheduler.max_seqs": "many"}, {}, ["scheduler.max_seqs (flag)", "integer"]),
+        (
+            {},
+            {"REPRISE_SERVER__PORT": "99999"},
+            ["server.port (environment): must be an integer between 0 and 65535, not 99999"],
+        ),
+        ({}, {"REPRISE_SERVER__PORT": ""}, ["server.port (environment): is empty; leave it out for the default, 8000"]),
+        ({"cache.sync_save": ""}, {}, ["cache.sync_save (flag): is empty; leave it out for the default, false"]),
+        ({"scheduler.max_seqs": "many"}, {}, ["scheduler.max_seqs (flag): must be an integer between 1 and 4096, not"]),
         ({"server.api_keys": "short"}, {}, ["server.api_keys", "8 to 512"]),
         ({"server.host": "0.0.0.0"}, {}, ["server.host", "server.api_keys", "allow_unauthenticated"]),
-        ({"cache.ttl_s": "nan"}, {}, ["cache.ttl_s", "finite"]),
-        ({"cache.truncation_ratio": "1"}, {}, ["cache.truncation_ratio", "less than 1"]),
+        ({"cache.ttl_s": "nan"}, {}, ["cache.ttl_s", "a number greater than 0 and at most 1000000000, not nan"]),
+        ({"cache.truncation_ratio": "7"}, {}, ["must be a number greater than 0 and less than 1, not 7"]),
         ({"cache.truncation_ratio": "0"}, {}, ["cache.truncation_ratio", "greater than 0"]),
         ({"cache.policy": "magic"}, {}, ["cache.policy", "'lookahead', 'lru' or 'fifo'"]),
-        ({"cache.sync_save": "maybe"}, {}, ["cache.sync_save (flag)", "true or false"]),
+        ({"cache.sync_save": "maybe"}, {}, ["cache.sync_save (flag): must be true or false, not maybe"]),
         ({"server.traces_endpoint": "here"}, {}, ["server.traces_endpoint (flag)", "http://127.0.0.1:4318/v1/traces"]),
         ({"cache.keep_first_tokens": "-2"}, {}, ["cache.keep_first_tokens", "-1"]),
     ],
@@ -47,6 +67,29 @@ def test_a_bad_setting_is_named_with_its_source_and_what_is_allowed(flags, envir
     with pytest.raises(SettingsError) as error:
         load_settings(flags=flags, environ=environ, config=None)
     assert [part for part in says if part not in str(error.value)] == []
+
+
+def test_variables_that_look_like_settings_are_named():
+    environ = {
+        "REPRISE_PORT": "1", "REPRISE_CACHE_MODE": "prefix", "REPRISE_API_KEYS": "x", "REPRISE_MODEL": "x",
+        "REPRISE_FLAVOUR": "sour", "REPRISE_SERVER__PORT": "1", "PORT": "1", "_REPRISE_COMPLETE": "x",
+    }  # fmt: skip
+    said = {warning.split()[3]: warning.split("; ")[1] for warning in stray_variables(environ)}
+    assert said == {
+        "REPRISE_PORT": "did you mean REPRISE_SERVER__PORT?",
+        "REPRISE_CACHE_MODE": "did you mean REPRISE_CACHE__MODE?",
+        "REPRISE_API_KEYS": "did you mean REPRISE_SERVER__API_KEYS?",
+        "REPRISE_MODEL": "did you mean REPRISE_MODEL__SOURCE?",
+        "REPRISE_FLAVOUR": "one is named REPRISE_SECTION__KEY",
+    }
+
+
+def test_a_slip_of_the_finger_in_a_long_name_is_understood():
+    for name, _ in known_settings():
+        section, key = name.split(".")
+        if len(key) > 5:  # of shorter ones too little is left
+            with pytest.raises(SettingsError, match=f"did you mean {name}"):
+                load_settings(flags={f"{section}.{key[:2]}{key[3:]}": "1"}, environ={}, config=None)
 
 
 def test_a_bad_key_is_not_repeated_in_the_message():

@@ -252,11 +252,12 @@ async def test_a_crash_while_loading_is_tried_again(start: Start, tmp_path: Path
     assert (client.state, client.restarts, client.failure) == ("ready", 1, None)
 
 
-async def test_a_refused_model_is_not_tried_again(start: Start) -> None:
+async def test_a_refused_model_is_not_tried_again(start: Start, caplog: pytest.LogCaptureFixture) -> None:
     client = await start("refuse", ready=False)
     with pytest.raises(EngineFailed, match="no such architecture"):
         await client.wait_ready()
     assert (client.state, client.failure, client.restarts) == ("failed", "no such architecture", 0)
+    assert caplog.messages == []  # who waits for it is told, and tells
     assert client.pid is None
     with pytest.raises(EngineUnavailable, match="failed"):
         await client.submit(submit("a"))

@@ -1,6 +1,7 @@
 """Disk tiers whose bytes prove themselves: a segment is derived from its block's key and layer."""
 
 import hashlib
+import os
 
 from cache.extent import SessionRecord, StoredBlock, checksum
 from cache.tiers.disk import DiskTier
@@ -18,6 +19,7 @@ def make_tier(directory, **changes):
         "read_bytes_per_s": 0.0,
         "write_bytes_per_s": 0.0,
         "deadline_s": 5.0,
+        "owner": f"a running server (pid {os.getpid()})",
     }
     return DiskTier(directory=directory, **{**fields, **changes})
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import cache.tiers.extent_file as extent_file
 from cache.tiers.base import BlockMissing, TierFailed, TierFull
-from cache.tiers.disk import READ_THREADS, WRITE_THREADS, DirectoryLocked
+from cache.tiers.disk import READ_THREADS, WRITE_THREADS, DirectoryLocked, used_by
 from cache.tiers.disk_files import stored_models
 from tests.cache.tiers.disk_helpers import (
     FINGERPRINT,
@@ -611,7 +611,10 @@ def test_a_second_server_is_told_who_is_there(tier, tmp_path):
     assert str(tmp_path) in told.stdout
     with pytest.raises(DirectoryLocked):
         make_tier(tmp_path).open()
+    assert used_by(tmp_path) == f"a running server (pid {os.getpid()})"
     tier.close()
+    assert used_by(tmp_path) is None
+    assert used_by(tmp_path / "nothing") is None
     again = make_tier(tmp_path)
     again.open()
     again.close()
@@ -730,9 +733,9 @@ def test_another_servers_directory_is_not_written_to(tier, tmp_path):
     other = make_tier(tmp_path)
     other.open()
     theirs = put(other, "theirs")
-    with pytest.raises(TierFailed, match="used by another server"):
+    with pytest.raises(TierFailed, match="is in use by"):
         put(tier, "mine")
-    with pytest.raises(TierFailed, match="used by another server"):
+    with pytest.raises(TierFailed, match="is in use by"):
         tier.put_session(make_session("mine"))
     assert [path.stem for path in record_files(tmp_path)] == [f"{theirs.extent_id:016x}"]
     other.close()

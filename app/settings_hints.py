@@ -1,0 +1,61 @@
+"""What to say of settings that cannot be used: which one was meant, and what it may be."""
+
+import difflib
+from collections.abc import Sequence
+
+from pydantic.fields import FieldInfo
+
+MIN_LIKENESS = 0.75  # below that a name is more likely another thing than a slip of the finger
+MAX_HINTS = 3
+SHORT_NAMES = {"model": "model.source"}  # options of commands that are no key of a section
+# What pydantic calls problems of numbers.
+NUMBER_PROBLEMS = ("greater_than", "less_than", "int_", "float_", "finite_number")
+
+
+def nearest(name: str, known: Sequence[str]) -> list[str]:
+    """Of the names `section.key` that are known, those that may be meant by one that is not; the likeliest, none where
+    nothing is near. Section and key count each for itself: in a long section every name would be like every other."""
+    name = SHORT_NAMES.get(name, name)
+    section, _, key = name.lower().rpartition(".")
+    if not section and name.partition("_")[0] in {full.partition(".")[0] for full in known}:
+        section, _, key = name.partition("_")  # as in REPRISE_CACHE_MODE
+    likeness = {}
+    for full in known:
+        its_section, _, its_key = full.partition(".")
+        alike = _alike(key, its_key)
+        likeness[full] = min(alike, _alike(section, its_section)) if section else alike
+    best = max(likeness.values())
+    return [full for full in known if likeness[full] == best >= MIN_LIKENESS][:MAX_HINTS]
+
+
+def describe(field: FieldInfo, kind: str, given: object) -> str:
+    """A problem that pydantic calls `kind`, where its own words would not say what is allowed; else empty."""
+    if kind == "string_pattern_mismatch":
+        return f"must be {field.description}"
+    if not kind.startswith((*NUMBER_PROBLEMS, "bool")):
+        return ""
+    if given == "":
+        return f"is empty; leave it out for the default, {str(field.default).lower()}"
+    return f"must be {_allowed(field)}, not {str(given)[:40]}"
+
+
+def _alike(given: str, known: str) -> float:
+    """From 0 to 1. The beginning of a name is as good as the name with a slip in it."""
+    begun = MIN_LIKENESS if len(given) >= 3 and known.startswith(given) else 0.0
+    return max(begun, difflib.SequenceMatcher(None, given, known).ratio())
+
+
+def _allowed(field: FieldInfo) -> str:
+    """Such as: a number greater than 0 and at most 3600."""
+    if field.annotation is bool:
+        return "true or false"
+    words = {"ge": "at least", "gt": "greater than", "le": "at most", "lt": "less than"}
+    bounds = {name: getattr(rule, name) for rule in field.metadata for name in words if hasattr(rule, name)}
+    what = "an integer" if field.annotation is int else "a number"
+    if bounds.keys() == {"ge", "le"}:
+        return f"{what} between {_plain(bounds['ge'])} and {_plain(bounds['le'])}"
+    return f"{what} {' and '.join(f'{words[name]} {_plain(bound)}' for name, bound in bounds.items())}"
+
+
+def _plain(bound: float) -> str:
+    return str(int(bound)) if bound == int(bound) else str(bound)
