@@ -24,8 +24,8 @@ def write(document: dict[str, Any]) -> None:
         "# The papers' figures, simulated",
         "",
         "Drawn by `make figures`. The server's own queue and policy classes on a virtual clock, on the machines "
-        "that the papers state; see `loadgen/sim/`. Only the points of LRU and FIFO in Fig. 21 were fitted; all that "
-        "is said of AttentionStore is a prediction.",
+        "that the papers state; see `loadgen/sim/`. Only the points of LRU in Fig. 21 were fitted (FIFO cannot be met "
+        "with them); all that is said of AttentionStore is a prediction.",
         "",
     ]
     if share != 1:
