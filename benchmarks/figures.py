@@ -22,6 +22,9 @@ HELD = {
     "After a restart and a crash": "restart",
     "What the cache costs where nothing is reused": "zero_reuse",
     "Soak": "soak",
+    "Gaps in running streams while long prompts arrive": "itl",
+    "One tenant beside another's flood": "tenants",
+    "What planning a step costs": "planning_cost",
     "How well `reprise load` keeps time": "load_rate",
     "One workload, four servers": "modes",
 }
@@ -100,6 +103,35 @@ def speed_section(result: dict[str, Any]) -> list[str]:
     return [*lines, "", machine(result), ""]
 
 
+def schedulers_section(result: dict[str, Any]) -> list[str]:
+    link = result["calibration"]
+    lines = [
+        "## Who starts next",
+        "",
+        f"24 conversations of a random 125 M-shape model (bf16), HBM and DRAM for a third of them, the rest on a disk "
+        f"throttled to {link['disk_gbps']:.2f} GB/s: a mean history takes {link['load_s'] * 1e3:.0f} ms to load, its "
+        f"turn's new tokens {link['prefill_s'] * 1e3:.0f} ms to compute. Rates are shares of "
+        f"{link['service_rate']:.1f} turns a second. Times in ms; a load is hidden when it holds "
+        "up its step by no more than 20 ms.",
+        "",
+        "| rate | policy | TTFT p50 | p95 | p99 | longest wait, class 1 / 2 / 3 | finished or hidden | goodput, 1/s |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for rate, ratios in result["ratios"].items():
+        for policy, arm in ((policy, legs[rate]) for policy, legs in result["arms"].items()):
+            ttft, waits = arm["ttft_ms"], arm["max_wait_ms_by_class"]
+            lines.append(
+                f"| {float(rate):.0%} | {policy} | {ttft['p50']:.0f} | {ttft['p95']:.0f} | {ttft['p99']:.0f} "
+                f"| {' / '.join(f'{waits[key]:.0f}' for key in sorted(waits))} | {arm['loads_hidden']:.1%} "
+                f"| {arm['goodput']:.2f} |"
+            )
+        ratio = ratios["car/fcfs"]
+        by_round = ", ".join(f"{value:.2f}" for value in ratio["p95_by_round"])
+        lines.append(f"| | *car / fcfs* | | {ratio['p95_median']:.2f}, median of {by_round} | | | | |")
+    lines += ["", "; ".join(f"{name}: {'yes' if held else 'NO'}" for name, held in result["held"].items()) + "."]
+    return [*lines, "", machine(result), ""]
+
+
 def main() -> None:
     DOCS.mkdir(exist_ok=True)
     lines = ["# Results", "", "Drawn from `benchmarks/results/` by `python -m benchmarks.figures`.", ""]
@@ -125,6 +157,8 @@ def main() -> None:
     if (truncation := load("truncation")) is not None:
         draw_truncation(truncation["parts"], DOCS / "truncation.png")
         lines += [*truncation_section(truncation), machine(truncation), ""]
+    if (schedulers := load("schedulers")) is not None:
+        lines += schedulers_section(schedulers)
     for title, name in HELD.items():
         if (result := load(name)) is not None:
             held = "; ".join(f"{what}: {'yes' if value else 'NO'}" for what, value in result["held"].items())
