@@ -137,6 +137,7 @@ def play(arguments: argparse.Namespace, model: str, directory: Path, console: Co
                 server={"url": "", "model": arm.server.model["id"], "max_context": arm.server.max_context,
                         "version": None},
                 finished=True, started=started, token_times=False,
+                left_out=arguments.rounds * arguments.conversations - len(arm.conversations),
             ) | {"later_ttft_ms": later_ttft(arm.results)}
             for name, arm in arms.items()
         }  # fmt: skip

@@ -135,9 +135,9 @@ def document(
     finished: bool,
     started: datetime,
     token_times: bool,
-    left_out: int = 0,
+    left_out: int,
 ) -> dict[str, Any]:
-    """The result file; docs/LOAD.md says what is in it."""
+    """The result file; docs/LOAD.md says what is in it. `left_out` conversations were asked for and fit no window."""
     counts = warmed_up(results, options)
     counted = [result for result, counted in zip(results, counts, strict=True) if counted]
     turns = [turn for conversation in conversations for turn in conversation.turns]

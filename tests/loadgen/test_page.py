@@ -50,7 +50,7 @@ def document(seed: int, *, tiers: bool) -> dict[str, Any]:
     return load.document(
         options, workload, sorted(results, key=lambda r: r.sent_s), command=["reprise", "load"],
         server={"url": "http://x", "model": "m", "max_context": None, "version": None}, finished=True,
-        started=datetime(2026, 1, 1, tzinfo=UTC), token_times=False,
+        started=datetime(2026, 1, 1, tzinfo=UTC), token_times=False, left_out=0,
     )  # fmt: skip
 
 
