@@ -453,9 +453,11 @@ class Server:
         self.decoded_tokens += steps * len(self._running)
 
     def _finish_due(self) -> None:
+        due = []  # all of them stand still before one is computed again beside those who go on
         while self._running and self._running[0][0] <= self._steps:
-            turn = heapq.heappop(self._running)[2]
-            self._context_sum -= turn.live.context
+            due.append(heapq.heappop(self._running)[2])
+            self._context_sum -= due[-1].live.context
+        for turn in due:
             if turn.left > 0:
                 self._overflow(turn)
             else:

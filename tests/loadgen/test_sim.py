@@ -67,6 +67,18 @@ def test_every_run_balances_its_books(workload, config, dram, disk, hbm):
     assert simulate(workload, machine, config).figures() == result.figures()
 
 
+def test_two_windows_full_in_the_same_step_are_computed_again_one_by_one():
+    """Beside each other's chunks they do not decode."""
+    said = [[(1, 1, 0.0)], [(1, 23, 0.0), (90, 60, 2.25), (90, 33, 2.75)], [(1, 19, 0.0), (10, 31, 2.0)]]
+    starts = [0.0, 0.0, 3.75]
+    workload = [conversation(f"c{i}", start, *turns) for i, (start, turns) in enumerate(zip(starts, said, strict=True))]
+    config = Config(
+        reuse=False, policy="lru", scheduler="fcfs", granule_tokens=16, truncation="decoupled", prefetch=False,
+        load_ahead=0, chunk_tokens=32, ttl_s=2.0,
+    )  # fmt: skip
+    assert len(simulate(workload, replace(MACHINE, dram_bytes=0, disk_bytes=0, hbm_bytes=0), config).records) == 6
+
+
 @settings(max_examples=60, deadline=None)
 @given(workload=WORKLOADS, config=CONFIGS)
 def test_a_machine_without_bounds_finds_all_that_was_not_cut(workload, config):
