@@ -8,12 +8,14 @@ the processor with prompts. HBM and DRAM together hold a third of the conversati
 a disk throttled so far that loading a mean history takes as long as computing the new tokens of its turn: both are
 measured in the run. Turns arrive by a Poisson process at three rates, given as shares of the rate at which the FCFS
 server works off a burst while all its places are taken. Each is a turn of a conversation chosen at random: one returns
-twice in the mean, four times at most, and not before its last answer has ended.
+three times in the mean, six times at most, and not before its last answer has ended.
 
 The three servers differ in `scheduler.policy` alone. They take turns leg by leg in an order that moves on, with the
-same arrivals and the same prompts, and only one works at a time. A round is a leg at each rate on each server, the
+same arrivals but for their pace and the same prompts, and only one works at a time. A round is a leg at each rate on each server, the
 rates in another order in every round. Every leg begins its conversations anew and deletes them at its end: histories
-are as long at one rate as at another, and fit where they are to fit. The result is written after every leg; what is
+are as long at one rate as at another, and fit where they are to fit. A shared machine's speed changes from minute to
+minute, and near saturation a tenth of it decides how long queues become: a leg's rate is its share of what the machine
+can serve at the pace at which that leg's conversations were begun. The result is written after every leg; what is
 judged is the median of the rounds' ratios.
 
     python -m benchmarks.schedulers --rounds 1 --file build/schedulers.json
@@ -75,11 +77,11 @@ def prefill_seconds(model: str, shape: Shape, directory: Path) -> float:
     return median(seconds[1:])  # the first pays for what a server sets up
 
 
-def bursts(player: Player, shape: Shape, bytes_per_token: int, places: int, number: int) -> tuple[float, float]:
-    """(seconds to load a mean history from the throttled disk, turns a second with all places taken), of so many bursts
-    of all conversations. The former is what the transfer threads say; the latter leaves out the turns that ended while
-    places were still filling, or no longer all taken."""
-    player.begin("probe", 0)
+def bursts(player: Player, shape: Shape, bytes_per_token: int, places: int, number: int) -> tuple[float, float, float]:
+    """(seconds to load a mean history from the throttled disk, turns a second with all places taken, seconds to begin
+    all conversations), of so many bursts of all conversations. The first is what the transfer threads say; the second
+    leaves out the turns that ended while places were still filling, or no longer all taken."""
+    begin_s = player.begin("probe", 0)
     before = player.rest()
     seconds, ended = 0.0, 0
     for burst in range(number):
@@ -97,7 +99,7 @@ def bursts(player: Player, shape: Shape, bytes_per_token: int, places: int, numb
 
     size = shape.mean_history * bytes_per_token
     load_s = moved("seconds") / moved("bytes") * size if moved("bytes") else float("nan")
-    return load_s, ended / seconds
+    return load_s, ended / seconds, begin_s
 
 
 # --- the run ----------------------------------------------------------------------------------------------------------
@@ -141,8 +143,8 @@ def measure(
             players[policy].warm_up()
         if calibration is None:
             places, bytes_per_token = max(1, in_hbm - 1), kv_bytes_per_token(model)
-            load_s, rate = bursts(players["fcfs"], shape, bytes_per_token, places, shape.turns)
-            calibration = Calibration(prefill_s, gbps, load_s, rate, players[policies[0]].state()["window"])
+            load_s, rate, begin_s = bursts(players["fcfs"], shape, bytes_per_token, places, shape.turns)
+            calibration = Calibration(prefill_s, gbps, load_s, rate, begin_s, players[policies[0]].state()["window"])
         done = {(leg.policy, leg.share, leg.round_) for leg in legs}
         first = next_round(legs, len(shares) * len(policies))
         for round_ in range(first, first + rounds):
@@ -152,9 +154,9 @@ def measure(
                 for policy in policies[shift:] + policies[:shift]:
                     progress.update(bar, description=f"round {round_ + 1}, {share:.0%}, {policy}")
                     if (policy, share, round_) not in done:
-                        rate = share * calibration.service_rate
-                        players[policy].begin(f"leg-{seed}", seed)
-                        legs.append(players[policy].leg(share, rate, round_, f"leg-{seed}", seed))
+                        pace = calibration.begin_s / players[policy].begin(f"leg-{seed}", seed)
+                        rate = share * calibration.service_rate * pace
+                        legs.append(players[policy].leg(share, rate, pace, round_, f"leg-{seed}", seed))
                         players[policy].forget()
                         keep(calibration, legs)
                     progress.advance(bar)
@@ -169,7 +171,7 @@ def main() -> int:
     parser.add_argument("--first-tokens", type=int, default=1000)
     parser.add_argument("--turn-tokens", type=int, default=150)
     parser.add_argument("--answer-tokens", type=int, default=8)
-    parser.add_argument("--turns", type=int, default=2, help="of every conversation in a leg")
+    parser.add_argument("--turns", type=int, default=3, help="of every conversation in a leg")
     parser.add_argument("--shares", type=float, nargs="+", default=list(SHARES), help="rates, of the service rate")
     parser.add_argument("--in-hbm", type=int, default=5, help="conversations that HBM holds")
     parser.add_argument("--in-dram", type=int, default=3, help="conversations that DRAM holds")
@@ -208,6 +210,7 @@ def main() -> int:
             "calibration": {
                 "prefill_s": round(calibration.prefill_s, 4), "disk_gbps": round(calibration.disk_gbps, 4),
                 "load_s": round(calibration.load_s, 4), "service_rate": round(calibration.service_rate, 3),
+                "begin_s": round(calibration.begin_s, 3),
                 "window": calibration.window,
             },
             "held": verdicts(summary),

@@ -16,6 +16,7 @@ class Calibration:
     disk_gbps: float
     load_s: float  # of a mean history from the throttled disk, as measured
     service_rate: float  # turns a second
+    begin_s: float  # of a leg's conversations at the same time: the pace at which that rate holds
     window: int  # places
 
 

@@ -108,6 +108,7 @@ class Leg:
     share: float
     round_: int
     rate: float  # offered, turns a second
+    pace: float  # of the machine just before, in units of the calibration's
     seconds: float  # from the first arrival to the last token
     counts: Counter[str]  # what the scheduler counted meanwhile
     load_s: float
@@ -171,9 +172,12 @@ class Player:
             run(target_of(self.server), conversations, seed=seed, timeout_s=TIMEOUT_S, histories=self._histories)
         )
 
-    def begin(self, prefix: str, seed: int) -> None:
-        """All conversations. Raises RuntimeError if one fails."""
-        fail_on(self.play(together(self._shape, self._shape.first_tokens, BEGIN_ANSWER, prefix), seed))
+    def begin(self, prefix: str, seed: int) -> float:
+        """All conversations at once. Returns in how many seconds: the machine's pace right now. Raises RuntimeError if
+        one fails."""
+        results = self.play(together(self._shape, self._shape.first_tokens, BEGIN_ANSWER, prefix), seed)
+        fail_on(results)
+        return max(result.done_s for result in results) - min(result.sent_s for result in results)
 
     def warm_up(self) -> None:
         """Everything once that a server sets up at its first use."""
@@ -214,7 +218,7 @@ class Player:
         counts.update({name: state[name] for name in ("overtakes", "preemptions", "fair_preemptions")})
         return counts
 
-    def leg(self, share: float, rate: float, round_: int, prefix: str, seed: int) -> Leg:
+    def leg(self, share: float, rate: float, pace: float, round_: int, prefix: str, seed: int) -> Leg:
         conversations = arrivals(self._shape, rate, f"{seed} {share}", prefix)
         before, counted = self.rest(), self.counts()
         results = self.play(conversations, seed)
@@ -227,7 +231,7 @@ class Player:
         # A conversation ends at its first error: what it did not send is lost as well.
         lost = sum(len(c.turns) for c in conversations) - len(results)
         samples += [not_sent(self._policy, share, round_)] * lost
-        return Leg(self._policy, share, round_, rate, seconds, counts, load_s, wait_s, samples)
+        return Leg(self._policy, share, round_, rate, pace, seconds, counts, load_s, wait_s, samples)
 
 
 def sample_of(result: TurnResult, policy: str, share: float, round_: int) -> Sample:

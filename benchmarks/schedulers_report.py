@@ -51,6 +51,7 @@ def describe(legs: Sequence[Leg]) -> dict[str, Any]:
         "strict_goodput": rounded(sum(s.is_strictly_good for s in samples) / seconds, 3),
         "throughput": rounded(len(ttft_ms) / seconds, 3),
         "offered_rate": rounded(mean_of([leg.rate for leg in legs]), 3),
+        "pace": [rounded(leg.pace, 3) for leg in legs],
         "overtakes": counts["overtakes"],
         "preemptions": counts["preemptions"],
         "fair_preemptions": counts["fair_preemptions"],

@@ -25,7 +25,7 @@ def leg(policy: str, share: float, ttft_s: list[float | None], round_: int = 0, 
         sample(policy=policy, share=share, round_=round_, ttft_s=s, error=None if s is not None else "503")
         for s in ttft_s
     ]
-    return Leg(policy, share, round_, 1.0, 10.0, counts, 0.0, 0.0, samples)
+    return Leg(policy, share, round_, 1.0, 1.0, 10.0, counts, 0.0, 0.0, samples)
 
 
 @pytest.mark.parametrize(("share", "rank"), [(0.5, 50), (0.95, 95), (0.99, 99), (1.0, 100), (0.001, 1)])
@@ -69,7 +69,7 @@ def test_the_median_of_the_rounds_is_judged():
 
 def test_what_was_measured_is_found_again_and_gone_on_from(tmp_path):
     file, workload = tmp_path / "legs.json", {"conversations": 3}
-    calibration = schedulers_file.Calibration(0.05, 0.3, 0.05, 8.0, 5)
+    calibration = schedulers_file.Calibration(0.05, 0.3, 0.05, 8.0, 6.0, 5)
     assert schedulers_file.load(file, workload) is None
     legs = [leg(policy, 0.5, [1.0, None], round_, hidden=2) for round_ in (0, 1) for policy in ("car", "fcfs")]
     assert [schedulers_file.next_round(legs[:count], 2) for count in range(5)] == [0, 0, 1, 1, 2]
@@ -95,14 +95,14 @@ def test_a_load_that_nobody_counted_is_not_in_time():
 def test_goodput_counts_turns_in_time():
     turns = [(1.0, (0.05, 0.15)), (1.0, (0.1,)), (1.1, (0.1,)), (0.5, (0.1, 0.2)), (None, ())]
     samples = [sample(ttft_s=ttft_s, gaps_s=gaps_s) for ttft_s, gaps_s in turns]
-    found = schedulers_report.describe([Leg("car", 0.5, 0, 1.0, 10.0, Counter(), 0.0, 0.0, samples)])
+    found = schedulers_report.describe([Leg("car", 0.5, 0, 1.0, 1.0, 10.0, Counter(), 0.0, 0.0, samples)])
     assert (found["goodput"], found["strict_goodput"], found["throughput"]) == (0.2, 0.1, 0.4)
     assert (found["turns"], found["failed"]) == (5, 1)
 
 
 def test_the_longest_wait_by_class():
     samples = [sample(queue_s=wait_s, tier_class=c) for wait_s, c in ((1.0, 1), (2.0, 3), (0.5, 3))]
-    found = schedulers_report.describe([Leg("car", 0.5, 0, 1.0, 10.0, Counter(), 0.0, 0.0, samples)])
+    found = schedulers_report.describe([Leg("car", 0.5, 0, 1.0, 1.0, 10.0, Counter(), 0.0, 0.0, samples)])
     assert found["max_wait_ms_by_class"] == {"1": 1000.0, "2": 0.0, "3": 2000.0}
 
 
