@@ -12,11 +12,11 @@ three times in the mean, six times at most, and not before its last answer has e
 
 The three servers differ in `scheduler.policy` alone. They take turns leg by leg in an order that moves on, with the
 same arrivals (but for their pace) and the same prompts, and only one works at a time. A round is a leg at each rate on
-each server, the rates in another order in every round. Every leg begins its conversations anew and deletes them at its end: histories
-are as long at one rate as at another, and fit where they are to fit. A shared machine's speed changes from minute to
-minute, and near saturation a tenth of it decides how long queues become: a leg's rate is its share of what the machine
-can serve at the pace at which that leg's conversations were begun. The result is written after every leg; what is
-judged is the median of the rounds' ratios.
+each server, the rates in another order in every round. Every leg begins its conversations anew and deletes them at its
+end: histories are as long at one rate as at another, and fit where they are to fit. A shared machine's speed changes
+from minute to minute, and near saturation a tenth of it decides how long queues become: a leg's rate is its share of
+what the machine can serve at the pace at which that leg's conversations were begun. The result is written after every
+leg; what is judged is the median of the rounds' ratios.
 
     python -m benchmarks.schedulers --rounds 1 --file build/schedulers.json
 
