@@ -9,59 +9,26 @@ prompt is the history and its own words: templates add nothing.
 import heapq
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import cast
 
 from cache.policies import POLICIES
 from cache.policies.base import EvictionPolicy
-from cache.policies.line import common_ends
-from cache.windows import eviction_window, prefetch_window
+from cache.stats import Residency
+from loadgen.greedy import greedy
+from loadgen.sim.ahead import LookAhead
+from loadgen.sim.books import check
+from loadgen.sim.context_window import ContextWindow
 from loadgen.sim.machine import Config, Machine
 from loadgen.sim.result import Result, TurnRecord, summarize
-from loadgen.sim.store import BrokenBooks, Store
+from loadgen.sim.store import Store
+from loadgen.sim.turn import LiveSession, LiveTurn
 from loadgen.workload import Conversation
 from scheduler.policies import make_queue
 from scheduler.ports import CacheView
 from scheduler.predictor import MaxTokensPredictor
-from scheduler.sequence import SamplingParams
 from scheduler.sequence import Sequence as QueuedSequence
 
-_LEFT = 8  # at the head of the line since it was looked at last
 _HIDDEN_S = 0.02  # CaR's classes: a load that holds up its step no longer than that is hidden
-
-
-@dataclass(slots=True)
-class _Turn:
-    """A turn on its way through the server."""
-
-    record: TurnRecord
-    live: "_Session"
-    sequence: QueuedSequence
-    sources: dict[str, int] = field(default_factory=dict)  # tier -> tokens that are loaded
-    loaded_s: float | None = None  # when the load ends; None: it has not begun
-    left: int = 0  # tokens of the answer
-
-
-@dataclass(slots=True)
-class _Session:
-    """A conversation as its client and the server see it."""
-
-    conversation: Conversation
-    turn: int = 0
-    context: int = 0  # tokens, of the turns so far
-
-
-@dataclass(frozen=True, slots=True)
-class _Residency:
-    """As `scheduler.ports.Residency`."""
-
-    hbm_tokens: int
-    lower_tokens: dict[str, int]
-    bytes_to_load: int
-    missing_tokens: int
-    own_tokens: int
-    load_s: float
-    exposed_s: float
 
 
 class _View:
@@ -70,7 +37,7 @@ class _View:
     def __init__(self, server: "Server") -> None:
         self._server = server
 
-    def residency(self, request_id: str) -> _Residency:
+    def residency(self, request_id: str) -> Residency:
         return self._server.residency(request_id)
 
 
@@ -90,7 +57,7 @@ class Server:
         self.records: list[TurnRecord] = []  # in the order of their starts
         self.prefill_s = self.decode_s = self.stalled_s = 0.0
         self.prefilled_tokens = self.decoded_tokens = self.recomputed_tokens = 0
-        self.moved = {"hbm": 0.0, "dram": 0.0, "disk": 0.0, "fetched": 0.0}  # bytes into HBM by source, and into DRAM
+        self.moved = {"hbm": 0.0, "dram": 0.0, "disk": 0.0}  # bytes into HBM by source
         self.marks: list[tuple[float, float]] = []  # (seconds, busy seconds) at every start
         self.store = Store(
             policy=policy or POLICIES[config.policy],
@@ -100,7 +67,7 @@ class Server:
             dram_bytes=machine.dram_bytes if config.reuse else 0.0,
             disk_bytes=machine.disk_bytes if config.reuse else 0.0,
         )
-        self._looks_ahead = self.store.looks_ahead
+        self.window = ContextWindow(machine, config, self.store)
         self._view = _View(self)
         self.queue = make_queue(
             config.scheduler,
@@ -110,24 +77,20 @@ class Server:
             class_ordered_entry=False,
             hidden_s=_HIDDEN_S,
         )
-        self._arrivals: list[tuple[float, int, _Session]] = []  # a heap
+        self.ahead = LookAhead(machine, config, self.store, self.queue)
+        self._arrivals: list[tuple[float, int, LiveSession]] = []  # a heap
         self._pushed = 0
-        self._waiting: dict[str, _Turn] = {}  # by request id
-        self._turn_of: dict[QueuedSequence, _Turn] = {}
-        self._order: list[QueuedSequence] = []  # as told last
-        self._names: list[str] = []  # the sessions of `_order`
-        self._told: list[QueuedSequence] | None = None
-        self._settled: list[QueuedSequence] | None = None  # the order for which there is nothing to fetch
-        self._running: list[tuple[int, int, _Turn]] = []  # a heap of (step at which something is due, number, turn)
+        self._waiting: dict[str, LiveTurn] = {}  # by request id
+        self._turn_of: dict[QueuedSequence, LiveTurn] = {}
+        self._running: list[tuple[int, int, LiveTurn]] = []  # a heap of (step at which something is due, number, turn)
         self._steps = 0  # of decoding, so far
-        self._context_sum = 0  # of those who run
-        self._running_bytes = 0.0
-        self._links = {"hbm": 0.0, "fetch": 0.0}  # when each is done with what was ordered
-        self._fetching: tuple[float, str] | None = None  # (end, session)
-        self._ahead: list[_Turn] = []  # wait with their loads begun
+        self.context_sum = 0  # of those who run
+        self.running_bytes = 0.0
+        self._link_s = 0.0  # when the link into HBM is done with what was ordered
+        self._loading: list[LiveTurn] = []  # wait with their loads begun
         for conversation in conversations:
             if conversation.turns:
-                self._push(conversation.start_s, _Session(conversation))
+                self._push(conversation.start_s, LiveSession(conversation))
 
     def run(self) -> Result:
         """To the end of all conversations. Raises BrokenBooks."""
@@ -140,7 +103,7 @@ class Server:
                 self._decode()
             else:
                 self.now = max(self.now, self._next_event())
-        self._check()
+        check(self)
         return summarize(self)
 
     @property
@@ -149,34 +112,30 @@ class Server:
 
     # --- time ---------------------------------------------------------------------------------------------------------
 
-    def _push(self, when_s: float, session: _Session) -> None:
+    def _push(self, when_s: float, session: LiveSession) -> None:
         self._pushed += 1
         heapq.heappush(self._arrivals, (when_s, self._pushed, session))
 
     def _next_event(self) -> float:
-        when_s = self._arrivals[0][0] if self._arrivals else math.inf
-        return min(when_s, self._fetching[0]) if self._fetching is not None else when_s
+        return min(self._arrivals[0][0] if self._arrivals else math.inf, self.ahead.due_s)
 
     def _deliver(self) -> None:
         """What is due by now."""
-        while True:
-            fetched_s = self._fetching[0] if self._fetching is not None else math.inf
-            arrived_s = self._arrivals[0][0] if self._arrivals else math.inf
-            if min(fetched_s, arrived_s) > self.now:
-                break
-            if fetched_s <= arrived_s:
-                assert self._fetching is not None
-                self.store.unpin(self._fetching[1])
-                self._fetching = None
-                self._fetch(fetched_s)
+        while (due_s := self._next_event()) <= self.now:
+            if self.ahead.due_s <= due_s:
+                self.ahead.fetched()
+                self.ahead.fetch(due_s)
             else:
                 self._submit(*heapq.heappop(self._arrivals)[::2])
-        if self.config.ttl_s < math.inf:
-            self.store.expire(self.now - self.config.ttl_s)
-        if self._fetching is None:
-            self._fetch(self.now)
+        self._expire(self.now)
+        self.ahead.fetch(self.now)
 
-    def _submit(self, when_s: float, session: _Session) -> None:
+    def _expire(self, now: float) -> None:
+        if self.config.ttl_s < math.inf:
+            self.store.expire(now - self.config.ttl_s)
+
+    def _submit(self, when_s: float, session: LiveSession) -> None:
+        self._expire(when_s)  # before what comes is an access to its session
         conversation = session.conversation
         said = conversation.turns[session.turn]
         record = TurnRecord(
@@ -186,58 +145,28 @@ class Server:
             new_tokens=said.prompt_tokens,
             answer_tokens=max(1, said.answer_tokens),
         )
-        self._cut_prompt(session, record)
+        self.window.fit_prompt(session, record)
         record.prompt_tokens = record.history_tokens + record.new_tokens
         sequence = QueuedSequence(
             request_id=f"{conversation.session_id}/{session.turn}",
             tenant=conversation.tenant,
             session_id=conversation.session_id,
-            sampling=_greedy(record.answer_tokens),
+            sampling=greedy(record.answer_tokens),
             arrived_s=when_s,
             # The queues ask for no more than the length.
             token_ids=cast("list[int]", range(record.prompt_tokens)),
             prompt_tokens=record.prompt_tokens,
         )
-        turn = _Turn(record, session, sequence)
+        turn = LiveTurn(record, session, sequence)
         if self.config.reuse:
             self.store.arrived(conversation.session_id, when_s, record.prompt_tokens)
         self._waiting[sequence.request_id] = turn
         self._turn_of[sequence] = turn
         self.queue.add(sequence)
 
-    # --- the window ---------------------------------------------------------------------------------------------------
-
-    def _cut_prompt(self, session: _Session, record: TurnRecord) -> None:
-        """A prompt that leaves no room for its answer loses the head of its history (AttentionStore §3.4)."""
-        window = self.machine.window
-        reserved = min(record.answer_tokens, max(1, int(self.config.answer_share * window)))
-        if record.new_tokens > window - reserved:
-            record.clipped_tokens = record.new_tokens - (window - reserved)
-            record.new_tokens = window - reserved
-        if session.context + record.new_tokens > window - reserved:
-            session.context -= self._cut(session, session.context, window - reserved - record.new_tokens, record)
-        record.history_tokens = session.context
-
-    def _cut(self, session: _Session, context: int, room: int, record: TurnRecord) -> int:
-        """Drop so many ratios of the window that `context` fits into `room`. Returns the tokens dropped."""
-        ratio = max(1, int(self.config.truncation_ratio * self.machine.window))
-        dropped = min(context, ratio * math.ceil((context - room) / ratio))
-        if granule := self.config.granule_tokens:
-            # Whole granules; those that are not full stand at the end.
-            dropped = context if dropped == context else dropped // granule * granule
-            if context - dropped > room:
-                dropped = min(context, dropped + granule)
-        record.cut_tokens += dropped
-        name = session.conversation.session_id
-        if self.config.truncation == "decoupled":
-            self.store.cut(name, dropped)
-        else:
-            self.store.invalidate(name)
-        return dropped
-
     # --- the queue and the tiers --------------------------------------------------------------------------------------
 
-    def residency(self, request_id: str) -> _Residency:
+    def residency(self, request_id: str) -> Residency:
         """Where the KV of a waiting request is."""
         turn = self._waiting[request_id]
         found = turn.sources if turn.loaded_s is not None else self._found(turn)
@@ -247,95 +176,44 @@ class Server:
         missing = turn.record.prompt_tokens - hbm - sum(lower.values())
         load_s = self._load_seconds(lower)
         exposed_s = max(0.0, load_s - self.machine.costs.prefill_s(missing, turn.record.prompt_tokens - missing))
-        return _Residency(hbm, lower, size, missing, hbm + sum(lower.values()), load_s, exposed_s)
+        return Residency(hbm, lower, size, missing, hbm + sum(lower.values()), load_s, exposed_s)
 
-    def _found(self, turn: _Turn) -> dict[str, int]:
+    def _found(self, turn: LiveTurn) -> dict[str, int]:
         if not self.config.reuse:
             return {}
-        return self.store.found(turn.live.conversation.session_id, turn.record.prompt_tokens - 1)
+        return self.store.found(turn.live.name, turn.record.prompt_tokens - 1)
 
     def _load_seconds(self, sources: dict[str, int]) -> float:
         kv = self.machine.kv_bytes_per_token
         slowest = min(self.machine.dram_to_hbm, self.machine.disk_to_dram)
         return sources.get("dram", 0) * kv / self.machine.dram_to_hbm + sources.get("disk", 0) * kv / slowest
 
-    def _line(self) -> list[str]:
-        """The sessions that wait, next first."""
-        upcoming, before = self.queue.upcoming(), self._order
-        if upcoming is not before:
-            # Most often some have left at the head and others come at the tail: found by where the new head stood.
-            left = before.index(upcoming[0], 0, _LEFT) if upcoming and upcoming[0] in before[:_LEFT] else 0
-            head, tail = common_ends(before[left:], upcoming)
-            fresh = upcoming[head : len(upcoming) - tail]
-            self._names[left + head : len(before) - tail] = [sequence.session_id for sequence in fresh]
-            del self._names[:left]
-            self._order = upcoming
-        return self._names
-
-    def _tell(self) -> None:
-        """The policies of what comes: once for all that has changed since they were asked last."""
-        if not self._looks_ahead:
-            return
-        names = self._line()
-        mean = self.store.mean_session_bytes
-        if self._order is self._told or not mean:
-            return
-        self._told = self._order
-        dram, disk = self.machine.dram_bytes, self.machine.disk_bytes
-        room = dram + disk
-        window = len(names) if room == math.inf else eviction_window(int(dram), int(disk), mean)
-        self.store.look_ahead(names[: max(1, window)], self.now)
-
-    def _fetch(self, now: float) -> None:
-        """Bring the next session of the prefetch window that lies on disk alone into DRAM; one at a time."""
-        mean = self.store.mean_session_bytes
-        if not (self.config.prefetch and mean and "dram" in self.store.tiers and "disk" in self.store.tiers):
-            return
-        if self.machine.dram_bytes == math.inf:
-            return
-        names = self._line()
-        if self._order is self._settled:
-            return
-        window = prefetch_window(int(self.config.prefetch_share * self.machine.dram_bytes), mean)
-        for name in names[:window]:
-            if not self.store.missing_in_dram(name):
-                continue
-            self._tell()
-            moved = self.store.fetch(name)
-            if moved:
-                self.store.pin(name)
-                self.moved["fetched"] += moved
-                self._fetching = (now + moved / self.machine.disk_to_dram, name)
-                return
-            break  # if there is no room for it, nor is there for those behind it
-        self._settled = self._order
-
     def _load_ahead(self) -> None:
         """Loads of those next in line begin while others run (AttentionStore §3.2.1: the read buffer)."""
-        room = self.config.load_ahead - len(self._ahead)
+        room = self.config.load_ahead - len(self._loading)
         if room <= 0 or not self._waiting:
             return
         for sequence in self.queue.front()[: self.config.load_ahead]:
             turn = self._turn_of[sequence]
             if turn.loaded_s is None and room > 0:
                 self._load(turn)
-                self._ahead.append(turn)
+                self._loading.append(turn)
                 room -= 1
 
-    def _load(self, turn: _Turn) -> None:
+    def _load(self, turn: LiveTurn) -> None:
         """Its KV is on its way to HBM from now on."""
-        record, name = turn.record, turn.live.conversation.session_id
+        record, name = turn.record, turn.live.name
         turn.sources = self._found(turn)
         if self.config.reuse:
             self.store.pin(name)
             self.store.hit(name)
-        starts_s = max(self.now, self._links["hbm"])
-        if self._fetching is not None and self._fetching[1] == name:
-            starts_s = max(starts_s, self._fetching[0])
+        starts_s = max(self.now, self._link_s)
+        if self.ahead.fetching is not None and self.ahead.fetching[1] == name:
+            starts_s = max(starts_s, self.ahead.fetching[0])
         seconds = self._load_seconds(turn.sources)
         turn.loaded_s = starts_s + seconds if seconds else self.now
         if seconds:
-            self._links["hbm"] = turn.loaded_s
+            self._link_s = turn.loaded_s
         record.load_s = seconds
         record.sources = {tier: tokens for tier, tokens in turn.sources.items() if tokens}
         for tier, tokens in record.sources.items():
@@ -343,7 +221,7 @@ class Server:
 
     # --- compute ------------------------------------------------------------------------------------------------------
 
-    def _next(self) -> _Turn | None:
+    def _next(self) -> LiveTurn | None:
         """Who starts now: None if nobody waits, or there is no room in HBM."""
         if not self._waiting:
             return None
@@ -354,7 +232,7 @@ class Server:
         turn = self._turn_of[sequence]
         if self.machine.hbm_shared and self._running:
             needed = self._reserved(turn.record)
-            if self._running_bytes + needed > self.machine.hbm_bytes:
+            if self.running_bytes + needed > self.machine.hbm_bytes:
                 return None
         return turn
 
@@ -362,12 +240,12 @@ class Server:
         tokens = min(self.machine.window, record.prompt_tokens + record.answer_tokens)
         return tokens * self.machine.kv_bytes_per_token
 
-    def _start(self, turn: _Turn) -> None:
+    def _start(self, turn: LiveTurn) -> None:
         record, sequence = turn.record, turn.sequence
         if turn.loaded_s is None:
             self._load(turn)
-        elif turn in self._ahead:
-            self._ahead.remove(turn)
+        elif turn in self._loading:
+            self._loading.remove(turn)
         assert turn.loaded_s is not None
         self.queue.dispatch(sequence)
         sequence.scheduled_s = self.now
@@ -377,11 +255,11 @@ class Server:
         self.marks.append((self.now, self.busy_s))
         self.records.append(record)
         if self.machine.hbm_shared:
-            self._running_bytes += self._reserved(record)
+            self.running_bytes += self._reserved(record)
             if "hbm" in self.store.tiers:
-                self._tell()
+                self.ahead.tell(self.now)
                 self.store.leave_hbm(record.session_id)
-                self.store.shrink_hbm(max(0.0, self.machine.hbm_bytes - self._running_bytes))
+                self.store.shrink_hbm(max(0.0, self.machine.hbm_bytes - self.running_bytes))
         record.prefill_s, record.stalled_s = self._prefill(
             record.prompt_tokens - record.hit_tokens, record.hit_tokens, turn.loaded_s
         )
@@ -402,7 +280,7 @@ class Server:
             now = min(chunk, num_tokens)
             decodes = bool(self.config.chunk_tokens and self._running)
             if decodes:
-                beside_s = costs.decode_s(1, len(self._running), self._context_sum)
+                beside_s = costs.decode_s(1, len(self._running), self.context_sum)
                 compute_s = costs.tokens_s(now, context_len)
             else:
                 beside_s, compute_s = 0.0, costs.prefill_s(now, context_len)
@@ -421,14 +299,14 @@ class Server:
                 self._finish_due()
         return self.now - began_s, self.stalled_s - stalled_s
 
-    def _run(self, turn: _Turn) -> None:
+    def _run(self, turn: LiveTurn) -> None:
         """It decodes until its answer ends or the window is full."""
         room = self.machine.window - turn.live.context
         steps = min(turn.left, room) if turn.left > 0 else 0
         turn.left -= steps
         self._pushed += 1
         heapq.heappush(self._running, (self._steps + steps, self._pushed, turn))
-        self._context_sum += turn.live.context
+        self.context_sum += turn.live.context
         turn.live.context += steps  # where it stands when it is due
         if not steps:
             self._finish_due()
@@ -439,9 +317,9 @@ class Server:
         steps = self._running[0][0] - self._steps
         event_s = self._next_event() - self.now
         if event_s < math.inf and steps > 1:
-            one_s = costs.decode_s(1, rows, self._context_sum)
+            one_s = costs.decode_s(1, rows, self.context_sum)
             steps = max(1, min(steps, math.ceil(event_s / one_s)))
-        seconds = costs.decode_s(steps, rows, self._context_sum)
+        seconds = costs.decode_s(steps, rows, self.context_sum)
         self.now += seconds
         self.decode_s += seconds
         self._stepped(steps)
@@ -449,86 +327,50 @@ class Server:
 
     def _stepped(self, steps: int) -> None:
         self._steps += steps
-        self._context_sum += steps * len(self._running)
+        self.context_sum += steps * len(self._running)
         self.decoded_tokens += steps * len(self._running)
 
     def _finish_due(self) -> None:
         due = []  # all of them stand still before one is computed again beside those who go on
         while self._running and self._running[0][0] <= self._steps:
             due.append(heapq.heappop(self._running)[2])
-            self._context_sum -= due[-1].live.context
+            self.context_sum -= due[-1].live.context
         for turn in due:
             if turn.left > 0:
                 self._overflow(turn)
             else:
                 self._end(turn)
 
-    def _overflow(self, turn: _Turn) -> None:
+    def _overflow(self, turn: LiveTurn) -> None:
         """The window is full in the middle of an answer."""
         session, record = turn.live, turn.record
-        room = self.machine.window - min(turn.left, max(1, int(self.config.answer_share * self.machine.window)))
-        context = session.context
-        session.context -= self._cut(session, context, room, record)
+        self.window.overflow(session, record, turn.left)
         if self.config.truncation == "coupled" or not self.config.reuse:
             # Every position has moved. What was computed is not counted as prompt: nobody asked for it.
             self._prefill(session.context - 1, 0, 0.0)
             self.recomputed_tokens += session.context - 1
         self._run(turn)
 
-    def _end(self, turn: _Turn) -> None:
+    def _end(self, turn: LiveTurn) -> None:
         record, session = turn.record, turn.live
         record.done_s = self.now
         record.context_tokens = session.context
         if self.config.reuse:
-            self._tell()
-            name = session.conversation.session_id
+            self.ahead.tell(self.now)
+            name = session.name
             if self.machine.hbm_shared:
-                self._running_bytes -= self._reserved(record)
+                self.running_bytes -= self._reserved(record)
                 if "hbm" in self.store.tiers:
-                    self.store.tiers["hbm"].capacity = max(0.0, self.machine.hbm_bytes - self._running_bytes)
+                    self.store.tiers["hbm"].capacity = max(0.0, self.machine.hbm_bytes - self.running_bytes)
             # The last token was sampled and never read: it has no KV. After a cut nothing of the prefix is as it was.
             reused = record.hit_tokens if not record.cut_tokens else 0
             self.store.save(name, session.context - 1, reused, self.now)
             self.store.unpin(name)
         elif self.machine.hbm_shared:
-            self._running_bytes -= self._reserved(record)
+            self.running_bytes -= self._reserved(record)
         self.queue.finished(turn.sequence)
         session.turn += 1
         turns = session.conversation.turns
         if session.turn < len(turns):
             said = turns[session.turn]
             self._push(max(self.now + said.think_s, said.due_s), session)
-
-    # --- the books ----------------------------------------------------------------------------------------------------
-
-    def _check(self) -> None:
-        if self._fetching is not None:
-            self.store.unpin(self._fetching[1])
-            self._fetching = None
-        self.store.check()
-        if self._context_sum or abs(self._running_bytes) > 1.0 or len(self.queue):
-            raise BrokenBooks("somebody still runs or waits at the end")
-        hits = sum(record.hit_tokens for record in self.records)
-        prompts = sum(record.prompt_tokens for record in self.records)
-        if hits + self.prefilled_tokens != prompts:
-            raise BrokenBooks(f"{prompts} tokens of prompts, {hits} found and {self.prefilled_tokens} computed")
-        answers = sum(record.answer_tokens for record in self.records)
-        if self.decoded_tokens + len(self.records) != answers:
-            raise BrokenBooks(f"{answers} tokens of answers, {self.decoded_tokens} decoded behind the first")
-        last: dict[str, TurnRecord] = {}
-        for record in self.records:
-            before = last.get(record.session_id)
-            context = before.context_tokens if before is not None else 0
-            if record.turn != (before.turn + 1 if before is not None else 0):
-                raise BrokenBooks(f"{record.session_id}: turn {record.turn} out of order")
-            if record.history_tokens > context or record.hit_tokens > max(0, context - 1):
-                raise BrokenBooks(f"{record.session_id}: more history in turn {record.turn} than was said before")
-            last[record.session_id] = record
-
-
-def _greedy(max_tokens: int) -> SamplingParams:
-    return SamplingParams(
-        temperature=0.0, top_p=1.0, top_k=0, min_p=0.0, presence_penalty=0.0, frequency_penalty=0.0,
-        repetition_penalty=1.0, logit_bias={}, seed=0, max_tokens=max_tokens, min_tokens=0, stop_token_ids=(),
-        ignore_eos=True, logprobs=None,
-    )  # fmt: skip

@@ -5,12 +5,13 @@ that leaves DRAM stays on disk, one that is fetched stays there as well. What en
 whole session (AttentionStore's item) or so many tokens of it (the server's blocks).
 """
 
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container
 from dataclasses import dataclass, field
 
 from cache.block import BlockKey
 from cache.policies.base import EvictionPolicy
 from cache.policies.lru import LruPolicy
+from loadgen.sim.line import Line
 
 TIERS = ("hbm", "dram", "disk")
 _TOLD = 3  # times the sessions that fit into an upper tier
@@ -33,10 +34,7 @@ class _Context:
     granules: list[Granule] = field(default_factory=list)
     first: int = 0  # place of the head; what was cut before it keeps its number
     pins: int = 0
-
-    @property
-    def tokens(self) -> int:
-        return sum(granule.tokens for granule in self.granules)
+    tokens: int = 0  # of all granules
 
 
 class Tier:
@@ -141,10 +139,10 @@ class Store:
         self.tiers = {name: Tier(name, sizes[name], policy()) for name in TIERS if sizes[name] > 0}
         self._lowest = next((name for name in reversed(TIERS) if name in self.tiers), None)
         self._contexts: dict[str, _Context] = {}
+        self._tokens = 0  # of all contexts
         self._pinned = _Pinned()
         self._keys = 0
         self._used_s: dict[str, float] = {}  # in the order of the last access
-        self.lost_tokens = 0  # saved once, in no tier when their session came back
 
     @property
     def mean_session_bytes(self) -> float:
@@ -154,7 +152,7 @@ class Store:
         tier = self.tiers[self._lowest]
         if not self._granule_tokens:
             return tier.used / len(tier.sizes) if tier.sizes else 0.0
-        return sum(context.tokens for context in self._contexts.values()) * self._kv / len(self._contexts)
+        return self._tokens * self._kv / len(self._contexts)
 
     # --- what is here -------------------------------------------------------------------------------------------------
 
@@ -218,6 +216,7 @@ class Store:
                 raise ValueError("a cut goes between two granules")
             if num_tokens < head.tokens:
                 head.tokens -= num_tokens
+                self._count(context, -num_tokens)
                 for tier in self.tiers.values():
                     if head.key in tier:
                         size = head.tokens * self._kv
@@ -233,9 +232,14 @@ class Store:
         while context and context.granules:
             self._drop_head(context)
 
+    def _count(self, context: _Context, num_tokens: int) -> None:
+        context.tokens += num_tokens
+        self._tokens += num_tokens
+
     def _drop_head(self, context: _Context) -> None:
         head = context.granules.pop(0)
         context.first += 1
+        self._count(context, -head.tokens)
         for tier in self.tiers.values():
             tier.remove(head.key)
         self._pinned.counts.pop(head.key, None)
@@ -260,6 +264,7 @@ class Store:
         most = self._granule_tokens or kv_tokens
         fresh: list[Granule] = []
         start = 0
+        self._count(context, kv_tokens - context.tokens)
         for granule in context.granules:
             grown = min(most, kv_tokens - start)
             if grown != granule.tokens or start + granule.tokens > reused_tokens:
@@ -295,17 +300,15 @@ class Store:
             tier.remove(granule.key)  # an older copy lacks rows
         return fits
 
-    def missing_in_dram(self, session: str) -> float:
-        """Bytes that a fetch would have to bring from disk into DRAM."""
-        if "dram" not in self.tiers or "disk" not in self.tiers:
-            return 0.0
-        dram, disk = self.tiers["dram"], self.tiers["disk"]
+    def is_missing_in_dram(self, session: str) -> bool:
+        """Whether a fetch would bring anything from disk into DRAM."""
         context = self._contexts.get(session)
-        return sum(
-            disk.sizes[granule.key]
-            for granule in (context.granules if context else ())
-            if granule.key in disk and granule.key not in dram
-        )
+        if context is not None:
+            dram, disk = self.tiers["dram"].sizes, self.tiers["disk"].sizes
+            for granule in context.granules:
+                if granule.key not in dram and granule.key in disk:
+                    return True
+        return False
 
     def fetch(self, session: str) -> float:
         """Make room in DRAM for what only the disk has of a queued session, and count it as there. Returns the bytes
@@ -326,15 +329,14 @@ class Store:
         """Whether the queue counts for what leaves."""
         return any(not isinstance(tier.policy, LruPolicy) for tier in self.tiers.values())
 
-    def look_ahead(self, upcoming: Sequence[str], now: float) -> None:
-        """The sessions of the eviction window, next first. A tier that is not the lowest is told of no more than a few
-        times what it holds: those behind have no place in it either way, and a policy walks all that it is told of."""
+    def look_ahead(self, line: Line, now: float) -> None:
+        """Tell the policies who waits. A tier that is not the lowest is told of no more than a few times what it holds:
+        those behind have no place in it either way, and a policy walks all that it is told of."""
+        mean = self.mean_session_bytes
         for name, tier in self.tiers.items():
-            if name == self._lowest or not self.mean_session_bytes:
-                tier.policy.look_ahead(upcoming, now)
-            else:
-                most = int(_TOLD * tier.capacity / self.mean_session_bytes) + 1
-                tier.policy.look_ahead(upcoming[:most], now)
+            most = None if name == self._lowest else int(_TOLD * tier.capacity / mean) + 1
+            names, changed = line.news(name, most)
+            tier.policy.look_ahead(names, now, changed)
 
     def leave_hbm(self, session: str) -> None:
         """It runs: its rows in HBM are not the cache's any more."""
@@ -353,6 +355,7 @@ class Store:
         """It has ended, or expired: nobody will come for it."""
         context = self._contexts.pop(session, None)
         self._used_s.pop(session, None)
+        self._tokens -= context.tokens if context else 0
         for granule in context.granules if context else ():
             for tier in self.tiers.values():
                 tier.remove(granule.key)

@@ -144,6 +144,13 @@ def test_what_the_queue_announces_is_fetched_into_dram():
     assert simulate(workload, machine, Config(prefetch=False)).tier_hit_share["dram"] < 0.6
 
 
+def test_what_expired_while_the_server_was_idle_is_not_found():
+    """Nothing happens between the turns: it is the next turn's arrival at which the time is noticed."""
+    workload = [conversation("a", 0.0, (100, 11, 0.0), (10, 1, 50.0))]
+    found = {ttl_s: simulate(workload, MACHINE, Config(ttl_s=ttl_s)).records[1].hit_tokens for ttl_s in (40.0, 60.0)}
+    assert found == {40.0: 0, 60.0: 110}
+
+
 def test_recompute_pays_for_no_storage():
     workload = [conversation("a", 0.0, (100, 11, 0.0), (10, 1, 1.0))]
     machine = replace(MACHINE, dram_bytes=100e9, disk_bytes=1e12)

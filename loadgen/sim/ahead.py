@@ -1,0 +1,67 @@
+"""What the queue says about the next turns: told to the policies, and fetched for (AttentionStore §3.3)."""
+
+import math
+
+from cache.windows import prefetch_window
+from loadgen.sim.line import Line
+from loadgen.sim.machine import Config, Machine
+from loadgen.sim.store import Store
+from scheduler.queues import WaitingQueue
+
+
+class LookAhead:
+    """Fetches one session at a time, from disk into DRAM."""
+
+    def __init__(self, machine: Machine, config: Config, store: Store, queue: WaitingQueue) -> None:
+        self._store, self._queue = store, queue
+        self._bytes_per_s = machine.disk_to_dram
+        self._fetches = config.prefetch and {"dram", "disk"} <= store.tiers.keys() and machine.dram_bytes < math.inf
+        self._room = int(config.prefetch_share * machine.dram_bytes) if self._fetches else 0
+        self._line = Line()
+        self._news = False  # for the policies
+        self._settled = False  # there is nothing to fetch for this line
+        self.fetching: tuple[float, str] | None = None  # (end, session)
+        self.fetched_bytes = 0.0
+
+    def tell(self, now: float) -> None:
+        """The policies of what comes: once for all that has changed since they were asked last."""
+        if not self._store.looks_ahead:
+            return
+        self._follow()
+        if self._news and self._store.mean_session_bytes:
+            self._news = False
+            self._store.look_ahead(self._line, now)
+
+    def fetch(self, now: float) -> None:
+        """Begin to bring the next session of the prefetch window that lies on disk alone into DRAM."""
+        if not self._fetches or self.fetching is not None or not (mean := self._store.mean_session_bytes):
+            return
+        self._follow()
+        if self._settled:
+            return
+        self._settled = True
+        for name in self._line.first(prefetch_window(self._room, mean)):
+            if not self._store.is_missing_in_dram(name):
+                continue
+            self.tell(now)
+            moved = self._store.fetch(name)
+            if moved:
+                self._store.pin(name)
+                self.fetched_bytes += moved
+                self.fetching = (now + moved / self._bytes_per_s, name)
+                self._settled = False
+            return  # if there was no room for it, nor is there for those behind it
+
+    @property
+    def due_s(self) -> float:
+        """When what is being fetched will be there."""
+        return math.inf if self.fetching is None else self.fetching[0]
+
+    def fetched(self) -> None:
+        assert self.fetching is not None
+        self._store.unpin(self.fetching[1])
+        self.fetching = None
+
+    def _follow(self) -> None:
+        if self._line.follow(self._queue.upcoming()):
+            self._news, self._settled = True, False

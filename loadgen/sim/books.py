@@ -1,0 +1,35 @@
+"""What must add up at the end of a run: bytes, counts and tokens."""
+
+from typing import TYPE_CHECKING
+
+from loadgen.sim.result import TurnRecord
+from loadgen.sim.store import BrokenBooks
+
+if TYPE_CHECKING:
+    from loadgen.sim.server import Server
+
+
+def check(server: "Server") -> None:
+    """Raises BrokenBooks."""
+    if server.ahead.fetching is not None:
+        server.ahead.fetched()
+    server.store.check()
+    if server.context_sum or abs(server.running_bytes) > 1.0 or len(server.queue):
+        raise BrokenBooks("somebody still runs or waits at the end")
+    records = server.records
+    hits = sum(record.hit_tokens for record in records)
+    prompts = sum(record.prompt_tokens for record in records)
+    if hits + server.prefilled_tokens != prompts:
+        raise BrokenBooks(f"{prompts} tokens of prompts, {hits} found and {server.prefilled_tokens} computed")
+    answers = sum(record.answer_tokens for record in records)
+    if server.decoded_tokens + len(records) != answers:
+        raise BrokenBooks(f"{answers} tokens of answers, {server.decoded_tokens} decoded behind the first")
+    last: dict[str, TurnRecord] = {}
+    for record in records:
+        before = last.get(record.session_id)
+        context = before.context_tokens if before is not None else 0
+        if record.turn != (before.turn + 1 if before is not None else 0):
+            raise BrokenBooks(f"{record.session_id}: turn {record.turn} out of order")
+        if record.history_tokens > context or record.hit_tokens > max(0, context - 1):
+            raise BrokenBooks(f"{record.session_id}: more history in turn {record.turn} than was said before")
+        last[record.session_id] = record
