@@ -7,6 +7,7 @@ time. A seed decides everything, so a run that breaks an invariant is replayed b
 
 import argparse
 import heapq
+import math
 import random
 import sys
 import time
@@ -15,39 +16,22 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 
 from cache.block import BLOCK_TOKENS, KeyDomain
-from cache.extent import ExtentInfo
 from cache.manager import CacheManager
 from cache.opening import Truncation
-from cache.plan import (
-    Deleted,
-    DeleteExtents,
-    Event,
-    FetchBlocks,
-    Fetched,
-    FillFromPage,
-    FillFromSlot,
-    LoadBlocks,
-    Loaded,
-    Move,
-    Saved,
-    SealSlot,
-    Transferred,
-    WriteExtent,
-    Written,
-)
 from cache.policies import POLICIES
 from cache.rates import Rates
 from cache.truncate import CutRules
+from loadgen.greedy import greedy
+from loadgen.virtual_tiers import DIRECTIONS, VirtualTiers
 from loadgen.workload import Conversation, Shape, poisson
 from scheduler.budget import StepCost, StepWork
 from scheduler.policies import make_queue
 from scheduler.predictor import LengthPredictor, MaxTokensPredictor, QuantilePredictor
 from scheduler.scheduler import Chunk, Scheduler
-from scheduler.sequence import SamplingParams, Sequence, SequenceState
+from scheduler.sequence import Sequence, SequenceState
 from scheduler.window import ShuffledWindow
 
 _NO_CUTS = CutRules(allowed=False, keep_first=0, message_starts=(), important=())
-_DIRECTIONS = ("dram_to_hbm", "disk_to_hbm", "disk_to_dram", "hbm_to_dram", "dram_to_disk")
 _STALL_BUDGET_S = 0.02
 _MOST_STEPS = 100_000
 
@@ -127,12 +111,20 @@ class Simulation:
         self.steps = 0
         self._rng = rng
         self._trace = blake2b(digest_size=8)
+        self.tiers = VirtualTiers(
+            num_layers=machine.num_layers,
+            bytes_per_token=machine.bytes_per_token,
+            dram_bytes_per_s=machine.dram_bytes_per_s,
+            disk_bytes_per_s=machine.disk_bytes_per_s,
+            failures=machine.failures,
+            rng=rng,
+        )
         self._rates = Rates(
             num_layers=machine.num_layers,
             step_fixed_s=machine.fixed_s,
             prefill_s_per_token=machine.s_per_token,
             transfer_fixed_s=0.0,
-            bytes_per_s={name: self._speed(name) for name in _DIRECTIONS},
+            bytes_per_s={name: self.tiers.speed(name) for name in DIRECTIONS},
         )
         self.cache = CacheManager(
             num_pages=machine.hbm_blocks,
@@ -152,7 +144,7 @@ class Simulation:
             hbm_high_water=machine.high_water,
             hbm_low_water=machine.low_water,
             rates=self._rates,
-            arrived=self._arrived,
+            arrived=lambda job_id: self.tiers.arrived(job_id, self.now),
             unix_offset_s=0.0,
         )
         predictor: LengthPredictor = MaxTokensPredictor() if machine.oracle else QuantilePredictor(quantile=0.5)
@@ -186,12 +178,8 @@ class Simulation:
             stall_budget_s=_STALL_BUDGET_S,
             fair_places=machine.policy == "car",
         )
-        self._events: list[tuple[float, int, Event]] = []  # a heap
         self._arrivals: list[tuple[float, int, _Live]] = []  # a heap
         self._pushed = 0
-        self._links: dict[str, float] = {}  # thread -> when it is done with what was ordered
-        self._loads: dict[int, tuple[float, float]] = {}  # job -> (start, end)
-        self._extents: set[int] = set()
         self._live: dict[str, tuple[Sequence, _Live]] = {}
         self._requests = 0
         for conversation in conversations:
@@ -225,11 +213,11 @@ class Simulation:
             self._cancel(self._rng.choice(sorted(self._live)))
         upcoming = self.scheduler.upcoming()
         self.cache.plan(upcoming, self.scheduler.free_places, self.now)
-        self._carry_out(self.cache.take_moves())
+        self.tiers.carry_out(self.cache.take_moves(), self.now)
         self._check(len(set(upcoming)) == len(upcoming) == self.scheduler.num_waiting, "the order lies about who waits")
         fresh = {s.request_id for s, _ in self._live.values() if s.scheduled_s is None}
         schedule = self.scheduler.schedule(self.now)
-        self._carry_out(self.cache.take_moves())
+        self.tiers.carry_out(self.cache.take_moves(), self.now)
         started = fresh - {s.request_id for s, _ in self._live.values() if s.scheduled_s is None}
         self._trace.update(repr((self.now, [(c.sequence.request_id, c.num_tokens) for c in schedule.chunks])).encode())
         self._check_invariants(started)
@@ -245,7 +233,7 @@ class Simulation:
             work = work.plus_row(context) if chunk.num_tokens == 1 else work.plus_chunk(chunk.num_tokens, context)
         seconds = self._truth.seconds(work)
         jobs = [job for c in chunks if (job := self.cache.context(c.sequence.request_id).job) is not None]
-        loaded_s = max((self._loads[job][1] for job in jobs if job in self._loads), default=0.0)
+        loaded_s = max(map(self.tiers.loaded_s, jobs), default=0.0)
         # Layer by layer: the last layer's computation follows the last layer's arrival.
         end_s = max(self.now + seconds, loaded_s + seconds / self.machine.num_layers)
         waited_s = end_s - self.now - seconds
@@ -259,8 +247,8 @@ class Simulation:
                 pieces = self.cache.capture(request_id, chunk.num_tokens, row)
                 saved_rows += sum(piece.num_rows for piece in pieces)
             row += chunk.num_tokens
-        self._occupy("save", saved_rows * self.machine.bytes_per_token, "hbm_to_dram")
-        self._carry_out(self.cache.take_moves())
+        self.tiers.save(saved_rows, self.now)
+        self.tiers.carry_out(self.cache.take_moves(), self.now)
         for chunk in chunks:
             sequence = chunk.sequence
             if sequence.request_id in failed:
@@ -307,7 +295,7 @@ class Simulation:
             request_id=request_id,
             tenant=conversation.tenant,
             session_id=conversation.session_id,
-            sampling=_greedy(answer),
+            sampling=greedy(answer),
             arrived_s=self.now,
             token_ids=tokens,
             prompt_tokens=len(tokens),
@@ -333,80 +321,7 @@ class Simulation:
             self.scheduler.requeue(self._live[request_id][0])
         return failed
 
-    # --- the tiers ----------------------------------------------------------------------------------------------------
-
-    def _speed(self, direction: str) -> float:
-        return self.machine.disk_bytes_per_s if "disk" in direction else self.machine.dram_bytes_per_s
-
-    def _occupy(self, link: str, num_bytes: int, direction: str) -> tuple[float, float]:
-        """One more transfer on a thread: when it starts and ends."""
-        start_s = max(self.now, self._links.get(link, 0.0))
-        end_s = start_s + num_bytes / self._speed(direction)
-        self._links[link] = end_s
-        if num_bytes:
-            self._push(end_s, Transferred(direction, num_bytes, end_s - start_s))
-        return start_s, end_s
-
-    def _carry_out(self, moves: list[Move]) -> None:
-        block_bytes = BLOCK_TOKENS * self.machine.bytes_per_token
-        for move in moves:
-            match move:
-                case LoadBlocks():
-                    self._load(move)
-                case FetchBlocks():
-                    _, end_s = self._occupy("fetch", len(move.blocks) * block_bytes, "disk_to_dram")
-                    lost = any(extent[0] not in self._extents for _, extent, _ in move.blocks)
-                    failed = {key: "missing" for key, _, _ in move.blocks} if lost or self._fails() else {}
-                    self._push(end_s, Fetched(move.job_id, failed))
-                case FillFromSlot() | FillFromPage():
-                    self._occupy("save", move.num_rows * self.machine.bytes_per_token, "hbm_to_dram")
-                case SealSlot():
-                    self._push(self._occupy("save", 0, "hbm_to_dram")[1], Saved(move.ticket))
-                case WriteExtent():
-                    _, end_s = self._occupy("write", len(move.blocks) * block_bytes, "dram_to_disk")
-                    self._write(move, end_s, len(move.blocks) * block_bytes)
-                case DeleteExtents():
-                    self._extents -= set(move.extent_ids)
-                    self._push(self.now, Deleted(move.job_id))
-
-    def _load(self, move: LoadBlocks) -> None:
-        span: list[float] = []
-        for direction in ("disk_to_hbm", "dram_to_hbm"):
-            rows = sum(b.num_rows for b in move.blocks if (b.extent is not None) == (direction == "disk_to_hbm"))
-            if rows:
-                span += self._occupy("load", rows * self.machine.bytes_per_token, direction)
-        lost = [b.key for b in move.blocks if b.extent is not None and b.extent[0] not in self._extents]
-        failed = dict.fromkeys(lost, "missing")
-        if not failed and self._fails():
-            failed = {move.blocks[0].key: "checksum"}
-        self._loads[move.job_id] = span[0], span[-1]
-        self._push(span[-1], Loaded(move.job_id, failed))
-
-    def _write(self, move: WriteExtent, end_s: float, size: int) -> None:
-        if self._fails():
-            self._push(end_s, Written(move.job_id, None, "io"))
-            return
-        self._extents.add(move.job_id)
-        self._push(end_s, Written(move.job_id, ExtentInfo(move.job_id, move.session, move.blocks, size), None))
-
-    def _fails(self) -> bool:
-        return self._rng.random() < self.machine.failures
-
-    def _arrived(self, job_id: int) -> float:
-        """The share of a load that is in HBM, whole layers."""
-        if job_id not in self._loads:
-            return 0.0  # decided on, and not ordered yet
-        start_s, end_s = self._loads[job_id]
-        if self.now >= end_s:
-            return 1.0
-        layers = int((self.now - start_s) / (end_s - start_s) * self.machine.num_layers)
-        return max(0, layers) / self.machine.num_layers
-
     # --- time ---------------------------------------------------------------------------------------------------------
-
-    def _push(self, when_s: float, event: Event) -> None:
-        self._pushed += 1
-        heapq.heappush(self._events, (when_s, self._pushed, event))
 
     def _push_turn(self, before_s: float, live: _Live) -> None:
         """A conversation's next turn, behind what ended at `before_s`."""
@@ -415,27 +330,24 @@ class Simulation:
         heapq.heappush(self._arrivals, (max(before_s + turn.think_s, turn.due_s), self._pushed, live))
 
     def _hear(self) -> None:
-        while self._events and self._events[0][0] <= self.now:
-            event = heapq.heappop(self._events)[2]
-            if isinstance(event, Loaded):
-                self._loads.pop(event.job_id, None)
+        for event in self.tiers.take_events(self.now):
             self.cache.on_event(event, self.now)
 
     def _wait(self, preempted: bool) -> None:
         """Nothing can run: until something comes."""
-        times = [heap[0][0] for heap in (self._events, self._arrivals) if heap]
-        if times:
-            self.now = max(self.now, min(times))
+        when_s = min(self.tiers.next_event_s, self._arrivals[0][0] if self._arrivals else math.inf)
+        if when_s < math.inf:
+            self.now = max(self.now, when_s)
         elif not preempted and self._live:
             raise BrokenInvariant("nothing runs, and nothing is on its way")
 
     def _settle(self) -> None:
         for _ in range(1000):
             self.cache.plan([], 0, self.now)
-            self._carry_out(self.cache.take_moves())
-            if not self._events:
+            self.tiers.carry_out(self.cache.take_moves(), self.now)
+            if self.tiers.last_event_s is None:
                 return
-            self.now = self._events[-1][0] if len(self._events) == 1 else max(e[0] for e in self._events)
+            self.now = self.tiers.last_event_s
             self._hear()
         raise BrokenInvariant("the transfers do not come to an end")
 
@@ -497,25 +409,6 @@ def random_case(seed: int) -> Simulation:
         rng=rng, count=rng.randint(1, 7), rate_per_s=rng.choice([1.0, 10.0, 1000.0]), shape=shape, tenants=("a", "b")
     )
     return Simulation(machine=machine, conversations=conversations, rng=rng)
-
-
-def _greedy(max_tokens: int) -> SamplingParams:
-    return SamplingParams(
-        temperature=0.0,
-        top_p=1.0,
-        top_k=0,
-        min_p=0.0,
-        presence_penalty=0.0,
-        frequency_penalty=0.0,
-        repetition_penalty=1.0,
-        logit_bias={},
-        seed=0,
-        max_tokens=max_tokens,
-        min_tokens=0,
-        stop_token_ids=(),
-        ignore_eos=True,
-        logprobs=None,
-    )
 
 
 def main(arguments: Items[str] | None = None) -> int:
