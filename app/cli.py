@@ -138,10 +138,20 @@ def simulate(
         float, typer.Option(min=0.0, max=1.0, help="Block mode: share of the requests that warm up.")
     ] = 0.0,
     model: Annotated[str, typer.Option(help="Full mode: a model of the papers.")] = "llama-13b",
+    server: Annotated[
+        str, typer.Option(help="Full mode: instead of a model, a running Reprise, as it has measured itself (URL).")
+    ] = "",
+    api_key: Annotated[str, typer.Option(envvar="OPENAI_API_KEY", show_envvar=True, help="Of --server.")] = "",
+    machine: Annotated[
+        Path | None, typer.Option(help="Full mode: instead of a model, the machine of an earlier result (--out).")
+    ] = None,
     load: Annotated[str, typer.Option(help="Full mode: saturated or unsaturated.")] = "saturated",
+    sessions_per_s: Annotated[
+        float | None, typer.Option(min=1e-6, help="Full mode: conversations that begin. Default: the load's own.")
+    ] = None,
     sessions: Annotated[int, typer.Option(min=1, help="Full mode: so many conversations.")] = 9000,
-    dram_gb: Annotated[float, typer.Option(min=0, help="Full mode.")] = 128.0,
-    disk_gb: Annotated[float, typer.Option(min=0, help="Full mode.")] = 10_000.0,
+    dram_gb: Annotated[float, typer.Option(min=0, help="Full mode, with --model.")] = 128.0,
+    disk_gb: Annotated[float, typer.Option(min=0, help="Full mode, with --model.")] = 10_000.0,
     truncation: Annotated[str, typer.Option(help="Full mode: decoupled, or coupled (a cut loses what is saved).")] = (
         "decoupled"
     ),
@@ -165,15 +175,20 @@ def simulate(
             )
             tables_ = [trace_report.table(result)]
         else:
-            from loadgen.sim import report
+            from loadgen.sim import calibrate, report
 
+            if server:
+                simulated = calibrate.from_server(server, api_key=api_key)
+            elif machine is not None:
+                simulated = report.read_machine(machine)
+            else:
+                simulated = report.preset(model, load, dram_bytes=dram_gb * 1e9, disk_bytes=disk_gb * 1e9)
             result = report.simulate(
-                model=model,
+                machine=simulated,
                 load=load,
                 sessions=sessions,
+                sessions_per_s=sessions_per_s,
                 policies=policies.split(","),
-                dram_bytes=dram_gb * 1e9,
-                disk_bytes=disk_gb * 1e9,
                 truncation=truncation,
                 warmup_turns=warmup_turns,
                 seed=seed,

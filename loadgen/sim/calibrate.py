@@ -9,6 +9,8 @@ from loadgen.sim.machine import Costs, Machine
 
 _LINE = re.compile(r"^(reprise_\w+?)(?:\{([^}]*)\})? (\S+)$")
 _LABEL = re.compile(r'(\w+)="([^"]*)"')
+_TYPICAL_LAYERS = 32  # loads overlap with computation layer by layer: more of them hardly matter
+_TYPICAL_SEQS = 32  # the default of scheduler.max_seqs
 _TERMS = ("fixed", "per_token", "per_kilo_pair", "per_row", "per_kilo_read")
 
 
@@ -42,14 +44,16 @@ def machine(text: str, model: ServedModel, *, max_seqs: int, links: dict[str, fl
         raise ValueError("no reprise_step_cost_seconds: not a server of ours, or one that has not run yet")
     rates = dict(links or {})
     moved_s = metrics.get("reprise_moved_seconds", {})
-    for direction, size in metrics.get("reprise_moved_bytes", {}).items():
-        if size > 0 and moved_s.get(direction, 0.0) > 0:
-            rates[direction] = size / moved_s[direction]
+    moved = metrics.get("reprise_moved_bytes", {})
+    for direction, also in (("dram_to_hbm", ()), ("disk_to_dram", ("disk_to_hbm",))):
+        size, seconds = (sum(found.get(name, 0.0) for name in (direction, *also)) for found in (moved, moved_s))
+        if size > 0 and seconds > 0:
+            rates[direction] = size / seconds
     capacity = metrics.get("reprise_tier_capacity_bytes", {})
     for direction, tier in (("dram_to_hbm", "dram"), ("disk_to_dram", "disk")):
         if direction not in rates:
             if capacity.get(tier):
-                raise ValueError(f"nothing has moved {direction} yet: give its rate")
+                raise ValueError(f"nothing has moved {direction} yet: the server has to work until its tiers are used")
             rates[direction] = 1.0
     return Machine(
         name=model.name,
@@ -76,23 +80,24 @@ def machine(text: str, model: ServedModel, *, max_seqs: int, links: dict[str, fl
     )
 
 
-def from_server(
-    url: str, *, api_key: str, num_layers: int, max_seqs: int, links: dict[str, float] | None = None
-) -> Machine:
-    """Asks the server. num_layers is what a load overlaps with. Raises ValueError, httpx.HTTPError."""
+def from_server(url: str, *, api_key: str) -> Machine:
+    """Asks the server; what it does not say of itself is as above. Raises ValueError: it cannot be asked,
+    or has not measured enough yet."""
     headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
     base = url.rstrip("/").removesuffix("/v1")
-    with httpx.Client(base_url=base, headers=headers, timeout=10, trust_env=False) as http:
-        served = http.get("/v1/models").raise_for_status().json()["data"][0]
-        text = http.get("/metrics").raise_for_status().text
     try:
+        with httpx.Client(base_url=base, headers=headers, timeout=10, trust_env=False) as http:
+            served = http.get("/v1/models").raise_for_status().json()["data"][0]
+            text = http.get("/metrics").raise_for_status().text
         model = ServedModel(
             name=served["id"],
             kv_bytes_per_token=served["cache"]["kv_bytes_per_token"],
             window=served["max_model_len"],
             hbm_tokens=served["cache"]["hbm_tokens"],
-            num_layers=num_layers,
+            num_layers=_TYPICAL_LAYERS,
         )
-    except KeyError as missing:
-        raise ValueError(f"/v1/models does not say {missing}: not a server of ours") from None
-    return machine(text, model, max_seqs=max_seqs, links=links)
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        raise ValueError(f"no server that can be asked at {base}: {error}") from None
+    except (KeyError, IndexError, TypeError) as error:
+        raise ValueError(f"/v1/models does not say {error}: not a server of ours") from None
+    return machine(text, model, max_seqs=_TYPICAL_SEQS)

@@ -1,14 +1,16 @@
 """`reprise simulate` without a trace: a server of the papers' kind, arm beside arm, as JSON and as tables."""
 
+import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any, cast, get_args
 
 from rich.table import Table
 
 from cache.policies import POLICIES
-from loadgen.sim import Config, presets, simulate_belady
+from loadgen.sim import Config, Costs, Machine, presets, simulate_belady
 from loadgen.sim import simulate as run
 from loadgen.sim.machine import Truncation
 
@@ -16,34 +18,43 @@ DEFAULT = "lookahead"  # the server's own for its lower tiers
 LOADS = {"saturated": presets.saturated, "unsaturated": presets.unsaturated}
 
 
+def preset(model: str, load: str, *, dram_bytes: float, disk_bytes: float) -> Machine:
+    """Raises ValueError for what is not known."""
+    _known("model", model, presets.SHAPES)
+    _known("load", load, LOADS)
+    layer_s = presets.LAYER_S if load == "saturated" else 0.0
+    return presets.machine(model, layer_s=layer_s, dram_bytes=dram_bytes, disk_bytes=disk_bytes)
+
+
+def read_machine(path: Path) -> Machine:
+    """Of an earlier result: what was measured on a server then. Raises ValueError, OSError."""
+    try:
+        fields = json.loads(path.read_text(encoding="utf-8"))["machine"]
+        return Machine(**{**fields, "costs": Costs(**fields["costs"])})
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{path} holds no machine: {error}") from None
+
+
 def simulate(
     *,
-    model: str,
+    machine: Machine,
     load: str,
     sessions: int,
+    sessions_per_s: float | None,
     policies: Sequence[str],
-    dram_bytes: float,
-    disk_bytes: float,
     truncation: str,
     warmup_turns: int,
     seed: int,
     progress: Callable[[str], None],
 ) -> dict[str, Any]:
-    """Recompute, and every policy: keys of POLICIES, default, belady, unbounded. Raises ValueError for what is not
-    known."""
-    for kind, name, known in (
-        ("model", model, presets.SHAPES),
-        ("load", load, LOADS),
-        ("truncation", truncation, get_args(Truncation)),
-    ):
-        if name not in known:
-            raise ValueError(f"no {kind} {name!r}; there are {', '.join(known)}")
-    known = ("default", *POLICIES, "belady", "unbounded")
-    if unknown := [policy for policy in policies if policy not in known]:
-        raise ValueError(f"no policy {', '.join(unknown)}; there are {', '.join(known)}")
-    workload = LOADS[load](sessions=sessions, seed=seed)
-    layer_s = presets.LAYER_S if load == "saturated" else 0.0
-    machine = presets.machine(model, layer_s=layer_s, dram_bytes=dram_bytes, disk_bytes=disk_bytes)
+    """Recompute, and every policy: keys of POLICIES, default, belady, unbounded. sessions_per_s: None for the load's
+    own. Raises ValueError for what is not known."""
+    _known("load", load, LOADS)
+    _known("truncation", truncation, get_args(Truncation))
+    for policy in policies:
+        _known("policy", policy, ("default", *POLICIES, "belady", "unbounded"))
+    rate = {} if sessions_per_s is None else {"rate_per_s": sessions_per_s}
+    workload = LOADS[load](sessions=sessions, seed=seed, **rate)
     base = Config(answer_share=0.0, truncation=cast(Truncation, truncation), warmup_turns=warmup_turns)
     arms = []
     for arm in ("recompute", *policies):
@@ -66,15 +77,20 @@ def simulate(
             figures |= {"cost": None, "cost_storage": None}  # nobody sells it
         arms.append({"arm": arm} | figures)
     return {
-        "model": model, "load": load, "sessions": sessions, "seed": seed, "truncation": truncation,
-        "dram_bytes": dram_bytes, "disk_bytes": disk_bytes, "warmup_turns": warmup_turns,
+        "machine": asdict(machine), "load": load, "sessions": sessions, "sessions_per_s": sessions_per_s, "seed": seed,
+        "truncation": truncation, "warmup_turns": warmup_turns,
         "assumptions": [asdict(row) for row in presets.TABLE], "arms": arms,
     }  # fmt: skip
 
 
+def _known(kind: str, name: str, known: Iterable[str]) -> None:
+    if name not in (known := tuple(known)):
+        raise ValueError(f"no {kind} {name!r}; there are {', '.join(known)}")
+
+
 def shown(result: dict[str, Any]) -> list[Table]:
     """The arms, and what is assumed."""
-    arms = Table(title=f"{result['model']}, {result['load']}, {result['sessions']:,} sessions")
+    arms = Table(title=f"{result['machine']['name']}, {result['load']}, {result['sessions']:,} sessions")
     for column in ("", "hit rate", "turns >= 2", "tokens", "DRAM", "prefill", "TTFT", "tokens/s", "GPU time", "cost"):
         arms.add_column(column, justify="left" if not column else "right")
     for arm in result["arms"]:

@@ -1,5 +1,9 @@
 """The papers' constants come out of the presets, and a live server's metrics go in."""
 
+import json
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
 import pytest
 
 from loadgen.sim import calibrate, presets, simulate
@@ -68,3 +72,32 @@ def test_what_a_server_did_not_measure_is_asked_for():
         calibrate.machine(METRICS, MODEL, max_seqs=8)
     with pytest.raises(ValueError, match="step_cost"):
         calibrate.machine("up 1", MODEL, max_seqs=8)
+
+
+def test_a_running_server_is_asked():
+    served = {"id": "m", "max_model_len": 512, "cache": {"kv_bytes_per_token": 100, "hbm_tokens": 2048}}
+    metrics = METRICS.replace('{direction="disk_to_dram"} 0.0', '{direction="disk_to_hbm"} 4.0')
+    pages = {"/v1/models": json.dumps({"data": [served]}), "/metrics": metrics}
+
+    class Pages(BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_response(200 if self.headers["authorization"] == "Bearer key" else 401)
+            self.end_headers()
+            self.wfile.write(pages[self.path].encode())
+
+        def log_message(self, *_):
+            pass
+
+    server = HTTPServer(("127.0.0.1", 0), Pages)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    url = f"http://127.0.0.1:{server.server_port}/v1"
+    try:
+        machine = calibrate.from_server(url, api_key="key")
+        with pytest.raises(ValueError, match="401"):
+            calibrate.from_server(url, api_key="")
+    finally:
+        server.shutdown()
+        server.server_close()
+    assert machine.disk_to_dram == 1.0  # 4 bytes in 4 s
+    assert machine.dram_to_hbm == 2e6
+    assert (machine.name, machine.window, machine.hbm_bytes) == ("m", 512, 204_800)

@@ -8,9 +8,10 @@ from typer.testing import CliRunner
 from app.cli import cli
 from loadgen.sim import report
 
+MACHINE = report.preset("llama-13b", "saturated", dram_bytes=5e9, disk_bytes=40e9)
 SMALL = {
-    "model": "llama-13b", "load": "saturated", "sessions": 60, "dram_bytes": 5e9, "disk_bytes": 40e9,
-    "truncation": "decoupled", "warmup_turns": 20, "seed": 1, "progress": lambda arm: None,
+    "machine": MACHINE, "load": "saturated", "sessions": 60, "sessions_per_s": None, "truncation": "decoupled",
+    "warmup_turns": 20, "seed": 1, "progress": lambda arm: None,
 }  # fmt: skip
 
 
@@ -29,15 +30,30 @@ def test_arms_stand_between_recompute_and_unbounded():
 def test_the_command_writes_what_it_shows(tmp_path):
     out = tmp_path / "result.json"
     words = ["simulate", "--sessions", "40", "--warmup-turns", "5", "--policies", "lru", "--out", str(out)]
-    finished = CliRunner().invoke(cli, words)
+    finished = CliRunner().invoke(cli, [*words, "--dram-gb", "5"])
     assert finished.exit_code == 0, finished.output
     result = json.loads(out.read_text(encoding="utf-8"))
+    assert report.read_machine(out) == report.preset("llama-13b", "saturated", dram_bytes=5e9, disk_bytes=10e12)
+    again = CliRunner().invoke(cli, [*words, "--machine", str(out)])
+    assert again.exit_code == 0, again.output
+    without_times = [
+        [{**arm, "processor_s": 0} for arm in found["arms"]] for found in (result, json.loads(out.read_text("utf-8")))
+    ]
+    assert without_times[0] == without_times[1]
     assert [arm["arm"] for arm in result["arms"]] == ["recompute", "lru"]
     assert "fitted to LRU and FIFO" in json.dumps(result["assumptions"])
 
 
 @pytest.mark.parametrize(
-    "words", [["--model", "gpt-5"], ["--load", "heavy"], ["--policies", "clock"], ["--truncation", "none"]]
+    "words",
+    [
+        ["--model", "gpt-5"],
+        ["--load", "heavy"],
+        ["--policies", "clock"],
+        ["--truncation", "none"],
+        ["--server", "http://127.0.0.1:9"],
+        ["--machine", "/no/such/file"],
+    ],
 )
 def test_what_is_not_known_is_refused(words):
     assert CliRunner().invoke(cli, ["simulate", *words]).exit_code == 2
