@@ -3,10 +3,11 @@
     python -m benchmarks.sim_agreement
 
 200 conversations with the bundled model on a server whose HBM and DRAM are too small for them, twice. The first run
-calibrates: what a step costs and how fast KV moves (`/metrics`), and what a request costs outside of the engine (the
-client's TTFT less the server's own). Then `loadgen.simulate`, the real scheduler and cache manager on a virtual clock,
-plays what the second run was sent: the same prompts and answers in tokens, starts and think times. Nothing is taken
-from the second run but what its clients did.
+calibrates: what a step costs and how fast KV moves (`/metrics`), and what a request costs outside of the engine's steps
+(the client's TTFT less what the server says that waiting in the engine, loads and steps took). Then
+`loadgen.simulate`, the real scheduler and cache manager on a virtual clock, plays what the second run was sent: the
+same prompts and answers in tokens, starts and think times. Nothing is taken from the second run but what its clients
+did.
 
 Expected: per tier, tokens hit as a share of prompt tokens within 2 points of the second run; mean TTFT within 20 %, or
 within the difference between the two runs if that is more.
@@ -14,9 +15,11 @@ within the difference between the two runs if that is more.
 
 import argparse
 import random
+import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from statistics import fmean
 from typing import Any
 
@@ -39,6 +42,7 @@ STEP_TOKENS = 256
 WINDOW = 16
 MAX_SEQS = 16
 ITL_TARGET_MS = 100
+SAMPLE_S = 2.0
 KV_BYTES = 1536  # of a token of the bundled model: 2 x 6 layers x 2 heads x 32 values in bf16
 DISTRIBUTION = Distribution(mean_turns=4.0, over_2k=0.02, over_4k=0.002, max_tokens=700)
 
@@ -78,17 +82,50 @@ def figures_of(results: Sequence[TurnResult]) -> dict[str, Any]:
     return {
         "turns": len(results), "prompt_tokens": prompts, "ttft_ms": round(1e3 * fmean(ttfts), 3),
         "hit_points": {tier: round(100 * tokens / prompts, 3) for tier, tokens in hits.items()},
+        "outside_ms": round(1e3 * outside_s(results), 3),
     }  # fmt: skip
 
 
 def outside_s(results: Sequence[TurnResult]) -> float:
-    """What stands between client and engine, in the mean."""
+    """What a request waits for beside the steps it is in line for or runs in, in the mean: templates and tokens, the
+    way to the engine and the end of its step, and the way back. The simulator knows nothing of it."""
     waits = [(result.ttft_s, result.extra["timings"]) for result in results]
-    return fmean(ttft_s - timings["ttft_ms"] / 1e3 for ttft_s, timings in waits if ttft_s is not None)
+    parts = ("queue_ms", "load_ms", "prefill_ms")
+    return fmean(ttft_s - sum(timings[part] for part in parts) / 1e3 for ttft_s, timings in waits if ttft_s is not None)
+
+
+@contextmanager
+def sampled(server: Server) -> Iterator[list[dict[str, float]]]:
+    """/metrics every few seconds, and once more behind the run. What a step costs is learned from the last few seconds
+    alone: the mean over a run says more than its idle end."""
+    samples: list[dict[str, float]] = []
+    over = threading.Event()
+
+    def sample() -> None:
+        while not over.wait(SAMPLE_S):
+            samples.append(server.metrics())
+
+    thread = threading.Thread(target=sample)
+    thread.start()
+    try:
+        yield samples
+    finally:
+        over.set()
+        thread.join()
+    time.sleep(HEARTBEAT_S)
+    samples.append(server.metrics())
+
+
+def measured_in(samples: Sequence[dict[str, float]]) -> dict[str, float]:
+    """Totals as at the end, what a step costs as in the mean while there was work."""
+    last = samples[-1]
+    busy = [sample for sample in samples if sample["reprise_running_requests"]] or [last]
+    terms = [name for name in last if name.startswith("reprise_step_cost_seconds")]
+    return last | {name: fmean(sample[name] for sample in busy) for name in terms}
 
 
 def machine_of(measured: dict[str, float], hbm_tokens: int, dram_tokens: int, disk_tokens: int) -> Machine:
-    """measured: /metrics behind a run. Raises ValueError where nothing moved."""
+    """measured: /metrics of a run. Raises ValueError where nothing moved."""
 
     def cost(term: str) -> float:
         return measured[f'reprise_step_cost_seconds{{term="{term}"}}']
@@ -154,6 +191,7 @@ def foretold(machine: Machine, conversations: Sequence[Conversation], outside: f
     return {
         "turns": len(run.records), "prompt_tokens": prompts, "ttft_ms": round(1e3 * (fmean(ttfts) + outside), 3),
         "hit_points": {tier: round(100 * run.sources[tier] / prompts, 3) for tier in TIERS},
+        "outside_ms": round(1e3 * outside, 3),
     }  # fmt: skip
 
 
@@ -204,10 +242,10 @@ def main() -> int:
             options = options_of(
                 arguments.conversations, arguments.rate, arguments.think, most, arguments.seed
             )  # fmt: skip
-            results.append(played(server, options))
-            time.sleep(HEARTBEAT_S)
+            with sampled(server) as samples:
+                results.append(played(server, options))
             if not number:
-                measured = server.metrics()
+                measured = measured_in(samples)
         runs.append(figures_of(results[-1]))
     machine = machine_of(measured, *tiers)
     simulated = foretold(machine, conversations_of(results[1]), outside_s(results[0]))

@@ -6,10 +6,11 @@ from loadgen.simulate import Machine
 
 
 def result(session, turn, due_s, done_s, prompt, answer, hits=(0, 0, 0)):
+    timings = {"queue_ms": 1.0, "load_ms": 9.0, "prefill_ms": 30.0}
     cache = {f"{tier}_tokens": tokens for tier, tokens in zip(agreement.TIERS, hits, strict=True)}
     return TurnResult(
         session, turn, due_s, sent_s=due_s, token_s=[due_s + 0.05], done_s=done_s, prompt_tokens=prompt,
-        completion_tokens=answer, extra={"x_cache": cache, "timings": {"ttft_ms": 40.0}},
+        completion_tokens=answer, extra={"x_cache": cache, "timings": timings},
     )  # fmt: skip
 
 
@@ -30,6 +31,16 @@ def test_figures_of_a_run_by_hand():
     assert figures["hit_points"] == {"hbm": 40.0, "dram": 5.6, "disk": 0.0}  # of 250 tokens
     assert figures["ttft_ms"] == 50.0
     assert agreement.outside_s(RESULTS) == pytest.approx(0.01)
+
+
+def test_what_steps_cost_is_the_mean_of_the_time_with_work():
+    def sample(cost, running, steps):
+        terms = {'reprise_step_cost_seconds{term="fixed"}': cost, "reprise_running_requests": running}
+        return terms | {"reprise_steps_total": steps}
+
+    samples = [sample(1.0, 2, 10), sample(2.0, 1, 20), sample(9.0, 0, 30)]
+    assert agreement.measured_in(samples) == sample(1.5, 0, 30)
+    assert agreement.measured_in(samples[2:]) == samples[2]
 
 
 def test_the_simulator_plays_it_and_reuses_what_it_has():
