@@ -202,4 +202,4 @@ def test_a_result_can_be_shown_and_drawn(tmp_path):
         assert shown in text
     truncation_figure.draw(parts, tmp_path / "figure.png")
     assert (tmp_path / "figure.png").stat().st_size > 10_000
-    assert any("NKVT 50%" in line for line in truncation_figure.section({"parts": parts}))
+    assert any("NKVT 50%" in line for line in truncation_figure.section(parts))
