@@ -137,7 +137,7 @@ def schedulers_section(result: dict[str, Any]) -> list[str]:
 def foretold_section(result: dict[str, Any]) -> list[str]:
     lines = [
         f"The same turns on the simulator (`python -m benchmarks.schedulers_foretold`), where a machine's speed never "
-        f"changes: {result['rounds']} rounds, TTFT p50 / p95 in ms, and p95 of `car` in units of `fcfs` over all rounds "
+        f"changes: {result['rounds']} rounds, TTFT p50 / p95 in ms, p95 of `car` in units of `fcfs` over all rounds "
         "(95 % interval):",
         "",
         "| load / new tokens | rate | car | priority | fcfs | car / fcfs |",
