@@ -14,25 +14,35 @@ class ContextWindow:
         self._config = config
         self._store = store
 
-    def fit_prompt(self, session: LiveSession, record: TurnRecord) -> None:
-        """A prompt that leaves no room for its answer loses the head of its history."""
+    def fit_prompt(self, session: LiveSession, record: TurnRecord) -> int:
+        """A prompt that leaves no room for its answer loses the head of its history. Returns the tokens that `drop` has
+        to drop of what is saved once the turn comes: until then the tiers hold all of it."""
         window, reserved = self._window, self._reserved(record.answer_tokens)
         if record.new_tokens > window - reserved:
             record.clipped_tokens = record.new_tokens - (window - reserved)
             record.new_tokens = window - reserved
+        dropped = 0
         if session.context + record.new_tokens > window - reserved:
-            self._cut(session, window - reserved - record.new_tokens, record)
+            dropped = self._cut(session, window - reserved - record.new_tokens, record)
         record.history_tokens = session.context
+        return dropped
 
     def overflow(self, session: LiveSession, record: TurnRecord, left: int) -> None:
         """The window is full, and `left` tokens of the answer are to come."""
-        self._cut(session, self._window - self._reserved(left), record)
+        self.drop(session, self._cut(session, self._window - self._reserved(left), record))
+
+    def drop(self, session: LiveSession, num_tokens: int) -> None:
+        """Of what is saved."""
+        if num_tokens and self._config.truncation == "decoupled":
+            self._store.cut(session.name, num_tokens)
+        elif num_tokens:
+            self._store.invalidate(session.name)
 
     def _reserved(self, answer_tokens: int) -> int:
         return min(answer_tokens, max(1, int(self._config.answer_share * self._window)))
 
-    def _cut(self, session: LiveSession, room: int, record: TurnRecord) -> None:
-        """Drop so many ratios of the window that the context fits into `room`."""
+    def _cut(self, session: LiveSession, room: int, record: TurnRecord) -> int:
+        """Drop so many ratios of the window that the context fits into `room`. Returns the tokens dropped."""
         context = session.context
         ratio = max(1, int(self._config.truncation_ratio * self._window))
         dropped = min(context, ratio * math.ceil((context - room) / ratio))
@@ -43,7 +53,4 @@ class ContextWindow:
                 dropped = min(context, dropped + granule)
         record.cut_tokens += dropped
         session.context -= dropped
-        if self._config.truncation == "decoupled":
-            self._store.cut(session.name, dropped)
-        else:
-            self._store.invalidate(session.name)
+        return dropped

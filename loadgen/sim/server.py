@@ -145,7 +145,7 @@ class Server:
             new_tokens=said.prompt_tokens,
             answer_tokens=max(1, said.answer_tokens),
         )
-        self.window.fit_prompt(session, record)
+        dropped = self.window.fit_prompt(session, record)
         record.prompt_tokens = record.history_tokens + record.new_tokens
         sequence = QueuedSequence(
             request_id=f"{conversation.session_id}/{session.turn}",
@@ -157,7 +157,7 @@ class Server:
             token_ids=cast("list[int]", range(record.prompt_tokens)),
             prompt_tokens=record.prompt_tokens,
         )
-        turn = LiveTurn(record, session, sequence)
+        turn = LiveTurn(record, session, sequence, dropped)
         if self.config.reuse:
             self.store.arrived(conversation.session_id, when_s, record.prompt_tokens)
         self._waiting[sequence.request_id] = turn
@@ -181,7 +181,9 @@ class Server:
     def _found(self, turn: LiveTurn) -> dict[str, int]:
         if not self.config.reuse:
             return {}
-        return self.store.found(turn.live.name, turn.record.prompt_tokens - 1)
+        if turn.dropped and self.config.truncation == "coupled":
+            return {}
+        return self.store.found(turn.live.name, turn.dropped, turn.record.prompt_tokens - 1)
 
     def _load_seconds(self, sources: dict[str, int]) -> float:
         kv = self.machine.kv_bytes_per_token
@@ -205,6 +207,7 @@ class Server:
         record, name = turn.record, turn.live.name
         turn.sources = self._found(turn)
         if self.config.reuse:
+            self.window.drop(turn.live, turn.dropped)
             self.store.pin(name)
             self.store.hit(name)
         starts_s = max(self.now, self._link_s)

@@ -161,16 +161,20 @@ class Store:
         context = self._contexts.get(session)
         return context.tokens if context else 0
 
-    def found(self, session: str, most: int) -> dict[str, int]:
-        """Leading tokens by the fastest tier that has them, `most` at most."""
+    def found(self, session: str, dropped: int, most: int) -> dict[str, int]:
+        """Leading tokens behind the first `dropped` by the fastest tier that has them, `most` at most."""
         tokens = dict.fromkeys(self.tiers, 0)
         context = self._contexts.get(session)
         for granule in context.granules if context else ():
+            here = max(0, granule.tokens - dropped)
+            dropped -= min(dropped, granule.tokens)
+            if not here:
+                continue
             tier = self._fastest(granule.key)
             if tier is None or most <= 0:
                 break
-            tokens[tier] += min(most, granule.tokens)
-            most -= granule.tokens
+            tokens[tier] += min(most, here)
+            most -= here
         return tokens
 
     def _fastest(self, key: BlockKey) -> str | None:

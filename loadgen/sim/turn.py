@@ -25,6 +25,7 @@ class LiveTurn:
     record: TurnRecord
     live: LiveSession
     sequence: Sequence
+    dropped: int  # tokens of the history that leave the window for it
     sources: dict[str, int] = field(default_factory=dict)  # tier -> tokens that are loaded
     loaded_s: float | None = None  # when the load ends; None: it has not begun
     left: int = 0  # tokens of the answer

@@ -127,6 +127,18 @@ def test_a_cut_keeps_what_is_saved_only_if_positions_are_decoupled():
     assert coupled.hit_tokens == 0
 
 
+def test_what_a_turn_will_cut_takes_room_until_the_turn_comes():
+    """a has 149 tokens saved, of which its second turn keeps 49. b, which stands before it, saves 99."""
+    workload = [conversation("a", 0.0, (100, 50, 0.0), (60, 30, 0.0)), conversation("b", 0.001, (60, 40, 0.0))]
+    machine = replace(MACHINE, max_seqs=1, dram_bytes=0, disk_bytes=200)
+    config = Config(policy="lru", load_ahead=0)
+    hits = {
+        disk: [r.hit_tokens for r in simulate(workload, replace(machine, disk_bytes=disk), config).records if r.turn]
+        for disk in (200, 250)
+    }
+    assert hits == {200: [0], 250: [49]}
+
+
 def test_look_ahead_keeps_a_part_of_a_rotation_and_lru_nothing():
     # Ten sessions in rotation, room for five: LRU drops each just before it comes.
     workload = [conversation(f"c{i}", i / 1e6, *[(20, 20, 0.0)] * 4) for i in range(10)]
