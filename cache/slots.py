@@ -6,6 +6,7 @@ class SlotPool:
 
     def __init__(self, num_slots: int) -> None:
         self.num_slots = num_slots
+        self.reached = 0  # leading slots of which any may have been filled
         self._free = list(range(num_slots - 1, -1, -1))
         self._pins = [0] * num_slots
         self._doomed: set[int] = set()  # to be freed by their last unpin
@@ -16,7 +17,11 @@ class SlotPool:
 
     def take(self) -> int | None:
         """A slot to be filled, if one is free."""
-        return self._free.pop() if self._free else None
+        if not self._free:
+            return None
+        slot = self._free.pop()
+        self.reached = max(self.reached, slot + 1)
+        return slot
 
     def is_pinned(self, slot: int) -> bool:
         return self._pins[slot] > 0

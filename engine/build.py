@@ -157,6 +157,7 @@ def build_engine(config: EngineConfig) -> Engine:
         tables=tables,
         device=device,
         transfer=tiers.transfer,
+        first_touch=tiers.first_touch,
         sink=sink,
         directory=directory,
         verifier=verifier,

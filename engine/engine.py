@@ -11,6 +11,7 @@ from cache.manager import CacheManager
 from cache.opening import ClientCut
 from cache.plan import CapturePiece, CopyRows, Transferred
 from cache.tiers.capture import CaptureSink
+from cache.tiers.first_touch import FirstTouch
 from cache.transfer import Transfer
 from cache.truncate import CutRules, DoesNotFit, reserved
 from engine.arrival import Arrival
@@ -60,6 +61,7 @@ class Engine:
         tables: BlockTables,
         device: torch.device,
         transfer: Transfer,
+        first_touch: FirstTouch,
         sink: CaptureSink | None,
         directory: SessionDirectory,
         verifier: Verifier | None,
@@ -75,6 +77,7 @@ class Engine:
         self._tables = tables
         self._device = device
         self._transfer = transfer
+        self._first_touch = first_touch
         self._sink = sink
         self._directory = directory
         self._verifier = verifier
@@ -524,8 +527,9 @@ class Engine:
     # --- housekeeping -------------------------------------------------------------------------------------------------
 
     def idle(self, now: float) -> None:
-        """TTL sweep, and the invariant that must hold when nothing runs."""
+        """TTL sweep, memory for what comes, and the invariant that must hold when nothing runs."""
         self._cache.sweep(now)
+        self._first_touch.go_on(self._cache.lower.slots.reached, busy=bool(self._choices))
         if not self._choices and self._cache.num_leases and not self._cache.in_flight:
             log.error("%d pages are pinned although nothing runs", self._cache.num_leases)
 

@@ -19,6 +19,7 @@ from cache.policies.lookahead import LookaheadPolicy
 from cache.rates import Rates
 from cache.tiers.disk import DirectoryLocked, DiskTier
 from cache.tiers.dram import LayerShape, Slab
+from cache.tiers.first_touch import FirstTouch
 from cache.tiers.throttle import Throttle
 from cache.transfer import Transfer
 from engine.hf_model import ModelRefused
@@ -53,6 +54,7 @@ class Tiers:
     disk_bytes: int
     rates: Rates
     transfer: Transfer
+    first_touch: FirstTouch
     extents: Sequence[ExtentInfo]
     records: Sequence[SessionRecord]
 
@@ -128,6 +130,7 @@ def build_tiers(
         disk_bytes=disk_bytes,
         rates=rates,
         transfer=transfer,
+        first_touch=FirstTouch(pages=pages, slab=slab),
         extents=extents,
         records=records,
     )

@@ -1,0 +1,116 @@
+"""Memory is there before it is written, as far ahead as was said, and keeps what is in it."""
+
+import ctypes
+import mmap
+import sys
+import threading
+
+import pytest
+import torch
+
+from cache.tiers import first_touch
+from cache.tiers.dram import LayerShape, Slab
+from cache.tiers.first_touch import FirstTouch
+from kernels.attention.base import KvPages
+
+SLOTS = 64
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux has the call")
+
+
+def resident(memory):
+    """By page of the kernel's that lies inside: whether it is in memory."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    start = -(-memory.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+    size = (memory.data_ptr() + memory.numel() * memory.itemsize - start) // mmap.PAGESIZE * mmap.PAGESIZE
+    state = (ctypes.c_ubyte * (size // mmap.PAGESIZE))()
+    assert libc.mincore(ctypes.c_void_p(start), ctypes.c_size_t(size), state) == 0
+    return [bool(page & 1) for page in state]
+
+
+@pytest.fixture
+def tiers(monkeypatch):
+    """A slab of 64 slots of 64 KiB in each of two layers, and a pool of one layer, 16 MiB in all, never written."""
+    monkeypatch.setattr(torch, "empty", _untouched)
+    slab = Slab(shapes=[LayerShape(8, 64, 64)] * 2, dtype=torch.bfloat16, num_slots=SLOTS, pinned=False)
+    pages = [KvPages(*(_untouched(64, 32, 16, 64, dtype=torch.bfloat16) for _ in "kv"))]
+    monkeypatch.undo()
+    return slab, pages
+
+
+def _untouched(*shape, dtype, pin_memory=False):
+    """Memory of its own: what the allocator has from earlier may have been written."""
+    size = torch.Size(shape).numel() * dtype.itemsize
+    return torch.frombuffer(mmap.mmap(-1, size), dtype=dtype).view(shape)
+
+
+def test_memory_is_there_as_far_ahead_as_was_said(tiers, monkeypatch):
+    slab, pages = tiers
+    monkeypatch.setattr(first_touch, "AHEAD_BYTES", 1 << 30)
+    monkeypatch.setattr(first_touch, "BUSY_AHEAD_BYTES", 16 * slab.slot_bytes)
+    touch = FirstTouch(pages=pages, slab=slab)
+    share = {}
+    for busy, used in ((True, 8), (True, 9), (False, 9)):
+        touch.go_on(used, busy=busy)
+        touch.wait()
+        share[busy, used] = [sum(resident(slab.segments(layer))) / SLOTS / 16 for layer in (0, 1)]
+    # From slot 8 on 16, one more for slot 9, and all behind it; those before are somebody's already.
+    assert share == {(True, 8): [16 / 64] * 2, (True, 9): [17 / 64] * 2, (False, 9): [56 / 64] * 2}
+    assert all(map(all, (resident(pages[0].k), resident(pages[0].v))))
+
+
+def test_a_large_pool_is_left_alone_and_work_comes_in_pieces(tiers, monkeypatch):
+    slab, pages = tiers
+    monkeypatch.setattr(first_touch, "AHEAD_BYTES", 1 << 20)
+    monkeypatch.setattr(first_touch, "_PIECE_BYTES", 4 * slab.slot_bytes)
+    touch = FirstTouch(pages=pages, slab=slab)
+    seen = []
+    for _ in range(3):
+        touch.go_on(0, busy=False)
+        touch.wait()
+        seen.append(sum(resident(slab.segments(0))) // 16)
+    assert seen == [4, 8, 8]  # 1 MiB is 8 slots
+    assert not any(resident(pages[0].k))
+
+
+def test_what_is_written_meanwhile_stays(tiers):
+    slab, pages = tiers
+    touch = FirstTouch(pages=pages, slab=slab)
+    wrong = threading.Event()
+
+    def write() -> None:
+        for number in range(200):
+            slab.k(1)[number % SLOTS] = number
+            if not (slab.k(1)[number % SLOTS] == number).all():
+                wrong.set()
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    while writer.is_alive():
+        touch._ready = 0
+        touch.go_on(0, busy=False)
+    writer.join()
+    touch.wait()
+    assert not wrong.is_set()
+    assert all((slab.k(1)[slot] == 200 - SLOTS + (slot - 200) % SLOTS).all() for slot in range(SLOTS))
+
+
+def test_a_kernel_without_the_call_is_asked_once(tiers):
+    slab, pages = tiers
+    touch = FirstTouch(pages=pages, slab=slab)
+    calls = []
+    touch._populate = lambda *args: calls.append(args) or -1
+    touch.go_on(0, busy=False)
+    touch.wait()
+    touch.go_on(0, busy=False)
+    touch.wait()
+    assert len(calls) == 1
+    assert not any(resident(slab.segments(0)))
+
+
+def test_without_tiers_there_is_only_the_pool(tiers):
+    _, pages = tiers
+    slab = Slab(shapes=[LayerShape(8, 64, 64)] * 2, dtype=torch.bfloat16, num_slots=0, pinned=False)
+    touch = FirstTouch(pages=pages, slab=slab)
+    touch.go_on(0, busy=False)
+    touch.wait()
+    assert all(resident(pages[0].v))
