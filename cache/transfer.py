@@ -10,7 +10,7 @@ before the bytes are there.
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -84,6 +84,7 @@ class Transfer:
             pages=pages,
             slab=slab,
             disk=disk,
+            rotations=self._inline,
             read_buffer_layers=read_buffer_layers,
             throttle=dram_throttle,
             completions=self._completions,
@@ -111,15 +112,16 @@ class Transfer:
         for thread in self._threads:
             thread.start()
 
-    def carry_out(self, moves: Sequence[Move]) -> None:
-        """Copies inside HBM at once, in order, on the current stream; everything else is handed to its thread."""
+    def carry_out(self, moves: Sequence[Move], running: Container[str] = ()) -> None:
+        """Copies inside HBM at once, in order, on the current stream; everything else is handed to its thread. Loads of
+        requests that are `running`, in the step that follows, may be left to `wait_layer` until the next `poll`."""
         saves: list[Save] = []
         for move in moves:
             match move:
                 case CopyRows():
                     self._copy(move)
                 case LoadBlocks():
-                    self._loads.put(move)
+                    self._loads.put(move, in_step=move.request_id in running)
                 case ReleaseLoad():
                     self._loads.start(move.job_id)
                 case FillFromPage() | FillFromSlot() | SealSlot():
@@ -143,7 +145,7 @@ class Transfer:
         self._loads.start(job_id)
 
     def wait_layer(self, job_id: int, layer: int, timeout_s: float) -> bool:
-        """Whether layer `layer` of a load has arrived, or has failed to, within that time."""
+        """Whether layer `layer` of a load has arrived, or has failed to, within that time; see LoadStream."""
         return self._loads.wait_layer(job_id, layer, timeout_s)
 
     def layers_arrived(self, job_id: int) -> int:
@@ -157,6 +159,7 @@ class Transfer:
 
     def poll(self) -> list[Event]:
         """What has ended since the last call. Raises what broke a thread, if one broke."""
+        self._loads.leave_to_threads()
         events = self._completions.take()
         for event in events:
             if isinstance(event, Loaded):

@@ -274,8 +274,8 @@ class Engine:
         schedule = self._scheduler.schedule(now)
         for sequence in schedule.preempted:
             self._tables.drop(sequence.request_id)
-        self._transfer.carry_out(self._cache.take_moves())
         chunks = schedule.chunks
+        self._transfer.carry_out(self._cache.take_moves(), {chunk.sequence.request_id for chunk in chunks})
         if not chunks:
             self._transfer.wait(_LOAD_WAIT_S)  # everything that could run waits for its KV
             return refused

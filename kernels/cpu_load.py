@@ -1,9 +1,9 @@
-"""Blocks at rest into pages, compiled by numba: keys rotated for their present positions and values as they are, in one
-pass over memory. The loading thread calls it while the engine computes, so it is serial, lets go of the GIL, and makes
-no temporaries.
+"""Blocks at rest into pages, compiled by numba: their bytes compared with a checksum, keys rotated for their present
+positions and values as they are, in one pass over memory. It lets go of the GIL and makes no temporaries. A step that
+waits for its blocks does it with all of its threads; the loading thread, beside a computation, alone.
 
-Measured on one core, 12 layers of 1,600 tokens with 4 heads of 64, neither source nor pages in the caches: 2.8 ms;
-without asking for memory ahead 6.3; torch's gather, rotation and writes 18.
+Measured on one core, 12 layers of 1,600 tokens with 4 heads of 64, neither source nor pages in the caches, unchecked:
+2.8 ms; without asking for memory ahead 6.3; torch's gather, rotation and writes 18.
 
 Get this from `kernels.block_writer`. What is compiled has no type hints: numba would not read them. Nothing compiled is
 shared with the other files: numba's disk cache would not see a change there.
@@ -13,9 +13,10 @@ from typing import Any
 
 import numpy as np
 from llvmlite import ir
-from numba import types
+from numba import prange, types
 from numba.core import cgutils
 from numba.extending import intrinsic
+from xxhash import xxh3_64_intdigest
 
 from kernels.cpu_decode import compiled
 
@@ -153,55 +154,206 @@ def _turn(x, at, cos, sin, angle, half, out, to):
         _turn_one(x, at + d, cos, sin, angle + d, half, out, to + d)
 
 
+# --- xxh3_64 with its default secret, of memory longer than 240 bytes -------------------------------------------------
+
+_SECRET = np.frombuffer(
+    bytes.fromhex(
+        "b8fe6c3923a44bbe7c01812cf721ad1cded46de9839097db7240a4a4b7b3671fcb79e64eccc0e578825ad07dccff7221"
+        "b8084674f743248ee03590e6813a264c3c2852bb91c300cb88d0658b1b532ea371644897a20df94e3819ef46a9deacd8"
+        "a8fa763fe39c343ff9dcbbc7c70b4f1d8a51e04bcdb45931c89f7ec9d9787364eac5ac8334d3ebc3c581a0fffa1363eb"
+        "170ddd51b7f0da49d316552629d4689e2b16be587d47a1fc8ff8b8d17ad031ce45cb3a8f95160428afd7fbcabb4b407e"
+    ),
+    np.uint8,
+)
+MIN_BYTES = 241  # shorter memory is hashed in another way
+_STRIPE, _BLOCK_STRIPES = 64, 16  # bytes that are taken in at once; stripes until the sums are mixed
+_MIXED_WITH, _LAST_WITH, _MERGED_WITH = len(_SECRET) - 64, len(_SECRET) - 64 - 7, 11  # places in the secret
+_PRIMES = np.array(
+    [0x9E3779B185EBCA87, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9, 0x85EBCA77C2B2AE63, 0x27D4EB2F165667C5], np.uint64
+)
+_SMALL_PRIMES = np.array([0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D], np.uint64)
+_FIRST_SUMS = np.concatenate((_SMALL_PRIMES[2:], _PRIMES[:4], _SMALL_PRIMES[1:2], _PRIMES[4:], _SMALL_PRIMES[:1]))
+_LAST_PRIME = np.uint64(0x165667919E3779F9)
+_I64 = ir.IntType(64)
+_SUMS = ir.VectorType(_I64, 8)
+
+
+def _bytes_at(context: Any, builder: Any, kind: Any, array: Any, at: Any) -> Any:
+    data = builder.bitcast(context.make_array(kind)(context, builder, array).data, ir.IntType(8).as_pointer())
+    return builder.gep(data, [at])
+
+
+def _sums_at(builder: Any, pointer: Any) -> Any:
+    return builder.load(builder.bitcast(pointer, _SUMS.as_pointer()), align=1)
+
+
+@_intrinsic
+def _take_in(_, x, at, stripes, secret, first, step, sums):
+    """Add stripes of x from byte `at` on to the eight sums, each with the secret from byte `first`, `step` further each
+    time; what comes behind them is fetched ahead."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        x, at, stripes, secret, first, step, sums = args
+        here = _bytes_at(context, builder, signature.args[0], x, at)
+        keys = _bytes_at(context, builder, signature.args[3], secret, first)
+        place = _bytes_at(context, builder, signature.args[6], sums, _I64(0))
+        place = builder.bitcast(place, _SUMS.as_pointer())
+        total = cgutils.alloca_once(builder, _SUMS)
+        builder.store(builder.load(place, align=8), total)
+        kind = ir.FunctionType(ir.VoidType(), [here.type, _I32, _I32, _I32])
+        fetch = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0i8")
+        neighbours = ir.Constant(ir.VectorType(_I32, 8), [i ^ 1 for i in range(8)])
+        low = ir.Constant(_SUMS, [0xFFFFFFFF] * 8)
+        with cgutils.for_range(builder, stripes) as loop:
+            stripe = builder.gep(here, [builder.mul(loop.index, _I64(_STRIPE))])
+            builder.call(fetch, [builder.gep(stripe, [_I64(2 * _READ_AHEAD)]), _I32(0), _I32(3), _I32(1)])
+            data = _sums_at(builder, stripe)
+            mixed = builder.xor(data, _sums_at(builder, builder.gep(keys, [builder.mul(loop.index, step)])))
+            product = builder.mul(builder.and_(mixed, low), builder.lshr(mixed, ir.Constant(_SUMS, [32] * 8)))
+            swapped = builder.shuffle_vector(data, data, neighbours)
+            builder.store(builder.add(builder.add(builder.load(total), swapped), product), total)
+        builder.store(builder.load(total), place, align=8)
+        return context.get_dummy_value()
+
+    return types.void(x, types.int64, types.int64, secret, types.int64, types.int64, sums), generate
+
+
+@_intrinsic
+def _word(_, x, at):
+    """The eight bytes from byte `at` on."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        pointer = _bytes_at(context, builder, signature.args[0], *args)
+        return builder.load(builder.bitcast(pointer, _I64.as_pointer()), align=1)
+
+    return types.uint64(x, types.int64), generate
+
+
+@_intrinsic
+def _folded(_, x, y):
+    """Both halves of the product of 128 bits, xor each other."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        wide = ir.IntType(128)
+        product = builder.mul(*(builder.zext(arg, wide) for arg in args))
+        halves = builder.trunc(product, _I64), builder.trunc(builder.lshr(product, wide(64)), _I64)
+        return builder.xor(*halves)
+
+    return types.uint64(types.uint64, types.uint64), generate
+
+
 @compiled(error_model="numpy")
-def place(segments, blocks, block_rows, cos, sin, turns, k, k_strides, v, v_strides, page_size, shape):
+def _checksum(x, at, size):
+    """Of `size` bytes of x from byte `at` on."""
+    sums = _FIRST_SUMS.copy()
+    block_bytes = _STRIPE * _BLOCK_STRIPES
+    whole = (size - 1) // block_bytes
+    for block in range(whole):
+        _take_in(x, at + block * block_bytes, _BLOCK_STRIPES, _SECRET, 0, 8, sums)
+        for i in range(8):
+            mixed = sums[i] ^ (sums[i] >> np.uint64(47)) ^ _word(_SECRET, _MIXED_WITH + 8 * i)
+            sums[i] = mixed * _SMALL_PRIMES[0]
+    rest = size - 1 - whole * block_bytes
+    _take_in(x, at + whole * block_bytes, rest // _STRIPE, _SECRET, 0, 8, sums)
+    _take_in(x, at + size - _STRIPE, 1, _SECRET, _LAST_WITH, 8, sums)
+    total = np.uint64(size) * _PRIMES[0]
+    for i in range(0, 8, 2):
+        secret = _MERGED_WITH + 8 * i
+        total += _folded(sums[i] ^ _word(_SECRET, secret), sums[i + 1] ^ _word(_SECRET, secret + 8))
+    total ^= total >> np.uint64(37)
+    total *= _LAST_PRIME
+    return total ^ (total >> np.uint64(32))
+
+
+# --- a block into its page --------------------------------------------------------------------------------------------
+
+
+@compiled(error_model="numpy")
+def _place(segments, block, block_rows, cos, sin, turns, k, k_strides, v, v_strides, page_size, shape):
+    kv_heads, k_dim, v_dim = shape
+    start, count, slot, angle = block
+    page, row = slot // page_size, slot % page_size
+    # As the source lies: one stream of reads, and one of writes per head.
+    at = start
+    to_k = page * k_strides[0] + row * k_strides[1]
+    for i in range(count):
+        for head in range(kv_heads):
+            to = to_k + head * k_strides[2]
+            for d in range(0, k_dim, _LINE):
+                _fetch(segments, at + d + _READ_AHEAD)
+                _fetch_to_write(k, to + d + _WRITE_AHEAD)
+            _turn(segments, at, cos, sin, (angle + i) * turns, turns // 2, k, to)
+            _copy(segments, at + turns, k, to + turns, k_dim - turns)
+            at += k_dim
+        to_k += k_strides[1]
+    at = start + block_rows * kv_heads * k_dim
+    to_v = page * v_strides[0] + row * v_strides[1]
+    for _ in range(count):
+        for head in range(kv_heads):
+            to = to_v + head * v_strides[2]
+            for d in range(0, v_dim, _LINE):
+                _fetch(segments, at + d + _READ_AHEAD)
+                _fetch_to_write(v, to + d + _WRITE_AHEAD)
+            _copy(segments, at, v, to, v_dim)
+            at += v_dim
+        to_v += v_strides[1]
+
+
+@compiled(error_model="numpy")
+def _check_and_place(
+    number, segments, blocks, checks, wrong, block_rows, cos, sin, turns, k, k_strides, v, v_strides, page_size, shape
+):
+    if checks[0][number]:
+        size = 2 * block_rows * shape[0] * (shape[1] + shape[2])
+        if _checksum(segments, 2 * blocks[number, 0], size) != checks[1][number]:
+            wrong[number] = True
+            return
+    rest = (cos, sin, turns, k, k_strides, v, v_strides, page_size, shape)
+    _place(segments, blocks[number], block_rows, *rest)
+
+
+@compiled(error_model="numpy")
+def place(segments, blocks, checks, wrong, block_rows, cos, sin, turns, k, k_strides, v, v_strides, page_size, shape):
     """Write one layer of some blocks into their pages.
     segments: bf16 memory as one stream, in it the blocks' keys without position [block_rows, kv_heads, k_dim] and
     behind them their values [block_rows, kv_heads, v_dim]; blocks int64 [blocks, 4]: where in it a block begins, how
     many of its rows are wanted, the slot (page * page_size + row) of the first of them, whose page holds them all, and
-    which row of the tables is its; cos, sin: bf16 tables [rows, turns] as streams, turns even and at most k_dim; k, v:
-    a pool's bf16 memory as one stream, and strides (page, row, head) in elements; shape: kv_heads, k_dim, v_dim.
-    Nothing is checked.
+    which row of the tables is its; checks: bool [blocks], whether it has to be checked, and uint64 [blocks], what its
+    xxh3_64 must be then; wrong bool [blocks]: set where that is something else, and the block is not written; cos, sin:
+    bf16 tables [rows, turns] as streams, turns even and at most k_dim; k, v: a pool's bf16 memory as one stream, and
+    strides (page, row, head) in elements; shape: kv_heads, k_dim, v_dim. What is checked is longer than 240 bytes.
     """
-    kv_heads, k_dim, v_dim = shape
-    for block in range(len(blocks)):
-        start, count, slot, angle = blocks[block]
-        page, row = slot // page_size, slot % page_size
-        # As the source lies: one stream of reads, and one of writes per head.
-        at = start
-        to_k = page * k_strides[0] + row * k_strides[1]
-        for i in range(count):
-            for head in range(kv_heads):
-                to = to_k + head * k_strides[2]
-                for d in range(0, k_dim, _LINE):
-                    _fetch(segments, at + d + _READ_AHEAD)
-                    _fetch_to_write(k, to + d + _WRITE_AHEAD)
-                _turn(segments, at, cos, sin, (angle + i) * turns, turns // 2, k, to)
-                _copy(segments, at + turns, k, to + turns, k_dim - turns)
-                at += k_dim
-            to_k += k_strides[1]
-        at = start + block_rows * kv_heads * k_dim
-        to_v = page * v_strides[0] + row * v_strides[1]
-        for _ in range(count):
-            for head in range(kv_heads):
-                to = to_v + head * v_strides[2]
-                for d in range(0, v_dim, _LINE):
-                    _fetch(segments, at + d + _READ_AHEAD)
-                    _fetch_to_write(v, to + d + _WRITE_AHEAD)
-                _copy(segments, at, v, to, v_dim)
-                at += v_dim
-            to_v += v_strides[1]
+    rest = (block_rows, cos, sin, turns, k, k_strides, v, v_strides, page_size, shape)
+    for number in range(len(blocks)):
+        _check_and_place(number, segments, blocks, checks, wrong, *rest)
 
 
-def self_test() -> None:
-    """Compile everything, as it is called later, and compare what comes out. Raises whatever is wrong."""
-    rows, dim = 2, 34
+@compiled(parallel=True, error_model="numpy")
+def place_together(
+    segments, blocks, checks, wrong, block_rows, cos, sin, turns, k, k_strides, v, v_strides, page_size, shape
+):
+    """The same with all threads of the team."""
+    for number in prange(len(blocks)):
+        rest = (block_rows, cos, sin, turns, k, k_strides, v, v_strides, page_size, shape)
+        _check_and_place(number, segments, blocks, checks, wrong, *rest)
+
+
+def self_test(has_team: bool) -> None:
+    """Compile everything, as it is called later, and compare what comes out. has_team: whether numba's threads are
+    torch's, without which nothing is done together. Raises whatever is wrong."""
+    rows, dim = 8, 34
     one, two, minus_two = np.uint16(0x3F80), np.uint16(0x4000), np.uint16(0xC000)
     segments = np.full(2 * rows * dim, two)
     blocks = np.array([[0, rows, 0, 0]])
     cos, sin = np.zeros(rows * dim, np.uint16), np.full(rows * dim, one)  # a quarter turn: (x, y) -> (-y, x)
-    k, v = np.zeros(rows * dim, np.uint16), np.zeros(rows * dim, np.uint16)
     strides = (rows * dim, dim, rows * dim)
-    place(segments, blocks, rows, cos, sin, dim, k, strides, v, strides, rows, (1, dim, dim))
-    if (k.reshape(rows, 2, -1) != np.array([minus_two, two])[:, None]).any() or (v != two).any():
-        raise RuntimeError("the compiled way into pages is wrong")
+    right = xxh3_64_intdigest(segments.tobytes())
+    for way in (place, place_together) if has_team else (place,):
+        for expected in (right, right ^ 1):
+            k, v, wrong = np.zeros(rows * dim, np.uint16), np.zeros(rows * dim, np.uint16), np.zeros(1, np.bool_)
+            checks = np.ones(1, np.bool_), np.array([expected], np.uint64)
+            way(segments, blocks, checks, wrong, rows, cos, sin, dim, k, strides, v, strides, rows, (1, dim, dim))
+            turned = (k.reshape(rows, 2, -1) == np.array([minus_two, two])[:, None]).all() and (v == two).all()
+            untouched = not k.any() and not v.any()
+            if not (untouched and wrong[0] if expected != right else turned and not wrong[0]):
+                raise RuntimeError("the compiled way into pages is wrong")

@@ -8,6 +8,7 @@ Memory is layer-major: all slots of a layer lie together, and a slot's share of 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -87,6 +88,14 @@ class Slab:
     def unseal(self, slot: int) -> None:
         """The slot is about to be filled."""
         self._checksums[slot] = None
+
+    def is_sealed(self, slot: int | None) -> bool:
+        return slot is not None and self._checksums[slot] is not None
+
+    def sums(self, slots: Sequence[int]) -> np.ndarray:
+        """Of sealed slots, the checksums as numbers: uint64 [layers, slots]."""
+        sealed = b"".join(b"".join(self._checksums[slot] or ()) for slot in slots)
+        return np.frombuffer(sealed, ">u8").reshape(len(slots), self.num_layers).T.astype(np.uint64)
 
     def is_intact(self, layer: int, slot: int) -> bool:
         """Whether a sealed slot's segment still is what it was when it was sealed."""

@@ -40,7 +40,7 @@ class FetchStream:
         try:
             with source:
                 for layer in range(self._slab.num_layers):
-                    source.read_disk(layer)
+                    source.read(layer)
                 source.seal_passed()
         except BlockMissing as error:
             failed = {key: error.reason for key, _, _ in order.blocks}

@@ -1,4 +1,4 @@
-"""The byte work of a load: one layer of its blocks out of slots and buffers into pages."""
+"""The byte work of a load: one layer of its blocks out of slots and buffers into pages, those in DRAM checked."""
 
 from collections.abc import Sequence
 
@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cache.block import BLOCK_TOKENS
+from cache.block import BLOCK_TOKENS, BlockKey
 from cache.plan import BlockLoad
 from cache.tiers.layer_source import LayerSource
 from cache.tiers.rotations import Rotations
@@ -23,15 +23,15 @@ class PagePool:
         self.pages = pages
         self.device, self.page_size = pages[0].k.device, pages[0].k.shape[1]
         self.writers: list[BlockWriter | None] = [block_writer(layer, BLOCK_TOKENS) for layer in pages]
+        self.has_team = all(writer is not None and writer.has_team for writer in self.writers)
 
 
 class Loader:
-    """For one load. On the loading thread, which has no team of workers: see `cache.transfer`."""
+    """For one load. One thread at a time."""
 
-    def __init__(
-        self, *, blocks: Sequence[BlockLoad], source: LayerSource, pool: PagePool, rotations: Rotations
-    ) -> None:
-        self._source, self._pool, self._rotations = source, pool, rotations
+    def __init__(self, *, blocks: Sequence[BlockLoad], source: LayerSource, pool: PagePool) -> None:
+        self._source, self._pool = source, pool
+        self._keys = [blocks[place].key for place in source.places]
         blocks = [blocks[place] for place in source.places]
         self._num_rows = [block.num_rows for block in blocks]
         self._stop = max(block.position + block.num_rows for block in blocks)
@@ -41,22 +41,30 @@ class Loader:
         )
         self._rows: tuple[Tensor, Tensor] | None = None
 
-    def place(self, layer: int) -> None:
-        """Write the layer that the source has brought and checked, its keys rotated; done on return, or on CUDA when
-        the current stream is."""
+    def place(self, layer: int, failed: dict[BlockKey, str], rotations: Rotations, *, together: bool) -> None:
+        """Write the layer that the source has brought, its keys rotated; done on return, or on CUDA when the current
+        stream is. Blocks that are not what they were when their slots were sealed are noted in `failed`, and not
+        written. rotations: the calling thread's; together: with torch's team, for the thread that computes, as the
+        others have none (`cache.transfer`)."""
         writer = self._pool.writers[layer]
-        tables = self._rotations.halves(layer, self._stop) if writer is not None else None
+        tables = rotations.halves(layer, self._stop) if writer is not None else None
         if writer is None or tables is None:
-            self._place_by_torch(layer)
+            failed.update(dict.fromkeys(self._source.altered(layer), "checksum"))
+            if not failed:
+                self._place_by_torch(layer, rotations)
             return
         done = 0
+        checked, sums = self._source.checks(layer)
         for memory, chosen in self._source.segments(layer):
-            numbers = self._numbers[done : done + len(chosen)]
+            part = slice(done, done + len(chosen))
+            numbers = self._numbers[part]
             np.multiply(chosen.numpy(), memory.stride(0), out=numbers[:, 0])
-            writer.write(memory, numbers, *tables)
-            done += len(chosen)
+            wrong = writer.write(memory, numbers, (checked[part], sums[part]), *tables, together=together)
+            if wrong.any():
+                failed.update((self._keys[done + place], "checksum") for place in np.flatnonzero(wrong).tolist())
+            done = part.stop
 
-    def _place_by_torch(self, layer: int) -> None:
+    def _place_by_torch(self, layer: int, rotations: Rotations) -> None:
         pages = self._pool.pages[layer]
         heads, k_dim = pages.k.shape[2:]
         parts = [memory.index_select(0, chosen) for memory, chosen in self._source.segments(layer)]
@@ -65,7 +73,7 @@ class Loader:
         k = self._wanted(segments[:, :split].view(len(segments), BLOCK_TOKENS, heads, k_dim))
         v = self._wanted(segments[:, split:].view(len(segments), BLOCK_TOKENS, heads, -1))
         slots, positions = self._slots_and_positions()
-        write_rows(pages.k, slots, self._rotations.rotate(layer, k, positions))
+        write_rows(pages.k, slots, rotations.rotate(layer, k, positions))
         write_rows(pages.v, slots, v)
 
     def _wanted(self, rows: Tensor) -> Tensor:

@@ -1,26 +1,33 @@
 """KV that is still on its way when the step begins: every path through a layer waits for it."""
 
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from cache.tiers.load_stream import LoadStream
 from engine.arrival import Arrival
+from kernels.cpu_support import decode_kernels
 from tests.engine.driver import Driver
 
 BUNDLED = Path(__file__).parents[2] / "model" / "bundled"
 HISTORY = 300
 
 
-def answers(new_tokens: int, **settings: Any) -> tuple[list[list[int]], int]:
-    """Texts of the second turns of three conversations, and the tokens of their history that came out of DRAM."""
+def answers(
+    new_tokens: int, between: Callable[[Driver], None] = lambda driver: None, **settings: Any
+) -> tuple[list[list[int]], int]:
+    """Texts of the second turns of three conversations, and the tokens of their history that came out of DRAM.
+    between: what happens before the second turns."""
     driver = Driver(BUNDLED, dtype="bfloat16", cache_mode="attentionstore", dram_bytes=1 << 27, **settings)
     chance, loaded, texts = random.Random(7), 0, []
     histories = []
     for number in range(3):
         prompt = [chance.randrange(5, 4000) for _ in range(HISTORY)]
         histories.append(driver.ask(f"a{number}", prompt, session=f"s{number}", max_tokens=4, ignore_eos=True).text)
+    between(driver)
     for number, history in enumerate(histories):
         prompt = history + [chance.randrange(5, 4000) for _ in range(new_tokens - 1)]
         answer = driver.ask(f"b{number}", prompt, session=f"s{number}", max_tokens=12, ignore_eos=True)
@@ -40,6 +47,38 @@ def test_a_step_attends_to_nothing_that_has_not_arrived(new_tokens: int, monkeyp
     on_its_way, loaded = answers(new_tokens, hbm_tokens=512, dram_gbps=0.005)
     assert loaded > HISTORY
     assert on_its_way == in_hbm  # in bf16 too: what comes back is what was saved, bit for bit
+    # As fast as memory is: brought by the step itself, where it can.
+    by_itself, loaded = answers(new_tokens, hbm_tokens=512)
+    assert loaded > HISTORY
+    assert by_itself == in_hbm
+
+
+@pytest.mark.skipif(decode_kernels() is None, reason="no team to bring loads with")
+def test_what_a_step_brings_by_itself_it_checks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else it is computed again, and so is what the step has computed on it."""
+    monkeypatch.setattr("cache.rates.Rates.load_s", lambda *_: 0.0)
+    seen: list[tuple[int, bool]] = []
+    bring = LoadStream._bring_in_step
+
+    def bring_and_see(self: LoadStream, job: Any) -> None:
+        bring(self, job)
+        seen.append((job.layers, bool(job.failed)))
+
+    def alter(driver: Driver) -> None:
+        driver.settle()
+        slab = driver.engine._transfer._slab
+        slots = sorted(row.slot for row in driver.cache.table if row.slot is not None)
+        slab.v(1)[slots[-1], 20, 0, 0] += 1.0  # of the last conversation
+
+    monkeypatch.setattr(LoadStream, "_bring_in_step", bring_and_see)
+    computed, loaded = answers(9, hbm_tokens=512)
+    assert loaded > HISTORY
+    assert seen
+    assert not any(failed for _, failed in seen)
+    again, less = answers(9, alter, hbm_tokens=512)
+    assert again == computed
+    assert less < loaded
+    assert [failed for _, failed in seen].count(True) == 1
 
 
 class Link:

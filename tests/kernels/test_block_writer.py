@@ -8,14 +8,30 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from xxhash import xxh3_64_intdigest
 
 from engine.hf_model import turn_halves
 from kernels.attention.base import KvPages
-from kernels.block_writer import block_writer, load_kernels
+from kernels.block_writer import BlockWriter, Checks, block_writer, load_kernels
+from kernels.cpu_support import decode_kernels
 from kernels.kv_copy import write_rows
 
 ROWS = 32  # of a block
 needs_numba = pytest.mark.skipif(load_kernels() is None, reason="no numba here")
+
+
+def write(
+    writer: BlockWriter | None,
+    segments: Tensor,
+    blocks: np.ndarray,
+    *tables: Tensor,
+    checks: Checks | None = None,
+    together: bool = False,
+) -> np.ndarray:
+    """Unchecked by default."""
+    assert writer is not None
+    unchecked = np.zeros(len(blocks), np.bool_), np.zeros(len(blocks), np.uint64)
+    return writer.write(segments, blocks, checks or unchecked, *tables, together=together)
 
 
 def pool(num_pages: int, page_size: int, heads: int, dim: int, heads_first: bool) -> Tensor:
@@ -27,7 +43,7 @@ def pool(num_pages: int, page_size: int, heads: int, dim: int, heads_first: bool
 @st.composite
 def loads(draw: st.DrawFn) -> tuple[KvPages, KvPages, Tensor, np.ndarray, Tensor, Tensor]:
     """Two equal pools, segments, blocks all over them, and tables."""
-    heads, k_dim, v_dim = draw(st.integers(1, 3)), draw(st.sampled_from([2, 16, 34, 64, 80])), draw(st.integers(1, 70))
+    heads, k_dim, v_dim = draw(st.integers(1, 3)), draw(st.sampled_from([2, 16, 34, 64, 80])), draw(st.integers(2, 70))
     turns = 2 * draw(st.integers(0, k_dim // 2))
     blocks_per_page, num_blocks = draw(st.integers(1, 2)), draw(st.integers(0, 5))
     page_size = blocks_per_page * ROWS
@@ -53,9 +69,7 @@ def loads(draw: st.DrawFn) -> tuple[KvPages, KvPages, Tensor, np.ndarray, Tensor
 def test_it_leaves_what_torch_leaves(load: tuple[KvPages, KvPages, Tensor, np.ndarray, Tensor, Tensor]) -> None:
     ours, theirs, segments, blocks, cos, sin = load
     heads, k_dim = ours.k.shape[2:]
-    writer = block_writer(ours, ROWS)
-    assert writer is not None
-    writer.write(segments, blocks, cos, sin)
+    assert not write(block_writer(ours, ROWS), segments, blocks, cos, sin).any()
     for start, count, slot, angle in blocks.tolist():
         data = segments.view(-1)[start:][: segments.shape[1]]
         k = data[: ROWS * heads * k_dim].view(ROWS, heads, k_dim)[:count]
@@ -65,6 +79,40 @@ def test_it_leaves_what_torch_leaves(load: tuple[KvPages, KvPages, Tensor, np.nd
         write_rows(theirs.v, rows, v)
     assert torch.equal(ours.k, theirs.k)
     assert torch.equal(ours.v, theirs.v)
+
+
+@needs_numba
+@settings(max_examples=60, deadline=None)
+@given(load=loads(), data=st.data())
+def test_what_is_not_what_it_was_is_not_written(
+    load: tuple[KvPages, KvPages, Tensor, np.ndarray, Tensor, Tensor], data: st.DataObject
+) -> None:
+    """By one thread or by all of them: blocks whose checksum is right are as without checks."""
+    ours, theirs, segments, blocks, cos, sin = load
+    flags = st.lists(st.booleans(), min_size=len(blocks), max_size=len(blocks))
+    checked, altered = (np.array(data.draw(flags), np.bool_) for _ in range(2))
+    together = decode_kernels() is not None and data.draw(st.booleans())
+    size = segments[0].nbytes
+    sums = [
+        xxh3_64_intdigest(segments.view(torch.uint8).flatten()[2 * start : 2 * start + size].numpy())
+        ^ (data.draw(st.integers(1, 2**64 - 1)) if wrong else 0)
+        for start, wrong in zip(blocks[:, 0].tolist(), altered, strict=True)
+    ]
+    checks = checked, np.array(sums, np.uint64)
+    found = write(block_writer(ours, ROWS), segments, blocks, cos, sin, checks=checks, together=together)
+    assert found.tolist() == (checked & altered).tolist()
+    write(block_writer(theirs, ROWS), segments, blocks[~found], cos, sin)
+    assert torch.equal(ours.k, theirs.k)
+    assert torch.equal(ours.v, theirs.v)
+
+
+@needs_numba
+def test_blocks_too_short_for_the_checksum_go_another_way() -> None:
+    kernels = load_kernels()
+    assert kernels is not None
+    for rows in (60, 61):  # of two numbers
+        writer = block_writer(KvPages(pool(1, 64, 1, 1, True), pool(1, 64, 1, 1, True)), rows)
+        assert (writer is None) == (4 * rows < kernels.MIN_BYTES)
 
 
 @needs_numba
@@ -78,13 +126,11 @@ def test_extremes_are_rounded_as_torch_rounds_them() -> None:
     for cos, sin in ((values[5], values[5]), (values[6], values[7]), (values[3], values[8])):
         tables = [t.expand(len(k), 2).contiguous() for t in (cos, sin)]
         want = turn_halves(k, *(t[:, None] for t in tables))
-        pages = KvPages(pool(4, ROWS, 1, 2, True), pool(4, ROWS, 1, 1, True))
-        segments = torch.zeros(4, ROWS * 3, dtype=torch.bfloat16)
+        pages = KvPages(pool(4, ROWS, 1, 2, True), pool(4, ROWS, 1, 2, True))
+        segments = torch.zeros(4, ROWS * 4, dtype=torch.bfloat16)
         segments[:, : ROWS * 2] = k.view(4, -1)
-        blocks = np.array([[i * ROWS * 3, ROWS, i * ROWS, i * ROWS] for i in range(4)])
-        writer = block_writer(pages, ROWS)
-        assert writer is not None
-        writer.write(segments, blocks, *tables)
+        blocks = np.array([[i * ROWS * 4, ROWS, i * ROWS, i * ROWS] for i in range(4)])
+        write(block_writer(pages, ROWS), segments, blocks, *tables)
         got = pages.k.flatten(0, 1)
         assert torch.equal(got.isnan(), want.isnan())
         assert torch.equal(got.nan_to_num().view(torch.int16), want.nan_to_num().view(torch.int16))
@@ -96,11 +142,9 @@ def test_extremes_are_rounded_as_torch_rounds_them() -> None:
 )
 def test_nothing_is_read_or_written_outside(block: list[int]) -> None:
     pages = KvPages(pool(3, ROWS, 1, 2, True), pool(3, ROWS, 1, 2, True))
-    writer = block_writer(pages, ROWS)
-    assert writer is not None
     tables = torch.ones(ROWS, 2, dtype=torch.bfloat16)
     with pytest.raises(ValueError, match="outside"):
-        writer.write(torch.ones(ROWS * 4, dtype=torch.bfloat16), np.array([block]), tables, tables)
+        write(block_writer(pages, ROWS), torch.ones(ROWS * 4, dtype=torch.bfloat16), np.array([block]), tables, tables)
     assert not pages.k.any()
     assert not pages.v.any()
 

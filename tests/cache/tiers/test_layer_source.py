@@ -22,18 +22,16 @@ class Layers:
         self.begun = []
         self.ended = []
         self.errors = {}
-        self.bad = {}
         self.let = [threading.Event() for _ in range(num_layers)]
         self.begins = [threading.Event() for _ in range(num_layers)]
 
-    def read(self, layer, failed):
+    def read(self, layer):
         self.begun.append(layer)
         self.begins[layer].set()
         assert self.let[layer].wait(LONG_S)
         self.ended.append(layer)
         if layer in self.errors:
             raise self.errors[layer]
-        failed.update(self.bad.get(layer, {}))
 
 
 @pytest.fixture
@@ -43,19 +41,18 @@ def executor():
 
 
 def test_a_layer_is_read_while_the_one_before_it_is_placed(executor):
-    layers, failed = Layers(3), {}
+    layers = Layers(3)
     ahead = ReadAhead(layers.read, 3, executor)
     layers.let[0].set()
-    ahead.read(0, failed)
+    ahead.read(0)
     assert layers.begins[1].wait(LONG_S)  # nobody has asked for it
     assert layers.ended == [0]
     for let in layers.let:
         let.set()
-    ahead.read(1, failed)
-    ahead.read(2, failed)
+    ahead.read(1)
+    ahead.read(2)
     ahead.close()
     assert layers.begun == layers.ended == [0, 1, 2]
-    assert not failed
 
 
 def test_what_goes_wrong_is_told_to_who_asks_for_that_layer(executor):
@@ -64,29 +61,18 @@ def test_what_goes_wrong_is_told_to_who_asks_for_that_layer(executor):
     for let in layers.let:
         let.set()
     ahead = ReadAhead(layers.read, 3, executor)
-    ahead.read(0, {})
+    ahead.read(0)
     with pytest.raises(BlockMissing, match="gone"):
-        ahead.read(1, {})
+        ahead.read(1)
     ahead.close()
     assert layers.begun == [0, 1]
-
-
-def test_behind_a_bad_block_nothing_is_read(executor):
-    layers, failed = Layers(3), {}
-    layers.bad[0] = {BlockKey(bytes(16)): "checksum"}
-    layers.let[0].set()
-    ahead = ReadAhead(layers.read, 3, executor)
-    ahead.read(0, failed)
-    ahead.close()
-    assert failed == layers.bad[0]
-    assert layers.begun == [0]
 
 
 def test_when_it_is_closed_nobody_reads_any_more(executor):
     layers = Layers(2)
     layers.let[0].set()
     ahead = ReadAhead(layers.read, 2, executor)
-    ahead.read(0, {})
+    ahead.read(0)
     assert layers.begins[1].wait(LONG_S)
     closing = threading.Thread(target=ahead.close)
     closing.start()
@@ -118,9 +104,9 @@ def test_a_layer_stays_where_it_is_while_the_next_one_is_read():
     key, place = BlockKey(bytes(16)), {"page": 0, "page_row": 0, "position": 0, "num_rows": 32}
     blocks = [BlockLoad(key=key, slot=None, extent=(0, index), **place) for index in range(2)]
     with LayerSource(blocks, slab, Disk()) as source:
-        source.read(0, {})
+        source.read(0)
         for layer in range(1, 3):
-            source.read(layer, {})
+            source.read(layer)
             for there in (layer - 1, layer):
                 ((memory, chosen),) = source.segments(there)
                 found = memory[chosen].view(torch.uint8)

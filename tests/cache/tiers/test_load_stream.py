@@ -1,0 +1,217 @@
+"""Loads that the step which waits for them places by itself, and what becomes of those it does not."""
+
+import threading
+import time
+
+import pytest
+import torch
+from torch import Tensor
+
+from cache.block import BLOCK_TOKENS, BlockKey
+from cache.extent import checksum
+from cache.plan import BlockLoad, LoadBlocks, Loaded, Transferred
+from cache.tiers.base import BlockMissing
+from cache.tiers.completions import Completions
+from cache.tiers.dram import LayerShape, Slab
+from cache.tiers.load_stream import LoadStream
+from cache.tiers.throttle import Throttle
+from kernels.attention.base import KvPages
+from kernels.cpu_support import decode_kernels
+
+pytestmark = pytest.mark.skipif(decode_kernels() is None, reason="no team to place blocks with")
+
+LAYERS, PAGES, SLOTS = 4, 3, 5
+SHAPE = LayerShape(2, 16, 16)
+LONG_S = 10.0  # nothing takes that long unless it hangs
+
+
+class Unturned:
+    """Keys as they are."""
+
+    def halves(self, layer: int, stop: int) -> tuple[Tensor, Tensor]:
+        empty = torch.empty(stop, 0, dtype=torch.bfloat16)
+        return empty, empty
+
+
+class Disk:
+    """One extent of two blocks; reads as far as it is let."""
+
+    def __init__(self) -> None:
+        generator = torch.Generator().manual_seed(1)
+        numbers = torch.randn(LAYERS, 2, BLOCK_TOKENS * 64, generator=generator).bfloat16()
+        self.bytes = numbers.view(torch.uint8).numpy()
+        self.let = threading.Semaphore(0)
+        self.broken_layer: int | None = None
+        self.open_readers = 0
+
+    def reader(self, extent_id: int) -> "Disk":
+        self.open_readers += 1
+        return self
+
+    def read(self, layer: int, indices: list[int], outs: list[memoryview]) -> None:
+        assert self.let.acquire(timeout=LONG_S)
+        if layer == self.broken_layer:
+            raise BlockMissing("no answer", reason="deadline")
+        for index, out in zip(indices, outs, strict=True):
+            out[:] = self.bytes[layer, index].data
+
+    def checksums(self, block: int) -> tuple[bytes, ...]:
+        return tuple(checksum(layer[block].data) for layer in self.bytes)
+
+    def close(self) -> None:
+        self.open_readers -= 1
+
+
+class Stream:
+    """A stream and its thread, which is the disk's or the other one."""
+
+    def __init__(self, *, gbps: float = 0.0) -> None:
+        self.slab = Slab(shapes=[SHAPE] * LAYERS, dtype=torch.bfloat16, num_slots=SLOTS, pinned=False)
+        generator = torch.Generator().manual_seed(0)
+        for layer in range(LAYERS):
+            self.slab.segments(layer).copy_(torch.randn(SLOTS, BLOCK_TOKENS * 64, generator=generator))
+        self.pages = [
+            KvPages(*torch.zeros(2, 2, PAGES, BLOCK_TOKENS, 16).bfloat16().permute(0, 2, 3, 1, 4))
+            for _ in range(LAYERS)
+        ]
+        self.disk, self.completions = Disk(), Completions()
+        self.stream = LoadStream(
+            pages=self.pages,
+            slab=self.slab,
+            disk=self.disk,  # type: ignore[arg-type]
+            rotations=Unturned(),  # type: ignore[arg-type]
+            read_buffer_layers=-1,
+            throttle=Throttle(bytes_per_s=gbps * 1e9, clock=time.monotonic, sleep=time.sleep),
+            completions=self.completions,
+        )
+        self._threads: list[threading.Thread] = []
+
+    def begin(self, *, from_disk: bool) -> None:
+        run, how = self.stream.run, {"from_disk": from_disk}
+        self._threads.append(threading.Thread(target=run, args=(Unturned(),), kwargs=how))
+        self._threads[-1].start()
+
+    def put(self, *blocks: BlockLoad) -> None:
+        for block in blocks:
+            if block.extent is None and block.slot is not None:
+                self.slab.seal(block.slot)
+        self.stream.put(LoadBlocks(1, "r", blocks), in_step=True)
+
+    def loaded(self) -> Loaded:
+        """Waits for its end."""
+        end = time.monotonic() + LONG_S
+        events = self.completions.take()
+        while not any(isinstance(event, Loaded) for event in events):
+            assert time.monotonic() < end
+            self.completions.wait(0.05)
+            events += self.completions.take()
+        moved = {event.direction for event in events if isinstance(event, Transferred)}
+        (loaded,) = [event for event in events if isinstance(event, Loaded)]
+        assert bool(moved) == (not loaded.failed)
+        return loaded
+
+    def placed(self, layer: int, page: int, data: Tensor) -> bool:
+        """data: a segment."""
+        k, v = data.view(2, BLOCK_TOKENS, 2, 16)
+        return torch.equal(self.pages[layer].k[page], k) and torch.equal(self.pages[layer].v[page], v)
+
+    def close(self) -> None:
+        self.stream.close()
+        for thread in self._threads:
+            thread.join(LONG_S)
+            assert not thread.is_alive()
+        assert not self.disk.open_readers
+
+
+@pytest.fixture
+def stream():
+    made = Stream()
+    yield made
+    made.close()
+
+
+def in_dram(slot: int, page: int) -> BlockLoad:
+    return BlockLoad(BlockKey(bytes([slot] * 16)), BLOCK_TOKENS, slot, None, page, 0, 0)
+
+
+def on_disk(index: int, page: int, slot: int | None) -> BlockLoad:
+    return BlockLoad(BlockKey(bytes([100 + index] * 16)), BLOCK_TOKENS, slot, (7, index), page, 0, 0)
+
+
+def test_a_step_places_each_layer_when_it_asks_for_it(stream):
+    stream.put(in_dram(3, 0), in_dram(1, 2))
+    for layer in range(LAYERS):
+        assert stream.stream.wait_layer(1, layer, 0.0), "there is no thread that it could wait for"
+        assert stream.placed(layer, 0, stream.slab.segments(layer)[3])
+        assert stream.placed(layer, 2, stream.slab.segments(layer)[1])
+        assert layer == LAYERS - 1 or not stream.pages[layer + 1].k.any()
+    assert stream.loaded() == Loaded(1, {})
+    assert stream.stream.layers_arrived(1) == LAYERS
+    assert stream.stream.waited_s > 0
+
+
+def test_what_the_step_leaves_the_thread_brings(stream):
+    stream.put(in_dram(3, 0))
+    assert stream.stream.wait_layer(1, 1, 0.0)
+    stream.begin(from_disk=False)
+    time.sleep(0.02)
+    assert not stream.pages[2].k.any()
+    stream.stream.leave_to_threads()
+    assert stream.stream.wait_layer(1, LAYERS - 1, LONG_S)
+    assert stream.loaded() == Loaded(1, {})
+    assert all(stream.placed(layer, 0, stream.slab.segments(layer)[3]) for layer in range(LAYERS))
+
+
+@pytest.mark.parametrize("altered_layer", [0, 2, None])
+def test_what_has_changed_in_memory_fails_and_is_not_placed(stream, altered_layer):
+    good, bad = in_dram(3, 0), in_dram(1, 2)
+    stream.put(good, bad)
+    if altered_layer is None:
+        stream.slab.unseal(1)
+    else:
+        stream.slab.segment(altered_layer, 1)[77] ^= 1
+    stream.begin(from_disk=False)
+    for layer in range(LAYERS):
+        assert stream.stream.wait_layer(1, layer, LONG_S)
+    assert stream.loaded() == Loaded(1, {bad.key: "checksum"})
+    assert not stream.pages[altered_layer or 0].k[2].any()
+
+
+@pytest.mark.parametrize("slot", [4, None])
+def test_what_comes_off_the_disk_is_the_threads(stream, slot):
+    stream.put(on_disk(1, 0, slot), in_dram(1, 2))
+    assert not stream.stream.wait_layer(1, 0, 0.01)
+    stream.begin(from_disk=True)
+    disk = torch.from_numpy(stream.disk.bytes).view(torch.bfloat16)
+    for layer in range(LAYERS):
+        assert not stream.stream.wait_layer(1, layer, 0.01)
+        stream.disk.let.release()
+        assert stream.stream.wait_layer(1, layer, LONG_S)
+        assert stream.placed(layer, 0, disk[layer, 1])
+        assert stream.placed(layer, 2, stream.slab.segments(layer)[1])
+    assert stream.loaded() == Loaded(1, {})
+    assert slot is None or all(stream.slab.is_intact(layer, slot) for layer in range(LAYERS))
+
+
+def test_a_disk_that_fails_ends_the_load(stream):
+    stream.begin(from_disk=True)
+    stream.disk.broken_layer = 1
+    block = on_disk(0, 0, 4)
+    for _ in range(LAYERS):
+        stream.disk.let.release()
+    stream.put(block, in_dram(1, 2))
+    for layer in range(LAYERS):
+        assert stream.stream.wait_layer(1, layer, LONG_S)
+    assert stream.loaded() == Loaded(1, {block.key: "deadline"})
+    assert not any(pages.k[0].any() for pages in stream.pages[1:])
+    assert not stream.slab.is_sealed(4)
+
+
+def test_a_throttled_link_is_the_threads():
+    stream = Stream(gbps=0.01)
+    stream.put(in_dram(3, 0))
+    assert not stream.stream.wait_layer(1, 0, 0.01)
+    stream.begin(from_disk=False)
+    assert stream.stream.wait_layer(1, LAYERS - 1, LONG_S)
+    assert stream.loaded() == Loaded(1, {})
+    stream.close()
