@@ -8,6 +8,7 @@ from itertools import islice
 from scheduler import timer
 from scheduler.ahead import AheadLoads
 from scheduler.budget import StepBudget, StepCost, StepWork, TimeBudget, TokenBudget
+from scheduler.forecast import Forecast
 from scheduler.ports import CacheView
 from scheduler.predictor import LengthPredictor
 from scheduler.priority import Standings
@@ -16,10 +17,7 @@ from scheduler.sequence import Sequence, SequenceState
 
 _FRONT = 4  # of those who wait, so many are looked at for loads to start
 _FRONT_TOKENS = 1024  # and so many tokens of theirs are looked up again in a step
-_ASK_AGAIN = 8  # tokens after which the rest of an answer is predicted anew, or, if that is more,
-_ASK_SHARE = 8  # such a part of what was predicted: far from the end it need not be exact
 _LATELY_S = 10.0  # a tenant who came in these may come again at any moment
-_TPOT_WEIGHT = 0.1  # of a new step in the mean time between tokens
 
 
 class QueueFull(Exception):
@@ -90,7 +88,6 @@ class Scheduler:
     ) -> None:
         self._cache = cache
         self._queue = queue
-        self._predictor = predictor
         self._cost = cost
         self._max_seqs = max_seqs
         self._max_queued = max_queued
@@ -109,19 +106,15 @@ class Scheduler:
         self._favoured: Sequence | None = None  # others have given way to it, but there is not room enough yet
         self._front = Standings(cache=cache, hidden_s=stall_budget_s)
         self._scores: dict[Sequence, int] = {}  # as the cache was told
-        self._rests_s: dict[Sequence, float] = {}  # of those who run, as of the present step
-        self._predicted: dict[Sequence, int] = {}  # of those who have started: how long the answer was to be
-        self._expected: dict[Sequence, tuple[int, int]] = {}  # tokens said when it is asked anew, and the answer
+        self._forecast = Forecast(predictor=predictor, cost=cost)
         self._is_full = False  # the last step left somebody waiting
         # The order of the queue, those before it, and the ids of all, as they were told last.
         self._told: tuple[list[Sequence], list[Sequence], list[str]] = [], [], []
-        self._tpot_s: float | None = None
         self._work = StepWork()  # of the step that was scheduled last
         self._began_s = 0.0  # and when
         self._ran: tuple[float, float] | None = None  # its seconds, and those of them waited for loads; None: learned
         self.preemptions = 0
         self.fair_preemptions = 0  # of these, for the sake of another tenant
-        self.predicted_tokens: Counter[str] = Counter()  # of answers that ended: error, actual
         self._loaders: set[Sequence] = set()  # of those who run: have loaded, and computed nothing yet
         self.loads: Counter[str] = Counter()  # at the first chunk of those with KV to load: finished, hidden, exposed
 
@@ -146,7 +139,12 @@ class Scheduler:
     @property
     def tpot_s(self) -> float:
         """Mean time between two tokens of a stream; 0 before the first."""
-        return self._tpot_s or 0.0
+        return self._forecast.tpot_s
+
+    @property
+    def predicted_tokens(self) -> Counter[str]:
+        """See `Forecast.errors`."""
+        return self._forecast.errors
 
     def has_work(self) -> bool:
         return bool(self._running or self.num_waiting)
@@ -174,16 +172,12 @@ class Scheduler:
 
     def completed(self, sequence: Sequence) -> None:
         """Its answer has come to its own end; call it before `remove`."""
-        predicted = self._predicted.get(sequence)
-        if predicted is not None:
-            self.predicted_tokens["error"] += abs(predicted - sequence.output_tokens)
-            self.predicted_tokens["actual"] += sequence.output_tokens
-        self._predictor.learn(sequence)
+        self._forecast.completed(sequence)
 
     def outlook(self, now: float) -> list[tuple[Sequence, float | None]]:
         """Those whose order is settled, next first, each with the seconds until its place is expected to be free; None
         behind the last of those who run."""
-        self._rests_s = {}
+        self._forecast.begin_step()
         rest_s = self._opens_s(now)
         front = [*self._resumed, *self._queue.front()]
         return [(sequence, rest_s[place] if place < len(rest_s) else None) for place, sequence in enumerate(front)]
@@ -215,8 +209,7 @@ class Scheduler:
             else:
                 self._queue.remove(sequence)
         self._scores.pop(sequence, None)
-        self._predicted.pop(sequence, None)
-        self._expected.pop(sequence, None)
+        self._forecast.forget(sequence)
         if sequence.state is not SequenceState.FINISHED:
             self._queue.finished(sequence)
             self._present_of[sequence.tenant] -= 1
@@ -230,7 +223,7 @@ class Scheduler:
         preempted: list[Sequence] = []
         self._learn(now - self._began_s)
         self._queue.refresh()
-        self._rests_s = {}
+        self._forecast.begin_step()
         self._foresee(now)
         loading = {s.request_id: stall for s in self._running if (stall := self._cache.stall_s(s.request_id))}
         decoding = [s for s in self._running if s.pending_tokens == 1 and s.request_id not in loading]
@@ -279,8 +272,7 @@ class Scheduler:
         period_s = max(seconds, period_s)
         self._cost.ran(self._work, period_s - waited_s)
         if self._work.decode_rows:
-            before = period_s if self._tpot_s is None else self._tpot_s
-            self._tpot_s = before + _TPOT_WEIGHT * (period_s - before)
+            self._forecast.decoded(period_s)
 
     # --- the budget ---------------------------------------------------------------------------------------------------
 
@@ -475,7 +467,7 @@ class Scheduler:
         sequence.state = SequenceState.RUNNING
         if sequence.scheduled_s is None:
             sequence.scheduled_s = now
-            self._predicted[sequence] = self._predictor.predict(sequence)
+            self._forecast.started(sequence)
         self._running.append(sequence)
         self._running_of[sequence.tenant] += 1
         num_tokens = reserved
@@ -523,12 +515,7 @@ class Scheduler:
         return loading_s
 
     def _opens_s(self, now: float) -> list[float]:
-        """When places are expected to be free, in seconds from now, ascending."""
-        rests_s = self._rests_s
-        for sequence in self._running:
-            if sequence not in rests_s:
-                rests_s[sequence] = self._remaining_s(sequence, now)
-        return [0.0] * self.free_places + sorted([rests_s[sequence] for sequence in self._running])
+        return self._forecast.opens_s(self._running, self.free_places, now)
 
     def _admit_ahead(self, now: float) -> None:
         """Let the KV of those next in line come while those who run take all places, or all of the step, each as late
@@ -565,30 +552,6 @@ class Scheduler:
         for sequence in front:
             if sequence not in self._front:
                 self._front.watch(sequence)
-
-    def _expected_tokens(self, sequence: Sequence) -> int:
-        """Of the whole answer, asked anew every few tokens."""
-        ask_at, expected = self._expected.get(sequence, (0, 0))
-        said = sequence.output_tokens
-        if said >= ask_at:
-            expected = self._predictor.predict(sequence)
-            ask_at = min(expected, said + max(_ASK_AGAIN, (expected - said) // _ASK_SHARE))
-            self._expected[sequence] = ask_at, expected
-        return expected
-
-    def _remaining_s(self, sequence: Sequence, now: float) -> float:
-        if self._tpot_s is None:
-            return 0.0  # nothing is known: rather early than late
-        prefill_s = 0.0
-        if sequence.first_token_s is None:
-            prefill_s = self._cost.seconds(StepWork().plus_chunk(sequence.pending_tokens, sequence.computed_tokens))
-        return timer.remaining_s(
-            tpot_s=self._tpot_s,
-            output_tokens=self._expected_tokens(sequence),
-            now=now,
-            started_s=sequence.first_token_s,
-            prefill_s=prefill_s,
-        )
 
 
 def _work_of(chunks: list[Chunk]) -> StepWork:

@@ -1,0 +1,91 @@
+"""When places will be free: how much longer each of those who run is expected to."""
+
+from collections import Counter
+from collections.abc import Iterable
+
+from scheduler import timer
+from scheduler.budget import StepCost, StepWork
+from scheduler.predictor import LengthPredictor
+from scheduler.sequence import Sequence
+
+_ASK_AGAIN = 8  # tokens after which the rest of an answer is predicted anew, or, if that is more,
+_ASK_SHARE = 8  # such a part of what was predicted: far from the end it need not be exact
+_TPOT_WEIGHT = 0.1  # of a new step in the mean time between tokens
+
+
+class Forecast:
+    """Single-threaded, part of the Scheduler. Predicted lengths of answers, times what a token takes now."""
+
+    def __init__(self, *, predictor: LengthPredictor, cost: StepCost) -> None:
+        self._predictor = predictor
+        self._cost = cost
+        self._tpot_s: float | None = None
+        self._rests_s: dict[Sequence, float] = {}  # of those who run, as of the present step
+        self._predicted: dict[Sequence, int] = {}  # of those who have started: how long the answer was to be
+        self._expected: dict[Sequence, tuple[int, int]] = {}  # tokens said when it is asked anew, and the answer
+        self.errors: Counter[str] = Counter()
+        """Tokens of answers that have ended: `error`, by which the first prediction was off, and `actual`."""
+
+    @property
+    def tpot_s(self) -> float:
+        """Mean time between two tokens of a stream; 0 before the first."""
+        return self._tpot_s or 0.0
+
+    def started(self, sequence: Sequence) -> None:
+        """For the first time: what is predicted now is what the prediction is judged by."""
+        self._predicted[sequence] = self._predictor.predict(sequence)
+
+    def completed(self, sequence: Sequence) -> None:
+        """Its answer has come to its own end."""
+        predicted = self._predicted.get(sequence)
+        if predicted is not None:
+            self.errors["error"] += abs(predicted - sequence.output_tokens)
+            self.errors["actual"] += sequence.output_tokens
+        self._predictor.learn(sequence)
+
+    def forget(self, sequence: Sequence) -> None:
+        self._predicted.pop(sequence, None)
+        self._expected.pop(sequence, None)
+
+    def decoded(self, period_s: float) -> None:
+        """A step with decodes, from its start to the next one's."""
+        before = period_s if self._tpot_s is None else self._tpot_s
+        self._tpot_s = before + _TPOT_WEIGHT * (period_s - before)
+
+    def begin_step(self) -> None:
+        """Time has passed: what was foretold is out of date."""
+        self._rests_s = {}
+
+    def opens_s(self, running: Iterable[Sequence], free_places: int, now: float) -> list[float]:
+        """When places are expected to be free, in seconds from now, ascending."""
+        rests_s = self._rests_s
+        found = []
+        for sequence in running:
+            if sequence not in rests_s:
+                rests_s[sequence] = self._remaining_s(sequence, now)
+            found.append(rests_s[sequence])
+        return [0.0] * free_places + sorted(found)
+
+    def _remaining_s(self, sequence: Sequence, now: float) -> float:
+        if self._tpot_s is None:
+            return 0.0  # nothing is known: rather early than late
+        prefill_s = 0.0
+        if sequence.first_token_s is None:
+            prefill_s = self._cost.seconds(StepWork().plus_chunk(sequence.pending_tokens, sequence.computed_tokens))
+        return timer.remaining_s(
+            tpot_s=self._tpot_s,
+            output_tokens=self._expected_tokens(sequence),
+            now=now,
+            started_s=sequence.first_token_s,
+            prefill_s=prefill_s,
+        )
+
+    def _expected_tokens(self, sequence: Sequence) -> int:
+        """Of the whole answer, asked anew every few tokens."""
+        ask_at, expected = self._expected.get(sequence, (0, 0))
+        said = sequence.output_tokens
+        if said >= ask_at:
+            expected = self._predictor.predict(sequence)
+            ask_at = min(expected, said + max(_ASK_AGAIN, (expected - said) // _ASK_SHARE))
+            self._expected[sequence] = ask_at, expected
+        return expected
