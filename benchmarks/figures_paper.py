@@ -17,7 +17,9 @@ from typing import Any
 from benchmarks.figures_paper_text import write
 from benchmarks.servers import RESULTS
 from loadgen.sim import Config, Machine, presets, simulate
+from loadgen.sim.policies import POLICIES
 from loadgen.sim.presets import FIGURE_MODELS
+from loadgen.sim.report import DEFAULT
 
 FILE = RESULTS / "paper_figures.json"
 PAPER = Config(answer_share=0.0, warmup_turns=10_000)
@@ -34,17 +36,25 @@ def runs(share: float) -> dict[str, Run]:
     """Every run by name. share: of the paper's sessions and machine."""
     found: dict[str, Run] = {}
 
-    def add(name: str, model: str, *, load: str = "saturated", machine: Run | None = None, **config: Any) -> None:
+    def add(
+        name: str,
+        model: str,
+        *,
+        load: str = "saturated",
+        machine: Run | None = None,
+        share: float = share,
+        **config: Any,
+    ) -> None:
         found[name] = {"load": load, "model": model, "share": share, "machine": machine or {}, "config": config}
 
     for model in FIGURE_MODELS:
         add(f"{model} recompute", model, reuse=False)
         add(f"{model} hbm", model, machine={"hbm_bytes": 10e9, "dram_bytes": 0.0, "disk_bytes": 0.0})
         add(f"{model} hbm+dram", model, machine={"hbm_bytes": 10e9, "disk_bytes": 0.0})
-    for policy in ("lru", "fifo"):
+    for name, policy in (("lru", "lru"), ("fifo", "first-come")):
         for terabytes in (2, 10):
             add(
-                f"llama-13b {policy} {terabytes}T",
+                f"llama-13b {name} {terabytes}T",
                 "llama-13b",
                 machine={"disk_bytes": terabytes * 1e12},
                 policy=policy,
@@ -63,12 +73,14 @@ def runs(share: float) -> dict[str, Run]:
         window = presets.SHAPES["llama-13b"].window * presets.SHAPES["llama-13b"].kv_bytes_per_token
         disk = ratio * 3600 * presets.UNSATURATED_RATE * window
         add(f"llama-13b capacity {ratio}", "llama-13b", load="unsaturated", machine={"disk_bytes": disk}, ttl_s=TTL_S)
+    for policy in POLICIES:
+        add(f"llama-13b whole {policy}", "llama-13b", share=1.0, policy=policy, prefetch=policy == DEFAULT)
     return found
 
 
 def long_documents() -> list[dict[str, dict[str, float]]]:
     """Per length, recompute and reuse: TTFT and GPU time of a question, means over the second to the sixth."""
-    machine = presets.machine("mistral-7b", layer_s=0.0)
+    machine = presets.machine("mistral-7b", layer_s=presets.MISTRAL_LAYER_S)
     rows = []
     for length in DOCUMENTS:
         row = {}

@@ -13,9 +13,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from cache.policies import POLICIES
 from loadgen.sim.future import clairvoyant
 from loadgen.sim.machine import Config, Costs, Machine
+from loadgen.sim.policies import POLICIES
 from loadgen.sim.result import Result, TurnRecord
 from loadgen.sim.server import Server
 from loadgen.sim.store import BrokenBooks

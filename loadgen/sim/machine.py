@@ -1,5 +1,6 @@
 """What a simulated server is: a model, the machine under it, what its steps cost and how it is set up."""
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -18,6 +19,7 @@ class Costs:
     s_per_row: float
     s_per_kilo_read: float
     overlapped: bool  # the fixed part of a prefill hides behind its tokens (GPU), or adds to them
+    attention_span: float = math.inf  # a prompt's token attends to so many before it: Mistral's sliding window
 
     def prefill_s(self, num_tokens: int, context_len: int) -> float:
         """A pass over `num_tokens` behind `context_len` others, alone."""
@@ -26,7 +28,7 @@ class Costs:
 
     def tokens_s(self, num_tokens: int, context_len: int) -> float:
         """What these tokens of a prompt add to a pass that runs anyway."""
-        pairs = num_tokens * (context_len + num_tokens / 2) / 1000
+        pairs = num_tokens * min(self.attention_span, context_len + num_tokens / 2) / 1000
         return num_tokens * self.s_per_token + pairs * self.s_per_kilo_pair
 
     def decode_s(self, num_steps: int, rows: int, context_sum: int) -> float:
@@ -59,7 +61,7 @@ class Config:
     """How the server is set up, and what is counted. The defaults are the AttentionStore paper's mode."""
 
     reuse: bool = True  # False: every prompt is computed (the paper's RE)
-    policy: str = "lookahead"  # a key of cache.policies.POLICIES, or belady
+    policy: str = "lookahead"  # a key of loadgen.sim.policies.POLICIES
     scheduler: str = "fcfs"  # fcfs | priority | car, as `scheduler.policies.make_queue` knows them
     car_window: int = 8
     granule_tokens: int = 0  # what enters and leaves tiers at once; 0: the whole session, as in the paper; 32: a block
@@ -70,5 +72,5 @@ class Config:
     prefetch_share: float = 1.0  # of DRAM, that the prefetch window may count on
     load_ahead: int = 1  # requests whose load may begin while others run: the HBM read buffer
     chunk_tokens: int = 0  # of prefills beside decodes; 0: unchunked, and decodes wait for them
-    ttl_s: float = float("inf")  # since the last access
+    ttl_s: float = math.inf  # since the last access
     warmup_turns: int = 0  # the first that start do not count

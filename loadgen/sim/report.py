@@ -1,6 +1,7 @@
 """`reprise simulate` without a trace: a server of the papers' kind, arm beside arm, as JSON and as tables."""
 
 import json
+import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, replace
@@ -9,10 +10,10 @@ from typing import Any, cast, get_args
 
 from rich.table import Table
 
-from cache.policies import POLICIES
 from loadgen.sim import Config, Costs, Machine, presets, simulate_belady
 from loadgen.sim import simulate as run
 from loadgen.sim.machine import Truncation
+from loadgen.sim.policies import POLICIES
 
 DEFAULT = "lookahead"  # the server's own for its lower tiers
 LOADS = {"saturated": presets.saturated, "unsaturated": presets.unsaturated}
@@ -61,7 +62,7 @@ def simulate(
         progress(arm)
         began = time.process_time()
         policy = DEFAULT if arm in ("default", "unbounded") else arm
-        config = replace(base, policy=policy, prefetch=policy not in ("lru", "fifo"))
+        config = replace(base, policy=policy, prefetch=policy == DEFAULT)
         if arm == "recompute":
             result = run(workload, machine, replace(base, reuse=False))
         elif arm == "belady":
@@ -77,10 +78,18 @@ def simulate(
             figures |= {"cost": None, "cost_storage": None}  # nobody sells it
         arms.append({"arm": arm} | figures)
     return {
-        "machine": asdict(machine), "load": load, "sessions": sessions, "sessions_per_s": sessions_per_s, "seed": seed,
+        "machine": _fields(machine), "load": load, "sessions": sessions, "sessions_per_s": sessions_per_s, "seed": seed,
         "truncation": truncation, "warmup_turns": warmup_turns,
         "assumptions": [asdict(row) for row in presets.TABLE], "arms": arms,
     }  # fmt: skip
+
+
+def _fields(machine: Machine) -> dict[str, Any]:
+    """For JSON, which has no infinity: a span without bounds is the default."""
+    fields = asdict(machine)
+    if machine.costs.attention_span == math.inf:
+        del fields["costs"]["attention_span"]
+    return fields
 
 
 def _known(kind: str, name: str, known: Iterable[str]) -> None:

@@ -11,7 +11,6 @@ import math
 from collections.abc import Callable, Sequence
 from typing import cast
 
-from cache.policies import POLICIES
 from cache.policies.base import EvictionPolicy
 from cache.stats import Residency
 from loadgen.greedy import greedy
@@ -19,6 +18,7 @@ from loadgen.sim.ahead import LookAhead
 from loadgen.sim.books import check
 from loadgen.sim.context_window import ContextWindow
 from loadgen.sim.machine import Config, Machine
+from loadgen.sim.policies import POLICIES
 from loadgen.sim.result import Result, TurnRecord, summarize
 from loadgen.sim.store import Store
 from loadgen.sim.turn import LiveSession, LiveTurn

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from cache.policies.lru import LruPolicy
 from loadgen.sim import Config, Costs, Machine, simulate
+from loadgen.sim.policies import POLICIES
 from loadgen.sim.store import Store
 from loadgen.workload import Conversation, Turn
 
@@ -34,7 +35,7 @@ WORKLOADS = st.lists(st.tuples(st.floats(0, 5, allow_nan=False), TURNS), min_siz
 CONFIGS = st.builds(
     Config,
     reuse=st.booleans(),
-    policy=st.sampled_from(["lru", "fifo", "lookahead"]),
+    policy=st.sampled_from(["lru", "fifo", "lookahead", "first-come"]),
     scheduler=st.sampled_from(["fcfs", "priority", "car"]),
     granule_tokens=st.sampled_from([0, 16]),
     truncation=st.sampled_from(["decoupled", "coupled"]),
@@ -145,6 +146,17 @@ def test_look_ahead_keeps_a_part_of_a_rotation_and_lru_nothing():
     machine = replace(MACHINE, max_seqs=1, window=10_000, dram_bytes=0, disk_bytes=5 * 100)
     lru, ahead = (simulate(workload, machine, Config(policy=policy)) for policy in ("lru", "lookahead"))
     assert ahead.hit_rate_returning > lru.hit_rate_returning + 0.2
+
+
+@pytest.mark.parametrize(("policy", "left"), [("fifo", "ae"), ("first-come", "de")])
+def test_who_comes_back_is_the_last_in_line_or_has_kept_its_place(policy, left):
+    """Room for two: d displaces a, a coming back displaces b, and e the first of d and a."""
+    store = Store(
+        policy=POLICIES[policy], kv_bytes_per_token=1.0, granule_tokens=0, hbm_bytes=0, dram_bytes=100, disk_bytes=0,
+    )  # fmt: skip
+    for name in "abdae":
+        store.save(name, 40, 0, 0.0)
+    assert "".join(name for name in "abde" if store.found(name, 0, 99)["dram"]) == left
 
 
 def test_what_the_queue_announces_is_fetched_into_dram():
