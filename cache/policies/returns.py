@@ -43,10 +43,9 @@ class SessionReturn:
     def rank(self) -> tuple[float, float, int]:
         """Ascending: what is worth least first; among what is worth about the same, who is expected last, then the
         oldest use."""
-        steps = round(_STEPS * log2(self.value)) if self.value else -inf
         if self.used_s is None or self.gap_s is None:
-            return (steps, -inf, self.order)
-        return (steps, -(self.used_s + self.gap_s), self.order)
+            return (_steps(self.value), -inf, self.order)
+        return (_steps(self.value), -(self.used_s + self.gap_s), self.order)
 
 
 class ReturnTimes:
@@ -133,7 +132,7 @@ class ReturnTimes:
     def newcomer_rank(self) -> tuple[float, float, int]:
         """The rank of a session never heard of, if it came now."""
         first = features(turn=0, prompt_tokens=None, grown_tokens=None, answer_tokens=None)
-        return (self._model.value(first, None, 0), -inf, self._uses + 1)
+        return (_steps(self._model.value(first, None, 0)), -inf, self._uses + 1)
 
     def _pass_bin(self, session: SessionReturn) -> None:
         self._model.learn(session.features, session.gap_s, session.age_bin, False)
@@ -179,3 +178,7 @@ class ReturnTimes:
         session.due = None if when_s is None else (when_s, session.order, session)
         if session.due is not None:
             self._due.add(session.due)
+
+
+def _steps(value: float) -> float:
+    return round(_STEPS * log2(value)) if value else -inf

@@ -54,8 +54,8 @@ def test_ownerless_then_unqueued_then_the_tail_of_the_queue():
     assert policy.victims(99, (), newcomer="B") == order[:5]
     assert policy.victims(99, (), newcomer="A") == order[:3]
     assert policy.victims(99, (), newcomer="D") == order[:1]
-    # Of one never heard of, nothing is known against its coming back within the second.
-    assert policy.victims(99, (), newcomer="Z") == order[:5]
+    # One never heard of may never come back: it is worth less than who came punctually.
+    assert policy.victims(99, (), newcomer="Z") == order[:1]
     policy.look_ahead([], 15.0)  # the queue is what was said last
     assert policy.victims(4, ()) == [b"X", b"D1", b"D0", b"C1"]
 
