@@ -33,7 +33,8 @@ def bars(
         for number, (what, values) in enumerate(series.items()):
             offset = (number - (len(series) - 1) / 2) * width
             drawn = [(place + offset, value) for place, value in enumerate(values) if value is not None]
-            axis.bar(*zip(*drawn, strict=True), 0.95 * width, color=COLOURS[number], label=what)
+            colour = COLOURS[number] if len(series) > 1 else BLUE
+            axis.bar(*zip(*drawn, strict=True), 0.95 * width, color=colour, label=what)
         axis.set_xticks(range(len(labels)), [label.replace(", ", ",\n") for label in labels], fontsize=8)
         axis.set_ylabel(unit)
 
