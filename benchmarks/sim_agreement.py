@@ -44,7 +44,7 @@ MAX_SEQS = 16
 ITL_TARGET_MS = 100
 SAMPLE_S = 2.0
 KV_BYTES = 1536  # of a token of the bundled model: 2 x 6 layers x 2 heads x 32 values in bf16
-DISTRIBUTION = Distribution(mean_turns=4.0, over_2k=0.02, over_4k=0.002, max_tokens=700)
+DISTRIBUTION = Distribution(mean_turns=4.0, over_2k=0.02, over_4k=0.002, max_tokens=700, max_turns=16)
 
 
 def options_of(conversations: int, rate: float, think: str, max_context: int, seed: int) -> load.Options:
