@@ -78,6 +78,7 @@ class Transfer:
             throttle=save_throttle,
             synchronous=synchronous,
             max_backlog_bytes=max_backlog_bytes,
+            rotations=self._inline,
             completions=self._completions,
         )
         self._loads = LoadStream(
@@ -132,9 +133,9 @@ class Transfer:
                     self._writes.put(move)
         self._saves.put(saves)
 
-    def save(self, step: Captured, pieces: list[CapturePiece]) -> None:
-        """Save these parts of a step. Waits when too much is waiting already, or always if saving is synchronous."""
-        self._saves.save(step, pieces)
+    def save(self, step: Captured, pieces: list[CapturePiece]) -> int:
+        """See SaveStream."""
+        return self._saves.save(step, pieces)
 
     def places(self, pieces: list[CapturePiece], num_rows: int) -> SavedRows | None:
         """See SaveStream."""

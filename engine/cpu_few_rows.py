@@ -7,13 +7,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from engine.cpu_many_rows import NOWHERE
 from engine.cpu_modules import FEW_ROWS, RmsNorm
 from engine.hf_model import Step, current_step
 from kernels.attention.base import AttentionParams, KvPages
 from kernels.attention.torch_cpu import TorchAttention, fits_kernels
 from kernels.cpu_support import as_bits, decode_kernels, split_contexts, use_torch_threads
-
-_NOWHERE = (np.empty((0, 0), np.uint16), np.empty((0, 2), np.int64))
 
 
 class FewRows:
@@ -67,9 +66,9 @@ class FewRows:
         num_q, num_k, _ = self._heads
         norms = (self._input_norm, self._q_norm, self._k_norm)
         kernels.project(bits, norms[0], self._qkv, norms[1], norms[2], num_q, num_k, as_bits(rows))
-        saved = _NOWHERE
+        saved = NOWHERE
         if step.saved is not None:
-            saved = (step.saved.blocks[self._index], step.saved.spots)
+            saved = step.saved.of(self._index)
         elif step.sink is not None:
             _, keys, values = rows.split_with_sizes(self._heads, 1)  # half the time of two slices
             step.sink.write(self._index, keys, values)

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from engine.cpu_few_rows import FewRows
-from engine.cpu_many_rows import rotate_and_write
-from engine.cpu_modules import FEW_ROWS, PackedLinear, RmsNorm, agree, few_row_product, pack_weight
+from engine.cpu_many_rows import NOWHERE, rotate_and_write
+from engine.cpu_modules import PackedLinear, RmsNorm, agree, few_row_product, pack_weight
 from engine.hf_model import Step, attend, current_step, rope_limit, running, turn_halves, turns_halves
 from engine.probe import ProbeResult, single_sequence_meta
 from kernels.attention.base import AttentionBackend, AttentionMeta, AttentionParams, KvPages
@@ -49,6 +49,10 @@ class DecoderLayer(nn.Module):
         self._down = _Summed(mlp.down_proj)
         self.few = self._few_rows(layer)
         self.is_last = False  # then only rows whose logits somebody wants get an answer
+
+    @property
+    def saves_rows(self) -> bool:
+        return self._rotate is not None and self.few is not None
 
     def _few_rows(self, layer: Any) -> "FewRows | None":
         mlp = layer.mlp
@@ -91,13 +95,17 @@ class DecoderLayer(nn.Module):
         turning, values = rows[:, : num_q + num_k], rows[:, num_q + num_k :]
         if self._q_norm is not None and self._k_norm is not None:
             turning = torch.cat((self._q_norm(turning[:, :num_q]), self._k_norm(turning[:, num_q:])), dim=1)
-        if step.sink is not None:
+        pages = step.pages(self.index)
+        rotate = self._rotate if self._rotate is not None and self._rotate.takes(turning, cos, sin, pages) else None
+        saved = NOWHERE
+        if rotate is not None and step.saved is not None:
+            saved = step.saved.of(self.index)
+        elif step.sink is not None:
             step.sink.write(self.index, turning[:, num_q:], values)
         step.layers_called.append(self.index)
         step.layers_rotated.append(self.index)
-        pages = step.pages(self.index)
-        if self._rotate is not None and self._rotate.takes(turning, cos, sin, pages):
-            queries = self._rotate(turning, values, cos[0], sin[0], step.meta.slots, pages)
+        if rotate is not None:
+            queries = rotate(turning, values, cos[0], sin[0], step.meta.slots, pages, *saved)
             step.params[self.index] = self._params
             if step.arrive is not None:
                 step.arrive(self.index)
@@ -110,10 +118,10 @@ class DecoderLayer(nn.Module):
         return out if wanted is None else out[wanted]
 
 
-def few_rows_of(model: nn.Module, num_layers: int) -> int:
-    """Up to how many rows of a step go through kernels in every one of the model's layers."""
-    layers = [module for module in model.modules() if isinstance(module, DecoderLayer) and module.few is not None]
-    return FEW_ROWS if len(layers) == num_layers else 0
+def saves_rows(model: nn.Module, num_layers: int) -> bool:
+    """Whether kernels that write rows to where they are saved are in every one of the model's layers."""
+    layers = [module for module in model.modules() if isinstance(module, DecoderLayer)]
+    return len(layers) == num_layers and all(layer.saves_rows for layer in layers)
 
 
 def single_rows(meta: AttentionMeta, rows: Tensor) -> AttentionMeta:

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -11,6 +12,7 @@ from kernels.cpu_support import as_bits, as_stream, prefill_kernels, use_torch_t
 from kernels.kv_copy import write_rows
 
 _CHECK_ROWS = 5
+NOWHERE = (np.empty((0, 0), np.uint16), np.empty((0, 2), np.int64))  # blocks and spots where nothing is saved
 
 
 class RotateAndWrite:
@@ -28,17 +30,26 @@ class RotateAndWrite:
         )
 
     def __call__(
-        self, turning: Tensor, values: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, pages: KvPages
+        self,
+        turning: Tensor,
+        values: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        slots: Tensor,
+        pages: KvPages,
+        blocks: np.ndarray,
+        spots: np.ndarray,
     ) -> Tensor:
         """turning [rows, q and k heads, head_dim] and values [rows, k heads, head_dim], their heads side by side; cos,
-        sin [rows, head_dim]; slots [rows] int64, different and inside the pool. Returns the rotated queries [rows, q
-        heads, head_dim]; what came in stays as it is."""
+        sin [rows, head_dim]; slots [rows] int64, different and inside the pool; blocks, spots: where they are saved
+        before rotation, as in `SavedRows`. Returns the rotated queries [rows, q heads, head_dim]; what came in stays as
+        it is."""
         use_torch_threads()
         queries = turning.new_empty(len(turning), self._heads[0], self._head_dim)
         if len(turning):
             self._kernels.place(
                 *(as_stream(turning), turning.stride(0), as_stream(values), values.stride(0)),
-                *(as_bits(cos.contiguous()), as_bits(sin.contiguous()), slots.numpy(), self._heads),
+                *(as_bits(cos.contiguous()), as_bits(sin.contiguous()), slots.numpy(), blocks, spots, self._heads),
                 *(*self._memory(pages), as_bits(queries)),
             )
         return queries
@@ -68,7 +79,7 @@ def rotate_and_write(num_q: int, num_k: int, head_dim: int) -> RotateAndWrite | 
     # Heads outermost, as the engine has them.
     pools = torch.zeros(4, num_k, 2, _CHECK_ROWS, head_dim, dtype=torch.bfloat16).transpose(1, 2).transpose(2, 3)
     got, want = KvPages(pools[0], pools[1]), KvPages(pools[2], pools[3])
-    queries = ours(turning, values, turns[0], turns[1], slots, got)
+    queries = ours(turning, values, turns[0], turns[1], slots, got, *NOWHERE)
     turned = turn_halves(turning, turns[0][:, None], turns[1][:, None])
     write_rows(want.k, slots, turned[:, num_q:])
     write_rows(want.v, slots, values)

@@ -298,8 +298,8 @@ class Engine:
         if pieces is None or failed:
             pieces = self._capture(chunks, failed)
         self._transfer.carry_out(self._cache.take_moves())
-        if self._sink is not None:
-            self._transfer.save(self._sink.end(), pieces)
+        if self._sink is not None and (saved := self._transfer.save(self._sink.end(), pieces)):
+            self._cache.stats.count_move("hbm_to_dram", saved, 0.0)
         for chunk in chunks:
             if chunk.sequence.request_id not in failed:
                 self._cache.commit(chunk.sequence.request_id, chunk.num_tokens)
@@ -338,14 +338,11 @@ class Engine:
         arrival = Arrival(self._transfer, jobs, has_bystanders=len(jobs) < len(items))
         if self._sink is not None:
             self._sink.begin()
-        if self._sink is None or jobs or not len(batch.token_ids) == len(items) <= self._runner.few_rows:
+        if self._sink is None or jobs or not self._runner.saves_rows:
             return self._runner.forward(batch, arrival if jobs else None), arrival, None
-        # A few decoded rows that stand on nothing under way: the kernels that compute them write them to their slots.
+        # What stands on nothing under way is written to its slots by the kernels that compute it.
         pieces = self._capture(chunks, ())
-        saved = self._transfer.places(pieces, len(items))
-        if saved is not None:
-            size = len(pieces) * self.model.kv_bytes_per_token
-            self._cache.stats.count_move("hbm_to_dram", size, 0.0)
+        saved = self._transfer.places(pieces, len(batch.token_ids))
         return self._runner.forward(batch, None, saved), arrival, pieces
 
     def _note_prompts(self, items: list[BatchItem], logits: torch.Tensor) -> torch.Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from cache.block import LAYOUT_VERSION, typed_fields
 from cache.tiers.capture import SavedRows
 from engine.batch import BatchInput
-from engine.cpu_layer import few_rows_of
+from engine.cpu_layer import saves_rows
 from engine.hf_model import KvSink, Step, forward
 from engine.probe import KvShape
 from kernels.attention.base import AttentionBackend, KvPages
@@ -75,7 +75,7 @@ class ModelRunner:
         self.pages = pages
         self.backend = backend
         self.sink = sink  # the save path's ear; None while there is no tier below HBM
-        self.few_rows = few_rows_of(model, len(pages))  # up to so many can be saved by the layers themselves
+        self.saves_rows = saves_rows(model, len(pages))  # the layers can save what they compute by themselves
 
     @torch.inference_mode()
     def forward(

@@ -78,11 +78,30 @@ def _rotate(x, cos, sin, out):
 
 
 @compiled(parallel=True, error_model="numpy")
-def place(turning, turning_row, values, values_row, cos, sin, slots, heads, k, k_strides, v, v_strides, page_size, q):
-    """Rotate queries and keys, and write keys and values to their slots.
+def place(
+    turning,
+    turning_row,
+    values,
+    values_row,
+    cos,
+    sin,
+    slots,
+    blocks,
+    spots,
+    heads,
+    k,
+    k_strides,
+    v,
+    v_strides,
+    page_size,
+    q,
+):
+    """Rotate queries and keys, and write keys and values to their slots; what is not rotated to where it is saved.
     turning: rows of q heads and then k heads, and values: rows of k heads, each bf16 memory as one stream and how far
     apart its rows are; cos, sin bf16 [rows, dim]; slots int64 [rows], different and inside the pool; heads: of q and of
     k; k, v: a pool's bf16 memory as one stream, and strides (page, row, head) in elements; q bf16 [rows, heads, dim].
+    blocks bf16 [blocks, K of all rows of a block, then V]; spots int64 [rows, 2]: block and row in it, block -1: not
+    saved; no rows of spots: none is.
     """
     dim = cos.shape[1]
     num_q, num_k = heads
@@ -101,6 +120,13 @@ def place(turning, turning_row, values, values_row, cos, sin, slots, heads, k, k
             to = page * v_strides[0] + place * v_strides[1] + head * v_strides[2]
             v[to : to + dim] = values[at : at + dim]
             at += dim
+        if len(spots) and spots[row, 0] >= 0:
+            width = num_k * dim
+            to, of_keys = spots[row, 1] * width, row * turning_row + num_q * dim
+            block = blocks[spots[row, 0]]
+            block[to : to + width] = turning[of_keys : of_keys + width]
+            to += blocks.shape[1] // 2
+            block[to : to + width] = values[row * values_row : row * values_row + width]
 
 
 @compiled(parallel=True, error_model="numpy")
@@ -138,8 +164,14 @@ def self_test() -> None:
     )
     more, strides, cos, sin = pool.copy(), (rows * dim, dim, rows * dim), np.full_like(x, one), np.zeros_like(x)
     values, slots = x.reshape(-1), np.arange(rows)
-    place(turning, 2 * dim, values, dim, cos, sin, slots, (1, 1), pool, strides, more, strides, rows, queries)
+    blocks, spots = np.zeros((2, 2 * dim), np.uint16), np.array([[-1, 0], [1, 0], [-1, 0]])
+    where = (blocks, spots, (1, 1), pool, strides, more, strides, rows, queries)
+    place(turning, 2 * dim, values, dim, cos, sin, slots, *where)
     mixed, lse = np.zeros((rows, 1, 1, dim), np.uint16), np.ones(rows, np.float32)
     merge(values, (0, 0, dim), lse, (0, 0, 1), values, (0, 0, dim), lse, (0, 0, 1), mixed)
-    if (normed != one).any() or any((y != two).any() for y in (queries, pool, more, mixed)):
+    if (
+        (normed != one).any()
+        or any((y != two).any() for y in (queries, pool, more, blocks[1], mixed))
+        or blocks[0].any()
+    ):
         raise RuntimeError("compiled operations of many rows are wrong")

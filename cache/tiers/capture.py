@@ -29,6 +29,10 @@ class SavedRows:
     blocks: Sequence[np.ndarray]
     spots: np.ndarray
 
+    def of(self, layer: int) -> tuple[np.ndarray, np.ndarray]:
+        """(blocks, spots) of a layer."""
+        return self.blocks[layer], self.spots
+
 
 class CaptureSink:
     """`engine.hf_model.KvSink`: keeps a step's KV alive until it is saved (AttentionStore §3.2.2). Layers come in

@@ -1,4 +1,9 @@
-"""The save stream: HBM -> DRAM slots while the engine computes on (AttentionStore §3.2.2), on a thread of its own."""
+"""The save stream: HBM -> DRAM slots while the engine computes on (AttentionStore §3.2.2), on a thread of its own.
+
+On CPU there is no engine that copies beside the processors: whoever saves takes one away from the step's team, which
+then waits for the slowest of its members, and the GIL from its loop. There the kernels of a layer write what they have
+at hand to the slots themselves, and what is left is done by the engine's thread, between steps.
+"""
 
 import threading
 import time
@@ -26,7 +31,7 @@ _FEW_ROWS = 64
 
 
 class SaveStream:
-    """`run` is the thread; the other methods are called by the engine's."""
+    """`run` is the thread; the other methods are called by the engine's. `rotations` is the engine's."""
 
     def __init__(
         self,
@@ -36,6 +41,7 @@ class SaveStream:
         throttle: Throttle,
         synchronous: bool,
         max_backlog_bytes: int,
+        rotations: Rotations,
         completions: Completions,
     ) -> None:
         self._pages, self._slab = pages, slab
@@ -44,9 +50,11 @@ class SaveStream:
         self._synchronous = synchronous
         self._max_backlog_bytes = max_backlog_bytes
         self._backlog_bytes = 0
+        self._rotations = rotations
         self._completions = completions
         self._drained = threading.Condition()  # guards the backlog
-        # By layer, where kernels may write rows themselves: not past a cap, and not what they cannot write.
+        # By layer, where kernels may write rows themselves: not past a cap, and not what they cannot write. Where there
+        # are any, nothing goes to the thread.
         self._blocks: list[np.ndarray] | None = None
         if self._device.type == "cpu" and slab.dtype == torch.bfloat16 and not throttle.is_capped:
             self._blocks = [as_bits(slab.segments(layer)) for layer in range(slab.num_layers)]
@@ -55,24 +63,28 @@ class SaveStream:
         save_kernels()  # compiled before they are needed
 
     def places(self, pieces: list[CapturePiece], num_rows: int) -> SavedRows | None:
-        """Where the rows of a step of single rows may be saved while they are computed; None: only by `save`. They must
-        stand on nothing that is still being loaded, and `save` comes all the same behind the step."""
+        """Where the rows of a step may be saved while they are computed; None: only by `save`. They must stand on
+        nothing that is still being loaded, and `save` comes all the same behind the step."""
         if self._blocks is None:
             return None
+        if len(pieces) == num_rows:  # one each, as in nearly every step: 2 us instead of 6
+            return SavedRows(self._blocks, np.array([(piece.slot, piece.slot_row) for piece in pieces]))
         spots = np.full((num_rows, 2), -1)
         for piece in pieces:
-            spots[piece.batch_row] = piece.slot, piece.slot_row
+            rows = spots[piece.batch_row : piece.batch_row + piece.num_rows]
+            rows[:, 0] = piece.slot
+            rows[:, 1] = np.arange(piece.slot_row, piece.slot_row + piece.num_rows)
         return SavedRows(self._blocks, spots)
 
-    def save(self, step: Captured, pieces: list[CapturePiece]) -> None:
+    def save(self, step: Captured, pieces: list[CapturePiece]) -> int:
         """Save these parts of a step, as far as its layers have not done so by themselves. Waits when too much is
-        waiting already, or always if saving is synchronous."""
+        waiting already, or always if saving is synchronous. Returns the bytes of which no event will tell."""
         if len(step.keys) < self._slab.num_layers:
             if step.layers and pieces:
                 place_rows(self._slab, [CapturedRows(step, pieces, None)], step.layers)
-            return
+            return sum(piece.num_rows for piece in pieces) * self._slab.slot_bytes // BLOCK_TOKENS
         if not pieces:
-            return
+            return 0
         ready = None
         if self._device.type == "cuda":
             ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -81,13 +93,18 @@ class SaveStream:
         # A decode step is a few rows: copying them costs its calls, so the rows of many steps go together.
         if self._synchronous or len(self._held) >= _HELD_STEPS or step.keys[0].shape[0] > _FEW_ROWS:
             self.flush()
+        return 0
 
     def put(self, orders: Sequence[Save]) -> None:
         """What was given to `save` before comes before them. Together, because to wake a thread costs both as much as
         some of them take."""
-        if orders:
-            self.flush()
+        if not orders:
+            return
+        self.flush()
+        if self._blocks is None:
             self._orders.put(tuple(orders))
+        else:
+            self._save_orders(orders, self._rotations)
 
     def flush(self) -> None:
         """Hand over the steps that were held back. Anything that tells about a slot has to come behind them."""
@@ -97,7 +114,11 @@ class SaveStream:
         size = self._bytes_of(held)
         with self._drained:
             self._backlog_bytes += size
-            self._orders.put(held)
+        if self._blocks is not None:
+            self._save_captures(held)
+            return
+        self._orders.put(held)
+        with self._drained:
             limit = 0 if self._synchronous else self._max_backlog_bytes
             while self._backlog_bytes > limit:
                 self._completions.check()
@@ -116,12 +137,13 @@ class SaveStream:
     def run(self, rotations: Rotations) -> None:
         """Saves until `close`."""
         while (order := self._orders.get()) is not None:
-            started = time.perf_counter()
             if isinstance(order, list):
-                size = self._save_captures(order)
-                self._completions.tell(Transferred("hbm_to_dram", size, time.perf_counter() - started))
+                self._save_captures(order)
             else:
-                self._completions.tell(*(saved for one in order if (saved := self._carry_out(one, rotations))))
+                self._save_orders(order, rotations)
+
+    def _save_orders(self, orders: Sequence[Save], rotations: Rotations) -> None:
+        self._completions.tell(*(saved for order in orders if (saved := self._carry_out(order, rotations))))
 
     def _carry_out(self, order: Save, rotations: Rotations) -> Saved | None:
         match order:
@@ -138,8 +160,9 @@ class SaveStream:
                 return Saved(order.ticket)
         return None
 
-    def _save_captures(self, captures: list[CapturedRows]) -> int:
-        """Rows of some steps into their slots. Returns the bytes."""
+    def _save_captures(self, captures: list[CapturedRows]) -> None:
+        """Rows of some steps into their slots."""
+        started = time.perf_counter()
         held = self._bytes_of(captures)
         size = sum(piece.num_rows for capture in captures for piece in capture.pieces) * self._slab.slot_bytes
         size //= BLOCK_TOKENS
@@ -150,7 +173,7 @@ class SaveStream:
         with self._drained:
             self._backlog_bytes -= held
             self._drained.notify_all()
-        return size
+        self._completions.tell(Transferred("hbm_to_dram", size, time.perf_counter() - started))
 
     def _fill_from_page(self, order: FillFromPage, rotations: Rotations) -> None:
         page_size = self._pages[0].k.shape[1]

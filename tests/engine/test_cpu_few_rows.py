@@ -1,4 +1,4 @@
-"""What a few rows leave behind when their kernels save them: the same bytes as when a sink was shown them."""
+"""What rows leave behind when their kernels save them: the same bytes as when a sink was shown them."""
 
 import functools
 import random
@@ -59,17 +59,19 @@ def test_kernels_write_what_a_sink_is_shown_and_nothing_else(name: str) -> None:
 
 
 def saved_blocks(
-    at_once: int, few_rows: int | None, monkeypatch: pytest.MonkeyPatch, other_way: int | None = None, **settings: Any
+    at_once: int, by_kernels: bool, monkeypatch: pytest.MonkeyPatch, other_way: int | None = None, **settings: Any
 ) -> Any:
     """What lies in DRAM after two turns of some conversations: by key, the bytes by layer. And the steps whose rows
     were written to it while they were computed, the texts, and the bytes that are said to have been saved. other_way:
     a layer whose kernels take nothing."""
     driver = Driver(BUNDLED, dtype="bfloat16", cache_mode="attentionstore", dram_bytes=1 << 27, **settings)
     runner, transfer = driver.engine._runner, driver.engine._transfer
-    if few_rows is not None:
-        monkeypatch.setattr(runner, "few_rows", few_rows)
+    if not by_kernels:
+        monkeypatch.setattr(runner, "saves_rows", False)
     if other_way is not None:
-        monkeypatch.setattr(driver.model.model.layers[other_way].few, "takes", lambda *_: False)
+        layer = driver.model.model.layers[other_way]
+        monkeypatch.setattr(layer.few, "takes", lambda *_: False)
+        monkeypatch.setattr(layer._rotate, "takes", lambda *_: False)
     direct, places = [], transfer.places
     monkeypatch.setattr(transfer, "places", lambda *step: direct.append(places(*step)) or direct[-1])
     chance = random.Random(at_once)
@@ -94,22 +96,22 @@ def saved_blocks(
 
 @pytest.mark.parametrize("at_once", [1, 3])
 def test_what_lies_in_dram_does_not_depend_on_who_wrote_it(at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    by_kernels = saved_blocks(at_once, None, monkeypatch, hbm_tokens=4096)
-    by_thread = saved_blocks(at_once, 0, monkeypatch, hbm_tokens=4096)
+    by_kernels = saved_blocks(at_once, True, monkeypatch, hbm_tokens=4096)
+    by_call = saved_blocks(at_once, False, monkeypatch, hbm_tokens=4096)
     assert len(by_kernels[1]) > 60
-    assert not by_thread[1]
-    assert by_kernels[0] == by_thread[0]
-    assert by_kernels[2:] == by_thread[2:]
+    assert not by_call[1]
+    assert by_kernels[0] == by_call[0]
+    assert by_kernels[2:] == by_call[2:]
 
 
 def test_a_layer_that_takes_another_way_is_saved_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    by_thread = saved_blocks(1, 0, monkeypatch, other_way=1, hbm_tokens=4096)
-    by_kernels = saved_blocks(1, None, monkeypatch, other_way=1, hbm_tokens=4096)
+    by_call = saved_blocks(1, False, monkeypatch, other_way=1, hbm_tokens=4096)
+    by_kernels = saved_blocks(1, True, monkeypatch, other_way=1, hbm_tokens=4096)
     assert by_kernels[1]
-    assert not by_thread[1]
-    assert by_kernels[0] == by_thread[0]
-    assert by_kernels[2:] == by_thread[2:]
+    assert not by_call[1]
+    assert by_kernels[0] == by_call[0]
+    assert by_kernels[2:] == by_call[2:]
 
 
 def test_a_link_with_a_cap_is_not_gone_round(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert not saved_blocks(1, None, monkeypatch, hbm_tokens=4096, dram_gbps=1.0)[1]
+    assert not saved_blocks(1, True, monkeypatch, hbm_tokens=4096, dram_gbps=1.0)[1]

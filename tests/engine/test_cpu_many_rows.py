@@ -2,20 +2,22 @@
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from engine.cpu_many_rows import rotate_and_write
+from engine.cpu_many_rows import NOWHERE, rotate_and_write
 from engine.hf_model import turn_halves
 from kernels.attention.base import KvPages
-from kernels.cpu_support import prefill_kernels
+from kernels.cpu_support import as_bits, prefill_kernels
 from kernels.kv_copy import write_rows
 
 kernels: Any = prefill_kernels()
 pytestmark = pytest.mark.skipif(kernels is None, reason="no numba or no AVX-512 here")
 
 PAGE, PAGES = 32, 6
+PATTERN = 7
 
 
 @pytest.fixture(autouse=True)
@@ -59,7 +61,16 @@ def test_rows_are_rotated_and_written_as_torch_does(
         turning = turning.contiguous() if apart else turning
         before, slots = rows.clone(), torch.randperm(PAGE * PAGES)[:101]
         assert ours.takes(turning, turns[0], turns[1], got)
-        queries = ours(turning, values, turns[0], turns[1], slots, got)
+        # Every third row is saved, as it came in.
+        blocks, spots = np.full((9, 32 * 2 * num_k * dim), PATTERN, np.uint16), np.full((101, 2), -1)
+        spots[::3] = [divmod(place, 32) for place in torch.randperm(9 * 32)[: len(spots[::3])].tolist()]
+        saved = blocks.copy().reshape(9, 2, 32, num_k, dim)
+        for row in range(0, 101, 3):
+            block, place = spots[row]
+            saved[block, 0, place] = as_bits(turning[row, num_q:].contiguous())
+            saved[block, 1, place] = as_bits(values[row].contiguous())
+        queries = ours(turning, values, turns[0], turns[1], slots, got, blocks, spots)
+        assert np.array_equal(blocks, saved.reshape(blocks.shape))
         wanted = expected(turning, values, turns, slots, num_q, want)
         torch.testing.assert_close(queries, wanted, rtol=0, atol=0, equal_nan=True)
         torch.testing.assert_close(got.k, want.k, rtol=0, atol=0, equal_nan=True)
@@ -72,7 +83,11 @@ def test_no_rows() -> None:
     assert ours is not None
     none = torch.empty(0, 4, 16).bfloat16()
     turns = torch.empty(0, 16).bfloat16()
-    assert ours(none[:, :3], none[:, 3:], turns, turns, torch.empty(0, dtype=torch.long), pool).shape == (0, 2, 16)
+    assert ours(none[:, :3], none[:, 3:], turns, turns, torch.empty(0, dtype=torch.long), pool, *NOWHERE).shape == (
+        0,
+        2,
+        16,
+    )
     assert (pool.k == 7).all()
 
 
