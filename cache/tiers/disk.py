@@ -165,16 +165,16 @@ class DiskTier:
         session: SessionRecord,
         blocks: Sequence[StoredBlock],
         checksums: bytes,
-        segment: Callable[[int, int], memoryview],
+        segments: Callable[[int], Sequence[memoryview]],
     ) -> ExtentInfo:
         """Store the blocks as one extent, all or nothing; durable on return. checksums: of all segments, layer by layer
         (`cache.extent.checksum`); they are not compared with the bytes before these are read again.
-        segment(layer, block) -> its bytes, which are read until this returns or raises (after a deadline perhaps later,
-        but nothing comes of it).
+        segments(layer) -> the bytes of its blocks, in their order and cut wherever they do not lie side by side; read
+        until this returns or raises (after a deadline perhaps later, but nothing comes of it).
         Raises TierFull (the cap, the floor, no space) or TierFailed (read-only, broken, deadline)."""
-        views = [[flat(segment(layer, i)) for i in range(len(blocks))] for layer in range(len(self._segment_bytes))]
+        views = [[flat(view) for view in segments(layer)] for layer in range(len(self._segment_bytes))]
         for size, layer_views in zip(self._segment_bytes, views, strict=True):
-            if any(len(view) != size for view in layer_views):
+            if sum(map(len, layer_views)) != size * len(blocks):
                 raise ValueError(f"a segment of this layer has {size} bytes")
         header = ExtentHeader(
             fingerprint=self._fingerprint,

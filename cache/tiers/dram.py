@@ -66,8 +66,12 @@ class Slab:
 
     def segment(self, layer: int, slot: int) -> memoryview:
         """A slot's bytes of one layer."""
+        return self.span(layer, slot, slot + 1)
+
+    def span(self, layer: int, first: int, stop: int) -> memoryview:
+        """The bytes of one layer of the slots from `first` to before `stop`, one behind the other."""
         size = self.segment_bytes[layer]
-        return self._views[layer][slot * size : (slot + 1) * size]
+        return self._views[layer][first * size : stop * size]
 
     def clear_behind(self, slot: int, num_rows: int) -> None:
         """Zero the rows an open block does not have yet: they are somebody else's."""

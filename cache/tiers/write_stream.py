@@ -15,6 +15,7 @@ from cache.tiers.base import TierFailed, TierFull
 from cache.tiers.completions import Completions
 from cache.tiers.disk import DiskTier
 from cache.tiers.dram import Slab
+from cache.tiers.extent_file import runs
 from cache.tiers.rare_log import RareLog
 
 WriteOrder = WriteExtent | DeleteExtents | PutSession
@@ -52,12 +53,14 @@ class WriteStream:
 
     def _write(self, order: WriteExtent) -> None:
         started = time.perf_counter()
+        # Slots are handed out in a row as a rule: a dozen pieces instead of one for each block and layer.
+        spans = [(order.slots[first], order.slots[stop - 1] + 1) for first, stop in runs(order.slots)]
         try:
             extent = self._disk.write(
                 order.session,
                 order.blocks,
                 self._slab.checksums(order.slots),
-                lambda layer, block: self._slab.segment(layer, order.slots[block]),
+                lambda layer: [self._slab.span(layer, *span) for span in spans],
             )
         except (TierFull, TierFailed) as error:
             kind = error.reason if isinstance(error, TierFailed) else "full"

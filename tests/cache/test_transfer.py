@@ -82,14 +82,16 @@ class MemoryDisk:
         self.gate.set()
         self.write_gate.set()
 
-    def write(self, session, blocks, checksums, segment):
+    def write(self, session, blocks, checksums, segments):
         self.write_gate.wait(10)
         if self.full:
             raise TierFull("no space")
         extent_id = len(self.extents) + 1
-        self.extents[extent_id] = [
-            [bytes(segment(layer, block)) for block in range(len(blocks))] for layer in range(LAYERS)
-        ]
+        self.extents[extent_id] = []
+        for layer in range(LAYERS):
+            data = b"".join(segments(layer))
+            size = len(data) // len(blocks)
+            self.extents[extent_id].append([data[start : start + size] for start in range(0, len(data), size)])
         return ExtentInfo(extent_id, session, tuple(blocks), 4096)
 
     def reader(self, extent_id):

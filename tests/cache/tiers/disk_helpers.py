@@ -47,7 +47,12 @@ def put(tier, name, count=3, session=None):
     def segment(layer, block):
         return memoryview(segment_bytes_of(blocks[block].key, layer, SEGMENTS[layer]))
 
-    return tier.write(session or make_session(), blocks, checksums_of(blocks, segment), segment)
+    return tier.write(session or make_session(), blocks, checksums_of(blocks, segment), by_layer(segment, count))
+
+
+def by_layer(segment, count):
+    """As `DiskTier.write` wants it."""
+    return lambda layer: [segment(layer, block) for block in range(count)]
 
 
 def read_wrongly(tier, info, order=None):

@@ -19,6 +19,7 @@ from cache.tiers.disk_files import stored_models
 from tests.cache.tiers.disk_helpers import (
     FINGERPRINT,
     SEGMENTS,
+    by_layer,
     bytes_of_files,
     checksums_of,
     make_blocks,
@@ -90,7 +91,7 @@ def test_bytes_that_changed_after_they_were_vouched_for_are_not_believed(tier):
         data[17] ^= (layer, block) == (1, 2)
         return memoryview(data)
 
-    info = tier.write(make_session(), blocks, checksums_of(blocks, segment), flipped)
+    info = tier.write(make_session(), blocks, checksums_of(blocks, segment), by_layer(flipped, len(blocks)))
     with tier.reader(info.extent_id) as reader:
         reader.read(1, [0, 1], [memoryview(bytearray(SEGMENTS[1])) for _ in range(2)])
         with pytest.raises(BlockMissing) as caught:
@@ -690,11 +691,11 @@ def test_caps_hold_for_reads_and_writes(tmp_path):
 def test_arguments_that_make_no_sense_are_refused(tier):
     info = put(tier, "x")
     with pytest.raises(ValueError, match="segment"):
-        tier.write(make_session(), make_blocks("y"), bytes(72), lambda layer, block: memoryview(b"short"))
+        tier.write(make_session(), make_blocks("y"), bytes(72), lambda layer: [memoryview(b"short")])
     with pytest.raises(ValueError, match="blocks"):
-        tier.write(make_session(), [], b"", lambda layer, block: memoryview(b""))
+        tier.write(make_session(), [], b"", lambda layer: [])
     with pytest.raises(ValueError, match="checksum"):
-        tier.write(make_session(), make_blocks("y"), bytes(71), lambda layer, _: memoryview(bytes(SEGMENTS[layer])))
+        tier.write(make_session(), make_blocks("y"), bytes(71), lambda layer: [memoryview(bytes(3 * SEGMENTS[layer]))])
     with tier.reader(info.extent_id) as reader:
         with pytest.raises(ValueError, match="block"):
             reader.read(0, [3], [memoryview(bytearray(SEGMENTS[0]))])
@@ -702,7 +703,7 @@ def test_arguments_that_make_no_sense_are_refused(tier):
             reader.read(0, [0], [memoryview(bytearray(5))])
     with pytest.raises(TierFailed):
         make_tier(Path("unused")).write(
-            make_session(), make_blocks("y", 1), bytes(24), lambda layer, _: memoryview(bytes(SEGMENTS[layer]))
+            make_session(), make_blocks("y", 1), bytes(24), lambda layer: [memoryview(bytes(SEGMENTS[layer]))]
         )
 
 
