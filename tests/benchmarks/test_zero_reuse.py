@@ -14,8 +14,9 @@ def test_ratios_are_of_the_same_round_and_the_first_round_warms_up() -> None:
     # A slow minute hits both servers of its round: 1.02, 1.0, 1.01.
     for round_, (ours, theirs) in enumerate([(1.02, 1.0), (2.0, 2.0), (5.05, 5.0)], start=1):
         costs += [cost("recompute", round_, theirs), cost("attentionstore", round_, ours)]
+        costs += [cost("no-disk", round_, 1.005 * theirs)]
     (row,) = summarize(costs)
-    assert (row["rounds"], row["ratio_p50"]) == (3, 1.01)
+    assert (row["rounds"], row["ratio_p50"], row["no-disk_ratio_p50"]) == (3, 1.01, 1.005)
     assert (row["attentionstore_cpu_ms_per_token_p50"], row["recompute_cpu_ms_per_token_p50"]) == (2.0, 2.0)
     assert all(verdicts([row]).values())
 
