@@ -6,7 +6,7 @@ Every prompt is new, from its first token on: random words, 300 to 900 tokens, a
 ever found in a cache, but everything is saved to DRAM and written to disk. For the bundled model and for the random
 125 M shape, two servers differ in `cache.mode` alone. They take turns round by round, only one works at a time, and
 all get the same prompts in a round. Small HBM, so that blocks leave it all the time. A third server, `no-disk`, saves
-to DRAM only: what it costs less is what writing files costs. The memory that they save to is there when the rounds begin.
+to DRAM only: what it costs less is what writing files costs. What they save to is in memory when the rounds begin.
 
 CPU seconds are user and system time of the engine process, all of its threads, from /proc; they are read when the
 server has written all it wants to. A round's cost is divided by the tokens that went through the model. Held: the
