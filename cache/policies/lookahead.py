@@ -4,24 +4,24 @@ import math
 from bisect import bisect_left, insort
 from collections.abc import Collection, Container, Hashable, Sequence
 from heapq import heappop, heappush
-from operator import itemgetter
 from typing import Literal
 
 from cache.block import BlockKey
 from cache.policies.line import Line
 from cache.policies.ranking import Ranking
-from cache.policies.returns import ReturnTimes, SessionReturn
+from cache.policies.returns import ReturnTimes, SessionReturn, shared_rank
 
 _MOST_STALE = 128  # blocks: half a millisecond
+_MOST_SUMMED = 8  # owners: a prompt that all begin with has them by the thousand
 
 _Rank = tuple[int, tuple[float, ...]]
 """Of a session: (1 if it is queued, its rank in `ReturnTimes`). Leaves in ascending order, among the queued from the
 tail of the queue, which moves too often to be part of what is sorted."""
 
 _Entry = tuple[int, int, tuple[float, ...], BlockKey]
-"""A block that could leave next, in order of leaving. Owned by nobody who is queued: 0, rank of its best owner, with
--place in between for block granularity and 0 otherwise, and the block. Else: 1, 0, (-place in the queue of the first of
-its owners, 0), and the block."""
+"""A block that could leave next, in order of leaving. Owned by nobody who is queued: 0, rank of its owners together,
+with -place in between for block granularity and 0 otherwise, and the block. Else: 1, 0, (-place in the queue of the
+first of its owners, 0), and the block."""
 
 
 class _Session:
@@ -51,7 +51,8 @@ class LookaheadPolicy:
     queued sessions, from the tail of the queue to its head.
 
     A session leaves tail-first. A shared block leaves only when all that is resident behind it, in the context of
-    whichever owner, has left (or is pinned), and then ranks as its best owner, so what stays is always a usable prefix.
+    whichever owner, has left (or is pinned), so what stays is always a usable prefix. It then ranks as its owners do
+    together, for any of them may come for it; once one is queued, as the first of those in line.
     A newcomer is admitted at the expense of what ranks before its session, never of the session's own blocks; in a
     rotation the newcomer is the last to return, so a tier that is too small keeps what it has instead of collapsing.
 
@@ -230,7 +231,7 @@ class LookaheadPolicy:
             waiting = self._at_tail.get(key)
             if waiting is not None and len(waiting) == len(self._owners[key]):
                 best = waiting[-1]
-                after = self._leaves[key] = None if _is_queued(best) else self._unqueued(key, best)
+                after = self._leaves[key] = None if _is_queued(best) else self._unqueued(key, waiting)
             if before == after:
                 continue
             if before is not None:
@@ -311,10 +312,10 @@ class LookaheadPolicy:
         session = self._sessions.get(newcomer)
         return (0, self._returns.newcomer_rank() if session is None else session.rank[1])
 
-    def _unqueued(self, key: BlockKey, best: _Waiting) -> _Entry:
-        """Of a block whose best owner is `best`, with nobody queued among them."""
-        (_, rank), session = best
-        return (0, -self._owners[key][session] if self._by_place else 0, rank, key)
+    def _unqueued(self, key: BlockKey, waiting: Sequence[_Waiting]) -> _Entry:
+        """Of a block with these owners, sorted, nobody queued among them."""
+        place = -self._owners[key][waiting[-1][1]] if self._by_place else 0
+        return (0, place, shared_rank([rank for (_, rank), _ in waiting[-_MOST_SUMMED:]]), key)
 
     def _queued(self, key: BlockKey) -> _Entry:
         owners, queue = self._owners[key], self._queue
@@ -338,8 +339,8 @@ class _Walk:
         self._seen: set[BlockKey] = set()  # leaves of the queued that have been offered
         self.num_left = 0  # blocks taken off
         self._left: dict[_Session, int] = {}  # how many resident blocks of a session have left on the walk
-        # How many owners have nothing left behind a block, and the best of them, if that has changed on the walk.
-        self._waiting: dict[BlockKey, tuple[int, _Waiting]] = {}
+        # How many owners have nothing left behind a block, and the best of them, sorted, if that has changed here.
+        self._waiting: dict[BlockKey, tuple[int, list[_Waiting]]] = {}
 
     def peek(self) -> _Entry | None:
         """The next leaf."""
@@ -380,17 +381,16 @@ class _Walk:
             if left == len(session.resident):
                 continue
             before = session.context[session.resident[-1 - left]]
-            arrived = (session.rank, session)
             if (known := self._waiting.get(before)) is not None:
                 count, best = known
-            elif here := policy._at_tail.get(before):
-                count, best = len(here), here[-1]
             else:
-                count, best = 0, arrived
-            best = max(best, arrived, key=itemgetter(0))
+                here = policy._at_tail.get(before, ())
+                count, best = len(here), list(here[-_MOST_SUMMED:])
+            insort(best, (session.rank, session))
+            del best[:-_MOST_SUMMED]
             self._waiting[before] = (count + 1, best)
             if count + 1 == len(policy._owners[before]):
-                entry = policy._queued(before) if _is_queued(best) else policy._unqueued(before, best)
+                entry = policy._queued(before) if _is_queued(best[-1]) else policy._unqueued(before, best)
                 heappush(self._offered, entry)
 
 

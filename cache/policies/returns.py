@@ -1,6 +1,6 @@
 """Which sessions are worth their space until they come back, as far as their past tells."""
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from math import exp, inf, log, log2, nextafter
 
 from cache.policies.ranking import Ranking
@@ -20,7 +20,20 @@ class SessionReturn:
     """What is known of the return of one session. Changed by `ReturnTimes` alone."""
 
     __slots__ = (
-        *("age_bin", "due", "features", "gap_s", "grown", "name", "order", "prompt", "punctual", "tokens", "turn"),
+        *(
+            "age_bin",
+            "due",
+            "features",
+            "gap_s",
+            "grown",
+            "last_gap_s",
+            "name",
+            "order",
+            "prompt",
+            "punctual",
+            "tokens",
+            "turn",
+        ),
         *("used_s", "value"),
     )
 
@@ -30,6 +43,7 @@ class SessionReturn:
         self.value = 0.0  # expected hits per second of space
         self.used_s: float | None = None
         self.gap_s: float | None = None  # between turns, in the mean
+        self.last_gap_s: float | None = None
         self.punctual = 0.0  # the share of gaps near that mean
         self.turn = -1
         self.prompt: int | None = None  # tokens of the last turn's
@@ -135,16 +149,17 @@ class ReturnTimes:
         return (_steps(self._model.value(first, None, 0)), -inf, self._uses + 1)
 
     def _pass_bin(self, session: SessionReturn) -> None:
-        self._model.learn(session.features, session.gap_s, session.age_bin, False)
+        self._model.learn(session.features, session.last_gap_s, session.age_bin, False)
         session.age_bin += 1
 
     def _learn_return(self, session: SessionReturn, gap_s: float) -> None:
         while session.age_bin < NUM_BINS and bin_end_s(session.age_bin) <= gap_s:  # in case it is reconsidered late
             self._pass_bin(session)
         if session.age_bin < NUM_BINS:
-            self._model.learn(session.features, session.gap_s, session.age_bin, True)
+            self._model.learn(session.features, session.last_gap_s, session.age_bin, True)
 
     def _learn_gap(self, session: SessionReturn, gap_s: float) -> None:
+        session.last_gap_s = gap_s
         if session.gap_s is None:
             session.gap_s, session.punctual = gap_s, self._punctual
             return
@@ -158,7 +173,7 @@ class ReturnTimes:
         assert session.used_s is not None
         session.value, again_s = 0.0, inf
         if session.age_bin < NUM_BINS:
-            session.value = self._model.value(session.features, session.gap_s, session.age_bin)
+            session.value = self._model.value(session.features, session.last_gap_s, session.age_bin)
             again_s = session.used_s + bin_end_s(session.age_bin)
         if session.gap_s is not None:
             age = (self._now_s - session.used_s) / session.gap_s
@@ -178,6 +193,14 @@ class ReturnTimes:
         session.due = None if when_s is None else (when_s, session.order, session)
         if session.due is not None:
             self._due.add(session.due)
+
+
+def shared_rank(ranks: Sequence[tuple[float, ...]]) -> tuple[float, ...]:
+    """Of a block that sessions of these ranks, ascending, may come for: their values add up, and ties are broken as for
+    the best of them. Not below the rank of any."""
+    if len(ranks) == 1:
+        return ranks[0]
+    return (_steps(sum([2.0 ** (rank[0] / _STEPS) for rank in ranks])), *ranks[-1][1:])
 
 
 def _steps(value: float) -> float:

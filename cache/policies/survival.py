@@ -16,6 +16,7 @@ _RATE = 0.25  # of learning
 _TURNS = 6  # later turns count as this one
 _GROWTHS = 4  # no turn before, less than was there, up to a thousand tokens more, more
 _DOUBLINGS = 20  # lengths are told apart by powers of two
+_LEAST_S = 90.0  # of what keeping is judged by
 _NEAR = 2  # ages are told apart up to so many doublings away from the session's own last gap
 
 _TURN = 0
@@ -88,21 +89,26 @@ class ReturnModel:
 
     def value(self, known: tuple[int, ...], gap_s: float | None, age_bin: int) -> float:
         """What keeping a session earns that has just entered a bin: see `best_rate`. 0 beyond the last bin."""
-        return best_rate(self.hazards(known, gap_s, age_bin), _WIDTHS_S[age_bin:])
+        return best_rate(self.hazards(known, gap_s, age_bin), _WIDTHS_S[age_bin:], _LEAST_S)
 
 
-def best_rate(hazards: Sequence[float], widths_s: Sequence[float]) -> float:
-    """Hits per second of space: the best over all times to give up of chance to have come by then / mean time held.
+def best_rate(hazards: Sequence[float], widths_s: Sequence[float], least_s: float) -> float:
+    """Hits per second of space: the best over all times to give up, from `least_s` on, of chance to have come by then /
+    mean time held. 0 if the bins end before.
+
     It is the index by which to rank what competes for the same space (Gittins): whoever is likelier to come within the
     time it would be held goes first, be that time short or long, and waiting through an hour in which nobody comes
-    counts against what lies behind it."""
-    best = won = held_s = 0.0
+    counts against what lies behind it.
+    """
+    # The best of many guesses is the one that is too high, and short bins are guessed from little.
+    best = won = held_s = passed_s = 0.0
     left = 1.0
     for hazard, width_s in zip(hazards, widths_s, strict=True):
         won += left * hazard
         held_s += left * (1.0 - hazard / 2) * width_s
         left *= 1.0 - hazard
-        if won > best * held_s:
+        passed_s += width_s
+        if passed_s >= least_s and won > best * held_s:
             best = won / held_s
     return best
 

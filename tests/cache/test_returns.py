@@ -1,7 +1,9 @@
+from math import inf
+
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cache.policies.returns import ReturnTimes
+from cache.policies.returns import ReturnTimes, shared_rank
 
 EVENTS = st.lists(
     st.one_of(
@@ -80,6 +82,20 @@ def test_who_comes_once_is_told_by_the_size_of_the_prompt():
     assert worst_first(here) == ["short", "long"]
 
 
+def test_the_newest_gap_tells_what_the_mean_of_all_does_not():
+    """Everybody comes back after 20 s and after 400 s in turn."""
+    returns, sessions, uses = ReturnTimes(), {}, []
+    for number in range(300):
+        gaps = [(20.0, 400.0)[(number + turn) % 2] for turn in range(6)]
+        uses += [(7.0 * number + sum(gaps[:turn]), f"{number}") for turn in range(7)]
+    play(returns, sessions, uses)
+    here, now, last = {}, max(at_s for at_s, _ in uses) + 2000.0, []
+    for name, gaps in (("slowly", (20.0, 400.0) * 3), ("fast", (400.0, 20.0) * 3)):
+        last += [(now - sum(gaps[turn:]), name) for turn in range(7)]
+    play(returns, here, last)
+    assert here["slowly"].value > 2 * here["fast"].value  # came back slowly, and so is next
+
+
 def test_what_the_answer_tells_counts_once_it_is_known():
     """Sessions whose answer was short never come back."""
     returns, sessions = ReturnTimes(), {}
@@ -123,3 +139,21 @@ def test_memory_ends_with_the_sessions():
             returns.used(session, number + 50.0 * turn, 100)
         returns.forget(session)
     assert not returns._due
+
+
+STEPS = st.just(-inf) | st.integers(-80, 30).map(float)
+
+
+@given(steps=st.lists(STEPS, min_size=1, max_size=8))
+def test_what_several_may_come_for_ranks_with_none_of_them_above_it(steps):
+    ranks = sorted((value, -100.0 * place, place) for place, value in enumerate(steps))
+    together = shared_rank(ranks)
+    assert together >= ranks[-1]
+    assert together >= shared_rank(ranks[-1:])
+    assert together[0] <= ranks[-1][0] + 4 * 3  # eight times the best: three doublings
+
+
+def test_values_add_up_by_hand():
+    """Four steps are a doubling: two of the same value are worth four steps more."""
+    assert shared_rank([(-20.0, -5.0, 1), (-20.0, -4.0, 2)]) == (-16.0, -4.0, 2)
+    assert shared_rank([(-inf, -inf, 1), (-20.0, -4.0, 2)]) == (-20.0, -4.0, 2)

@@ -13,27 +13,29 @@ WIDTHS = st.floats(0.1, 100.0)
 def test_the_best_rate_by_hand():
     # Half come within 2 s, spread evenly: held for 2 * (1 - 0.5 / 2) = 1.5 s each, 1/3 a second. Waiting on for 8 s
     # more wins half of the other half, and holds that half for 8 * (1 - 0.5 / 2) = 6 s: 0.75 / (1.5 + 3) = 1/6.
-    assert best_rate([0.5, 0.5], [2.0, 8.0]) == pytest.approx(1 / 3)
+    assert best_rate([0.5, 0.5], [2.0, 8.0], 0.0) == pytest.approx(1 / 3)
+    assert best_rate([0.5, 0.5], [2.0, 8.0], 3.0) == pytest.approx(1 / 6)  # to give up after 2 s is no choice
     # Nobody comes in the first 2 s, all in the 2 s behind: 1 / (2 + 1).
-    assert best_rate([0.0, 1.0], [2.0, 2.0]) == pytest.approx(1 / 3)
-    assert best_rate([0.0, 0.0], [2.0, 2.0]) == 0.0
-    assert best_rate([], []) == 0.0
+    assert best_rate([0.0, 1.0], [2.0, 2.0], 0.0) == pytest.approx(1 / 3)
+    assert best_rate([0.0, 0.0], [2.0, 2.0], 0.0) == 0.0
+    assert best_rate([], [], 0.0) == 0.0
+    assert best_rate([0.5], [2.0], 3.0) == 0.0
 
 
 @given(hazards=st.lists(st.tuples(CHANCES, WIDTHS), min_size=1), place=st.integers(0, 99), more=CHANCES)
 def test_a_likelier_return_is_never_worth_less(hazards, place, more):
     chances, widths = [hazard for hazard, _ in hazards], [width for _, width in hazards]
-    before = best_rate(chances, widths)
+    before = best_rate(chances, widths, 50.0)
     place %= len(chances)
     raised = [max(hazard, more) if number == place else hazard for number, hazard in enumerate(chances)]
-    assert best_rate(raised, widths) >= before - 1e-9
+    assert best_rate(raised, widths, 50.0) >= before - 1e-9
 
 
 @given(hazards=st.lists(st.tuples(CHANCES, WIDTHS), min_size=1), times=st.floats(0.1, 10))
 def test_it_is_a_rate(hazards, times):
     chances, widths = [hazard for hazard, _ in hazards], [width for _, width in hazards]
-    slower = best_rate(chances, [width * times for width in widths])
-    assert slower == pytest.approx(best_rate(chances, widths) / times)
+    slower = best_rate(chances, [width * times for width in widths], 0.0)
+    assert slower == pytest.approx(best_rate(chances, widths, 0.0) / times)
 
 
 def told(rng, model, num_sessions, chance_of, age_bin):
