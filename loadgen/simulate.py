@@ -65,6 +65,7 @@ class Machine:
     misjudged: float = 1.0  # the scheduler's first guess of these five, over the truth
     dram_bytes_per_s: float = 20e6
     disk_bytes_per_s: float = 5e6
+    load_fixed_s: float = 0.0  # of every load and fetch, beside its bytes
     failures: float = 0.0  # share of transfers that fail
     cancels: float = 0.0  # share of steps before which a client goes away
 
@@ -116,6 +117,7 @@ class Simulation:
             bytes_per_token=machine.bytes_per_token,
             dram_bytes_per_s=machine.dram_bytes_per_s,
             disk_bytes_per_s=machine.disk_bytes_per_s,
+            load_fixed_s=machine.load_fixed_s,
             failures=machine.failures,
             rng=rng,
         )
@@ -123,7 +125,7 @@ class Simulation:
             num_layers=machine.num_layers,
             step_fixed_s=machine.fixed_s,
             prefill_s_per_token=machine.s_per_token,
-            transfer_fixed_s=0.0,
+            transfer_fixed_s=machine.load_fixed_s,
             bytes_per_s={name: self.tiers.speed(name) for name in DIRECTIONS},
         )
         self.cache = CacheManager(

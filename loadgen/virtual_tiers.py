@@ -38,12 +38,14 @@ class VirtualTiers:
         bytes_per_token: int,
         dram_bytes_per_s: float,
         disk_bytes_per_s: float,
+        load_fixed_s: float,
         failures: float,
         rng: random.Random,
     ) -> None:
         self._num_layers = num_layers
         self._bytes_per_token = bytes_per_token
         self._dram_bytes_per_s, self._disk_bytes_per_s = dram_bytes_per_s, disk_bytes_per_s
+        self._load_fixed_s = load_fixed_s
         self._failures = failures
         self._rng = rng
         self._events: list[tuple[float, int, Event]] = []  # a heap
@@ -110,7 +112,8 @@ class VirtualTiers:
     def _occupy(self, link: str, num_bytes: int, direction: str, now: float) -> tuple[float, float]:
         """One more transfer on a thread: when it starts and ends."""
         start_s = max(now, self._links.get(link, 0.0))
-        end_s = start_s + num_bytes / self.speed(direction)
+        fixed_s = self._load_fixed_s if num_bytes and link in ("load", "fetch") else 0.0
+        end_s = start_s + fixed_s + num_bytes / self.speed(direction)
         self._links[link] = end_s
         if num_bytes:
             self._push(end_s, Transferred(direction, num_bytes, end_s - start_s))

@@ -33,19 +33,21 @@ def test_figures_of_a_run_by_hand():
     assert agreement.outside_s(RESULTS) == pytest.approx(0.01)
 
 
-def test_what_steps_cost_is_the_mean_of_the_time_with_work():
+def test_what_steps_cost_is_taken_at_moments_with_work():
     def sample(cost, running, steps):
         terms = {'reprise_step_cost_seconds{term="fixed"}': cost, "reprise_running_requests": running}
         return terms | {"reprise_steps_total": steps}
 
-    samples = [sample(1.0, 2, 10), sample(2.0, 1, 20), sample(9.0, 0, 30)]
-    assert agreement.measured_in(samples) == sample(1.5, 0, 30)
-    assert agreement.measured_in(samples[2:]) == samples[2]
+    samples = [*(sample(place, 1, place) for place in range(10)), sample(99, 0, 30)]
+    costs = [next(iter(moment.values())) for moment in agreement.moments(samples)]
+    assert costs == [0, 2, 4, 6, 8]
+    assert agreement.moments(samples[1:3] + samples[-1:]) == [sample(1, 0, 30), sample(2, 0, 30)]
+    assert agreement.moments(samples[-1:]) == samples[-1:]
 
 
 def test_the_simulator_plays_it_and_reuses_what_it_has():
     machine = Machine(hbm_blocks=64, dram_blocks=0, disk_blocks=0, policy="car", window=4, max_seqs=2)
-    found = agreement.foretold(machine, agreement.conversations_of(RESULTS), 0.01)
+    found = agreement.foretold([machine, machine], agreement.conversations_of(RESULTS), 10.0)
     assert found["turns"] == 2
     assert found["prompt_tokens"] == 250
     assert found["hit_points"]["hbm"] == pytest.approx(100 * 109 / 250)  # but for the last sampled token: it has no KV
