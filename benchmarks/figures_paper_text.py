@@ -21,7 +21,8 @@ def write(document: dict[str, Any]) -> None:
         "",
         "Drawn by `make figures`. The server's own queue and policy classes on a virtual clock, on the machines "
         "that the papers state; see `loadgen/sim/`. Only the four points of LRU and FIFO in Fig. 21 were fitted; all "
-        "that is said of AttentionStore is a prediction.",
+        "that is said of AttentionStore is a prediction. `reprise simulate` plays these settings and others, or a "
+        "running server's machine as it has measured itself (`--server URL`), every policy beside recomputing.",
         "",
     ]
     if share != 1:
