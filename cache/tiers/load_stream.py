@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import torch
 
 from cache.block import BlockKey
-from cache.plan import LoadBlocks, Loaded, Transferred
+from cache.plan import BlockLoad, LoadBlocks, Loaded, Transferred
 from cache.tiers.base import BlockMissing
 from cache.tiers.completions import Completions
 from cache.tiers.disk import DiskTier
@@ -36,17 +36,28 @@ class _Work:
 
 
 @dataclass(slots=True, eq=False)
-class _Job:
-    """A load. Its layers are brought, and it is ended, by the step that stands on it if `in_step`, else by a thread.
-    The engine's thread alone changes that, and only to false."""
+class _Part:
+    """The blocks of a load that lie in DRAM, or those on disk, or all where both come in the same way. Its layers are
+    brought, and it is ended, by the step that stands on them if `in_step`, else by a thread. The engine's thread alone
+    changes that, and only to false."""
 
-    move: LoadBlocks
+    blocks: tuple[BlockLoad, ...]
+    load: "_Load"
     reads_disk: bool
     in_step: bool
-    started: bool  # its request runs, or has given its pages back: layers beyond the read buffer may come
     layers: int = 0  # leading ones that have arrived
-    failed: dict[BlockKey, str] = field(default_factory=dict)  # then nothing more comes
     work: _Work | None = None
+
+
+@dataclass(slots=True, eq=False)
+class _Load:
+    """A move under way."""
+
+    job_id: int
+    started: bool  # its request runs, or has given its pages back: layers beyond the read buffer may come
+    parts: list[_Part] = field(default_factory=list)
+    failed: dict[BlockKey, str] = field(default_factory=dict)  # then nothing more comes
+    left: int = 0  # parts that are not at their end
 
 
 class LoadStream:
@@ -79,73 +90,85 @@ class LoadStream:
         self._throttle = throttle
         self._completions = completions
         self._changed = completions.changed
-        self._jobs: dict[int, _Job] = {}  # those whose end was not heard
-        self._loads: list[_Job] = []  # those not at their end, in the order they were given
+        self._loads: dict[int, _Load] = {}  # those whose end was not heard
+        self._parts: list[_Part] = []  # those not at their end, in the order they were given
         self._closing = False
         self.waited_s = 0.0  # seconds that steps have waited for loads or spent on them
 
     def put(self, move: LoadBlocks, *, in_step: bool) -> None:
         """To be loaded when those before it are, as far as the read buffer lets it. in_step: the next step stands on
         it, and brings it by itself if it can."""
-        reads_disk = any(block.extent is not None for block in move.blocks)
+        on_disk = tuple(block for block in move.blocks if block.extent is not None)
+        in_dram = tuple(block for block in move.blocks if block.extent is None)
         # Who waits for a device, or for a link that is made slower, does so on a thread.
-        in_step = in_step and self._pool.has_team and not reads_disk and not self._throttle.is_capped
-        started = in_step or self._read_buffer_layers >= self._slab.num_layers
-        job = self._jobs[move.job_id] = _Job(move, reads_disk, in_step, started)
+        in_step = in_step and self._pool.has_team and bool(in_dram) and not self._throttle.is_capped
+        load = _Load(move.job_id, started=in_step or self._read_buffer_layers >= self._slab.num_layers)
+        if in_step:
+            load.parts.append(_Part(in_dram, load, reads_disk=False, in_step=True))
+        if on_disk or not in_step:
+            blocks = on_disk if in_step else move.blocks
+            load.parts.append(_Part(blocks, load, reads_disk=bool(on_disk), in_step=False))
+        load.left = len(load.parts)
+        self._loads[move.job_id] = load
         with self._changed:
-            self._loads.append(job)
-            if not in_step:
+            self._parts += load.parts
+            if on_disk or not in_step:
                 self._changed.notify_all()
 
     def start(self, job_id: int) -> None:
         """The request of a load runs now, or waits for it no longer: what is behind the read buffer may come."""
-        job = self._jobs.get(job_id)
-        if job is not None and not job.started:
+        load = self._loads.get(job_id)
+        if load is not None and not load.started:
             with self._changed:
-                job.started = True
+                load.started = True
                 self._changed.notify_all()
 
     def wait_layer(self, job_id: int, layer: int, timeout_s: float) -> bool:
         """Whether layer `layer` of a load has arrived, or has failed to, within that time. What the step brings by
         itself is there when this returns."""
-        job = self._jobs.get(job_id)
-        if job is None or job.layers > layer:
+        load = self._loads.get(job_id)
+        if load is None or self._arrived(load) > layer:
             return True
         started = time.monotonic()
-        while job.in_step and job.layers <= layer:
-            self._bring_in_step(job)
+        for part in load.parts:
+            while part.in_step and part.layers <= layer:
+                self._bring_in_step(part)
         with self._changed:
-            while job.layers <= layer and (left_s := started + timeout_s - time.monotonic()) > 0:
+            while self._arrived(load) <= layer and (left_s := started + timeout_s - time.monotonic()) > 0:
                 self._completions.check()
                 self._changed.wait(min(left_s, 1.0))
         self.waited_s += time.monotonic() - started
-        return job.layers > layer
+        return self._arrived(load) > layer
 
-    def _bring_in_step(self, job: _Job) -> None:
-        """The next layer of a load."""
-        if job.work is None:
-            job.work = self._begin(job, None)
-        self._place(job, job.work, self._rotations, together=True)
-        if job.failed or job.work.placed == self._slab.num_layers:
-            self._end(job, job.work)
+    @staticmethod
+    def _arrived(load: _Load) -> int:
+        return min([part.layers for part in load.parts])
+
+    def _bring_in_step(self, part: _Part) -> None:
+        """The next layer of what lies in DRAM."""
+        if part.work is None:
+            part.work = self._begin(part, None)
+        self._place(part, part.work, self._rotations, together=True)
+        if part.load.failed or part.work.placed == self._slab.num_layers:
+            self._end(part, part.work)
 
     def leave_to_threads(self) -> None:
         """No step waits for loads any more: what steps have not brought by themselves, the threads will."""
-        if not self._loads:
+        if not self._parts:
             return
         with self._changed:
-            for job in [job for job in self._loads if job.in_step]:
-                job.in_step = False
+            for part in [part for part in self._parts if part.in_step]:
+                part.in_step = False
                 self._changed.notify_all()
 
     def layers_arrived(self, job_id: int) -> int:
         """Of a load whose end was not heard yet; none of one that is decided on but was not ordered."""
-        job = self._jobs.get(job_id)
-        return 0 if job is None else job.layers
+        load = self._loads.get(job_id)
+        return 0 if load is None else self._arrived(load)
 
     def forget(self, job_id: int) -> None:
         """Its end was heard."""
-        del self._jobs[job_id]
+        del self._loads[job_id]
 
     def close(self) -> None:
         """Let the threads bring what they were given, and end."""
@@ -158,34 +181,34 @@ class LoadStream:
         """Loads of one kind until `close`."""
         with ExitStack() as stack:
             ahead = stack.enter_context(ThreadPoolExecutor(1, "kv-read-ahead")) if from_disk else None
-            while (job := self._next(from_disk)) is not None:
-                work = job.work = job.work or self._begin(job, ahead)
-                self._read(job, work)
-                self._place(job, work, rotations, together=False)
-                if job.failed or work.placed == self._slab.num_layers:
-                    self._end(job, work)
+            while (part := self._next(from_disk)) is not None:
+                work = part.work = part.work or self._begin(part, ahead)
+                self._read(part, work)
+                self._place(part, work, rotations, together=False)
+                if part.load.failed or work.placed == self._slab.num_layers:
+                    self._end(part, work)
 
-    def _next(self, from_disk: bool) -> _Job | None:
+    def _next(self, from_disk: bool) -> _Part | None:
         """Waits for a load that may bring its next layer: one that runs, else one whose read buffer has room. None at
         the end."""
         with self._changed:
             while True:
-                loads = [job for job in self._loads if job.reads_disk == from_disk]
-                if self._closing and not loads:
+                parts = [part for part in self._parts if part.reads_disk == from_disk]
+                if self._closing and not parts:
                     return None
-                loads = [job for job in loads if not job.in_step]
-                for job in loads:
-                    if job.started or self._closing:
-                        return job
-                for job in loads:
-                    if job.layers < self._read_buffer_layers:
-                        return job
+                parts = [part for part in parts if not part.in_step]
+                for part in parts:
+                    if part.load.started or self._closing:
+                        return part
+                for part in parts:
+                    if part.layers < self._read_buffer_layers:
+                        return part
                 self._changed.wait(1.0)
 
-    def _begin(self, job: _Job, ahead: Executor | None) -> _Work:
+    def _begin(self, part: _Part, ahead: Executor | None) -> _Work:
         resources = ExitStack()
-        source = resources.enter_context(LayerSource(job.move.blocks, self._slab, self._disk))
-        job.failed.update(dict.fromkeys(source.unsealed, "checksum"))
+        source = resources.enter_context(LayerSource(part.blocks, self._slab, self._disk))
+        part.load.failed.update(dict.fromkeys(source.unsealed, "checksum"))
 
         def read(layer: int) -> None:
             passed = self._throttle.book(source.dram_bytes(layer))
@@ -196,50 +219,56 @@ class LoadStream:
             reader = ReadAhead(read, self._slab.num_layers, ahead)
             resources.callback(reader.close)  # before the source is closed
             read = reader.read
-        return _Work(source, Loader(blocks=job.move.blocks, source=source, pool=self._pool), read, resources)
+        return _Work(source, Loader(blocks=part.blocks, source=source, pool=self._pool), read, resources)
 
-    def _read(self, job: _Job, work: _Work) -> None:
+    def _read(self, part: _Part, work: _Work) -> None:
         """The next layer, unless the load has failed."""
-        if job.failed:
+        if part.load.failed:
             return
         started = time.perf_counter()
         try:
             work.read(work.placed)
         except BlockMissing as error:
-            for block in job.move.blocks:
+            for block in part.blocks:
                 if block.extent is not None:
-                    job.failed.setdefault(block.key, error.reason)
+                    part.load.failed.setdefault(block.key, error.reason)
         work.reading_s += time.perf_counter() - started
 
-    def _place(self, job: _Job, work: _Work, rotations: Rotations, *, together: bool) -> None:
+    def _place(self, part: _Part, work: _Work, rotations: Rotations, *, together: bool) -> None:
         """The next layer, unless the load has failed."""
-        if job.failed:
+        if part.load.failed:
             return
         started = time.perf_counter()
-        work.loader.place(work.placed, job.failed, rotations, together=together)
+        # Notes of its own: the other part may be noting as well.
+        failed: dict[BlockKey, str] = {}
+        work.loader.place(work.placed, failed, rotations, together=together)
         self._synchronise()
         work.placing_s += time.perf_counter() - started
-        if job.failed:
+        if failed:
+            part.load.failed.update(failed)
             return
         with self._changed:
             work.placed += 1
             # The last one counts when the event is out: whoever waits for it may then believe the event.
-            job.layers = min(work.placed, self._slab.num_layers - 1)
+            part.layers = min(work.placed, self._slab.num_layers - 1)
             if not together:
                 self._changed.notify_all()
 
-    def _end(self, job: _Job, work: _Work) -> None:
-        """Tell that a load has ended, in whatever way."""
-        if not job.failed:
+    def _end(self, part: _Part, work: _Work) -> None:
+        """A part has ended, in whatever way; with the last one, tell that the load has."""
+        failed = part.load.failed
+        if not failed:
             work.source.seal_passed()
             for direction, (size, seconds) in work.source.account(work.reading_s, work.placing_s).items():
                 self._completions.tell(Transferred(direction, size, seconds))
         work.resources.close()
-        self._completions.tell(Loaded(job.move.job_id, job.failed))
         with self._changed:
-            self._loads.remove(job)
-            job.layers = self._slab.num_layers
-            if not job.in_step:
+            self._parts.remove(part)
+            part.load.left -= 1
+            if not part.load.left:
+                self._completions.tell(Loaded(part.load.job_id, failed))
+            part.layers = self._slab.num_layers
+            if not part.in_step:
                 self._changed.notify_all()
 
     def _synchronise(self) -> None:

@@ -60,9 +60,9 @@ def test_what_a_step_brings_by_itself_it_checks(monkeypatch: pytest.MonkeyPatch)
     seen: list[tuple[int, bool]] = []
     bring = LoadStream._bring_in_step
 
-    def bring_and_see(self: LoadStream, job: Any) -> None:
-        bring(self, job)
-        seen.append((job.layers, bool(job.failed)))
+    def bring_and_see(self: LoadStream, part: Any) -> None:
+        bring(self, part)
+        seen.append((part.layers, bool(part.load.failed)))
 
     def alter(driver: Driver) -> None:
         driver.settle()

@@ -178,19 +178,50 @@ def test_what_has_changed_in_memory_fails_and_is_not_placed(stream, altered_laye
 
 
 @pytest.mark.parametrize("slot", [4, None])
-def test_what_comes_off_the_disk_is_the_threads(stream, slot):
+def test_what_is_on_disk_is_the_threads_and_what_is_in_dram_the_steps(stream, slot):
     stream.put(on_disk(1, 0, slot), in_dram(1, 2))
     assert not stream.stream.wait_layer(1, 0, 0.01)
+    assert stream.placed(0, 2, stream.slab.segments(0)[1])
     stream.begin(from_disk=True)
     disk = torch.from_numpy(stream.disk.bytes).view(torch.bfloat16)
     for layer in range(LAYERS):
         assert not stream.stream.wait_layer(1, layer, 0.01)
+        assert stream.stream.layers_arrived(1) == layer
         stream.disk.let.release()
         assert stream.stream.wait_layer(1, layer, LONG_S)
         assert stream.placed(layer, 0, disk[layer, 1])
         assert stream.placed(layer, 2, stream.slab.segments(layer)[1])
     assert stream.loaded() == Loaded(1, {})
     assert slot is None or all(stream.slab.is_intact(layer, slot) for layer in range(LAYERS))
+
+
+def test_when_one_part_has_failed_the_other_ends(stream):
+    stream.begin(from_disk=True)
+    bad = in_dram(1, 2)
+    stream.put(on_disk(1, 0, 4), bad)
+    stream.slab.segment(1, 1)[77] ^= 1
+    stream.disk.let.release()
+    assert stream.stream.wait_layer(1, 0, LONG_S)
+    assert not stream.stream.wait_layer(1, 1, 0.01), "the thread is still reading into its slots"
+    stream.disk.let.release()
+    stream.disk.let.release()
+    assert stream.stream.wait_layer(1, LAYERS - 1, LONG_S)
+    assert stream.loaded() == Loaded(1, {bad.key: "checksum"})
+    assert not stream.slab.is_sealed(4)
+
+
+def test_the_threads_end_what_a_step_has_begun_of_both_parts(stream):
+    stream.begin(from_disk=True)
+    stream.begin(from_disk=False)
+    stream.put(on_disk(0, 0, None), in_dram(1, 2))
+    stream.disk.let.release()
+    assert stream.stream.wait_layer(1, 0, LONG_S)
+    stream.stream.leave_to_threads()
+    for _ in range(LAYERS):
+        stream.disk.let.release()
+    assert stream.stream.wait_layer(1, LAYERS - 1, LONG_S)
+    assert stream.loaded() == Loaded(1, {})
+    assert all(stream.placed(layer, 2, stream.slab.segments(layer)[1]) for layer in range(LAYERS))
 
 
 def test_a_disk_that_fails_ends_the_load(stream):
