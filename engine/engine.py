@@ -237,14 +237,21 @@ class Engine:
     def poll(self, now: float) -> list[SessionReply]:
         """Hear what the transfers have done, and order what comes next. Called in every turn of the loop, work or not.
         Returns answers to session requests that have become ready."""
+        self._order_what_comes_next(now)
+        if not self.has_work():
+            # What a turn has left may have been saved at once: then it is written while nobody waits, instead of beside
+            # the next request, with which the loop would hear of it.
+            self._order_what_comes_next(now)
+        self._replies += [SessionReply(request_id=waiter, sessions=[]) for waiter in self._cache.take_deleted()]
+        replies, self._replies = self._replies, []
+        return replies
+
+    def _order_what_comes_next(self, now: float) -> None:
         self._hear(now)
         self._requeue_failed()
         self._cache.plan(self._scheduler.upcoming(), self._scheduler.free_places, now)
         # Copies inside HBM belong to a step; between steps there are none.
         self._transfer.carry_out(self._cache.take_moves())
-        self._replies += [SessionReply(request_id=waiter, sessions=[]) for waiter in self._cache.take_deleted()]
-        replies, self._replies = self._replies, []
-        return replies
 
     def _hear(self, now: float) -> None:
         for event in self._transfer.poll():

@@ -2,6 +2,7 @@
 
 import functools
 import random
+import time
 from pathlib import Path
 from typing import Any
 
@@ -115,3 +116,16 @@ def test_a_layer_that_takes_another_way_is_saved_all_the_same(monkeypatch: pytes
 
 def test_a_link_with_a_cap_is_not_gone_round(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not saved_blocks(1, True, monkeypatch, hbm_tokens=4096, dram_gbps=1.0)[1]
+
+
+def test_a_turn_is_on_its_way_to_disk_before_the_loop_waits_for_the_next(tmp_path: Path) -> None:
+    settings = {"dram_bytes": 1 << 26, "disk_bytes": 1 << 26, "disk_dir": str(tmp_path)}
+    driver = Driver(BUNDLED, dtype="bfloat16", cache_mode="attentionstore", hbm_tokens=2048, **settings)
+    driver.submit("a", random_ids(70, seed=1), session="s", max_tokens=3, ignore_eos=True)
+    while driver.engine.has_work():
+        driver.engine.step(time.monotonic())
+    driver.engine.poll(time.monotonic())
+    (write,) = driver.cache.lower._writes.values()
+    assert write.session[2] == "s"
+    assert len(write.keys) == 3  # of 72 rows
+    driver.close()
