@@ -8,7 +8,7 @@ from cache.policies.line import common_ends
 from cache.requests import Requests
 from cache.sessions import SessionStore
 from cache.table import SessionName
-from cache.windows import eviction_window, prefetch_window
+from cache.windows import prefetch_window
 
 _LOOKED_UP = 4096  # tokens of contexts per step: well below a tenth of a millisecond, however many wait
 
@@ -43,18 +43,15 @@ class LookAhead:
         self._lower.trim()
 
     def _tell_policies(self, changed: set[SessionName], now: float) -> None:
-        if not self._sessions.mean_bytes:
-            self._told = False
+        """Of all who wait, not only of as many as the tiers can hold: whoever waits behind those will come for certain,
+        and has to stay before the sessions that may not come at all."""
+        told, self._told = self._told, bool(self._sessions.mean_bytes)
+        if not self._told:
             return
-        window = eviction_window(
-            self._lower.dram_slots * self._lower.slot_bytes, self._lower.disk_bytes, self._sessions.mean_bytes
-        )
-        told, self._told = self._told, len(self._names) <= window
-        upcoming = self._names[:window]
-        if len(self._turns) < len(self._names):
-            upcoming = list(dict.fromkeys(upcoming))
+        repeats = len(self._turns) < len(self._names)
+        upcoming = list(dict.fromkeys(self._names)) if repeats else self._names[:]
         for policy in self._tiers.policies:
-            policy.look_ahead(upcoming, now, changed if told and self._told else None)
+            policy.look_ahead(upcoming, now, changed if told else None)
 
     def _become(self, waiting: Sequence[str]) -> set[SessionName]:
         """Returns the sessions that have come into the queue or left it."""

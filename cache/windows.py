@@ -14,12 +14,6 @@ def prefetch_window(available_bytes: int, session_bytes: float) -> int:
     return int(available_bytes / session_bytes)
 
 
-def eviction_window(dram_bytes: int, disk_bytes: int, session_bytes: float) -> int:
-    """(C_mem + C_disk) / S_kv: how many of the next turns the eviction watches. More sessions than that cannot be held,
-    so what is queued behind the window is as good as not queued. Arguments as for `prefetch_window`, tiers whole."""
-    return prefetch_window(dram_bytes + disk_bytes, session_bytes)
-
-
 def read_buffer_bytes(
     *,
     bandwidth: float,

@@ -1,21 +1,19 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cache.windows import eviction_window, prefetch_window, read_buffer_bytes, read_buffer_layers
+from cache.windows import prefetch_window, read_buffer_bytes, read_buffer_layers
 
 BYTES = st.integers(0, 1 << 50)
 
 
 def test_windows_worked_by_hand():
     assert prefetch_window(10_000, 3_000.0) == 3  # 3.33 sessions fit
-    assert eviction_window(10_000, 20_500, 3_000.0) == 10  # 30,500 / 3,000 = 10.2
     assert prefetch_window(2_999, 3_000.0) == 0  # no session fits
 
 
 def test_nothing_stored_or_no_room_means_no_window():
     assert prefetch_window(10_000, 0.0) == 0
     assert prefetch_window(-5, 100.0) == 0  # more is leased than the free buffer leaves
-    assert eviction_window(0, 0, 100.0) == 0
 
 
 @given(available=BYTES, more=BYTES, session=st.floats(1, 1e12))
@@ -23,7 +21,7 @@ def test_what_the_window_holds_fits_and_room_never_shortens_it(available, more, 
     window = prefetch_window(available, session)
     assert window * session <= available * (1 + 1e-9)
     assert (window + 1) * session >= available * (1 - 1e-9)
-    assert eviction_window(available, more, session) >= window
+    assert prefetch_window(available + more, session) >= window
 
 
 def test_read_buffer_worked_by_hand():
