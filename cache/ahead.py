@@ -1,4 +1,4 @@
-"""LookAhead: what the queue says about the next turns, as hints to the policies, fetches and writes."""
+"""LookAhead: what the queue and the clock say about the next turns, as hints to the policies, fetches and writes."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -34,8 +34,11 @@ class LookAhead:
         kept: it must not change any more."""
         if waiting is not self._waiting and waiting != self._waiting:
             self._tell_policies(self._become(waiting), now)
-        if waiting and self._lower.disk_bytes and self._reuse and self._sessions.mean_bytes:
-            self._fetch_ahead(starting)
+        if self._lower.disk_bytes and self._reuse and self._sessions.mean_bytes:
+            if waiting:
+                self._fetch_ahead(starting)
+            else:
+                self._fetch_for_regulars(now)
         if self._lower.may_write(now):
             self._lower.plan_writes(self._sessions.contexts, self._running.has_pages, self._sessions.record, now)
         if self._lower.must_record:
@@ -96,6 +99,16 @@ class LookAhead:
             left -= len(self._running[request_id].token_ids)
             if not self._fetch_for(request_id):
                 return
+
+    def _fetch_for_regulars(self, now: float) -> None:
+        """Disk -> DRAM while nobody waits, for who comes like clockwork and is due: one at a time, at the expense of
+        what is expected later."""
+        name = self._tiers.regulars.due(now)
+        session = self._sessions.contexts.get(name) if name is not None else None
+        if name is None or session is None or not self._lower.dram_slots or self._sessions.is_running(name):
+            return
+        rows = self._table.matched(session.all_keys)
+        self._lower.fetch((row for row in rows if row.page is None), name)
 
     def _fetch_for(self, request_id: str) -> bool:
         """False: there was no room for all of it."""

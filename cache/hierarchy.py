@@ -4,6 +4,7 @@ from cache.allocator import PageAllocator
 from cache.block import BlockKey
 from cache.hbm import HbmPool
 from cache.lower import LowerTiers
+from cache.regulars import Regulars
 from cache.table import BlockRow, CacheTable, SessionName
 
 
@@ -13,9 +14,11 @@ class Hierarchy:
     def __init__(self, *, table: CacheTable, pages: PageAllocator, hbm: HbmPool, lower: LowerTiers) -> None:
         self.table, self.pages, self.hbm, self.lower = table, pages, hbm, lower
         self.policies = (hbm.policy, lower.dram_policy, lower.disk_policy)
+        self.regulars = Regulars()
 
     def used(self, name: SessionName, now: float, num_tokens: int | None = None) -> None:
         """A session is wanted, with a prompt of so many tokens, or soon will be."""
+        self.regulars.used(name, now)
         for policy in self.policies:
             policy.used(name, now, num_tokens)
 
@@ -26,6 +29,7 @@ class Hierarchy:
 
     def forget_session(self, name: SessionName) -> None:
         """A name that no block goes by any more."""
+        self.regulars.forget(name)
         for policy in self.policies:
             policy.forget(name)
 

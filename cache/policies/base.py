@@ -40,9 +40,8 @@ class EvictionPolicy(Protocol):
         ...
 
     def look_ahead(self, upcoming: Sequence[Hashable], now: float, changed: Collection[Hashable] | None = None) -> None:
-        """The sessions of queued turns that fall in the eviction window (`cache.windows`), next first, each once. The
-        sequence is kept: it must not change any more. changed: who has come in or gone out since the last call, None
-        to have it found.
+        """The sessions of queued turns, next first, each once. The sequence is kept: it must not change any more.
+        changed: who has come in or gone out since the last call, None to have it found.
 
         Best without the turns that run already: their blocks are pinned as long as they are needed, and what they add
         is for the session's next return. Named here, they are let in before all that is not queued, whenever that is

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from cache import ahead
 from cache.ahead import LookAhead
+from cache.regulars import Regulars
 
 
 class Policy:
@@ -27,13 +28,23 @@ class World:
         self.fetched = []
         self.slots = slots
         lower = SimpleNamespace(
-            num_slots=slots, resident=0, slot_bytes=1, disk_bytes=1, fetch=self.fetch,
+            num_slots=slots, dram_slots=slots, resident=0, slot_bytes=1, disk_bytes=1, fetch=self.fetch,
             may_write=lambda now: False, must_record=False, trim=lambda: None,
         )  # fmt: skip
-        tiers = SimpleNamespace(table=SimpleNamespace(matched=lambda keys: keys), lower=lower, policies=[self.policy])
+        self.regulars = Regulars()
+        tiers = SimpleNamespace(
+            table=SimpleNamespace(matched=lambda keys: keys),
+            lower=lower,
+            policies=[self.policy],
+            regulars=self.regulars,
+        )
         self.lower = lower
         self.running = {}
-        self.sessions = SimpleNamespace(mean_bytes=1.0)
+        self.contexts = {}
+        self.sessions = SimpleNamespace(
+            mean_bytes=1.0, contexts=self.contexts,
+            is_running=lambda name: any(c.session == name for c in self.running.values()),
+        )  # fmt: skip
         self.ahead = LookAhead(tiers=tiers, sessions=self.sessions, running=self.running, reuse=True)
 
     def fetch(self, rows, session):
@@ -49,8 +60,14 @@ class World:
             session=session, pages=[], token_ids=[0] * tokens, chain=lambda: [] if request_id in self.fetched else [row]
         )
 
-    def plan(self, waiting, starting=0):
-        self.ahead.plan(list(waiting), starting, 0.0)
+    def plan(self, waiting, starting=0, now=0.0):
+        self.ahead.plan(list(waiting), starting, now)
+
+    def regular(self, name, *times, page=None):
+        """A session that came at these times and left something on disk, or in HBM."""
+        self.contexts[name] = SimpleNamespace(all_keys=[SimpleNamespace(page=page, name=name)])
+        for now in times:
+            self.regulars.used(name, now)
 
 
 @given(
@@ -117,3 +134,34 @@ def test_who_found_no_room_is_tried_again_when_there_is_some():
     world.slots = world.lower.num_slots = 2
     world.plan("ab")
     assert world.fetched == ["a", "b"]
+
+
+def test_who_comes_like_clockwork_is_fetched_for_before_it_comes():
+    world = World()
+    for name, first_s in (("a", 0.0), ("b", 2.0), ("c", 5.0)):
+        world.regular(name, first_s, first_s + 10, first_s + 20)
+    for now in (20.0, 25.0, 27.6, 27.7, 29.6, 29.7):
+        world.plan([], now=now)
+    assert world.fetched == ["a", "b"]
+
+
+def test_who_waits_is_served_before_who_may_come():
+    world = World()
+    world.regular("a", 0.0, 10.0, 20.0)
+    world.request("r", "b")
+    world.plan("r", now=28.0)
+    assert world.fetched == ["r"]
+    world.plan("", now=28.1)
+    assert world.fetched == ["r", "a"]
+
+
+def test_nothing_is_fetched_for_a_regular_that_runs_is_forgotten_or_in_hbm_or_without_dram():
+    for case in ("runs", "forgotten", "in HBM", "no DRAM", "nothing wrong"):
+        world = World(slots=0 if case == "no DRAM" else 100)
+        world.regular("a", 0.0, 10.0, 20.0, page=7 if case == "in HBM" else None)
+        if case == "runs":
+            world.request("r", "a")
+        if case == "forgotten":
+            world.contexts.clear()
+        world.plan([], now=28.0)
+        assert world.fetched == (["a"] if case == "nothing wrong" else []), case
