@@ -1,5 +1,6 @@
 """LookAhead: what the queue and the clock say about the next turns, as hints to the policies, fetches and writes."""
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 
@@ -10,6 +11,7 @@ from cache.sessions import SessionStore
 from cache.table import SessionName
 from cache.windows import prefetch_window
 
+_TRY_AGAIN_S = 0.05  # after which somebody who found no room is looked at again
 _LOOKED_UP = 4096  # tokens of contexts per step: well below a tenth of a millisecond, however many wait
 
 
@@ -27,6 +29,7 @@ class LookAhead:
         self._told = False  # whether the policies know of all of them
         self._unseen: set[str] = set()  # of those who wait: has not been looked at for what to fetch
         self._next = 0  # whose turn it is to be looked at again
+        self._try_regulars_s = -math.inf
 
     def plan(self, waiting: Sequence[str], starting: int, now: float) -> None:
         """Look ahead (AttentionStore §3.3): tell the policies what comes, fetch for it, write what is behind. The first
@@ -102,13 +105,20 @@ class LookAhead:
 
     def _fetch_for_regulars(self, now: float) -> None:
         """Disk -> DRAM while nobody waits, for who comes like clockwork and is due: one at a time, at the expense of
-        what is expected later."""
-        name = self._tiers.regulars.due(now)
-        session = self._sessions.contexts.get(name) if name is not None else None
-        if name is None or session is None or not self._lower.dram_slots or self._sessions.is_running(name):
+        what is expected later. Who finds no room is tried again: it may be made by the turn of one before it."""
+        if now < self._try_regulars_s or not self._lower.dram_slots:
             return
-        rows = self._table.matched(session.all_keys)
-        self._lower.fetch((row for row in rows if row.page is None), name)
+        regulars = self._tiers.regulars
+        name = regulars.due(now)
+        if name is None:
+            return
+        session = self._sessions.contexts.get(name)
+        if session is not None and not self._sessions.is_running(name):
+            rows = self._table.matched(session.all_keys)
+            if not self._lower.fetch((row for row in rows if row.page is None), name):
+                self._try_regulars_s = now + _TRY_AGAIN_S
+                return
+        regulars.served()
 
     def _fetch_for(self, request_id: str) -> bool:
         """False: there was no room for all of it."""

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from itertools import count
+from typing import NamedTuple
 
 from cache.table import SessionName
 
@@ -16,13 +17,23 @@ class _Past:
     gap_s: float | None = None  # the newest
 
 
+class _Coming(NamedTuple):
+    """A return that is foretold."""
+
+    due_s: float
+    number: int  # unique
+    name: SessionName
+    used_s: float  # by it, before
+    until_s: float
+
+
 class Regulars:
     """Single-threaded, pure. A session whose two newest gaps are alike is due when most of a third has passed. Memory:
     a few numbers per session that is known, and per return that is foretold until it is due."""
 
     def __init__(self) -> None:
         self._pasts: dict[SessionName, _Past] = {}
-        self._coming: list[tuple[float, int, SessionName, float]] = []  # a heap: due, unique, who, its use before
+        self._coming: list[_Coming] = []  # a heap
         self._numbers = count()
 
     def used(self, name: SessionName, now: float) -> None:
@@ -37,18 +48,22 @@ class Regulars:
         is_regular = past.gap_s is not None and abs(gap_s - past.gap_s) <= _OFF * past.gap_s
         past.used_s, past.gap_s = now, gap_s
         if is_regular:
-            heappush(self._coming, (now + (1 - _OFF) * gap_s, next(self._numbers), name, now))
+            due_s, until_s = now + (1 - _OFF) * gap_s, now + (1 + _OFF) * gap_s
+            heappush(self._coming, _Coming(due_s, next(self._numbers), name, now, until_s))
 
     def forget(self, name: SessionName) -> None:
         self._pasts.pop(name, None)
 
     def due(self, now: float) -> SessionName | None:
-        """One whose next turn may come any moment, each once per return that is foretold; None: nobody, for now."""
-        while self._coming and self._coming[0][0] <= now:
-            _, _, name, used_s = heappop(self._coming)
-            past = self._pasts.get(name)
-            if past is None or past.used_s != used_s or past.gap_s is None:
-                continue  # it has come, or is gone
-            if now <= used_s + (1 + _OFF) * past.gap_s:
-                return name
+        """Who is due first of those whose next turn may come any moment and who were not `served`; None: nobody."""
+        while self._coming and self._coming[0].due_s <= now:
+            coming = self._coming[0]
+            past = self._pasts.get(coming.name)
+            if past is not None and past.used_s == coming.used_s and now <= coming.until_s:
+                return coming.name
+            heappop(self._coming)
         return None
+
+    def served(self) -> None:
+        """Whoever `due` has just named is not to be named again before its next turn."""
+        heappop(self._coming)

@@ -145,6 +145,19 @@ def test_who_comes_like_clockwork_is_fetched_for_before_it_comes():
     assert world.fetched == ["a", "b"]
 
 
+def test_a_regular_that_found_no_room_is_tried_again():
+    world = World(slots=1)
+    for name, first_s in (("a", 0.0), ("b", 1.0)):
+        world.regular(name, first_s, first_s + 10, first_s + 20)
+    for now in (27.6, 28.6, 28.7):
+        world.plan([], now=now)
+    assert world.fetched == ["a"]
+    world.slots = 2
+    for now in (28.71, 29.0):
+        world.plan([], now=now)
+    assert world.fetched == ["a", "b"]
+
+
 def test_who_waits_is_served_before_who_may_come():
     world = World()
     world.regular("a", 0.0, 10.0, 20.0)
