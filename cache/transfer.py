@@ -160,6 +160,7 @@ class Transfer:
 
     def poll(self) -> list[Event]:
         """What has ended since the last call. Raises what broke a thread, if one broke."""
+        self._saves.flush_due()
         self._loads.leave_to_threads()
         events = self._completions.take()
         for event in events:

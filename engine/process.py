@@ -131,9 +131,8 @@ class EngineLoop:
                     outputs += self._apply(message)
             if not shutdown and self._engine.has_work():
                 outputs += self._step()
-            outputs += self._poll()
-            if outputs:
-                self._send(Outputs(outputs))
+            self._tell(outputs)  # nobody's token waits for what is put in order behind a step
+            self._tell(self._poll())
             self._beat()
         return 0 if shutdown else 1
 
@@ -192,6 +191,10 @@ class EngineLoop:
         except Exception as error:
             return self._fail(error)
         return []
+
+    def _tell(self, outputs: list[Output]) -> None:
+        if outputs:
+            self._send(Outputs(outputs))
 
     def _reply(self, replies: list[SessionReply]) -> None:
         for reply in replies:

@@ -60,6 +60,7 @@ class SaveStream:
             self._blocks = [as_bits(slab.segments(layer)) for layer in range(slab.num_layers)]
         self._orders: SimpleQueue[tuple[Save, ...] | list[CapturedRows] | None] = SimpleQueue()
         self._held: list[CapturedRows] = []
+        self._is_due = False
         save_kernels()  # compiled before they are needed
 
     def places(self, pieces: list[CapturePiece], num_rows: int) -> SavedRows | None:
@@ -91,9 +92,17 @@ class SaveStream:
             ready.record()
         self._held.append(CapturedRows(step, pieces, ready))
         # A decode step is a few rows: copying them costs its calls, so the rows of many steps go together.
-        if self._synchronous or len(self._held) >= _HELD_STEPS or step.keys[0].shape[0] > _FEW_ROWS:
+        is_large = step.keys[0].shape[0] > _FEW_ROWS
+        self._is_due |= is_large
+        if self._synchronous or len(self._held) >= _HELD_STEPS or (is_large and self._blocks is None):
             self.flush()
         return 0
+
+    def flush_due(self) -> None:
+        """Between steps: save what is too large to be held for long, where the engine's thread does it by itself. In
+        the step, its first token would wait for it."""
+        if self._is_due:
+            self.flush()
 
     def put(self, orders: Sequence[Save]) -> None:
         """What was given to `save` before comes before them. Together, because to wake a thread costs both as much as
@@ -111,6 +120,7 @@ class SaveStream:
         if not self._held:
             return
         held, self._held = self._held, []
+        self._is_due = False
         size = self._bytes_of(held)
         with self._drained:
             self._backlog_bytes += size
