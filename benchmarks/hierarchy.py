@@ -18,8 +18,8 @@ has left is deleted before the next. Behind the last pass the attentionstore ser
 directory, and every conversation returns once more, on `ample` and `recompute` as well. A TTFT runs from the request
 handed to the socket to the bytes that bring the first token; what a client makes of them is not in it.
 
-By the third turn the rotation is like clockwork for the server, and it fetches from disk what comes next while nobody
-waits (`cache/regulars.py`): into DRAM, as far as that has room.
+By the third turn conversations may come like clockwork for a server, and while it is idle it fetches from disk who is
+due (`cache/regulars.py`): into DRAM, as far as that has room.
 
 Expected: at turn 4 attentionstore takes at most 0.15 x recompute, and at most 1.25 x ample: its loads are hidden.
 """

@@ -40,7 +40,7 @@ class LookAhead:
         if self._lower.disk_bytes and self._reuse and self._sessions.mean_bytes:
             if waiting:
                 self._fetch_ahead(starting)
-            else:
+            elif not self._running:
                 self._fetch_for_regulars(now)
         if self._lower.may_write(now):
             self._lower.plan_writes(self._sessions.contexts, self._running.has_pages, self._sessions.record, now)
@@ -104,8 +104,9 @@ class LookAhead:
                 return
 
     def _fetch_for_regulars(self, now: float) -> None:
-        """Disk -> DRAM while nobody waits, for who comes like clockwork and is due: one at a time, at the expense of
-        what is expected later. Who finds no room is tried again: it may be made by the turn of one before it."""
+        """Disk -> DRAM while nobody is served, for who comes like clockwork and is due: one at a time, at the expense
+        of what is expected later. Beside a step it would take from the step what it is to save the next one. Who finds
+        no room is tried again: it may be made by the turn of one before it."""
         if now < self._try_regulars_s or not self._lower.dram_slots:
             return
         regulars = self._tiers.regulars
@@ -113,7 +114,7 @@ class LookAhead:
         if name is None:
             return
         session = self._sessions.contexts.get(name)
-        if session is not None and not self._sessions.is_running(name):
+        if session is not None:
             rows = self._table.matched(session.all_keys)
             if not self._lower.fetch((row for row in rows if row.page is None), name):
                 self._try_regulars_s = now + _TRY_AGAIN_S

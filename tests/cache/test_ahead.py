@@ -41,10 +41,7 @@ class World:
         self.lower = lower
         self.running = {}
         self.contexts = {}
-        self.sessions = SimpleNamespace(
-            mean_bytes=1.0, contexts=self.contexts,
-            is_running=lambda name: any(c.session == name for c in self.running.values()),
-        )  # fmt: skip
+        self.sessions = SimpleNamespace(mean_bytes=1.0, contexts=self.contexts)
         self.ahead = LookAhead(tiers=tiers, sessions=self.sessions, running=self.running, reuse=True)
 
     def fetch(self, rows, session):
@@ -165,6 +162,9 @@ def test_who_waits_is_served_before_who_may_come():
     world.plan("r", now=28.0)
     assert world.fetched == ["r"]
     world.plan("", now=28.1)
+    assert world.fetched == ["r"], "nor does it take from who runs"
+    world.running.clear()
+    world.plan("", now=28.2)
     assert world.fetched == ["r", "a"]
 
 
@@ -173,7 +173,7 @@ def test_nothing_is_fetched_for_a_regular_that_runs_is_forgotten_or_in_hbm_or_wi
         world = World(slots=0 if case == "no DRAM" else 100)
         world.regular("a", 0.0, 10.0, 20.0, page=7 if case == "in HBM" else None)
         if case == "runs":
-            world.request("r", "a")
+            world.request("r", "b")
         if case == "forgotten":
             world.contexts.clear()
         world.plan([], now=28.0)

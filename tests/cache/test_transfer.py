@@ -34,8 +34,10 @@ from cache.plan import (
 )
 from cache.tiers.base import BlockMissing, TierFull
 from cache.tiers.capture import Captured
+from cache.tiers.completions import Completions
 from cache.tiers.dram import LayerShape, Slab
 from cache.tiers.priority import SAVING, WRITING
+from cache.tiers.save_stream import SaveStream
 from cache.tiers.throttle import Throttle
 from cache.transfer import Transfer
 from kernels.attention.base import KvPages
@@ -235,6 +237,27 @@ def test_steps_are_saved_piece_by_piece_and_the_rest_of_an_open_block_is_cleared
         assert not slab.v(layer)[1, 14:].any()
         assert slab.is_intact(layer, 1)
         assert not slab.is_intact(layer, 2), "it was given back"
+
+
+def test_what_the_engines_thread_saves_of_a_large_step_waits_for_the_end_of_it():
+    pages = [KvPages(k=layer.k.bfloat16(), v=layer.v.bfloat16()) for layer in pools()]
+    slab = Slab(shapes=[LayerShape(HEADS, DIM, DIM)] * LAYERS, dtype=torch.bfloat16, num_slots=2, pinned=False)
+    saves = SaveStream(
+        pages=pages,
+        slab=slab,
+        throttle=Throttle(bytes_per_s=0.0, clock=time.monotonic, sleep=time.sleep),
+        synchronous=False,
+        max_backlog_bytes=1 << 20,
+        rotations=Shift(),
+        completions=Completions(),
+    )
+    for layer in range(LAYERS):
+        slab.k(layer).zero_()
+    rows = [torch.full((80, HEADS, DIM), 3.0, dtype=torch.bfloat16) for _ in range(LAYERS)]
+    saves.save(Captured(rows, rows), [CapturePiece(40, 1, 0, 32)])
+    assert not slab.k(0)[1].any(), "the step's first token waits"
+    saves.flush_due()
+    assert all((slab.k(layer)[1] == 3.0).all() for layer in range(LAYERS))
 
 
 @pytest.mark.parametrize("passes", [True, False])

@@ -174,6 +174,27 @@ def test_outputs_of_one_step_are_one_frame(peer: Peer, start: Start) -> None:
     assert running.join() == 0
 
 
+def test_nobodys_token_waits_for_what_is_put_in_order_behind_its_step(
+    engine: ScriptedEngine, peer: Peer, start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    received, poll, waited = threading.Event(), engine.poll, list[bool]()
+
+    def slow(now: float) -> list[SessionReply]:
+        if engine.stats().steps:
+            waited.append(received.wait(5))
+        return poll(now)
+
+    monkeypatch.setattr(engine, "poll", slow)
+    peer.post(submit("r", max_tokens=1))
+    running = start()
+    peer.finished("r")
+    received.set()
+    peer.post(Shutdown())
+    assert running.join() == 0
+    assert waited
+    assert all(waited)
+
+
 def test_finish_and_finish_all(peer: Peer, start: Start) -> None:
     start()
     peer.post(submit("stop", max_tokens=10**6), submit("drain", max_tokens=10**6))
