@@ -34,7 +34,7 @@ def store(state_dir: Path, fingerprint: bytes, *names: str, pinned: bool = False
         blocks = [StoredBlock(keys[1], keys[0], bytes(128), False), StoredBlock(keys[2], keys[1], bytes(32), True)]
         segments = [[memoryview(bytes([layer, block]) * 256) for block in range(2)] for layer in range(len(SEGMENTS))]
         checksums = b"".join(map(checksum, chain.from_iterable(segments)))
-        tier.write(session, blocks, checksums, lambda layer, block, segments=segments: segments[layer][block])
+        tier.write(session, blocks, checksums, segments.__getitem__)
     tier.close()
 
 
