@@ -93,12 +93,12 @@ class Transfer:
         # By name: what the thread does, and how far behind the engine's it stands for a processor.
         work: dict[str, tuple[Callable[[], None], int]] = {
             "kv-save": (lambda: self._saves.run(rotations()), SAVING),
-            "kv-load": (lambda: self._loads.run(rotations(), from_disk=False), 0),
+            "kv-load": (lambda: self._loads.place(rotations()), 0),
         }
         if disk is not None:
             self._fetches = FetchStream(slab=slab, disk=disk, completions=self._completions)
             self._writes = WriteStream(slab=slab, disk=disk, completions=self._completions)
-            work["kv-load-disk"] = (lambda: self._loads.run(rotations(), from_disk=True), 0)
+            work["kv-load-disk"] = (self._loads.read, 0)
             work |= {"kv-fetch": (self._fetches.run, 0), "kv-write": (self._writes.run, WRITING)}
         self._threads = [
             threading.Thread(target=self._run, args=(name, *how), name=name, daemon=True) for name, how in work.items()

@@ -15,9 +15,6 @@ from kernels.cpu_support import announce_compiling, as_bits, as_stream, decode_k
 
 log = logging.getLogger(__name__)
 
-Checks = tuple[np.ndarray, np.ndarray]
-"""Of blocks, whether to compare them with a checksum, bool [blocks], and with which, xxh3_64 uint64 [blocks]."""
-
 
 @functools.cache
 def load_kernels() -> ModuleType | None:
@@ -52,15 +49,15 @@ class BlockWriter:
         self._segment = block_rows * k.shape[2] * (k.shape[3] + v.shape[3])
 
     def write(
-        self, segments: Tensor, blocks: np.ndarray, checks: Checks, cos: Tensor, sin: Tensor, *, together: bool
+        self, segments: Tensor, blocks: np.ndarray, sums: np.ndarray, cos: Tensor, sin: Tensor, *, together: bool
     ) -> np.ndarray:
         """segments bf16 [...], contiguous: blocks of keys without position [block_rows, kv_heads, k_dim] and behind
         them values [block_rows, kv_heads, v_dim]; blocks int64 [blocks, 4]: the element that a block begins with, how
         many of its rows to write, the slot (page * page_size + row) of the first, in whose page is room for all, and
         the row of the tables that belongs to it; cos, sin bf16 [rows, R], contiguous: dims i and i + R / 2 turn
         together, those behind R are copied. Bit for bit what torch's rotation in bf16 and `write_rows` leave.
-        together: with torch's team, which is the computing thread's; only if `has_team`. Returns bool [blocks]: those
-        that were not written because they are not what `checks` says.
+        together: with torch's team, which is the computing thread's; only if `has_team`. sums: uint64 [blocks], the
+        xxh3_64 of every block's segment. Returns bool [blocks]: those that were not written because it is another.
         Raises ValueError on what lies outside of segments, pool or tables, and RuntimeError on what is not contiguous.
         """
         starts, counts, slots, angles = blocks.T
@@ -81,7 +78,7 @@ class BlockWriter:
         place(
             as_bits(segments.view(-1)),
             blocks,
-            checks,
+            sums,
             wrong,
             self._block_rows,
             as_bits(cos.view(-1)),

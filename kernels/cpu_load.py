@@ -1,4 +1,4 @@
-"""Blocks at rest into pages, compiled by numba: their bytes compared with a checksum, keys rotated for their present
+"""Blocks at rest into pages, compiled by numba: their bytes compared with a sumsum, keys rotated for their present
 positions and values as they are, in one pass over memory. It lets go of the GIL and makes no temporaries. A step that
 waits for its blocks does it with all of its threads; the loading thread, beside a computation, alone.
 
@@ -243,7 +243,7 @@ def _folded(_, x, y):
 
 
 @compiled(error_model="numpy")
-def _checksum(x, at, size):
+def _sumsum(x, at, size):
     """Of `size` bytes of x from byte `at` on."""
     sums = _FIRST_SUMS.copy()
     block_bytes = _STRIPE * _BLOCK_STRIPES
@@ -301,41 +301,40 @@ def _place(segments, block, block_rows, cos, sin, turns, k, k_strides, v, v_stri
 
 @compiled(error_model="numpy")
 def _check_and_place(
-    number, segments, blocks, checks, wrong, block_rows, cos, sin, turns, k, k_strides, v, v_strides, page_size, shape
+    number, segments, blocks, sums, wrong, block_rows, cos, sin, turns, k, k_strides, v, v_strides, page_size, shape
 ):
-    if checks[0][number]:
-        size = 2 * block_rows * shape[0] * (shape[1] + shape[2])
-        if _checksum(segments, 2 * blocks[number, 0], size) != checks[1][number]:
-            wrong[number] = True
-            return
+    size = 2 * block_rows * shape[0] * (shape[1] + shape[2])
+    if _sumsum(segments, 2 * blocks[number, 0], size) != sums[number]:
+        wrong[number] = True
+        return
     rest = (cos, sin, turns, k, k_strides, v, v_strides, page_size, shape)
     _place(segments, blocks[number], block_rows, *rest)
 
 
 @compiled(error_model="numpy")
-def place(segments, blocks, checks, wrong, block_rows, cos, sin, turns, k, k_strides, v, v_strides, page_size, shape):
+def place(segments, blocks, sums, wrong, block_rows, cos, sin, turns, k, k_strides, v, v_strides, page_size, shape):
     """Write one layer of some blocks into their pages.
     segments: bf16 memory as one stream, in it the blocks' keys without position [block_rows, kv_heads, k_dim] and
     behind them their values [block_rows, kv_heads, v_dim]; blocks int64 [blocks, 4]: where in it a block begins, how
     many of its rows are wanted, the slot (page * page_size + row) of the first of them, whose page holds them all, and
-    which row of the tables is its; checks: bool [blocks], whether it has to be checked, and uint64 [blocks], what its
-    xxh3_64 must be then; wrong bool [blocks]: set where that is something else, and the block is not written; cos, sin:
-    bf16 tables [rows, turns] as streams, turns even and at most k_dim; k, v: a pool's bf16 memory as one stream, and
-    strides (page, row, head) in elements; shape: kv_heads, k_dim, v_dim. What is checked is longer than 240 bytes.
+    which row of the tables is its; sums uint64 [blocks]: what the xxh3_64 of its segment must be; wrong bool [blocks]:
+    set where that is something else, and the block is not written; cos, sin: bf16 tables [rows, turns] as streams,
+    turns even and at most k_dim; k, v: a pool's bf16 memory as one stream, and strides (page, row, head) in elements;
+    shape: kv_heads, k_dim, v_dim. A segment is longer than 240 bytes.
     """
     rest = (block_rows, cos, sin, turns, k, k_strides, v, v_strides, page_size, shape)
     for number in range(len(blocks)):
-        _check_and_place(number, segments, blocks, checks, wrong, *rest)
+        _check_and_place(number, segments, blocks, sums, wrong, *rest)
 
 
 @compiled(parallel=True, error_model="numpy")
 def place_together(
-    segments, blocks, checks, wrong, block_rows, cos, sin, turns, k, k_strides, v, v_strides, page_size, shape
+    segments, blocks, sums, wrong, block_rows, cos, sin, turns, k, k_strides, v, v_strides, page_size, shape
 ):
     """The same with all threads of the team."""
     for number in prange(len(blocks)):
         rest = (block_rows, cos, sin, turns, k, k_strides, v, v_strides, page_size, shape)
-        _check_and_place(number, segments, blocks, checks, wrong, *rest)
+        _check_and_place(number, segments, blocks, sums, wrong, *rest)
 
 
 def self_test(has_team: bool) -> None:
@@ -351,8 +350,8 @@ def self_test(has_team: bool) -> None:
     for way in (place, place_together) if has_team else (place,):
         for expected in (right, right ^ 1):
             k, v, wrong = np.zeros(rows * dim, np.uint16), np.zeros(rows * dim, np.uint16), np.zeros(1, np.bool_)
-            checks = np.ones(1, np.bool_), np.array([expected], np.uint64)
-            way(segments, blocks, checks, wrong, rows, cos, sin, dim, k, strides, v, strides, rows, (1, dim, dim))
+            sums = np.array([expected], np.uint64)
+            way(segments, blocks, sums, wrong, rows, cos, sin, dim, k, strides, v, strides, rows, (1, dim, dim))
             turned = (k.reshape(rows, 2, -1) == np.array([minus_two, two])[:, None]).all() and (v == two).all()
             untouched = not k.any() and not v.any()
             if not (untouched and wrong[0] if expected != right else turned and not wrong[0]):

@@ -38,6 +38,7 @@ from cache.tiers.disk_index import DiskIndex
 from cache.tiers.extent_file import (
     CHUNK_BYTES,
     ParsedExtent,
+    io_buffer,
     open_extent,
     remove_extent,
     sync_directory,
@@ -105,7 +106,7 @@ class DiskTier:
         self._headers = HeaderCache()
         self._log = RareLog()
         self._making = threading.Lock()  # held by who makes the directory again; taken before `_lock`
-        self._buffers: deque[bytearray] = deque(maxlen=READ_THREADS)
+        self._buffers: deque[mmap.mmap] = deque(maxlen=READ_THREADS)
         self._write_buffers: deque[mmap.mmap] = deque(maxlen=WRITE_THREADS)
         self._buffer_bytes = max(CHUNK_BYTES, *segment_bytes)
 
@@ -330,7 +331,7 @@ class DiskTier:
         try:
             buffer = self._write_buffers.pop()
         except IndexError:
-            buffer = mmap.mmap(-1, CHUNK_BYTES)
+            buffer = io_buffer(CHUNK_BYTES)
         try:
             write_extent(path=path, header=header, layout=layout, segments=views, buffer=buffer, beat=beat)
         finally:

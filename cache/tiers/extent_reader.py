@@ -1,5 +1,6 @@
 """Reading a stored extent into memory that belongs to others."""
 
+import mmap
 import os
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -7,7 +8,7 @@ from functools import partial
 from types import TracebackType
 
 from cache.tiers.base import BlockMissing
-from cache.tiers.extent_file import ParsedExtent, read_segments
+from cache.tiers.extent_file import ParsedExtent, altered, check_segments, io_buffer, read_segments
 from cache.tiers.io_threads import IoDeadline, IoThreads
 from cache.tiers.throttle import Throttle
 
@@ -22,7 +23,7 @@ class ExtentReader:
         extent: ParsedExtent,
         io: IoThreads,
         throttle: Throttle,
-        buffers: deque[bytearray],
+        buffers: deque[mmap.mmap],
         buffer_bytes: int,
         on_damage: Callable[[BlockMissing], None],
     ) -> None:
@@ -60,6 +61,25 @@ class ExtentReader:
         for start in range(0, len(blocks), step):
             self._read_some(layer, blocks[start : start + step], targets[start : start + step])
 
+    def land(self, layer: int, blocks: Sequence[int], out: memoryview) -> None:
+        """Fill `out` with the segments of these blocks, one behind the other, as they are: nothing is checked. Past the
+        page cache where it begins at a page and segments are whole pages. Raises BlockMissing; after one for its
+        `deadline` the kernel may still write to `out`."""
+        size = self._extent.layout.segment_bytes[layer]
+        if len(out) != size * len(blocks):
+            raise ValueError(f"{size} bytes per block")
+        step = max(1, self._buffer_bytes // size)
+        for start in range(0, len(blocks), step):
+            some = blocks[start : start + step]
+            view = out[start * size : (start + len(some)) * size]
+            due = self._throttle.book(len(view))
+            self._call(lambda fd, some=some, view=view: read_segments(fd, self._extent, layer, some, view))  # type: ignore[misc]
+            self._throttle.wait(due)
+
+    def tell_altered(self, layer: int, block: int) -> None:
+        """A segment that was landed is not what was stored."""
+        self._on_damage(altered(self._extent, layer, block))
+
     def checksums(self, block: int) -> tuple[bytes, ...]:
         """Of a block's segments, by layer."""
         return self._extent.header.checksums_of(block)
@@ -73,32 +93,41 @@ class ExtentReader:
                 self.read(layer, [block], [scratch])
 
     def _read_some(self, layer: int, blocks: Sequence[int], targets: Sequence[memoryview]) -> None:
-        fd = self._fd
-        if fd is None:
-            raise BlockMissing("an earlier read of this extent hangs, or it is closed", reason="deadline")
         size = self._extent.layout.segment_bytes[layer]
         try:
             buffer = self._buffers.pop()
         except IndexError:
-            buffer = bytearray(self._buffer_bytes)
+            buffer = io_buffer(self._buffer_bytes)
         view = memoryview(buffer)[: size * len(blocks)]
+
+        def read(fd: int) -> None:
+            read_segments(fd, self._extent, layer, blocks, view)
+            check_segments(self._extent, layer, blocks, view)
+
         due = self._throttle.book(len(view))
         try:
-            self._io.call(lambda _: read_segments(fd, self._extent, layer, blocks, view), late=partial(os.close, fd))
+            self._call(read)
+            for i, target in enumerate(targets):
+                target[:] = view[i * size : (i + 1) * size]
+        finally:
+            if self._fd is not None:  # else somebody may still write to it
+                self._buffers.append(buffer)
+        self._throttle.wait(due)
+
+    def _call(self, work: Callable[[int], None]) -> None:
+        """In an I/O thread, within the deadline. Raises BlockMissing."""
+        fd = self._fd
+        if fd is None:
+            raise BlockMissing("an earlier read of this extent hangs, or it is closed", reason="deadline")
+        try:
+            self._io.call(lambda _: work(fd), late=partial(os.close, fd))
         except IoDeadline as error:
             if error.began:
                 self._fd = None  # closed by the thread that is still in it: the number must not become another file's
-            else:
-                self._buffers.append(buffer)
             raise BlockMissing(f"extent {self._extent.header.extent_id:016x}: {error}", reason="deadline") from error
         except BlockMissing as missing:
-            self._buffers.append(buffer)
             self._on_damage(missing)
             raise
-        for i, target in enumerate(targets):
-            target[:] = view[i * size : (i + 1) * size]
-        self._buffers.append(buffer)
-        self._throttle.wait(due)
 
 
 def flat(view: memoryview) -> memoryview:

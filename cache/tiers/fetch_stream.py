@@ -1,15 +1,15 @@
 """The fetch stream: disk -> DRAM for turns that are queued (AttentionStore §3.3.1), on a thread of its own."""
 
 import time
+from collections.abc import Sequence
 from queue import SimpleQueue
 
 from cache.block import BlockKey
-from cache.plan import BlockLoad, FetchBlocks, Fetched, Transferred
+from cache.plan import FetchBlocks, Fetched, Transferred
 from cache.tiers.base import BlockMissing
 from cache.tiers.completions import Completions
 from cache.tiers.disk import DiskTier
 from cache.tiers.dram import Slab
-from cache.tiers.layer_source import LayerSource
 
 
 class FetchStream:
@@ -35,16 +35,25 @@ class FetchStream:
     def _fetch(self, order: FetchBlocks) -> None:
         started = time.perf_counter()
         failed: dict[BlockKey, str] = {}
-        loads = [BlockLoad(key, 1, slot, extent, 0, 0, 0) for key, extent, slot in order.blocks]
-        source = LayerSource(loads, self._slab, self._disk)
+        by_extent: dict[int, list[tuple[int, int]]] = {}  # places in an extent and their slots
+        for _, (extent_id, place), slot in order.blocks:
+            self._slab.unseal(slot)
+            by_extent.setdefault(extent_id, []).append((place, slot))
         try:
-            with source:
-                for layer in range(self._slab.num_layers):
-                    source.read(layer)
-                source.seal_passed()
+            for extent_id, found in by_extent.items():
+                self._fetch_from(extent_id, found)
         except BlockMissing as error:
             failed = {key: error.reason for key, _, _ in order.blocks}
         size = len(order.blocks) * self._slab.slot_bytes
         if not failed:
             self._completions.tell(Transferred("disk_to_dram", size, time.perf_counter() - started))
         self._completions.tell(Fetched(order.job_id, failed))
+
+    def _fetch_from(self, extent_id: int, found: Sequence[tuple[int, int]]) -> None:
+        """Raises BlockMissing."""
+        places = [place for place, _ in found]
+        with self._disk.reader(extent_id) as reader:
+            for layer in range(self._slab.num_layers):
+                reader.read(layer, places, [self._slab.segment(layer, slot) for _, slot in found])
+            for place, slot in found:
+                self._slab.seal_as(slot, reader.checksums(place))

@@ -1,148 +1,188 @@
-"""Where one load reads from, layer by layer."""
+"""Where one load reads from, layer by layer: slots in DRAM, or extents on disk."""
 
-from collections.abc import Callable, Sequence
-from concurrent.futures import Executor, Future, wait
+from collections import deque
+from collections.abc import Container, Sequence
+from mmap import mmap
+from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from cache.block import BlockKey
+from cache.extent import ALIGNMENT, checksum
 from cache.plan import BlockLoad
+from cache.tiers.base import BlockMissing
 from cache.tiers.disk import DiskTier
 from cache.tiers.dram import Slab
+from cache.tiers.extent_file import io_buffer
 from cache.tiers.extent_reader import ExtentReader
 
+LAYERS_LANDED = 4  # of one load: one is placed, one is read, and two make up for a device that stutters
+KEPT_BYTES = 64 << 20  # of landing memory, for the next load; touching fresh memory costs more than filling it
+_PIECE_BYTES = 2 << 20
+Sums = np.ndarray  # checksums as numbers, uint64
+_NO_SUMS = np.zeros((0, 0), np.uint64)
 
-class LayerSource:
-    """The blocks of one load, layer by layer: out of their slots, or off the disk into a slot or a bounce buffer.
-    `places` are their indices in `blocks` in the order in which `segments` has them; `unsealed` are those in DRAM whose
-    slots nobody vouches for."""
 
-    def __init__(self, blocks: Sequence[BlockLoad], slab: Slab, disk: DiskTier | None) -> None:
-        self._blocks, self._slab, self._disk = blocks, slab, disk
-        self._by_extent: dict[int, list[int]] = {}  # extent id -> places in `blocks`
-        self._readers: dict[int, ExtentReader] = {}
-        for place, block in enumerate(blocks):
-            if block.extent is not None:
-                self._by_extent.setdefault(block.extent[0], []).append(place)
-                if block.slot is not None:
-                    slab.unseal(block.slot)
-        self._num_disk = sum(len(places) for places in self._by_extent.values())
-        in_slots = [place for place, block in enumerate(blocks) if block.slot is not None]
-        passing = [place for places in self._by_extent.values() for place in places if blocks[place].slot is None]
-        self.places = in_slots + passing
-        in_dram = [blocks[place] for place in self.places if blocks[place].extent is None]
-        self.unsealed = [block.key for block in in_dram if not slab.is_sealed(block.slot)]
-        self._checked = np.array([blocks[place].extent is None for place in self.places])
-        self._sums = np.zeros((slab.num_layers, len(blocks)), np.uint64)
-        if not self.unsealed:
-            self._sums[:, self._checked] = slab.sums([block.slot for block in in_dram if block.slot is not None])
-        self._slots = torch.tensor([slot for block in blocks if (slot := block.slot) is not None], dtype=torch.int64)
-        # Two buffers for all layers, for one may be read while the one before it is placed. Not one for each: fresh
-        # memory costs more than what is written to it.
-        self._passing = {place: number for number, place in enumerate(passing)}
-        self._bounce_bytes = len(passing) * max(slab.segment_bytes)
-        self._bounce = torch.empty(2 * self._bounce_bytes, dtype=torch.uint8)
-        self._bounce_view = memoryview(self._bounce.numpy().data)
+class LayerSource(Protocol):
+    """What `Loader` takes blocks from. One thread at a time, but for what a class says of itself."""
 
-    def __enter__(self) -> "LayerSource":
-        return self
+    @property
+    def blocks(self) -> Sequence[BlockLoad]:
+        """In the order in which `segments` has them."""
+        ...
 
-    def __exit__(self, *_: object) -> None:
-        for reader in self._readers.values():
-            reader.close()
+    def segments(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Where a layer lies: memory [segments, elements], and which of its segments are the blocks', int64."""
+        ...
 
-    def checks(self, layer: int) -> tuple[np.ndarray, np.ndarray]:
-        """Which blocks are still to be compared with a checksum, and with which, in the order of `places`: those in
-        DRAM, for what comes off the disk is checked on the way. See `kernels.block_writer.Checks`."""
-        return self._checked, self._sums[layer]
+    def sums(self, layer: int) -> Sums:
+        """What the checksums of its segments must be: uint64 [blocks]."""
+        ...
 
     def altered(self, layer: int) -> list[BlockKey]:
-        """Those in DRAM that are not what they were when their slots were sealed."""
-        in_dram = [(block.key, block.slot) for block in self._blocks if block.extent is None]
-        return [key for key, slot in in_dram if slot is None or not self._slab.is_intact(layer, slot)]
-
-    def segments(self, layer: int) -> list[tuple[Tensor, Tensor]]:
-        """Where a layer that was read lies until the next but one is, without a copy: memory [segments, elements], and
-        which of its segments, int64. All parts together are the blocks in the order of `places`."""
-        parts = []
-        if len(self._slots):
-            parts.append((self._slab.segments(layer), self._slots))
-        if self._passing:
-            start, size = self._bounce_start(layer), len(self._passing) * self._slab.segment_bytes[layer]
-            elements = self._bounce[start : start + size].view(self._slab.dtype)
-            parts.append((elements.view(len(self._passing), -1), torch.arange(len(self._passing))))
-        return parts
-
-    def read(self, layer: int) -> None:
-        """Bring one layer of the blocks that are on disk, and check it. Raises BlockMissing."""
-        for extent_id, places in self._by_extent.items():
-            reader = self._readers.get(extent_id)
-            if reader is None:
-                assert self._disk is not None
-                reader = self._readers[extent_id] = self._disk.reader(extent_id)
-            outs = [self._target(layer, place) for place in places]
-            indices = [extent[1] for place in places if (extent := self._blocks[place].extent) is not None]
-            reader.read(layer, indices, outs)
-
-    def _target(self, layer: int, place: int) -> memoryview:
-        slot = self._blocks[place].slot
-        if slot is not None:
-            return self._slab.segment(layer, slot)
-        size = self._slab.segment_bytes[layer]
-        start = self._bounce_start(layer) + self._passing[place] * size
-        return self._bounce_view[start : start + size]
-
-    def _bounce_start(self, layer: int) -> int:
-        return layer % 2 * self._bounce_bytes
-
-    def seal_passed(self) -> None:
-        """Blocks that came from disk into slots are complete there."""
-        for block in self._blocks:
-            if block.extent is not None and block.slot is not None:
-                extent_id, index = block.extent
-                self._slab.seal_as(block.slot, self._readers[extent_id].checksums(index))
-
-    def dram_bytes(self, layer: int) -> int:
-        return (len(self._blocks) - self._num_disk) * self._slab.segment_bytes[layer]
-
-    def account(self, reading_s: float, placing_s: float) -> dict[str, tuple[int, float]]:
-        """direction -> bytes and seconds of a load that is done."""
-        dram, disk = len(self._blocks) - self._num_disk, self._num_disk
-        share = disk / len(self._blocks)
-        parts = {
-            "dram_to_hbm": (dram, (0.0 if disk else reading_s) + placing_s * (1 - share)),
-            "disk_to_hbm": (disk, reading_s + placing_s * share),
-        }
-        return {
-            direction: (count * self._slab.slot_bytes, seconds)
-            for direction, (count, seconds) in parts.items()
-            if count
-        }
+        """Those whose segments have another checksum."""
+        ...
 
 
-class ReadAhead:
-    """Reads a layer while the one before it is placed. One thread at a time; leave it by `close`.
+class SlotSource:
+    """Blocks in DRAM. `unsealed` are those whose slots nobody vouches for; with one of them nothing else may be asked
+    for."""
 
-    A load beside a computation on all processors holds it up for as long as it keeps any one of them: two threads are
-    done sooner. 142 tokens behind 1,580 from disk, 125 M model, two cores: first token after 65 ms instead of 77.
-    """
+    def __init__(self, blocks: Sequence[BlockLoad], slab: Slab) -> None:
+        self.blocks, self._slab = blocks, slab
+        slots = [block.slot for block in blocks if block.slot is not None]
+        self.unsealed = [block.key for block in blocks if not slab.is_sealed(block.slot)]
+        self._slots = torch.tensor(slots, dtype=torch.int64)
+        self._sums: Sums = np.ascontiguousarray(slab.sums(slots)) if not self.unsealed else _NO_SUMS
 
-    def __init__(self, read: Callable[[int], None], num_layers: int, executor: Executor) -> None:
-        """read: as `LayerSource.read`, and what else belongs to it; called for one layer at a time, in order."""
-        self._read, self._num_layers, self._executor = read, num_layers, executor
-        self._next: Future[None] | None = None
+    def segments(self, layer: int) -> tuple[Tensor, Tensor]:
+        return self._slab.segments(layer), self._slots
 
-    def read(self, layer: int) -> None:
-        """Bring a layer, the one behind the last, and begin with the next. Raises what reading raised."""
-        read, self._next = self._next or self._executor.submit(self._read, layer), None
-        read.result()
-        if layer + 1 < self._num_layers:
-            self._next = self._executor.submit(self._read, layer + 1)
+    def sums(self, layer: int) -> Sums:
+        sums: Sums = self._sums[layer]
+        return sums
+
+    def altered(self, layer: int) -> list[BlockKey]:
+        blocks = [(block.key, block.slot) for block in self.blocks]
+        return [key for key, slot in blocks if slot is None or not self._slab.is_intact(layer, slot)]
+
+
+class Landings:
+    """Memory for what comes off the disk, between two loads. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._kept: deque[mmap] = deque()
+
+    def take(self, size: int) -> mmap:
+        for _ in range(len(self._kept)):
+            try:
+                memory = self._kept.popleft()
+            except IndexError:  # somebody else was quicker
+                break
+            if len(memory) >= size:
+                return memory
+            self._kept.append(memory)
+        return io_buffer(-(-size // _PIECE_BYTES) * _PIECE_BYTES)
+
+    def give_back(self, memory: mmap) -> None:
+        """Nobody writes to it any more."""
+        self._kept.append(memory)
+        while sum(map(len, list(self._kept))) > KEPT_BYTES:
+            self._kept.popleft()
+
+
+class ExtentSource:
+    """Blocks on disk: a layer is read into landing memory as it is, checked by whoever places it, and copied from there
+    into slots if DRAM is to have it too. Leave it by `close`. `read` may be called by one thread while another places
+    what was read, up to LAYERS_LANDED - 1 layers ahead."""
+
+    def __init__(self, blocks: Sequence[BlockLoad], slab: Slab, disk: DiskTier, landings: Landings) -> None:
+        self._slab, self._disk, self._landings = slab, disk, landings
+        by_extent: dict[int, list[tuple[int, BlockLoad]]] = {}  # extent id -> places in it, and their blocks
+        for block in blocks:
+            assert block.extent is not None
+            by_extent.setdefault(block.extent[0], []).append((block.extent[1], block))
+            if block.slot is not None:
+                slab.unseal(block.slot)
+        self._places = {extent: [place for place, _ in found] for extent, found in by_extent.items()}
+        self.blocks = [block for found in by_extent.values() for _, block in found]
+        kept = [(number, block.slot) for number, block in enumerate(self.blocks) if block.slot is not None]
+        self._kept = torch.tensor(kept, dtype=torch.int64).view(-1, 2).T
+        self._readers: dict[int, ExtentReader] = {}
+        self._checksums: list[tuple[bytes, ...]] = []  # of a block, by layer
+        self._sums: Sums = _NO_SUMS  # until the first layer is there
+        self._chosen = torch.arange(len(self.blocks))
+        self._room = -(-len(self.blocks) * max(slab.segment_bytes) // ALIGNMENT) * ALIGNMENT  # of a layer
+        self._memory = landings.take(LAYERS_LANDED * self._room)
+        self._view = memoryview(self._memory)
+        self._tensor = torch.frombuffer(self._memory, dtype=torch.uint8)
+        self._may_be_written = False  # by a read that hangs, whenever it ends
 
     def close(self) -> None:
-        """Nothing is read any more when it returns."""
-        if self._next is not None:
-            self._next.cancel()
-            wait([self._next])
+        for reader in self._readers.values():
+            reader.close()
+        if not self._may_be_written:
+            self._landings.give_back(self._memory)
+
+    def read(self, layer: int) -> None:
+        """Bring a layer, unchecked. Raises BlockMissing."""
+        if not self._readers:
+            self._open()
+        view = self._landed(layer)
+        for extent_id, places in self._places.items():
+            size = len(places) * self._slab.segment_bytes[layer]
+            try:
+                self._readers[extent_id].land(layer, places, view[:size])
+            except BlockMissing as missing:
+                self._may_be_written = missing.reason == "deadline"
+                raise
+            view = view[size:]
+
+    def _open(self) -> None:
+        for extent_id, places in self._places.items():
+            reader = self._readers[extent_id] = self._disk.reader(extent_id)
+            self._checksums += [reader.checksums(place) for place in places]
+        numbers = np.frombuffer(b"".join(b"".join(of_block) for of_block in self._checksums), ">u8")
+        self._sums = np.ascontiguousarray(numbers.reshape(len(self.blocks), -1).T, np.uint64)
+
+    def _landed(self, layer: int) -> memoryview:
+        start = layer % LAYERS_LANDED * self._room
+        return self._view[start : start + len(self.blocks) * self._slab.segment_bytes[layer]]
+
+    def segments(self, layer: int) -> tuple[Tensor, Tensor]:
+        start = layer % LAYERS_LANDED * self._room
+        landed = self._tensor[start : start + len(self.blocks) * self._slab.segment_bytes[layer]]
+        return landed.view(self._slab.dtype).view(len(self.blocks), -1), self._chosen
+
+    def sums(self, layer: int) -> Sums:
+        sums: Sums = self._sums[layer]
+        return sums
+
+    def altered(self, layer: int) -> list[BlockKey]:
+        view, size = self._landed(layer), self._slab.segment_bytes[layer]
+        found = [checksum(view[number * size : (number + 1) * size]) for number in range(len(self.blocks))]
+        return [
+            block.key
+            for block, got, sums in zip(self.blocks, found, self._checksums, strict=True)
+            if got != sums[layer]
+        ]
+
+    def keep(self, layer: int) -> None:
+        """Copy a layer that was checked into the slots that are to hold it."""
+        numbers, slots = self._kept
+        if len(numbers):
+            self._slab.segments(layer)[slots] = self.segments(layer)[0][numbers]
+
+    def seal(self) -> None:
+        """All layers were kept."""
+        for number, slot in self._kept.T.tolist():
+            self._slab.seal_as(slot, self._checksums[number])
+
+    def tell_damage(self, keys: Container[BlockKey], layer: int) -> None:
+        """Of blocks that are not what was stored."""
+        for block in self.blocks:
+            if block.key in keys and block.extent is not None:
+                extent_id, place = block.extent
+                self._readers[extent_id].tell_altered(layer, place)

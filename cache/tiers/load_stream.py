@@ -1,10 +1,8 @@
-"""The load stream: DRAM or disk -> HBM, layer by layer (AttentionStore §3.2.1), on threads of its own and, where the
-processors copy, in the step that waits for it."""
+"""The load stream: DRAM or disk -> HBM, layer by layer (AttentionStore §3.2.1): a thread reads off the disk, another
+places in HBM, or, where processors copy, the step that waits for it."""
 
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Executor, ThreadPoolExecutor
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 import torch
@@ -15,38 +13,31 @@ from cache.tiers.base import BlockMissing
 from cache.tiers.completions import Completions
 from cache.tiers.disk import DiskTier
 from cache.tiers.dram import Slab
-from cache.tiers.layer_source import LayerSource, ReadAhead
+from cache.tiers.layer_source import LAYERS_LANDED, ExtentSource, Landings, SlotSource
 from cache.tiers.loader import Loader, PagePool
 from cache.tiers.rotations import Rotations
 from cache.tiers.throttle import Throttle
 from kernels.attention.base import KvPages
 
 
-@dataclass(slots=True)
-class _Work:
-    """What a load is done with, from its beginning on."""
-
-    source: LayerSource
-    loader: Loader
-    read: Callable[[int], None]  # a layer off the disk
-    resources: ExitStack
-    placed: int = 0  # leading layers
-    reading_s: float = 0.0
-    placing_s: float = 0.0
-
-
 @dataclass(slots=True, eq=False)
 class _Part:
-    """The blocks of a load that lie in DRAM, or those on disk, or all where both come in the same way. Its layers are
-    brought, and it is ended, by the step that stands on them if `in_step`, else by a thread. The engine's thread alone
-    changes that, and only to false."""
+    """The blocks of a load that lie in DRAM, or those on disk. Its layers are placed, and it is ended, by the step that
+    stands on them if `in_step`, else by the thread that places. The engine's thread alone changes that, and only to
+    false."""
 
     blocks: tuple[BlockLoad, ...]
     load: "_Load"
     reads_disk: bool
     in_step: bool
+    landed: int = 0  # leading layers that may be placed
+    reading: bool = False  # a thread is reading the next one
     layers: int = 0  # leading ones that have arrived
-    work: _Work | None = None
+    placed: int = 0  # the same, but that all of them count
+    source: SlotSource | ExtentSource | None = None
+    loader: Loader | None = None
+    reading_s: float = 0.0
+    placing_s: float = 0.0
 
 
 @dataclass(slots=True, eq=False)
@@ -61,13 +52,14 @@ class _Load:
 
 
 class LoadStream:
-    """`run` is a thread, one for loads that read the disk and one for those that do not, for a disk may not answer; the
-    other methods are called by the engine's.
+    """`read` and `place` are threads; the other methods are called by the engine's. The disk may not answer: nobody but
+    `read` stands before it.
 
     Where processors do the copying, a load beside a computation takes from it: a product that is split evenly over all
     cores is as slow as the core that copies too. 142 tokens behind 1,600 in DRAM, 125 M model, two cores: layers took
-    up to 10 ms instead of 4. So there a step brings what lies in DRAM by itself, each layer just before it attends,
-    with all its threads and at the speed of memory; attention then finds it in the caches.
+    up to 10 ms instead of 4. So there a step places by itself what it stands on, each layer just before it attends,
+    with all its threads and at the speed of memory; attention then finds it in the caches. What is left to a thread is
+    to ask the disk, which brings bytes to memory by itself.
     """
 
     def __init__(
@@ -90,6 +82,7 @@ class LoadStream:
         self._throttle = throttle
         self._completions = completions
         self._changed = completions.changed
+        self._landings = Landings()
         self._loads: dict[int, _Load] = {}  # those whose end was not heard
         self._parts: list[_Part] = []  # those not at their end, in the order they were given
         self._closing = False
@@ -97,22 +90,22 @@ class LoadStream:
 
     def put(self, move: LoadBlocks, *, in_step: bool) -> None:
         """To be loaded when those before it are, as far as the read buffer lets it. in_step: the next step stands on
-        it, and brings it by itself if it can."""
+        it, and places it by itself if it can."""
         on_disk = tuple(block for block in move.blocks if block.extent is not None)
         in_dram = tuple(block for block in move.blocks if block.extent is None)
-        # Who waits for a device, or for a link that is made slower, does so on a thread.
-        in_step = in_step and self._pool.has_team and bool(in_dram) and not self._throttle.is_capped
+        in_step = in_step and self._pool.has_team
         load = _Load(move.job_id, started=in_step or self._read_buffer_layers >= self._slab.num_layers)
-        if in_step:
-            load.parts.append(_Part(in_dram, load, reads_disk=False, in_step=True))
-        if on_disk or not in_step:
-            blocks = on_disk if in_step else move.blocks
-            load.parts.append(_Part(blocks, load, reads_disk=bool(on_disk), in_step=False))
+        if on_disk:
+            load.parts.append(_Part(on_disk, load, reads_disk=True, in_step=in_step))
+        if in_dram or not on_disk:
+            # Who waits for a link that is made slower does so on a thread.
+            together = in_step and not self._throttle.is_capped
+            load.parts.append(_Part(in_dram, load, reads_disk=False, in_step=together, landed=self._slab.num_layers))
         load.left = len(load.parts)
         self._loads[move.job_id] = load
         with self._changed:
             self._parts += load.parts
-            if on_disk or not in_step:
+            if any(part.reads_disk or not part.in_step for part in load.parts):
                 self._changed.notify_all()
 
     def start(self, job_id: int) -> None:
@@ -124,17 +117,19 @@ class LoadStream:
                 self._changed.notify_all()
 
     def wait_layer(self, job_id: int, layer: int, timeout_s: float) -> bool:
-        """Whether layer `layer` of a load has arrived, or has failed to, within that time. What the step brings by
+        """Whether layer `layer` of a load has arrived, or has failed to, within that time. What the step places by
         itself is there when this returns."""
         load = self._loads.get(job_id)
         if load is None or self._arrived(load) > layer:
             return True
         started = time.monotonic()
-        for part in load.parts:
-            while part.in_step and part.layers <= layer:
-                self._bring_in_step(part)
+        until = started + timeout_s
+        # What lies in DRAM first: the disk has so much longer.
+        for part in reversed(load.parts):
+            while part.in_step and part.layers <= layer and self._may_be_placed(part, until):
+                self._place_in_step(part)
         with self._changed:
-            while self._arrived(load) <= layer and (left_s := started + timeout_s - time.monotonic()) > 0:
+            while self._arrived(load) <= layer and (left_s := until - time.monotonic()) > 0:
                 self._completions.check()
                 self._changed.wait(min(left_s, 1.0))
         self.waited_s += time.monotonic() - started
@@ -144,16 +139,32 @@ class LoadStream:
     def _arrived(load: _Load) -> int:
         return min([part.layers for part in load.parts])
 
-    def _bring_in_step(self, part: _Part) -> None:
-        """The next layer of what lies in DRAM."""
-        if part.work is None:
-            part.work = self._begin(part, None)
-        self._place(part, part.work, self._rotations, together=True)
-        if part.load.failed or part.work.placed == self._slab.num_layers:
-            self._end(part, part.work)
+    def _may_be_placed(self, part: _Part, until: float) -> bool:
+        """Waits until the next layer of a part has come off the disk, or its load has failed."""
+        if part.landed > part.placed and not part.load.failed:
+            return True
+        with self._changed:
+            while not self._has_come(part):
+                if (left_s := until - time.monotonic()) <= 0:
+                    return False
+                self._completions.check()
+                self._changed.wait(min(left_s, 1.0))
+        return True
+
+    @staticmethod
+    def _has_come(part: _Part) -> bool:
+        return not part.reading if part.load.failed else part.landed > part.placed
+
+    def _place_in_step(self, part: _Part) -> None:
+        self._place(part, self._rotations, together=True)
+        if part.load.failed or part.placed == self._slab.num_layers:
+            self._end(part)
+        elif part.reads_disk:
+            with self._changed:
+                self._changed.notify_all()  # there is room for another layer
 
     def leave_to_threads(self) -> None:
-        """No step waits for loads any more: what steps have not brought by themselves, the threads will."""
+        """No step waits for loads any more: what steps have not placed by themselves, the thread will."""
         if not self._parts:
             return
         with self._changed:
@@ -177,91 +188,121 @@ class LoadStream:
             self._closing = True
             self._changed.notify_all()
 
-    def run(self, rotations: Rotations, *, from_disk: bool) -> None:
-        """Loads of one kind until `close`."""
-        with ExitStack() as stack:
-            ahead = stack.enter_context(ThreadPoolExecutor(1, "kv-read-ahead")) if from_disk else None
-            while (part := self._next(from_disk)) is not None:
-                work = part.work = part.work or self._begin(part, ahead)
-                self._read(part, work)
-                self._place(part, work, rotations, together=False)
-                if part.load.failed or work.placed == self._slab.num_layers:
-                    self._end(part, work)
+    def read(self) -> None:
+        """Layers off the disk until `close`."""
+        while (part := self._next_to_read()) is not None:
+            started = time.perf_counter()
+            failed = {}
+            try:
+                if part.source is None:
+                    assert self._disk is not None
+                    part.source = ExtentSource(part.blocks, self._slab, self._disk, self._landings)
+                assert isinstance(part.source, ExtentSource)
+                part.source.read(part.landed)
+            except BlockMissing as error:
+                failed = {block.key: error.reason for block in part.blocks}
+            part.reading_s += time.perf_counter() - started
+            with self._changed:
+                part.load.failed.update(failed)
+                part.landed += not failed
+                part.reading = False
+                self._changed.notify_all()
 
-    def _next(self, from_disk: bool) -> _Part | None:
-        """Waits for a load that may bring its next layer: one that runs, else one whose read buffer has room. None at
-        the end."""
+    def place(self, rotations: Rotations) -> None:
+        """Layers that no step places by itself, until `close`."""
+        while (part := self._next_to_place()) is not None:
+            if not part.reads_disk and not part.load.failed:
+                size = len(part.blocks) * self._slab.segment_bytes[part.placed]
+                self._throttle.wait(self._throttle.book(size))
+            self._place(part, rotations, together=False)
+            if part.load.failed or part.placed == self._slab.num_layers:
+                self._end(part)
+
+    def _next_to_read(self) -> _Part | None:
+        most = self._slab.num_layers
         with self._changed:
-            while True:
-                parts = [part for part in self._parts if part.reads_disk == from_disk]
-                if self._closing and not parts:
-                    return None
-                parts = [part for part in parts if not part.in_step]
-                for part in parts:
-                    if part.load.started or self._closing:
-                        return part
-                for part in parts:
-                    if part.layers < self._read_buffer_layers:
-                        return part
-                self._changed.wait(1.0)
+            part = self._next(
+                lambda part: (
+                    part.reads_disk
+                    and not part.load.failed
+                    # `ExtentSource` has room for so many, and one is being read.
+                    and part.landed < min(most, part.placed + LAYERS_LANDED - 1)
+                    and (self._may_come(part) or part.landed < self._read_buffer_layers)
+                )
+            )
+            if part is not None:
+                part.reading = True
+            return part
 
-    def _begin(self, part: _Part, ahead: Executor | None) -> _Work:
-        resources = ExitStack()
-        source = resources.enter_context(LayerSource(part.blocks, self._slab, self._disk))
-        part.load.failed.update(dict.fromkeys(source.unsealed, "checksum"))
+    def _next_to_place(self) -> _Part | None:
+        with self._changed:
+            return self._next(
+                lambda part: (
+                    not part.in_step
+                    and self._has_come(part)
+                    and (self._may_come(part) or part.placed < self._read_buffer_layers)
+                )
+            )
 
-        def read(layer: int) -> None:
-            passed = self._throttle.book(source.dram_bytes(layer))
-            source.read(layer)
-            self._throttle.wait(passed)
+    def _may_come(self, part: _Part) -> bool:
+        """Whether the read buffer does not matter any more."""
+        return part.load.started or bool(part.load.failed) or self._closing
 
-        if ahead is not None:
-            reader = ReadAhead(read, self._slab.num_layers, ahead)
-            resources.callback(reader.close)  # before the source is closed
-            read = reader.read
-        return _Work(source, Loader(blocks=part.blocks, source=source, pool=self._pool), read, resources)
+    def _next(self, is_wanted: Callable[[_Part], bool]) -> _Part | None:
+        """Waits for a part whose next layer may come; one whose request runs goes first. None at the end."""
+        while self._parts or not self._closing:
+            wanted = [part for part in self._parts if is_wanted(part)]
+            if wanted:
+                return next((part for part in wanted if self._may_come(part)), wanted[0])
+            self._changed.wait(1.0)
+        return None
 
-    def _read(self, part: _Part, work: _Work) -> None:
-        """The next layer, unless the load has failed."""
-        if part.load.failed:
-            return
-        started = time.perf_counter()
-        try:
-            work.read(work.placed)
-        except BlockMissing as error:
-            for block in part.blocks:
-                if block.extent is not None:
-                    part.load.failed.setdefault(block.key, error.reason)
-        work.reading_s += time.perf_counter() - started
-
-    def _place(self, part: _Part, work: _Work, rotations: Rotations, *, together: bool) -> None:
+    def _place(self, part: _Part, rotations: Rotations, *, together: bool) -> None:
         """The next layer, unless the load has failed."""
         if part.load.failed:
             return
         started = time.perf_counter()
         # Notes of its own: the other part may be noting as well.
         failed: dict[BlockKey, str] = {}
-        work.loader.place(work.placed, failed, rotations, together=together)
-        self._synchronise()
-        work.placing_s += time.perf_counter() - started
-        if failed:
-            part.load.failed.update(failed)
-            return
+        source, loader = self._begun(part, failed)
+        layer = part.placed
+        if not failed:
+            loader.place(layer, failed, rotations, together=together)
+            self._synchronise()
+            if isinstance(source, ExtentSource) and not failed:
+                source.keep(layer)
+            elif isinstance(source, ExtentSource):
+                source.tell_damage(failed, layer)
+        part.placing_s += time.perf_counter() - started
         with self._changed:
-            work.placed += 1
+            if failed:
+                part.load.failed.update(failed)
+                return
+            part.placed += 1
             # The last one counts when the event is out: whoever waits for it may then believe the event.
-            part.layers = min(work.placed, self._slab.num_layers - 1)
+            part.layers = min(part.placed, self._slab.num_layers - 1)
             if not together:
                 self._changed.notify_all()
 
-    def _end(self, part: _Part, work: _Work) -> None:
+    def _begun(self, part: _Part, failed: dict[BlockKey, str]) -> tuple[SlotSource | ExtentSource, Loader]:
+        if part.source is None:
+            part.source = SlotSource(part.blocks, self._slab)
+            failed.update(dict.fromkeys(part.source.unsealed, "checksum"))
+        if part.loader is None:
+            part.loader = Loader(source=part.source, pool=self._pool)
+        return part.source, part.loader
+
+    def _end(self, part: _Part) -> None:
         """A part has ended, in whatever way; with the last one, tell that the load has."""
         failed = part.load.failed
+        if isinstance(part.source, ExtentSource):
+            if not failed:
+                part.source.seal()
+            part.source.close()
         if not failed:
-            work.source.seal_passed()
-            for direction, (size, seconds) in work.source.account(work.reading_s, work.placing_s).items():
-                self._completions.tell(Transferred(direction, size, seconds))
-        work.resources.close()
+            direction = "disk_to_hbm" if part.reads_disk else "dram_to_hbm"
+            size = len(part.blocks) * self._slab.slot_bytes
+            self._completions.tell(Transferred(direction, size, part.reading_s + part.placing_s))
         with self._changed:
             self._parts.remove(part)
             part.load.left -= 1

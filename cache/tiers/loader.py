@@ -1,4 +1,4 @@
-"""The byte work of a load: one layer of its blocks out of slots and buffers into pages, those in DRAM checked."""
+"""The byte work of a load: one layer of its blocks, checked, out of slots or landing memory into pages."""
 
 from collections.abc import Sequence
 
@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from cache.block import BLOCK_TOKENS, BlockKey
-from cache.plan import BlockLoad
 from cache.tiers.layer_source import LayerSource
 from cache.tiers.rotations import Rotations
 from kernels.attention.base import KvPages
@@ -29,10 +28,10 @@ class PagePool:
 class Loader:
     """For one load. One thread at a time."""
 
-    def __init__(self, *, blocks: Sequence[BlockLoad], source: LayerSource, pool: PagePool) -> None:
+    def __init__(self, *, source: LayerSource, pool: PagePool) -> None:
         self._source, self._pool = source, pool
-        self._keys = [blocks[place].key for place in source.places]
-        blocks = [blocks[place] for place in source.places]
+        blocks = source.blocks
+        self._keys = [block.key for block in blocks]
         self._num_rows = [block.num_rows for block in blocks]
         self._stop = max(block.position + block.num_rows for block in blocks)
         # As `BlockWriter` wants them; where they begin changes with the layer. Tables are indexed by position.
@@ -53,22 +52,18 @@ class Loader:
             if not failed:
                 self._place_by_torch(layer, rotations)
             return
-        done = 0
-        checked, sums = self._source.checks(layer)
-        for memory, chosen in self._source.segments(layer):
-            part = slice(done, done + len(chosen))
-            numbers = self._numbers[part]
-            np.multiply(chosen.numpy(), memory.stride(0), out=numbers[:, 0])
-            wrong = writer.write(memory, numbers, (checked[part], sums[part]), *tables, together=together)
-            if wrong.any():
-                failed.update((self._keys[done + place], "checksum") for place in np.flatnonzero(wrong).tolist())
-            done = part.stop
+        memory, chosen = self._source.segments(layer)
+        np.multiply(chosen.numpy(), memory.stride(0), out=self._numbers[:, 0])
+        sums = self._source.sums(layer)
+        wrong = writer.write(memory, self._numbers, sums, *tables, together=together)
+        if wrong.any():
+            failed.update((self._keys[place], "checksum") for place in np.flatnonzero(wrong).tolist())
 
     def _place_by_torch(self, layer: int, rotations: Rotations) -> None:
         pages = self._pool.pages[layer]
         heads, k_dim = pages.k.shape[2:]
-        parts = [memory.index_select(0, chosen) for memory, chosen in self._source.segments(layer)]
-        segments = parts[0] if len(parts) == 1 else torch.cat(parts)
+        memory, chosen = self._source.segments(layer)
+        segments = memory.index_select(0, chosen)
         split = BLOCK_TOKENS * heads * k_dim
         k = self._wanted(segments[:, :split].view(len(segments), BLOCK_TOKENS, heads, k_dim))
         v = self._wanted(segments[:, split:].view(len(segments), BLOCK_TOKENS, heads, -1))

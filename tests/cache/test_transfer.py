@@ -74,6 +74,17 @@ class Reader:
         for index, out in zip(indices, outs, strict=True):
             out[:] = self.extent[layer][index]
 
+    def land(self, layer, indices, out):
+        outs = [bytearray(len(out) // len(indices)) for _ in indices]
+        self.read(layer, indices, outs)
+        out[:] = b"".join(outs)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.close()
+
 
 class MemoryDisk:
     """The methods of DiskTier that a transfer uses."""

@@ -58,10 +58,10 @@ def test_what_a_step_brings_by_itself_it_checks(monkeypatch: pytest.MonkeyPatch)
     """Else it is computed again, and so is what the step has computed on it."""
     monkeypatch.setattr("cache.rates.Rates.load_s", lambda *_: 0.0)
     seen: list[tuple[int, bool]] = []
-    bring = LoadStream._bring_in_step
+    place = LoadStream._place_in_step
 
-    def bring_and_see(self: LoadStream, part: Any) -> None:
-        bring(self, part)
+    def place_and_see(self: LoadStream, part: Any) -> None:
+        place(self, part)
         seen.append((part.layers, bool(part.load.failed)))
 
     def alter(driver: Driver) -> None:
@@ -70,7 +70,7 @@ def test_what_a_step_brings_by_itself_it_checks(monkeypatch: pytest.MonkeyPatch)
         slots = sorted(row.slot for row in driver.cache.table if row.slot is not None)
         slab.v(1)[slots[-1], 20, 0, 0] += 1.0  # of the last conversation
 
-    monkeypatch.setattr(LoadStream, "_bring_in_step", bring_and_see)
+    monkeypatch.setattr(LoadStream, "_place_in_step", place_and_see)
     computed, loaded = answers(9, hbm_tokens=512)
     assert loaded > HISTORY
     assert seen

@@ -282,16 +282,16 @@ def test_a_disk_that_does_not_answer_in_the_middle_of_a_step(
     path: Path, tmp_path: Path, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     driver = tiered(path, disk_bytes=1 << 28, disk_dir=str(tmp_path))
-    read = ExtentReader.read
+    land = ExtentReader.land
     calls = Counter[str]()
 
     def hanging(self: Any, layer: int, *arguments: Any) -> None:
         calls["all"] += layer == 2
         if layer == 2 and calls["all"] % 2:
             raise BlockMissing("the disk does not answer", reason="deadline")
-        read(self, layer, *arguments)
+        land(self, layer, *arguments)
 
-    monkeypatch.setattr(ExtentReader, "read", hanging)
+    monkeypatch.setattr(ExtentReader, "land", hanging)
     texts, tiers = converse(driver, at_once=True)
     assert texts == expected
     assert driver.engine.stats().load_failures["deadline"] > 0

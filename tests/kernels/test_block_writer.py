@@ -12,7 +12,7 @@ from xxhash import xxh3_64_intdigest
 
 from engine.hf_model import turn_halves
 from kernels.attention.base import KvPages
-from kernels.block_writer import BlockWriter, Checks, block_writer, load_kernels
+from kernels.block_writer import BlockWriter, block_writer, load_kernels
 from kernels.cpu_support import decode_kernels
 from kernels.kv_copy import write_rows
 
@@ -25,13 +25,20 @@ def write(
     segments: Tensor,
     blocks: np.ndarray,
     *tables: Tensor,
-    checks: Checks | None = None,
+    sums: np.ndarray | None = None,
     together: bool = False,
 ) -> np.ndarray:
-    """Unchecked by default."""
+    """By default with the checksums that the blocks have."""
     assert writer is not None
-    unchecked = np.zeros(len(blocks), np.bool_), np.zeros(len(blocks), np.uint64)
-    return writer.write(segments, blocks, checks or unchecked, *tables, together=together)
+    sums = sums_of(writer, segments, blocks) if sums is None else sums
+    return writer.write(segments, blocks, sums, *tables, together=together)
+
+
+def sums_of(writer: BlockWriter, segments: Tensor, blocks: np.ndarray) -> np.ndarray:
+    """Of segments wherever they begin."""
+    data, size = segments.view(-1).view(torch.uint8), 2 * writer._segment
+    found = [xxh3_64_intdigest(data[max(0, 2 * start) :][:size].numpy()) for start in blocks[:, 0].tolist()]
+    return np.array(found, np.uint64)
 
 
 def pool(num_pages: int, page_size: int, heads: int, dim: int, heads_first: bool) -> Tensor:
@@ -87,20 +94,17 @@ def test_it_leaves_what_torch_leaves(load: tuple[KvPages, KvPages, Tensor, np.nd
 def test_what_is_not_what_it_was_is_not_written(
     load: tuple[KvPages, KvPages, Tensor, np.ndarray, Tensor, Tensor], data: st.DataObject
 ) -> None:
-    """By one thread or by all of them: blocks whose checksum is right are as without checks."""
+    """By one thread or by all of them: blocks whose checksum is right are as without the others."""
     ours, theirs, segments, blocks, cos, sin = load
-    flags = st.lists(st.booleans(), min_size=len(blocks), max_size=len(blocks))
-    checked, altered = (np.array(data.draw(flags), np.bool_) for _ in range(2))
+    altered = np.array(data.draw(st.lists(st.booleans(), min_size=len(blocks), max_size=len(blocks))), np.bool_)
     together = decode_kernels() is not None and data.draw(st.booleans())
-    size = segments[0].nbytes
-    sums = [
-        xxh3_64_intdigest(segments.view(torch.uint8).flatten()[2 * start : 2 * start + size].numpy())
-        ^ (data.draw(st.integers(1, 2**64 - 1)) if wrong else 0)
-        for start, wrong in zip(blocks[:, 0].tolist(), altered, strict=True)
-    ]
-    checks = checked, np.array(sums, np.uint64)
-    found = write(block_writer(ours, ROWS), segments, blocks, cos, sin, checks=checks, together=together)
-    assert found.tolist() == (checked & altered).tolist()
+    writer = block_writer(ours, ROWS)
+    assert writer is not None
+    sums = sums_of(writer, segments, blocks)
+    for number in np.flatnonzero(altered):
+        sums[number] ^= np.uint64(data.draw(st.integers(1, 2**64 - 1)))
+    found = write(writer, segments, blocks, cos, sin, sums=sums, together=together)
+    assert found.tolist() == altered.tolist()
     write(block_writer(theirs, ROWS), segments, blocks[~found], cos, sin)
     assert torch.equal(ours.k, theirs.k)
     assert torch.equal(ours.v, theirs.v)

@@ -1,4 +1,5 @@
 import errno
+import fcntl
 import os
 import shutil
 import stat
@@ -13,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import cache.tiers.extent_file as extent_file
+from cache.extent import checksum
 from cache.tiers.base import BlockMissing, TierFailed, TierFull
 from cache.tiers.disk import READ_THREADS, WRITE_THREADS, DirectoryLocked, used_by
 from cache.tiers.disk_files import stored_models
@@ -114,6 +116,35 @@ def test_a_file_system_that_knows_no_direct_writes_gets_the_same_bytes(tmp_path,
         files.append(file_of(tmp_path / str(direct), info).read_bytes())
         tier.close()
     assert files[0] == files[1]
+
+
+@pytest.mark.parametrize("direct", [True, False])
+@pytest.mark.parametrize("offset", [0, 8])
+def test_segments_land_as_they_are_wherever_that_is(tmp_path, monkeypatch, caplog, direct, offset):
+    """Whole pages, past the page cache where the file system can; else, and at odd addresses, as any other bytes."""
+    if not direct:
+        monkeypatch.setattr(extent_file, "_O_DIRECT", 0)
+    sizes, blocks = (4096, 8192), make_blocks("x", 5)
+    tier = make_tier(tmp_path, segment_bytes=sizes)
+    tier.open()
+    data = [[segment_bytes_of(block.key, layer, size) for block in blocks] for layer, size in enumerate(sizes)]
+    sums = b"".join(checksum(segment) for layer in data for segment in layer)
+    info = tier.write(make_session(), blocks, sums, lambda layer: [memoryview(segment) for segment in data[layer]])
+    order = [4, 1, 2, 3, 0, 2]
+    with tier.reader(info.extent_id) as reader:
+        assert bool(fcntl.fcntl(reader._fd, fcntl.F_GETFL) & os.O_DIRECT) == direct
+        for layer, size in enumerate(sizes):
+            out = memoryview(extent_file.io_buffer(1 << 20))[offset:][: size * len(order)]
+            reader.land(layer, order, out)
+            assert bytes(out) == b"".join(data[layer][block] for block in order)
+        assert reader.checksums(3) == tuple(checksum(layer[3]) for layer in data)
+        reader.tell_altered(1, 2)
+        assert "layer 1, block 2" in caplog.text
+        os.truncate(file_of(tmp_path, info), info.size_bytes - 4096)
+        with pytest.raises(BlockMissing) as caught:
+            reader.land(1, order, out)
+        assert caught.value.reason == "short_read"
+    tier.close()
 
 
 def test_without_preadv(tier, monkeypatch):

@@ -1,113 +1,131 @@
-"""A load's layers, read one ahead of those that are placed."""
-
-import threading
-from concurrent.futures import ThreadPoolExecutor
+"""Layers of a load that come off the disk, and the memory that they come to."""
 
 import pytest
 import torch
 
 from cache.block import BlockKey
+from cache.extent import checksum
 from cache.plan import BlockLoad
 from cache.tiers.base import BlockMissing
 from cache.tiers.dram import LayerShape, Slab
-from cache.tiers.layer_source import LayerSource, ReadAhead
+from cache.tiers.layer_source import KEPT_BYTES, LAYERS_LANDED, ExtentSource, Landings
 
-LONG_S = 10.0  # nothing takes that long unless it hangs
-
-
-class Layers:
-    """Reads at most as far as it is let; notes which layers were begun."""
-
-    def __init__(self, num_layers):
-        self.begun = []
-        self.ended = []
-        self.errors = {}
-        self.let = [threading.Event() for _ in range(num_layers)]
-        self.begins = [threading.Event() for _ in range(num_layers)]
-
-    def read(self, layer):
-        self.begun.append(layer)
-        self.begins[layer].set()
-        assert self.let[layer].wait(LONG_S)
-        self.ended.append(layer)
-        if layer in self.errors:
-            raise self.errors[layer]
-
-
-@pytest.fixture
-def executor():
-    with ThreadPoolExecutor(1) as executor:
-        yield executor
-
-
-def test_a_layer_is_read_while_the_one_before_it_is_placed(executor):
-    layers = Layers(3)
-    ahead = ReadAhead(layers.read, 3, executor)
-    layers.let[0].set()
-    ahead.read(0)
-    assert layers.begins[1].wait(LONG_S)  # nobody has asked for it
-    assert layers.ended == [0]
-    for let in layers.let:
-        let.set()
-    ahead.read(1)
-    ahead.read(2)
-    ahead.close()
-    assert layers.begun == layers.ended == [0, 1, 2]
-
-
-def test_what_goes_wrong_is_told_to_who_asks_for_that_layer(executor):
-    layers = Layers(3)
-    layers.errors[1] = BlockMissing("gone", reason="missing")
-    for let in layers.let:
-        let.set()
-    ahead = ReadAhead(layers.read, 3, executor)
-    ahead.read(0)
-    with pytest.raises(BlockMissing, match="gone"):
-        ahead.read(1)
-    ahead.close()
-    assert layers.begun == [0, 1]
-
-
-def test_when_it_is_closed_nobody_reads_any_more(executor):
-    layers = Layers(2)
-    layers.let[0].set()
-    ahead = ReadAhead(layers.read, 2, executor)
-    ahead.read(0)
-    assert layers.begins[1].wait(LONG_S)
-    closing = threading.Thread(target=ahead.close)
-    closing.start()
-    assert layers.ended == [0]  # it is let go below only
-    assert closing.is_alive()
-    layers.let[1].set()
-    closing.join(LONG_S)
-    assert not closing.is_alive()
-    assert layers.ended == [0, 1]
+SHAPES = [LayerShape(heads, 16, 16) for heads in (1, 2, 1, 3, 1)]
 
 
 class Disk:
-    """Extents whose bytes tell layer and block."""
+    """Extents whose bytes tell extent, layer and block."""
+
+    def __init__(self, sizes):
+        self._sizes = sizes
+        self.hangs = False
+        self.altered = []
 
     def reader(self, extent_id):
-        return self
+        return Reader(self, extent_id)
 
-    def read(self, layer, indices, outs):
-        for index, out in zip(indices, outs, strict=True):
-            out[:] = bytes([16 * layer + index]) * len(out)
+    def data(self, extent_id, layer, place):
+        return bytes([50 * extent_id + 8 * layer + place]) * self._sizes[layer]
+
+
+class Reader:
+    def __init__(self, disk, extent_id):
+        self._disk, self._extent_id = disk, extent_id
+
+    def land(self, layer, places, out):
+        if self._disk.hangs:
+            raise BlockMissing("no answer", reason="deadline")
+        out[:] = b"".join(self._disk.data(self._extent_id, layer, place) for place in places)
+
+    def checksums(self, place):
+        return tuple(checksum(self._disk.data(self._extent_id, layer, place)) for layer in range(len(SHAPES)))
+
+    def tell_altered(self, layer, place):
+        self._disk.altered.append((self._extent_id, layer, place))
 
     def close(self):
         pass
 
 
-def test_a_layer_stays_where_it_is_while_the_next_one_is_read():
-    shapes = [LayerShape(heads, 16, 16) for heads in (1, 2, 1)]
-    slab = Slab(shapes=shapes, dtype=torch.bfloat16, num_slots=1, pinned=False)
-    key, place = BlockKey(bytes(16)), {"page": 0, "page_row": 0, "position": 0, "num_rows": 32}
-    blocks = [BlockLoad(key=key, slot=None, extent=(0, index), **place) for index in range(2)]
-    with LayerSource(blocks, slab, Disk()) as source:
+@pytest.fixture
+def slab():
+    return Slab(shapes=SHAPES, dtype=torch.bfloat16, num_slots=4, pinned=False)
+
+
+def block(extent_id, place, slot=None):
+    key = BlockKey(bytes([extent_id, place] * 8))
+    return BlockLoad(key=key, slot=slot, extent=(extent_id, place), page=0, page_row=0, position=0, num_rows=32)
+
+
+def found(source, layer):
+    memory, chosen = source.segments(layer)
+    return [bytes(row.view(torch.uint8).tolist()) for row in memory[chosen]]
+
+
+def test_layers_stay_where_they_are_while_others_are_read(slab):
+    disk = Disk(slab.segment_bytes)
+    blocks = [block(1, 0), block(2, 3), block(1, 2)]
+    source = ExtentSource(blocks, slab, disk, Landings())
+    assert sorted(b.key for b in source.blocks) == sorted(b.key for b in blocks)
+    for layer in range(len(SHAPES)):
+        source.read(layer)
+        for there in range(max(0, layer - LAYERS_LANDED + 1), layer + 1):
+            assert found(source, there) == [disk.data(*b.extent[:1], there, b.extent[1]) for b in source.blocks]
+            wanted = [checksum(data) for data in found(source, there)]
+            assert source.sums(there).tolist() == [int.from_bytes(digest, "big") for digest in wanted]
+            assert source.altered(there) == []
+    source.close()
+
+
+def test_what_is_not_what_was_stored_is_found_and_told(slab):
+    disk = Disk(slab.segment_bytes)
+    source = ExtentSource([block(1, 0), block(1, 2)], slab, disk, Landings())
+    source.read(0)
+    source.segments(0)[0][1, 5] += 1
+    bad = source.altered(0)
+    assert bad == [block(1, 2).key]
+    source.tell_damage(bad, 0)
+    assert disk.altered == [(1, 0, 2)]
+
+
+def test_slots_get_what_was_checked_and_are_vouched_for_at_the_end(slab):
+    disk = Disk(slab.segment_bytes)
+    slab.seal(3)
+    source = ExtentSource([block(1, 0), block(2, 1, slot=3), block(1, 1, slot=0)], slab, disk, Landings())
+    assert not slab.is_sealed(3)
+    for layer in range(len(SHAPES)):
+        source.read(layer)
+        source.keep(layer)
+    assert not slab.is_sealed(3)
+    source.seal()
+    for layer in range(len(SHAPES)):
+        assert bytes(slab.segment(layer, 3)) == disk.data(2, layer, 1)
+        assert bytes(slab.segment(layer, 0)) == disk.data(1, layer, 1)
+        assert slab.is_intact(layer, 3)
+        assert slab.is_intact(layer, 0)
+    assert not slab.is_sealed(1)
+
+
+def test_memory_is_used_again_unless_a_read_may_still_write_to_it(slab):
+    disk, landings = Disk(slab.segment_bytes), Landings()
+    source = ExtentSource([block(1, 0)], slab, disk, landings)
+    source.read(0)
+    first = source.segments(0)[0].data_ptr()
+    source.close()
+    source = ExtentSource([block(1, 0)], slab, disk, landings)
+    assert source.segments(0)[0].data_ptr() == first
+    disk.hangs = True
+    with pytest.raises(BlockMissing):
         source.read(0)
-        for layer in range(1, 3):
-            source.read(layer)
-            for there in (layer - 1, layer):
-                ((memory, chosen),) = source.segments(there)
-                found = memory[chosen].view(torch.uint8)
-                assert [set(row.tolist()) for row in found] == [{16 * there}, {16 * there + 1}]
+    source.close()
+    assert ExtentSource([block(1, 0)], slab, disk, landings).segments(0)[0].data_ptr() != first
+
+
+def test_landing_memory_is_bounded():
+    landings = Landings()
+    taken = [landings.take(KEPT_BYTES // 2) for _ in range(4)]
+    for memory in taken:
+        landings.give_back(memory)
+    again = [landings.take(1) for _ in range(4)]
+    assert sum(any(memory is old for old in taken) for memory in again) == 2
+    assert landings.take(KEPT_BYTES) not in taken

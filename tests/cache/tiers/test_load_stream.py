@@ -13,6 +13,7 @@ from cache.plan import BlockLoad, LoadBlocks, Loaded, Transferred
 from cache.tiers.base import BlockMissing
 from cache.tiers.completions import Completions
 from cache.tiers.dram import LayerShape, Slab
+from cache.tiers.layer_source import LAYERS_LANDED
 from cache.tiers.load_stream import LoadStream
 from cache.tiers.throttle import Throttle
 from kernels.attention.base import KvPages
@@ -40,30 +41,36 @@ class Disk:
         generator = torch.Generator().manual_seed(1)
         numbers = torch.randn(LAYERS, 2, BLOCK_TOKENS * 64, generator=generator).bfloat16()
         self.bytes = numbers.view(torch.uint8).numpy()
+        self.sums = [tuple(checksum(layer[block].data) for layer in self.bytes) for block in range(2)]
         self.let = threading.Semaphore(0)
         self.broken_layer: int | None = None
         self.open_readers = 0
+        self.num_landed = 0
+        self.altered: list[tuple[int, int]] = []
 
     def reader(self, extent_id: int) -> "Disk":
         self.open_readers += 1
         return self
 
-    def read(self, layer: int, indices: list[int], outs: list[memoryview]) -> None:
+    def land(self, layer: int, places: list[int], out: memoryview) -> None:
         assert self.let.acquire(timeout=LONG_S)
         if layer == self.broken_layer:
             raise BlockMissing("no answer", reason="deadline")
-        for index, out in zip(indices, outs, strict=True):
-            out[:] = self.bytes[layer, index].data
+        out[:] = self.bytes[layer, places].tobytes()
+        self.num_landed += 1
+
+    def tell_altered(self, layer: int, place: int) -> None:
+        self.altered.append((layer, place))
 
     def checksums(self, block: int) -> tuple[bytes, ...]:
-        return tuple(checksum(layer[block].data) for layer in self.bytes)
+        return self.sums[block]
 
     def close(self) -> None:
         self.open_readers -= 1
 
 
 class Stream:
-    """A stream and its thread, which is the disk's or the other one."""
+    """A stream and its threads."""
 
     def __init__(self, *, gbps: float = 0.0) -> None:
         self.slab = Slab(shapes=[SHAPE] * LAYERS, dtype=torch.bfloat16, num_slots=SLOTS, pinned=False)
@@ -86,9 +93,10 @@ class Stream:
         )
         self._threads: list[threading.Thread] = []
 
-    def begin(self, *, from_disk: bool) -> None:
-        run, how = self.stream.run, {"from_disk": from_disk}
-        self._threads.append(threading.Thread(target=run, args=(Unturned(),), kwargs=how))
+    def begin(self, work: str) -> None:
+        """One of the threads: `read` or `place`."""
+        run, what = {"read": (self.stream.read, ()), "place": (self.stream.place, (Unturned(),))}[work]
+        self._threads.append(threading.Thread(target=run, args=what))
         self._threads[-1].start()
 
     def put(self, *blocks: BlockLoad) -> None:
@@ -153,7 +161,7 @@ def test_a_step_places_each_layer_when_it_asks_for_it(stream):
 def test_what_the_step_leaves_the_thread_brings(stream):
     stream.put(in_dram(3, 0))
     assert stream.stream.wait_layer(1, 1, 0.0)
-    stream.begin(from_disk=False)
+    stream.begin("place")
     time.sleep(0.02)
     assert not stream.pages[2].k.any()
     stream.stream.leave_to_threads()
@@ -170,7 +178,7 @@ def test_what_has_changed_in_memory_fails_and_is_not_placed(stream, altered_laye
         stream.slab.unseal(1)
     else:
         stream.slab.segment(altered_layer, 1)[77] ^= 1
-    stream.begin(from_disk=False)
+    stream.begin("place")
     for layer in range(LAYERS):
         assert stream.stream.wait_layer(1, layer, LONG_S)
     assert stream.loaded() == Loaded(1, {bad.key: "checksum"})
@@ -182,7 +190,7 @@ def test_what_is_on_disk_is_the_threads_and_what_is_in_dram_the_steps(stream, sl
     stream.put(on_disk(1, 0, slot), in_dram(1, 2))
     assert not stream.stream.wait_layer(1, 0, 0.01)
     assert stream.placed(0, 2, stream.slab.segments(0)[1])
-    stream.begin(from_disk=True)
+    stream.begin("read")
     disk = torch.from_numpy(stream.disk.bytes).view(torch.bfloat16)
     for layer in range(LAYERS):
         assert not stream.stream.wait_layer(1, layer, 0.01)
@@ -196,7 +204,7 @@ def test_what_is_on_disk_is_the_threads_and_what_is_in_dram_the_steps(stream, sl
 
 
 def test_when_one_part_has_failed_the_other_ends(stream):
-    stream.begin(from_disk=True)
+    stream.begin("read")
     bad = in_dram(1, 2)
     stream.put(on_disk(1, 0, 4), bad)
     stream.slab.segment(1, 1)[77] ^= 1
@@ -211,8 +219,8 @@ def test_when_one_part_has_failed_the_other_ends(stream):
 
 
 def test_the_threads_end_what_a_step_has_begun_of_both_parts(stream):
-    stream.begin(from_disk=True)
-    stream.begin(from_disk=False)
+    stream.begin("read")
+    stream.begin("place")
     stream.put(on_disk(0, 0, None), in_dram(1, 2))
     stream.disk.let.release()
     assert stream.stream.wait_layer(1, 0, LONG_S)
@@ -225,7 +233,7 @@ def test_the_threads_end_what_a_step_has_begun_of_both_parts(stream):
 
 
 def test_a_disk_that_fails_ends_the_load(stream):
-    stream.begin(from_disk=True)
+    stream.begin("read")
     stream.disk.broken_layer = 1
     block = on_disk(0, 0, 4)
     for _ in range(LAYERS):
@@ -238,11 +246,49 @@ def test_a_disk_that_fails_ends_the_load(stream):
     assert not stream.slab.is_sealed(4)
 
 
+@pytest.mark.parametrize("altered_layer", [0, 2])
+def test_what_was_altered_on_disk_fails_is_told_and_not_placed(stream, altered_layer):
+    stream.begin("read")
+    stream.disk.bytes[altered_layer, 1, 77] ^= 1
+    good, bad = on_disk(0, 0, 3), on_disk(1, 2, 4)
+    stream.put(good, bad)
+    for _ in range(LAYERS):
+        stream.disk.let.release()
+    for layer in range(LAYERS):
+        assert stream.stream.wait_layer(1, layer, LONG_S)
+    assert stream.loaded() == Loaded(1, {bad.key: "checksum"})
+    assert stream.disk.altered == [(altered_layer, 1)]
+    assert not stream.pages[altered_layer].k[2].any()
+    assert not stream.slab.is_sealed(3)
+    assert not stream.slab.is_sealed(4)
+
+
+def test_the_disk_is_read_ahead_of_the_step_but_over_nothing_that_was_not_placed(stream):
+    stream.begin("read")
+    stream.put(on_disk(0, 0, None), on_disk(1, 2, None))
+    disk = torch.from_numpy(stream.disk.bytes).view(torch.bfloat16)
+    for _ in range(2 * LAYERS):
+        stream.disk.let.release()
+    ahead = LAYERS_LANDED - 1
+    for layer in range(LAYERS):
+        wanted = min(LAYERS, layer + ahead)
+        end = time.monotonic() + LONG_S
+        while stream.disk.num_landed < wanted:
+            assert time.monotonic() < end
+            time.sleep(0.001)
+        time.sleep(0.02)
+        assert stream.disk.num_landed == wanted
+        assert stream.stream.wait_layer(1, layer, 0.0), "it has landed"
+        assert stream.placed(layer, 0, disk[layer, 0])
+        assert stream.placed(layer, 2, disk[layer, 1])
+    assert stream.loaded() == Loaded(1, {})
+
+
 def test_a_throttled_link_is_the_threads():
     stream = Stream(gbps=0.01)
     stream.put(in_dram(3, 0))
     assert not stream.stream.wait_layer(1, 0, 0.01)
-    stream.begin(from_disk=False)
+    stream.begin("place")
     assert stream.stream.wait_layer(1, LAYERS - 1, LONG_S)
     assert stream.loaded() == Loaded(1, {})
     stream.close()
