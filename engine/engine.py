@@ -533,7 +533,7 @@ class Engine:
     def idle(self, now: float) -> None:
         """TTL sweep, memory for what comes, and the invariant that must hold when nothing runs."""
         self._cache.sweep(now)
-        self._first_touch.go_on(self._cache.lower.slots.reached, busy=bool(self._choices))
+        self._first_touch.go_on(self._cache.lower.slots.reached, lambda: bool(self._choices))
         if not self._choices and self._cache.num_leases and not self._cache.in_flight:
             log.error("%d pages are pinned although nothing runs", self._cache.num_leases)
 

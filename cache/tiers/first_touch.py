@@ -10,7 +10,7 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
@@ -21,7 +21,7 @@ from kernels.attention.base import KvPages
 AHEAD_BYTES = 512 << 20  # of slots behind the last one used, while nothing runs: gigabytes may never be needed
 BUSY_AHEAD_BYTES = 64 << 20  # while something does; more than a second of prefill fills
 _PIECE_BYTES = 128 << 20  # at a time
-_CALL_BYTES = 1 << 20  # of one call, which holds up whoever maps memory meanwhile
+_CALL_BYTES = 256 << 10  # of one call, which holds up whoever maps memory meanwhile
 _LOWEST = 19
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, Linux 5.14: as if every page were written, with what is in it
 log = logging.getLogger(__name__)
@@ -38,6 +38,7 @@ class FirstTouch:
             self._pool = []  # contexts lie anywhere in it, so only all of it would do
         self._slab = slab
         self._slots = 0 if any(x.is_pinned() for x in self._segments()) else slab.num_slots
+        self._pool_done = 0  # bytes of the last one
         self._ready = 0  # leading slots that were touched
         self._thread: threading.Thread | None = None
         self._populate = _madvise()
@@ -45,43 +46,55 @@ class FirstTouch:
     def _segments(self) -> list[Tensor]:
         return [self._slab.segments(layer) for layer in range(self._slab.num_layers)] if self._slab.num_slots else []
 
-    def go_on(self, slots_used: int, *, busy: bool) -> None:
-        """Begin with what is to be ready next, if anything is. slots_used: the leading slots that were ever filled."""
+    def go_on(self, slots_used: int, is_busy: Callable[[], bool]) -> None:
+        """Begin with what is to be ready next, if anything is. slots_used: the leading slots that were ever filled;
+        is_busy: whether something runs, asked by the thread too: then it leaves what can wait to another time, for
+        it takes a processor from who computes whatever its priority."""
         if self._populate is None or (self._thread is not None and self._thread.is_alive()):
             return
-        ahead = (BUSY_AHEAD_BYTES if busy else AHEAD_BYTES) // max(1, self._slab.slot_bytes)
-        piece = max(1, _PIECE_BYTES // max(1, self._slab.slot_bytes))
-        first = max(self._ready, slots_used)
-        last = min(self._slots, slots_used + ahead, first + piece)
-        pool = self._pool if not busy else []
-        if pool or last > first:
-            self._thread = threading.Thread(target=self._run, args=(pool, first, last), name="kv-touch", daemon=True)
+        wanted = min(self._slots, slots_used + self._slots_of(AHEAD_BYTES))
+        needed = min(self._slots, slots_used + self._slots_of(BUSY_AHEAD_BYTES))
+        self._ready = max(self._ready, slots_used)
+        if self._ready < (needed if is_busy() else wanted) or (self._pool and not is_busy()):
+            work = (min(wanted, self._ready + self._slots_of(_PIECE_BYTES)), needed, is_busy)
+            self._thread = threading.Thread(target=self._run, args=work, name="kv-touch", daemon=True)
             self._thread.start()
+
+    def _slots_of(self, size: int) -> int:
+        return max(1, size // max(1, self._slab.slot_bytes))
 
     def wait(self) -> None:
         """Until nothing is under way."""
         if self._thread is not None:
             self._thread.join()
 
-    def _run(self, pool: Sequence[Tensor], first: int, last: int) -> None:
+    def _run(self, wanted: int, needed: int, is_busy: Callable[[], bool]) -> None:
         lower_priority(_LOWEST)
         try:
-            for memory in pool:
-                self._touch(memory, 0, memory.numel() * memory.itemsize)
-            for memory, size in zip(self._segments(), self._slab.segment_bytes, strict=True) if last > first else ():
-                self._touch(memory, first * size, last * size)
+            while self._pool and not is_busy():
+                memory = self._pool[-1]
+                size = memory.numel() * memory.itemsize
+                self._pool_done = self._touch(memory, self._pool_done, min(size, self._pool_done + _CALL_BYTES))
+                if self._pool_done == size:
+                    self._pool.pop()
+                    self._pool_done = 0
+            while self._ready < (end := needed if is_busy() else wanted):
+                stop = min(end, self._ready + self._slots_of(_CALL_BYTES))
+                for memory, size in zip(self._segments(), self._slab.segment_bytes, strict=True):
+                    self._touch(memory, self._ready * size, stop * size)
+                self._ready = stop
         except OSError as error:  # an older kernel, or no memory left: it will be touched by whoever needs it
             log.debug("memory is not touched ahead: %s", error)
             self._populate = None
-        if pool:
-            self._pool = []
-        self._ready = max(self._ready, last)
 
-    def _touch(self, memory: Tensor, start: int, stop: int) -> None:
+    def _touch(self, memory: Tensor, start: int, stop: int) -> int:
+        """Bytes `start` to `stop`; returns `stop`. The page at either end belongs to neighbours too."""
         assert self._populate is not None
-        for address, size in _whole_pages(memory.data_ptr() + start, memory.data_ptr() + stop):
-            if self._populate(address, size, _POPULATE_WRITE):
-                raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+        page = os.sysconf("SC_PAGE_SIZE")
+        first, last = ((memory.data_ptr() + at) // page * page for at in (start, stop))
+        if last > first and self._populate(first, last - first, _POPULATE_WRITE):
+            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+        return stop
 
 
 def _madvise() -> "ctypes._NamedFuncPointer | None":
@@ -91,11 +104,3 @@ def _madvise() -> "ctypes._NamedFuncPointer | None":
     function = ctypes.CDLL(None, use_errno=True).madvise
     function.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
     return function
-
-
-def _whole_pages(start: int, stop: int) -> Iterator[tuple[int, int]]:
-    """(address, bytes) of the calls for the pages that lie inside."""
-    page = os.sysconf("SC_PAGE_SIZE")
-    start, stop = -(-start // page) * page, stop // page * page
-    for address in range(start, stop, _CALL_BYTES):
-        yield address, min(_CALL_BYTES, stop - address)

@@ -27,6 +27,14 @@ def resident(memory):
     return [bool(page & 1) for page in state]
 
 
+def idly():
+    return False
+
+
+def busily():
+    return True
+
+
 @pytest.fixture
 def tiers(monkeypatch):
     """A slab of 64 slots of 64 KiB in each of two layers, and a pool of one layer, 16 MiB in all, never written."""
@@ -50,11 +58,31 @@ def test_memory_is_there_as_far_ahead_as_was_said(tiers, monkeypatch):
     touch = FirstTouch(pages=pages, slab=slab)
     share = {}
     for busy, used in ((True, 8), (True, 9), (False, 9)):
-        touch.go_on(used, busy=busy)
+        touch.go_on(used, busily if busy else idly)
         touch.wait()
         share[busy, used] = [sum(resident(slab.segments(layer))) / SLOTS / 16 for layer in (0, 1)]
+        # From slot 8 on 16, one more for slot 9, and all behind it; those before are somebody's already.
+        assert busy != all(map(all, (resident(pages[0].k), resident(pages[0].v))))
     # From slot 8 on 16, one more for slot 9, and all behind it; those before are somebody's already.
     assert share == {(True, 8): [16 / 64] * 2, (True, 9): [17 / 64] * 2, (False, 9): [56 / 64] * 2}
+
+
+@pytest.mark.parametrize("asked", [1, 2, 3, 10, 50])
+def test_when_something_runs_again_what_can_wait_waits(tiers, monkeypatch, asked):
+    """However far it has come by then; and it goes on from there."""
+    slab, pages = tiers
+    monkeypatch.setattr(first_touch, "BUSY_AHEAD_BYTES", 4 * slab.slot_bytes)
+    monkeypatch.setattr(first_touch, "_CALL_BYTES", slab.slot_bytes)
+    touch = FirstTouch(pages=pages, slab=slab)
+    answers = [False] * asked
+    touch.go_on(0, lambda: not answers or answers.pop())
+    touch.wait()
+    there = sum(resident(slab.segments(0))) // 16
+    assert there <= max(4, asked)
+    assert asked > 2 or not any(resident(pages[0].k))
+    touch.go_on(0, idly)
+    touch.wait()
+    assert all(resident(slab.segments(0)))
     assert all(map(all, (resident(pages[0].k), resident(pages[0].v))))
 
 
@@ -65,7 +93,7 @@ def test_a_large_pool_is_left_alone_and_work_comes_in_pieces(tiers, monkeypatch)
     touch = FirstTouch(pages=pages, slab=slab)
     seen = []
     for _ in range(3):
-        touch.go_on(0, busy=False)
+        touch.go_on(0, idly)
         touch.wait()
         seen.append(sum(resident(slab.segments(0))) // 16)
     assert seen == [4, 8, 8]  # 1 MiB is 8 slots
@@ -87,7 +115,7 @@ def test_what_is_written_meanwhile_stays(tiers):
     writer.start()
     while writer.is_alive():
         touch._ready = 0
-        touch.go_on(0, busy=False)
+        touch.go_on(0, idly)
     writer.join()
     touch.wait()
     assert not wrong.is_set()
@@ -99,9 +127,9 @@ def test_a_kernel_without_the_call_is_asked_once(tiers):
     touch = FirstTouch(pages=pages, slab=slab)
     calls = []
     touch._populate = lambda *args: calls.append(args) or -1
-    touch.go_on(0, busy=False)
+    touch.go_on(0, idly)
     touch.wait()
-    touch.go_on(0, busy=False)
+    touch.go_on(0, idly)
     touch.wait()
     assert len(calls) == 1
     assert not any(resident(slab.segments(0)))
@@ -111,6 +139,6 @@ def test_without_tiers_there_is_only_the_pool(tiers):
     _, pages = tiers
     slab = Slab(shapes=[LayerShape(8, 64, 64)] * 2, dtype=torch.bfloat16, num_slots=0, pinned=False)
     touch = FirstTouch(pages=pages, slab=slab)
-    touch.go_on(0, busy=False)
+    touch.go_on(0, idly)
     touch.wait()
     assert all(resident(pages[0].v))
