@@ -3,13 +3,13 @@
 import mmap
 import os
 from collections import deque
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from types import TracebackType
 
 from cache.tiers.base import BlockMissing
 from cache.tiers.extent_file import ParsedExtent, altered, check_segments, io_buffer, read_segments
-from cache.tiers.io_threads import IoDeadline, IoThreads
+from cache.tiers.io_threads import Beat, IoDeadline, IoThreads
 from cache.tiers.throttle import Throttle
 
 
@@ -61,20 +61,30 @@ class ExtentReader:
         for start in range(0, len(blocks), step):
             self._read_some(layer, blocks[start : start + step], targets[start : start + step])
 
-    def land(self, layer: int, blocks: Sequence[int], out: memoryview) -> None:
-        """Fill `out` with the segments of these blocks, one behind the other, as they are: nothing is checked. Past the
-        page cache where it begins at a page and segments are whole pages. Raises BlockMissing; after one for its
+    def land(self, layer: int, wanted: "Sequence[tuple[ExtentReader, Sequence[int]]]", out: memoryview) -> None:
+        """Fill `out` with the segments of these blocks of readers of the same tier, one behind the other, as they are:
+        nothing is checked. One call of an I/O thread, for each costs more processor time than the device's bytes. Past
+        the page cache where `out` begins at a page and segments are whole pages. Raises BlockMissing; after one for its
         `deadline` the kernel may still write to `out`."""
         size = self._extent.layout.segment_bytes[layer]
-        if len(out) != size * len(blocks):
+        if len(out) != size * sum(len(blocks) for _, blocks in wanted):
             raise ValueError(f"{size} bytes per block")
         step = max(1, self._buffer_bytes // size)
-        for start in range(0, len(blocks), step):
-            some = blocks[start : start + step]
-            view = out[start * size : (start + len(some)) * size]
-            due = self._throttle.book(len(view))
-            self._call(lambda fd, some=some, view=view: read_segments(fd, self._extent, layer, some, view))  # type: ignore[misc]
-            self._throttle.wait(due)
+        open_readers = [(reader, reader._descriptor(), blocks) for reader, blocks in wanted]
+
+        def read(beat: Beat) -> None:
+            at = 0
+            for reader, fd, blocks in open_readers:
+                for start in range(0, len(blocks), step):
+                    some = blocks[start : start + step]
+                    with reader._telling_damage():
+                        read_segments(fd, reader._extent, layer, some, out[at : at + len(some) * size])
+                    at += len(some) * size
+                    beat()
+
+        due = self._throttle.book(len(out))
+        self._call(read, [reader for reader, _ in wanted])
+        self._throttle.wait(due)
 
     def tell_altered(self, layer: int, block: int) -> None:
         """A segment that was landed is not what was stored."""
@@ -100,13 +110,16 @@ class ExtentReader:
             buffer = io_buffer(self._buffer_bytes)
         view = memoryview(buffer)[: size * len(blocks)]
 
-        def read(fd: int) -> None:
-            read_segments(fd, self._extent, layer, blocks, view)
-            check_segments(self._extent, layer, blocks, view)
+        fd = self._descriptor()
+
+        def read(_: Beat) -> None:
+            with self._telling_damage():
+                read_segments(fd, self._extent, layer, blocks, view)
+                check_segments(self._extent, layer, blocks, view)
 
         due = self._throttle.book(len(view))
         try:
-            self._call(read)
+            self._call(read, [self])
             for i, target in enumerate(targets):
                 target[:] = view[i * size : (i + 1) * size]
         finally:
@@ -114,20 +127,34 @@ class ExtentReader:
                 self._buffers.append(buffer)
         self._throttle.wait(due)
 
-    def _call(self, work: Callable[[int], None]) -> None:
-        """In an I/O thread, within the deadline. Raises BlockMissing."""
-        fd = self._fd
-        if fd is None:
+    def _descriptor(self) -> int:
+        if self._fd is None:
             raise BlockMissing("an earlier read of this extent hangs, or it is closed", reason="deadline")
+        return self._fd
+
+    @contextmanager
+    def _telling_damage(self) -> Iterator[None]:
         try:
-            self._io.call(lambda _: work(fd), late=partial(os.close, fd))
-        except IoDeadline as error:
-            if error.began:
-                self._fd = None  # closed by the thread that is still in it: the number must not become another file's
-            raise BlockMissing(f"extent {self._extent.header.extent_id:016x}: {error}", reason="deadline") from error
+            yield
         except BlockMissing as missing:
             self._on_damage(missing)
             raise
+
+    def _call(self, work: Callable[[Beat], None], readers: "Sequence[ExtentReader]") -> None:
+        """In an I/O thread, within the deadline; work: uses the descriptors of `readers`. Raises BlockMissing."""
+        descriptors = [reader._descriptor() for reader in readers]
+
+        def close_late() -> None:
+            for fd in descriptors:
+                os.close(fd)
+
+        try:
+            self._io.call(work, late=close_late)
+        except IoDeadline as error:
+            if error.began:
+                for reader in readers:
+                    reader._fd = None  # the thread that is still in it closes it: the number must not become another's
+            raise BlockMissing(f"extent {self._extent.header.extent_id:016x}: {error}", reason="deadline") from error
 
 
 def flat(view: memoryview) -> memoryview:

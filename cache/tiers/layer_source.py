@@ -130,15 +130,12 @@ class ExtentSource:
         """Bring a layer, unchecked. Raises BlockMissing."""
         if not self._readers:
             self._open()
-        view = self._landed(layer)
-        for extent_id, places in self._places.items():
-            size = len(places) * self._slab.segment_bytes[layer]
-            try:
-                self._readers[extent_id].land(layer, places, view[:size])
-            except BlockMissing as missing:
-                self._may_be_written = missing.reason == "deadline"
-                raise
-            view = view[size:]
+        wanted = [(self._readers[extent_id], places) for extent_id, places in self._places.items()]
+        try:
+            wanted[0][0].land(layer, wanted, self._landed(layer))
+        except BlockMissing as missing:
+            self._may_be_written = missing.reason == "deadline"
+            raise
 
     def _open(self) -> None:
         for extent_id, places in self._places.items():

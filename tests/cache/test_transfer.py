@@ -74,10 +74,13 @@ class Reader:
         for index, out in zip(indices, outs, strict=True):
             out[:] = self.extent[layer][index]
 
-    def land(self, layer, indices, out):
-        outs = [bytearray(len(out) // len(indices)) for _ in indices]
-        self.read(layer, indices, outs)
-        out[:] = b"".join(outs)
+    def land(self, layer, wanted, out):
+        found = []
+        for reader, indices in wanted:
+            outs = [bytearray(len(reader.extent[layer][0])) for _ in indices]
+            reader.read(layer, indices, outs)
+            found += outs
+        out[:] = b"".join(found)
 
     def __enter__(self):
         return self

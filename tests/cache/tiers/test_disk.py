@@ -131,18 +131,18 @@ def test_segments_land_as_they_are_wherever_that_is(tmp_path, monkeypatch, caplo
     sums = b"".join(checksum(segment) for layer in data for segment in layer)
     info = tier.write(make_session(), blocks, sums, lambda layer: [memoryview(segment) for segment in data[layer]])
     order = [4, 1, 2, 3, 0, 2]
-    with tier.reader(info.extent_id) as reader:
+    with tier.reader(info.extent_id) as reader, tier.reader(info.extent_id) as again:
         assert bool(fcntl.fcntl(reader._fd, fcntl.F_GETFL) & os.O_DIRECT) == direct
         for layer, size in enumerate(sizes):
             out = memoryview(extent_file.io_buffer(1 << 20))[offset:][: size * len(order)]
-            reader.land(layer, order, out)
+            reader.land(layer, [(reader, order[:4]), (again, order[4:])], out)
             assert bytes(out) == b"".join(data[layer][block] for block in order)
         assert reader.checksums(3) == tuple(checksum(layer[3]) for layer in data)
         reader.tell_altered(1, 2)
         assert "layer 1, block 2" in caplog.text
         os.truncate(file_of(tmp_path, info), info.size_bytes - 4096)
         with pytest.raises(BlockMissing) as caught:
-            reader.land(1, order, out)
+            reader.land(1, [(reader, order)], out)
         assert caught.value.reason == "short_read"
     tier.close()
 
@@ -518,6 +518,31 @@ def test_a_hung_read_fails_in_time_and_never_touches_memory_that_was_given_back(
         wait_until(lambda: tier._reads.lost == 0)
     assert out == bytes(SEGMENTS[0])
     assert read_wrongly(tier, info) == []
+    tier.close()
+
+
+def test_when_a_layer_of_several_extents_hangs_all_are_closed_by_who_hangs(tmp_path, monkeypatch):
+    tier = make_tier(tmp_path, deadline_s=0.05)
+    tier.open()
+    readers = [tier.reader(put(tier, name).extent_id) for name in "xy"]
+    descriptors = [reader._fd for reader in readers]
+    out = memoryview(bytearray(2 * SEGMENTS[0]))
+    hang = Hang(os.preadv)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "preadv", hang)
+        for _ in range(2):  # the second fails without trying
+            with pytest.raises(BlockMissing) as caught:
+                readers[0].land(0, [(reader, [1]) for reader in readers], out)
+            assert caught.value.reason == "deadline"
+        assert hang.calls == 1
+        for reader in readers:
+            reader.close()
+        assert all(os.fstat(fd) for fd in descriptors)
+        hang.go.set()
+        wait_until(lambda: tier._reads.lost == 0)
+    for fd in descriptors:
+        with pytest.raises(OSError, match="Bad file"):
+            os.fstat(fd)
     tier.close()
 
 

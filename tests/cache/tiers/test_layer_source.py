@@ -32,10 +32,12 @@ class Reader:
     def __init__(self, disk, extent_id):
         self._disk, self._extent_id = disk, extent_id
 
-    def land(self, layer, places, out):
+    def land(self, layer, wanted, out):
         if self._disk.hangs:
             raise BlockMissing("no answer", reason="deadline")
-        out[:] = b"".join(self._disk.data(self._extent_id, layer, place) for place in places)
+        out[:] = b"".join(
+            self._disk.data(reader._extent_id, layer, place) for reader, places in wanted for place in places
+        )
 
     def checksums(self, place):
         return tuple(checksum(self._disk.data(self._extent_id, layer, place)) for layer in range(len(SHAPES)))

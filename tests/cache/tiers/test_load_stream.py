@@ -52,10 +52,11 @@ class Disk:
         self.open_readers += 1
         return self
 
-    def land(self, layer: int, places: list[int], out: memoryview) -> None:
+    def land(self, layer: int, wanted: list[tuple[object, list[int]]], out: memoryview) -> None:
         assert self.let.acquire(timeout=LONG_S)
         if layer == self.broken_layer:
             raise BlockMissing("no answer", reason="deadline")
+        ((_, places),) = wanted
         out[:] = self.bytes[layer, places].tobytes()
         self.num_landed += 1
 
