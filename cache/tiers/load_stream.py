@@ -155,9 +155,13 @@ class LoadStream:
     def _has_come(part: _Part) -> bool:
         return not part.reading if part.load.failed else part.landed > part.placed
 
+    def _is_over(self, part: _Part) -> bool:
+        # The other part may fail at any time, and what is being read must not be taken away from who reads it.
+        return part.placed == self._slab.num_layers or (bool(part.load.failed) and not part.reading)
+
     def _place_in_step(self, part: _Part) -> None:
         self._place(part, self._rotations, together=True)
-        if part.load.failed or part.placed == self._slab.num_layers:
+        if self._is_over(part):
             self._end(part)
         elif part.reads_disk:
             with self._changed:
@@ -215,7 +219,7 @@ class LoadStream:
                 size = len(part.blocks) * self._slab.segment_bytes[part.placed]
                 self._throttle.wait(self._throttle.book(size))
             self._place(part, rotations, together=False)
-            if part.load.failed or part.placed == self._slab.num_layers:
+            if self._is_over(part):
                 self._end(part)
 
     def _next_to_read(self) -> _Part | None:

@@ -2,6 +2,7 @@
 
 import threading
 import time
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from cache.tiers.completions import Completions
 from cache.tiers.dram import LayerShape, Slab
 from cache.tiers.layer_source import LAYERS_LANDED
 from cache.tiers.load_stream import LoadStream
+from cache.tiers.loader import Loader
 from cache.tiers.throttle import Throttle
 from kernels.attention.base import KvPages
 from kernels.cpu_support import decode_kernels
@@ -217,6 +219,33 @@ def test_when_one_part_has_failed_the_other_ends(stream):
     assert stream.stream.wait_layer(1, LAYERS - 1, LONG_S)
     assert stream.loaded() == Loaded(1, {bad.key: "checksum"})
     assert not stream.slab.is_sealed(4)
+
+
+@pytest.mark.parametrize("in_step", [True, False])
+def test_when_a_load_fails_while_a_layer_is_placed_nobody_takes_memory_from_who_reads(stream, monkeypatch, in_step):
+    place = Loader.place
+    failing = BlockKey(bytes(16))
+
+    def place_and_fail(self: Loader, layer: int, *arguments: Any, together: bool) -> None:
+        place(self, layer, *arguments, together=together)
+        while not part.reading:
+            time.sleep(0.001)
+        part.load.failed[failing] = "checksum"  # as the other part would
+
+    monkeypatch.setattr(Loader, "place", place_and_fail)
+    stream.begin("read")
+    stream.begin("place")
+    stream.put(on_disk(0, 0, None))
+    (part,) = stream.stream._parts
+    if not in_step:
+        stream.stream.leave_to_threads()
+    stream.disk.let.release()
+    assert not stream.stream.wait_layer(1, 1, 0.1)
+    assert stream.disk.open_readers == 1
+    stream.disk.let.release()
+    assert stream.stream.wait_layer(1, 1, LONG_S)
+    assert stream.loaded() == Loaded(1, {failing: "checksum"})
+    assert stream.disk.open_readers == 0
 
 
 def test_the_threads_end_what_a_step_has_begun_of_both_parts(stream):
