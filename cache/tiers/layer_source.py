@@ -1,5 +1,6 @@
 """Where one load reads from, layer by layer: slots in DRAM, or extents on disk."""
 
+import threading
 from collections import deque
 from collections.abc import Container, Sequence
 from mmap import mmap
@@ -74,29 +75,32 @@ class Landings:
 
     def __init__(self) -> None:
         self._kept: deque[mmap] = deque()
+        self._lock = threading.Lock()
 
     def take(self, size: int) -> mmap:
-        for _ in range(len(self._kept)):
-            try:
-                memory = self._kept.popleft()
-            except IndexError:  # somebody else was quicker
-                break
-            if len(memory) >= size:
-                return memory
-            self._kept.append(memory)
+        """Raises OSError where there is none."""
+        with self._lock:
+            for memory in self._kept:
+                if len(memory) >= size:
+                    self._kept.remove(memory)
+                    return memory
         return io_buffer(-(-size // _PIECE_BYTES) * _PIECE_BYTES)
 
     def give_back(self, memory: mmap) -> None:
         """Nobody writes to it any more."""
-        self._kept.append(memory)
-        while sum(map(len, list(self._kept))) > KEPT_BYTES:
-            self._kept.popleft()
+        if len(memory) > KEPT_BYTES:
+            return  # it would only drive out the others
+        dropped = []  # unmapped when nobody waits for the lock
+        with self._lock:
+            self._kept.append(memory)
+            while sum(map(len, self._kept)) > KEPT_BYTES:
+                dropped.append(self._kept.popleft())
 
 
 class ExtentSource:
     """Blocks on disk: a layer is read into landing memory as it is, checked by whoever places it, and copied from there
-    into slots if DRAM is to have it too. Leave it by `close`. `read` may be called by one thread while another places
-    what was read, up to LAYERS_LANDED - 1 layers ahead."""
+    into slots if DRAM is to have it too. Raises BlockMissing. Leave it by `close`. `read` may be called by one thread
+    while another places what was read, up to LAYERS_LANDED - 1 layers ahead."""
 
     def __init__(self, blocks: Sequence[BlockLoad], slab: Slab, disk: DiskTier, landings: Landings) -> None:
         self._slab, self._disk, self._landings = slab, disk, landings
@@ -115,7 +119,10 @@ class ExtentSource:
         self._sums: Sums = _NO_SUMS  # until the first layer is there
         self._chosen = torch.arange(len(self.blocks))
         self._room = -(-len(self.blocks) * max(slab.segment_bytes) // ALIGNMENT) * ALIGNMENT  # of a layer
-        self._memory = landings.take(LAYERS_LANDED * self._room)
+        try:
+            self._memory = landings.take(LAYERS_LANDED * self._room)
+        except OSError as error:
+            raise BlockMissing(f"no memory to read into: {error}", reason="io") from error
         self._view = memoryview(self._memory)
         self._tensor = torch.frombuffer(self._memory, dtype=torch.uint8)
         self._may_be_written = False  # by a read that hangs, whenever it ends

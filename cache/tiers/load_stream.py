@@ -216,8 +216,10 @@ class LoadStream:
         """Layers that no step places by itself, until `close`."""
         while (part := self._next_to_place()) is not None:
             if not part.reads_disk and not part.load.failed:
+                started = time.perf_counter()
                 size = len(part.blocks) * self._slab.segment_bytes[part.placed]
                 self._throttle.wait(self._throttle.book(size))
+                part.reading_s += time.perf_counter() - started
             self._place(part, rotations, together=False)
             if self._is_over(part):
                 self._end(part)
@@ -306,7 +308,10 @@ class LoadStream:
         if not failed:
             direction = "disk_to_hbm" if part.reads_disk else "dram_to_hbm"
             size = len(part.blocks) * self._slab.slot_bytes
-            self._completions.tell(Transferred(direction, size, part.reading_s + part.placing_s))
+            # One layer is read while another is placed: all but one layer of the shorter is hidden by the longer.
+            shorter, longer = sorted((part.reading_s, part.placing_s))
+            hidden = 1 - 1 / self._slab.num_layers if part.reads_disk else 0
+            self._completions.tell(Transferred(direction, size, longer + shorter * (1 - hidden)))
         with self._changed:
             self._parts.remove(part)
             part.load.left -= 1

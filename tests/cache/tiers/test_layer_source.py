@@ -1,11 +1,16 @@
 """Layers of a load that come off the disk, and the memory that they come to."""
 
+import errno
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 
 from cache.block import BlockKey
 from cache.extent import checksum
 from cache.plan import BlockLoad
+from cache.tiers import layer_source
 from cache.tiers.base import BlockMissing
 from cache.tiers.dram import LayerShape, Slab
 from cache.tiers.layer_source import KEPT_BYTES, LAYERS_LANDED, ExtentSource, Landings
@@ -131,3 +136,40 @@ def test_landing_memory_is_bounded():
     again = [landings.take(1) for _ in range(4)]
     assert sum(any(memory is old for old in taken) for memory in again) == 2
     assert landings.take(KEPT_BYTES) not in taken
+
+
+def test_memory_too_large_to_be_kept_drives_out_no_other():
+    landings = Landings()
+    small = landings.take(1)
+    landings.give_back(small)
+    landings.give_back(landings.take(KEPT_BYTES + 1))
+    assert landings.take(1) is small
+
+
+def test_without_memory_to_read_into_a_block_is_missing(slab, monkeypatch):
+    def none(size):
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    monkeypatch.setattr(layer_source, "io_buffer", none)
+    with pytest.raises(BlockMissing) as caught:
+        ExtentSource([block(1, 0)], slab, Disk(slab.segment_bytes), Landings())
+    assert caught.value.reason == "io"
+
+
+def test_threads_take_and_give_back_at_once(monkeypatch):
+    monkeypatch.setattr(layer_source, "KEPT_BYTES", 3 * layer_source._PIECE_BYTES)
+    landings, taken, lock = Landings(), set(), threading.Lock()
+
+    def work():
+        for _ in range(300):
+            memory = landings.take(1)
+            with lock:
+                assert id(memory) not in taken
+                taken.add(id(memory))
+            with lock:
+                taken.remove(id(memory))
+            landings.give_back(memory)
+
+    with ThreadPoolExecutor(4) as pool:
+        for future in [pool.submit(work) for _ in range(4)]:
+            future.result()

@@ -121,6 +121,16 @@ class Stream:
         assert bool(moved) == (not loaded.failed)
         return loaded
 
+    def seconds_of(self, direction: str) -> float:
+        """Waits until it is told."""
+        end = time.monotonic() + LONG_S
+        while True:
+            for event in self.completions.take():
+                if isinstance(event, Transferred) and event.direction == direction:
+                    return event.seconds
+            assert time.monotonic() < end
+            self.completions.wait(0.05)
+
     def placed(self, layer: int, page: int, data: Tensor) -> bool:
         """data: a segment."""
         k, v = data.view(2, BLOCK_TOKENS, 2, 16)
@@ -312,6 +322,38 @@ def test_the_disk_is_read_ahead_of_the_step_but_over_nothing_that_was_not_placed
         assert stream.placed(layer, 0, disk[layer, 0])
         assert stream.placed(layer, 2, disk[layer, 1])
     assert stream.loaded() == Loaded(1, {})
+
+
+def test_reading_beside_placing_counts_once(stream, monkeypatch):
+    place, land = Loader.place, stream.disk.land
+
+    def place_slowly(self: Loader, *arguments: Any, together: bool) -> None:
+        time.sleep(0.03)
+        place(self, *arguments, together=together)
+
+    def land_slowly(*arguments: Any) -> None:
+        time.sleep(0.03)
+        land(*arguments)
+
+    monkeypatch.setattr(Loader, "place", place_slowly)
+    monkeypatch.setattr(stream.disk, "land", land_slowly)
+    for _ in range(LAYERS):
+        stream.disk.let.release()
+    stream.begin("read")
+    stream.begin("place")
+    began = time.monotonic()
+    stream.put(on_disk(0, 0, None))
+    stream.stream.leave_to_threads()
+    seconds = stream.seconds_of("disk_to_hbm")
+    assert 0.03 * LAYERS <= seconds <= 1.3 * (time.monotonic() - began)
+
+
+def test_what_a_cap_costs_is_part_of_the_rate():
+    stream = Stream(gbps=0.0002)  # 4 segments of 4 KiB: 80 ms, less 20 of credit
+    stream.begin("place")
+    stream.put(in_dram(3, 0))
+    assert stream.seconds_of("dram_to_hbm") > 0.05
+    stream.close()
 
 
 def test_a_throttled_link_is_the_threads():
