@@ -1,5 +1,6 @@
 """Reading a stored extent into memory that belongs to others."""
 
+import contextlib
 import mmap
 import os
 from collections import deque
@@ -43,7 +44,8 @@ class ExtentReader:
 
     def close(self) -> None:
         if self._fd is not None:
-            os.close(self._fd)
+            with contextlib.suppress(OSError):  # of a network's file system; nothing was written
+                os.close(self._fd)
             self._fd = None
 
     def read(self, layer: int, blocks: Sequence[int], out: Sequence[memoryview]) -> None:
@@ -91,7 +93,9 @@ class ExtentReader:
         self._on_damage(altered(self._extent, layer, block))
 
     def checksums(self, block: int) -> tuple[bytes, ...]:
-        """Of a block's segments, by layer."""
+        """Of a block's segments, by layer. Raises BlockMissing where there is no such block."""
+        if not 0 <= block < len(self._extent.header.blocks):
+            raise BlockMissing(f"extent {self._extent.header.extent_id:016x} has no block {block}", reason="format")
         return self._extent.header.checksums_of(block)
 
     def check(self) -> None:

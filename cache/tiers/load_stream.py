@@ -97,7 +97,7 @@ class LoadStream:
         load = _Load(move.job_id, started=in_step or self._read_buffer_layers >= self._slab.num_layers)
         if on_disk:
             load.parts.append(_Part(on_disk, load, reads_disk=True, in_step=in_step))
-        if in_dram or not on_disk:
+        if in_dram:
             # Who waits for a link that is made slower does so on a thread.
             together = in_step and not self._throttle.is_capped
             load.parts.append(_Part(in_dram, load, reads_disk=False, in_step=together, landed=self._slab.num_layers))
@@ -231,8 +231,8 @@ class LoadStream:
                 lambda part: (
                     part.reads_disk
                     and not part.load.failed
-                    # `ExtentSource` has room for so many, and one is being read.
-                    and part.landed < min(most, part.placed + LAYERS_LANDED - 1)
+                    # `ExtentSource` has room for so many, with the one that is read and the one that is placed.
+                    and part.landed < min(most, part.placed + LAYERS_LANDED)
                     and (self._may_come(part) or part.landed < self._read_buffer_layers)
                 )
             )

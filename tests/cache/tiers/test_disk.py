@@ -138,6 +138,9 @@ def test_segments_land_as_they_are_wherever_that_is(tmp_path, monkeypatch, caplo
             reader.land(layer, [(reader, order[:4]), (again, order[4:])], out)
             assert bytes(out) == b"".join(data[layer][block] for block in order)
         assert reader.checksums(3) == tuple(checksum(layer[3]) for layer in data)
+        for nowhere in (-1, 5):
+            with pytest.raises(BlockMissing, match="no block"):
+                reader.checksums(nowhere)
         reader.tell_altered(1, 2)
         assert "layer 1, block 2" in caplog.text
         os.truncate(file_of(tmp_path, info), info.size_bytes - 4096)

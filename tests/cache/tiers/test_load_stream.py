@@ -23,7 +23,7 @@ from kernels.cpu_support import decode_kernels
 
 pytestmark = pytest.mark.skipif(decode_kernels() is None, reason="no team to place blocks with")
 
-LAYERS, PAGES, SLOTS = 4, 3, 5
+LAYERS, PAGES, SLOTS = 6, 3, 5
 SHAPE = LayerShape(2, 16, 16)
 LONG_S = 10.0  # nothing takes that long unless it hangs
 
@@ -309,9 +309,8 @@ def test_the_disk_is_read_ahead_of_the_step_but_over_nothing_that_was_not_placed
     disk = torch.from_numpy(stream.disk.bytes).view(torch.bfloat16)
     for _ in range(2 * LAYERS):
         stream.disk.let.release()
-    ahead = LAYERS_LANDED - 1
     for layer in range(LAYERS):
-        wanted = min(LAYERS, layer + ahead)
+        wanted = min(LAYERS, layer + LAYERS_LANDED)
         end = time.monotonic() + LONG_S
         while stream.disk.num_landed < wanted:
             assert time.monotonic() < end
