@@ -19,8 +19,7 @@ from benchmarks.truncation_figure import section as truncation_section
 
 ROW_POLICIES = ("car", "priority", "fcfs")
 HELD = {
-    "Text with reuse against text without": "equality",
-    "The same after restarts, kills, in a crowd and behind cuts": "equality_crash_cut",
+    "Text with reuse against text without, after restarts and kills, in a crowd and behind cuts": "equality",
     "After a restart and a crash": "restart",
     "What the cache costs where nothing is reused": "zero_reuse",
     "Soak": "soak",
