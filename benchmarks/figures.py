@@ -23,6 +23,7 @@ HELD = {
     "After a restart and a crash": "restart",
     "What the cache costs where nothing is reused": "zero_reuse",
     "Soak": "soak",
+    "The simulator beside the server": "sim_agreement",
     "Gaps in running streams while long prompts arrive": "itl",
     "One tenant beside another's flood": "tenants",
     "What planning a step costs": "planning_cost",
