@@ -99,8 +99,8 @@ class Landings:
 
 class ExtentSource:
     """Blocks on disk: a layer is read into landing memory as it is, checked by whoever places it, and copied from there
-    into slots if DRAM is to have it too. Raises BlockMissing. Leave it by `close`. `read` may be called by one thread
-    while another places what was read, up to LAYERS_LANDED layers in all."""
+    into slots if DRAM is to have it too. Making one raises BlockMissing where there is no memory; leave it by `close`.
+    `read` may be called by one thread while another places what was read, up to LAYERS_LANDED layers in all."""
 
     def __init__(self, blocks: Sequence[BlockLoad], slab: Slab, disk: DiskTier, landings: Landings) -> None:
         self._slab, self._disk, self._landings = slab, disk, landings

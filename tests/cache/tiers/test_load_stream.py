@@ -21,7 +21,7 @@ from cache.tiers.throttle import Throttle
 from kernels.attention.base import KvPages
 from kernels.cpu_support import decode_kernels
 
-pytestmark = pytest.mark.skipif(decode_kernels() is None, reason="no team to place blocks with")
+needs_team = pytest.mark.skipif(decode_kernels() is None, reason="no team to place blocks with")
 
 LAYERS, PAGES, SLOTS = 6, 3, 5
 SHAPE = LayerShape(2, 16, 16)
@@ -159,6 +159,7 @@ def on_disk(index: int, page: int, slot: int | None) -> BlockLoad:
     return BlockLoad(BlockKey(bytes([100 + index] * 16)), BLOCK_TOKENS, slot, (7, index), page, 0, 0)
 
 
+@needs_team
 def test_a_step_places_each_layer_when_it_asks_for_it(stream):
     stream.put(in_dram(3, 0), in_dram(1, 2))
     for layer in range(LAYERS):
@@ -171,6 +172,7 @@ def test_a_step_places_each_layer_when_it_asks_for_it(stream):
     assert stream.stream.waited_s > 0
 
 
+@needs_team
 def test_what_the_step_leaves_the_thread_brings(stream):
     stream.put(in_dram(3, 0))
     assert stream.stream.wait_layer(1, 1, 0.0)
@@ -198,6 +200,7 @@ def test_what_has_changed_in_memory_fails_and_is_not_placed(stream, altered_laye
     assert not stream.pages[altered_layer or 0].k[2].any()
 
 
+@needs_team
 @pytest.mark.parametrize("slot", [4, None])
 def test_what_is_on_disk_is_the_threads_and_what_is_in_dram_the_steps(stream, slot):
     stream.put(on_disk(1, 0, slot), in_dram(1, 2))
@@ -216,6 +219,7 @@ def test_what_is_on_disk_is_the_threads_and_what_is_in_dram_the_steps(stream, sl
     assert slot is None or all(stream.slab.is_intact(layer, slot) for layer in range(LAYERS))
 
 
+@needs_team
 def test_when_one_part_has_failed_the_other_ends(stream):
     stream.begin("read")
     bad = in_dram(1, 2)
@@ -272,6 +276,7 @@ def test_the_threads_end_what_a_step_has_begun_of_both_parts(stream):
     assert all(stream.placed(layer, 2, stream.slab.segments(layer)[1]) for layer in range(LAYERS))
 
 
+@needs_team
 def test_a_disk_that_fails_ends_the_load(stream):
     stream.begin("read")
     stream.disk.broken_layer = 1
@@ -286,6 +291,7 @@ def test_a_disk_that_fails_ends_the_load(stream):
     assert not stream.slab.is_sealed(4)
 
 
+@needs_team
 @pytest.mark.parametrize("altered_layer", [0, 2])
 def test_what_was_altered_on_disk_fails_is_told_and_not_placed(stream, altered_layer):
     stream.begin("read")
@@ -303,6 +309,7 @@ def test_what_was_altered_on_disk_fails_is_told_and_not_placed(stream, altered_l
     assert not stream.slab.is_sealed(4)
 
 
+@needs_team
 def test_the_disk_is_read_ahead_of_the_step_but_over_nothing_that_was_not_placed(stream):
     stream.begin("read")
     stream.put(on_disk(0, 0, None), on_disk(1, 2, None))
