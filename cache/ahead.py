@@ -30,6 +30,7 @@ class LookAhead:
         self._unseen: set[str] = set()  # of those who wait: has not been looked at for what to fetch
         self._next = 0  # whose turn it is to be looked at again
         self._try_regulars_s = -math.inf
+        self._changes = (-1, -1)  # of tiers and requests, when writes were planned last
 
     def plan(self, waiting: Sequence[str], starting: int, now: float) -> None:
         """Look ahead (AttentionStore §3.3): tell the policies what comes, fetch for it, write what is behind. The first
@@ -42,7 +43,9 @@ class LookAhead:
                 self._fetch_ahead(starting)
             elif not self._running:
                 self._fetch_for_regulars(now)
-        if self._lower.may_write(now):
+        changes = (self._lower.changes, self._running.changes)
+        if changes != self._changes and self._lower.may_write(now):
+            self._changes = changes  # while a turn runs, all that waits to be written is its own as a rule
             self._lower.plan_writes(self._sessions.contexts, self._running.has_pages, self._sessions.record, now)
         if self._lower.must_record:
             self._lower.record_sessions(self._sessions.contexts, self._running.has_pages, self._sessions.record)

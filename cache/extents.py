@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from cache.block import BlockKey
 from cache.extent import ExtentInfo
 from cache.plan import DeleteExtents, Move
-from cache.policies.base import EvictionPolicy, own
+from cache.policies.base import EvictionPolicy, enter
 from cache.stats import CacheStats
 from cache.table import BlockRow, CacheTable, SessionName
 
@@ -92,8 +92,7 @@ class Extents:
     def _attach(self, row: BlockRow, extent_id: int, index: int) -> None:
         row.extent = (extent_id, index)
         self._extents[extent_id].keys[row.key] = None
-        self._policy.touch(row.key)
-        own(self._policy, row)
+        enter(self._policy, row)
 
     def _detach(self, row: BlockRow) -> int | None:
         """The copy on disk does not count any more; the extent's id if that was the last in it."""

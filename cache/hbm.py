@@ -9,7 +9,7 @@ from cache.allocator import PageAllocator
 from cache.block import BLOCK_TOKENS, BlockKey
 from cache.context import RunningContext
 from cache.plan import BlockLoad, CopyRows
-from cache.policies.base import EvictionPolicy, own
+from cache.policies.base import EvictionPolicy, enter
 from cache.scores import Scores
 from cache.stats import CacheStats
 from cache.table import BlockRow, CacheTable
@@ -210,8 +210,7 @@ class HbmPool:
         row.page, row.offset, row.position = page, offset, position
         row.hops += hop
         self.pages.add_resident(page)
-        self.policy.touch(key)
-        own(self.policy, row)
+        enter(self.policy, row)
 
     def num_pages(self, num_tokens: int) -> int:
         return -(-num_tokens // self.page_size)
@@ -291,8 +290,7 @@ class HbmPool:
         if known is None:
             self.table.publish(row)
             self.pages.add_resident(row.page)
-            self.policy.touch(row.key)
-            own(self.policy, row)
+            enter(self.policy, row)
         elif known.page is None:
             self.settle(row.key, row.page, row.offset, row.position, hop=False)
 

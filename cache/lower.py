@@ -22,7 +22,7 @@ from cache.plan import (
     SealSlot,
     WriteExtent,
 )
-from cache.policies.base import EvictionPolicy, own
+from cache.policies.base import EvictionPolicy, enter
 from cache.slots import SlotPool
 from cache.stats import CacheStats
 from cache.table import BlockRow, CacheTable, SessionName
@@ -74,6 +74,7 @@ class LowerTiers:
         self.dram_policy = dram_policy
         self.disk_policy = disk_policy
         self.resident = 0  # slots that hold a block of the table
+        self.changes = 0  # events after which `plan_writes` may find something to write
         self.moves: list[Move] = []
         self.quarantined: set[str] = set()
         self.pinned_sessions: set[SessionName] = set()
@@ -182,10 +183,12 @@ class LowerTiers:
         """The block is not wanted any more."""
         ticket = self._saving.pop(key, None)
         if ticket is not None:
+            self.changes += 1
             self._tickets[ticket].row = None
 
     def on_saved(self, ticket_id: int) -> list[int]:
         """Returns the pages that it was saved from, to be unpinned."""
+        self.changes += 1
         ticket = self._tickets.pop(ticket_id)
         pages, slots = self._held.pop(ticket.slot, ([], []))
         for slot in slots:
@@ -213,8 +216,7 @@ class LowerTiers:
     def _attach_slot(self, row: BlockRow, slot: int) -> None:
         row.slot = slot
         self.resident += 1
-        self.dram_policy.touch(row.key)
-        own(self.dram_policy, row)
+        enter(self.dram_policy, row)
 
     def trim(self) -> None:
         """Let blocks leave DRAM until it is within its bounds, those first that the policy says. Once for all that a
@@ -301,6 +303,7 @@ class LowerTiers:
         self.moves.append(WriteExtent(job, record, blocks, tuple(slots)))
 
     def on_written(self, job: int, extent: ExtentInfo | None, now: float) -> None:
+        self.changes += 1
         write = self._writes.pop(job)
         self._writing.discard(write.session)
         self.extents.used_bytes -= write.size_bytes
@@ -322,6 +325,7 @@ class LowerTiers:
 
     def _write_again(self, row: BlockRow) -> None:
         """The block's only copy on disk is gone, but DRAM has it."""
+        self.changes += 1
         self._dirty.setdefault(row.owners[0], {})[row.key] = None
 
     def is_busy(self, name: SessionName) -> bool:

@@ -2,6 +2,7 @@
 events; the simulator only counts them."""
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from cache.block import BlockKey
 from cache.extent import ExtentInfo, SessionRecord, StoredBlock
@@ -174,9 +175,9 @@ class Deleted:
 Event = Transferred | Saved | Loaded | Fetched | Written | Deleted
 
 
-@dataclass(frozen=True, slots=True)
-class CapturePiece:
-    """Rows batch_row.. of a step's KV go to rows slot_row.. of a DRAM slot, as they were before rotation."""
+class CapturePiece(NamedTuple):
+    """Rows batch_row.. of a step's KV go to rows slot_row.. of a DRAM slot, as they were before rotation. A tuple:
+    every stream makes one in every step."""
 
     batch_row: int
     slot: int

@@ -9,15 +9,18 @@ class Requests(dict[str, RunningContext]):
 
     def __init__(self) -> None:
         super().__init__()
+        self.changes = 0  # how many have come and gone
         self._of_session: dict[SessionName, dict[str, RunningContext]] = {}
 
     def begin(self, context: RunningContext) -> None:
+        self.changes += 1
         self[context.request_id] = context
         self._of_session.setdefault(context.session, {})[context.request_id] = context
 
     def end(self, request_id: str) -> RunningContext:
         """Raises KeyError on an unknown request."""
         context = self.pop(request_id)
+        self.changes += 1
         others = self._of_session[context.session]
         del others[request_id]
         if not others:

@@ -69,7 +69,7 @@ class Saver:
             return
         known = self._table.get(row.key) if row is not None else None
         wanted = row is not None and not self._lower.is_saving(row.key) and (known is None or known.slot is None)
-        self._lower.seal(slot, replace(row) if row is not None and wanted else None, num_rows)
+        self._lower.seal(slot, row.unstored() if row is not None and wanted else None, num_rows)
 
     def save_late(self, context: RunningContext, block: int) -> None:
         """A block that found no slot while it was computed: save it out of its page while that is ours."""

@@ -133,9 +133,14 @@ class Transfer:
                     self._writes.put(move)
         self._saves.put(saves)
 
-    def save(self, step: Captured, pieces: list[CapturePiece]) -> int:
+    def save(self, step: Captured | None, pieces: list[CapturePiece]) -> None:
         """See SaveStream."""
-        return self._saves.save(step, pieces)
+        self._saves.save(step, pieces)
+
+    @property
+    def placed_bytes(self) -> int:
+        """KV that layers have saved by themselves: HBM to DRAM, and no event tells of it."""
+        return self._saves.placed_bytes
 
     def places(self, pieces: list[CapturePiece], num_rows: int) -> SavedRows | None:
         """See SaveStream."""

@@ -68,7 +68,7 @@ class FewRows:
         kernels.project(bits, norms[0], self._qkv, norms[1], norms[2], num_q, num_k, as_bits(rows))
         saved = NOWHERE
         if step.saved is not None:
-            saved = step.saved.of(self._index)
+            saved = step.saved.blocks[self._index], step.saved.spots
         elif step.sink is not None:
             _, keys, values = rows.split_with_sizes(self._heads, 1)  # half the time of two slices
             step.sink.write(self._index, keys, values)

@@ -99,7 +99,7 @@ class DecoderLayer(nn.Module):
         rotate = self._rotate if self._rotate is not None and self._rotate.takes(turning, cos, sin, pages) else None
         saved = NOWHERE
         if rotate is not None and step.saved is not None:
-            saved = step.saved.of(self.index)
+            saved = step.saved.blocks[self.index], step.saved.spots
         elif step.sink is not None:
             step.sink.write(self.index, turning[:, num_q:], values)
         step.layers_called.append(self.index)

@@ -2,6 +2,7 @@
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Container, Iterable
 from dataclasses import replace
 
@@ -305,8 +306,8 @@ class Engine:
         if pieces is None or failed:
             pieces = self._capture(chunks, failed)
         self._transfer.carry_out(self._cache.take_moves())
-        if self._sink is not None and (saved := self._transfer.save(self._sink.end(), pieces)):
-            self._cache.stats.count_move("hbm_to_dram", saved, 0.0)
+        if self._sink is not None:
+            self._transfer.save(self._sink.end(), pieces)
         for chunk in chunks:
             if chunk.sequence.request_id not in failed:
                 self._cache.commit(chunk.sequence.request_id, chunk.num_tokens)
@@ -569,7 +570,7 @@ class Engine:
             aborted=self._aborted,
             tier_bytes={"dram": lower.resident * lower.slot_bytes, "disk": lower.extents.used_bytes},
             tier_capacity={"dram": lower.dram_slots * lower.slot_bytes, "disk": lower.disk_bytes},
-            moved_bytes=dict(stats.moved_bytes),
+            moved_bytes=dict(stats.moved_bytes + Counter(hbm_to_dram=self._transfer.placed_bytes)),
             moved_seconds=dict(stats.moved_seconds),
             load_wait_seconds=self._transfer.waited_s,
             load_seconds=self._load_seconds,

@@ -535,14 +535,16 @@ def _save(rows, first, blocks, spots):
     """rows [n, heads, dim], of which those from `first` on are K and V, half each: into the blocks they belong to."""
     half, dim = (rows.shape[1] - first) // 2, rows.shape[2]
     for row in range(len(spots)):
-        block, place = spots[row, 0], spots[row, 1]
-        if block >= 0:
-            at_k = place * half * dim
-            at_v = at_k + blocks.shape[1] // 2
-            for head in range(half):
-                for d in range(dim):
-                    blocks[block, at_k + head * dim + d] = rows[row, first + head, d]
-                    blocks[block, at_v + head * dim + d] = rows[row, first + half + head, d]
+        if spots[row, 0] >= 0:
+            block, at = blocks[spots[row, 0]], spots[row, 1] * half * dim
+            for part in range(2):
+                # A slot is cold memory: stores of whole lines wait beside the work, single words are waited for.
+                for head in range(half):
+                    source = rows[row, first + part * half + head]
+                    target = block[at + head * dim : at + (head + 1) * dim]
+                    for d in range(dim):
+                        target[d] = source[d]
+                at += blocks.shape[1] // 2
 
 
 @compiled()

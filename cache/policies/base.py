@@ -67,8 +67,10 @@ class EvictionPolicy(Protocol):
         ...
 
 
-def own(policy: EvictionPolicy, row: BlockRow) -> None:
-    """Tell a policy whose a block is."""
+def enter(policy: EvictionPolicy, row: BlockRow) -> None:
+    """Tell a policy that a block is in its tier now, and whose it is: that first, for by itself a block that enters
+    takes its place among those that nobody owns."""
     if row.place is not None:
         for owner in row.owners:
             policy.own(row.key, owner, row.place)
+    policy.touch(row.key)

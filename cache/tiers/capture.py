@@ -29,10 +29,6 @@ class SavedRows:
     blocks: Sequence[np.ndarray]
     spots: np.ndarray
 
-    def of(self, layer: int) -> tuple[np.ndarray, np.ndarray]:
-        """(blocks, spots) of a layer."""
-        return self.blocks[layer], self.spots
-
 
 class CaptureSink:
     """`engine.hf_model.KvSink`: keeps a step's KV alive until it is saved (AttentionStore §3.2.2). Layers come in
@@ -40,20 +36,23 @@ class CaptureSink:
 
     def __init__(self) -> None:
         self._captured: Captured | None = None
+        self._listens = False
 
     def begin(self) -> None:
-        self._captured = Captured()
+        self._listens = True
 
     def write(self, layer: int, k_plain: Tensor, v: Tensor) -> None:
         """See KvSink."""
-        if self._captured is not None:
+        if self._listens:
+            if self._captured is None:
+                self._captured = Captured()
             self._captured.keys.append(k_plain)
             self._captured.values.append(v)
             self._captured.layers.append(layer)
 
-    def end(self) -> Captured:
-        captured, self._captured = self._captured, None
-        assert captured is not None
+    def end(self) -> Captured | None:
+        """None: no layer has shown anything, for all have saved their rows by themselves."""
+        captured, self._captured, self._listens = self._captured, None, False
         return captured
 
 

@@ -44,13 +44,9 @@ class Slab:
             split = BLOCK_TOKENS * shape.kv_heads * shape.k_dim
             self._k.append(elements[:, :split].view(num_slots, BLOCK_TOKENS, shape.kv_heads, shape.k_dim))
             self._v.append(elements[:, split:].view(num_slots, BLOCK_TOKENS, shape.kv_heads, shape.v_dim))
+        self.slot_bytes = sum(self.segment_bytes)  # of all layers
         self._views = [memoryview(memory.view(-1).numpy().data) for memory in self._memory]
         self._checksums: list[tuple[bytes, ...] | None] = [None] * num_slots
-
-    @property
-    def slot_bytes(self) -> int:
-        """Of all layers."""
-        return sum(self.segment_bytes)
 
     def k(self, layer: int) -> Tensor:
         """[slots, 32, kv_heads, k_dim], un-rotated."""

@@ -61,6 +61,8 @@ class SaveStream:
         self._orders: SimpleQueue[tuple[Save, ...] | list[CapturedRows] | None] = SimpleQueue()
         self._held: list[CapturedRows] = []
         self._is_due = False
+        self._row_bytes = slab.slot_bytes // BLOCK_TOKENS
+        self.placed_bytes = 0  # by layers, of which no event tells
         save_kernels()  # compiled before they are needed
 
     def places(self, pieces: list[CapturePiece], num_rows: int) -> SavedRows | None:
@@ -69,23 +71,24 @@ class SaveStream:
         if self._blocks is None:
             return None
         if len(pieces) == num_rows:  # one each, as in nearly every step: 2 us instead of 6
-            return SavedRows(self._blocks, np.array([(piece.slot, piece.slot_row) for piece in pieces]))
+            self.placed_bytes += num_rows * self._row_bytes
+            return SavedRows(self._blocks, np.array([(slot, slot_row) for _, slot, slot_row, _ in pieces]))
         spots = np.full((num_rows, 2), -1)
-        for piece in pieces:
-            rows = spots[piece.batch_row : piece.batch_row + piece.num_rows]
-            rows[:, 0] = piece.slot
-            rows[:, 1] = np.arange(piece.slot_row, piece.slot_row + piece.num_rows)
+        for batch_row, slot, slot_row, count in pieces:
+            rows = spots[batch_row : batch_row + count]
+            rows[:, 0] = slot
+            rows[:, 1] = np.arange(slot_row, slot_row + count)
+            self.placed_bytes += count * self._row_bytes
         return SavedRows(self._blocks, spots)
 
-    def save(self, step: Captured, pieces: list[CapturePiece]) -> int:
+    def save(self, step: Captured | None, pieces: list[CapturePiece]) -> None:
         """Save these parts of a step, as far as its layers have not done so by themselves. Waits when too much is
-        waiting already, or always if saving is synchronous. Returns the bytes of which no event will tell."""
+        waiting already, or always if saving is synchronous."""
+        if step is None or not pieces:
+            return
         if len(step.keys) < self._slab.num_layers:
-            if step.layers and pieces:
-                place_rows(self._slab, [CapturedRows(step, pieces, None)], step.layers)
-            return sum(piece.num_rows for piece in pieces) * self._slab.slot_bytes // BLOCK_TOKENS
-        if not pieces:
-            return 0
+            place_rows(self._slab, [CapturedRows(step, pieces, None)], step.layers)
+            return
         ready = None
         if self._device.type == "cuda":
             ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -96,7 +99,6 @@ class SaveStream:
         self._is_due |= is_large
         if self._synchronous or len(self._held) >= _HELD_STEPS or (is_large and self._blocks is None):
             self.flush()
-        return 0
 
     def flush_due(self) -> None:
         """Between steps: save what is too large to be held for long, where the engine's thread does it by itself. In

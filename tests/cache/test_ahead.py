@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from cache import ahead
 from cache.ahead import LookAhead
 from cache.regulars import Regulars
+from cache.requests import Requests
 
 
 class Policy:
@@ -29,7 +30,7 @@ class World:
         self.slots = slots
         lower = SimpleNamespace(
             num_slots=slots, dram_slots=slots, resident=0, slot_bytes=1, disk_bytes=1, fetch=self.fetch,
-            may_write=lambda now: False, must_record=False, trim=lambda: None,
+            may_write=lambda now: False, changes=0, must_record=False, trim=lambda: None,
         )  # fmt: skip
         self.regulars = Regulars()
         tiers = SimpleNamespace(
@@ -39,7 +40,7 @@ class World:
             regulars=self.regulars,
         )
         self.lower = lower
-        self.running = {}
+        self.running = Requests()
         self.contexts = {}
         self.sessions = SimpleNamespace(mean_bytes=1.0, contexts=self.contexts)
         self.ahead = LookAhead(tiers=tiers, sessions=self.sessions, running=self.running, reuse=True)
