@@ -48,7 +48,12 @@ class Matcher:
         return (row, shared) if shared else None
 
     def _is_usable(self, row: BlockRow, block: int) -> bool:
-        return self._hbm.is_ready(row, block) or row.is_saved or self._hbm.can_move(row)
+        # What is saved is found out without a call: this is asked of every block of whoever may come next.
+        return row.slot is not None or row.extent is not None or self._is_at_hand(row, block)
+
+    def _is_at_hand(self, row: BlockRow, block: int) -> bool:
+        """Whether nothing has to be loaded for the `block`th block of a context."""
+        return row.page is not None and (self._hbm.is_ready(row, block) or self._hbm.can_move(row))
 
     def choose(self, context: RunningContext, match: Match) -> Match:
         """As much of a match as is worth loading (DESIGN "Load, recompute or mix")."""
@@ -57,12 +62,8 @@ class Matcher:
         if ready == len(used):
             return match
         options = [
-            LoadOption(
-                size_bytes=0 if self._hbm.is_ready(row, ready + i) or self._hbm.can_move(row) else row.size_bytes,
-                source=self._source(row),
-                num_tokens=tokens,
-            )
-            for i, (row, tokens) in enumerate(used[ready:])
+            LoadOption(0 if self._is_at_hand(row, block) else row.size_bytes, self._source(row), tokens)
+            for block, (row, tokens) in enumerate(used[ready:], ready)
         ]
         count = choose_load(options, self._rates, len(context.token_ids) - match.num_tokens)
         if count < len(options):
@@ -89,7 +90,7 @@ class Matcher:
 
     def _tier(self, row: BlockRow, block: int) -> str:
         """Where the `block`th block of a context would be taken from."""
-        if self._hbm.is_ready(row, block) or self._hbm.can_move(row):
+        if self._is_at_hand(row, block):
             return "hbm"
         return "dram" if row.slot is not None else "disk"
 

@@ -179,3 +179,23 @@ def test_nothing_is_fetched_for_a_regular_that_runs_is_forgotten_or_in_hbm_or_wi
             world.contexts.clear()
         world.plan([], now=28.0)
         assert world.fetched == (["a"] if case == "nothing wrong" else []), case
+
+
+def test_writes_are_planned_only_after_something_has_changed():
+    world = World()
+    planned = []
+    world.lower.may_write = lambda now: True
+    world.lower.plan_writes = lambda *_: planned.append(world.lower.changes)
+    world.sessions.record = None
+    for _ in range(3):
+        world.plan([])
+    assert planned == [0]
+    world.lower.changes += 1  # a block was saved
+    world.lower.may_write = lambda now: False  # two writes are under way
+    world.plan([])
+    world.lower.may_write = lambda now: True
+    world.plan([])
+    assert planned == [0, 1]
+    world.running.changes += 1  # a turn has ended
+    world.plan([])
+    assert planned == [0, 1, 1]
