@@ -290,6 +290,7 @@ class LowerTiers:
         if not self.extents.make_room(size):
             self._stats.refused["disk"] += len(rows)
             self._retry_s = now + _RETRY_S
+            self.changes += 1  # tried again then, whatever happens until then
             return
         slots = [row.slot for row in rows if row.slot is not None]
         for slot in slots:

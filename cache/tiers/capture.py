@@ -39,7 +39,7 @@ class CaptureSink:
         self._listens = False
 
     def begin(self) -> None:
-        self._listens = True
+        self._captured, self._listens = None, True
 
     def write(self, layer: int, k_plain: Tensor, v: Tensor) -> None:
         """See KvSink."""
