@@ -23,8 +23,8 @@ TAIL_CHARS = 16_384
 LAST_WORDS_S = 1.0  # wait for the end of the output of a dead process
 
 # Keep big temporaries in the process instead of returning them to the kernel after every op: +50 % prefill on CPU. And
-# ask for pages of 2 MiB: weights, KV and slots are touched all over in every step. Saving a decode step's rows took 33 to
-# 64 us of 800 in the median with pages of 4 KiB on a virtual machine, and none that could be measured with these.
+# ask for pages of 2 MiB: weights, KV and slots are touched all over in every step. Saving a decode step's rows took 33
+# to 64 us of 800 in the median with pages of 4 KiB on a virtual machine, and none that could be measured with these.
 MALLOC = {
     "MALLOC_MMAP_THRESHOLD_": str(4 << 30),
     "MALLOC_TRIM_THRESHOLD_": str(4 << 30),
