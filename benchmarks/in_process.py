@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from engine.build import build_engine
-from engine.child import MALLOC, engine_environment
+from engine.child import MALLOC, SPIN, engine_environment
 from engine.messages import CacheReport, EngineConfig, Output, Stats, Submit, Timings
 from scheduler.sequence import SamplingParams
 
@@ -47,8 +47,9 @@ def config(model: str, **changes: object) -> EngineConfig:
 
 def as_engine_process(model: str) -> None:
     """Start this program again in the environment that a server's engine process has, unless that was done."""
-    if any(name not in os.environ for name in MALLOC):
-        os.execve(sys.executable, sys.orig_argv, engine_environment(config(model), os.environ))
+    environment = engine_environment(config(model), os.environ)
+    if any(name in environment and name not in os.environ for name in (*MALLOC, *SPIN)):
+        os.execve(sys.executable, sys.orig_argv, environment)
 
 
 def greedy(new_tokens: int) -> SamplingParams:

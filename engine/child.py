@@ -31,12 +31,20 @@ MALLOC = {
     "MALLOC_TOP_PAD_": str(256 << 20),
     "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
 }
+# How often a thread of OpenMP looks for work before it sleeps: for longer than Python needs between two kernels of a
+# step, and no longer. By default it is some milliseconds, which the app then waits for with the first token in hand
+# (2 ms of 55 on two cores), and which are lost where something else wants a core: beside one busy program a token took
+# 50 to 250 ms, now 7 to 18; without one, 20 % less processor time. With a thousand, tokens took 8 % longer.
+SPIN = {"GOMP_SPINCOUNT": "2500"}
 
 
 def engine_environment(config: EngineConfig, base: Mapping[str, str]) -> dict[str, str]:
     """The environment of the engine process. What the operator has set in `base` wins where it is a matter of taste;
     settings of ours (and the secrets among them) are left out, the engine has them from its EngineConfig."""
-    taste = {**MALLOC, "TOKENIZERS_PARALLELISM": "false", "HF_HUB_DISABLE_TELEMETRY": "1", "PYTHONFAULTHANDLER": "1"}
+    # Who has said how threads are to wait knows the machine better.
+    spin = {} if "OMP_WAIT_POLICY" in base else SPIN
+    others = {"TOKENIZERS_PARALLELISM": "false", "HF_HUB_DISABLE_TELEMETRY": "1", "PYTHONFAULTHANDLER": "1"}
+    taste = {**MALLOC, **spin, **others}
     inherited = {name: value for name, value in base.items() if not name.upper().startswith("REPRISE_")}
     root = str(Path(__file__).resolve().parent.parent)
     ours = {

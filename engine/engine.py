@@ -31,6 +31,7 @@ from engine.messages import (
     Timings,
     TokenLogprob,
 )
+from engine.moves import Moves
 from engine.runner import ModelRunner
 from engine.sampler import BadLogits, PenaltyState, Sampled, Sampler, choice_seed, token_logprobs
 from engine.schedule import scheduler_state
@@ -78,6 +79,7 @@ class Engine:
         self._tables = tables
         self._device = device
         self._transfer = transfer
+        self._moves = Moves(transfer)
         self._first_touch = first_touch
         self._sink = sink
         self._directory = directory
@@ -227,7 +229,7 @@ class Engine:
         for choice in list(self._choices.values()):
             outputs.append(choice.failed(message))
             self._close(choice, 0)
-        self._transfer.carry_out([move for move in self._cache.take_moves() if not isinstance(move, CopyRows)])
+        self._moves.carry_out([move for move in self._cache.take_moves() if not isinstance(move, CopyRows)])
         return outputs
 
     def has_work(self) -> bool:
@@ -248,11 +250,12 @@ class Engine:
         return replies
 
     def _order_what_comes_next(self, now: float) -> None:
+        self._moves.carry_out()
         self._hear(now)
         self._requeue_failed()
         self._cache.plan(self._scheduler.upcoming(), self._scheduler.free_places, now)
         # Copies inside HBM belong to a step; between steps there are none.
-        self._transfer.carry_out(self._cache.take_moves())
+        self._moves.carry_out(self._cache.take_moves())
 
     def _hear(self, now: float) -> None:
         for event in self._transfer.poll():
@@ -283,7 +286,7 @@ class Engine:
         for sequence in schedule.preempted:
             self._tables.drop(sequence.request_id)
         chunks = schedule.chunks
-        self._transfer.carry_out(self._cache.take_moves(), {chunk.sequence.request_id for chunk in chunks})
+        self._moves.carry_out(self._cache.take_moves(), {chunk.sequence.request_id for chunk in chunks})
         if not chunks:
             self._transfer.wait(_LOAD_WAIT_S)  # everything that could run waits for its KV
             return refused
@@ -305,9 +308,8 @@ class Engine:
         failed |= arrival.late
         if pieces is None or failed:
             pieces = self._capture(chunks, failed)
-        self._transfer.carry_out(self._cache.take_moves())
-        if self._sink is not None:
-            self._transfer.save(self._sink.end(), pieces)
+        captured = self._sink.end() if self._sink is not None else None
+        self._moves.hold(self._cache.take_moves(), captured, pieces)
         for chunk in chunks:
             if chunk.sequence.request_id not in failed:
                 self._cache.commit(chunk.sequence.request_id, chunk.num_tokens)

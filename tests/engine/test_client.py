@@ -479,6 +479,14 @@ def test_the_environment_of_the_engine() -> None:
     assert environment["PYTHONPATH"] == f"{ROOT}{os.pathsep}/extra"
     assert environment["OMP_NUM_THREADS"] == "1"
     assert environment["USE_HUB_KERNELS"] == "NO"
+    assert environment["GOMP_SPINCOUNT"] == "2500"
+
+
+@pytest.mark.parametrize(("name", "value"), [("GOMP_SPINCOUNT", "7"), ("OMP_WAIT_POLICY", "active")])
+def test_how_threads_wait_is_the_operators_choice(name: str, value: str) -> None:
+    environment = engine_environment(config(), {name: value})
+    assert environment[name] == value
+    assert environment.get("GOMP_SPINCOUNT") == ("7" if name == "GOMP_SPINCOUNT" else None)
 
 
 @given(
