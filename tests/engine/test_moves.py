@@ -23,7 +23,7 @@ class Recorder:
 def test_what_a_step_leaves_waits_and_comes_before_everything_decided_later() -> None:
     recorder = Recorder()
     moves = Moves(recorder)  # type: ignore[arg-type]
-    taken, sealed = DeleteExtents(1, ()), SealSlot(1, 0, 32)
+    taken, sealed = DeleteExtents(1, (), None), SealSlot(1, 0, 32)
     captured, pieces = Captured(), [CapturePiece(0, 0, 0, 1)]
     moves.hold([taken], captured, pieces)
     assert recorder.calls == []
