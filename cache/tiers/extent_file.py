@@ -132,13 +132,29 @@ def read_segments(fd: int, extent: ParsedExtent, layer: int, blocks: Sequence[in
     Raises BlockMissing."""
     size = extent.layout.segment_bytes[layer]
     for start, stop in runs(blocks):
-        part = buffer[start * size : stop * size]
-        try:
-            got = _read_all(fd, part, extent.layout.offset(layer, blocks[start]))
-        except OSError as error:
-            raise BlockMissing(f"extent {extent.header.extent_id:016x}: {error}", reason="io") from error
-        if got != len(part):
-            raise BlockMissing(f"extent {extent.header.extent_id:016x} was cut off", reason="short_read")
+        _read(fd, extent, [buffer[start * size : stop * size]], extent.layout.offset(layer, blocks[start]))
+
+
+def read_layers(fd: int, extent: ParsedExtent, first_layer: int, buffers: Sequence[memoryview]) -> None:
+    """Fill each of `buffers` with all of a layer's segments, from that layer on: one call, where nothing lies between
+    layers. Raises BlockMissing."""
+    layout = extent.layout
+    layers = range(first_layer, first_layer + len(buffers))
+    ends = [layout.layer_starts[layer] + len(buffer) for layer, buffer in zip(layers, buffers, strict=True)]
+    begin = 0
+    for stop in range(1, len(buffers) + 1):
+        if stop == len(buffers) or layout.layer_starts[layers[stop]] != ends[stop - 1]:
+            _read(fd, extent, buffers[begin:stop], layout.layer_starts[layers[begin]])
+            begin = stop
+
+
+def _read(fd: int, extent: ParsedExtent, parts: Sequence[memoryview], offset: int) -> None:
+    try:
+        got = _read_all(fd, parts, offset)
+    except OSError as error:
+        raise BlockMissing(f"extent {extent.header.extent_id:016x}: {error}", reason="io") from error
+    if got != sum(map(len, parts)):
+        raise BlockMissing(f"extent {extent.header.extent_id:016x} was cut off", reason="short_read")
 
 
 def check_segments(extent: ParsedExtent, layer: int, blocks: Sequence[int], buffer: memoryview) -> None:
@@ -157,12 +173,12 @@ def altered(extent: ParsedExtent, layer: int, block: int) -> BlockMissing:
 def read_header(fd: int, file_bytes: int) -> tuple[ExtentHeader, int]:
     """The header of whichever model's record this is, and its length. Raises BlockMissing, OSError."""
     start = bytearray(ALIGNMENT)
-    got = _read_all(fd, memoryview(start), 0)
+    got = _read_all(fd, [memoryview(start)], 0)
     size = header_size(bytes(start[:got]))
     if size > file_bytes:
         raise BlockMissing("the record ends inside its header", reason="short_read")
     data = bytearray(size)
-    got = _read_all(fd, memoryview(data), 0)
+    got = _read_all(fd, [memoryview(data)], 0)
     return decode_header(bytes(data[:got])), size
 
 
@@ -242,11 +258,12 @@ def _set_direct(fd: int, direct: bool) -> bool:
     return wanted != flags
 
 
-def _read_all(fd: int, out: memoryview, offset: int) -> int:
-    got = 0
-    while got < len(out):
+def _read_all(fd: int, parts: Sequence[memoryview], offset: int) -> int:
+    """Bytes of a file into parts, one behind the other; fewer at its end."""
+    left, got = [part for part in parts if len(part)], 0
+    while left:
         try:
-            count = _preadv(fd, out[got:], offset + got)
+            count = _preadv(fd, left, offset + got)
         except OSError as error:
             # A device with larger blocks, memory that begins anywhere, or the rest of a short read.
             if error.errno != errno.EINVAL or not _set_direct(fd, False):
@@ -255,12 +272,16 @@ def _read_all(fd: int, out: memoryview, offset: int) -> int:
         if count == 0:
             break
         got += count
+        while left and count >= len(left[0]):
+            count -= len(left.pop(0))
+        if count:
+            left[0] = left[0][count:]
     return got
 
 
-def _preadv(fd: int, out: memoryview, offset: int) -> int:
+def _preadv(fd: int, parts: Sequence[memoryview], offset: int) -> int:
     if hasattr(os, "preadv"):
-        return os.preadv(fd, [out], offset)
-    data = os.pread(fd, len(out), offset)
-    out[: len(data)] = data
+        return os.preadv(fd, parts, offset)
+    data = os.pread(fd, len(parts[0]), offset)
+    parts[0][: len(data)] = data
     return len(data)

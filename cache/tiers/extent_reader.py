@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from types import TracebackType
 
 from cache.tiers.base import BlockMissing
-from cache.tiers.extent_file import ParsedExtent, altered, check_segments, io_buffer, read_segments
+from cache.tiers.extent_file import ParsedExtent, altered, check_segments, io_buffer, read_layers, read_segments
 from cache.tiers.io_threads import Beat, IoDeadline, IoThreads
 from cache.tiers.throttle import Throttle
 
@@ -63,30 +63,59 @@ class ExtentReader:
         for start in range(0, len(blocks), step):
             self._read_some(layer, blocks[start : start + step], targets[start : start + step])
 
-    def land(self, layer: int, wanted: "Sequence[tuple[ExtentReader, Sequence[int]]]", out: memoryview) -> None:
-        """Fill `out` with the segments of these blocks of readers of the same tier, one behind the other, as they are:
-        nothing is checked. One call of an I/O thread, for each costs more processor time than the device's bytes. Past
-        the page cache where `out` begins at a page and segments are whole pages. Raises BlockMissing; after one for its
-        `deadline` the kernel may still write to `out`."""
-        size = self._extent.layout.segment_bytes[layer]
-        if len(out) != size * sum(len(blocks) for _, blocks in wanted):
-            raise ValueError(f"{size} bytes per block")
-        step = max(1, self._buffer_bytes // size)
+    def land(
+        self, first_layer: int, wanted: "Sequence[tuple[ExtentReader, Sequence[int]]]", outs: Sequence[memoryview]
+    ) -> None:
+        """Fill each of `outs` with a layer, from that one on: the segments of these blocks of readers of the same tier,
+        one behind the other, as they are: nothing is checked. One call of an I/O thread, for each costs more processor
+        time than the device's bytes. Past the page cache where `outs` begin at pages and segments are whole pages.
+        Raises BlockMissing; after one for its `deadline` the kernel may still write to `outs`."""
+        layers = range(first_layer, first_layer + len(outs))
+        sizes = self._extent.layout.segment_bytes
+        count = sum(len(blocks) for _, blocks in wanted)
+        if any(len(out) != sizes[layer] * count for layer, out in zip(layers, outs, strict=True)):
+            raise ValueError("as many bytes as the layer's segments have")
         open_readers = [(reader, reader._descriptor(), blocks) for reader, blocks in wanted]
 
         def read(beat: Beat) -> None:
-            at = 0
+            before = 0  # blocks of readers that were read
             for reader, fd, blocks in open_readers:
-                for start in range(0, len(blocks), step):
-                    some = blocks[start : start + step]
-                    with reader._telling_damage():
-                        read_segments(fd, reader._extent, layer, some, out[at : at + len(some) * size])
-                    at += len(some) * size
-                    beat()
+                pieces = [
+                    out[before * sizes[layer] : (before + len(blocks)) * sizes[layer]]
+                    for layer, out in zip(layers, outs, strict=True)
+                ]
+                with reader._telling_damage():
+                    reader._land(fd, first_layer, blocks, pieces, beat)
+                before += len(blocks)
 
-        due = self._throttle.book(len(out))
+        due = self._throttle.book(sum(map(len, outs)))
         self._call(read, [reader for reader, _ in wanted])
         self._throttle.wait(due)
+
+    def _land(self, fd: int, first_layer: int, blocks: Sequence[int], outs: Sequence[memoryview], beat: Beat) -> None:
+        """In an I/O thread: as much in one call as a deadline is meant for. Raises BlockMissing."""
+        sizes = self._extent.layout.segment_bytes
+        is_whole = list(blocks) == list(range(len(self._extent.header.blocks)))
+        at = 0
+        while at < len(outs):
+            layer = first_layer + at
+            together = 1
+            if is_whole:
+                held = len(outs[at])
+                while at + together < len(outs) and held + len(outs[at + together]) <= self._buffer_bytes:
+                    held += len(outs[at + together])
+                    together += 1
+            if together > 1:
+                read_layers(fd, self._extent, layer, outs[at : at + together])
+                beat()
+            else:
+                step = max(1, self._buffer_bytes // sizes[layer])
+                for start in range(0, len(blocks), step):
+                    some = blocks[start : start + step]
+                    part = outs[at][start * sizes[layer] : (start + len(some)) * sizes[layer]]
+                    read_segments(fd, self._extent, layer, some, part)
+                    beat()
+            at += together
 
     def tell_altered(self, layer: int, block: int) -> None:
         """A segment that was landed is not what was stored."""

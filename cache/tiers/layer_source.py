@@ -20,6 +20,7 @@ from cache.tiers.extent_file import io_buffer
 from cache.tiers.extent_reader import ExtentReader
 
 LAYERS_LANDED = 4  # of one load: one is placed, one is read, and two make up for a device that stutters
+LANDING_BYTES = 32 << 20  # of a load; more layers may be there at once if they fit
 KEPT_BYTES = 64 << 20  # of landing memory, for the next load; touching fresh memory costs more than filling it
 _PIECE_BYTES = 2 << 20
 Sums = np.ndarray  # checksums as numbers, uint64
@@ -70,6 +71,16 @@ class SlotSource:
         return [key for key, slot in blocks if slot is None or not self._slab.is_intact(layer, slot)]
 
 
+def layers_landed(slab: Slab, num_blocks: int) -> int:
+    """How many layers of a load of so many blocks may have come off the disk without having been placed."""
+    return min(slab.num_layers, max(LAYERS_LANDED, LANDING_BYTES // _room(slab, num_blocks)))
+
+
+def _room(slab: Slab, num_blocks: int) -> int:
+    """Bytes of memory in which any layer of a load may land."""
+    return -(-num_blocks * max(slab.segment_bytes) // ALIGNMENT) * ALIGNMENT
+
+
 class Landings:
     """Memory for what comes off the disk, between two loads. Thread-safe."""
 
@@ -100,7 +111,7 @@ class Landings:
 class ExtentSource:
     """Blocks on disk: a layer is read into landing memory as it is, checked by whoever places it, and copied from there
     into slots if DRAM is to have it too. Making one raises BlockMissing where there is no memory; leave it by `close`.
-    `read` may be called by one thread while another places what was read, up to LAYERS_LANDED layers in all."""
+    `read` may be called by one thread while another places what was read, up to `layers_landed` layers in all."""
 
     def __init__(self, blocks: Sequence[BlockLoad], slab: Slab, disk: DiskTier, landings: Landings) -> None:
         self._slab, self._disk, self._landings = slab, disk, landings
@@ -118,9 +129,9 @@ class ExtentSource:
         self._checksums: list[tuple[bytes, ...]] = []  # of a block, by layer
         self._sums: Sums = _NO_SUMS  # until the first layer is there
         self._chosen = torch.arange(len(self.blocks))
-        self._room = -(-len(self.blocks) * max(slab.segment_bytes) // ALIGNMENT) * ALIGNMENT  # of a layer
+        self._room, self._num_landed = _room(slab, len(blocks)), layers_landed(slab, len(blocks))
         try:
-            self._memory = landings.take(LAYERS_LANDED * self._room)
+            self._memory = landings.take(self._num_landed * self._room)
         except OSError as error:
             raise BlockMissing(f"no memory to read into: {error}", reason="io") from error
         self._view = memoryview(self._memory)
@@ -133,13 +144,13 @@ class ExtentSource:
         if not self._may_be_written:
             self._landings.give_back(self._memory)
 
-    def read(self, layer: int) -> None:
-        """Bring a layer, unchecked. Raises BlockMissing."""
+    def read(self, layer: int, count: int = 1) -> None:
+        """Bring a layer and those behind it, `count` in all, unchecked. Raises BlockMissing."""
         if not self._readers:
             self._open()
         wanted = [(self._readers[extent_id], places) for extent_id, places in self._places.items()]
         try:
-            wanted[0][0].land(layer, wanted, self._landed(layer))
+            wanted[0][0].land(layer, wanted, [self._landed(number) for number in range(layer, layer + count)])
         except BlockMissing as missing:
             self._may_be_written = missing.reason == "deadline"
             raise
@@ -152,11 +163,11 @@ class ExtentSource:
         self._sums = np.ascontiguousarray(numbers.reshape(len(self.blocks), -1).T, np.uint64)
 
     def _landed(self, layer: int) -> memoryview:
-        start = layer % LAYERS_LANDED * self._room
+        start = layer % self._num_landed * self._room
         return self._view[start : start + len(self.blocks) * self._slab.segment_bytes[layer]]
 
     def segments(self, layer: int) -> tuple[Tensor, Tensor]:
-        start = layer % LAYERS_LANDED * self._room
+        start = layer % self._num_landed * self._room
         landed = self._tensor[start : start + len(self.blocks) * self._slab.segment_bytes[layer]]
         return landed.view(self._slab.dtype).view(len(self.blocks), -1), self._chosen
 

@@ -13,7 +13,7 @@ from cache.tiers.base import BlockMissing
 from cache.tiers.completions import Completions
 from cache.tiers.disk import DiskTier
 from cache.tiers.dram import Slab
-from cache.tiers.layer_source import LAYERS_LANDED, ExtentSource, Landings, SlotSource
+from cache.tiers.layer_source import ExtentSource, Landings, SlotSource, layers_landed
 from cache.tiers.loader import Loader, PagePool
 from cache.tiers.rotations import Rotations
 from cache.tiers.throttle import Throttle
@@ -31,7 +31,8 @@ class _Part:
     reads_disk: bool
     in_step: bool
     landed: int = 0  # leading layers that may be placed
-    reading: bool = False  # a thread is reading the next one
+    reading: int = 0  # how many behind them a thread is reading
+    ahead: int = 0  # how many may have landed without having been placed
     layers: int = 0  # leading ones that have arrived
     placed: int = 0  # the same, but that all of them count
     source: SlotSource | ExtentSource | None = None
@@ -96,7 +97,8 @@ class LoadStream:
         in_step = in_step and self._pool.has_team
         load = _Load(move.job_id, started=in_step or self._read_buffer_layers >= self._slab.num_layers)
         if on_disk:
-            load.parts.append(_Part(on_disk, load, reads_disk=True, in_step=in_step))
+            ahead = layers_landed(self._slab, len(on_disk))
+            load.parts.append(_Part(on_disk, load, reads_disk=True, in_step=in_step, ahead=ahead))
         if in_dram:
             # Who waits for a link that is made slower does so on a thread.
             together = in_step and not self._throttle.is_capped
@@ -202,14 +204,14 @@ class LoadStream:
                     assert self._disk is not None
                     part.source = ExtentSource(part.blocks, self._slab, self._disk, self._landings)
                 assert isinstance(part.source, ExtentSource)
-                part.source.read(part.landed)
+                part.source.read(part.landed, part.reading)
             except BlockMissing as error:
                 failed = {block.key: error.reason for block in part.blocks}
             part.reading_s += time.perf_counter() - started
             with self._changed:
                 part.load.failed.update(failed)
-                part.landed += not failed
-                part.reading = False
+                part.landed += 0 if failed else part.reading
+                part.reading = 0
                 self._changed.notify_all()
 
     def place(self, rotations: Rotations) -> None:
@@ -225,20 +227,20 @@ class LoadStream:
                 self._end(part)
 
     def _next_to_read(self) -> _Part | None:
-        most = self._slab.num_layers
         with self._changed:
-            part = self._next(
-                lambda part: (
-                    part.reads_disk
-                    and not part.load.failed
-                    # `ExtentSource` has room for so many, with the one that is read and the one that is placed.
-                    and part.landed < min(most, part.placed + LAYERS_LANDED)
-                    and (self._may_come(part) or part.landed < self._read_buffer_layers)
-                )
-            )
+            part = self._next(lambda part: part.reads_disk and not part.load.failed and self._may_land(part) > 0)
             if part is not None:
-                part.reading = True
+                # As many at once as are there already: every call takes processor time from the step that computes
+                # meanwhile, and while there is something to place, nobody waits for the first of them.
+                part.reading = max(1, min(self._may_land(part), part.landed - part.placed))
             return part
+
+    def _may_land(self, part: _Part) -> int:
+        """How many more layers of a part may come off the disk now."""
+        stop = min(self._slab.num_layers, part.placed + part.ahead)  # what `ExtentSource` has room for
+        if not self._may_come(part):
+            stop = min(stop, self._read_buffer_layers)
+        return stop - part.landed
 
     def _next_to_place(self) -> _Part | None:
         with self._changed:

@@ -74,13 +74,14 @@ class Reader:
         for index, out in zip(indices, outs, strict=True):
             out[:] = self.extent[layer][index]
 
-    def land(self, layer, wanted, out):
-        found = []
-        for reader, indices in wanted:
-            outs = [bytearray(len(reader.extent[layer][0])) for _ in indices]
-            reader.read(layer, indices, outs)
-            found += outs
-        out[:] = b"".join(found)
+    def land(self, first_layer, wanted, outs):
+        for layer, out in enumerate(outs, first_layer):
+            found = []
+            for reader, indices in wanted:
+                segments = [bytearray(len(reader.extent[layer][0])) for _ in indices]
+                reader.read(layer, indices, segments)
+                found += segments
+            out[:] = b"".join(found)
 
     def __enter__(self):
         return self

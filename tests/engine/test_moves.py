@@ -48,10 +48,10 @@ def test_a_step_is_not_forgotten_for_the_next() -> None:
 def test_what_broke_is_not_tried_again() -> None:
     class Broken(Recorder):
         def save(self, captured: Any, pieces: Any) -> None:
-            raise OSError
+            raise OSError("no room")
 
     moves = Moves(Broken())  # type: ignore[arg-type]
     moves.hold([], None, [])
-    with pytest.raises(OSError):
+    with pytest.raises(OSError, match="no room"):
         moves.carry_out()
     moves.carry_out()

@@ -135,7 +135,7 @@ def test_segments_land_as_they_are_wherever_that_is(tmp_path, monkeypatch, caplo
         assert bool(fcntl.fcntl(reader._fd, fcntl.F_GETFL) & os.O_DIRECT) == direct
         for layer, size in enumerate(sizes):
             out = memoryview(extent_file.io_buffer(1 << 20))[offset:][: size * len(order)]
-            reader.land(layer, [(reader, order[:4]), (again, order[4:])], out)
+            reader.land(layer, [(reader, order[:4]), (again, order[4:])], [out])
             assert bytes(out) == b"".join(data[layer][block] for block in order)
         assert reader.checksums(3) == tuple(checksum(layer[3]) for layer in data)
         for nowhere in (-1, 5):
@@ -145,9 +145,62 @@ def test_segments_land_as_they_are_wherever_that_is(tmp_path, monkeypatch, caplo
         assert "layer 1, block 2" in caplog.text
         os.truncate(file_of(tmp_path, info), info.size_bytes - 4096)
         with pytest.raises(BlockMissing) as caught:
-            reader.land(1, [(reader, order)], out)
+            reader.land(1, [(reader, order)], [out])
         assert caught.value.reason == "short_read"
     tier.close()
+
+
+@pytest.mark.parametrize("direct", [True, False])
+@pytest.mark.parametrize("sizes", [(4096, 8192, 4096, 4096), (4096, 4000, 8, 4096)])
+def test_layers_that_land_together(tmp_path, monkeypatch, direct, sizes):
+    """In one call as far as they lie side by side in the file and are wanted whole."""
+    if not direct:
+        monkeypatch.setattr(extent_file, "_O_DIRECT", 0)
+    tier = make_tier(tmp_path, segment_bytes=sizes)
+    tier.open()
+    stored = []
+    for name in "xy":
+        blocks = make_blocks(name, 3)
+        data = [[segment_bytes_of(block.key, layer, size) for block in blocks] for layer, size in enumerate(sizes)]
+        sums = b"".join(checksum(segment) for layer in data for segment in layer)
+        stored.append(
+            (tier.write(make_session(), blocks, sums, lambda layer, data=data: map(memoryview, data[layer])), data)
+        )
+    calls = []
+    preadv = os.preadv
+    monkeypatch.setattr(os, "preadv", lambda fd, parts, offset: calls.append(len(parts)) or preadv(fd, parts, offset))
+    with tier.reader(stored[0][0].extent_id) as x, tier.reader(stored[1][0].extent_id) as y:
+        calls.clear()
+        for order in ([0, 1, 2], [2, 0]):
+            outs = [memoryview(extent_file.io_buffer(1 << 20))[: size * (3 + len(order))] for size in sizes[1:]]
+            x.land(1, [(x, [0, 1, 2]), (y, order)], outs)
+            for layer, out in enumerate(outs, 1):
+                first, second = (data[layer] for _, data in stored)
+                assert bytes(out) == b"".join(first + [second[block] for block in order])
+        if sizes[1] % 4096 == 0:
+            assert calls == [3, 3] + [3] + [1] * 6
+        os.truncate(file_of(tmp_path, stored[1][0]), stored[1][0].size_bytes - 4096)
+        with pytest.raises(BlockMissing) as caught:
+            y.land(1, [(y, [0, 1, 2])], [out[: size * 3] for out, size in zip(outs, sizes[1:], strict=True)])
+        assert caught.value.reason == "short_read"
+        with pytest.raises(ValueError, match="as many bytes"):
+            y.land(1, [(y, [0, 1])], [out[: size * 3] for out, size in zip(outs, sizes[1:], strict=True)])
+    tier.close()
+
+
+def test_a_read_of_several_parts_goes_on_where_it_stopped(tmp_path, monkeypatch):
+    path = tmp_path / "file"
+    path.write_bytes(bytes(range(100)))
+    preadv = os.preadv
+    monkeypatch.setattr(os, "preadv", lambda fd, parts, offset: preadv(fd, [parts[0][:7]], offset))
+    parts = [memoryview(bytearray(size)) for size in (10, 0, 5, 30)]
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        assert extent_file._read_all(fd, parts, 3) == 45
+        assert b"".join(parts) == bytes(range(3, 48))
+        assert extent_file._read_all(fd, parts, 90) == 10
+    finally:
+        os.close(fd)
 
 
 def test_without_preadv(tier, monkeypatch):
@@ -535,7 +588,7 @@ def test_when_a_layer_of_several_extents_hangs_all_are_closed_by_who_hangs(tmp_p
         patch.setattr(os, "preadv", hang)
         for _ in range(2):  # the second fails without trying
             with pytest.raises(BlockMissing) as caught:
-                readers[0].land(0, [(reader, [1]) for reader in readers], out)
+                readers[0].land(0, [(reader, [1]) for reader in readers], [out])
             assert caught.value.reason == "deadline"
         assert hang.calls == 1
         for reader in readers:

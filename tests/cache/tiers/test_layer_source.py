@@ -37,12 +37,13 @@ class Reader:
     def __init__(self, disk, extent_id):
         self._disk, self._extent_id = disk, extent_id
 
-    def land(self, layer, wanted, out):
+    def land(self, first_layer, wanted, outs):
         if self._disk.hangs:
             raise BlockMissing("no answer", reason="deadline")
-        out[:] = b"".join(
-            self._disk.data(reader._extent_id, layer, place) for reader, places in wanted for place in places
-        )
+        for layer, out in enumerate(outs, first_layer):
+            out[:] = b"".join(
+                self._disk.data(reader._extent_id, layer, place) for reader, places in wanted for place in places
+            )
 
     def checksums(self, place):
         return tuple(checksum(self._disk.data(self._extent_id, layer, place)) for layer in range(len(SHAPES)))

@@ -11,6 +11,7 @@ from torch import Tensor
 from cache.block import BLOCK_TOKENS, BlockKey
 from cache.extent import checksum
 from cache.plan import BlockLoad, LoadBlocks, Loaded, Transferred
+from cache.tiers import layer_source
 from cache.tiers.base import BlockMissing
 from cache.tiers.completions import Completions
 from cache.tiers.dram import LayerShape, Slab
@@ -48,19 +49,22 @@ class Disk:
         self.broken_layer: int | None = None
         self.open_readers = 0
         self.num_landed = 0
+        self.calls: list[int] = []  # layers asked for at once
         self.altered: list[tuple[int, int]] = []
 
     def reader(self, extent_id: int) -> "Disk":
         self.open_readers += 1
         return self
 
-    def land(self, layer: int, wanted: list[tuple[object, list[int]]], out: memoryview) -> None:
-        assert self.let.acquire(timeout=LONG_S)
-        if layer == self.broken_layer:
-            raise BlockMissing("no answer", reason="deadline")
+    def land(self, first_layer: int, wanted: list[tuple[object, list[int]]], outs: list[memoryview]) -> None:
+        self.calls.append(len(outs))
         ((_, places),) = wanted
-        out[:] = self.bytes[layer, places].tobytes()
-        self.num_landed += 1
+        for layer, out in enumerate(outs, first_layer):
+            assert self.let.acquire(timeout=LONG_S)
+            if layer == self.broken_layer:
+                raise BlockMissing("no answer", reason="deadline")
+            out[:] = self.bytes[layer, places].tobytes()
+            self.num_landed += 1
 
     def tell_altered(self, layer: int, place: int) -> None:
         self.altered.append((layer, place))
@@ -310,7 +314,8 @@ def test_what_was_altered_on_disk_fails_is_told_and_not_placed(stream, altered_l
 
 
 @needs_team
-def test_the_disk_is_read_ahead_of_the_step_but_over_nothing_that_was_not_placed(stream):
+def test_the_disk_is_read_ahead_of_the_step_but_over_nothing_that_was_not_placed(stream, monkeypatch):
+    monkeypatch.setattr(layer_source, "LANDING_BYTES", 0)
     stream.begin("read")
     stream.put(on_disk(0, 0, None), on_disk(1, 2, None))
     disk = torch.from_numpy(stream.disk.bytes).view(torch.bfloat16)
@@ -328,6 +333,37 @@ def test_the_disk_is_read_ahead_of_the_step_but_over_nothing_that_was_not_placed
         assert stream.placed(layer, 0, disk[layer, 0])
         assert stream.placed(layer, 2, disk[layer, 1])
     assert stream.loaded() == Loaded(1, {})
+
+
+@needs_team
+def test_the_disk_is_asked_for_as_many_layers_at_once_as_have_a_lead(stream):
+    stream.begin("read")
+    stream.put(on_disk(0, 0, None), on_disk(1, 2, None))
+    for _ in range(LAYERS):
+        stream.disk.let.release()
+    end = time.monotonic() + LONG_S
+    while stream.disk.num_landed < LAYERS:
+        assert time.monotonic() < end
+        time.sleep(0.001)
+    assert stream.disk.calls == [1, 1, 2, 2]  # nothing was placed meanwhile
+    disk = torch.from_numpy(stream.disk.bytes).view(torch.bfloat16)
+    for layer in range(LAYERS):
+        assert stream.stream.wait_layer(1, layer, 0.0)
+        assert stream.placed(layer, 0, disk[layer, 0])
+        assert stream.placed(layer, 2, disk[layer, 1])
+    assert stream.loaded() == Loaded(1, {})
+
+
+@needs_team
+def test_a_disk_that_has_no_lead_is_asked_layer_by_layer(stream):
+    """Or the step would wait for the last of several when it could go on with the first."""
+    stream.begin("read")
+    stream.put(on_disk(0, 0, None))
+    for layer in range(LAYERS):
+        stream.disk.let.release()
+        assert stream.stream.wait_layer(1, layer, LONG_S)
+    assert stream.loaded() == Loaded(1, {})
+    assert stream.disk.calls == [1] * LAYERS
 
 
 def test_reading_beside_placing_counts_once(stream, monkeypatch):

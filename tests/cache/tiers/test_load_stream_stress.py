@@ -127,8 +127,8 @@ class Reader:
         self._disk, self.extent_id = disk, extent_id
         self.is_open, self._reads = True, False
 
-    def land(self, layer, wanted, out):
-        disk, memory = self._disk, out.obj
+    def land(self, first_layer, wanted, outs):
+        disk, memory = self._disk, outs[0].obj
         readers = [reader for reader, _ in wanted]
         assert self in readers
         for reader in readers:
@@ -138,17 +138,19 @@ class Reader:
         disk.pause("read")
         size, at = disk.bytes.shape[-1], 0
         for reader, places in wanted:
-            for place in places:
-                out[at : at + size] = disk.bytes[reader.extent_id, layer, place].tobytes()
-                if disk.fails():
-                    disk.bad.add(reader.extent_id)
-                    out[at + 77] ^= 1
-                at += size
+            for layer, out in enumerate(outs, first_layer):
+                for number, place in enumerate(places):
+                    begin = at + number * size
+                    out[begin : begin + size] = disk.bytes[reader.extent_id, layer, place].tobytes()
+                    if disk.fails():
+                        disk.bad.add(reader.extent_id)
+                        out[begin + 77] ^= 1
+            at += size * len(places)
             if disk.fails():
                 disk.bad.add(reader.extent_id)
                 reason = disk._random.choice(["io", "short_read", "deadline"])
                 if reason == "deadline":
-                    disk.hang(out)
+                    disk.hang(outs[-1])
                 else:
                     del disk.watched.written[id(memory)]
                 for each in readers:
