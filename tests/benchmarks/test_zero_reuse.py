@@ -1,12 +1,15 @@
 """How costs and shares are summed up, worked by hand."""
 
 import random
+import time
 
-from benchmarks.zero_reuse import Cost, interval, requests_of, summarize, verdicts
+import psutil
+
+from benchmarks.zero_reuse import Cost, cpu_seconds, interval, requests_of, summarize, verdicts
 
 
 def cost(arm: str, round_: int, cpu_s: float, cached: int = 0) -> Cost:
-    return Cost("m", arm, round_, cpu_s, tokens=1000, cached_tokens=cached)
+    return Cost("m", arm, 0, round_, cpu_s, tokens=1000, cached_tokens=cached)
 
 
 def test_ratios_are_of_the_same_round_and_the_first_round_warms_up() -> None:
@@ -19,6 +22,26 @@ def test_ratios_are_of_the_same_round_and_the_first_round_warms_up() -> None:
     assert (row["rounds"], row["ratio_p50"], row["no-disk_ratio_p50"]) == (3, 1.01, 1.005)
     assert (row["attentionstore_cpu_ms_per_token_p50"], row["recompute_cpu_ms_per_token_p50"]) == (2.0, 2.0)
     assert all(verdicts([row]).values())
+
+
+def test_starts_are_told_apart_and_each_warms_up() -> None:
+    costs = []
+    for start, ours in enumerate([1.0, 1.04, 1.02]):
+        for round_ in range(3):
+            dear = 9.0 if round_ == 0 else ours
+            costs += [Cost("m", "attentionstore", start, round_, dear, 1000, 0)]
+            costs += [Cost("m", "recompute", start, round_, 1.0, 1000, 0)]
+    (row,) = summarize(costs)
+    assert (row["rounds"], row["ratio_p50"], row["ratio_p50_by_start"]) == (6, 1.02, [1.0, 1.04, 1.02])
+
+
+def test_cpu_time_is_counted_finely() -> None:
+    process = psutil.Process()
+    before = cpu_seconds(process)
+    until = time.process_time() + 0.003
+    while time.process_time() < until:
+        pass
+    assert 0.003 <= cpu_seconds(process) - before < 1.0
 
 
 def test_too_dear_or_not_without_reuse_is_seen() -> None:
