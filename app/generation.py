@@ -384,7 +384,7 @@ class Generation(AsyncIterator[Delta]):
         match output.error_code:
             case "context_length_exceeded":
                 # Without truncation nothing is sent to the engine that is longer than the window.
-                kept = "what has to stay, the system prompt and your newest message, is"
+                kept = "what has to stay, the system prompt (or keep_first_tokens) and your newest message, is"
                 return cannot_be_shortened(self.model.max_context, kept)
             case "invalid_grammar":
                 return invalid_grammar(output.error or "")

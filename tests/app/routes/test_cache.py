@@ -1,5 +1,7 @@
 """/v1/cache, on the scripted engine."""
 
+import asyncio
+
 import msgspec
 import pytest
 
@@ -83,6 +85,38 @@ async def test_all_kv_leaves_and_what_was_said_stays(running: Running, monkeypat
     assert second.session_id == first.session_id  # known by its transcript
     again = (await running.http.post("/v1/cache/clear", json={})).json()
     assert again["removed"] == 0
+
+
+async def test_deletions_wait_for_the_disk_together(running: Running, monkeypatch: pytest.MonkeyPatch):
+    """One after the other, a hundred sessions took as long as a hundred turns of the engine's idle loop."""
+    keep(running.engine)
+    ask, waiting, most = running.engine.sessions, 0, 0
+
+    async def slow(request, *, timeout_s):
+        nonlocal waiting, most
+        if request.action == "delete":
+            waiting += 1
+            most = max(most, waiting)
+            await asyncio.sleep(0.01)
+            waiting -= 1
+        return await ask(request, timeout_s=timeout_s)
+
+    monkeypatch.setattr(running.engine, "sessions", slow)
+    monkeypatch.setattr("app.routes.cache.CLEAR_AT_ONCE", 4)
+    cleared = (await running.http.post("/v1/cache/clear", json={})).json()
+    assert (cleared["removed"], most) == (6, 4)
+
+
+async def test_what_fails_while_clearing_is_told(running: Running, monkeypatch: pytest.MonkeyPatch):
+    keep(running.engine)
+    ask = running.engine.sessions
+
+    async def failing(request, *, timeout_s):
+        reply = await ask(request, timeout_s=timeout_s)
+        return msgspec.structs.replace(reply, error_code="unavailable") if request.action == "delete" else reply
+
+    monkeypatch.setattr(running.engine, "sessions", failing)
+    assert (await running.http.post("/v1/cache/clear", json={})).status_code == 503
 
 
 async def test_sessions_that_run_are_counted_and_stay(running: Running, monkeypatch: pytest.MonkeyPatch):
