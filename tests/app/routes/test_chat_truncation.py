@@ -139,7 +139,8 @@ async def test_what_does_not_fit_even_alone_is_refused_by_the_engine(running: Ru
     running.engine.script.refuse = "context_length_exceeded"
     refused = await running.chat("fox " * 500)
     assert (refused.status_code, refused.json()["error"]["code"]) == (400, "context_length_exceeded")
-    assert "the system prompt and your newest message, is too long" in refused.json()["error"]["message"]
+    message = refused.json()["error"]["message"]
+    assert "the system prompt (or keep_first_tokens) and your newest message, is too long" in message
 
 
 async def test_the_report_has_every_tier_and_cached_tokens_are_of_what_was_sent(running: Running):
