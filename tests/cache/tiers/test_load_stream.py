@@ -66,6 +66,12 @@ class Disk:
             out[:] = self.bytes[layer, places].tobytes()
             self.num_landed += 1
 
+    def wait_landed(self, count: int) -> None:
+        end = time.monotonic() + LONG_S
+        while self.num_landed < count:
+            assert time.monotonic() < end
+            time.sleep(0.001)
+
     def tell_altered(self, layer: int, place: int) -> None:
         self.altered.append((layer, place))
 
@@ -323,10 +329,7 @@ def test_the_disk_is_read_ahead_of_the_step_but_over_nothing_that_was_not_placed
         stream.disk.let.release()
     for layer in range(LAYERS):
         wanted = min(LAYERS, layer + LAYERS_LANDED)
-        end = time.monotonic() + LONG_S
-        while stream.disk.num_landed < wanted:
-            assert time.monotonic() < end
-            time.sleep(0.001)
+        stream.disk.wait_landed(wanted)
         time.sleep(0.02)
         assert stream.disk.num_landed == wanted
         assert stream.stream.wait_layer(1, layer, 0.0), "it has landed"
@@ -341,14 +344,11 @@ def test_the_disk_is_asked_for_as_many_layers_at_once_as_have_a_lead(stream):
     stream.put(on_disk(0, 0, None), on_disk(1, 2, None))
     for _ in range(LAYERS):
         stream.disk.let.release()
-    end = time.monotonic() + LONG_S
-    while stream.disk.num_landed < LAYERS:
-        assert time.monotonic() < end
-        time.sleep(0.001)
+    stream.disk.wait_landed(LAYERS)
     assert stream.disk.calls == [1, 1, 2, 2]  # nothing was placed meanwhile
     disk = torch.from_numpy(stream.disk.bytes).view(torch.bfloat16)
     for layer in range(LAYERS):
-        assert stream.stream.wait_layer(1, layer, 0.0)
+        assert stream.stream.wait_layer(1, layer, LONG_S)
         assert stream.placed(layer, 0, disk[layer, 0])
         assert stream.placed(layer, 2, disk[layer, 1])
     assert stream.loaded() == Loaded(1, {})
