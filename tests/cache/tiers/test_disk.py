@@ -555,7 +555,7 @@ def wait_until(condition):
 
 
 def test_a_hung_read_fails_in_time_and_never_touches_memory_that_was_given_back(tmp_path, monkeypatch):
-    tier = make_tier(tmp_path, deadline_s=0.05)
+    tier = make_tier(tmp_path, deadline_s=0.3)
     tier.open()
     info = put(tier, "x")
     out = bytearray(SEGMENTS[0])
@@ -578,7 +578,7 @@ def test_a_hung_read_fails_in_time_and_never_touches_memory_that_was_given_back(
 
 
 def test_when_a_layer_of_several_extents_hangs_all_are_closed_by_who_hangs(tmp_path, monkeypatch):
-    tier = make_tier(tmp_path, deadline_s=0.05)
+    tier = make_tier(tmp_path, deadline_s=0.3)
     tier.open()
     readers = [tier.reader(put(tier, name).extent_id) for name in "xy"]
     descriptors = [reader._fd for reader in readers]
@@ -603,7 +603,7 @@ def test_when_a_layer_of_several_extents_hangs_all_are_closed_by_who_hangs(tmp_p
 
 
 def test_when_all_threads_hang_nothing_is_read_until_one_comes_back(tmp_path, monkeypatch):
-    tier = make_tier(tmp_path, deadline_s=0.05)
+    tier = make_tier(tmp_path, deadline_s=0.3)
     tier.open()
     info = put(tier, "x")
     readers = [tier.reader(info.extent_id) for _ in range(READ_THREADS)]
@@ -629,7 +629,7 @@ def test_when_all_threads_hang_nothing_is_read_until_one_comes_back(tmp_path, mo
 
 
 def test_a_write_that_ends_too_late_leaves_nothing(tmp_path, monkeypatch):
-    tier = make_tier(tmp_path, deadline_s=0.05)
+    tier = make_tier(tmp_path, deadline_s=0.3)
     tier.open()
     hang = Hang(os.rename)
     with monkeypatch.context() as patch:
@@ -647,7 +647,7 @@ def test_a_write_that_ends_too_late_leaves_nothing(tmp_path, monkeypatch):
 
 
 def test_writes_that_hang_take_no_thread_from_reads(tmp_path, monkeypatch):
-    tier = make_tier(tmp_path, deadline_s=0.05)
+    tier = make_tier(tmp_path, deadline_s=0.3)
     tier.open()
     info = put(tier, "x")
     hang = Hang(os.fdatasync)
