@@ -35,6 +35,7 @@ from benchmarks.measures import mean_of, percentile
 from benchmarks.servers import ROOT, write_result
 from cache.block import BlockKey
 from cache.policies.lookahead import LookaheadPolicy
+from cache.policies.returns import ReturnTimes
 from engine.collector import Collector
 from loadgen.simulate import Machine, Simulation
 from loadgen.workload import Conversation, Turn
@@ -184,25 +185,29 @@ def measure(
 def burst(sessions: int, history: int, waiting: int) -> dict[str, Any]:
     """Steps in which all sessions become due together: they have come at 0 s and at 10 s, and are expected at 20 s.
     What the policies of three tiers are told and asked in a step: the queue, and a few blocks to leave."""
-    policies = [LookaheadPolicy() for _ in range(3)]
+    returns = ReturnTimes()
+    policies = [LookaheadPolicy(returns) for _ in range(3)]
+    for session in range(sessions):
+        returns.used(session, 0.0)
     for policy in policies:
         for session in range(sessions):
-            policy.used(session, 0.0)
             for place in range(-(-history // BLOCK)):
                 key = BlockKey(b"%d %d" % (session, place))
                 policy.own(key, session, place)
                 policy.touch(key)
-        for session in range(sessions):
-            policy.used(session, 10.0)
-        policy.look_ahead(list(range(waiting)), 10.0)
+    for session in range(sessions):
+        returns.used(session, 10.0)
+    for policy in policies:
+        policy.look_ahead(list(range(waiting)))
     spent_s = []
     for step in range(BURST_STEPS):
         now = 20.0 + (step - BURST_STEPS // 4) * 0.02
         queue = list(range(step, step + waiting))
         before_s = time.thread_time()
         for policy in policies:
-            policy.look_ahead(queue, now)
+            policy.look_ahead(queue)
             policy.victims(4, ())
+        returns.advance(now)
         spent_s.append(time.thread_time() - before_s)
     return {"sessions": sessions, "waiting": waiting, "ms_per_step": spread(spent_s)}
 

@@ -60,7 +60,8 @@ class LookAhead:
         repeats = len(self._turns) < len(self._names)
         upcoming = list(dict.fromkeys(self._names)) if repeats else self._names[:]
         for policy in self._tiers.policies:
-            policy.look_ahead(upcoming, now, changed if told else None)
+            policy.look_ahead(upcoming, changed if told else None)
+        self._tiers.returns.advance(now)
 
     def _become(self, waiting: Sequence[str]) -> set[SessionName]:
         """Returns the sessions that have come into the queue or left it."""

@@ -4,6 +4,7 @@ from cache.allocator import PageAllocator
 from cache.block import BlockKey
 from cache.hbm import HbmPool
 from cache.lower import LowerTiers
+from cache.policies.returns import ReturnTimes
 from cache.regulars import Regulars
 from cache.table import BlockRow, CacheTable, SessionName
 
@@ -11,27 +12,29 @@ from cache.table import BlockRow, CacheTable, SessionName
 class Hierarchy:
     """Single-threaded."""
 
-    def __init__(self, *, table: CacheTable, pages: PageAllocator, hbm: HbmPool, lower: LowerTiers) -> None:
+    def __init__(
+        self, *, table: CacheTable, pages: PageAllocator, hbm: HbmPool, lower: LowerTiers, returns: ReturnTimes
+    ) -> None:
         self.table, self.pages, self.hbm, self.lower = table, pages, hbm, lower
         self.policies = (hbm.policy, lower.dram_policy, lower.disk_policy)
+        self.returns = returns  # what these go by
         self.regulars = Regulars()
 
     def used(self, name: SessionName, now: float, num_tokens: int | None = None) -> None:
         """A session is wanted, with a prompt of so many tokens, or soon will be."""
         self.regulars.used(name, now)
-        for policy in self.policies:
-            policy.used(name, now, num_tokens)
+        self.returns.used(name, now, num_tokens)
 
     def answered(self, name: SessionName, now: float, num_tokens: int) -> None:
         """A turn of a session is over, so many tokens into its context."""
-        for policy in self.policies:
-            policy.answered(name, now, num_tokens)
+        self.returns.answered(name, now, num_tokens)
 
     def forget_session(self, name: SessionName) -> None:
         """A name that no block goes by any more."""
         self.regulars.forget(name)
         for policy in self.policies:
             policy.forget(name)
+        self.returns.forget(name)
 
     def own(self, row: BlockRow, name: SessionName, place: int) -> None:
         """A block stands in a session's context, behind `place` others."""

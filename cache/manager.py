@@ -16,7 +16,8 @@ from cache.lower import LowerTiers
 from cache.matching import Matcher
 from cache.opening import ClientCut, ContextOpener, DomainOf, Truncation
 from cache.plan import CapturePiece, Deleted, Event, Fetched, Loaded, Move, Saved, Transferred, Written
-from cache.policies.base import EvictionPolicy
+from cache.policies.base import PolicyFactory
+from cache.policies.returns import ReturnTimes
 from cache.publishing import Publisher
 from cache.rates import Rates
 from cache.report import report_prompt
@@ -47,7 +48,7 @@ class CacheManager:
         bytes_per_token: int,
         prefer_contiguous: bool,
         reuse: bool,
-        policy: Callable[[], EvictionPolicy],
+        policy: PolicyFactory,
         domain_of: DomainOf,
         session_ttl_s: float,
         max_sessions: int,
@@ -69,13 +70,14 @@ class CacheManager:
         self.table = CacheTable()
         self.pages = PageAllocator(num_pages=num_pages, prefer_contiguous=prefer_contiguous)
         self.rates = rates
+        returns = ReturnTimes()
         self._scores = Scores(table=self.table)
         self.hbm = HbmPool(
             table=self.table,
             pages=self.pages,
             page_size=page_size,
             bytes_per_token=bytes_per_token,
-            policy=policy(),
+            policy=policy(returns),
             naive_positions=truncation.mode == "naive",
             has_lower=num_slots > 0,
             scores=self._scores,
@@ -91,15 +93,15 @@ class CacheManager:
             slot_bytes=bytes_per_token * BLOCK_TOKENS,
             disk_bytes=disk_bytes,
             free_buffer=free_buffer,
-            dram_policy=policy(),
-            disk_policy=policy(),
+            dram_policy=policy(returns),
+            disk_policy=policy(returns),
             stats=self.stats,
             gone=self.table.forget,
         )
         self._reuse = reuse
         self._bytes_per_token = bytes_per_token
         self._running = Requests()
-        tiers = Hierarchy(table=self.table, pages=self.pages, hbm=self.hbm, lower=self.lower)
+        tiers = Hierarchy(table=self.table, pages=self.pages, hbm=self.hbm, lower=self.lower, returns=returns)
         self._tiers = tiers
         self._sessions = SessionStore(
             tiers=tiers,

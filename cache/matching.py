@@ -100,11 +100,11 @@ class Matcher:
             missing = len(context.token_ids) - context.computed
             return Residency(context.computed, {}, 0, missing, context.computed, 0.0, 0.0)
         match = self.choose(context, self.match(context))
-        tokens, own = {"hbm": 0}, 0
+        tokens, own, alone = {"hbm": 0}, 0, (context.session,)
         for block, (row, used) in enumerate(match.used):
             tier = self._tier(row, block)
             tokens[tier] = tokens.get(tier, 0) + used
-            if row.owners == (context.session,):
+            if row.owners == alone:
                 own += used
         hbm = tokens.pop("hbm")
         load_s = sum(

@@ -4,7 +4,7 @@ import functools
 import logging
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,7 +14,7 @@ import torch
 from cache.block import BLOCK_TOKENS
 from cache.extent import ExtentInfo, SessionRecord
 from cache.policies import POLICIES
-from cache.policies.base import EvictionPolicy
+from cache.policies.base import PolicyFactory
 from cache.policies.lookahead import LookaheadPolicy
 from cache.rates import Rates
 from cache.tiers.disk import DirectoryLocked, DiskTier
@@ -136,10 +136,10 @@ def build_tiers(
     )
 
 
-def policy_factory(name: str, granularity: str) -> Callable[[], EvictionPolicy]:
+def policy_factory(name: str, granularity: str) -> PolicyFactory:
     """A new policy per tier."""
     if name == "lookahead" and granularity == "block":
-        return lambda: LookaheadPolicy(granularity="block")
+        return lambda returns: LookaheadPolicy(returns, granularity="block")
     return POLICIES[name]
 
 

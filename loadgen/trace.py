@@ -14,6 +14,7 @@ from cache.block import BlockKey
 from cache.policies import POLICIES
 from cache.policies.base import EvictionPolicy
 from cache.policies.belady import BeladyPolicy
+from cache.policies.returns import ReturnTimes
 from loadgen.replay import Request
 
 BLOCK_TOKENS = 512  # of the published traces
@@ -101,12 +102,13 @@ def hit_rate(requests: Sequence[Request], policy: str, capacity_tokens: int | No
     """policy: a key of `POLICIES`, "default" for the server's own, or one of `CEILINGS`. Requests before number `first`
     warm up and are not counted. Raises KeyError for another policy."""
     uses = _Uses(requests) if policy == "belady" else None
+    returns = ReturnTimes()
     if uses is not None:
         chosen: EvictionPolicy = BeladyPolicy(uses)
     else:
-        chosen = POLICIES[{"default": DEFAULT, "unbounded": "fifo"}.get(policy, policy)]()
+        chosen = POLICIES[{"default": DEFAULT, "unbounded": "fifo"}.get(policy, policy)](returns)
     room = math.inf if capacity_tokens is None or policy == "unbounded" else capacity_tokens // BLOCK_TOKENS
-    hits = list(_replay(requests, chosen, room, uses))
+    hits = list(_replay(requests, chosen, returns, room, uses))
     counted = requests[first:]
     return HitRate(
         policy=policy,
@@ -120,7 +122,9 @@ def hit_rate(requests: Sequence[Request], policy: str, capacity_tokens: int | No
     )
 
 
-def _replay(requests: Sequence[Request], policy: EvictionPolicy, room: float, uses: _Uses | None) -> Iterator[int]:
+def _replay(
+    requests: Sequence[Request], policy: EvictionPolicy, returns: ReturnTimes, room: float, uses: _Uses | None
+) -> Iterator[int]:
     """The hits of each request, in blocks."""
     resident: set[BlockKey] = set()
     finder = SessionFinder()
@@ -132,12 +136,12 @@ def _replay(requests: Sequence[Request], policy: EvictionPolicy, room: float, us
         while answers and answers[0][0] <= request.at_s:
             at_s, asked, session, tokens = heappop(answers)
             if newest.get(session) == asked:
-                policy.answered(session, at_s, tokens)
+                returns.answered(session, at_s, tokens)
         # What is not full the next turn fills, under another name: it is nobody's.
         full = min(len(keys), request.prompt_tokens // BLOCK_TOKENS)
         found = finder.find(request.block_names[:full])
         if found is not None:
-            policy.used(found, request.at_s, request.prompt_tokens)
+            returns.used(found, request.at_s, request.prompt_tokens)
             for place, key in enumerate(keys[:full]):
                 policy.own(key, found, place)
             newest[found] = number
@@ -154,6 +158,7 @@ def _replay(requests: Sequence[Request], policy: EvictionPolicy, room: float, us
                 resident.remove(key)
         if (oldest := finder.forget_oldest(_MOST_SESSIONS)) is not None:
             policy.forget(oldest)
+            returns.forget(oldest)
             newest.pop(oldest, None)
 
 

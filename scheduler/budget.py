@@ -4,8 +4,7 @@ between two tokens."""
 from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 _TERMS = 5
 _KEPT = 0.96  # of the evidence after one more step of its kind: about the last twenty-five count
@@ -19,8 +18,7 @@ _FIRST_JUDGEMENT = 1.25  # seconds measured in units of those predicted, before 
 _MOST_MARGIN = 2.0  # where steps are held up by more than that, smaller ones would be held up as well
 
 
-@dataclass(frozen=True, slots=True)
-class StepWork:
+class StepWork(NamedTuple):
     """What a step computes. Every token attends to its context: their products, in thousands, are `attended` for
     tokens of prompts, which read a context once for many, and `read` for rows that decode."""
 

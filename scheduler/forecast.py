@@ -8,8 +8,9 @@ from scheduler.budget import StepCost, StepWork
 from scheduler.predictor import LengthPredictor
 from scheduler.sequence import Sequence
 
-_ASK_AGAIN = 8  # tokens after which the rest of an answer is predicted anew, or, if that is more,
-_ASK_SHARE = 8  # such a part of what was predicted: far from the end it need not be exact
+_ASK_AGAIN = 16  # tokens after which the rest of an answer is predicted anew, or, if that is more,
+_ASK_SHARE = 4  # such a part of what was predicted: far from the end it need not be exact
+_UNASKED = (0, 0)
 _TPOT_WEIGHT = 0.1  # of a new step in the mean time between tokens
 
 
@@ -59,33 +60,26 @@ class Forecast:
     def opens_s(self, running: Iterable[Sequence], free_places: int, now: float) -> list[float]:
         """When places are expected to be free, in seconds from now, ascending."""
         rests_s = self._rests_s
-        found = []
         for sequence in running:
             if sequence not in rests_s:
                 rests_s[sequence] = self._remaining_s(sequence, now)
-            found.append(rests_s[sequence])
-        return [0.0] * free_places + sorted(found)
+        return [0.0] * free_places + sorted([rests_s[sequence] for sequence in running])
 
     def _remaining_s(self, sequence: Sequence, now: float) -> float:
         if self._tpot_s is None:
             return 0.0  # nothing is known: rather early than late
-        prefill_s = 0.0
-        if sequence.first_token_s is None:
+        # Asked of everybody in every step.
+        ask_at, expected = self._expected.get(sequence, _UNASKED)
+        if sequence.output_tokens >= ask_at:
+            expected = self._ask(sequence)
+        started_s, prefill_s = sequence.first_token_s, 0.0
+        if started_s is None:
             prefill_s = self._cost.seconds(StepWork().plus_chunk(sequence.pending_tokens, sequence.computed_tokens))
-        return timer.remaining_s(
-            tpot_s=self._tpot_s,
-            output_tokens=self._expected_tokens(sequence),
-            now=now,
-            started_s=sequence.first_token_s,
-            prefill_s=prefill_s,
-        )
+        return timer.remaining_s(self._tpot_s, expected, now, started_s, prefill_s)
 
-    def _expected_tokens(self, sequence: Sequence) -> int:
-        """Of the whole answer, asked anew every few tokens."""
-        ask_at, expected = self._expected.get(sequence, (0, 0))
-        said = sequence.output_tokens
-        if said >= ask_at:
-            expected = self._predictor.predict(sequence)
-            ask_at = min(expected, said + max(_ASK_AGAIN, (expected - said) // _ASK_SHARE))
-            self._expected[sequence] = ask_at, expected
+    def _ask(self, sequence: Sequence) -> int:
+        """For the length of the whole answer, anew every few tokens."""
+        said, expected = sequence.output_tokens, self._predictor.predict(sequence)
+        ask_at = min(expected, said + max(_ASK_AGAIN, (expected - said) // _ASK_SHARE))
+        self._expected[sequence] = ask_at, expected
         return expected

@@ -4,6 +4,7 @@ from collections import Counter, deque
 from collections.abc import Container
 from dataclasses import dataclass
 from itertools import islice
+from typing import NamedTuple
 
 from scheduler import timer
 from scheduler.ahead import AheadLoads
@@ -24,8 +25,7 @@ class QueueFull(Exception):
     """The waiting queue is at its cap; the request was not taken."""
 
 
-@dataclass(frozen=True, slots=True)
-class Chunk:
+class Chunk(NamedTuple):
     """`num_tokens` pending tokens of a sequence, to be computed in this step."""
 
     sequence: Sequence
@@ -107,6 +107,9 @@ class Scheduler:
         self._front = Standings(cache=cache, hidden_s=stall_budget_s)
         self._scores: dict[Sequence, int] = {}  # as the cache was told
         self._forecast = Forecast(predictor=predictor, cost=cost)
+        self._batch_changes = 0  # how many have joined and left
+        self._loading_s = 0.0  # what is left of the loads under way
+        self._foreseen = -1, 0  # changes, and loads ahead, when the queue was told what is to come
         self._is_full = False  # the last step left somebody waiting
         # The order of the queue, those before it, and the ids of all, as they were told last.
         self._told: tuple[list[Sequence], list[Sequence], list[str]] = [], [], []
@@ -224,8 +227,8 @@ class Scheduler:
         self._learn(now - self._began_s)
         self._queue.refresh()
         self._forecast.begin_step()
-        self._foresee(now)
-        loading = {s.request_id: stall for s in self._running if (stall := self._cache.stall_s(s.request_id))}
+        loading = self._stalls_s()
+        self._foresee(loading, now)
         decoding = [s for s in self._running if s.pending_tokens == 1 and s.request_id not in loading]
         for sequence in decoding:
             # A preemption further up may have taken this one out.
@@ -340,6 +343,7 @@ class Scheduler:
 
     def _stop(self, sequence: Sequence) -> None:
         self._running.remove(sequence)
+        self._batch_changes += 1
         self._loaders.discard(sequence)
         self._running_of[sequence.tenant] -= 1
         self._running_of += Counter()  # forgets those at zero
@@ -357,6 +361,8 @@ class Scheduler:
         if not self.free_places and max(self._running_of.values()) < 2:
             return None
         served = {*self._running_of, *(sequence.tenant for sequence in self._resumed)}
+        if self._present_of.keys() <= served:
+            return None  # asked twice a step: nobody in the queue need be looked at
         starved = self._queue.best(_OfTenants(served))
         if starved is None and any(sequence.tenant not in served for sequence in self._queue.near() or ()):
             # It would be overtaken once too often: it goes first, and not only when a place is free.
@@ -469,6 +475,7 @@ class Scheduler:
             sequence.scheduled_s = now
             self._forecast.started(sequence)
         self._running.append(sequence)
+        self._batch_changes += 1
         self._running_of[sequence.tenant] += 1
         num_tokens = reserved
         if self._chunked_prefill:
@@ -506,13 +513,18 @@ class Scheduler:
 
     # --- loading ahead ------------------------------------------------------------------------------------------------
 
-    def _foresee(self, now: float) -> float:
-        """Tell the queue when places will be free. Returns what is left of the loads under way, in seconds."""
-        loading_s = self._ahead.look(now)
+    def _stalls_s(self) -> dict[str, float]:
+        """Of those who run and wait for KV, what is left of that."""
+        stall_s = self._cache.stall_s
+        return {s.request_id: stall for s in self._running if (stall := stall_s(s.request_id))}
+
+    def _foresee(self, stalls_s: dict[str, float], now: float) -> None:
+        """Tell the queue when places will be free, and note what is left of the loads under way."""
+        self._loading_s = self._ahead.look(now)
         if self.num_waiting:
-            loading_s += sum([self._cache.stall_s(sequence.request_id) for sequence in self._running])
-            self._queue.foresee(self._opens_s(now), loading_s)
-        return loading_s
+            self._loading_s += sum(stalls_s.values())
+            self._queue.foresee(self._opens_s(now), self._loading_s)
+        self._foreseen = self._batch_changes, len(self._ahead)
 
     def _opens_s(self, now: float) -> list[float]:
         return self._forecast.opens_s(self._running, self.free_places, now)
@@ -522,7 +534,8 @@ class Scheduler:
         as will do."""
         if not self.num_waiting:
             return
-        loading_s = self._foresee(now)
+        if self._foreseen != (self._batch_changes, len(self._ahead)):
+            self._foresee(self._stalls_s(), now)  # anew: this step's batch is another
         front = list(islice((*self._resumed, *self._queue.front()), _FRONT))
         self._watch(front)
         waiting = []
@@ -533,7 +546,7 @@ class Scheduler:
             waiting.append(timer.WaitingLoad(sequence.request_id, load_s))
         if all(load.load_s is None for load in waiting):
             return
-        due = timer.due(self._opens_s(now), 0, loading_s, waiting)
+        due = timer.due(self._opens_s(now), 0, self._loading_s, waiting)
         for sequence in front:
             if sequence.request_id not in due:
                 continue

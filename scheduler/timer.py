@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 
-def remaining_s(*, tpot_s: float, output_tokens: int, now: float, started_s: float | None, prefill_s: float) -> float:
+def remaining_s(tpot_s: float, output_tokens: int, now: float, started_s: float | None, prefill_s: float) -> float:
     """max(0, TPOT * len_i - (t - timer_i)): how much longer a request is expected to run.
 
     output_tokens: predicted for its whole answer. started_s: its timer, set at its first token; None: before that,

@@ -1,14 +1,12 @@
 """Eviction policies by name; the settings, the simulator and the property tests find them here."""
 
-from collections.abc import Callable
-
-from cache.policies.base import EvictionPolicy
+from cache.policies.base import PolicyFactory
 from cache.policies.fifo import FifoPolicy
 from cache.policies.lookahead import LookaheadPolicy
 from cache.policies.lru import LruPolicy
 
-POLICIES: dict[str, Callable[[], EvictionPolicy]] = {
+POLICIES: dict[str, PolicyFactory] = {
     "lookahead": LookaheadPolicy,
-    "lru": LruPolicy,
-    "fifo": FifoPolicy,
+    "lru": lambda returns: LruPolicy(),
+    "fifo": lambda returns: FifoPolicy(),
 }

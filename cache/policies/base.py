@@ -1,16 +1,18 @@
 """How a tier chooses what leaves."""
 
-from collections.abc import Collection, Container, Hashable, Sequence
+from collections.abc import Callable, Collection, Container, Hashable, Sequence
 from typing import Protocol
 
 from cache.block import BlockKey
+from cache.policies.returns import ReturnTimes
 from cache.table import BlockRow
 
 
 class EvictionPolicy(Protocol):
-    """Ranks the blocks of one tier for eviction. Holds keys, never bytes. Single-threaded, pure: `now` comes in and
-    never goes back. A policy that judges by the past alone ignores what it is told of sessions, the queue and the
-    newcomer: for it a newcomer is always admitted and no queued session is spared."""
+    """Ranks the blocks of one tier for eviction. Holds keys, never bytes. Single-threaded, pure. When sessions are
+    expected back is worked out once for all tiers, by the `ReturnTimes` that a policy is made with. A policy that
+    judges by the past alone ignores these, and what it is told of sessions, the queue and the newcomer: for it a
+    newcomer is always admitted and no queued session is spared."""
 
     def touch(self, key: BlockKey) -> None:
         """An insert or a hit."""
@@ -30,16 +32,7 @@ class EvictionPolicy(Protocol):
         """The session is gone or expired: its blocks have one owner less. Forgives a session never heard of."""
         ...
 
-    def used(self, session: Hashable, now: float, num_tokens: int | None = None) -> None:
-        """A turn of the session arrived with a prompt of so many tokens (None: not known). Called once a turn: the gaps
-        between calls tell when the next one comes."""
-        ...
-
-    def answered(self, session: Hashable, now: float, num_tokens: int) -> None:
-        """The turn is over, and the session's context has so many tokens."""
-        ...
-
-    def look_ahead(self, upcoming: Sequence[Hashable], now: float, changed: Collection[Hashable] | None = None) -> None:
+    def look_ahead(self, upcoming: Sequence[Hashable], changed: Collection[Hashable] | None = None) -> None:
         """The sessions of queued turns, next first, each once. The sequence is kept: it must not change any more.
         changed: who has come in or gone out since the last call, None to have it found.
 
@@ -65,6 +58,10 @@ class EvictionPolicy(Protocol):
         hierarchy spares the window).
         """
         ...
+
+
+PolicyFactory = Callable[[ReturnTimes], EvictionPolicy]
+"""A new policy for one tier, of those of a hierarchy that share the returns."""
 
 
 def enter(policy: EvictionPolicy, row: BlockRow) -> None:

@@ -41,13 +41,7 @@ class BeladyPolicy:
     def forget(self, session: Hashable) -> None:
         """The future is known block by block."""
 
-    def used(self, session: Hashable, now: float, num_tokens: int | None = None) -> None:
-        """The future is known block by block."""
-
-    def answered(self, session: Hashable, now: float, num_tokens: int) -> None:
-        """The future is known block by block."""
-
-    def look_ahead(self, upcoming: Sequence[Hashable], now: float, changed: Collection[Hashable] | None = None) -> None:
+    def look_ahead(self, upcoming: Sequence[Hashable], changed: Collection[Hashable] | None = None) -> None:
         """The queue is part of the future."""
 
     def victims(

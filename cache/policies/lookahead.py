@@ -68,7 +68,7 @@ class LookaheadPolicy:
     block stands at its place.
     """
 
-    def __init__(self, granularity: Literal["session", "block"] = "session") -> None:
+    def __init__(self, returns: ReturnTimes, granularity: Literal["session", "block"] = "session") -> None:
         self._by_place = granularity == "block"
         self._touched: dict[BlockKey, int] = {}  # every resident block -> number of its last touch
         self._touches = 0
@@ -83,7 +83,8 @@ class LookaheadPolicy:
         self._leaves: dict[BlockKey, _Entry | None] = {}
         self._order: Ranking[_Entry] = Ranking()
         self._stale: set[BlockKey] = set()  # not in their places yet, in these two
-        self._returns = ReturnTimes()
+        self._returns = returns
+        returns.listen(self._returns_changed)
         self._queue = Line()
         self._absent = 0  # so many at the tail of the queue are known to have nothing in the tier
 
@@ -126,34 +127,26 @@ class LookaheadPolicy:
         owner = self._sessions.pop(session, None)
         if owner is None:
             return
-        self._returns.forget(owner.returns)
         for place in sorted(owner.context, reverse=True):
             self._disown(owner.context[place], owner)
 
-    def used(self, session: Hashable, now: float, num_tokens: int | None = None) -> None:
-        owner = self._session(session)
-        for returns in self._returns.used(owner.returns, now, num_tokens):
-            self._rerank(self._sessions[returns.name])
-
-    def answered(self, session: Hashable, now: float, num_tokens: int) -> None:
-        owner = self._sessions.get(session)
-        if owner is not None:
-            for returns in self._returns.answered(owner.returns, now, num_tokens):
-                self._rerank(self._sessions[returns.name])
-
-    def look_ahead(self, upcoming: Sequence[Hashable], now: float, changed: Collection[Hashable] | None = None) -> None:
+    def look_ahead(self, upcoming: Sequence[Hashable], changed: Collection[Hashable] | None = None) -> None:
         for name in self._queue.become(upcoming, changed):
             session = self._sessions.get(name)
             if session is not None:
                 self._rerank(session)
         self._absent = 0
-        for returns in self._returns.advance(now):
-            self._rerank(self._sessions[returns.name])
+
+    def _returns_changed(self, changed: Sequence[SessionReturn]) -> None:
+        for returns in changed:
+            session = self._sessions.get(returns.name)
+            if session is not None:
+                self._rerank(session)
 
     def _session(self, name: Hashable) -> _Session:
         session = self._sessions.get(name)
         if session is None:
-            session = self._sessions[name] = _Session(name, name in self._queue, self._returns.add(name))
+            session = self._sessions[name] = _Session(name, name in self._queue, self._returns.of(name))
         return session
 
     def _rerank(self, session: _Session) -> None:
@@ -309,8 +302,7 @@ class LookaheadPolicy:
             return (2, (0.0, 0))
         if (place := self._queue.place(newcomer)) is not None:
             return (1, (-place, 0))
-        session = self._sessions.get(newcomer)
-        return (0, self._returns.newcomer_rank() if session is None else session.rank[1])
+        return (0, self._returns.rank(newcomer))
 
     def _unqueued(self, key: BlockKey, waiting: Sequence[_Waiting]) -> _Entry:
         """Of a block with these owners, sorted, nobody queued among them."""

@@ -25,13 +25,7 @@ class LruPolicy:
     def forget(self, session: Hashable) -> None:
         """Whose a block was does not count."""
 
-    def used(self, session: Hashable, now: float, num_tokens: int | None = None) -> None:
-        """The turn's hits are touches; more is not needed."""
-
-    def answered(self, session: Hashable, now: float, num_tokens: int) -> None:
-        """Nor does it count what an answer added."""
-
-    def look_ahead(self, upcoming: Sequence[Hashable], now: float, changed: Collection[Hashable] | None = None) -> None:
+    def look_ahead(self, upcoming: Sequence[Hashable], changed: Collection[Hashable] | None = None) -> None:
         """The queue does not count."""
 
     def victims(

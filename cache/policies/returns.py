@@ -1,6 +1,6 @@
 """Which sessions are worth their space until they come back, as far as their past tells."""
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from math import exp, inf, log, log2, nextafter
 
 from cache.policies.ranking import Ranking
@@ -74,6 +74,8 @@ class ReturnTimes:
 
     An event costs logarithmic time, however many sessions are due together: at most so many are reconsidered with each,
     and who is left keeps the rank that it had.
+
+    One for all tiers of a hierarchy: their policies `listen`, and are told whose rank has changed.
     """
 
     def __init__(self) -> None:
@@ -82,17 +84,40 @@ class ReturnTimes:
         self._uses = 0
         self._punctual = 0.5  # of all returns whose gap could be foretold
         self._due: Ranking[tuple[float, int, SessionReturn]] = Ranking()
+        self._sessions: dict[Hashable, SessionReturn] = {}
+        self._listeners: list[Callable[[Sequence[SessionReturn]], None]] = []
 
-    def add(self, name: Hashable) -> SessionReturn:
-        self._uses += 1
-        return SessionReturn(name, self._uses)
+    def __len__(self) -> int:
+        return len(self._sessions)
 
-    def forget(self, session: SessionReturn) -> None:
-        self._schedule(session, None)
+    def listen(self, heard: Callable[[Sequence[SessionReturn]], None]) -> None:
+        """`heard` is called with the sessions whose rank has changed, within `used`, `answered` and `advance`."""
+        self._listeners.append(heard)
 
-    def used(self, session: SessionReturn, now: float, prompt_tokens: int | None = None) -> list[SessionReturn]:
-        """A turn of the session arrived. Returns the sessions whose rank changed, itself among them."""
-        changed = self.advance(now)
+    def of(self, name: Hashable) -> SessionReturn:
+        """What is known of a session; if it was never heard of, from now on."""
+        session = self._sessions.get(name)
+        if session is None:
+            self._uses += 1
+            session = self._sessions[name] = SessionReturn(name, self._uses)
+        return session
+
+    def rank(self, name: Hashable) -> tuple[float, float, int]:
+        """Of a session; that of a newcomer if it was never heard of."""
+        session = self._sessions.get(name)
+        return self.newcomer_rank() if session is None else session.rank
+
+    def forget(self, name: Hashable) -> None:
+        """Forgives a session never heard of."""
+        session = self._sessions.pop(name, None)
+        if session is not None:
+            self._schedule(session, None)
+
+    def used(self, name: Hashable, now: float, prompt_tokens: int | None = None) -> None:
+        """A turn of the session arrived with a prompt of so many tokens (None: not known). Called once a turn: the gaps
+        between calls tell when the next one comes."""
+        session = self.of(name)
+        changed = self._advance(now)
         now = self._now_s
         gap_s = None if session.used_s is None else now - session.used_s
         if gap_s is None or gap_s >= _SHORTEST_GAP_S:
@@ -114,12 +139,14 @@ class ReturnTimes:
             turn=session.turn, prompt_tokens=session.prompt, grown_tokens=session.grown, answer_tokens=None
         )
         self._value(session)
-        changed.append(session)
-        return changed
+        self._tell([*changed, session])
 
-    def answered(self, session: SessionReturn, now: float, num_tokens: int) -> list[SessionReturn]:
-        """The turn is over, and its context has so many tokens. Returns the sessions whose rank changed."""
-        changed = self.advance(now)
+    def answered(self, name: Hashable, now: float, num_tokens: int) -> None:
+        """The turn is over, and the session's context has so many tokens. Forgives a session never heard of."""
+        session = self._sessions.get(name)
+        if session is None:
+            return
+        changed = self._advance(now)
         answer = None if session.prompt is None else max(0, num_tokens - session.prompt)
         session.tokens = num_tokens
         if session.used_s is not None:
@@ -128,10 +155,19 @@ class ReturnTimes:
             )
             self._value(session)
             changed.append(session)
-        return changed
+        self._tell(changed)
 
-    def advance(self, now: float) -> list[SessionReturn]:
-        """Time has passed. Returns the sessions whose rank changed because they did not come."""
+    def advance(self, now: float) -> None:
+        """Time has passed."""
+        self._tell(self._advance(now))
+
+    def _tell(self, changed: Sequence[SessionReturn]) -> None:
+        if changed:
+            for heard in self._listeners:
+                heard(changed)
+
+    def _advance(self, now: float) -> list[SessionReturn]:
+        """Returns the sessions whose rank has changed because they did not come."""
         self._now_s = max(self._now_s, now)
         changed: list[SessionReturn] = []
         while len(changed) < _AT_ONCE and (due := next(iter(self._due), None)) is not None and due[0] <= self._now_s:

@@ -13,7 +13,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from loadgen.sim.future import clairvoyant
+from loadgen.sim.future import NextTurns
 from loadgen.sim.machine import Config, Costs, Machine
 from loadgen.sim.policies import POLICIES
 from loadgen.sim.result import Result, TurnRecord
@@ -37,4 +37,4 @@ def simulate_belady(workload: Sequence[Conversation], machine: Machine, config: 
     it is exact where the order of turns does not depend on what is hit."""
     unbounded = replace(machine, dram_bytes=math.inf, disk_bytes=0.0)
     future = Server(workload, unbounded, replace(config, policy="lru", warmup_turns=0)).run()
-    return Server(workload, machine, config, policy=clairvoyant(future.records)).run()
+    return Server(workload, machine, config, future=NextTurns(future.records)).run()

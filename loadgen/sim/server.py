@@ -8,15 +8,15 @@ prompt is the history and its own words: templates add nothing.
 
 import heapq
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import cast
 
-from cache.policies.base import EvictionPolicy
 from cache.stats import Residency
 from loadgen.greedy import greedy
 from loadgen.sim.ahead import LookAhead
 from loadgen.sim.books import check
 from loadgen.sim.context_window import ContextWindow
+from loadgen.sim.future import ByNextTurn, NextTurns
 from loadgen.sim.machine import Config, Machine
 from loadgen.sim.policies import POLICIES
 from loadgen.sim.result import Result, TurnRecord, summarize
@@ -42,14 +42,14 @@ class _View:
 
 
 class Server:
-    """One run. Deterministic: chance is in the workload alone."""
+    """One run. Deterministic: chance is in the workload alone. future: its policy is the clairvoyant's."""
 
     def __init__(
         self,
         conversations: Sequence[Conversation],
         machine: Machine,
         config: Config,
-        policy: Callable[[], EvictionPolicy] | None = None,
+        future: NextTurns | None = None,
     ) -> None:
         self.machine = machine
         self.config = config
@@ -59,8 +59,9 @@ class Server:
         self.prefilled_tokens = self.decoded_tokens = self.recomputed_tokens = 0
         self.moved = {"hbm": 0.0, "dram": 0.0, "disk": 0.0}  # bytes into HBM by source
         self.marks: list[tuple[float, float]] = []  # (seconds, busy seconds) at every start
+        self._future = future
         self.store = Store(
-            policy=policy or POLICIES[config.policy],
+            policy=POLICIES[config.policy] if future is None else lambda returns: ByNextTurn(future),
             kv_bytes_per_token=machine.kv_bytes_per_token,
             granule_tokens=config.granule_tokens,
             hbm_bytes=machine.hbm_bytes if config.reuse else 0.0,
@@ -160,6 +161,8 @@ class Server:
         turn = LiveTurn(record, session, sequence, dropped)
         if self.config.reuse:
             self.store.arrived(conversation.session_id, when_s, record.prompt_tokens)
+            if self._future is not None:
+                self._future.arrived(conversation.session_id)
         self._waiting[sequence.request_id] = turn
         self._turn_of[sequence] = turn
         self.queue.add(sequence)

@@ -5,12 +5,13 @@ that leaves DRAM stays on disk, one that is fetched stays there as well. What en
 whole session (AttentionStore's item) or so many tokens of it (the server's blocks).
 """
 
-from collections.abc import Callable, Container
+from collections.abc import Container
 from dataclasses import dataclass, field
 
 from cache.block import BlockKey
-from cache.policies.base import EvictionPolicy
+from cache.policies.base import EvictionPolicy, PolicyFactory
 from cache.policies.lru import LruPolicy
+from cache.policies.returns import ReturnTimes
 from loadgen.sim.line import Line
 
 TIERS = ("hbm", "dram", "disk")
@@ -126,7 +127,7 @@ class Store:
     def __init__(
         self,
         *,
-        policy: Callable[[], EvictionPolicy],
+        policy: PolicyFactory,
         kv_bytes_per_token: float,
         granule_tokens: int,
         hbm_bytes: float,
@@ -136,7 +137,8 @@ class Store:
         self._kv = kv_bytes_per_token
         self._granule_tokens = granule_tokens
         sizes = {"hbm": hbm_bytes, "dram": dram_bytes, "disk": disk_bytes}
-        self.tiers = {name: Tier(name, sizes[name], policy()) for name in TIERS if sizes[name] > 0}
+        self._returns = ReturnTimes()
+        self.tiers = {name: Tier(name, sizes[name], policy(self._returns)) for name in TIERS if sizes[name] > 0}
         self._lowest = next((name for name in reversed(TIERS) if name in self.tiers), None)
         self._contexts: dict[str, _Context] = {}
         self._tokens = 0  # of all contexts
@@ -186,8 +188,7 @@ class Store:
         """A turn has come."""
         self._used_s.pop(session, None)
         self._used_s[session] = now
-        for tier in self.tiers.values():
-            tier.policy.used(session, now, prompt_tokens)
+        self._returns.used(session, now, prompt_tokens)
 
     def hit(self, session: str) -> None:
         """What is here of it is used: from the tail on, so that tails leave first."""
@@ -256,8 +257,7 @@ class Store:
         fresh = self._grow(session, context, kv_tokens, reused_tokens)
         self._used_s.pop(session, None)
         self._used_s[session] = now
-        for tier in self.tiers.values():
-            tier.policy.answered(session, now, kv_tokens)
+        self._returns.answered(session, now, kv_tokens)
         for name, tier in self.tiers.items():
             lowest = name == self._lowest
             for granule in reversed(fresh if name != "hbm" else context.granules):
@@ -340,7 +340,8 @@ class Store:
         for name, tier in self.tiers.items():
             most = None if name == self._lowest else int(_TOLD * tier.capacity / mean) + 1
             names, changed = line.news(name, most)
-            tier.policy.look_ahead(names, now, changed)
+            tier.policy.look_ahead(names, changed)
+        self._returns.advance(now)
 
     def leave_hbm(self, session: str) -> None:
         """It runs: its rows in HBM are not the cache's any more."""
@@ -365,6 +366,7 @@ class Store:
                 tier.remove(granule.key)
         for tier in self.tiers.values():
             tier.policy.forget(session)
+        self._returns.forget(session)
 
     def expire(self, before_s: float) -> list[str]:
         """Forget the sessions without an access since then, but for those in use. Returns them."""

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from cache import ahead
 from cache.ahead import LookAhead
+from cache.policies.returns import ReturnTimes
 from cache.regulars import Regulars
 from cache.requests import Requests
 
@@ -15,7 +16,7 @@ class Policy:
     def __init__(self):
         self.line = []
 
-    def look_ahead(self, upcoming, now, changed=None):
+    def look_ahead(self, upcoming, changed=None):
         assert len(set(upcoming)) == len(upcoming)
         assert changed is None or set(changed) == set(self.line) ^ set(upcoming)
         self.line = list(upcoming)
@@ -37,6 +38,7 @@ class World:
             table=SimpleNamespace(matched=lambda keys: keys),
             lower=lower,
             policies=[self.policy],
+            returns=ReturnTimes(),
             regulars=self.regulars,
         )
         self.lower = lower

@@ -11,7 +11,35 @@ from cache.policies.line import Line
 from cache.policies.lookahead import LookaheadPolicy
 from cache.policies.lru import LruPolicy
 from cache.policies.ranking import Ranking
-from cache.policies.returns import shared_rank
+from cache.policies.returns import ReturnTimes, shared_rank
+
+
+class Told:
+    """A policy of one tier, and the returns, told of turns and time as a hierarchy tells."""
+
+    def __init__(self, *arguments):
+        self._returns = ReturnTimes()
+        super().__init__(*((self._returns, *arguments) if isinstance(self, LookaheadPolicy) else ()))
+
+    def used(self, session, now):
+        self._returns.used(session, now)
+
+    def look_ahead(self, upcoming, now):
+        super().look_ahead(upcoming)
+        self._returns.advance(now)
+
+    def forget(self, session):
+        super().forget(session)
+        self._returns.forget(session)
+
+
+class Lookahead(Told, LookaheadPolicy):
+    pass
+
+
+class Lru(Told, LruPolicy):
+    pass
+
 
 GRANULARITIES = pytest.mark.parametrize("granularity", ["session", "block"])
 
@@ -22,7 +50,7 @@ def name(session, place):
 
 def filled(contexts, *, granularity="session", times=None):
     """A policy whose tier holds the contexts, {session: its blocks}; times: {session: its uses}, told in time order."""
-    policy = LookaheadPolicy(granularity)
+    policy = Lookahead(granularity)
     for now, session in sorted((now, session) for session, uses in (times or {}).items() for now in uses):
         policy.used(session, now)
     for session, keys in contexts.items():
@@ -217,7 +245,7 @@ class World:
 @GRANULARITIES
 @given(events=EVENTS, pinned=st.sets(st.sampled_from(PATHS).map(str.encode)))
 def test_what_stays_of_a_context_is_a_prefix_of_what_was_there(granularity, events, pinned):
-    world = World(LookaheadPolicy(granularity)).play(events)
+    world = World(Lookahead(granularity)).play(events)
     order = world.policy.victims(99, pinned)
     assert sorted(order) == sorted(set(world.resident) - pinned)
     place = {key: number for number, key in enumerate(order)}
@@ -229,7 +257,7 @@ def test_what_stays_of_a_context_is_a_prefix_of_what_was_there(granularity, even
 @GRANULARITIES
 @given(events=EVENTS, newcomer=st.sampled_from("PQRSTU"))
 def test_the_classes_leave_in_order_and_the_exempt_stay(granularity, events, newcomer):
-    world = World(LookaheadPolicy(granularity)).play(events)
+    world = World(Lookahead(granularity)).play(events)
 
     def rank(key):
         owners = world.owners(key)
@@ -274,8 +302,7 @@ def recomputed(world, granularity, count, pinned, newcomer, spare_queued, behind
     def rank(session):
         if session in world.queue:
             return (1, (-world.queue.index(session), 0))
-        known = policy._sessions.get(session)
-        return (0, policy._returns.newcomer_rank() if known is None else known.returns.rank)
+        return (0, policy._returns.rank(session))
 
     def entry(key):
         best = max(world.owners(key), key=rank)
@@ -312,7 +339,7 @@ def recomputed(world, granularity, count, pinned, newcomer, spare_queued, behind
 @settings(deadline=None)
 def test_the_order_kept_is_the_order_recomputed(granularity, events, count, pinned, newcomer, spare):
     """At every point of an interleaving of events, whatever was asked before."""
-    world = World(LookaheadPolicy(granularity))
+    world = World(Lookahead(granularity))
     for event in events:
         world.play([event])
         terms = {"newcomer": newcomer, "spare_queued": spare}
@@ -326,7 +353,7 @@ def test_the_order_kept_is_the_order_recomputed(granularity, events, count, pinn
 @given(events=EVENTS)
 def test_events_arriving_one_by_one_leave_the_state_that_a_fresh_policy_is_told(granularity, events):
     """What is kept incrementally (the leaves and their order) is what follows from contexts, residents and returns."""
-    policy = World(LookaheadPolicy(granularity)).play(events).policy
+    policy = World(Lookahead(granularity)).play(events).policy
     policy.victims(0, ())
     for session in policy._sessions.values():
         assert session.resident == sorted(place for place, key in session.context.items() if key in policy._touched)
@@ -345,7 +372,7 @@ def test_events_arriving_one_by_one_leave_the_state_that_a_fresh_policy_is_told(
 @GRANULARITIES
 @given(events=EVENTS)
 def test_nothing_is_kept_of_what_has_gone(granularity, events):
-    world = World(LookaheadPolicy(granularity)).play(events)
+    world = World(Lookahead(granularity)).play(events)
     policy = world.policy
     for session in "PQRST":
         policy.forget(session)
@@ -355,6 +382,7 @@ def test_nothing_is_kept_of_what_has_gone(granularity, events):
     kept = [value for attribute, value in vars(policy).items() if attribute not in ("_queue", "_returns")]
     assert not any(value for value in kept if isinstance(value, dict | list | Ranking))
     assert not policy._returns._due
+    assert not len(policy._returns)
 
 
 # --- a tier that is too small -----------------------------------------------------------------------------------------
@@ -412,8 +440,8 @@ def shuffled(rounds, rng):
 @pytest.mark.parametrize("held", [4, 6, 7])
 def test_a_rotation_through_a_tier_too_small_does_not_collapse(granularity, held):
     turns = rotation(12, 0.0, random.Random(0))
-    assert hit_rate(LruPolicy(), turns, held * BLOCKS, since=3) == 0.0
-    assert hit_rate(LookaheadPolicy(granularity), turns, held * BLOCKS, since=3) == held / 8  # as Belady's would
+    assert hit_rate(Lru(), turns, held * BLOCKS, since=3) == 0.0
+    assert hit_rate(Lookahead(granularity), turns, held * BLOCKS, since=3) == held / 8  # as Belady's would
 
 
 @GRANULARITIES
@@ -421,7 +449,7 @@ def test_a_rotation_through_a_tier_too_small_does_not_collapse(granularity, held
 def test_nor_does_it_if_what_runs_is_let_in_first(granularity, held):
     # Each absent session takes the place of the one that just left: of 7 others, held-1 are there when they come back.
     turns = rotation(30, 0.0, random.Random(0))
-    rate = hit_rate(LookaheadPolicy(granularity), turns, held * BLOCKS, since=3, announced=True)
+    rate = hit_rate(Lookahead(granularity), turns, held * BLOCKS, since=3, announced=True)
     assert rate == pytest.approx((held - 1) / 7, abs=0.02)
     assert rate >= 0.8 * held / 8
 
@@ -432,15 +460,13 @@ def test_nor_does_it_if_what_runs_is_let_in_first(granularity, held):
 @settings(max_examples=15, deadline=None)
 def test_nor_does_one_that_is_not_punctual(granularity, held, seed):
     turns = rotation(12, 0.2, random.Random(seed))
-    assert hit_rate(LookaheadPolicy(granularity), turns, held * BLOCKS, since=3) >= 0.8 * held / 8
+    assert hit_rate(Lookahead(granularity), turns, held * BLOCKS, since=3) >= 0.8 * held / 8
 
 
 @pytest.mark.parametrize("held", [4, 6, 7])
 def test_where_the_order_cannot_be_foretold_it_is_better_than_lru(held):
     runs = [shuffled(12, random.Random(seed)) for seed in range(8)]
-    ours, lru = (
-        [hit_rate(policy(), turns, held * BLOCKS, since=3) for turns in runs] for policy in (LookaheadPolicy, LruPolicy)
-    )
+    ours, lru = ([hit_rate(policy(), turns, held * BLOCKS, since=3) for turns in runs] for policy in (Lookahead, Lru))
     assert sum(ours) > sum(lru)
 
 
@@ -454,7 +480,7 @@ def test_ten_thousand_sessions_that_share_a_prompt_are_ranked_without_walking_th
             self.asked += 1
             return False
 
-    policy = LookaheadPolicy()
+    policy = Lookahead()
     policy.touch(b"sys")
     for session in range(10_000):
         policy.own(b"sys", session, 0)

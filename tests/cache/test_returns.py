@@ -19,114 +19,120 @@ EVENTS = st.lists(
 @given(events=EVENTS)
 def test_every_change_of_a_rank_is_told_and_ranks_are_distinct(events):
     """Who keeps sessions in order relies on it."""
-    returns, sessions, ranks, now = ReturnTimes(), {}, {}, 0.0
+    returns, told, now = ReturnTimes(), {}, 0.0
+    returns.listen(lambda changed: told.update((session.name, session.rank) for session in changed))
     for event, *arguments in events:
         if event == "forget":
-            if (session := sessions.pop(arguments[0], None)) is not None:
-                returns.forget(session)
-                del ranks[session]
+            returns.forget(arguments[0])
+            told.pop(arguments[0], None)
             continue
         if event == "advance":
             now += arguments[0]
-            changed = returns.advance(now)
+            returns.advance(now)
         else:
             name, wait, tokens = arguments
             now += wait
-            if name not in sessions:
-                sessions[name] = returns.add(name)
-                ranks[sessions[name]] = sessions[name].rank
-            changed = getattr(returns, event)(sessions[name], now, tokens)
-        for session in changed:
-            ranks[session] = session.rank
-        assert ranks == {session: session.rank for session in sessions.values()}
-        assert len(set(ranks.values())) == len(ranks)
-        assert returns.newcomer_rank() not in ranks.values()
+            told.setdefault(name, returns.of(name).rank)
+            getattr(returns, event)(name, now, tokens)
+        assert told == {name: returns.rank(name) for name in told}
+        assert len(returns) == len(told) == len(set(told.values()))
+        assert returns.rank("never heard of") == returns.newcomer_rank()
+        assert returns.newcomer_rank() not in told.values()
 
 
-def play(returns, sessions, uses):
+def test_of_an_answer_to_nobody_nothing_is_kept():
+    returns = ReturnTimes()
+    returns.answered("A", 1.0, 10)
+    returns.forget("A")
+    assert not len(returns)
+
+
+def play(returns, uses):
     for now, name, *tokens in sorted(uses):
-        returns.used(sessions.setdefault(name, returns.add(name)), now, *tokens)
+        returns.used(name, now, *tokens)
 
 
-def worst_first(sessions):
-    return sorted(sessions, key=lambda name: sessions[name].rank)
+def worst_first(returns, names):
+    return sorted(names, key=returns.rank)
 
 
 def test_the_oldest_use_is_worth_least_before_anything_is_known():
-    returns, sessions = ReturnTimes(), {}
-    play(returns, sessions, [(0.3, "A"), (0.1, "B"), (0.2, "C")])
-    sessions["never used"] = returns.add("never used")
-    assert worst_first(sessions) == ["never used", "B", "C", "A"]
+    returns = ReturnTimes()
+    play(returns, [(0.3, "A"), (0.1, "B"), (0.2, "C")])
+    returns.of("never used")
+    assert worst_first(returns, ["A", "B", "C", "never used"]) == ["never used", "B", "C", "A"]
 
 
 def test_of_those_that_are_punctual_the_last_to_come_is_worth_least():
-    returns, sessions = ReturnTimes(), {}
-    play(returns, sessions, [(10.0 * turn + place, name) for turn in range(8) for place, name in enumerate("ABCD")])
-    assert worst_first(sessions) == ["D", "C", "B", "A"]  # at 73: D comes at 83, A at 80
+    returns = ReturnTimes()
+    play(returns, [(10.0 * turn + place, name) for turn in range(8) for place, name in enumerate("ABCD")])
+    assert worst_first(returns, "ABCD") == ["D", "C", "B", "A"]  # at 73: D comes at 83, A at 80
     returns.advance(79.0)
-    assert worst_first(sessions) == ["D", "C", "B", "A"]
-    near = {name: session.value for name, session in sessions.items()}
+    assert worst_first(returns, "ABCD") == ["D", "C", "B", "A"]
+    near = {name: returns.of(name).value for name in "ABCD"}
     returns.advance(150.0)  # nobody came
-    assert all(session.value < near[name] / 2 for name, session in sessions.items())
+    assert all(returns.of(name).value < near[name] / 2 for name in "ABCD")
 
 
 def test_who_comes_once_is_told_by_the_size_of_the_prompt():
     """Sessions that open with 100 tokens never come back; those that open with 5,000 do, after a minute."""
-    returns, sessions = ReturnTimes(), {}
+    returns = ReturnTimes()
     uses = [(float(number), f"once {number}", 100) for number in range(400)]
     uses += [(number + 60.0 * turn, f"more {number}", 5000 + turn) for number in range(400) for turn in range(2)]
-    play(returns, sessions, uses)
-    here = {"long": returns.add("long"), "short": returns.add("short")}
-    returns.used(here["long"], 500.0, 5000)
-    returns.used(here["short"], 501.0, 100)
-    assert worst_first(here) == ["short", "long"]
+    play(returns, uses)
+    returns.used("long", 500.0, 5000)
+    returns.used("short", 501.0, 100)
+    assert worst_first(returns, ["long", "short"]) == ["short", "long"]
 
 
 def test_the_newest_gap_tells_what_the_mean_of_all_does_not():
     """Everybody comes back after 20 s and after 400 s in turn."""
-    returns, sessions, uses = ReturnTimes(), {}, []
+    returns, uses = ReturnTimes(), []
     for number in range(300):
         gaps = [(20.0, 400.0)[(number + turn) % 2] for turn in range(6)]
         uses += [(7.0 * number + sum(gaps[:turn]), f"{number}") for turn in range(7)]
-    play(returns, sessions, uses)
-    here, now, last = {}, max(at_s for at_s, _ in uses) + 2000.0, []
+    play(returns, uses)
+    now, last = max(at_s for at_s, _ in uses) + 2000.0, []
     for name, gaps in (("slowly", (20.0, 400.0) * 3), ("fast", (400.0, 20.0) * 3)):
         last += [(now - sum(gaps[turn:]), name) for turn in range(7)]
-    play(returns, here, last)
-    assert here["slowly"].value > 2 * here["fast"].value  # came back slowly, and so is next
+    play(returns, last)
+    assert returns.of("slowly").value > 2 * returns.of("fast").value  # came back slowly, and so is next
 
 
 def test_what_the_answer_tells_counts_once_it_is_known():
     """Sessions whose answer was short never come back."""
-    returns, sessions = ReturnTimes(), {}
+    returns, told = ReturnTimes(), []
     for number in range(400):
-        session = returns.add(number)
-        returns.used(session, float(number), 1000)
-        returns.answered(session, number + 0.5, 1010 if number % 2 else 1500)
-        sessions[number] = session
+        returns.used(number, float(number), 1000)
+        returns.answered(number, number + 0.5, 1010 if number % 2 else 1500)
         if number >= 60 and number % 2 == 0:
-            returns.used(sessions[number - 60], float(number), 2000)
-    a, b = returns.add("a"), returns.add("b")
-    returns.used(a, 400.0, 1000)
-    returns.used(b, 400.0, 1000)
+            returns.used(number - 60, float(number), 2000)
+    returns.used("a", 400.0, 1000)
+    returns.used("b", 400.0, 1000)
+    a, b = returns.of("a"), returns.of("b")
     before = a.value
     assert a.value == b.value
-    changed = returns.answered(a, 401.0, 1500)
-    assert a in changed
-    returns.answered(b, 401.0, 1010)
+    returns.listen(told.extend)
+    returns.answered("a", 401.0, 1500)
+    assert a in told
+    returns.answered("b", 401.0, 1010)
     assert a.value > b.value
     assert b.value < before
 
 
 def test_when_all_are_due_together_an_event_reconsiders_a_few_of_them():
-    returns = ReturnTimes()
+    returns, told = ReturnTimes(), []
     for number in range(2000):
-        returns.used(returns.add(number), 0.0)
-    assert len(returns.advance(1000.0)) < 100
-    rounds = 1
-    while returns.advance(1000.0):
-        rounds += 1
-        assert rounds < 2000
+        returns.used(number, 0.0)
+    returns.listen(told.append)
+    returns.advance(1000.0)
+    assert len(told[0]) < 100
+    for rounds in range(2000):
+        if len(told) == rounds:
+            break
+        returns.advance(1000.0)
+    else:
+        raise AssertionError("it never ends")
     assert all(due[0] > 1000.0 for due in returns._due)
     assert len(list(returns._due)) == 2000
 
@@ -134,11 +140,11 @@ def test_when_all_are_due_together_an_event_reconsiders_a_few_of_them():
 def test_memory_ends_with_the_sessions():
     returns = ReturnTimes()
     for number in range(100):
-        session = returns.add(number)
         for turn in range(3):
-            returns.used(session, number + 50.0 * turn, 100)
-        returns.forget(session)
+            returns.used(number, number + 50.0 * turn, 100)
+        returns.forget(number)
     assert not returns._due
+    assert not len(returns)
 
 
 STEPS = st.just(-inf) | st.integers(-80, 30).map(float)

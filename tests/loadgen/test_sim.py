@@ -6,7 +6,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cache.policies.lru import LruPolicy
 from loadgen.sim import Config, Costs, Machine, simulate
 from loadgen.sim.policies import POLICIES
 from loadgen.sim.store import Store
@@ -194,7 +193,7 @@ def test_what_cannot_be_simulated_is_refused():
 
 def test_a_cut_inside_a_block_is_refused():
     store = Store(
-        policy=LruPolicy, kv_bytes_per_token=1.0,
+        policy=POLICIES["lru"], kv_bytes_per_token=1.0,
         granule_tokens=16, hbm_bytes=0, dram_bytes=1000, disk_bytes=0,
     )  # fmt: skip
     store.save("a", 40, 0, 0.0)
