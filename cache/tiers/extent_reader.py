@@ -7,11 +7,16 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
+from typing import TypeVar
 
 from cache.tiers.base import BlockMissing
 from cache.tiers.extent_file import ParsedExtent, altered, check_segments, io_buffer, read_layers, read_segments
 from cache.tiers.io_threads import Beat, IoDeadline, IoThreads
 from cache.tiers.throttle import Throttle
+
+T = TypeVar("T")
+Landed = Callable[[int], int]
+"""Told that so many more layers are there, in whatever thread; says how many to bring next, 0: no more."""
 
 
 class ExtentReader:
@@ -64,12 +69,18 @@ class ExtentReader:
             self._read_some(layer, blocks[start : start + step], targets[start : start + step])
 
     def land(
-        self, first_layer: int, wanted: "Sequence[tuple[ExtentReader, Sequence[int]]]", outs: Sequence[memoryview]
-    ) -> None:
+        self,
+        first_layer: int,
+        wanted: "Sequence[tuple[ExtentReader, Sequence[int]]]",
+        outs: Sequence[memoryview],
+        landed: Landed,
+    ) -> int:
         """Fill each of `outs` with a layer, from that one on: the segments of these blocks of readers of the same tier,
-        one behind the other, as they are: nothing is checked. One call of an I/O thread, for each costs more processor
-        time than the device's bytes. Past the page cache where `outs` begin at pages and segments are whole pages.
-        Raises BlockMissing; after one for its `deadline` the kernel may still write to `outs`."""
+        one behind the other, as they are: nothing is checked. The first by itself; `landed` is told of what is there
+        while there is more to come, and says how many at once, or that it is enough. Returns how many have come. One
+        call of an I/O thread, if there is no cap, for each costs more processor time than the device's bytes. Past the
+        page cache where `outs` begin at pages and segments are whole pages. Raises BlockMissing; after one for its
+        `deadline` the kernel may still write to `outs`, and `landed` may be called once more."""
         layers = range(first_layer, first_layer + len(outs))
         sizes = self._extent.layout.segment_bytes
         count = sum(len(blocks) for _, blocks in wanted)
@@ -77,20 +88,27 @@ class ExtentReader:
             raise ValueError("as many bytes as the layer's segments have")
         open_readers = [(reader, reader._descriptor(), blocks) for reader, blocks in wanted]
 
-        def read(beat: Beat) -> None:
+        def bring(at: int, number: int, beat: Beat) -> None:
             before = 0  # blocks of readers that were read
             for reader, fd, blocks in open_readers:
                 pieces = [
                     out[before * sizes[layer] : (before + len(blocks)) * sizes[layer]]
-                    for layer, out in zip(layers, outs, strict=True)
+                    for layer, out in zip(layers[at : at + number], outs[at : at + number], strict=True)
                 ]
                 with reader._telling_damage():
-                    reader._land(fd, first_layer, blocks, pieces, beat)
+                    reader._land(fd, layers[at], blocks, pieces, beat)
                 before += len(blocks)
 
-        due = self._throttle.book(sum(map(len, outs)))
-        self._call(read, [reader for reader, _ in wanted])
-        self._throttle.wait(due)
+        readers = [reader for reader, _ in wanted]
+
+        def bring_slowly(at: int, number: int) -> None:
+            due = self._throttle.book(sum(map(len, outs[at : at + number])))
+            self._call(lambda beat: bring(at, number, beat), readers)
+            self._throttle.wait(due)  # not in the I/O thread, whose deadline is about the device
+
+        if self._throttle.is_capped:
+            return in_turn(len(outs), bring_slowly, landed)
+        return self._call(lambda beat: in_turn(len(outs), lambda at, number: bring(at, number, beat), landed), readers)
 
     def _land(self, fd: int, first_layer: int, blocks: Sequence[int], outs: Sequence[memoryview], beat: Beat) -> None:
         """In an I/O thread: as much in one call as a deadline is meant for. Raises BlockMissing."""
@@ -173,7 +191,7 @@ class ExtentReader:
             self._on_damage(missing)
             raise
 
-    def _call(self, work: Callable[[Beat], None], readers: "Sequence[ExtentReader]") -> None:
+    def _call(self, work: Callable[[Beat], T], readers: "Sequence[ExtentReader]") -> T:
         """In an I/O thread, within the deadline; work: uses the descriptors of `readers`. Raises BlockMissing."""
         descriptors = [reader._descriptor() for reader in readers]
 
@@ -182,12 +200,23 @@ class ExtentReader:
                 os.close(fd)
 
         try:
-            self._io.call(work, late=close_late)
+            return self._io.call(work, late=close_late)
         except IoDeadline as error:
             if error.began:
                 for reader in readers:
                     reader._fd = None  # the thread that is still in it closes it: the number must not become another's
             raise BlockMissing(f"extent {self._extent.header.extent_id:016x}: {error}", reason="deadline") from error
+
+
+def in_turn(count: int, bring: Callable[[int, int], None], landed: Landed) -> int:
+    """One, then as many as `landed` says, until it says none. It is not told of the last. Returns how many."""
+    at, number = 0, 1
+    while True:
+        number = min(number, count - at)
+        bring(at, number)
+        at += number
+        if at == count or not (number := landed(number)):
+            return at
 
 
 def flat(view: memoryview) -> memoryview:

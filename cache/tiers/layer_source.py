@@ -17,7 +17,7 @@ from cache.tiers.base import BlockMissing
 from cache.tiers.disk import DiskTier
 from cache.tiers.dram import Slab
 from cache.tiers.extent_file import io_buffer
-from cache.tiers.extent_reader import ExtentReader
+from cache.tiers.extent_reader import ExtentReader, Landed
 
 LAYERS_LANDED = 4  # of one load: one is placed, one is read, and two make up for a device that stutters
 LANDING_BYTES = 32 << 20  # of a load; more layers may be there at once if they fit
@@ -144,13 +144,15 @@ class ExtentSource:
         if not self._may_be_written:
             self._landings.give_back(self._memory)
 
-    def read(self, layer: int, count: int = 1) -> None:
-        """Bring a layer and those behind it, `count` in all, unchecked. Raises BlockMissing."""
+    def read(self, layer: int, count: int, landed: Landed) -> int:
+        """Bring a layer and those behind it, `count` in all, unchecked. Returns how many have come. See
+        `ExtentReader.land`. Raises BlockMissing."""
         if not self._readers:
             self._open()
         wanted = [(self._readers[extent_id], places) for extent_id, places in self._places.items()]
         try:
-            wanted[0][0].land(layer, wanted, [self._landed(number) for number in range(layer, layer + count)])
+            outs = [self._landed(number) for number in range(layer, layer + count)]
+            return wanted[0][0].land(layer, wanted, outs, landed)
         except BlockMissing as missing:
             self._may_be_written = missing.reason == "deadline"
             raise

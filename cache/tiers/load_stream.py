@@ -4,6 +4,7 @@ places in HBM, or, where processors copy, the step that waits for it."""
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 
@@ -31,7 +32,7 @@ class _Part:
     reads_disk: bool
     in_step: bool
     landed: int = 0  # leading layers that may be placed
-    reading: int = 0  # how many behind them a thread is reading
+    reading: int = 0  # how many a thread has set out to read, until it has ended
     ahead: int = 0  # how many may have landed without having been placed
     layers: int = 0  # leading ones that have arrived
     placed: int = 0  # the same, but that all of them count
@@ -87,6 +88,7 @@ class LoadStream:
         self._loads: dict[int, _Load] = {}  # those whose end was not heard
         self._parts: list[_Part] = []  # those not at their end, in the order they were given
         self._closing = False
+        self._step_waits = False  # the engine's thread, for a layer: otherwise nobody need wake for those it places
         self.waited_s = 0.0  # seconds that steps have waited for loads or spent on them
 
     def put(self, move: LoadBlocks, *, in_step: bool) -> None:
@@ -132,8 +134,7 @@ class LoadStream:
                 self._place_in_step(part)
         with self._changed:
             while self._arrived(load) <= layer and (left_s := until - time.monotonic()) > 0:
-                self._completions.check()
-                self._changed.wait(min(left_s, 1.0))
+                self._wait(left_s)
         self.waited_s += time.monotonic() - started
         return self._arrived(load) > layer
 
@@ -149,9 +150,15 @@ class LoadStream:
             while not self._has_come(part):
                 if (left_s := until - time.monotonic()) <= 0:
                     return False
-                self._completions.check()
-                self._changed.wait(min(left_s, 1.0))
+                self._wait(left_s)
         return True
+
+    def _wait(self, left_s: float) -> None:
+        """The engine's thread, for something to have come."""
+        self._completions.check()
+        self._step_waits = True
+        self._changed.wait(min(left_s, 1.0))
+        self._step_waits = False
 
     @staticmethod
     def _has_come(part: _Part) -> bool:
@@ -165,7 +172,7 @@ class LoadStream:
         self._place(part, self._rotations, together=True)
         if self._is_over(part):
             self._end(part)
-        elif part.reads_disk:
+        elif part.reads_disk and not part.reading and part.landed < self._slab.num_layers:
             with self._changed:
                 self._changed.notify_all()  # there is room for another layer
 
@@ -198,21 +205,36 @@ class LoadStream:
         """Layers off the disk until `close`."""
         while (part := self._next_to_read()) is not None:
             started = time.perf_counter()
-            failed = {}
+            failed, first, come = {}, part.landed, 0
             try:
                 if part.source is None:
                     assert self._disk is not None
                     part.source = ExtentSource(part.blocks, self._slab, self._disk, self._landings)
                 assert isinstance(part.source, ExtentSource)
-                part.source.read(part.landed, part.reading)
+                come = part.source.read(first, part.reading, partial(self._landed, part))
             except BlockMissing as error:
                 failed = {block.key: error.reason for block in part.blocks}
             part.reading_s += time.perf_counter() - started
             with self._changed:
                 part.load.failed.update(failed)
-                part.landed += 0 if failed else part.reading
+                part.landed = max(part.landed, first + come)
                 part.reading = 0
                 self._changed.notify_all()
+
+    def _landed(self, part: _Part, count: int) -> int:
+        """Layers have come off the disk. How many are to come next: as many as are there already, for every call takes
+        processor time from the step that computes meanwhile, and while there is something to place, nobody waits for
+        the first of them. None if another load is more urgent."""
+        with self._changed:
+            part.landed += count
+            if self._step_waits or not part.in_step:
+                self._changed.notify_all()
+            if part.load.failed or (
+                not self._may_come(part)
+                and any(self._may_come(other) and self._may_be_read(other) for other in self._parts)
+            ):
+                return 0
+            return max(1, part.landed - part.placed)
 
     def place(self, rotations: Rotations) -> None:
         """Layers that no step places by itself, until `close`."""
@@ -228,12 +250,13 @@ class LoadStream:
 
     def _next_to_read(self) -> _Part | None:
         with self._changed:
-            part = self._next(lambda part: part.reads_disk and not part.load.failed and self._may_land(part) > 0)
+            part = self._next(self._may_be_read)
             if part is not None:
-                # As many at once as are there already: every call takes processor time from the step that computes
-                # meanwhile, and while there is something to place, nobody waits for the first of them.
-                part.reading = max(1, min(self._may_land(part), part.landed - part.placed))
+                part.reading = self._may_land(part)
             return part
+
+    def _may_be_read(self, part: _Part) -> bool:
+        return part.reads_disk and not part.reading and not part.load.failed and self._may_land(part) > 0
 
     def _may_land(self, part: _Part) -> int:
         """How many more layers of a part may come off the disk now."""

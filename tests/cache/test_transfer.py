@@ -74,7 +74,7 @@ class Reader:
         for index, out in zip(indices, outs, strict=True):
             out[:] = self.extent[layer][index]
 
-    def land(self, first_layer, wanted, outs):
+    def land(self, first_layer, wanted, outs, landed):
         for layer, out in enumerate(outs, first_layer):
             found = []
             for reader, indices in wanted:
@@ -82,6 +82,7 @@ class Reader:
                 reader.read(layer, indices, segments)
                 found += segments
             out[:] = b"".join(found)
+        return len(outs)
 
     def __enter__(self):
         return self

@@ -135,7 +135,7 @@ def test_segments_land_as_they_are_wherever_that_is(tmp_path, monkeypatch, caplo
         assert bool(fcntl.fcntl(reader._fd, fcntl.F_GETFL) & os.O_DIRECT) == direct
         for layer, size in enumerate(sizes):
             out = memoryview(extent_file.io_buffer(1 << 20))[offset:][: size * len(order)]
-            reader.land(layer, [(reader, order[:4]), (again, order[4:])], [out])
+            reader.land(layer, [(reader, order[:4]), (again, order[4:])], [out], all_the_rest)
             assert bytes(out) == b"".join(data[layer][block] for block in order)
         assert reader.checksums(3) == tuple(checksum(layer[3]) for layer in data)
         for nowhere in (-1, 5):
@@ -145,9 +145,13 @@ def test_segments_land_as_they_are_wherever_that_is(tmp_path, monkeypatch, caplo
         assert "layer 1, block 2" in caplog.text
         os.truncate(file_of(tmp_path, info), info.size_bytes - 4096)
         with pytest.raises(BlockMissing) as caught:
-            reader.land(1, [(reader, order)], [out])
+            reader.land(1, [(reader, order)], [out], all_the_rest)
         assert caught.value.reason == "short_read"
     tier.close()
+
+
+def all_the_rest(count):
+    return 99
 
 
 @pytest.mark.parametrize("direct", [True, False])
@@ -173,18 +177,20 @@ def test_layers_that_land_together(tmp_path, monkeypatch, direct, sizes):
         calls.clear()
         for order in ([0, 1, 2], [2, 0]):
             outs = [memoryview(extent_file.io_buffer(1 << 20))[: size * (3 + len(order))] for size in sizes[1:]]
-            x.land(1, [(x, [0, 1, 2]), (y, order)], outs)
+            x.land(1, [(x, [0, 1, 2]), (y, order)], outs, all_the_rest)
             for layer, out in enumerate(outs, 1):
                 first, second = (data[layer] for _, data in stored)
                 assert bytes(out) == b"".join(first + [second[block] for block in order])
         if sizes[1] % 4096 == 0:
-            assert calls == [3, 3] + [3] + [1] * 6
+            # A layer, then both others: whole ones of each extent, and then of one every block by itself.
+            assert calls == [1, 1, 2, 2] + [1, 1, 1] + [2] + [1] * 4
         os.truncate(file_of(tmp_path, stored[1][0]), stored[1][0].size_bytes - 4096)
+        wanted = [out[: size * 3] for out, size in zip(outs, sizes[1:], strict=True)]
         with pytest.raises(BlockMissing) as caught:
-            y.land(1, [(y, [0, 1, 2])], [out[: size * 3] for out, size in zip(outs, sizes[1:], strict=True)])
+            y.land(1, [(y, [0, 1, 2])], wanted, all_the_rest)
         assert caught.value.reason == "short_read"
         with pytest.raises(ValueError, match="as many bytes"):
-            y.land(1, [(y, [0, 1])], [out[: size * 3] for out, size in zip(outs, sizes[1:], strict=True)])
+            y.land(1, [(y, [0, 1])], wanted, all_the_rest)
     tier.close()
 
 
@@ -588,7 +594,7 @@ def test_when_a_layer_of_several_extents_hangs_all_are_closed_by_who_hangs(tmp_p
         patch.setattr(os, "preadv", hang)
         for _ in range(2):  # the second fails without trying
             with pytest.raises(BlockMissing) as caught:
-                readers[0].land(0, [(reader, [1]) for reader in readers], [out])
+                readers[0].land(0, [(reader, [1]) for reader in readers], [out], all_the_rest)
             assert caught.value.reason == "deadline"
         assert hang.calls == 1
         for reader in readers:

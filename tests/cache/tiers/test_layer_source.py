@@ -37,13 +37,14 @@ class Reader:
     def __init__(self, disk, extent_id):
         self._disk, self._extent_id = disk, extent_id
 
-    def land(self, first_layer, wanted, outs):
+    def land(self, first_layer, wanted, outs, landed):
         if self._disk.hangs:
             raise BlockMissing("no answer", reason="deadline")
         for layer, out in enumerate(outs, first_layer):
             out[:] = b"".join(
                 self._disk.data(reader._extent_id, layer, place) for reader, places in wanted for place in places
             )
+        return len(outs)
 
     def checksums(self, place):
         return tuple(checksum(self._disk.data(self._extent_id, layer, place)) for layer in range(len(SHAPES)))
@@ -70,13 +71,17 @@ def found(source, layer):
     return [bytes(row.view(torch.uint8).tolist()) for row in memory[chosen]]
 
 
+def landed(count):
+    return 1
+
+
 def test_layers_stay_where_they_are_while_others_are_read(slab):
     disk = Disk(slab.segment_bytes)
     blocks = [block(1, 0), block(2, 3), block(1, 2)]
     source = ExtentSource(blocks, slab, disk, Landings())
     assert sorted(b.key for b in source.blocks) == sorted(b.key for b in blocks)
     for layer in range(len(SHAPES)):
-        source.read(layer)
+        source.read(layer, 1, landed)
         for there in range(max(0, layer - LAYERS_LANDED + 1), layer + 1):
             assert found(source, there) == [disk.data(*b.extent[:1], there, b.extent[1]) for b in source.blocks]
             wanted = [checksum(data) for data in found(source, there)]
@@ -88,7 +93,7 @@ def test_layers_stay_where_they_are_while_others_are_read(slab):
 def test_what_is_not_what_was_stored_is_found_and_told(slab):
     disk = Disk(slab.segment_bytes)
     source = ExtentSource([block(1, 0), block(1, 2)], slab, disk, Landings())
-    source.read(0)
+    source.read(0, 1, landed)
     source.segments(0)[0][1, 5] += 1
     bad = source.altered(0)
     assert bad == [block(1, 2).key]
@@ -102,7 +107,7 @@ def test_slots_get_what_was_checked_and_are_vouched_for_at_the_end(slab):
     source = ExtentSource([block(1, 0), block(2, 1, slot=3), block(1, 1, slot=0)], slab, disk, Landings())
     assert not slab.is_sealed(3)
     for layer in range(len(SHAPES)):
-        source.read(layer)
+        source.read(layer, 1, landed)
         source.keep(layer)
     assert not slab.is_sealed(3)
     source.seal()
@@ -117,14 +122,14 @@ def test_slots_get_what_was_checked_and_are_vouched_for_at_the_end(slab):
 def test_memory_is_used_again_unless_a_read_may_still_write_to_it(slab):
     disk, landings = Disk(slab.segment_bytes), Landings()
     source = ExtentSource([block(1, 0)], slab, disk, landings)
-    source.read(0)
+    source.read(0, 1, landed)
     first = source.segments(0)[0].data_ptr()
     source.close()
     source = ExtentSource([block(1, 0)], slab, disk, landings)
     assert source.segments(0)[0].data_ptr() == first
     disk.hangs = True
     with pytest.raises(BlockMissing):
-        source.read(0)
+        source.read(0, 1, landed)
     source.close()
     assert ExtentSource([block(1, 0)], slab, disk, landings).segments(0)[0].data_ptr() != first
 

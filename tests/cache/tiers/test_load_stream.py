@@ -15,6 +15,7 @@ from cache.tiers import layer_source
 from cache.tiers.base import BlockMissing
 from cache.tiers.completions import Completions
 from cache.tiers.dram import LayerShape, Slab
+from cache.tiers.extent_reader import Landed, in_turn
 from cache.tiers.layer_source import LAYERS_LANDED
 from cache.tiers.load_stream import LoadStream
 from cache.tiers.loader import Loader
@@ -56,15 +57,21 @@ class Disk:
         self.open_readers += 1
         return self
 
-    def land(self, first_layer: int, wanted: list[tuple[object, list[int]]], outs: list[memoryview]) -> None:
-        self.calls.append(len(outs))
+    def land(
+        self, first_layer: int, wanted: list[tuple[object, list[int]]], outs: list[memoryview], landed: Landed
+    ) -> int:
         ((_, places),) = wanted
-        for layer, out in enumerate(outs, first_layer):
-            assert self.let.acquire(timeout=LONG_S)
-            if layer == self.broken_layer:
-                raise BlockMissing("no answer", reason="deadline")
-            out[:] = self.bytes[layer, places].tobytes()
-            self.num_landed += 1
+
+        def bring(at: int, number: int) -> None:
+            self.calls.append(number)
+            for layer in range(first_layer + at, first_layer + at + number):
+                assert self.let.acquire(timeout=LONG_S)
+                if layer == self.broken_layer:
+                    raise BlockMissing("no answer", reason="deadline")
+                outs[layer - first_layer][:] = self.bytes[layer, places].tobytes()
+                self.num_landed += 1
+
+        return in_turn(len(outs), bring, landed)
 
     def wait_landed(self, count: int) -> None:
         end = time.monotonic() + LONG_S
@@ -373,9 +380,15 @@ def test_reading_beside_placing_counts_once(stream, monkeypatch):
         time.sleep(0.03)
         place(self, *arguments, together=together)
 
-    def land_slowly(*arguments: Any) -> None:
+    def land_slowly(first_layer: int, wanted: Any, outs: Any, landed: Landed) -> int:
         time.sleep(0.03)
-        land(*arguments)
+
+        def landed_slowly(count: int) -> int:
+            number = landed(count)
+            time.sleep(0.03)
+            return number
+
+        return land(first_layer, wanted, outs, landed_slowly)
 
     monkeypatch.setattr(Loader, "place", place_slowly)
     monkeypatch.setattr(stream.disk, "land", land_slowly)

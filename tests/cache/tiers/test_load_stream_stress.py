@@ -4,6 +4,7 @@ right, and nobody writes to memory that is somebody else's by now."""
 import random
 import threading
 import time
+from functools import partial
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from cache.tiers import layer_source, load_stream
 from cache.tiers.base import BlockMissing
 from cache.tiers.completions import Completions
 from cache.tiers.dram import LayerShape, Slab
+from cache.tiers.extent_reader import in_turn
 from cache.tiers.layer_source import Landings
 from cache.tiers.load_stream import LoadStream
 from cache.tiers.loader import Loader
@@ -127,7 +129,7 @@ class Reader:
         self._disk, self.extent_id = disk, extent_id
         self.is_open, self._reads = True, False
 
-    def land(self, first_layer, wanted, outs):
+    def land(self, first_layer, wanted, outs, landed):
         disk, memory = self._disk, outs[0].obj
         readers = [reader for reader, _ in wanted]
         assert self in readers
@@ -135,6 +137,19 @@ class Reader:
             assert reader.is_open
             reader._reads = True
         disk.watched.written[id(memory)] = memory
+        come = in_turn(
+            len(outs), lambda at, number: self._bring(first_layer + at, wanted, outs[at : at + number]), landed
+        )
+        disk.pause("read")
+        for reader in readers:
+            reader._reads = False
+        del disk.watched.written[id(memory)]
+        return come
+
+    def _bring(self, first_layer, wanted, outs, at, number):
+        first_layer, outs = first_layer + at, outs[at : at + number]
+        disk, memory = self._disk, outs[0].obj
+        readers = [reader for reader, _ in wanted]
         disk.pause("read")
         size, at = disk.bytes.shape[-1], 0
         for reader, places in wanted:
@@ -156,10 +171,6 @@ class Reader:
                 for each in readers:
                     each._reads = False
                 raise BlockMissing("it failed", reason=reason)
-        disk.pause("read")
-        for reader in readers:
-            reader._reads = False
-        del disk.watched.written[id(memory)]
 
     def checksums(self, place):
         return tuple(checksum(layer[place].data) for layer in self._disk.bytes[self.extent_id])

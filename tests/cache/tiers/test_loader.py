@@ -50,9 +50,10 @@ class Disk:
         generator = torch.Generator().manual_seed(100 * layer + place)
         return torch.randn(numbers, generator=generator).bfloat16().view(torch.uint8).numpy().tobytes()
 
-    def land(self, first_layer, wanted, outs):
+    def land(self, first_layer, wanted, outs, landed):
         for layer, out in enumerate(outs, first_layer):
             out[:] = b"".join(self._data(layer, place) for _, places in wanted for place in places)
+        return len(outs)
 
     def checksums(self, place):
         return tuple(checksum(self._data(layer, place)) for layer in range(len(SHAPES)))
@@ -106,7 +107,7 @@ def test_both_ways_leave_the_same_bits(ways, last_rows, order, first):
             source = ExtentSource(on_disk, slab, Disk(), Landings())
             loader = Loader(source=source, pool=pool)
             for layer in range(len(SHAPES)):
-                source.read(layer)
+                source.read(layer, 1, landed=lambda count: 1)
                 loader.place(layer, failed, Halves(compiled), together=False)
             source.close()
         filled.append(pages)
