@@ -137,9 +137,7 @@ class Reader:
             assert reader.is_open
             reader._reads = True
         disk.watched.written[id(memory)] = memory
-        come = in_turn(
-            len(outs), lambda at, number: self._bring(first_layer + at, wanted, outs[at : at + number]), landed
-        )
+        come = in_turn(len(outs), partial(self._bring, first_layer, wanted, outs), landed)
         disk.pause("read")
         for reader in readers:
             reader._reads = False
