@@ -372,6 +372,7 @@ class CacheManager:
     def plan(self, waiting: Sequence[str], starting: int, now: float) -> None:
         """Look ahead (AttentionStore §3.3): tell the policies what comes, fetch for it, write what is behind. The first
         `starting` of those who wait have a place in the batch: they load for themselves, layer by layer."""
+        self._saver.catch_up()
         self._ahead.plan(waiting, starting, now)
         self.hbm.offload()
 

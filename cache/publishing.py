@@ -78,7 +78,8 @@ class Publisher:
                     self._publish_full(context, block)
                 if context.keys[block] in self._table:
                     self._tiers.touch(context.keys[block])
-                    self._saver.save_late(context, block)
+            for block in range(full):
+                self._saver.save_late(context, block)  # from the head on: what is saved should be a prefix
         self._saver.abandon(context)
         context.published, context.job = {}, None
         for page in context.pages:

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from cache.block import BLOCK_TOKENS
+from cache.block import BLOCK_TOKENS, BlockKey
 from cache.context import RunningContext
 from cache.hbm import MAX_HOPS
 from cache.hierarchy import Hierarchy
@@ -16,6 +16,8 @@ class Saver:
     def __init__(self, *, tiers: Hierarchy, page_size: int) -> None:
         self._table, self._pages, self._hbm, self._lower = tiers.table, tiers.pages, tiers.hbm, tiers.lower
         self._page_size = page_size
+        # In HBM alone, because there was no slot for them; or they have left it since. The first has waited longest.
+        self._put_off: dict[BlockKey, None] = {}
 
     def capture(self, context: RunningContext, num_tokens: int, batch_row: int) -> list[CapturePiece]:
         """Where the KV of the next `num_tokens` rows, which a step has just computed as rows batch_row.. of its batch,
@@ -57,32 +59,63 @@ class Saver:
     def _fill_from_page(self, context: RunningContext, block: int, slot: int, first: int, num_rows: int) -> None:
         row = block * BLOCK_TOKENS + first
         page = context.pages[row // self._page_size]
-        self._pages.pin(page)
-        self._lower.hold_page(slot, page)
-        self._lower.moves.append(FillFromPage(page, row % self._page_size, slot, first, num_rows, row))
+        self._fill(FillFromPage(page, row % self._page_size, slot, first, num_rows, row))
+
+    def _fill(self, move: FillFromPage) -> None:
+        self._pages.pin(move.page)
+        self._lower.hold_page(move.slot, move.page)
+        self._lower.moves.append(move)
 
     def seal(self, context: RunningContext, block: int, row: BlockRow | None, num_rows: int) -> None:
         """A block is complete, or as complete as it gets. row: as it is to be found; None: it must not be."""
         context.unsaved.discard(block)
         slot = context.slots.pop(block, None)
         if slot is None:
+            if row is not None and self._lower.is_on:
+                self._save_later(row.key)
             return
         known = self._table.get(row.key) if row is not None else None
         wanted = row is not None and not self._lower.is_saving(row.key) and (known is None or known.slot is None)
         self._lower.seal(slot, row.unstored() if row is not None and wanted else None, num_rows)
 
     def save_late(self, context: RunningContext, block: int) -> None:
-        """A block that found no slot while it was computed: save it out of its page while that is ours."""
-        key = context.keys[block]
-        row = self._table.get(key)
-        if row is None or row.is_saved or self._lower.is_saving(key) or row.hops >= MAX_HOPS or not context.trusted:
+        """A block that found no slot while it was computed: save it out of its page, now if a slot can be had."""
+        row = self._table.get(context.keys[block])
+        if row is None or not self._lower.is_on or not context.trusted or not self._is_wanted(row):
             return
-        slot = self._lower.take_slot(context.session) if self._lower.is_on else None
-        if slot is not None and self._hbm.is_ready(row, block) and row.position == block * BLOCK_TOKENS:
-            self._fill_from_page(context, block, slot, 0, BLOCK_TOKENS)
-            self._lower.seal(slot, replace(row, hops=row.hops + 1), BLOCK_TOKENS)
-        elif slot is not None:
-            self._lower.slots.give_back(slot)
+        slot = self._lower.take_slot(context.session)
+        if slot is None:
+            self._save_later(row.key)
+        else:
+            self._save(row, slot)
+
+    def catch_up(self) -> None:
+        """Save what has found no slot before, as far as slots are free now: a busy minute must cost no history."""
+        while self._put_off and self._lower.slots.num_free:
+            key = next(iter(self._put_off))
+            row = self._table.get(key)
+            if row is not None and self._is_wanted(row):
+                slot = self._lower.take_slot(None)
+                if slot is None:
+                    return
+                self._save(row, slot)
+            del self._put_off[key]
+
+    def _save_later(self, key: BlockKey) -> None:
+        self._put_off[key] = None
+        if len(self._put_off) > self._pages.num_pages * self._page_size // BLOCK_TOKENS:
+            del self._put_off[next(iter(self._put_off))]  # more than HBM holds: some have left
+
+    def _is_wanted(self, row: BlockRow) -> bool:
+        saved = row.is_saved or self._lower.is_saving(row.key)
+        return row.page is not None and not saved and row.hops < MAX_HOPS
+
+    def _save(self, row: BlockRow, slot: int) -> None:
+        """Out of its page, whoever has that."""
+        assert row.page is not None
+        num_rows = len(row.token_ids)
+        self._fill(FillFromPage(row.page, row.offset, slot, 0, num_rows, row.position))
+        self._lower.seal(slot, replace(row, hops=row.hops + 1), num_rows)
 
     def abandon(self, context: RunningContext) -> None:
         """Give back the slots of blocks that were not completed."""

@@ -28,3 +28,24 @@ def test_what_found_no_room_is_tried_again_although_nothing_else_happens():
     assert not manager.blocks_of(("", "", "s1"))["disk"]
     model.settle(now=6.0)
     assert manager.blocks_of(("", "", "s1"))["disk"]
+
+
+def test_what_found_no_slot_is_saved_as_soon_as_one_is_free():
+    """With fewer slots than a turn has blocks and a disk that is slow for a while, nothing is lost."""
+    manager = make_manager(num_pages=40, contiguous=False, staging_slots=2, disk_bytes=1 << 20)
+    model = PoolModel(manager)
+    model.run("r0", tokens(0, 32 * 6 + 9), session="s0")
+    model.settle()
+    assert manager.blocks_of(("", "", "s0"))["disk"] == 7  # the open one too
+
+
+def test_what_left_hbm_before_a_slot_was_free_is_not_waited_for():
+    manager = make_manager(num_pages=8, contiguous=False, staging_slots=2, disk_bytes=1 << 20)
+    model = PoolModel(manager)
+    for n in range(4):  # without a moment's rest in between
+        model.run(f"r{n}", tokens(n, 32 * 6 + 9), session=f"s{n}")
+    model.settle()
+    assert manager.lower.in_flight == 0
+    assert manager.lower.slots.num_free == 2
+    assert manager.blocks_of(("", "", "s3"))["disk"] == 7
+    assert not manager._saver._put_off
