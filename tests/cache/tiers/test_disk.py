@@ -150,6 +150,22 @@ def test_segments_land_as_they_are_wherever_that_is(tmp_path, monkeypatch, caplo
     tier.close()
 
 
+def test_a_cap_is_waited_for_behind_every_part_and_in_no_io_thread(tmp_path):
+    tier = make_tier(tmp_path, read_bytes_per_s=1e6, deadline_s=0.1)
+    tier.open()
+    info = put(tier, "x")
+    with tier.reader(info.extent_id) as reader:
+        outs = [memoryview(extent_file.io_buffer(1 << 20))[:size] for size in SEGMENTS]
+        told = []
+        began = time.monotonic()
+        for _ in range(1 + int(0.3e6 / sum(SEGMENTS))):
+            assert reader.land(0, [(reader, [1])], outs, lambda count: told.append(count) or 1) == len(SEGMENTS)
+        assert time.monotonic() - began > 0.2, "longer than the deadline"
+        assert told[: len(SEGMENTS) - 1] == [1] * (len(SEGMENTS) - 1)
+        assert reader.land(0, [(reader, [1])], outs, lambda count: 0) == 1, "it is enough"
+    tier.close()
+
+
 def all_the_rest(count):
     return 99
 
@@ -170,14 +186,17 @@ def test_layers_that_land_together(tmp_path, monkeypatch, direct, sizes):
         stored.append(
             (tier.write(make_session(), blocks, sums, lambda layer, data=data: map(memoryview, data[layer])), data)
         )
-    calls = []
-    preadv = os.preadv
+    calls, asked = [], []
+    preadv, call = os.preadv, tier._reads.call
     monkeypatch.setattr(os, "preadv", lambda fd, parts, offset: calls.append(len(parts)) or preadv(fd, parts, offset))
+    monkeypatch.setattr(tier._reads, "call", lambda work, late: asked.append(None) or call(work, late))
     with tier.reader(stored[0][0].extent_id) as x, tier.reader(stored[1][0].extent_id) as y:
         calls.clear()
         for order in ([0, 1, 2], [2, 0]):
             outs = [memoryview(extent_file.io_buffer(1 << 20))[: size * (3 + len(order))] for size in sizes[1:]]
-            x.land(1, [(x, [0, 1, 2]), (y, order)], outs, all_the_rest)
+            asked.clear()
+            assert x.land(1, [(x, [0, 1, 2]), (y, order)], outs, all_the_rest) == 3
+            assert len(asked) == 1, "of an I/O thread"
             for layer, out in enumerate(outs, 1):
                 first, second = (data[layer] for _, data in stored)
                 assert bytes(out) == b"".join(first + [second[block] for block in order])

@@ -51,6 +51,7 @@ class Disk:
         self.open_readers = 0
         self.num_landed = 0
         self.calls: list[int] = []  # layers asked for at once
+        self.landed: list[tuple[list[int], int]] = []  # places and layer, in order
         self.altered: list[tuple[int, int]] = []
 
     def reader(self, extent_id: int) -> "Disk":
@@ -70,6 +71,7 @@ class Disk:
                     raise BlockMissing("no answer", reason="deadline")
                 outs[layer - first_layer][:] = self.bytes[layer, places].tobytes()
                 self.num_landed += 1
+                self.landed.append((places, layer))
 
         return in_turn(len(outs), bring, landed)
 
@@ -92,7 +94,7 @@ class Disk:
 class Stream:
     """A stream and its threads."""
 
-    def __init__(self, *, gbps: float = 0.0) -> None:
+    def __init__(self, *, gbps: float = 0.0, read_buffer_layers: int = -1) -> None:
         self.slab = Slab(shapes=[SHAPE] * LAYERS, dtype=torch.bfloat16, num_slots=SLOTS, pinned=False)
         generator = torch.Generator().manual_seed(0)
         for layer in range(LAYERS):
@@ -107,7 +109,7 @@ class Stream:
             slab=self.slab,
             disk=self.disk,  # type: ignore[arg-type]
             rotations=Unturned(),  # type: ignore[arg-type]
-            read_buffer_layers=-1,
+            read_buffer_layers=read_buffer_layers,
             throttle=Throttle(bytes_per_s=gbps * 1e9, clock=time.monotonic, sleep=time.sleep),
             completions=self.completions,
         )
@@ -371,6 +373,30 @@ def test_a_disk_that_has_no_lead_is_asked_layer_by_layer(stream):
         assert stream.stream.wait_layer(1, layer, LONG_S)
     assert stream.loaded() == Loaded(1, {})
     assert stream.disk.calls == [1] * LAYERS
+
+
+@needs_team
+def test_a_load_that_can_wait_lets_the_one_that_a_step_stands_on_go_first():
+    stream = Stream(read_buffer_layers=LAYERS - 1)
+    stream.begin("read")
+    stream.stream.put(LoadBlocks(2, "later", (on_disk(1, 2, None),)), in_step=False)
+    stream.disk.let.release()
+    stream.disk.wait_landed(1)
+    stream.put(on_disk(0, 0, None))
+    for _ in range(2 * LAYERS):
+        stream.disk.let.release()
+    for layer in range(LAYERS):
+        assert stream.stream.wait_layer(1, layer, LONG_S)
+    assert [places for places, _ in stream.disk.landed[2 : LAYERS + 2]] == [[0]] * LAYERS, "behind what was begun"
+    stream.disk.wait_landed(2 * LAYERS - 1)
+    time.sleep(0.02)
+    assert stream.disk.num_landed == 2 * LAYERS - 1, "more than the read buffer"
+    stream.stream.start(2)
+    stream.begin("place")
+    assert stream.stream.wait_layer(2, LAYERS - 1, LONG_S)
+    disk = torch.from_numpy(stream.disk.bytes).view(torch.bfloat16)
+    assert all(stream.placed(layer, 2, disk[layer, 1]) for layer in range(LAYERS))
+    stream.close()
 
 
 def test_reading_beside_placing_counts_once(stream, monkeypatch):
