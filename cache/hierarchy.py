@@ -6,6 +6,7 @@ from cache.hbm import HbmPool
 from cache.lower import LowerTiers
 from cache.policies.returns import ReturnTimes
 from cache.regulars import Regulars
+from cache.succession import Succession
 from cache.table import BlockRow, CacheTable, SessionName
 
 
@@ -19,10 +20,13 @@ class Hierarchy:
         self.policies = (hbm.policy, lower.dram_policy, lower.disk_policy)
         self.returns = returns  # what these go by
         self.regulars = Regulars()
+        self.succession = Succession()
 
     def used(self, name: SessionName, now: float, num_tokens: int | None = None) -> None:
-        """A session is wanted, with a prompt of so many tokens, or soon will be."""
+        """A turn of a session arrived with a prompt of so many tokens; None: it soon will, or did before a restart."""
         self.regulars.used(name, now)
+        if num_tokens is not None:
+            self.succession.came(name)
         self.returns.used(name, now, num_tokens)
 
     def answered(self, name: SessionName, now: float, num_tokens: int) -> None:
@@ -32,6 +36,7 @@ class Hierarchy:
     def forget_session(self, name: SessionName) -> None:
         """A name that no block goes by any more."""
         self.regulars.forget(name)
+        self.succession.forget(name)
         for policy in self.policies:
             policy.forget(name)
         self.returns.forget(name)

@@ -10,6 +10,7 @@ from cache.ahead import LookAhead
 from cache.policies.returns import ReturnTimes
 from cache.regulars import Regulars
 from cache.requests import Requests
+from cache.succession import Succession
 
 
 class Policy:
@@ -33,13 +34,14 @@ class World:
             num_slots=slots, dram_slots=slots, resident=0, slot_bytes=1, disk_bytes=1, fetch=self.fetch,
             may_write=lambda now: False, changes=0, must_record=False, trim=lambda: None,
         )  # fmt: skip
-        self.regulars = Regulars()
+        self.regulars, self.succession = Regulars(), Succession()
         tiers = SimpleNamespace(
             table=SimpleNamespace(matched=lambda keys: keys),
             lower=lower,
             policies=[self.policy],
             returns=ReturnTimes(),
             regulars=self.regulars,
+            succession=self.succession,
         )
         self.lower = lower
         self.running = Requests()
@@ -57,7 +59,11 @@ class World:
     def request(self, request_id, session, tokens=32):
         row = SimpleNamespace(page=None, name=request_id)
         self.running[request_id] = SimpleNamespace(
-            session=session, pages=[], token_ids=[0] * tokens, chain=lambda: [] if request_id in self.fetched else [row]
+            session=session,
+            pages=[],
+            computed=0,
+            token_ids=[0] * tokens,
+            chain=lambda: [] if request_id in self.fetched else [row],
         )
 
     def plan(self, waiting, starting=0, now=0.0):
@@ -180,6 +186,64 @@ def test_nothing_is_fetched_for_a_regular_that_runs_is_forgotten_or_in_hbm_or_wi
         if case == "forgotten":
             world.contexts.clear()
         world.plan([], now=28.0)
+        assert world.fetched == (["a"] if case == "nothing wrong" else []), case
+
+
+def rotation(world, *names, rounds=2):
+    """Of sessions that have left something on disk."""
+    for name in names:
+        world.regular(name)
+    for name in names * rounds:
+        world.succession.came(name)
+
+
+def test_where_sessions_take_turns_the_next_is_fetched_for_while_others_decode():
+    world = World()
+    rotation(world, "a", "b", "c", "d")
+    world.request("r", "d")
+    world.running["r"].computed = 20
+    world.plan([])
+    assert world.fetched == [], "not beside a prompt"
+    world.running["r"].computed = 31
+    for _ in range(3):
+        world.plan([])
+    assert world.fetched == ["a"]
+    world.succession.came("a")
+    world.plan([])
+    assert world.fetched == ["a", "b"]
+    world.running.clear()
+    world.succession.came("c")  # not as foretold
+    world.plan([])
+    assert world.fetched == ["a", "b"]
+
+
+def test_a_successor_that_found_no_room_is_tried_again():
+    world = World(slots=0)
+    world.lower.dram_slots = 1
+    rotation(world, "a", "b", "c")
+    world.plan([], now=1.0)
+    world.slots = 1
+    world.plan([], now=1.01)
+    assert world.fetched == []
+    world.plan([], now=1.1)
+    assert world.fetched == ["a"]
+
+
+def test_nothing_is_fetched_for_a_successor_that_runs_is_gone_or_in_hbm_or_without_dram():
+    for case in ("runs", "gone", "in HBM", "no DRAM", "nothing wrong"):
+        world = World()
+        rotation(world, "a", "b", "c")
+        if case == "runs":
+            world.request("r", "a")
+            world.running.of = lambda name: ["r"]
+            world.running["r"].computed = 31
+        elif case == "gone":
+            world.contexts.clear()
+        elif case == "in HBM":
+            world.regular("a", page=7)
+        elif case == "no DRAM":
+            world.lower.dram_slots = 0
+        world.plan([])
         assert world.fetched == (["a"] if case == "nothing wrong" else []), case
 
 
