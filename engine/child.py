@@ -22,14 +22,13 @@ TAIL_LINES = 50
 TAIL_CHARS = 16_384
 LAST_WORDS_S = 1.0  # wait for the end of the output of a dead process
 
-# Keep big temporaries in the process instead of returning them to the kernel after every op: +50 % prefill on CPU. And
-# ask for pages of 2 MiB: weights, KV and slots are touched all over in every step. Saving a decode step's rows took 33
-# to 64 us of 800 in the median with pages of 4 KiB on a virtual machine, and none that could be measured with these.
+# Keep big temporaries in the process instead of returning them to the kernel after every op: +50 % prefill on CPU. In
+# pages of 4 KiB: those of 2 MiB (glibc.malloc.hugetlb) spare 30 to 60 us of a step that saves, but where memory is in
+# pieces, as after a day, the kernel tidies up first: a turn that took more memory than those before came 85 ms later.
 MALLOC = {
     "MALLOC_MMAP_THRESHOLD_": str(4 << 30),
     "MALLOC_TRIM_THRESHOLD_": str(4 << 30),
     "MALLOC_TOP_PAD_": str(256 << 20),
-    "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
 }
 # How often a thread of OpenMP looks for work before it sleeps: for longer than Python needs between two kernels of a
 # step, and no longer. By default it is 300,000 times, which the app then waits for with the first token in hand (2 ms

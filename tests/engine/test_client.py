@@ -475,7 +475,7 @@ def test_the_environment_of_the_engine() -> None:
     assert "REPRISE_SERVER__API_KEYS" not in environment
     assert environment["MALLOC_TOP_PAD_"] == "1"  # the operator's word
     assert environment["MALLOC_MMAP_THRESHOLD_"] == MALLOC["MALLOC_MMAP_THRESHOLD_"] == str(4 * 2**30)
-    assert environment["GLIBC_TUNABLES"] == "glibc.malloc.hugetlb=1"
+    assert "GLIBC_TUNABLES" not in environment, "huge pages by malloc cost a turn that grows 85 ms"
     assert environment["PYTHONPATH"] == f"{ROOT}{os.pathsep}/extra"
     assert environment["OMP_NUM_THREADS"] == "1"
     assert environment["USE_HUB_KERNELS"] == "NO"
