@@ -125,9 +125,9 @@ class LookAhead:
             self._try_regulars_s = now + _TRY_AGAIN_S
 
     def _fetch_for_successor(self, now: float) -> None:
-        """The same where sessions take turns, for whoever comes next. While others decode, too: it costs them a
-        fraction of a millisecond of a few tokens, and spares the next first token more. Not beside a prompt, for whose
-        first token somebody waits."""
+        """The same where sessions take turns, for whoever comes next. While others decode, too: somebody will wait for
+        the next first token, and a fetch takes part of one answer's time. Not beside a prompt, for whose first token
+        somebody waits already."""
         succession = self._tiers.succession
         name = succession.next()
         if name is None or now < self._try_successor_s or not self._lower.dram_slots:
