@@ -3,6 +3,8 @@
 import re
 from collections.abc import Iterable
 
+_HOLE = re.compile(rb"\x01+")
+
 
 class PageAllocator:
     """Counts two kinds of claims on each page: pins (requests that run on it) and residents (published blocks in it).
@@ -17,6 +19,8 @@ class PageAllocator:
         self._residents = [0] * num_pages
         self.num_free = num_pages
         self.num_pinned = 0
+        self.reached = 0  # leading pages among which are all that were ever taken
+        self.ready = num_pages  # leading pages that are in memory: the others are dearer the first time
 
     @property
     def num_cached(self) -> int:
@@ -28,6 +32,7 @@ class PageAllocator:
         many will be taken one behind the other, with this one. Raises IndexError when none is free."""
         page = self._choose(after, wanted)
         self._is_free[page] = 0
+        self.reached = max(self.reached, page + 1)
         self.num_free -= 1
         self.num_pinned += 1
         self._pins[page] = 1
@@ -43,8 +48,13 @@ class PageAllocator:
         # Start in the largest hole. What it has more than is wanted is for whose pages end before it and for this one
         # itself, half each: both may still grow. Where nobody runs before a hole that is nearly filled, all of it is
         # for this one. A context in many pieces takes longer to attend to: in decode steps on a full pool it was 10 %.
-        start, length = self._largest_hole()
-        spare = max(0, length - wanted)
+        start, length = self._largest_hole(self.ready)
+        most_spare = length
+        if length < 2 * wanted:
+            # Into what is not in memory yet no further than all need to grow: memory is brought from front to back.
+            start, length = self._largest_hole()
+            most_spare = length if self.ready == self.num_pages else 2 * wanted
+        spare = min(most_spare, max(0, length - wanted))
         if start == 0 or (spare < wanted and self._pins[start - 1] == 0):
             return start
         return start + spare // 2
@@ -54,9 +64,9 @@ class PageAllocator:
         """How many free pages lie one behind the other."""
         return self._largest_hole()[1]
 
-    def _largest_hole(self) -> tuple[int, int]:
-        """(first page, pages); no pages where none is free."""
-        holes = (match.span() for match in re.finditer(rb"\x01+", self._is_free))
+    def _largest_hole(self, stop: int | None = None) -> tuple[int, int]:
+        """(first page, pages), in front of page `stop`; no pages where none is free."""
+        holes = (match.span() for match in _HOLE.finditer(self._is_free, 0, self.num_pages if stop is None else stop))
         start, end = max(holes, key=lambda span: span[1] - span[0], default=(0, 0))
         return start, end - start
 

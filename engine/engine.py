@@ -281,6 +281,7 @@ class Engine:
 
     def step(self, now: float) -> list[Output]:
         """One batch: schedule, carry out moves, forward, commit, sample. When it raises, call `fail_all`."""
+        called = time.monotonic()
         refused = self._queue_compiled(now)
         schedule = self._scheduler.schedule(now)
         for sequence in schedule.preempted:
@@ -321,7 +322,7 @@ class Engine:
             ready, logits = [ready[row] for row in keep], logits[keep]
         if self._verifier is not None:
             ready, logits = self._verify(ready, logits)
-        outputs = self._sample(ready, logits, now + (time.monotonic() - started)) if ready else []
+        outputs = self._sample(ready, logits, now + (time.monotonic() - called)) if ready else []
         self._steps += 1
         seconds = time.monotonic() - started
         self._step_seconds += seconds
@@ -536,7 +537,9 @@ class Engine:
     def idle(self, now: float) -> None:
         """TTL sweep, memory for what comes, and the invariant that must hold when nothing runs."""
         self._cache.sweep(now)
-        self._first_touch.go_on(self._cache.lower.slots.reached, lambda: bool(self._choices))
+        pages = self._cache.pages
+        self._first_touch.go_on(self._cache.lower.slots.reached, pages.reached, lambda: bool(self._choices))
+        pages.ready = self._first_touch.pages_ready
         if not self._choices and self._cache.num_leases and not self._cache.in_flight:
             log.error("%d pages are pinned although nothing runs", self._cache.num_leases)
 

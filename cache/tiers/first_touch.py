@@ -11,6 +11,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 from torch import Tensor
 
@@ -18,13 +19,60 @@ from cache.tiers.dram import Slab
 from cache.tiers.priority import lower_priority
 from kernels.attention.base import KvPages
 
-AHEAD_BYTES = 512 << 20  # of slots behind the last one used, while nothing runs: gigabytes may never be needed
+AHEAD_BYTES = 512 << 20  # behind the last slot or page used, while nothing runs: gigabytes may never be needed
 BUSY_AHEAD_BYTES = 64 << 20  # while something does; more than a second of prefill fills
 _PIECE_BYTES = 128 << 20  # at a time
 _CALL_BYTES = 256 << 10  # of one call, which holds up whoever maps memory meanwhile
 _LOWEST = 19
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, Linux 5.14: as if every page were written, with what is in it
+Span = tuple[int, int]
+"""Address and bytes."""
 log = logging.getLogger(__name__)
+
+
+class _Memory(Protocol):
+    """Places of equal size, used from the first one on, as far as that can be."""
+
+    count: int
+    size: int  # bytes of one
+    ready: int  # leading ones that were touched
+
+    def spans(self, start: int, stop: int) -> list[Span]:
+        """Where the bytes of some places lie."""
+        ...
+
+
+class _Slots:
+    def __init__(self, slab: Slab) -> None:
+        self._slab = slab
+        self.count, self.size, self.ready = slab.num_slots, max(1, slab.slot_bytes), 0
+
+    def spans(self, start: int, stop: int) -> list[Span]:
+        layers = (
+            (self._slab.segments(layer), self._slab.segment_bytes[layer]) for layer in range(self._slab.num_layers)
+        )
+        return [(memory.data_ptr() + start * size, (stop - start) * size) for memory, size in layers]
+
+
+class _Pages:
+    def __init__(self, pages: Sequence[KvPages]) -> None:
+        self._tensors = [x for layer in pages for x in (layer.k, layer.v)]
+        self.count, self.ready = len(pages[0].k), 0
+        self.size = sum(x[0].numel() * x.itemsize for x in self._tensors)
+
+    def spans(self, start: int, stop: int) -> list[Span]:
+        return [span for x in self._tensors for span in self._of(x, start, stop)]
+
+    @staticmethod
+    def _of(x: Tensor, start: int, stop: int) -> list[Span]:
+        _, rows, heads, dim = x.shape
+        per_page, per_row, per_head, _ = x.stride()
+        # Heads are outermost, or pages are: then all of a page lies in one piece.
+        starts = [head * per_head for head in range(heads)] if per_head > per_page else [0]
+        length = (stop - start - 1) * per_page + (rows - 1) * per_row + dim
+        if per_head <= per_page:
+            length += (heads - 1) * per_head
+        return [(x.data_ptr() + (first + start * per_page) * x.itemsize, length * x.itemsize) for first in starts]
 
 
 class FirstTouch:
@@ -33,68 +81,65 @@ class FirstTouch:
     memory that is page-locked or a device's."""
 
     def __init__(self, *, pages: Sequence[KvPages], slab: Slab) -> None:
-        self._pool = [x for layer in pages for x in (layer.k, layer.v) if not x.is_cuda]
-        if sum(x.numel() * x.itemsize for x in self._pool) > AHEAD_BYTES:
-            self._pool = []  # contexts lie anywhere in it, so only all of it would do
-        self._slab = slab
-        self._slots = 0 if any(x.is_pinned() for x in self._segments()) else slab.num_slots
-        self._pool_done = 0  # bytes of the last one
-        self._ready = 0  # leading slots that were touched
+        self._slots: _Slots | None = None
+        if slab.num_slots and not any(slab.segments(layer).is_pinned() for layer in range(slab.num_layers)):
+            self._slots = _Slots(slab)
+        self._pages = None if pages[0].k.is_cuda else _Pages(pages)
+        self._num_pages = len(pages[0].k)
         self._thread: threading.Thread | None = None
         self._populate = _madvise()
 
-    def _segments(self) -> list[Tensor]:
-        return [self._slab.segments(layer) for layer in range(self._slab.num_layers)] if self._slab.num_slots else []
+    @property
+    def pages_ready(self) -> int:
+        """The leading pages of HBM's pool that are in memory; all, where that is not for us to see to."""
+        return self._num_pages if self._pages is None or self._populate is None else self._pages.ready
 
-    def go_on(self, slots_used: int, is_busy: Callable[[], bool]) -> None:
-        """Begin with what is to be ready next, if anything is. slots_used: the leading slots that were ever filled;
-        is_busy: whether something runs, asked by the thread too: then it leaves what can wait to another time, for
-        it takes a processor from who computes whatever its priority."""
+    def go_on(self, slots_used: int, pages_used: int, is_busy: Callable[[], bool]) -> None:
+        """Begin with what is to be ready next, if anything is. slots_used, pages_used: the leading ones that were ever
+        taken; is_busy: whether something runs, asked by the thread too: then it leaves what can wait to another time,
+        for it takes a processor from who computes whatever its priority."""
         if self._populate is None or (self._thread is not None and self._thread.is_alive()):
             return
-        wanted = min(self._slots, slots_used + self._slots_of(AHEAD_BYTES))
-        needed = min(self._slots, slots_used + self._slots_of(BUSY_AHEAD_BYTES))
-        self._ready = max(self._ready, slots_used)
-        if self._ready < (needed if is_busy() else wanted) or (self._pool and not is_busy()):
-            work = (min(wanted, self._ready + self._slots_of(_PIECE_BYTES)), needed, is_busy)
-            self._thread = threading.Thread(target=self._run, args=work, name="kv-touch", daemon=True)
+        if self._slots is not None:  # these are taken one after the other, and have been written
+            self._slots.ready = max(self._slots.ready, slots_used)
+        work = []
+        for memory, used in ((self._pages, pages_used), (self._slots, slots_used)):
+            if memory is None:
+                continue
+            needed, wanted = (
+                min(memory.count, used + max(1, ahead // memory.size)) for ahead in (BUSY_AHEAD_BYTES, AHEAD_BYTES)
+            )
+            if memory.ready < (needed if is_busy() else wanted):
+                work.append((memory, needed, min(wanted, memory.ready + max(1, _PIECE_BYTES // memory.size))))
+        if work:
+            self._thread = threading.Thread(target=self._run, args=(work, is_busy), name="kv-touch", daemon=True)
             self._thread.start()
-
-    def _slots_of(self, size: int) -> int:
-        return max(1, size // max(1, self._slab.slot_bytes))
 
     def wait(self) -> None:
         """Until nothing is under way."""
         if self._thread is not None:
             self._thread.join()
 
-    def _run(self, wanted: int, needed: int, is_busy: Callable[[], bool]) -> None:
+    def _run(self, work: Sequence[tuple[_Memory, int, int]], is_busy: Callable[[], bool]) -> None:
         lower_priority(_LOWEST)
         try:
-            while self._pool and not is_busy():
-                memory = self._pool[-1]
-                size = memory.numel() * memory.itemsize
-                self._pool_done = self._touch(memory, self._pool_done, min(size, self._pool_done + _CALL_BYTES))
-                if self._pool_done == size:
-                    self._pool.pop()
-                    self._pool_done = 0
-            while self._ready < (end := needed if is_busy() else wanted):
-                stop = min(end, self._ready + self._slots_of(_CALL_BYTES))
-                for memory, size in zip(self._segments(), self._slab.segment_bytes, strict=True):
-                    self._touch(memory, self._ready * size, stop * size)
-                self._ready = stop
+            for memory, needed, wanted in work:
+                while memory.ready < (end := needed if is_busy() else wanted):
+                    stop = min(end, memory.ready + max(1, _CALL_BYTES // memory.size))
+                    for address, size in memory.spans(memory.ready, stop):
+                        self._touch(address, size)
+                    memory.ready = stop
         except OSError as error:  # an older kernel, or no memory left: it will be touched by whoever needs it
             log.debug("memory is not touched ahead: %s", error)
             self._populate = None
 
-    def _touch(self, memory: Tensor, start: int, stop: int) -> int:
-        """Bytes `start` to `stop`; returns `stop`. The page at either end belongs to neighbours too."""
+    def _touch(self, address: int, size: int) -> None:
+        """The page at either end belongs to neighbours too."""
         assert self._populate is not None
         page = os.sysconf("SC_PAGE_SIZE")
-        first, last = ((memory.data_ptr() + at) // page * page for at in (start, stop))
+        first, last = address // page * page, (address + size) // page * page
         if last > first and self._populate(first, last - first, _POPULATE_WRITE):
             raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
-        return stop
 
 
 def _madvise() -> "ctypes._NamedFuncPointer | None":

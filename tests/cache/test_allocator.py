@@ -150,3 +150,38 @@ def test_as_many_leave_as_make_a_run_and_not_one_more(used, residents, pinned, o
             assert count == number
             return
     assert count is None or run >= wanted
+
+
+@given(used=st.sets(st.integers(0, 23), max_size=23), ready=st.integers(0, 24), wanted=st.integers(1, 12))
+def test_contexts_begin_where_memory_is_as_long_as_there_is_room_to_grow(used, ready, wanted):
+    pages = PageAllocator(num_pages=24, prefer_contiguous=True)
+    for _ in range(24):
+        pages.take(None, 1)
+    for page in set(range(24)) - used:
+        pages.unpin(page)
+    holes = "".join(" x"[page in used] for page in range(24)).split("x")
+    largest = max(map(len, holes))
+    pages.ready = ready
+    roomy = max(map(len, "".join(" x"[page in used] for page in range(ready)).split("x"))) >= 2 * wanted
+    taken = [pages.take(None, wanted)]
+    assert not roomy or taken[0] < ready
+    if not roomy and ready < 24:
+        # Where memory has to be brought anyway, it is not brought in the middle of what is left.
+        before = max((page for page in used if page < taken[0]), default=-1)
+        assert taken[0] - before - 1 <= wanted
+    for left in range(wanted - 1, 0, -1):
+        if pages.num_free:
+            taken.append(pages.take(taken[-1], left))
+    in_one_piece = all(page == before + 1 for before, page in pairwise(taken))
+    assert in_one_piece or largest < len(taken)
+
+
+def test_what_was_reached_is_said():
+    pages = PageAllocator(num_pages=8, prefer_contiguous=True)
+    assert pages.reached == 0
+    pages.unpin(pages.take(None, 1))
+    assert pages.reached == 1
+    pages.take(None, 2)
+    assert pages.reached == 1
+    pages.take(None, 2)
+    assert pages.reached == 4
