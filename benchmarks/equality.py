@@ -12,6 +12,8 @@ that every history has left HBM by the time it is needed again. Where histories 
     restart    every conversation's turn, then the server is stopped and started on its directory, then the next turn
     kill       the same with SIGKILL to server and engine, a second after the last answer
     crowd      8 conversations at once, HBM for one, DRAM for ten blocks, the rest on disk
+    rotation   8 conversations in turns, HBM for one, DRAM for two: most are on disk when the turn before theirs
+               begins, and are fetched while it decodes
     cut-dram   `dram` with a small window: conversations outgrow it again and again, in an answer too
     cut-disk   the same with `disk`
 
@@ -79,6 +81,7 @@ class Mode:
 _DRAM = {"cache.dram_gib": 1, "cache.disk_gib": 0}
 _DISK = {"cache.dram_gib": 0, "cache.disk_gib": 2}
 _BOTH = {"cache.dram_gib": 0.25, "cache.disk_gib": 2}
+_SOME = {"cache.dram_gib": 0.0025, "cache.disk_gib": 2}  # 27 blocks: two conversations
 _TINY = {"cache.dram_gib": 0.00092, "cache.disk_gib": 2}  # ten blocks of the bundled model in fp32
 MODES = (
     Mode("dram", _DRAM, round_of=24, from_tiers=("dram",)),
@@ -87,6 +90,7 @@ MODES = (
     Mode("restart", _BOTH, round_of=60, from_tiers=("disk", "dram"), between="restart"),
     Mode("kill", _BOTH, round_of=60, from_tiers=("disk", "dram"), between="kill"),
     Mode("crowd", _TINY, round_of=24, from_tiers=("disk", "dram"), at_once=8),
+    Mode("rotation", _SOME, round_of=8, from_tiers=("dram",)),
     Mode("cut-dram", _DRAM, round_of=12, from_tiers=("dram",), window=CUT_WINDOW, max_tokens=48),
     Mode("cut-disk", _DISK, round_of=12, from_tiers=("disk",), window=CUT_WINDOW, max_tokens=48),
 )
