@@ -3,7 +3,9 @@
 import math
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
+from cache.block import BlockKey
 from cache.hierarchy import Hierarchy
 from cache.policies.line import common_ends
 from cache.requests import Requests
@@ -13,6 +15,14 @@ from cache.windows import prefetch_window
 
 _TRY_AGAIN_S = 0.05  # after which somebody who found no room is looked at again
 _LOOKED_UP = 4096  # tokens of contexts per step: well below a tenth of a millisecond, however many wait
+
+
+@dataclass(slots=True)
+class _Errand:
+    """A session that may come, and the blocks that were fetched for it so far."""
+
+    name: SessionName | None = None
+    brought: set[BlockKey] = field(default_factory=set)
 
 
 class LookAhead:
@@ -30,6 +40,7 @@ class LookAhead:
         self._unseen: set[str] = set()  # of those who wait: has not been looked at for what to fetch
         self._next = 0  # whose turn it is to be looked at again
         self._try_regulars_s = self._try_successor_s = -math.inf
+        self._regular, self._successor = _Errand(), _Errand()
         self._changes = (-1, -1)  # of tiers and requests, when writes were planned last
 
     def plan(self, waiting: Sequence[str], starting: int, now: float) -> None:
@@ -119,7 +130,7 @@ class LookAhead:
         name = regulars.due(now)
         if name is None:
             return
-        if self._fetch_session(name):
+        if self._is_done(self._regular, name):
             regulars.served()
         else:
             self._try_regulars_s = now + _TRY_AGAIN_S
@@ -134,18 +145,27 @@ class LookAhead:
             return
         if any(len(context.token_ids) > context.computed + 1 for context in self._running.values()):
             return
-        if self._running.of(name) or self._fetch_session(name):
+        if self._running.of(name) or self._is_done(self._successor, name):
             succession.served()
         else:
             self._try_successor_s = now + _TRY_AGAIN_S
 
-    def _fetch_session(self, name: SessionName) -> bool:
-        """False: there was no room for all of it."""
+    def _is_done(self, errand: _Errand, name: SessionName) -> bool:
+        """Fetch what a session has on disk, as far as there is room. Not done: there was none for all of it, so far. If
+        something that was fetched has had to leave again, DRAM is for others: without an end to it the disk would be
+        read for as long as nobody comes."""
+        if errand.name != name:
+            errand.name, errand.brought = name, set()
         session = self._sessions.contexts.get(name)
-        if session is None:
-            return True
-        rows = self._table.matched(session.all_keys)
-        return self._lower.fetch((row for row in rows if row.page is None), name)
+        rows = [] if session is None else self._table.matched(session.all_keys)
+        missing = [
+            row for row in rows if row.page is None and row.slot is None and not self._lower.is_fetching(row.key)
+        ]
+        done = any(row.key in errand.brought for row in missing) or self._lower.fetch(missing, name)
+        errand.brought.update(row.key for row in missing if self._lower.is_fetching(row.key))
+        if done:
+            errand.name = None
+        return done
 
     def _fetch_for(self, request_id: str) -> bool:
         """False: there was no room for all of it."""

@@ -2,6 +2,7 @@
 
 from types import SimpleNamespace
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -29,9 +30,11 @@ class World:
     def __init__(self, *, slots=100):
         self.policy = Policy()
         self.fetched = []
+        self.under_way = set()
         self.slots = slots
         lower = SimpleNamespace(
             num_slots=slots, dram_slots=slots, resident=0, slot_bytes=1, disk_bytes=1, fetch=self.fetch,
+            is_fetching=lambda key: key in self.under_way,
             may_write=lambda now: False, changes=0, must_record=False, trim=lambda: None,
         )  # fmt: skip
         self.regulars, self.succession = Regulars(), Succession()
@@ -54,6 +57,7 @@ class World:
         if len(self.fetched) >= self.slots:
             return not wanted
         self.fetched += [row.name for row in wanted]
+        self.under_way.update(row.name for row in wanted)
         return True
 
     def request(self, request_id, session, tokens=32):
@@ -71,7 +75,7 @@ class World:
 
     def regular(self, name, *times, page=None):
         """A session that came at these times and left something on disk, or in HBM."""
-        self.contexts[name] = SimpleNamespace(all_keys=[SimpleNamespace(page=page, name=name)])
+        self.contexts[name] = SimpleNamespace(all_keys=[SimpleNamespace(page=page, slot=None, name=name, key=name)])
         for now in times:
             self.regulars.used(name, now)
 
@@ -227,6 +231,37 @@ def test_a_successor_that_found_no_room_is_tried_again():
     assert world.fetched == []
     world.plan([], now=1.1)
     assert world.fetched == ["a"]
+
+
+@pytest.mark.parametrize("why", ["regular", "successor"])
+def test_what_was_fetched_and_had_to_leave_is_not_fetched_without_end(why):
+    """A session of three blocks, DRAM for one: whatever comes drives out what came before."""
+    world = World(slots=0)
+    blocks = [SimpleNamespace(page=None, slot=None, name=key, key=key) for key in "xyz"]
+    if why == "regular":
+        world.regular("a", 0.0, 1000.0, 2000.0)
+    else:
+        rotation(world, "a", "b", "c")
+    world.contexts["a"] = SimpleNamespace(all_keys=blocks)
+    fetched = []
+
+    def fetch(rows, session):
+        rows = list(rows)
+        fetched.extend(row.key for row in rows[:1])
+        world.under_way.update(row.key for row in rows[:1])
+        return not rows[1:]
+
+    world.lower.fetch, world.lower.dram_slots = fetch, 1
+    for step in range(100):
+        world.plan([], now=2900.0 + step)
+        for block in blocks:
+            block.slot = 7 if block.key in world.under_way else None
+        world.under_way.clear()
+    assert fetched == ["x", "y"]
+    if why == "regular":  # its next turn is another errand
+        world.regulars.used("a", 3000.0)
+        world.plan([], now=3900.0)
+        assert len(fetched) == 3
 
 
 def test_nothing_is_fetched_for_a_successor_that_runs_is_gone_or_in_hbm_or_without_dram():
