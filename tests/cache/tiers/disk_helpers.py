@@ -3,7 +3,10 @@
 import hashlib
 import os
 
+import pytest
+
 from cache.extent import SessionRecord, StoredBlock, checksum
+from cache.tiers.base import BlockMissing
 from cache.tiers.disk import DiskTier
 
 SEGMENTS = (300, 5000, 4096)  # odd, more than a page, exactly a page
@@ -75,3 +78,24 @@ def record_files(directory):
 
 def bytes_of_files(directory):
     return sum(path.stat().st_size for path in record_files(directory))
+
+
+def reopened(tier, directory, **changes):
+    tier.close()
+    tier = make_tier(directory, **changes)
+    return (tier, *tier.open())
+
+
+def file_of(directory, info):
+    (path,) = (path for path in record_files(directory) if path.stem == f"{info.extent_id:016x}")
+    return path
+
+
+def reason_of(tier, info):
+    with pytest.raises(BlockMissing) as caught:
+        assert read_wrongly(tier, info) == []
+    return caught.value.reason
+
+
+def all_the_rest(count):
+    return 99
