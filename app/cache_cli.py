@@ -29,8 +29,8 @@ class DiskTier(Protocol):
     """The part of `cache.tiers.disk.DiskTier` used here."""
 
     def verify(self) -> Iterator[tuple[int, str | None]]: ...
-    def delete(self, extent_id: int) -> None: ...
-    def delete_session(self, tenant: str, salt: str, session_id: str) -> None: ...
+    def delete(self, *extent_ids: int) -> None: ...
+    def delete_sessions(self, *names: tuple[str, str, str]) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,10 +130,8 @@ def clear(
         _ask(context, settings)
     extents = size_bytes = 0
     for store in _stores(context, settings):
-        for extent in store.extents:
-            store.tier.delete(extent.extent_id)
-        for session in store.sessions:
-            store.tier.delete_session(*session.names)
+        store.tier.delete(*(extent.extent_id for extent in store.extents))
+        store.tier.delete_sessions(*(session.names for session in store.sessions))
         extents, size_bytes = extents + len(store.extents), size_bytes + store.size_bytes
     Console(highlight=False).print(f"{extents:,} records deleted, {size_bytes / GIB:.3f} GiB")
 

@@ -235,6 +235,9 @@ class Engine:
     def has_work(self) -> bool:
         return self._scheduler.has_work() or self._grammars.num_pending > 0
 
+    def is_moving(self) -> bool:
+        return self._cache.in_flight > 0
+
     # --- the step -----------------------------------------------------------------------------------------------------
 
     def poll(self, now: float) -> list[SessionReply]:

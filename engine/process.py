@@ -48,6 +48,7 @@ HIGH_WATER_MARK = 1_000  # frames per direction; a full socket makes its sender 
 SEND_TIMEOUT_MS = 30_000  # an app that reads nothing for that long is as good as dead
 LINGER_MS = 2_000  # for the last words
 POLL_MS = 200
+MOVING_POLL_MS = 5  # while something moves between the tiers: what comes next is ordered when it has ended
 HEARTBEAT_S = 1.0
 CLOSE_S = 10.0  # for what has to be saved at the end; what takes longer is lost
 MAX_FAILURES = 3  # in a row
@@ -80,7 +81,11 @@ class StepEngine(Protocol):
         ...
 
     def has_work(self) -> bool:
-        """Whether `step` is to be called again: sequences to run, or transfers under way."""
+        """Whether `step` is to be called again."""
+        ...
+
+    def is_moving(self) -> bool:
+        """Whether something moves between the tiers, of whose end `poll` should hear soon."""
         ...
 
     def step(self, now: float) -> list[Output]:
@@ -137,8 +142,8 @@ class EngineLoop:
         return 0 if shutdown else 1
 
     def _inbox(self) -> Iterator[ToEngine]:
-        """All that has arrived. Waits for up to POLL_MS when there is nothing else to do."""
-        if not self._engine.has_work() and not self._socket.poll(POLL_MS):
+        """All that has arrived. Waits a while when there is nothing else to do."""
+        if not self._engine.has_work() and not self._socket.poll(self._patience_ms()):
             return
         for _ in range(2 * HIGH_WATER_MARK):  # all that can be under way; a flood must not starve the steps
             try:
@@ -149,6 +154,9 @@ class EngineLoop:
                 yield decode_to_engine(frame)
             except msgspec.DecodeError as error:
                 log.warning("dropped a message of %d bytes that is none of ours: %s", len(frame), error)
+
+    def _patience_ms(self) -> int:
+        return MOVING_POLL_MS if self._engine.is_moving() else POLL_MS
 
     def _apply(self, message: Submit | Abort | Finish | FinishAll) -> list[Output]:
         try:

@@ -202,7 +202,7 @@ class DiskTier:
                 self._log.warn("index", problem, info.extent_id, error)
             return due
 
-        due = self._do("write", store, late=partial(self._forget, info.extent_id))
+        due = self._do("write", store, late=partial(self._forget, [info.extent_id]))
         self._writing.wait(due)
         return info
 
@@ -210,13 +210,13 @@ class DiskTier:
         """Checks the header. Raises BlockMissing."""
         return self._open_reader(extent_id, self._headers.get(extent_id))
 
-    def delete(self, extent_id: int) -> None:
-        """The bytes are gone when this returns; open readers may go on. Unknown ids are forgiven. Raises TierFailed."""
+    def delete(self, *extent_ids: int) -> None:
+        """The bytes are gone when this returns; open readers may go on. Unknown ids are forgiven. Raises TierFailed:
+        those in front may be gone."""
         with self._lock:
-            if extent_id not in self._sizes:
-                return
-
-        self._do("delete", lambda _: self._forget(extent_id))
+            here = [extent_id for extent_id in extent_ids if extent_id in self._sizes]
+        if here:
+            self._do("delete", lambda beat: self._forget(here, beat))
 
     def put_session(self, record: SessionRecord) -> None:
         """The newest record of a session wins, be it this or one that came with an extent. Raises TierFailed."""
@@ -228,19 +228,19 @@ class DiskTier:
 
         self._do("put_session", put)
 
-    def delete_session(self, tenant: str, salt: str, session_id: str) -> None:
-        """Forget it; its extents are deleted one by one, before. Afterwards these deletions outlive a power failure.
-        Raises TierFailed."""
+    def delete_sessions(self, *names: tuple[str, str, str]) -> None:
+        """Forget them (tenant, salt, session id); their extents are deleted before. Afterwards these deletions outlive
+        a power failure: that is most of the price, so many at once cost little more than one. Raises TierFailed."""
 
         def forget(beat: Beat) -> None:
-            self._index.delete_session(tenant, salt, session_id)
+            self._index.delete_sessions(names)
             with self._lock:
                 directories, self._unsynced = self._unsynced, set()
             for directory in directories:
                 beat()
                 sync_directory(directory)
 
-        self._do("delete_session", forget)
+        self._do("delete_sessions", forget)
 
     def verify(self) -> Iterator[tuple[int, str | None]]:
         """Read everything: (extent id, None or what is wrong with it)."""
@@ -345,12 +345,15 @@ class DiskTier:
             self._used -= self._sizes.pop(extent_id, 0)
             self._unsynced.add(path.parent)
 
-    def _forget(self, extent_id: int) -> None:
-        self._remove(extent_id)
+    def _forget(self, extent_ids: Sequence[int], beat: Beat = lambda: None) -> None:
+        for extent_id in extent_ids:
+            beat()
+            self._remove(extent_id)
         try:
-            self._index.remove([extent_id])
+            self._index.remove(extent_ids)
         except sqlite3.Error as error:
-            self._log.warn("index", "the index still names extent %016x, which is gone: %s", extent_id, error)
+            ids = ", ".join(f"{extent_id:016x}" for extent_id in extent_ids[:3])
+            self._log.warn("index", "the index still names extent %s, which is gone: %s", ids, error)
 
     def _open_reader(self, extent_id: int, known: ParsedExtent | None) -> ExtentReader:
         with self._lock:

@@ -84,12 +84,12 @@ class DiskIndex:
         with self._lock, self._connection() as db:
             _put(db, record, stamp)
 
-    def delete_session(self, tenant: str, salt: str, session_id: str) -> None:
-        """Its bytes are gone from the files of the index too."""
+    def delete_sessions(self, names: Iterable[tuple[str, str, str]]) -> None:
+        """By tenant, salt and session id. Their bytes are gone from the files of the index too."""
         with self._lock:
             with self._connection() as db:
                 where = "tenant = ? AND salt = ? AND session_id = ?"
-                db.execute(f"DELETE FROM sessions WHERE {where}", (tenant, salt, session_id))
+                db.executemany(f"DELETE FROM sessions WHERE {where}", names)
             db.execute("PRAGMA wal_checkpoint(TRUNCATE)")  # the log still had them
             _remove(self._aside)
 

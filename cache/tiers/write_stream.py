@@ -1,7 +1,8 @@
 """The write stream: DRAM -> disk, and deletions there, on a thread of its own: nobody waits for either."""
 
 import time
-from queue import SimpleQueue
+from collections import deque
+from queue import Empty, SimpleQueue
 
 from cache.plan import (
     Deleted,
@@ -18,6 +19,7 @@ from cache.tiers.dram import Slab
 from cache.tiers.extent_file import runs
 from cache.tiers.rare_log import RareLog
 
+_TOGETHER = 64  # deletions; what stands behind them waits for as long
 WriteOrder = WriteExtent | DeleteExtents | PutSession
 
 
@@ -28,6 +30,7 @@ class WriteStream:
         self._slab, self._disk, self._completions = slab, disk, completions
         self._log = RareLog()
         self._orders: SimpleQueue[WriteOrder | None] = SimpleQueue()
+        self._looked_at: deque[WriteOrder | None] = deque()  # in front of those
 
     def put(self, order: WriteOrder) -> None:
         """To be done when those before it are."""
@@ -39,12 +42,12 @@ class WriteStream:
 
     def run(self) -> None:
         """Works until `close`."""
-        while (order := self._orders.get()) is not None:
+        while (order := self._next()) is not None:
             match order:
                 case WriteExtent():
                     self._write(order)
                 case DeleteExtents():
-                    self._delete(order)
+                    self._delete(self._with_those_behind(order))
                 case PutSession():
                     try:
                         self._disk.put_session(order.record)
@@ -72,14 +75,36 @@ class WriteStream:
             Transferred("dram_to_disk", extent.size_bytes, seconds), Written(order.job_id, extent, None)
         )
 
-    def _delete(self, order: DeleteExtents) -> None:
+    def _next(self) -> WriteOrder | None:
+        return self._looked_at.popleft() if self._looked_at else self._orders.get()
+
+    def _with_those_behind(self, order: DeleteExtents) -> list[DeleteExtents]:
+        """A deletion waits for the device some five times, whatever it deletes: those that stand one behind the other
+        are made together. A hundred sessions one by one held up a turn's KV for seconds."""
+        orders = [order]
+        while len(orders) < _TOGETHER:
+            try:
+                following = self._orders.get_nowait()
+            except Empty:
+                break
+            if not isinstance(following, DeleteExtents):
+                self._looked_at.append(following)
+                break
+            orders.append(following)
+        return orders
+
+    def _delete(self, orders: list[DeleteExtents]) -> None:
+        extent_ids = [extent_id for order in orders for extent_id in order.extent_ids]
         problem = None
         try:
-            for extent_id in order.extent_ids:
-                self._disk.delete(extent_id)
-            if order.session is not None:
-                self._disk.delete_session(*order.session)
+            self._disk.delete(*extent_ids)
+            if sessions := [order.session for order in orders if order.session is not None]:
+                self._disk.delete_sessions(*sessions)
         except TierFailed as error:
-            self._log.warn(f"delete {error.reason}", "%d extents were not deleted: %s", len(order.extent_ids), error)
+            if len(orders) > 1:  # that one of them fails is none of the others' business
+                for order in orders:
+                    self._delete([order])
+                return
+            self._log.warn(f"delete {error.reason}", "%d extents were not deleted: %s", len(extent_ids), error)
             problem = str(error)
-        self._completions.tell(Deleted(order.job_id, problem))
+        self._completions.tell(*(Deleted(order.job_id, problem) for order in orders))

@@ -118,10 +118,11 @@ class MemoryDisk:
         self.open_readers += 1
         return Reader(self, self.extents[extent_id])
 
-    def delete(self, extent_id):
-        self.extents.pop(extent_id, None)
+    def delete(self, *extent_ids):
+        for extent_id in extent_ids:
+            self.extents.pop(extent_id, None)
 
-    def delete_session(self, *name):
+    def delete_sessions(self, *names):
         pass
 
     def close(self):

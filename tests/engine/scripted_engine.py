@@ -229,6 +229,9 @@ class ScriptedEngine:
     def has_work(self) -> bool:
         return bool(self._running or self._deleting)
 
+    def is_moving(self) -> bool:
+        return False
+
     def step(self, now: float) -> list[Output]:
         time.sleep(self._step_s)
         self._steps += 1

@@ -440,3 +440,30 @@ def test_neither_side_imports_torch() -> None:
 def test_launch_carries_the_whole_config() -> None:
     launch = Launch(wire_version=1, endpoint="ipc://x", config=config("m"))
     assert decode_launch(encode(launch)) == launch
+
+
+def test_while_something_moves_nobody_waits_for_the_inbox(
+    sockets: tuple["zmq.Socket[bytes]", "zmq.Socket[bytes]"], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A deletion, or a turn on its way to disk, is gone on with when it has ended; with nothing under way the loop
+    sleeps until a message comes."""
+    monkeypatch.setattr("engine.process.POLL_MS", 600_000)
+    polled = threading.Semaphore(0)
+
+    class Moving(ScriptedEngine):
+        left = 5
+
+        def poll(self, now: float) -> list[SessionReply]:
+            self.left -= 1
+            polled.release()
+            return super().poll(now)
+
+        def is_moving(self) -> bool:
+            return self.left > 0
+
+    running = Running(Moving(step_s=0.001), sockets[1])
+    for _ in range(5):
+        assert polled.acquire(timeout=10)
+    assert not polled.acquire(timeout=0.2)
+    Peer(sockets[0]).send(Shutdown())
+    assert running.join() == 0

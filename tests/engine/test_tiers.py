@@ -97,6 +97,7 @@ def test_a_history_from_below_is_the_history(
     stats = driver.engine.stats()
     assert not stats.load_failures
     assert (stats.leases, stats.in_flight) == (0, 0)
+    assert not driver.engine.is_moving()
     driver.close()
 
 

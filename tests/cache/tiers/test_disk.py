@@ -31,6 +31,7 @@ from tests.cache.tiers.disk_helpers import (
     read_wrongly,
     reason_of,
     record_files,
+    reopened,
     segment_bytes_of,
 )
 
@@ -357,7 +358,7 @@ def test_deleted_bytes_are_gone_from_the_index_too(tier, tmp_path):
     info = put(tier, "x", session=make_session("s", secret))
     tier.put_session(make_session("s", secret * 2))
     tier.delete(info.extent_id)
-    tier.delete_session("tenant", "", "s")
+    tier.delete_sessions(("tenant", "", "s"))
     for path in tmp_path.rglob("*"):
         assert path.is_dir() or secret not in path.read_bytes(), path
 
@@ -391,3 +392,18 @@ def test_arguments_that_make_no_sense_are_refused(tier):
         make_tier(Path("unused")).write(
             make_session(), make_blocks("y", 1), bytes(24), lambda layer: [memoryview(bytes(SEGMENTS[layer]))]
         )
+
+
+def test_many_sessions_are_deleted_for_little_more_than_one(tier, tmp_path, monkeypatch):
+    """What costs is to wait for the device."""
+    extents = [put(tier, name=f"n{number}", session=make_session(f"s{number}")) for number in range(300)]
+    synced = []
+    monkeypatch.setattr("cache.tiers.disk.sync_directory", synced.append)
+    tier.delete(*(extent.extent_id for extent in extents))
+    tier.delete_sessions(*(("tenant", "", f"s{number}") for number in range(300)))
+    assert len(synced) <= 256
+    assert len(set(synced)) == len(synced)
+    assert not record_files(tmp_path)
+    _, found, sessions = reopened(tier, tmp_path)
+    assert not found
+    assert not sessions

@@ -26,7 +26,7 @@ def test_a_restart_finds_extents_and_sessions(tier, tmp_path):
     infos = [put(tier, name, session=make_session(name)) for name in "abc"]
     tier.put_session(make_session("b", b"newer"))
     tier.put_session(make_session("d", b"no extent"))
-    tier.delete_session("tenant", "", "c")
+    tier.delete_sessions(("tenant", "", "c"))
     tier, extents, sessions = reopened(tier, tmp_path)
     assert extents == infos
     assert {record.session_id: record.context for record in sessions} == {
