@@ -465,5 +465,5 @@ def test_while_something_moves_nobody_waits_for_the_inbox(
     for _ in range(5):
         assert polled.acquire(timeout=10)
     assert not polled.acquire(timeout=0.2)
-    Peer(sockets[0]).send(Shutdown())
+    Peer(sockets[0]).post(Shutdown())
     assert running.join() == 0
