@@ -73,6 +73,8 @@ def invalid(message: str, param: str | None = None, code: str | None = None) -> 
 
 def invalid_grammar(problem: str) -> ApiError:
     """What the engine could not follow, though it looked right."""
+    if "limits." in problem:  # of the library, which nobody can set
+        problem = "it would be too costly to follow"
     return invalid(f"Invalid 'response_format': {problem[:300]}.", "response_format", "invalid_schema")
 
 
@@ -206,6 +208,8 @@ def from_validation(error: ValidationError) -> ApiError:
         return invalid(f"{problem}.", param, "unsupported_parameter")
     if first["type"] == "missing":
         return invalid(f"Missing required parameter: '{param}'.", param, "missing_required_parameter")
+    if first["type"] == "model_type":  # pydantic names a class of ours
+        problem = "Input should be an object"
     return invalid(f"Invalid '{param}': {problem}." if param else f"{problem}.", param or None)
 
 

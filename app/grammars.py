@@ -34,7 +34,7 @@ async def grammar_of(request: ChatCompletionRequest, style: str) -> str:
         names = [name for name, rules in (("answer", answer), ("calls", calls)) if rules]
         lark = "\n".join([f"start: {' | '.join(names)}", *answer, *calls])
     grammar = LLMatcher.grammar_from_lark(lark)
-    param = "tools" if _must_call(request) else "response_format"
+    param = _param_of(request)
     if len(grammar) > MAX_GRAMMAR_BYTES:
         raise invalid(f"Invalid '{param}': the schemas are too large together.", param, "invalid_schema")
     try:
@@ -58,6 +58,16 @@ def _shown(problem: str, *, hide_place: bool) -> str:
     if hide_place:
         said = _PLACE.sub("", said)
     return " ".join(said.split())[:300]
+
+
+def _param_of(request: ChatCompletionRequest) -> str:
+    """The field that says what the answer must be."""
+    if _must_call(request):
+        return "tools"
+    if request.response_format is not None and request.response_format.type != "text":
+        return "response_format"
+    fields = ("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs")
+    return next((name for name in fields if getattr(request, name) is not None), "tools")
 
 
 def _must_call(request: ChatCompletionRequest) -> bool:

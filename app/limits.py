@@ -34,9 +34,9 @@ def check_body(body: dict[str, Any], limits: LimitSettings) -> None:
             raise _too_much(name, f"at most {getattr(limits, limit)} items", limit)
     for name, schema in _schemas(body):
         if _is_deeper(schema, limits.schema_depth):
-            raise _too_much(name, f"a schema has at most {limits.schema_depth} levels", "schema_depth")
+            raise _too_much(name, f"schemas of at most {limits.schema_depth} levels", "schema_depth")
         if len(msgspec.json.encode(schema)) > limits.schema_bytes:
-            raise _too_much(name, f"a schema has at most {limits.schema_bytes} bytes", "schema_bytes")
+            raise _too_much(name, f"schemas of at most {limits.schema_bytes} bytes", "schema_bytes")
 
 
 def _too_much(param: str, allowed: str, limit: str) -> ApiError:

@@ -11,7 +11,7 @@ from app.answer_parts import THINK, AnswerParser
 from app.errors import cannot_be_shortened, context_length_exceeded, invalid, prompt_too_long
 from app.generation import Choice
 from app.grammars import grammar_of
-from app.schema_parts import SESSION_ID, GenerationRequest
+from app.schema_parts import SESSION_ID, SESSION_ID_RULE, GenerationRequest
 from app.schemas import ChatCompletionRequest
 from app.schemas_completions import CompletionRequest
 from app.text_thread import TextThread
@@ -191,7 +191,7 @@ def session_id_of(request: GenerationRequest, header: str | None) -> str | None:
         return request.session_id
     if header is not None:
         if not SESSION_ID.fullmatch(header):
-            raise invalid("Invalid 'X-Session-ID': 1 to 128 letters, digits, '.', '_', ':' or '-'.", "X-Session-ID")
+            raise invalid(f"Invalid 'X-Session-ID': {SESSION_ID_RULE}.", "X-Session-ID")
         return header
     key = request.prompt_cache_key
     if key is None or SESSION_ID.fullmatch(key):

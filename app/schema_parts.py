@@ -10,7 +10,9 @@ from pydantic_core import PydanticCustomError
 
 from app.deadline import MAX_TIMEOUT_S
 
-SESSION_ID = re.compile(r"[A-Za-z0-9._:\-]{1,128}")
+# Not "." or "..": clients take them out of a URL before they send it, and nobody could delete what is called so.
+SESSION_ID = re.compile(r"(?!\.{1,2}\Z)[A-Za-z0-9._:\-]{1,128}")
+SESSION_ID_RULE = "1 to 128 letters, digits, '.', '_', ':' or '-', and neither '.' nor '..'"
 MAX_SCHEMA_BYTES = 65_536
 MAX_SCHEMA_DEPTH = 32
 
@@ -88,7 +90,7 @@ def _json_schema(value: dict[str, Any]) -> dict[str, Any]:
 
 def _session_id(value: str) -> str:
     if not SESSION_ID.fullmatch(value):
-        raise PydanticCustomError("session_id", "1 to 128 letters, digits, '.', '_', ':' or '-'")
+        raise PydanticCustomError("session_id", SESSION_ID_RULE)
     return value
 
 

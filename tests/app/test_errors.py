@@ -5,6 +5,7 @@ import asyncio
 import httpx
 import pytest
 
+from app.errors import invalid_grammar
 from tests.app.fakes import FakeEngine, Running, in_process, make_settings, on_loopback
 
 KEY = {"authorization": "Bearer sk-secret-1"}
@@ -167,3 +168,24 @@ async def test_the_body_is_limited_while_it_is_read(engine: FakeEngine, tmp_path
         assert (chunked.status_code, envelope(chunked)["code"]) == (413, "request_too_large")
         slow = await running.http.post("/v1/chat/completions", content=chunks(3, 0.25), headers=json_type)
         assert (slow.status_code, envelope(slow)["code"]) == (408, "request_timeout")
+
+
+def test_limits_of_a_library_are_not_shown_as_ours():
+    said = "lexer precomputation failed; either increase limits.initial_lexer_fuel or disable limits.precompute_large"
+    assert invalid_grammar(said).message == "Invalid 'response_format': it would be too costly to follow."
+    assert "no such rule" in invalid_grammar("no such rule").message
+
+
+@pytest.mark.parametrize("name", [".", ".."])
+async def test_no_session_is_called_what_clients_take_out_of_a_url(running: Running, name):
+    body = {"model": "test-model", "messages": [{"role": "user", "content": "hi"}], "session_id": name}
+    answer = await running.http.post("/v1/chat/completions", json=body)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "session_id")
+    body["session_id"] = name + "a"
+    assert (await running.http.post("/v1/chat/completions", json=body)).status_code == 200
+
+
+async def test_no_class_of_ours_is_named(running: Running):
+    body = {"model": "test-model", "messages": [{"role": "user", "content": "hi", "x_cache": 5}]}
+    answer = await running.http.post("/v1/chat/completions", json=body)
+    assert answer.json()["error"]["message"] == "Invalid 'messages[0].x_cache': Input should be an object."

@@ -80,8 +80,8 @@ async def test_most_answers_are_free(fields):
         (schema({"type": "object", "not": {}}), "response_format"),
         (schema({"type": "string", "pattern": "(?=a)"}), "response_format"),
         (schema({"type": "array", "minItems": 3, "maxItems": 2}), "response_format"),
-        ({"guided_regex": "(a"}, "response_format"),
-        ({"guided_grammar": "start: nothing"}, "response_format"),
+        ({"guided_regex": "(a"}, "guided_regex"),
+        ({"guided_grammar": "start: nothing"}, "guided_grammar"),
         (
             {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "string"}}}],
              "tool_choice": "required"},
@@ -105,7 +105,7 @@ async def test_what_cannot_be_followed_is_refused(fields, param):
     ("fields", "message"),
     [
         (schema({"type": "object", "not": {}}), """Invalid 'response_format': Unimplemented keys: ["not"]."""),
-        ({"guided_grammar": "start: nothing"}, """Invalid 'response_format': at 1(8): unknown name: "nothing"."""),
+        ({"guided_grammar": "start: nothing"}, """Invalid 'guided_grammar': at 1(8): unknown name: "nothing"."""),
     ],
 )
 async def test_only_a_grammar_of_the_clients_own_is_pointed_into(fields, message):
@@ -122,3 +122,19 @@ async def test_a_lenient_schema_keeps_to_what_can_be_enforced(tokenizer):
 async def test_a_request_cannot_change_the_layout(tokenizer):
     grammar = await grammar_of(request(**schema({**SCHEMA, "x-guidance": {"key_separator": "="}})), "tags")
     assert takes(grammar, tokenizer, '{"a": 1}')
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"guided_regex": "(" * 3}, "guided_regex"),
+        ({"guided_json": {"type": "object", "not": {}}}, "guided_json"),
+        ({"structured_outputs": {"regex": "(("}}, "structured_outputs"),
+        ({"guided_regex": "((", "response_format": {"type": "text"}}, "guided_regex"),
+    ],
+)
+async def test_the_field_that_was_sent_is_named(fields, param):
+    with pytest.raises(ApiError) as error:
+        await grammar_of(request(**fields), "tags")
+    assert error.value.param == param
+    assert error.value.message.startswith(f"Invalid '{param}': ")
