@@ -130,7 +130,7 @@ class LookAhead:
         name = regulars.due(now)
         if name is None:
             return
-        if self._is_done(self._regular, name):
+        if self._run_errand(self._regular, name):
             regulars.served()
         else:
             self._try_regulars_s = now + _TRY_AGAIN_S
@@ -145,13 +145,13 @@ class LookAhead:
             return
         if any(len(context.token_ids) > context.computed + 1 for context in self._running.values()):
             return
-        if self._running.of(name) or self._is_done(self._successor, name):
+        if self._running.of(name) or self._run_errand(self._successor, name):
             succession.served()
         else:
             self._try_successor_s = now + _TRY_AGAIN_S
 
-    def _is_done(self, errand: _Errand, name: SessionName) -> bool:
-        """Fetch what a session has on disk, as far as there is room. Not done: there was none for all of it, so far. If
+    def _run_errand(self, errand: _Errand, name: SessionName) -> bool:
+        """Fetch what a session has on disk, as far as there is room. False: there was none for all of it, so far. If
         something that was fetched has had to leave again, DRAM is for others: without an end to it the disk would be
         read for as long as nobody comes."""
         if errand.name != name:

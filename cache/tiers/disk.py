@@ -346,14 +346,18 @@ class DiskTier:
             self._unsynced.add(path.parent)
 
     def _forget(self, extent_ids: Sequence[int], beat: Beat = lambda: None) -> None:
-        for extent_id in extent_ids:
-            beat()
-            self._remove(extent_id)
+        gone: list[int] = []
         try:
-            self._index.remove(extent_ids)
-        except sqlite3.Error as error:
-            ids = ", ".join(f"{extent_id:016x}" for extent_id in extent_ids[:3])
-            self._log.warn("index", "the index still names extent %s, which is gone: %s", ids, error)
+            for extent_id in extent_ids:
+                beat()
+                self._remove(extent_id)
+                gone.append(extent_id)
+        finally:  # whatever stopped it, those in front are gone, and nobody will ask for them again
+            try:
+                self._index.remove(gone)
+            except sqlite3.Error as error:
+                ids = ", ".join(f"{extent_id:016x}" for extent_id in gone[:3])
+                self._log.warn("index", "the index still names extent %s, which is gone: %s", ids, error)
 
     def _open_reader(self, extent_id: int, known: ParsedExtent | None) -> ExtentReader:
         with self._lock:

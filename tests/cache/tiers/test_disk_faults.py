@@ -8,6 +8,7 @@ import time
 
 import pytest
 
+import cache.tiers.disk as disk
 import cache.tiers.extent_file as extent_file
 from cache.tiers.base import BlockMissing, TierFailed, TierFull
 from cache.tiers.disk import READ_THREADS, WRITE_THREADS, DirectoryLocked
@@ -322,3 +323,23 @@ def test_a_full_disk_says_by_how_much(tmp_path):
     with pytest.raises(TierFull, match=r"^\d+ bytes: \d+ below the file system's floor$"):
         put(tier, "x")
     tier.close()
+
+
+def test_of_deletions_that_stop_half_way_the_index_forgets_those_that_were_made(tier, monkeypatch):
+    extents = [put(tier, name) for name in "abc"]
+    remove = disk.remove_extent
+
+    def failing(path):
+        if path.stem == f"{extents[1].extent_id:016x}":
+            raise OSError(errno.EIO, "cannot")
+        remove(path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(disk, "remove_extent", failing)
+        with pytest.raises(TierFailed):
+            tier.delete(*(extent.extent_id for extent in extents))
+    with tier._index._lock, tier._index._connection() as db:
+        named = {row[0] for row in db.execute("SELECT extent_id FROM extents")}
+    assert named == {extents[1].extent_id, extents[2].extent_id}
+    tier.delete(*(extent.extent_id for extent in extents))
+    assert tier.used_bytes() == 0
