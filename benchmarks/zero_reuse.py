@@ -1,19 +1,20 @@
 """What a cache costs that nobody profits from: engine CPU time per token, `attentionstore` against `recompute`.
 
-    python -m benchmarks.zero_reuse [--starts 3] [--rounds 10]
+    python -m benchmarks.zero_reuse [--starts 4] [--rounds 50]
 
 Every prompt is new, from its first token on: random words, 300 to 900 tokens, and an answer of 32 to 64. Nothing is
 ever found in a cache, but everything is saved to DRAM and written to disk. For the bundled model and for the random
 125 M shape, two servers differ in `cache.mode` alone. They take turns round by round, only one works at a time, and
 all get the same prompts in a round. Small HBM, so that blocks leave it all the time. A third server, `no-disk`, saves
-to DRAM only: what it costs less is what writing files costs. What they save to is in memory when the rounds begin.
+to DRAM only: what it costs less is what writing files costs; it takes part in every fourth round. What they save to is
+in memory when the rounds begin.
 
 CPU seconds are user and system time of the engine process, all of its threads, to the nanosecond; they are read when
 the server has written all it wants to. A round's cost is divided by the tokens that went through the model. Held: the
-median over the rounds of attentionstore / recompute is at most 1.03. Rounds are short, so that all parts of one meet
-the same machine, many, and the servers take turns in being first; the interval says how sure the median is. Where a
-process happens to lie in memory is worth some per cent, so the servers are started anew several times, and the medians
-of the starts are reported as well.
+median over the rounds of attentionstore / recompute is at most 1.03. A round is one request, so that both of a pair meet
+the same machine, there are many, and the servers take turns in being first; the interval says how sure the median is.
+Where a process happens to lie in memory is worth some per cent, so the servers are started anew several times, and the
+medians of the starts are reported as well.
 """
 
 import argparse
@@ -47,10 +48,12 @@ ARMS: dict[str, dict[str, str | int]] = {
 STORING, COMPUTING = "attentionstore", "recompute"  # the two that are held against each other
 LIMIT = 1.03
 BUNDLED = Path(__file__).parent.parent / "model" / "bundled"
-SETTLE_S, QUIET_S = 20.0, 0.3
+SETTLE_S, QUIET_S = 20.0, 0.2
 SETTINGS: dict[str, str | int | float] = {"cache.dram_gib": 0.25, "cache.disk_gib": 4}
 HBM_TOKENS = 4096
-PER_ROUND = {"bundled": 4, "125m": 2}  # requests, so that a round of either takes seconds
+MODELS = ("bundled", "125m")
+RARELY = {"no-disk": 4}  # arms that take part in every so manieth round
+CALM_S = 10.0  # behind a start: until memory is there, in large pages
 RESAMPLES = 2000
 
 
@@ -80,12 +83,10 @@ class Request:
     max_tokens: int
 
 
-def requests_of(rng: random.Random, count: int) -> list[Request]:
+def request_of(rng: random.Random) -> Request:
     """New from the first token on, and 300 to 900 tokens long: a word is about one."""
-    return [
-        Request(" ".join(rng.choices(WORDS, k=rng.randint(280, 800))), f"{rng.getrandbits(64):x}", rng.randint(32, 64))
-        for _ in range(count)
-    ]
+    text = " ".join(rng.choices(WORDS, k=rng.randint(280, 800)))
+    return Request(text, f"{rng.getrandbits(64):x}", rng.randint(32, 64))
 
 
 def cpu_seconds(process: psutil.Process) -> float:
@@ -110,38 +111,38 @@ def settle(server: Server) -> None:
             return
         if now > end:
             raise TimeoutError(f"{server.name!r} does not come to rest")
-        time.sleep(0.1)
+        time.sleep(0.05)
 
 
-async def complete(server: Server, requests: list[Request]) -> tuple[int, int]:
-    """All requests, one after the other. Returns (tokens that went through the model, tokens found in a cache)."""
-    tokens = cached = 0
+async def complete(server: Server, request: Request) -> tuple[int, int]:
+    """Returns (tokens that went through the model, tokens found in a cache)."""
     async with client_of(server.url) as client:
-        for request in requests:
-            answer = await client.chat.completions.create(
-                model=server.model["id"], messages=[{"role": "user", "content": request.text}],
-                max_tokens=request.max_tokens, temperature=0,
-                extra_body={"ignore_eos": True, "cache_salt": request.salt},
-            )  # fmt: skip
-            usage = answer.usage
-            assert usage is not None
-            assert usage.prompt_tokens_details is not None
-            cached += usage.prompt_tokens_details.cached_tokens or 0
-            # The last token is sampled and never goes through the model.
-            tokens += usage.prompt_tokens + usage.completion_tokens - 1
-    return tokens, cached
+        answer = await client.chat.completions.create(
+            model=server.model["id"], messages=[{"role": "user", "content": request.text}],
+            max_tokens=request.max_tokens, temperature=0,
+            extra_body={"ignore_eos": True, "cache_salt": request.salt},
+        )  # fmt: skip
+    usage = answer.usage
+    assert usage is not None
+    assert usage.prompt_tokens_details is not None
+    # The last token is sampled and never goes through the model.
+    return usage.prompt_tokens + usage.completion_tokens - 1, usage.prompt_tokens_details.cached_tokens or 0
 
 
-async def one_round(model: str, start: int, round_: int, servers: Mapping[str, Server], count: int) -> list[Cost]:
-    """The same requests on all servers; which one is first changes with every round."""
+def arms_of(round_: int) -> list[str]:
+    """In the order in which they have their turns: of two, each is before the other equally often."""
+    arms = [arm for arm in ARMS if round_ % RARELY.get(arm, 1) == 0]
+    return arms[:: 1 if round_ // 4 % 2 == round_ % 2 else -1]
+
+
+async def one_round(model: str, start: int, round_: int, servers: Mapping[str, Server]) -> list[Cost]:
+    """The same request on all servers that take part."""
     costs = []
-    arms = [arm for arm in ARMS if arm in servers]
-    first = round_ // 2 % len(arms)
-    for arm in (arms[first:] + arms[:first])[:: 1 if round_ % 2 else -1]:
+    for arm in arms_of(round_):
         server = servers[arm]
         engine = server.engine
         before = cpu_seconds(engine)
-        tokens, cached = await complete(server, requests_of(random.Random(f"{model}/{start}/{round_}"), count))
+        tokens, cached = await complete(server, request_of(random.Random(f"{model}/{start}/{round_}")))
         settle(server)
         costs.append(Cost(model, arm, start, round_, round(cpu_seconds(engine) - before, 4), tokens, cached))
     return costs
@@ -162,10 +163,10 @@ def summarize(costs: list[Cost]) -> list[dict[str, Any]]:
         rounds = sorted({round_ for round_, _ in counted})
         starts = sorted({start for start, _ in rounds})
         arms = [arm for arm in ARMS if any(arm == other for _, other in counted)]
-        per_token = {arm: [counted[r, arm].ms_per_token for r in rounds] for arm in arms}
+        per_token = {arm: {r: counted[r, arm].ms_per_token for r in rounds if (r, arm) in counted} for arm in arms}
         if not rounds:
             continue
-        ratios = [ours / theirs for ours, theirs in zip(per_token[STORING], per_token[COMPUTING], strict=True)]
+        ratios = [cost / per_token[COMPUTING][r] for r, cost in per_token[STORING].items()]
         spread = quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
         row: dict[str, Any] = {"model": model, "rounds": len(rounds), "ratio_p50": round(median(ratios), 4)}
         by_start = [[ratio for (of, _), ratio in zip(rounds, ratios, strict=True) if of == start] for start in starts]
@@ -174,10 +175,10 @@ def summarize(costs: list[Cost]) -> list[dict[str, Any]]:
         row |= {"ratio_p25": round(spread[0], 4), "ratio_p75": round(spread[2], 4)}
         row |= {"ratio_p50_low": round(low, 4), "ratio_p50_high": round(high, 4)}
         for arm in arms:
-            row[f"{arm}_cpu_ms_per_token_p50"] = round(median(per_token[arm]), 4)
-            row[f"{arm}_cached_tokens"] = sum(counted[r, arm].cached_tokens for r in rounds)
+            row[f"{arm}_cpu_ms_per_token_p50"] = round(median(per_token[arm].values()), 4)
+            row[f"{arm}_cached_tokens"] = sum(counted[r, arm].cached_tokens for r in per_token[arm])
         for arm in set(arms) - {STORING, COMPUTING}:
-            others = [ours / theirs for ours, theirs in zip(per_token[arm], per_token[COMPUTING], strict=True)]
+            others = [cost / per_token[COMPUTING][r] for r, cost in per_token[arm].items()]
             row[f"{arm}_ratio_p50"] = round(median(others), 4)
         row["tokens_per_round_p50"] = median(counted[r, STORING].tokens for r in rounds)
         rows.append(row)
@@ -210,9 +211,9 @@ def show(console: Console, rows: list[dict[str, Any]], held: Mapping[str, bool])
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, help="directory of the 125 M model; made when it is not given")
-    parser.add_argument("--only", choices=tuple(PER_ROUND), help="measure one of the two models")
-    parser.add_argument("--starts", type=int, default=3, help="of the servers of a model")
-    parser.add_argument("--rounds", type=int, default=10, help="of a start, that count; one more warms up")
+    parser.add_argument("--only", choices=MODELS, help="measure one of the two models")
+    parser.add_argument("--starts", type=int, default=4, help="of the servers of a model")
+    parser.add_argument("--rounds", type=int, default=50, help="of a start, that count; one more warms up")
     parser.add_argument("--no-result", action="store_true", help="only try it: write no result file")
     arguments = parser.parse_args()
     console = Console()
@@ -234,12 +235,13 @@ def main() -> int:
                         for arm, differs in ARMS.items()
                     }
                     label = f"rounds of {model}, start {start + 1} of {arguments.starts}"
+                    time.sleep(CALM_S)
                     for round_ in track(range(arguments.rounds + 1), label, console=console):
-                        costs += asyncio.run(one_round(model, start, round_, servers, PER_ROUND[model]))
+                        costs += asyncio.run(one_round(model, start, round_, servers))
             rows = summarize(costs)
             held = verdicts(rows)
             if not arguments.no_result:
-                shared = {"settings": SETTINGS, "hbm_tokens": HBM_TOKENS, "requests_per_round": PER_ROUND}
+                shared = {"settings": SETTINGS, "hbm_tokens": HBM_TOKENS, "rarely": RARELY}
                 write_result(
                     "zero_reuse", {**shared, "held": held, "summary": rows, "rounds": [asdict(cost) for cost in costs]}
                 )

@@ -20,6 +20,7 @@ from cache.rates import Rates
 from cache.tiers.disk import DirectoryLocked, DiskTier
 from cache.tiers.dram import LayerShape, Slab
 from cache.tiers.first_touch import FirstTouch
+from cache.tiers.large_pages import LargePages
 from cache.tiers.throttle import Throttle
 from cache.transfer import Transfer
 from engine.hf_model import ModelRefused
@@ -130,7 +131,7 @@ def build_tiers(
         disk_bytes=disk_bytes,
         rates=rates,
         transfer=transfer,
-        first_touch=FirstTouch(pages=pages, slab=slab),
+        first_touch=FirstTouch(pages=pages, slab=slab, large_pages=None if pages[0].k.is_cuda else LargePages()),
         extents=extents,
         records=records,
     )

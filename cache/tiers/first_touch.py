@@ -16,6 +16,7 @@ from typing import Protocol
 from torch import Tensor
 
 from cache.tiers.dram import Slab
+from cache.tiers.large_pages import LargePages
 from cache.tiers.priority import lower_priority
 from kernels.attention.base import KvPages
 
@@ -80,7 +81,9 @@ class FirstTouch:
     Contents never change, so it may go on beside anything. Does nothing where the kernel cannot do it, and with
     memory that is page-locked or a device's."""
 
-    def __init__(self, *, pages: Sequence[KvPages], slab: Slab) -> None:
+    def __init__(self, *, pages: Sequence[KvPages], slab: Slab, large_pages: LargePages | None = None) -> None:
+        """large_pages: who makes them of what is there, when there is nothing to be touched."""
+        self._large_pages = large_pages
         self._slots: _Slots | None = None
         if slab.num_slots and not any(slab.segments(layer).is_pinned() for layer in range(slab.num_layers)):
             self._slots = _Slots(slab)
@@ -114,6 +117,8 @@ class FirstTouch:
         if work:
             self._thread = threading.Thread(target=self._run, args=(work, is_busy), name="kv-touch", daemon=True)
             self._thread.start()
+        elif self._large_pages is not None:
+            self._large_pages.go_on(is_busy)
 
     def wait(self) -> None:
         """Until nothing is under way."""

@@ -5,7 +5,7 @@ import time
 
 import psutil
 
-from benchmarks.zero_reuse import Cost, cpu_seconds, interval, requests_of, summarize, verdicts
+from benchmarks.zero_reuse import ARMS, Cost, arms_of, cpu_seconds, interval, request_of, summarize, verdicts
 
 
 def cost(arm: str, round_: int, cpu_s: float, cached: int = 0) -> Cost:
@@ -17,7 +17,8 @@ def test_ratios_are_of_the_same_round_and_the_first_round_warms_up() -> None:
     # A slow minute hits both servers of its round: 1.02, 1.0, 1.01.
     for round_, (ours, theirs) in enumerate([(1.02, 1.0), (2.0, 2.0), (5.05, 5.0)], start=1):
         costs += [cost("recompute", round_, theirs), cost("attentionstore", round_, ours)]
-        costs += [cost("no-disk", round_, 1.005 * theirs)]
+        if round_ != 2:  # it takes part now and then
+            costs += [cost("no-disk", round_, 1.005 * theirs)]
     (row,) = summarize(costs)
     assert (row["rounds"], row["ratio_p50"], row["no-disk_ratio_p50"]) == (3, 1.01, 1.005)
     assert (row["attentionstore_cpu_ms_per_token_p50"], row["recompute_cpu_ms_per_token_p50"]) == (2.0, 2.0)
@@ -60,7 +61,17 @@ def test_the_interval_of_a_median_gets_narrow_with_many_rounds() -> None:
 
 
 def test_requests_are_new_and_repeatable() -> None:
-    first, again = (requests_of(random.Random(1), 20) for _ in range(2))
+    first, again = ([request_of(random.Random(seed)) for seed in range(20)] for _ in range(2))
     assert first == again
     assert len({request.salt for request in first}) == 20
     assert all(280 <= len(r.text.split()) <= 800 and 32 <= r.max_tokens <= 64 for r in first)
+
+
+def test_of_two_servers_each_is_first_as_often_with_the_third_and_without() -> None:
+    rounds = [arms_of(round_) for round_ in range(80)]
+    assert [len(arms) for arms in rounds] == [len(ARMS), 2, 2, 2] * 20
+    for with_third in (True, False):
+        firsts = [
+            arms.index("attentionstore") < arms.index("recompute") for arms in rounds if (len(arms) == 3) == with_third
+        ]
+        assert 2 * sum(firsts) == len(firsts)
