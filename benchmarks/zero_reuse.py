@@ -11,10 +11,10 @@ in memory when the rounds begin.
 
 CPU seconds are user and system time of the engine process, all of its threads, to the nanosecond; they are read when
 the server has written all it wants to. A round's cost is divided by the tokens that went through the model. Held: the
-median over the rounds of attentionstore / recompute is at most 1.03. A round is one request, so that both of a pair meet
-the same machine, there are many, and the servers take turns in being first; the interval says how sure the median is.
-Where a process happens to lie in memory is worth some per cent, so the servers are started anew several times, and the
-medians of the starts are reported as well.
+median over the rounds of attentionstore / recompute is at most 1.03. A round is one request, so that both of a pair
+meet the same machine; there are many, and the servers take turns in being first. The interval says how sure the median
+is. Where a process happens to lie in memory is worth some per cent, so the servers are started anew several times, and
+the medians of the starts are reported as well.
 """
 
 import argparse
