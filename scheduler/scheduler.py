@@ -18,6 +18,7 @@ from scheduler.sequence import Sequence, SequenceState
 
 _FRONT = 4  # of those who wait, so many are looked at for loads to start
 _FRONT_TOKENS = 1024  # and so many tokens of theirs are looked up again in a step
+_STRETCH = 1.5  # of the ITL target, for a step that ends a starved prompt by itself: another would cost as much
 _LATELY_S = 10.0  # a tenant who came in these may come again at any moment
 
 
@@ -65,9 +66,10 @@ class Scheduler:
     §3.2.1, filled behind the steps of those who run. They give way to them when these need the room.
 
     With `fair_places`, a tenant who has nothing running does not wait until another's requests have ended: one of these
-    gives way, as for memory, and the step is its own as far as its target of time allows. And while several tenants
-    come, steps without decodes keep to the ITL target as well: who comes next waits for one. Pure: single-threaded, no
-    clock of its own.
+    gives way, as for memory, and the step is its own as far as its target of time allows; the answers of tenants with
+    more than one sit it out if the prompt can be ended in it that way and no other. And while several tenants come,
+    steps without decodes keep to the ITL target as well: who comes next waits for one. Pure: single-threaded, no clock
+    of its own.
     """
 
     def __init__(
@@ -105,6 +107,7 @@ class Scheduler:
         self._ahead = AheadLoads(cache=cache)  # wait, but have their pages
         self._favoured: Sequence | None = None  # others have given way to it, but there is not room enough yet
         self._front = Standings(cache=cache, hidden_s=stall_budget_s)
+        self._sat_out: frozenset[Sequence] = frozenset()  # had no row in the last step, for a starved one's sake
         self._scores: dict[Sequence, int] = {}  # as the cache was told
         self._forecast = Forecast(predictor=predictor, cost=cost)
         self._batch_changes = 0  # how many have joined and left
@@ -235,9 +238,9 @@ class Scheduler:
             if sequence.state is SequenceState.RUNNING and self._make_room(sequence, 1, chunks, preempted):
                 self._count_load(sequence, 1, 0.0)
                 chunks.append(Chunk(sequence, 1))
-        budget = self._budget(chunks, now)
+        budget = self._budget(chunks, now, self._itl_target_s)
         prefills = self._prefills(loading)
-        self._admit_starved(chunks, preempted, budget, now)
+        budget = self._admit_starved(chunks, preempted, budget, now)
         for sequence in prefills:
             if sequence.state is not SequenceState.RUNNING:
                 continue
@@ -279,14 +282,14 @@ class Scheduler:
 
     # --- the budget ---------------------------------------------------------------------------------------------------
 
-    def _budget(self, decodes: list[Chunk], now: float) -> StepBudget:
+    def _budget(self, decodes: list[Chunk], now: float, target_s: float) -> StepBudget:
         """What a step has left for prompts."""
         if not decodes and not (self._fair_places and self._serves_several(now)):
             return TokenBudget(self._lone_step_tokens)
         tokens = self._step_tokens - len(decodes)
-        if not self._itl_target_s:
+        if not target_s:
             return TokenBudget(tokens)
-        return TimeBudget(cost=self._cost, target_s=self._itl_target_s, decodes=_work_of(decodes), tokens=tokens)
+        return TimeBudget(cost=self._cost, target_s=target_s, decodes=_work_of(decodes), tokens=tokens)
 
     def _serves_several(self, now: float) -> bool:
         """Whether a tenant has come lately beside the one who runs."""
@@ -369,22 +372,52 @@ class Scheduler:
             return self._queue.waited_for()
         return starved
 
-    def _admit_starved(self, chunks: list[Chunk], preempted: list[Sequence], budget: StepBudget, now: float) -> None:
-        sequence = self._starved()
+    def _admit_starved(
+        self, chunks: list[Chunk], preempted: list[Sequence], budget: StepBudget, now: float
+    ) -> StepBudget:
+        """Returns the budget of what follows."""
+        sequence, sat_out, self._sat_out = self._starved(), self._sat_out, frozenset()
         if sequence is None or self._cache.waits_for_sibling(sequence.request_id):
-            return
+            return budget
         # The margin protects those who decode beside it, once for a request; they are many, and not as urgent.
         budget.is_urgent = True
-        reserved = self._place(sequence, budget)
+        aside, beside = self._who_sits_out(sequence, sat_out, chunks, budget, now)
+        reserved = self._place(sequence, beside)
         while reserved is None and self._give_way(chunks, preempted):
             # Whoever gives way stays out until it has been of use.
             self._favoured = sequence
-            reserved = self._place(sequence, budget)
+            reserved = self._place(sequence, beside)
         if reserved:
             if not self.free_places:
                 self._give_way(chunks, preempted)
+            if aside and self._cache.stall_s(sequence.request_id) <= self._stall_budget_s:
+                chunks[:] = [chunk for chunk in chunks if chunk.sequence not in aside]
+                self._sat_out, budget = aside, beside
             self._start(sequence, reserved, chunks, budget, now)
         budget.is_urgent = False
+        return budget
+
+    def _who_sits_out(
+        self, sequence: Sequence, before: Container[Sequence], chunks: list[Chunk], budget: StepBudget, now: float
+    ) -> tuple[frozenset[Sequence], StepBudget]:
+        """Of tenants with more than one in the batch, those without whom a starved prompt can be ended in this step;
+        nobody, if it can be ended beside them or takes another step anyway. Not who did so in the step `before`:
+        however many tenants come, an answer goes on in every other step. And the budget without them."""
+        aside = frozenset(
+            chunk.sequence
+            for chunk in chunks
+            if self._running_of[chunk.sequence.tenant] > 1 and chunk.sequence not in before
+        )
+        computed = sequence.computed_tokens
+        if sequence not in self._ahead:
+            computed = self._cache.resident_tokens(sequence.request_id)
+        pending = len(sequence.token_ids) - computed
+        if not aside or not self._chunked_prefill or budget.chunk(pending, computed) >= pending:
+            return frozenset(), budget
+        left = [chunk for chunk in chunks if chunk.sequence not in aside]
+        alone = self._budget(left, now, _STRETCH * self._itl_target_s)
+        alone.is_urgent = True
+        return (aside, alone) if alone.chunk(pending, computed) >= pending else (frozenset(), budget)
 
     def _give_way(self, chunks: list[Chunk], preempted: list[Sequence]) -> bool:
         """Preempt one of the tenant with the most running. False if nobody has more than one."""

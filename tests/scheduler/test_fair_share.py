@@ -1,3 +1,6 @@
+from itertools import pairwise
+
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -282,6 +285,64 @@ def test_what_is_kept_back_for_slow_steps_is_spent_on_a_starved_tenant():
     assert loop.step() == [("flood0", 1), ("guest", 35)], "flood1 has given way"
     loop.remove(loop.scheduler.running[0])
     assert loop.step() == [("guest", 1), ("flood1", 20)], "which leaves a margin"
+
+
+class DearRows(TwiceAsSlow):
+    """A row that decodes costs as much as five tokens of a prompt."""
+
+    margin = 1.0
+
+    def __init__(self):
+        super().__init__()
+        self.terms = (0.0, 1.0, 0.0, 5.0, 0.0)
+
+
+def three_answers(**changes):
+    """Of tenant a, which decode, and a place that is free."""
+    loop = make_loop(
+        policy="car", max_seqs=5, step_tokens=500, lone_step_tokens=60, itl_target_s=40.0, cost=DearRows(), **changes
+    )
+    for n in range(3):
+        loop.add(f"flood{n}", 10, tenant="a", max_tokens=50, arrived_s=n)
+    loop.step()
+    assert [chunk[1] for chunk in loop.step()] == [1, 1, 1]
+    for n in range(4):
+        loop.add(f"more{n}", 200, tenant="a", arrived_s=3 + n)  # so that the steps are full
+    loop.step()
+    return loop
+
+
+def test_answers_sit_out_the_step_in_which_a_starved_prompt_can_be_ended_without_them():
+    loop = three_answers()
+    guest = loop.add("guest", 60, tenant="b", max_tokens=3, arrived_s=10)
+    assert loop.step() == [("guest", 60)], "half as much again as the target"
+    rows = loop.step()
+    assert [row for row in rows if row[1] == 1] == [("flood0", 1), ("flood1", 1), ("flood2", 1), ("guest", 1)]
+    assert guest.output_tokens == 2
+
+
+@pytest.mark.parametrize("tokens", [20, 25, 61, 80])
+def test_answers_go_on_where_a_starved_prompt_fits_beside_them_or_not_even_without(tokens):
+    loop = three_answers()
+    loop.add("guest", tokens, tenant="b", max_tokens=3, arrived_s=10)
+    assert loop.step()[:3] == [("flood0", 1), ("flood1", 1), ("flood2", 1)]
+
+
+def test_answers_of_tenants_with_no_other_go_on():
+    loop = three_answers()
+    loop.add("single", 10, tenant="c", max_tokens=50, arrived_s=8)
+    loop.step()
+    loop.add("guest", 45, tenant="b", max_tokens=3, arrived_s=10)
+    assert loop.step() == [("single", 1), ("guest", 45)]
+
+
+def test_however_many_starve_an_answer_goes_on_in_every_other_step():
+    loop = three_answers()
+    guests = [loop.add(f"guest{n}", 38, tenant=f"tenant{n}", max_tokens=1, arrived_s=10 + n) for n in range(6)]
+    waited = [("flood0", 1) not in loop.step() for _ in range(12)]
+    assert sum(waited) >= 3
+    assert not any(this and following for this, following in pairwise(waited))
+    assert all(guest.output_tokens for guest in guests)
 
 
 def test_one_of_a_flood_that_may_not_be_passed_any_more_does_not_keep_another_tenant_out():
