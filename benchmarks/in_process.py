@@ -103,6 +103,10 @@ class InProcess:
         self.engine = build_engine(engine_config)
         self._turns: dict[str, Turn] = {}
 
+    def share_weights(self, other: "InProcess") -> None:
+        """Compute with another engine's, of the same model: what differs between the two is not where those lie."""
+        self.engine._runner.model = other.engine._runner.model
+
     def submit(self, session: str, prompt: Sequence[int], new_tokens: int) -> Turn:
         """Queue a turn. Raises TurnFailed."""
         now = time.monotonic()

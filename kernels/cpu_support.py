@@ -38,6 +38,7 @@ def decode_kernels() -> ModuleType | None:
     """`kernels.cpu_decode`, or None where it cannot run: no numba, no AVX-512, no OpenMP that torch and numba share."""
     if platform.machine() != "x86_64" or not torch.cpu._is_avx512_supported():
         return None
+    threads = torch.get_num_threads()
     try:
         from numba import config
 
@@ -49,6 +50,9 @@ def decode_kernels() -> ModuleType | None:
     except Exception as error:  # a numba that does not fit its numpy or its machine fails in many ways
         log.info("decoding without compiled kernels: %s", error)
         return None
+    finally:
+        # numba, as it starts, tells OpenMP to use every processor: more than was asked for, or than there are cores.
+        torch.set_num_threads(threads)
     return module
 
 

@@ -58,6 +58,8 @@ class SaveStream:
         self._blocks: list[np.ndarray] | None = None
         if self._device.type == "cpu" and slab.dtype == torch.bfloat16 and not throttle.is_capped:
             self._blocks = [as_bits(slab.segments(layer)) for layer in range(slab.num_layers)]
+        self._spot = np.zeros((1, 2), np.int64)  # of a step of one row, which is over before the next one begins
+        self._one_row = SavedRows(self._blocks or (), self._spot)
         self._orders: SimpleQueue[tuple[Save, ...] | list[CapturedRows] | None] = SimpleQueue()
         self._held: list[CapturedRows] = []
         self._is_due = False
@@ -70,6 +72,10 @@ class SaveStream:
         nothing that is still being loaded, and `save` comes all the same behind the step."""
         if self._blocks is None:
             return None
+        if num_rows == 1 and pieces:  # most steps of who talks alone, in which a few microseconds count
+            self.placed_bytes += self._row_bytes
+            _, self._spot[0, 0], self._spot[0, 1], _ = pieces[0]
+            return self._one_row
         if len(pieces) == num_rows:  # one each, as in nearly every step: 2 us instead of 6
             self.placed_bytes += num_rows * self._row_bytes
             return SavedRows(self._blocks, np.array([(slot, slot_row) for _, slot, slot_row, _ in pieces]))

@@ -1,0 +1,234 @@
+"""Where the processor time goes that a cache costs of which nobody profits: `zero_reuse` under a magnifying glass.
+
+    python -m benchmarks.zero_reuse_steps [--rounds 300]
+
+The same requests, new from their first token on, but the engines that are compared live in this one process, have the
+weights and the compiled kernels in common, and take turns step by step. From one process to the next, weights and code
+lie elsewhere in memory, and from one second to the next a shared machine is faster or slower: each is worth several
+per cent of a request, which `zero_reuse` has to average away. Here both meet all engines alike; a request's ratio has a
+fifth of the spread.
+
+What is left out is what all modes do alike: messages between the processes, the heartbeat. Processor time is that of
+the whole process: one engine works at a time, and each is waited for until it has written all it wants to. `submit`:
+the request arrives. `prompt`, `answer`: steps to the first token, and the others. `rest`: saves and writes behind the
+last step, in turns as far apart as a server's that is idle but for them. What is saved to is in memory beforehand, as
+after some idle seconds of a server.
+
+Held: of the sums over all rounds, attentionstore / recompute is at most 1.03. The interval is of 95 %, by bootstrap
+over the requests.
+"""
+
+import argparse
+import gc
+import random
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from statistics import mean, quantiles
+from typing import Any
+
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from benchmarks.in_process import InProcess, Turn, as_engine_process, config, vocabulary_of
+from benchmarks.make_model import SHAPES, make_model
+from benchmarks.servers import write_result
+from benchmarks.zero_reuse import ARMS, BUNDLED, COMPUTING, HBM_TOKENS, LIMIT, MODELS, STORING
+from engine.collector import Collector
+from engine.process import MOVING_POLL_MS
+
+STAGES = ("submit", "prompt", "answer", "rest")
+WARM_UP = 3  # requests that do not count
+IDLE_S = 6.0  # before the first, in which memory is made ready
+RESAMPLES = 2000
+DRAM_BYTES, DISK_BYTES = 256 << 20, 4 << 30
+WINDOW = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    prompt: list[int]
+    new_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Spent:
+    """On one request by one engine: milliseconds of processor time by stage."""
+
+    model: str
+    arm: str
+    round: int
+    tokens: int  # that went through the model
+    cached_tokens: int
+    ms: dict[str, float]
+
+    @property
+    def total_ms(self) -> float:
+        return sum(self.ms.values())
+
+
+def request_of(rng: random.Random, vocabulary: int) -> Request:
+    """300 to 900 tokens, nearly surely with none of their beginning in common with any other's."""
+    return Request([rng.randrange(vocabulary) for _ in range(rng.randint(300, 900))], rng.randint(32, 64))
+
+
+def serve_all(model: str, arms: Mapping[str, InProcess], request: Request, round_: int) -> list[Spent]:
+    """The same request on all engines, step by step, in an order that changes with every step."""
+    ms: dict[str, dict[str, float]] = {arm: dict.fromkeys(STAGES, 0.0) for arm in arms}
+    first = round_ % len(arms)  # who comes first finds the caches of the processor cold
+    order = [*arms][first:] + [*arms][:first]
+
+    def timed(arm: str, stage: str, work: Callable[[], object]) -> None:
+        before = time.process_time()
+        work()
+        ms[arm][stage] += (time.process_time() - before) * 1e3
+
+    turns: dict[str, Turn] = {}
+
+    def submit(arm: str) -> None:
+        turns[arm] = arms[arm].submit(str(round_), request.prompt, request.new_tokens)
+
+    for arm in order:
+        timed(arm, "submit", partial(submit, arm))
+    while working := [arm for arm in order if arms[arm].engine.has_work()]:
+        order = order[1:] + order[:1]
+        for arm in working:
+            timed(arm, "prompt" if turns[arm].first_s is None else "answer", arms[arm].step)
+    for arm in order:
+        timed(arm, "rest", partial(come_to_rest, arms[arm]))
+    tokens = len(request.prompt) + request.new_tokens - 1  # the last is sampled and never goes through the model
+    return [Spent(model, arm, round_, tokens, turns[arm].cached, ms[arm]) for arm in arms]
+
+
+def come_to_rest(engine: InProcess) -> None:
+    """As a server's loop does it that has nothing else to do."""
+    while True:
+        engine.engine.poll(time.monotonic())
+        if not engine.engine.is_moving():
+            return
+        time.sleep(MOVING_POLL_MS / 1e3)
+
+
+def measure(model: str, path: str, rounds: int, directory: Path, console: Console) -> list[Spent]:
+    """Raises TurnFailed."""
+    arms: dict[str, InProcess] = {}
+    for arm, differs in ARMS.items():
+        stores = differs["cache.mode"] != COMPUTING
+        arms[arm] = InProcess(
+            config(
+                path, max_context=WINDOW, hbm_tokens=HBM_TOKENS, scheduler_policy="car", max_seqs=32,
+                itl_target_s=0.1, cache_mode=str(differs["cache.mode"]), dram_bytes=DRAM_BYTES if stores else 0,
+                disk_bytes=DISK_BYTES if stores and differs.get("cache.disk_gib") != 0 else 0,
+                disk_dir=str(directory / arm),
+            )
+        )  # fmt: skip
+        arms[arm].share_weights(next(iter(arms.values())))
+    gc.collect()
+    collector = Collector()
+    until = time.monotonic() + IDLE_S
+    while time.monotonic() < until:
+        for engine in arms.values():
+            engine.engine.idle(time.monotonic())
+        time.sleep(0.05)
+    rng, vocabulary = random.Random(model), vocabulary_of(path)
+    spent: list[Spent] = []
+    for round_ in track(range(rounds + WARM_UP), f"requests to {model}", console=console):
+        found = serve_all(model, arms, request_of(rng, vocabulary), round_)
+        spent += found if round_ >= WARM_UP else []
+        collector.idle(time.monotonic())
+    for engine in arms.values():
+        engine.close()
+    return spent
+
+
+def ratio_of_sums(pairs: Sequence[tuple[float, float]]) -> float:
+    return sum(ours for ours, _ in pairs) / sum(theirs for _, theirs in pairs)
+
+
+def interval(pairs: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """Of 95 % for the ratio of the sums, by bootstrap."""
+    rng = random.Random(0)
+    found = sorted(ratio_of_sums(rng.choices(pairs, k=len(pairs))) for _ in range(RESAMPLES))
+    return found[RESAMPLES // 40], found[-1 - RESAMPLES // 40]
+
+
+def summarize(spent: Sequence[Spent]) -> list[dict[str, Any]]:
+    """Per model and engine: milliseconds a request by stage, and their sums in units of recompute's."""
+    by_arm: dict[str, dict[str, dict[int, Spent]]] = defaultdict(lambda: defaultdict(dict))
+    for one in spent:
+        by_arm[one.model][one.arm][one.round] = one
+    rows = []
+    for model, arms in by_arm.items():
+        for arm, rounds in arms.items():
+            pairs = [(one.total_ms, arms[COMPUTING][round_].total_ms) for round_, one in rounds.items()]
+            ratios = [ours / theirs for ours, theirs in pairs]
+            low, high = interval(pairs)
+            stages = {f"{stage}_ms": round(mean(one.ms[stage] for one in rounds.values()), 3) for stage in STAGES}
+            quarters = quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
+            rows.append(
+                {"model": model, "arm": arm, "requests": len(pairs), "ratio": round(ratio_of_sums(pairs), 4)}
+                | {"ratio_low": round(low, 4), "ratio_high": round(high, 4)}
+                | dict(zip(("ratio_p25", "ratio_p50", "ratio_p75"), (round(q, 4) for q in quarters), strict=True))
+                | stages
+                | {"cached_tokens": sum(one.cached_tokens for one in rounds.values())}
+            )
+    return rows
+
+
+def verdicts(rows: Sequence[Mapping[str, Any]]) -> dict[str, bool]:
+    """What is held -> whether it holds."""
+    ours = [row for row in rows if row["arm"] == STORING]
+    held = {f"{row['model']}: at most {LIMIT} x the processor time": row["ratio"] <= LIMIT for row in ours}
+    held["nothing was reused"] = not any(row["cached_tokens"] for row in rows)
+    return held
+
+
+def show(console: Console, rows: Sequence[Mapping[str, Any]], held: Mapping[str, bool]) -> None:
+    table = Table(title="Processor time without any reuse, ms a request", title_justify="left")
+    for heading in ("", "requests", *STAGES, "ratio", "95 % interval", "quartiles"):
+        table.add_column(heading, justify="right")
+    for row in rows:
+        table.add_row(
+            f"{row['model']} {row['arm']}", str(row["requests"]), *(f"{row[f'{stage}_ms']:.2f}" for stage in STAGES),
+            f"{row['ratio']:.3f}", f"{row['ratio_low']:.3f} - {row['ratio_high']:.3f}",
+            f"{row['ratio_p25']:.3f} {row['ratio_p50']:.3f} {row['ratio_p75']:.3f}",
+        )  # fmt: skip
+    console.print(table)
+    for line, holds in held.items():
+        console.print(f"[green]held[/green]     {line}" if holds else f"[red]NOT held[/red] {line}")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=300, help="requests to each engine of the bundled model")
+    parser.add_argument("--large-rounds", type=int, default=60, help="and of the 125 M shape")
+    parser.add_argument("--only", choices=MODELS, help="measure one of the two models")
+    parser.add_argument("--no-result", action="store_true", help="only try it: write no result file")
+    arguments = parser.parse_args()
+    as_engine_process(str(BUNDLED))
+    console = Console()
+    spent: list[Spent] = []
+    with tempfile.TemporaryDirectory(prefix="reprise-zero-reuse-") as name:
+        directory = Path(name)
+        for model in [arguments.only] if arguments.only else list(MODELS):
+            path = BUNDLED
+            if model != "bundled":
+                path = directory / "model"
+                make_model(path, SHAPES[model], seed=0)
+            rounds = arguments.rounds if model == "bundled" else arguments.large_rounds
+            spent += measure(model, str(path), rounds, directory / model, console)
+    rows = summarize(spent)
+    held = verdicts(rows)
+    if not arguments.no_result:
+        write_result("zero_reuse_steps", {"held": held, "summary": rows, "requests": [asdict(one) for one in spent]})
+    show(console, rows, held)
+    return 0 if all(held.values()) else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
