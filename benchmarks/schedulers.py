@@ -57,7 +57,7 @@ from benchmarks.schedulers_report import POLICIES, show, summarize, verdicts
 from benchmarks.servers import serve, write_result
 from loadgen.workload import Conversation, Turn
 
-SHARES = (0.5, 0.75, 0.95)  # of the service rate
+SHARES = (0.5, 0.75, 1.0)  # of the service rate: at the last there is a queue to put in order
 
 
 # --- calibration ------------------------------------------------------------------------------------------------------
