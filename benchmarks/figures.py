@@ -22,6 +22,7 @@ HELD = {
     "Text with reuse against text without, after restarts and kills, in a crowd and behind cuts": "equality",
     "After a restart and a crash": "restart",
     "What the cache costs where nothing is reused": "zero_reuse",
+    "The same, step by step in one process": "zero_reuse_steps",
     "Soak": "soak",
     "The simulator beside the server": "sim_agreement",
     "Gaps in running streams while long prompts arrive": "itl",

@@ -11,12 +11,13 @@ server works off a burst while all its places are taken. Each is a turn of a con
 three times in the mean, six times at most, and not before its last answer has ended.
 
 The three servers differ in `scheduler.policy` alone. They take turns leg by leg in an order that moves on, with the
-same arrivals (but for their pace) and the same prompts, and only one works at a time. A round is a leg at each rate on
-each server, the rates in another order in every round. Every leg begins its conversations anew and deletes them at its
-end: histories are as long at one rate as at another, and fit where they are to fit. A shared machine's speed changes
-from minute to minute, and near saturation a tenth of it decides how long queues become: a leg's rate is its share of
-what the machine can serve at the pace at which that leg's conversations were begun. The result is written after every
-leg; what is judged is the median of the rounds' ratios.
+same arrivals and the same prompts, and only one works at a time. A round is a leg at each rate on each server, the
+rates in another order in every round. Every leg begins its conversations anew and deletes them at its end: histories
+are as long at one rate as at another, and fit where they are to fit. A shared machine's speed changes from minute to
+minute, and near saturation a tenth of it decides how long queues become: a rate is its share of what the machine can
+serve at the pace at which the conversations of the first of these legs were begun. It is the same for all servers: a
+pace of its own for each leg is known to a tenth or two only, and decided more than the order. The result is written
+after every leg; what is judged is the median of the rounds' ratios.
 
     python -m benchmarks.schedulers --rounds 1 --file build/schedulers.json
 
@@ -146,6 +147,7 @@ def measure(
             load_s, rate, begin_s = bursts(players["fcfs"], shape, bytes_per_token, places, shape.turns)
             calibration = Calibration(prefill_s, gbps, load_s, rate, begin_s, players[policies[0]].state()["window"])
         done = {(leg.policy, leg.share, leg.round_) for leg in legs}
+        paces = {(leg.share, leg.round_): leg.pace for leg in legs}
         first = next_round(legs, len(shares) * len(policies))
         for round_ in range(first, first + rounds):
             for place in range(len(shares)):
@@ -154,7 +156,8 @@ def measure(
                 for policy in policies[shift:] + policies[:shift]:
                     progress.update(bar, description=f"round {round_ + 1}, {share:.0%}, {policy}")
                     if (policy, share, round_) not in done:
-                        pace = calibration.begin_s / players[policy].begin(f"leg-{seed}", seed)
+                        begin_s = players[policy].begin(f"leg-{seed}", seed)
+                        pace = paces.setdefault((share, round_), calibration.begin_s / begin_s)
                         rate = share * calibration.service_rate * pace
                         legs.append(players[policy].leg(share, rate, pace, round_, f"leg-{seed}", seed))
                         players[policy].forget()

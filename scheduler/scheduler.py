@@ -15,11 +15,11 @@ from scheduler.predictor import LengthPredictor
 from scheduler.priority import Standings
 from scheduler.queues import WaitingQueue
 from scheduler.sequence import Sequence, SequenceState
+from scheduler.tenants import Tenants
 
 _FRONT = 4  # of those who wait, so many are looked at for loads to start
 _FRONT_TOKENS = 1024  # and so many tokens of theirs are looked up again in a step
 _STRETCH = 1.5  # of the ITL target, for a step that ends a starved prompt by itself: another would cost as much
-_LATELY_S = 10.0  # a tenant who came in these may come again at any moment
 
 
 class QueueFull(Exception):
@@ -44,16 +44,6 @@ class Schedule:
 
     chunks: list[Chunk]
     preempted: list[Sequence]  # gave their pages back; they wait at the head of the line
-
-
-class _OfTenants:
-    """The sequences of some tenants, as a container."""
-
-    def __init__(self, tenants: Container[str]) -> None:
-        self._tenants = tenants
-
-    def __contains__(self, sequence: object) -> bool:
-        return isinstance(sequence, Sequence) and sequence.tenant in self._tenants
 
 
 class Scheduler:
@@ -98,12 +88,9 @@ class Scheduler:
         self._itl_target_s = itl_target_s  # what a step may take while somebody decodes; 0: whatever its tokens take
         self._chunked_prefill = chunked_prefill
         self._stall_budget_s = stall_budget_s  # what those who decode may wait for the KV of one who joins
-        self._fair_places = fair_places
-        self._arrivals: list[tuple[str, float]] = []  # of the two tenants who came last, and when; the later one last
+        self._tenants = Tenants(fair_places=fair_places)
         self._resumed: deque[Sequence] = deque()  # lost their room, and stand before the queue
         self._running: list[Sequence] = []  # in order of admission
-        self._running_of: Counter[str] = Counter()  # tenant -> how many; nobody has none
-        self._present_of: Counter[str] = Counter()  # those who wait included; nobody has none
         self._ahead = AheadLoads(cache=cache)  # wait, but have their pages
         self._favoured: Sequence | None = None  # others have given way to it, but there is not room enough yet
         self._front = Standings(cache=cache, hidden_s=stall_budget_s)
@@ -159,10 +146,8 @@ class Scheduler:
         """Take a sequence that the cache has opened. Raises QueueFull."""
         if self.num_waiting >= self._max_queued:
             raise QueueFull(f"{self.num_waiting} requests are waiting")
-        others = [arrival for arrival in self._arrivals if arrival[0] != sequence.tenant]
-        self._arrivals = [*others[-1:], (sequence.tenant, sequence.arrived_s)]
+        self._tenants.arrived(sequence)
         self._queue.add(sequence)
-        self._present_of[sequence.tenant] += 1
 
     def upcoming(self) -> list[str]:
         """Request ids in the order they will start, next first. The cache plans fetches and evictions from it. The same
@@ -218,8 +203,7 @@ class Scheduler:
         self._forecast.forget(sequence)
         if sequence.state is not SequenceState.FINISHED:
             self._queue.finished(sequence)
-            self._present_of[sequence.tenant] -= 1
-            self._present_of += Counter()  # forgets those at zero
+            self._tenants.left(sequence)
         sequence.state = SequenceState.FINISHED
 
     def schedule(self, now: float) -> Schedule:
@@ -284,17 +268,12 @@ class Scheduler:
 
     def _budget(self, decodes: list[Chunk], now: float, target_s: float) -> StepBudget:
         """What a step has left for prompts."""
-        if not decodes and not (self._fair_places and self._serves_several(now)):
+        if not decodes and not self._tenants.several(now):
             return TokenBudget(self._lone_step_tokens)
         tokens = self._step_tokens - len(decodes)
         if not target_s:
             return TokenBudget(tokens)
         return TimeBudget(cost=self._cost, target_s=target_s, decodes=_work_of(decodes), tokens=tokens)
-
-    def _serves_several(self, now: float) -> bool:
-        """Whether a tenant has come lately beside the one who runs."""
-        lately = {tenant for tenant, arrived_s in self._arrivals if now - arrived_s < _LATELY_S}
-        return len(lately.union(self._running_of)) > 1
 
     def _chunk_tokens(self, budget: StepBudget, pending: int, context_len: int) -> int:
         """0: the step is full."""
@@ -305,9 +284,7 @@ class Scheduler:
         """Running sequences with more than a token to compute; with fair places, of the tenants with the least to do
         first."""
         prefills = [s for s in self._running if s.pending_tokens > 1 or s.request_id in loading]
-        if self._fair_places and len(prefills) > 1:
-            prefills.sort(key=lambda s: (self._running_of[s.tenant], self._present_of[s.tenant]))
-        return prefills
+        return self._tenants.least_to_do_first(prefills)
 
     # --- giving way ---------------------------------------------------------------------------------------------------
 
@@ -319,7 +296,7 @@ class Scheduler:
                 continue
             if self._cache.room_is_coming():
                 return False
-            victim = self._victim()
+            victim = self._tenants.to_give_way(self._running)
             self._preempt(victim, chunks, preempted)
             if victim is sequence:
                 return False
@@ -348,29 +325,16 @@ class Scheduler:
         self._running.remove(sequence)
         self._batch_changes += 1
         self._loaders.discard(sequence)
-        self._running_of[sequence.tenant] -= 1
-        self._running_of += Counter()  # forgets those at zero
+        self._tenants.stopped(sequence)
 
     def _starved(self) -> Sequence | None:
-        """The next request of a tenant who has nothing running, while another has all that there is to give, places,
-        room or the budget of the steps, and more than one request to spend it on. One alone keeps its place, but not
-        the steps."""
+        """The next request of a tenant who has nothing running, while another has all places, room or the budget of the
+        steps; see `Tenants.starved`."""
         if self._favoured is not None:
             return self._favoured
-        if not (self._fair_places and self._is_full and len(self._queue)):
+        if not (self._is_full and len(self._queue)):
             return None
-        if max((self._present_of[tenant] for tenant in self._running_of), default=0) < 2:
-            return None
-        if not self.free_places and max(self._running_of.values()) < 2:
-            return None
-        served = {*self._running_of, *(sequence.tenant for sequence in self._resumed)}
-        if self._present_of.keys() <= served:
-            return None  # asked twice a step: nobody in the queue need be looked at
-        starved = self._queue.best(_OfTenants(served))
-        if starved is None and any(sequence.tenant not in served for sequence in self._queue.near() or ()):
-            # It would be overtaken once too often: it goes first, and not only when a place is free.
-            return self._queue.waited_for()
-        return starved
+        return self._tenants.starved(self._queue, self._resumed, self.free_places > 0)
 
     def _admit_starved(
         self, chunks: list[Chunk], preempted: list[Sequence], budget: StepBudget, now: float
@@ -406,7 +370,7 @@ class Scheduler:
         aside = frozenset(
             chunk.sequence
             for chunk in chunks
-            if self._running_of[chunk.sequence.tenant] > 1 and chunk.sequence not in before
+            if self._tenants.has_others_running(chunk.sequence) and chunk.sequence not in before
         )
         computed = sequence.computed_tokens
         if sequence not in self._ahead:
@@ -421,20 +385,11 @@ class Scheduler:
 
     def _give_way(self, chunks: list[Chunk], preempted: list[Sequence]) -> bool:
         """Preempt one of the tenant with the most running. False if nobody has more than one."""
-        if max(self._running_of.values(), default=0) < 2:
+        if self._tenants.most_running < 2:
             return False
-        self._preempt(self._victim(), chunks, preempted)
+        self._preempt(self._tenants.to_give_way(self._running), chunks, preempted)
         self.fair_preemptions += 1
         return True
-
-    def _victim(self) -> Sequence:
-        """The latest arrival; with fair places, of the tenants with the most running. So the earliest of all is never
-        chosen before the others, and gets on."""
-        victims = self._running
-        if self._fair_places:
-            most = max(self._running_of.values())
-            victims = [sequence for sequence in victims if self._running_of[sequence.tenant] == most]
-        return max(victims, key=lambda s: (s.arrived_s, s.request_id))
 
     # --- admission ----------------------------------------------------------------------------------------------------
 
@@ -509,7 +464,7 @@ class Scheduler:
             self._forecast.started(sequence)
         self._running.append(sequence)
         self._batch_changes += 1
-        self._running_of[sequence.tenant] += 1
+        self._tenants.started(sequence)
         num_tokens = reserved
         if self._chunked_prefill:
             num_tokens = min(reserved, budget.chunk(sequence.pending_tokens, sequence.computed_tokens))

@@ -1,10 +1,15 @@
-"""What is said of kernels that are compiled."""
+"""What is said of kernels that are compiled, and the threads they run on."""
 
 import logging
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
-from kernels.cpu_support import announce_compiling
+from kernels.cpu_support import announce_compiling, decode_kernels
+
+ROOT = Path(__file__).parents[2]
 
 
 def test_compiling_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -18,3 +23,18 @@ def test_compiling_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
     for number in (2, 3):
         assert njit(lambda x, number=number: x + number)(1) == 1 + number
     assert caplog.messages == ["compiling kernels for this machine, once"]
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_compiled_kernels_leave_the_number_of_threads_as_it_was(threads: int) -> None:
+    """numba tells OpenMP to use every processor as it starts: `engine.threads` was not heeded, and an engine that was
+    held to one processor took fifteen times as long, two threads waiting for each other there."""
+    if decode_kernels() is None:
+        pytest.skip("kernels are not compiled on this machine")
+    script = (
+        f"import torch; torch.set_num_threads({threads});"
+        "from kernels.cpu_support import decode_kernels, prefill_kernels, use_torch_threads;"
+        "decode_kernels(), prefill_kernels(), use_torch_threads(); print(torch.get_num_threads())"
+    )
+    ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100, cwd=ROOT)
+    assert ran.stdout.strip() == str(threads), ran.stderr

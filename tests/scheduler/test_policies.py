@@ -76,7 +76,7 @@ def play(policy, requests, *, room, max_seqs, chunked, itl, seed, cancel):
         trace.append(loop.step())
         loop.scheduler.ran(rng.uniform(0.001, 0.05), 0.0)
         assert len(loop.running) <= max_seqs
-        assert loop.scheduler._running_of == Counter(sequence.tenant for sequence in loop.scheduler.running)
+        assert loop.scheduler._tenants._running == Counter(sequence.tenant for sequence in loop.scheduler.running)
     assert not loop.scheduler.has_work(), "somebody is never served"
     assert loop.cache.held == {}
     return added, trace
