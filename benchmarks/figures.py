@@ -139,12 +139,12 @@ def overtakes_of(result: dict[str, Any]) -> str:
     """How often `car` has put a turn before another, which is all that it does with an order."""
     legs = result["arms"]["car"].values()
     overtakes, turns = sum(leg["overtakes"] for leg in legs), sum(leg["turns"] for leg in legs)
-    text = f"In {turns} turns `car` let one overtake another {overtakes} times."
-    if overtakes:
+    text = f"Overtakes by `car`: {overtakes} in {turns} turns."
+    if overtakes > turns / 100:
         return text
     return (
-        f"{text} Its order was that of arrival, as with `fcfs`: loads that hide are no reason to go first. The ratios "
-        "say how far runs of the same order are apart on this machine."
+        f"{text} Its order was that of arrival, as with `fcfs`: loads that hide are no reason to go first. So the "
+        "ratios say how far runs of one and the same order are apart on this machine."
     )
 
 
