@@ -45,6 +45,7 @@ from rich.progress import MofNCompleteColumn, Progress, TaskID, TextColumn, Time
 from rich.table import Table
 from tokenizers import Tokenizer
 
+from benchmarks.measures import show_held
 from benchmarks.servers import Server, serve, write_result
 from benchmarks.streams import Answer, Difference, Message, ask, client_of, first_difference
 
@@ -329,8 +330,7 @@ def show(console: Console, tallies: Mapping[str, Tally], held: Mapping[str, bool
             console.print("difference", name, difference)
         for error in tally.errors:
             console.print("[red]error[/red]", name, error)
-    for line, holds in held.items():
-        console.print(f"[green]held[/green]     {line}" if holds else f"[red]NOT held[/red] {line}")
+    show_held(console, held)
 
 
 def main() -> int:

@@ -43,6 +43,7 @@ from tokenizers import Tokenizer
 
 from benchmarks.in_process import kv_bytes_per_token
 from benchmarks.make_model import SHAPES, make_model
+from benchmarks.measures import show_held
 from benchmarks.servers import Server, serve, write_result
 from benchmarks.streams import Answer, Message, ask_stamped
 from loadgen.http import Http
@@ -338,8 +339,7 @@ def show(console: Console, summary: dict[str, Any], held: dict[str, bool], turns
         line = ", ".join(f"{name} {ratio['of_medians']:.3f}" for name, ratio in ratios.items())
         console.print(f"turn {turn}: {line}")
     console.print("others, for orientation:", "; ".join(f"{name} {ms} ms" for name, ms in PEERS))
-    for line, holds in held.items():
-        console.print(f"[green]held[/green]     {line}" if holds else f"[red]NOT held[/red] {line}")
+    show_held(console, held)
 
 
 def _tail(values: dict[str, Any]) -> list[str]:

@@ -35,7 +35,7 @@ from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeElapsedC
 from rich.table import Table
 
 from benchmarks.make_model import SHAPES, make_model
-from benchmarks.measures import fail_on, percentile, ratio, rounded, target_of
+from benchmarks.measures import fail_on, percentile, ratio, rounded, show_held, target_of
 from benchmarks.servers import Server, serve, write_result
 from loadgen.client import TurnResult, run
 from loadgen.workload import Conversation, Turn
@@ -191,8 +191,7 @@ def show(console: Console, result: dict[str, Any]) -> None:
     console.print(table)
     for name, cost in result["newcomer_ttft_ratios"].items():
         console.print(f"newcomers' TTFT, {name}: {cost}")
-    for line, holds in result["held"].items():
-        console.print(f"[green]held[/green]     {line}" if holds else f"[red]NOT held[/red] {line}")
+    show_held(console, result["held"])
 
 
 def measure(

@@ -25,6 +25,7 @@ from typing import Any
 
 from rich.console import Console
 
+from benchmarks.measures import show_held
 from benchmarks.servers import ROOT, serve, write_result
 from loadgen import load
 from loadgen.client import Target, TurnResult, run
@@ -152,8 +153,7 @@ def main() -> int:
     server = beside_the_server(arguments.conversations, 4)
     held = verdicts(rate, server)
     console.print_json(data={"rate": rate, "server": server})
-    for line, holds in held.items():
-        console.print(f"[green]held[/green]     {line}" if holds else f"[red]NOT held[/red] {line}")
+    show_held(console, held)
     if not arguments.no_result:
         console.print(
             f"wrote {write_result('load_rate', {'held': held, 'rate': rate, 'server': server}).relative_to(ROOT)}"

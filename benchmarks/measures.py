@@ -1,6 +1,8 @@
-"""What benchmarks of a server under load share: where requests go, and figures made of samples."""
+"""What benchmarks share: where requests go, figures made of samples, and how what was expected is said."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+
+from rich.console import Console
 
 from benchmarks.servers import Server
 from loadgen.client import Target, TurnResult
@@ -35,3 +37,9 @@ def rounded(value: float | None, digits: int = 2) -> float | None:
 
 def ratio(over: float | None, under: float | None) -> float | None:
     return round(over / under, 4) if over is not None and under else None
+
+
+def show_held(console: Console, held: Mapping[str, bool]) -> None:
+    """What was expected, a line each, and whether it holds."""
+    for line, holds in held.items():
+        console.print(f"[green]held[/green]     {line}" if holds else f"[red]NOT held[/red] {line}")

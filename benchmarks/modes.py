@@ -33,6 +33,7 @@ from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeElapsedC
 
 from benchmarks.in_process import kv_bytes_per_token
 from benchmarks.make_model import SHAPES, make_model
+from benchmarks.measures import show_held
 from benchmarks.servers import Server, serve, write_result
 from loadgen import load, page, tables
 from loadgen.client import Target, TurnResult
@@ -172,8 +173,7 @@ def main() -> int:
         found = arm["later_ttft_ms"]
         numbers = ", ".join(f"{p} {tables.number(found[p])}" for p in ("p50", "p95", "p99"))
         console.print(f"{name}: TTFT from the second turn on, ms: {numbers}")
-    for line, holds in held.items():
-        console.print(f"[green]held[/green]     {line}" if holds else f"[red]NOT held[/red] {line}")
+    show_held(console, held)
     if arguments.html is not None:
         arguments.html.write_text(page.render(list(documents), list(documents.values())), encoding="utf-8")
     if not arguments.no_result:

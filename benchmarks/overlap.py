@@ -30,6 +30,7 @@ from rich.table import Table
 
 from benchmarks.in_process import InProcess, Turn, as_engine_process, config, kv_bytes_per_token, vocabulary_of
 from benchmarks.make_model import SHAPES, make_model
+from benchmarks.measures import show_held
 from benchmarks.servers import write_result
 
 NEW_TOKENS = (100, 20)
@@ -213,8 +214,7 @@ def show(console: Console, result: dict[str, Any]) -> None:
             "-" if gain["hidden"] is None else f"{gain['hidden']:.0%}",
         )  # fmt: skip
     console.print(table)
-    for line, holds in result["held"].items():
-        console.print(f"[green]held[/green]     {line}" if holds else f"[red]NOT held[/red] {line}")
+    show_held(console, result["held"])
 
 
 def main() -> int:

@@ -31,7 +31,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.measures import mean_of, percentile
+from benchmarks.measures import mean_of, percentile, show_held
 from benchmarks.servers import ROOT, write_result
 from cache.block import BlockKey
 from cache.policies.lookahead import LookaheadPolicy
@@ -242,8 +242,7 @@ def show(console: Console, arms: list[dict[str, Any]], due: dict[str, Any], held
             for row in arm[name][:8]:
                 figures = f"{row['own_ms']:7.3f} {row['with_callees_ms']:7.3f} {row['calls']:8.1f}"
                 console.print(f"  {figures}  {row['function']}", highlight=False)
-    for line, holds in held.items():
-        console.print(f"[green]held[/green]     {line}" if holds else f"[red]NOT held[/red] {line}")
+    show_held(console, held)
 
 
 def main() -> int:

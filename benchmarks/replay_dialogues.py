@@ -31,6 +31,7 @@ from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeElapsedC
 from rich.table import Table
 from tokenizers import Tokenizer
 
+from benchmarks.measures import show_held
 from benchmarks.servers import Server, serve, write_result
 from benchmarks.streams import Answer, Difference, Message, ask, client_of, first_difference
 
@@ -221,8 +222,7 @@ def show(console: Console, summary: dict[str, Any], held: dict[str, bool]) -> No
         f"{summary['dialogues']} dialogues, {summary['turns']} turns, {summary['generated_tokens']} tokens generated, "
         f"{cached} of history tokens cached"
     )
-    for line, holds in held.items():
-        console.print(f"[green]held[/green]     {line}" if holds else f"[red]NOT held[/red] {line}")
+    show_held(console, held)
 
 
 def main() -> int:

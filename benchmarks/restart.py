@@ -27,6 +27,7 @@ from rich.progress import track
 from rich.table import Table
 
 from benchmarks.hierarchy import WORDS
+from benchmarks.measures import show_held
 from benchmarks.servers import Server, serve, write_result
 from benchmarks.streams import Answer, Message, ask, client_of, first_difference
 
@@ -178,8 +179,7 @@ def show(console: Console, rows: list[dict[str, Any]], held: Mapping[str, bool])
             f"{row['reused_p50']:.2%}", f"{row['ttft_ms_p50']:.1f}", f"{row['ready_s_p50']:.1f}",
         )  # fmt: skip
     console.print(table)
-    for line, holds in held.items():
-        console.print(f"[green]held[/green]     {line}" if holds else f"[red]NOT held[/red] {line}")
+    show_held(console, held)
 
 
 def main() -> int:

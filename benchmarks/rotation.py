@@ -26,6 +26,7 @@ from rich.table import Table
 
 from benchmarks.in_process import InProcess, as_engine_process, config, kv_bytes_per_token, vocabulary_of
 from benchmarks.make_model import BUNDLED
+from benchmarks.measures import show_held
 from benchmarks.servers import write_result
 
 POLICIES = ("lookahead", "lru", "fifo")
@@ -158,8 +159,7 @@ def show(console: Console, arms: list[dict[str, Any]], held: dict[str, bool], co
             ", ".join(f"{reason} {tokens}" for reason, tokens in arm["missed_tokens"].items()) or "-",
         )  # fmt: skip
     console.print(table)
-    for line, holds in held.items():
-        console.print(f"[green]held[/green]     {line}" if holds else f"[red]NOT held[/red] {line}")
+    show_held(console, held)
 
 
 def main() -> int:

@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.measures import mean_of, percentile, ratio, rounded
+from benchmarks.measures import mean_of, percentile, ratio, rounded, show_held
 from benchmarks.schedulers_legs import TIERS, Leg
 
 POLICIES = ("car", "priority", "fcfs")
@@ -150,5 +150,4 @@ def show(console: Console, result: dict[str, Any]) -> None:
         for name, values in found.items():
             numbers = ", ".join(f"{p} {values[p]}" for p in ("mean", *PERCENTILES))
             console.print(f"{float(share):.0%}, {name}: {numbers}; p95 by round {values['p95_by_round']}")
-    for line, holds in result["held"].items():
-        console.print(f"[green]held[/green]     {line}" if holds else f"[red]NOT held[/red] {line}")
+    show_held(console, result["held"])

@@ -28,7 +28,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.measures import HEARTBEAT_S, fail_on, target_of
+from benchmarks.measures import HEARTBEAT_S, fail_on, show_held, target_of
 from benchmarks.servers import Server, serve, write_result
 from cache.block import BLOCK_TOKENS
 from loadgen import load, metrics
@@ -229,8 +229,7 @@ def show(console: Console, runs: dict[str, dict[str, Any]], held: dict[str, bool
         hits = [f"{run['hit_points'][tier]:.2f}" for tier in TIERS]
         table.add_row(name, str(run["turns"]), f"{run['prompt_tokens']:,}", f"{run['ttft_ms']:.1f}", *hits)
     console.print(table)
-    for line, holds in held.items():
-        console.print(f"[green]held[/green]     {line}" if holds else f"[red]NOT held[/red] {line}")
+    show_held(console, held)
 
 
 def main() -> int:

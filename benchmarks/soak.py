@@ -28,6 +28,7 @@ from rich.console import Console
 from rich.progress import Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn, track
 from rich.table import Table
 
+from benchmarks.measures import show_held
 from benchmarks.servers import Server, serve, write_result
 from benchmarks.streams import Answer, Message, ask, client_of, first_difference
 
@@ -310,8 +311,7 @@ def main() -> int:
     console.print(table)
     for entry in (*tally.errors[:20], *alone["differences"]):
         console.print(entry)
-    for line, holds in held.items():
-        console.print(f"[green]held[/green]     {line}" if holds else f"[red]NOT held[/red] {line}")
+    show_held(console, held)
     result = write_result(
         arguments.result,
         {

@@ -33,7 +33,7 @@ from rich.table import Table
 
 from benchmarks.itl import split_gaps
 from benchmarks.make_model import SHAPES, make_model
-from benchmarks.measures import HEARTBEAT_S, fail_on, percentile, ratio, rounded
+from benchmarks.measures import HEARTBEAT_S, fail_on, percentile, ratio, rounded, show_held
 from benchmarks.servers import Server, serve, write_result
 from loadgen.client import Target, TurnResult, run
 from loadgen.workload import Conversation, Turn
@@ -208,8 +208,7 @@ def show(console: Console, result: dict[str, Any]) -> None:
             str(v["fair_preemptions"]), str(sum(v["errors"].values())),
         )  # fmt: skip
     console.print(table)
-    for line, holds in result["held"].items():
-        console.print(f"[green]held[/green]     {line}" if holds else f"[red]NOT held[/red] {line}")
+    show_held(console, result["held"])
 
 
 def measure(

@@ -31,6 +31,7 @@ from tokenizers import Tokenizer
 from benchmarks import truncation_perplexity, truncation_retrieval
 from benchmarks import truncation_serving as serving
 from benchmarks.make_model import BUNDLED, SHAPES, make_model
+from benchmarks.measures import show_held
 from benchmarks.servers import write_result
 from benchmarks.truncation_quality import Bench
 from cache.block import BLOCK_TOKENS
@@ -220,8 +221,7 @@ def main() -> int:
             if not arguments.no_result:
                 write_result(arguments.result, {"seed": arguments.seed, "held": verdicts(parts), "parts": parts})
     held = verdicts(parts)
-    for line, holds in held.items():
-        console.print(f"[green]held[/green]     {line}" if holds else f"[red]NOT held[/red] {line}")
+    show_held(console, held)
     return 0 if all(held.values()) else 1
 
 

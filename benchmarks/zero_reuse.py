@@ -37,6 +37,7 @@ from rich.table import Table
 
 from benchmarks.hierarchy import WORDS
 from benchmarks.make_model import SHAPES, make_model
+from benchmarks.measures import show_held
 from benchmarks.servers import Server, serve, write_result
 from benchmarks.streams import client_of
 
@@ -204,8 +205,7 @@ def show(console: Console, rows: list[dict[str, Any]], held: Mapping[str, bool])
             " ".join(f"{ratio:.3f}" for ratio in row["ratio_p50_by_start"]), f"{row['no-disk_ratio_p50']:.3f}",
         )  # fmt: skip
     console.print(table)
-    for line, holds in held.items():
-        console.print(f"[green]held[/green]     {line}" if holds else f"[red]NOT held[/red] {line}")
+    show_held(console, held)
 
 
 def main() -> int:

@@ -37,6 +37,7 @@ from rich.table import Table
 
 from benchmarks.in_process import InProcess, Turn, as_engine_process, config, vocabulary_of
 from benchmarks.make_model import SHAPES, make_model
+from benchmarks.measures import show_held
 from benchmarks.servers import write_result
 from benchmarks.zero_reuse import ARMS, BUNDLED, COMPUTING, HBM_TOKENS, LIMIT, MODELS, STORING
 from engine.collector import Collector
@@ -199,8 +200,7 @@ def show(console: Console, rows: Sequence[Mapping[str, Any]], held: Mapping[str,
             f"{row['ratio_p25']:.3f} {row['ratio_p50']:.3f} {row['ratio_p75']:.3f}",
         )  # fmt: skip
     console.print(table)
-    for line, holds in held.items():
-        console.print(f"[green]held[/green]     {line}" if holds else f"[red]NOT held[/red] {line}")
+    show_held(console, held)
 
 
 def main() -> int:
