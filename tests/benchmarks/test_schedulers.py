@@ -175,6 +175,16 @@ def test_planning_is_held_to_its_mean_over_enough_steps():
         assert list(planning_cost.verdicts([arm(mean_ms, all_ms, steps)], due, 10).values()) == held
 
 
+def test_the_median_run_of_planning_counts():
+    def run(mean_ms: float) -> dict:
+        return {"ms_per_step": {"mean": mean_ms}, "ms_per_step_with_the_rest": {"mean": mean_ms + 1}}
+
+    median = planning_cost.median_run([run(3.0), run(1.0), run(2.0)])
+    assert (median["ms_per_step"]["mean"], median["ms_per_step_by_run"]) == (2.0, [3.0, 1.0, 2.0])
+    assert median["ms_per_step_with_the_rest_by_run"] == [4.0, 2.0, 3.0]
+    assert planning_cost.median_run([run(1.0), run(2.0)])["ms_per_step"]["mean"] == 2.0
+
+
 def test_planning_is_measured_with_as_many_as_asked_for():
     arm = planning_cost.measure("car", sessions=60, history=40, places=4, waiting=20, steps=5, profiled=5)
     assert (arm["steps"], arm["profiled_steps"]) == (5, 5)
