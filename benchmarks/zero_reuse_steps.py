@@ -8,7 +8,9 @@ lie elsewhere in memory, and from one second to the next a shared machine is fas
 per cent of a request, which `zero_reuse` has to average away. Here both meet all engines alike; a request's ratio has a
 fifth of the spread.
 
-What is left out is what all modes do alike: messages between the processes, the heartbeat. Processor time is that of
+What is left out is what all modes do alike: messages between the processes, the heartbeat, and how long the threads of
+the kernels spin behind the last step before they sleep, which here would be charged to whoever still has to write.
+Processor time is that of
 the whole process: one engine works at a time, and each is waited for until it has written all it wants to. `submit`:
 the request arrives. `prompt`, `answer`: steps to the first token, and the others. `rest`: saves and writes behind the
 last step, in turns as far apart as a server's that is idle but for them. What is saved to is in memory beforehand, as
@@ -45,6 +47,7 @@ from engine.process import MOVING_POLL_MS
 
 STAGES = ("submit", "prompt", "answer", "rest")
 WARM_UP = 3  # requests that do not count
+SPIN_S = 0.02  # in which threads that wait for a next step have gone to sleep
 IDLE_S = 6.0  # before the first, in which memory is made ready
 RESAMPLES = 2000
 DRAM_BYTES, DISK_BYTES = 256 << 20, 4 << 30
@@ -100,6 +103,7 @@ def serve_all(model: str, arms: Mapping[str, InProcess], request: Request, round
         order = order[1:] + order[:1]
         for arm in working:
             timed(arm, "prompt" if turns[arm].first_s is None else "answer", arms[arm].step)
+    time.sleep(SPIN_S)
     for arm in order:
         timed(arm, "rest", partial(come_to_rest, arms[arm]))
     tokens = len(request.prompt) + request.new_tokens - 1  # the last is sampled and never goes through the model

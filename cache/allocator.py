@@ -70,19 +70,23 @@ class PageAllocator:
         start, end = max(holes, key=lambda span: span[1] - span[0], default=(0, 0))
         return start, end - start
 
-    def leaves_for_run(self, leaving: Iterable[int], wanted: int) -> int | None:
-        """How many residents, of those in the pages `leaving`, have to leave, one after the other, until `wanted` free
-        pages lie in a row. None: it does not come to that."""
+    def window_for_run(self, leaving: Iterable[int], wanted: int) -> set[int] | None:
+        """The pages that have to become free for `wanted` free ones to lie in a row. leaving: the pages of residents
+        that may leave, the best to lose first: of all windows the one whose last is had soonest, with as many pages in
+        it as can be that are free already. None: it does not come to that."""
         is_free = bytearray(self._is_free)
         left: dict[int, int] = {}
-        for count, page in enumerate(leaving, 1):
+        for page in leaving:
             left[page] = left.get(page, self._residents[page]) - 1
             if left[page] or self._pins[page]:
                 continue
             is_free[page] = 1
             before, behind = is_free.rfind(0, 0, page), is_free.find(0, page)
-            if (behind if behind >= 0 else self.num_pages) - before - 1 >= wanted:
-                return count
+            behind = behind if behind >= 0 else self.num_pages
+            if behind - before - 1 >= wanted:
+                starts = range(max(before + 1, page + 1 - wanted), min(page, behind - wanted) + 1)
+                start = max(starts, key=lambda first: self._is_free.count(1, first, first + wanted))
+                return {place for place in range(start, start + wanted) if not self._is_free[place]}
         return None
 
     def pin(self, page: int) -> None:

@@ -3,7 +3,6 @@
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import takewhile
 
 from cache.allocator import PageAllocator
 from cache.block import BLOCK_TOKENS, BlockKey
@@ -16,6 +15,7 @@ from cache.table import BlockRow, CacheTable
 
 _OFFLOAD_BLOCKS = 64  # at a time: well below a millisecond
 _MORE_PAGES = 2  # that an answer may take, at least
+_RUN_CHOICE = 4  # times as many blocks as a context takes are looked at for pages in a row
 MAX_HOPS = 4  # un-rotations a key may go through; each costs a rounding of the compute type
 
 
@@ -231,21 +231,25 @@ class HbmPool:
 
     def _make_run(self, num_pages: int, spare: int) -> None:
         """Let blocks leave until a context of so many pages, and `spare` more if that can be, finds them in a row: in
-        pieces it would cost every step that attends to it. Only what nobody needs and DRAM has, and no more than the
-        offloader would let leave behind this context anyway: pages that lie free hold no history."""
+        pieces it would cost every step that attends to it. Only what nobody needs and DRAM has. Of what would leave
+        next those that lie in the way, and no others, so that no more leave than the context takes: if all did that
+        stand before the last of these, a full pool would soon lie in pieces too small to ever make a run."""
         pages = self.pages
         if not (pages.prefer_contiguous and self._has_lower) or pages.longest_run >= num_pages + spare:
             return
-        most = num_pages + pages.num_pages - self._low_pages - pages.num_free
+        most = max(_RUN_CHOICE * num_pages, num_pages + pages.num_pages - self._low_pages - pages.num_free)
         pinned = _Pinned(self.table, pages, self._scores, 0, saved_only=True)
-        found = [self.table.get(key) for key in self.policy.victims(most, pinned)] if most > 0 else []
-        rows = list(takewhile(lambda row: row.slot is not None, (row for row in found if row is not None)))
+        found = [self.table.get(key) for key in self.policy.victims(most, pinned)]
+        rows = [row for row in found if row is not None and row.slot is not None]
         leaving = [row.page for row in rows if row.page is not None]
-        for wanted in (num_pages + spare, num_pages):
-            count = 0 if pages.longest_run >= wanted else pages.leaves_for_run(leaving, wanted)
-            if count is not None:
-                for row in rows[:count]:
-                    self.evict(row.key)
+        for wanted in (num_pages + spare, num_pages, -(-num_pages // 2)):
+            if pages.longest_run >= wanted:
+                return
+            window = pages.window_for_run(leaving, wanted)
+            if window is not None:
+                for row in rows:
+                    if row.page in window:
+                        self.evict(row.key)
                 return
 
     def _victims(self, count: int) -> list[BlockKey]:

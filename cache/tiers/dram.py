@@ -33,7 +33,8 @@ class Slab:
         self.num_slots = num_slots
         self.num_layers = len(shapes)
         self.dtype = dtype
-        self.segment_bytes = [BLOCK_TOKENS * s.kv_heads * (s.k_dim + s.v_dim) * dtype.itemsize for s in shapes]
+        self._row_bytes = [tuple(s.kv_heads * dim * dtype.itemsize for dim in (s.k_dim, s.v_dim)) for s in shapes]
+        self.segment_bytes = [BLOCK_TOKENS * sum(row_bytes) for row_bytes in self._row_bytes]
         self._memory = [
             torch.empty(num_slots, size, dtype=torch.uint8, pin_memory=pinned) for size in self.segment_bytes
         ]
@@ -73,9 +74,12 @@ class Slab:
         """Zero the rows an open block does not have yet: they are somebody else's."""
         if num_rows == BLOCK_TOKENS:
             return
-        for k, v in zip(self._k, self._v, strict=True):
-            k[slot, num_rows:].zero_()
-            v[slot, num_rows:].zero_()
+        for layer, row_bytes in enumerate(self._row_bytes):
+            segment, begin = self.segment(layer, slot), 0
+            for size in row_bytes:  # of K, and behind all of it V
+                end = begin + BLOCK_TOKENS * size
+                segment[begin + num_rows * size : end] = bytes((BLOCK_TOKENS - num_rows) * size)
+                begin = end
 
     def seal(self, slot: int) -> None:
         """The slot is complete: from here on its bytes are vouched for."""
