@@ -70,10 +70,10 @@ class PageAllocator:
         start, end = max(holes, key=lambda span: span[1] - span[0], default=(0, 0))
         return start, end - start
 
-    def window_for_run(self, leaving: Iterable[int], wanted: int) -> set[int] | None:
-        """The pages that have to become free for `wanted` free ones to lie in a row. leaving: the pages of residents
-        that may leave, the best to lose first: of all windows the one whose last is had soonest, with as many pages in
-        it as can be that are free already. None: it does not come to that."""
+    def window_for_run(self, leaving: Iterable[int], wanted: int, most: int) -> set[int] | None:
+        """The pages that have to become free, `most` of them, for `wanted` free ones to lie in a row. leaving: the
+        pages of residents that may leave, the best to lose first: of all windows the one whose last is had soonest,
+        with as many pages in it as can be that are free already. None: it does not come to that."""
         is_free = bytearray(self._is_free)
         left: dict[int, int] = {}
         for page in leaving:
@@ -83,10 +83,13 @@ class PageAllocator:
             is_free[page] = 1
             before, behind = is_free.rfind(0, 0, page), is_free.find(0, page)
             behind = behind if behind >= 0 else self.num_pages
-            if behind - before - 1 >= wanted:
-                starts = range(max(before + 1, page + 1 - wanted), min(page, behind - wanted) + 1)
-                start = max(starts, key=lambda first: self._is_free.count(1, first, first + wanted))
-                return {place for place in range(start, start + wanted) if not self._is_free[place]}
+            if behind - before - 1 < wanted:
+                continue
+            starts = range(max(before + 1, page + 1 - wanted), min(page, behind - wanted) + 1)
+            start = max(starts, key=lambda first: self._is_free.count(1, first, first + wanted))
+            window = {place for place in range(start, start + wanted) if not self._is_free[place]}
+            if len(window) <= most:
+                return window
         return None
 
     def pin(self, page: int) -> None:

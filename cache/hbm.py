@@ -15,7 +15,7 @@ from cache.table import BlockRow, CacheTable
 
 _OFFLOAD_BLOCKS = 64  # at a time: well below a millisecond
 _MORE_PAGES = 2  # that an answer may take, at least
-_RUN_CHOICE = 4  # times as many blocks as a context takes are looked at for pages in a row
+_RUN_CHOICE = 4  # times as many blocks as may leave are looked at for pages in a row
 MAX_HOPS = 4  # un-rotations a key may go through; each costs a rounding of the compute type
 
 
@@ -231,26 +231,29 @@ class HbmPool:
 
     def _make_run(self, num_pages: int, spare: int) -> None:
         """Let blocks leave until a context of so many pages, and `spare` more if that can be, finds them in a row: in
-        pieces it would cost every step that attends to it. Only what nobody needs and DRAM has. Of what would leave
-        next those that lie in the way, and no others, so that no more leave than the context takes: if all did that
-        stand before the last of these, a full pool would soon lie in pieces too small to ever make a run."""
+        pieces it would cost every step that attends to it. Only what nobody needs and DRAM has, and no more than the
+        offloader would let leave behind this context anyway: pages that lie free hold no history. Of what would leave
+        next only those that lie in the way: if all did, a full pool would soon be in pieces too small to make a run."""
         pages = self.pages
-        if not (pages.prefer_contiguous and self._has_lower) or pages.longest_run >= num_pages + spare:
+        run, budget = pages.longest_run, num_pages + pages.num_pages - self._low_pages - pages.num_free
+        if not (pages.prefer_contiguous and self._has_lower) or run >= num_pages + spare or budget <= 0:
             return
-        most = max(_RUN_CHOICE * num_pages, num_pages + pages.num_pages - self._low_pages - pages.num_free)
-        pinned = _Pinned(self.table, pages, self._scores, 0, saved_only=True)
-        found = [self.table.get(key) for key in self.policy.victims(most, pinned)]
-        rows = [row for row in found if row is not None and row.slot is not None]
-        leaving = [row.page for row in rows if row.page is not None]
-        for wanted in (num_pages + spare, num_pages, -(-num_pages // 2)):
-            if pages.longest_run >= wanted:
-                return
-            window = pages.window_for_run(leaving, wanted)
-            if window is not None:
-                for row in rows:
-                    if row.page in window:
-                        self.evict(row.key)
-                return
+        sizes = [size for size in (num_pages + spare, num_pages, -(-num_pages // 2)) if size > run]
+        for looked_at, wanted in ((1, sizes[:2]), (_RUN_CHOICE, sizes)):
+            rows = self._expendable(looked_at * budget)
+            for size in wanted:
+                window = pages.window_for_run((row.page for row in rows if row.page is not None), size, budget)
+                if window is not None:
+                    for row in rows:
+                        if row.page in window:
+                            self.evict(row.key)
+                    return
+
+    def _expendable(self, most: int) -> list[BlockRow]:
+        """What may leave for no better reason than that it is in the way, the first to leave first."""
+        pinned = _Pinned(self.table, self.pages, self._scores, 0, saved_only=True)
+        rows = [self.table.get(key) for key in self.policy.victims(most, pinned)]
+        return [row for row in rows if row is not None and row.slot is not None]
 
     def _victims(self, count: int) -> list[BlockKey]:
         for most in self._scores.levels:

@@ -367,7 +367,8 @@ class CacheManager:
             case Transferred():
                 self.stats.count_move(event.direction, event.num_bytes, event.seconds)
                 self.rates.moved(event.direction, event.num_bytes, event.seconds)
-        self._sessions.go_on()
+        if self._sessions.deleting:
+            self._sessions.go_on()
 
     def plan(self, waiting: Sequence[str], starting: int, now: float) -> None:
         """Look ahead (AttentionStore §3.3): tell the policies what comes, fetch for it, write what is behind. The first

@@ -86,9 +86,9 @@ class FillFromPage:
     position: int
 
 
-@dataclass(frozen=True, slots=True)
-class SealSlot:
-    """All that fills this slot was ordered before. Answered by Saved: only then may the slot be read or reused."""
+class SealSlot(NamedTuple):
+    """All that fills this slot was ordered before. Answered by Saved: only then may the slot be read or reused. Both
+    are tuples, which are made four times as fast: there are two of them for every block."""
 
     ticket: int
     slot: int
@@ -136,8 +136,7 @@ class Transferred:
     seconds: float
 
 
-@dataclass(frozen=True, slots=True)
-class Saved:
+class Saved(NamedTuple):
     ticket: int
 
 

@@ -26,14 +26,12 @@ class Publisher:
     def commit(self, context: RunningContext, num_tokens: int) -> None:
         """A step wrote the next `num_tokens` rows; blocks that are full now become findable."""
         context.computed += num_tokens
-        if not self._reuse:
-            return
+        if not self._reuse or (context.computed < (context.sealed + 1) * BLOCK_TOKENS and not context.published):
+            return  # as after nearly every row that is decoded
         for block, (key, page) in context.published.items():
             self._hbm.settle(key, page, block * BLOCK_TOKENS % self._page_size, block * BLOCK_TOKENS, hop=True)
         context.published = {}
         full = context.computed // BLOCK_TOKENS
-        if full == context.sealed:
-            return
         keys = context.chain()
         for block in range(context.sealed, full):
             key = keys[block]

@@ -282,7 +282,8 @@ class Scheduler:
 
     def _parted(self, loading: Container[str]) -> tuple[list[Sequence], list[Sequence]]:
         """Of those who run, who decodes, and who has more than a token to compute or waits for KV."""
-        decoding, prefills = [], []
+        decoding: list[Sequence] = []
+        prefills: list[Sequence] = []
         for sequence in self._running:
             # `pending_tokens`, without a call: asked of everybody in every step.
             is_decode = len(sequence.token_ids) - sequence.computed_tokens == 1 and sequence.request_id not in loading

@@ -83,7 +83,10 @@ class Slab:
 
     def seal(self, slot: int) -> None:
         """The slot is complete: from here on its bytes are vouched for."""
-        self._checksums[slot] = tuple(checksum(self.segment(layer, slot)) for layer in range(self.num_layers))
+        self._checksums[slot] = tuple(
+            checksum(view[slot * size : (slot + 1) * size])
+            for view, size in zip(self._views, self.segment_bytes, strict=True)
+        )
 
     def seal_as(self, slot: int, checksums: tuple[bytes, ...]) -> None:
         """The slot is complete and its bytes were compared with these checksums, by layer."""

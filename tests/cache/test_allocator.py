@@ -131,8 +131,9 @@ def test_a_context_is_in_one_piece_wherever_a_hole_is_large_enough(used, wanted)
     pinned=st.sets(st.integers(0, 11), max_size=2),
     order=st.permutations(range(12)),
     wanted=st.integers(1, 12),
+    most=st.integers(1, 12),
 )
-def test_as_many_leave_as_make_a_run_and_not_one_more(used, residents, pinned, order, wanted):
+def test_the_best_to_lose_make_a_run_and_only_who_is_in_the_way_leaves(used, residents, pinned, order, wanted, most):
     pages = PageAllocator(num_pages=12, prefer_contiguous=True)
     for _ in range(12):
         pages.take(None, 1)
@@ -141,15 +142,22 @@ def test_as_many_leave_as_make_a_run_and_not_one_more(used, residents, pinned, o
             pages.add_resident(page)
         if page not in pinned:
             pages.unpin(page)
-    leaving = [page for page in order if page in used for _ in range(residents[page])]
-    count = pages.leaves_for_run(leaving, wanted)
-    run = pages.longest_run
-    for number, page in enumerate(leaving, 1):
-        pages.drop_resident(page)
-        if run < wanted <= pages.longest_run:
-            assert count == number
-            return
-    assert count is None or run >= wanted
+    free = [pages.is_free(page) for page in range(12)]
+    leaving = [page for page in order if page in used]
+    window = pages.window_for_run((page for page in leaving for _ in range(residents[page])), wanted, most)
+    # What it costs to have each window: the worst place of a page that is in the way, and how many are.
+    costs = {}
+    for start in range(12 - wanted + 1):
+        in_the_way = {page for page in range(start, start + wanted) if not free[page]}
+        if in_the_way and in_the_way <= set(leaving) - pinned and len(in_the_way) <= most:
+            costs[start] = max(leaving.index(page) for page in in_the_way), len(in_the_way), in_the_way
+    if pages.longest_run >= wanted:
+        return  # nobody need leave
+    assert (window is None) == (not costs)
+    if window is not None:
+        worst, fewest, _ = min(costs.values(), key=lambda cost: cost[:2])
+        assert (max(map(leaving.index, window)), len(window)) == (worst, fewest)
+        assert any(window == in_the_way for *_, in_the_way in costs.values())
 
 
 @given(used=st.sets(st.integers(0, 23), max_size=23), ready=st.integers(0, 24), wanted=st.integers(1, 12))

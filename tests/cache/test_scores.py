@@ -1,6 +1,7 @@
 """CaR's score decides what leaves HBM, and is given back however a request ends."""
 
 import random
+from itertools import pairwise
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -164,3 +165,20 @@ def test_the_mean_session_is_known_after_a_restart_too():
     again = make_manager(num_pages=10, page_size=32, dram_slots=20, disk_bytes=1 << 20)
     again.restore(model.extents.values(), model.records.values(), 0.0)
     assert again.mean_session_tokens == before
+
+
+def test_a_pool_that_stays_full_does_not_fall_to_pieces():
+    model = PoolModel(make_manager(num_pages=128, policy="lookahead", dram_slots=4000))
+    rng, pieces = random.Random(1), []
+    for number in range(80):
+        size = rng.randint(10, 30) * 32
+        model.open(f"new{number}", [100 + number, *tokens(number, size - 1)], session=f"s{number}")
+        assert model.manager.admit(f"new{number}", size) == 0
+        model.step(f"new{number}", size)
+        taken = model.contexts[f"new{number}"].pages
+        pieces.append(1 + sum(page != before + 1 for before, page in pairwise(taken)))
+        model.close(f"new{number}")
+        model.settle()
+    # In up to six where all left that ranked before the last one in the way.
+    assert max(pieces) <= 4
+    assert pieces[10:] == [1] * 70
