@@ -8,8 +8,10 @@ import pytest
 from benchmarks.zero_reuse_steps import STAGES, Request, Spent, interval, ratio_of_sums, serve_all, summarize, verdicts
 
 
-def spent(arm: str, round_: int, total_ms: float, cached: int = 0) -> Spent:
-    return Spent("m", arm, round_, 1000, cached, dict(zip(STAGES, (0.0, total_ms / 2, total_ms / 2, 0.0), strict=True)))
+def spent(arm: str, round_: int, total_ms: float, cached: int = 0, start: int = 0) -> Spent:
+    return Spent(
+        "m", arm, start, round_, 1000, cached, dict(zip(STAGES, (0.0, total_ms / 2, total_ms / 2, 0.0), strict=True))
+    )
 
 
 class FakeEngine:
@@ -51,7 +53,7 @@ class FakeEngine:
 def test_engines_take_turns_and_each_pays_for_its_own_stages() -> None:
     log: list[str] = []
     arms = {"recompute": FakeEngine(0.002, log), "attentionstore": FakeEngine(0.006, log)}
-    found = {one.arm: one for one in serve_all("m", arms, Request([1, 2], 3), round_=0)}  # type: ignore[arg-type]
+    found = {one.arm: one for one in serve_all("m", arms, Request([1, 2], 3), start=0, round_=0)}  # type: ignore[arg-type]
     assert log == ["submit"] * 2 + ["step"] * 6 + ["poll"] * 2
     assert found["recompute"].tokens == 4
     for stage, calls in (("submit", 1), ("prompt", 1), ("answer", 2), ("rest", 1)):
@@ -80,8 +82,25 @@ def test_the_interval_holds_the_ratio_and_gets_narrow() -> None:
     many = few * 40
     widths = []
     for pairs in (few, many):
-        low, high = interval(pairs)
+        low, high = interval([pairs])
         assert low < ratio_of_sums(pairs) < high
         widths.append(high - low)
     assert widths[1] < widths[0] / 3
     assert ratio_of_sums(few) == pytest.approx(120 / 110)
+
+
+def test_where_starts_differ_more_requests_of_each_do_not_make_it_narrow() -> None:
+    low, high = interval([[(100.0, 100.0)] * 1000, [(110.0, 100.0)] * 1000])
+    assert (low, high) == (1.0, 1.1)
+
+
+def test_starts_are_told_apart() -> None:
+    both = [
+        spent(arm, 0, total_ms, start=start)
+        for start, ours in enumerate((10.0, 10.6))
+        for arm, total_ms in (("recompute", 10.0), ("attentionstore", ours))
+    ]
+    (_, ours) = summarize(both)
+    assert (ours["requests"], ours["ratio"], ours["ratio_by_start"]) == (2, 1.03, [1.0, 1.06])
+    assert (ours["ratio_low"], ours["ratio_high"]) == (1.0, 1.06)
+    assert all(verdicts([ours]).values())
