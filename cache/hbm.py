@@ -60,17 +60,18 @@ class _Pinned:
     """The blocks that must not leave HBM: those in a pinned page, those that somebody needs more than `most` says, and
     those not saved if `saved_only`."""
 
-    def __init__(self, table: CacheTable, pages: PageAllocator, scores: Scores, most: int, saved_only: bool) -> None:
-        self._table, self._pages, self._scores = table, pages, scores
+    def __init__(self, table: CacheTable, pages: PageAllocator, most: int, saved_only: bool) -> None:
+        self._row_of, self._pages = table.get, pages
         self._most, self._saved_only = most, saved_only
 
     def __contains__(self, key: object) -> bool:
-        row = self._table.get(key)  # type: ignore[arg-type]
+        # Asked of all that stand in line to leave: `row.is_saved`, and what `Scores` says, without their calls.
+        row = self._row_of(key)  # type: ignore[arg-type]
         if row is None or row.page is None:
             return False
-        if self._pages.pins(row.page) > 0 or self._scores.of(row.key) > self._most:
+        if row.score > self._most or (self._saved_only and row.slot is None and row.extent is None):
             return True
-        return self._saved_only and not row.is_saved
+        return self._pages.pins(row.page) > 0
 
 
 class HbmPool:
@@ -251,14 +252,14 @@ class HbmPool:
 
     def _expendable(self, most: int) -> list[BlockRow]:
         """What may leave for no better reason than that it is in the way, the first to leave first."""
-        pinned = _Pinned(self.table, self.pages, self._scores, 0, saved_only=True)
+        pinned = _Pinned(self.table, self.pages, 0, saved_only=True)
         rows = [self.table.get(key) for key in self.policy.victims(most, pinned)]
         return [row for row in rows if row is not None and row.slot is not None]
 
     def _victims(self, count: int) -> list[BlockKey]:
         for most in self._scores.levels:
             for saved_only in (True, False) if self._has_lower else (False,):
-                pinned = _Pinned(self.table, self.pages, self._scores, most, saved_only)
+                pinned = _Pinned(self.table, self.pages, most, saved_only)
                 if victims := self.policy.victims(count, pinned):
                     return victims
         return []
@@ -271,7 +272,7 @@ class HbmPool:
         if not self._has_lower or pages.num_pages - pages.num_free <= self._high_pages or not pages.num_cached:
             return
         count = min(_OFFLOAD_BLOCKS, pages.num_pages - pages.num_free - self._low_pages)
-        for key in self.policy.victims(count, _Pinned(self.table, pages, self._scores, 0, saved_only=True)):
+        for key in self.policy.victims(count, _Pinned(self.table, pages, 0, saved_only=True)):
             self.evict(key)
             self._stats.offloaded_blocks += 1
 
