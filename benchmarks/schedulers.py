@@ -10,14 +10,15 @@ measured in the run. Turns arrive by a Poisson process at three rates, given as 
 server works off a burst while all its places are taken. Each is a turn of a conversation chosen at random: one returns
 three times in the mean, six times at most, and not before its last answer has ended.
 
-The three servers differ in `scheduler.policy` alone. They take turns leg by leg in an order that moves on, with the
-same arrivals and the same prompts, and only one works at a time. A round is a leg at each rate on each server, the
-rates in another order in every round. Every leg begins its conversations anew and deletes them at its end: histories
-are as long at one rate as at another, and fit where they are to fit. A shared machine's speed changes from minute to
-minute, and near saturation a tenth of it decides how long queues become: a rate is its share of what the machine can
-serve at the pace at which the conversations of the first of these legs were begun. It is the same for all servers: a
-pace of its own for each leg is known to a tenth or two only, and decided more than the order. The result is written
-after every leg; what is judged is the median of the rounds' ratios.
+Three servers differ in `scheduler.policy` alone; a fourth is another FCFS server, to see how much two servers differ
+that do the same: a p95 of some seventy turns on a shared machine is a coarse measure. They take turns leg by leg in an
+order that moves on, with the same arrivals and the same prompts, and only one works at a time. A round is a leg at each
+rate on each server, the rates in another order in every round. Every leg begins its conversations anew and deletes them
+at its end: histories are as long at one rate as at another, and fit where they are to fit. A shared machine's speed
+changes from minute to minute, and near saturation a tenth of it decides how long queues become: a rate is its share of
+what the machine can serve at the pace at which the conversations of the first of these legs were begun. It is the same
+for all servers: a pace of its own for each leg is known to a tenth or two only, and decided more than the order. The
+result is written after every leg; what is judged is the median of the rounds' ratios.
 
     python -m benchmarks.schedulers --rounds 1 --file build/schedulers.json
 
@@ -54,7 +55,7 @@ from benchmarks.make_model import SHAPES, make_model
 from benchmarks.measures import fail_on
 from benchmarks.schedulers_file import Calibration, load, next_round, save
 from benchmarks.schedulers_legs import ITL_S, TTFT_S, Leg, Player, Shape, settings_of, together
-from benchmarks.schedulers_report import POLICIES, show, summarize, verdicts
+from benchmarks.schedulers_report import ARMS, show, summarize, verdicts
 from benchmarks.servers import serve, write_result
 from loadgen.workload import Conversation, Turn
 
@@ -185,7 +186,7 @@ def main() -> int:
         help="loading a mean history takes so many times the computation of a turn's new tokens",
     )
     parser.add_argument("--window", type=int, default=0, help="places of car's window; 0: what the server makes of it")
-    parser.add_argument("--policies", nargs="+", choices=POLICIES, default=list(POLICIES))
+    parser.add_argument("--policies", nargs="+", choices=ARMS, default=list(ARMS))
     parser.add_argument("--file", type=Path, help="keep every turn in it, and add to the rounds that it has")
     parser.add_argument("--no-result", action="store_true", help="do not write the result file")
     arguments = parser.parse_args()
@@ -194,7 +195,7 @@ def main() -> int:
         arguments.conversations, arguments.first_tokens, arguments.turn_tokens, arguments.answer_tokens,
         arguments.turns,
     )  # fmt: skip
-    policies = tuple(p for p in POLICIES if p in arguments.policies)
+    policies = tuple(p for p in ARMS if p in arguments.policies)
     shares = tuple(sorted(arguments.shares))
     workload = {
         "conversations": shape.conversations, "first_tokens": shape.first_tokens, "turn_tokens": shape.turn_tokens,

@@ -12,6 +12,9 @@ from benchmarks.measures import mean_of, percentile, ratio, rounded, show_held
 from benchmarks.schedulers_legs import TIERS, Leg
 
 POLICIES = ("car", "priority", "fcfs")
+CONTROL = "fcfs-again"  # another server of the same policy: what two of them differ by is no policy's merit
+ARMS = (*POLICIES, CONTROL)
+COMPARED = (("car", "priority"), ("car", "fcfs"), (CONTROL, "fcfs"))
 MIN_HIDDEN = 0.95
 NEAR_SATURATION, BELOW = 0.8, 1.05  # most TTFT p95 in units of FCFS
 PERCENTILES = {"p50": 0.50, "p95": 0.95, "p99": 0.99}
@@ -65,21 +68,24 @@ def hidden_share(loads: dict[str, int]) -> float | None:
 
 
 def ratios(arms: dict[str, Any], legs: Sequence[Leg], share: float) -> dict[str, Any]:
-    """TTFT of `car` in units of the others', of all turns and round by round. Arrivals are the same in a round, and
-    differ from round to round: `p95_median`, of the rounds' ratios, is what is judged."""
+    """TTFT of `car` in units of the others', and of the control in units of its like, of all turns and round by round.
+    Arrivals are the same in a round, and differ from round to round: `p95_median`, of the rounds' ratios, is what is
+    judged."""
     found: dict[str, Any] = {}
-    for other in (p for p in POLICIES[1:] if str(share) in arms.get(p, {}) and str(share) in arms.get("car", {})):
-        mine, theirs = arms["car"][str(share)]["ttft_ms"], arms[other][str(share)]["ttft_ms"]
-        played = [{leg.round_ for leg in legs if (leg.policy, leg.share) == (p, share)} for p in ("car", other)]
+    for one, other in COMPARED:
+        if str(share) not in arms.get(one, {}) or str(share) not in arms.get(other, {}):
+            continue
+        mine, theirs = arms[one][str(share)]["ttft_ms"], arms[other][str(share)]["ttft_ms"]
+        played = [{leg.round_ for leg in legs if (leg.policy, leg.share) == (p, share)} for p in (one, other)]
         rounds = sorted(played[0] & played[1])
         by_round = [
             {p: describe([leg for leg in legs if (leg.policy, leg.share, leg.round_) == (p, share, r)]) for p in
-             ("car", other)}
+             (one, other)}
             for r in rounds
         ]  # fmt: skip
-        by_round_p95 = [ratio(b["car"]["ttft_ms"]["p95"], b[other]["ttft_ms"]["p95"]) for b in by_round]
+        by_round_p95 = [ratio(b[one]["ttft_ms"]["p95"], b[other]["ttft_ms"]["p95"]) for b in by_round]
         known = [value for value in by_round_p95 if value is not None]
-        found[f"car/{other}"] = {
+        found[f"{one}/{other}"] = {
             **{name: ratio(mine[name], theirs[name]) for name in ("mean", *PERCENTILES)},
             "p95_by_round": by_round_p95,
             "p95_median": round(median(known), 4) if known else None,
@@ -95,7 +101,7 @@ def summarize(legs: Sequence[Leg]) -> dict[str, Any]:
             for share in shares
             if (some := [leg for leg in legs if (leg.policy, leg.share) == (policy, share)])
         }
-        for policy in POLICIES
+        for policy in ARMS
     }
     return {"arms": arms, "ratios": {str(share): ratios(arms, legs, share) for share in shares}}
 

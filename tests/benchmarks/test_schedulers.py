@@ -2,11 +2,13 @@
 
 import random
 from collections import Counter
+from pathlib import Path
 
 import pytest
 
 from benchmarks import itl, measures, planning_cost, schedulers_file, schedulers_legs, schedulers_report, tenants
 from benchmarks.schedulers_legs import Leg, Sample, Shape
+from benchmarks.zero_reuse import BUNDLED
 from loadgen.client import TurnResult
 
 
@@ -65,6 +67,18 @@ def test_the_median_of_the_rounds_is_judged():
     legs.append(leg("car", 0.9, [0.1], 3, finished=1))  # fcfs has not been there yet
     found = schedulers_report.summarize(legs)["ratios"]["0.9"]["car/fcfs"]
     assert (found["p95_by_round"], found["p95_median"]) == ([0.8, 0.5, 9.0], 0.8)
+
+
+def test_the_control_shows_what_two_servers_of_one_policy_differ_by():
+    legs = [leg("fcfs", 0.9, [1.0]), leg("fcfs-again", 0.9, [1.3]), leg("car", 0.9, [0.8], finished=1)]
+    summary = schedulers_report.summarize(legs)
+    assert summary["ratios"]["0.9"]["fcfs-again/fcfs"]["p95_median"] == 1.3
+    assert all(schedulers_report.verdicts(summary).values()), "and is not judged"
+    shape = Shape(24, 1000, 150, 32, 2)
+    fcfs, again = (
+        schedulers_legs.settings_of(p, str(BUNDLED), shape, 3, 2, 0, 1.0, Path("d")) for p in ("fcfs", "fcfs-again")
+    )
+    assert fcfs == again
 
 
 def test_what_was_measured_is_found_again_and_gone_on_from(tmp_path):
