@@ -56,10 +56,11 @@ class Matcher:
         return row.page is not None and (self._hbm.is_ready(row, block) or self._hbm.can_move(row))
 
     def choose(self, context: RunningContext, match: Match) -> Match:
-        """As much of a match as is worth loading (DESIGN "Load, recompute or mix")."""
-        used = match.used
+        """As much of a match as is worth loading (DESIGN "Load, recompute or mix"). All of it behind a cut, whatever
+        that takes: what was computed in a longer context cannot be computed again, only replaced by another text's."""
+        used, lineage = match.used, context.lineage
         ready = next((b for b, (row, _) in enumerate(used) if not self._hbm.is_ready(row, b)), len(used))
-        if ready == len(used):
+        if ready == len(used) or (lineage.joint is not None and len(used) > lineage.plain):
             return match
         options = [
             LoadOption(0 if self._is_at_hand(row, block) else row.size_bytes, self._source(row), tokens)
