@@ -1,0 +1,30 @@
+"""How much of what is stored is worth loading."""
+
+import random
+
+import pytest
+
+from cache.truncate import CutRules
+from tests.cache.pool_model import NO_CUTS, PoolModel, make_manager
+
+CUT = CutRules(allowed=True, keep_first=0, message_starts=(200,), important=())
+
+
+def tokens(seed: int, count: int) -> list[int]:
+    return random.Random(seed).choices(range(50), k=count)
+
+
+@pytest.mark.parametrize(("rules", "new", "loaded"), [(NO_CUTS, 30, 0), (CUT, 100, 200 % 32)])
+def test_behind_a_cut_all_is_loaded_however_slow_the_link_is(rules, new, loaded):
+    model = PoolModel(make_manager(num_pages=8, window=256, dram_slots=40, bytes_per_s=1.0))
+    text = tokens(1, 200)
+    model.run("first", text, answer=[1], session="s")
+    model.settle()
+    model.run("other", tokens(2, 256 - 1), session="other")  # all that HBM holds
+    model.settle()
+    model.open("second", [*text, *tokens(3, new)], session="s", rules=rules)
+    # Without a cut, what a slow link would bring is computed again, and the text is the same. Behind one it is not.
+    assert model.manager.resident_tokens("second") == loaded
+    assert model.manager.admit("second", len(model.contexts["second"].token_ids) - loaded) == loaded
+    model.settle()
+    assert model.manager.report("second").dram_tokens == loaded
