@@ -15,7 +15,7 @@ from cache.table import BlockRow, CacheTable
 
 _OFFLOAD_BLOCKS = 64  # at a time: well below a millisecond
 _MORE_PAGES = 2  # that an answer may take, at least
-_RUN_CHOICE = 4  # times as many blocks as may leave are looked at for pages in a row
+_RUN_CHOICE, _MOST_CHOICE = 4, 512  # times as many blocks as may leave are looked at for pages in a row; a millisecond
 MAX_HOPS = 4  # un-rotations a key may go through; each costs a rounding of the compute type
 
 
@@ -240,8 +240,9 @@ class HbmPool:
         if not (pages.prefer_contiguous and self._has_lower) or run >= num_pages + spare or budget <= 0:
             return
         sizes = [size for size in (num_pages + spare, num_pages, -(-num_pages // 2)) if size > run]
-        for looked_at, wanted in ((1, sizes[:2]), (_RUN_CHOICE, sizes)):
-            rows = self._expendable(looked_at * budget)
+        more = max(budget, min(_RUN_CHOICE * budget, _MOST_CHOICE))
+        for most, wanted in ((budget, sizes[:2]), (more, sizes)):
+            rows = self._expendable(most)
             for size in wanted:
                 window = pages.window_for_run((row.page for row in rows if row.page is not None), size, budget)
                 if window is not None:
