@@ -41,7 +41,7 @@ class LookAhead:
         self._next = 0  # whose turn it is to be looked at again
         self._try_regulars_s = self._try_successor_s = -math.inf
         self._regular, self._successor = _Errand(), _Errand()
-        self._changes = -1  # of tiers and requests, when writes were planned last
+        self._changes = (-1, -1)  # of tiers and requests, when writes were planned last
 
     def plan(self, waiting: Sequence[str], starting: int, now: float) -> None:
         """Look ahead (AttentionStore §3.3): tell the policies what comes, fetch for it, write what is behind. The first
@@ -55,9 +55,8 @@ class LookAhead:
             else:
                 if not self._running:
                     self._fetch_for_regulars(now)
-                if self._tiers.succession.foretells:
-                    self._fetch_for_successor(now)
-        changes = self._lower.changes + self._running.changes
+                self._fetch_for_successor(now)
+        changes = (self._lower.changes, self._running.changes)
         if changes != self._changes and self._lower.may_write(now):
             self._changes = changes  # while a turn runs, all that waits to be written is its own as a rule
             self._lower.plan_writes(self._sessions.contexts, self._running.has_pages, self._sessions.record, now)

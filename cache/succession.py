@@ -16,8 +16,6 @@ class Succession:
         self._latest: SessionName | None = None
         self._right = 0  # turns in a row that came as foretold
         self._is_served = False
-        self.foretells = False
-        """Whether `next` has something to say. It is asked in every step."""
 
     def came(self, name: SessionName) -> None:
         """A turn of the session arrived."""
@@ -27,23 +25,18 @@ class Succession:
             self._right = self._right + 1 if self._after.get(self._latest) == name else 0
             self._after[self._latest] = name
         self._latest, self._is_served = name, False
-        self._look()
 
     def forget(self, name: SessionName) -> None:
         self._after.pop(name, None)
         if name == self._latest:
             self._latest = None
-        self._look()
 
     def next(self) -> SessionName | None:
         """Who should come next, if that is believed and it was not `served`. It may be gone."""
-        return self._after.get(self._latest) if self.foretells and self._latest is not None else None
+        if self._right < _CONFIRMED or self._is_served or self._latest is None:
+            return None
+        return self._after.get(self._latest)
 
     def served(self) -> None:
         """Whoever `next` names is not to be named again before somebody has come."""
         self._is_served = True
-        self._look()
-
-    def _look(self) -> None:
-        is_believed = self._right >= _CONFIRMED and not self._is_served
-        self.foretells = is_believed and self._latest is not None and self._latest in self._after

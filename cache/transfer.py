@@ -81,8 +81,6 @@ class Transfer:
             rotations=self._inline,
             completions=self._completions,
         )
-        self.places: Callable[[list[CapturePiece], int], SavedRows | None] = self._saves.places
-        """See SaveStream."""
         self._loads = LoadStream(
             pages=pages,
             slab=slab,
@@ -143,6 +141,10 @@ class Transfer:
     def placed_bytes(self) -> int:
         """KV that layers have saved by themselves: HBM to DRAM, and no event tells of it."""
         return self._saves.placed_bytes
+
+    def places(self, pieces: list[CapturePiece], num_rows: int) -> SavedRows | None:
+        """See SaveStream."""
+        return self._saves.places(pieces, num_rows)
 
     def start(self, job_id: int) -> None:
         """The request of a load runs now, or waits for it no longer: what is behind the read buffer may come."""

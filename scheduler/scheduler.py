@@ -216,14 +216,14 @@ class Scheduler:
         self._forecast.begin_step()
         loading = self._stalls_s()
         self._foresee(loading, now)
-        decoding, prefills = self._parted(loading)
+        decoding = [s for s in self._running if s.pending_tokens == 1 and s.request_id not in loading]
         for sequence in decoding:
             # A preemption further up may have taken this one out.
             if sequence.state is SequenceState.RUNNING and self._make_room(sequence, 1, chunks, preempted):
                 self._count_load(sequence, 1, 0.0)
                 chunks.append(Chunk(sequence, 1))
         budget = self._budget(chunks, now, self._itl_target_s)
-        prefills = self._tenants.least_to_do_first([s for s in prefills if s.state is SequenceState.RUNNING])
+        prefills = self._prefills(loading)
         budget = self._admit_starved(chunks, preempted, budget, now)
         for sequence in prefills:
             if sequence.state is not SequenceState.RUNNING:
@@ -280,15 +280,11 @@ class Scheduler:
         num_tokens = budget.chunk(pending, context_len)
         return num_tokens if self._chunked_prefill or not num_tokens else pending
 
-    def _parted(self, loading: Container[str]) -> tuple[list[Sequence], list[Sequence]]:
-        """Of those who run, who decodes, and who has more than a token to compute or waits for KV."""
-        decoding: list[Sequence] = []
-        prefills: list[Sequence] = []
-        for sequence in self._running:
-            # `pending_tokens`, without a call: asked of everybody in every step.
-            is_decode = len(sequence.token_ids) - sequence.computed_tokens == 1 and sequence.request_id not in loading
-            (decoding if is_decode else prefills).append(sequence)
-        return decoding, prefills
+    def _prefills(self, loading: Container[str]) -> list[Sequence]:
+        """Running sequences with more than a token to compute; with fair places, of the tenants with the least to do
+        first."""
+        prefills = [s for s in self._running if s.pending_tokens > 1 or s.request_id in loading]
+        return self._tenants.least_to_do_first(prefills)
 
     # --- giving way ---------------------------------------------------------------------------------------------------
 
