@@ -331,7 +331,7 @@ def broken_writes(code: int) -> Iterator[None]:
 
     real_open = os.open
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(os, "pwrite", refuse)
+        patch.setattr(os, "pwritev", refuse)
         if code == errno.EROFS:
             patch.setattr(
                 os, "open", lambda path, flags, *mode: refuse() if flags & os.O_CREAT else real_open(path, flags, *mode)

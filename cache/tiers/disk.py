@@ -53,6 +53,7 @@ from cache.tiers.throttle import Throttle
 READ_THREADS = 8
 WRITE_THREADS = 4  # their own, so that reads do not stand behind what hangs while it writes, nor the other way round
 MAX_FINGERPRINT_BYTES = 64
+NUM_SHARDS = 256
 _NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -95,6 +96,7 @@ class DiskTier:
         self._segment_bytes = tuple(segment_bytes)
         self._directory, self._root = directory, directory / "kv"
         self._own = self._root / fingerprint.hex()
+        self._lock_path = os.path.join(self._root, "lock")  # asked of in every write
         self._deadline_s = deadline_s
         self._owner = owner
         self._index = DiskIndex(path=self._own / "index.sqlite")
@@ -310,9 +312,8 @@ class DiskTier:
     ) -> None:
         path, stored = self._path(extent_id), False
         try:
-            if not path.parent.is_dir():
-                path.parent.mkdir(mode=0o700, exist_ok=True)
-                sync_directory(self._own)
+            if not os.path.isdir(path.parent):  # somebody took it away
+                self._make_shards()
             beat()
             self._write_file(path, header, layout, views, beat)
             stored = True
@@ -324,6 +325,16 @@ class DiskTier:
                     self._sizes[extent_id] = layout.size_bytes
                 elif not stays:  # what cannot even be removed still takes its room
                     self._used -= layout.size_bytes
+
+    def _make_shards(self) -> None:
+        """All at once: a directory costs a write as much as its file does."""
+        made = False
+        for number in range(NUM_SHARDS):
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(f"{self._own}/{number:02x}", mode=0o700)
+                made = True
+        if made:
+            sync_directory(self._own)
 
     def _write_file(
         self, path: Path, header: bytes, layout: Layout, views: Sequence[Sequence[memoryview]], beat: Beat
@@ -414,7 +425,7 @@ class DiskTier:
         taken again too, since the next server would make another file and lock that. Raises DirectoryLocked, OSError.
         """
         with self._making:
-            has_lock = self._lock_fd is not None and _is_file(self._root / "lock", self._lock_fd)
+            has_lock = self._lock_fd is not None and _is_file(self._lock_path, self._lock_fd)
             if has_lock and self._index.is_there():
                 return
             beat()
@@ -427,6 +438,7 @@ class DiskTier:
                 if self._lock_fd is not None:
                     os.close(self._lock_fd)  # of a file without a name
                 self._lock_fd = fd
+            self._make_shards()
             self._index.make_again(beat)
             with self._lock:
                 extent_ids = list(self._sizes)
@@ -442,6 +454,8 @@ class DiskTier:
         for directory in (self._root, self._own):
             directory.chmod(0o700)
         self._lock_fd = _lock_directory(self._directory, self._owner)
+        self._make_shards()
+        beat()
         known, sessions = self._index.open(beat)
         beat()
         files, foreign = scan(self._root, self._own, beat)
@@ -501,10 +515,10 @@ class DiskTier:
             self._lock_fd = None
 
 
-def _is_file(path: Path, fd: int) -> bool:
+def _is_file(path: str, fd: int) -> bool:
     """Whether the name still is the open file's."""
     try:
-        return os.path.samestat(path.stat(), os.fstat(fd))
+        return os.path.samestat(os.stat(path), os.fstat(fd))
     except OSError:
         return False
 

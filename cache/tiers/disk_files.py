@@ -77,8 +77,9 @@ def drop_foreign(record: Foreign) -> bool:
     shard, directory = record.path.parent, record.path.parent.parent
     with contextlib.suppress(OSError):
         shard.rmdir()  # fails while it holds other records
-        if not any(_directories(directory, _SHARD)):
-            shutil.rmtree(directory, ignore_errors=True)
+        for other in _directories(directory, _SHARD):  # most never held any
+            other.rmdir()
+        shutil.rmtree(directory, ignore_errors=True)
     return True
 
 

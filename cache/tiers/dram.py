@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from cache.block import BLOCK_TOKENS
-from cache.extent import checksum
+from cache.extent import ALIGNMENT, checksum
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,9 +35,7 @@ class Slab:
         self.dtype = dtype
         self._row_bytes = [tuple(s.kv_heads * dim * dtype.itemsize for dim in (s.k_dim, s.v_dim)) for s in shapes]
         self.segment_bytes = [BLOCK_TOKENS * sum(row_bytes) for row_bytes in self._row_bytes]
-        self._memory = [
-            torch.empty(num_slots, size, dtype=torch.uint8, pin_memory=pinned) for size in self.segment_bytes
-        ]
+        self._memory = [_memory(num_slots, size, pinned) for size in self.segment_bytes]
         self._k: list[Tensor] = []
         self._v: list[Tensor] = []
         for shape, memory in zip(shapes, self._memory, strict=True):
@@ -114,3 +112,10 @@ class Slab:
         sealed is found out by whoever reads it."""
         sealed = [self._checksums[slot] or () for slot in slots]
         return b"".join(of_slot[layer] for layer in range(self.num_layers) for of_slot in sealed)
+
+
+def _memory(num_slots: int, size: int, pinned: bool) -> Tensor:
+    """uint8 [slots, size], beginning where a page does: disks read and write there without a copy in between."""
+    room = torch.empty(num_slots * size + ALIGNMENT, dtype=torch.uint8, pin_memory=pinned)
+    begin = -room.data_ptr() % ALIGNMENT
+    return room[begin : begin + num_slots * size].view(num_slots, size)

@@ -11,6 +11,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 from cache.extent import (
     ALIGNMENT,
     ExtentHeader,
@@ -24,6 +26,7 @@ from cache.tiers.io_threads import Beat
 
 CHUNK_BYTES = 4 << 20  # of one read or write call, so that a deadline is about a device and not about an extent's size
 SYNC_BYTES = 64 << 20  # what one fdatasync may have to write
+_MAX_PIECES = 512  # of one write call
 _O_DIRECT: int = getattr(os, "O_DIRECT", 0)
 
 Stamp = tuple[int, int, int]
@@ -214,29 +217,42 @@ def _parts(header: bytes, layout: Layout, segments: Sequence[Sequence[memoryview
 
 
 def _write_parts(fd: int, parts: Iterable[memoryview], buffer: memoryview, beat: Beat) -> None:
-    """One behind the other from the start of the file."""
+    """One behind the other from the start of the file. What begins and ends as devices want it goes from where it lies,
+    the rest by way of the buffer."""
+    pieces: list[memoryview] = []
     offset = filled = unsynced = 0
     for part in parts:
+        fits = len(part) % ALIGNMENT == 0 and _address(part) % ALIGNMENT == 0
         while len(part):
             taken = min(len(part), len(buffer) - filled)
-            buffer[filled : filled + taken] = part[:taken]
-            part, filled = part[taken:], filled + taken
-            if filled < len(buffer):
+            piece, part = part[:taken], part[taken:]
+            if not fits or filled % ALIGNMENT:
+                copied = buffer[filled : filled + taken]
+                copied[:] = piece
+                piece = copied
+            pieces.append(piece)
+            filled += taken
+            if filled < len(buffer) and len(pieces) < _MAX_PIECES:
                 continue
-            _write_all(fd, buffer, offset)
-            offset, unsynced, filled = offset + filled, unsynced + filled, 0
+            _write_all(fd, pieces, offset)
+            offset, unsynced, filled, pieces = offset + filled, unsynced + filled, 0, []
             beat()
             if unsynced >= SYNC_BYTES:
                 os.fdatasync(fd)
                 unsynced = 0
                 beat()
-    _write_all(fd, buffer[:filled], offset)
+    _write_all(fd, pieces, offset)
 
 
-def _write_all(fd: int, data: memoryview, offset: int) -> None:
-    while len(data):
+def _address(view: memoryview) -> int:
+    return int(np.frombuffer(view, np.uint8).__array_interface__["data"][0]) if len(view) else 0
+
+
+def _write_all(fd: int, pieces: Sequence[memoryview], offset: int) -> None:
+    left = list(pieces)
+    while left:
         try:
-            written = os.pwrite(fd, data, offset)
+            written = _pwritev(fd, left, offset)
         except OSError as error:
             # A device with larger blocks, or the rest of a short write, which may begin anywhere.
             if error.errno != errno.EINVAL or not _set_direct(fd, False):
@@ -244,7 +260,16 @@ def _write_all(fd: int, data: memoryview, offset: int) -> None:
             continue
         if written == 0:
             raise OSError("the device takes no more bytes")
-        data, offset = data[written:], offset + written
+        offset += written
+        _drop_front(left, written)
+
+
+def _drop_front(parts: list[memoryview], count: int) -> None:
+    """So many bytes of them are done."""
+    while parts and count >= len(parts[0]):
+        count -= len(parts.pop(0))
+    if count:
+        parts[0] = parts[0][count:]
 
 
 def _set_direct(fd: int, direct: bool) -> bool:
@@ -272,10 +297,7 @@ def _read_all(fd: int, parts: Sequence[memoryview], offset: int) -> int:
         if count == 0:
             break
         got += count
-        while left and count >= len(left[0]):
-            count -= len(left.pop(0))
-        if count:
-            left[0] = left[0][count:]
+        _drop_front(left, count)
     return got
 
 
@@ -285,3 +307,7 @@ def _preadv(fd: int, parts: Sequence[memoryview], offset: int) -> int:
     data = os.pread(fd, len(parts[0]), offset)
     parts[0][: len(data)] = data
     return len(data)
+
+
+def _pwritev(fd: int, parts: Sequence[memoryview], offset: int) -> int:
+    return os.pwritev(fd, parts, offset) if hasattr(os, "pwritev") else os.pwrite(fd, parts[0], offset)

@@ -52,7 +52,7 @@ def test_more_than_one_call_takes(tmp_path, monkeypatch):
     monkeypatch.setattr(extent_file, "SYNC_BYTES", 10_000)
     preadv, pwrite = os.preadv, os.pwrite
     monkeypatch.setattr(os, "preadv", lambda fd, views, offset: preadv(fd, [views[0][:777]], offset))
-    monkeypatch.setattr(os, "pwrite", lambda fd, data, offset: pwrite(fd, data[:777], offset))
+    monkeypatch.setattr(os, "pwritev", lambda fd, parts, offset: pwrite(fd, parts[0][:777], offset))
     tier = make_tier(tmp_path)
     tier.open()
     assert read_wrongly(tier, put(tier, "x", 7)) == []

@@ -201,3 +201,26 @@ def test_another_fingerprint_is_left_alone_until_its_room_is_needed(tier, tmp_pa
     assert extents == old[1:]
     assert tier.used_bytes() == bytes_of_files(tmp_path) == 3 * size
     tier.close()
+
+
+def test_the_last_record_of_a_fingerprint_takes_its_directory_along(tier, tmp_path):
+    old = [put(tier, name) for name in "ab"]
+    size = old[0].size_bytes
+    directory = tier._own
+    tier, *_ = reopened(tier, tmp_path, fingerprint=b"another", capacity_bytes=2 * size)
+    put(tier, "c")
+    assert directory.is_dir()
+    put(tier, "d")
+    assert not directory.exists()
+    assert tier.used_bytes() == bytes_of_files(tmp_path) == 2 * size
+    tier.close()
+
+
+def test_a_directory_of_records_that_is_taken_away_is_made_again(tier, tmp_path):
+    before = sorted(tier._own.glob("??"))
+    assert len(before) == 256
+    for directory in before:
+        directory.rmdir()
+    info = put(tier, "x")
+    assert read_wrongly(tier, info) == []
+    assert sorted(tier._own.glob("??")) == before
