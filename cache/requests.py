@@ -30,7 +30,11 @@ class Requests(dict[str, RunningContext]):
     def has_pages(self, session: SessionName) -> bool:
         """Whether a request of the session runs, or has its pages already. Asked for many sessions in every step."""
         contexts = self._of_session.get(session)
-        return contexts is not None and any(context.pages for context in contexts.values())
+        if contexts is not None:
+            for context in contexts.values():  # a third of the time of `any`
+                if context.pages:
+                    return True
+        return False
 
     def of(self, session: SessionName) -> list[RunningContext]:
         """The oldest first."""

@@ -59,23 +59,32 @@ class Forecast:
 
     def opens_s(self, running: Iterable[Sequence], free_places: int, now: float) -> list[float]:
         """When places are expected to be free, in seconds from now, ascending."""
-        rests_s = self._rests_s
+        rests_s, asked, tpot_s = self._rests_s, self._expected, self._tpot_s
+        rests = []
         for sequence in running:
-            if sequence not in rests_s:
-                rests_s[sequence] = self._remaining_s(sequence, now)
-        return [0.0] * free_places + sorted([rests_s[sequence] for sequence in running])
+            rest_s = rests_s.get(sequence)
+            if rest_s is None:
+                # Asked of everybody in every step: what is known of most is looked up without a call.
+                ask_at, expected = asked.get(sequence, _UNASKED)
+                if tpot_s is None:
+                    rest_s = 0.0  # nothing is known: rather early than late
+                elif sequence.output_tokens < ask_at and sequence.first_token_s is not None:
+                    rest_s = timer.remaining_s(tpot_s, expected, now, sequence.first_token_s, 0.0)
+                else:
+                    rest_s = self._remaining_s(sequence, tpot_s, now)
+                rests_s[sequence] = rest_s
+            rests.append(rest_s)
+        rests.sort()
+        return [0.0] * free_places + rests
 
-    def _remaining_s(self, sequence: Sequence, now: float) -> float:
-        if self._tpot_s is None:
-            return 0.0  # nothing is known: rather early than late
-        # Asked of everybody in every step.
+    def _remaining_s(self, sequence: Sequence, tpot_s: float, now: float) -> float:
         ask_at, expected = self._expected.get(sequence, _UNASKED)
         if sequence.output_tokens >= ask_at:
             expected = self._ask(sequence)
         started_s, prefill_s = sequence.first_token_s, 0.0
         if started_s is None:
             prefill_s = self._cost.seconds(StepWork().plus_chunk(sequence.pending_tokens, sequence.computed_tokens))
-        return timer.remaining_s(self._tpot_s, expected, now, started_s, prefill_s)
+        return timer.remaining_s(tpot_s, expected, now, started_s, prefill_s)
 
     def _ask(self, sequence: Sequence) -> int:
         """For the length of the whole answer, anew every few tokens."""

@@ -18,7 +18,7 @@ from scheduler.sequence import Sequence, SequenceState
 from scheduler.tenants import Tenants
 
 _FRONT = 4  # of those who wait, so many are looked at for loads to start
-_FRONT_TOKENS = 1024  # and so many tokens of theirs are looked up again in a step
+_FRONT_TOKENS = 256  # and so many tokens of theirs, one request at least, are looked up again in a step
 _STRETCH = 1.5  # of the ITL target, for a step that ends a starved prompt by itself: another would cost as much
 
 

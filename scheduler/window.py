@@ -9,6 +9,8 @@ from typing import Protocol
 from scheduler.priority import Standing, Standings, TransferClass
 from scheduler.sequence import Sequence
 
+_REFRESH_TOKENS = 1024  # of members, looked up again in a step: one at least
+
 
 class EntryOrder(Protocol):
     """In which order requests come into the window: `FairShare`, or by class (`PriorityQueue`)."""
@@ -100,7 +102,7 @@ class ShuffledWindow:
 
     def refresh(self) -> None:
         self._entry.refresh()
-        if self._standings.refresh():
+        if self._standings.refresh(_REFRESH_TOKENS):
             self._order = None
 
     def foresee(self, opens_s: Items[float], loading_s: float) -> None:

@@ -3,7 +3,7 @@
 import math
 from bisect import bisect_left, insort
 from collections.abc import Collection, Container, Hashable, Sequence
-from heapq import heappop, heappush
+from heapq import heappop, heappush, heapreplace
 from typing import Literal
 
 from cache.block import BlockKey
@@ -178,37 +178,41 @@ class LookaheadPolicy:
         """A block of the session's context entered the tier or left it."""
         places = session.resident
         before = places[-1] if places else None
-        if not resident:
-            del places[bisect_left(places, place)]
-        elif before is None or before < place:
+        if resident:
+            if before is not None and place < before:
+                insort(places, place)
+                return
             places.append(place)
+        elif place == before:
+            places.pop()
         else:
-            insort(places, place)
-        after = places[-1] if places else None
-        if before == after:
+            del places[bisect_left(places, place)]
             return
+        self._move_tail(session, before, places[-1] if places else None)
+
+    def _move_tail(self, session: _Session, before: int | None, after: int | None) -> None:
+        """The last of the session's blocks in the tier is another one, or none. Most are their session's alone."""
+        at_tail, alone = self._at_tail, None
         if before is not None:
-            self._leave_tail(session.context[before], session)
+            key = session.context[before]
+            waiting = at_tail[key]
+            if len(waiting) == 1:
+                alone = at_tail.pop(key)
+            else:
+                del waiting[bisect_left(waiting, (session.rank, session))]
+            self._stale.add(key)
         elif session.rank[0]:
             self._absent = 0
         if after is not None:
-            self._join_tail(session.context[after], session)
-
-    def _join_tail(self, key: BlockKey, session: _Session) -> None:
-        waiting = self._at_tail.get(key)
-        if waiting is None:
-            self._at_tail[key] = [(session.rank, session)]
-        else:
-            insort(waiting, (session.rank, session))
-        self._refresh(key)
-
-    def _leave_tail(self, key: BlockKey, session: _Session) -> None:
-        waiting = self._at_tail[key]
-        if len(waiting) == 1:
-            del self._at_tail[key]
-        else:
-            del waiting[bisect_left(waiting, (session.rank, session))]
-        self._refresh(key)
+            key = session.context[after]
+            others = at_tail.get(key)
+            if others is None:
+                at_tail[key] = alone or [(session.rank, session)]
+            else:
+                insort(others, (session.rank, session))
+            self._stale.add(key)
+        if len(self._stale) > _MOST_STALE:
+            self._put_in_order()
 
     def _refresh(self, key: BlockKey) -> None:
         """It may have become a leaf, or be one no more, or one of another rank. What an event does to many blocks, and
@@ -268,15 +272,15 @@ class LookaheadPolicy:
         walk = _Walk(self)
         while len(chosen) < count and (entry := walk.peek()) is not None:
             queued, _, rank, key = entry
-            if (queued, rank) >= limit:
+            if limit is not None and (queued, rank) >= limit:
                 if queued or not self._by_place:
                     break  # all the others rank behind it
                 walk.drop()
             elif key not in pinned:
                 chosen.append(key)
-                walk.leave(key)
+                walk.leave(entry)
             elif behind_pinned:
-                walk.leave(key)
+                walk.leave(entry)
             else:
                 walk.drop()
         everything = len(self._ownerless) + walk.num_left == len(self._touched)
@@ -294,12 +298,12 @@ class LookaheadPolicy:
             self._unsorted = False
         return self._ownerless
 
-    def _limit(self, newcomer: Hashable | None, spare_queued: bool) -> _Rank:
-        """Of what may leave: what ranks below it."""
+    def _limit(self, newcomer: Hashable | None, spare_queued: bool) -> _Rank | None:
+        """Of what may leave: what ranks below it. None: all."""
         if spare_queued and (newcomer is None or newcomer in self._queue):
             return (1, (-math.inf, 0))
         if newcomer is None:
-            return (2, (0.0, 0))
+            return None
         if (place := self._queue.place(newcomer)) is not None:
             return (1, (-place, 0))
         return (0, self._returns.rank(newcomer))
@@ -363,27 +367,54 @@ class _Walk:
         else:
             heappop(self._offered)
 
-    def leave(self, key: BlockKey) -> None:
+    def leave(self, entry: _Entry) -> None:
         """Take off the leaf that `peek` showed; the blocks that become leaves by it come in their turn."""
-        self.drop()
-        self.num_left += 1
         policy = self._policy
-        for session in policy._owners[key]:
-            left = self._left[session] = self._left.get(session, 0) + 1
-            if left == len(session.resident):
-                continue
-            before = session.context[session.resident[-1 - left]]
-            if (known := self._waiting.get(before)) is not None:
-                count, best = known
-            else:
-                here = policy._at_tail.get(before, ())
-                count, best = len(here), list(here[-_MOST_SUMMED:])
-            insort(best, (session.rank, session))
-            del best[:-_MOST_SUMMED]
-            self._waiting[before] = (count + 1, best)
-            if count + 1 == len(policy._owners[before]):
-                entry = policy._queued(before) if _is_queued(best[-1]) else policy._unqueued(before, best)
-                heappush(self._offered, entry)
+        owners = policy._owners[entry[3]]
+        self.num_left += 1
+        if len(owners) > 1 or policy._by_place:
+            self.drop()
+            for session in owners:
+                self._leave(session)
+            return
+        (session,) = owners  # as nearly all are: the block before it ranks as it did
+        left = self._left[session] = self._left.get(session, 0) + 1
+        resident = session.resident
+        behind = None if left == len(resident) else session.context[resident[-1 - left]]
+        if behind is not None and len(policy._owners[behind]) == 1:
+            self._replace((*entry[:3], behind))
+            return
+        self.drop()
+        if behind is not None:
+            self._wait(behind, session)
+
+    def _leave(self, session: _Session) -> None:
+        left = self._left[session] = self._left.get(session, 0) + 1
+        if left < len(session.resident):
+            self._wait(session.context[session.resident[-1 - left]], session)
+
+    def _wait(self, before: BlockKey, session: _Session) -> None:
+        """The session has nothing left behind this block of its."""
+        policy = self._policy
+        if (known := self._waiting.get(before)) is not None:
+            count, best = known
+        else:
+            here = policy._at_tail.get(before, ())
+            count, best = len(here), list(here[-_MOST_SUMMED:])
+        insort(best, (session.rank, session))
+        del best[:-_MOST_SUMMED]
+        self._waiting[before] = (count + 1, best)
+        if count + 1 == len(policy._owners[before]):
+            entry = policy._queued(before) if _is_queued(best[-1]) else policy._unqueued(before, best)
+            heappush(self._offered, entry)
+
+    def _replace(self, entry: _Entry) -> None:
+        """As `drop`, and offer this one."""
+        if self._head is not None and not (self._offered and self._offered[0] < self._head):
+            self._head = next(self._order, None)
+            heappush(self._offered, entry)
+        else:
+            heapreplace(self._offered, entry)
 
 
 def _is_queued(waiting: _Waiting) -> bool:
