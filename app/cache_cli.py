@@ -28,6 +28,8 @@ Config = Annotated[Path | None, typer.Option(help="TOML file with settings.")]
 class DiskTier(Protocol):
     """The part of `cache.tiers.disk.DiskTier` used here."""
 
+    useless: dict[int, str]
+
     def verify(self) -> Iterator[tuple[int, str | None]]: ...
     def delete(self, *extent_ids: int) -> None: ...
     def delete_sessions(self, *names: tuple[str, str, str]) -> None: ...
@@ -108,7 +110,10 @@ def verify(context: typer.Context, config: Config = None) -> None:
     console = Console(highlight=False)
     checked = damaged = 0
     for store in _stores(context, settings):
-        for extent_id, problem in store.tier.verify():
+        useless = [
+            (extent_id, f"{problem} (of no use to anybody)") for extent_id, problem in store.tier.useless.items()
+        ]
+        for extent_id, problem in (*useless, *store.tier.verify()):
             checked += 1
             if problem is not None:
                 damaged += 1

@@ -163,6 +163,11 @@ def session_error(code: str, session_id: str) -> ApiError:
             )
         case "pin_quota":
             return ApiError(409, "Pinned sessions may hold no more; unpin another one.", code="pin_quota_exceeded")
+        case "undeleted":
+            message = (
+                "The disk would not delete all of it; the server goes on trying. Ask again to hear when it is gone."
+            )
+            return unavailable(message, code="not_deleted", retry_after_s=5)
         case _:
             return unavailable("The engine cannot do this right now.", code="unavailable", retry_after_s=1)
 

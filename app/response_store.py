@@ -108,7 +108,7 @@ class ResponseStore:
             self._response(tenant, response_id)
             self._db.execute("DELETE FROM responses WHERE id = ?", (response_id,))
 
-        await self._run(remove)
+        await self._delete(remove)
 
     def _response(self, tenant: str, response_id: str) -> tuple[dict[str, Any], list[Item], str | None]:
         found = self._db.execute(
@@ -165,7 +165,7 @@ class ResponseStore:
             self._conversation(tenant, conversation_id)
             self._remove_conversation(conversation_id)
 
-        await self._run(remove)
+        await self._delete(remove)
 
     async def append(self, tenant: str, conversation_id: str, items: list[Item]) -> None:
         def write() -> None:
@@ -193,7 +193,7 @@ class ResponseStore:
                 raise NotStored(item_id)
             return found
 
-        return await self._run(remove)
+        return await self._delete(remove)
 
     def _conversation(self, tenant: str, conversation_id: str) -> Conversation:
         """Counts as its use."""
@@ -261,6 +261,12 @@ class ResponseStore:
     def _remove_conversation(self, conversation_id: str) -> None:
         self._db.execute("DELETE FROM conversations WHERE id = ?", (conversation_id,))
         self._db.execute("DELETE FROM items WHERE conversation = ?", (conversation_id,))
+
+    async def _delete(self, work: Callable[[], T]) -> T:
+        """As `_run`; afterwards nothing of it is left in the files."""
+        result = await self._run(work)
+        await asyncio.get_running_loop().run_in_executor(self._thread, self._db.scrub)
+        return result
 
     async def _run(self, work: Callable[[], T]) -> T:
         def call() -> T:

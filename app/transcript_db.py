@@ -82,6 +82,11 @@ class Database:
             # Each step of this statement frees one page, and `execute` would make a single one.
             self._db.executescript(f"PRAGMA incremental_vacuum({excess})")
 
+    def scrub(self) -> None:
+        """What was deleted leaves the write-ahead log too, outside a transaction. Not while another process reads."""
+        with suppress(sqlite3.Error):
+            self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
+
     def close(self) -> None:
         with suppress(sqlite3.Error):
             self._db.close()

@@ -308,6 +308,8 @@ class TranscriptStore:
             ).fetchall()
             for (session,) in rows:
                 self._drop_session(session)
+        if rows:
+            self._db.scrub()
         return len(rows)
 
     @_forgiving(int)

@@ -60,6 +60,7 @@ class LookAhead:
         if changes != self._changes and self._lower.may_write(now):
             self._changes = changes  # while a turn runs, all that waits to be written is its own as a rule
             self._lower.plan_writes(self._sessions.contexts, self._running.has_pages, self._sessions.record, now)
+        self._lower.extents.go_on(now)
         if self._lower.must_record:
             self._lower.record_sessions(self._sessions.contexts, self._running.has_pages, self._sessions.record)
         self._lower.trim()

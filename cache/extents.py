@@ -1,8 +1,9 @@
 """Extents: what is on disk, which copy of a block counts, and what leaves. Part of the LowerTiers; touches no bytes."""
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from cache.block import BlockKey
 from cache.extent import ExtentInfo
@@ -10,6 +11,8 @@ from cache.plan import DeleteExtents, Move
 from cache.policies.base import EvictionPolicy, enter
 from cache.stats import CacheStats
 from cache.table import BlockRow, CacheTable, SessionName
+
+_AGAIN_S = 5.0  # after a deletion that the disk would not do
 
 
 class Keys:
@@ -26,6 +29,14 @@ class Keys:
 class _Extent:
     keys: dict[BlockKey, None]  # those whose copy here counts
     size_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Deletion:
+    extent_ids: tuple[int, ...]
+    session: SessionName | None
+    waiter: str | None
+    with_record: bool = True  # the session's goes too
 
 
 class Extents:
@@ -47,12 +58,15 @@ class Extents:
         """is_kept: the block's copy must not leave now. write_again: it has lost its copy, and DRAM has it."""
         self.used_bytes = 0  # as far as writes and deletions have been ordered
         self.done: list[str] = []  # who waited for a deletion that is done
+        self.refused: list[str] = []  # who waited for one that the disk would not do
         self._table, self._policy, self._stats, self._gone = table, policy, stats, gone
         self._capacity_bytes = capacity_bytes
         self._is_kept, self._write_again = is_kept, write_again
         self._order, self._next_job = order, next_job
         self._extents: dict[int, _Extent] = {}
-        self._deletions: dict[int, str | None] = {}  # job -> who waits for it
+        self._deletions: dict[int, _Deletion] = {}  # under way, by job
+        self._undone: list[_Deletion] = []  # refused by the disk: asked for again, for nobody shall find those bytes
+        self._again_s = math.inf
         self._read: Counter[BlockKey] = Counter()  # blocks that loads read off the disk
         self._held = Keys(self._is_held)
 
@@ -152,6 +166,17 @@ class Extents:
     ) -> None:
         """With all that is in them; `waiter` is named in `done` when the bytes are gone. session: its record too.
         write_again: what DRAM still has comes back to disk in another extent."""
+        self._take_out(extent_ids, write_again)
+        if not self._capacity_bytes:
+            self.done += [waiter] if waiter else []
+            return
+        self._delete(_Deletion(tuple(extent_ids), session, waiter))
+
+    def lost(self, extent_ids: Iterable[int]) -> None:
+        """Somebody has deleted their files."""
+        self._take_out([extent_id for extent_id in extent_ids if extent_id in self._extents], write_again=True)
+
+    def _take_out(self, extent_ids: Iterable[int], write_again: bool) -> None:
         for extent_id in extent_ids:
             extent = self._extents.pop(extent_id)
             self.used_bytes -= extent.size_bytes
@@ -166,13 +191,50 @@ class Extents:
                     self._write_again(row)
                 if row.is_nowhere:
                     self._gone(row)
-        if not self._capacity_bytes:
-            self.done += [waiter] if waiter else []
-            return
-        job = self._next_job()
-        self._deletions[job] = waiter
-        self._order(DeleteExtents(job, tuple(extent_ids), session))
 
-    def on_deleted(self, job: int) -> None:
-        waiter = self._deletions.pop(job)
-        self.done += [waiter] if waiter else []
+    def _delete(self, deletion: _Deletion) -> None:
+        job = self._next_job()
+        self._deletions[job] = deletion
+        session = deletion.session if deletion.with_record else None
+        self._order(DeleteExtents(job, deletion.extent_ids, session))
+
+    def on_deleted(self, job: int, problem: str | None, now: float) -> None:
+        """problem: bytes may still be there. Whoever waits is told so, and it is tried again."""
+        deletion = self._deletions.pop(job)
+        waiters = [deletion.waiter] if deletion.waiter else []
+        if problem is None:
+            # One that waits may do so for its session's other salts too, whose deletions came before.
+            name = deletion.session
+            (self.refused if name is not None and self.undone(name[0], name[2]) else self.done).extend(waiters)
+            return
+        self.refused += waiters
+        self._undone.append(replace(deletion, waiter=None))
+        self._again_s = now + _AGAIN_S
+
+    def undone(self, tenant: str, session_id: str) -> list[SessionName]:
+        """The sessions of this name, with their salts, of which the disk would not delete all."""
+        names = [deletion.session for deletion in self._undone if deletion.session is not None]
+        return [name for name in names if (name[0], name[2]) == (tenant, session_id)]
+
+    def reborn(self, session: SessionName) -> None:
+        """A session of this name has begun anew: its record is not the one that was to go."""
+        if self._undone:
+            same = [deletion.session == session for deletion in self._undone]
+            self._undone = [
+                replace(d, with_record=d.with_record and not s) for d, s in zip(self._undone, same, strict=True)
+            ]
+
+    def delete_again(self, session: SessionName, waiter: str) -> bool:
+        """Somebody asks anew for a deletion that is not done. False: there is none."""
+        found = next((deletion for deletion in self._undone if deletion.session == session), None)
+        if found is not None:
+            self._undone.remove(found)
+            self._delete(replace(found, waiter=waiter))
+        return found is not None
+
+    def go_on(self, now: float) -> None:
+        """Ask the disk again for what it would not do."""
+        if now >= self._again_s:
+            undone, self._undone, self._again_s = self._undone, [], math.inf
+            for deletion in undone:
+                self._delete(deletion)

@@ -366,6 +366,7 @@ class LowerTiers:
         """The disk has to know: by its next extent, which says the same, or by `record_sessions`."""
         if self.disk_bytes:
             self._unrecorded[name] = None
+            self.extents.reborn(name)
 
     @property
     def must_record(self) -> bool:

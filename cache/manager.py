@@ -15,7 +15,7 @@ from cache.loading import Loads
 from cache.lower import LowerTiers
 from cache.matching import Matcher
 from cache.opening import ClientCut, ContextOpener, DomainOf, Truncation
-from cache.plan import CapturePiece, Deleted, Event, Fetched, Loaded, Move, Saved, Transferred, Written
+from cache.plan import CapturePiece, Deleted, Event, Fetched, Loaded, Lost, Move, Saved, Transferred, Written
 from cache.policies.base import PolicyFactory
 from cache.policies.returns import ReturnTimes
 from cache.publishing import Publisher
@@ -344,6 +344,14 @@ class CacheManager:
         """Those who waited for a deletion that is done."""
         return self._sessions.take_deleted()
 
+    def undeleted(self, tenant: str, session_id: str) -> list[SessionName]:
+        """Deleted sessions of this name, with their salts, of which the disk has not deleted all."""
+        return self.lower.extents.undone(tenant, session_id)
+
+    def take_undeleted(self) -> list[str]:
+        """Those who waited for one that the disk would not do: bytes may still be there. It is tried again."""
+        return self._sessions.take_undeleted()
+
     def restore(self, extents: Iterable[ExtentInfo], records: Iterable[SessionRecord], now: float) -> None:
         """What a tier that outlives the process has kept: its blocks are found again, and its sessions."""
         self._sessions.restore(extents, records, now)
@@ -363,7 +371,9 @@ class CacheManager:
             case Written():
                 self.lower.on_written(event.job_id, event.extent, now)
             case Deleted():
-                self.lower.extents.on_deleted(event.job_id)
+                self.lower.extents.on_deleted(event.job_id, event.problem, now)
+            case Lost():
+                self.lower.extents.lost(event.extent_ids)
             case Transferred():
                 self.stats.count_move(event.direction, event.num_bytes, event.seconds)
                 self.rates.moved(event.direction, event.num_bytes, event.seconds)

@@ -107,7 +107,7 @@ class WriteExtent:
 
 @dataclass(frozen=True, slots=True)
 class DeleteExtents:
-    """Answered when the bytes are gone."""
+    """Answered when the bytes are gone, or will not go."""
 
     job_id: int
     extent_ids: tuple[int, ...]
@@ -171,7 +171,14 @@ class Deleted:
     problem: str | None = None
 
 
-Event = Transferred | Saved | Loaded | Fetched | Written | Deleted
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """Somebody else has deleted these extents."""
+
+    extent_ids: tuple[int, ...]
+
+
+Event = Transferred | Saved | Loaded | Fetched | Written | Deleted | Lost
 
 
 class CapturePiece(NamedTuple):

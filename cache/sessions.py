@@ -188,6 +188,8 @@ class SessionStore:
         """Remove a session and what only it has from every tier; `take_deleted` names `waiter` when the bytes are gone.
         Returns why not: `not_found`, or `busy` while a request of it runs."""
         session = self.contexts.get(name)
+        if session is None and self._lower.extents.delete_again(name, waiter):
+            return None
         if session is None or name in self.deleting:
             return "not_found"
         if self.is_running(name):
@@ -222,6 +224,12 @@ class SessionStore:
         extents = self._lower.extents
         done, extents.done = extents.done, []
         return done
+
+    def take_undeleted(self) -> list[str]:
+        """Those who waited for one that the disk would not do."""
+        extents = self._lower.extents
+        refused, extents.refused = extents.refused, []
+        return refused
 
     def go_on(self) -> None:
         """A copy has ended: delete what waited for it."""

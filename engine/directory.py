@@ -32,6 +32,8 @@ class SessionDirectory:
         if request.action == "delete" and self._cache.is_conversing(request.tenant, request.session_id):
             return _refused(request, "busy", "a request of this session is running")
         found = [name for name, _ in self._of(request.tenant) if name[2] == request.session_id]
+        if request.action == "delete":
+            found = list(dict.fromkeys((*self._cache.undeleted(request.tenant, request.session_id), *found)))
         if not found:
             return _refused(request, "not_found", f"there is no session {request.session_id!r}")
         match request.action:

@@ -1,6 +1,7 @@
 """Engine: requests in, tokens out. One step schedules, plans, runs, samples and commits."""
 
 import logging
+import math
 import time
 from collections import Counter
 from collections.abc import Container, Iterable
@@ -249,6 +250,8 @@ class Engine:
             # the next request, with which the loop would hear of it.
             self._order_what_comes_next(now)
         self._replies += [SessionReply(request_id=waiter, sessions=[]) for waiter in self._cache.take_deleted()]
+        for waiter in self._cache.take_undeleted():
+            self._replies.append(SessionReply(request_id=waiter, sessions=[], error_code="undeleted"))
         replies, self._replies = self._replies, []
         return replies
 
@@ -552,6 +555,7 @@ class Engine:
         for choice in list(self._choices.values()):
             self._close(choice, choice.sequence.computed_tokens)
         self._grammars.close()
+        self._cache.lower.extents.go_on(math.inf)  # the next process would find what the disk would not delete
         self.poll(time.monotonic())
         while self._cache.in_flight and time.monotonic() < end:
             self._transfer.wait(0.05)

@@ -127,7 +127,8 @@ class SessionReply(msgspec.Struct, frozen=True, kw_only=True, tag="session_reply
     request_id: str
     sessions: list[SessionInfo]
     more: bool = False  # list, list_all: there are further ones
-    error_code: str | None = None  # not_found | busy (a request of it runs) | pin_quota | unavailable
+    # not_found | busy (a request of it runs) | pin_quota | undeleted (the disk keeps bytes; tried again) | unavailable
+    error_code: str | None = None
     error: str | None = None
 
 

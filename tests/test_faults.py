@@ -20,6 +20,7 @@ from cache.tiers.dram import Slab
 from engine.hf_model import ModelRefused
 from tests.engine.driver import Driver
 from tests.engine.models import random_ids, save_tiny
+from tests.engine.test_directory import delete
 from tests.engine.test_tiers import SLOT, converse, reference, tiered
 
 DISK = {"dram_bytes": 0, "disk_bytes": 1 << 28, "io_deadline_s": 2.0}
@@ -355,6 +356,71 @@ def test_the_directory_is_deleted_under_the_running_engine(
     assert tiers["disk"] > 0
     assert not driver.engine.stats().write_failures
     assert_at_rest(driver)
+    driver.close()
+
+
+def test_what_was_on_a_deleted_disk_is_written_again_from_dram(path: Path, tmp_path: Path) -> None:
+    driver = tiered(path, **{**DISK, "dram_bytes": 400 * SLOT}, disk_dir=str(tmp_path))
+    texts, _ = converse(driver, turns=2)
+    before = sum(record.stat().st_size for record in records(tmp_path))
+    shutil.rmtree(tmp_path / "kv")
+    converse(driver, turns=1, first=2, texts=[text[:] for text in texts])  # the first write finds out
+    driver.settle()
+    on_disk = sum(record.stat().st_size for record in records(tmp_path))
+    assert driver.cache.lower.extents.used_bytes == on_disk > before
+    driver.close()
+    driver = tiered(path, **{**DISK, "dram_bytes": 0}, disk_dir=str(tmp_path))
+    _, tiers = converse(driver, turns=1, first=2, texts=texts)
+    assert not tiers["evicted"], "all of it is there after a restart"
+    assert tiers["disk"] > 0
+    driver.close()
+
+
+def test_a_session_that_the_disk_will_not_delete(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever asked is told so, not that it is gone; it is tried again, by itself and when somebody asks again."""
+    driver = tiered(path, **DISK, disk_dir=str(tmp_path))
+    converse(driver, turns=1)
+    there = set(records(tmp_path))
+
+    def left() -> set[Path]:
+        return there & set(records(tmp_path))
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise OSError(errno.EACCES, "not here")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "unlink", refuse)
+        assert delete(driver, "s0").error_code == "undeleted"
+        assert delete(driver, "s0").error_code == "undeleted", "still"
+        assert delete(driver, "s1").error_code == "undeleted"
+        driver.settle()
+        assert left() == there
+    assert delete(driver, "s0").error_code is None
+    assert delete(driver, "s0").error_code == "not_found"
+    assert len(left()) == len(there) - 1
+    driver.now += 60  # seconds, to the next try
+    driver.engine.poll(driver.now)
+    driver.settle()
+    assert len(left()) == len(there) - 2
+    assert delete(driver, "s1").error_code == "not_found"
+    assert_at_rest(driver)
+    driver.close()
+    driver = tiered(path, **DISK, disk_dir=str(tmp_path))
+    assert {name[2] for name in driver.cache.sessions} == {"s2", "s3"}
+    driver.close()
+
+
+def test_what_the_disk_would_not_delete_is_tried_at_the_end(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver = tiered(path, **DISK, disk_dir=str(tmp_path))
+    converse(driver, turns=1)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "unlink", lambda *_, **__: (_ for _ in ()).throw(OSError(errno.EROFS, "read-only")))
+        assert delete(driver, "s0").error_code == "undeleted"
+    driver.close()
+    driver = tiered(path, **DISK, disk_dir=str(tmp_path))
+    assert {name[2] for name in driver.cache.sessions} == {"s1", "s2", "s3"}
     driver.close()
 
 

@@ -119,7 +119,9 @@ class DiskTier:
         self._unwritten = 0  # of these, what the file system may not have been asked for yet
         self._last_id = 0
         self._unsynced: set[Path] = set()  # directories in which something was deleted
+        self._lost: list[int] = []  # extents that somebody deleted
         self._damaged: set[int] = set()  # extents of which that was said
+        self.useless: dict[int, str] = {}  # records that `open` found to be none, and why; those it could read are gone
 
     def open(self) -> tuple[list[ExtentInfo], list[SessionRecord]]:
         """Take the lock, sweep what a crash left, and tell what is there: extents in order of writing, sessions as they
@@ -255,6 +257,12 @@ class DiskTier:
                 yield extent_id, None
             except BlockMissing as missing:
                 yield extent_id, f"{missing.reason}: {missing}"
+
+    def take_lost(self) -> list[int]:
+        """Extents found since the last call to have been deleted by somebody else, all together."""
+        with self._lock:
+            lost, self._lost = self._lost, []
+        return lost
 
     def _do(self, what: str, work: Callable[[Beat], T], late: Callable[[], None] = lambda: None) -> T:
         threads = self._writes
@@ -447,6 +455,7 @@ class DiskTier:
                 self._headers.drop(extent_id)
             with self._lock:
                 self._used -= sum(self._sizes.pop(extent_id, 0) for extent_id in gone)
+                self._lost += gone
                 self._unsynced = {directory for directory in self._unsynced if directory.exists()}
 
     def _recover(self, beat: Beat) -> tuple[list[ExtentInfo], list[SessionRecord]]:
@@ -471,6 +480,7 @@ class DiskTier:
                 info = self._adopt(extent_id)
             except BlockMissing as missing:
                 log.warning("a record is of no use: %s", missing)
+                self.useless[extent_id] = f"{missing.reason}: {missing}"
                 if missing.reason == "io":  # perhaps only today; it goes when its room is needed
                     foreign.append(Foreign(extent_id, self._path(extent_id), size))
                 else:

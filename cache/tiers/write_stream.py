@@ -7,6 +7,7 @@ from queue import Empty, SimpleQueue
 from cache.plan import (
     Deleted,
     DeleteExtents,
+    Lost,
     PutSession,
     Transferred,
     WriteExtent,
@@ -53,6 +54,8 @@ class WriteStream:
                         self._disk.put_session(order.record)
                     except TierFailed as error:
                         self._log.warn(f"session {error.reason}", "a session was not recorded: %s", error)
+            if lost := self._disk.take_lost():
+                self._completions.tell(Lost(tuple(lost)))
 
     def _write(self, order: WriteExtent) -> None:
         started = time.perf_counter()

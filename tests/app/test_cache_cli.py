@@ -87,6 +87,16 @@ def test_verify_finds_a_flipped_bit(two_models: Path):
     assert "3 records checked, 1 damaged" in result.output
 
 
+def test_verify_tells_of_records_that_are_none_any_more(two_models: Path):
+    damaged = records(two_models)[0]
+    with damaged.open("r+b") as file:
+        file.truncate(100)
+    result = reprise(two_models, "verify")
+    assert result.exit_code == 1
+    assert damaged.stem in result.output
+    assert "3 records checked, 1 damaged" in result.output
+
+
 def test_clear_asks_and_then_takes_all(two_models: Path):
     assert reprise(two_models, "clear", answer="n\n").exit_code == 1
     unasked = reprise(two_models, "clear")

@@ -295,3 +295,12 @@ def test_an_address_that_is_none_is_refused_at_the_start(url):
     pytest.importorskip("redis")
     with pytest.raises(RedisStoreUnavailable, match=r"cache\.redis_url"):
         RedisStore(url=url, max_bytes=1, ttl_s=1.0)
+
+
+async def test_what_is_deleted_is_in_no_file_any_more(tmp_path):
+    store = ResponseStore(path=tmp_path / "r.sqlite3", max_bytes=1 << 20, ttl_s=DAY_S)
+    await store.put("t", body("a", "quokka zebra"), items("quokka secret"), None)
+    assert any(b"quokka" in path.read_bytes() for path in tmp_path.iterdir())
+    await store.delete("t", "a")
+    assert not any(b"quokka" in path.read_bytes() for path in tmp_path.iterdir())
+    await store.close()

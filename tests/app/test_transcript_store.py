@@ -341,3 +341,18 @@ def test_a_database_that_refuses_costs_nothing_but_the_reuse(tmp_path, caplog):
     assert full_ids(store, "a") == [1, 2]
     store.close()
     assert store.find_answers(after=digest("a"), session_id=None, since=0.0) == []  # closed: nothing, and no error
+
+
+def test_what_is_forgotten_is_in_no_file_any_more(tmp_path):
+    store = open_store(tmp_path / "t.sqlite3")
+    said = array("I", [314159, 271828, 141421])
+    for session in ("s", "other"):
+        store.add(
+            prompt_of(f"p-{session}", range(9), session=session), answer_of(session, said, "zebra quartz"), now=0.0
+        )
+    assert any(b"zebra quartz" in path.read_bytes() for path in tmp_path.iterdir())
+    assert store.forget("s", tenant=TENANT) == 1
+    assert store.forget("other", tenant=TENANT) == 1
+    for path in tmp_path.iterdir():
+        assert not [what for what in (b"zebra quartz", said.tobytes()) if what in path.read_bytes()], path
+    store.close()
