@@ -98,7 +98,7 @@ async def delete_session(request: Request, tenant: str, session_id: str) -> None
 @router.post("/v1/cache/clear")
 async def clear(request: Request) -> dict[str, Any]:
     """Remove the KV of every conversation from every tier; those that a request runs in stay. What was said stays too:
-    the next turn of each is computed anew. Answered when the bytes are gone."""
+    the next turn of each is computed anew. Answered when the bytes are gone; 503 if the disk keeps some."""
     require_admin(request)
     await body_of(request, ClearRequest)
     names: dict[tuple[str, str], None] = {}
@@ -109,14 +109,17 @@ async def clear(request: Request) -> dict[str, Any]:
         more = reply.more and bool(reply.sessions)
         after = f"{reply.sessions[-1].tenant}/{reply.sessions[-1].session_id}" if reply.sessions else ""
     counts = {"removed": 0, "running": 0, "gone": 0}
-    listed = list(names)
+    listed, problem = list(names), None
     for start in range(0, len(listed), CLEAR_AT_ONCE):
         some = listed[start : start + CLEAR_AT_ONCE]
         found = await asyncio.gather(*(_remove(request, *name) for name in some), return_exceptions=True)
         for outcome in found:
             if isinstance(outcome, BaseException):
-                raise outcome
-            counts[outcome] += 1
+                problem = problem or outcome
+            else:
+                counts[outcome] += 1
+    if problem is not None:
+        raise problem
     return {"object": "cache.cleared", "removed": counts["removed"], "running": counts["running"]}
 
 

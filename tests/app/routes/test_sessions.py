@@ -173,6 +173,7 @@ async def test_another_tenants_session_is_not_there(engine: FakeEngine, tmp_path
         ("busy", 409, "session_busy"),
         ("pin_quota", 409, "pin_quota_exceeded"),
         ("not_found", 404, "session_not_found"),
+        ("undeleted", 503, "not_deleted"),
         ("unavailable", 503, "unavailable"),
         (EngineTimeout("slow"), 504, "timeout"),
         (EngineLost("died"), 503, "engine_lost"),
