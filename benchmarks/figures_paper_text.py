@@ -330,13 +330,13 @@ _NOTES = {
     "13": "Note: nothing was fitted to these four. Turns that open a session cannot hit; how many of those "
     "counted do depends on how far a server is behind when sessions come, and so on how fast it is. "
     "LLaMA-70B and Falcon-40B need so little KV that all of it fits: their misses are first turns alone.",
-    "14": "Note: of the turns behind the first, a third of the 750 tokens is new, and hits compute no less. A "
+    "14": "Note: of the turns behind the first, a third of the 900 tokens is new, and hits compute no less. A "
     "recomputed prompt is no longer than the window: Falcon-40B, simulated with the 2K of its model card,"
     " has less to save than with the 4K that its drop in Fig. 22 suggests.",
     "15": "Note: the same numbers as Fig. 14, as a ratio.",
     "16": "Note: here most of the GPU time is decoding, which caching does not shorten. 4.0 times with prefills 6.8"
     " times as fast means that recomputing takes seven times as long as decoding. At the stated prefill rate "
-    "(0.14 s for a prompt of 2K tokens, 13B) and some 500 tokens an answer, a step of the batch of 24 would "
+    "(0.14 s for a prompt of 2K tokens, 13B) and some 600 tokens an answer, a step of the batch of 24 would "
     "have to take 1 ms; reading the weights alone takes 8.",
     "17": "Note: follows from GPU time (Fig. 16): where decoding decides how long it takes, storage is paid for and"
     " little is saved.",
@@ -347,14 +347,15 @@ _NOTES = {
     "FIFO, and meet them within 3 points of hit rate. What it takes: sessions that open with a long "
     "prompt, so that what is kept fills the window from the start, and a FIFO in which who began first "
     "leaves first, also when its KV was evicted and saved again in between; with a new place for every "
-    "new insertion FIFO hits as much as LRU or more. Other settings that bring LRU to 11 and 56 %, with "
-    "every turn as long as the first, let look-ahead hit 39 and 91 %. Look-ahead's policy knows all who "
+    "new insertion FIFO hits as much as LRU or more. Four other settings "
+    "that meet the four points as well or nearly so (slower service, other lengths and spreads) let look-ahead hit 38 "
+    "and 87 to 88 %. Look-ahead's policy knows all who "
     "wait: told only of the first (C_mem + C_disk) / S_kv of them, as the paper's formula reads, it has "
     "no order for the others, lets those go that come next and hits half as much with 2T; the paper's "
     "example, too, lets the last in line go. (b) GPU time hardly depends on hits, for the reason given "
     "with Fig. 16.",
-    "22": "Note: by the fitted lengths 36 % of the turns overflow a window of 4K and 74 % one of 2K, two of "
-    "three in the middle of an answer. What is computed again then is saved here, and the next turn finds"
+    "22": "Note: by the fitted lengths 42 % of the turns overflow a window of 4K and 80 % one of 2K, three of "
+    "five in the middle of an answer. What is computed again then is saved here, and the next turn finds"
     " it; if, as the paper may mean, that turn misses as well, the drops come up to these shares. The "
     "paper's numbers lie between.",
     "23": "Note: the paper does not say how long people think, which decides how much of an hour's sessions is "

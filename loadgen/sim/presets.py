@@ -12,11 +12,11 @@ from loadgen.workload import Conversation, Turn, arrive
 
 _A100_FLOPS = 189e12
 _A100_BYTES_PER_S = 1.6e12
-LAYER_S = 0.3e-3
+LAYER_S = 0.1e-3
 MISTRAL_LAYER_S = 1.4e-3
 _OPENING_TOKENS = 3400
-_TURN_TOKENS = 750
-_TURN_SPREAD = 0.3
+_TURN_TOKENS = 900
+_TURN_SPREAD = 0.5
 UNSATURATED_RATE = 0.3
 _THINK = "lognormal:24,1.05"  # as `reprise load`
 
