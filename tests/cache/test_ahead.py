@@ -36,6 +36,7 @@ class World:
             num_slots=slots, dram_slots=slots, resident=0, slot_bytes=1, disk_bytes=1, fetch=self.fetch,
             is_fetching=lambda key: key in self.under_way,
             may_write=lambda now: False, changes=0, must_record=False, trim=lambda: None,
+            extents=SimpleNamespace(go_on=lambda now: None),
         )  # fmt: skip
         self.regulars, self.succession = Regulars(), Succession()
         tiers = SimpleNamespace(

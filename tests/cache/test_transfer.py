@@ -122,6 +122,9 @@ class MemoryDisk:
         for extent_id in extent_ids:
             self.extents.pop(extent_id, None)
 
+    def take_lost(self):
+        return []
+
     def delete_sessions(self, *names):
         pass
 

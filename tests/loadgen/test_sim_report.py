@@ -23,7 +23,8 @@ def test_arms_stand_between_recompute_and_unbounded():
     # A window can overflow so far that nothing of the history is left to be found.
     assert arms["belady"]["hit_rate_returning"] <= arms["unbounded"]["hit_rate_returning"]
     assert arms["unbounded"]["hit_rate_returning"] == pytest.approx(1.0, abs=0.01)
-    assert arms["unbounded"]["prefill_mean_s"] < arms["lru"]["prefill_mean_s"] < arms["recompute"]["prefill_mean_s"]
+    # Nearly all that LRU finds here is on disk, from where it takes as long as to compute it.
+    assert arms["unbounded"]["prefill_mean_s"] < arms["default"]["prefill_mean_s"] < arms["recompute"]["prefill_mean_s"]
     assert arms["recompute"]["cost_storage"] == 0 < arms["lru"]["cost_storage"]
 
 

@@ -32,6 +32,9 @@ class Disk:
             if extent_id not in self.gone:
                 self.gone.append(extent_id)
 
+    def take_lost(self):
+        return []
+
     def delete_sessions(self, *names):
         self.calls.append("delete_sessions")
         self.forgotten += [name for _, _, name in names]
