@@ -1,13 +1,13 @@
 """Where the processor time goes that a cache costs of which nobody profits: `zero_reuse` under a magnifying glass.
 
-    python -m benchmarks.zero_reuse_steps [--starts 6] [--rounds 60]
+    python -m benchmarks.zero_reuse_steps [--starts 16] [--rounds 25]
 
 The same requests, new from their first token on, but the engines that are compared live in this one process, have the
 weights and the compiled kernels in common, and take turns step by step. From one process to the next, weights and code
 lie elsewhere in memory, and from one second to the next a shared machine is faster or slower: each is worth several
 per cent of a request, which `zero_reuse` has to average away. Here both meet all engines alike; a request's ratio has a
 fifth of the spread. What each engine has for itself lies elsewhere too, for good: of two of the same mode in one
-process, either may be dearer by one per cent. So it is all done in several processes, one after the other.
+process, either may be dearer by one or two per cent. So it is all done in many processes, one after the other.
 
 What is left out is what all modes do alike: messages between the processes, the heartbeat, and how long the threads of
 the kernels spin behind the last step before they sleep, which here would be charged to whoever still has to write.
@@ -254,9 +254,9 @@ def measure_apart(start: int, rounds: Mapping[str, int]) -> list[Spent]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--starts", type=int, default=6, help="processes, one after the other")
-    parser.add_argument("--rounds", type=int, default=60, help="requests to each engine of the bundled model in each")
-    parser.add_argument("--large-rounds", type=int, default=10, help="and of the 125 M shape; 0: leave it out")
+    parser.add_argument("--starts", type=int, default=16, help="processes, one after the other")
+    parser.add_argument("--rounds", type=int, default=25, help="requests to each engine of the bundled model in each")
+    parser.add_argument("--large-rounds", type=int, default=2, help="and of the 125 M shape; 0: leave it out")
     parser.add_argument("--no-result", action="store_true", help="only try it: write no result file")
     parser.add_argument("--part", nargs=2, metavar=("NUMBER", "FILE"), help="one start, in this process, into a file")
     arguments = parser.parse_args()

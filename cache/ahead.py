@@ -55,7 +55,8 @@ class LookAhead:
             else:
                 if not self._running:
                     self._fetch_for_regulars(now)
-                self._fetch_for_successor(now)
+                if self._tiers.succession.is_foretold:
+                    self._fetch_for_successor(now)
         changes = (self._lower.changes, self._running.changes)
         if changes != self._changes and self._lower.may_write(now):
             self._changes = changes  # while a turn runs, all that waits to be written is its own as a rule

@@ -15,7 +15,7 @@ class Succession:
         self._after: dict[SessionName, SessionName] = {}  # session -> who came next, the last time
         self._latest: SessionName | None = None
         self._right = 0  # turns in a row that came as foretold
-        self._is_served = False
+        self.is_foretold = False  # whether `next` may have a name
 
     def came(self, name: SessionName) -> None:
         """A turn of the session arrived."""
@@ -24,7 +24,8 @@ class Succession:
         if self._latest is not None:
             self._right = self._right + 1 if self._after.get(self._latest) == name else 0
             self._after[self._latest] = name
-        self._latest, self._is_served = name, False
+        self._latest = name
+        self.is_foretold = self._right >= _CONFIRMED
 
     def forget(self, name: SessionName) -> None:
         self._after.pop(name, None)
@@ -33,10 +34,10 @@ class Succession:
 
     def next(self) -> SessionName | None:
         """Who should come next, if that is believed and it was not `served`. It may be gone."""
-        if self._right < _CONFIRMED or self._is_served or self._latest is None:
+        if not self.is_foretold or self._latest is None:
             return None
         return self._after.get(self._latest)
 
     def served(self) -> None:
         """Whoever `next` names is not to be named again before somebody has come."""
-        self._is_served = True
+        self.is_foretold = False

@@ -31,10 +31,9 @@ MALLOC = {
     "MALLOC_TOP_PAD_": str(256 << 20),
 }
 # How often a thread of OpenMP looks for work before it sleeps: for longer than Python needs between two kernels of a
-# step, and no longer. By default it is 300,000 times, which the app then waits for with the first token in hand (2 ms
-# of 55 on two cores), and which are lost where something else wants a core. With 2,500 a token beside one busy program
-# takes 7 to 18 ms instead of 50 to 250, but steps of 16 streams take a third longer where there is none.
-SPIN = {"GOMP_SPINCOUNT": "40000"}
+# step, and no longer than that, because between two steps the app wants the core, and beside another program everybody.
+# By default it is 300,000 times. What each count costs: `benchmarks.waiting_threads`.
+SPIN = {"GOMP_SPINCOUNT": "10000"}
 
 
 def engine_environment(config: EngineConfig, base: Mapping[str, str]) -> dict[str, str]:

@@ -359,7 +359,7 @@ class Engine:
             return self._runner.forward(batch, arrival if jobs else None), arrival, None
         # What stands on nothing under way is written to its slots by the kernels that compute it.
         pieces = self._capture(chunks, ())
-        saved = self._transfer.places(pieces, len(batch.token_ids))
+        saved = self._transfer.places(pieces, sum(chunk.num_tokens for chunk in chunks))
         return self._runner.forward(batch, None, saved), arrival, pieces
 
     def _note_prompts(self, items: list[BatchItem], logits: torch.Tensor) -> torch.Tensor:

@@ -11,7 +11,7 @@ from cache.policies.line import Line
 from cache.policies.ranking import Ranking
 from cache.policies.returns import ReturnTimes, SessionReturn, shared_rank
 
-_MOST_STALE = 128  # blocks: half a millisecond
+_MOST_STALE = 128  # blocks or sessions: half a millisecond
 _MOST_SUMMED = 8  # owners: a prompt that all begin with has them by the thousand
 
 _Rank = tuple[int, tuple[float, ...]]
@@ -27,7 +27,7 @@ first of its owners, 0), and the block."""
 class _Session:
     """What the policy knows of one live session."""
 
-    __slots__ = ("context", "name", "rank", "resident", "returns")
+    __slots__ = ("context", "name", "rank", "resident", "returns", "waits_at")
 
     def __init__(self, name: Hashable, queued: bool, returns: SessionReturn) -> None:
         self.name = name
@@ -35,6 +35,7 @@ class _Session:
         self.rank: _Rank = (int(queued), returns.rank)  # as of when it was last put in order
         self.context: dict[int, BlockKey] = {}
         self.resident: list[int] = []  # the places whose block is in the tier, ascending
+        self.waits_at: BlockKey | None = None  # the tail as `_at_tail` has it, unless that is to be put in order
 
     @property
     def tail(self) -> BlockKey | None:
@@ -83,6 +84,7 @@ class LookaheadPolicy:
         self._leaves: dict[BlockKey, _Entry | None] = {}
         self._order: Ranking[_Entry] = Ranking()
         self._stale: set[BlockKey] = set()  # not in their places yet, in these two
+        self._moved: set[_Session] = set()  # nor are these in `_at_tail`: their tail is another one
         self._returns = returns
         returns.listen(self._returns_changed)
         self._queue = Line()
@@ -109,9 +111,9 @@ class LookaheadPolicy:
             self._set_resident(session, place, False)
 
     def own(self, key: BlockKey, session: Hashable, place: int) -> None:
-        owner = self._session(session)
+        owner = self._sessions.get(session) or self._session(session)
         if owner.context.get(place) == key:
-            return
+            return  # as most are that enter a tier, for whatever a session has is its own in all
         if key in self._owners and owner in self._owners[key]:
             self._disown(key, owner)
         if place in owner.context:
@@ -129,6 +131,8 @@ class LookaheadPolicy:
             return
         for place in sorted(owner.context, reverse=True):
             self._disown(owner.context[place], owner)
+        self._moved.discard(owner)
+        self._move(owner)  # at once: another session may come by its name, and rank as it did
 
     def look_ahead(self, upcoming: Sequence[Hashable], changed: Collection[Hashable] | None = None) -> None:
         for name in self._queue.become(upcoming, changed):
@@ -152,12 +156,12 @@ class LookaheadPolicy:
     def _rerank(self, session: _Session) -> None:
         """It is expected at another time, or has come into the queue or left it."""
         before, session.rank = session.rank, (int(session.name in self._queue), session.returns.rank)
-        tail = session.tail
-        if tail is not None and before != session.rank:
-            waiting = self._at_tail[tail]
+        key = session.waits_at
+        if key is not None and before != session.rank:
+            waiting = self._at_tail[key]
             del waiting[bisect_left(waiting, (before, session))]
             insort(waiting, (session.rank, session))
-            self._refresh(tail)
+            self._refresh(key)
 
     def _disown(self, key: BlockKey, session: _Session) -> None:
         owners = self._owners[key]
@@ -177,42 +181,43 @@ class LookaheadPolicy:
     def _set_resident(self, session: _Session, place: int, resident: bool) -> None:
         """A block of the session's context entered the tier or left it."""
         places = session.resident
-        before = places[-1] if places else None
         if resident:
-            if before is not None and place < before:
+            if places and place < places[-1]:
                 insort(places, place)
                 return
             places.append(place)
-        elif place == before:
+        elif place == places[-1]:
             places.pop()
         else:
             del places[bisect_left(places, place)]
             return
-        self._move_tail(session, before, places[-1] if places else None)
+        # A turn brings and takes a session's blocks one behind the other: where it waits is worked out once for all.
+        self._moved.add(session)
+        if len(self._moved) > _MOST_STALE:
+            self._put_in_order()
 
-    def _move_tail(self, session: _Session, before: int | None, after: int | None) -> None:
-        """The last of the session's blocks in the tier is another one, or none. Most are their session's alone."""
-        at_tail, alone = self._at_tail, None
+    def _move(self, session: _Session) -> None:
+        """To the last of its blocks in the tier, where there is one. Most blocks are their session's alone."""
+        at_tail, before, after = self._at_tail, session.waits_at, session.tail
+        if before == after:
+            return
+        session.waits_at, alone = after, None
         if before is not None:
-            key = session.context[before]
-            waiting = at_tail[key]
+            waiting = at_tail[before]
             if len(waiting) == 1:
-                alone = at_tail.pop(key)
+                alone = at_tail.pop(before)
             else:
                 del waiting[bisect_left(waiting, (session.rank, session))]
-            self._stale.add(key)
+            self._stale.add(before)
         elif session.rank[0]:
             self._absent = 0
         if after is not None:
-            key = session.context[after]
-            others = at_tail.get(key)
+            others = at_tail.get(after)
             if others is None:
-                at_tail[key] = alone or [(session.rank, session)]
+                at_tail[after] = alone or [(session.rank, session)]
             else:
                 insort(others, (session.rank, session))
-            self._stale.add(key)
-        if len(self._stale) > _MOST_STALE:
-            self._put_in_order()
+            self._stale.add(after)
 
     def _refresh(self, key: BlockKey) -> None:
         """It may have become a leaf, or be one no more, or one of another rank. What an event does to many blocks, and
@@ -222,6 +227,9 @@ class LookaheadPolicy:
             self._put_in_order()
 
     def _put_in_order(self) -> None:
+        for session in self._moved:
+            self._move(session)
+        self._moved.clear()
         for key in self._stale:
             before = self._leaves.pop(key, None)
             after = None

@@ -42,6 +42,7 @@ from cache.tiers.extent_file import (
     open_extent,
     remove_extent,
     sync_directory,
+    temporary_of,
     write_extent,
 )
 from cache.tiers.extent_reader import ExtentReader, flat
@@ -118,7 +119,7 @@ class DiskTier:
         self._used = 0  # all files, being written ones and foreign ones included
         self._unwritten = 0  # of these, what the file system may not have been asked for yet
         self._last_id = 0
-        self._unsynced: set[Path] = set()  # directories in which something was deleted
+        self._unsynced: set[str] = set()  # directories in which something was deleted
         self._lost: list[int] = []  # extents that somebody deleted
         self._damaged: set[int] = set()  # extents of which that was said
         self.useless: dict[int, str] = {}  # records that `open` found to be none, and why; those it could read are gone
@@ -281,9 +282,9 @@ class DiskTier:
         except sqlite3.Error as error:
             raise TierFailed(f"{what}: the index failed: {error}", reason="io") from error
 
-    def _path(self, extent_id: int) -> Path:
+    def _path(self, extent_id: int) -> str:
         name = f"{extent_id:016x}"
-        return self._own / name[-2:] / f"{name}.kv"
+        return f"{self._own}/{name[-2:]}/{name}.kv"
 
     def _new_id(self) -> int:
         # From the clock, so that ids are never used twice even if index and records are both lost; from the last one,
@@ -320,13 +321,13 @@ class DiskTier:
     ) -> None:
         path, stored = self._path(extent_id), False
         try:
-            if not os.path.isdir(path.parent):  # somebody took it away
+            if not os.path.isdir(os.path.dirname(path)):  # somebody took it away
                 self._make_shards()
             beat()
             self._write_file(path, header, layout, views, beat)
             stored = True
         finally:
-            stays = stored or path.exists() or path.with_suffix(".tmp").exists()
+            stays = stored or os.path.exists(path) or os.path.exists(temporary_of(path))
             with self._lock:
                 self._unwritten -= layout.size_bytes
                 if stored:
@@ -345,7 +346,7 @@ class DiskTier:
             sync_directory(self._own)
 
     def _write_file(
-        self, path: Path, header: bytes, layout: Layout, views: Sequence[Sequence[memoryview]], beat: Beat
+        self, path: str, header: bytes, layout: Layout, views: Sequence[Sequence[memoryview]], beat: Beat
     ) -> None:
         try:
             buffer = self._write_buffers.pop()
@@ -362,7 +363,7 @@ class DiskTier:
         self._headers.drop(extent_id)
         with self._lock:
             self._used -= self._sizes.pop(extent_id, 0)
-            self._unsynced.add(path.parent)
+            self._unsynced.add(os.path.dirname(path))
 
     def _forget(self, extent_ids: Sequence[int], beat: Beat = lambda: None) -> None:
         gone: list[int] = []
@@ -450,13 +451,13 @@ class DiskTier:
             self._index.make_again(beat)
             with self._lock:
                 extent_ids = list(self._sizes)
-            gone = [extent_id for extent_id in extent_ids if not self._path(extent_id).exists()]
+            gone = [extent_id for extent_id in extent_ids if not os.path.exists(self._path(extent_id))]
             for extent_id in gone:
                 self._headers.drop(extent_id)
             with self._lock:
                 self._used -= sum(self._sizes.pop(extent_id, 0) for extent_id in gone)
                 self._lost += gone
-                self._unsynced = {directory for directory in self._unsynced if directory.exists()}
+                self._unsynced = {directory for directory in self._unsynced if os.path.exists(directory)}
 
     def _recover(self, beat: Beat) -> tuple[list[ExtentInfo], list[SessionRecord]]:
         self._own.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -482,7 +483,7 @@ class DiskTier:
                 log.warning("a record is of no use: %s", missing)
                 self.useless[extent_id] = f"{missing.reason}: {missing}"
                 if missing.reason == "io":  # perhaps only today; it goes when its room is needed
-                    foreign.append(Foreign(extent_id, self._path(extent_id), size))
+                    foreign.append(Foreign(extent_id, Path(self._path(extent_id)), size))
                 else:
                     remove_extent(self._path(extent_id))
                 continue

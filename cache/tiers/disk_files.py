@@ -71,7 +71,7 @@ def stored_models(directory: Path) -> dict[bytes, tuple[int, ...]]:
 def drop_foreign(record: Foreign) -> bool:
     """Delete it, and with the last one all that its fingerprint had. Whether it is gone."""
     try:
-        remove_extent(record.path)
+        remove_extent(str(record.path))
     except OSError:
         return False
     shard, directory = record.path.parent, record.path.parent.parent

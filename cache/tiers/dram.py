@@ -45,7 +45,8 @@ class Slab:
             self._v.append(elements[:, split:].view(num_slots, BLOCK_TOKENS, shape.kv_heads, shape.v_dim))
         self.slot_bytes = sum(self.segment_bytes)  # of all layers
         self._views = [memoryview(memory.view(-1).numpy().data) for memory in self._memory]
-        self._checksums: list[tuple[bytes, ...] | None] = [None] * num_slots
+        self._checksums = np.zeros((num_slots, self.num_layers), ">u8")  # as an extent's header has them
+        self._is_sealed = bytearray(num_slots)
 
     def k(self, layer: int) -> Tensor:
         """[slots, 32, kv_heads, k_dim], un-rotated."""
@@ -81,37 +82,33 @@ class Slab:
 
     def seal(self, slot: int) -> None:
         """The slot is complete: from here on its bytes are vouched for."""
-        self._checksums[slot] = tuple(
-            checksum(view[slot * size : (slot + 1) * size])
-            for view, size in zip(self._views, self.segment_bytes, strict=True)
-        )
+        self.seal_as(slot, [checksum(self.segment(layer, slot)) for layer in range(self.num_layers)])
 
-    def seal_as(self, slot: int, checksums: tuple[bytes, ...]) -> None:
+    def seal_as(self, slot: int, checksums: Sequence[bytes]) -> None:
         """The slot is complete and its bytes were compared with these checksums, by layer."""
-        self._checksums[slot] = checksums
+        self._checksums[slot] = np.frombuffer(b"".join(checksums), ">u8")
+        self._is_sealed[slot] = True
 
     def unseal(self, slot: int) -> None:
         """The slot is about to be filled."""
-        self._checksums[slot] = None
+        self._is_sealed[slot] = False
 
     def is_sealed(self, slot: int | None) -> bool:
-        return slot is not None and self._checksums[slot] is not None
+        return slot is not None and bool(self._is_sealed[slot])
 
     def sums(self, slots: Sequence[int]) -> np.ndarray:
         """Of sealed slots, the checksums as numbers: uint64 [layers, slots]."""
-        sealed = b"".join(b"".join(self._checksums[slot] or ()) for slot in slots)
-        return np.frombuffer(sealed, ">u8").reshape(len(slots), self.num_layers).T.astype(np.uint64)
+        return self._checksums[list(slots)].T.astype(np.uint64)
 
     def is_intact(self, layer: int, slot: int) -> bool:
         """Whether a sealed slot's segment still is what it was when it was sealed."""
-        checksums = self._checksums[slot]
-        return checksums is not None and checksums[layer] == checksum(self.segment(layer, slot))
+        wanted = self._checksums[slot, layer : layer + 1].tobytes()  # of an array: a number has the machine's own order
+        return self.is_sealed(slot) and wanted == checksum(self.segment(layer, slot))
 
     def checksums(self, slots: Sequence[int]) -> bytes:
         """Of sealed slots, layer by layer, as an extent's header has them. What has changed in memory since a slot was
         sealed is found out by whoever reads it."""
-        sealed = [self._checksums[slot] or () for slot in slots]
-        return b"".join(of_slot[layer] for layer in range(self.num_layers) for of_slot in sealed)
+        return self._checksums[list(slots)].T.tobytes()
 
 
 def _memory(num_slots: int, size: int, pinned: bool) -> Tensor:

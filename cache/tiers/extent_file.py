@@ -8,10 +8,9 @@ import mmap
 import os
 import stat
 from collections.abc import Iterable, Iterator, Sequence
+from ctypes import addressof, c_char
 from dataclasses import dataclass
 from pathlib import Path
-
-import numpy as np
 
 from cache.extent import (
     ALIGNMENT,
@@ -44,7 +43,7 @@ class ParsedExtent:
 
 def write_extent(
     *,
-    path: Path,
+    path: str,
     header: bytes,
     layout: Layout,
     segments: Sequence[Sequence[memoryview]],
@@ -53,7 +52,7 @@ def write_extent(
 ) -> None:
     """Write the encoded header and segments[layer][block] under a temporary name, make it durable, then give it its
     name. Whatever fails, no file stays behind. buffer: for the bytes on their way, CHUNK_BYTES. Raises OSError."""
-    temporary = path.with_suffix(".tmp")
+    temporary = temporary_of(path)
     try:
         fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
@@ -68,20 +67,25 @@ def write_extent(
         beat()
         os.rename(temporary, path)
         beat()
-        sync_directory(path.parent)
+        sync_directory(os.path.dirname(path))
     except BaseException:
         remove_extent(path)
         raise
 
 
-def remove_extent(path: Path) -> None:
+def temporary_of(path: str) -> str:
+    """What an extent is called while it is being written. No pathlib here: every turn would pay for it."""
+    return f"{os.path.splitext(path)[0]}.tmp"
+
+
+def remove_extent(path: str) -> None:
     """The file and what a write left of it. Forgives what is not there; raises OSError."""
-    for name in (path.with_suffix(".tmp"), path):
+    for name in (temporary_of(path), path):
         with contextlib.suppress(FileNotFoundError):
             os.unlink(name)
 
 
-def sync_directory(path: Path) -> None:
+def sync_directory(path: str | Path) -> None:
     """Names in it survive a power failure."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
@@ -91,7 +95,7 @@ def sync_directory(path: Path) -> None:
 
 
 def open_extent(
-    path: Path, *, fingerprint: bytes, segment_bytes: tuple[int, ...], extent_id: int, known: ParsedExtent | None
+    path: str, *, fingerprint: bytes, segment_bytes: tuple[int, ...], extent_id: int, known: ParsedExtent | None
 ) -> tuple[int, ParsedExtent]:
     """A descriptor and the checked header; `known` saves parsing it again. Raises BlockMissing."""
     try:
@@ -187,6 +191,9 @@ def read_header(fd: int, file_bytes: int) -> tuple[ExtentHeader, int]:
 
 def runs(blocks: Sequence[int]) -> Iterator[tuple[int, int]]:
     """Half-open ranges of places in `blocks` that hold consecutive numbers."""
+    if blocks and list(blocks) == list(range(blocks[0], blocks[0] + len(blocks))):
+        yield 0, len(blocks)  # as most are: without a look at each
+        return
     start = 0
     for i in range(1, len(blocks) + 1):
         if i == len(blocks) or blocks[i] != blocks[i - 1] + 1:
@@ -213,7 +220,8 @@ def _parts(header: bytes, layout: Layout, segments: Sequence[Sequence[memoryview
     for views in segments:
         yield from views
         size = sum(map(len, views))
-        yield memoryview(bytes(aligned(size) - size))
+        if padding := aligned(size) - size:
+            yield memoryview(bytes(padding))
 
 
 def _write_parts(fd: int, parts: Iterable[memoryview], buffer: memoryview, beat: Beat) -> None:
@@ -222,10 +230,10 @@ def _write_parts(fd: int, parts: Iterable[memoryview], buffer: memoryview, beat:
     pieces: list[memoryview] = []
     offset = filled = unsynced = 0
     for part in parts:
-        fits = len(part) % ALIGNMENT == 0 and _address(part) % ALIGNMENT == 0
+        fits = len(part) % ALIGNMENT == 0 and _is_aligned(part)
         while len(part):
             taken = min(len(part), len(buffer) - filled)
-            piece, part = part[:taken], part[taken:]
+            piece, part = (part, part[:0]) if taken == len(part) else (part[:taken], part[taken:])
             if not fits or filled % ALIGNMENT:
                 copied = buffer[filled : filled + taken]
                 copied[:] = piece
@@ -244,8 +252,9 @@ def _write_parts(fd: int, parts: Iterable[memoryview], buffer: memoryview, beat:
     _write_all(fd, pieces, offset)
 
 
-def _address(view: memoryview) -> int:
-    return int(np.frombuffer(view, np.uint8).__array_interface__["data"][0]) if len(view) else 0
+def _is_aligned(view: memoryview) -> bool:
+    """Whether it lies as devices want it. What cannot be written to is a header, and lies anywhere."""
+    return len(view) > 0 and not view.readonly and addressof(c_char.from_buffer(view)) % ALIGNMENT == 0
 
 
 def _write_all(fd: int, pieces: Sequence[memoryview], offset: int) -> None:

@@ -3,7 +3,7 @@
 import random
 from itertools import pairwise
 
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tests.cache.pool_model import NO_CUTS, PoolModel, make_manager
@@ -90,7 +90,16 @@ def test_the_offloader_leaves_alone_what_would_be_lost():
     assert model.manager.stats.offloaded_blocks == 0
 
 
+def longest_run(pages: list[int]) -> int:
+    longest = run = 1
+    for before, page in pairwise(pages):
+        run = run + 1 if page == before + 1 else 1
+        longest = max(longest, run)
+    return longest
+
+
 @settings(max_examples=40)
+@example(sizes=[1, 1, 2, 5, 3, 2, 1, 4, 6], needed=0, dram=True)  # room for half of the last in a row, and for no more
 @given(sizes=st.lists(st.integers(1, 6), min_size=8, max_size=16), needed=st.integers(0, 7), dram=st.booleans())
 def test_no_more_leaves_for_a_new_context_than_would_behind_it(sizes, needed, dram):
     low_water, kept_free = 0.75, 8
@@ -109,8 +118,8 @@ def test_no_more_leaves_for_a_new_context_than_would_behind_it(sizes, needed, dr
         more, evicted = model.manager.stats.evicted_blocks - evicted, model.manager.stats.evicted_blocks
         if dram:
             taken = model.contexts[f"new{number}"].pages
-            in_a_row = taken == list(range(taken[0], taken[0] + size))
-            assert missing <= more <= (max(missing, size + kept_free - free) if in_a_row else missing)
+            half_in_a_row = longest_run(taken) >= -(-size // 2)
+            assert missing <= more <= (max(missing, size + kept_free - free) if half_in_a_row else missing)
         else:
             assert more == missing, "nothing is lost that does not have to be"
         model.step(f"new{number}", size * 32)

@@ -479,7 +479,7 @@ def test_the_environment_of_the_engine() -> None:
     assert environment["PYTHONPATH"] == f"{ROOT}{os.pathsep}/extra"
     assert environment["OMP_NUM_THREADS"] == "1"
     assert environment["USE_HUB_KERNELS"] == "NO"
-    assert environment["GOMP_SPINCOUNT"] == "40000"
+    assert environment["GOMP_SPINCOUNT"] == "10000"
 
 
 @pytest.mark.parametrize(("name", "value"), [("GOMP_SPINCOUNT", "7"), ("OMP_WAIT_POLICY", "active")])

@@ -32,7 +32,7 @@ def spoil(driver: Driver) -> None:
     for layer in range(slab.num_layers):
         slab.v(layer).mul_(-3)
     for slot in range(slab.num_slots):
-        if slab._checksums[slot] is not None:
+        if slab.is_sealed(slot):
             slab.seal(slot)
 
 

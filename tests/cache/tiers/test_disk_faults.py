@@ -328,7 +328,7 @@ def test_of_deletions_that_stop_half_way_the_index_forgets_those_that_were_made(
     remove = disk.remove_extent
 
     def failing(path):
-        if path.stem == f"{extents[1].extent_id:016x}":
+        if path.endswith(f"{extents[1].extent_id:016x}.kv"):
             raise OSError(errno.EIO, "cannot")
         remove(path)
 

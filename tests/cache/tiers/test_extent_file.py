@@ -26,7 +26,7 @@ def written(path, layers, header=bytes(ALIGNMENT)):
     layout = Layout.of(header_bytes=len(header), segment_bytes=sizes, num_blocks=1)
     path.unlink(missing_ok=True)
     write_extent(
-        path=path,
+        path=str(path),
         header=header,
         layout=layout,
         segments=segments,
