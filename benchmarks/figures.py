@@ -23,6 +23,7 @@ HELD = {
     "After a restart and a crash": "restart",
     "What the cache costs where nothing is reused": "zero_reuse",
     "The same, step by step in one process": "zero_reuse_steps",
+    "How long threads wait awake": "waiting_threads",
     "Soak": "soak",
     "The simulator beside the server": "sim_agreement",
     "Gaps in running streams while long prompts arrive": "itl",

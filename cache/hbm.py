@@ -241,7 +241,7 @@ class HbmPool:
             return
         sizes = [size for size in (num_pages + spare, num_pages, -(-num_pages // 2)) if size > run]
         more = max(budget, min(_RUN_CHOICE * budget, _MOST_CHOICE))
-        for most, wanted in ((budget, sizes[:2]), (more, sizes)):
+        for most, wanted in ((budget, sizes[:2]), (min(2 * budget, more), sizes[:2]), (more, sizes)):
             rows = self._expendable(most)
             for size in wanted:
                 window = pages.window_for_run((row.page for row in rows if row.page is not None), size, budget)

@@ -30,7 +30,7 @@ from cache.table import BlockRow, CacheTable, SessionName
 _MAX_EXTENT_BLOCKS = 512
 _MAX_WRITES = 2  # under way at once: disks like a short queue, and what waits can still be superseded
 _RETRY_S = 5.0  # after a failed write; the blocks stay in DRAM meanwhile
-_PRESSURE = 0.25  # share of the slots below which blocks of running turns are written too
+_PRESSURE = 0.25  # share of the slots, free or to be had for what comes, below which running turns write theirs too
 _EXTENT_OVERHEAD = 3 * 4096
 
 
@@ -111,6 +111,13 @@ class LowerTiers:
     @property
     def is_on(self) -> bool:
         return self.num_slots > 0
+
+    @property
+    def is_pressed(self) -> bool:
+        """Whether slots are scarce: turns that run write what they have, too. What is on disk leaves for whatever comes,
+        so a DRAM that is full of it is not."""
+        unwritten = len(self._tickets) + sum(map(len, self._dirty.values()))
+        return self.num_slots - unwritten < _PRESSURE * self.num_slots
 
     @property
     def in_flight(self) -> int:
@@ -263,7 +270,7 @@ class LowerTiers:
     ) -> None:
         """Write what turns have left in DRAM; of running turns too when slots get scarce. Call it if `may_write`."""
         self._retry_s = 0.0
-        pressed = self.slots.num_free < _PRESSURE * self.num_slots
+        pressed = self.is_pressed
         # Looked up only when it is needed: in most steps all that is dirty belongs to who runs.
         saving: set[SessionName] | None = None
         for name in list(self._dirty):

@@ -407,6 +407,15 @@ class CacheManager:
             self.pages.unpin(page)
 
     @property
+    def changes(self) -> int:
+        """Another number than before: a request has come or gone."""
+        return self._running.changes
+
+    def is_roomy(self, num_running: int) -> bool:
+        """Whether a step or two of so many who decode need nothing to leave any tier."""
+        return self.pages.num_free >= 2 * num_running > 0 and not self.lower.is_pressed
+
+    @property
     def num_leases(self) -> int:
         """Pages pinned by requests and transfers; zero when nothing runs."""
         return self.pages.num_pinned

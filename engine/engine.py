@@ -96,6 +96,8 @@ class Engine:
         self._aborted = 0
         self._load_seconds = 0.0
         self._replies: list[SessionReply] = []
+        self._changes = 0  # of the requests that the cache knows, when was looked last
+        self._seals_may_wait = False
 
     # --- requests -----------------------------------------------------------------------------------------------------
 
@@ -256,12 +258,19 @@ class Engine:
         return replies
 
     def _order_what_comes_next(self, now: float) -> None:
-        self._moves.carry_out()
+        changes, self._changes = self._changes, self._cache.changes
+        # Not when a turn came or ended, nor while one waits: what is sealed late may leave HBM late only.
+        self._seals_may_wait = (
+            changes == self._changes
+            and not self._scheduler.num_waiting
+            and self._cache.is_roomy(len(self._scheduler.running))
+        )
+        self._moves.carry_out(seals_may_wait=self._seals_may_wait)
         self._hear(now)
         self._requeue_failed()
         self._cache.plan(self._scheduler.upcoming(), self._scheduler.free_places, now)
         # Copies inside HBM belong to a step; between steps there are none.
-        self._moves.carry_out(self._cache.take_moves())
+        self._moves.carry_out(self._cache.take_moves(), seals_may_wait=self._seals_may_wait)
 
     def _hear(self, now: float) -> None:
         for event in self._transfer.poll():
@@ -293,7 +302,11 @@ class Engine:
         for sequence in schedule.preempted:
             self._tables.drop(sequence.request_id)
         chunks = schedule.chunks
-        self._moves.carry_out(self._cache.take_moves(), {chunk.sequence.request_id for chunk in chunks})
+        self._moves.carry_out(
+            self._cache.take_moves(),
+            {chunk.sequence.request_id for chunk in chunks},
+            seals_may_wait=self._seals_may_wait and not schedule.preempted,
+        )
         if not chunks:
             self._transfer.wait(_LOAD_WAIT_S)  # everything that could run waits for its KV
             return refused
@@ -359,7 +372,7 @@ class Engine:
             return self._runner.forward(batch, arrival if jobs else None), arrival, None
         # What stands on nothing under way is written to its slots by the kernels that compute it.
         pieces = self._capture(chunks, ())
-        saved = self._transfer.places(pieces, sum(chunk.num_tokens for chunk in chunks))
+        saved = self._transfer.places(pieces, batch.token_ids.shape[0])
         return self._runner.forward(batch, None, saved), arrival, pieces
 
     def _note_prompts(self, items: list[BatchItem], logits: torch.Tensor) -> torch.Tensor:
@@ -471,6 +484,9 @@ class Engine:
         sequence = choice.sequence
         if not choice.may_truncate:
             return False
+        # What is saved was never rotated: what stays of the history is better had from there.
+        self._moves.carry_out()
+        self._hear(time.monotonic())
         try:
             dropped = self._cache.truncate(sequence.request_id)
         except DoesNotFit:

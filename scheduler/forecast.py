@@ -64,14 +64,19 @@ class Forecast:
         for sequence in running:
             rest_s = rests_s.get(sequence)
             if rest_s is None:
-                # Asked of everybody in every step: what is known of most is looked up without a call.
+                # Asked of everybody in every step: what is known of most is looked up, and `timer.remaining_s` worked
+                # out, without a call.
                 ask_at, expected = asked.get(sequence, _UNASKED)
+                started_s = sequence.first_token_s
+                said = len(sequence.token_ids) + sequence.dropped_tokens - sequence.prompt_tokens
                 if tpot_s is None:
                     rest_s = 0.0  # nothing is known: rather early than late
-                elif sequence.output_tokens < ask_at and sequence.first_token_s is not None:
-                    rest_s = timer.remaining_s(tpot_s, expected, now, sequence.first_token_s, 0.0)
-                else:
+                elif said >= ask_at or started_s is None:
                     rest_s = self._remaining_s(sequence, tpot_s, now)
+                else:
+                    rest_s = tpot_s * expected - (now - started_s)
+                    if rest_s < 0.0:
+                        rest_s = 0.0
                 rests_s[sequence] = rest_s
             rests.append(rest_s)
         rests.sort()

@@ -216,11 +216,16 @@ class Scheduler:
         self._forecast.begin_step()
         loading = self._stalls_s()
         self._foresee(loading, now)
-        decoding = [s for s in self._running if s.pending_tokens == 1 and s.request_id not in loading]
+        decoding = [
+            s for s in self._running if len(s.token_ids) - s.computed_tokens == 1 and s.request_id not in loading
+        ]
         for sequence in decoding:
             # A preemption further up may have taken this one out.
-            if sequence.state is SequenceState.RUNNING and self._make_room(sequence, 1, chunks, preempted):
-                self._count_load(sequence, 1, 0.0)
+            if sequence.state is not SequenceState.RUNNING:
+                continue
+            if self._cache.grow(sequence.request_id, 1) or self._make_room(sequence, 1, chunks, preempted):
+                if sequence in self._loaders:
+                    self._count_load(sequence, 1, 0.0)
                 chunks.append(Chunk(sequence, 1))
         budget = self._budget(chunks, now, self._itl_target_s)
         prefills = self._prefills(loading)
@@ -283,7 +288,7 @@ class Scheduler:
     def _prefills(self, loading: Container[str]) -> list[Sequence]:
         """Running sequences with more than a token to compute; with fair places, of the tenants with the least to do
         first."""
-        prefills = [s for s in self._running if s.pending_tokens > 1 or s.request_id in loading]
+        prefills = [s for s in self._running if len(s.token_ids) - s.computed_tokens > 1 or s.request_id in loading]
         return self._tenants.least_to_do_first(prefills)
 
     # --- giving way ---------------------------------------------------------------------------------------------------
@@ -481,7 +486,7 @@ class Scheduler:
         """Its first chunk runs in this step, which may wait for what is left of its load."""
         if sequence not in self._loaders:
             return
-        self._loaders.discard(sequence)
+        self._loaders.remove(sequence)
         work = StepWork().plus_chunk(num_tokens, sequence.computed_tokens)
         is_hidden = stall_s - self._cost.seconds(work) <= self._stall_budget_s
         self.loads["finished" if not stall_s else "hidden" if is_hidden else "exposed"] += 1

@@ -203,7 +203,7 @@ class DiskTier:
             try:
                 self._index.add(info, stamp=info.extent_id)
             except sqlite3.Error as error:
-                problem = "extent %016x is not in the index and will be found by its header: %s"
+                problem = "extent %016x and some before it are not in the index and will be found by their headers: %s"
                 self._log.warn("index", problem, info.extent_id, error)
             return due
 
@@ -322,7 +322,7 @@ class DiskTier:
         path, stored = self._path(extent_id), False
         try:
             if not os.path.isdir(os.path.dirname(path)):  # somebody took it away
-                self._make_shards()
+                self._make_shards(beat)
             beat()
             self._write_file(path, header, layout, views, beat)
             stored = True
@@ -335,10 +335,11 @@ class DiskTier:
                 elif not stays:  # what cannot even be removed still takes its room
                     self._used -= layout.size_bytes
 
-    def _make_shards(self) -> None:
+    def _make_shards(self, beat: Beat) -> None:
         """All at once: a directory costs a write as much as its file does."""
         made = False
         for number in range(NUM_SHARDS):
+            beat()
             with contextlib.suppress(FileExistsError):
                 os.mkdir(f"{self._own}/{number:02x}", mode=0o700)
                 made = True
@@ -447,7 +448,7 @@ class DiskTier:
                 if self._lock_fd is not None:
                     os.close(self._lock_fd)  # of a file without a name
                 self._lock_fd = fd
-            self._make_shards()
+            self._make_shards(beat)
             self._index.make_again(beat)
             with self._lock:
                 extent_ids = list(self._sizes)
@@ -464,7 +465,7 @@ class DiskTier:
         for directory in (self._root, self._own):
             directory.chmod(0o700)
         self._lock_fd = _lock_directory(self._directory, self._owner)
-        self._make_shards()
+        self._make_shards(beat)
         beat()
         known, sessions = self._index.open(beat)
         beat()

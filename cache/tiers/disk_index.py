@@ -1,7 +1,8 @@
 """What the disk tier holds, in SQLite, so that a start need not read every record.
 
-The records are the truth: a row that is wrong or missing is made again from the header of its file. Only what was said
-of a session after its last extent is nowhere else."""
+The records are the truth: a row that is wrong or missing is made again from the header of its file. So rows of extents
+are written some together: behind a turn, one by itself takes 0.3 ms. A crash leaves a few headers to be read. Only what
+was said of a session after its last extent is nowhere else: that is written at once."""
 
 import logging
 import shutil
@@ -18,11 +19,13 @@ from cache.extent import ExtentInfo, SessionRecord
 from cache.tiers.io_threads import Beat
 
 SCHEMA_VERSION = 1
+_TOGETHER = 32  # extents
 _SCHEMA = """
 CREATE TABLE extents (extent_id INTEGER PRIMARY KEY, info BLOB NOT NULL, digest BLOB NOT NULL);
 CREATE TABLE sessions (tenant TEXT, salt TEXT, session_id TEXT, stamp INTEGER NOT NULL, record BLOB NOT NULL,
                        digest BLOB NOT NULL, PRIMARY KEY (tenant, salt, session_id));
 """
+_PUT_EXTENT = "INSERT OR REPLACE INTO extents VALUES (?, ?, ?)"
 _PUT_SESSION = """
 INSERT INTO sessions VALUES (?, ?, ?, ?, ?, ?) ON CONFLICT DO UPDATE
 SET stamp = excluded.stamp, record = excluded.record, digest = excluded.digest WHERE excluded.stamp > stamp
@@ -40,6 +43,8 @@ class DiskIndex:
         self._lock = threading.Lock()
         self._db: sqlite3.Connection | None = None
         self._inode = 0
+        self._extents: list[tuple[object, ...]] = []  # rows to be written with the next change
+        self._sessions: list[tuple[object, ...]] = []  # and those of their sessions
 
     def open(self, beat: Beat) -> tuple[dict[int, ExtentInfo], dict[tuple[str, str, str], tuple[int, SessionRecord]]]:
         """Extents by id, and sessions by name with their stamps: all rows that are intact. An index that is damaged or
@@ -67,27 +72,33 @@ class DiskIndex:
             return False
 
     def add(self, info: ExtentInfo, *, stamp: int) -> None:
-        """A row for the extent; its session record is the session's newest too, unless one has a later stamp or it says
-        nothing yet."""
+        """A row for the extent, now or with one of the next changes; its session record is the session's newest too,
+        unless one has a later stamp or it says nothing yet. After an error the rows that have waited are lost with it,
+        and their extents are known by their headers alone."""
         data = msgspec.msgpack.encode(info)
-        with self._lock, self._connection() as db:
-            row = (info.extent_id, data, _digest(info.extent_id, data))
-            db.execute("INSERT OR REPLACE INTO extents VALUES (?, ?, ?)", row)
+        with self._lock:
+            self._extents.append((info.extent_id, data, _digest(info.extent_id, data)))
             if info.session.context:  # else a first turn that is not at its end: nobody knows the session yet
-                _put(db, info.session, stamp)
+                self._sessions.append(_session_row(info.session, stamp))
+            if len(self._extents) >= _TOGETHER:
+                with self._connection() as db:
+                    self._catch_up(db)
 
     def remove(self, extent_ids: Iterable[int]) -> None:
         with self._lock, self._connection() as db:
+            self._catch_up(db)
             db.executemany("DELETE FROM extents WHERE extent_id = ?", [(extent_id,) for extent_id in extent_ids])
 
     def put_session(self, record: SessionRecord, *, stamp: int) -> None:
         with self._lock, self._connection() as db:
-            _put(db, record, stamp)
+            self._catch_up(db)
+            db.execute(_PUT_SESSION, _session_row(record, stamp))
 
     def delete_sessions(self, names: Iterable[tuple[str, str, str]]) -> None:
         """By tenant, salt and session id. Their bytes are gone from the files of the index too."""
         with self._lock:
             with self._connection() as db:
+                self._catch_up(db)
                 where = "tenant = ? AND salt = ? AND session_id = ?"
                 db.executemany(f"DELETE FROM sessions WHERE {where}", names)
             db.execute("PRAGMA wal_checkpoint(TRUNCATE)")  # the log still had them
@@ -95,9 +106,22 @@ class DiskIndex:
 
     def close(self) -> None:
         with self._lock:
-            if self._db is not None:
-                self._db.close()
-                self._db = None
+            if self._db is None:
+                return
+            try:
+                with self._db as db:
+                    self._catch_up(db)
+            except sqlite3.Error as error:
+                log.warning("some extents are not in the index and will be found by their headers: %s", error)
+            self._db.close()
+            self._db = None
+
+    def _catch_up(self, db: sqlite3.Connection) -> None:
+        """Inside a transaction, before what else is in it: that may be about these very rows."""
+        extents, self._extents = self._extents, []
+        sessions, self._sessions = self._sessions, []
+        db.executemany(_PUT_EXTENT, extents)
+        db.executemany(_PUT_SESSION, sessions)
 
     def _connection(self) -> sqlite3.Connection:
         if self._db is None:
@@ -143,9 +167,9 @@ class DiskIndex:
             self._path.replace(self._aside)
 
 
-def _put(db: sqlite3.Connection, record: SessionRecord, stamp: int) -> None:
+def _session_row(record: SessionRecord, stamp: int) -> tuple[object, ...]:
     data = msgspec.msgpack.encode(record)
-    db.execute(_PUT_SESSION, (*record.names, stamp, data, _digest(stamp, data)))
+    return (*record.names, stamp, data, _digest(stamp, data))
 
 
 def _digest(number: int, data: bytes) -> bytes:

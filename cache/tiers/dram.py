@@ -80,9 +80,13 @@ class Slab:
                 segment[begin + num_rows * size : end] = bytes((BLOCK_TOKENS - num_rows) * size)
                 begin = end
 
-    def seal(self, slot: int) -> None:
-        """The slot is complete: from here on its bytes are vouched for."""
-        self.seal_as(slot, [checksum(self.segment(layer, slot)) for layer in range(self.num_layers)])
+    def seal(self, *slots: int) -> None:
+        """The slots are complete: from here on their bytes are vouched for."""
+        layers = list(zip(self._views, self.segment_bytes, strict=True))
+        sums = [checksum(view[slot * size : (slot + 1) * size]) for slot in slots for view, size in layers]
+        self._checksums[list(slots)] = np.frombuffer(b"".join(sums), ">u8").reshape(len(slots), self.num_layers)
+        for slot in slots:
+            self._is_sealed[slot] = True
 
     def seal_as(self, slot: int, checksums: Sequence[bytes]) -> None:
         """The slot is complete and its bytes were compared with these checksums, by layer."""

@@ -80,11 +80,14 @@ class SaveStream:
             self.placed_bytes += num_rows * self._row_bytes
             return SavedRows(self._blocks, np.array([(slot, slot_row) for _, slot, slot_row, _ in pieces]))
         spots = np.full((num_rows, 2), -1)
-        for batch_row, slot, slot_row, count in pieces:
-            rows = spots[batch_row : batch_row + count]
-            rows[:, 0] = slot
-            rows[:, 1] = np.arange(slot_row, slot_row + count)
-            self.placed_bytes += count * self._row_bytes
+        if pieces:
+            batch_rows, slots, slot_rows, counts = np.array(pieces).T
+            ends = counts.cumsum()
+            into = np.arange(ends[-1]) - np.repeat(ends - counts, counts)  # of each row, in its piece
+            rows = np.repeat(batch_rows, counts) + into
+            spots[rows, 0] = np.repeat(slots, counts)
+            spots[rows, 1] = np.repeat(slot_rows, counts) + into
+            self.placed_bytes += int(ends[-1]) * self._row_bytes
         return SavedRows(self._blocks, spots)
 
     def save(self, step: Captured | None, pieces: list[CapturePiece]) -> None:
@@ -161,22 +164,28 @@ class SaveStream:
                 self._save_orders(order, rotations)
 
     def _save_orders(self, orders: Sequence[Save], rotations: Rotations) -> None:
-        self._completions.tell(*(saved for order in orders if (saved := self._carry_out(order, rotations))))
+        """Slots are sealed together, behind all that fills any: none is filled again before the engine has heard that
+        it was saved."""
+        sealed, events = [], []
+        for order in orders:
+            match order:
+                case SealSlot():
+                    if order.num_rows:
+                        self._slab.clear_behind(order.slot, order.num_rows)
+                        sealed.append(order.slot)
+                    events.append(Saved(order.ticket))
+                case FillFromSlot():
+                    self._fill_from_slot(order)
+                case FillFromPage():
+                    self._fill_from_page(order, rotations)
+        if sealed:
+            self._slab.seal(*sealed)
+        self._completions.tell(*events)
 
-    def _carry_out(self, order: Save, rotations: Rotations) -> Saved | None:
-        match order:
-            case FillFromSlot():
-                for layer in range(self._slab.num_layers):
-                    for rows in (self._slab.k(layer), self._slab.v(layer)):
-                        rows[order.slot, : order.num_rows] = rows[order.source_slot, : order.num_rows]
-            case FillFromPage():
-                self._fill_from_page(order, rotations)
-            case SealSlot():
-                if order.num_rows:
-                    self._slab.clear_behind(order.slot, order.num_rows)
-                    self._slab.seal(order.slot)
-                return Saved(order.ticket)
-        return None
+    def _fill_from_slot(self, order: FillFromSlot) -> None:
+        for layer in range(self._slab.num_layers):
+            for rows in (self._slab.k(layer), self._slab.v(layer)):
+                rows[order.slot, : order.num_rows] = rows[order.source_slot, : order.num_rows]
 
     def _save_captures(self, captures: list[CapturedRows]) -> None:
         """Rows of some steps into their slots."""
