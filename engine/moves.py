@@ -43,12 +43,15 @@ class Moves:
         self._transfer.carry_out(moves, running)
 
     def _put_off(self, moves: Sequence[Move]) -> bool:
-        before, captured, _ = self._held or ((), None, [])
-        if captured is not None or len(self._seals) + len(before) + len(moves) > _MOST_SEALS:
-            return False
-        if not all(isinstance(move, SealSlot) for move in (*before, *moves)):
-            return False
-        self._seals += before
-        self._seals += moves
+        before: Sequence[Move] = ()
+        if self._held is not None:
+            before, captured, _ = self._held
+            if captured is not None:
+                return False
+        if before or moves:
+            seals = [move for move in (*before, *moves) if isinstance(move, SealSlot)]
+            if len(seals) < len(before) + len(moves) or len(self._seals) + len(seals) > _MOST_SEALS:
+                return False
+            self._seals += seals
         self._held = None
         return True
