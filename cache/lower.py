@@ -114,8 +114,8 @@ class LowerTiers:
 
     @property
     def is_pressed(self) -> bool:
-        """Whether slots are scarce: turns that run write what they have, too. What is on disk leaves for whatever comes,
-        so a DRAM that is full of it is not."""
+        """Whether slots are scarce: turns that run write what they have, too. What is on disk leaves for whatever
+        comes, so a DRAM that is full of it is not."""
         unwritten = len(self._tickets) + sum(map(len, self._dirty.values()))
         return self.num_slots - unwritten < _PRESSURE * self.num_slots
 

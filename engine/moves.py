@@ -6,7 +6,6 @@ from cache.plan import CapturePiece, Move, SealSlot
 from cache.tiers.capture import Captured
 from cache.transfer import Transfer
 
-
 _MOST_SEALS = 256  # of what waits: some milliseconds at the end of an answer
 
 

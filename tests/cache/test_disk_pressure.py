@@ -49,3 +49,14 @@ def test_what_left_hbm_before_a_slot_was_free_is_not_waited_for():
     assert manager.lower.slots.num_free == 2
     assert manager.blocks_of(("", "", "s3"))["disk"] == 7
     assert not manager._saver._put_off
+
+
+def test_a_dram_full_of_what_is_on_disk_is_not_scarce():
+    """Else every turn would be written in pieces, each with a file of its own."""
+    manager = make_manager(num_pages=20, contiguous=False, dram_slots=12, disk_bytes=1 << 20)
+    model = PoolModel(manager)
+    for n in range(8):
+        model.run(f"r{n}", tokens(n, 65), session=f"s{n}")
+        model.settle()
+    assert manager.lower.slots.num_free < 0.25 * manager.lower.num_slots
+    assert not manager.lower.is_pressed

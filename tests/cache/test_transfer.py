@@ -259,9 +259,10 @@ def test_steps_are_saved_piece_by_piece_and_the_rest_of_an_open_block_is_cleared
         assert not slab.is_intact(layer, 2), "it was given back"
 
 
-def test_what_the_engines_thread_saves_of_a_large_step_waits_for_the_end_of_it():
+def save_stream(num_slots=2):
+    """Of an engine whose kernels may save rows by themselves."""
     pages = [KvPages(k=layer.k.bfloat16(), v=layer.v.bfloat16()) for layer in pools()]
-    slab = Slab(shapes=[LayerShape(HEADS, DIM, DIM)] * LAYERS, dtype=torch.bfloat16, num_slots=2, pinned=False)
+    slab = Slab(shapes=[LayerShape(HEADS, DIM, DIM)] * LAYERS, dtype=torch.bfloat16, num_slots=num_slots, pinned=False)
     saves = SaveStream(
         pages=pages,
         slab=slab,
@@ -271,6 +272,11 @@ def test_what_the_engines_thread_saves_of_a_large_step_waits_for_the_end_of_it()
         rotations=Shift(),
         completions=Completions(),
     )
+    return saves, slab
+
+
+def test_what_the_engines_thread_saves_of_a_large_step_waits_for_the_end_of_it():
+    saves, slab = save_stream()
     for layer in range(LAYERS):
         slab.k(layer).zero_()
     rows = [torch.full((80, HEADS, DIM), 3.0, dtype=torch.bfloat16) for _ in range(LAYERS)]
@@ -278,6 +284,22 @@ def test_what_the_engines_thread_saves_of_a_large_step_waits_for_the_end_of_it()
     assert not slab.k(0)[1].any(), "the step's first token waits"
     saves.flush_due()
     assert all((slab.k(layer)[1] == 3.0).all() for layer in range(LAYERS))
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 31), st.integers(1, 40)), max_size=5), st.integers(0, 3))
+def test_each_row_of_a_step_is_told_where_it_is_saved(parts, behind):
+    """parts: rows that are not saved, the first row in its slot and the number of those that are."""
+    saves, slab = save_stream()
+    pieces, expected = [], []
+    for slot, (gap, slot_row, count) in enumerate(parts):
+        expected += [[-1, -1]] * gap
+        pieces.append(CapturePiece(len(expected), slot, slot_row, count))
+        expected += [[slot, slot_row + row] for row in range(count)]
+    expected += [[-1, -1]] * behind
+    saved = saves.places(pieces, len(expected))
+    assert [spot for spot in saved.spots.tolist() if spot[0] >= 0] == [spot for spot in expected if spot[0] >= 0]
+    assert [spot[0] for spot in saved.spots] == [spot[0] for spot in expected]
+    assert saves.placed_bytes == sum(piece.num_rows for piece in pieces) * slab.slot_bytes // BLOCK_TOKENS
 
 
 @pytest.mark.parametrize("passes", [True, False])

@@ -6,7 +6,7 @@ import pytest
 
 from cache.plan import CapturePiece, DeleteExtents, SealSlot
 from cache.tiers.capture import Captured
-from engine.moves import Moves
+from engine.moves import _MOST_SEALS, Moves
 
 
 class Recorder:
@@ -55,3 +55,47 @@ def test_what_broke_is_not_tried_again() -> None:
     with pytest.raises(OSError, match="no room"):
         moves.carry_out()
     moves.carry_out()
+
+
+def recorded(moves: Moves, **seals: bool) -> list[Any]:
+    """What reaches the transfer when `carry_out` is called with these."""
+    recorder = moves._transfer
+    assert isinstance(recorder, Recorder)
+    recorder.calls.clear()
+    moves.carry_out(**seals)
+    return [call[:2] for call in recorder.calls if call[0] == "save" or call[1]]
+
+
+def test_seals_that_may_wait_are_carried_out_before_all_that_comes_later() -> None:
+    moves = Moves(Recorder())  # type: ignore[arg-type]
+    seals = [SealSlot(n, n, 32) for n in range(4)]
+    moves.carry_out(seals[:1], seals_may_wait=True)
+    moves.hold(seals[1:2], None, [])
+    moves.carry_out(seals[2:3], seals_may_wait=True)
+    moves.hold([], None, [])
+    assert recorded(moves, seals_may_wait=True) == []
+    moves.hold(seals[3:], None, [])
+    assert recorded(moves) == [("carry out", seals[:3]), ("carry out", seals[3:]), ("save", None)]
+    assert recorded(moves) == []
+
+
+@pytest.mark.parametrize("captured", [None, Captured()])
+@pytest.mark.parametrize("move", [SealSlot(9, 9, 32), DeleteExtents(1, (), None)])
+def test_only_seals_wait_and_only_where_the_rows_are_saved(captured: Captured | None, move: Any) -> None:
+    moves = Moves(Recorder())  # type: ignore[arg-type]
+    first = SealSlot(1, 0, 32)
+    moves.carry_out([first], seals_may_wait=True)
+    moves.hold([move], captured, [])
+    waits = captured is None and isinstance(move, SealSlot)
+    in_order = [("carry out", [first]), ("carry out", [move]), ("save", captured)]
+    assert recorded(moves, seals_may_wait=True) == ([] if waits else in_order)
+    assert recorded(moves) == ([("carry out", [first, move])] if waits else [])
+
+
+def test_not_any_number_of_seals_waits() -> None:
+    recorder = Recorder()
+    moves = Moves(recorder)  # type: ignore[arg-type]
+    for n in range(_MOST_SEALS + 1):
+        assert recorder.calls == []
+        moves.carry_out([SealSlot(n, n, 32)], seals_may_wait=True)
+    assert [len(call[1]) for call in recorder.calls] == [_MOST_SEALS, 1]
