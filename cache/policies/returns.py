@@ -10,10 +10,31 @@ _SHORTEST_GAP_S = 0.01  # what comes sooner is a parallel branch of the same tur
 _OWN_WEIGHT = 0.3  # of the newest gap in a session's own mean, and of whether it was punctual
 _COMMON_WEIGHT = 0.05  # of whether the newest return of any session was punctual
 _PUNCTUAL = 0.25  # of the gap: so far off is still punctual
+_GIVEN_UP = 4.0  # gaps after which a session is not merely late with all others
 # Ages, in gaps, at which the nearness of a punctual return is reconsidered.
 _CHECKS = (0.5, 1 - _PUNCTUAL, 1 + _PUNCTUAL)
 _STEPS = 4  # by which values are told apart, per doubling: estimates are no better
 _AT_ONCE = 8  # sessions reconsidered per event: the rest waits, in order, for the next ones
+
+
+class _Rhythm:
+    """How regularly a session comes, by one clock."""
+
+    __slots__ = ("gap", "punctual")
+
+    def __init__(self) -> None:
+        self.gap: float | None = None  # between turns, in the mean
+        self.punctual = 0.0  # the share of gaps near that mean
+
+    def learn(self, gap: float, usual: float) -> bool | None:
+        """usual: the share that is punctual among all. Whether this gap was; None: it could not be foretold."""
+        if self.gap is None:
+            self.gap, self.punctual = gap, usual
+            return None
+        was_punctual = abs(gap - self.gap) <= _PUNCTUAL * self.gap
+        self.punctual += _OWN_WEIGHT * (was_punctual - self.punctual)
+        self.gap = exp(log(self.gap) + _OWN_WEIGHT * (log(gap) - log(self.gap)))
+        return was_punctual
 
 
 class SessionReturn:
@@ -22,19 +43,19 @@ class SessionReturn:
     __slots__ = (
         *(
             "age_bin",
+            "by_time",
+            "by_turns",
             "due",
             "features",
-            "gap_s",
             "grown",
             "last_gap_s",
             "name",
             "order",
             "prompt",
-            "punctual",
             "tokens",
             "turn",
         ),
-        *("used_s", "value"),
+        *("used_s", "used_turn", "value"),
     )
 
     def __init__(self, name: Hashable, order: int) -> None:
@@ -42,9 +63,9 @@ class SessionReturn:
         self.order = order  # of the last use among all; unique
         self.value = 0.0  # expected hits per second of space
         self.used_s: float | None = None
-        self.gap_s: float | None = None  # between turns, in the mean
+        self.used_turn = 0  # the number of that turn among all sessions'
+        self.by_time, self.by_turns = _Rhythm(), _Rhythm()  # in seconds, and in turns of all sessions
         self.last_gap_s: float | None = None
-        self.punctual = 0.0  # the share of gaps near that mean
         self.turn = -1
         self.prompt: int | None = None  # tokens of the last turn's
         self.grown: int | None = None  # what it had more than there was
@@ -57,9 +78,9 @@ class SessionReturn:
     def rank(self) -> tuple[float, float, int]:
         """Ascending: what is worth least first; among what is worth about the same, who is expected last, then the
         oldest use."""
-        if self.used_s is None or self.gap_s is None:
+        if self.used_s is None or self.by_time.gap is None:
             return (_steps(self.value), -inf, self.order)
-        return (_steps(self.value), -(self.used_s + self.gap_s), self.order)
+        return (_steps(self.value), -(self.used_s + self.by_time.gap), self.order)
 
 
 class ReturnTimes:
@@ -67,6 +88,8 @@ class ReturnTimes:
     (`survival.ReturnModel`, learned here as sessions come and do not come). The other at the session alone: programs
     come as regularly as they did, so a return one gap after the last use, with the chance that it was punctual before,
     is worth that chance / the time until then. Gaps are averaged as logarithms: they spread over orders of magnitude.
+    They are counted in seconds, as programs keep time, and in turns of all sessions, for whoever takes turns with
+    others comes in order, however slow the machine is just now: whichever clock promises more is believed.
 
     A rank is as of the last turn, of the end of its answer, or of the last bin of age that the session entered, which
     is logarithmically often. Before anything is learned all turns are equal and the oldest use ranks first; who was
@@ -82,7 +105,8 @@ class ReturnTimes:
         self._model = ReturnModel()
         self._now_s = -inf
         self._uses = 0
-        self._punctual = 0.5  # of all returns whose gap could be foretold
+        self._turns = 0  # of all sessions
+        self._punctual = {"by_time": 0.5, "by_turns": 0.5}  # of all returns whose gap could be foretold
         self._due: Ranking[tuple[float, int, SessionReturn]] = Ranking()
         self._sessions: dict[Hashable, SessionReturn] = {}
         self._listeners: list[Callable[[Sequence[SessionReturn]], None]] = []
@@ -121,11 +145,14 @@ class ReturnTimes:
         now = self._now_s
         gap_s = None if session.used_s is None else now - session.used_s
         if gap_s is None or gap_s >= _SHORTEST_GAP_S:
+            self._turns += 1
             if gap_s is not None:
                 self._learn_return(session, gap_s)
-                self._learn_gap(session, gap_s)
+                session.last_gap_s = gap_s
+                self._learn_gap("by_time", session.by_time, gap_s)
+                self._learn_gap("by_turns", session.by_turns, self._turns - session.used_turn)
             session.turn += 1
-            session.used_s = now
+            session.used_s, session.used_turn = now, self._turns
             session.grown = None
             if prompt_tokens is not None:
                 if session.tokens is not None:
@@ -194,15 +221,10 @@ class ReturnTimes:
         if session.age_bin < NUM_BINS:
             self._model.learn(session.features, session.last_gap_s, session.age_bin, True)
 
-    def _learn_gap(self, session: SessionReturn, gap_s: float) -> None:
-        session.last_gap_s = gap_s
-        if session.gap_s is None:
-            session.gap_s, session.punctual = gap_s, self._punctual
-            return
-        was_punctual = abs(gap_s - session.gap_s) <= _PUNCTUAL * session.gap_s
-        session.punctual += _OWN_WEIGHT * (was_punctual - session.punctual)
-        self._punctual += _COMMON_WEIGHT * (was_punctual - self._punctual)
-        session.gap_s = exp(log(session.gap_s) + _OWN_WEIGHT * (log(gap_s) - log(session.gap_s)))
+    def _learn_gap(self, clock: str, rhythm: _Rhythm, gap: float) -> None:
+        was_punctual = rhythm.learn(gap, self._punctual[clock])
+        if was_punctual is not None:
+            self._punctual[clock] += _COMMON_WEIGHT * (was_punctual - self._punctual[clock])
 
     def _value(self, session: SessionReturn) -> None:
         """As of now, and when to look again."""
@@ -211,13 +233,17 @@ class ReturnTimes:
         if session.age_bin < NUM_BINS:
             session.value = self._model.value(session.features, session.last_gap_s, session.age_bin)
             again_s = session.used_s + bin_end_s(session.age_bin)
-        if session.gap_s is not None:
-            age = (self._now_s - session.used_s) / session.gap_s
-            if age < _CHECKS[-1]:
-                ahead_s = session.gap_s * max(1 - age, _PUNCTUAL)
-                session.value = max(session.value, session.punctual / ahead_s)
-                check = next(check for check in _CHECKS if check > age)
-                again_s = min(again_s, session.used_s + check * session.gap_s)
+        if (gap_s := session.by_time.gap) is not None and (gap_turns := session.by_turns.gap) is not None:
+            age_s = (self._now_s - session.used_s) / gap_s
+            ages = [(session.by_time, age_s)]
+            if age_s < _GIVEN_UP:  # while nobody comes at all, turns do not pass
+                ages.append((session.by_turns, (self._turns - session.used_turn) / gap_turns))
+                again_s = min(again_s, session.used_s + _GIVEN_UP * gap_s)
+            for rhythm, age in ages:
+                if age < _CHECKS[-1]:
+                    session.value = max(session.value, rhythm.punctual / (gap_s * max(1 - age, _PUNCTUAL)))
+                    check = next(check for check in _CHECKS if check > age)
+                    again_s = min(again_s, self._now_s + (check - age) * gap_s)
         # Far from zero a short wait may be lost to rounding; the clock must get past it all the same.
         self._schedule(session, None if again_s == inf else max(again_s, nextafter(self._now_s, inf)))
 
