@@ -193,7 +193,7 @@ def test_a_key_is_asked_for_and_kept_for_the_tab(browser: Any, tmp_path: Any) ->
         dialog.get_by_label("Key", exact=True).fill("sk-secret-key")
         page.keyboard.press("Enter")
         page.locator('#server[data-state="ready"]').wait_for()
-        assert "admin key" in page.locator('[data-part="tiers"]').inner_text()
+        page.locator('[data-part="tiers"]').get_by_text("admin key").wait_for()
         assert send(page, "Hello").locator(".text").inner_text()
         page.reload()
         page.locator('#server[data-state="ready"]').wait_for()
