@@ -149,11 +149,13 @@ class Driver:
         assert self.engine.stats().leases == 0
 
     def settle(self) -> None:
-        """Until every save, load and write has ended."""
+        """Until every save, load and write has ended, and what a busy disk refused was written at a later try."""
         end = time.monotonic() + 30
         self.engine.poll(self.now)
         while self.cache.in_flight or self.cache.lower._dirty:
             assert time.monotonic() < end, "the transfers do not come to an end"
+            if not self.cache.in_flight:
+                self.now += 1.0
             self.engine._transfer.wait(0.01)
             self.engine.poll(self.now)
         self.check()
