@@ -35,9 +35,11 @@ class LookAhead:
         self._reuse = reuse
         self._waiting: Sequence[str] = []
         self._names: list[SessionName] = []  # the session of each of those who wait
+        self._session_of: dict[str, SessionName] = {}  # and by request
         self._turns: Counter[SessionName] = Counter()  # session -> how many of them are its
         self._told = False  # whether the policies know of all of them
         self._unseen: set[str] = set()  # of those who wait: has not been looked at for what to fetch
+        self._seen: tuple[Sequence[str], int, int] = (), 0, 0  # who waits, from where to where: all have been looked at
         self._next = 0  # whose turn it is to be looked at again
         self._try_regulars_s = self._try_successor_s = -math.inf
         self._regular, self._successor = _Errand(), _Errand()
@@ -60,7 +62,9 @@ class LookAhead:
         changes = (self._lower.changes, self._running.changes)
         if changes != self._changes and self._lower.may_write(now):
             self._changes = changes  # while a turn runs, all that waits to be written is its own as a rule
-            self._lower.plan_writes(self._sessions.contexts, self._running.has_pages, self._sessions.record, now)
+            self._lower.plan_writes(
+                self._sessions.contexts, self._running.has_pages, self._running.changes, self._sessions.record, now
+            )
         self._lower.extents.go_on(now)
         if self._lower.must_record:
             self._lower.record_sessions(self._sessions.contexts, self._running.has_pages, self._sessions.record)
@@ -83,17 +87,19 @@ class LookAhead:
         before, self._waiting = self._waiting, waiting
         head, tail = common_ends(before, waiting)
         left, entered = before[head : len(before) - tail], waiting[head : len(waiting) - tail]
-        known = dict(zip(left, self._names[head:], strict=False))
-        fresh = set(entered)
-        gone = known.keys() - fresh
-        fresh -= known.keys()
+        known, gone = self._session_of, []
+        fresh = [request_id for request_id in entered if request_id not in known]
+        if len(entered) - len(fresh) < len(left):  # as a rule they have only changed places
+            still = set(entered)
+            gone = [request_id for request_id in left if request_id not in still]
         known.update((request_id, self._running[request_id].session) for request_id in fresh)
         self._names[head : len(before) - tail] = map(known.__getitem__, entered)
-        self._unseen = (self._unseen | fresh) - gone
-        touched = {known[request_id] for request_id in fresh | gone}
+        self._unseen.update(fresh)
+        self._unseen.difference_update(gone)
+        touched = {known[request_id] for request_id in (*fresh, *gone)}
         were = {session for session in touched if session in self._turns}
         self._turns.update(known[request_id] for request_id in fresh)
-        self._turns.subtract(known[request_id] for request_id in gone)
+        self._turns.subtract(known.pop(request_id) for request_id in gone)
         for session in touched:
             if not self._turns[session]:
                 del self._turns[session]
@@ -105,14 +111,17 @@ class LookAhead:
         room = (self._lower.num_slots - self._lower.resident) * self._lower.slot_bytes
         end = min(len(self._waiting), starting + prefetch_window(room, self._sessions.mean_bytes))
         left = _LOOKED_UP
-        for request_id in self._waiting[starting:end] if self._unseen else ():
-            if request_id in self._unseen:
-                left -= len(self._running[request_id].token_ids)
-                if not self._fetch_for(request_id):
-                    return  # nor is there room for those behind it
-                self._unseen.discard(request_id)
-                if left <= 0:
-                    return
+        waiting, first, last = self._seen
+        if self._unseen and not (waiting is self._waiting and first <= starting and end <= last):
+            for request_id in self._waiting[starting:end]:
+                if request_id in self._unseen:
+                    left -= len(self._running[request_id].token_ids)
+                    if not self._fetch_for(request_id):
+                        return  # nor is there room for those behind it
+                    self._unseen.discard(request_id)
+                    if left <= 0:
+                        return
+            self._seen = self._waiting, starting, end
         for _ in range(starting, end):
             if left <= 0:
                 return

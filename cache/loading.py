@@ -130,6 +130,11 @@ class Loads:
         seconds = sum(self._rates.load_s(name, count * self._bytes_per_token) for name, count in rows.items())
         return seconds * (1 - self._arrived(context.job))
 
+    def stalls_s(self) -> dict[str, float]:
+        """`stall_s` of all who stand on a load under way."""
+        contexts = (load.context for job_id, load in self.under_way.items() if load.context.job == job_id)
+        return {context.request_id: stall_s for context in contexts if (stall_s := self.stall_s(context))}
+
     def frees_room(self) -> bool:
         """Whether the end of a load will soon free pages that no request has any more. One that made its request leave
         the batch may take long."""

@@ -91,6 +91,8 @@ class LowerTiers:
         self._writing: set[SessionName] = set()
         self._unrecorded: dict[SessionName, None] = {}  # sessions that have changed since the disk was told of them
         self._retry_s = 0.0
+        self._run: set[SessionName] = set()  # of `_dirty`, those that ran when they were looked at, as of
+        self._runners = -1
         self._fetches: dict[int, tuple[tuple[BlockKey, tuple[int, int], int], ...]] = {}
         self._fetching: set[BlockKey] = set()
         self._jobs = 0
@@ -135,6 +137,10 @@ class LowerTiers:
 
     def is_fetching(self, key: BlockKey) -> bool:
         return key in self._fetching
+
+    def is_moving(self, key: BlockKey) -> bool:
+        """Whether it is being saved or fetched."""
+        return key in self._saving or key in self._fetching
 
     # --- slots --------------------------------------------------------------------------------------------------------
 
@@ -265,18 +271,23 @@ class LowerTiers:
         self,
         sessions: Mapping[SessionName, SessionContext],
         is_running: Callable[[SessionName], bool],
+        runners: int,
         record: Callable[[SessionName, SessionContext | None], SessionRecord],
         now: float,
     ) -> None:
-        """Write what turns have left in DRAM; of running turns too when slots get scarce. Call it if `may_write`."""
+        """Write what turns have left in DRAM; of running turns too when slots get scarce. runners: the same number as
+        long as nobody has ceased to run. Call it if `may_write`."""
         self._retry_s = 0.0
         pressed = self.is_pressed
+        if runners != self._runners:
+            self._runners, self._run = runners, set()
         # Looked up only when it is needed: in most steps all that is dirty belongs to who runs.
         saving: set[SessionName] | None = None
-        for name in list(self._dirty):
+        for name in [name for name in self._dirty if pressed or name not in self._run]:
             if len(self._writes) >= _MAX_WRITES:
                 return
-            runs = is_running(name)
+            if runs := is_running(name):
+                self._run.add(name)
             if name in self._writing or (runs and not pressed):
                 continue
             saving = self._owners_saving() if saving is None else saving

@@ -201,12 +201,21 @@ class CacheManager:
         context = self._running[request_id]
         missing = self.hbm.num_pages(context.computed + num_tokens) - len(context.pages)
         if missing <= 0:
-            return True  # as with nearly every row that is decoded
+            return True
         if not self.hbm.make_room(missing):
             return False
         for done in range(missing):
             context.pages.append(self.pages.take(context.pages[-1] if context.pages else None, missing - done))
         return True
+
+    def without_room(self, request_ids: Iterable[str]) -> list[str]:
+        """See CacheView."""
+        running, page_size = self._running, self.hbm.page_size
+        return [
+            request_id
+            for request_id in request_ids
+            if (context := running[request_id]).computed >= len(context.pages) * page_size
+        ]
 
     def capture(self, request_id: str, num_tokens: int, batch_row: int) -> list[CapturePiece]:
         """Where the KV of the next `num_tokens` rows, which a step has just computed as rows batch_row.. of its batch,
@@ -228,6 +237,7 @@ class CacheManager:
         context.open_hint, context.open_place = self._publisher.release(context), context.computed // BLOCK_TOKENS
         context.reached = max(context.reached, context.computed)
         context.pages, context.computed, context.sealed = [], 0, 0
+        self._running.gave_way()
 
     def room_is_coming(self) -> bool:
         """See CacheView."""
@@ -264,10 +274,15 @@ class CacheManager:
     def void(self, request_id: str) -> None:
         """Give a request's room back and publish nothing of it: its load has failed."""
         self._publisher.void(self._running[request_id])
+        self._running.gave_way()
 
     def stall_s(self, request_id: str) -> float:
         """See CacheView."""
         return self._loads.stall_s(self._running[request_id])
+
+    def stalls_s(self) -> dict[str, float]:
+        """See CacheView."""
+        return self._loads.stalls_s()
 
     def expect(self, request_id: str, score: int) -> None:
         """See CacheView."""
@@ -408,7 +423,7 @@ class CacheManager:
 
     @property
     def changes(self) -> int:
-        """Another number than before: a request has come or gone."""
+        """Another number than before: a request has come or gone, or given its pages back."""
         return self._running.changes
 
     def is_roomy(self, num_running: int) -> bool:

@@ -9,7 +9,7 @@ class Requests(dict[str, RunningContext]):
 
     def __init__(self) -> None:
         super().__init__()
-        self.changes = 0  # how many have come and gone
+        self.changes = 0  # how many have come, gone, and given their pages back
         self._of_session: dict[SessionName, dict[str, RunningContext]] = {}
 
     def begin(self, context: RunningContext) -> None:
@@ -26,6 +26,10 @@ class Requests(dict[str, RunningContext]):
         if not others:
             del self._of_session[context.session]
         return context
+
+    def gave_way(self) -> None:
+        """A request has given its pages back, and goes on."""
+        self.changes += 1
 
     def has_pages(self, session: SessionName) -> bool:
         """Whether a request of the session runs, or has its pages already. Asked for many sessions in every step."""

@@ -31,12 +31,15 @@ class Siblings:
         if context.awaited is not None and self._is_coming(context.awaited, context.request_id):
             return True  # a prompt may have many waiters, asked in every step: none walks it again for nothing
         context.awaited = None
-        keys = context.chain()
-        for block, key in enumerate(keys):
-            row = self._table.get(key)
-            if self._is_coming(key, context.request_id) and (row is None or not self._hbm.is_ready(row, block)):
-                context.awaited = key
-                return True
+        coming, lower, row_of = self.coming, self._lower, self._table.get
+        for block, key in enumerate(context.chain()):
+            row = row_of(key)
+            # Asked of every block of those next in line, in every step; with few of them anything happens.
+            is_moving = key in coming or lower.is_moving(key)
+            if is_moving and self._is_coming(key, context.request_id):
+                if row is None or not self._hbm.is_ready(row, block):
+                    context.awaited = key
+                    return True
             if row is None:
                 return False
         return False

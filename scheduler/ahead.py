@@ -2,6 +2,7 @@
 by CaR's prefetch timer)."""
 
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from scheduler.ports import CacheView
@@ -28,6 +29,9 @@ class AheadLoads:
 
     def __len__(self) -> int:
         return len(self._loads)
+
+    def __iter__(self) -> Iterator[Sequence]:
+        return iter(self._loads)
 
     def __contains__(self, sequence: Sequence) -> bool:
         return sequence in self._loads

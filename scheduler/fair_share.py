@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 
 from scheduler.sequence import Sequence
 
+_PER_STEP = 128  # requests in line for each step that their order may be out of date
+
 Cost = Callable[[Sequence], float]
 """What a request takes of its tenant's share, in tokens: expected while it waits, what it was once it has ended."""
 
@@ -35,7 +37,8 @@ class FairShare:
     request, and given back if it never started. Within a tenant, requests of different weights share likewise.
 
     Cost: an arrival or a departure touches one tenant's requests; the order over all is merged from them when it is
-    asked for after a change.
+    asked for after a change. In a long line that waits a few steps after a request has ended and its tenant's clock was
+    put right by what it has cost: nobody who is next is chosen by it.
     """
 
     def __init__(self, *, cost: Cost) -> None:
@@ -46,6 +49,7 @@ class FairShare:
         self._entries: dict[Sequence, _Waiting] = {}
         self._charged: dict[Sequence, float] = {}  # those who went and have not ended
         self._order: list[Sequence] | None = None
+        self._outdated = 0  # steps since a clock was put right, and `_order` was not; 0: it is up to date
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -79,9 +83,10 @@ class FairShare:
         self._leave(entry)
         self._charged[sequence] = entry.cost
         self._settle(sequence.tenant, entry.cost)
-        if order is not None and starts is not None:
+        tenant.starts = starts
+        if order is not None and (starts is not None or self._outdated):
             # Its tenant's others start when they would have started: nothing moves.
-            tenant.starts, place = starts, order.index(sequence)
+            place = order.index(sequence)
             self._order = order[:place] + order[place + 1 :]
 
     def refund(self, sequence: Sequence) -> None:
@@ -90,9 +95,11 @@ class FairShare:
 
     def finished(self, sequence: Sequence) -> None:
         """A request that went has ended, and has cost what it has cost. Forgives unknown ones."""
-        charged = self._charged.pop(sequence, None)
+        charged, order = self._charged.pop(sequence, None), self._order
         if charged is not None:
             self._settle(sequence.tenant, max(1.0, self._cost(sequence)) / sequence.weight - charged)
+            if order is not None and len(self._entries) >= _PER_STEP:
+                self._order, self._outdated = order, max(1, self._outdated)
 
     def first(self, excluded: Container[str]) -> Sequence | None:
         """The next of a tenant that is not excluded."""
@@ -111,11 +118,14 @@ class FairShare:
             for tenant in self._tenants.values():
                 starts += self._starts(tenant)
             starts.sort()  # sorted runs, one of each tenant; numbers are unique, so sequences are not compared
-            self._order = [sequence for _, _, sequence in starts]
+            self._order, self._outdated = [sequence for _, _, sequence in starts], 0
         return self._order
 
     def refresh(self) -> None:
-        """The order does not depend on where KV is."""
+        if self._outdated:
+            self._outdated += 1
+            if self._outdated > len(self._entries) // _PER_STEP:
+                self._order = None
 
     def _starts(self, tenant: _Tenant) -> list[tuple[float, int, Sequence]]:
         """When each waiting request of a tenant would start, in virtual time."""

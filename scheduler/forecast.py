@@ -9,7 +9,8 @@ from scheduler.predictor import LengthPredictor
 from scheduler.sequence import Sequence
 
 _ASK_AGAIN = 16  # tokens after which the rest of an answer is predicted anew, or, if that is more,
-_ASK_SHARE = 4  # such a part of what was predicted: far from the end it need not be exact
+_ASK_LATER = 4  # tokens at least: who is to end any moment, as told, is not asked at each of them
+_ASK_SHARE = 4  # such a part of what was said or is predicted: lengths are not told apart any better
 _UNASKED = (0, 0)
 _TPOT_WEIGHT = 0.1  # of a new step in the mean time between tokens
 
@@ -94,6 +95,7 @@ class Forecast:
     def _ask(self, sequence: Sequence) -> int:
         """For the length of the whole answer, anew every few tokens."""
         said, expected = sequence.output_tokens, self._predictor.predict(sequence)
-        ask_at = min(expected, said + max(_ASK_AGAIN, (expected - said) // _ASK_SHARE))
+        wait = max(_ASK_AGAIN, max(said, expected - said) // _ASK_SHARE)
+        ask_at = said + max(_ASK_LATER, min(expected - said, wait))
         self._expected[sequence] = ask_at, expected
         return expected

@@ -1,5 +1,6 @@
 """What the scheduler asks of the cache. `cache.manager.CacheManager` implements it; a fake in tests is five lines."""
 
+from collections.abc import Collection, Iterable
 from typing import Protocol
 
 
@@ -63,8 +64,16 @@ class CacheView(Protocol):
         """Reserve room for `num_tokens` rows behind those computed. False changes nothing."""
         ...
 
+    def without_room(self, request_ids: Iterable[str]) -> Collection[str]:
+        """Those of them for whom there is no room reserved for one more row behind those computed."""
+        ...
+
     def stall_s(self, request_id: str) -> float:
         """Seconds that a step would wait for KV of an admitted request that is still on its way to HBM."""
+        ...
+
+    def stalls_s(self) -> dict[str, float]:
+        """`stall_s` of all for whom it is not 0."""
         ...
 
     def room_is_coming(self) -> bool:

@@ -63,12 +63,12 @@ class QuantilePredictor:
 
     def predict(self, sequence: Sequence) -> int:
         said, most = sequence.output_tokens, sequence.sampling.max_tokens
-        weights = self._weights(sequence, _bucket(said + 1))
-        if not weights:
+        evidence = self._evidence(sequence, _bucket(said + 1))
+        if not evidence:
             return most
-        target, seen = self._quantile * sum(weights.values()), 0.0
-        for bucket in sorted(weights):
-            seen += weights[bucket]
+        target, seen = self._quantile * sum([weight for _, weight in evidence]), 0.0
+        for bucket, weight in evidence:
+            seen += weight
             if seen >= target:
                 break
         return min(most, max(said + 1, round(math.exp((bucket + 0.5) * _STEP))))
@@ -84,21 +84,25 @@ class QuantilePredictor:
         while len(self._groups) > _MAX_GROUPS:
             self._groups.popitem(last=False)
 
-    def _weights(self, sequence: Sequence, least: int) -> dict[int, float]:
-        """bucket -> evidence for an answer that long, among those of at least `least`."""
-        weights: dict[int, float] = {}
+    def _evidence(self, sequence: Sequence, least: int) -> list[tuple[int, float]]:
+        """Buckets, and the weight of what speaks for an answer that long, among those of at least `least`; ascending, a
+        bucket once for each group that has it."""
+        evidence: list[tuple[int, float]] = []
+        total = 0.0
         for group in reversed(_groups(sequence)):  # from everybody to the session
             histogram = self._groups.get(group)
             if histogram is None:
                 continue
-            own = {bucket: count for bucket, count in histogram.counts.items() if bucket >= least}
+            own = [known for known in histogram.counts.items() if known[0] >= least]
             if not own:
                 continue
-            scale = _BORROWED / max(_BORROWED, sum(weights.values())) if weights else 0.0
-            weights = {bucket: weight * scale for bucket, weight in weights.items()}
-            for bucket, count in own.items():
-                weights[bucket] = weights.get(bucket, 0.0) + count
-        return weights
+            if total > _BORROWED:
+                scale = _BORROWED / total
+                evidence, total = [(bucket, weight * scale) for bucket, weight in evidence], _BORROWED
+            evidence += own
+            total += sum([count for _, count in own])
+        evidence.sort()
+        return evidence
 
 
 def _bucket(num_tokens: int) -> int:

@@ -96,10 +96,13 @@ class Scheduler:
         self._front = Standings(cache=cache, hidden_s=stall_budget_s)
         self._sat_out: frozenset[Sequence] = frozenset()  # had no row in the last step, for a starved one's sake
         self._scores: dict[Sequence, int] = {}  # as the cache was told
+        self._close: tuple[list[Sequence], int] = [], -1  # whom it was told of beside those who ran, and as of when
+        self._rows: dict[Sequence, Chunk] = {}  # of those who run: the one token that each decodes in nearly every step
         self._forecast = Forecast(predictor=predictor, cost=cost)
         self._batch_changes = 0  # how many have joined and left
         self._loading_s = 0.0  # what is left of the loads under way
         self._foreseen = -1, 0  # changes, and loads ahead, when the queue was told what is to come
+        self._opens: tuple[int, list[float]] = -1, []  # of this step: changes, and when places will be free
         self._is_full = False  # the last step left somebody waiting
         # The order of the queue, those before it, and the ids of all, as they were told last.
         self._told: tuple[list[Sequence], list[Sequence], list[str]] = [], [], []
@@ -168,7 +171,7 @@ class Scheduler:
     def outlook(self, now: float) -> list[tuple[Sequence, float | None]]:
         """Those whose order is settled, next first, each with the seconds until its place is expected to be free; None
         behind the last of those who run."""
-        self._forecast.begin_step()
+        self._begin_forecast()
         rest_s = self._opens_s(now)
         front = [*self._resumed, *self._queue.front()]
         return [(sequence, rest_s[place] if place < len(rest_s) else None) for place, sequence in enumerate(front)]
@@ -213,20 +216,21 @@ class Scheduler:
         preempted: list[Sequence] = []
         self._learn(now - self._began_s)
         self._queue.refresh()
-        self._forecast.begin_step()
+        self._begin_forecast()
         loading = self._stalls_s()
         self._foresee(loading, now)
         decoding = [
             s for s in self._running if len(s.token_ids) - s.computed_tokens == 1 and s.request_id not in loading
         ]
+        full = self._cache.without_room([sequence.request_id for sequence in decoding])
         for sequence in decoding:
             # A preemption further up may have taken this one out.
             if sequence.state is not SequenceState.RUNNING:
                 continue
-            if self._cache.grow(sequence.request_id, 1) or self._make_room(sequence, 1, chunks, preempted):
+            if sequence.request_id not in full or self._make_room(sequence, 1, chunks, preempted):
                 if sequence in self._loaders:
                     self._count_load(sequence, 1, 0.0)
-                chunks.append(Chunk(sequence, 1))
+                chunks.append(self._rows.get(sequence) or self._row(sequence))
         budget = self._budget(chunks, now, self._itl_target_s)
         prefills = self._prefills(loading)
         budget = self._admit_starved(chunks, preempted, budget, now)
@@ -326,8 +330,13 @@ class Scheduler:
         sequence.computed_tokens = 0
         self._resumed.appendleft(sequence)
 
+    def _row(self, sequence: Sequence) -> Chunk:
+        row = self._rows[sequence] = Chunk(sequence, 1)
+        return row
+
     def _stop(self, sequence: Sequence) -> None:
         self._running.remove(sequence)
+        self._rows.pop(sequence, None)
         self._batch_changes += 1
         self._loaders.discard(sequence)
         self._tenants.stopped(sequence)
@@ -497,7 +506,11 @@ class Scheduler:
         if near is None:
             return
         # A preempted request stands before the window, and needs its KV as much as those inside.
-        scores = dict.fromkeys((*near, *self._resumed), 1)
+        close = [*near, *self._resumed], self._batch_changes
+        if close == self._close:
+            return
+        self._close = close
+        scores = dict.fromkeys(close[0], 1)
         scores.update(dict.fromkeys(self._running, 2))
         for sequence, score in scores.items():
             if self._scores.get(sequence) != score:
@@ -508,8 +521,10 @@ class Scheduler:
 
     def _stalls_s(self) -> dict[str, float]:
         """Of those who run and wait for KV, what is left of that."""
-        stall_s = self._cache.stall_s
-        return {s.request_id: stall for s in self._running if (stall := stall_s(s.request_id))}
+        stalls_s = self._cache.stalls_s()
+        for sequence in self._ahead:
+            stalls_s.pop(sequence.request_id, None)
+        return stalls_s
 
     def _foresee(self, stalls_s: dict[str, float], now: float) -> None:
         """Tell the queue when places will be free, and note what is left of the loads under way."""
@@ -520,7 +535,14 @@ class Scheduler:
         self._foreseen = self._batch_changes, len(self._ahead)
 
     def _opens_s(self, now: float) -> list[float]:
-        return self._forecast.opens_s(self._running, self.free_places, now)
+        if self._opens[0] != self._batch_changes:
+            self._opens = self._batch_changes, self._forecast.opens_s(self._running, self.free_places, now)
+        return self._opens[1]
+
+    def _begin_forecast(self) -> None:
+        """Time has passed."""
+        self._forecast.begin_step()
+        self._opens = -1, []
 
     def _admit_ahead(self, now: float) -> None:
         """Let the KV of those next in line come while those who run take all places, or all of the step, each as late

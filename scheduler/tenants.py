@@ -86,15 +86,15 @@ class Tenants:
         """Of those in the queue, the next one of a tenant who has nothing running nor anything that stands before the
         queue, while another has all that there is to give and more than one request to spend it on. One alone keeps its
         place, but not the steps."""
-        if not self._fair_places:
-            return None
+        if not self._fair_places or self._present.keys() <= self._running.keys():
+            return None  # asked several times a step: nobody in the queue need be looked at
         if max((self._present[tenant] for tenant in self._running), default=0) < 2:
             return None
         if not has_places and self.most_running < 2:
             return None
         served = {*self._running, *(sequence.tenant for sequence in before_it)}
         if self._present.keys() <= served:
-            return None  # asked twice a step: nobody in the queue need be looked at
+            return None
         starved = queue.best(_OfTenants(served))
         if starved is None and any(sequence.tenant not in served for sequence in queue.near() or ()):
             # It would be overtaken once too often: it goes first, and not only when a place is free.

@@ -179,6 +179,8 @@ class ShuffledWindow:
     def _in_order(self) -> list[Sequence]:
         """Plays what `best` and `dispatch` would do."""
         left = sorted(self._members, key=self._rank)
+        if left == [*self._members]:
+            return left  # in order of entry nobody is passed
         overtaken = {s: m.overtaken for s, m in self._members.items()}
         order: list[Sequence] = []
         while left:

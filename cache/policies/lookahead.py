@@ -4,7 +4,7 @@ import math
 from bisect import bisect_left, insort
 from collections.abc import Collection, Container, Hashable, Sequence
 from heapq import heappop, heappush, heapreplace
-from typing import Literal
+from typing import Any, Literal
 
 from cache.block import BlockKey
 from cache.policies.line import Line
@@ -18,10 +18,10 @@ _Rank = tuple[int, tuple[float, ...]]
 """Of a session: (1 if it is queued, its rank in `ReturnTimes`). Leaves in ascending order, among the queued from the
 tail of the queue, which moves too often to be part of what is sorted."""
 
-_Entry = tuple[int, int, tuple[float, ...], BlockKey]
-"""A block that could leave next, in order of leaving. Owned by nobody who is queued: 0, rank of its owners together,
-with -place in between for block granularity and 0 otherwise, and the block. Else: 1, 0, (-place in the queue of the
-first of its owners, 0), and the block."""
+_Entry = tuple[Any, ...]
+"""A block that could leave next, in order of leaving. Owned by nobody who is queued: 0; -place for block granularity
+and 0 otherwise; the rank of its owners together; and the block. Else: 1, 0, -place in the queue of the first of its
+owners, 0, and the block. Flat, for they are compared by the thousand."""
 
 
 class _Session:
@@ -279,9 +279,9 @@ class LookaheadPolicy:
         limit = self._limit(newcomer, spare_queued)
         walk = _Walk(self)
         while len(chosen) < count and (entry := walk.peek()) is not None:
-            queued, _, rank, key = entry
-            if limit is not None and (queued, rank) >= limit:
-                if queued or not self._by_place:
+            key = entry[-1]
+            if limit is not None and (entry[0], entry[2:-1]) >= limit:
+                if entry[0] or not self._by_place:
                     break  # all the others rank behind it
                 walk.drop()
             elif key not in pinned:
@@ -319,7 +319,9 @@ class LookaheadPolicy:
     def _unqueued(self, key: BlockKey, waiting: Sequence[_Waiting]) -> _Entry:
         """Of a block with these owners, sorted, nobody queued among them."""
         place = -self._owners[key][waiting[-1][1]] if self._by_place else 0
-        return (0, place, shared_rank([rank for (_, rank), _ in waiting[-_MOST_SUMMED:]]), key)
+        if len(waiting) == 1:
+            return (0, place, *waiting[0][0][1], key)
+        return (0, place, *shared_rank([rank for (_, rank), _ in waiting[-_MOST_SUMMED:]]), key)
 
     def _queued(self, key: BlockKey) -> _Entry:
         owners, queue = self._owners[key], self._queue
@@ -327,7 +329,7 @@ class LookaheadPolicy:
             place = min(place for owner in owners if (place := queue.place(owner.name)) is not None)
         else:
             place = next(place for place in range(len(queue)) if self._sessions.get(queue[place]) in owners)
-        return (1, 0, (-place, 0), key)
+        return (1, 0, -place, 0, key)
 
 
 class _Walk:
@@ -350,7 +352,7 @@ class _Walk:
         """The next leaf."""
         if self._head is None:
             # Nobody in line before `_left_in_line` has a leaf that leaves before the first of the heap.
-            while self._left_in_line and not (self._offered and self._offered[0] < (1, 0, (1 - self._left_in_line, 0))):
+            while self._left_in_line and not (self._offered and self._offered[0] < (1, 0, 1 - self._left_in_line, 0)):
                 self._look_at_the_last_in_line()
         elif not (self._offered and self._offered[0] < self._head):
             return self._head
@@ -378,7 +380,7 @@ class _Walk:
     def leave(self, entry: _Entry) -> None:
         """Take off the leaf that `peek` showed; the blocks that become leaves by it come in their turn."""
         policy = self._policy
-        owners = policy._owners[entry[3]]
+        owners = policy._owners[entry[-1]]
         self.num_left += 1
         if len(owners) > 1 or policy._by_place:
             self.drop()
@@ -390,7 +392,7 @@ class _Walk:
         resident = session.resident
         behind = None if left == len(resident) else session.context[resident[-1 - left]]
         if behind is not None and len(policy._owners[behind]) == 1:
-            self._replace((*entry[:3], behind))
+            self._replace((*entry[:-1], behind))
             return
         self.drop()
         if behind is not None:

@@ -24,6 +24,11 @@ class Ranking(Generic[Item]):
     def __iter__(self) -> Iterator[Item]:
         return chain.from_iterable(self._buckets)
 
+    @property
+    def first(self) -> Item | None:
+        """None if there is nothing."""
+        return self._buckets[0][0] if self._buckets else None
+
     def add(self, item: Item) -> None:
         if not self._buckets:
             self._buckets, self._last = [[item]], [item]

@@ -14,6 +14,7 @@ _GIVEN_UP = 4.0  # gaps after which a session is not merely late with all others
 # Ages, in gaps, at which the nearness of a punctual return is reconsidered.
 _CHECKS = (0.5, 1 - _PUNCTUAL, 1 + _PUNCTUAL)
 _STEPS = 4  # by which values are told apart, per doubling: estimates are no better
+_NEVER = -inf
 _AT_ONCE = 8  # sessions reconsidered per event: the rest waits, in order, for the next ones
 
 
@@ -55,7 +56,7 @@ class SessionReturn:
             "tokens",
             "turn",
         ),
-        *("used_s", "used_turn", "value"),
+        *("rank", "used_s", "used_turn", "value"),
     )
 
     def __init__(self, name: Hashable, order: int) -> None:
@@ -73,14 +74,17 @@ class SessionReturn:
         self.features: tuple[int, ...] = ()
         self.age_bin = 0
         self.due: tuple[float, int, SessionReturn] | None = None  # when it is reconsidered
-
-    @property
-    def rank(self) -> tuple[float, float, int]:
+        self.rank: tuple[float, float, int] = (_NEVER, _NEVER, order)
         """Ascending: what is worth least first; among what is worth about the same, who is expected last, then the
         oldest use."""
-        if self.used_s is None or self.by_time.gap is None:
-            return (_steps(self.value), -inf, self.order)
-        return (_steps(self.value), -(self.used_s + self.by_time.gap), self.order)
+
+    def put_in_rank(self) -> bool:
+        """By what is known of it now. Whether the rank is another one."""
+        before, expected_s = self.rank, _NEVER
+        if self.used_s is not None and self.by_time.gap is not None:
+            expected_s = -(self.used_s + self.by_time.gap)
+        self.rank = (_steps(self.value), expected_s, self.order)
+        return self.rank != before
 
 
 class ReturnTimes:
@@ -165,8 +169,9 @@ class ReturnTimes:
         session.features = features(
             turn=session.turn, prompt_tokens=session.prompt, grown_tokens=session.grown, answer_tokens=None
         )
-        self._value(session)
-        self._tell([*changed, session])
+        if self._value(session):
+            changed.append(session)
+        self._tell(changed)
 
     def answered(self, name: Hashable, now: float, num_tokens: int) -> None:
         """The turn is over, and the session's context has so many tokens. Forgives a session never heard of."""
@@ -180,8 +185,8 @@ class ReturnTimes:
             session.features = features(
                 turn=session.turn, prompt_tokens=session.prompt, grown_tokens=session.grown, answer_tokens=answer
             )
-            self._value(session)
-            changed.append(session)
+            if self._value(session):
+                changed.append(session)
         self._tell(changed)
 
     def advance(self, now: float) -> None:
@@ -197,19 +202,22 @@ class ReturnTimes:
         """Returns the sessions whose rank has changed because they did not come."""
         self._now_s = max(self._now_s, now)
         changed: list[SessionReturn] = []
-        while len(changed) < _AT_ONCE and (due := next(iter(self._due), None)) is not None and due[0] <= self._now_s:
+        for _ in range(_AT_ONCE):
+            due = self._due.first
+            if due is None or due[0] > self._now_s:
+                break
             session = due[2]
             assert session.used_s is not None
             if due[0] >= session.used_s + bin_end_s(session.age_bin):
                 self._pass_bin(session)
-            self._value(session)
-            changed.append(session)
+            if self._value(session):
+                changed.append(session)
         return changed
 
     def newcomer_rank(self) -> tuple[float, float, int]:
         """The rank of a session never heard of, if it came now."""
         first = features(turn=0, prompt_tokens=None, grown_tokens=None, answer_tokens=None)
-        return (_steps(self._model.value(first, None, 0)), -inf, self._uses + 1)
+        return (_steps(self._model.value(first, None, 0)), _NEVER, self._uses + 1)
 
     def _pass_bin(self, session: SessionReturn) -> None:
         self._model.learn(session.features, session.last_gap_s, session.age_bin, False)
@@ -226,8 +234,8 @@ class ReturnTimes:
         if was_punctual is not None:
             self._punctual[clock] += _COMMON_WEIGHT * (was_punctual - self._punctual[clock])
 
-    def _value(self, session: SessionReturn) -> None:
-        """As of now, and when to look again."""
+    def _value(self, session: SessionReturn) -> bool:
+        """As of now, and when to look again. Whether its rank has changed."""
         assert session.used_s is not None
         session.value, again_s = 0.0, inf
         if session.age_bin < NUM_BINS:
@@ -246,6 +254,7 @@ class ReturnTimes:
                     again_s = min(again_s, self._now_s + (check - age) * gap_s)
         # Far from zero a short wait may be lost to rounding; the clock must get past it all the same.
         self._schedule(session, None if again_s == inf else max(again_s, nextafter(self._now_s, inf)))
+        return session.put_in_rank()
 
     def _schedule(self, session: SessionReturn, when_s: float | None) -> None:
         if session.due is not None:
@@ -266,4 +275,4 @@ def shared_rank(ranks: Sequence[tuple[float, ...]]) -> tuple[float, ...]:
 
 
 def _steps(value: float) -> float:
-    return round(_STEPS * log2(value)) if value else -inf
+    return round(_STEPS * log2(value)) if value else _NEVER

@@ -57,8 +57,14 @@ class FakeCache:
         self.held[request_id] = rows
         return True
 
+    def without_room(self, request_ids):
+        return [r for r in request_ids if self.held[r] <= self.sequences[r].computed_tokens]
+
     def stall_s(self, request_id):
         return self.stalls.get(request_id, 0.0)
+
+    def stalls_s(self):
+        return {request_id: stall_s for request_id, stall_s in self.stalls.items() if stall_s}
 
     def expect(self, request_id, score):
         self.scores[request_id] = score
