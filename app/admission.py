@@ -133,8 +133,12 @@ class Admission:
 
     @property
     def _gap_s(self) -> float:
-        """Mean time between two endings. Before the first: as if it were now."""
-        return max(1e-3, self._clock() - self._endings[0]) / max(1, len(self._endings) - 1)
+        """Mean time between two endings. While few are known: those that run began together, and are taken to end
+        together after as long again, so that half of them count as done."""
+        done = len(self._endings) - 1.0
+        if len(self._endings) < RATE_WINDOW:
+            done = max(1.0, done, min(self.taken, self._running) / 2)
+        return max(1e-3, self._clock() - self._endings[0]) / done
 
 
 class Ticket:

@@ -1,10 +1,10 @@
 """`reprise cache`: look at, check and empty the KV on disk, with the server stopped."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Protocol
+from typing import Annotated, Any, NamedTuple, Protocol
 
 import typer
 from rich.console import Console
@@ -33,6 +33,25 @@ class DiskTier(Protocol):
     def verify(self) -> Iterator[tuple[int, str | None]]: ...
     def delete(self, *extent_ids: int) -> None: ...
     def delete_sessions(self, *names: tuple[str, str, str]) -> None: ...
+
+
+class Record(Protocol):
+    """A record whose model has no intact one, so that nobody can tell any more what it holds."""
+
+    @property
+    def extent_id(self) -> int: ...
+    @property
+    def path(self) -> Path: ...
+    @property
+    def size_bytes(self) -> int: ...
+
+
+class Directory(NamedTuple):
+    """How the cache directory of some settings is looked at. All of it ends the program when that cannot be used."""
+
+    stores: Callable[[Settings], Iterator["Store"]]
+    nameless: Callable[[Settings], list[Record]]
+    drop: Callable[[Record], bool]  # whether it is gone
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,15 +124,16 @@ def stats(context: typer.Context, config: Config = None) -> None:
 
 @cli.command(context_settings=ANY_SETTING)
 def verify(context: typer.Context, config: Config = None) -> None:
-    """Read every record and check it. Exit status 1 if one is damaged; the server computes such KV again."""
+    """Read every record and check it. Exit status 1 if one is damaged or missing; the server computes such KV again."""
     settings = settings_of(context, config)
     console = Console(highlight=False)
     checked = damaged = 0
+    for record in _directory(context).nameless(settings):
+        checked, damaged = checked + 1, damaged + 1
+        model = record.path.parent.parent.name
+        console.print(f"{model[:12]} {record.extent_id:016x}: format: nothing of this model can be read", markup=False)
     for store in _stores(context, settings):
-        useless = [
-            (extent_id, f"{problem} (of no use to anybody)") for extent_id, problem in store.tier.useless.items()
-        ]
-        for extent_id, problem in (*useless, *store.tier.verify()):
+        for extent_id, problem in (*store.tier.useless.items(), *store.tier.verify()):
             checked += 1
             if problem is not None:
                 damaged += 1
@@ -138,6 +158,9 @@ def clear(
         store.tier.delete(*(extent.extent_id for extent in store.extents))
         store.tier.delete_sessions(*(session.names for session in store.sessions))
         extents, size_bytes = extents + len(store.extents), size_bytes + store.size_bytes
+    for record in _directory(context).nameless(settings):
+        if _directory(context).drop(record):
+            extents, size_bytes = extents + 1, size_bytes + record.size_bytes
     Console(highlight=False).print(f"{extents:,} records deleted, {size_bytes / GIB:.3f} GiB")
 
 
@@ -155,9 +178,14 @@ def _ask(context: typer.Context, settings: Settings) -> None:
 
 
 def _stores(context: typer.Context, settings: Settings) -> Iterator[Store]:
-    """One after the other. The program hands over how they are opened: only `app.cli` knows the tiers."""
-    stores: Iterator[Store] = context.obj(settings)
-    return stores
+    """One after the other."""
+    return _directory(context).stores(settings)
+
+
+def _directory(context: typer.Context) -> Directory:
+    """The program hands it over: only `app.cli` knows the tiers."""
+    directory: Directory = context.obj
+    return directory
 
 
 def _date(unix_s: float) -> str:

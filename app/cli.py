@@ -5,6 +5,7 @@ import logging
 import os
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
@@ -44,7 +45,7 @@ def _program(
         bool, typer.Option("--version", help="Show the version.", callback=_show_version, is_eager=True)
     ] = False,
 ) -> None:
-    context.obj = open_stores
+    context.obj = cache_cli.Directory(open_stores, nameless_records, drop_record)
 
 
 ANY_SETTING = {"allow_extra_args": True, "ignore_unknown_options": True}
@@ -257,22 +258,14 @@ def _tell(problem: str) -> None:
 
 def open_stores(settings: Settings) -> Iterator[cache_cli.Store]:
     """The KV on disk, one fingerprint after the other. Ends the program when the directory cannot be used."""
-    from cache.tiers.base import TierFailed, TierFull
-    from cache.tiers.disk import DirectoryLocked, DiskTier, used_by
+    from cache.tiers.disk import DiskTier
+    from cache.tiers.disk_files import stored_models
 
-    root = settings.state_dir / "kv"
-    if not settings.state_dir.is_dir():
-        raise _end(f"there is no directory {settings.state_dir} (cache.disk_dir)")
-    try:
-        if owner := used_by(settings.state_dir):
-            raise DirectoryLocked(f"{settings.state_dir} is in use by {owner}")
-        for directory in sorted(root.iterdir()) if root.is_dir() else []:
-            segment_bytes = _segment_bytes(directory)
-            if segment_bytes is None:
-                continue
+    with _unused(settings):
+        for fingerprint, segment_bytes in stored_models(settings.state_dir).items():
             tier = DiskTier(
                 directory=settings.state_dir,
-                fingerprint=bytes.fromhex(directory.name),
+                fingerprint=fingerprint,
                 segment_bytes=segment_bytes,
                 capacity_bytes=sys.maxsize,  # looking at a directory makes nothing leave it
                 min_free_bytes=0,
@@ -283,30 +276,42 @@ def open_stores(settings: Settings) -> Iterator[cache_cli.Store]:
             )
             extents, sessions = tier.open()
             try:
-                yield cache_cli.Store(directory.name, tier, extents, sessions)
+                yield cache_cli.Store(fingerprint.hex(), tier, extents, sessions)
             finally:
                 tier.close()
+
+
+def nameless_records(settings: Settings) -> list[cache_cli.Record]:
+    """See `cache.tiers.disk_files`. Ends the program when the directory cannot be used."""
+    from cache.tiers import disk_files
+
+    with _unused(settings):
+        return [*disk_files.nameless_records(settings.state_dir)]
+
+
+def drop_record(record: cache_cli.Record) -> bool:
+    """Delete one of these. Whether it is gone."""
+    from cache.tiers.disk_files import Foreign, drop_foreign
+
+    return drop_foreign(Foreign(record.extent_id, record.path, record.size_bytes))
+
+
+@contextmanager
+def _unused(settings: Settings) -> Iterator[None]:
+    """Ends the program when the cache directory is not there, in use, or fails."""
+    from cache.tiers.base import TierFailed, TierFull
+    from cache.tiers.disk import DirectoryLocked, used_by
+
+    if not settings.state_dir.is_dir():
+        raise _end(f"there is no directory {settings.state_dir} (cache.disk_dir)")
+    try:
+        if owner := used_by(settings.state_dir):
+            raise DirectoryLocked(f"{settings.state_dir} is in use by {owner}")
+        yield
     except DirectoryLocked as error:
         raise _end(f"{error}; stop it first") from None
     except (TierFailed, TierFull, OSError) as error:
         raise _end(str(error)) from None
-
-
-def _segment_bytes(directory: Path) -> tuple[int, ...] | None:
-    """The layout of a fingerprint's records, from the first header that can be read. None: there are no records."""
-    from cache.extent import decode_header, header_size
-    from cache.tiers.base import BlockMissing
-
-    for path in sorted(directory.glob("??/*.kv")):
-        try:
-            with path.open("rb") as file:
-                start = file.read(4096)
-                header = decode_header(start + file.read(header_size(start) - len(start)))
-        except (BlockMissing, OSError):
-            continue
-        if header.fingerprint.hex() == directory.name:
-            return header.segment_bytes
-    return None
 
 
 def main() -> None:

@@ -200,7 +200,7 @@ def internal_error() -> ApiError:
 
 def from_validation(error: ValidationError) -> ApiError:
     """The first thing that is wrong, in OpenAI's way of naming parameters: messages[0].content."""
-    first = error.errors(include_url=False, include_input=False)[0]
+    first = _telling(error.errors(include_url=False, include_input=False))
     # A union says which of its types it tried; no client knows those.
     path = [part for part in first["loc"] if not (isinstance(part, str) and _UNION_TAG.match(part))]
     if named := first.get("ctx", {}).get("param"):
@@ -216,6 +216,20 @@ def from_validation(error: ValidationError) -> ApiError:
     if first["type"] == "model_type":  # pydantic names a class of ours
         problem = "Input should be an object"
     return invalid(f"Invalid '{param}': {problem}." if param else f"{problem}.", param or None)
+
+
+def _telling(errors: Sequence[Any]) -> Any:
+    """The first error; where a union has tried several types, that of the one which got furthest: [5, -1] is no text,
+    but a list of numbers with a wrong one."""
+    where = errors[0]["loc"]
+    place = next((n for n, part in enumerate(where) if isinstance(part, str) and _UNION_TAG.match(part)), None)
+    if place is None:
+        return errors[0]
+    tried: dict[Any, list[Any]] = {}
+    for error in errors:
+        if error["loc"][:place] == where[:place] and len(error["loc"]) > place:
+            tried.setdefault(error["loc"][place], []).append(error)
+    return min(tried.values(), key=lambda found: (-len(found[0]["loc"]), len(found)))[0]
 
 
 def install_handlers(app: FastAPI, routes: Sequence[BaseRoute]) -> None:

@@ -35,11 +35,13 @@ class Siblings:
         for block, key in enumerate(context.chain()):
             row = row_of(key)
             # Asked of every block of those next in line, in every step; with few of them anything happens.
-            is_moving = key in coming or lower.is_moving(key)
-            if is_moving and self._is_coming(key, context.request_id):
-                if row is None or not self._hbm.is_ready(row, block):
-                    context.awaited = key
-                    return True
+            if (
+                (key in coming or lower.is_moving(key))
+                and self._is_coming(key, context.request_id)
+                and (row is None or not self._hbm.is_ready(row, block))
+            ):
+                context.awaited = key
+                return True
             if row is None:
                 return False
         return False

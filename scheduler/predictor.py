@@ -67,11 +67,13 @@ class QuantilePredictor:
         if not evidence:
             return most
         target, seen = self._quantile * sum([weight for _, weight in evidence]), 0.0
+        likely, _ = evidence[-1]
         for bucket, weight in evidence:
             seen += weight
             if seen >= target:
+                likely = bucket
                 break
-        return min(most, max(said + 1, round(math.exp((bucket + 0.5) * _STEP))))
+        return min(most, max(said + 1, round(math.exp((likely + 0.5) * _STEP))))
 
     def learn(self, sequence: Sequence) -> None:
         bucket = _bucket(sequence.output_tokens)

@@ -122,7 +122,8 @@ class DiskTier:
         self._unsynced: set[str] = set()  # directories in which something was deleted
         self._lost: list[int] = []  # extents that somebody deleted
         self._damaged: set[int] = set()  # extents of which that was said
-        self.useless: dict[int, str] = {}  # records that `open` found to be none, and why; those it could read are gone
+        # Records that `open` found to be none, or missing, and why; those it could read are gone.
+        self.useless: dict[int, str] = {}
 
     def open(self) -> tuple[list[ExtentInfo], list[SessionRecord]]:
         """Take the lock, sweep what a crash left, and tell what is there: extents in order of writing, sessions as they
@@ -492,6 +493,7 @@ class DiskTier:
             self._index.add(info, stamp=extent_id)
             if info.session.context and sessions.get(info.session.names, (0, None))[0] < extent_id:
                 sessions[info.session.names] = (extent_id, info.session)
+        self.useless.update((extent_id, "missing: its file is gone") for extent_id in known.keys() - files.keys())
         self._index.remove(known.keys() - extents.keys())
         with self._lock:
             self._sizes = {extent_id: info.size_bytes for extent_id, info in extents.items()}

@@ -60,12 +60,22 @@ def stored_models(directory: Path) -> dict[bytes, tuple[int, ...]]:
     root = directory / "kv"
     for model in _directories(root, _FINGERPRINT) if root.is_dir() else ():
         for path in sorted(model.glob("??/*.kv")):
-            with contextlib.suppress(BlockMissing), path.open("rb", buffering=0) as file:
+            with contextlib.suppress(BlockMissing, OSError), path.open("rb", buffering=0) as file:
                 header, _ = read_header(file.fileno(), path.stat().st_size)
                 if header.fingerprint.hex() == model.name:
                     models[header.fingerprint] = header.segment_bytes
                     break
     return models
+
+
+def nameless_records(directory: Path) -> list[Foreign]:
+    """The records in a disk tier's directory whose model has no intact one: nobody can tell any more what they hold.
+    Raises OSError."""
+    root = directory / "kv"
+    intact = {fingerprint.hex() for fingerprint in stored_models(directory)}
+    models = _directories(root, _FINGERPRINT) if root.is_dir() else ()
+    paths = (path for model in models if model.name not in intact for path in sorted(model.glob("??/*.kv")))
+    return [Foreign(int(path.stem, 16), path, path.stat().st_size) for path in paths if _RECORD.fullmatch(path.name)]
 
 
 def drop_foreign(record: Foreign) -> bool:

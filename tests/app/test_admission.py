@@ -56,6 +56,16 @@ def test_retry_after_follows_the_rate_of_endings():
     assert gate.retry_after_s == MAX_RETRY_S
 
 
+def test_before_the_first_ending_those_who_run_are_taken_to_be_half_way():
+    gate, clock = admission(places=320, tenant_places=320, running=64)
+    tickets = [gate.enter("a", 1) for _ in range(320)]
+    clock.now += 2.0
+    assert gate.retry_after_s == pytest.approx(256 * 2.0 / 32)  # not one every two seconds: none is done, but 64 run
+    for ticket in tickets[:50]:
+        ticket.leave()
+    assert gate.retry_after_s == pytest.approx(206 * 2.0 / 50)
+
+
 def test_idle_time_does_not_slow_the_rate():
     gate, clock = admission(places=4, tenant_places=4, running=1)
     gate.enter("a", 1).leave()

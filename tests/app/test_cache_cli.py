@@ -97,6 +97,27 @@ def test_verify_tells_of_records_that_are_none_any_more(two_models: Path):
     assert "3 records checked, 1 damaged" in result.output
 
 
+def test_verify_misses_a_file_that_the_index_names(two_models: Path):
+    gone = records(two_models)[0]
+    gone.unlink()
+    result = reprise(two_models, "verify")
+    assert (result.exit_code, f"{gone.stem}: missing" in result.output) == (1, True)
+    assert "3 records checked, 1 damaged" in result.output
+
+
+def test_a_model_of_which_no_header_is_left_is_damaged_and_can_be_cleared(two_models: Path):
+    for record in records(two_models):
+        with record.open("r+b") as file:
+            file.write(bytes(4))
+    for _ in range(2):  # looking takes nothing away
+        result = reprise(two_models, "verify")
+        assert (result.exit_code, "3 records checked, 3 damaged" in result.output) == (1, True)
+    result = reprise(two_models, "clear", "--yes")
+    assert (result.exit_code, records(two_models)) == (0, [])
+    assert "3 records deleted" in result.output
+    assert reprise(two_models, "verify").exit_code == 0
+
+
 def test_clear_asks_and_then_takes_all(two_models: Path):
     assert reprise(two_models, "clear", answer="n\n").exit_code == 1
     unasked = reprise(two_models, "clear")
