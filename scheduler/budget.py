@@ -11,8 +11,6 @@ _KEPT = 0.96  # of the evidence after one more step of its kind: about the last 
 _ASIDE = 0.1  # the weight of steps that only decode, or only compute prompts: others are what is asked for
 _PRIOR_STEPS = 0.05  # what the prior counts as, in steps of its size
 _PRIOR_TOKENS, _PRIOR_ROWS, _PRIOR_CONTEXT = 256, 8, 1024
-_NEW_STEPS = 64  # of a kind, each of which counts at once; later
-_SOLVED_TOGETHER = 4  # so many change little
 _LEAST_CHUNK = 16  # tokens: less would not pay for the step
 _LEAST_SHARE = 0.2  # of the target, for prompts, however long the rest of the step takes
 _JUDGED = 128  # steps by which predictions are judged
@@ -51,15 +49,13 @@ class StepWork(NamedTuple):
 class _Evidence:
     """Decayed sums over the steps of one kind."""
 
-    __slots__ = ("products", "squares", "steps")
+    __slots__ = ("products", "squares")
 
     def __init__(self) -> None:
-        self.steps = 0
         self.squares = [[0.0] * _TERMS for _ in range(_TERMS)]  # of feature * feature / seconds^2
         self.products = [0.0] * _TERMS  # of feature / seconds
 
     def add(self, features: tuple[float, ...], seconds: float) -> None:
-        self.steps += 1
         x = [feature / seconds for feature in features]
         for i in range(_TERMS):
             row, factor = self.squares[i], x[i]
@@ -84,7 +80,6 @@ class StepCost:
         self._prior = (fixed_s, s_per_token, s_per_kilo_pair, s_per_row, s_per_kilo_read)
         self.terms: tuple[float, ...] = self._prior
         self._mixed, self._aside = _Evidence(), (_Evidence(), _Evidence())
-        self._unsolved = 0  # steps since `terms` were found
         self._stale = False
         self._judged: deque[float] = deque([_FIRST_JUDGEMENT])  # measured over predicted, of mixed steps
         self._in_order = [_FIRST_JUDGEMENT]
@@ -99,8 +94,7 @@ class StepCost:
         else:
             evidence = self._aside[work.decode_rows > 0]
         evidence.add(work.features, seconds)
-        self._unsolved += 1
-        self._stale = evidence.steps <= _NEW_STEPS or self._unsolved >= _SOLVED_TOGETHER
+        self._stale = True
 
     def seconds(self, work: StepWork) -> float:
         return sum(term * x for term, x in zip(self.current(), work.features, strict=True))
@@ -124,7 +118,7 @@ class StepCost:
         """(fixed, per prefill token, per thousand pairs attended, per decode row, per thousand pairs read), seconds."""
         if self._stale:
             self.terms = self._solve()
-            self._stale, self._unsolved = False, 0
+            self._stale = False
         return self.terms
 
     def _judge(self, error: float) -> None:
