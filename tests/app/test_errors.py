@@ -55,6 +55,15 @@ async def test_bad_bodies(running: Running, body, status, code, param):
     assert (response.status_code, error["code"], error["param"]) == (status, code, param)
 
 
+@pytest.mark.parametrize(
+    ("prompt", "param"), [([5, -1], "prompt[0][1]"), (["a", 7], "prompt[1]"), ([[5], [-1]], "prompt[1][0]")]
+)
+async def test_of_several_types_the_one_that_got_furthest_says_what_is_wrong(running: Running, prompt, param):
+    response = await running.http.post("/v1/completions", json={"model": "test-model", "prompt": prompt})
+    error = envelope(response)
+    assert (response.status_code, error["param"]) == (400, param)
+
+
 async def test_other_content_types_are_refused(running: Running):
     response = await running.http.post("/v1/chat/completions", content=b"{}", headers={"content-type": "text/plain"})
     assert (response.status_code, envelope(response)["code"]) == (415, "unsupported_media_type")
