@@ -180,6 +180,24 @@ def test_the_order_that_is_told_is_the_order_that_comes(steps):
     assert [take(share) for _ in range(len(share))] == list(told)
 
 
+def test_a_long_line_is_put_in_order_some_steps_after_a_request_has_ended():
+    costs = {f"{n}": 10 for n in range(300)}
+    share = make_share(costs)
+    waiting = [add(share, f"{n}", "ab"[n % 2], 1.0) for n in range(300)]
+    gone = [take(share) for _ in range(2)]
+    told = share.upcoming()
+    costs[gone[0].request_id] = 500  # what it has cost in the end
+    share.finished(gone[0])
+    assert recomputed(share) != told
+    assert share.upcoming() is told
+    taken = take(share)
+    assert taken.tenant == "b", "who is next is known at once"
+    assert set(share.upcoming()) == set(waiting) - {*gone, taken}
+    for _ in range(len(share) // 128):
+        share.refresh()
+    assert share.upcoming() == recomputed(share)
+
+
 # --- in the scheduler -------------------------------------------------------------------------------------------------
 
 
