@@ -3,6 +3,7 @@
 import math
 
 from cache.windows import prefetch_window
+from loadgen.sim.disk import Disk
 from loadgen.sim.line import Line
 from loadgen.sim.machine import Config, Machine
 from loadgen.sim.store import Store
@@ -12,9 +13,8 @@ from scheduler.queues import WaitingQueue
 class LookAhead:
     """Fetches one session at a time, from disk into DRAM."""
 
-    def __init__(self, machine: Machine, config: Config, store: Store, queue: WaitingQueue) -> None:
-        self._store, self._queue = store, queue
-        self._bytes_per_s = machine.disk_to_dram
+    def __init__(self, machine: Machine, config: Config, store: Store, queue: WaitingQueue, disk: Disk) -> None:
+        self._store, self._queue, self._disk = store, queue, disk
         self._fetches = config.prefetch and {"dram", "disk"} <= store.tiers.keys() and machine.dram_bytes < math.inf
         self._room = int(config.prefetch_share * machine.dram_bytes) if self._fetches else 0
         self._line = Line()
@@ -48,7 +48,7 @@ class LookAhead:
             if moved:
                 self._store.pin(name)
                 self.fetched_bytes += moved
-                self.fetching = (now + moved / self._bytes_per_s, name)
+                self.fetching = (self._disk.transfer(moved, now), name)
                 self._settled = False
             return  # if there was no room for it, nor is there for those behind it
 

@@ -2,8 +2,8 @@
 classes. Nothing is done token by token, so that days of thousands of sessions take a minute.
 
 What is simplified: prefills run one after the other; answers are as long as the workload says; a load takes its bytes
-over a link that carries one load at a time; saving hides behind compute, as measured on the real server. A turn's
-prompt is the history and its own words: templates add nothing.
+over a link that carries one load at a time; saving hides behind compute, as measured on the real server, but for the
+disk's time. A turn's prompt is the history and its own words: templates add nothing.
 """
 
 import heapq
@@ -16,6 +16,7 @@ from loadgen.greedy import greedy
 from loadgen.sim.ahead import LookAhead
 from loadgen.sim.books import check
 from loadgen.sim.context_window import ContextWindow
+from loadgen.sim.disk import Disk
 from loadgen.sim.future import ByNextTurn, NextTurns
 from loadgen.sim.machine import Config, Machine
 from loadgen.sim.policies import POLICIES
@@ -78,7 +79,8 @@ class Server:
             class_ordered_entry=False,
             hidden_s=_HIDDEN_S,
         )
-        self.ahead = LookAhead(machine, config, self.store, self.queue)
+        self.disk = Disk(machine.disk_to_dram)
+        self.ahead = LookAhead(machine, config, self.store, self.queue, self.disk)
         self._arrivals: list[tuple[float, int, LiveSession]] = []  # a heap
         self._pushed = 0
         self._waiting: dict[str, LiveTurn] = {}  # by request id
@@ -218,6 +220,10 @@ class Server:
             starts_s = max(starts_s, self.ahead.fetching[0])
         seconds = self._load_seconds(turn.sources)
         turn.loaded_s = starts_s + seconds if seconds else self.now
+        if from_disk := turn.sources.get("disk", 0):
+            read = self._load_seconds({"disk": from_disk})
+            turn.loaded_s = self.disk.transfer(from_disk * self.machine.kv_bytes_per_token, starts_s, read)
+            turn.loaded_s += seconds - read
         if seconds:
             self._link_s = turn.loaded_s
         record.load_s = seconds
@@ -370,7 +376,9 @@ class Server:
                     self.store.tiers["hbm"].capacity = max(0.0, self.machine.hbm_bytes - self.running_bytes)
             # The last token was sampled and never read: it has no KV. After a cut nothing of the prefix is as it was.
             reused = record.hit_tokens if not record.cut_tokens else 0
-            self.store.save(name, session.context - 1, reused, self.now)
+            written = self.store.save(name, session.context - 1, reused, self.now)
+            if written:
+                self.disk.transfer(written, self.now)
             self.store.unpin(name)
         elif self.machine.hbm_shared:
             self.running_bytes -= self._reserved(record)

@@ -249,10 +249,13 @@ class Store:
             tier.remove(head.key)
         self._pinned.counts.pop(head.key, None)
 
-    def save(self, session: str, kv_tokens: int, reused_tokens: int, now: float) -> None:
-        """A turn is over and its context has `kv_tokens` rows; the first `reused_tokens` were not computed by it."""
+    def save(self, session: str, kv_tokens: int, reused_tokens: int, now: float) -> float:
+        """A turn is over and its context has `kv_tokens` rows; the first `reused_tokens` were not computed by it.
+        Returns the bytes that have to be written to disk."""
         if not self.tiers:
-            return
+            return 0.0
+        disk = self.tiers.get("disk")
+        before = disk.written if disk is not None else 0.0
         context = self._contexts.setdefault(session, _Context())
         fresh = self._grow(session, context, kv_tokens, reused_tokens)
         self._used_s.pop(session, None)
@@ -262,6 +265,7 @@ class Store:
             lowest = name == self._lowest
             for granule in reversed(fresh if name != "hbm" else context.granules):
                 self._insert(tier, granule, newcomer=None if lowest else session, spare_queued=lowest)
+        return disk.written - before if disk is not None else 0.0
 
     def _grow(self, session: str, context: _Context, kv_tokens: int, reused_tokens: int) -> list[Granule]:
         """Bring the granules up to `kv_tokens`. Returns those with rows that were computed, in order."""
