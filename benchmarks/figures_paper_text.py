@@ -1,6 +1,7 @@
 """What the simulated figures say: docs/PAPER_FIGURES.md and its pictures, of what `figures_paper` has found."""
 
 from collections.abc import Callable, Sequence
+from statistics import fmean
 from typing import Any
 
 from benchmarks import figures_paper_plots as plots
@@ -20,9 +21,10 @@ def write(document: dict[str, Any]) -> None:
         "# The papers' figures, simulated",
         "",
         "Drawn by `make figures`. The server's own queue and policy classes on a virtual clock, on the machines "
-        "that the papers state; see `loadgen/sim/`. Only the four points of LRU and FIFO in Fig. 21 were fitted; all "
-        "that is said of AttentionStore is a prediction. `reprise simulate` plays these settings and others, or a "
-        "running server's machine as it has measured itself (`--server URL`), every policy beside recomputing.",
+        "that the papers state; see `loadgen/sim/`. Only the four points of LRU and FIFO in Fig. 21 were fitted "
+        "(`benchmarks/fit_paper.py`); all that is said of AttentionStore is a prediction. "
+        "`reprise simulate` plays these settings and others, or a running server's machine as it has measured "
+        "itself (`--server URL`), every policy beside recomputing.",
         "",
     ]
     if share != 1:
@@ -43,16 +45,11 @@ def write(document: dict[str, Any]) -> None:
 
 def _seconds(entries: dict[str, Any]) -> str:
     """How long simulating takes."""
-    shares = [entry["processor_s"] for entry in entries.values() if entry["run"]["share"] < 1]
-    told = [
-        f"{name.split()[-1]} {entry['processor_s']:.0f} s ({entry['figures']['hit_rate']:.1%} of turns hit)"
-        for name, entry in entries.items()
-        if " whole " in name
-    ]
-    return (
-        (f"All 9,000 sessions (13B, saturated, 128G/10T) take, of one core: {', '.join(told)}. " if told else "")
-        + f"A run of a share takes {max(shares, default=0):.0f} s at most."
-    )  # fmt: skip
+    slowest = max(entries, key=lambda name: entries[name]["processor_s"])
+    told = f"The longest run ({slowest}) took {entries[slowest]['processor_s']:.0f} s of a core"
+    if (usual := entries.get("llama-13b attentionstore")) is not None:
+        told += f", 13B with all tiers {usual['processor_s']:.0f} s"
+    return f"{told}."
 
 
 def _whole(figures: Figures, share: float) -> Figures:
@@ -98,13 +95,20 @@ def _hits(runs: dict[str, Figures]) -> list[str]:
     if not kept:
         return []
     paper = dict(zip(FIGURE_MODELS, (0.86, 0.71, 0.89, 0.90), strict=True))
+    seeds = {
+        model: [run["hit_rate"] for name, run in runs.items() if name.split(",")[0] == f"{model} attentionstore"]
+        for model in kept
+    }
+    means = {model: fmean(rates) for model, rates in seeds.items()}
     lines = ["## AttentionStore Fig. 13: hit rate", ""]
     lines += plots.beside("fig13", "hit rate of all turns, 128 GB / 10 TB", "share of turns", list(kept),
-                   [run["hit_rate"] for run in kept.values()], list(paper.values()))  # fmt: skip
-    lines += _beside(
-        ("model", "simulated", "paper"), [(m, run["hit_rate"], paper[m], ".1%") for m, run in kept.items()]
-    )
-    lines += ["Three hit rates, of all turns / of turns from the second on / of prompt tokens:", ""]
+                   list(means.values()), list(paper.values()))  # fmt: skip
+    lines += _beside(("model", "simulated", "paper"), [(model, means[model], paper[model], ".1%") for model in kept])
+    spread = "; ".join(f"{model} " + ", ".join(f"{rate:.1%}" for rate in seeds[model]) for model in kept)
+    lines += [
+        f"Means over {len(seeds[FIGURE_MODELS[0]])} workloads drawn alike: {spread}. All else is of the first.", "",
+        "Three hit rates, of all turns / of turns from the second on / of prompt tokens:", "",
+    ]  # fmt: skip
     for model, run in kept.items():
         dram = run["tier_hit_share"].get("dram", 0)
         lines.append(f"- {model}: {_three(run)}; of what was found, {dram:.1%} in DRAM (paper: 99.6 % for 13B)")

@@ -12,13 +12,25 @@ from loadgen.workload import Conversation, Turn, arrive
 
 _A100_FLOPS = 189e12
 _A100_BYTES_PER_S = 1.6e12
-LAYER_S = 0.1e-3
 MISTRAL_LAYER_S = 1.4e-3
-_OPENING_TOKENS = 3400
-_TURN_TOKENS = 900
-_TURN_SPREAD = 0.5
 UNSATURATED_RATE = 0.3
 _THINK = "lognormal:24,1.05"  # as `reprise load`
+
+
+@dataclass(frozen=True, slots=True)
+class Saturation:
+    """What the paper leaves open of sessions in a backlog: `benchmarks.fit_paper` fits it to LRU and FIFO."""
+
+    opening_tokens: float  # of the first prompt, in the mean
+    turn_tokens: float  # of the others, prompt and answer
+    spread: float  # log-normally, of both
+    turn_shape: float  # of the gamma that spreads the number of turns: 1 is geometric, less has longer tails
+    layer_s: float  # of a decode step, a layer, beside the reads of weights and KV
+
+
+FITTED = Saturation(opening_tokens=3200, turn_tokens=1120, spread=0.35, turn_shape=0.826, layer_s=0.12e-3)
+LAYER_S = FITTED.layer_s
+_MAX_TURNS = 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,20 +99,24 @@ TABLE: tuple[Stated, ...] = (
     Stated("think time, saturated preset", "0: one turn of every session always waits", _OURS),
     Stated(
         "lengths, saturated preset",
-        f"turns of {_TURN_TOKENS} tokens in the mean, the first with a prompt of {_OPENING_TOKENS:,}; spread "
-        f"{_TURN_SPREAD:g} log-normally; numbers of turns as stated",
+        f"turns of {FITTED.turn_tokens:,} tokens in the mean, the first with a prompt of {FITTED.opening_tokens:,}; "
+        f"spread {FITTED.spread:g} log-normally",
         _FITTED,
     ),
+    Stated("numbers of turns, saturated preset", "73 % multi-turn and mean 5.75 as stated; from 2 on negative binomial "
+           f"of shape {FITTED.turn_shape:g}, at most {_MAX_TURNS}", _FITTED),
     Stated("decode step, saturated preset", f"{LAYER_S * 1e3:g} ms a layer beside HBM reads: the service", _FITTED),
     Stated("FIFO", "who began first leaves first, also if evicted and saved again in between", _FITTED),
     Stated("unsaturated preset", f"{UNSATURATED_RATE:g} sessions a second, think time {_THINK} s, stated lengths, no "
            "decode time beside HBM reads", _OURS),
-    Stated("correlation of turns and tokens", "0.7 (normal scores); turns geometric from 2 on, at most 40", _OURS),
+    Stated("correlation of turns and tokens, unsaturated preset", "0.7 (normal scores); turns geometric from 2 on, at "
+           "most 40", _OURS),
     Stated("words of a turn", "a third is the prompt; unsaturated: log-normal between turns (0.8)", _OURS),
     Stated("what a tier keeps", "copies: what leaves DRAM stays on disk, what is fetched does too", "as the server"),
     Stated("CaR's machine", "8 A100-40GB, CXL 64 GB/s; OPT-30B 2.6 GB per 2K tokens", "CaR §IV"),
     Stated("KV of CaR's models", "fp16, all heads their own: 4 bytes per layer and width", _OURS),
     Stated("saving", "hides behind compute", f"{_AS} §3.2.2; measured in benchmarks/results/overlap.json"),
+    Stated("the disk", "reads and writes one after the other, in the order in which they were asked for", _OURS),
 )  # fmt: skip
 
 
@@ -144,20 +160,37 @@ def machine(model: str, *, layer_s: float = LAYER_S, dram_bytes: float = 128e9, 
     )
 
 
-def saturated(*, sessions: int = 9000, seed: int = 0, rate_per_s: float = 1.0) -> list[Conversation]:
+def saturated(
+    *, sessions: int = 9000, seed: int = 0, rate_per_s: float = 1.0, shape: Saturation = FITTED
+) -> list[Conversation]:
     """Every session's next turn waits as soon as an answer has ended."""
     rng = random.Random(seed)
-    distribution = Distribution()
+    stated = Distribution()
 
     def about(tokens: float) -> int:
-        return max(1, round(tokens * math.exp(rng.gauss(0.0, _TURN_SPREAD) - _TURN_SPREAD**2 / 2)))
+        return max(1, round(tokens * math.exp(rng.gauss(0.0, shape.spread) - shape.spread**2 / 2)))
 
+    def num_turns() -> int:
+        if rng.random() >= stated.multi_turn:
+            return 1
+        more = (stated.mean_turns - (1 - stated.multi_turn)) / stated.multi_turn - 2
+        return min(_MAX_TURNS, 2 + _poisson(rng, rng.gammavariate(shape.turn_shape, more / shape.turn_shape)))
+
+    answer = (1 - stated.prompt_share) * shape.turn_tokens
     scripts = []
     for _ in range(sessions):
-        prompts = [_OPENING_TOKENS, *[distribution.prompt_share * _TURN_TOKENS] * (len(distribution.script(rng)) - 1)]
-        answer = (1 - distribution.prompt_share) * _TURN_TOKENS
+        prompts = [shape.opening_tokens, *[stated.prompt_share * shape.turn_tokens] * (num_turns() - 1)]
         scripts.append(tuple(Turn(about(prompt), about(answer), 0.0) for prompt in prompts))
     return arrive(scripts, rng=rng, rate_per_s=rate_per_s, think=lambda _: 0.0)
+
+
+def _poisson(rng: random.Random, mean: float) -> int:
+    """Arrivals in a time of `mean` at a rate of 1."""
+    count, passed = 0, rng.expovariate(1.0)
+    while passed < mean:
+        count += 1
+        passed += rng.expovariate(1.0)
+    return count
 
 
 def unsaturated(*, sessions: int = 9000, seed: int = 0, rate_per_s: float = UNSATURATED_RATE) -> list[Conversation]:

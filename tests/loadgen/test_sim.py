@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from loadgen.sim import Config, Costs, Machine, simulate
+from loadgen.sim.disk import Disk
 from loadgen.sim.policies import POLICIES
 from loadgen.sim.store import Store
 from loadgen.workload import Conversation, Turn
@@ -103,6 +104,22 @@ def test_a_turn_by_hand():
     assert result.hit_rate == 0.5
     assert result.hit_rate_returning == 1.0
     assert result.token_hit_rate == pytest.approx(110 / (100 + 121))
+
+
+def test_a_read_waits_for_what_is_written_before_it():
+    # As above, without DRAM and think time: 110 bytes are saved at 0.2 and written until 0.31, and only then read.
+    workload = [conversation("a", 0.0, (100, 11, 0.0), (10, 1, 0.0))]
+    second = simulate(workload, replace(MACHINE, dram_bytes=0), Config(load_ahead=0)).records[1]
+    assert second.sources == {"disk": 110}
+    assert second.first_token_s == pytest.approx(0.2 + 0.11 + 0.11 + 0.011 / 4)
+
+
+def test_a_disk_serves_in_order_and_no_faster_than_what_it_feeds():
+    disk = Disk(100.0)
+    assert disk.transfer(50, 1.0) == 1.5
+    assert disk.transfer(10, 1.0, least_s=0.5) == 2.0
+    assert disk.transfer(100, 5.0) == 6.0
+    assert disk.busy_s == 2.0
 
 
 def test_unchunked_prefills_hold_up_decodes_and_chunks_do_not():
