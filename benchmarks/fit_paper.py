@@ -3,17 +3,18 @@ benchmarks/results/fit_paper.json. What `loadgen.sim.presets.FITTED` says is the
 
     python -m benchmarks.fit_paper              from FITTED on
     python -m benchmarks.fit_paper --steps 4    more of them
+    python -m benchmarks.fit_paper --free turn_shape,turn_tokens    what may change
 
 Least squares over the four hit rates of Fig. 21(a), LRU and FIFO with 2 and 10 TB, all 9,000 sessions: Gauss and Newton
-with differences, damped, five unknowns for four points, so that among settings as good as each other the nearest wins.
-Look-ahead and the other models are not run.
+with differences, damped, so that among settings as good as each other the nearest wins. Look-ahead and the other models
+are not run.
 """
 
 import argparse
 import os
 from collections.abc import Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
@@ -60,6 +61,9 @@ def moved(shape: Saturation, differences: dict[str, float]) -> Saturation:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=2)
+    parser.add_argument("--free", default="opening_tokens,turn_tokens,spread,layer_s", help=", ".join(DIFFERENCES))
+    parser.add_argument("--start", default="", help="other than FITTED: opening_tokens=4509,spread=0.26")
+    parser.add_argument("--result", default="fit_paper", help="name of the result file")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)))
     words = parser.parse_args()
@@ -72,8 +76,12 @@ def main() -> None:
         tried.append({"shape": asdict(shape), "hit_rates": [round(rate, 4) for rate in rates], "squares": missed})
         console.print(f"{missed:6.1f}  {', '.join(f'{rate:.1%}' for rate in rates)}  {shape}", highlight=False)
 
-    shape = FITTED
-    names = [field.name for field in fields(Saturation)]
+    shape = replace(
+        FITTED, **{name: float(value) for name, value in (w.split("=") for w in words.start.split(",") if w)}
+    )
+    names = words.free.split(",")
+    if not DIFFERENCES.keys() >= set(names):
+        parser.error(f"what may change is some of {', '.join(DIFFERENCES)}")
     with ProcessPoolExecutor(max(1, words.workers)) as pool:
         for _ in range(words.steps):
             beside = [moved(shape, {name: DIFFERENCES[name]}) for name in names]
@@ -93,7 +101,7 @@ def main() -> None:
     tried.sort(key=lambda one: one["squares"])
     console.print("best:", tried[0]["shape"])
     write_result(
-        "fit_paper",
+        words.result,
         {"points": [[*point, rate] for point, rate in POINTS.items()], "seed": words.seed, "tried": tried},
     )
 

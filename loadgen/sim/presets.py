@@ -28,7 +28,7 @@ class Saturation:
     layer_s: float  # of a decode step, a layer, beside the reads of weights and KV
 
 
-FITTED = Saturation(opening_tokens=3200, turn_tokens=1120, spread=0.35, turn_shape=0.826, layer_s=0.12e-3)
+FITTED = Saturation(opening_tokens=3400, turn_tokens=900, spread=0.5, turn_shape=1.0, layer_s=0.1e-3)
 LAYER_S = FITTED.layer_s
 _MAX_TURNS = 100
 
