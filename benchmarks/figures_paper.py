@@ -108,7 +108,6 @@ def execute(run: Run) -> dict[str, Any]:
     else:
         rate = share * presets.UNSATURATED_RATE
         workload = presets.unsaturated(sessions=sessions, seed=run["seed"], rate_per_s=rate)
-        machine = presets.machine(run["model"], layer_s=0.0)
     machine = presets.smaller(replace(machine, **run["machine"]), share)
     config = replace(PAPER, warmup_turns=round(PAPER.warmup_turns * share), **run["config"])
     result = simulate(workload, machine, config)

@@ -238,7 +238,7 @@ def _mediums(runs: dict[str, Figures]) -> list[str]:
 def _ratios(_: dict[str, Figures]) -> list[str]:
     """By the cost model alone: a batch of 16 prompts of 1,000 tokens on one GPU."""
     shape = presets.SHAPES["llama-13b"]
-    costs = presets.costs(presets.one_gpu(shape), 0.0)
+    costs = presets.costs(presets.one_gpu(shape))
     again_s = 16 * costs.prefill_s(1000, 0)
     lines = ["## AttentionStore Fig. 18: recompute and reuse by share of history (13B, one A100, 16 x 1K tokens)", "",
              "| history / new | compute new, ms | load history, ms | layer by layer, ms | recompute, ms | times |",
@@ -291,7 +291,7 @@ def _reload() -> list[str]:
              "| model | tokens | recompute, ms | reload, ms | saved |", "|---|---|---|---|---|"]  # fmt: skip
     drawn: dict[str, list[float]] = {"recompute": [], "reload": []}
     for name, shape in presets.CAR_SHAPES.items():
-        costs = presets.costs(shape, 0.0)
+        costs = presets.costs(shape)
         for tokens in (1024, 2048):
             again_s = costs.prefill_s(tokens, 0)
             load_s = tokens * shape.kv_bytes_per_token / 64e9

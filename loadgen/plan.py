@@ -81,7 +81,7 @@ def machine_of(model: str) -> Machine:
         hidden_size=hidden, kv_bytes_per_token=kv_bytes, window=window, max_seqs=_MAX_SEQS,
     )  # fmt: skip
     return replace(
-        like, name=Path(model).name, gpus=1, costs=presets.costs(shape, presets.LAYER_S), num_layers=layers,
+        like, name=Path(model).name, gpus=1, costs=presets.costs(shape), num_layers=layers,
         kv_bytes_per_token=kv_bytes, window=window, max_seqs=_MAX_SEQS,
     )  # fmt: skip
 

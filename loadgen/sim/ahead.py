@@ -48,7 +48,7 @@ class LookAhead:
             if moved:
                 self._store.pin(name)
                 self.fetched_bytes += moved
-                self.fetching = (self._disk.transfer(moved, now), name)
+                self.fetching = (self._disk.read(moved, now), name)
                 self._settled = False
             return  # if there was no room for it, nor is there for those behind it
 

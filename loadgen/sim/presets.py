@@ -28,8 +28,7 @@ class Saturation:
     layer_s: float  # of a decode step, a layer, beside the reads of weights and KV
 
 
-FITTED = Saturation(opening_tokens=3400, turn_tokens=900, spread=0.5, turn_shape=1.0, layer_s=0.1e-3)
-LAYER_S = FITTED.layer_s
+FITTED = Saturation(opening_tokens=3400, turn_tokens=900, spread=0.5, turn_shape=1.0, layer_s=0.0)
 _MAX_TURNS = 100
 
 
@@ -100,23 +99,20 @@ TABLE: tuple[Stated, ...] = (
     Stated(
         "lengths, saturated preset",
         f"turns of {FITTED.turn_tokens:,} tokens in the mean, the first with a prompt of {FITTED.opening_tokens:,}; "
-        f"spread {FITTED.spread:g} log-normally",
+        f"spread {FITTED.spread:g} log-normally; numbers of turns geometric from 2 on, at most {_MAX_TURNS}",
         _FITTED,
     ),
-    Stated("numbers of turns, saturated preset", "73 % multi-turn and mean 5.75 as stated; from 2 on negative binomial "
-           f"of shape {FITTED.turn_shape:g}, at most {_MAX_TURNS}", _FITTED),
-    Stated("decode step, saturated preset", f"{LAYER_S * 1e3:g} ms a layer beside HBM reads: the service", _FITTED),
+    Stated("decode step", "HBM reads alone: what more it takes LRU and FIFO in Fig. 21 do not tell", _OURS),
     Stated("FIFO", "who began first leaves first, also if evicted and saved again in between", _FITTED),
-    Stated("unsaturated preset", f"{UNSATURATED_RATE:g} sessions a second, think time {_THINK} s, stated lengths, no "
-           "decode time beside HBM reads", _OURS),
-    Stated("correlation of turns and tokens, unsaturated preset", "0.7 (normal scores); turns geometric from 2 on, at "
-           "most 40", _OURS),
+    Stated("unsaturated preset",
+           f"{UNSATURATED_RATE:g} sessions a second, think time {_THINK} s, stated lengths, at most 40 turns", _OURS),
+    Stated("correlation of turns and tokens", "0.7 (normal scores), unsaturated preset", _OURS),
     Stated("words of a turn", "a third is the prompt; unsaturated: log-normal between turns (0.8)", _OURS),
     Stated("what a tier keeps", "copies: what leaves DRAM stays on disk, what is fetched does too", "as the server"),
     Stated("CaR's machine", "8 A100-40GB, CXL 64 GB/s; OPT-30B 2.6 GB per 2K tokens", "CaR §IV"),
     Stated("KV of CaR's models", "fp16, all heads their own: 4 bytes per layer and width", _OURS),
     Stated("saving", "hides behind compute", f"{_AS} §3.2.2; measured in benchmarks/results/overlap.json"),
-    Stated("the disk", "reads and writes one after the other, in the order in which they were asked for", _OURS),
+    Stated("the disk", "one transfer at a time; writes wait in DRAM for the time between reads", _OURS),
 )  # fmt: skip
 
 
@@ -124,7 +120,7 @@ def one_gpu(shape: Shape) -> Shape:
     return replace(shape, gpus=1)
 
 
-def costs(shape: Shape, layer_s: float) -> Costs:
+def costs(shape: Shape, layer_s: float = FITTED.layer_s) -> Costs:
     """layer_s: of a decode step, a layer, beside the reads of weights and KV."""
     flops, bandwidth = shape.gpus * _A100_FLOPS, shape.gpus * _A100_BYTES_PER_S
     weights_s = 2 * shape.parameters / bandwidth
@@ -140,7 +136,9 @@ def costs(shape: Shape, layer_s: float) -> Costs:
     )
 
 
-def machine(model: str, *, layer_s: float = LAYER_S, dram_bytes: float = 128e9, disk_bytes: float = 10e12) -> Machine:
+def machine(
+    model: str, *, layer_s: float = FITTED.layer_s, dram_bytes: float = 128e9, disk_bytes: float = 10e12
+) -> Machine:
     """One of `SHAPES` on the AttentionStore paper's testbed. KeyError for others."""
     shape = SHAPES[model]
     return Machine(

@@ -23,8 +23,7 @@ def preset(model: str, load: str, *, dram_bytes: float, disk_bytes: float) -> Ma
     """Raises ValueError for what is not known."""
     _known("model", model, presets.SHAPES)
     _known("load", load, LOADS)
-    layer_s = presets.LAYER_S if load == "saturated" else 0.0
-    return presets.machine(model, layer_s=layer_s, dram_bytes=dram_bytes, disk_bytes=disk_bytes)
+    return presets.machine(model, dram_bytes=dram_bytes, disk_bytes=disk_bytes)
 
 
 def read_machine(path: Path) -> Machine:

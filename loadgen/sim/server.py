@@ -79,7 +79,7 @@ class Server:
             class_ordered_entry=False,
             hidden_s=_HIDDEN_S,
         )
-        self.disk = Disk(machine.disk_to_dram)
+        self.disk = Disk(machine.disk_to_dram, machine.dram_bytes)
         self.ahead = LookAhead(machine, config, self.store, self.queue, self.disk)
         self._arrivals: list[tuple[float, int, LiveSession]] = []  # a heap
         self._pushed = 0
@@ -222,7 +222,7 @@ class Server:
         turn.loaded_s = starts_s + seconds if seconds else self.now
         if from_disk := turn.sources.get("disk", 0):
             read = self._load_seconds({"disk": from_disk})
-            turn.loaded_s = self.disk.transfer(from_disk * self.machine.kv_bytes_per_token, starts_s, read)
+            turn.loaded_s = self.disk.read(from_disk * self.machine.kv_bytes_per_token, starts_s, read)
             turn.loaded_s += seconds - read
         if seconds:
             self._link_s = turn.loaded_s
@@ -378,7 +378,7 @@ class Server:
             reused = record.hit_tokens if not record.cut_tokens else 0
             written = self.store.save(name, session.context - 1, reused, self.now)
             if written:
-                self.disk.transfer(written, self.now)
+                self.disk.write(written, self.now)
             self.store.unpin(name)
         elif self.machine.hbm_shared:
             self.running_bytes -= self._reserved(record)

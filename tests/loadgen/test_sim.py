@@ -106,7 +106,7 @@ def test_a_turn_by_hand():
     assert result.token_hit_rate == pytest.approx(110 / (100 + 121))
 
 
-def test_a_read_waits_for_what_is_written_before_it():
+def test_a_read_waits_for_what_is_written_where_no_memory_holds_that():
     # As above, without DRAM and think time: 110 bytes are saved at 0.2 and written until 0.31, and only then read.
     workload = [conversation("a", 0.0, (100, 11, 0.0), (10, 1, 0.0))]
     second = simulate(workload, replace(MACHINE, dram_bytes=0), Config(load_ahead=0)).records[1]
@@ -114,12 +114,22 @@ def test_a_read_waits_for_what_is_written_before_it():
     assert second.first_token_s == pytest.approx(0.2 + 0.11 + 0.11 + 0.011 / 4)
 
 
-def test_a_disk_serves_in_order_and_no_faster_than_what_it_feeds():
-    disk = Disk(100.0)
-    assert disk.transfer(50, 1.0) == 1.5
-    assert disk.transfer(10, 1.0, least_s=0.5) == 2.0
-    assert disk.transfer(100, 5.0) == 6.0
+def test_a_disk_reads_in_order_and_no_faster_than_what_it_feeds():
+    disk = Disk(100.0, 0.0)
+    assert disk.read(50, 1.0) == 1.5
+    assert disk.read(10, 1.0, least_s=0.5) == 2.0
+    assert disk.read(100, 5.0) == 6.0
     assert disk.busy_s == 2.0
+
+
+def test_a_disk_writes_between_reads_and_holds_them_up_when_memory_is_full():
+    disk = Disk(100.0, 150.0)
+    disk.write(200, 1.0)
+    assert disk.read(100, 1.5) == 2.5  # 150 are unwritten: they fit
+    disk.write(100, 2.0)  # 250 are
+    assert disk.read(100, 2.5) == 4.5
+    assert disk.read(100, 100.0) == 101.0
+    assert disk.busy_s == 6.0
 
 
 def test_unchunked_prefills_hold_up_decodes_and_chunks_do_not():
