@@ -13,7 +13,7 @@ from loadgen.workload import Conversation, Turn, arrive
 _A100_FLOPS = 189e12
 _A100_BYTES_PER_S = 1.6e12
 MISTRAL_LAYER_S = 1.4e-3
-UNSATURATED_RATE = 0.3
+UNSATURATED_RATE = 0.2
 _THINK = "lognormal:24,1.05"  # as `reprise load`
 
 

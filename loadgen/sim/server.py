@@ -2,8 +2,9 @@
 classes. Nothing is done token by token, so that days of thousands of sessions take a minute.
 
 What is simplified: prefills run one after the other; answers are as long as the workload says; a load takes its bytes
-over a link that carries one load at a time; saving hides behind compute, as measured on the real server, but for the
-disk's time. A turn's prompt is the history and its own words: templates add nothing.
+over a link that carries one load at a time, and its turn starts when the load will end with the computation, or when
+nobody else runs; saving hides behind compute, as measured on the real server, but for the disk's time. A turn's prompt
+is the history and its own words: templates add nothing.
 """
 
 import heapq
@@ -242,11 +243,19 @@ class Server:
         if sequence is None:
             return None
         turn = self._turn_of[sequence]
+        if self._running and turn in self._loading and self.now < self._ready_s(turn):
+            return None  # those who run go on meanwhile
         if self.machine.hbm_shared and self._running:
             needed = self._reserved(turn.record)
             if self.running_bytes + needed > self.machine.hbm_bytes:
                 return None
         return turn
+
+    def _ready_s(self, turn: LiveTurn) -> float:
+        """From when on its load, which is under way, ends no later than its computation."""
+        assert turn.loaded_s is not None
+        found = turn.record.hit_tokens
+        return turn.loaded_s - self.machine.costs.prefill_s(turn.record.prompt_tokens - found, found)
 
     def _reserved(self, record: TurnRecord) -> float:
         tokens = min(self.machine.window, record.prompt_tokens + record.answer_tokens)
@@ -327,7 +336,8 @@ class Server:
         """Everybody who runs, to the next event."""
         rows, costs = len(self._running), self.machine.costs
         steps = self._running[0][0] - self._steps
-        event_s = self._next_event() - self.now
+        ready_s = min((self._ready_s(turn) for turn in self._loading), default=math.inf)
+        event_s = min(self._next_event(), ready_s if ready_s > self.now else math.inf) - self.now
         if event_s < math.inf and steps > 1:
             one_s = costs.decode_s(1, rows, self.context_sum)
             steps = max(1, min(steps, math.ceil(event_s / one_s)))

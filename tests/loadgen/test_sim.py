@@ -114,6 +114,17 @@ def test_a_read_waits_for_what_is_written_where_no_memory_holds_that():
     assert second.first_token_s == pytest.approx(0.2 + 0.11 + 0.11 + 0.011 / 4)
 
 
+def test_those_who_run_decode_on_while_a_load_takes_longer_than_its_computation():
+    # a's 110 bytes are written from 0.3 to 0.41 and read until 0.52; its 11 tokens compute in 0.011. It starts with the
+    # first step of b's that ends behind 0.509, waits for its last layer, and holds b up for 0.01275 instead of 0.22275.
+    workload = [conversation("a", 0.0, (100, 11, 0.0), (10, 1, 0.0)), conversation("b", 0.15, (100, 41, 0.0))]
+    _, b, again = simulate(workload, replace(MACHINE, dram_bytes=0), Config()).records
+    assert again.sources == {"disk": 110}
+    assert again.started_s == pytest.approx(0.51)
+    assert again.first_token_s == pytest.approx(0.52 + 0.011 / 4)
+    assert (b.session_id, b.done_s) == ("b", pytest.approx(0.25 + 0.4 + 0.01275))
+
+
 def test_a_disk_reads_in_order_and_no_faster_than_what_it_feeds():
     disk = Disk(100.0, 0.0)
     assert disk.read(50, 1.0) == 1.5
