@@ -1,5 +1,6 @@
 """Fits what AttentionStore leaves open of its backlog to its LRU and FIFO points, and to nothing else:
-benchmarks/results/fit_paper.json. What `loadgen.sim.presets.FITTED` says is the best of it, rounded.
+benchmarks/results/fit_paper.json. Of what the four points do not tell apart (how long a decode step takes beside its
+reads), `loadgen.sim.presets.FITTED` has the simplest.
 
     python -m benchmarks.fit_paper              from FITTED on
     python -m benchmarks.fit_paper --steps 4    more of them
