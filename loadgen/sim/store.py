@@ -309,9 +309,9 @@ class Store:
         return fits
 
     def is_missing_in_dram(self, session: str) -> bool:
-        """Whether a fetch would bring anything from disk into DRAM."""
+        """Whether a fetch would bring anything from disk into DRAM. Not for who is loading already, or runs."""
         context = self._contexts.get(session)
-        if context is not None:
+        if context is not None and not context.pins:
             dram, disk = self.tiers["dram"].sizes, self.tiers["disk"].sizes
             for granule in context.granules:
                 if granule.key not in dram and granule.key in disk:

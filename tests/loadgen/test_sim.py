@@ -205,6 +205,17 @@ def test_what_the_queue_announces_is_fetched_into_dram():
     assert simulate(workload, machine, Config(prefetch=False)).tier_hit_share["dram"] < 0.6
 
 
+def test_what_a_turn_loads_from_disk_for_itself_is_not_fetched_as_well():
+    """A disk that cannot keep up: turns begin to load while another's fetch is under way, and what they load is read
+    once."""
+    workload = [conversation(f"c{i}", i / 1e6, (100, 30, 0.0), *[(20, 30, 0.0)] * 2) for i in range(6)]
+    machine = replace(MACHINE, max_seqs=3, window=10_000, dram_bytes=500, disk_bytes=1e6)
+    result = simulate(workload, machine, Config())
+    assert result.bytes["disk"] > 0
+    assert result.bytes["fetched"] > 0
+    assert result.bytes["disk"] + result.bytes["fetched"] <= sum(record.hit_tokens for record in result.records)
+
+
 def test_what_expired_while_the_server_was_idle_is_not_found():
     """Nothing happens between the turns: it is the next turn's arrival at which the time is noticed."""
     workload = [conversation("a", 0.0, (100, 11, 0.0), (10, 1, 50.0))]
