@@ -115,7 +115,7 @@ def examine(
     config: Annotated[Path | None, typer.Option(help="TOML file with settings.")] = None,
 ) -> None:
     """Check what this machine has for these settings, those of `serve`, and say what to do about the rest."""
-    from cache.tiers.disk import used_by
+    from cache.tiers.directory_lock import used_by
 
     settings = settings_of(context, config, {"model.source": model, "server.host": host, "server.port": port})
     findings = doctor.examine(settings, used_by=used_by)
@@ -224,7 +224,7 @@ def _counts(option: str, text: str) -> list[int]:
 
 def _prepare(settings: Settings) -> FastAPI:
     """The app, once all is there that can be looked at without loading a model. Ends the program if it is not."""
-    from cache.tiers.disk import used_by
+    from cache.tiers.directory_lock import used_by
 
     for finding in doctor.look_at_model(settings):
         if finding.level is doctor.Level.FAIL:
@@ -300,7 +300,7 @@ def drop_record(record: cache_cli.Record) -> bool:
 def _unused(settings: Settings) -> Iterator[None]:
     """Ends the program when the cache directory is not there, in use, or fails."""
     from cache.tiers.base import TierFailed, TierFull
-    from cache.tiers.disk import DirectoryLocked, used_by
+    from cache.tiers.directory_lock import DirectoryLocked, used_by
 
     if not settings.state_dir.is_dir():
         raise _end(f"there is no directory {settings.state_dir} (cache.disk_dir)")

@@ -17,7 +17,8 @@ from cache.policies import POLICIES
 from cache.policies.base import PolicyFactory
 from cache.policies.lookahead import LookaheadPolicy
 from cache.rates import Rates
-from cache.tiers.disk import DirectoryLocked, DiskTier
+from cache.tiers.directory_lock import DirectoryLocked
+from cache.tiers.disk import DiskTier
 from cache.tiers.dram import LayerShape, Slab
 from cache.tiers.first_touch import FirstTouch
 from cache.tiers.large_pages import LargePages

@@ -10,7 +10,6 @@ nothing. Their bytes count towards the cap.
 
 import contextlib
 import errno
-import fcntl
 import logging
 import mmap
 import os
@@ -33,8 +32,10 @@ from cache.extent import (
     encode_header,
 )
 from cache.tiers.base import BlockMissing, TierFailed, TierFull
-from cache.tiers.disk_files import Foreign, HeaderCache, drop_foreign, scan
+from cache.tiers.directory_lock import DirectoryLock, DirectoryLocked
+from cache.tiers.disk_files import Foreign, HeaderCache, scan
 from cache.tiers.disk_index import DiskIndex
+from cache.tiers.disk_space import DiskSpace
 from cache.tiers.extent_file import (
     CHUNK_BYTES,
     ParsedExtent,
@@ -58,10 +59,6 @@ NUM_SHARDS = 256
 _NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 log = logging.getLogger(__name__)
 T = TypeVar("T")
-
-
-class DirectoryLocked(Exception):
-    """Somebody else uses this directory. The message is for people and says who."""
 
 
 class DiskTier:
@@ -92,20 +89,18 @@ class DiskTier:
             raise ValueError(f"a fingerprint has 1 to {MAX_FINGERPRINT_BYTES} bytes")
         check_segments(segment_bytes)
         self.capacity_bytes = capacity_bytes
-        self._min_free_bytes = min_free_bytes
         self._fingerprint = fingerprint
         self._segment_bytes = tuple(segment_bytes)
         self._directory, self._root = directory, directory / "kv"
         self._own = self._root / fingerprint.hex()
-        self._lock_path = os.path.join(self._root, "lock")  # asked of in every write
         self._deadline_s = deadline_s
-        self._owner = owner
+        self._held = DirectoryLock(directory, owner)
+        self._space = DiskSpace(root=self._root, capacity_bytes=capacity_bytes, min_free_bytes=min_free_bytes)
         self._index = DiskIndex(path=self._own / "index.sqlite")
         self._reading = Throttle(bytes_per_s=read_bytes_per_s, clock=time.monotonic, sleep=time.sleep)
         self._writing = Throttle(bytes_per_s=write_bytes_per_s, clock=time.monotonic, sleep=time.sleep)
         self._reads: IoThreads | None = None
         self._writes: IoThreads | None = None  # and deletions, and the index
-        self._lock_fd: int | None = None
         self._headers = HeaderCache()
         self._log = RareLog()
         self._making = threading.Lock()  # held by who makes the directory again; taken before `_lock`
@@ -114,10 +109,6 @@ class DiskTier:
         self._buffer_bytes = max(CHUNK_BYTES, *segment_bytes)
 
         self._lock = threading.Lock()  # guards what follows; never held during I/O
-        self._sizes: dict[int, int] = {}  # extent id -> bytes; ours, complete and durable
-        self._foreign: deque[Foreign] = deque()  # oldest first
-        self._used = 0  # all files, being written ones and foreign ones included
-        self._unwritten = 0  # of these, what the file system may not have been asked for yet
         self._last_id = 0
         self._unsynced: set[str] = set()  # directories in which something was deleted
         self._lost: list[int] = []  # extents that somebody deleted
@@ -164,8 +155,7 @@ class DiskTier:
 
     def used_bytes(self) -> int:
         """The sizes of all files of records, whole pages, including those being written."""
-        with self._lock:
-            return self._used
+        return self._space.used_bytes
 
     def write(
         self,
@@ -197,7 +187,7 @@ class DiskTier:
 
         def store(beat: Beat) -> float:
             self._ensure_directory(beat)
-            self._reserve(layout.size_bytes)
+            self._space.reserve(layout.size_bytes)
             due = self._writing.book(layout.size_bytes)
             self._store(info.extent_id, start, layout, views, beat)
             beat()
@@ -219,8 +209,7 @@ class DiskTier:
     def delete(self, *extent_ids: int) -> None:
         """The bytes are gone when this returns; open readers may go on. Unknown ids are forgiven. Raises TierFailed:
         those in front may be gone."""
-        with self._lock:
-            here = [extent_id for extent_id in extent_ids if extent_id in self._sizes]
+        here = [extent_id for extent_id in extent_ids if extent_id in self._space]
         if here:
             self._do("delete", lambda beat: self._forget(here, beat))
 
@@ -250,9 +239,7 @@ class DiskTier:
 
     def verify(self) -> Iterator[tuple[int, str | None]]:
         """Read everything: (extent id, None or what is wrong with it)."""
-        with self._lock:
-            extent_ids = sorted(self._sizes)
-        for extent_id in extent_ids:
+        for extent_id in self._space.extent_ids():
             try:
                 with self._open_reader(extent_id, None) as reader:
                     reader.check()
@@ -294,29 +281,6 @@ class DiskTier:
             self._last_id = max(self._last_id + 1, time.time_ns())
             return self._last_id
 
-    def _reserve(self, size: int) -> None:
-        while True:
-            status = os.statvfs(self._root)
-            free = status.f_bavail * status.f_frsize
-            with self._lock:
-                over = self._used + size - self.capacity_bytes
-                under = self._min_free_bytes - (free - self._unwritten - size)
-                if over <= 0 and under <= 0:
-                    self._used += size
-                    self._unwritten += size
-                    return
-                foreign = self._foreign.popleft() if self._foreign and size <= self.capacity_bytes else None
-            if foreign is None:
-                excess = {"over the cap": over, "below the file system's floor": under}
-                reasons = [f"{count} {where}" for where, count in excess.items() if count > 0]
-                raise TierFull(f"{size} bytes: {', '.join(reasons)}")
-            self._drop(foreign)
-
-    def _drop(self, foreign: Foreign) -> None:
-        if drop_foreign(foreign):
-            with self._lock:
-                self._used -= foreign.size_bytes
-
     def _store(
         self, extent_id: int, header: bytes, layout: Layout, views: Sequence[Sequence[memoryview]], beat: Beat
     ) -> None:
@@ -329,12 +293,7 @@ class DiskTier:
             stored = True
         finally:
             stays = stored or os.path.exists(path) or os.path.exists(temporary_of(path))
-            with self._lock:
-                self._unwritten -= layout.size_bytes
-                if stored:
-                    self._sizes[extent_id] = layout.size_bytes
-                elif not stays:  # what cannot even be removed still takes its room
-                    self._used -= layout.size_bytes
+            self._space.settle(extent_id, layout.size_bytes, stored=stored, stays=stays)
 
     def _make_shards(self, beat: Beat) -> None:
         """All at once: a directory costs a write as much as its file does."""
@@ -363,8 +322,8 @@ class DiskTier:
         path = self._path(extent_id)
         remove_extent(path)
         self._headers.drop(extent_id)
+        self._space.release(extent_id)
         with self._lock:
-            self._used -= self._sizes.pop(extent_id, 0)
             self._unsynced.add(os.path.dirname(path))
 
     def _forget(self, extent_ids: Sequence[int], beat: Beat = lambda: None) -> None:
@@ -382,9 +341,8 @@ class DiskTier:
                 self._log.warn("index", "the index still names extent %s, which is gone: %s", ids, error)
 
     def _open_reader(self, extent_id: int, known: ParsedExtent | None) -> ExtentReader:
-        with self._lock:
-            if extent_id not in self._sizes:
-                raise BlockMissing(f"extent {extent_id:016x} is not here", reason="missing")
+        if extent_id not in self._space:
+            raise BlockMissing(f"extent {extent_id:016x} is not here", reason="missing")
         threads = self._reads
         if threads is None:
             raise BlockMissing("the disk tier is closed", reason="io")
@@ -436,7 +394,7 @@ class DiskTier:
         taken again too, since the next server would make another file and lock that. Raises DirectoryLocked, OSError.
         """
         with self._making:
-            has_lock = self._lock_fd is not None and _is_file(self._lock_path, self._lock_fd)
+            has_lock = self._held.is_held
             if has_lock and self._index.is_there():
                 return
             beat()
@@ -445,19 +403,14 @@ class DiskTier:
             for directory in (self._root, self._own):
                 directory.chmod(0o700)
             if not has_lock:
-                fd = _lock_directory(self._directory, self._owner)
-                if self._lock_fd is not None:
-                    os.close(self._lock_fd)  # of a file without a name
-                self._lock_fd = fd
+                self._held.take()
             self._make_shards(beat)
             self._index.make_again(beat)
-            with self._lock:
-                extent_ids = list(self._sizes)
-            gone = [extent_id for extent_id in extent_ids if not os.path.exists(self._path(extent_id))]
+            gone = [one for one in self._space.extent_ids() if not os.path.exists(self._path(one))]
             for extent_id in gone:
                 self._headers.drop(extent_id)
+            self._space.release(*gone)
             with self._lock:
-                self._used -= sum(self._sizes.pop(extent_id, 0) for extent_id in gone)
                 self._lost += gone
                 self._unsynced = {directory for directory in self._unsynced if os.path.exists(directory)}
 
@@ -465,7 +418,7 @@ class DiskTier:
         self._own.mkdir(mode=0o700, parents=True, exist_ok=True)
         for directory in (self._root, self._own):
             directory.chmod(0o700)
-        self._lock_fd = _lock_directory(self._directory, self._owner)
+        self._held.take()
         self._make_shards(beat)
         beat()
         known, sessions = self._index.open(beat)
@@ -495,20 +448,10 @@ class DiskTier:
                 sessions[info.session.names] = (extent_id, info.session)
         self.useless.update((extent_id, "missing: its file is gone") for extent_id in known.keys() - files.keys())
         self._index.remove(known.keys() - extents.keys())
+        others = [record.extent_id for record in foreign]
         with self._lock:
-            self._sizes = {extent_id: info.size_bytes for extent_id, info in extents.items()}
-            self._foreign = deque(sorted(foreign, key=lambda record: record.extent_id))
-            self._used = sum(self._sizes.values()) + sum(record.size_bytes for record in foreign)
-            seen = [
-                *files,
-                *known,
-                *(record.extent_id for record in foreign),
-                *(stamp for stamp, _ in sessions.values()),
-            ]
-            self._last_id = max(seen, default=0)
-        while self._foreign and self._used > self.capacity_bytes:
-            beat()
-            self._drop(self._foreign.popleft())
+            self._last_id = max([*files, *known, *others, *(stamp for stamp, _ in sessions.values())], default=0)
+        self._space.open({extent_id: info.size_bytes for extent_id, info in extents.items()}, foreign, beat)
         return list(extents.values()), [record for _, record in sessions.values()]
 
     def _adopt(self, extent_id: int) -> ExtentInfo:
@@ -524,50 +467,4 @@ class DiskTier:
 
     def _release(self) -> None:
         self._index.close()
-        if self._lock_fd is not None:
-            os.close(self._lock_fd)
-            self._lock_fd = None
-
-
-def _is_file(path: str, fd: int) -> bool:
-    """Whether the name still is the open file's."""
-    try:
-        return os.path.samestat(os.stat(path), os.fstat(fd))
-    except OSError:
-        return False
-
-
-def used_by(directory: Path) -> str | None:
-    """The owner of a disk tier that is open in this directory, in this process or another; None: there is none. Raises
-    OSError."""
-    try:
-        fd = os.open(directory / "kv" / "lock", os.O_RDONLY | os.O_CLOEXEC)
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    try:
-        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        return None
-    except BlockingIOError:
-        return _read_owner(fd)
-    finally:
-        os.close(fd)
-
-
-def _lock_directory(directory: Path, owner: str) -> int:
-    fd = os.open(directory / "kv" / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        os.ftruncate(fd, 0)
-        os.pwrite(fd, owner.encode(), 0)
-    except BlockingIOError as error:
-        message = f"{directory} is in use by {_read_owner(fd)}"
-        os.close(fd)
-        raise DirectoryLocked(message) from error
-    except BaseException:
-        os.close(fd)
-        raise
-    return fd
-
-
-def _read_owner(fd: int) -> str:
-    return os.pread(fd, 200, 0).decode("utf-8", "replace").strip() or "an unknown process"
+        self._held.release()

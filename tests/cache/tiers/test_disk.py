@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 import cache.tiers.extent_file as extent_file
 from cache.extent import checksum
 from cache.tiers.base import BlockMissing, TierFailed, TierFull
-from cache.tiers.disk import DirectoryLocked, used_by
+from cache.tiers.directory_lock import DirectoryLocked, used_by
 from cache.tiers.disk_files import stored_models
 from tests.cache.tiers.disk_helpers import (
     FINGERPRINT,
@@ -287,7 +287,7 @@ def test_a_tool_finds_out_whose_records_they_are(tier, tmp_path):
 def test_a_second_server_is_told_who_is_there(tier, tmp_path):
     code = (
         "import sys; from pathlib import Path; from tests.cache.tiers.disk_helpers import make_tier\n"
-        "from cache.tiers.disk import DirectoryLocked\n"
+        "from cache.tiers.directory_lock import DirectoryLocked\n"
         "try: make_tier(Path(sys.argv[1])).open()\n"
         "except DirectoryLocked as locked: print(locked)"
     )

@@ -11,7 +11,8 @@ import pytest
 import cache.tiers.disk as disk
 import cache.tiers.extent_file as extent_file
 from cache.tiers.base import BlockMissing, TierFailed, TierFull
-from cache.tiers.disk import READ_THREADS, WRITE_THREADS, DirectoryLocked
+from cache.tiers.directory_lock import DirectoryLocked
+from cache.tiers.disk import READ_THREADS, WRITE_THREADS
 from tests.cache.tiers.disk_helpers import (
     FINGERPRINT,
     SEGMENTS,

@@ -1,0 +1,72 @@
+"""One server to a directory: a lock that goes with the process, and says who holds it."""
+
+import fcntl
+import os
+from pathlib import Path
+
+
+class DirectoryLocked(Exception):
+    """Somebody else uses this directory. The message is for people and says who."""
+
+
+class DirectoryLock:
+    """The lock on `DIRECTORY/kv`. Not thread-safe."""
+
+    def __init__(self, directory: Path, owner: str) -> None:
+        """owner: who uses the directory meanwhile, for people that want it too."""
+        self._directory, self._owner = directory, owner
+        self._path = os.path.join(directory, "kv", "lock")  # asked of in every write
+        self._fd: int | None = None
+
+    @property
+    def is_held(self) -> bool:
+        """Whether the name still is the file's that is locked."""
+        if self._fd is None:
+            return False
+        try:
+            return os.path.samestat(os.stat(self._path), os.fstat(self._fd))
+        except OSError:
+            return False
+
+    def take(self) -> None:
+        """For the first time, or once more after the file was deleted: the next server would make another one and lock
+        that. Raises DirectoryLocked, OSError."""
+        fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.ftruncate(fd, 0)
+            os.pwrite(fd, self._owner.encode(), 0)
+        except BlockingIOError as error:
+            message = f"{self._directory} is in use by {_read_owner(fd)}"
+            os.close(fd)
+            raise DirectoryLocked(message) from error
+        except BaseException:
+            os.close(fd)
+            raise
+        self.release()  # a file without a name
+        self._fd = fd
+
+    def release(self) -> None:
+        if self._fd is not None:
+            os.close(self._fd)
+            self._fd = None
+
+
+def used_by(directory: Path) -> str | None:
+    """The owner of a disk tier that is open in this directory, in this process or another; None: there is none. Raises
+    OSError."""
+    try:
+        fd = os.open(directory / "kv" / "lock", os.O_RDONLY | os.O_CLOEXEC)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        return None
+    except BlockingIOError:
+        return _read_owner(fd)
+    finally:
+        os.close(fd)
+
+
+def _read_owner(fd: int) -> str:
+    return os.pread(fd, 200, 0).decode("utf-8", "replace").strip() or "an unknown process"
