@@ -3,30 +3,29 @@
 import logging
 import math
 import time
-from collections import Counter
 from collections.abc import Container, Iterable
 from dataclasses import replace
 
 import torch
 
 from cache.manager import CacheManager
-from cache.opening import ClientCut
 from cache.plan import CapturePiece, CopyRows, Transferred
 from cache.tiers.capture import CaptureSink
 from cache.tiers.first_touch import FirstTouch
 from cache.transfer import Transfer
-from cache.truncate import CutRules, DoesNotFit, reserved
+from cache.truncate import DoesNotFit
 from engine.arrival import Arrival
 from engine.batch import BatchItem, BlockTables, build_batch
-from engine.choice import Choice, cache_report, error_output
+from engine.choice import Choice, cache_report
+from engine.counters import Counters, collect
 from engine.directory import SessionDirectory
-from engine.grammar import BadGrammar, Constraint, GrammarCompiler
+from engine.grammar import GrammarCompiler
+from engine.intake import Intake
 from engine.messages import (
     ModelInfo,
     Output,
     SessionReply,
     SessionRequest,
-    Shift,
     Stats,
     Submit,
     Timings,
@@ -34,11 +33,9 @@ from engine.messages import (
 )
 from engine.moves import Moves
 from engine.runner import ModelRunner
-from engine.sampler import BadLogits, PenaltyState, Sampled, Sampler, choice_seed, token_logprobs
-from engine.schedule import scheduler_state
+from engine.sampler import BadLogits, Sampled, Sampler, token_logprobs
 from engine.verify import Verifier
-from scheduler.scheduler import Chunk, QueueFull, Scheduler
-from scheduler.sequence import Sequence
+from scheduler.scheduler import Chunk, Scheduler
 
 log = logging.getLogger(__name__)
 
@@ -85,16 +82,19 @@ class Engine:
         self._sink = sink
         self._directory = directory
         self._verifier = verifier
-        self._grammars = grammars
-        self._truncation = truncation
+        self._intake = Intake(
+            model=model,
+            cache=cache,
+            scheduler=scheduler,
+            grammars=grammars,
+            truncation=truncation,
+            is_known=lambda request_id: request_id in self._requests,
+            add=self._add,
+        )
         self._close_timeout_s = close_timeout_s
         self._choices: dict[str, Choice] = {}  # by the id of the sequence
         self._requests: dict[str, list[str]] = {}  # the app's request id -> its unfinished sequences
-        self._steps = 0
-        self._step_seconds = 0.0
-        self._generated_tokens = 0
-        self._aborted = 0
-        self._load_seconds = 0.0
+        self._counters = Counters()
         self._replies: list[SessionReply] = []
         self._changes = 0  # of the requests that the cache knows, when was looked last
         self._seals_may_wait = False
@@ -104,109 +104,20 @@ class Engine:
     def submit(self, request: Submit, now: float) -> list[Output]:
         """Queue every choice of a request, as soon as its grammar is compiled if it has one. Returns error outputs for
         those that cannot be taken."""
-        problem = self._problem(request)
-        if problem is not None:
-            return _refused(request, *problem)
-        if request.grammar:
-            self._grammars.start(request)
-            return []
-        return self._queue(request, None, now)
+        return self._intake.submit(request, now)
 
-    def _queue_compiled(self, now: float) -> list[Output]:
-        outputs = []
-        for request, constraint in self._grammars.take():
-            if isinstance(constraint, BadGrammar):
-                outputs += _refused(request, "invalid_grammar", str(constraint))
-            else:
-                outputs += self._queue(request, constraint, now)
-        return outputs
-
-    def _queue(self, request: Submit, constraint: Constraint | None, now: float) -> list[Output]:
-        refused = []
-        for index in range(request.num_choices):
-            try:
-                self._add(request, index, constraint, now)
-            except QueueFull as error:
-                refused.append(error_output(request.request_id, index, "overloaded", f"the queue is full: {error}"))
-            except DoesNotFit:
-                code, message = _too_long(len(request.token_ids), self.model.max_context)
-                refused.append(error_output(request.request_id, index, code, message))
-        return refused
-
-    def _problem(self, request: Submit) -> tuple[str, str] | None:
-        """(error code, message) of a request that can never run. The app validates first; this is the last line."""
-        length = len(request.token_ids)
-        if length == 0:
-            return "invalid_prompt", "the prompt has no tokens"
-        if length >= self.model.max_context and not self._may_truncate(request):
-            return _too_long(length, self.model.max_context)
-        if min(request.token_ids) < 0 or max(request.token_ids) >= self.model.vocab_size:
-            return "invalid_prompt", f"token ids must be between 0 and {self.model.vocab_size - 1}"
-        if request.request_id in self._requests or self._grammars.holds(request.request_id):
-            return "invalid_prompt", "this request id is in use"
-        return None
-
-    def _may_truncate(self, request: Submit) -> bool:
-        return (request.truncation or self._truncation) == "auto"
-
-    def _add(self, request: Submit, index: int, constraint: Constraint | None, now: float) -> None:
-        sampling = request.sampling
-        sequence_id = f"{request.request_id}/{index}"
-        rules = CutRules(
-            allowed=self._may_truncate(request),
-            keep_first=request.keep_first_tokens,
-            message_starts=request.message_starts,
-            important=request.important,
-        )
-        tokens = self._cache.open(
-            sequence_id,
-            request.tenant,
-            request.cache_salt,
-            request.session_id,
-            request.token_ids,
-            rules,
-            reserved(sampling.max_tokens, self.model.max_context),
-            _client_cut(request.shift),
-            now,
-        )
-        sequence = Sequence(
-            request_id=sequence_id,
-            tenant=request.tenant,
-            session_id=request.session_id,
-            sampling=sampling,
-            arrived_s=now,
-            token_ids=tokens,
-            prompt_tokens=len(tokens),
-            weight=request.weight,
-        )
-        try:
-            self._scheduler.add(sequence)
-        except QueueFull:
-            self._cache.close(sequence.request_id, 0, now)
-            raise
-        ends = () if sampling.ignore_eos else self.model.eos_token_ids
-        self._choices[sequence.request_id] = Choice(
-            sequence=sequence,
-            request_id=request.request_id,
-            index=index,
-            seed=choice_seed(sampling.seed, index),
-            penalties=PenaltyState.of(sampling, request.token_ids),
-            end_ids=(*ends, *sampling.stop_token_ids),
-            may_truncate=rules.allowed,
-            constraint=constraint.copy() if constraint is not None else None,
-            prompt_logprobs=request.prompt_logprobs if index == 0 else None,
-        )
-        if request.prompt_logprobs is not None and index == 0:
-            self._cache.compute_all(sequence.request_id)
-        self._requests.setdefault(request.request_id, []).append(sequence.request_id)
+    def _add(self, choice: Choice) -> None:
+        sequence_id = choice.sequence.request_id
+        self._choices[sequence_id] = choice
+        self._requests.setdefault(choice.request_id, []).append(sequence_id)
 
     def abort(self, request_id: str) -> None:
         """The client is gone: every choice ends now, what it computed stays cached. Forgives unknown ids."""
-        self._grammars.cancel(request_id)
+        self._intake.cancel(request_id)
         for sequence_id in list(self._requests.get(request_id, ())):
             choice = self._choices[sequence_id]
             self._close(choice, choice.sequence.computed_tokens)
-            self._aborted += 1
+            self._counters.aborted += 1
 
     def finish(self, request_id: str, choice: int, keep_tokens: int) -> None:
         """A stop string was found behind `keep_tokens` generated tokens. Forgives unknown ids: the choice may have
@@ -219,16 +130,13 @@ class Engine:
 
     def finish_all(self, now: float) -> list[Output]:
         """End everything with finish_reason `length`."""
-        waiting = self._grammars.take_all()
-        refused = [output for request in waiting for output in self._queue(request, None, now)]
+        refused = self._intake.queue_uncompiled(now)
         # Of those queued just now, nothing is drawn any more.
         return refused + [self._end(choice, "length", now) for choice in list(self._choices.values())]
 
     def fail_all(self, message: str) -> list[Output]:
         """End everything with an error. Nothing of the failed step is kept: half of it may have been written."""
-        outputs = [
-            output for request in self._grammars.take_all() for output in _refused(request, "internal_error", message)
-        ]
+        outputs = self._intake.fail_uncompiled(message)
         for choice in list(self._choices.values()):
             outputs.append(choice.failed(message))
             self._close(choice, 0)
@@ -236,7 +144,7 @@ class Engine:
         return outputs
 
     def has_work(self) -> bool:
-        return self._scheduler.has_work() or self._grammars.num_pending > 0
+        return self._scheduler.has_work() or self._intake.num_pending > 0
 
     def is_moving(self) -> bool:
         return self._cache.in_flight > 0
@@ -275,7 +183,7 @@ class Engine:
     def _hear(self, now: float) -> None:
         for event in self._transfer.poll():
             if isinstance(event, Transferred) and event.direction.endswith("to_hbm"):
-                self._load_seconds += event.seconds
+                self._counters.load_seconds += event.seconds
             self._cache.on_event(event, now)
 
     def _requeue_failed(self) -> set[str]:
@@ -297,7 +205,7 @@ class Engine:
     def step(self, now: float) -> list[Output]:
         """One batch: schedule, carry out moves, forward, commit, sample. When it raises, call `fail_all`."""
         called = time.monotonic()
-        refused = self._queue_compiled(now)
+        refused = self._intake.queue_compiled(now)
         schedule = self._scheduler.schedule(now)
         for sequence in schedule.preempted:
             self._tables.drop(sequence.request_id)
@@ -342,9 +250,9 @@ class Engine:
         if self._verifier is not None:
             ready, logits = self._verify(ready, logits)
         outputs = self._sample(ready, logits, now + (time.monotonic() - called)) if ready else []
-        self._steps += 1
+        self._counters.steps += 1
         seconds = time.monotonic() - started
-        self._step_seconds += seconds
+        self._counters.step_seconds += seconds
         self._cache.rates.computed(sum(chunk.num_tokens for chunk in chunks), seconds - waited_s)
         self._scheduler.ran(seconds, waited_s)
         return refused + outputs
@@ -466,7 +374,7 @@ class Engine:
             choice.constraint.accept(sampled.token_id)
         if sequence.first_token_s is None:
             sequence.first_token_s = now
-        self._generated_tokens += 1
+        self._counters.generated_tokens += 1
         reason = None
         if choice.ends_with(sampled.token_id):
             reason = "stop"
@@ -570,7 +478,7 @@ class Engine:
         end = time.monotonic() + self._close_timeout_s
         for choice in list(self._choices.values()):
             self._close(choice, choice.sequence.computed_tokens)
-        self._grammars.close()
+        self._intake.close()
         self._cache.lower.extents.go_on(math.inf)  # the next process would find what the disk would not delete
         self.poll(time.monotonic())
         while self._cache.in_flight and time.monotonic() < end:
@@ -579,50 +487,10 @@ class Engine:
         self._transfer.close(max(0.0, end - time.monotonic()))
 
     def stats(self) -> Stats:
-        pages, stats, lower = self._cache.pages, self._cache.stats, self._cache.lower
-        return Stats(
-            running=len(self._scheduler.running),
-            waiting=self._scheduler.num_waiting,
-            sessions=self._cache.num_sessions,
-            leases=self._cache.num_leases,
-            hbm_pages_total=pages.num_pages,
-            hbm_pages_free=pages.num_free,
-            hbm_pages_cached=pages.num_cached,
-            steps=self._steps,
-            step_seconds=self._step_seconds,
-            prompt_tokens=dict(stats.prompt_tokens),
-            generated_tokens=self._generated_tokens,
-            miss_tokens=dict(stats.miss_tokens),
-            evicted_blocks=stats.evicted_blocks,
-            preemptions=self._scheduler.preemptions,
-            aborted=self._aborted,
-            tier_bytes={"dram": lower.resident * lower.slot_bytes, "disk": lower.extents.used_bytes},
-            tier_capacity={"dram": lower.dram_slots * lower.slot_bytes, "disk": lower.disk_bytes},
-            moved_bytes=dict(stats.moved_bytes + Counter(hbm_to_dram=self._transfer.placed_bytes)),
-            moved_seconds=dict(stats.moved_seconds),
-            load_wait_seconds=self._transfer.waited_s,
-            load_seconds=self._load_seconds,
-            evictions={"hbm": stats.evicted_blocks, **stats.evictions},
-            refused=dict(stats.refused),
-            load_failures=dict(stats.load_failures),
-            write_failures=dict(stats.write_failures),
-            truncated_tokens=stats.truncated_tokens,
-            in_flight=self._cache.in_flight,
-            verified_loads=self._verifier.compared if self._verifier is not None else 0,
-            offloaded_blocks=stats.offloaded_blocks,
-            scheduler=scheduler_state(self._scheduler, self._cache, time.monotonic()),
-            verify_mismatches=self._verifier.mismatches if self._verifier is not None else 0,
+        return collect(
+            self._counters,
+            scheduler=self._scheduler,
+            cache=self._cache,
+            transfer=self._transfer,
+            verifier=self._verifier,
         )
-
-
-def _refused(request: Submit, code: str, message: str) -> list[Output]:
-    return [error_output(request.request_id, index, code, message) for index in range(request.num_choices)]
-
-
-def _client_cut(shift: Shift | None) -> ClientCut | None:
-    return None if shift is None else ClientCut(shift.stream, shift.keep, shift.resume)
-
-
-def _too_long(length: int, window: int) -> tuple[str, str]:
-    message = f"the prompt has {length} tokens; the context window of {window} holds the answer too"
-    return "context_length_exceeded", message

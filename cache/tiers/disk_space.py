@@ -50,7 +50,8 @@ class DiskSpace:
             return sorted(self._sizes)
 
     def reserve(self, size: int) -> None:
-        """For a record that will be written; `settle` follows. Others' records leave for it. Raises TierFull, OSError."""
+        """For a record that will be written; `settle` follows. Others' records leave for it. Raises TierFull,
+        OSError."""
         while True:
             status = os.statvfs(self._root)
             free = status.f_bavail * status.f_frsize
