@@ -1,18 +1,31 @@
-"""The fit stays within its bounds and moves nothing else."""
+"""The fit walks within its bounds, one unknown at a time, and counts what it misses."""
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import pytest
 
-from benchmarks.fit_paper import BOUNDS, DIFFERENCES, moved
+from benchmarks.fit_paper import BOUNDS, POINTS, STEPS, beside, squares
 from loadgen.sim.presets import FITTED
 
 
-@pytest.mark.parametrize("name", DIFFERENCES)
-def test_a_step_goes_no_farther_than_the_bounds(name):
+@pytest.mark.parametrize("name", STEPS)
+def test_a_step_changes_one_unknown_and_stays_within_its_bounds(name):
     least, most = BOUNDS[name]
-    assert getattr(moved(FITTED, {name: -1e9}), name) == least
-    assert getattr(moved(FITTED, {name: 1e9}), name) == most
-    stepped = asdict(moved(FITTED, {name: DIFFERENCES[name]}))
-    assert stepped.pop(name) == getattr(FITTED, name) + DIFFERENCES[name]
-    assert stepped.items() <= asdict(FITTED).items()
+    for value in (least, (least + most) / 2, most):
+        start = replace(FITTED, **{name: value})
+        steps = beside(start, [name])
+        assert len(steps) == (2 if least < value < most else 1)
+        for step in steps:
+            assert least <= getattr(step, name) <= most
+            assert {other for other in STEPS if asdict(step)[other] != asdict(start)[other]} == {name}
+
+
+def test_steps_there_and_back_meet():
+    there = beside(FITTED, list(STEPS))
+    assert len(set(there)) == len(there)
+    assert all(FITTED in beside(step, list(STEPS)) for step in there)
+
+
+def test_squares_are_of_points_missed_by_the_mean():
+    assert squares({point: [rate, rate] for point, rate in POINTS.items()}) == 0
+    assert squares({point: [rate - 0.01, rate + 0.03] for point, rate in POINTS.items()}) == pytest.approx(4)
