@@ -11,7 +11,6 @@ class Disk:
         self._buffer_s = buffer_bytes / bytes_per_s
         self._free_s = 0.0  # until then its time is spoken for, or past
         self._unwritten_s = 0.0
-        self.busy_s = 0.0
 
     def read(self, num_bytes: float, not_before_s: float, least_s: float = 0.0) -> float:
         """Returns when it is over. least_s: it lasts no less, for what it feeds is slower."""
@@ -19,14 +18,11 @@ class Disk:
         self._pass(not_before_s)
         self._pass(self._free_s + max(0.0, self._unwritten_s - self._buffer_s))
         self._free_s += seconds
-        self.busy_s += seconds
         return self._free_s
 
     def write(self, num_bytes: float, now: float) -> None:
         self._pass(now)
-        seconds = num_bytes / self._bytes_per_s
-        self._unwritten_s += seconds
-        self.busy_s += seconds
+        self._unwritten_s += num_bytes / self._bytes_per_s
 
     def _pass(self, until_s: float) -> None:
         """Nothing is read until then."""

@@ -387,7 +387,7 @@ class Server:
             # The last token was sampled and never read: it has no KV. After a cut nothing of the prefix is as it was.
             reused = record.hit_tokens if not record.cut_tokens else 0
             written = self.store.save(name, session.context - 1, reused, self.now)
-            if written:
+            if written > 0:
                 self.disk.write(written, self.now)
             self.store.unpin(name)
         elif self.machine.hbm_shared:
