@@ -35,7 +35,12 @@ def plan_command(
     ttl: Annotated[
         float, typer.Option(min=1e-3, help="Seconds that KV is kept behind its last use.", rich_help_panel=LENGTHS)
     ] = 3600.0,
-    sessions: Annotated[int, typer.Option(min=1, help="How many are simulated.", rich_help_panel=LENGTHS)] = 500,
+    sessions: Annotated[
+        int,
+        typer.Option(
+            min=0, help="How many are simulated. 0: for twice the TTL, 1,500 at most.", rich_help_panel=LENGTHS
+        ),
+    ] = 0,
     think: Annotated[str, typer.Option(help="As of reprise load.", rich_help_panel=LENGTHS)] = "lognormal:24,1.05",
     mean_turns: Annotated[float, typer.Option(rich_help_panel=LENGTHS)] = 5.75,
     over_2k: Annotated[float, typer.Option("--over-2k", rich_help_panel=LENGTHS)] = 0.47,
@@ -45,7 +50,10 @@ def plan_command(
         float, typer.Option(min=0.0, max=1.0, help="Share of what can be hit at all.", rich_help_panel=WORKLOAD)
     ] = 0.9,
     dram_gb: Annotated[
-        float, typer.Option(min=0, help="Most DRAM; what is kept beyond it lies on disk.", rich_help_panel=WORKLOAD)
+        float,
+        typer.Option(
+            min=0, help="Most DRAM of a machine; what is kept beyond it lies on disk.", rich_help_panel=WORKLOAD
+        ),
     ] = 128.0,
     gpu_price: Annotated[float, typer.Option(min=0, help="$ an hour.", rich_help_panel=COST)] = 5.0,
     dram_price: Annotated[float, typer.Option(min=0, help="$ an hour and GB.", rich_help_panel=COST)] = 0.0088,
@@ -57,7 +65,7 @@ def plan_command(
     prices = Prices(gpu=gpu_price, dram=dram_price, ssd=ssd_price)
 
     def progress(stored_gb: float) -> None:
-        console.print(f"{stored_gb:,.4g} GB")
+        console.print(f"{plan.amount(stored_gb)} GB")
 
     try:
         machine = plan.machine_of(model)
@@ -79,3 +87,5 @@ def plan_command(
         console.print(f"reprise plan: {error}", markup=False)
         raise typer.Exit(2) from None
     Console().print(plan.table(found))
+    for note in found.notes:
+        console.print(f"{note}.", markup=False)

@@ -98,9 +98,8 @@ class _Uses:
         return self._next[key]
 
 
-def hit_rate(requests: Sequence[Request], policy: str, capacity_tokens: int | None, first: int = 0) -> HitRate:
-    """policy: a key of `POLICIES`, "default" for the server's own, or one of `CEILINGS`. Requests before number `first`
-    warm up and are not counted. Raises KeyError for another policy."""
+def hit_blocks(requests: Sequence[Request], policy: str, capacity_tokens: int | None) -> list[int]:
+    """Of each request, how many of its blocks were hit; see `hit_rate`."""
     uses = _Uses(requests) if policy == "belady" else None
     returns = ReturnTimes()
     if uses is not None:
@@ -108,11 +107,18 @@ def hit_rate(requests: Sequence[Request], policy: str, capacity_tokens: int | No
     else:
         chosen = POLICIES[{"default": DEFAULT, "unbounded": "fifo"}.get(policy, policy)](returns)
     room = math.inf if capacity_tokens is None or policy == "unbounded" else capacity_tokens // BLOCK_TOKENS
-    hits = list(_replay(requests, chosen, returns, room, uses))
+    return list(_replay(requests, chosen, returns, room, uses))
+
+
+def hit_rate(requests: Sequence[Request], policy: str, capacity_tokens: int | None, first: int = 0) -> HitRate:
+    """policy: a key of `POLICIES`, "default" for the server's own, or one of `CEILINGS`. Requests before number `first`
+    warm up and are not counted. Raises KeyError for another policy."""
+    hits = hit_blocks(requests, policy, capacity_tokens)
+    bounded = capacity_tokens is not None and policy != "unbounded"
     counted = requests[first:]
     return HitRate(
         policy=policy,
-        capacity_tokens=None if room == math.inf else capacity_tokens,
+        capacity_tokens=capacity_tokens if bounded else None,
         blocks=sum(len(request.block_names) for request in counted),
         hit_blocks=sum(hits[first:]),
         tokens=sum(request.prompt_tokens for request in counted),

@@ -71,6 +71,7 @@ class Config:
     prefetch: bool = True  # disk -> DRAM for the queue
     prefetch_share: float = 1.0  # of DRAM, that the prefetch window may count on
     load_ahead: int = 1  # requests whose load may begin while others run: the HBM read buffer
+    recompute_if_faster: bool = False  # than to load what is kept: as the server does, and the paper does not say
     chunk_tokens: int = 0  # of prefills beside decodes; 0: unchunked, and decodes wait for them
     ttl_s: float = math.inf  # since the last access
     warmup_turns: int = 0  # the first that start do not count

@@ -212,14 +212,13 @@ class Server:
         """Its KV is on its way to HBM from now on."""
         record, name = turn.record, turn.live.name
         turn.sources = self._found(turn)
+        if self.config.recompute_if_faster:
+            self._leave_what_is_slow(turn)
         if self.config.reuse:
             self.window.drop(turn.live, turn.dropped)
             self.store.pin(name)
             self.store.hit(name)
-        starts_s = max(self.now, self._link_s)
-        if self.ahead.fetching is not None and self.ahead.fetching[1] == name:
-            starts_s = max(starts_s, self.ahead.fetching[0])
-        seconds = self._load_seconds(turn.sources)
+        starts_s, seconds = self._load_starts_s(name), self._load_seconds(turn.sources)
         turn.loaded_s = starts_s + seconds if seconds else self.now
         if from_disk := turn.sources.get("disk", 0):
             read = self._load_seconds({"disk": from_disk})
@@ -231,6 +230,27 @@ class Server:
         record.sources = {tier: tokens for tier, tokens in turn.sources.items() if tokens}
         for tier, tokens in record.sources.items():
             self.moved[tier] += tokens * self.machine.kv_bytes_per_token
+
+    def _load_starts_s(self, name: str) -> float:
+        """When the link is free, and what is being fetched for it has come."""
+        starts_s = max(self.now, self._link_s)
+        if self.ahead.fetching is not None and self.ahead.fetching[1] == name:
+            starts_s = max(starts_s, self.ahead.fetching[0])
+        return starts_s
+
+    def _leave_what_is_slow(self, turn: LiveTurn) -> None:
+        """Of what is found, load no more than makes the first token earlier."""
+        waits_s = self._load_starts_s(turn.live.name) - self.now
+        hbm = {tier: tokens for tier, tokens in turn.sources.items() if tier == "hbm"}
+
+        def seconds(sources: dict[str, int]) -> float:
+            found = sum(sources.values())
+            compute_s = self.machine.costs.prefill_s(turn.record.prompt_tokens - found, found)
+            loads = any(tokens for tier, tokens in sources.items() if tier != "hbm")
+            return max(compute_s, waits_s + self._load_seconds(sources)) if loads else compute_s
+
+        without_disk = {tier: tokens for tier, tokens in turn.sources.items() if tier != "disk"}
+        turn.sources = min((turn.sources, without_disk, hbm), key=seconds)
 
     # --- compute ------------------------------------------------------------------------------------------------------
 

@@ -40,6 +40,7 @@ CONFIGS = st.builds(
     granule_tokens=st.sampled_from([0, 16]),
     truncation=st.sampled_from(["decoupled", "coupled"]),
     prefetch=st.booleans(),
+    recompute_if_faster=st.booleans(),
     load_ahead=st.integers(0, 2),
     chunk_tokens=st.sampled_from([0, 32]),
     ttl_s=st.sampled_from([2.0, float("inf")]),
@@ -123,6 +124,20 @@ def test_those_who_run_decode_on_while_a_load_takes_longer_than_its_computation(
     assert again.started_s == pytest.approx(0.51)
     assert again.first_token_s == pytest.approx(0.52 + 0.011 / 4)
     assert (b.session_id, b.done_s) == ("b", pytest.approx(0.25 + 0.4 + 0.01275))
+
+
+def test_what_takes_longer_to_load_than_to_compute_is_computed():
+    """110 tokens are saved: 0.11 s from disk. They and the 11 new ones compute in 0.121 s, or on a machine ten times as
+    fast in 0.0121 s."""
+    workload = [conversation("a", 0.0, (100, 11, 0.0), (10, 1, 5.0))]
+    slow_disk = replace(MACHINE, dram_bytes=0)
+    fast = replace(slow_disk, costs=replace(COSTS, s_per_token=0.0001))
+    config = Config(load_ahead=0, recompute_if_faster=True)
+    loaded, computed = (simulate(workload, machine, config).records[1] for machine in (slow_disk, fast))
+    assert loaded.sources == {"disk": 110}
+    assert computed.sources == {}
+    assert computed.prefill_s == pytest.approx(0.0121)
+    assert simulate(workload, fast, replace(config, recompute_if_faster=False)).records[1].sources == {"disk": 110}
 
 
 def test_a_disk_reads_in_order_and_no_faster_than_what_it_feeds():
