@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor
 from dataclasses import asdict, replace
 from statistics import fmean
+from typing import Any
 
 from rich.console import Console
 
@@ -92,26 +93,24 @@ def main() -> None:
                 tried[shape] = rates
                 shown = ", ".join(f"{fmean(values):.1%}" for values in rates.values())
                 console.print(f"{squares(rates):6.1f}  {shown}  {shape}", highlight=False, soft_wrap=True)
+            write_result(words.result, _figures(tried, seeds))
             best = min(tried, key=lambda shape: squares(tried[shape]))
             if best == here:
                 break
             here = best
     console.print("best:", here)
-    write_result(
-        words.result,
+
+
+def _figures(tried: dict[Saturation, Rates], seeds: Sequence[int]) -> dict[str, Any]:
+    rows = [
         {
-            "points": [[*point, rate] for point, rate in POINTS.items()],
-            "seeds": seeds,
-            "tried": [
-                {
-                    "shape": asdict(shape),
-                    "squares": round(squares(rates), 2),
-                    "hit_rates": [[round(rate, 4) for rate in values] for values in rates.values()],
-                }
-                for shape, rates in sorted(tried.items(), key=lambda entry: squares(entry[1]))
-            ],
-        },
-    )
+            "shape": asdict(shape),
+            "squares": round(squares(rates), 2),
+            "hit_rates": [[round(rate, 4) for rate in values] for values in rates.values()],
+        }
+        for shape, rates in sorted(tried.items(), key=lambda entry: squares(entry[1]))
+    ]
+    return {"points": [[*point, rate] for point, rate in POINTS.items()], "seeds": list(seeds), "tried": rows}
 
 
 if __name__ == "__main__":

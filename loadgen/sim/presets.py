@@ -28,7 +28,7 @@ class Saturation:
     layer_s: float  # of a decode step, a layer, beside the reads of weights and KV
 
 
-FITTED = Saturation(opening_tokens=3100, turn_tokens=950, spread=0.2, turn_shape=1.0, layer_s=0.0)
+FITTED = Saturation(opening_tokens=2800, turn_tokens=1000, spread=0.2, turn_shape=1.0, layer_s=0.0)
 _MAX_TURNS = 100
 
 
