@@ -163,7 +163,12 @@ def simulate(
 ) -> None:
     """What caching would save: eviction policies on a recorded trace (--trace), or else a whole server of the papers'
     kind on a virtual clock, with every policy beside recomputing."""
+    from loadgen.load import check_writable
+
     try:
+        for file in (out, figure):
+            if file is not None:
+                check_writable(file)
         if trace is not None:
             from loadgen import trace_report
 

@@ -1,6 +1,7 @@
 """`reprise load`: measure a server, and put results side by side."""
 
 import json
+import re
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any, cast, get_args
@@ -71,7 +72,11 @@ def load_command(
     ] = None,
     conversations: Annotated[
         int | None,
-        typer.Option(min=1, help="How many; of a trace, rows. Default: 100; all of a trace.", rich_help_panel=WORKLOAD),
+        typer.Option(
+            min=1,
+            help="How many; of a trace, rows. Default: 100, or as many as a file of dialogues has; all of a trace.",
+            rich_help_panel=WORKLOAD,
+        ),
     ] = None,
     loop: Annotated[
         str,
@@ -96,7 +101,7 @@ def load_command(
     speed: Annotated[
         float, typer.Option(min=1e-6, help="Times as fast as recorded (trace).", rich_help_panel=WORKLOAD)
     ] = 1.0,
-    scale: Annotated[float, typer.Option(min=1e-6, help="Times all lengths.", rich_help_panel=WORKLOAD)] = 1.0,
+    scale: Annotated[float, typer.Option(min=1e-6, max=1e6, help="Times all lengths.", rich_help_panel=WORKLOAD)] = 1.0,
     max_context: Annotated[
         int,
         typer.Option(
@@ -157,8 +162,8 @@ def load_command(
         raise _refuse("a trace says itself when its requests are sent: leave --loop open")
     try:
         options = load.Options(
-            source=source, path=str(path), conversations=conversations or (0 if source == "trace" else 100), rate=rate,
-            think=think, loop=cast(Loop, loop), concurrency=concurrency, speed=speed, scale=scale,
+            source=source, path=str(path), conversations=conversations or (100 if source == "synthetic" else 0),
+            rate=rate, think=think, loop=cast(Loop, loop), concurrency=concurrency, speed=speed, scale=scale,
             max_context=max_context, answer_tokens=answer_tokens, system_tokens=system_tokens, seed=seed,
             duration_s=duration, warmup_turns=warmup_turns, warmup_s=warmup_s, timeout_s=timeout, retries=retries,
             distribution=Distribution(multi_turn, mean_turns, over_2k, over_4k),
@@ -169,7 +174,9 @@ def load_command(
         planned = load.planned(options)
         workload = load.fitting(planned, options)
         target, server = _target(url, model, api_key, fields, max_tokens_field)
-        _writable(out, html)
+        for file in (out, html):
+            if file is not None:
+                load.check_writable(file)
     except (ValueError, OSError) as error:
         raise _refuse(str(error)) from None
     console.print(
@@ -178,6 +185,10 @@ def load_command(
     )  # fmt: skip
     if left_out := len(planned) - len(workload):
         console.print(f"{left_out:,} of {len(planned):,} left out: already the first turn is longer than --max-context")
+    if repeats := load.repeated(workload):
+        console.print(
+            f"{repeats:,} of them say what others said before: what a cache finds of that is no history's reuse"
+        )
     started = datetime.now(UTC)
     results, finished = _execute(options, workload, target, quiet)
     document = load.document(
@@ -185,10 +196,13 @@ def load_command(
         finished=finished, started=started, token_times=token_times, left_out=left_out,
     )  # fmt: skip
     tables.show(Console(), document)
-    if out is not None:
-        load.write(document, out)
-    if html is not None:
-        html.write_text(page.render([out.stem if out else server["model"]], [document]), encoding="utf-8")
+    for file, write in ((out, load.write), (html, _write_page)):
+        if file is not None:
+            try:
+                write(document, file)
+            except OSError as error:
+                finished = False
+                console.print(f"reprise load: {error}", markup=False)
     requests = document["summary"]["requests"]
     if "context_length" in requests["errors"]:
         console.print("Some conversations outgrew the model's window: --max-context N or --scale makes them shorter.")
@@ -210,13 +224,20 @@ def compare(
     try:
         documents = [load.read(file) for file in files]
         if html is not None:
-            html.write_text(page.render(called, documents), encoding="utf-8")
+            load.check_writable(html)
+            load.save(page.render(called, documents), html)
+        if len(documents) == 1:
+            tables.show(Console(), documents[0])
+        else:
+            tables.compare(Console(), called, documents)
     except (ValueError, OSError) as error:
         raise _refuse(str(error)) from None
-    if len(documents) == 1:
-        tables.show(Console(), documents[0])
-    else:
-        tables.compare(Console(), called, documents)
+    except (KeyError, TypeError, AttributeError, IndexError) as error:
+        raise _refuse(f"not a whole result of `reprise load`: {error!r}") from None
+
+
+def _write_page(document: dict[str, Any], path: Path) -> None:
+    load.save(page.render([document["server"]["model"]], [document]), path)
 
 
 def _execute(
@@ -242,25 +263,42 @@ def _target(
     base = url.rstrip("/").removesuffix("/v1")
     shown = urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2])).rstrip("/").removesuffix("/v1")
     server: dict[str, Any] = {"url": shown, "model": model, "max_context": None, "version": None}
+    if not api_key.isascii() or not api_key.isprintable():
+        raise ValueError("a key consists of printable ASCII characters")
     headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
     try:
         with httpx.Client(base_url=base, headers=headers, timeout=10, trust_env=False) as http:
             answer = http.get("/v1/models")
-            models = answer.json().get("data", []) if answer.status_code == 200 else []
-            if (version := http.get("/version")).status_code == 200:
-                server["version"] = version.json().get("version")
+            models = _listed(answer) if answer.status_code == 200 else []
+            server["version"] = _version(http.get("/version"))
     except (httpx.InvalidURL, httpx.UnsupportedProtocol):
         raise ValueError(f"{url!r} is not an http or https address") from None
     except httpx.HTTPError as error:
         raise ValueError(f"no server at {shown}: {error}") from None
-    except (AttributeError, ValueError):
-        models = []  # the model's name is all we need, and it may have been given
-    found = next((m for m in models if not model or m.get("id") == model), None)
+    found = next((m for m in models if not model or m["id"] == model), None)
     if found is not None:
         server |= {"model": found["id"], "max_context": found.get("max_model_len")}
     elif not model:
         raise ValueError(f"{shown} lists no models (status {answer.status_code}): give --model, or --api-key")
     return Target(base, server["model"], {"": api_key} if api_key else {}, fields, max_tokens_field), server
+
+
+def _listed(answer: httpx.Response) -> list[dict[str, Any]]:
+    """The models of a list; none of anything else: the name is all we need, and it may have been given."""
+    try:
+        listed = answer.json()["data"]
+        return [model for model in listed if isinstance(model["id"], str)]
+    except (ValueError, LookupError, TypeError):
+        return []
+
+
+def _version(answer: httpx.Response) -> str | None:
+    """Servers that have no such page answer with anything."""
+    try:
+        said = answer.json()["version"] if answer.status_code == 200 else None
+    except (ValueError, LookupError, TypeError):
+        return None
+    return said if isinstance(said, str) else None
 
 
 def _fields(body: str) -> dict[str, Any]:
@@ -275,15 +313,9 @@ def _fields(body: str) -> dict[str, Any]:
     return fields
 
 
-def _writable(*files: Path | None) -> None:
-    """Found out before the run, not behind it."""
-    for file in files:
-        if file is not None and not file.absolute().parent.is_dir():
-            raise ValueError(f"there is no directory {file.parent}")
-
-
 def _shown(words: list[str]) -> list[str]:
-    """A command line without secrets: a key is taken from the environment again."""
+    """A command line without secrets: a key is taken from the environment again, and so is a password in an address."""
+    words = [re.sub(r"(://)[^/@\s]*@", r"\1", word) for word in words]
     shown: list[str] = []
     skip = False
     for word in words:

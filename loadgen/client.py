@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 
@@ -38,9 +38,9 @@ class TurnResult:
     sent_s: float = 0.0
     token_s: list[float] = field(default_factory=list)  # of each piece of text that came
     done_s: float = 0.0
-    prompt_tokens: int = 0
+    prompt_tokens: int = 0  # 0: the server does not say
     completion_tokens: int = 0
-    cached_tokens: int = 0
+    cached_tokens: int | None = None  # None: the server does not say
     finish_reason: str | None = None
     error: str | None = None  # status and code, or what broke
     error_kind: str | None = None
@@ -221,6 +221,44 @@ class _Sender:
             await asyncio.sleep(answer.retry_after_s if answer.retry_after_s is not None else 2.0**result.retries / 4)
 
 
+_Count = Annotated[int, msgspec.Meta(ge=0)]
+
+
+class _Delta(msgspec.Struct):
+    content: str | None = None
+    reasoning_content: Any = None
+    reasoning: Any = None
+    tool_calls: Any = None
+
+
+class _Choice(msgspec.Struct):
+    delta: _Delta | None = None
+    finish_reason: str | None = None
+
+
+class _Details(msgspec.Struct):
+    cached_tokens: _Count | None = None
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: _Count | None = None
+    completion_tokens: _Count | None = None
+    prompt_tokens_details: _Details | None = None
+
+
+class _Event(msgspec.Struct):
+    """What is read of a chunk; anything else in it is the server's affair."""
+
+    choices: list[_Choice] | None = None
+    usage: _Usage | None = None
+    error: Any = None
+    x_cache: dict[str, Any] | None = None
+    timings: dict[str, Any] | None = None
+
+
+_EVENT = msgspec.json.Decoder(_Event)
+
+
 class _Answer:
     """One answer as it comes."""
 
@@ -238,7 +276,7 @@ class _Answer:
             return
         for data in self._events.feed(body):
             if data != b"[DONE]":
-                self._event(msgspec.json.decode(data), now_s - self._began_s)
+                self._event(_EVENT.decode(data), now_s - self._began_s)
 
     def end(self, response: Response) -> None:
         """The body is complete."""
@@ -254,25 +292,27 @@ class _Answer:
         elif result.error is None and result.finish_reason is None:
             result.error, result.error_kind = "the stream ended without a finish_reason", "incomplete"
 
-    def _event(self, event: dict[str, Any], now_s: float) -> None:
+    def _event(self, event: "_Event", now_s: float) -> None:
         result = self._result
-        if event.get("error"):
-            error = event["error"] if isinstance(event["error"], dict) else {"message": event["error"]}
+        if event.error:
+            error = event.error if isinstance(event.error, dict) else {"message": event.error}
             result.error, result.error_kind = str(error.get("code") or error.get("message")), "stream_error"
             return
-        for choice in event.get("choices") or ():
-            delta = choice.get("delta") or {}
-            text = delta.get("content")
-            if text or delta.get("reasoning_content") or delta.get("reasoning") or delta.get("tool_calls"):
+        for choice in event.choices or ():
+            delta = choice.delta or _Delta()
+            if delta.content or delta.reasoning_content or delta.reasoning or delta.tool_calls:
                 result.token_s.append(now_s)
-            if text:
-                self.pieces.append(text)
-            result.finish_reason = choice.get("finish_reason") or result.finish_reason
-        if usage := event.get("usage"):
-            result.prompt_tokens = usage.get("prompt_tokens") or 0
-            result.completion_tokens = usage.get("completion_tokens") or 0
-            result.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
-        result.extra.update({name: event[name] for name in ("x_cache", "timings") if event.get(name)})
+            if delta.content:
+                self.pieces.append(delta.content)
+            result.finish_reason = choice.finish_reason or result.finish_reason
+        if (usage := event.usage) is not None:
+            result.prompt_tokens = usage.prompt_tokens or 0
+            result.completion_tokens = usage.completion_tokens or 0
+            details = usage.prompt_tokens_details
+            result.cached_tokens = details.cached_tokens if details is not None else None
+        for name, said in (("x_cache", event.x_cache), ("timings", event.timings)):
+            if said:
+                result.extra[name] = said
 
 
 def _kind_of(error: Exception) -> str:

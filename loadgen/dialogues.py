@@ -8,6 +8,7 @@ also through gzip.
 import gzip
 import json
 import random
+import zlib
 from collections.abc import Iterator
 from itertools import cycle, islice
 from pathlib import Path
@@ -33,11 +34,18 @@ def choose(scripts: list[Script], rng: random.Random, count: int) -> list[Script
 
 
 def open_text(path: Path) -> str:
-    """A text file, unpacked where its name ends in .gz."""
-    if path.suffix == ".gz":
-        with gzip.open(path, "rt", encoding="utf-8") as file:
-            return file.read()
-    return path.read_text(encoding="utf-8")
+    """A text file, unpacked where its name ends in .gz. Raises ValueError where it is none, OSError."""
+    try:
+        if path.suffix == ".gz":
+            with gzip.open(path, "rt", encoding="utf-8-sig") as file:
+                return file.read()
+        return path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError:
+        raise ValueError(f"{path} is not text in UTF-8") from None
+    except EOFError:
+        raise ValueError(f"{path} ends in the middle: is it whole?") from None
+    except (gzip.BadGzipFile, zlib.error) as error:
+        raise ValueError(f"{path} cannot be unpacked: {error}") from None
 
 
 def _records(path: Path) -> Iterator[Any]:
@@ -58,7 +66,9 @@ def _script(record: Any) -> Script:
     said = record.get("conversations") or record.get("turns") or record.get("messages") or ()
     turns: list[Turn] = []
     question = ""
-    for part in said:
+    for part in said if isinstance(said, list) else ():
+        if not isinstance(part, dict):
+            continue
         who, text = part.get("from") or part.get("role"), part.get("value") or part.get("content")
         if not isinstance(text, str) or not text.strip():
             continue

@@ -21,6 +21,11 @@ from loadgen.text import words
 from loadgen.workload import Conversation, Script, arrive, digest, fitted, scaled
 
 FORMAT = "reprise-load/1"
+_PARTS = {
+    "command": list, "finished": bool, "options": dict, "server": dict, "workload": dict, "summary": dict,
+    "by_turn": list, "timeline": list, "itl_histogram": dict, "requests": list,
+}  # fmt: skip
+_DIALOGUES = 100  # of a file, where nobody says how many
 # Tokens of template around a message, at most: what `--max-context` leaves room for.
 _TEMPLATE_TOKENS = 8
 # Another thread that draws the progress must not hold up a request for the usual 5 ms.
@@ -80,6 +85,12 @@ def planned(options: Options) -> list[Conversation]:
         scripts = _scripts(options, rng)
         found = arrive(scripts, rng=rng, rate_per_s=options.rate, think=think_time, system=system)
     return [_shaped(conversation, options, system) for conversation in found]
+
+
+def repeated(conversations: Sequence[Conversation]) -> int:
+    """How many say what another said before: a cache finds that too."""
+    told = [tuple(turn.text for turn in conversation.turns) for conversation in conversations]
+    return sum(1 for texts in told if texts[0]) - len({texts for texts in told if texts[0]})
 
 
 def execute(
@@ -154,6 +165,7 @@ def document(
             "digest": digest(conversations),
             "conversations": len(conversations),
             "left_out": left_out,
+            "repeated": repeated(conversations),
             "turns": len(turns),
             "new_prompt_tokens": sum(turn.prompt_tokens for turn in turns),
             "answer_tokens": sum(turn.answer_tokens for turn in turns),
@@ -170,13 +182,47 @@ def document(
 
 
 def write(document: dict[str, Any], path: Path) -> None:
-    """One request a line. Written whole or not at all. Raises OSError."""
+    """One request a line. Raises OSError."""
     head = {name: value for name, value in document.items() if name != "requests"}
     rows = ",\n".join("    " + json.dumps(row, ensure_ascii=False) for row in document["requests"])
     text = json.dumps(head, indent=2, ensure_ascii=False).removesuffix("\n}") + f',\n  "requests": [\n{rows}\n  ]\n}}\n'
-    new = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    new.write_text(text, encoding="utf-8")
-    new.replace(path)
+    save(text, path)
+
+
+def save(text: str, path: Path) -> None:
+    """A file is replaced whole or not at all, behind a link too; a pipe or a device is written to. Raises OSError."""
+    path = path.resolve()
+    if path.exists() and not path.is_file():
+        path.write_text(text, encoding="utf-8")
+        return
+    new = _beside(path)
+    try:
+        new.write_text(text, encoding="utf-8")
+        new.replace(path)
+    except BaseException:
+        new.unlink(missing_ok=True)
+        raise
+
+
+def check_writable(path: Path) -> None:
+    """Found out before a run, not behind it. Raises ValueError."""
+    path = path.resolve()
+    if path.is_dir():
+        raise ValueError(f"{path} is a directory")
+    if not path.parent.is_dir():
+        raise ValueError(f"there is no directory {path.parent}")
+    if path.exists() and not path.is_file():
+        return
+    new = _beside(path)
+    try:
+        new.touch()
+        new.unlink()
+    except OSError as error:
+        raise ValueError(f"{path} cannot be written: {error}") from None
+
+
+def _beside(path: Path) -> Path:
+    return path.with_name(f"{path.name}.{os.getpid()}.tmp")
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -187,6 +233,8 @@ def read(path: Path) -> dict[str, Any]:
         raise ValueError(f"{path} is not JSON") from None
     if not isinstance(found, dict) or found.get("format") != FORMAT:
         raise ValueError(f"{path} is not a result of `reprise load` ({FORMAT})")
+    if missing := [name for name, kind in _PARTS.items() if not isinstance(found.get(name), kind)]:
+        raise ValueError(f"{path} is not a whole result: {', '.join(missing)}")
     return found
 
 
@@ -205,7 +253,8 @@ def client() -> dict[str, Any]:
 
 def _scripts(options: Options, rng: random.Random) -> list[Script]:
     if options.source == "dialogues":
-        return dialogues.choose(dialogues.read(Path(options.path)), rng, options.conversations)
+        scripts = dialogues.read(Path(options.path))
+        return dialogues.choose(scripts, rng, options.conversations or min(_DIALOGUES, len(scripts)))
     return [options.distribution.script(rng) for _ in range(options.conversations)]
 
 

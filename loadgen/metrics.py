@@ -83,7 +83,10 @@ def summarize(results: Sequence[TurnResult], *, planned_turns: int, slo: Slo, pr
     good = [result for result in results if result.error is None]
     began_s = min((result.due_s for result in results), default=0.0)
     seconds = max((result.done_s for result in results), default=0.0) - began_s
-    prompt, answer = sum(r.prompt_tokens for r in good), sum(tokens_of(r) for r in good)
+    answer = sum(tokens_of(r) for r in good)
+    # A sum in which some are missing is none.
+    prompt = sum(r.prompt_tokens for r in good) if all(r.prompt_tokens for r in good) else None
+    cached = [r.cached_tokens for r in good if r.cached_tokens is not None]
     kept = sum(is_good(result, slo) for result in results)
     cost = prices.per_hour * seconds / 3600
     return {
@@ -98,10 +101,10 @@ def summarize(results: Sequence[TurnResult], *, planned_turns: int, slo: Slo, pr
         "seconds": round(seconds, 3),
         **_latencies(good),
         "lateness_ms": distribution((r.sent_s - r.due_s) * 1e3 for r in results),
-        "tokens": {"prompt": prompt, "answer": answer, "cached": sum(r.cached_tokens for r in good)},
+        "tokens": {"prompt": prompt, "answer": answer, "cached": sum(cached) if len(cached) == len(good) else None},
         "throughput": {
             "requests_per_s": _ratio(len(good), seconds),
-            "prompt_tokens_per_s": _ratio(prompt, seconds),
+            "prompt_tokens_per_s": _ratio(prompt, seconds) if prompt is not None else None,
             "answer_tokens_per_s": _ratio(answer, seconds),
             "prefill_tokens_per_s": _prefill_rate(good),
         },
@@ -117,7 +120,7 @@ def summarize(results: Sequence[TurnResult], *, planned_turns: int, slo: Slo, pr
             "dollars_per_hour": round(prices.per_hour, 6),
             "dollars": round(cost, 6),
             "per_million_answer_tokens": _ratio(cost * 1e6, answer),
-            "per_million_tokens": _ratio(cost * 1e6, prompt + answer),
+            "per_million_tokens": _ratio(cost * 1e6, prompt + answer) if prompt is not None else None,
         },
     }
 
@@ -135,7 +138,7 @@ def by_turn(results: Sequence[TurnResult]) -> list[dict[str, Any]]:
                 "turn": turn + 1,
                 "requests": len(some),
                 "failed": len(some) - len(good),
-                "prompt_tokens": distribution(r.prompt_tokens for r in good),
+                "prompt_tokens": distribution(r.prompt_tokens for r in good if r.prompt_tokens),
                 **_latencies(good),
                 "hits": _hits(good),
             }
@@ -191,8 +194,7 @@ def histogram(values_ms: Iterable[float]) -> dict[str, list[float] | list[int]]:
 def request_row(result: TurnResult, *, counts: bool, token_times: bool) -> dict[str, Any]:
     """One request for the result file, in the order of the run."""
     gap_s, ttft_s = tpot_s(result), result.ttft_s
-    cache = result.extra.get("x_cache") or {}
-    timings = result.extra.get("timings") or {}
+    cache, timings = _tokens_by_tier(result), _timings(result)
     row: dict[str, Any] = {
         "session": result.session_id,
         "turn": result.turn + 1,
@@ -212,7 +214,7 @@ def request_row(result: TurnResult, *, counts: bool, token_times: bool) -> dict[
         "retries": result.retries,
     }
     if cache:
-        row["tiers"] = {tier: cache.get(f"{tier}_tokens", 0) for tier in TIERS}
+        row["tiers"] = cache
     if timings:
         row["server"] = {name: timings.get(name) for name in SERVER_TIMES}
     if token_times:
@@ -230,22 +232,23 @@ def _latencies(good: Sequence[TurnResult]) -> dict[str, Any]:
 
 
 def _hits(good: Sequence[TurnResult]) -> dict[str, Any]:
-    """Shares of prompt tokens (and of later turns); null where nobody says."""
-    later = [result for result in good if result.turn > 0]
-    reports = [cache for r in good if (cache := r.extra.get("x_cache"))]
-    tokens = {tier: sum(cache.get(f"{tier}_tokens") or 0 for cache in reports) for tier in TIERS}
+    """Shares of prompt tokens (and of later turns) of the answers that say; null where none does."""
+    told = [(r, r.cached_tokens) for r in good if r.cached_tokens is not None and r.cached_tokens <= r.prompt_tokens]
+    later = [(r, cached) for r, cached in told if r.turn > 0]
+    reports = [_tokens_by_tier(r) for r in good]
+    tokens = {tier: sum(report.get(tier, 0) for report in reports) for tier in TIERS}
     whole = sum(tokens.values())
     return {
-        "tokens": _ratio(sum(r.cached_tokens for r in good), sum(r.prompt_tokens for r in good)),
-        "tokens_of_later_turns": _ratio(sum(r.cached_tokens for r in later), sum(r.prompt_tokens for r in later)),
-        "later_turns": _ratio(sum(r.cached_tokens > 0 for r in later), len(later)),
+        "tokens": _ratio(sum(cached for _, cached in told), sum(r.prompt_tokens for r, _ in told)),
+        "tokens_of_later_turns": _ratio(sum(cached for _, cached in later), sum(r.prompt_tokens for r, _ in later)),
+        "later_turns": _ratio(sum(cached > 0 for _, cached in later), len(later)),
         "by_tier": {tier: _ratio(count, whole) for tier, count in tokens.items()} if whole else None,
     }
 
 
 def _server(good: Sequence[TurnResult]) -> dict[str, Any] | None:
     """What the server says of itself, and by how much the client sees a later first token."""
-    timed = [(r, timings) for r in good if (timings := r.extra.get("timings"))]
+    timed = [(r, timings) for r in good if (timings := _timings(r))]
     if not timed:
         return None
     found: dict[str, Any] = {
@@ -260,13 +263,32 @@ def _server(good: Sequence[TurnResult]) -> dict[str, Any] | None:
     return found
 
 
+def _tokens_by_tier(result: TurnResult) -> dict[str, int]:
+    """Nothing where the server does not say, or says something else."""
+    said = result.extra.get("x_cache") or {}
+    found = {tier: said.get(f"{tier}_tokens", 0) for tier in TIERS}
+    return found if said and all(type(count) is int and count >= 0 for count in found.values()) else {}
+
+
+def _timings(result: TurnResult) -> dict[str, float]:
+    """What the server says of its own times, as far as these are numbers."""
+    said = result.extra.get("timings") or {}
+    return {
+        name: said[name]
+        for name in SERVER_TIMES
+        if isinstance(said.get(name), int | float) and math.isfinite(said[name])
+    }
+
+
 def _prefill_rate(good: Sequence[TurnResult]) -> float | None:
     """Prompt tokens by the time that they took: the server's prefill and load where it says so, else the TTFT."""
     tokens, seconds = 0, 0.0
     for result in good:
-        timings = result.extra.get("timings") or {}
-        if timings.get("prefill_ms") is not None:
-            seconds += (timings["prefill_ms"] + (timings.get("load_ms") or 0.0)) / 1e3
+        timings = _timings(result)
+        if not result.prompt_tokens:
+            continue
+        if "prefill_ms" in timings:
+            seconds += (timings["prefill_ms"] + timings.get("load_ms", 0.0)) / 1e3
         elif result.ttft_s is not None:
             seconds += result.ttft_s
         else:

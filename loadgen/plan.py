@@ -84,7 +84,9 @@ def machine_of(model: str) -> Machine:
         layer = 2 * hidden * head_dim * (heads + kv_heads) + 3 * hidden * config["intermediate_size"]
         parameters = layers * layer + config["vocab_size"] * hidden
         window = int(config["max_position_embeddings"])
-    except (OSError, KeyError, ValueError, TypeError) as error:
+        if min(layers, hidden, heads, kv_heads, head_dim, parameters, window - 1) <= 0:
+            raise ValueError("its sizes are none")
+    except (OSError, LookupError, ValueError, TypeError, ArithmeticError) as error:
         known = ", ".join(presets.SHAPES)
         raise ValueError(f"{model!r} is neither one of {known} nor a directory with a config.json: {error}") from None
     like = presets.machine("llama-13b")

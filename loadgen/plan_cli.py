@@ -8,6 +8,7 @@ import typer
 from rich.console import Console
 
 from loadgen import plan
+from loadgen.load import check_writable
 from loadgen.metrics import Prices
 from loadgen.synthetic import Distribution
 
@@ -68,6 +69,9 @@ def plan_command(
         console.print(f"{plan.amount(stored_gb)} GB")
 
     try:
+        for file in (out, figure):
+            if file is not None:
+                check_writable(file)
         machine = plan.machine_of(model)
         if trace is not None:
             found = plan.of_trace(

@@ -11,18 +11,30 @@ to the next one.
 """
 
 import csv
-import json
+import math
 from collections import defaultdict
 from dataclasses import dataclass, replace
 from datetime import datetime
 from io import StringIO
 from itertools import groupby
 from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import xxhash
 
 from loadgen.dialogues import open_text
 from loadgen.workload import Conversation, Turn
 
 _MOONCAKE_BLOCK = 512
+_MOST_TOKENS = 1 << 30  # of a request: what is longer is a mistake
+
+
+class _MooncakeRow(msgspec.Struct):
+    timestamp: float
+    input_length: Annotated[int, msgspec.Meta(le=_MOST_TOKENS)]
+    output_length: Annotated[int, msgspec.Meta(le=_MOST_TOKENS)]
+    hash_ids: list[Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)] | str] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +53,9 @@ def read(path: Path) -> list[Request]:
     text = open_text(path)
     try:
         requests = _mooncake(text) if text.lstrip().startswith("{") else _table(path, text)
-    except (KeyError, TypeError, ValueError) as error:
+        if not all(math.isfinite(request.at_s) and request.prompt_tokens <= _MOST_TOKENS for request in requests):
+            raise ValueError("a time or a length that is none")
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise ValueError(f"{path} is not a trace that can be read: {error!r}") from None
     requests = [request for request in requests if request.prompt_tokens > 0 and request.answer_tokens > 0]
     if not requests:
@@ -73,11 +87,18 @@ def conversations(requests: list[Request], *, speed: float) -> list[Conversation
 
 
 def _mooncake(text: str) -> list[Request]:
-    rows = (json.loads(line) for line in text.splitlines() if line.strip())
+    decoder = msgspec.json.Decoder(_MooncakeRow)
+    rows = (decoder.decode(line) for line in text.splitlines() if line.strip())
     return [
-        Request(row["timestamp"] / 1e3, row["input_length"], row["output_length"], "", tuple(row.get("hash_ids") or ()))
+        Request(
+            row.timestamp / 1e3, row.input_length, row.output_length, "", tuple(map(_block_name, row.hash_ids or ()))
+        )
         for row in rows
     ]
+
+
+def _block_name(name: int | str) -> int:
+    return name if isinstance(name, int) else xxhash.xxh3_64_intdigest(name.encode()) >> 1
 
 
 def _table(path: Path, text: str) -> list[Request]:

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 _PERCENTILES = ("mean", "p50", "p90", "p95", "p99", "max")
@@ -32,7 +33,7 @@ def compare(console: Console, names: Sequence[str], documents: Sequence[dict[str
     table = Table(title="Side by side", title_justify="left")
     table.add_column("")
     for name in names:
-        table.add_column(name, justify="right")
+        table.add_column(escape(name), justify="right")
     for label, values in comparison(documents):
         first = values[0]
         cells = [number(first)]

@@ -1,7 +1,7 @@
 """What a simulated server is: a model, the machine under it, what its steps cost and how it is set up."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Literal
 
 Truncation = Literal["decoupled", "coupled"]
@@ -54,6 +54,24 @@ class Machine:
     hbm_shared: bool  # the contexts that run lie in `hbm_bytes` too, or are accounted for elsewhere
     dram_bytes: float
     disk_bytes: float
+
+    def check(self) -> "Machine":
+        """It, if it can be simulated. Raises ValueError."""
+        costs = (getattr(self.costs, field.name) for field in fields(self.costs) if field.name != "overlapped")
+        counts = (self.gpus, self.num_layers, self.max_seqs, self.window - 1)
+        rates = (self.kv_bytes_per_token, self.dram_to_hbm, self.disk_to_dram)
+        sizes = (self.hbm_bytes, self.dram_bytes, self.disk_bytes)
+        try:
+            if not (
+                all(isinstance(count, int) and count > 0 for count in counts)
+                and all(0 < rate < math.inf for rate in rates)
+                and all(size >= 0 for size in (*sizes, *costs))
+                and self.costs.s_per_token > 0
+            ):
+                raise ValueError(f"no machine: {self}")
+        except TypeError as error:
+            raise ValueError(f"no machine: {error}") from None
+        return self
 
 
 @dataclass(frozen=True, slots=True)

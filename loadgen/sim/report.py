@@ -23,6 +23,8 @@ def preset(model: str, load: str, *, dram_bytes: float, disk_bytes: float) -> Ma
     """Raises ValueError for what is not known."""
     _known("model", model, presets.SHAPES)
     _known("load", load, LOADS)
+    if not (dram_bytes < math.inf and disk_bytes < math.inf):
+        raise ValueError("a tier has a size: `unbounded` among the policies is storage without end")
     return presets.machine(model, dram_bytes=dram_bytes, disk_bytes=disk_bytes)
 
 
@@ -30,7 +32,7 @@ def read_machine(path: Path) -> Machine:
     """Of an earlier result: what was measured on a server then. Raises ValueError, OSError."""
     try:
         fields = json.loads(path.read_text(encoding="utf-8"))["machine"]
-        return Machine(**{**fields, "costs": Costs(**fields["costs"])})
+        return Machine(**{**fields, "costs": Costs(**fields["costs"])}).check()
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path} holds no machine: {error}") from None
 

@@ -97,7 +97,9 @@ def summarize(server: "Server") -> Result:
     machine, config = server.machine, server.config
     counted = server.records[config.warmup_turns :]
     if not counted:
-        raise ValueError(f"{len(server.records)} turns, and {config.warmup_turns} of them warm up: none is left")
+        raise ValueError(
+            f"{len(server.records):,} turns, and {config.warmup_turns:,} of them warm up (--warmup-turns): none is left"
+        )
     prompts = sum(record.prompt_tokens for record in counted)
     history = sum(record.history_tokens for record in counted)
     found = {tier: sum(record.sources.get(tier, 0) for record in counted) for tier in ("hbm", "dram", "disk")}

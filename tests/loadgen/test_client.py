@@ -23,6 +23,7 @@ class Server:
         self.asked: list[tuple[str, dict]] = []
         self.gap_s = 0.02
         self.fails = ""
+        self.odd: object = None  # an event in the middle
 
     async def chat(self, request: Request) -> Response:
         body = await request.json()
@@ -36,6 +37,8 @@ class Server:
             return f"data: {json.dumps(fields)}\n\n"
 
         yield event(choices=[{"delta": {"role": "assistant", "content": ""}}])
+        if self.odd is not None:
+            yield f"data: {json.dumps(self.odd)}\n\n"
         for word in ("one ", "two ", "three"):
             await asyncio.sleep(self.gap_s)
             yield event(choices=[{"delta": {"content": word}}])
@@ -85,6 +88,22 @@ async def test_every_token_is_stamped_and_the_history_goes_along(server):
     assert [m["role"] for m in body["messages"]] == ["user", "assistant", "user"]
     assert body["messages"][1]["content"] == "one two three"
     assert (body["model"], body["max_tokens"], body["temperature"]) == ("m", 3, 0)
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        [1], {"choices": [{"delta": {"content": 5}}]}, {"choices": "x"}, {"usage": {"prompt_tokens_details": "x"}},
+        {"usage": {"prompt_tokens": -3}}, {"timings": 5},
+    ],
+)  # fmt: skip
+async def test_an_event_that_is_none_fails_its_request_alone(server, odd):
+    mine, target = server
+    mine.odd = odd
+    results = await run(target, [Conversation("c", "", 0.0, turns(1))], seed=1, timeout_s=10)
+    assert [result.error_kind for result in results] == ["protocol"]
+    mine.odd = None
+    assert [r.error for r in await run(target, [Conversation("c", "", 0.0, turns(1))], seed=1, timeout_s=10)] == [None]
 
 
 async def test_conversations_begin_when_due_whatever_the_others_do(server):

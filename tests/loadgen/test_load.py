@@ -3,6 +3,7 @@
 import asyncio
 import gzip
 import json
+import os
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -93,6 +94,86 @@ def test_the_command_line_in_the_result_makes_the_same_requests(stub, tmp_path):
     assert load.read(tmp_path / "a.json")["workload"] == first["workload"]
     other = measure(url, tmp_path, "b", *QUICK, "--seed", "4")
     assert other["workload"]["digest"] != first["workload"]["digest"]
+
+
+def test_conversations_that_come_again_are_told(stub, tmp_path):
+    url, _ = stub
+    talks = [
+        {"turns": [{"role": "user", "content": f"how is {who}"}, {"role": "assistant", "content": "fine"}]}
+        for who in ("a", "b")
+    ]
+    (tmp_path / "d.jsonl").write_text("\n".join(map(json.dumps, talks)))
+    words = ["--dialogues", str(tmp_path / "d.jsonl"), "--think", "fixed:0", "--rate", "500"]
+    workload = measure(url, tmp_path, "all", *words)["workload"]
+    assert (workload["conversations"], workload["repeated"]) == (2, 0)
+    done = call("--url", url, "--quiet", "--out", str(tmp_path / "more.json"), *words, "--conversations", "5")
+    assert "3 of them say what others said" in done.output
+    assert load.read(tmp_path / "more.json")["workload"]["repeated"] == 3
+    assert measure(url, tmp_path, "made-up", *QUICK)["workload"]["repeated"] == 0
+
+
+def test_where_results_cannot_go_is_said_before_anything_is_sent(stub, tmp_path):
+    url, recorder = stub
+    for words in (["--out", str(tmp_path)], ["--html", str(tmp_path)], ["--out", str(tmp_path / "no" / "r.json")]):
+        done = call("--url", url, *QUICK, "--quiet", *words)
+        assert done.exit_code == 2
+        assert "directory" in done.output
+    assert recorder.bodies == []
+
+
+def test_a_link_is_followed_and_a_pipe_is_written_to(tmp_path):
+    (tmp_path / "link").symlink_to(tmp_path / "file")
+    load.save("a", tmp_path / "link")
+    assert (tmp_path / "link").is_symlink()
+    assert (tmp_path / "file").read_text() == "a"
+    os.mkfifo(tmp_path / "pipe")
+    reader = threading.Thread(target=lambda: read.append((tmp_path / "pipe").read_text()))
+    read: list[str] = []
+    reader.start()
+    load.check_writable(tmp_path / "pipe")
+    load.save("b", tmp_path / "pipe")
+    reader.join()
+    assert read == ["b"]
+    assert (tmp_path / "pipe").is_fifo()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "link", "pipe"]
+
+
+def test_a_password_in_an_address_is_not_kept(stub, tmp_path):
+    url, _ = stub
+    document = measure(url.replace("http://", "http://user:secret@"), tmp_path, "a", *QUICK)
+    assert "secret" not in json.dumps(document)
+
+
+@pytest.mark.parametrize("spoilt", [{"summary": None}, {"by_turn": "x"}, {"by_turn": [{"turn": {}}]}, {"options": []}])
+def test_a_result_with_other_contents_is_refused(stub, tmp_path, spoilt):
+    url, _ = stub
+    document = measure(url, tmp_path, "a", *QUICK)
+    (tmp_path / "b.json").write_text(json.dumps(document | spoilt))
+    (tmp_path / "c.json").write_text(json.dumps({"format": load.FORMAT}))
+    for name in ("b", "c"):
+        done = call("compare", str(tmp_path / f"{name}.json"), "--html", str(tmp_path / "r.html"))
+        assert done.exit_code == 2, done.output
+        assert "whole result" in done.output
+    assert call("compare", str(tmp_path / "a.json"), str(tmp_path / "a.json"), "--names", "[/],b").exit_code == 0
+
+
+def test_keys_and_files_that_are_none_are_refused(stub, tmp_path):
+    url, recorder = stub
+    whole = gzip.compress(b'{"timestamp": 0, "input_length": 5, "output_length": 1}\n' * 1000)
+    (tmp_path / "cut.jsonl.gz").write_bytes(whole[: len(whole) // 2])
+    (tmp_path / "latin.jsonl").write_bytes(b"{\xe9}")
+    (tmp_path / "nan.jsonl").write_text('{"timestamp": NaN, "input_length": 5, "output_length": 1}')
+    (tmp_path / "half.jsonl").write_text('{"timestamp": 0, "input_length": 5.5, "output_length": 1}')
+    (tmp_path / "huge.csv").write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n2024-01-01,1" + 30 * "0" + ",1")
+    (tmp_path / "said.json").write_text('[{"conversations": "hello"}, {"turns": [5]}]')
+    for words in (
+        ["--trace", "cut.jsonl.gz"], ["--trace", "latin.jsonl"], ["--trace", "nan.jsonl"], ["--trace", "half.jsonl"],
+        ["--trace", "huge.csv"], ["--dialogues", "said.json"],
+    ):  # fmt: skip
+        done = call("--url", url, words[0], str(tmp_path / words[1]))
+        assert (done.exit_code, words[1] in done.output) == (2, True), done.output
+    assert call("--url", url, *QUICK, "--api-key", "é").exit_code == 2
+    assert recorder.bodies == []
 
 
 def test_conversations_that_fit_no_window_are_counted(stub, tmp_path):

@@ -119,6 +119,31 @@ def test_hits_overall_later_and_by_tier():
     assert [row["hits"]["tokens"] for row in rows] == [0.0, 0.4, 0.9]
 
 
+def test_what_a_server_does_not_say_is_not_zero():
+    silent, half = result(cached_tokens=None), result(turn=1, cached_tokens=50)
+    hits = summary([silent])["hits"]
+    assert (hits["tokens"], hits["later_turns"]) == (None, None)
+    assert summary([silent, half])["hits"]["tokens"] == 0.5
+    assert summary([silent, half])["tokens"]["cached"] is None
+    assert summary([result(cached_tokens=500)])["hits"]["tokens"] is None  # of 100
+    none = summary([result(prompt_tokens=0, cached_tokens=None)])
+    assert (none["tokens"]["prompt"], none["cost"]["per_million_tokens"]) == (None, None)
+    assert (none["throughput"]["prompt_tokens_per_s"], none["throughput"]["prefill_tokens_per_s"]) == (None, None)
+    assert none["cost"]["per_million_answer_tokens"] > 0
+
+
+@pytest.mark.parametrize(
+    "extra", [{"timings": {"ttft_ms": "soon", "prefill_ms": None}}, {"x_cache": {"hbm_tokens": "all"}}]
+)
+def test_what_a_server_says_wrongly_is_not_counted(extra):
+    said = summary([result(extra=extra)])
+    assert said["server"] is None
+    assert said["hits"]["by_tier"] is None
+    assert (
+        metrics.request_row(result(extra=extra), counts=True, token_times=False).keys().isdisjoint({"server", "tiers"})
+    )
+
+
 def test_what_the_server_says_of_itself():
     timings = {"ttft_ms": 480.0, "queue_ms": 100.0, "load_ms": 30.0, "prefill_ms": 170.0}
     found = summary([result(extra={"timings": timings}), result(extra={"timings": {**timings, "queue_ms": None}})])
