@@ -333,19 +333,16 @@ def _unsaturated(runs: dict[str, Figures]) -> list[str]:
 
 
 _NOTES = {
-    "13": "Note: nothing was fitted to these four. Turns that open a session cannot hit; how many of those "
-    "counted do depends on how far a server is behind when sessions come, and so on how fast it is, which LRU and "
-    "FIFO in Fig. 21 do not tell: with .1 ms a layer beside HBM reads they are met as well, and these four become "
-    "about 88, 74, 93 and 89 %. LLaMA-70B and Falcon-40B need so little KV that all of it fits: their misses are "
-    "first turns alone. LLaMA-65B needs all that its disk gives, so that some of what it finds is read from there "
-    "while its turn waits.",
-    "14": "Note: of the turns behind the first, a third of the 900 tokens is new, and hits compute no less. A "
-    "recomputed prompt is no longer than the window: Falcon-40B, simulated with the 2K of its model card,"
-    " has less to save than with the 4K that its drop in Fig. 22 suggests.",
+    "13": "Note: nothing was fitted to these four. Turns that open a session cannot hit; how many of those counted do "
+    "depends on how far a server is behind when sessions come, and so on how fast it is, which LRU and FIFO in "
+    "Fig. 21 tell only roughly: lengths of 3,100 and 950 tokens meet them as well (sum of squares 18.2 instead of "
+    "17.9, means of three workloads) and foretell 74 % for LLaMA-65B, and for the others what is above. LLaMA-70B "
+    "and Falcon-40B need so little KV that all of it fits: their misses are first turns alone.",
+    "14": "Note: of the turns behind the first, a third of the 1,000 tokens is new, and hits compute no less.",
     "15": "Note: the same numbers as Fig. 14, as a ratio.",
     "16": "Note: here most of the GPU time is decoding, which caching does not shorten. 4.0 times with prefills 6.8"
     " times as fast means that recomputing takes seven times as long as decoding. At the stated prefill rate "
-    "(0.14 s for a prompt of 2K tokens, 13B) and some 600 tokens an answer, a step of the batch of 24 would "
+    "(0.14 s for a prompt of 2K tokens, 13B) and some 670 tokens an answer, a step of the batch of 24 would "
     "have to take 1 ms; reading the weights alone takes 8. LLaMA-65B waits for its disk besides.",
     "17": "Note: follows from GPU time (Fig. 16): where decoding decides how long it takes, storage is paid for and"
     " little is saved.",
@@ -354,18 +351,15 @@ _NOTES = {
     " real server, see RESULTS.md).",
     "21": "Note: three lengths and the order of FIFO were fitted to the four points of LRU and FIFO "
     "(`benchmarks/results/fit_paper.json`), which are met within 2 points of hit rate but for FIFO with 10T, by "
-    "6. What it takes: sessions that open with a long prompt, so that what is kept fills the window from the "
+    "3. What it takes: sessions that open with a long prompt, so that what is kept fills the window from the "
     "start, and a FIFO in which who began first leaves first, also when its KV was evicted and saved again in "
-    "between; with a new place for every new insertion FIFO hits as much as LRU or more ({by_insertion}). Longer "
-    "tails of the numbers of turns (negative binomial of shape .83, with longer turns: `fit_paper_turns.json`) "
-    "meet the four points better, the sum of squares is 13 instead of 30 with .1 ms a layer, and foretell worse: "
-    "about 89 % for 13B, 76 % for 65B, 94 % for 70B. The paper states the mean and the share of one; geometric is"
-    " the least that can be assumed. Look-ahead's policy knows all who wait: told only of the first (C_mem + "
+    "between; with a new place for every new insertion FIFO hits as much as LRU or more ({by_insertion}). "
+    "Look-ahead's policy knows all who wait: told only of the first (C_mem + "
     "C_disk) / S_kv of them, as the paper's formula reads, it has no order for the others, lets those go that "
     "come next and hits half as much with 2T; the paper's example, too, lets the last in line go. (b) GPU time "
     "hardly depends on hits, for the reason given with Fig. 16.",
-    "22": "Note: by the fitted lengths 42 % of the turns overflow a window of 4K and 80 % one of 2K, three of "
-    "five in the middle of an answer. What is computed again then is saved here, and the next turn finds"
+    "22": "Note: by the fitted lengths 44 % of the turns overflow a window of 4K and 96 % one of 2K, most of them "
+    "in the middle of an answer. What is computed again then is saved here, and the next turn finds"
     " it; if, as the paper may mean, that turn misses as well, the drops come up to these shares. The "
     "paper's numbers lie between.",
     "23": "Note: the paper does not say how long people think, which decides how much of an hour's sessions is "

@@ -132,14 +132,20 @@ def load_command(
     warmup_s: Annotated[
         float, typer.Option(min=0, help="What is due in the first seconds does not count.", rich_help_panel=MEASURE)
     ] = 0.0,
-    slo_ttft_ms: Annotated[float, typer.Option(min=0, help="Goodput: most TTFT.", rich_help_panel=MEASURE)] = 1000.0,
-    slo_tpot_ms: Annotated[float, typer.Option(min=0, help="Goodput: most TPOT.", rich_help_panel=MEASURE)] = 100.0,
-    gpus: Annotated[float, typer.Option(min=0, rich_help_panel=COST)] = 1.0,
-    gpu_price: Annotated[float, typer.Option(min=0, help="$ an hour.", rich_help_panel=COST)] = 5.0,
-    dram_gb: Annotated[float, typer.Option(min=0, rich_help_panel=COST)] = 0.0,
-    dram_price: Annotated[float, typer.Option(min=0, help="$ an hour and GB.", rich_help_panel=COST)] = 0.0088,
-    ssd_gb: Annotated[float, typer.Option(min=0, rich_help_panel=COST)] = 0.0,
-    ssd_price: Annotated[float, typer.Option(min=0, help="$ an hour and GB.", rich_help_panel=COST)] = 0.000082,
+    slo_ttft_ms: Annotated[
+        float, typer.Option(min=0, max=1e9, help="Goodput: most TTFT.", rich_help_panel=MEASURE)
+    ] = 1000.0,
+    slo_tpot_ms: Annotated[
+        float, typer.Option(min=0, max=1e9, help="Goodput: most TPOT.", rich_help_panel=MEASURE)
+    ] = 100.0,
+    gpus: Annotated[float, typer.Option(min=0, max=1e9, rich_help_panel=COST)] = 1.0,
+    gpu_price: Annotated[float, typer.Option(min=0, max=1e9, help="$ an hour.", rich_help_panel=COST)] = 5.0,
+    dram_gb: Annotated[float, typer.Option(min=0, max=1e9, rich_help_panel=COST)] = 0.0,
+    dram_price: Annotated[float, typer.Option(min=0, max=1e9, help="$ an hour and GB.", rich_help_panel=COST)] = 0.0088,
+    ssd_gb: Annotated[float, typer.Option(min=0, max=1e9, rich_help_panel=COST)] = 0.0,
+    ssd_price: Annotated[
+        float, typer.Option(min=0, max=1e9, help="$ an hour and GB.", rich_help_panel=COST)
+    ] = 0.000082,
     out: Annotated[Path | None, typer.Option(help="Result file, JSON.", rich_help_panel=OUTPUT)] = None,
     html: Annotated[Path | None, typer.Option(help="Report with plots, one file.", rich_help_panel=OUTPUT)] = None,
     token_times: Annotated[
@@ -191,6 +197,8 @@ def load_command(
         )
     started = datetime.now(UTC)
     results, finished = _execute(options, workload, target, quiet)
+    if finished and not results:
+        raise _refuse("nothing was due within --duration")
     document = load.document(
         options, workload, results, command=["reprise", "load", *_shown(context.obj or [])], server=server,
         finished=finished, started=started, token_times=token_times, left_out=left_out,

@@ -61,7 +61,8 @@ def table(result: dict[str, Any]) -> Table:
     """Policies down, capacities across, in shares of blocks."""
     rates = {(row["policy"], row["capacity_tokens"]): row["block_hit_rate"] for row in result["policies"]}
     policies, capacities = list(dict.fromkeys(p for p, _ in rates)), list(dict.fromkeys(c for _, c in rates))
-    shown = Table("policy", *(f"{capacity / 1e6:g} M" for capacity in capacities), title=_title(result))
+    headings = [f"{capacity / 1e6:g} M" for capacity in capacities]
+    shown = Table("policy", *headings, title=_title(result), caption="Shares of blocks hit, by capacity in tokens.")
     for policy in policies:
         shown.add_row(policy, *(f"{rates[policy, capacity]:.4f}" for capacity in capacities))
     return shown

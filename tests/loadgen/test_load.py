@@ -173,6 +173,9 @@ def test_keys_and_files_that_are_none_are_refused(stub, tmp_path):
         done = call("--url", url, words[0], str(tmp_path / words[1]))
         assert (done.exit_code, words[1] in done.output) == (2, True), done.output
     assert call("--url", url, *QUICK, "--api-key", "é").exit_code == 2
+    assert call("--url", url, *QUICK, "--gpus", "inf").exit_code == 2
+    nothing = call("--url", url, "--conversations", "2", "--rate", "0.001", "--duration", "0.01", "--quiet")
+    assert (nothing.exit_code, "nothing was due" in nothing.output) == (2, True)
     assert recorder.bodies == []
 
 
