@@ -366,8 +366,7 @@ _NOTES = {
     "alive at once; with think times of half a minute a tenth is enough. The ratio is of the disk; 128 GB of "
     "DRAM hold copies.",
     "24": "Note: small remainders of a rotation, in proportion to capacity over all the KV that waits: within 3"
-    " points for the LLaMA models of 13B, 65B and 70B. Falcon-40B, with a window of 2K here, has a third "
-    "of what waits in DRAM.",
+    " points for all four.",
     "25": "Note: a prompt's token attends to Mistral's sliding window of 4K, which meets the paper's 2.5 s. "
     "Reuse is bound by PCIe: 28K tokens of .131 MB take 141 ms at 26 GB/s. The time of a decode step is "
     "from the paper's own share of 41 % for prefills, so the output rate follows from it.",

@@ -109,7 +109,7 @@ def test_conversations_hit_more_with_more_room_and_less_where_it_expires():
 
 
 def test_ten_times_the_conversations_take_ten_times_the_gpus():
-    one, ten = of_distribution(sessions=300, sessions_per_s=0.3), of_distribution(sessions=300, sessions_per_s=3.0)
+    one, ten = of_distribution(sessions=100, sessions_per_s=0.3), of_distribution(sessions=100, sessions_per_s=3.0)
     assert one.machines < ten.machines
     for few, many in ((one.rows[0], ten.rows[0]), (one.rows[-1], ten.rows[-1])):
         assert many.gpus_busy == pytest.approx(10 * few.gpus_busy, rel=0.05)
