@@ -335,8 +335,8 @@ def _unsaturated(runs: dict[str, Figures]) -> list[str]:
 _NOTES = {
     "13": "Note: nothing was fitted to these four. Turns that open a session cannot hit; how many of those counted do "
     "depends on how far a server is behind when sessions come, and so on how fast it is, which LRU and FIFO in "
-    "Fig. 21 tell only roughly: lengths of 3,100 and 950 tokens meet them as well (sum of squares 18.2 instead of "
-    "17.9, means of three workloads) and foretell 74 % for LLaMA-65B, and for the others what is above. LLaMA-70B "
+    "Fig. 21 tell only roughly: most settings a step away meet these about as well, and one of 3,100 and 950 tokens "
+    "foretells 74 % for LLaMA-65B and the same as above for the others. LLaMA-70B "
     "and Falcon-40B need so little KV that all of it fits: their misses are first turns alone.",
     "14": "Note: of the turns behind the first, a third of the 1,000 tokens is new, and hits compute no less.",
     "15": "Note: the same numbers as Fig. 14, as a ratio.",
@@ -350,8 +350,9 @@ _NOTES = {
     "computation of short prompts, which is why AttentionStore begins it before (Fig. 19, 20: measured on the"
     " real server, see RESULTS.md).",
     "21": "Note: three lengths and the order of FIFO were fitted to the four points of LRU and FIFO "
-    "(`benchmarks/results/fit_paper.json`), which are met within 2 points of hit rate but for FIFO with 10T, by "
-    "3. What it takes: sessions that open with a long prompt, so that what is kept fills the window from the "
+    "(`benchmarks/results/fit_paper.json`: no step from there is better), which are met within 2 points of hit rate, "
+    "means of three workloads, but for FIFO with 10T, by 3.4. What it takes: sessions that open with a long prompt, "
+    "so that what is kept fills the window from the "
     "start, and a FIFO in which who began first leaves first, also when its KV was evicted and saved again in "
     "between; with a new place for every new insertion FIFO hits as much as LRU or more ({by_insertion}). "
     "Look-ahead's policy knows all who wait: told only of the first (C_mem + "
