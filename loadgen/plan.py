@@ -162,7 +162,7 @@ def of_distribution(
     rush = simulate(drawn(_FEWEST, 1e6), bare, Config(ttl_s=ttl_s))  # all at once: the least time a conversation takes
     machines = max(1, math.ceil(sessions_per_s * rush.gpu_s / _FEWEST / _BUSY))
     rate = sessions_per_s / machines
-    count = sessions or min(_MOST, max(_FEWEST, math.ceil(2 * ttl_s * rate)))
+    count = sessions or enough(ttl_s, rate)
     conversations = drawn(count, rate)
     turns = [turn for conversation in conversations for turn in conversation.turns]
     all_gb = sum(turn.prompt_tokens + turn.answer_tokens for turn in turns) * machine.kv_bytes_per_token / 1e9
@@ -172,7 +172,7 @@ def of_distribution(
     def row(stored: float) -> Row:
         progress(stored)
         dram = min(stored / machines, dram_gb)
-        sized = replace(machine, dram_bytes=dram * 1e9, disk_bytes=(stored / machines - dram) * 1e9)
+        sized = replace(machine, dram_bytes=dram * 1e9, disk_bytes=max(0.0, stored / machines - dram) * 1e9)
         result = simulate(conversations, sized, Config(ttl_s=ttl_s, recompute_if_faster=True, warmup_turns=warmup))
         # GPU seconds of a turn's prompt, and of what was cut and computed again in the middle of its answer.
         busy = turns_per_s * result.prefill_gpu_s / len(turns) * machine.gpus
@@ -192,6 +192,11 @@ def of_distribution(
     name = f"{sessions_per_s:g} sessions a second, TTL {ttl_s:g} s"
     kv_mb = machine.kv_bytes_per_token / 1e6
     return Plan(name, machine.name, machines, kv_mb, target, _best(rows), tuple(rows), tuple(notes))
+
+
+def enough(ttl_s: float, sessions_per_s: float) -> int:
+    """Conversations for twice the time that KV is kept, within bounds."""
+    return math.ceil(min(_MOST, max(_FEWEST, 2 * ttl_s * sessions_per_s)))
 
 
 def workload(

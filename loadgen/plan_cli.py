@@ -28,7 +28,8 @@ def plan_command(
         Path | None, typer.Option(help="Requests with the names of their blocks.", rich_help_panel=WORKLOAD)
     ] = None,
     sessions_per_s: Annotated[
-        float, typer.Option(min=1e-6, help="Conversations that begin (no trace).", rich_help_panel=WORKLOAD)
+        float,
+        typer.Option(min=1e-6, max=1e6, help="Conversations that begin a second (no trace).", rich_help_panel=WORKLOAD),
     ] = 1.0,
     model: Annotated[
         str, typer.Option(help="A preset, or a directory with a config.json.", rich_help_panel=WORKLOAD)

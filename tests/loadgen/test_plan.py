@@ -108,6 +108,12 @@ def test_conversations_hit_more_with_more_room_and_less_where_it_expires():
     assert of_distribution(ttl_s=1.0).most < found.most
 
 
+def test_twice_the_ttl_is_simulated_within_bounds():
+    assert plan.enough(3600.0, 0.1) == 720
+    assert plan.enough(1e-3, 1e-6) == plan.enough(0.001, 0.2) == 300
+    assert plan.enough(float("inf"), 0.1) == 1500
+
+
 def test_ten_times_the_conversations_take_ten_times_the_gpus():
     one, ten = of_distribution(sessions=100, sessions_per_s=0.3), of_distribution(sessions=100, sessions_per_s=3.0)
     assert one.machines < ten.machines
