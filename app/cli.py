@@ -163,12 +163,10 @@ def simulate(
 ) -> None:
     """What caching would save: eviction policies on a recorded trace (--trace), or else a whole server of the papers'
     kind on a virtual clock, with every policy beside recomputing."""
-    from loadgen.load import check_writable
+    from loadgen.load import check_writable, save
 
     try:
-        for file in (out, figure):
-            if file is not None:
-                check_writable(file)
+        check_writable(out, figure)
         if trace is not None:
             from loadgen import trace_report
 
@@ -203,7 +201,7 @@ def simulate(
             tables_ = report.shown(result)
         text = json.dumps(result, indent=1) + "\n"
         if out is not None:
-            out.write_text(text, encoding="utf-8")
+            save(text, out)
         if figure is not None and trace is not None:
             trace_report.draw(result, figure)
     except (OSError, ValueError, ImportError) as error:

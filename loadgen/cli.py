@@ -3,6 +3,7 @@
 import json
 import re
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, cast, get_args
 from urllib.parse import urlsplit, urlunsplit
@@ -180,9 +181,7 @@ def load_command(
         planned = load.planned(options)
         workload = load.fitting(planned, options)
         target, server = _target(url, model, api_key, fields, max_tokens_field)
-        for file in (out, html):
-            if file is not None:
-                load.check_writable(file)
+        load.check_writable(out, html)
     except (ValueError, OSError) as error:
         raise _refuse(str(error)) from None
     console.print(
@@ -204,7 +203,8 @@ def load_command(
         finished=finished, started=started, token_times=token_times, left_out=left_out,
     )  # fmt: skip
     tables.show(Console(), document)
-    for file, write in ((out, load.write), (html, _write_page)):
+    called = out.stem if out else server["model"]
+    for file, write in ((out, load.write), (html, partial(_write_page, called))):
         if file is not None:
             try:
                 write(document, file)
@@ -230,9 +230,9 @@ def compare(
     if len(called) != len(files):
         raise _refuse(f"{len(files)} files, {len(called)} names")
     try:
+        load.check_writable(html)
         documents = [load.read(file) for file in files]
         if html is not None:
-            load.check_writable(html)
             load.save(page.render(called, documents), html)
         if len(documents) == 1:
             tables.show(Console(), documents[0])
@@ -244,8 +244,8 @@ def compare(
         raise _refuse(f"not a whole result of `reprise load`: {error!r}") from None
 
 
-def _write_page(document: dict[str, Any], path: Path) -> None:
-    load.save(page.render([document["server"]["model"]], [document]), path)
+def _write_page(called: str, document: dict[str, Any], path: Path) -> None:
+    load.save(page.render([called], [document]), path)
 
 
 def _execute(

@@ -204,21 +204,21 @@ def save(text: str, path: Path) -> None:
         raise
 
 
-def check_writable(path: Path) -> None:
+def check_writable(*paths: Path | None) -> None:
     """Found out before a run, not behind it. Raises ValueError."""
-    path = path.resolve()
-    if path.is_dir():
-        raise ValueError(f"{path} is a directory")
-    if not path.parent.is_dir():
-        raise ValueError(f"there is no directory {path.parent}")
-    if path.exists() and not path.is_file():
-        return
-    new = _beside(path)
-    try:
-        new.touch()
-        new.unlink()
-    except OSError as error:
-        raise ValueError(f"{path} cannot be written: {error}") from None
+    for path in (path.resolve() for path in paths if path is not None):
+        if path.is_dir():
+            raise ValueError(f"{path} is a directory")
+        if not path.parent.is_dir():
+            raise ValueError(f"there is no directory {path.parent}")
+        if path.exists() and not path.is_file():
+            continue
+        new = _beside(path)
+        try:
+            new.touch()
+            new.unlink()
+        except OSError as error:
+            raise ValueError(f"{path} cannot be written: {error}") from None
 
 
 def _beside(path: Path) -> Path:

@@ -8,7 +8,7 @@ import typer
 from rich.console import Console
 
 from loadgen import plan
-from loadgen.load import check_writable
+from loadgen.load import check_writable, save
 from loadgen.metrics import Prices
 from loadgen.synthetic import Distribution
 
@@ -70,9 +70,7 @@ def plan_command(
         console.print(f"{plan.amount(stored_gb)} GB")
 
     try:
-        for file in (out, figure):
-            if file is not None:
-                check_writable(file)
+        check_writable(out, figure)
         machine = plan.machine_of(model)
         if trace is not None:
             found = plan.of_trace(
@@ -85,7 +83,7 @@ def plan_command(
                 dram_gb=dram_gb, target=target, prices=prices, progress=progress,
             )  # fmt: skip
         if out is not None:
-            out.write_text(json.dumps(found.figures(), indent=1) + "\n", encoding="utf-8")
+            save(json.dumps(found.figures(), indent=1) + "\n", out)
         if figure is not None:
             plan.draw(found, figure)
     except (ImportError, OSError, ValueError) as error:

@@ -53,7 +53,8 @@ def read(path: Path) -> list[Request]:
     text = open_text(path)
     try:
         requests = _mooncake(text) if text.lstrip().startswith("{") else _table(path, text)
-        if not all(math.isfinite(request.at_s) and request.prompt_tokens <= _MOST_TOKENS for request in requests):
+        lengths = (max(request.prompt_tokens, request.answer_tokens) for request in requests)
+        if not all(math.isfinite(request.at_s) for request in requests) or max(lengths, default=0) > _MOST_TOKENS:
             raise ValueError("a time or a length that is none")
     except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise ValueError(f"{path} is not a trace that can be read: {error!r}") from None

@@ -56,21 +56,18 @@ class Machine:
     disk_bytes: float
 
     def check(self) -> "Machine":
-        """It, if it can be simulated. Raises ValueError."""
+        """It, if it can be simulated. Raises ValueError, TypeError."""
         costs = (getattr(self.costs, field.name) for field in fields(self.costs) if field.name != "overlapped")
         counts = (self.gpus, self.num_layers, self.max_seqs, self.window - 1)
         rates = (self.kv_bytes_per_token, self.dram_to_hbm, self.disk_to_dram)
         sizes = (self.hbm_bytes, self.dram_bytes, self.disk_bytes)
-        try:
-            if not (
-                all(isinstance(count, int) and count > 0 for count in counts)
-                and all(0 < rate < math.inf for rate in rates)
-                and all(size >= 0 for size in (*sizes, *costs))
-                and self.costs.s_per_token > 0
-            ):
-                raise ValueError(f"no machine: {self}")
-        except TypeError as error:
-            raise ValueError(f"no machine: {error}") from None
+        if not (
+            all(isinstance(count, int) and count > 0 for count in counts)
+            and all(0 < rate < math.inf for rate in rates)
+            and all(size >= 0 for size in (*sizes, *costs))
+            and self.costs.s_per_token > 0
+        ):
+            raise ValueError(f"it cannot run: {self}")
         return self
 
 

@@ -84,6 +84,7 @@ def test_a_run_leaves_its_result_and_a_report(stub, tmp_path):
     text = html.read_text()
     assert "<script" not in text
     assert "http://" not in text.replace(url, "")
+    assert "<h1>reprise load: a</h1>" in text  # after the result file
     assert text.count('<svg class="plot"') == 7
 
 

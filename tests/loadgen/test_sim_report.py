@@ -59,3 +59,17 @@ def test_the_command_writes_what_it_shows(tmp_path):
 )
 def test_what_is_not_known_is_refused(words):
     assert CliRunner().invoke(cli, ["simulate", *words]).exit_code == 2
+
+
+@pytest.mark.parametrize(
+    "spoilt",
+    [{"disk_to_dram": 0}, {"window": "x"}, {"window": 1}, {"max_seqs": 0}, {"dram_to_hbm": -1}, {"dram_bytes": None}],
+)
+def test_a_machine_that_cannot_run_is_refused(tmp_path, spoilt):
+    fields = report.simulate(policies=[], **SMALL)["machine"]
+    path = tmp_path / "machine.json"
+    path.write_text(json.dumps({"machine": fields}))
+    assert report.read_machine(path) == MACHINE
+    path.write_text(json.dumps({"machine": fields | spoilt}))
+    with pytest.raises(ValueError, match="holds no machine"):
+        report.read_machine(path)
