@@ -26,10 +26,13 @@ from loadgen.sim import presets, simulate
 from loadgen.sim.presets import FITTED, Saturation
 
 POINTS = {("lru", 2): 0.129, ("lru", 10): 0.58, ("first-come", 2): 0.095, ("first-come", 10): 0.48}
-STEPS = {"opening_tokens": 300.0, "turn_tokens": 50.0, "spread": 0.1, "turn_shape": 0.2, "layer_s": 0.05e-3}
+STEPS = {
+    "opening_tokens": 300.0, "turn_tokens": 50.0, "prompt_share": 0.1, "spread": 0.1, "turn_shape": 0.2,
+    "layer_s": 0.05e-3,
+}  # fmt: skip
 BOUNDS = {
-    "opening_tokens": (300, 12_000), "turn_tokens": (200, 4000), "spread": (0.0, 1.2), "turn_shape": (0.3, 3.0),
-    "layer_s": (0.0, 2e-3),
+    "opening_tokens": (300, 12_000), "turn_tokens": (200, 4000), "prompt_share": (0.1, 0.9), "spread": (0.0, 1.2),
+    "turn_shape": (0.3, 3.0), "layer_s": (0.0, 2e-3),
 }  # fmt: skip
 Rates = dict[tuple[str, int], list[float]]  # per point, of every workload
 
@@ -72,7 +75,7 @@ def beside(shape: Saturation, names: Sequence[str]) -> list[Saturation]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=1, help="at most")
-    parser.add_argument("--free", default="opening_tokens,turn_tokens,spread", help=", ".join(STEPS))
+    parser.add_argument("--free", default="opening_tokens,turn_tokens,prompt_share,spread", help=", ".join(STEPS))
     parser.add_argument("--start", default="", help="other than FITTED: opening_tokens=4500,spread=0.3")
     parser.add_argument("--seeds", default=",".join(map(str, SEEDS)), help="of the workloads")
     parser.add_argument("--result", default="fit_paper", help="name of the result file")

@@ -58,6 +58,7 @@ class Arm:
     server: Server
     conversations: list[Conversation] = field(default_factory=list)
     results: list[TurnResult] = field(default_factory=list)
+    left_out: int = 0
 
     @property
     def target(self) -> Target:
@@ -65,12 +66,14 @@ class Arm:
 
     def play(self, options: load.Options, round_: int) -> None:
         """One round behind what was played before."""
-        conversations = load.workload(options)
+        workload = load.workload(options)
+        conversations = workload.conversations
         results, _ = load.execute(
             options, conversations, self.target, on_sent=lambda: None, on_result=lambda result: None
         )
         later_s = max((result.done_s for result in self.results), default=-PAUSE_S) + PAUSE_S
         self.results += [shifted(result, later_s, round_) for result in results]
+        self.left_out += workload.left_out
         self.conversations += [replace(c, session_id=f"r{round_} {c.session_id}") for c in conversations]
 
 
@@ -126,7 +129,7 @@ def play(arguments: argparse.Namespace, model: str, directory: Path, console: Co
         warm_up = replace(options_of(arguments, -1), conversations=2, rate=10.0, duration_s=5.0)
         for arm in arms.values():  # what a server sets up at its first requests
             arm.play(warm_up, -1)
-            arm.conversations, arm.results = [], []
+            arm.conversations, arm.results, arm.left_out = [], [], 0
         for round_ in range(arguments.rounds):
             for name in names[round_ % len(names) :] + names[: round_ % len(names)]:
                 progress.update(bar, description=f"round {round_ + 1}, {name}")
@@ -134,11 +137,11 @@ def play(arguments: argparse.Namespace, model: str, directory: Path, console: Co
                 progress.advance(bar)
         return {
             name: load.document(
-                options_of(arguments, 0), arm.conversations, arm.results, command=["python", "-m", "benchmarks.modes"],
+                options_of(arguments, 0), load.Workload(arm.conversations, arm.left_out), arm.results,
+                command=["python", "-m", "benchmarks.modes"],
                 server={"url": "", "model": arm.server.model["id"], "max_context": arm.server.max_context,
                         "version": None},
                 finished=True, started=started, token_times=False,
-                left_out=arguments.rounds * arguments.conversations - len(arm.conversations),
             ) | {"later_ttft_ms": later_ttft(arm.results)}
             for name, arm in arms.items()
         }  # fmt: skip

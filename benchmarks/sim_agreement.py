@@ -70,7 +70,7 @@ def settings_of(hbm_tokens: int, dram_tokens: int, disk_tokens: int) -> dict[str
 
 
 def played(server: Server, options: load.Options) -> list[TurnResult]:
-    conversations = load.workload(options)
+    conversations = load.workload(options).conversations
     results, _ = load.execute(
         options, conversations, target_of(server), on_sent=lambda: None, on_result=lambda _: None
     )  # fmt: skip

@@ -178,29 +178,33 @@ def load_command(
             prices=Prices(gpus, gpu_price, dram_gb, dram_price, ssd_gb, ssd_price),
         )  # fmt: skip
         fields = {"temperature": temperature, **({"ignore_eos": True} if ignore_eos else {}), **_fields(body)}
-        planned = load.planned(options)
-        workload = load.fitting(planned, options)
+        workload = load.workload(options)
+        talks = workload.conversations
         target, server = _target(url, model, api_key, fields, max_tokens_field)
         load.check_writable(out, html)
     except (ValueError, OSError) as error:
         raise _refuse(str(error)) from None
     console.print(
-        f"{len(workload):,} conversations, {sum(len(c.turns) for c in workload):,} turns -> {server['model']} at "
-        f"{server['url']}", markup=False,
+        f"{len(talks):,} conversations, {sum(len(c.turns) for c in talks):,} turns -> "
+        f"{server['model']} at {server['url']}", markup=False,
     )  # fmt: skip
-    if left_out := len(planned) - len(workload):
-        console.print(f"{left_out:,} of {len(planned):,} left out: already the first turn is longer than --max-context")
-    if repeats := load.repeated(workload):
+    if unusable := workload.unusable:
+        console.print(f"{unusable:,} in the file are unusable: nobody asks in them what is answered")
+    if left_out := workload.left_out:
+        console.print(
+            f"{left_out:,} of {left_out + len(talks):,} left out: already the first turn is longer than --max-context"
+        )
+    if repeats := load.repeated(talks):
         console.print(
             f"{repeats:,} of them say what others said before: what a cache finds of that is no history's reuse"
         )
     started = datetime.now(UTC)
-    results, finished = _execute(options, workload, target, quiet)
+    results, finished = _execute(options, talks, target, quiet)
     if finished and not results:
         raise _refuse("nothing was due within --duration")
     document = load.document(
         options, workload, results, command=["reprise", "load", *_shown(context.obj or [])], server=server,
-        finished=finished, started=started, token_times=token_times, left_out=left_out,
+        finished=finished, started=started, token_times=token_times,
     )  # fmt: skip
     tables.show(Console(), document)
     called = out.stem if out else server["model"]

@@ -25,6 +25,7 @@ _PREPARE_S = 0.2  # before a request is due its body is made
 _ERROR_CHARACTERS = 200
 _BY_STATUS = {401: "unauthorized", 403: "unauthorized", 404: "not_found", 408: "timeout", 429: "rate_limited",
               503: "overloaded"}  # fmt: skip
+_INTERRUPTED = "interrupted"
 _RETRIED = ("connect", "rate_limited", "overloaded")
 
 
@@ -50,6 +51,11 @@ class TurnResult:
     @property
     def ttft_s(self) -> float | None:
         return self.token_s[0] - self.due_s if self.token_s else None
+
+    @property
+    def interrupted(self) -> bool:
+        """It was in flight when the run was stopped: neither finished nor failed."""
+        return self.error_kind == _INTERRUPTED
 
     @property
     def gaps_s(self) -> list[float]:
@@ -176,9 +182,14 @@ class _Sender:
         await asyncio.sleep(max(0.0, due_s - self.now_s()))
         result = TurnResult(conversation.session_id, number, due_s)
         self.results.append(result)
-        text = await self._ask(request, result)
-        if self.on_result is not None:
-            self.on_result(result)
+        try:
+            text = await self._ask(request, result)
+        except asyncio.CancelledError:
+            result.error_kind, result.error, result.done_s = _INTERRUPTED, "the run was stopped", self.now_s()
+            raise
+        finally:
+            if self.on_result is not None:
+                self.on_result(result)
         if result.error is not None:
             return None
         history += [question, {"role": "assistant", "content": text}]

@@ -12,20 +12,27 @@ import zlib
 from collections.abc import Iterator
 from itertools import cycle, islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from loadgen.workload import Script, Turn
 
 _CHARACTERS_PER_TOKEN = 4  # English in the usual vocabularies
 
 
-def read(path: Path) -> list[Script]:
-    """Every conversation in which a person says something that is answered. Raises ValueError if there is none, OSError
-    if the file cannot be read."""
-    scripts = [script for record in _records(path) if (script := _script(record))]
+class Dialogues(NamedTuple):
+    """Every conversation of a file in which a person says something that is answered, and how many are none such."""
+
+    scripts: list[Script]
+    unusable: int
+
+
+def read(path: Path) -> Dialogues:
+    """Raises ValueError if there is nothing usable, OSError if the file cannot be read."""
+    found = [_script(record) for record in _records(path)]
+    scripts = [script for script in found if script]
     if not scripts:
         raise ValueError(f"{path} holds no conversations")
-    return scripts
+    return Dialogues(scripts, len(found) - len(scripts))
 
 
 def choose(scripts: list[Script], rng: random.Random, count: int) -> list[Script]:

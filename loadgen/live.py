@@ -28,6 +28,8 @@ class Live:
     def on_result(self, result: TurnResult) -> None:
         self.ended += 1
         self.sent -= result.retries  # every try was counted
+        if result.interrupted:
+            return
         self.failed += result.error is not None
         self._good.append(is_good(result, self._slo))
         ttft, gap = result.ttft_s, tpot_s(result)

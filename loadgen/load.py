@@ -59,32 +59,31 @@ class Options:
     prices: metrics.Prices
 
 
-def workload(options: Options) -> list[Conversation]:
-    """What is sent. Raises ValueError and OSError where it cannot be had."""
-    return fitting(planned(options), options)
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """What is sent, and what is not."""
+
+    conversations: list[Conversation]
+    left_out: int = 0  # were asked for, and already the first turn is longer than `max_context`
+    unusable: int = 0  # stand in the file of dialogues, and nobody asks in them what is answered
 
 
-def fitting(conversations: Sequence[Conversation], options: Options) -> list[Conversation]:
-    """Those of which anything is left. Raises ValueError where there are none."""
-    found = [conversation for conversation in conversations if conversation.turns]
-    if not found:
-        raise ValueError(f"nothing of this workload fits {options.max_context} tokens")
-    return found
-
-
-def planned(options: Options) -> list[Conversation]:
-    """All that was asked for; a conversation whose first turn alone is longer than `max_context` has no turns. Raises
-    ValueError and OSError."""
+def workload(options: Options) -> Workload:
+    """Raises ValueError and OSError where it cannot be had."""
     rng = random.Random(options.seed)
     system = words(random.Random(f"{options.seed} system"), options.system_tokens) if options.system_tokens else ""
     think_time = think.parse(options.think)
+    unusable = 0
     if options.source == "trace":
         requests = replay.read(Path(options.path))[: options.conversations or None]
         found = replay.conversations(requests, speed=options.speed)
     else:
-        scripts = _scripts(options, rng)
+        scripts, unusable = _scripts(options, rng)
         found = arrive(scripts, rng=rng, rate_per_s=options.rate, think=think_time, system=system)
-    return [_shaped(conversation, options, system) for conversation in found]
+    conversations = [shaped for conversation in found if (shaped := _shaped(conversation, options, system)).turns]
+    if not conversations:
+        raise ValueError(f"nothing of this workload fits {options.max_context} tokens")
+    return Workload(conversations, len(found) - len(conversations), unusable)
 
 
 def repeated(conversations: Sequence[Conversation]) -> int:
@@ -138,7 +137,7 @@ def warmed_up(results: Sequence[TurnResult], options: Options) -> list[bool]:
 
 def document(
     options: Options,
-    conversations: Sequence[Conversation],
+    workload: Workload,
     results: Sequence[TurnResult],
     *,
     command: Sequence[str],
@@ -146,9 +145,9 @@ def document(
     finished: bool,
     started: datetime,
     token_times: bool,
-    left_out: int,
 ) -> dict[str, Any]:
-    """The result file; docs/LOAD.md says what is in it. `left_out` conversations were asked for and fit no window."""
+    """The result file; docs/LOAD.md says what is in it."""
+    conversations = workload.conversations
     counts = warmed_up(results, options)
     counted = [result for result, counted in zip(results, counts, strict=True) if counted]
     turns = [turn for conversation in conversations for turn in conversation.turns]
@@ -164,7 +163,8 @@ def document(
         "workload": {
             "digest": digest(conversations),
             "conversations": len(conversations),
-            "left_out": left_out,
+            "left_out": workload.left_out,
+            "unusable": workload.unusable,
             "repeated": repeated(conversations),
             "turns": len(turns),
             "new_prompt_tokens": sum(turn.prompt_tokens for turn in turns),
@@ -251,11 +251,12 @@ def client() -> dict[str, Any]:
     }
 
 
-def _scripts(options: Options, rng: random.Random) -> list[Script]:
+def _scripts(options: Options, rng: random.Random) -> tuple[list[Script], int]:
+    """And how many of a file are unusable."""
     if options.source == "dialogues":
-        scripts = dialogues.read(Path(options.path))
-        return dialogues.choose(scripts, rng, options.conversations or min(_DIALOGUES, len(scripts)))
-    return [options.distribution.script(rng) for _ in range(options.conversations)]
+        scripts, unusable = dialogues.read(Path(options.path))
+        return dialogues.choose(scripts, rng, options.conversations or min(_DIALOGUES, len(scripts))), unusable
+    return [options.distribution.script(rng) for _ in range(options.conversations)], 0
 
 
 def _shaped(conversation: Conversation, options: Options, system: str) -> Conversation:

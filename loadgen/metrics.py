@@ -80,23 +80,25 @@ def is_good(result: TurnResult, slo: Slo) -> bool:
 
 def summarize(results: Sequence[TurnResult], *, planned_turns: int, slo: Slo, prices: Prices) -> dict[str, Any]:
     """Of the requests that count; `planned_turns` were to be sent."""
-    good = [result for result in results if result.error is None]
+    ended = [result for result in results if not result.interrupted]
+    good = [result for result in ended if result.error is None]
     began_s = min((result.due_s for result in results), default=0.0)
     seconds = max((result.done_s for result in results), default=0.0) - began_s
     answer = sum(tokens_of(r) for r in good)
     # A sum in which some are missing is none.
     prompt = sum(r.prompt_tokens for r in good) if all(r.prompt_tokens for r in good) else None
     cached = [r.cached_tokens for r in good if r.cached_tokens is not None]
-    kept = sum(is_good(result, slo) for result in results)
+    kept = sum(is_good(result, slo) for result in ended)
     cost = prices.per_hour * seconds / 3600
     return {
         "requests": {
             "planned": planned_turns,
             "sent": len(results),
             "finished": len(good),
-            "failed": len(results) - len(good),
+            "failed": len(ended) - len(good),
+            "interrupted": len(results) - len(ended),
             "retries": sum(r.retries for r in results),
-            "errors": dict(Counter(r.error_kind or "unknown" for r in results if r.error is not None)),
+            "errors": dict(Counter(r.error_kind or "unknown" for r in ended if r.error is not None)),
         },
         "seconds": round(seconds, 3),
         **_latencies(good),
@@ -111,7 +113,7 @@ def summarize(results: Sequence[TurnResult], *, planned_turns: int, slo: Slo, pr
         "goodput": {
             "ttft_slo_ms": slo.ttft_s * 1e3,
             "tpot_slo_ms": slo.tpot_s * 1e3,
-            "share": _ratio(kept, len(results)),
+            "share": _ratio(kept, len(ended)),
             "requests_per_s": _ratio(kept, seconds),
         },
         "hits": _hits(good),
@@ -129,7 +131,8 @@ def by_turn(results: Sequence[TurnResult]) -> list[dict[str, Any]]:
     """The same by place in the conversation; 1 opens it."""
     turns: dict[int, list[TurnResult]] = defaultdict(list)
     for result in results:
-        turns[result.turn].append(result)
+        if not result.interrupted:
+            turns[result.turn].append(result)
     rows = []
     for turn, some in sorted(turns.items()):
         good = [result for result in some if result.error is None]
@@ -157,7 +160,8 @@ def timeline(results: Sequence[TurnResult]) -> list[dict[str, Any]]:
     running = [0.0] * _INTERVALS
     for result in results:
         due[_place(result.due_s, width_s)].append(result)
-        (ended if result.error is None else failed)[_place(result.done_s, width_s)] += 1
+        if not result.interrupted:
+            (ended if result.error is None else failed)[_place(result.done_s, width_s)] += 1
         for stamp_s in result.token_s:
             tokens[_place(stamp_s, width_s)] += 1
         for place in range(_place(result.sent_s, width_s), _place(result.done_s, width_s) + 1):

@@ -83,9 +83,11 @@ def facts(document: dict[str, Any]) -> list[tuple[str, str]]:
     """The figures that are no distribution."""
     summary = document["summary"]
     requests, rates, good, hits = (summary[name] for name in ("requests", "throughput", "goodput", "hits"))
+    # Results of earlier versions do not tell.
+    stopped = f"{requests['interrupted']:,} interrupted, " if requests.get("interrupted") else ""
     rows = [
         ("requests", f"{requests['finished']:,} of {requests['planned']:,} finished, {requests['failed']:,} failed, "
-                     f"in {summary['seconds']:,.1f} s"),
+                     f"{stopped}in {summary['seconds']:,.1f} s"),
         ("errors", ", ".join(f"{kind} {count:,}" for kind, count in requests["errors"].items()) or "none"),
         ("throughput", f"{number(rates['requests_per_s'])} requests/s, {number(rates['prompt_tokens_per_s'])} prompt "
                        f"and {number(rates['answer_tokens_per_s'])} answer tokens/s"),

@@ -37,10 +37,12 @@ def _describe(service: Service, model: ModelInfo, name: str) -> dict[str, Any]:
         "max_model_len": model.max_context,
         "architecture": model.architecture,
         "parameters": model.parameters,
+        "num_layers": model.layers,
         "vocab_size": model.vocab_size,
         "dtype": model.dtype,
         "device": model.device,
         "attention_backend": model.attention_backend,
+        "max_seqs": service.settings.scheduler.max_seqs,
         "capabilities": {
             "chat_completions": True,
             "streaming": True,

@@ -9,20 +9,19 @@ from loadgen.sim.machine import Costs, Machine
 
 _LINE = re.compile(r"^(reprise_\w+?)(?:\{([^}]*)\})? (\S+)$")
 _LABEL = re.compile(r'(\w+)="([^"]*)"')
-_TYPICAL_LAYERS = 32  # loads overlap with computation layer by layer: more of them hardly matter
-_TYPICAL_SEQS = 32  # the default of scheduler.max_seqs
 _TERMS = ("fixed", "per_token", "per_kilo_pair", "per_row", "per_kilo_read")
 
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """What `/v1/models` says of it, as far as it counts here, and its layers."""
+    """What `/v1/models` says of it, as far as it counts here."""
 
     name: str
     kv_bytes_per_token: int
     window: int
     hbm_tokens: int
     num_layers: int
+    max_seqs: int
 
 
 def parse(text: str) -> dict[str, dict[str, float]]:
@@ -35,7 +34,7 @@ def parse(text: str) -> dict[str, dict[str, float]]:
     return found
 
 
-def machine(text: str, model: ServedModel, *, max_seqs: int, links: dict[str, float] | None = None) -> Machine:
+def machine(text: str, model: ServedModel, *, links: dict[str, float] | None = None) -> Machine:
     """text: of `/metrics`, after the server has done some work. Directions in which it has moved nothing yet are taken
     from `links` (bytes per second). Raises ValueError for what is missing."""
     metrics = parse(text)
@@ -70,7 +69,7 @@ def machine(text: str, model: ServedModel, *, max_seqs: int, links: dict[str, fl
         num_layers=model.num_layers,
         kv_bytes_per_token=model.kv_bytes_per_token,
         window=model.window,
-        max_seqs=max_seqs,
+        max_seqs=model.max_seqs,
         dram_to_hbm=rates["dram_to_hbm"],
         disk_to_dram=rates["disk_to_dram"],
         hbm_bytes=model.hbm_tokens * model.kv_bytes_per_token,
@@ -81,8 +80,7 @@ def machine(text: str, model: ServedModel, *, max_seqs: int, links: dict[str, fl
 
 
 def from_server(url: str, *, api_key: str) -> Machine:
-    """Asks the server; what it does not say of itself is as above. Raises ValueError: it cannot be asked,
-    or has not measured enough yet."""
+    """Asks the server. Raises ValueError: it cannot be asked, or has not measured enough yet."""
     headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
     base = url.rstrip("/").removesuffix("/v1")
     try:
@@ -94,10 +92,11 @@ def from_server(url: str, *, api_key: str) -> Machine:
             kv_bytes_per_token=served["cache"]["kv_bytes_per_token"],
             window=served["max_model_len"],
             hbm_tokens=served["cache"]["hbm_tokens"],
-            num_layers=_TYPICAL_LAYERS,
+            num_layers=served["num_layers"],
+            max_seqs=served["max_seqs"],
         )
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise ValueError(f"no server that can be asked at {base}: {error}") from None
     except (KeyError, IndexError, TypeError) as error:
-        raise ValueError(f"/v1/models does not say {error}: not a server of ours") from None
-    return machine(text, model, max_seqs=_TYPICAL_SEQS)
+        raise ValueError(f"/v1/models does not say {error}: not a server of ours, or an older one") from None
+    return machine(text, model)

@@ -23,12 +23,13 @@ class Saturation:
 
     opening_tokens: float  # of the first prompt, in the mean
     turn_tokens: float  # of the others, prompt and answer
+    prompt_share: float  # of those
     spread: float  # log-normally, of both
     turn_shape: float  # of the gamma that spreads the number of turns: 1 is geometric, less has longer tails
     layer_s: float  # of a decode step, a layer, beside the reads of weights and KV
 
 
-FITTED = Saturation(opening_tokens=2800, turn_tokens=1000, spread=0.2, turn_shape=1.0, layer_s=0.0)
+FITTED = Saturation(opening_tokens=2800, turn_tokens=1000, prompt_share=1 / 3, spread=0.2, turn_shape=1.0, layer_s=0.0)
 _MAX_TURNS = 100
 
 
@@ -176,10 +177,10 @@ def saturated(
         more = (stated.mean_turns - (1 - stated.multi_turn)) / stated.multi_turn - 2
         return min(_MAX_TURNS, 2 + _poisson(rng, rng.gammavariate(shape.turn_shape, more / shape.turn_shape)))
 
-    answer = (1 - stated.prompt_share) * shape.turn_tokens
+    answer = (1 - shape.prompt_share) * shape.turn_tokens
     scripts = []
     for _ in range(sessions):
-        prompts = [shape.opening_tokens, *[stated.prompt_share * shape.turn_tokens] * (num_turns() - 1)]
+        prompts = [shape.opening_tokens, *[shape.prompt_share * shape.turn_tokens] * (num_turns() - 1)]
         scripts.append(tuple(Turn(about(prompt), about(answer), 0.0) for prompt in prompts))
     return arrive(scripts, rng=rng, rate_per_s=rate_per_s, think=lambda _: 0.0)
 

@@ -21,7 +21,8 @@ def test_files_of_dialogues(tmp_path, records, layout):
     text = json.dumps(records) if layout == "list" else "\n".join(map(json.dumps, records))
     path = tmp_path / ("d.jsonl.gz" if layout == "gzip" else "d.json")
     path.write_bytes(gzip.compress(text.encode()) if layout == "gzip" else text.encode())
-    (script,) = dialogues.read(path)
+    ((script,), unusable) = dialogues.read(path)
+    assert unusable == len(records) - 1
     assert [(turn.prompt_tokens, turn.answer_tokens, turn.text) for turn in script] == [(10, 20, "a" * 40)] * 2
 
 
@@ -30,8 +31,15 @@ def test_what_is_said_twice_in_a_row_is_one_message(tmp_path):
             ("human", "unanswered")]  # fmt: skip
     path = tmp_path / "d.json"
     path.write_text(json.dumps([{"conversations": [{"from": who, "value": text} for who, text in said]}]))
-    (script,) = dialogues.read(path)
+    (script,) = dialogues.read(path).scripts
     assert [turn.text for turn in script] == ["one\ntwo"]
+
+
+def test_what_nobody_answers_is_counted(tmp_path):
+    path = tmp_path / "d.json"
+    path.write_text(json.dumps([*OURS, {}, {"turns": [{"role": "user", "content": "hello?"}]}, *OURS]))
+    scripts, unusable = dialogues.read(path)
+    assert (len(scripts), unusable) == (2, 2)
 
 
 @pytest.mark.parametrize(("text", "why"), [("[{}]", "no conversations"), ("[{", "not JSON")])
@@ -46,7 +54,7 @@ def test_all_are_chosen_before_any_comes_again(tmp_path):
     path = tmp_path / "d.jsonl"
     path.write_text("\n".join(json.dumps({"turns": [{"role": "user", "content": f"{n}"}, {"role": "assistant",
                     "content": "x"}]}) for n in range(5)))  # fmt: skip
-    scripts = dialogues.read(path)
+    scripts = dialogues.read(path).scripts
     chosen = dialogues.choose(scripts, random.Random(2), 12)
     assert len(chosen) == 12
     assert set(chosen[:5]) == set(chosen[5:10]) == set(scripts)

@@ -24,11 +24,17 @@ class Recorder(Stub):
 
     bodies: list[bytes]
     refuse = b""
+    answered = 1_000_000  # what comes behind so many waits for ever
+    unanswered = threading.Event()  # two wait
 
     def data_received(self, data: bytes) -> None:
         head, _, body = data.partition(b"\r\n\r\n")
         if head.startswith(b"POST"):
             type(self).bodies.append(body)
+            if (waiting := len(self.bodies) - self.answered) > 0:
+                if waiting == 2:
+                    self.unanswered.set()
+                return
             if self.refuse:
                 self._write(self.refuse)
                 return
@@ -39,6 +45,7 @@ class Recorder(Stub):
 def stub() -> Iterator[tuple[str, type[Recorder]]]:
     class Fresh(Recorder):
         bodies: list[bytes] = []  # noqa: RUF012  # one list a test
+        unanswered = threading.Event()
 
     loop = asyncio.new_event_loop()
     server = loop.run_until_complete(
@@ -188,15 +195,18 @@ def test_keys_and_files_that_are_none_are_refused(stub, tmp_path):
 def test_conversations_that_fit_no_window_are_counted(stub, tmp_path):
     url, recorder = stub
     long = [{"role": "user", "content": "how are you"}, {"role": "assistant", "content": "fine" * 800}]
+    lonely = [long[0]]
     short = [long[0], {"role": "assistant", "content": "fine"}]
-    (tmp_path / "d.jsonl").write_text("\n".join(json.dumps({"turns": turns}) for turns in (long, short)))
+    (tmp_path / "d.jsonl").write_text("\n".join(json.dumps({"turns": turns}) for turns in (long, short, lonely)))
     words = ["--dialogues", str(tmp_path / "d.jsonl"), "--conversations", "4", "--think", "fixed:0", "--rate", "500"]
     done = call("--url", url, "--quiet", "--out", str(tmp_path / "d.json"), *words, "--max-context", "100")
     assert done.exit_code == 0
-    assert "2 of 4 left out" in done.output
+    assert "2 of 4 left out" in said(done)
+    assert "1 in the file are unusable" in said(done)
     assert "--max-context" in done.output
     workload = load.read(tmp_path / "d.json")["workload"]
     assert (workload["conversations"], workload["left_out"], len(recorder.bodies)) == (2, 2, 2)
+    assert workload["unusable"] == 1
     assert measure(url, tmp_path, "all", *words)["workload"]["left_out"] == 0
 
 
@@ -298,6 +308,34 @@ def test_ctrl_c_leaves_what_there_is(stub, tmp_path, monkeypatch):
     assert not document["finished"]
     assert document["summary"]["requests"]["finished"] > 0
     assert "stopped before its end" in page.render(["a"], [document])
+
+
+def test_what_ctrl_c_interrupts_has_neither_finished_nor_failed(stub, tmp_path, monkeypatch):
+    url, recorder = stub
+    recorder.answered = 4
+
+    class Stopping(load.asyncio.Runner):
+        def run(self, coroutine, **rest):
+            async def stopped() -> None:
+                running = asyncio.ensure_future(coroutine)
+                await asyncio.to_thread(recorder.unanswered.wait, 20)
+                running.cancel()
+                await asyncio.wait([running])
+
+            super().run(stopped(), **rest)
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(load.asyncio, "Runner", Stopping)
+    done = call("--url", url, "--out", str(tmp_path / "a.json"), "--quiet", *QUICK)
+    assert done.exit_code == 1
+    document = load.read(tmp_path / "a.json")
+    requests = document["summary"]["requests"]
+    assert (requests["finished"], requests["failed"], requests["errors"]) == (4, 0, {})
+    assert requests["interrupted"] >= 2
+    assert requests["sent"] == 4 + requests["interrupted"] == len(document["requests"])
+    assert sum(row["requests"] for row in document["by_turn"]) == 4
+    assert sum(row["failed"] + row["finished"] for row in document["timeline"]) == 4
+    assert f"{requests['interrupted']} interrupted" in said(done)
 
 
 def keys(value: object) -> set[str]:

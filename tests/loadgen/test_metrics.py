@@ -83,7 +83,7 @@ def test_throughput_goodput_and_cost():
     slow_first = result(due_s=1.0, token_s=[2.1, 2.15, 2.2, 2.25], done_s=2.3)
     slow_later = result(due_s=2.0, token_s=[2.5, 2.9, 3.0, 3.1], done_s=3.2)
     found = summary([result(), slow_first, slow_later, failed(3.0, "server"), result(due_s=9.0)], planned=7)
-    assert found["requests"] == {"planned": 7, "sent": 5, "finished": 4, "failed": 1, "retries": 0,
+    assert found["requests"] == {"planned": 7, "sent": 5, "finished": 4, "failed": 1, "interrupted": 0, "retries": 0,
                                  "errors": {"server": 1}}  # fmt: skip
     assert found["seconds"] == pytest.approx(9.67)
     assert found["goodput"]["share"] == pytest.approx(2 / 5)

@@ -48,9 +48,9 @@ def document(seed: int, *, tiers: bool) -> dict[str, Any]:
     )  # fmt: skip
     workload = [Conversation(f"c{n}", "", n * 0.5, (Turn(100, 20, 1.0),) * 5) for n in range(40)]
     return load.document(
-        options, workload, sorted(results, key=lambda r: r.sent_s), command=["reprise", "load"],
+        options, load.Workload(workload), sorted(results, key=lambda r: r.sent_s), command=["reprise", "load"],
         server={"url": "http://x", "model": "m", "max_context": None, "version": None}, finished=True,
-        started=datetime(2026, 1, 1, tzinfo=UTC), token_times=False, left_out=0,
+        started=datetime(2026, 1, 1, tzinfo=UTC), token_times=False,
     )  # fmt: skip
 
 

@@ -54,11 +54,11 @@ reprise_moved_seconds_total{direction="disk_to_dram"} 0.0
 reprise_tier_capacity_bytes{tier="dram"} 1e+06
 reprise_tier_capacity_bytes{tier="disk"} 5e+06
 """
-MODEL = calibrate.ServedModel(name="m", kv_bytes_per_token=100, window=512, hbm_tokens=2048, num_layers=4)
+MODEL = calibrate.ServedModel(name="m", kv_bytes_per_token=100, window=512, hbm_tokens=2048, num_layers=4, max_seqs=8)
 
 
 def test_a_machine_is_what_its_server_measured():
-    machine = calibrate.machine(METRICS, MODEL, max_seqs=8, links={"disk_to_dram": 5e5, "dram_to_hbm": 1.0})
+    machine = calibrate.machine(METRICS, MODEL, links={"disk_to_dram": 5e5, "dram_to_hbm": 1.0})
     assert machine.dram_to_hbm == 2e6  # measured beats told
     assert machine.disk_to_dram == 5e5
     assert (machine.hbm_bytes, machine.dram_bytes, machine.disk_bytes) == (204_800, 1e6, 5e6)
@@ -69,13 +69,19 @@ def test_a_machine_is_what_its_server_measured():
 
 def test_what_a_server_did_not_measure_is_asked_for():
     with pytest.raises(ValueError, match="disk_to_dram"):
-        calibrate.machine(METRICS, MODEL, max_seqs=8)
+        calibrate.machine(METRICS, MODEL)
     with pytest.raises(ValueError, match="step_cost"):
-        calibrate.machine("up 1", MODEL, max_seqs=8)
+        calibrate.machine("up 1", MODEL)
 
 
 def test_a_running_server_is_asked():
-    served = {"id": "m", "max_model_len": 512, "cache": {"kv_bytes_per_token": 100, "hbm_tokens": 2048}}
+    served = {
+        "id": "m",
+        "max_model_len": 512,
+        "num_layers": 5,
+        "max_seqs": 12,
+        "cache": {"kv_bytes_per_token": 100, "hbm_tokens": 2048},
+    }
     metrics = METRICS.replace('{direction="disk_to_dram"} 0.0', '{direction="disk_to_hbm"} 4.0')
     pages = {"/v1/models": json.dumps({"data": [served]}), "/metrics": metrics}
 
@@ -101,3 +107,4 @@ def test_a_running_server_is_asked():
     assert machine.disk_to_dram == 1.0  # 4 bytes in 4 s
     assert machine.dram_to_hbm == 2e6
     assert (machine.name, machine.window, machine.hbm_bytes) == ("m", 512, 204_800)
+    assert (machine.num_layers, machine.max_seqs) == (5, 12)
