@@ -67,6 +67,7 @@ def runs(share: float) -> dict[str, Run]:
         for seed in SEEDS[1:]:
             add(f"{model} attentionstore, seed {seed}", model, seed=seed)
     add("llama-13b attentionstore 2T", "llama-13b", machine={"disk_bytes": 2e12})
+    add("llama-13b eviction window 2T", "llama-13b", machine={"disk_bytes": 2e12}, eviction_window=True)
     for model in FIGURE_MODELS:
         add(f"{model} overflow", model, truncation="coupled")
     for model in FIGURE_MODELS:

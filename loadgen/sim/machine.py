@@ -83,6 +83,7 @@ class Config:
     truncation: Truncation = "decoupled"  # coupled: a cut invalidates what is saved (OF)
     truncation_ratio: float = 0.5  # of the window
     answer_share: float = 0.125  # most of the window that is kept free for the answer when a prompt is cut
+    eviction_window: bool = False  # those behind the first (C_mem + C_disk) / S_kv who wait have no order
     prefetch: bool = True  # disk -> DRAM for the queue
     prefetch_share: float = 1.0  # of DRAM, that the prefetch window may count on
     load_ahead: int = 1  # requests whose load may begin while others run: the HBM read buffer

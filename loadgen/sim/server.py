@@ -66,6 +66,7 @@ class Server:
             policy=POLICIES[config.policy] if future is None else lambda returns: ByNextTurn(future),
             kv_bytes_per_token=machine.kv_bytes_per_token,
             granule_tokens=config.granule_tokens,
+            eviction_window=config.eviction_window,
             hbm_bytes=machine.hbm_bytes if config.reuse else 0.0,
             dram_bytes=machine.dram_bytes if config.reuse else 0.0,
             disk_bytes=machine.disk_bytes if config.reuse else 0.0,

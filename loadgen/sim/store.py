@@ -5,6 +5,7 @@ that leaves DRAM stays on disk, one that is fetched stays there as well. What en
 whole session (AttentionStore's item) or so many tokens of it (the server's blocks).
 """
 
+import math
 from collections.abc import Container
 from dataclasses import dataclass, field
 
@@ -130,6 +131,7 @@ class Store:
         policy: PolicyFactory,
         kv_bytes_per_token: float,
         granule_tokens: int,
+        eviction_window: bool,
         hbm_bytes: float,
         dram_bytes: float,
         disk_bytes: float,
@@ -137,6 +139,7 @@ class Store:
         self._kv = kv_bytes_per_token
         self._granule_tokens = granule_tokens
         sizes = {"hbm": hbm_bytes, "dram": dram_bytes, "disk": disk_bytes}
+        self._window_bytes = dram_bytes + disk_bytes if eviction_window else math.inf
         self._returns = ReturnTimes()
         self.tiers = {name: Tier(name, sizes[name], policy(self._returns)) for name in TIERS if sizes[name] > 0}
         self._lowest = next((name for name in reversed(TIERS) if name in self.tiers), None)
@@ -342,7 +345,10 @@ class Store:
         those behind have no place in it either way, and a policy walks all that it is told of."""
         mean = self.mean_session_bytes
         for name, tier in self.tiers.items():
-            most = None if name == self._lowest else int(_TOLD * tier.capacity / mean) + 1
+            if name != self._lowest:
+                most = int(_TOLD * tier.capacity / mean) + 1
+            else:
+                most = int(self._window_bytes / mean) if self._window_bytes < math.inf else None
             names, changed = line.news(name, most)
             tier.policy.look_ahead(names, changed)
         self._returns.advance(now)

@@ -202,11 +202,23 @@ def test_look_ahead_keeps_a_part_of_a_rotation_and_lru_nothing():
 def test_who_comes_back_is_the_last_in_line_or_has_kept_its_place(policy, left):
     """Room for two: d displaces a, a coming back displaces b, and e the first of d and a."""
     store = Store(
-        policy=POLICIES[policy], kv_bytes_per_token=1.0, granule_tokens=0, hbm_bytes=0, dram_bytes=100, disk_bytes=0,
+        policy=POLICIES[policy], kv_bytes_per_token=1.0, granule_tokens=0, eviction_window=False,
+        hbm_bytes=0, dram_bytes=100, disk_bytes=0,
     )  # fmt: skip
     for name in "abdae":
         store.save(name, 40, 0, 0.0)
     assert "".join(name for name in "abde" if store.found(name, 0, 99)["dram"]) == left
+
+
+def test_an_eviction_window_that_ends_before_the_queue_keeps_less_than_one_over_all_of_it():
+    workload = [conversation(f"c{i}", i / 1e6, *[(20, 40, 0.0)] * 4) for i in range(20)]
+    machine = replace(MACHINE, max_seqs=1, window=10_000, hbm_bytes=0.0, dram_bytes=400, disk_bytes=0.0)
+    assert machine.kv_bytes_per_token == 1.0
+    whole, cut = (simulate(workload, machine, Config(eviction_window=cut)) for cut in (False, True))
+    assert whole.hit_rate > cut.hit_rate > 0
+    roomy = replace(machine, dram_bytes=4000)  # a window over everybody
+    whole, cut = (simulate(workload, roomy, Config(eviction_window=cut)) for cut in (False, True))
+    assert whole.hit_rate == cut.hit_rate
 
 
 def test_what_the_queue_announces_is_fetched_into_dram():
@@ -256,7 +268,7 @@ def test_what_cannot_be_simulated_is_refused():
 def test_a_cut_inside_a_block_is_refused():
     store = Store(
         policy=POLICIES["lru"], kv_bytes_per_token=1.0,
-        granule_tokens=16, hbm_bytes=0, dram_bytes=1000, disk_bytes=0,
+        granule_tokens=16, eviction_window=False, hbm_bytes=0, dram_bytes=1000, disk_bytes=0,
     )  # fmt: skip
     store.save("a", 40, 0, 0.0)
     with pytest.raises(ValueError, match="between"):
