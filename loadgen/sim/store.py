@@ -345,10 +345,8 @@ class Store:
         those behind have no place in it either way, and a policy walks all that it is told of."""
         mean = self.mean_session_bytes
         for name, tier in self.tiers.items():
-            if name != self._lowest:
-                most = int(_TOLD * tier.capacity / mean) + 1
-            else:
-                most = int(self._window_bytes / mean) if self._window_bytes < math.inf else None
+            told_bytes = _TOLD * tier.capacity + mean if name != self._lowest else self._window_bytes
+            most = int(told_bytes / mean) if told_bytes < math.inf else None
             names, changed = line.news(name, most)
             tier.policy.look_ahead(names, changed)
         self._returns.advance(now)
