@@ -350,7 +350,7 @@ _NOTES = {
     "18": "Note: by the cost model alone; without a read buffer the load of long histories is longer than the "
     "computation of short prompts, which is why AttentionStore begins it before (Fig. 19, 20: measured on the"
     " real server, see RESULTS.md).",
-    "21": "Note: three lengths and the order of FIFO were fitted to the four points of LRU and FIFO "
+    "21": "Note: four lengths and the order of FIFO were fitted to the four points of LRU and FIFO "
     "(`benchmarks/results/fit_paper.json`: no step from there is better), which are met within 2 points of hit rate, "
     "means of three workloads, but for FIFO with 10T, by 3.4. What it takes: sessions that open with a long prompt, "
     "so that what is kept fills the window from the "

@@ -101,7 +101,8 @@ TABLE: tuple[Stated, ...] = (
     Stated("think time, saturated preset", "0: one turn of every session always waits", _OURS),
     Stated(
         "lengths, saturated preset",
-        f"turns of {FITTED.turn_tokens:,} tokens in the mean, the first with a prompt of {FITTED.opening_tokens:,}; "
+        f"turns of {FITTED.turn_tokens:,} tokens in the mean, {FITTED.prompt_share:.0%} of it prompt, the first with a "
+        f"prompt of {FITTED.opening_tokens:,}; "
         f"spread {FITTED.spread:g} log-normally; numbers of turns geometric from 2 on, at most {_MAX_TURNS}",
         _FITTED,
     ),
@@ -110,7 +111,7 @@ TABLE: tuple[Stated, ...] = (
     Stated("unsaturated preset",
            f"{UNSATURATED_RATE:g} sessions a second, think time {_THINK} s, stated lengths, at most 40 turns", _OURS),
     Stated("correlation of turns and tokens", "0.7 (normal scores), unsaturated preset", _OURS),
-    Stated("words of a turn", "a third is the prompt; unsaturated: log-normal between turns (0.8)", _OURS),
+    Stated("words of a turn, unsaturated preset", "a third is the prompt; log-normal between turns (0.8)", _OURS),
     Stated("what a tier keeps", "copies: what leaves DRAM stays on disk, what is fetched does too", "as the server"),
     Stated("CaR's machine", "8 A100-40GB, CXL 64 GB/s; OPT-30B 2.6 GB per 2K tokens", "CaR §IV"),
     Stated("KV of CaR's models", "fp16, all heads their own: 4 bytes per layer and width", _OURS),
