@@ -27,8 +27,10 @@ class SessionStore:
         unix_offset_s: float,
     ) -> None:
         self.contexts: OrderedDict[SessionName, SessionContext] = OrderedDict()  # oldest use first
+        self._with_own_ttl: set[SessionName] = set()  # of those in `contexts`; others may be left over
         self.mean_bytes = 0.0  # of a session's context, the latest counting most
-        self.deleting: dict[SessionName, str] = {}  # session -> who waits; a save or a write of it has to end first
+        self.deleting: dict[SessionName, str | None] = {}
+        """Session -> who waits, None if it has expired. A save or a write of it has to end first."""
         self._tiers, self._table, self._lower = tiers, tiers.table, tiers.lower
         self._running = running
         self._domain_of = domain_of
@@ -62,6 +64,7 @@ class SessionStore:
             (self._lower.pinned_sessions.add if pinned else self._lower.pinned_sessions.discard)(name)
         if ttl_s is not None:
             session.ttl_s = ttl_s
+            self._with_own_ttl.add(name)
         self._lower.session_changed(name)
 
     def prefetch(self, name: SessionName, now: float) -> None:
@@ -146,20 +149,32 @@ class SessionStore:
     # --- a session ends -----------------------------------------------------------------------------------------------
 
     def sweep(self, now: float) -> int:
-        """Forget sessions not used for their time to live. Returns how many."""
-        expired = 0
+        """Delete sessions not used for their time to live, with what only they have in any tier, and forget the oldest
+        of too many. Returns how many."""
+        before = len(self.contexts)
         for name, session in list(self.contexts.items()):
-            over = len(self.contexts) > self._max_sessions
-            ttl_s = self._session_ttl_s if session.ttl_s is None else session.ttl_s
-            if name in self.deleting:
-                continue
-            if session.pinned or (now - session.last_used_s < ttl_s and not over):
-                if session.ttl_s is None and not session.pinned and not over:
-                    break  # oldest use first; those behind it have time left as well, but for ones with their own
-                continue
-            self._forget(name)
-            expired += 1
-        return expired
+            if len(self.contexts) > self._max_sessions:
+                if not session.pinned and name not in self.deleting:
+                    self._forget(name)
+            elif self._is_over(session, now):
+                self._expire(name)
+            elif session.ttl_s is None and not session.pinned:
+                break  # oldest use first; those behind it have time left as well, but for ones with their own
+        for name in list(self._with_own_ttl):
+            if (own := self.contexts.get(name)) is None:
+                self._with_own_ttl.discard(name)
+            elif self._is_over(own, now):
+                self._expire(name)
+        return before - len(self.contexts)
+
+    def _is_over(self, session: SessionContext, now: float) -> bool:
+        ttl_s = self._session_ttl_s if session.ttl_s is None else session.ttl_s
+        return not session.pinned and now - session.last_used_s >= ttl_s
+
+    def _expire(self, name: SessionName) -> None:
+        """What runs waits for the next sweep."""
+        if name not in self.deleting and not self.is_running(name):
+            self._begin_to_delete(name, None)
 
     def _forget(self, name: SessionName) -> None:
         """Its blocks leave as space is needed, unless it was the only one to find them."""
@@ -190,17 +205,20 @@ class SessionStore:
         session = self.contexts.get(name)
         if session is None and self._lower.extents.delete_again(name, waiter):
             return None
-        if session is None or name in self.deleting:
+        if session is None or self.deleting.get(name) is not None:
             return "not_found"
         if self.is_running(name):
             return "busy"
+        self._begin_to_delete(name, waiter)
+        return None
+
+    def _begin_to_delete(self, name: SessionName, waiter: str | None) -> None:
         # What others have in the same extents is read first, to be written anew.
         self._lower.fetch(self._sharers_of(name), name)
         if self._has_to_wait(name):
             self.deleting[name] = waiter
         else:
             self._delete_now(name, waiter)
-        return None
 
     def _sharers_of(self, name: SessionName) -> list[BlockRow]:
         rows = (self._table.get(key) for key in self.contexts[name].owned)
@@ -210,7 +228,7 @@ class SessionStore:
         """Whether a deletion would come between a copy and its end."""
         return self._lower.is_busy(name) or any(self._lower.is_fetching(row.key) for row in self._sharers_of(name))
 
-    def _delete_now(self, name: SessionName, waiter: str) -> None:
+    def _delete_now(self, name: SessionName, waiter: str | None) -> None:
         session = self.contexts.pop(name)
         self._lower.pinned_sessions.discard(name)
         self._tiers.forget_session(name)
@@ -234,7 +252,9 @@ class SessionStore:
     def go_on(self) -> None:
         """A copy has ended: delete what waited for it."""
         for name in [name for name in self.deleting if not self._has_to_wait(name)]:
-            self._delete_now(name, self.deleting.pop(name))
+            waiter = self.deleting.pop(name)
+            if waiter is not None or not self.is_running(name):  # it had expired, and was asked for again
+                self._delete_now(name, waiter)
 
     # --- a process begins ---------------------------------------------------------------------------------------------
 
@@ -270,6 +290,8 @@ class SessionStore:
         domain = self._domain_of(record.tenant, record.salt)
         session = SessionContext.unpack(record.context, domain, record.last_used_s - self._unix_offset_s)
         session.pinned, session.ttl_s = record.pinned, record.ttl_s
+        if record.ttl_s is not None:
+            self._with_own_ttl.add(name)
         self._take_over(name, session)
         self.contexts[name] = session
         self._count_size(session.num_tokens)

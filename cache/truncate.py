@@ -43,7 +43,8 @@ def plan_cut(
     """What to drop of a context of `length` tokens so that it and `reserve` more fit into `window`. Whole blocks of the
     earliest history behind `keep_first`: `ratio` of the window, up to where a message begins (a block may hold the end
     of the one before), or more if that is not enough; `marked` ranges stay, if that can be. Never reaches behind
-    `newest`, where the newest message begins. Nothing if it fits as it is. Raises DoesNotFit."""
+    `newest`, where the newest message begins: where that leaves less than `reserve`, all before it goes and the answer
+    has what room there is. Nothing if it fits as it is. Raises DoesNotFit: there is no room for a single token."""
     head = _up(keep_first)
     needed = length + reserve - window
     if needed <= 0:
@@ -51,9 +52,13 @@ def plan_cut(
     limit = _down(min(newest, length - 1))
     droppable = _without((head, limit), [(_down(a), _up(b)) for a, b in marked])
     if sum(b - a for a, b in droppable) < needed:
-        droppable = _without((head, limit), [])  # marks are wishes
-        if limit - head < needed:
-            raise DoesNotFit(f"{length - max(0, limit - head)} tokens have to stay, the window holds {window}")
+        droppable = _without((head, limit), [])  # marks are wishes, and so is the reserve
+        stays = length - max(0, limit - head)
+        if stays >= window:
+            raise DoesNotFit(f"{stays} tokens have to stay, the window holds {window}")
+        if not droppable:
+            return []
+        needed = min(needed, length - stays)
     amount = max(needed, int(ratio * window))
     end = _end_of(droppable, amount)
     place = bisect_left(starts, end)

@@ -1,4 +1,5 @@
 import random
+from collections.abc import Iterable
 
 import pytest
 from hypothesis import settings
@@ -492,6 +493,38 @@ def test_what_another_session_has_left_is_not_a_request_s_own():
     model.open("other", [*range(20), 7, 7, 7], session="other")
     found = {name: model.manager.residency(name) for name in ("turn2", "other")}
     assert {name: (r.hbm_tokens, r.own_tokens) for name, r in found.items()} == {"turn2": (50, 50), "other": (20, 0)}
+
+
+def one_turn(model: PoolModel, session: str, tokens: Iterable[int], now: float) -> None:
+    model.open("r", tokens, session=session)
+    missing = len(model.contexts["r"].token_ids) - model.manager.resident_tokens("r")
+    model.manager.admit("r", missing)
+    model.step("r", missing)
+    model.close("r", now=now)
+
+
+def test_what_has_expired_is_found_no_more_but_for_what_others_have():
+    model = PoolModel(make_manager(ttl_s=100.0))
+    one_turn(model, "long", [*range(64), *[7] * 70], 0.0)
+    one_turn(model, "short", [*range(64), *[8] * 70], 1.0)
+    model.manager.configure(("", "", "short"), pinned=None, ttl_s=5.0)
+    assert model.manager.sweep(5.9) == 0
+    assert model.manager.sweep(6.0) == 1, "an older session with more time does not stand before it"
+    for session, tail, hit in (("new", 8, 64), ("new", 7, 134)):
+        model.open("again", [*range(64), *[tail] * 70, 9], session=session)
+        assert model.manager.residency("again").hbm_tokens == hit // 32 * 32
+        model.close("again", 0)
+    model.check()
+
+
+def test_what_runs_does_not_expire():
+    model = PoolModel(make_manager(ttl_s=10.0))
+    one_turn(model, "a", range(64), 0.0)
+    model.open("r", range(90), session="a")
+    assert model.manager.sweep(50.0) == 0
+    model.close("r", 0, now=50.0)
+    assert model.manager.sweep(51.0) == 1
+    model.check()
 
 
 def test_sessions_are_forgotten_after_their_time_and_beyond_their_number():

@@ -33,23 +33,27 @@ def overflows(draw):
 def test_what_is_dropped_are_whole_blocks_and_enough_of_them(overflow):
     length, options = overflow
     needed = length + options["reserve"] - WINDOW
+    head = -(-options["keep_first"] // BLOCK_TOKENS) * BLOCK_TOKENS
+    droppable = max(0, options["newest"] // BLOCK_TOKENS * BLOCK_TOKENS - head)
     try:
         cuts = plan(length, **options)
     except DoesNotFit:
-        head = -(-options["keep_first"] // BLOCK_TOKENS) * BLOCK_TOKENS
-        assert options["newest"] // BLOCK_TOKENS * BLOCK_TOKENS - head < needed
+        assert length - droppable >= WINDOW, "not even one token of an answer would fit"
         return
     dropped = sum(b - a for a, b in cuts)
     if needed <= 0:
         assert cuts == []
         return
-    assert dropped >= needed
+    assert length - dropped < WINDOW
+    assert dropped >= needed or dropped == droppable
+    if not cuts:
+        return
     assert all(a % BLOCK_TOKENS == b % BLOCK_TOKENS == 0 and a < b for a, b in cuts)
     assert all(b <= a for (_, b), (a, _) in pairwise(cuts))
     assert cuts[0][0] >= options["keep_first"]
     assert cuts[-1][1] <= options["newest"]
     within = sum(max(0, min(b, y) - max(a, x)) for a, b in options["marked"] for x, y in cuts)
-    assert not within or dropped >= needed, "marks are given up only for room"
+    assert not within or dropped >= min(needed, droppable), "marks are given up only for room"
 
 
 @given(overflow=overflows(), more=st.lists(st.tuples(st.integers(1, 400), overflows()), max_size=4))
@@ -93,11 +97,24 @@ def test_a_window_that_is_full_enough_is_left_alone():
 
 
 @pytest.mark.parametrize(
-    ("length", "options"), [(600, {"newest": 150}), (600, {"keep_first": 460}), (520, {"newest": 0})]
+    ("length", "options"), [(600, {"newest": 95}), (600, {"keep_first": 500}), (512, {"newest": 0})]
 )
 def test_what_has_to_stay_may_be_longer_than_the_window(length, options):
     with pytest.raises(DoesNotFit, match="have to stay"):
         plan(length, **options)
+
+
+@pytest.mark.parametrize(
+    ("length", "options", "cuts"),
+    [
+        (511, {"newest": 0}, []),  # room for one token
+        (500, {"newest": 60}, [(0, 32)]),
+        (600, {"newest": 150, "keep_first": 20}, [(32, 128)]),
+        (600, {"newest": 150, "marked": [(40, 60)]}, [(0, 128)]),
+    ],
+)
+def test_where_little_can_go_the_answer_has_what_room_there_is(length, options, cuts):
+    assert plan(length, **options) == cuts
 
 
 def test_the_room_for_an_answer():
