@@ -72,15 +72,19 @@ export async function models() {
   return (await (await request("/v1/models")).json()).data;
 }
 
-/** The chunks of a streamed answer. An error in the stream is thrown, as one before it is. */
+/** The chunks of a streamed answer. An error in the stream is thrown, as one before it is, and so is its end before the
+ * answer's: a proxy may cut a stream in the middle, or answer itself. */
 export async function* chat(body, signal) {
   const response = await request("/v1/chat/completions", {
     method: "POST", signal, body: { ...body, stream: true, stream_options: { include_usage: true } },
   });
+  let ended = false;
   for await (const { data } of serverSentEvents(response)) {
     if (data.error) throw new ApiError(response.status, data.error.message, data.error.code, null);
+    ended ||= Boolean(data.choices?.[0]?.finish_reason);
     yield data;
   }
+  if (!ended) throw new ApiError(0, "The connection to the server was lost.", "connection", null);
 }
 
 export async function* liveEvents(signal) {

@@ -75,7 +75,7 @@ function drawList() {
 }
 
 function show(conversation) {
-  chat.open(conversation ?? fresh());
+  if (conversation?.id !== chat.conversation.id) chat.open(conversation ?? fresh()); // else it is there already, and maybe streams
   drawList();
   drawComposer();
   closePanels();
@@ -109,11 +109,32 @@ async function forget(id, title) {
   else drawList();
 }
 
-store.onChange(drawList);
+const NOTICES = {
+  kept: "",
+  full: "The browser's storage is full, so this conversation is not kept. Delete others.",
+  branched: "Another tab changed this conversation meanwhile. What was said here is kept as a conversation of its own.",
+};
+
+store.onChange((id) => {
+  const { conversation } = chat;
+  if (!chat.streaming && (id === null || id === conversation.id)) {
+    const now = store.load(conversation.id);
+    if (now && now.revision !== conversation.revision) chat.replace(now);
+    else if (!now && conversation.revision) {
+      show(store.create());
+      notice("Another tab has deleted this conversation.");
+    }
+  }
+  drawList();
+});
 chat.addEventListener("change", ({ detail }) => {
   drawList();
   drawComposer();
-  notice(detail.kept ? "" : "The browser's storage is full, so this conversation is not kept. Delete others.");
+  notice(NOTICES[detail.saved]);
+});
+chat.addEventListener("refused", ({ detail: text }) => {
+  message.value = message.value.trim() ? `${text}\n${message.value}` : text;
+  fit();
 });
 chat.addEventListener("error", async ({ detail: error }) => {
   if (error.status === 401) await connect();
@@ -122,7 +143,9 @@ element("new").addEventListener("click", () => show(fresh()));
 element("open-settings").addEventListener("click", async () => {
   const { conversation } = chat;
   conversation.options = await editOptions(conversation.options);
-  if (conversation.messages.length) store.save(conversation);
+  if (!conversation.messages.length) return;
+  notice(NOTICES[store.save(conversation)]);
+  drawList();
 });
 
 // --- the composer -------------------------------------------------------------------------------------------------------

@@ -7,16 +7,19 @@ import { inWords, strip, tokensOf } from "./provenance.js";
 import * as store from "./store.js";
 
 const RENDER_MS = 60; // between two looks at a text that grows
+const REFUSED = new Set([400, 413, 422]); // however often it is sent
 const SUGGESTIONS = ["Hello! Do you like music?", "What is your favorite season?", "Tell me about your family."];
 
 const thread = document.querySelector("#thread");
 const announcement = document.querySelector("#announce");
 
-/** Events: `change` after every message, `error` with an ApiError the page has to act upon. */
+/** Events: `change` after every message, `error` with an ApiError the page has to act upon, `refused` with the text of a
+ * message that the server will never take. */
 export class Chat extends EventTarget {
   #abort = null;
   #conversation = store.create();
   #early = new Map(); // request id -> tokens: an answer that is stopped gets no report of its own
+  #refusal = null; // why the last message went back to the composer
   model = null;
 
   get conversation() {
@@ -31,6 +34,7 @@ export class Chat extends EventTarget {
     this.stop();
     this.#abort = null; // what is left of a stopped answer ends by itself, in its own conversation
     this.#conversation = conversation;
+    this.#refusal = null;
     this.#draw();
     thread.scrollTop = thread.scrollHeight;
   }
@@ -43,6 +47,13 @@ export class Chat extends EventTarget {
   hear(turn) {
     this.#early.set(turn.request_id, turn);
     if (this.#early.size > 64) this.#early.delete(this.#early.keys().next().value);
+  }
+
+  /** Another tab has gone on with it. */
+  replace(conversation) {
+    this.#conversation = conversation;
+    this.#refusal = null;
+    this.#draw();
   }
 
   async send(text) {
@@ -64,6 +75,7 @@ export class Chat extends EventTarget {
     const answer = { role: "assistant", content: "", report: null, stopped: false };
     const abort = new AbortController();
     this.#abort = abort;
+    this.#refusal = null;
     conversation.messages.push(answer);
     this.#draw();
     this.#changed(conversation);
@@ -85,10 +97,16 @@ export class Chat extends EventTarget {
     const early = this.#early.get(requestId);
     if (!answer.report && early) answer.report = { tokens: tokensOf(early), ttft_ms: early.ttft_ms };
     if (!answer.content && (failure || answer.stopped)) conversation.messages.splice(conversation.messages.indexOf(answer), 1);
-    if (failure) conversation.problem = failure.message;
+    const refused = failure !== null && REFUSED.has(failure.status) && !answer.content;
+    const question = refused ? conversation.messages.pop().content : null; // else it would spoil all that is said later
+    if (failure && !refused) conversation.problem = failure.message;
     else delete conversation.problem;
     this.#changed(conversation);
-    if (conversation === this.#conversation) this.#draw();
+    if (conversation === this.#conversation) {
+      this.#refusal = refused ? failure.message : null;
+      this.#draw();
+      if (refused) this.dispatchEvent(new CustomEvent("refused", { detail: question }));
+    }
     if (failure) this.dispatchEvent(new CustomEvent("error", { detail: failure }));
     else announce(answer);
   }
@@ -101,16 +119,23 @@ export class Chat extends EventTarget {
   }
 
   #changed(conversation) {
-    const kept = store.save(conversation);
-    this.dispatchEvent(new CustomEvent("change", { detail: { kept } }));
+    let saved = "kept";
+    if (conversation.messages.length) saved = store.save(conversation);
+    else {
+      store.remove(conversation.id);
+      Object.assign(conversation, { title: "", revision: 0 });
+    }
+    this.dispatchEvent(new CustomEvent("change", { detail: { saved } }));
   }
 
   #draw() {
     const { messages, problem } = this.#conversation;
     const near = thread.scrollHeight - thread.scrollTop - thread.clientHeight < 120;
     const nodes = messages.map((message, index) => this.#message(message, index === messages.length - 1));
-    if (problem && !this.streaming) nodes.push(this.#problem(problem));
-    thread.replaceChildren(...(nodes.length ? nodes : [this.#welcome()]));
+    if (!nodes.length) nodes.push(this.#welcome());
+    if (problem && !this.streaming) nodes.push(this.#problem(problem, true));
+    else if (this.#refusal) nodes.push(this.#problem(this.#refusal, false));
+    thread.replaceChildren(...nodes);
     if (near) thread.scrollTop = thread.scrollHeight;
   }
 
@@ -135,9 +160,9 @@ export class Chat extends EventTarget {
     return article;
   }
 
-  #problem(message) {
+  #problem(message, mayHelp) {
     const retry = h("button", { type: "button", on: { click: () => this.again() } }, "Try again");
-    return h("div", { class: "problem", role: "alert" }, h("p", {}, message), retry);
+    return h("div", { class: "problem", role: "alert" }, h("p", {}, message), mayHelp ? retry : null);
   }
 
   #welcome() {

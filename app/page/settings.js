@@ -11,12 +11,15 @@ function fill(options) {
   for (const name of NUMBERS) element(name).value = options[name] ?? "";
 }
 
-/** The options as they are in the fields; a field that is empty or out of its range keeps the default. */
-function read() {
+/** The options as they are in the fields. One that is out of its range stays what it was before; an empty one is the
+ * default, or not sent where a placeholder says so. */
+function read(before) {
   const options = { system: element("system").value };
   for (const name of NUMBERS) {
     const field = element(name);
-    options[name] = field.value === "" || !field.validity.valid ? (field.value === "" && field.placeholder ? null : DEFAULTS[name]) : field.valueAsNumber;
+    if (!field.validity.valid) options[name] = before[name];
+    else if (field.value === "") options[name] = field.placeholder ? null : DEFAULTS[name];
+    else options[name] = field.valueAsNumber;
   }
   return options;
 }
@@ -26,7 +29,7 @@ export function editOptions(options) {
   const dialog = element("settings");
   fill(options);
   element("defaults").onclick = () => fill(DEFAULTS);
-  return closed(dialog, () => read());
+  return closed(dialog, () => read(options));
 }
 
 /** Resolves to whether the key has changed. */

@@ -33,9 +33,9 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 @pytest.fixture(scope="module")
 def tab(browser: Any) -> Iterator[Any]:
     """One for all: a new one each time would cost a process each time."""
-    tab = browser.new_page()
+    tab = browser.new_context().new_page()  # of a context that may have other tabs
     yield tab
-    tab.close()
+    tab.context.close()
 
 
 @pytest.fixture

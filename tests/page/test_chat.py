@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
@@ -146,6 +147,124 @@ def test_an_error_is_said_and_can_be_tried_again(page: Any, server: Served) -> N
     answered(page, 1)
     assert page.get_by_role("alert").count() == 0
     assert page.locator("article.mine").count() == 1
+
+
+def test_a_refused_message_goes_back_to_the_composer_and_out_of_the_conversation(page: Any, server: Served) -> None:
+    send(page, "My name is Bob")
+    server.engine.script.refuse = "context_length_exceeded"
+    composer(page).fill("word " * 20 + "end")
+    page.keyboard.press("Enter")
+    problem = page.get_by_role("alert")
+    problem.filter(has_text="context window").wait_for()
+    assert problem.get_by_role("button").count() == 0, "it would be refused again"
+    assert composer(page).input_value().endswith("word end")
+    assert page.locator("article").count() == 2
+    server.engine.script = Script()
+    with page.expect_request("**/v1/chat/completions") as next_one:
+        send(page, "What is my name?")
+    said = [message["content"] for message in json.loads(next_one.value.post_data)["messages"]]
+    assert [said[0], said[-1], len(said)] == ["My name is Bob", "What is my name?", 3]
+    assert problem.count() == 0
+
+
+def test_a_refused_first_message_leaves_no_conversation(page: Any, server: Served) -> None:
+    server.engine.script.refuse = "context_length_exceeded"
+    composer(page).fill("Too long")
+    page.keyboard.press("Enter")
+    page.get_by_role("alert").filter(has_text="context window").wait_for()
+    assert page.locator("#conversations li").count() == 0
+    assert page.title() == "Reprise"
+    page.reload()
+    page.locator('#server[data-state="ready"]').wait_for()
+    assert page.locator("article").count() == 0
+
+
+@pytest.mark.parametrize(
+    "body",
+    ["", "<html>log in</html>", 'data: {"id": "x", "choices": [{"index": 0, "delta": {"content": "half"}}]}\n\n'],
+)
+def test_a_stream_that_ends_before_its_answer_is_a_lost_connection(page: Any, body: str) -> None:
+    page.route(
+        "**/v1/chat/completions", lambda route: route.fulfill(status=200, content_type="text/event-stream", body=body)
+    )
+    composer(page).fill("Hello")
+    page.keyboard.press("Enter")
+    problem = page.get_by_role("alert")
+    problem.filter(has_text="connection to the server was lost").wait_for()
+    page.unroute("**/v1/chat/completions")
+    problem.get_by_role("button", name="Try again").click()
+    page.get_by_text("how are you today?").wait_for()
+    assert [page.locator("article").count(), page.locator("article.mine").count()] == [2, 1]
+
+
+def test_a_value_out_of_its_range_leaves_the_others_as_they_were(page: Any) -> None:
+    opened = page.get_by_role("button", name="System prompt and sampling")
+    opened.click()
+    page.get_by_label("Temperature").fill("1")
+    page.get_by_label("Longest answer").fill("50")
+    page.get_by_role("button", name="Done").click()
+    opened.click()
+    page.get_by_label("Temperature").fill("5")
+    page.get_by_label("Longest answer").fill("0")
+    page.get_by_role("button", name="Done").click()
+    page.keyboard.press("Escape")
+    with page.expect_request("**/v1/chat/completions") as sent:
+        send(page, "Hello")
+    body = json.loads(sent.value.post_data)
+    assert (body["temperature"], body["max_tokens"]) == (1, 50)
+
+
+@pytest.fixture
+def other(page: Any, server: Served) -> Iterator[Any]:
+    """Another tab of the same browser."""
+    other = page.context.new_page()
+    other.goto(server.url)
+    other.locator('#server[data-state="ready"]').wait_for()
+    yield other
+    other.close()
+
+
+def test_two_tabs_follow_each_other(page: Any, server: Served, other: Any) -> None:
+    send(page, "From tab one")
+    other.locator("#conversations .open").click()
+    answered(other, 1)
+    send(other, "From tab two")
+    page.locator("article.mine").filter(has_text="From tab two").wait_for()
+    answered(page, 2)
+    with page.expect_request("**/v1/chat/completions") as third:
+        send(page, "And one again")
+    said = [message["content"] for message in json.loads(third.value.post_data)["messages"]]
+    assert said[::2] == ["From tab one", "From tab two", "And one again"]
+    assert page.locator("#conversations li").count() == 1
+    answered(other, 3)
+    other.get_by_role("button", name="Delete “From tab one”").click()
+    other.get_by_role("button", name="Delete", exact=True).click()
+    page.get_by_role("alert").filter(has_text="Another tab has deleted").wait_for()
+    assert page.locator("article").count() == 0
+
+
+def test_what_two_tabs_say_at_once_is_kept_twice(page: Any, server: Served, other: Any) -> None:
+    send(page, "Common")
+    other.locator("#conversations .open").click()
+    answered(other, 1)
+    server.engine.script.answer, server.engine.script.step_s = "fox " * 60, 0.02
+    composer(page).fill("Slow one")
+    page.keyboard.press("Enter")
+    other.locator("article.mine").filter(has_text="Slow one").wait_for()
+    server.engine.script = Script()
+    send(other, "Fast two")
+    page.get_by_role("alert").filter(has_text="kept as a conversation of its own").wait_for()
+    assert page.locator("#conversations li").count() == 2
+    assert "fox fox" in page.locator("article").last.inner_text()
+    page.reload()
+    page.locator('#server[data-state="ready"]').wait_for()
+    texts = []
+    for number in range(2):
+        page.locator("#conversations .open").nth(number).click()
+        page.wait_for_timeout(100)
+        texts.append(page.locator("#thread").inner_text())
+    assert sum("fox fox" in text for text in texts) == 1
+    assert sum("Fast two" in text for text in texts) == 1
 
 
 def test_the_live_view_shows_tiers_sessions_queue_and_first_tokens(page: Any, server: Served) -> None:
