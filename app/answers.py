@@ -193,7 +193,7 @@ def merged_ours(generations: Sequence[Generation]) -> dict[str, Any]:
 
 
 def timings(generation: Generation) -> dict[str, float | None]:
-    """Milliseconds. The engine's own are null where a stop string ended the choice before the engine did."""
+    """Milliseconds. The engine tells its own with the first token; null where there was none."""
     choice = generation.choices[0]
     engine = choice.timings
     ttft_ms = decode_ms = tokens_per_s = None

@@ -166,7 +166,7 @@ def simulate(
     from loadgen.load import check_writable, save
 
     try:
-        check_writable(out, figure)
+        check_writable(out, figure, read=(trace, machine))
         if trace is not None:
             from loadgen import trace_report
 

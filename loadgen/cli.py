@@ -181,7 +181,7 @@ def load_command(
         workload = load.workload(options)
         talks = workload.conversations
         target, server = _target(url, model, api_key, fields, max_tokens_field)
-        load.check_writable(out, html)
+        load.check_writable(out, html, read=(dialogues, trace))
     except (ValueError, OSError) as error:
         raise _refuse(str(error)) from None
     console.print(
@@ -234,7 +234,7 @@ def compare(
     if len(called) != len(files):
         raise _refuse(f"{len(files)} files, {len(called)} names")
     try:
-        load.check_writable(html)
+        load.check_writable(html, read=files)
         documents = [load.read(file) for file in files]
         if html is not None:
             load.save(page.render(called, documents), html)

@@ -57,13 +57,19 @@ def open_text(path: Path) -> str:
 
 def _records(path: Path) -> Iterator[Any]:
     text = open_text(path)
-    try:
-        if text.lstrip().startswith("["):
-            yield from json.loads(text)
+    lines = {1: text} if text.lstrip().startswith("[") else dict(enumerate(text.splitlines(), 1))
+    for number, line in lines.items():
+        if not line.strip():
+            continue
+        try:
+            record = json.loads(line)
+        except json.JSONDecodeError as error:
+            place = f"line {number + error.lineno - 1}, column {error.colno}"
+            raise ValueError(f"{path} is not JSON: {error.msg} in {place}") from None
+        if len(lines) == 1 and isinstance(record, list):
+            yield from record
         else:
-            yield from (json.loads(line) for line in text.splitlines() if line.strip())
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path} is not JSON: {error}") from None
+            yield record
 
 
 def _script(record: Any) -> Script:

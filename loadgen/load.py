@@ -204,9 +204,13 @@ def save(text: str, path: Path) -> None:
         raise
 
 
-def check_writable(*paths: Path | None) -> None:
-    """Found out before a run, not behind it. Raises ValueError."""
+def check_writable(*paths: Path | None, read: Sequence[Path | None] = ()) -> None:
+    """Found out before a run, not behind it. read: what the run reads, which it must not replace. Raises ValueError."""
+    taken = {path.resolve() for path in read if path is not None}
     for path in (path.resolve() for path in paths if path is not None):
+        if path in taken and (path.is_file() or not path.exists()):
+            raise ValueError(f"{path} is read or written already: give the result another name")
+        taken.add(path)
         if path.is_dir():
             raise ValueError(f"{path} is a directory")
         if not path.parent.is_dir():

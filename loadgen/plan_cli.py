@@ -70,7 +70,7 @@ def plan_command(
         console.print(f"{plan.amount(stored_gb)} GB")
 
     try:
-        check_writable(out, figure)
+        check_writable(out, figure, read=(trace,))
         machine = plan.machine_of(model)
         if trace is not None:
             found = plan.of_trace(

@@ -171,6 +171,7 @@ function spanAt(text, at, depth, hopeless) {
 function closing(text, marker, start) {
   for (let end = text.indexOf(marker, start); end >= 0; end = text.indexOf(marker, end + 1)) {
     if (/\s/.test(text[end - 1]) || end === start) continue;
+    if (marker.length === 2 && text[start] === marker[0] && text[end + 2] === marker[0]) continue; // ***both***
     if (marker.length === 1 && (text[end + 1] === marker || (text[end - 1] === marker))) continue;
     if (marker[0] === "_" && /\w/.test(text[end + marker.length] ?? "")) continue;
     return end;

@@ -50,6 +50,13 @@ def test_a_file_without_dialogues_is_refused(tmp_path, text, why):
         dialogues.read(path)
 
 
+def test_the_line_that_is_no_json_is_named(tmp_path):
+    path = tmp_path / "d.jsonl"
+    path.write_text(f'{json.dumps(OURS[0])}\n\n{{"turns": ?}}\n')
+    with pytest.raises(ValueError, match="line 3, column 11"):
+        dialogues.read(path)
+
+
 def test_all_are_chosen_before_any_comes_again(tmp_path):
     path = tmp_path / "d.jsonl"
     path.write_text("\n".join(json.dumps({"turns": [{"role": "user", "content": f"{n}"}, {"role": "assistant",

@@ -285,6 +285,26 @@ def test_what_cannot_be_run_is_said_beforehand(stub, words, why):
     assert recorder.bodies == []
 
 
+def test_nothing_is_written_over_what_is_read(stub, tmp_path):
+    url, recorder = stub
+    dialogue = {"turns": [{"role": "user", "content": "how are you"}, {"role": "assistant", "content": "fine"}]}
+    path, link = tmp_path / "d.jsonl", tmp_path / "link.json"
+    path.write_text(json.dumps(dialogue))
+    link.symlink_to(path)
+    before = path.read_text()
+    for out in (path, link):
+        done = call("--url", url, "--dialogues", str(path), "--out", str(out))
+        assert (done.exit_code, "another name" in said(done)) == (2, True)
+    done = call("--url", url, "--out", str(tmp_path / "new"), "--html", str(tmp_path / "new"), *QUICK)
+    assert (done.exit_code, "another name" in said(done)) == (2, True)
+    assert (path.read_text(), recorder.bodies) == (before, [])
+    measure(url, tmp_path, "a", *QUICK)
+    done = call("compare", str(tmp_path / "a.json"), "--html", str(tmp_path / "a.json"))
+    assert done.exit_code == 2
+    load.read(tmp_path / "a.json")
+    assert call("--url", url, "--quiet", "--out", os.devnull, "--html", os.devnull, *QUICK).exit_code == 0
+
+
 def test_a_file_that_is_no_result_is_refused(tmp_path):
     path = tmp_path / "x.json"
     for text in ("{", "[]", '{"format": "other"}'):

@@ -35,6 +35,8 @@ def page(browser: Any, server: Served) -> Iterator[Any]:
         ),
         ("snake_case_name and 2 * 3 * 4", "<p>snake_case_name and 2 * 3 * 4</p>"),
         ("**a *b* c**", "<p><strong>a <em>b</em> c</strong></p>"),
+        ("***z***", "<p><strong><em>z</em></strong></p>"),
+        ("***a* b** ***", "<p><strong><em>a</em> b</strong> ***</p>"),
         ("\\*not\\*", "<p>*not*</p>"),
         ("# One\n### Three #", "<h3>One</h3><h5>Three</h5>"),
         ("- a\n- b\n  - c\n\nd", "<ul><li>a</li><li>b<ul><li>c</li></ul></li></ul><p>d</p>"),

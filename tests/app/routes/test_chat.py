@@ -84,6 +84,15 @@ async def test_the_cache_report_adds_up_and_timings_are_there(running: Running):
     assert timings["tokens_per_s"] == pytest.approx((answer["usage"]["completion_tokens"] - 1) / 0.030, abs=0.01)
 
 
+async def test_an_answer_that_a_stop_string_ends_says_how_long_it_decoded(running: Running):
+    """The engine, which tells times with the first token and with the last, does not get to the last."""
+    running.engine.script.step_s = 0.01
+    timings = (await running.chat(stop=["today"])).json()["timings"]
+    assert 10 < timings["decode_ms"] < 30_000
+    assert timings["tokens_per_s"] > 0
+    assert timings["prefill_ms"] == 2.0
+
+
 async def test_n_choices_pay_for_one_prompt(running: Running):
     answer = (await running.chat(n=3)).json()
     assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2]
@@ -102,7 +111,7 @@ async def test_a_stop_string_ends_the_engines_work_too(running: Running):
     kept = running.engine.tokenizer.encode(ANSWER).ids[:keep_tokens]
     assert "Hello there, h".startswith(running.engine.tokenizer.decode(kept))
     assert keep_tokens < answer["usage"]["completion_tokens"]
-    assert answer["timings"]["queue_ms"] is None
+    assert answer["timings"]["queue_ms"] == 1.0
 
 
 async def test_the_limit_of_tokens_is_kept(running: Running):
