@@ -141,8 +141,9 @@ chat.addEventListener("error", async ({ detail: error }) => {
 });
 element("new").addEventListener("click", () => show(fresh()));
 element("open-settings").addEventListener("click", async () => {
-  const { conversation } = chat;
-  conversation.options = await editOptions(conversation.options);
+  const options = await editOptions(chat.conversation.options);
+  const { conversation } = chat; // by now: another tab may have gone on with it
+  conversation.options = options;
   if (!conversation.messages.length) return;
   notice(NOTICES[store.save(conversation)]);
   drawList();
