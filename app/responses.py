@@ -56,11 +56,16 @@ class Turn(AsyncIterator[Delta]):
         return self.builder.body()
 
     async def wait_first(self, timeout_s: float) -> None:
-        await self.generation.wait_first(timeout_s)
+        try:
+            await self.generation.wait_first(timeout_s)
+        except ApiError as error:
+            raise renamed(error) from None
 
     async def __anext__(self) -> Delta:
         try:
             return await anext(self.generation)
+        except ApiError as error:
+            raise renamed(error) from None
         except StopAsyncIteration:
             self._last = self.builder.end(self.generation.choices[0].finish_reason)
             await self._responses.remember(self)

@@ -250,3 +250,11 @@ async def test_tokens_are_counted(running: Running):
     counted = await running.http.post("/v1/responses/input_tokens", json={"model": "test-model", "input": "Hello"})
     await respond(running)
     assert counted.json()["input_tokens"] == len(running.engine.submitted[0].token_ids)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_what_the_engine_refuses_is_named_as_it_was_sent(running: Running, stream: bool):
+    running.engine.script.refuse = "context_length_exceeded"
+    answer = await running.http.post("/v1/responses", json={"model": "test-model", "input": "Hello", "stream": stream})
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"], error["param"]) == (400, "context_length_exceeded", "input")
