@@ -36,7 +36,7 @@ export class Chat extends EventTarget {
     this.#conversation = conversation;
     this.#refusal = null;
     this.#draw();
-    thread.scrollTop = thread.scrollHeight;
+    thread.scrollTop = conversation.messages.length ? thread.scrollHeight : 0; // a welcome is read from its top
   }
 
   stop() {

@@ -372,6 +372,18 @@ def test_on_a_phone_panels_lie_over_the_chat_and_nothing_is_cut_off(page: Any, s
         assert page.locator("main").get_attribute("inert") is None
 
 
+def test_a_welcome_is_read_from_its_top(page: Any) -> None:
+    page.set_viewport_size({"width": 360, "height": 400})
+    page.reload()
+    page.locator('#server[data-state="ready"]').wait_for()
+    top, height, shown = page.evaluate(
+        "(({ scrollTop, scrollHeight, clientHeight }) => [scrollTop, scrollHeight, clientHeight])"
+        "(document.querySelector('#thread'))"
+    )
+    assert height > shown
+    assert top == 0
+
+
 def test_a_tab_that_nobody_sees_is_told_nothing(page: Any, server: Served) -> None:
     def hide(hidden: bool) -> None:
         page.evaluate(
