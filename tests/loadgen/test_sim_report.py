@@ -36,10 +36,16 @@ def test_the_command_writes_what_it_shows(tmp_path):
     assert finished.exit_code == 0, finished.output
     result = json.loads(out.read_text(encoding="utf-8"))
     assert report.read_machine(out) == report.preset("llama-13b", "saturated", dram_bytes=5e9, disk_bytes=10e12)
-    again = CliRunner().invoke(cli, [*words, "--machine", str(out)])
+    over = CliRunner().invoke(cli, [*words, "--machine", str(out)])
+    assert (over.exit_code, json.loads(out.read_text("utf-8"))) == (2, result), (
+        "the machine it reads is not written over"
+    )
+    second = tmp_path / "second.json"
+    again = CliRunner().invoke(cli, [*words[:-1], str(second), "--machine", str(out)])
     assert again.exit_code == 0, again.output
     without_times = [
-        [{**arm, "processor_s": 0} for arm in found["arms"]] for found in (result, json.loads(out.read_text("utf-8")))
+        [{**arm, "processor_s": 0} for arm in found["arms"]]
+        for found in (result, json.loads(second.read_text("utf-8")))
     ]
     assert without_times[0] == without_times[1]
     assert [arm["arm"] for arm in result["arms"]] == ["recompute", "lru"]
