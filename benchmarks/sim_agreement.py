@@ -130,8 +130,10 @@ def moments(samples: Sequence[dict[str, float]]) -> list[dict[str, float]]:
     return [last | {name: sample[name] for name in terms} for sample in spread]
 
 
-def machine_of(measured: dict[str, float], hbm_tokens: int, dram_tokens: int, disk_tokens: int) -> Machine:
-    """measured: /metrics of a run. Raises ValueError where nothing moved."""
+def machine_of(
+    measured: dict[str, float], device: str, hbm_tokens: int, dram_tokens: int, disk_tokens: int
+) -> Machine:
+    """measured: /metrics of a run. device: as /v1/models says. Raises ValueError where nothing moved."""
 
     def cost(term: str) -> float:
         return measured[f'reprise_step_cost_seconds{{term="{term}"}}']
@@ -154,7 +156,7 @@ def machine_of(measured: dict[str, float], hbm_tokens: int, dram_tokens: int, di
         bytes_per_token=KV_BYTES, num_layers=6, fixed_s=cost("fixed"), s_per_token=cost("per_token"),
         s_per_row=cost("per_row"), s_per_kilo_pair=cost("per_kilo_pair"), s_per_kilo_read=cost("per_kilo_read"),
         dram_bytes_per_s=rate("dram_to_hbm"), disk_bytes_per_s=rate("disk_to_dram", "disk_to_hbm"),
-        load_fixed_s=LOAD_FIXED_S,
+        load_fixed_s=LOAD_FIXED_S, prefer_contiguous=device == "cpu",
     )  # fmt: skip
 
 
@@ -245,7 +247,7 @@ def main() -> int:
     arguments = parser.parse_args()
     console = Console(width=120)
     tiers = (arguments.hbm_tokens, arguments.dram_tokens, arguments.disk_tokens)
-    runs, results, measured, settings = [], [], [], settings_of(*tiers)
+    runs, results, measured, device, settings = [], [], [], "", settings_of(*tiers)
     for number in range(2):
         with serve(f"agreement-{number}", settings) as server:
             kv_bytes = server.model["cache"]["kv_bytes_per_token"]
@@ -258,9 +260,9 @@ def main() -> int:
             with sampled(server) as samples:
                 results.append(played(server, options))
             if not number:
-                measured = moments(samples)
+                measured, device = moments(samples), server.model["device"]
         runs.append(figures_of(results[-1]))
-    machines = [machine_of(moment, *tiers) for moment in measured]
+    machines = [machine_of(moment, device, *tiers) for moment in measured]
     first, second = (conversations_of(found) for found in results)
     unknown_ms = runs[0]["ttft_ms"] - foretold(machines, first, 0.0)["ttft_ms"]
     simulated = foretold(machines, second, unknown_ms)

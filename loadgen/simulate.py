@@ -51,6 +51,7 @@ class Machine:
     itl_target_s: float = 0.0
     chunked_prefill: bool = True
     class_ordered_entry: bool = False
+    prefer_contiguous: bool = False  # pages in a row, as the server has them on CPU: it moves who leaves HBM
     oracle: bool = False  # answers are as long as they may be, and the scheduler knows
     cache_policy: str = "lookahead"
     high_water: float = 0.9
@@ -132,7 +133,7 @@ class Simulation:
             num_pages=machine.hbm_blocks,
             page_size=BLOCK_TOKENS,
             bytes_per_token=machine.bytes_per_token,
-            prefer_contiguous=False,
+            prefer_contiguous=machine.prefer_contiguous,
             reuse=True,
             policy=POLICIES[machine.cache_policy],
             domain_of=lambda tenant, salt: KeyDomain(secret=b"", fingerprint=b"", tenant=tenant, salt=salt),
@@ -405,6 +406,7 @@ def random_case(seed: int) -> Simulation:
         disk_bytes_per_s=rng.choice([5e4, 1e6]),
         failures=rng.choice([0.0, 0.1, 0.3]),
         cancels=rng.choice([0.0, 0.0, 0.02]),
+        prefer_contiguous=rng.random() < 0.5,
     )
     shape = Shape(turns=4, prompt_tokens=40, answer_tokens=8, think_s=rng.choice([0.0, 0.1, 1.0]), spread=0.7)
     conversations = poisson(

@@ -45,6 +45,26 @@ def test_what_steps_cost_is_taken_at_moments_with_work():
     assert agreement.moments(samples[-1:]) == samples[-1:]
 
 
+def test_the_machine_is_the_server_as_it_was_measured():
+    measured = {f'reprise_step_cost_seconds{{term="{term}"}}': 0.001 * place for place, term in enumerate(
+        ("fixed", "per_token", "per_row", "per_kilo_pair", "per_kilo_read"), 1
+    )}  # fmt: skip
+    for direction, size in (("dram_to_hbm", 1e6), ("disk_to_hbm", 4e5), ("disk_to_dram", 1e5)):
+        measured[f'reprise_moved_bytes_total{{direction="{direction}"}}'] = size
+        measured[f'reprise_moved_seconds_total{{direction="{direction}"}}'] = 0.5
+    measured |= {'reprise_started_loads_total{outcome="hidden"}': 20.0, "reprise_kv_load_seconds_total": 0.6}
+    machine = agreement.machine_of(measured, "cpu", 6144, 320, 3200)
+    assert (machine.hbm_blocks, machine.dram_blocks, machine.disk_blocks) == (192, 10, 100)
+    assert (machine.fixed_s, machine.s_per_kilo_read) == (0.001, 0.005)
+    # 20 loads of 3 ms that no byte moved in are a tenth of the time.
+    assert machine.dram_bytes_per_s == pytest.approx(2e6 / 0.9)
+    assert machine.disk_bytes_per_s == pytest.approx(5e5 / 0.9)
+    assert machine.prefer_contiguous
+    assert not agreement.machine_of(measured, "cuda", 6144, 320, 3200).prefer_contiguous
+    with pytest.raises(ValueError, match="nothing moved dram_to_hbm"):
+        agreement.machine_of(measured | {'reprise_moved_bytes_total{direction="dram_to_hbm"}': 0.0}, "cpu", 1, 1, 1)
+
+
 def test_the_simulator_plays_it_and_reuses_what_it_has():
     machine = Machine(hbm_blocks=64, dram_blocks=0, disk_blocks=0, policy="car", window=4, max_seqs=2)
     found = agreement.foretold([machine, machine], agreement.conversations_of(RESULTS), 10.0)
