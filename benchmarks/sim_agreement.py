@@ -3,9 +3,10 @@
     python -m benchmarks.sim_agreement
 
 200 conversations with the bundled model on a server whose HBM and DRAM are too small for them, twice. The first run
-calibrates: what a step costs and how fast KV moves (`/metrics`), and by how much its clients' mean TTFT was longer than
-the simulator has it with that: templates and tokens, the ways to the engine and back, and threads that share two cores,
-none of which it knows. Then `loadgen.simulate`, the real scheduler and cache manager on a virtual clock, plays what the
+calibrates: what a step costs and how fast KV moves (`/metrics`), and by how much its clients' TTFTs were longer than
+the simulator has them with that: templates and tokens, the ways to the engine and back, and threads that share two
+cores, none of which it knows. That is a mean over turns without the twentieth that is furthest off at either end: a
+machine that stood still for a second is no part of what a request costs. Then `loadgen.simulate`, the real scheduler and cache manager on a virtual clock, plays what the
 second run was sent: the same prompts and answers in tokens, starts and think times. Nothing is taken from the second
 run but what its clients did.
 
@@ -46,6 +47,7 @@ MAX_SEQS = 16
 ITL_TARGET_MS = 100
 SAMPLE_S = 2.0
 MOMENTS = 5
+OFF_SHARE = 0.05  # of the turns, at either end
 LOAD_FIXED_S = 0.003  # of a load, however short: what the server expects before it has measured any
 KV_BYTES = 1536  # of a token of the bundled model: 2 x 6 layers x 2 heads x 32 values in bf16
 DISTRIBUTION = Distribution(mean_turns=4.0, over_2k=0.02, over_4k=0.002, max_tokens=700, max_turns=16)
@@ -130,9 +132,7 @@ def moments(samples: Sequence[dict[str, float]]) -> list[dict[str, float]]:
     return [last | {name: sample[name] for name in terms} for sample in spread]
 
 
-def machine_of(
-    measured: dict[str, float], device: str, hbm_tokens: int, dram_tokens: int, disk_tokens: int
-) -> Machine:
+def machine_of(measured: dict[str, float], device: str, hbm_tokens: int, dram_tokens: int, disk_tokens: int) -> Machine:
     """measured: /metrics of a run. device: as /v1/models says. Raises ValueError where nothing moved."""
 
     def cost(term: str) -> float:
@@ -194,12 +194,37 @@ class Tracked(Simulation):
         self.cache.report = report  # type: ignore[method-assign]
 
 
+def played_by(machine: Machine, conversations: Sequence[Conversation]) -> Tracked:
+    run = Tracked(machine=machine, conversations=conversations, rng=random.Random(0))
+    run.run()
+    return run
+
+
+def unknown_s(machines: Sequence[Machine], results: Sequence[TurnResult]) -> float:
+    """Of a request's time, what is not simulated: turn by turn, over the machines, the ends cut off."""
+    simulated: dict[str, list[list[float]]] = defaultdict(list)  # session -> machines -> turns
+    conversations = conversations_of(results)
+    for machine in machines:
+        ttfts: dict[str, list[float]] = defaultdict(list)
+        for record in played_by(machine, conversations).records:
+            assert record.ttft_s is not None
+            ttfts[record.session_id].append(record.ttft_s)
+        for session, turns in ttfts.items():
+            simulated[session].append(turns)
+    apart = sorted(
+        result.ttft_s - fmean(turns[result.turn] for turns in simulated[result.session_id])
+        for result in results
+        if result.ttft_s is not None
+    )
+    ends = int(OFF_SHARE * len(apart))
+    return fmean(apart[ends : len(apart) - ends])
+
+
 def foretold(machines: Sequence[Machine], conversations: Sequence[Conversation], unknown_ms: float) -> dict[str, Any]:
     """Means over the machines. unknown_ms: of every request's time, what is not simulated."""
     ttfts, hits, prompts = [], Counter[str](), 0
     for machine in machines:
-        run = Tracked(machine=machine, conversations=conversations, rng=random.Random(0))
-        run.run()
+        run = played_by(machine, conversations)
         prompts += sum(record.prompt_tokens for record in run.records)
         ttfts += [record.ttft_s for record in run.records if record.ttft_s is not None]
         hits.update(run.sources)
@@ -263,9 +288,7 @@ def main() -> int:
                 measured, device = moments(samples), server.model["device"]
         runs.append(figures_of(results[-1]))
     machines = [machine_of(moment, device, *tiers) for moment in measured]
-    first, second = (conversations_of(found) for found in results)
-    unknown_ms = runs[0]["ttft_ms"] - foretold(machines, first, 0.0)["ttft_ms"]
-    simulated = foretold(machines, second, unknown_ms)
+    simulated = foretold(machines, conversations_of(results[1]), 1e3 * unknown_s(machines, results[0]))
     held = verdicts(runs[0], runs[1], simulated)
     named = {"server, first run": runs[0], "server, second run": runs[1], "simulator": simulated}
     show(console, named, held)

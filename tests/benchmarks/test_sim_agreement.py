@@ -74,6 +74,25 @@ def test_the_simulator_plays_it_and_reuses_what_it_has():
     assert found["ttft_ms"] > 10
 
 
+def test_a_machine_that_stood_still_is_no_part_of_what_a_request_costs():
+    machine = Machine(hbm_blocks=640, dram_blocks=0, disk_blocks=0, policy="car", window=4, max_seqs=2)
+
+    def results(stalled):
+        return [
+            TurnResult(
+                f"s{n}", 0, 10.0 * n, sent_s=10.0 * n, token_s=[10.0 * n + (5.0 if n < stalled else 0.12)],
+                done_s=10.0 * n + 6, prompt_tokens=100, completion_tokens=2,
+            )
+            for n in range(40)
+        ]  # fmt: skip
+
+    calm = agreement.unknown_s([machine, machine], results(0))
+    (record,) = agreement.played_by(machine, agreement.conversations_of(results(0)[:1])).records
+    assert calm == pytest.approx(0.12 - record.ttft_s)
+    assert agreement.unknown_s([machine], results(2)) == pytest.approx(calm)
+    assert agreement.unknown_s([machine], results(20)) > 1.0
+
+
 def test_what_is_too_far_apart_is_not_held():
     def run(hbm, ttft):
         return {"hit_points": {"hbm": hbm, "dram": 1.0, "disk": 1.0}, "ttft_ms": ttft}
