@@ -6,9 +6,9 @@
 calibrates: what a step costs and how fast KV moves (`/metrics`), and by how much its clients' TTFTs were longer than
 the simulator has them with that: templates and tokens, the ways to the engine and back, and threads that share two
 cores, none of which it knows. That is a mean over turns without the twentieth that is furthest off at either end: a
-machine that stood still for a second is no part of what a request costs. Then `loadgen.simulate`, the real scheduler and cache manager on a virtual clock, plays what the
-second run was sent: the same prompts and answers in tokens, starts and think times. Nothing is taken from the second
-run but what its clients did.
+machine that stood still for a second is no part of what a request costs. Then `loadgen.simulate`, the real scheduler
+and cache manager on a virtual clock, plays what the second run was sent: the same prompts and answers in tokens, starts
+and think times. Nothing is taken from the second run but what its clients did.
 
 Expected: per tier, tokens hit as a share of prompt tokens within 2 points; mean TTFT within 20 % of the second run, or
 within the difference between the two runs if that is more. The server's hits are those of both runs, which differ by a
