@@ -1,5 +1,6 @@
 """SessionStore: the contexts that turns have left behind, how long they stay, and who owns which block."""
 
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 
@@ -10,6 +11,8 @@ from cache.hierarchy import Hierarchy
 from cache.opening import DomainOf
 from cache.requests import Requests
 from cache.table import BlockRow, SessionName
+
+_SWEEP_BATCH = 100  # sessions that expire at once: a tenth of a millisecond each, and a step waits
 
 
 class SessionStore:
@@ -148,33 +151,42 @@ class SessionStore:
 
     # --- a session ends -----------------------------------------------------------------------------------------------
 
-    def sweep(self, now: float) -> int:
+    def sweep(self, now: float, most: float = _SWEEP_BATCH) -> int:
         """Delete sessions not used for their time to live, with what only they have in any tier, and forget the oldest
-        of too many. Returns how many."""
+        of too many. Returns how many. No more than `most` expire: the next sweep goes on."""
         before = len(self.contexts)
-        for name, session in list(self.contexts.items()):
-            if len(self.contexts) > self._max_sessions:
+        forgotten: list[SessionName] = []
+        over: list[SessionName] = []
+        for name, session in self.contexts.items():
+            if before - len(forgotten) > self._max_sessions:
                 if not session.pinned and name not in self.deleting:
-                    self._forget(name)
-            elif self._is_over(session, now):
-                self._expire(name)
-            elif session.ttl_s is None and not session.pinned:
+                    forgotten.append(name)
+            elif self._may_expire(name, session, now):
+                if len(over) >= most:
+                    break
+                over.append(name)
+            elif session.ttl_s is None and not session.pinned and not self._is_over(session, now):
                 break  # oldest use first; those behind it have time left as well, but for ones with their own
+        for name in forgotten:
+            self._forget(name)
+        for name in over:
+            self._begin_to_delete(name, None)
+        left = most - len(over)
         for name in list(self._with_own_ttl):
             if (own := self.contexts.get(name)) is None:
                 self._with_own_ttl.discard(name)
-            elif self._is_over(own, now):
-                self._expire(name)
+            elif left > 0 and self._may_expire(name, own, now):
+                self._begin_to_delete(name, None)
+                left -= 1
         return before - len(self.contexts)
+
+    def _may_expire(self, name: SessionName, session: SessionContext, now: float) -> bool:
+        """What runs waits for a later sweep."""
+        return self._is_over(session, now) and name not in self.deleting and not self.is_running(name)
 
     def _is_over(self, session: SessionContext, now: float) -> bool:
         ttl_s = self._session_ttl_s if session.ttl_s is None else session.ttl_s
         return not session.pinned and now - session.last_used_s >= ttl_s
-
-    def _expire(self, name: SessionName) -> None:
-        """What runs waits for the next sweep."""
-        if name not in self.deleting and not self.is_running(name):
-            self._begin_to_delete(name, None)
 
     def _forget(self, name: SessionName) -> None:
         """Its blocks leave as space is needed, unless it was the only one to find them."""
@@ -280,7 +292,7 @@ class SessionStore:
             row.owners = tuple(owner for owner in row.owners if owner in self.contexts)
             for owner in row.owners:
                 self.contexts[owner].owned[row.key] = None
-        self.sweep(now)
+        self.sweep(now, math.inf)
 
     def _restore(self, record: SessionRecord) -> None:
         name = (record.tenant, record.salt, record.session_id)

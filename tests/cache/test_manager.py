@@ -517,6 +517,19 @@ def test_what_has_expired_is_found_no_more_but_for_what_others_have():
     model.check()
 
 
+def test_many_that_expire_together_go_a_batch_at_a_time():
+    model = PoolModel(make_manager(ttl_s=100.0, max_sessions=1000))
+    for number in range(250):
+        one_turn(model, f"s{number}", [number, 1, 2], float(number) / 1000)
+        if number >= 200:
+            model.manager.configure(("", "", f"s{number}"), pinned=None, ttl_s=50.0)
+    model.open("r", [0, 1, 2, 3], session="s0")
+    assert [model.manager.sweep(now) for now in (49.0, 60.0, 60.0, 200.0, 200.0, 200.0)] == [0, 50, 0, 100, 99, 0]
+    model.close("r", 0, now=200.0)
+    assert model.manager.sweep(201.0) == 1
+    model.check()
+
+
 def test_what_runs_does_not_expire():
     model = PoolModel(make_manager(ttl_s=10.0))
     one_turn(model, "a", range(64), 0.0)
