@@ -91,7 +91,7 @@ class ReturnTimes:
     """Ranks sessions by what a second of their space is worth, the better of two guesses. One looks at everybody
     (`survival.ReturnModel`, learned here as sessions come and do not come). The other at the session alone: programs
     come as regularly as they did, so a return one gap after the last use, with the chance that it was punctual before,
-    is worth that chance / the time until then. Gaps are averaged as logarithms: they spread over orders of magnitude.
+    is worth that chance, squared, / the time until then. Gaps are averaged as logarithms: they spread over orders of magnitude.
     They are counted in seconds, as programs keep time, and in turns of all sessions, for whoever takes turns with
     others comes in order, however slow the machine is just now: whichever clock promises more is believed.
 
@@ -249,7 +249,10 @@ class ReturnTimes:
                 again_s = min(again_s, session.used_s + _GIVEN_UP * gap_s)
             for rhythm, age in ages:
                 if age < _CHECKS[-1]:
-                    session.value = max(session.value, rhythm.punctual / (gap_s * max(1 - age, _PUNCTUAL)))
+                    # Squared: the better of two guesses is the one that is too high, and one gap in five of people's is
+                    # as long as those before it by chance.
+                    sure = rhythm.punctual * rhythm.punctual
+                    session.value = max(session.value, sure / (gap_s * max(1 - age, _PUNCTUAL)))
                     check = next(check for check in _CHECKS if check > age)
                     again_s = min(again_s, self._now_s + (check - age) * gap_s)
         # Far from zero a short wait may be lost to rounding; the clock must get past it all the same.

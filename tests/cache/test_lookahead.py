@@ -145,11 +145,11 @@ def test_a_shared_block_counts_for_its_best_owner():
 
 
 def test_a_block_that_many_may_come_for_is_worth_as_much_as_they_are_together():
-    # P came back after 100 s, and with a chance of a half will again: 0.005 a second. Of the others nothing is known:
+    # P came back after 50 s, and with a chance of a half will again, squared: 0.005 a second. Of the others nothing is known:
     # a chance of 1 / (1 + e^3.5) in each of 8 bins, of 90 s in all, is less than 0.003 a second, four times that more.
     contexts = {"P": [b"p0"], **{session: [b"sys", name(session, 1)] for session in "QRST"}}
-    policy = filled(contexts, times={"P": (0, 100), **{s: (n,) for n, s in enumerate("QRST", start=101)}})
-    alone = filled({"P": [b"p0"], "Q": [b"sys"]}, times={"P": (0, 100), "Q": (101,)})
+    policy = filled(contexts, times={"P": (50, 100), **{s: (n,) for n, s in enumerate("QRST", start=101)}})
+    alone = filled({"P": [b"p0"], "Q": [b"sys"]}, times={"P": (50, 100), "Q": (101,)})
     assert alone.victims(9, ()) == [b"sys", b"p0"]
     assert policy.victims(9, ()) == [b"Q1", b"R1", b"S1", b"T1", b"p0", b"sys"]
 

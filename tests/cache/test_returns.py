@@ -1,3 +1,4 @@
+import random
 from math import inf
 
 import pytest
@@ -83,6 +84,23 @@ def test_who_takes_turns_is_not_late_when_all_are():
     for now in (92.5, 95.0, 99.9):
         returns.advance(now)
         assert worst_first(returns, "ABCD")[-1] == "C"
+
+
+def test_a_gap_that_is_like_the_one_before_by_chance_is_no_rhythm():
+    """Nobody's gap has to do with the one before: whose last two were alike is no nearer for it."""
+    returns, rng, uses = ReturnTimes(), random.Random(0), []
+    for number in range(400):
+        at_s = 5.0 * number
+        uses.append((at_s, f"{number}"))
+        while rng.random() < 0.4:
+            at_s += 20.0 * 20.0 ** rng.random()
+            uses.append((at_s, f"{number}"))
+    play(returns, uses)
+    now = max(at_s for at_s, _ in uses) + 2000.0
+    play(returns, [(now - turn * gap_s, name) for name, gap_s in (("near", 200.0), ("far", 20.0)) for turn in range(3)])
+    for _ in range(400):  # so many are reconsidered a little at a time
+        returns.advance(now + 160.0)
+    assert returns.of("near").value < 1.5 * returns.of("far").value
 
 
 def test_who_comes_once_is_told_by_the_size_of_the_prompt():
