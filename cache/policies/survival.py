@@ -1,6 +1,7 @@
 """How likely a session is to come back at each age, learned online from who came back and who did not."""
 
 import math
+from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import pairwise
 
@@ -18,15 +19,20 @@ _GROWTHS = 4  # no turn before, less than was there, up to a thousand tokens mor
 _DOUBLINGS = 20  # lengths are told apart by powers of two
 _LEAST_S = 90.0  # of what keeping is judged by
 _NEAR = 2  # ages are told apart up to so many doublings away from the session's own last gap
+_PERIODS_S = (20.0, 30.0, 45.0, 60.0, 90.0, 180.0)
+"""Of age, by how far people are with an answer of some length: nobody replies to what is still being written, and long
+answers are read for longer."""
 
 _TURN = 0
 _GROWTH = _TURN + _TURNS + 1
 _PROMPT = _GROWTH + _GROWTHS
 _ANSWER = _PROMPT + 2 * _DOUBLINGS
 _OWN_GAP = _ANSWER + _DOUBLINGS
-_NUM_WEIGHTS = _OWN_GAP + 2 * _NEAR + 1
+_ANSWER_AT = _OWN_GAP + 2 * _NEAR + 1
+_NUM_WEIGHTS = _ANSWER_AT + (len(_PERIODS_S) + 1) * _DOUBLINGS
 
 _WIDTHS_S = [end - start for start, end in pairwise(_EDGES_S)]
+_PERIOD = [bisect_right(_PERIODS_S, start) for start in _EDGES_S[:-1]]
 _MIDDLE = [math.log2(math.sqrt(a * b)) if a else math.log2(b / 2) for a, b in pairwise(_EDGES_S)]
 
 
@@ -44,14 +50,15 @@ def features(
         found.append(_GROWTH + (1 if grown_tokens < 0 else 2 if grown_tokens < 1024 else 3))
     if prompt_tokens is not None:
         found.append(_PROMPT + (_DOUBLINGS if turn else 0) + _doublings(prompt_tokens))
-    if answer_tokens is not None:
+    if answer_tokens is not None:  # always last
         found.append(_ANSWER + _doublings(answer_tokens))
     return tuple(found)
 
 
 class ReturnModel:
     """Logistic regression of the return within a bin of age, given that the session has not come before: one weight per
-    bin, one per feature, one per distance between the age and the session's own last gap. Who has not come yet teaches
+    bin, one per feature, one per distance between the age and the session's own last gap, one per length of the answer
+    and period of age. Who has not come yet teaches
     as much as who has, so nothing waits for a label, and being evicted changes nothing about what is learned.
     A fixed number of weights, each with its own rate (AdaGrad): what was seen often moves little.
     """
@@ -64,6 +71,8 @@ class ReturnModel:
 
     def learn(self, known: tuple[int, ...], gap_s: float | None, age_bin: int, returned: bool) -> None:
         """A session with these features came back in a bin, or passed it."""
+        if known[-1] >= _ANSWER:
+            known = (*known, known[-1] + _answer_at(age_bin))
         if gap_s is not None:
             known = (*known, _near(age_bin, math.log2(gap_s)))
         weights, steps = self._weights, self._steps
@@ -81,6 +90,9 @@ class ReturnModel:
         weights = self._weights
         common = sum([weights[place] for place in known])
         odds = self._bins[age_bin:]
+        if known[-1] >= _ANSWER:
+            by_period = weights[_ANSWER_AT + known[-1] - _ANSWER :: _DOUBLINGS]
+            odds = [own + by_period[period] for own, period in zip(odds, _PERIOD[age_bin:], strict=True)]
         if gap_s is not None:
             log_gap = math.log2(gap_s)
             odds = [own + weights[_near(place, log_gap)] for place, own in enumerate(odds, age_bin)]
@@ -115,6 +127,11 @@ def best_rate(hazards: Sequence[float], widths_s: Sequence[float], least_s: floa
 
 def _doublings(tokens: int) -> int:
     return min(tokens.bit_length(), _DOUBLINGS - 1)
+
+
+def _answer_at(age_bin: int) -> int:
+    """From the place of an answer's length to that of this length at this age."""
+    return _ANSWER_AT - _ANSWER + _PERIOD[age_bin] * _DOUBLINGS
 
 
 def _near(age_bin: int, log_gap: float) -> int:

@@ -76,6 +76,24 @@ def test_a_return_near_the_own_gap_is_told_from_others():
     assert slow[13] > 0.5
 
 
+def test_a_long_answer_is_replied_to_later_than_a_short_one():
+    """Half come back after 25 s where the answer was short, after 100 s where it was long; the others never."""
+    model, rng = ReturnModel(), random.Random(3)
+    short, long = (
+        features(turn=0, prompt_tokens=1000, grown_tokens=None, answer_tokens=tokens) for tokens in (20, 600)
+    )
+    for _ in range(2000):
+        known, age_bin = rng.choice(((short, 4), (long, 8)))
+        comes_in = age_bin if rng.random() < 0.5 else NUM_BINS
+        for passed in range(min(comes_in, 10)):
+            model.learn(known, None, passed, False)
+        if comes_in < NUM_BINS:
+            model.learn(known, None, comes_in, True)
+    early, late = model.hazards(short, None, 0), model.hazards(long, None, 0)
+    assert (early[4], late[8]) == pytest.approx((0.5, 0.5), abs=0.15)
+    assert late[4] < 0.1 > early[8]
+
+
 def test_bins_grow_and_cover_a_day():
     ends = [bin_end_s(age_bin) for age_bin in range(NUM_BINS)]
     assert ends == sorted(set(ends))
