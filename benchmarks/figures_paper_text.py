@@ -336,14 +336,14 @@ def _unsaturated(runs: dict[str, Figures]) -> list[str]:
 _NOTES = {
     "13": "Note: nothing was fitted to these four. Turns that open a session cannot hit; how many of those counted do "
     "depends on how far a server is behind when sessions come, and so on how fast it is, which LRU and FIFO in "
-    "Fig. 21 tell only roughly: most settings a step away meet these about as well, and one of 3,100 and 950 tokens "
-    "foretells 74 % for LLaMA-65B and the same as above for the others. LLaMA-70B "
+    "Fig. 21 tell only roughly: many settings a step away meet these about as well. With 1,000 tokens a turn "
+    "for 975 (squares of 16.6 for 16.1) the means were 88, 73, 92.1 and 88 %. LLaMA-70B "
     "and Falcon-40B need so little KV that all of it fits: their misses are first turns alone.",
-    "14": "Note: of the turns behind the first, a third of the 1,000 tokens is new, and hits compute no less.",
+    "14": "Note: of the turns behind the first, a third of the 975 tokens is new, and hits compute no less.",
     "15": "Note: the same numbers as Fig. 14, as a ratio.",
     "16": "Note: here most of the GPU time is decoding, which caching does not shorten. 4.0 times with prefills 6.8"
     " times as fast means that recomputing takes seven times as long as decoding. At the stated prefill rate "
-    "(0.14 s for a prompt of 2K tokens, 13B) and some 670 tokens an answer, a step of the batch of 24 would "
+    "(0.14 s for a prompt of 2K tokens, 13B) and some 650 tokens an answer, a step of the batch of 24 would "
     "have to take 1 ms; reading the weights alone takes 8. LLaMA-65B waits for its disk besides.",
     "17": "Note: follows from GPU time (Fig. 16): where decoding decides how long it takes, storage is paid for and"
     " little is saved.",
@@ -351,9 +351,9 @@ _NOTES = {
     "computation of short prompts, which is why AttentionStore begins it before (Fig. 19, 20: measured on the"
     " real server, see RESULTS.md).",
     "21": "Note: four lengths and the order of FIFO were fitted to the four points of LRU and FIFO "
-    "(`benchmarks/results/fit_paper.json`: no step from there is better), which are met within 2 points of hit rate, "
-    "means of three workloads, but for FIFO with 10T, by 3.4. What it takes: sessions that open with a long prompt, "
-    "so that what is kept fills the window from the "
+    "(`benchmarks/results/fit_paper.json`: no half step from there is better, nor is another share of HBM's "
+    "bandwidth), which are met within 2 points of hit rate, means of three workloads, but for FIFO with 10T, by 3.5. "
+    "What it takes: sessions that open with a long prompt, so that what is kept fills the window from the "
     "start, and a FIFO in which who began first leaves first, also when its KV was evicted and saved again in "
     "between; with a new place for every new insertion FIFO hits as much as LRU or more ({by_insertion} "
     "with 10T). Look-ahead's policy knows all who wait: told only of the first (C_mem + C_disk) / S_kv of them, as "

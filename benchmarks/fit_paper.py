@@ -28,17 +28,19 @@ from loadgen.sim.presets import FITTED, Saturation
 POINTS = {("lru", 2): 0.129, ("lru", 10): 0.58, ("first-come", 2): 0.095, ("first-come", 10): 0.48}
 STEPS = {
     "opening_tokens": 300.0, "turn_tokens": 50.0, "prompt_share": 0.1, "spread": 0.1, "turn_shape": 0.2,
-    "layer_s": 0.05e-3,
+    "layer_s": 0.05e-3, "hbm_share": 0.05,
 }  # fmt: skip
 BOUNDS = {
     "opening_tokens": (300, 12_000), "turn_tokens": (200, 4000), "prompt_share": (0.1, 0.9), "spread": (0.0, 1.2),
-    "turn_shape": (0.3, 3.0), "layer_s": (0.0, 2e-3),
+    "turn_shape": (0.3, 3.0), "layer_s": (0.0, 2e-3), "hbm_share": (0.4, 1.0),
 }  # fmt: skip
 Rates = dict[tuple[str, int], list[float]]  # per point, of every workload
 
 
 def hit_rate(shape: Saturation, policy: str, terabytes: int, seed: int) -> float:
-    machine = presets.machine("llama-13b", layer_s=shape.layer_s, disk_bytes=terabytes * 1e12)
+    machine = presets.machine(
+        "llama-13b", layer_s=shape.layer_s, hbm_share=shape.hbm_share, disk_bytes=terabytes * 1e12
+    )
     workload = presets.saturated(seed=seed, shape=shape)
     return simulate(workload, machine, replace(PAPER, policy=policy, prefetch=False)).hit_rate
 
@@ -60,12 +62,12 @@ def squares(rates: Rates) -> float:
     return sum((100 * (fmean(rates[point]) - rate)) ** 2 for point, rate in POINTS.items())
 
 
-def beside(shape: Saturation, names: Sequence[str]) -> list[Saturation]:
-    """One step from it, in one unknown."""
+def beside(shape: Saturation, names: Sequence[str], stride: float) -> list[Saturation]:
+    """One step from it, `stride` times what STEPS says, in one unknown."""
     found = []
     for name in names:
         least, most = BOUNDS[name]
-        for step in (-STEPS[name], STEPS[name]):
+        for step in (-stride * STEPS[name], stride * STEPS[name]):
             value = round(min(most, max(least, getattr(shape, name) + step)), 9)
             if value != getattr(shape, name):
                 found.append(replace(shape, **{name: value}))
@@ -75,6 +77,7 @@ def beside(shape: Saturation, names: Sequence[str]) -> list[Saturation]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=1, help="at most")
+    parser.add_argument("--stride", type=float, default=1.0, help="times what STEPS says")
     parser.add_argument("--free", default="opening_tokens,turn_tokens,prompt_share,spread", help=", ".join(STEPS))
     parser.add_argument("--start", default="", help="other than FITTED: opening_tokens=4500,spread=0.3")
     parser.add_argument("--seeds", default=",".join(map(str, SEEDS)), help="of the workloads")
@@ -91,7 +94,7 @@ def main() -> None:
     tried: dict[Saturation, Rates] = {}
     with ProcessPoolExecutor(max(1, words.workers)) as pool, console.status("simulating"):
         for _ in range(words.steps):
-            new = [shape for shape in (here, *beside(here, names)) if shape not in tried]
+            new = [shape for shape in (here, *beside(here, names, words.stride)) if shape not in tried]
             for shape, rates in measure(pool, new, seeds).items():
                 tried[shape] = rates
                 shown = ", ".join(f"{fmean(values):.1%}" for values in rates.values())

@@ -98,10 +98,13 @@ class _Uses:
         return self._next[key]
 
 
-def hit_blocks(requests: Sequence[Request], policy: str, capacity_tokens: int | None) -> list[int]:
-    """Of each request, how many of its blocks were hit; see `hit_rate`."""
+def hit_blocks(
+    requests: Sequence[Request], policy: str, capacity_tokens: int | None, returns: ReturnTimes | None = None
+) -> list[int]:
+    """Of each request, how many of its blocks were hit; see `hit_rate`. returns: what is known of the sessions; None:
+    nothing, but for what is learned on the way."""
     uses = _Uses(requests) if policy == "belady" else None
-    returns = ReturnTimes()
+    returns = ReturnTimes() if returns is None else returns
     if uses is not None:
         chosen: EvictionPolicy = BeladyPolicy(uses)
     else:

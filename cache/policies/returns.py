@@ -91,9 +91,9 @@ class ReturnTimes:
     """Ranks sessions by what a second of their space is worth, the better of two guesses. One looks at everybody
     (`survival.ReturnModel`, learned here as sessions come and do not come). The other at the session alone: programs
     come as regularly as they did, so a return one gap after the last use, with the chance that it was punctual before,
-    is worth that chance, squared, / the time until then. Gaps are averaged as logarithms: they spread over orders of magnitude.
-    They are counted in seconds, as programs keep time, and in turns of all sessions, for whoever takes turns with
-    others comes in order, however slow the machine is just now: whichever clock promises more is believed.
+    is worth that chance, squared, / the time until then. Gaps are averaged as logarithms: they spread over orders of
+    magnitude. They are counted in seconds, as programs keep time, and in turns of all sessions, for whoever takes turns
+    with others comes in order, however slow the machine is just now: whichever clock promises more is believed.
 
     A rank is as of the last turn, of the end of its answer, or of the last bin of age that the session entered, which
     is logarithmically often. Before anything is learned all turns are equal and the oldest use ranks first; who was

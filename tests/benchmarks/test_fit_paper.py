@@ -13,7 +13,7 @@ def test_a_step_changes_one_unknown_and_stays_within_its_bounds(name):
     least, most = BOUNDS[name]
     for value in (least, (least + most) / 2, most):
         start = replace(FITTED, **{name: value})
-        steps = beside(start, [name])
+        steps = beside(start, [name], 1.0)
         assert len(steps) == (2 if least < value < most else 1)
         for step in steps:
             assert least <= getattr(step, name) <= most
@@ -21,10 +21,10 @@ def test_a_step_changes_one_unknown_and_stays_within_its_bounds(name):
 
 
 def test_steps_there_and_back_meet():
-    there = beside(FITTED, list(STEPS))
+    there = beside(FITTED, list(STEPS), 0.5)
     assert len(set(there)) == len(there)
     for step in there:
-        assert any(asdict(back) == pytest.approx(asdict(FITTED)) for back in beside(step, list(STEPS)))
+        assert any(asdict(back) == pytest.approx(asdict(FITTED)) for back in beside(step, list(STEPS), 0.5))
 
 
 def test_squares_are_of_points_missed_by_the_mean():

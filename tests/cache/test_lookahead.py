@@ -145,8 +145,9 @@ def test_a_shared_block_counts_for_its_best_owner():
 
 
 def test_a_block_that_many_may_come_for_is_worth_as_much_as_they_are_together():
-    # P came back after 50 s, and with a chance of a half will again, squared: 0.005 a second. Of the others nothing is known:
-    # a chance of 1 / (1 + e^3.5) in each of 8 bins, of 90 s in all, is less than 0.003 a second, four times that more.
+    # P came back after 50 s, and with a chance of a half will again: squared, 0.005 a second. Of the others nothing is
+    # known: a chance of 1 / (1 + e^3.5) in each of 8 bins, of 90 s in all, is less than 0.003 a second, four times that
+    # more.
     contexts = {"P": [b"p0"], **{session: [b"sys", name(session, 1)] for session in "QRST"}}
     policy = filled(contexts, times={"P": (50, 100), **{s: (n,) for n, s in enumerate("QRST", start=101)}})
     alone = filled({"P": [b"p0"], "Q": [b"sys"]}, times={"P": (50, 100), "Q": (101,)})
