@@ -173,7 +173,7 @@ def simulate(
             result = trace_report.simulate(
                 trace,
                 capacities=_counts("--capacity-tokens", capacity_tokens),
-                policies=policies.split(","),
+                policies=[policy.strip() for policy in policies.split(",")],
                 score_from=score_from,
                 progress=lambda policy, capacity: console.print(f"{policy}, {capacity:,} tokens"),
             )
@@ -192,7 +192,7 @@ def simulate(
                 load=load,
                 sessions=sessions,
                 sessions_per_s=sessions_per_s,
-                policies=policies.split(","),
+                policies=[policy.strip() for policy in policies.split(",")],
                 truncation=truncation,
                 warmup_turns=warmup_turns,
                 seed=seed,

@@ -32,6 +32,8 @@ def simulate(
     if not any(request.block_names for request in requests):
         raise ValueError(f"{path} names no blocks: nothing is known of what its prompts share")
     first = int(score_from * len(requests))
+    if first == len(requests):
+        raise ValueError(f"of {len(requests):,} requests none is left to be scored")
     results = []
     for policy in policies:
         for capacity in capacities:

@@ -102,7 +102,7 @@ def shown(result: dict[str, Any]) -> list[Table]:
     """The arms, and what is assumed."""
     arms = Table(title=f"{result['machine']['name']}, {result['load']}, {result['sessions']:,} sessions")
     for column in ("", "hit rate", "turns >= 2", "tokens", "DRAM", "prefill", "TTFT", "tokens/s", "GPU time", "cost"):
-        arms.add_column(column, justify="left" if not column else "right")
+        arms.add_column(column, justify="left" if not column else "right", overflow="fold")  # no digit is left out
     for arm in result["arms"]:
         arms.add_row(
             arm["arm"],

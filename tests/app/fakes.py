@@ -237,8 +237,6 @@ class FakeEngine:
             return SessionReply(request_id=request.request_id, sessions=[], error_code=self.session_error)
         mine = {name: info for (tenant, name), info in sorted(self.kept.items()) if tenant == request.tenant}
         if request.action == "list":
-            if request.after and request.after not in mine:
-                return SessionReply(request_id=request.request_id, sessions=[], error_code="not_found")
             behind = [info for name, info in mine.items() if name > request.after]
             page = behind[: request.limit]
             return SessionReply(request_id=request.request_id, sessions=page, more=len(behind) > len(page))

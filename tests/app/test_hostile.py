@@ -417,7 +417,6 @@ def test_a_field_that_cannot_be_used_is_refused(victim: Victim, target: str, fie
         ("GET", "/v1/sessions?limit=1e9", 400),
         ("GET", "/v1/sessions?limit=" + "9" * 5000, 400),
         ("GET", "/v1/sessions?after=" + "x" * 200, 400),
-        ("GET", "/v1/sessions?after=%00", 404),
         ("GET", "/v1/responses/resp_%27%20OR%201=1--", 404),
         ("GET", "/v1/responses/" + "r" * 5000, 404),
         ("GET", "/v1/responses/%ed%a0%80", 404),
@@ -545,14 +544,14 @@ def test_what_is_another_keys_is_not_there(victim: Victim):
         ("PATCH", "/v1/sessions/mine", {"pinned": True}, 404),
         ("DELETE", "/v1/sessions/mine", None, 404),
         ("POST", "/v1/sessions/mine/prefetch", None, 404),
-        ("GET", "/v1/sessions?after=mine", None, 404),
     ]
     for method, target, body, status in theirs:
         for key in (BETA, ADMIN):  # an admin sees the queue, not what was said
             reply = ask(victim, method, target, body, key=key)
             check_envelope(reply, target, status)
             assert b"secret" not in reply.body
-    assert ask(victim, "GET", "/v1/sessions", key=BETA).json()["data"] == []
+    for query in ("", "?after=mind", "?after=mine", "?after=%00"):
+        assert ask(victim, "GET", "/v1/sessions" + query, key=BETA).json()["data"] == []
     assert ask(victim, "GET", f"/v1/responses/{response}").status == 200
     assert len(ask(victim, "GET", f"/v1/conversations/{conversation}/items").json()["data"]) == 1
     assert ask(victim, "GET", "/v1/sessions/mine").status == 200

@@ -34,6 +34,7 @@ def test_the_command_writes_what_it_shows(tmp_path):
     words = ["simulate", "--sessions", "40", "--warmup-turns", "5", "--policies", "lru", "--out", str(out)]
     finished = CliRunner().invoke(cli, [*words, "--dram-gb", "5"])
     assert finished.exit_code == 0, finished.output
+    assert "…" not in finished.output.split("What is stated")[0], "every digit is shown, however narrow the terminal"
     result = json.loads(out.read_text(encoding="utf-8"))
     assert report.read_machine(out) == report.preset("llama-13b", "saturated", dram_bytes=5e9, disk_bytes=10e12)
     over = CliRunner().invoke(cli, [*words, "--machine", str(out)])

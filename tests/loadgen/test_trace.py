@@ -150,7 +150,7 @@ def write(path, requests):
 def test_the_command_writes_what_it_shows(tmp_path):
     write(tmp_path / "trace.jsonl", ROUND)
     words = ["simulate", "--trace", str(tmp_path / "trace.jsonl"), "--capacity-tokens", "1536,1024"]
-    words += ["--policies", "lru,belady", "--out", str(tmp_path / "out.json"), "--figure", str(tmp_path / "out.png")]
+    words += ["--policies", "lru, belady", "--out", str(tmp_path / "out.json"), "--figure", str(tmp_path / "out.png")]
     done = CliRunner().invoke(cli, words)
     assert done.exit_code == 0, done.output
     result = json.loads((tmp_path / "out.json").read_text())
@@ -168,6 +168,7 @@ def test_the_command_writes_what_it_shows(tmp_path):
         ({"--capacity-tokens": "100"}, "at least one block"),
         ({"--capacity-tokens": "many"}, "many"),
         ({"--trace": "nowhere.jsonl"}, "nowhere.jsonl"),
+        ({"--score-from": "1"}, "none is left"),
     ],
 )
 def test_what_cannot_be_simulated_is_said(tmp_path, change, complaint):

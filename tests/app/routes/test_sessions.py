@@ -55,9 +55,12 @@ async def test_a_list_is_read_page_by_page(running: Running):
     assert (empty["data"], empty["has_more"], empty["last_id"]) == ([], False, None)
 
 
-async def test_a_page_behind_nothing_is_not_found(running: Running):
-    keep(running.engine, "a")
-    assert code(await running.http.get("/v1/sessions", params={"after": "b"})) == (404, "session_not_found")
+async def test_sessions_that_leave_between_two_pages_stop_nobody(running: Running):
+    keep(running.engine, "a", "b", "c")
+    page = (await running.http.get("/v1/sessions", params={"limit": 2})).json()
+    assert (await running.http.delete(f"/v1/sessions/{page['last_id']}")).status_code == 204
+    rest = (await running.http.get("/v1/sessions", params={"after": page["last_id"]})).json()
+    assert [session["id"] for session in rest["data"]] == ["c"]
 
 
 async def test_all_methods_of_a_path_are_named(running: Running):
