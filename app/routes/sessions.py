@@ -50,7 +50,7 @@ class SessionPatch(BaseModel):
 
 @router.get("/v1/sessions")
 async def list_sessions(request: Request) -> dict[str, Any]:
-    """In the order of their ids; `after` is the last id of the page before, whether that session is still there or not."""
+    """In the order of their ids; `after` is the last id of the page before, be that session there any more or not."""
     try:
         page = Page.model_validate(dict(request.query_params))
     except ValidationError as error:
