@@ -9,6 +9,11 @@ chances; what is added to the prompt and the length of the answer as in another 
 nothing more can be known than the model knows, so whoever ranks sessions by these very chances does as well as anybody
 can, but for luck. Beside it stands the policy as a server has it, which learns them as it goes. Twice the requests of
 the half: those of the first half of a world warm up.
+
+Then the trace itself, its second half scored. Where the gap lies: what each policy hits beyond a prompt's first block,
+by whether the request goes on from where a session ended, for the first time or not, or forks off before its end, which
+the worlds know nothing of. And what hindsight is worth: the chances fitted, over and over, to the very half that is
+scored, and to the whole trace. That is no policy, and chooses none: it bounds what better learning could win.
 """
 
 import argparse
@@ -134,6 +139,55 @@ def closed(recorded: Recorded, seed: int, capacity_tokens: int) -> dict[str, flo
     return {name: (found - least) / (most - least) for name, found in ours.items()}
 
 
+def kinds(requests: list[Request]) -> list[str]:
+    """Of each request: how it goes on from what was asked before it."""
+    finder, seen, turns, found = SessionFinder(), set[int](), defaultdict[int, int](int), []
+    for request in requests:
+        session = finder.find(request.block_names[: request.prompt_tokens // BLOCK_TOKENS])
+        if session is None:
+            found.append("short")
+        else:
+            turns[session] += 1
+            if turns[session] > 1:
+                found.append("first return" if turns[session] == 2 else "later return")
+            else:
+                found.append("fork" if seen.issuperset(request.block_names[:2]) else "new")
+        seen.update(request.block_names)
+    return found
+
+
+def accounts(requests: list[Request], capacity_tokens: int) -> dict[str, dict[str, float]]:
+    """Shares of all blocks of the second half that are hit beyond the first block of a prompt, by kind of request and
+    policy; `requests` counts them."""
+    half, kind = len(requests) // 2, kinds(requests)
+    hits = {policy: hit_blocks(requests, policy, capacity_tokens) for policy in ("lru", "default", "belady")}
+    blocks = sum(len(request.block_names) for request in requests[half:])
+    found: dict[str, dict[str, float]] = {}
+    for name in sorted(set(kind[half:])):
+        places = [place for place in range(half, len(requests)) if kind[place] == name]
+        shares = {
+            policy: round(sum(max(0, those[place] - 1) for place in places) / blocks, 4)
+            for policy, those in hits.items()
+        }
+        found[name] = {"requests": len(places), **shares}
+    return found
+
+
+def hindsight(requests: list[Request], capacity_tokens: int) -> dict[str, float]:
+    """Shares of the gap on the second half, by what the chances were fitted to."""
+    half = len(requests) // 2
+
+    def hits(policy: str, returns: ReturnTimes | None = None) -> int:
+        return sum(hit_blocks(requests, policy, capacity_tokens, returns)[half:])
+
+    def fitted(to: list[Request]) -> int:
+        return hits("default", _Known(_Frozen(fit(to, _PASSES).model)))
+
+    least, most = hits("lru"), hits("belady")
+    ours = {"on the way": hits("default"), "the half scored": fitted(requests[half:]), "all": fitted(requests)}
+    return {name: round((found - least) / (most - least), 4) for name, found in ours.items()}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trace", type=Path, required=True)
@@ -142,13 +196,16 @@ def main() -> None:
     words = parser.parse_args()
     requests = read(words.trace)
     recorded = fit(requests[: len(requests) // 2], _PASSES)
+    capacities = list(map(int, words.capacities.split(",")))
     rows: list[dict[str, Any]] = []
     with ProcessPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         jobs = {
             (capacity, seed): pool.submit(closed, recorded, seed, capacity)
-            for capacity in map(int, words.capacities.split(","))
+            for capacity in capacities
             for seed in range(words.worlds)
         }
+        lies = {capacity: pool.submit(accounts, requests, capacity) for capacity in capacities}
+        known = {capacity: pool.submit(hindsight, requests, capacity) for capacity in capacities}
         for (capacity, seed), job in track(jobs.items(), "worlds"):
             shares = {name: round(share, 4) for name, share in job.result().items()}
             rows.append({"capacity_tokens": capacity, "seed": seed, **shares})
@@ -159,7 +216,13 @@ def main() -> None:
             mean, spread = fmean(found), stdev(found) if len(found) > 1 else 0.0
             means.append({"capacity_tokens": capacity, "who": name, "mean": round(mean, 4), "sd": round(spread, 4)})
             print(f"{capacity:>12,} tokens, chances {name}: {mean:.1%} of the gap, a world {spread:.1%} off")
-    write_result("eviction_limit", {"bins": NUM_BINS, "means": means, "worlds": rows})
+    halves = [
+        {"capacity_tokens": capacity, "fitted_to": known[capacity].result(), "hits": lies[capacity].result()}
+        for capacity in capacities
+    ]
+    for half in halves:
+        print(half)
+    write_result("eviction_limit", {"bins": NUM_BINS, "means": means, "second_half": halves, "worlds": rows})
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import pytest
 
-from benchmarks.eviction_limit import Recorded, _Frozen, closed, fit, world
+from benchmarks.eviction_limit import Recorded, _Frozen, accounts, closed, fit, hindsight, kinds, world
 from cache.policies.survival import ReturnModel, bin_end_s, features
 from loadgen.replay import Request
 from loadgen.trace import BLOCK_TOKENS
@@ -78,3 +78,36 @@ def test_the_known_chances_are_not_learned_over():
     shares = closed(recorded(8), seed=2, capacity_tokens=100 * BLOCK_TOKENS)
     assert set(shares) == {"learned", "known"}
     assert all(share <= 1 for share in shares.values())
+
+
+def test_requests_are_told_apart_by_what_they_go_on_from():
+    def ask(at_s: float, *names: int) -> Request:
+        return Request(at_s, len(names) * BLOCK_TOKENS, 10, "", (0, *names[1:]))
+
+    requests = [
+        ask(0.0, 0),  # too short to be known again
+        ask(1.0, 0, 1, 2),
+        ask(2.0, 0, 1, 2, 3),
+        ask(3.0, 0, 1, 2, 3, 4),
+        ask(4.0, 0, 1, 5),  # the session ended elsewhere
+        ask(5.0, 0, 6),
+    ]
+    assert kinds(requests) == ["short", "new", "first return", "later return", "fork", "new"]
+
+
+def test_hits_are_accounted_for_and_hindsight_is_no_worse_than_nothing():
+    rng, requests = random.Random(3), []
+    for number in range(300):
+        at_s, names = 10.0 * number, (0, *range(10 * number + 1, 10 * number + 4))
+        requests.append(Request(at_s, 2048, 40, "", names))
+        if rng.random() < 0.5:
+            requests.append(Request(at_s + 70.0, 2560, 30, "", (*names, 10 * number + 4)))
+    requests.sort(key=lambda request: request.at_s)
+    capacity = 20 * BLOCK_TOKENS
+    found = accounts(requests, capacity)
+    assert sum(row["requests"] for row in found.values()) == len(requests) - len(requests) // 2
+    assert found["first return"]["belady"] > found["first return"]["lru"] >= 0
+    assert found["new"]["belady"] == 0  # their first block is not counted
+    shares = hindsight(requests, capacity)
+    assert set(shares) == {"on the way", "the half scored", "all"}
+    assert shares["the half scored"] > 0
