@@ -90,6 +90,7 @@ class SavedContext(msgspec.Struct, frozen=True, array_like=True):
     open_tokens: tuple[int, ...]
     cuts: tuple[tuple[int, int], ...]
     cut_digest: bytes
+    end_digest: bytes = b""
 
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -107,6 +108,7 @@ class SessionContext:
     last_used_s: float
     cuts: list[Range] = field(default_factory=list)  # of the whole conversation, what is no longer in the context
     cut_digest: bytes = b""  # of the conversation up to the end of the last cut
+    end_digest: bytes = b""  # and to the end of the context
     pinned: bool = False
     ttl_s: float | None = None  # None: the server's
     owned: dict[BlockKey, None] = field(default_factory=dict)  # every block that is in the table because of it
@@ -141,6 +143,7 @@ class SessionContext:
                 self.open_tokens,
                 tuple(self.cuts),
                 self.cut_digest,
+                self.end_digest,
             )
         )
 
@@ -157,6 +160,7 @@ class SessionContext:
             last_used_s=last_used_s,
             cuts=list(saved.cuts),
             cut_digest=saved.cut_digest,
+            end_digest=saved.end_digest,
         )
 
 
@@ -179,7 +183,8 @@ class RunningContext:
     cuts: list[Range] = field(default_factory=list)  # of the stream and what was generated behind it
     open_hint: BlockKey | None = None  # an open block it can go on from, whatever that chains on
     open_place: int = 0  # how many full blocks stand before that
-    preset: int = 0  # leading keys that a cut left; the rest follow from the tokens
+    history: int | None = None  # leading tokens that were computed before; None while nothing is cut: the keys tell
+    moved_behind: bool = False  # a cut has moved history that cannot be used where it is now
     lost_lineage: bool = False  # a block that was kept in a cut is gone, and with it all behind it
     shifted_tokens: int = 0  # history that the client itself had dropped from where it was
     pages: list[int] = field(default_factory=list)  # pinned, in order; empty while waiting
@@ -196,6 +201,12 @@ class RunningContext:
     miss_reason: str | None = None  # why, for what lies behind recompute_from
     owned: dict[BlockKey, None] = field(default_factory=dict)  # what it has put into the table
     published: dict[int, tuple[BlockKey, int]] = field(default_factory=dict)  # moved copies: block -> (key, page)
+
+    @property
+    def conversation(self) -> list[int]:
+        """All of it, nothing cut: what was sent, and what was generated behind that."""
+        sent = len(self.stream) - sum(b - a for a, b in self.cuts)
+        return self.stream + self.token_ids[sent:]
 
     @property
     def tenant(self) -> str:

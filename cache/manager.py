@@ -116,7 +116,6 @@ class CacheManager:
             table=self.table,
             sessions=self._sessions.contexts,
             truncation=truncation,
-            reuse=reuse,
             domain_of=domain_of,
             stats=self.stats,
         )

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from cache.block import BLOCK_TOKENS, KeyDomain
 from cache.context import Lineage, RunningContext, SessionContext, digest_of
+from cache.report import shared_history
 from cache.stats import CacheStats
 from cache.table import CacheTable, SessionName
 from cache.truncate import CutRules, DoesNotFit, Range, apply_cuts, map_offset, merge_cuts, plan_cut
@@ -44,14 +45,12 @@ class ContextOpener:
         table: CacheTable,
         sessions: Mapping[SessionName, SessionContext],
         truncation: Truncation,
-        reuse: bool,
         domain_of: DomainOf,
         stats: CacheStats,
     ) -> None:
         self._table = table
         self._sessions = sessions
         self._truncation = truncation
-        self._reuse = reuse
         self._domain_of = domain_of
         self._stats = stats
 
@@ -82,8 +81,9 @@ class ContextOpener:
         """A context has filled the window: drop history in the middle of its generation. Returns the tokens dropped.
         Raises DoesNotFit."""
         before = len(context.token_ids)
-        length = before + sum(b - a for a, b in context.cuts)
-        context.stream = context.stream + context.token_ids[before - (length - len(context.stream)) :]
+        context.stream = context.conversation
+        length = len(context.stream)
+        context.history = before - 1
         # An answer longer than the window loses its own beginning, but never its last quarter window.
         newest = max(context.rules.message_starts[-1] if context.rules.message_starts else 0,
                      length - self._truncation.window // 4)  # fmt: skip
@@ -95,19 +95,25 @@ class ContextOpener:
         self, request_id: str, name: SessionName, stream: list[int], rules: CutRules, apply_known_cuts: bool
     ) -> RunningContext:
         """The context of a conversation: what its session had cut before stays cut."""
-        session = self._sessions.get(name) if self._reuse else None
+        session = self._sessions.get(name)
         cuts: list[Range] = []
         if session is not None and session.cuts and apply_known_cuts:
             end = session.cuts[-1][1]
             if len(stream) > end and digest_of(stream[:end]) == session.cut_digest:
                 cuts = session.cuts
         tokens = apply_cuts(stream, cuts)
+        history = None
         lineage, known, open_hint = Lineage(self._domain_of(name[0], name[1])), 0, None
         if session is not None and (cuts or not session.cuts) and self._truncation.mode != "recompute":
             known = self._still_known(session, tokens)
             lineage = session.lineage.first(known)
             if known == len(session.keys):
                 open_hint = session.open_key
+        if session is not None and cuts:
+            history = known * BLOCK_TOKENS
+            end = session.num_tokens + session.truncated_tokens
+            if len(stream) >= end and digest_of(stream[:end]) == session.end_digest:
+                history = session.num_tokens
         return RunningContext(
             request_id=request_id,
             session=name,
@@ -119,7 +125,7 @@ class ContextOpener:
             cuts=list(cuts),
             open_hint=open_hint,
             open_place=known,
-            preset=known if cuts else 0,
+            history=history,
             lost_lineage=bool(session and cuts and known < (session.lineage.joint or 0)),
         )
 
@@ -184,13 +190,16 @@ class ContextOpener:
 
     def _drop(self, context: RunningContext, cuts: list[Range]) -> None:
         """Take ranges of whole blocks out of a context that stands on no pages."""
+        if context.history is None:
+            context.history, _ = shared_history(context, self._sessions.get(context.session), self._table)
+        context.history = map_offset(context.history, cuts)
         context.cuts = merge_cuts(context.cuts, cuts)
         if self._truncation.mode == "recompute":
             context.lineage, context.open_hint = Lineage(context.domain), None
+            context.moved_behind = True
         else:
             self._cut_lineage(context, cuts)
         context.token_ids[:] = apply_cuts(context.token_ids, cuts)
-        context.preset = len(context.keys)
         context.prompt_tokens = len(context.token_ids)
 
     def _cut_lineage(self, context: RunningContext, cuts: Sequence[Range]) -> None:

@@ -13,14 +13,13 @@ def report_prompt(
     prompt = context.prompt_tokens
     tiers = {tier: min(count, prompt) for tier, count in context.sources.items()} if reuse else {}
     cached = sum(tiers.values())
-    shared, seen = _shared_history(context, session, table)
+    shared, seen = shared_history(context, session, table)
     history = max(shared, cached)
     reasons: dict[str, int] = {}
-    lost = history - cached
-    if reuse and lost and cached == prompt - 1:
+    if reuse and cached == prompt - 1 and (history == prompt or _holds_last(context, table)):
+        history = prompt
         reasons["last_token"] = 1
-        lost -= 1
-    if lost:
+    if lost := history - cached - reasons.get("last_token", 0):
         reasons[_why_lost(context, reuse)] = lost
     diverged = max(0, min(seen, prompt) - history) if session is not None and not context.cuts else 0
     if diverged:
@@ -39,21 +38,33 @@ def report_prompt(
     )
 
 
+def _holds_last(context: RunningContext, table: CacheTable) -> bool:
+    """Whether the last token of a prompt of which all else was found is stored, by whomever."""
+    if context.cuts:
+        return False
+    block = (context.prompt_tokens - 1) // BLOCK_TOKENS
+    tokens = context.token_ids[block * BLOCK_TOKENS : context.prompt_tokens]
+    found = table.closest_child(context.lineage.parent(block), tokens, context.session_id, len(tokens))
+    return found is not None and found[1] == len(tokens)
+
+
 def _why_lost(context: RunningContext, reuse: bool) -> str:
     if not reuse:
         return "disabled"
     if context.miss_reason is not None:
         return context.miss_reason
+    if context.moved_behind:
+        return "truncated"
     return "lineage_reset" if context.lost_lineage else "evicted"
 
 
-def _shared_history(context: RunningContext, session: SessionContext | None, table: CacheTable) -> tuple[int, int]:
+def shared_history(context: RunningContext, session: SessionContext | None, table: CacheTable) -> tuple[int, int]:
     """(tokens of the prompt that the session's last context begins with, tokens of that context). Where they part
     in the middle of a full block, its tokens count only while it is stored: the session knows its key alone."""
+    if context.history is not None:  # of a cut context: its blocks stand elsewhere than they stood
+        return min(context.history, context.prompt_tokens), 0 if session is None else session.num_tokens
     if session is None:
         return 0, 0
-    if context.cuts:  # its blocks stand elsewhere than they stood
-        return min(context.preset * BLOCK_TOKENS, context.prompt_tokens), session.num_tokens
     shared = 0
     keys = context.chain()
     prompt_blocks = context.prompt_tokens // BLOCK_TOKENS

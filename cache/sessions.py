@@ -94,7 +94,6 @@ class SessionStore:
             open_tokens=tuple(context.token_ids[full * BLOCK_TOKENS : num_tokens]),
             last_used_s=now,
             cuts=context.cuts,
-            cut_digest=_cut_digest(context),
             pinned=before.pinned if before else False,
             ttl_s=before.ttl_s if before else None,
             owned={
@@ -103,6 +102,10 @@ class SessionStore:
                 if key in self._table or self._lower.is_saving(key)
             },
         )
+        if session.cuts:
+            conversation = context.conversation
+            session.cut_digest = digest_of(conversation[: session.cuts[-1][1]])
+            session.end_digest = digest_of(conversation[: num_tokens + session.truncated_tokens])
         self.contexts[name] = session
         self._take_over(name, session)
         self._tiers.answered(name, now, num_tokens)
@@ -309,10 +312,3 @@ class SessionStore:
         self._count_size(session.num_tokens)
         if session.pinned:
             self._lower.pinned_sessions.add(name)
-
-
-def _cut_digest(context: RunningContext) -> bytes:
-    """Of the conversation up to its last cut; what was generated before it is part of the stream by then."""
-    if not context.cuts:
-        return b""
-    return digest_of(context.stream[: context.cuts[-1][1]])

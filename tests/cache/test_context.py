@@ -1,3 +1,4 @@
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -122,9 +123,17 @@ def test_a_session_outlives_its_process():
         last_used_s=5.0,
         cuts=[blocks(1, 4)],
         cut_digest=digest_of(TOKENS[:128]),
+        end_digest=digest_of(TOKENS),
     )
     again = SessionContext.unpack(session.pack(), DOMAIN, 5.0)
     assert again == session
     assert (again.num_tokens, again.truncated_tokens) == (8 * 32 + 8, 96)
     more = kept + [0] * 200
     assert again.lineage.extend(more) == made.extend(more)
+
+
+def test_a_session_saved_before_its_end_was_written_down_is_read():
+    session = SessionContext(lineage=lineage(2), open_key=None, open_tokens=(), last_used_s=5.0, cuts=[blocks(1, 4)])
+    *fields, end_digest = msgspec.msgpack.decode(session.pack())
+    assert end_digest == b""
+    assert SessionContext.unpack(msgspec.msgpack.encode(fields), DOMAIN, 5.0) == session

@@ -299,8 +299,8 @@ def test_why_the_rest_of_a_prompt_was_not_there():
     assert reasons(model, "regenerated", history[:50]) == {"last_token": 1}
     # Now 50. Edited at token 40: 10 known tokens lie behind the edit, 5 more were never there.
     assert reasons(model, "edited", [*history[:40], *[9] * 15]) == {"diverged": 10, "new": 5}
-    # To another session all this is new, and what it finds all the same is a sibling's.
-    assert reasons(model, "stranger", history[:64], session="t") == {"new": 1}
+    # What another session finds is a sibling's, the last token too.
+    assert reasons(model, "stranger", history[:64], session="t") == {"last_token": 1}
     assert reasons(model, "long", list(range(1000, 1256)), session="u") == {"new": 256}  # takes all eight pages
     # The session has 55: the head of "late" up to its last token, which is another.
     assert reasons(model, "late", [*history[:40], 9, 9, 8]) == {"evicted": 42, "diverged": 1}
@@ -403,6 +403,15 @@ def test_tenants_and_salts_never_share(stranger):
     assert model.manager.admit("theirs", 100) == 0
     assert not model.manager.waits_for_sibling("theirs")
     assert model.manager.report("theirs").miss_reasons == {"new": 100}
+
+
+@pytest.mark.parametrize(("prompt", "why"), [
+    (64, {"last_token": 1}), (50, {"last_token": 1}), (33, {"last_token": 1}), (65, {"new": 1}),
+])  # fmt: skip
+def test_a_prompt_that_another_session_asked_is_all_there_but_for_its_last_token(prompt, why):
+    model = PoolModel(make_manager())
+    model.run("theirs", range(64))
+    assert reasons(model, "mine", list(range(prompt)), session="t") == why
 
 
 def test_sessions_of_a_tenant_share_full_blocks_but_not_the_open_one():

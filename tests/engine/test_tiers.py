@@ -415,6 +415,62 @@ def test_a_client_that_edits_what_was_dropped_begins_anew(path: Path, tmp_path: 
     assert second.error is None
 
 
+def grow_old(driver: Driver, turns: int, forget_before: int | None = None) -> list[tuple[int, int, dict[str, int]]]:
+    """Of each turn of one conversation that outgrows the window: the tokens that are cut, the history, and why what was
+    computed was."""
+    told, text, starts = [], random_ids(20, 1), [0]
+    for number in range(turns):
+        if number == forget_before:
+            for other in range(3):
+                driver.ask(f"other {other}", random_ids(250, 900 + other), max_tokens=2, ignore_eos=True)
+        starts.append(len(text))
+        answer = driver.ask(
+            str(number), text + random_ids(30, 50 + number), session="s", max_tokens=12, ignore_eos=True,
+            truncation="auto", keep_first_tokens=20, message_starts=tuple(starts),
+        )  # fmt: skip
+        starts.append(len(answer.prompt))
+        text = answer.text
+        assert answer.report is not None
+        told.append((answer.report.truncated_tokens, answer.report.history_tokens, answer.report.miss_reasons))
+    return told
+
+
+def test_what_a_cut_left_is_history_whatever_became_of_it(path: Path) -> None:
+    everything = grow_old(tiered(path, dram_bytes=100 * SLOT), 12)
+    assert [dropped for dropped, _, _ in everything[4::3]] == [0, 128, 256]
+    assert all(reasons == {"new": 31} for _, _, reasons in everything[1:]), "31: with the last token of the answer"
+
+    recomputed = grow_old(tiered(path, cache_mode="recompute"), 12)
+    assert [turn[:2] for turn in recomputed] == [turn[:2] for turn in everything]
+    assert all(reasons == {"disabled": known, "new": 31} for _, known, reasons in recomputed[1:])
+
+    forgotten = grow_old(tiered(path, cache_mode="prefix"), 12, forget_before=6)
+    assert [turn[:2] for turn in forgotten] == [turn[:2] for turn in everything]
+    assert [reasons for _, _, reasons in forgotten[5:8]] == [
+        {"new": 31},
+        {"lineage_reset": 143, "new": 31},
+        {"new": 31},
+    ]
+
+    moved = grow_old(tiered(path, dram_bytes=100 * SLOT, truncation_mode="recompute"), 12)
+    assert [turn[:2] for turn in moved] == [turn[:2] for turn in everything]
+    cut = [5, 8, 11]
+    assert all(reasons == {"truncated": moved[turn][1] - 32, "new": 31} for turn in cut for reasons in [moved[turn][2]])
+    assert all(moved[turn][2] == {"new": 31} for turn in range(1, 12) if turn not in cut)
+
+
+def test_what_an_edit_changed_behind_a_cut_is_new(path: Path) -> None:
+    driver = tiered(path, cache_mode="recompute")
+    options = {"session": "s", "ignore_eos": True, "truncation": "auto"}
+    first = driver.ask("a", random_ids(300, 8), message_starts=(0, 250), **options)
+    edited = [*first.text[:-3], first.text[-3] ^ 1, *first.text[-2:], 7, 7]
+    second = driver.ask("b", edited, message_starts=(0, 250, 316), **options)
+    assert first.report is not None
+    assert second.report is not None
+    assert second.report.truncated_tokens == first.report.truncated_tokens > 0
+    assert second.report.history_tokens == 0, "what it was is not known any more, only that it was something else"
+
+
 def test_truncation_can_be_refused(path: Path) -> None:
     driver = tiered(path, dram_bytes=100 * SLOT)
     answer = driver.ask("a", random_ids(300, 8), truncation="disabled")
