@@ -57,5 +57,16 @@ export function confirmDelete(title) {
 function closed(dialog, result) {
   dialog.returnValue = "";
   dialog.showModal();
-  return new Promise((resolve) => dialog.addEventListener("close", () => resolve(result(dialog.returnValue)), { once: true }));
+  // "close" comes in a task of its own, and what is typed and sent next may overtake it.
+  return new Promise((resolve) => {
+    const heard = new AbortController();
+    const settle = (answer) => {
+      heard.abort();
+      resolve(result(answer));
+    };
+    const { signal } = heard;
+    dialog.addEventListener("submit", (event) => settle(event.submitter?.value ?? ""), { signal });
+    dialog.addEventListener("cancel", () => settle(""), { signal });
+    dialog.addEventListener("close", () => settle(dialog.returnValue), { signal });
+  });
 }

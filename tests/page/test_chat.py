@@ -60,7 +60,6 @@ def test_what_is_sent_is_the_conversation_with_its_session_and_settings(page: An
     page.get_by_label("Seed").fill("5")
     page.get_by_label("Longest answer").fill("40")
     page.get_by_role("button", name="Done").click()
-    page.wait_for_timeout(200)  # the dialog tells that it was closed in a task of its own, and input may overtake it
     with page.expect_request("**/v1/chat/completions") as first:
         send(page, "One")
     with page.expect_request("**/v1/chat/completions") as second:
@@ -74,6 +73,21 @@ def test_what_is_sent_is_the_conversation_with_its_session_and_settings(page: An
     assert (bodies[0]["temperature"], bodies[0]["seed"], bodies[0]["max_tokens"]) == (0.7, 5, 40)
     assert "top_k" not in bodies[0]
     assert server.engine.submitted[-1].sampling.seed == 5
+
+
+def test_what_is_sent_before_the_browser_tells_that_the_dialog_is_closed_has_its_settings(page: Any) -> None:
+    page.get_by_role("button", name="System prompt and sampling").click()
+    page.get_by_label("Seed").fill("5")
+    with page.expect_request("**/v1/chat/completions") as sent:
+        page.evaluate(
+            """async () => {
+                document.querySelector("#settings .primary").click();
+                for (let i = 0; i < 10; i++) await null; // the promises' turn, no task's
+                document.querySelector("#message").value = "One";
+                document.querySelector("#message").form.requestSubmit();
+            }"""
+        )
+    assert json.loads(sent.value.post_data)["seed"] == 5
 
 
 def test_stop_keeps_what_was_said_and_what_it_cost(page: Any, server: Served) -> None:
