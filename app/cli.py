@@ -126,6 +126,7 @@ def examine(
 
 @cli.command()
 def simulate(
+    context: typer.Context,
     trace: Annotated[
         Path | None, typer.Option(help="Requests with the names of their blocks (Mooncake's JSON lines): block mode.")
     ] = None,
@@ -164,16 +165,21 @@ def simulate(
     """What caching would save: eviction policies on a recorded trace (--trace), or else a whole server of the papers'
     kind on a virtual clock, with every policy beside recomputing."""
     from loadgen.load import check_writable, save
+    from loadgen.options import refuse_given
 
+    names = list(dict.fromkeys(policy.strip() for policy in policies.split(",")))
+    of_model = {"model", "dram_gb", "disk_gb"}
     try:
         check_writable(out, figure, read=(trace, machine))
         if trace is not None:
             from loadgen import trace_report
 
+            shape = {"load", "sessions_per_s", "sessions", "truncation", "warmup_turns", "seed"}
+            refuse_given(context, {*of_model, *shape, "server", "api_key", "machine"}, "with --trace")
             result = trace_report.simulate(
                 trace,
                 capacities=_counts("--capacity-tokens", capacity_tokens),
-                policies=[policy.strip() for policy in policies.split(",")],
+                policies=names,
                 score_from=score_from,
                 progress=lambda policy, capacity: console.print(f"{policy}, {capacity:,} tokens"),
             )
@@ -181,18 +187,22 @@ def simulate(
         else:
             from loadgen.sim import calibrate, report
 
+            refuse_given(context, {"capacity_tokens", "score_from", "figure"}, "without --trace")
             if server:
+                refuse_given(context, {*of_model, "machine"}, "with --server")
                 simulated = calibrate.from_server(server, api_key=api_key)
             elif machine is not None:
+                refuse_given(context, {*of_model, "api_key"}, "with --machine")
                 simulated = report.read_machine(machine)
             else:
+                refuse_given(context, {"api_key"}, "without --server")
                 simulated = report.preset(model, load, dram_bytes=dram_gb * 1e9, disk_bytes=disk_gb * 1e9)
             result = report.simulate(
                 machine=simulated,
                 load=load,
                 sessions=sessions,
                 sessions_per_s=sessions_per_s,
-                policies=[policy.strip() for policy in policies.split(",")],
+                policies=names,
                 truncation=truncation,
                 warmup_turns=warmup_turns,
                 seed=seed,
@@ -202,7 +212,7 @@ def simulate(
         text = json.dumps(result, indent=1) + "\n"
         if out is not None:
             save(text, out)
-        if figure is not None and trace is not None:
+        if figure is not None:
             trace_report.draw(result, figure)
     except (OSError, ValueError, ImportError) as error:
         console.print(f"reprise simulate: {error}", markup=False)
@@ -222,7 +232,7 @@ def _counts(option: str, text: str) -> list[int]:
     """Raises ValueError."""
     if not all(part.strip().isdecimal() for part in text.split(",")):
         raise ValueError(f"{option} takes whole numbers with commas between them, not {text!r}")
-    return [int(part) for part in text.split(",")]
+    return list(dict.fromkeys(int(part) for part in text.split(",")))
 
 
 def _prepare(settings: Settings) -> FastAPI:

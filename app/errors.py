@@ -71,11 +71,11 @@ def invalid(message: str, param: str | None = None, code: str | None = None) -> 
     return ApiError(400, message, code=code, param=param)
 
 
-def invalid_grammar(problem: str) -> ApiError:
-    """What the engine could not follow, though it looked right."""
+def invalid_grammar(problem: str, param: str) -> ApiError:
+    """What the engine could not follow, though it looked right. `param`: the field that asks for it."""
     if "limits." in problem:  # of the library, which nobody can set
         problem = "it would be too costly to follow"
-    return invalid(f"Invalid 'response_format': {problem[:300]}.", "response_format", "invalid_schema")
+    return invalid(f"Invalid '{param}': {problem[:300]}.", param, "invalid_schema")
 
 
 def model_not_found(name: str) -> ApiError:

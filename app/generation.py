@@ -251,6 +251,7 @@ class Generation(AsyncIterator[Delta]):
         deadline: Deadline,
         ticket: Ticket,
         service_tier: str,
+        grammar_param: str,
         on_first_token: Callable[["Generation", Choice], None],
         on_close: Callable[["Generation"], None],
     ) -> None:
@@ -268,6 +269,7 @@ class Generation(AsyncIterator[Delta]):
         self._ticket = ticket
         self._on_first_token = on_first_token
         self._on_close = on_close
+        self._grammar_param = grammar_param  # the field that says what the answer must be
         self._engine = engine
         self._outputs = outputs
         self._record = record
@@ -387,7 +389,7 @@ class Generation(AsyncIterator[Delta]):
                 kept = "what has to stay, the system prompt (or keep_first_tokens) and your newest message, is"
                 return cannot_be_shortened(self.model.max_context, kept)
             case "invalid_grammar":
-                return invalid_grammar(output.error or "")
+                return invalid_grammar(output.error or "", self._grammar_param)
             case "overloaded":
                 return overloaded(self._ticket.retry_after_s)
             case _:

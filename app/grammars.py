@@ -34,7 +34,7 @@ async def grammar_of(request: ChatCompletionRequest, style: str) -> str:
         names = [name for name, rules in (("answer", answer), ("calls", calls)) if rules]
         lark = "\n".join([f"start: {' | '.join(names)}", *answer, *calls])
     grammar = LLMatcher.grammar_from_lark(lark)
-    param = _param_of(request)
+    param = param_of(request)
     if len(grammar) > MAX_GRAMMAR_BYTES:
         raise invalid(f"Invalid '{param}': the schemas are too large together.", param, "invalid_schema")
     try:
@@ -60,7 +60,7 @@ def _shown(problem: str, *, hide_place: bool) -> str:
     return " ".join(said.split())[:300]
 
 
-def _param_of(request: ChatCompletionRequest) -> str:
+def param_of(request: ChatCompletionRequest) -> str:
     """The field that says what the answer must be."""
     if _must_call(request):
         return "tools"

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from app.answer_parts import THINK, AnswerParser
 from app.errors import cannot_be_shortened, context_length_exceeded, invalid, prompt_too_long
 from app.generation import Choice
-from app.grammars import grammar_of
+from app.grammars import grammar_of, param_of
 from app.schema_parts import SESSION_ID, SESSION_ID_RULE, GenerationRequest
 from app.schemas import ChatCompletionRequest
 from app.schemas_completions import CompletionRequest
@@ -47,6 +47,7 @@ class Prepared:
     id_prefix: str
     param: str  # where the prompt stands in the request
     grammar: str = ""
+    grammar_param: str = ""  # the field that asks for it
     keep_first_tokens: int = 0
     message_starts: tuple[int, ...] = ()
     important: tuple[tuple[int, int], ...] = ()
@@ -134,6 +135,7 @@ async def prepare_chat(
         id_prefix="chatcmpl",
         param="messages",
         grammar=grammar,
+        grammar_param=param_of(request),
         keep_first_tokens=_keep_first_tokens(request, messages, prompt, keep_first_tokens),
         message_starts=tuple(dict.fromkeys(prompt.starts[: len(messages)])),  # one may have no token
         important=important_ranges(request, prompt.starts[added:]),

@@ -314,6 +314,7 @@ class Service:
             deadline=deadline,
             ticket=ticket,
             service_tier=tier,
+            grammar_param=prepared.grammar_param,
             on_first_token=partial(self.live.first_token, caller.tenant),
             on_close=partial(self._closed, keep_s=request.keep_s, tenant=caller.tenant),
         )

@@ -10,6 +10,7 @@ from rich.console import Console
 from loadgen import plan
 from loadgen.load import check_writable, save
 from loadgen.metrics import Prices
+from loadgen.options import refuse_given
 from loadgen.synthetic import Distribution
 
 console = Console(stderr=True, highlight=False)
@@ -24,6 +25,7 @@ def main(words: list[str]) -> None:
 
 @cli.command()
 def plan_command(
+    context: typer.Context,
     trace: Annotated[
         Path | None, typer.Option(help="Requests with the names of their blocks.", rich_help_panel=WORKLOAD)
     ] = None,
@@ -73,6 +75,8 @@ def plan_command(
         check_writable(out, figure, read=(trace,))
         machine = plan.machine_of(model)
         if trace is not None:
+            drawn = {"ttl", "sessions_per_s", "sessions", "think", "mean_turns", "over_2k", "over_4k", "seed"}
+            refuse_given(context, drawn, "with --trace")
             found = plan.of_trace(
                 trace, machine, dram_gb=dram_gb, target=target, prices=prices, progress=progress
             )  # fmt: skip

@@ -13,6 +13,8 @@ to the next one.
 import csv
 import math
 from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import datetime
 from io import StringIO
@@ -52,12 +54,9 @@ def read(path: Path) -> list[Request]:
     """In the order of their times, the first at 0. Raises ValueError where a file is none of these, OSError."""
     text = open_text(path)
     try:
-        requests = _mooncake(text) if text.lstrip().startswith("{") else _table(path, text)
-        lengths = (max(request.prompt_tokens, request.answer_tokens) for request in requests)
-        if not all(math.isfinite(request.at_s) for request in requests) or max(lengths, default=0) > _MOST_TOKENS:
-            raise ValueError("a time or a length that is none")
-    except (KeyError, TypeError, ValueError, OverflowError) as error:
-        raise ValueError(f"{path} is not a trace that can be read: {error!r}") from None
+        requests = _mooncake(text) if text.lstrip().startswith("{") else _table(text)
+    except ValueError as error:
+        raise ValueError(f"{path} is not a trace that can be read: {error}") from None
     requests = [request for request in requests if request.prompt_tokens > 0 and request.answer_tokens > 0]
     if not requests:
         raise ValueError(f"{path} holds no requests")
@@ -89,39 +88,79 @@ def conversations(requests: list[Request], *, speed: float) -> list[Conversation
 
 def _mooncake(text: str) -> list[Request]:
     decoder = msgspec.json.Decoder(_MooncakeRow)
-    rows = (decoder.decode(line) for line in text.splitlines() if line.strip())
-    return [
-        Request(
-            row.timestamp / 1e3, row.input_length, row.output_length, "", tuple(map(_block_name, row.hash_ids or ()))
-        )
-        for row in rows
-    ]
+    found = []
+    for number, line in enumerate(text.splitlines(), 1):
+        if line.strip():
+            with _in_line(number):
+                row = decoder.decode(line)
+                names = tuple(map(_block_name, row.hash_ids or ()))
+                found.append(Request(row.timestamp / 1e3, row.input_length, row.output_length, "", names))
+    return found
+
+
+@contextmanager
+def _in_line(number: int) -> Iterator[None]:
+    """ValueErrors name the line."""
+    try:
+        yield
+    except (ValueError, RecursionError) as error:  # msgspec's are some
+        raise ValueError(f"line {number}: {error}") from None
 
 
 def _block_name(name: int | str) -> int:
     return name if isinstance(name, int) else xxhash.xxh3_64_intdigest(name.encode()) >> 1
 
 
-def _table(path: Path, text: str) -> list[Request]:
+def _table(text: str) -> list[Request]:
     rows = csv.DictReader(StringIO(text))
-    names = set(rows.fieldnames or ())
-    if {"TIMESTAMP", "ContextTokens", "GeneratedTokens"} <= names:
-        return [
-            Request(_seconds(row["TIMESTAMP"]), int(row["ContextTokens"]), int(row["GeneratedTokens"])) for row in rows
-        ]
-    if {"Timestamp", "Request tokens", "Response tokens"} <= names:
-        return [
-            Request(
-                float(row["Timestamp"]), int(float(row["Request tokens"])), int(float(row["Response tokens"])),
-                row.get("Session ID") or "",
-            )
-            for row in rows
-        ]  # fmt: skip
-    raise ValueError(f"its columns are {', '.join(sorted(names)) or 'none'}")
+    try:
+        names = rows.fieldnames or ()
+        if {"TIMESTAMP", "ContextTokens", "GeneratedTokens"} <= set(names):
+            make = _azure
+        elif {"Timestamp", "Request tokens", "Response tokens"} <= set(names):
+            make = _burst
+        else:
+            raise ValueError(f"its columns are {', '.join(sorted(names)) or 'none'}")
+        found = []
+        for row in rows:
+            with _in_line(rows.line_num):
+                found.append(make(row))
+    except csv.Error as error:
+        raise ValueError(f"line {rows.line_num + 1}: {error}") from None
+    return found
 
 
-def _seconds(stamp: str) -> float:
-    when = datetime.fromisoformat(stamp)
+def _azure(row: Mapping[str, str | None]) -> Request:
+    return Request(_seconds(row["TIMESTAMP"]), _tokens(row, "ContextTokens"), _tokens(row, "GeneratedTokens"))
+
+
+def _burst(row: Mapping[str, str | None]) -> Request:
+    tokens = _tokens(row, "Request tokens"), _tokens(row, "Response tokens")
+    return Request(_number(row, "Timestamp"), *tokens, row.get("Session ID") or "")
+
+
+def _tokens(row: Mapping[str, str | None], column: str) -> int:
+    tokens = _number(row, column)
+    if tokens > _MOST_TOKENS:
+        raise ValueError(f"{column} of {tokens:g} tokens")
+    return int(tokens)
+
+
+def _number(row: Mapping[str, str | None], column: str) -> float:
+    try:
+        number = float(row[column] or "")
+    except ValueError:
+        number = math.nan
+    if not math.isfinite(number):
+        raise ValueError(f"{column} is {row[column]!r}, which is no number")
+    return number
+
+
+def _seconds(stamp: str | None) -> float:
+    try:
+        when = datetime.fromisoformat(stamp or "")
+    except ValueError:
+        raise ValueError(f"TIMESTAMP is {stamp!r}, which is no time") from None
     return (when.replace(tzinfo=None) - datetime(2000, 1, 1)).total_seconds()  # noqa: DTZ001  # only differences matter
 
 

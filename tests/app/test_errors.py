@@ -181,8 +181,9 @@ async def test_the_body_is_limited_while_it_is_read(engine: FakeEngine, tmp_path
 
 def test_limits_of_a_library_are_not_shown_as_ours():
     said = "lexer precomputation failed; either increase limits.initial_lexer_fuel or disable limits.precompute_large"
-    assert invalid_grammar(said).message == "Invalid 'response_format': it would be too costly to follow."
-    assert "no such rule" in invalid_grammar("no such rule").message
+    refused = invalid_grammar(said, "guided_regex")
+    assert refused.message == "Invalid 'guided_regex': it would be too costly to follow."
+    assert "no such rule" in invalid_grammar("no such rule", "tools").message
 
 
 @pytest.mark.parametrize("name", [".", ".."])

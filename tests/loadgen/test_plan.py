@@ -161,3 +161,5 @@ def test_the_command_writes_json_and_a_picture(tmp_path):
     assert figure.read_bytes()[:4] == b"\x89PNG"
     refused = CliRunner().invoke(cli, ["--model", "no such model"])
     assert refused.exit_code == 2
+    idle = CliRunner().invoke(cli, ["--trace", str(trace), "--ttl", "60", "--think", "fixed:1"])
+    assert (idle.exit_code, idle.stderr.strip()) == (2, "reprise plan: --ttl, --think have no effect with --trace")

@@ -1,6 +1,7 @@
 import gzip
 import json
 import random
+import re
 
 import pytest
 
@@ -61,6 +62,35 @@ def test_sessions_of_burstgpt_become_conversations(tmp_path):
     conversation, alone = replay.conversations(replay.read(path), speed=1.0)
     assert [(t.prompt_tokens, t.answer_tokens, t.due_s) for t in conversation.turns] == [(100, 50, 0), (40, 20, 20)]
     assert (alone.start_s, len(alone.turns)) == (35.0, 1)
+
+
+_AZURE, _BURST = "TIMESTAMP,ContextTokens,GeneratedTokens", "Timestamp,Session ID,Request tokens,Response tokens"
+
+
+@pytest.mark.parametrize(
+    ("lines", "problem"),
+    [
+        ([json.dumps(MOONCAKE[0]), '{"timestamp": 1}'], "line 2: Object missing required field `input_length`"),
+        ([json.dumps(MOONCAKE[0]), "", '{"timestamp": "x"'], "line 3: Expected `float`, got `str`"),
+        ([json.dumps(MOONCAKE[0]), "nonsense"], "line 2: JSON is malformed"),
+        ([json.dumps(MOONCAKE[0]), '{"x":' + "[" * 200_000], "line 2: maximum recursion depth"),
+        ([json.dumps({**MOONCAKE[0], "input_length": 1 << 31})], "line 1: Expected `int` <= 1073741824"),
+        (
+            [_AZURE, "2023-11-16 18:15:46,374,44", "2023-11-16 18:15:50,many,44"],
+            "line 3: ContextTokens is 'many', which",
+        ),
+        ([_AZURE, "2023-11-16 18:15:46,374"], "line 2: GeneratedTokens is None, which is no number"),
+        ([_AZURE, "yesterday,374,44"], "line 2: TIMESTAMP is 'yesterday', which is no time"),
+        ([_AZURE, "2023-11-16 18:15:46,3e9,44"], "line 2: ContextTokens of 3e+09 tokens"),
+        ([_BURST, "10,a,100,50", "nan,a,100,50"], "line 3: Timestamp is 'nan', which is no number"),
+        ([_BURST, "10,a,100,50", f'20,"{"a" * 200_000}",100,50'], "line 3: field larger than field limit"),
+    ],
+)
+def test_what_cannot_be_read_is_named_with_its_line(tmp_path, lines, problem):
+    path = tmp_path / "trace"
+    path.write_text("\n".join(lines))
+    with pytest.raises(ValueError, match=re.escape(f"{path} is not a trace that can be read: {problem}")):
+        replay.read(path)
 
 
 @pytest.mark.parametrize("text", ["", "a,b\n1,2\n", '{"timestamp": 1}\n', "TIMESTAMP,ContextTokens,GeneratedTokens\n"])

@@ -69,6 +69,25 @@ def test_what_is_not_known_is_refused(words):
 
 
 @pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        (["--trace", "x", "--sessions", "9", "--seed", "1"], "--sessions, --seed have no effect with --trace"),
+        (["--trace", "x", "--dram-gb", "9"], "--dram-gb has no effect with --trace"),
+        (["--capacity-tokens", "1024"], "--capacity-tokens has no effect without --trace"),
+        (["--figure", "x.png"], "--figure has no effect without --trace"),
+        (["--score-from", "0.5"], "--score-from has no effect without --trace"),
+        (["--machine", "x", "--model", "llama-65b"], "--model has no effect with --machine"),
+        (["--server", "http://127.0.0.1:9", "--machine", "x"], "--machine has no effect with --server"),
+        (["--api-key", "x"], "--api-key has no effect without --server"),
+    ],
+)
+def test_what_would_have_no_effect_is_refused(words, problem, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    result = CliRunner().invoke(cli, ["simulate", *words], env={"COLUMNS": "200", "OPENAI_API_KEY": "of another tool"})
+    assert (result.exit_code, result.stderr.strip()) == (2, f"reprise simulate: {problem}")
+
+
+@pytest.mark.parametrize(
     "spoilt",
     [{"disk_to_dram": 0}, {"window": "x"}, {"window": 1}, {"max_seqs": 0}, {"dram_to_hbm": -1}, {"dram_bytes": None}],
 )

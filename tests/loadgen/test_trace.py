@@ -150,7 +150,14 @@ def write(path, requests):
 def test_the_command_writes_what_it_shows(tmp_path):
     write(tmp_path / "trace.jsonl", ROUND)
     words = ["simulate", "--trace", str(tmp_path / "trace.jsonl"), "--capacity-tokens", "1536,1024"]
-    words += ["--policies", "lru, belady", "--out", str(tmp_path / "out.json"), "--figure", str(tmp_path / "out.png")]
+    words += [
+        "--policies",
+        "lru, belady,lru",
+        "--out",
+        str(tmp_path / "out.json"),
+        "--figure",
+        str(tmp_path / "out.png"),
+    ]
     done = CliRunner().invoke(cli, words)
     assert done.exit_code == 0, done.output
     result = json.loads((tmp_path / "out.json").read_text())

@@ -103,8 +103,14 @@ async def test_a_schema_that_cannot_be_followed_is_a_400(running: Running):
     response = await running.chat(response_format=bad)
     assert (response.status_code, response.json()["error"]["code"]) == (400, "invalid_schema")
     running.engine.script.refuse = "invalid_grammar"
-    late = await running.chat(response_format={"type": "json_object"})
-    assert (late.status_code, late.json()["error"]["code"]) == (400, "invalid_schema")
+    for field, value in (
+        ("response_format", {"type": "json_object"}),
+        ("guided_regex", "a+"),
+        ("guided_choice", ["a"]),
+    ):
+        late = await running.chat(**{field: value})
+        error = late.json()["error"]
+        assert (late.status_code, error["code"], error["param"]) == (400, "invalid_schema", field)
 
 
 async def test_an_answer_is_gone_on_with(running: Running):
