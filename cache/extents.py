@@ -151,6 +151,7 @@ class Extents:
             row = self._table.get(victims[0])
             assert row is not None
             assert row.extent is not None
+            self._stats.evictions["disk"] += len(self._extents[row.extent[0]].keys)
             # Not written again although DRAM may have it: it would take the room of another, and so on for ever.
             self.delete([row.extent[0]], None, None, write_again=False)
         return True
@@ -186,7 +187,6 @@ class Extents:
                     continue
                 row.extent = None
                 self._policy.remove(key)
-                self._stats.evictions["disk"] += 1
                 if write_again and row.slot is not None and row.owners:
                     self._write_again(row)
                 if row.is_nowhere:

@@ -80,6 +80,7 @@ def test_a_session_that_is_deleted_is_not_recorded_any_more():
     assert model.manager.delete(NAME, "waiter") is None
     model.settle()
     assert model.deleted == ["waiter"]
+    assert model.manager.stats.evictions["disk"] == 0, "nothing had to make room"
     assert NAME not in model.records
     assert PutSession not in orders
     assert model.manager.in_flight == 0
