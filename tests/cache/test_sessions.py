@@ -73,6 +73,16 @@ def test_a_session_that_goes_on_at_once_does_not_wait_for_the_end_of_its_next_tu
     assert orders == [PutSession]
 
 
+def test_what_is_deleted_is_no_eviction():
+    model = stored()
+    model.run("a", tokens(1, 70))
+    model.settle()
+    assert model.manager.blocks_of(NAME)["disk"]
+    assert model.manager.delete(NAME, "waiter") is None
+    model.settle()
+    assert model.manager.stats.evictions["disk"] == 0, "nothing had to make room"
+
+
 def test_a_session_that_is_deleted_is_not_recorded_any_more():
     model = stored()
     model.run("a", tokens(1, 70))
@@ -80,7 +90,6 @@ def test_a_session_that_is_deleted_is_not_recorded_any_more():
     assert model.manager.delete(NAME, "waiter") is None
     model.settle()
     assert model.deleted == ["waiter"]
-    assert model.manager.stats.evictions["disk"] == 0, "nothing had to make room"
     assert NAME not in model.records
     assert PutSession not in orders
     assert model.manager.in_flight == 0
