@@ -228,7 +228,10 @@ class CacheManager:
     def report(self, request_id: str) -> PromptReport:
         """Explains the prompt of a request that was just admitted for the first time."""
         context = self._running[request_id]
-        return report_prompt(context, self.sessions.get(context.session), self.table, reuse=self._reuse)
+        name = context.session
+        return report_prompt(
+            context, self.sessions.get(name), self.table, reuse=self._reuse, expired=self._sessions.expired.get(name)
+        )
 
     def preempt(self, request_id: str) -> None:
         """See CacheView. The open block is kept too, so an early resumption computes nothing again."""

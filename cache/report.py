@@ -1,26 +1,33 @@
 """Why the tokens of a prompt were cached, or were not."""
 
-from cache.block import BLOCK_TOKENS
+from cache.block import BLOCK_TOKENS, BlockKey
 from cache.context import RunningContext, SessionContext
 from cache.stats import PromptReport
 from cache.table import CacheTable, common_prefix
 
 
 def report_prompt(
-    context: RunningContext, session: SessionContext | None, table: CacheTable, *, reuse: bool
+    context: RunningContext,
+    session: SessionContext | None,
+    table: CacheTable,
+    *,
+    reuse: bool,
+    expired: tuple[int, BlockKey] | None = None,
 ) -> PromptReport:
-    """Explains the prompt of a request that was just admitted for the first time. session: as its last turn left it."""
+    """Explains the prompt of a request that was just admitted for the first time. session: as its last turn left it;
+    expired: what it had when its time to live was over, in full blocks, and the name of the last."""
     prompt = context.prompt_tokens
     tiers = {tier: min(count, prompt) for tier, count in context.sources.items()} if reuse else {}
     cached = sum(tiers.values())
     shared, seen = shared_history(context, session, table)
-    history = max(shared, cached)
+    had = _expired_history(context, expired) if reuse and session is None and expired is not None else 0
+    history = max(shared, cached, had)
     reasons: dict[str, int] = {}
     if reuse and cached == prompt - 1 and (history == prompt or _holds_last(context, table)):
         history = prompt
         reasons["last_token"] = 1
     if lost := history - cached - reasons.get("last_token", 0):
-        reasons[_why_lost(context, reuse)] = lost
+        reasons["expired" if had == history else _why_lost(context, reuse)] = lost
     diverged = max(0, min(seen, prompt) - history) if session is not None and not context.cuts else 0
     if diverged:
         reasons["diverged"] = diverged
@@ -36,6 +43,13 @@ def report_prompt(
         truncated_tokens=sum(b - a for a, b in context.cuts),
         shifted_tokens=min(context.shifted_tokens, cached),
     )
+
+
+def _expired_history(context: RunningContext, expired: tuple[int, BlockKey]) -> int:
+    """How many leading tokens of the prompt are those that had expired."""
+    count, last = expired
+    is_same = not context.cuts and count * BLOCK_TOKENS <= context.prompt_tokens and context.chain()[count - 1] == last
+    return count * BLOCK_TOKENS if is_same else 0
 
 
 def _holds_last(context: RunningContext, table: CacheTable) -> bool:

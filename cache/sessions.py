@@ -34,6 +34,8 @@ class SessionStore:
         self.mean_bytes = 0.0  # of a session's context, the latest counting most
         self.deleting: dict[SessionName, str | None] = {}
         """Session -> who waits, None if it has expired. A save or a write of it has to end first."""
+        self.expired: OrderedDict[SessionName, tuple[int, BlockKey]] = OrderedDict()
+        """Session -> its full blocks and the name of the last, to say why they are not there; no more than sessions."""
         self._tiers, self._table, self._lower = tiers, tiers.table, tiers.lower
         self._running = running
         self._domain_of = domain_of
@@ -107,6 +109,7 @@ class SessionStore:
             session.cut_digest = digest_of(conversation[: session.cuts[-1][1]])
             session.end_digest = digest_of(conversation[: num_tokens + session.truncated_tokens])
         self.contexts[name] = session
+        self.expired.pop(name, None)
         self._take_over(name, session)
         self._tiers.answered(name, now, num_tokens)
         self._count_size(num_tokens)
@@ -218,6 +221,7 @@ class SessionStore:
         """Remove a session and what only it has from every tier; `take_deleted` names `waiter` when the bytes are gone.
         Returns why not: `not_found`, or `busy` while a request of it runs."""
         session = self.contexts.get(name)
+        self.expired.pop(name, None)
         if session is None and self._lower.extents.delete_again(name, waiter):
             return None
         if session is None or self.deleting.get(name) is not None:
@@ -245,6 +249,10 @@ class SessionStore:
 
     def _delete_now(self, name: SessionName, waiter: str | None) -> None:
         session = self.contexts.pop(name)
+        if waiter is None and session.keys and not session.cuts:
+            self.expired[name] = (len(session.keys), session.keys[-1])
+            if len(self.expired) > self._max_sessions:
+                self.expired.popitem(last=False)
         self._lower.pinned_sessions.discard(name)
         self._tiers.forget_session(name)
         private = self._disown(name, session.owned)

@@ -9,9 +9,10 @@ from typing import NamedTuple
 class PromptReport:
     """One prompt, token by token, as it stands in the context: hbm + dram + disk + computed == prompt_tokens;
     miss_reasons adds up to computed_tokens. Reasons: `new` (never computed for this session), `evicted` (was, has
-    left), `diverged` (behind the place where the prompt leaves the session's history), `last_token` (present, but its
-    logits are needed), `load_failed`, `cheaper_to_recompute`, `lineage_reset` (behind a block that a truncation had
-    kept and that is gone), `truncated` (recomputed because of a truncation), `disabled` (cache.mode = recompute)."""
+    left), `expired` (its time to live was over), `diverged` (behind the place where the prompt leaves the session's
+    history), `last_token` (present, but its logits are needed), `load_failed`, `cheaper_to_recompute`, `lineage_reset`
+    (behind a block that a truncation had kept and that is gone), `truncated` (recomputed because of a truncation),
+    `disabled` (cache.mode = recompute)."""
 
     prompt_tokens: int
     history_tokens: int

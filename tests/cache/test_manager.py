@@ -428,6 +428,28 @@ def test_recompute_mode_finds_nothing_and_keeps_nothing():
     assert reasons(model, "second", list(range(60))) == {"disabled": 50, "new": 10}
 
 
+def test_what_had_expired_is_said():
+    model = PoolModel(make_manager(ttl_s=10.0, max_sessions=2))
+    assert reasons(model, "first", list(range(70))) == {"new": 70}
+    assert model.manager.sweep(10.0) == 1
+    assert reasons(model, "again", list(range(80))) == {"expired": 64, "new": 16}
+    assert reasons(model, "and again", list(range(80))) == {"last_token": 1}
+    assert model.manager.sweep(10.0) == 1
+    assert reasons(model, "other", [7] * 80) == {"new": 80}, "this is not what had expired"
+    assert model.manager.delete(("", "", "s"), "waiter") is None
+    assert reasons(model, "deleted", list(range(80))) == {"new": 80}, "nothing is known of what was deleted"
+
+
+def test_of_what_has_expired_no_more_is_known_than_of_sessions():
+    model = PoolModel(make_manager(ttl_s=10.0, max_sessions=3))
+    for number in range(9):
+        reasons(model, f"r{number}", [number] * 40, session=f"s{number}")
+        model.manager.sweep(10.0)
+    assert [reasons(model, f"again {number}", [number] * 40, session=f"s{number}") for number in (5, 6)] == [
+        {"new": 40}, {"expired": 32, "new": 8},
+    ]  # fmt: skip
+
+
 def test_copies_of_a_prompt_wait_for_the_first_to_compute_it():
     model = PoolModel(make_manager())
     for request_id in ("r/0", "r/1"):
