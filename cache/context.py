@@ -164,6 +164,28 @@ class SessionContext:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class ExpiredContext:
+    """What is known of a context whose time to live was over: enough to know it again."""
+
+    end: int  # tokens of its conversation, nothing cut, that it reached; of whole blocks where it was never cut
+    name: bytes  # of them: their digest, or the last block's key where nothing was cut
+    was_cut: bool
+
+    @classmethod
+    def of(cls, session: SessionContext) -> "ExpiredContext | None":
+        if session.cuts:
+            return cls(session.num_tokens + session.truncated_tokens, session.end_digest, True)
+        return cls(len(session.keys) * BLOCK_TOKENS, session.keys[-1], False) if session.keys else None
+
+    def is_in(self, stream: Sequence[int], domain: KeyDomain) -> bool:
+        """Whether a conversation begins with it."""
+        begin = stream[: self.end]
+        if len(begin) < self.end:
+            return False
+        return (digest_of(begin) if self.was_cut else domain.chain(begin)[-1]) == self.name
+
+
 def digest_of(token_ids: Sequence[int]) -> bytes:
     """What a conversation begins with, in 16 bytes."""
     return blake2b(token_bytes(token_ids), digest_size=16).digest()

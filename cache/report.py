@@ -1,9 +1,10 @@
 """Why the tokens of a prompt were cached, or were not."""
 
-from cache.block import BLOCK_TOKENS, BlockKey
-from cache.context import RunningContext, SessionContext
+from cache.block import BLOCK_TOKENS
+from cache.context import ExpiredContext, RunningContext, SessionContext
 from cache.stats import PromptReport
 from cache.table import CacheTable, common_prefix
+from cache.truncate import map_offset
 
 
 def report_prompt(
@@ -12,15 +13,17 @@ def report_prompt(
     table: CacheTable,
     *,
     reuse: bool,
-    expired: tuple[int, BlockKey] | None = None,
+    expired: ExpiredContext | None = None,
 ) -> PromptReport:
     """Explains the prompt of a request that was just admitted for the first time. session: as its last turn left it;
-    expired: what it had when its time to live was over, in full blocks, and the name of the last."""
+    expired: as it was when its time to live was over."""
     prompt = context.prompt_tokens
     tiers = {tier: min(count, prompt) for tier, count in context.sources.items()} if reuse else {}
     cached = sum(tiers.values())
     shared, seen = shared_history(context, session, table)
-    had = _expired_history(context, expired) if reuse and session is None and expired is not None else 0
+    had = 0
+    if reuse and session is None and expired is not None and expired.is_in(context.stream, context.domain):
+        had = min(map_offset(expired.end, context.cuts), prompt)
     history = max(shared, cached, had)
     reasons: dict[str, int] = {}
     if reuse and cached == prompt - 1 and (history == prompt or _holds_last(context, table)):
@@ -43,13 +46,6 @@ def report_prompt(
         truncated_tokens=sum(b - a for a, b in context.cuts),
         shifted_tokens=min(context.shifted_tokens, cached),
     )
-
-
-def _expired_history(context: RunningContext, expired: tuple[int, BlockKey]) -> int:
-    """How many leading tokens of the prompt are those that had expired."""
-    count, last = expired
-    is_same = not context.cuts and count * BLOCK_TOKENS <= context.prompt_tokens and context.chain()[count - 1] == last
-    return count * BLOCK_TOKENS if is_same else 0
 
 
 def _holds_last(context: RunningContext, table: CacheTable) -> bool:

@@ -5,7 +5,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable
 
 from cache.block import BLOCK_TOKENS, BlockKey
-from cache.context import RunningContext, SessionContext, digest_of
+from cache.context import ExpiredContext, RunningContext, SessionContext, digest_of
 from cache.extent import ExtentInfo, SessionRecord
 from cache.hierarchy import Hierarchy
 from cache.opening import DomainOf
@@ -34,8 +34,8 @@ class SessionStore:
         self.mean_bytes = 0.0  # of a session's context, the latest counting most
         self.deleting: dict[SessionName, str | None] = {}
         """Session -> who waits, None if it has expired. A save or a write of it has to end first."""
-        self.expired: OrderedDict[SessionName, tuple[int, BlockKey]] = OrderedDict()
-        """Session -> its full blocks and the name of the last, to say why they are not there; no more than sessions."""
+        self.expired: OrderedDict[SessionName, ExpiredContext] = OrderedDict()
+        """To say why it is not there. No more than there may be sessions."""
         self._tiers, self._table, self._lower = tiers, tiers.table, tiers.lower
         self._running = running
         self._domain_of = domain_of
@@ -249,8 +249,8 @@ class SessionStore:
 
     def _delete_now(self, name: SessionName, waiter: str | None) -> None:
         session = self.contexts.pop(name)
-        if waiter is None and session.keys and not session.cuts:
-            self.expired[name] = (len(session.keys), session.keys[-1])
+        if waiter is None and (expired := ExpiredContext.of(session)) is not None:
+            self.expired[name] = expired
             if len(self.expired) > self._max_sessions:
                 self.expired.popitem(last=False)
         self._lower.pinned_sessions.discard(name)

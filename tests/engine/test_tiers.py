@@ -3,11 +3,13 @@
 import random
 import shutil
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from cache.block import BLOCK_TOKENS
 from cache.tiers.base import BlockMissing
 from cache.tiers.extent_reader import ExtentReader
 from kernels.attention import BACKENDS
@@ -415,14 +417,14 @@ def test_a_client_that_edits_what_was_dropped_begins_anew(path: Path, tmp_path: 
     assert second.error is None
 
 
-def grow_old(driver: Driver, turns: int, forget_before: int | None = None) -> list[tuple[int, int, dict[str, int]]]:
+def grow_old(
+    driver: Driver, turns: int, before: Callable[[int], object] = lambda number: None
+) -> list[tuple[int, int, dict[str, int]]]:
     """Of each turn of one conversation that outgrows the window: the tokens that are cut, the history, and why what was
-    computed was."""
+    computed was. before: is called with the number of every turn in front of it."""
     told, text, starts = [], random_ids(20, 1), [0]
     for number in range(turns):
-        if number == forget_before:
-            for other in range(3):
-                driver.ask(f"other {other}", random_ids(250, 900 + other), max_tokens=2, ignore_eos=True)
+        before(number)
         starts.append(len(text))
         answer = driver.ask(
             str(number), text + random_ids(30, 50 + number), session="s", max_tokens=12, ignore_eos=True,
@@ -444,7 +446,13 @@ def test_what_a_cut_left_is_history_whatever_became_of_it(path: Path) -> None:
     assert [turn[:2] for turn in recomputed] == [turn[:2] for turn in everything]
     assert all(reasons == {"disabled": known, "new": 31} for _, known, reasons in recomputed[1:])
 
-    forgotten = grow_old(tiered(path, cache_mode="prefix"), 12, forget_before=6)
+    small = tiered(path, cache_mode="prefix")
+
+    def displace(number: int) -> None:
+        for other in range(3 if number == 6 else 0):
+            small.ask(f"other {other}", random_ids(250, 900 + other), max_tokens=2, ignore_eos=True)
+
+    forgotten = grow_old(small, 12, displace)
     assert [turn[:2] for turn in forgotten] == [turn[:2] for turn in everything]
     assert [reasons for _, _, reasons in forgotten[5:8]] == [
         {"new": 31},
@@ -457,6 +465,16 @@ def test_what_a_cut_left_is_history_whatever_became_of_it(path: Path) -> None:
     cut = [5, 8, 11]
     assert all(reasons == {"truncated": moved[turn][1] - 32, "new": 31} for turn in cut for reasons in [moved[turn][2]])
     assert all(moved[turn][2] == {"new": 31} for turn in range(1, 12) if turn not in cut)
+
+
+@pytest.mark.parametrize(("turn", "expired"), [(4, 160), (5, 96), (6, 143)])
+def test_what_had_expired_is_known_in_front_of_a_cut_at_one_and_behind(path: Path, turn: int, expired: int) -> None:
+    driver = tiered(path, dram_bytes=100 * SLOT)
+    _, _, reasons = grow_old(driver, turn + 1, lambda number: number == turn and driver.cache.sweep(1e9))[-1]
+    kept = grow_old(tiered(path, dram_bytes=100 * SLOT), turn + 1)[-1][1]
+    assert kept - expired in range(BLOCK_TOKENS)  # of what was never cut, whole blocks are known
+    assert reasons["expired"] == expired
+    assert set(reasons) == {"expired", "new"}
 
 
 def test_what_an_edit_changed_behind_a_cut_is_new(path: Path) -> None:
