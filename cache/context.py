@@ -90,7 +90,7 @@ class SavedContext(msgspec.Struct, frozen=True, array_like=True):
     open_tokens: tuple[int, ...]
     cuts: tuple[tuple[int, int], ...]
     cut_digest: bytes
-    end_digest: bytes = b""
+    conversation_keys: tuple[bytes, ...] = ()
 
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -108,7 +108,7 @@ class SessionContext:
     last_used_s: float
     cuts: list[Range] = field(default_factory=list)  # of the whole conversation, what is no longer in the context
     cut_digest: bytes = b""  # of the conversation up to the end of the last cut
-    end_digest: bytes = b""  # and to the end of the context
+    cut_conversation: list[BlockKey] = field(default_factory=list)  # keys of all of it, where something is cut
     pinned: bool = False
     ttl_s: float | None = None  # None: the server's
     owned: dict[BlockKey, None] = field(default_factory=dict)  # every block that is in the table because of it
@@ -121,6 +121,12 @@ class SessionContext:
     def all_keys(self) -> list[BlockKey]:
         """The open block's too."""
         return [*self.keys, *((self.open_key,) if self.open_key else ())]
+
+    @property
+    def conversation_keys(self) -> list[BlockKey]:
+        """Of the full blocks of the conversation as if nothing were cut: cuts are of whole blocks, so they would stand
+        where the context's would."""
+        return self.cut_conversation if self.cuts else self.keys
 
     @property
     def num_tokens(self) -> int:
@@ -143,7 +149,7 @@ class SessionContext:
                 self.open_tokens,
                 tuple(self.cuts),
                 self.cut_digest,
-                self.end_digest,
+                tuple(self.cut_conversation),
             )
         )
 
@@ -160,7 +166,7 @@ class SessionContext:
             last_used_s=last_used_s,
             cuts=list(saved.cuts),
             cut_digest=saved.cut_digest,
-            end_digest=saved.end_digest,
+            cut_conversation=[BlockKey(key) for key in saved.conversation_keys],
         )
 
 
@@ -168,22 +174,17 @@ class SessionContext:
 class ExpiredContext:
     """What is known of a context whose time to live was over: enough to know it again."""
 
-    end: int  # tokens of its conversation, nothing cut, that it reached; of whole blocks where it was never cut
-    name: bytes  # of them: their digest, or the last block's key where nothing was cut
-    was_cut: bool
+    num_blocks: int  # full ones of its conversation, nothing cut
+    last_key: BlockKey  # of these
 
     @classmethod
     def of(cls, session: SessionContext) -> "ExpiredContext | None":
-        if session.cuts:
-            return cls(session.num_tokens + session.truncated_tokens, session.end_digest, True)
-        return cls(len(session.keys) * BLOCK_TOKENS, session.keys[-1], False) if session.keys else None
+        keys = session.conversation_keys
+        return cls(len(keys), keys[-1]) if keys else None
 
-    def is_in(self, stream: Sequence[int], domain: KeyDomain) -> bool:
-        """Whether a conversation begins with it."""
-        begin = stream[: self.end]
-        if len(begin) < self.end:
-            return False
-        return (digest_of(begin) if self.was_cut else domain.chain(begin)[-1]) == self.name
+    @property
+    def num_tokens(self) -> int:
+        return self.num_blocks * BLOCK_TOKENS
 
 
 def digest_of(token_ids: Sequence[int]) -> bytes:
@@ -205,8 +206,9 @@ class RunningContext:
     cuts: list[Range] = field(default_factory=list)  # of the stream and what was generated behind it
     open_hint: BlockKey | None = None  # an open block it can go on from, whatever that chains on
     open_place: int = 0  # how many full blocks stand before that
-    history: int | None = None  # leading tokens that were computed before; None while nothing is cut: the keys tell
-    moved_behind: bool = False  # a cut has moved history that cannot be used where it is now
+    sent_keys: list[BlockKey] = field(default_factory=list)  # of the stream's full blocks; filled where cuts are made
+    cut_now: bool = False  # by this turn; what stood behind the last full block in front of a cut is lost to it
+    moved_behind: bool = False  # history cannot be used where it is now, or behind what it is behind now
     lost_lineage: bool = False  # a block that was kept in a cut is gone, and with it all behind it
     shifted_tokens: int = 0  # history that the client itself had dropped from where it was
     pages: list[int] = field(default_factory=list)  # pinned, in order; empty while waiting
@@ -229,6 +231,13 @@ class RunningContext:
         """All of it, nothing cut: what was sent, and what was generated behind that."""
         sent = len(self.stream) - sum(b - a for a, b in self.cuts)
         return self.stream + self.token_ids[sent:]
+
+    def conversation_keys(self) -> list[BlockKey]:
+        """Of the full blocks of the stream: see SessionContext.conversation_keys."""
+        if not self.cuts:
+            return self.chain()[: self.prompt_tokens // BLOCK_TOKENS]
+        self.sent_keys = self.domain.chain(self.stream, self.sent_keys)
+        return self.sent_keys
 
     @property
     def tenant(self) -> str:

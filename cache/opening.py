@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 from cache.block import BLOCK_TOKENS, KeyDomain
 from cache.context import Lineage, RunningContext, SessionContext, digest_of
-from cache.report import shared_history
 from cache.stats import CacheStats
 from cache.table import CacheTable, SessionName
 from cache.truncate import CutRules, DoesNotFit, Range, apply_cuts, map_offset, merge_cuts, plan_cut
@@ -83,7 +82,6 @@ class ContextOpener:
         before = len(context.token_ids)
         context.stream = context.conversation
         length = len(context.stream)
-        context.history = before - 1
         # An answer longer than the window loses its own beginning, but never its last quarter window.
         newest = max(context.rules.message_starts[-1] if context.rules.message_starts else 0,
                      length - self._truncation.window // 4)  # fmt: skip
@@ -102,18 +100,12 @@ class ContextOpener:
             if len(stream) > end and digest_of(stream[:end]) == session.cut_digest:
                 cuts = session.cuts
         tokens = apply_cuts(stream, cuts)
-        history = None
         lineage, known, open_hint = Lineage(self._domain_of(name[0], name[1])), 0, None
         if session is not None and (cuts or not session.cuts) and self._truncation.mode != "recompute":
             known = self._still_known(session, tokens)
             lineage = session.lineage.first(known)
             if known == len(session.keys):
                 open_hint = session.open_key
-        if session is not None and cuts:
-            history = known * BLOCK_TOKENS
-            end = session.num_tokens + session.truncated_tokens
-            if len(stream) >= end and digest_of(stream[:end]) == session.end_digest:
-                history = session.num_tokens
         return RunningContext(
             request_id=request_id,
             session=name,
@@ -125,7 +117,7 @@ class ContextOpener:
             cuts=list(cuts),
             open_hint=open_hint,
             open_place=known,
-            history=history,
+            moved_behind=bool(session and session.cuts and not cuts),
             lost_lineage=bool(session and cuts and known < (session.lineage.joint or 0)),
         )
 
@@ -190,10 +182,7 @@ class ContextOpener:
 
     def _drop(self, context: RunningContext, cuts: list[Range]) -> None:
         """Take ranges of whole blocks out of a context that stands on no pages."""
-        if context.history is None:
-            context.history, _ = shared_history(context, self._sessions.get(context.session), self._table)
-        context.history = map_offset(context.history, cuts)
-        context.cuts = merge_cuts(context.cuts, cuts)
+        context.cuts, context.cut_now = merge_cuts(context.cuts, cuts), True
         if self._truncation.mode == "recompute":
             context.lineage, context.open_hint = Lineage(context.domain), None
             context.moved_behind = True

@@ -20,18 +20,19 @@ def report_prompt(
     prompt = context.prompt_tokens
     tiers = {tier: min(count, prompt) for tier, count in context.sources.items()} if reuse else {}
     cached = sum(tiers.values())
-    shared, seen = shared_history(context, session, table)
+    shared, seen = _shared_history(context, session, table)
+    shared, seen = (min(map_offset(end, context.cuts), prompt) for end in (shared, seen))
     had = 0
-    if reuse and session is None and expired is not None and expired.is_in(context.stream, context.domain):
-        had = min(map_offset(expired.end, context.cuts), prompt)
+    if reuse and session is None and expired is not None and _goes_on(context, expired):
+        had = min(map_offset(expired.num_tokens, context.cuts), prompt)
     history = max(shared, cached, had)
     reasons: dict[str, int] = {}
     if reuse and cached == prompt - 1 and (history == prompt or _holds_last(context, table)):
         history = prompt
         reasons["last_token"] = 1
     if lost := history - cached - reasons.get("last_token", 0):
-        reasons["expired" if had == history else _why_lost(context, reuse)] = lost
-    diverged = max(0, min(seen, prompt) - history) if session is not None and not context.cuts else 0
+        reasons["expired" if had == history else _why_lost(context, reuse, lost)] = lost
+    diverged = max(0, seen - history)
     if diverged:
         reasons["diverged"] = diverged
     if new := prompt - history - diverged:
@@ -48,6 +49,21 @@ def report_prompt(
     )
 
 
+def _why_lost(context: RunningContext, reuse: bool, lost: int) -> str:
+    if not reuse:
+        return "disabled"
+    if context.miss_reason is not None:
+        return context.miss_reason
+    if context.cuts and (context.moved_behind or (context.cut_now and lost < BLOCK_TOKENS)):
+        return "truncated"
+    return "lineage_reset" if context.lost_lineage else "evicted"
+
+
+def _goes_on(context: RunningContext, expired: ExpiredContext) -> bool:
+    keys = context.conversation_keys()
+    return len(keys) >= expired.num_blocks and keys[expired.num_blocks - 1] == expired.last_key
+
+
 def _holds_last(context: RunningContext, table: CacheTable) -> bool:
     """Whether the last token of a prompt of which all else was found is stored, by whomever."""
     if context.cuts:
@@ -58,33 +74,24 @@ def _holds_last(context: RunningContext, table: CacheTable) -> bool:
     return found is not None and found[1] == len(tokens)
 
 
-def _why_lost(context: RunningContext, reuse: bool) -> str:
-    if not reuse:
-        return "disabled"
-    if context.miss_reason is not None:
-        return context.miss_reason
-    if context.moved_behind:
-        return "truncated"
-    return "lineage_reset" if context.lost_lineage else "evicted"
-
-
-def shared_history(context: RunningContext, session: SessionContext | None, table: CacheTable) -> tuple[int, int]:
-    """(tokens of the prompt that the session's last context begins with, tokens of that context). Where they part
-    in the middle of a full block, its tokens count only while it is stored: the session knows its key alone."""
-    if context.history is not None:  # of a cut context: its blocks stand elsewhere than they stood
-        return min(context.history, context.prompt_tokens), 0 if session is None else session.num_tokens
+def _shared_history(context: RunningContext, session: SessionContext | None, table: CacheTable) -> tuple[int, int]:
+    """(tokens of the conversation that the session's began with when its last turn ended, tokens of that), nothing cut.
+    Where they part in the middle of a full block, its tokens count only while it is stored: the session knows its key
+    alone."""
     if session is None:
         return 0, 0
+    known = session.conversation_keys
     shared = 0
-    keys = context.chain()
-    prompt_blocks = context.prompt_tokens // BLOCK_TOKENS
-    for before, key in zip(session.keys, keys[:prompt_blocks], strict=False):
+    for before, key in zip(known, context.conversation_keys(), strict=False):
         if before != key:
             break
         shared += BLOCK_TOKENS
-    rest = context.token_ids[shared : min(shared + BLOCK_TOKENS, context.prompt_tokens)]
-    if shared == len(session.keys) * BLOCK_TOKENS:
+    rest = context.stream[shared : shared + BLOCK_TOKENS]
+    seen = session.num_tokens + session.truncated_tokens
+    if shared == len(known) * BLOCK_TOKENS:
         shared += common_prefix(session.open_tokens, rest, BLOCK_TOKENS)
-    elif (row := table.get(session.keys[shared // BLOCK_TOKENS])) is not None:
-        shared += common_prefix(row.token_ids, rest, BLOCK_TOKENS)
-    return shared, session.num_tokens
+    elif not any(a <= shared < b for a, b in session.cuts):
+        row = table.get(session.keys[map_offset(shared, session.cuts) // BLOCK_TOKENS])
+        if row is not None:
+            shared += common_prefix(row.token_ids, rest, BLOCK_TOKENS)
+    return shared, seen

@@ -107,7 +107,10 @@ class SessionStore:
         if session.cuts:
             conversation = context.conversation
             session.cut_digest = digest_of(conversation[: session.cuts[-1][1]])
-            session.end_digest = digest_of(conversation[: num_tokens + session.truncated_tokens])
+            end = num_tokens + session.truncated_tokens
+            session.cut_conversation = context.domain.chain(
+                conversation[:end], context.conversation_keys()[: end // BLOCK_TOKENS]
+            )
         self.contexts[name] = session
         self.expired.pop(name, None)
         self._take_over(name, session)

@@ -123,7 +123,7 @@ def test_a_session_outlives_its_process():
         last_used_s=5.0,
         cuts=[blocks(1, 4)],
         cut_digest=digest_of(TOKENS[:128]),
-        end_digest=digest_of(TOKENS),
+        cut_conversation=DOMAIN.chain(TOKENS),
     )
     again = SessionContext.unpack(session.pack(), DOMAIN, 5.0)
     assert again == session
@@ -132,8 +132,8 @@ def test_a_session_outlives_its_process():
     assert again.lineage.extend(more) == made.extend(more)
 
 
-def test_a_session_saved_before_its_end_was_written_down_is_read():
+def test_a_session_saved_before_its_conversation_was_written_down_is_read():
     session = SessionContext(lineage=lineage(2), open_key=None, open_tokens=(), last_used_s=5.0, cuts=[blocks(1, 4)])
-    *fields, end_digest = msgspec.msgpack.decode(session.pack())
-    assert end_digest == b""
+    *fields, conversation_keys = msgspec.msgpack.decode(session.pack())
+    assert conversation_keys == []
     assert SessionContext.unpack(msgspec.msgpack.encode(fields), DOMAIN, 5.0) == session

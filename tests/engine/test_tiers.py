@@ -467,17 +467,17 @@ def test_what_a_cut_left_is_history_whatever_became_of_it(path: Path) -> None:
     assert all(moved[turn][2] == {"new": 31} for turn in range(1, 12) if turn not in cut)
 
 
-@pytest.mark.parametrize(("turn", "expired"), [(4, 160), (5, 96), (6, 143)])
+@pytest.mark.parametrize(("turn", "expired"), [(4, 160), (5, 96), (6, 128)])
 def test_what_had_expired_is_known_in_front_of_a_cut_at_one_and_behind(path: Path, turn: int, expired: int) -> None:
     driver = tiered(path, dram_bytes=100 * SLOT)
     _, _, reasons = grow_old(driver, turn + 1, lambda number: number == turn and driver.cache.sweep(1e9))[-1]
     kept = grow_old(tiered(path, dram_bytes=100 * SLOT), turn + 1)[-1][1]
-    assert kept - expired in range(BLOCK_TOKENS)  # of what was never cut, whole blocks are known
+    assert kept - expired in range(BLOCK_TOKENS)  # whole blocks are known
     assert reasons["expired"] == expired
     assert set(reasons) == {"expired", "new"}
 
 
-def test_what_an_edit_changed_behind_a_cut_is_new(path: Path) -> None:
+def test_an_edit_behind_a_cut_and_in_front_of_it(path: Path) -> None:
     driver = tiered(path, cache_mode="recompute")
     options = {"session": "s", "ignore_eos": True, "truncation": "auto"}
     first = driver.ask("a", random_ids(300, 8), message_starts=(0, 250), **options)
@@ -486,7 +486,17 @@ def test_what_an_edit_changed_behind_a_cut_is_new(path: Path) -> None:
     assert first.report is not None
     assert second.report is not None
     assert second.report.truncated_tokens == first.report.truncated_tokens > 0
-    assert second.report.history_tokens == 0, "what it was is not known any more, only that it was something else"
+    assert second.report.miss_reasons == {"disabled": 89, "diverged": 2, "new": 3}
+    driver = tiered(path, dram_bytes=100 * SLOT)
+    first = driver.ask("a", random_ids(300, 8), message_starts=(0, 250), **options)
+    again = driver.ask("b", first.prompt, message_starts=(0, 250), **options)
+    assert again.report is not None
+    assert again.report.miss_reasons == {"last_token": 1}
+    assert first.report is not None
+    edited = [first.text[0] ^ 1, *first.text[1:], 7, 7]
+    second = driver.ask("c", edited, message_starts=(0, 250, 316), **options)
+    assert second.report is not None
+    assert second.report.miss_reasons == {"new": 3}, "what is left was never computed behind what is edited"
 
 
 def test_truncation_can_be_refused(path: Path) -> None:
