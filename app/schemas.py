@@ -164,14 +164,23 @@ class ChatCompletionRequest(GenerationRequest):
         if self.modalities not in (None, [], ["text"]):
             raise unsupported("modalities", "'modalities' other than [\"text\"] is")
         if self.top_logprobs is not None and not self.logprobs:
-            raise PydanticCustomError("combination", "'top_logprobs' needs 'logprobs' to be true")
+            problem = "'top_logprobs' needs 'logprobs' to be true"
+            raise PydanticCustomError("combination", problem, {"param": "top_logprobs"})
         self._check_tools()
         self._check_ending()
-        forms = (self.structured_outputs, self.guided_json, self.guided_regex, self.guided_choice, self.guided_grammar)
-        formats = [self.response_format] if self.response_format and self.response_format.type != "text" else []
-        if len([form for form in forms if form is not None] + formats) > 1:
-            raise PydanticCustomError("combination", "An answer keeps to one format")
+        self._check_form()
         return self
+
+    def _check_form(self) -> None:
+        names = ("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar")
+        forms = [name for name in names if getattr(self, name) is not None]
+        if forms and self.tool_choice is not None and self.tool_choice.must_call:
+            problem = "'{form}' is for an answer in words, and 'tool_choice' asks for a call"
+            raise PydanticCustomError("combination", problem, {"param": forms[0], "form": forms[0]})
+        if self.response_format is not None and self.response_format.type != "text":
+            forms.append("response_format")
+        if len(forms) > 1:
+            raise PydanticCustomError("combination", "An answer keeps to one format", {"param": forms[1]})
 
     def _check_tools(self) -> None:
         names = [tool.function.name for tool in self.tools or ()]
@@ -180,26 +189,30 @@ class ChatCompletionRequest(GenerationRequest):
         if self.tool_choice is None or self.tool_choice.type == "none":
             return
         if not names:
-            raise PydanticCustomError("combination", "'tool_choice' is only allowed with 'tools'")
+            raise PydanticCustomError(
+                "combination", "'tool_choice' is only allowed with 'tools'", {"param": "tool_choice"}
+            )
         if unknown := set(self.tool_choice.names or ()).difference(names):
             problem = "'tool_choice' names {name}, which is not in 'tools'"
-            raise PydanticCustomError("combination", problem, {"name": min(unknown)})
+            raise PydanticCustomError("combination", problem, {"name": min(unknown), "param": "tool_choice"})
 
     def _check_ending(self) -> None:
         """How the prompt ends: the answer opened, or the last message left open to be gone on with."""
         if not self.continue_final_message:
             if self.add_generation_prompt is False:
                 raise PydanticCustomError(
-                    "combination", "'add_generation_prompt' may be false only with 'continue_final_message'"
+                    "combination",
+                    "'add_generation_prompt' may be false only with 'continue_final_message'",
+                    {"param": "add_generation_prompt"},
                 )
             return
         last = self.messages[-1]
         if self.add_generation_prompt:
             problem = "'continue_final_message' and 'add_generation_prompt' exclude each other"
-            raise PydanticCustomError("combination", problem)
+            raise PydanticCustomError("combination", problem, {"param": "continue_final_message"})
         if last.role != "assistant" or last.tool_calls or len(self.messages) < 2:
             problem = "'continue_final_message' needs a last message that is an assistant's text, and one before it"
-            raise PydanticCustomError("combination", problem)
+            raise PydanticCustomError("combination", problem, {"param": "continue_final_message"})
 
     @property
     def answer_tokens(self) -> int | None:

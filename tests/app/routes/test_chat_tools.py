@@ -143,3 +143,21 @@ async def test_retention_reaches_the_session(running: Running):
 async def test_clients_name_their_sessions_in_headers_of_their_own(running: Running, name):
     running.http.headers[name] = "abc-1"
     assert (await running.chat()).headers["x-session-id"] == "abc-1"
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"guided_regex": "a", "guided_choice": ["b"]}, "guided_choice"),
+        ({"guided_regex": "a", "response_format": {"type": "json_object"}}, "response_format"),
+        ({"tools": TOOLS, "tool_choice": "required", "guided_regex": "a"}, "guided_regex"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "other"}}}, "tool_choice"),
+        ({"continue_final_message": True, "add_generation_prompt": False}, "continue_final_message"),
+        ({"add_generation_prompt": False}, "add_generation_prompt"),
+        ({"top_logprobs": 2}, "top_logprobs"),
+    ],
+)
+async def test_fields_that_exclude_each_other_are_named(running: Running, fields, param):
+    response = await running.chat(**fields)
+    assert (response.status_code, response.json()["error"]["param"]) == (400, param)
