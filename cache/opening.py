@@ -4,7 +4,7 @@ dropped and what the window holds (AttentionStore §3.4)."""
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from cache.block import BLOCK_TOKENS, KeyDomain
+from cache.block import BLOCK_TOKENS, BlockKey, KeyDomain
 from cache.context import Lineage, RunningContext, SessionContext, digest_of
 from cache.stats import CacheStats
 from cache.table import CacheTable, SessionName
@@ -95,10 +95,12 @@ class ContextOpener:
         """The context of a conversation: what its session had cut before stays cut."""
         session = self._sessions.get(name)
         cuts: list[Range] = []
+        sent_keys: list[BlockKey] = []
         if session is not None and session.cuts and apply_known_cuts:
             end = session.cuts[-1][1]
             if len(stream) > end and digest_of(stream[:end]) == session.cut_digest:
                 cuts = session.cuts
+                sent_keys = session.cut_conversation[: end // BLOCK_TOKENS]  # as the digest says
         tokens = apply_cuts(stream, cuts)
         lineage, known, open_hint = Lineage(self._domain_of(name[0], name[1])), 0, None
         if session is not None and (cuts or not session.cuts) and self._truncation.mode != "recompute":
@@ -115,6 +117,7 @@ class ContextOpener:
             rules=rules,
             stream=stream,
             cuts=list(cuts),
+            sent_keys=sent_keys,
             open_hint=open_hint,
             open_place=known,
             moved_behind=bool(session and session.cuts and not cuts),

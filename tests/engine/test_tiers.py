@@ -467,6 +467,15 @@ def test_what_a_cut_left_is_history_whatever_became_of_it(path: Path) -> None:
     assert all(moved[turn][2] == {"new": 31} for turn in range(1, 12) if turn not in cut)
 
 
+def test_a_cut_conversation_keeps_the_names_of_all_its_blocks(path: Path) -> None:
+    driver = tiered(path, dram_bytes=100 * SLOT)
+    grow_old(driver, 12)
+    ((_, session),) = driver.cache.sessions.items()
+    conversation = driver.answers["11", 0].text[:-1]
+    assert session.truncated_tokens == 384
+    assert session.conversation_keys == session.lineage.domain.chain(conversation)
+
+
 @pytest.mark.parametrize(("turn", "expired"), [(4, 160), (5, 96), (6, 128)])
 def test_what_had_expired_is_known_in_front_of_a_cut_at_one_and_behind(path: Path, turn: int, expired: int) -> None:
     driver = tiered(path, dram_bytes=100 * SLOT)
