@@ -78,9 +78,9 @@ def _shared_history(context: RunningContext, session: SessionContext | None, tab
     """(tokens of the conversation that the session's began with when its last turn ended, tokens of that), nothing cut.
     Where they part in the middle of a full block, its tokens count only while it is stored: the session knows its key
     alone."""
-    if session is None:
+    known = [] if session is None else session.conversation_keys
+    if session is None or (session.cuts and not known):  # saved before its conversation was written down
         return 0, 0
-    known = session.conversation_keys
     shared = 0
     for before, key in zip(known, context.conversation_keys(), strict=False):
         if before != key:
