@@ -123,6 +123,15 @@ def test_stop_strings_do_not_count_in_the_first_min_tokens(tokenizer):
     assert tokenizer.decode(choice.token_ids[: choice.kept_tokens], skip_special_tokens=True) == "STOP one "
 
 
+def test_a_stop_string_of_one_token_does_not_count_as_the_last_of_the_first_min_tokens(tokenizer):
+    stop = next(text for text in ("e", "a", ".") if len(tokenizer.encode(text)) == 1)
+    token = tokenizer.encode(stop)[0]
+    choice = make(tokenizer, stop, min_tokens=2)
+    play(choice, outputs([token] * 4, [], reason="length"))
+    assert choice.token_ids == [token] * 3, "the third is the first that may stop it"
+    assert choice.finish_reason == "stop"
+
+
 @given(gaps=st.lists(st.integers(0, 3), max_size=12), end=st.integers(0, 40))
 def test_tokens_within_counts_whole_tokens_and_no_trailing_fragments(gaps, end):
     ends, total = [], 0

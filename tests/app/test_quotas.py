@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from app.auth import KeyLimits
+from app.errors import ApiError
 from app.quotas import excess_of, leaving
 from engine.messages import SessionInfo
 from tests.app.fakes import FakeEngine, Running, in_process, make_settings, session_info, until
@@ -108,3 +109,20 @@ async def test_many_sessions_are_seen_page_by_page(limited: Running, monkeypatch
     await limited.chat()
     await until(lambda: len(limited.engine.kept) == 2, timeout_s=5)
     assert sorted(name for _, name in limited.engine.kept) == ["s3", "s4"]
+
+
+async def test_a_conversation_that_is_running_again_still_counts(limited: Running, monkeypatch):
+    """It was to leave, and its deletion is answered 409."""
+    delete = limited.app.state.service.quotas._delete
+
+    async def refuse(question):
+        if question.session_id == "s0":
+            raise ApiError(409, "a request of it runs", code="session_busy")
+        await delete(question)
+
+    monkeypatch.setattr(limited.app.state.service.quotas, "_delete", refuse)
+    for number in range(3):
+        limited.engine.kept[TENANT, f"s{number}"] = kept(number)
+    limited.app.state.service.quotas.changed(TENANT)
+    await until(lambda: limited.app.state.service.quotas._over, timeout_s=5)
+    assert limited.app.state.service.quotas._over[TENANT] == "3 conversations, of at most 2"

@@ -15,7 +15,7 @@ from hypothesis.stateful import (
 )
 
 from cache.block import BLOCK_TOKENS
-from cache.plan import FetchBlocks, LoadBlocks, WriteExtent
+from cache.plan import FetchBlocks, FillFromSlot, LoadBlocks, WriteExtent
 from cache.policies import POLICIES
 from cache.truncate import CutRules, DoesNotFit
 from tests.cache.pool_model import PoolModel, make_manager
@@ -349,3 +349,24 @@ class Hierarchy(RuleBasedStateMachine):
 def test_whatever_happens_in_whatever_order(page_size):
     machine = type(f"Pages{page_size}", (Hierarchy,), {"page_size": page_size})
     run_state_machine_as_test(machine, settings=settings(max_examples=120, stateful_step_count=50))
+
+
+def test_an_open_block_is_copied_before_its_slot_is_another_blocks():
+    """A turn goes on in the open block that lies in DRAM. Between the order to copy its rows and the copy, room is
+    wanted for other blocks."""
+    manager = make_manager(num_pages=8, dram_slots=3)
+    model = PoolModel(manager)
+    model.run("first", range(40), session="s")
+    model.settle()
+    model.open("second", [*range(40), 500, 501], session="s")
+    assert manager.admit("second", 42 - manager.resident_tokens("second")) == 40
+    assert model.step("second", 2)
+    orders = [order for order in model.saves if isinstance(order, FillFromSlot)]
+    assert [order.num_rows for order in orders] == [8]
+    (order,) = orders
+    assert manager.lower.slots.is_pinned(order.source_slot)
+    while (slot := manager.lower.take_slot(None)) is not None:
+        assert slot != order.source_slot
+    while model.saves:
+        model.run_save()
+    assert model.slots[order.slot][:10] == model.pure(model.contexts["second"].domain, [*range(40), 500, 501])[32:]

@@ -510,3 +510,17 @@ def test_who_stands_in_line_is_looked_at_from_the_tail_and_no_further_than_neede
     policy.own(b"new", 500, 0)
     policy.touch(b"new")
     assert policy.victims(2, ()) == [b"new", name(9, 1)]
+
+
+@GRANULARITIES
+def test_a_resident_block_ranks_anew_when_a_session_comes_to_own_it(granularity):
+    """A's only block is a leaf of the unqueued. B, which is queued and has a block behind it, joins."""
+    policy = filled({"A": [b"shared"], "C": [b"C0"]}, granularity=granularity, times={"C": (1,), "A": (2,)})
+    policy.look_ahead(["B"], 3.0)
+    assert policy.victims(9, ()) == [b"C0", b"shared"]
+    policy.own(b"B1", "B", 1)
+    policy.touch(b"B1")
+    assert policy.victims(9, ()) == [b"C0", b"shared", b"B1"]
+    policy.own(b"shared", "B", 0)
+    assert policy.victims(9, ()) == [b"C0", b"B1", b"shared"], "what is behind it leaves first"
+    assert policy.victims(9, (), spare_queued=True) == [b"C0"]

@@ -121,3 +121,10 @@ def test_the_room_for_an_answer():
     assert reserved(16, 1024) == 16
     assert reserved(5000, 1024) == 128
     assert reserved(5000, 4) == 1
+
+
+def test_a_place_inside_of_a_cut_is_where_the_cut_was():
+    cuts = [(32, 96), (128, 160)]
+    assert [map_offset(place, cuts) for place in (0, 32, 33, 95, 96, 128, 150, 160, 161)] == [
+        *(0, 32, 32, 32, 32, 64, 64, 64, 65)
+    ]

@@ -377,3 +377,41 @@ def test_one_of_a_flood_that_may_not_be_passed_any_more_does_not_keep_another_te
     loop.add("near3", 4, tenant="a", max_tokens=50, arrived_s=8)
     guest = loop.add("guest", 4, tenant="b", max_tokens=2, arrived_s=9)
     assert first_token_steps(loop, guest) <= 3
+
+
+def test_a_favoured_request_that_is_cancelled_is_forgotten():
+    """b's guest needs more room than those of a have given back so far: it stands first until it goes away."""
+    loop = make_loop(policy="car", room=100, max_seqs=10, window=4, max_queued=300)
+    for n in range(20):
+        loop.add(f"flood{n}", 10, tenant="a", max_tokens=30, arrived_s=n)
+    for _ in range(12):
+        loop.step()
+    guest = loop.add("guest", 90, tenant="b", arrived_s=1000)
+    loop.cache.admit, admit = (
+        (lambda request_id, n: None if request_id == "guest" else admit(request_id, n)),
+        (loop.cache.admit),
+    )
+    loop.step()
+    assert loop.scheduler.fair_preemptions
+    assert loop.scheduler.upcoming()[0] != "guest", "a preempted one stands before it"
+    assert loop.scheduler._favoured is guest
+    loop.remove(guest)
+    del loop.cache.sequences["guest"]
+    assert "guest" not in loop.scheduler.upcoming()
+    for _ in range(3000):
+        if not loop.scheduler.has_work():
+            break
+        assert "guest" not in dict(loop.step())
+    assert not loop.scheduler.has_work()
+
+
+def test_a_guess_is_settled_by_weight():
+    costs = {}
+    share = make_share(costs)
+    for n in range(3):
+        add(share, f"a{n}", "a", weight=2.0)
+        add(share, f"b{n}", "b")
+    first = take(share)
+    costs["a0"] = 24
+    share.finished(first)
+    assert names(share.upcoming()) == ["b0", "b1", "a1", "a2", "b2"], "a stands at 24 / 2 = 12, then 17; b at 0, 10, 20"

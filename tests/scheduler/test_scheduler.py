@@ -426,3 +426,17 @@ def test_everybody_finishes_in_turn_and_every_token_is_computed_once(
     assert all(s.state is SequenceState.FINISHED for s in added)
     assert all(computed[s.request_id] == len(s.token_ids) - 1 for s in added)
     assert loop.cache.held == {}
+
+
+def test_those_who_decode_do_not_wait_for_a_load_that_is_late():
+    """Its load was nearly done when it joined, and then took longer."""
+    loop = make_loop()
+    loop.add("reader", 4)
+    loop.step()
+    loop.cache.stalls["loads"] = 0.5
+    loop.add("loads", 8)
+    assert loop.step() == [("reader", 1)]
+    assert loop.running == ["reader", "loads"]
+    assert loop.step() == [("reader", 1)]
+    loop.cache.stalls["loads"] = 0.01  # within the budget of a stall
+    assert loop.step() == [("reader", 1), ("loads", 8)]

@@ -364,3 +364,14 @@ def test_a_queue_knows_who_is_in_it(policy):
     queue.finished(sequences[0])
     queue.finished(sequences[1])
     assert (len(queue), names(queue.upcoming()), names(queue.front())) == (1, ["c"], ["c"])
+
+
+def test_a_member_that_is_cancelled_is_not_charged():
+    """Each request costs 10; a window of one holds the next."""
+    window, where = make_window(1)
+    first = add(window, where, "a0", tenant="a")
+    for name, tenant in (("a1", "a"), ("b0", "b"), ("a2", "a"), ("b1", "b")):
+        add(window, where, name, tenant=tenant)
+    assert names(window.upcoming()) == ["a0", "b0", "a1", "b1", "a2"]
+    window.remove(first)
+    assert drain(window) == ["a1", "b0", "a2", "b1"], "a1 and b0 start at 0 both, and a1 came first"
