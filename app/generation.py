@@ -274,6 +274,7 @@ class Generation(AsyncIterator[Delta]):
         self._outputs = outputs
         self._record = record
         self._metrics = metrics
+        self.closed = asyncio.Event()  # what was generated is recorded, or soon will be: before whatever follows
         self._open = set(range(len(choices)))
         self._upcoming: asyncio.Task[Delta | None] | None = None
 
@@ -317,6 +318,11 @@ class Generation(AsyncIterator[Delta]):
             self._ticket.leave()
             self._metrics.e2e.observe(time.monotonic() - self.arrived_s)
             self._on_close(self)
+            self.closed.set()
+
+    def may_have_said(self, content: str) -> bool:
+        """Whether one of its answers, as far as they have come, begins so."""
+        return any(choice.content.startswith(content) for choice in self.choices)
 
     async def _next(self) -> Delta | None:
         try:

@@ -47,10 +47,12 @@ from app.service_tier import service_tier
 from app.settings import Settings
 from app.text_thread import TextThread
 from app.tokenizer import ChatTokenizer, TokenizerError
+from app.transcript_store import PreparedPrompt
 from engine.client import EngineFailed, EngineLost, EngineTimeout, EngineUnavailable
 from engine.messages import ModelInfo, SamplingParams, SessionReply, SessionRequest, Submit
 
 SWEEP_S = 60.0
+CLOSING_S = 1.0  # for a stream to be noticed as hung up by who sends back what came of it
 RETRY_S = {"loading": 5.0, "restarting": 5.0, "draining": 30.0}
 
 log = logging.getLogger(__name__)
@@ -225,7 +227,8 @@ class Service:
         _, tokenizer = self.require_ready()
         truncates = self._truncates(request)
         longest = self.settings.limits.prompt_tokens if truncates else model.max_context
-        return await prepare_chat(
+        prepare = partial(
+            prepare_chat,
             request,
             tokenizer=tokenizer,
             transcripts=self._transcripts,
@@ -237,6 +240,17 @@ class Service:
             client_shift=self.settings.cache.client_shift,
             keep_first_tokens=self.settings.cache.keep_first_tokens,
         )
+        under_way = list(self.generations)
+        prepared = await prepare()
+        if ending := _sent_back(under_way, request, prepared.prompt):
+            closing = [asyncio.create_task(generation.closed.wait()) for generation in ending]
+            try:
+                await asyncio.wait(closing, timeout=CLOSING_S)
+            finally:
+                for task in closing:
+                    task.cancel()
+            prepared = await prepare()
+        return prepared
 
     def _truncates(self, request: GenerationRequest) -> bool:
         return (request.truncation or self.settings.cache.truncation) == "auto"
@@ -439,3 +453,16 @@ def sampling(request: GenerationRequest, *, max_tokens: int) -> SamplingParams:
         ignore_eos=request.ignore_eos or False,
         logprobs=request.answer_logprobs,
     )
+
+
+def _sent_back(under_way: list[Generation], request: ChatCompletionRequest, prompt: PreparedPrompt) -> list[Generation]:
+    """Of answers that were under way, those whose beginning the request has in its history: their client has hung up,
+    and their tokens were not recorded when the prompt was prepared."""
+    if not prompt.answered:
+        return []
+    said = next(message.content for message in reversed(request.messages) if message.role == "assistant")
+    return [
+        generation
+        for generation in under_way
+        if said and generation.prompt.chain == prompt.answered and generation.may_have_said(said)
+    ]

@@ -163,6 +163,7 @@ class Transcripts:
             base=base,
             starts=tuple(starts),
             tail=tail_of(request, len(request.messages) - 1),
+            answered=_answered(request),
         )
 
     def _shifted(self, request: Request, tenant: str, session_id: str | None, now: float) -> PreparedPrompt | None:
@@ -385,6 +386,12 @@ class Transcripts:
         if not (shown and answer.text.startswith(shown)) and answer.text.startswith(content):
             shown = content
         return cut(request.tokenizer, answer, common_chars(answer.text, shown), shown, tail)
+
+
+def _answered(request: Request) -> bytes:
+    turns = (n for n, message in enumerate(request.messages) if message.get("role") == "assistant")
+    last = max(turns, default=0)
+    return request.chain[last] if last else b""
 
 
 def _new_session_id() -> str:

@@ -111,6 +111,7 @@ class PreparedPrompt:
     # the template does not show the rest
     tail: bytes  # digest of the scope and the last message
     shift: "Shifted | None" = None
+    answered: bytes = b""  # `chain` of the prompt whose answer is the request's last one; empty: there is none
 
     @property
     def recorded(self) -> tuple[list[int], tuple[int, ...]]:

@@ -8,7 +8,7 @@ import msgspec
 
 from cache.block import BLOCK_TOKENS, BlockKey, KeyDomain, token_bytes
 from cache.table import SessionName
-from cache.truncate import CutRules, Range
+from cache.truncate import CutRules, Range, subtract
 
 
 @dataclass(slots=True)
@@ -91,6 +91,7 @@ class SavedContext(msgspec.Struct, frozen=True, array_like=True):
     cuts: tuple[tuple[int, int], ...]
     cut_digest: bytes
     conversation_keys: tuple[bytes, ...] = ()
+    client_cuts: tuple[tuple[int, int], ...] = ()
 
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -107,6 +108,7 @@ class SessionContext:
     open_tokens: tuple[int, ...]  # of the open block; also its place in a comparison when its bytes are gone
     last_used_s: float
     cuts: list[Range] = field(default_factory=list)  # of the whole conversation, what is no longer in the context
+    client_cuts: list[Range] = field(default_factory=list)  # of these, what the client dropped and may send again
     cut_digest: bytes = b""  # of the conversation up to the end of the last cut
     cut_conversation: list[BlockKey] = field(default_factory=list)  # keys of all of it, where something is cut
     pinned: bool = False
@@ -127,6 +129,11 @@ class SessionContext:
         """Of the full blocks of the conversation as if nothing were cut: cuts are of whole blocks, so they would stand
         where the context's would."""
         return self.cut_conversation if self.cuts else self.keys
+
+    @property
+    def own_cuts(self) -> list[Range]:
+        """Of the cuts, what was dropped because the window was full."""
+        return subtract(self.cuts, self.client_cuts)
 
     @property
     def num_tokens(self) -> int:
@@ -150,6 +157,7 @@ class SessionContext:
                 tuple(self.cuts),
                 self.cut_digest,
                 tuple(self.cut_conversation),
+                tuple(self.client_cuts),
             )
         )
 
@@ -165,6 +173,7 @@ class SessionContext:
             open_tokens=saved.open_tokens,
             last_used_s=last_used_s,
             cuts=list(saved.cuts),
+            client_cuts=list(saved.client_cuts),
             cut_digest=saved.cut_digest,
             cut_conversation=[BlockKey(key) for key in saved.conversation_keys],
         )
@@ -204,6 +213,7 @@ class RunningContext:
     rules: CutRules
     stream: list[int]  # the conversation as it was sent, nothing cut; what was generated is not in it
     cuts: list[Range] = field(default_factory=list)  # of the stream and what was generated behind it
+    client_cuts: list[Range] = field(default_factory=list)  # of these, what the client dropped itself
     open_hint: BlockKey | None = None  # an open block it can go on from, whatever that chains on
     open_place: int = 0  # how many full blocks stand before that
     sent_keys: list[BlockKey] = field(default_factory=list)  # of the stream's full blocks; filled where cuts are made

@@ -8,7 +8,7 @@ from cache.block import BLOCK_TOKENS, BlockKey, KeyDomain
 from cache.context import Lineage, RunningContext, SessionContext, digest_of
 from cache.stats import CacheStats
 from cache.table import CacheTable, SessionName
-from cache.truncate import CutRules, DoesNotFit, Range, apply_cuts, map_offset, merge_cuts, plan_cut
+from cache.truncate import CutRules, DoesNotFit, Range, apply_cuts, map_offset, merge_cuts, plan_cut, subtract
 
 DomainOf = Callable[[str, str], KeyDomain]
 """(tenant, cache salt) -> the domain of its keys."""
@@ -67,7 +67,11 @@ class ContextOpener:
         if client_cut is not None and self._truncation.mode != "recompute":
             context = self._shifted(request_id, name, client_cut, rules)
         if context is None:
-            context = self._begin(request_id, name, stream, rules, rules.allowed)
+            known = self._known_cuts(name, stream) if rules.allowed else []
+            own = self._own_cuts(name, known)
+            if own != known and _length(stream, own) + reserve <= self._truncation.window:
+                known = own  # the client has sent again what it had dropped, and there is room for it
+            context = self._begin(request_id, name, stream, rules, known)
         rules = context.rules
         if rules.allowed:
             starts = rules.message_starts
@@ -89,25 +93,39 @@ class ContextOpener:
         context.reached = len(context.token_ids) - 1
         return before - len(context.token_ids)
 
-    def _begin(
-        self, request_id: str, name: SessionName, stream: list[int], rules: CutRules, apply_known_cuts: bool
-    ) -> RunningContext:
-        """The context of a conversation: what its session had cut before stays cut."""
+    def _known_cuts(self, name: SessionName, stream: list[int]) -> list[Range]:
+        """What the session had cut of this conversation before."""
         session = self._sessions.get(name)
-        cuts: list[Range] = []
+        if session is None or not session.cuts:
+            return []
+        end = session.cuts[-1][1]
+        return session.cuts if len(stream) > end and digest_of(stream[:end]) == session.cut_digest else []
+
+    def _own_cuts(self, name: SessionName, known: list[Range]) -> list[Range]:
+        """Of the known cuts, those that the client has not made itself."""
+        return self._sessions[name].own_cuts if known else known
+
+    def _begin(
+        self, request_id: str, name: SessionName, stream: list[int], rules: CutRules, cuts: list[Range]
+    ) -> RunningContext:
+        """The context of a conversation. cuts: what stays cut of what its session had cut before."""
+        session = self._sessions.get(name)
+        before = session.cuts if session is not None else []
         sent_keys: list[BlockKey] = []
-        if session is not None and session.cuts and apply_known_cuts:
-            end = session.cuts[-1][1]
-            if len(stream) > end and digest_of(stream[:end]) == session.cut_digest:
-                cuts = session.cuts
-                sent_keys = session.cut_conversation[: end // BLOCK_TOKENS]  # as the digest says
+        if session is not None and cuts:
+            sent_keys = session.cut_conversation[: before[-1][1] // BLOCK_TOKENS]  # as the digest says
         tokens = apply_cuts(stream, cuts)
         lineage, known, open_hint = Lineage(self._domain_of(name[0], name[1])), 0, None
-        if session is not None and (cuts or not session.cuts) and self._truncation.mode != "recompute":
+        if session is not None and (cuts or not before) and self._truncation.mode != "recompute":
             known = self._still_known(session, tokens)
             lineage = session.lineage.first(known)
             if known == len(session.keys):
                 open_hint = session.open_key
+        elif session is not None and self._truncation.mode != "recompute":
+            # What the session has stands behind cuts that do not count any more; what was computed before them is left.
+            keys = lineage.extend(tokens)
+            known = next((place for place, key in enumerate(keys) if key not in self._table), len(keys))
+            lineage = lineage.first(known)
         return RunningContext(
             request_id=request_id,
             session=name,
@@ -117,11 +135,12 @@ class ContextOpener:
             rules=rules,
             stream=stream,
             cuts=list(cuts),
+            client_cuts=list(session.client_cuts) if session is not None and cuts == before else [],
             sent_keys=sent_keys,
             open_hint=open_hint,
             open_place=known,
-            moved_behind=bool(session and session.cuts and not cuts),
-            lost_lineage=bool(session and cuts and known < (session.lineage.joint or 0)),
+            moved_behind=cuts != before,
+            lost_lineage=bool(session and cuts and cuts == before and known < (session.lineage.joint or 0)),
         )
 
     def _shifted(self, request_id: str, name: SessionName, cut: ClientCut, rules: CutRules) -> RunningContext | None:
@@ -138,7 +157,11 @@ class ContextOpener:
             message_starts=tuple(in_stream(start) for start in rules.message_starts),
             important=tuple((in_stream(a), in_stream(b - 1) + 1) for a, b in rules.important),
         )
-        context = self._begin(request_id, name, cut.stream, rules, apply_known_cuts=True)
+        known = self._known_cuts(name, cut.stream)
+        own = self._own_cuts(name, known)
+        if any(a < cut.resume < b for a, b in subtract(known, own)):
+            known = own  # it goes on with more than it did before
+        context = self._begin(request_id, name, cut.stream, rules, known)
         first = -(-map_offset(cut.keep, context.cuts) // BLOCK_TOKENS) * BLOCK_TOKENS
         last = map_offset(cut.resume, context.cuts) // BLOCK_TOKENS * BLOCK_TOKENS
         spared = len(context.keys) * BLOCK_TOKENS - last
@@ -146,7 +169,9 @@ class ContextOpener:
         if inside or spared < _MIN_SHIFTED_BLOCKS * BLOCK_TOKENS:
             return None
         if first < last:
+            own = subtract(context.cuts, context.client_cuts)
             self._drop(context, [(first, last)])
+            context.client_cuts = subtract(context.cuts, own)
         context.shifted_tokens = len(context.keys) * BLOCK_TOKENS - min(first, last)
         return context
 
@@ -203,3 +228,7 @@ class ContextOpener:
         context.open_place = map_offset(end, cuts) // BLOCK_TOKENS
         moved = context.open_hint is not None and cuts[0][0] < end
         context.lineage = before.without(cuts, context.open_hint if moved else None)
+
+
+def _length(stream: Sequence[int], cuts: Sequence[Range]) -> int:
+    return len(stream) - sum(b - a for a, b in cuts)

@@ -96,6 +96,7 @@ class SessionStore:
             open_tokens=tuple(context.token_ids[full * BLOCK_TOKENS : num_tokens]),
             last_used_s=now,
             cuts=context.cuts,
+            client_cuts=context.client_cuts,
             pinned=before.pinned if before else False,
             ttl_s=before.ttl_s if before else None,
             owned={

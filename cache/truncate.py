@@ -86,6 +86,11 @@ def _without(whole: Range, holes: Sequence[Range]) -> list[Range]:
     return rest
 
 
+def subtract(ranges: Sequence[Range], holes: Sequence[Range]) -> list[Range]:
+    """What of the ranges lies in none of the holes."""
+    return [part for whole in ranges for part in _without(whole, holes)]
+
+
 def _end_of(ranges: Sequence[Range], amount: int) -> int:
     """Where `amount` tokens of the ranges end, in whole blocks; the last one's end if there are not so many."""
     end = ranges[0][0]

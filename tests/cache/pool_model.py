@@ -13,7 +13,7 @@ from cache.block import BLOCK_TOKENS, BlockKey, KeyDomain, token_bytes
 from cache.context import RunningContext
 from cache.extent import ExtentInfo, SessionRecord
 from cache.manager import CacheManager
-from cache.opening import Truncation
+from cache.opening import ClientCut, Truncation
 from cache.plan import (
     CapturePiece,
     CopyRows,
@@ -135,12 +135,13 @@ class PoolModel:
         salt: str = "",
         rules: CutRules = NO_CUTS,
         reserve: int = 1,
+        client_cut: ClientCut | None = None,
         now: float = 0.0,
     ) -> list[int]:
         """Returns the sequence's own list, to which is appended what is sampled."""
         stream = list(tokens)
-        self._learn(domain_of(tenant, salt), stream)
-        context = self.manager.open(request_id, tenant, salt, session, stream, rules, reserve, None, now)
+        self._learn(domain_of(tenant, salt), stream if client_cut is None else client_cut.stream)
+        context = self.manager.open(request_id, tenant, salt, session, stream, rules, reserve, client_cut, now)
         self.contexts[request_id] = self.manager.context(request_id)
         return context
 

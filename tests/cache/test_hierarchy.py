@@ -15,6 +15,7 @@ from hypothesis.stateful import (
 )
 
 from cache.block import BLOCK_TOKENS
+from cache.opening import ClientCut
 from cache.plan import FetchBlocks, FillFromSlot, LoadBlocks, WriteExtent
 from cache.policies import POLICIES
 from cache.truncate import CutRules, DoesNotFit
@@ -132,10 +133,40 @@ class Hierarchy(RuleBasedStateMachine):
             assert cuts or context == tokens
             self.texts[session] = [*texts[-9:], tokens]
 
-    def attempt_open(self, request_id, tokens, session, tenant, rules):
+    @precondition(lambda self: len(self.model.contexts) < 6)
+    @rule(
+        voice=st.integers(0, 2),
+        length=st.integers(1, 60),
+        session=st.sampled_from("abc"),
+        tenant=st.sampled_from(TENANTS),
+        keep=st.sampled_from([0, 1, 40]),
+        dropped=st.floats(0, 1),
+    )
+    def shorten(self, voice, length, session, tenant, keep, dropped):
+        """The last text of a session without some of its beginning, which the client dropped."""
+        stream = self.texts[session][-1] + random.Random(voice).choices([0, 1], k=length)
+        keep = min(keep, len(stream) - 1)
+        resume = keep + max(1, int((len(stream) - keep - 1) * dropped))
+        if resume >= len(stream):
+            return
+        rules = CutRules(allowed=True, keep_first=keep, message_starts=(0, keep), important=())
+        self.opened += 1
+        cut = ClientCut(stream, keep, resume)
+        context = self.attempt_open(f"r{self.opened}", stream[:keep] + stream[resume:], session, tenant, rules, cut)
+        if context is not None:
+            self.texts[session] = [*self.texts[session][-9:], stream]
+
+    def attempt_open(self, request_id, tokens, session, tenant, rules, client_cut=None):
         try:
             return self.model.open(
-                request_id, tokens, session=session, tenant=tenant[0], salt=tenant[1], rules=rules, now=self.now
+                request_id,
+                tokens,
+                session=session,
+                tenant=tenant[0],
+                salt=tenant[1],
+                rules=rules,
+                client_cut=client_cut,
+                now=self.now,
             )
         except DoesNotFit:
             assert len(tokens) >= self.window or rules.allowed
