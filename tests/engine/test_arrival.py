@@ -76,9 +76,16 @@ def test_what_a_step_brings_by_itself_it_checks(monkeypatch: pytest.MonkeyPatch)
     assert seen
     assert not any(failed for _, failed in seen)
     again, less = answers(9, alter, hbm_tokens=512)
-    assert again == computed
     assert less < loaded
     assert [failed for _, failed in seen].count(True) == 1
+    assert again[:2] == computed[:2]
+    # More rows are computed now than where nothing was altered, and bf16 may round more rows otherwise. A thread that
+    # finds the same block altered leaves as many: it brings loads over a link that is slower than memory.
+    seen.clear()
+    found_by_thread, as_many = answers(9, alter, hbm_tokens=512, dram_gbps=1.0)
+    assert not seen
+    assert as_many == less
+    assert again == found_by_thread
 
 
 class Link:
