@@ -13,10 +13,41 @@ BLUE, GREY, LIGHT = "#2563eb", "#9ca3af", "#93c5fd"
 Result = dict[str, Any]
 
 
-def hierarchy_section(result: Result, footer: str) -> list[str]:
+HIERARCHY_ARMS = {
+    "recompute": (GREY, "-", "no cache"),
+    "prefix": (GREY, "--", "cache in HBM alone"),
+    "disk": (LIGHT, "-", "HBM and disk"),
+    "attentionstore": (BLUE, "-", "HBM, DRAM and disk"),
+    "ample": ("black", ":", "all in HBM"),
+}
+"""Arm -> its line's color, its style and what it is."""
+
+
+def draw_hierarchy(result: Result, out: Path) -> None:
+    """Time to first token by turn, where HBM holds a quarter of the conversations."""
+    figure, axis = plt.subplots(figsize=(7.6, 3.8))
+    for arm, (color, style, label) in HIERARCHY_ARMS.items():
+        by_turn = result["arms"].get(arm, {}).get("by_turn")
+        if not by_turn:
+            continue
+        turns = sorted(map(int, by_turn))
+        values = [by_turn[str(turn)]["ttft_ms"]["p50"] for turn in turns]
+        axis.plot(turns, values, style, marker="o", color=color, label=f"{label} ({values[-1]:.0f} ms)")
+    axis.set(xlabel="turn of the conversation", ylabel="time to first token, p50, ms", xticks=turns, ylim=(0, None))
+    axis.grid(axis="y", alpha=0.3)
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.legend(frameon=False, fontsize=8, title=f"turn {turns[-1]}")
+    figure.tight_layout()
+    figure.savefig(out, dpi=130)
+    plt.close(figure)
+
+
+def hierarchy_section(result: Result, figure: str, footer: str) -> list[str]:
     turns = [str(turn) for turn in range(1, result["workload"]["turns"] + 1)]
     lines = [
         "## Conversations that overflow HBM",
+        "",
+        f"![Time to first token by turn]({figure})",
         "",
         "Eight conversations in rotation on a random 125 M-shape model (bf16): a first prompt of 1,000 tokens, then "
         f"about {result['workload']['turn_tokens']} new ones a turn, answers of {result['workload']['answer_tokens']}; "
@@ -40,8 +71,7 @@ def hierarchy_section(result: Result, footer: str) -> list[str]:
         f"{name} {ratio['of_medians']:.3f} ({ratio['min']:.3f} to {ratio['max']:.3f}, {ratio['pairs']} pairs)"
         for name, ratio in ratios.items()
     )
-    peers = "; ".join(f"{name} {ms}" for name, ms in result["peers_ttft_ms"].items())
-    return [*lines, "", f"Others on a machine of this kind, at another time, turns 2-4 in ms: {peers}.", "", footer, ""]
+    return [*lines, "", footer, ""]
 
 
 def _later(values: Result) -> list[str]:
@@ -107,11 +137,23 @@ def overlap_section(result: Result, figure: str, footer: str) -> list[str]:
             f"| {arm['disk_gbps']} | {arm['new_tokens']} | {buffer} | {hidden['median']:.1%} ({hidden['min']:.1%} to "
             f"{hidden['max']:.1%}) | {arm['load_ms']['median']:.1f} | {arm['wait_ms']['median']:.1f} |"
         )
-    lines += ["", "| prompt | link | asynchronous saving makes a job shorter by | saving hidden |", "|---|---|---|---|"]
+    lines += [
+        "",
+        "Saving, in float32, where a thread saves (in bfloat16 on a CPU the kernels that compute rows also save them). "
+        "Pairs of one round; a share that hides is given where saving before the next step costs more than no saving "
+        "in every round:",
+        "",
+        "| prompt | link | saving behind computation makes a job shorter by (least to most) | saving hidden |",
+        "|---|---|---|---|",
+    ]
     for gain in result["saving_gains"]:
         link = f"{gain['dram_gbps']} GB/s" if gain["dram_gbps"] else "memory"
-        hidden = "-" if gain["hidden"] is None else f"{gain['hidden']:.0%}"
-        lines.append(f"| {gain['prompt_tokens']} | {link} | {gain['shorter_by']:.1%} | {hidden} |")
+        hidden = "below the noise" if gain["hidden"] is None else f"{gain['hidden']:.0%}"
+        shorter = gain["shorter_by"]
+        lines.append(
+            f"| {gain['prompt_tokens']} | {link} | {shorter['median']:.1%} ({shorter['min']:.1%} to "
+            f"{shorter['max']:.1%}) | {hidden} |"
+        )
     return [*lines, "", footer, ""]
 
 
@@ -139,7 +181,8 @@ def tier_sections(load: Callable[[str], Result | None], footer: Callable[[Result
     """Of the results that are there; draws their figures into `docs`."""
     lines: list[str] = []
     if (result := load("hierarchy")) is not None:
-        lines += hierarchy_section(result, footer(result))
+        draw_hierarchy(result, docs / "hierarchy.png")
+        lines += hierarchy_section(result, "hierarchy.png", footer(result))
     if (result := load("overlap")) is not None:
         draw_overlap(result, docs / "overlap.png")
         lines += overlap_section(result, "overlap.png", footer(result))

@@ -79,20 +79,6 @@ WORDS = (
     "door",
     "time",
 )
-PEERS = (
-    # What others reach on a machine of this kind, turns 2-4, p50 in ms. Their turns bring as many new tokens (about
-    # 125-155) behind prompts of 1,120 tokens and answers of 32; measured at another time.
-    ("vLLM (CPU), cache ample", "140-168"),
-    ("vLLM (CPU), cache too small", "947-964"),
-    ("vLLM (CPU), after a restart", "1,195"),
-    ("vLLM + LMCache, from DRAM", "210-215"),
-    ("vLLM + LMCache, DRAM too small before an ample disk", "324 (p90 1,031)"),
-    ("vLLM + LMCache, after a restart", "283"),
-    ("llama.cpp, cache ample", "205-230"),
-    ("llama.cpp, from its RAM cache", "206-285"),
-    ("llama.cpp, cache too small", "1,555-2,204"),
-    ("llama.cpp, after a restart", "2,354"),
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -338,7 +324,6 @@ def show(console: Console, summary: dict[str, Any], held: dict[str, bool], turns
     for turn, ratios in summary["ratios"].items():
         line = ", ".join(f"{name} {ratio['of_medians']:.3f}" for name, ratio in ratios.items())
         console.print(f"turn {turn}: {line}")
-    console.print("others, for orientation:", "; ".join(f"{name} {ms} ms" for name, ms in PEERS))
     show_held(console, held)
 
 
@@ -428,7 +413,6 @@ def main() -> int:
                     "final_tokens": shape.final_tokens, "turns": shape.turns,
                     "in_hbm": arguments.in_hbm, "in_dram": arguments.in_dram,
                 },
-                "peers_ttft_ms": dict(PEERS),
                 "held": verdicts(summary, shape.turns),
                 **summary,
             }  # fmt: skip

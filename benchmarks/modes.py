@@ -3,13 +3,13 @@
     python -m benchmarks.modes
 
 A random 125 M-shape model in bf16. Conversations arrive as a Poisson process, with the lengths that AttentionStore
-states for ShareGPT, scaled to this model's window, and think times; HBM holds about two of them, DRAM three, the rest
-is on disk. The servers:
+states for ShareGPT, scaled to this model's window, and think times. On a CPU, HBM and DRAM are one memory, so all
+servers have the same bytes of it: about six conversations' KV. The servers:
 
-    attentionstore   all tiers, look-ahead, CaR's scheduler
+    attentionstore   two in HBM, three in DRAM, one for what is on its way, and a disk; look-ahead, CaR's scheduler
     fcfs             the same, first come, first served
-    prefix           reuse in HBM alone
-    recompute        no cache
+    prefix           all six in HBM, reuse there alone
+    recompute        all six in HBM, no cache
 
 In a round every server gets the same conversations, one server after the other, in an order that moves on with every
 round; the others idle meanwhile. Rounds bring different conversations. A server's requests of all rounds count
@@ -47,8 +47,8 @@ ARMS: dict[str, dict[str, str]] = {
     "prefix": {"cache.mode": "prefix", "scheduler.policy": "car"},
     "recompute": {"cache.mode": "recompute", "scheduler.policy": "car"},
 }
-IN_HBM, IN_DRAM = 2, 3  # conversations of the largest size
-GIB = 1 << 30
+IN_HBM, IN_DRAM, IN_STAGING = 2, 3, 1  # conversations of the largest size
+MIB, GIB = 1 << 20, 1 << 30
 MOST_TURNS = 12  # of a conversation: a round should not wait for a single one
 PAUSE_S = 1.0  # between a server's rounds, as their requests are put behind each other
 
@@ -99,6 +99,18 @@ def later_ttft(results: list[TurnResult]) -> dict[str, Any]:
     return distribution(r.ttft_s * 1e3 for r in results if r.error is None and r.turn and r.ttft_s is not None)
 
 
+def memory_of(arm: str, most_tokens: int, bytes_per_token: int) -> dict[str, float]:
+    """Where a server keeps KV: the same bytes for all."""
+    if ARMS[arm]["cache.mode"] != "attentionstore":
+        return {"cache.hbm_tokens": (IN_HBM + IN_DRAM + IN_STAGING) * most_tokens}
+    conversation = most_tokens * bytes_per_token
+    return {
+        "cache.hbm_tokens": IN_HBM * most_tokens,
+        "cache.dram_gib": IN_DRAM * conversation / GIB,
+        "cache.staging_mib": IN_STAGING * conversation // MIB,
+    }
+
+
 def verdicts(arms: dict[str, Any]) -> dict[str, bool]:
     """What is held -> whether it holds."""
     held = {"every request is answered": all(not a["summary"]["requests"]["failed"] for a in arms.values())}
@@ -115,15 +127,18 @@ def play(arguments: argparse.Namespace, model: str, directory: Path, console: Co
     started = datetime.now(UTC)
     settings = {
         "model.source": model, "model.dtype": "bfloat16", "model.max_context": arguments.max_tokens + 64,
-        "cache.hbm_tokens": IN_HBM * arguments.max_tokens,
-        "cache.dram_gib": IN_DRAM * arguments.max_tokens * kv_bytes_per_token(model) / GIB,
     }  # fmt: skip
+    memory = {name: memory_of(name, arguments.max_tokens, kv_bytes_per_token(model)) for name in ARMS}
     columns = (TextColumn("{task.description}"), MofNCompleteColumn(), TimeElapsedColumn())
     with ExitStack() as stack, Progress(*columns, console=console) as progress:
         names = list(arguments.arms)
         bar = progress.add_task("starting", total=arguments.rounds * len(names))
         arms = {
-            name: Arm(stack.enter_context(serve(name, {**settings, **ARMS[name], "cache.disk_dir": directory / name})))
+            name: Arm(
+                stack.enter_context(
+                    serve(name, {**settings, **ARMS[name], **memory[name], "cache.disk_dir": directory / name})
+                )
+            )
             for name in names
         }
         warm_up = replace(options_of(arguments, -1), conversations=2, rate=10.0, duration_s=5.0)

@@ -4,13 +4,13 @@
 
 Each stream holds one conversation after another: shared and unshared system prompts, follow-up turns, greedy and seeded
 sampling, stop strings, and clients that leave in the middle of an answer, half of which come back with what they saw of
-it. The server has little HBM and remembers few sessions, so that eviction and every cap are at work before the
-measurement of memory begins.
+it. The server has little HBM, less DRAM and a small disk, and remembers few sessions, so that eviction from every tier
+and every cap are at work before the measurement of memory begins.
 
 Held, or the exit status is 1: no error; the greedy answers are those that a second server with `cache.mode` recompute
 gives to the same requests one at a time (a difference is excused where that server's two best tokens were closer than
 1e-4, in at most 0.5 % of the answers); seeded answers repeat as well; resident memory is flat in both processes; at the
-end nothing runs, nothing waits, nothing is leased, and every page is free or cached.
+end nothing runs, waits, is leased or on its way, and every page is free or cached. History came from all three tiers.
 """
 
 import argparse
@@ -28,19 +28,24 @@ from rich.console import Console
 from rich.progress import Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn, track
 from rich.table import Table
 
+from benchmarks.in_process import kv_bytes_per_token
 from benchmarks.measures import show_held
 from benchmarks.servers import Server, serve, write_result
 from benchmarks.streams import Answer, Message, ask, client_of, first_difference
 
+MIB, GIB = 1 << 20, 1 << 30
 BUNDLED = Path(__file__).parent.parent / "model" / "bundled"
+HBM_TOKENS, DRAM_TOKENS, DISK_TOKENS = 24_576, 16_384, 65_536  # what 64 streams hold at once is more than the first two
+STAGING_TOKENS = 8_192
 SETTINGS: dict[str, str | int | float] = {
     "model.dtype": "float32",
-    "cache.hbm_tokens": 24_576,
+    "cache.hbm_tokens": HBM_TOKENS,
     "cache.max_sessions": 300,
 }
 WARM_UP = 0.4  # of the run; caches and caps fill up
 MAX_GROWTH_MIB_PER_MIN = 2.0
 MAX_DIFFERENT = 0.005
+ACCOUNTS = ("running_requests", "waiting_requests", "active_requests", "leases", "in_flight_transfers")  # 0 at idle
 MARKUP_TOKENS = 64  # chat markup and slack in the estimate of a prompt's length
 
 SHARED_SYSTEMS = (
@@ -206,10 +211,7 @@ def wait_idle(server: Server, timeout_s: float) -> dict[str, float]:
     deadline_s = time.monotonic() + timeout_s
     while True:
         metrics = server.metrics()
-        accounts = {
-            name: metrics[f"reprise_{name}"]
-            for name in ("running_requests", "waiting_requests", "leases", "active_requests")
-        }
+        accounts = {name: metrics[f"reprise_{name}"] for name in ACCOUNTS}
         pages = {state: metrics[f'reprise_hbm_pages{{state="{state}"}}'] for state in ("total", "free", "cached")}
         accounts["pages_unaccounted"] = pages["total"] - pages["free"] - pages["cached"]
         if not any(accounts.values()) or time.monotonic() > deadline_s:
@@ -252,8 +254,28 @@ async def compare_alone(
     return {"greedy": compared["greedy"], "seeded": compared["seeded"], "differences": differences}
 
 
+def tier_settings(model: str) -> dict[str, str | int | float]:
+    """The sizes of the lower tiers for a model; KV of float32 is twice as large as that of bfloat16."""
+    per_token = 2 * kv_bytes_per_token(model)
+    return {
+        "cache.mode": "attentionstore",
+        "cache.dram_gib": DRAM_TOKENS * per_token / GIB,
+        "cache.staging_mib": STAGING_TOKENS * per_token // MIB,
+        "cache.disk_gib": DISK_TOKENS * per_token / GIB,
+    }
+
+
+def history_by_tier(metrics: dict[str, float]) -> dict[str, int]:
+    """Tokens of earlier turns that were found in each tier."""
+    return {tier: int(metrics[f'reprise_history_tokens_total{{outcome="{tier}"}}']) for tier in ("hbm", "dram", "disk")}
+
+
 def verdicts(
-    errors: list[str], growth: dict[str, Any], idle: dict[str, float], alone: dict[str, Any]
+    errors: list[str],
+    growth: dict[str, Any],
+    idle: dict[str, float],
+    alone: dict[str, Any],
+    history: dict[str, int],
 ) -> dict[str, bool]:
     """What is held -> whether it holds."""
     greedy = [d for d in alone["differences"] if d["kind"] == "greedy"]
@@ -268,10 +290,9 @@ def verdicts(
             <= MAX_GROWTH_MIB_PER_MIN
             for name, size in growth.items()
         },
-        "idle: nothing runs, waits or is leased": not any(
-            idle[name] for name in ("running_requests", "waiting_requests", "active_requests", "leases")
-        ),
+        "idle: nothing runs, waits, is leased or on its way": not any(idle[name] for name in ACCOUNTS),
         "idle: every page is free or cached": idle["pages_unaccounted"] == 0,
+        "history came from HBM, DRAM and disk": all(history.values()),
     }
 
 
@@ -287,22 +308,25 @@ def main() -> int:
     console = Console()
     settings = {**SETTINGS, "model.source": str(arguments.model)}
     columns = (TextColumn("{task.description}"), TimeElapsedColumn(), TimeRemainingColumn())
-    with serve("soak", {**settings, "cache.mode": "prefix"}) as server:
+    with serve("soak", {**settings, **tier_settings(str(arguments.model))}) as server:
         with Progress(*columns, console=console) as progress:
             soak = Soak(server=server, seconds=arguments.seconds, streams=arguments.streams, seed=arguments.seed)
             tally = asyncio.run(soak.run(progress))
         idle = wait_idle(server, timeout_s=15)
-        totals = {k: v for k, v in server.metrics().items() if k.endswith("_total")}
+        metrics = server.metrics()
+        totals = {k: v for k, v in metrics.items() if "_total" in k}
+        history = history_by_tier(metrics)
         model = server.model
     with serve("alone", {**settings, "cache.mode": "recompute"}) as server:
         alone = asyncio.run(compare_alone(server, tally.conversations, arguments.check, console))
 
     growth = memory_growth(tally.memory)
-    held = verdicts(tally.errors, growth, idle, alone)
+    held = verdicts(tally.errors, growth, idle, alone, history)
     table = Table(title=f"{arguments.streams} streams for {arguments.seconds:g} s", title_justify="left")
     table.add_column("what")
     table.add_column("how many", justify="right")
     rows: dict[str, Any] = {**tally.kinds, "errors": len(tally.errors)}
+    rows |= {f"history from {tier}, tokens": tokens for tier, tokens in history.items()}
     rows |= {f"compared alone, {kind}": alone[kind] for kind in ("greedy", "seeded")}
     rows |= {f"{name} memory, MiB": size["mean_mib"] for name, size in growth.items()}
     rows |= {f"{name} memory growth, MiB/min": size["mib_per_min"] for name, size in growth.items()}
@@ -317,7 +341,8 @@ def main() -> int:
         {
             "model": model, "settings": settings, "held": held, "seconds": arguments.seconds,
             "streams": arguments.streams, "counts": dict(tally.kinds), "errors": tally.errors[:100],
-            "memory": growth, "idle": idle, "alone": alone, "metrics": totals,
+            "memory": growth, "idle": idle, "alone": alone, "history": history,
+            "metrics": totals,
         },
     )  # fmt: skip
     console.print(f"written to {result}")

@@ -71,3 +71,11 @@ def test_every_round_is_another_workload():
     assert first != second
     assert all(len(c.turns) <= modes.MOST_TURNS for c in first)
     assert {turn.answer_tokens for c in first for turn in c.turns} == {32}
+
+
+def test_all_modes_have_the_same_memory():
+    for arm in modes.ARMS:
+        memory = modes.memory_of(arm, most_tokens=3000, bytes_per_token=12_288)
+        held = memory["cache.hbm_tokens"] * 12_288 + memory.get("cache.dram_gib", 0) * modes.GIB
+        held += memory.get("cache.staging_mib", 0) * modes.MIB
+        assert held == pytest.approx(6 * 3000 * 12_288, abs=modes.MIB), "whole MiB of staging"

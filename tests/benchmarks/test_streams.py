@@ -108,9 +108,12 @@ def test_memory_growth_ignores_the_warm_up():
     assert growth["app"]["mib_per_min"] == pytest.approx(0, abs=1e-3)
     assert growth["engine"]["mib_per_min"] == pytest.approx(3, abs=1e-2)
     alone = {"greedy": 10, "seeded": 10, "differences": []}
-    accounts = ("running_requests", "waiting_requests", "active_requests", "leases", "pages_unaccounted")
-    held = soak.verdicts([], growth, dict.fromkeys(accounts, 0.0), alone)
+    idle = dict.fromkeys((*soak.ACCOUNTS, "pages_unaccounted"), 0.0)
+    history = {"hbm": 9, "dram": 9, "disk": 9}
+    held = soak.verdicts([], growth, idle, alone, history)
     assert [line for line, holds in held.items() if not holds] == ["engine memory grows by at most 2 MiB a minute"]
+    held = soak.verdicts([], growth, {**idle, "in_flight_transfers": 1.0}, alone, {**history, "disk": 0})
+    assert [*held.values()].count(False) == 3
 
 
 def test_the_machine_is_described_without_paths():

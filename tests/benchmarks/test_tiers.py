@@ -84,12 +84,26 @@ def test_a_tier_slightly_too_small_is_held_against_its_share(rate, hits, held):
     assert list(rotation.verdicts(arms, conversations=8).values()) == held
 
 
+WAYS = ("asynchronous", "synchronous", "not saved")
+
+
+def saves(*rounds: tuple[float, float, float]) -> dict:
+    return {(1000, 0.1, way): [{"job_ms": ms[i]} for ms in rounds] for i, way in enumerate(WAYS)}
+
+
 def test_the_gain_of_asynchronous_saving():
-    arms = [
-        {"prompt_tokens": 1000, "dram_gbps": 0.1, "way": way, "job_ms": {"median": ms}}
-        for way, ms in (("asynchronous", 85.0), ("synchronous", 100.0), ("not saved", 80.0))
-    ]
-    assert overlap.saving_gains(arms) == [{"prompt_tokens": 1000, "dram_gbps": 0.1, "shorter_by": 0.15, "hidden": 0.75}]
+    (gain,) = overlap.saving_gains(saves((85.0, 100.0, 80.0), (90.0, 100.0, 80.0), (80.0, 100.0, 80.0)))
+    assert gain == {
+        "prompt_tokens": 1000,
+        "dram_gbps": 0.1,
+        "shorter_by": {"median": 0.15, "min": 0.1, "max": 0.2},
+        "hidden": 0.75,
+    }
+
+
+@pytest.mark.parametrize("rounds", [[(85.0, 100.0, 101.0), (85.0, 100.0, 80.0)], [(50.0, 100.0, 80.0)]])
+def test_no_share_is_said_to_hide_where_saving_costs_less_than_runs_differ_by(rounds):
+    assert overlap.saving_gains(saves(*rounds))[0]["hidden"] is None
 
 
 def test_only_the_stated_arm_is_held_against_the_share_to_hide():
@@ -102,9 +116,16 @@ def test_only_the_stated_arm_is_held_against_the_share_to_hide():
             (0.4, 100, 5, 0.9),
         )
     ]
-    assert list(overlap.verdicts(arms).values()) == [True]
+    assert list(overlap.verdicts(arms, []).values()) == [True]
     arms[-1]["hidden"]["median"] = 0.89
-    assert list(overlap.verdicts(arms).values()) == [False]
+    assert list(overlap.verdicts(arms, []).values()) == [False]
+
+
+def test_a_comparison_in_which_no_thread_saved_is_void():
+    saving = [{"way": way, "saving_ms": {"min": ms}} for way, ms in zip(WAYS, (1.0, 2.0, 0.0), strict=True)]
+    assert list(overlap.verdicts([], saving).values()) == [True]
+    saving[1]["saving_ms"]["min"] = 0.0
+    assert list(overlap.verdicts([], saving).values()) == [False]
 
 
 def test_results_become_tables_and_a_figure(tmp_path):
@@ -118,12 +139,13 @@ def test_results_become_tables_and_a_figure(tmp_path):
         {"prompt_tokens": 1000, "dram_gbps": 0.1, "way": way, "job_ms": {"median": ms}}
         for way, ms in (("asynchronous", 85.0), ("synchronous", 100.0), ("not saved", 80.0))
     ]
+    gains = overlap.saving_gains(saves((85.0, 100.0, 80.0)))
     samples = [sample(arm, 50.0, turn=turn) for arm in ("attentionstore", "recompute") for turn in (1, 2, 3, 4, 5)]
     shape = {"turns": 4, "turn_tokens": 140, "answer_tokens": 100}
     arm = {"capacity": 4, "disk": True, "policy": "lru", **rotation.summarize([played(3, 100, 70)])}
     results = {
-        "hierarchy": {"workload": shape, "peers_ttft_ms": dict(hierarchy.PEERS), **hierarchy.summarize(samples, 4)},
-        "overlap": {"loading": loading, "saving": saving, "saving_gains": overlap.saving_gains(saving)},
+        "hierarchy": {"workload": shape, **hierarchy.summarize(samples, 4)},
+        "overlap": {"loading": loading, "saving": saving, "saving_gains": gains},
         "rotation": {
             "settings": {"conversations": 8, "turns": 12, "counted_from_turn": 3}, "arms": [arm],
         },
@@ -133,6 +155,7 @@ def test_results_become_tables_and_a_figure(tmp_path):
     assert "| `attentionstore` | 50 | 50 | 50 | 50 | 50 (50) | 0.0% | 0 / 0 / 0 |" in text
     assert "`attentionstore`, after a restart" in text
     assert "| 0.15 | 100 | all | 95.0% (90.0% to 100.0%) |" in text
-    assert "| 1000 | 0.1 GB/s | 15.0% | 75% |" in text
+    assert "| 1000 | 0.1 GB/s | 15.0% (15.0% to 15.0%) | 75% |" in text
+    assert (tmp_path / "hierarchy.png").stat().st_size > 1000
     assert "| 4 of 8 | on | lru | 0.700 | 0.700 | 0 of 1 |" in text
     assert tier_sections(lambda name: None, lambda result: "", tmp_path) == []
