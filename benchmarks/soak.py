@@ -35,8 +35,8 @@ from benchmarks.streams import Answer, Message, ask, client_of, first_difference
 
 MIB, GIB = 1 << 20, 1 << 30
 BUNDLED = Path(__file__).parent.parent / "model" / "bundled"
-HBM_TOKENS, DRAM_TOKENS, DISK_TOKENS = 24_576, 16_384, 65_536  # what 64 streams hold at once is more than the first two
-STAGING_TOKENS = 8_192
+HBM_TOKENS, DRAM_TOKENS, DISK_TOKENS = 8_192, 6_144, 65_536  # 64 streams hold more at once than the first two
+STAGING_TOKENS = 4_096
 SETTINGS: dict[str, str | int | float] = {
     "model.dtype": "float32",
     "cache.hbm_tokens": HBM_TOKENS,
