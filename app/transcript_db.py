@@ -1,8 +1,10 @@
 """The SQLite file behind the transcripts: opened, versioned, bounded, and replaced when it is damaged."""
 
+import errno
 import logging
 import os
 import sqlite3
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -14,6 +16,11 @@ APPLICATION_ID = 0x52505253  # "RPRS"
 OPEN_TIMEOUT_S = 5.0
 BUSY_TIMEOUT_MS = 250  # requests wait meanwhile
 LOG_BYTES = 4 << 20  # what the write-ahead log may keep on disk between checkpoints
+MAX_SET_ASIDE = 4  # damaged files that are kept; people may want to save something from them
+REWRITE_S = 30.0  # between two attempts to write a deleted file anew
+
+# The last: Python cannot decode SQLite's message when it quotes a damaged schema.
+_TROUBLE = (sqlite3.Error, OSError, UnicodeDecodeError)
 
 _PRAGMAS = (
     "journal_mode = WAL",
@@ -29,18 +36,22 @@ _PRAGMAS = (
 class Database:
     """One SQLite database with one schema, in a private file or in memory. Used from one thread at a time.
 
-    Opening never fails: a file that cannot be read is set aside and replaced, and where that is impossible, or another
-    process holds the file, the database is in memory. A file of another schema version is replaced.
+    Opening never fails. A damaged file is set aside and replaced; only damage does that. A file that cannot be used for
+    another reason (no room, no right, too many open files, another process) stays as it is: on a full disk it is still
+    read, else the database is in memory. A file of another schema version is replaced. A file that is deleted while it
+    is open is written anew.
     """
 
     def __init__(self, *, path: Path | None, schema: str, version: int) -> None:
         self._path = path
         self._schema = schema
         self._version = version
+        self._file: os.stat_result | None = None  # the one to keep; None: the database is in memory
+        self._rewrite_s = 0.0  # when a deleted file may be written anew
         try:
             self._db = self._open(path)
-        except (sqlite3.Error, OSError) as error:
-            self._db = self._open_anew(error)
+        except _TROUBLE as error:
+            self._db = self._open_instead(error)
 
     def execute(self, statement: str, values: Sequence[Any] | Mapping[str, Any] = ()) -> sqlite3.Cursor:
         """Raises sqlite3.Error; hand it to `recover`."""
@@ -48,6 +59,8 @@ class Database:
 
     @contextmanager
     def transaction(self) -> Iterator[None]:
+        if time.monotonic() >= self._rewrite_s:
+            self._keep_file()
         self._db.execute("BEGIN IMMEDIATE")
         try:
             yield
@@ -59,11 +72,11 @@ class Database:
 
     def recover(self, error: sqlite3.Error) -> bool:
         """After an error in use: replace a damaged database; True if all that was in it is gone."""
-        if _code(error) not in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
+        if not _is_damage(error):
             log.warning("the database cannot do this now: %s", error)
             return False
-        self.close()
-        self._db = self._open_anew(error)
+        self._close()
+        self._db = self._open_instead(error)
         return True
 
     def used_bytes(self) -> int:
@@ -71,8 +84,7 @@ class Database:
         pages, free = self._pragma("page_count"), self._pragma("freelist_count")
         if not 0 <= free <= pages:  # SQLite believes its header until it needs a free page
             error = sqlite3.DatabaseError("the count of free pages is damaged")
-            error.sqlite_errorcode = sqlite3.SQLITE_CORRUPT
-            raise error
+            raise _with_code(error, sqlite3.SQLITE_CORRUPT)
         return (pages - free) * self._pragma("page_size")
 
     def shrink(self, max_bytes: int) -> None:
@@ -88,6 +100,10 @@ class Database:
             self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
 
     def close(self) -> None:
+        self._keep_file()
+        self._close()
+
+    def _close(self) -> None:
         with suppress(sqlite3.Error):
             self._db.close()
 
@@ -95,34 +111,83 @@ class Database:
         value: int = self._db.execute(f"PRAGMA {name}").fetchone()[0]
         return value
 
-    def _open_anew(self, error: Exception) -> sqlite3.Connection:
-        busy = _code(error) in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED)
-        if self._path is not None and not busy:  # a busy file is well, and another process's
-            aside = self._path.with_name(self._path.name + ".corrupt")
-            log.warning("%s is unreadable (%s); it is set aside as %s", self._path, error, aside)
-            try:
-                os.replace(self._path, aside)
+    def _keep_file(self) -> None:
+        """If somebody has deleted the file, write all that is in it to a new one; the open one is still whole."""
+        if self._path is None or self._file is None:
+            return
+        try:
+            if os.path.samestat(self._path.stat(), self._file):
+                return
+        except (FileNotFoundError, NotADirectoryError):
+            self._write_anew(self._path)
+        except OSError:
+            return  # it cannot be looked at now
+        else:
+            # Whoever put it there knows what it is. The log of ours would be applied to it when it is opened.
+            log.error("%s was replaced while it was open; until a restart, what is stored is lost", self._path)
+            self._file = None
+            with suppress(OSError):
                 _remove_logs(self._path)
-                return self._open(self._path)
-            except (sqlite3.Error, OSError) as next_error:
+
+    def _write_anew(self, path: Path) -> None:
+        log.warning("%s was deleted while it was open; it is written anew", path)
+        copy = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+        try:
+            _make_private(copy)
+            self._db.execute("VACUUM INTO ?", (str(copy),))
+            self._close()
+            _remove_logs(path)  # where the directory is still there, they are too
+            copy.replace(path)
+            self._db = self._open(path)
+        except _TROUBLE as error:
+            self._rewrite_s = time.monotonic() + REWRITE_S
+            log.error("%s cannot be written anew (%s); what it holds is lost with this process", path, error)
+            with suppress(OSError):
+                copy.unlink()
+
+    def _open_instead(self, error: Exception) -> sqlite3.Connection:
+        """What can be had after this error: a new file in place of a damaged one, the file itself for this process
+        alone, or memory."""
+        if self._path is not None and not _is_busy(error):  # a busy file is well, and another process's
+            try:
+                if _is_damage(error):
+                    aside = self._set_aside(self._path)
+                    log.warning("%s is damaged (%s); it is set aside as %s", self._path, error, aside)
+                    return self._open(self._path)
+                db = self._open(self._path, alone=True)
+                log.warning("%s can be read; as long as the cause lasts, not written: %s", self._path, error)
+                return db
+            except _TROUBLE as next_error:
                 error = next_error
         log.warning("%s cannot be used (%s); its content is kept in memory only", self._path, error)
         return self._open(None)
 
-    def _open(self, path: Path | None) -> sqlite3.Connection:
-        """Raises sqlite3.Error or OSError."""
+    @staticmethod
+    def _set_aside(path: Path) -> Path:
+        """Rename a damaged file; nothing is overwritten. Raises OSError."""
+        for number in range(1, MAX_SET_ASIDE + 1):
+            aside = path.with_name(f"{path.name}.corrupt" + (f".{number}" if number > 1 else ""))
+            if not os.path.lexists(aside):
+                os.rename(path, aside)
+                _remove_logs(path)
+                return aside
+        raise OSError(
+            errno.EEXIST, f"it is damaged, as were {MAX_SET_ASIDE} before it; remove those that are set aside"
+        )
+
+    def _open(self, path: Path | None, *, alone: bool = False) -> sqlite3.Connection:
+        """alone: no other process may open it. That needs no memory shared through a file, for which a full disk has no
+        room. Raises one of _TROUBLE."""
         if path is not None:
-            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            # SQLite gives its log files the mode of the database.
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-            try:
-                os.fchmod(descriptor, 0o600)
-            finally:
-                os.close(descriptor)
+            self._file = _make_private(path)
+        else:
+            self._file = None
         db = sqlite3.connect(
             ":memory:" if path is None else path, timeout=OPEN_TIMEOUT_S, isolation_level=None, check_same_thread=False
         )
         try:
+            if alone:
+                db.execute("PRAGMA locking_mode = EXCLUSIVE").fetchall()
             if db.execute("PRAGMA page_count").fetchone()[0] == 0:
                 db.execute("PRAGMA auto_vacuum = INCREMENTAL")  # possible in an empty file only, and a write in others
             for pragma in _PRAGMAS:
@@ -137,7 +202,7 @@ class Database:
         log.warning("%s is of another version than %d; it is begun anew", path, self._version)
         path.unlink()
         _remove_logs(path)
-        return self._open(path)
+        return self._open(path, alone=alone)
 
     def _prepare_schema(self, db: sqlite3.Connection) -> bool:
         """False if the tables are those of another version."""
@@ -148,13 +213,41 @@ class Database:
             )
             return True
         if db.execute("PRAGMA application_id").fetchone()[0] != APPLICATION_ID:
-            raise sqlite3.DatabaseError("it is another program's database")
+            error = sqlite3.DatabaseError("it is another program's database")
+            raise _with_code(error, sqlite3.SQLITE_NOTADB)
         return bool(db.execute("PRAGMA user_version").fetchone()[0] == self._version)
+
+
+def _is_damage(error: Exception) -> bool:
+    """Whether the file itself is at fault: not the room, the rights or the device it needs."""
+    damage = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
+    return isinstance(error, IsADirectoryError | UnicodeDecodeError) or _code(error) in damage
+
+
+def _is_busy(error: Exception) -> bool:
+    return _code(error) in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED)
 
 
 def _code(error: Exception) -> int:
     """The primary result code: the low byte of what SQLite reports."""
     return int(getattr(error, "sqlite_errorcode", 0)) & 0xFF
+
+
+def _with_code(error: sqlite3.DatabaseError, code: int) -> sqlite3.DatabaseError:
+    """As if SQLite had found it."""
+    error.sqlite_errorcode = code
+    return error
+
+
+def _make_private(path: Path) -> os.stat_result:
+    """The file is there, and its owner's alone. SQLite gives its log files the same mode. Raises OSError."""
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        os.fchmod(descriptor, 0o600)
+        return os.fstat(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _remove_logs(path: Path) -> None:

@@ -1,5 +1,6 @@
 """One server to a directory: a lock that goes with the process, and says who holds it."""
 
+import contextlib
 import fcntl
 import os
 from pathlib import Path
@@ -34,8 +35,9 @@ class DirectoryLock:
         fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            os.ftruncate(fd, 0)
-            os.pwrite(fd, self._owner.encode(), 0)
+            with contextlib.suppress(OSError):  # a full disk has no room for the name; the lock holds without
+                os.ftruncate(fd, 0)
+                os.pwrite(fd, self._owner.encode(), 0)
         except BlockingIOError as error:
             message = f"{self._directory} is in use by {_read_owner(fd)}"
             os.close(fd)

@@ -30,6 +30,8 @@ _PUT_SESSION = """
 INSERT INTO sessions VALUES (?, ?, ?, ?, ?, ?) ON CONFLICT DO UPDATE
 SET stamp = excluded.stamp, record = excluded.record, digest = excluded.digest WHERE excluded.stamp > stamp
 """
+# Primary codes that speak of the disk's room, its rights or its device; the file may be well.
+_NO_DAMAGE = {sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_READONLY}
 log = logging.getLogger(__name__)
 Row = TypeVar("Row", ExtentInfo, SessionRecord)
 
@@ -48,13 +50,16 @@ class DiskIndex:
 
     def open(self, beat: Beat) -> tuple[dict[int, ExtentInfo], dict[tuple[str, str, str], tuple[int, SessionRecord]]]:
         """Extents by id, and sessions by name with their stamps: all rows that are intact. An index that is damaged or
-        of another schema is moved aside."""
+        of another schema is moved aside, and only that: on a full disk it stays, and is read if it can be."""
         try:
             return self._load(beat)
         except (sqlite3.Error, UnicodeError) as error:
             beat()  # not because nobody waits any more
-            log.warning("the disk tier's index is set aside and made again from the records: %s", error)
             self.close()
+            if getattr(error, "sqlite_errorcode", 0) & 0xFF in _NO_DAMAGE and not self._path.is_dir():
+                log.warning("the disk tier's index can be read at best: %s", error)
+                return self._load(beat, alone=True)
+            log.warning("the disk tier's index is set aside and made again from the records: %s", error)
             self._move_aside()
             return self._load(beat)
 
@@ -109,8 +114,9 @@ class DiskIndex:
             if self._db is None:
                 return
             try:
-                with self._db as db:
-                    self._catch_up(db)
+                if self._extents:
+                    with self._db as db:
+                        self._catch_up(db)
             except sqlite3.Error as error:
                 log.warning("some extents are not in the index and will be found by their headers: %s", error)
             self._db.close()
@@ -128,10 +134,15 @@ class DiskIndex:
             raise sqlite3.OperationalError("the index is closed")
         return self._db
 
-    def _load(self, beat: Beat) -> tuple[dict[int, ExtentInfo], dict[tuple[str, str, str], tuple[int, SessionRecord]]]:
+    def _load(
+        self, beat: Beat, *, alone: bool = False
+    ) -> tuple[dict[int, ExtentInfo], dict[tuple[str, str, str], tuple[int, SessionRecord]]]:
+        """alone: no other connection may open it, which needs no memory shared through a file."""
         db = self._db = sqlite3.connect(self._path, timeout=1.0, check_same_thread=False)
         self._path.chmod(0o600)
         self._inode = self._path.stat().st_ino
+        if alone:
+            db.execute("PRAGMA locking_mode = EXCLUSIVE")
         db.execute("PRAGMA journal_mode = WAL")
         db.execute("PRAGMA synchronous = NORMAL")
         db.execute("PRAGMA secure_delete = ON")

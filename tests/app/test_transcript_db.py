@@ -1,9 +1,17 @@
+import errno
+import os
+import random
+import shutil
 import sqlite3
 import stat
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
-from app.transcript_db import Database
+from app import transcript_db
+from app.transcript_db import MAX_SET_ASIDE, Database
 
 SCHEMA = "CREATE TABLE notes (id INTEGER PRIMARY KEY, text BLOB NOT NULL)"
 
@@ -88,6 +96,149 @@ def test_an_unreadable_file_is_set_aside(path, caplog, damage):
     assert notes(open_db(path)) == ["new"]
     assert path.with_name(path.name + ".corrupt").exists()
     assert "set aside" in caplog.text
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EACCES, errno.EMFILE, errno.EIO, errno.EROFS])
+def test_only_damage_moves_a_file(path, caplog, monkeypatch, number):
+    db = open_db(path)
+    write(db, "healthy")
+    db.close()
+
+    def refuse(name, *args):
+        raise OSError(number, os.strerror(number), name)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(transcript_db.os, "open", refuse)
+        db = open_db(path)
+        write(db, "meanwhile")
+        assert notes(db) == ["meanwhile"]
+        db.close()
+    assert "in memory only" in caplog.text
+    assert [file.name for file in path.parent.iterdir()] == [path.name]
+    assert notes(open_db(path)) == ["healthy"]
+
+
+@pytest.mark.parametrize("code", [sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CANTOPEN])
+def test_only_damage_moves_a_file_in_use(path, code):
+    db = open_db(path)
+    write(db, "healthy")
+    error = sqlite3.OperationalError("what it says is of no account: malformed, not a database, corrupt")
+    error.sqlite_errorcode = code
+    assert not db.recover(error)
+    assert notes(db) == ["healthy"]
+
+
+# A process that may write no byte to any file is on a full disk, as far as SQLite can tell.
+ON_A_FULL_DISK = """
+import logging, resource, sqlite3, sys
+from pathlib import Path
+from app.transcript_db import Database
+
+logging.basicConfig(stream=sys.stdout, format="%(message)s")
+_, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
+db = Database(path=Path(sys.argv[1]), schema=sys.argv[2], version=1)
+print("holds", [row[0] for row in db.execute("SELECT text FROM notes")])
+try:
+    with db.transaction():
+        db.execute("INSERT INTO notes (text) VALUES ('on a full disk')")
+except sqlite3.Error as error:
+    print("replaced" if db.recover(error) else "kept")
+resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+with db.transaction():
+    db.execute("INSERT INTO notes (text) VALUES ('after it')")
+db.close()
+"""
+
+
+def test_on_a_full_disk_a_file_stays_and_is_read(path):
+    db = open_db(path)
+    write(db, "healthy")
+    db.close()
+    command = [sys.executable, "-c", ON_A_FULL_DISK, str(path), SCHEMA]
+    root = Path(__file__).parents[2]
+    told = subprocess.run(command, cwd=root, capture_output=True, text=True, check=True, timeout=60).stdout
+    assert "holds ['healthy']\nkept\n" in told.replace("the database cannot do this now: disk I/O error\n", "")
+    assert "can be read" in told
+    assert not list(path.parent.glob("*.corrupt*"))
+    assert notes(open_db(path)) == ["healthy", "after it"]
+
+
+def test_a_file_that_was_set_aside_is_never_overwritten(path, caplog):
+    for number in range(MAX_SET_ASIDE + 2):
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(b"damaged %d, " % number * 100)
+        open_db(path).close()
+    aside = sorted(path.parent.glob("*.corrupt*"))
+    assert [file.read_bytes()[:9] for file in aside] == [b"damaged %d" % number for number in range(MAX_SET_ASIDE)]
+    # No more than these are kept: the last of all stays where it is, and nothing in it is lost.
+    assert path.read_bytes()[:9] == b"damaged %d" % (MAX_SET_ASIDE + 1)
+    assert "remove those" in caplog.text
+
+
+def test_opening_survives_any_damage_of_the_header_and_the_schema(path):
+    db = open_db(path)
+    write(db, *["x" * 3000] * 3)
+    db.close()
+    healthy, rng = path.read_bytes(), random.Random(1)
+    for _ in range(200):
+        shutil.rmtree(path.parent)
+        path.parent.mkdir()
+        damaged = bytearray(healthy)
+        for _ in range(100):
+            damaged[rng.randrange(16, 4096)] = rng.randrange(256)
+        path.write_bytes(damaged)
+        open_db(path).close()
+
+
+@pytest.mark.parametrize("what", ["directory", "file"])
+def test_a_file_that_is_deleted_while_it_is_open_is_written_anew(path, caplog, what):
+    db = open_db(path)
+    write(db, "before", "and")
+    shutil.rmtree(path.parent) if what == "directory" else path.unlink()
+    write(db, "after")
+    assert notes(db) == ["before", "and", "after"]
+    assert "written anew" in caplog.text
+    assert [stat.S_IMODE(p.stat().st_mode) for p in (path.parent, path)] == [0o700, 0o600]
+    again = open_db(path)
+    assert notes(again) == ["before", "and", "after"]
+    again.execute("DELETE FROM notes")
+    again.shrink(0)  # it still can
+    assert again.execute("PRAGMA auto_vacuum").fetchone() == (2,)
+
+
+def test_a_file_that_is_deleted_before_the_end_is_written_anew(path):
+    db = open_db(path)
+    write(db, "one")
+    shutil.rmtree(path.parent)
+    db.close()
+    assert notes(open_db(path)) == ["one"]
+    assert [file.name for file in path.parent.iterdir() if "tmp" in file.name] == []
+
+
+def test_a_deleted_file_that_cannot_be_written_anew_is_told_and_goes_on(path, caplog):
+    db = open_db(path)
+    write(db, "one")
+    shutil.rmtree(path.parent)
+    path.parent.write_text("a file where the directory was")
+    write(db, "two")
+    assert notes(db) == ["one", "two"]
+    assert "lost with this process" in caplog.text
+
+
+def test_a_file_that_somebody_put_in_its_place_is_left_alone(path, caplog):
+    db = open_db(path)
+    write(db, "ours")
+    other = open_db(path.with_name("other"))
+    write(other, "theirs")
+    other.close()
+    os.replace(path.with_name("other"), path)
+    write(db, "more of ours")
+    write(db, "and more")
+    assert notes(db) == ["ours", "more of ours", "and more"]
+    assert caplog.text.count("was replaced") == 1
+    db.close()
+    assert notes(open_db(path)) == ["theirs"]
 
 
 def test_damage_found_in_use_replaces_the_file(path):

@@ -4,6 +4,7 @@ import os
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -55,6 +56,32 @@ def test_a_session_is_not_there_before_its_first_turn_has_ended(tier, tmp_path, 
     assert extents == infos
     assert [(record.session_id, record.context) for record in sessions] == [("b", b"context")]
     tier.close()
+
+
+# A process that may write no byte to any file is on a full disk, as far as the tier can tell.
+ON_A_FULL_DISK = """
+import resource, sys
+from pathlib import Path
+from tests.cache.tiers.disk_helpers import make_tier
+
+resource.setrlimit(resource.RLIMIT_FSIZE, (0, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+tier = make_tier(Path(sys.argv[1]))
+extents, sessions = tier.open()
+print(len(extents), sorted((record.session_id, record.context) for record in sessions))
+tier.close()
+"""
+
+
+def test_a_start_on_a_full_disk_leaves_the_index_alone(tier, tmp_path):
+    put(tier, "a", session=make_session("a"))
+    tier.put_session(make_session("b", b"nowhere else"))
+    tier.close()
+    command = [sys.executable, "-c", ON_A_FULL_DISK, str(tmp_path)]
+    root = Path(__file__).parents[3]
+    told = subprocess.run(command, cwd=root, capture_output=True, text=True, check=True, timeout=60).stdout
+    assert told == "1 [('a', b'context'), ('b', b'nowhere else')]\n"
+    assert not list(tmp_path.glob("kv/*/*.bad"))
+    assert len(reopened(tier, tmp_path)[2]) == 2
 
 
 @pytest.mark.parametrize("damage", ["delete", "garbage", "truncate", "flip", "directory", "other_schema"])
