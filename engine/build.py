@@ -51,7 +51,12 @@ def build_engine(config: EngineConfig) -> Engine:
     path = resolve_files(config.model)
     model = load_model(path, dtype, device)
     backend, page_size, probed = _probe(model, device)
-    log.debug("probe: relative logit error %.1e, positions decoupled: %s", probed.logit_error, probed.decouplable)
+    log.debug(
+        "probe: relative logit error %.1e of %.1e tolerated, positions decoupled: %s",
+        probed.logit_error,
+        probed.logit_tolerance,
+        probed.decouplable,
+    )
     digest = fingerprint(model, weights_digest(model), backend.name)
     parameters = sum(p.numel() for p in model.parameters())
     if device.type == "cpu":
@@ -112,6 +117,8 @@ def build_engine(config: EngineConfig) -> Engine:
         max_context=max_context,
         vocab_size=text.vocab_size,
         eos_token_ids=_eos_ids(model),
+        logit_error=probed.logit_error,
+        logit_tolerance=probed.logit_tolerance,
         decouplable=probed.decouplable,
         rope_layers=sum(rope is not None for rope in probed.ropes),
         layers=len(probed.shapes),
@@ -145,6 +152,7 @@ def build_engine(config: EngineConfig) -> Engine:
             page_size=page_size,
             device=device,
             rate=config.verify_rate,
+            logit_tolerance=probed.logit_tolerance,
             chunk_tokens=step_tokens,
             rng=random.Random(),
         )

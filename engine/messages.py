@@ -168,6 +168,8 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     max_context: int
     vocab_size: int
     eos_token_ids: tuple[int, ...]
+    logit_error: float  # relative RMS error of our logits against the model's own attention in fp32
+    logit_tolerance: float  # up to which that counts as rounding: from the model's own in this dtype
     decouplable: bool  # False: keys carry their position, truncation means recompute
     rope_layers: int
     layers: int

@@ -1,12 +1,14 @@
 """The load-time probe: does this architecture do what our attention assumes? Three questions (ENGINE_FACTS §1):
 
 1. Is our attention function called exactly once per layer? (falcon, gptj, bloom never call it, without an error.)
-2. Are our logits, computed in chunks over pages, those of the model's own eager attention?
+2. Are our logits, computed in chunks over pages, those of the model's own eager attention? In a type that rounds, the
+   model's own error is the measure: how far its eager attention in this type is from itself in fp32.
 3. Is the key that we see free of position, so that it may be saved and re-embedded elsewhere?
 
 The first two decide whether a model is served at all, the third whether its saved KV survives truncation.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -14,14 +16,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from engine.float32 import in_float32
 from engine.hf_model import ModelRefused, RopeCall, Step, attention_implementation, forward
 from kernels.attention import AttentionUnsupported
 from kernels.attention.base import AttentionBackend, AttentionMeta, AttentionParams, KvPages
 
 _TOKENS = 40
-# Relative RMS error between our logits and eager ones. Eager attention itself moves by as much between its own
-# implementations in bf16 (about 1 %); a missed rotation or window is off by more than a tenth.
-_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.08, torch.float16: 0.02}
+# A near-tie between two experts, early in a text, moves every row behind it: then another text is asked. What an
+# architecture does differently shows in all of them.
+_TEXTS = 3
+# Relative RMS error of logits. In fp32 other orders of sums make 1e-5; a missed rotation or window is off by a tenth.
+_FLOAT32_TOLERANCE = 1e-3
+# Of what the model's own rounding is. That is 6 % in SmolLM2-135M and 11.5 % in Qwen2.5-0.5B, whose keys have channels
+# of 200 and more; another order of the same sums differs from fp32 by 0.7 to 1.0 of it.
+_NOISE_SHARE = 1.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +71,8 @@ class ProbeResult:
     decouplable: bool
     ropes: list[RopeSource | None]  # per layer; None: the layer does not rotate
     params: list[AttentionParams]  # per layer
-    logit_error: float
+    logit_error: float  # relative RMS error of our logits against the model's own attention in fp32
+    logit_tolerance: float  # up to which that is the model's own rounding
 
 
 class _ShapeFinder:
@@ -101,9 +110,9 @@ def probe(model: nn.Module, backend: AttentionBackend, page_size: int) -> ProbeR
     device, dtype = next(model.parameters()).device, next(model.parameters()).dtype
     generator = torch.Generator().manual_seed(0)
     limit = min(_TOKENS, getattr(text, "max_position_embeddings", None) or _TOKENS)
-    ids = torch.randint(0, text.vocab_size, (limit,), generator=generator).to(device)
+    texts = torch.randint(0, text.vocab_size, (_TEXTS, limit), generator=generator).to(device)
 
-    shapes = _find_shapes(model, backend, layers, ids)
+    shapes = _find_shapes(model, backend, layers, texts[0])
     num_pages = -(-limit // page_size)
     pages = [
         KvPages(
@@ -127,14 +136,16 @@ def probe(model: nn.Module, backend: AttentionBackend, page_size: int) -> ProbeR
         return torch.cat(logits), step
 
     sink = _ShapeFinder()
-    ours, step = run(ids, [limit // 2, limit - limit // 2 - 2, 1, 1], None)
-    with attention_implementation(model, "eager"):
-        theirs = model(input_ids=ids[None], use_cache=False).logits[0]
-    error = _relative_error(ours, theirs)
-    if not error <= _TOLERANCE.get(dtype, 0.08):
+    for ids in texts:
+        ours, step = run(ids, [limit // 2, limit - limit // 2 - 2, 1, 1], None)
+        exact, tolerance = _yardstick(model, ids)
+        error = relative_error(ours, exact)
+        if error <= tolerance < math.inf:
+            break
+    else:
         raise ModelRefused(
-            f"{text.model_type}: logits differ from the model's own attention by {error:.1%} (relative RMS); "
-            "this architecture needs an adapter"
+            f"{text.model_type}: logits differ from the model's own attention by {error:.1%} (relative RMS), "
+            f"{tolerance:.1%} is the most that rounding explains; this architecture needs an adapter"
         )
     windows = {layer: params.window for layer, params in step.params.items() if params.window is not None}
     _check_windows(text, windows)
@@ -146,7 +157,8 @@ def probe(model: nn.Module, backend: AttentionBackend, page_size: int) -> ProbeR
     spread = (keys - keys[:1]).abs().max() / keys.abs().max().clamp_min(1e-20)
     # Rows of one product may round apart, positions move a key by about its own size.
     decouplable = bool(spread < 1e-2) and all(ropes[layer] is not None for layer in layers_rotated)
-    return ProbeResult(shapes, decouplable, ropes, [step.params[layer] for layer in range(layers)], error)
+    params = [step.params[layer] for layer in range(layers)]
+    return ProbeResult(shapes, decouplable, ropes, params, error, tolerance)
 
 
 def _find_shapes(model: nn.Module, backend: AttentionBackend, layers: int, ids: Tensor) -> list[KvShape]:
@@ -174,7 +186,25 @@ def _find_shapes(model: nn.Module, backend: AttentionBackend, layers: int, ids: 
     return [KvShape(sink.keys[i].shape[1], sink.keys[i].shape[2], sink.values[i].shape[2]) for i in range(layers)]
 
 
-def _relative_error(ours: Tensor, theirs: Tensor) -> float:
+def _yardstick(model: nn.Module, ids: Tensor) -> tuple[Tensor, float]:
+    """(logits [tokens, vocab] of the model's own attention in fp32, the error that is rounding)."""
+    dtype = next(model.parameters()).dtype
+    with attention_implementation(model, "eager"):
+        theirs = model(input_ids=ids[None], use_cache=False).logits[0]
+        if dtype == torch.float32:
+            return theirs, _FLOAT32_TOLERANCE
+        try:
+            with in_float32(model):
+                exact = model(input_ids=ids[None], use_cache=False).logits[0]
+        except RuntimeError as error:
+            raise ModelRefused(
+                f"{type(model).__name__} does not run in fp32, so its rounding cannot be measured ({error}); "
+                "model.dtype float32 needs no such measure"
+            ) from error
+    return exact, _NOISE_SHARE * relative_error(theirs, exact)
+
+
+def relative_error(ours: Tensor, theirs: Tensor) -> float:
     """Of the median row: in bf16 a near-tie between two experts moves a few rows as a whole."""
     ours, theirs = ours.float(), theirs.float()
     centred = theirs - theirs.mean(dim=-1, keepdim=True)

@@ -14,8 +14,9 @@ from cache.manager import CacheManager
 from engine.batch import BatchItem, BlockTables, build_batch
 from engine.runner import ModelRunner
 
-# Relative RMS difference of a row of logits, as in the load-time probe: rounding is below, a wrong block far above.
-_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.03}
+# Of the load-time probe's tolerance, which is of a median row. Single rows scatter: of 600 loads into the bundled model
+# in bf16 the median differed by 0.6 of it, the largest by 1.9. A wrong block differs by about as much as there is.
+_ROW_SHARE = 3.0
 
 
 class Verifier:
@@ -29,12 +30,14 @@ class Verifier:
         page_size: int,
         device: torch.device,
         rate: float,
+        logit_tolerance: float,
         chunk_tokens: int,
         rng: random.Random,
     ) -> None:
         self._runner, self._cache = runner, cache
         self._page_size, self._device = page_size, device
         self._rate, self._chunk_tokens, self._rng = rate, chunk_tokens, rng
+        self._tolerance = _ROW_SHARE * logit_tolerance
         self.compared = 0
         self.mismatches = 0
 
@@ -53,7 +56,7 @@ class Verifier:
         self.compared += 1
         got, want = logits.float(), expected.float()
         error = (got - want).square().mean().sqrt() / (want - want.mean()).square().mean().sqrt()
-        if bool(error <= _TOLERANCE[logits.dtype]):
+        if bool(error <= self._tolerance):
             return True
         self.mismatches += 1
         return False

@@ -70,6 +70,8 @@ def model_info(directory: Path, **changes: Any) -> ModelInfo:
         "max_context": WINDOW,
         "vocab_size": 300,
         "eos_token_ids": (2,),
+        "logit_error": 2e-6,
+        "logit_tolerance": 1e-3,
         "decouplable": True,
         "rope_layers": 2,
         "layers": 2,

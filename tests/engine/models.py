@@ -142,6 +142,15 @@ def family_model(name: str, **changes: Any) -> Any:
     return tiny_model(family.model_type, **{**family.config, **changes})
 
 
+def large_key_biases() -> Any:
+    """Shaped as Qwen2 is, with some key channels of 200."""
+    model = tiny_model("qwen2")
+    for layer in model.model.layers:
+        bias = layer.self_attn.k_proj.bias
+        bias[1::4] = 200 * bias[1::4].sign()
+    return model
+
+
 @torch.no_grad()
 def randomise(model: nn.Module, seed: int) -> None:
     """Weights large enough for attention to be far from uniform; biases, norm weights and sinks away from 0 and 1."""

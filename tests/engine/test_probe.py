@@ -7,12 +7,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.hf_model import ModelRefused, prepare
+from engine.hf_model import ModelRefused, RopeCall, Step, prepare
 from engine.probe import ProbeResult, probe
 from kernels.attention import BACKENDS
 from kernels.attention.base import AttentionBackend, AttentionMeta, AttentionParams, KvPages
-from tests.engine.models import FAMILIES, WINDOW, copied, family_model, tiny_model
+from tests.engine.models import FAMILIES, WINDOW, copied, family_model, large_key_biases, tiny_model
 from tests.engine.paged import PAGE
+
+DTYPES = [torch.float32, torch.bfloat16]
 
 
 def probed(model: Any, backend: AttentionBackend | None = None) -> ProbeResult:
@@ -81,9 +83,29 @@ def test_a_model_without_attention_is_refused() -> None:
         probed(tiny_model("mamba"))
 
 
-def test_a_norm_behind_the_rotation_is_refused() -> None:
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_norm_behind_the_rotation_is_refused(dtype: torch.dtype) -> None:
     with pytest.raises(ModelRefused, match="logits differ"):
-        probed(tiny_model("hunyuan_v1_dense", head_dim=16))
+        probed(tiny_model("hunyuan_v1_dense", head_dim=16, dtype=dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_missed_rotation_is_refused(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RopeCall, "rotate", lambda self, *rows: list(rows))
+    with pytest.raises(ModelRefused, match="logits differ"):
+        probed(family_model("llama", dtype=dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_rotation_in_layers_that_have_none_is_refused(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked_for: list[RopeCall] = []
+    monkeypatch.setattr(
+        Step,
+        "pending_rope",
+        property(lambda self: asked_for[-1], lambda self, rope: asked_for.append(rope) if rope else None),
+    )
+    with pytest.raises(ModelRefused, match="logits differ"):
+        probed(family_model("smollm3", dtype=dtype))
 
 
 def test_attention_in_both_directions_is_refused() -> None:
@@ -112,6 +134,7 @@ class Careless:
         return self._backend.forward(q, kv, meta, replace(params, **self._overlooked))
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("name", "config", "overlooked"),
     [
@@ -123,10 +146,10 @@ class Careless:
     ],
 )
 def test_a_backend_that_overlooks_something_is_refused(
-    name: str, config: dict[str, Any], overlooked: dict[str, Any]
+    name: str, config: dict[str, Any], overlooked: dict[str, Any], dtype: torch.dtype
 ) -> None:
     with pytest.raises(ModelRefused, match="logits differ"):
-        probed(family_model(name, **config), Careless(**overlooked))
+        probed(family_model(name, dtype=dtype, **config), Careless(**overlooked))
 
 
 def test_a_window_beyond_the_probes_text_that_a_layer_forgets_is_refused() -> None:
@@ -136,6 +159,31 @@ def test_a_window_beyond_the_probes_text_that_a_layer_forgets_is_refused() -> No
         probed(model)
 
 
-def test_experts_that_bf16_chooses_differently_are_no_reason_to_refuse() -> None:
-    """A near-tie between two experts moves a few rows of logits as a whole, in transformers' own attention too."""
-    assert probed(copied(tiny_model("granitemoe").to(torch.bfloat16))).decouplable
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_family_rounds_as_its_own_attention_does(name: str) -> None:
+    result = probed(family_model(name, dtype=torch.bfloat16))
+    assert result.decouplable == FAMILIES[name].decouplable
+    assert 1e-3 < result.logit_error <= result.logit_tolerance < 0.02
+
+
+def test_keys_that_bf16_rounds_by_as_much_as_others_vary_are_served() -> None:
+    """Qwen2.5 has key biases of 200, which bf16 knows to the next whole number."""
+    model = large_key_biases()
+    assert probed(copied(model)).logit_tolerance == 1e-3
+    result = probed(model.to(torch.bfloat16))
+    assert result.decouplable
+    assert 0.08 < result.logit_error <= result.logit_tolerance
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_experts_that_bf16_chooses_differently_are_no_reason_to_refuse(seed: int) -> None:
+    """A near-tie between two experts moves rows of logits as a whole, in transformers' own attention too."""
+    assert probed(tiny_model("granitemoe", seed=seed, dtype=torch.bfloat16)).decouplable
+
+
+def test_a_model_that_cannot_run_in_fp32_is_refused_with_a_way_out() -> None:
+    model = tiny_model(dtype=torch.bfloat16)
+    norm = model.model.norm
+    norm.forward = lambda x: torch.matmul(x, torch.eye(x.shape[-1], dtype=torch.bfloat16))
+    with pytest.raises(ModelRefused, match=r"rounding cannot be measured.*model.dtype float32"):
+        probed(model)

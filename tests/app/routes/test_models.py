@@ -14,6 +14,11 @@ async def test_a_model_says_what_a_simulation_of_it_needs(engine: FakeEngine, tm
     assert (alone["cache"]["kv_bytes_per_token"], alone["cache"]["hbm_tokens"]) == (512, 4096)
 
 
+async def test_a_model_says_how_near_it_is_to_its_own_attention(running: Running):
+    (listed,) = (await running.http.get("/v1/models")).json()["data"]
+    assert listed["probe"] == {"logit_error": 2e-6, "logit_tolerance": 1e-3}
+
+
 async def test_a_model_that_is_not_served_is_not_found(running: Running):
     response = await running.http.get("/v1/models/another")
     assert response.status_code == 404
