@@ -21,7 +21,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.setup-$(EXTRAS)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help setup serve test test-api test-clients test-gpu check format bench figures screenshots sim clean
+.PHONY: help setup model serve test test-api test-clients test-gpu check format bench figures screenshots sim clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 12
@@ -33,7 +33,11 @@ $(STAMP): pyproject.toml constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@$(BIN)/python -m pip install --quiet $(PIP_ARGS) --constraint constraints.txt torch==2.13.0
 	@$(BIN)/python -m pip install --quiet $(PIP_ARGS) --constraint constraints.txt --editable '.[$(EXTRAS)]'
+	@$(BIN)/python -m model.smollm2 || echo "going on with the bundled demonstration; \`make model\` tries again"
 	@touch $@
+
+model: setup  ## SmolLM2-135M-Instruct, where `make setup` could not bring it
+	@$(BIN)/python -m model.smollm2
 
 serve: setup  ## the server on 127.0.0.1:8000
 	@$(BIN)/reprise serve $(ARGS)

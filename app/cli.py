@@ -48,6 +48,7 @@ def _program(
     context.obj = cache_cli.Directory(open_stores, nameless_records, drop_record)
 
 
+MODEL_HELP = "Directory, .gguf file, hub id or `bundled`; default: SmolLM2-135M-Instruct where `make setup` brought it."
 ANY_SETTING = {"allow_extra_args": True, "ignore_unknown_options": True}
 
 
@@ -59,7 +60,7 @@ ANY_SETTING = {"allow_extra_args": True, "ignore_unknown_options": True}
 )
 def serve(
     context: typer.Context,
-    model: Annotated[str | None, typer.Option(help="Directory or hub id; default: the bundled chat model.")] = None,
+    model: Annotated[str | None, typer.Option(help=MODEL_HELP)] = None,
     host: Annotated[str | None, typer.Option(help="Address to listen on.")] = None,
     port: Annotated[int | None, typer.Option(help="Port to listen on.")] = None,
     config: Annotated[Path | None, typer.Option(help="TOML file with settings.")] = None,
@@ -109,7 +110,7 @@ def plan_storage(context: typer.Context) -> None:
 @cli.command("doctor", context_settings=ANY_SETTING)
 def examine(
     context: typer.Context,
-    model: Annotated[str | None, typer.Option(help="Directory or hub id; default: the bundled chat model.")] = None,
+    model: Annotated[str | None, typer.Option(help=MODEL_HELP)] = None,
     host: Annotated[str | None, typer.Option(help="Address to listen on.")] = None,
     port: Annotated[int | None, typer.Option(help="Port to listen on.")] = None,
     config: Annotated[Path | None, typer.Option(help="TOML file with settings.")] = None,
@@ -221,6 +222,22 @@ def simulate(
         Console().print(shown)
 
 
+@cli.command("convert")
+def convert_gguf(
+    file: Annotated[Path, typer.Argument(metavar="FILE.gguf", help="Weights and vocabulary in one file.")],
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="Is made; `reprise serve --model DIR` serves it.")],
+) -> None:
+    """Make a model directory of a GGUF file: safetensors, tokenizer and configuration."""
+    from engine.gguf.convert import convert
+    from engine.gguf.reader import GgufRefused
+
+    try:
+        convert(file.expanduser(), directory.expanduser())
+    except GgufRefused as error:
+        raise _end(str(error)) from None
+    console.print(f"{directory} is made; reprise serve --model {directory}", markup=False)
+
+
 @cli.command("settings")
 def list_settings() -> None:
     """List every setting with its default."""
@@ -242,6 +259,8 @@ def _prepare(settings: Settings) -> FastAPI:
     for finding in doctor.look_at_model(settings):
         if finding.level is doctor.Level.FAIL:
             raise _end(f"{finding.found}; {finding.advice}")
+        if finding.advice and settings.server.log_format == "text":
+            _tell(f"serving {finding.found}; {finding.advice}")
     try:
         keeps_files = settings.cache.mode == "attentionstore" and settings.cache.disk_gib
         if keeps_files and (owner := used_by(settings.state_dir)):

@@ -23,8 +23,10 @@ from typing import Any
 import psutil
 from rich.table import Table
 
-from app.settings import BUNDLED_MODEL, GIB, MIB, Settings
+from app.settings import GIB, MIB, Settings
+from model.places import BUNDLED, SMOLLM2, is_there, source_of
 
+HOW_TO_GET_A_MODEL = f"`make model` brings {SMOLLM2.name}, which knows something of the world"
 PROBE_TIMEOUT_S = 120.0  # the first import of torch on a cold disk takes long
 DISK_TRIAL_BYTES = 16 * MIB
 SLOW_DISK_BYTES_PER_S = 50e6
@@ -211,10 +213,12 @@ def _memory(settings: Settings) -> Iterator[Finding]:
 
 
 def look_at_model(settings: Settings) -> Iterator[Finding]:
-    source = settings.model.source
-    directory = Path(source or BUNDLED_MODEL).expanduser()
+    source = source_of(settings.model.source)
+    directory = Path(source).expanduser()
     if not directory.is_dir():
-        if directory.exists():
+        if directory.is_file() and directory.suffix == ".gguf":
+            yield _gguf(directory)
+        elif directory.exists():
             yield Finding("model", Level.FAIL, f"{source} is a file", "give --model the directory it is in")
         elif source.startswith((".", "/", "~")):
             yield Finding("model", Level.FAIL, f"there is no directory {source}", "give --model an existing one")
@@ -229,7 +233,20 @@ def look_at_model(settings: Settings) -> Iterator[Finding]:
         yield Finding("model", Level.FAIL, f"{directory} lacks {', '.join(missing)}", advice)
     else:
         size = sum(file.stat().st_size for file in directory.glob("*.safetensors"))
-        yield Finding("model", Level.OK, f"{directory.name if source else 'the bundled one'}, {size / GIB:.2f} GiB")
+        name = "the bundled demonstration" if directory == BUNDLED else directory.name
+        advice = "" if settings.model.source or is_there(SMOLLM2) else HOW_TO_GET_A_MODEL
+        yield Finding("model", Level.OK, f"{name}, {size / GIB:.2f} GiB", advice)
+
+
+def _gguf(file: Path) -> Finding:
+    try:
+        with file.open("rb") as opened:
+            begins = opened.read(4)
+        if begins != b"GGUF":
+            return Finding("model", Level.FAIL, f"{file} is no GGUF file", "download or copy it again")
+        return Finding("model", Level.OK, f"{file.name}, {file.stat().st_size / GIB:.2f} GiB, is converted once")
+    except OSError as error:
+        return Finding("model", Level.FAIL, f"{file} cannot be read: {error.strerror}", "chmod +r, or another file")
 
 
 def _state(settings: Settings, used_by: Callable[[Path], str | None]) -> Iterator[Finding]:

@@ -17,12 +17,12 @@ from pydantic_settings import BaseSettings, EnvSettingsSource, SettingsConfigDic
 from app.auth import KeyLimits
 from app.settings_hints import describe, nearest
 from engine.messages import EngineConfig
+from model.places import source_of
 
 ENV_PREFIX = "REPRISE_"
 ORIGIN = re.compile(r"[a-z][a-z0-9+.\-]*://[^\s/]+")
 GIB = 1 << 30
 MIB = 1 << 20
-BUNDLED_MODEL = Path(__file__).resolve().parent.parent / "model" / "bundled"
 
 
 class SettingsError(Exception):
@@ -51,7 +51,12 @@ class _Section(BaseModel):
 
 
 class ModelSettings(_Section):
-    source: str = Field("", max_length=4096, description="local directory or hub id; empty: the bundled chat model")
+    source: str = Field(
+        "",
+        max_length=4096,
+        description="directory, .gguf file, hub id or `bundled`; empty: SmolLM2-135M-Instruct if `make setup` has "
+        "brought it, else the bundled demonstration",
+    )
     aliases: NameList = Field((), description="further names under which requests may ask for the model")
     max_context: int = Field(
         0, ge=0, le=1 << 24, description="context window in tokens; 0: what the model was made for"
@@ -303,7 +308,7 @@ class Settings(_Section, BaseSettings):
     def engine_config(self, tenant_secret: bytes) -> EngineConfig:
         """What the engine process is told."""
         return EngineConfig(
-            model=self.model.source or str(BUNDLED_MODEL),
+            model=source_of(self.model.source),
             dtype=self.model.dtype,
             device=self.engine.device,
             max_context=self.model.max_context,

@@ -101,7 +101,7 @@ def serve(
     """
     directory = Path(tempfile.mkdtemp(prefix=f"reprise-{name}-"))
     port, log = port or free_port(), directory / "server.log"
-    flags = {"cache.disk_dir": directory / "state", "server.drain_s": 2, **settings}
+    flags = {"model.source": "bundled", "cache.disk_dir": directory / "state", "server.drain_s": 2, **settings}
     # The `reprise` program, also where the project is not installed.
     command = [sys.executable, "-c", "from app.cli import main; main()", "serve", "--port", str(port)]
     for key, value in flags.items():

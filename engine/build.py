@@ -48,7 +48,7 @@ def build_engine(config: EngineConfig) -> Engine:
     if config.threads:
         torch.set_num_threads(config.threads)
     dtype = _dtype(config.dtype, device)
-    path = resolve_files(config.model)
+    path = resolve_files(config.model, Path(config.disk_dir) / "models")
     model = load_model(path, dtype, device)
     backend, page_size, probed = _probe(model, device)
     log.debug(
@@ -257,8 +257,11 @@ def _eos_ids(model: nn.Module) -> tuple[int, ...]:
 
 
 def _name(model: str, path: Path) -> str:
-    """The id that clients use: the hub id, or the directory's name."""
-    return model if not Path(model).expanduser().exists() else path.resolve().name
+    """The id that clients use: the hub id, or the name of the directory or the file."""
+    given = Path(model).expanduser()
+    if not given.exists():
+        return model
+    return given.stem if given.is_file() else path.resolve().name
 
 
 def _warm_up(runner: ModelRunner, most_rows: int, page_size: int, device: torch.device) -> tuple[float, float]:

@@ -33,6 +33,7 @@ from kernels.kv_copy import write_rows
 
 _NAME = "reprise"
 _ROTARY = "apply_rotary_pos_emb"
+GGUF_SUFFIX = ".gguf"
 
 
 class ModelRefused(Exception):
@@ -254,13 +255,22 @@ def takes_logit_rows(model_forward: Callable[..., Any]) -> bool:
 # --- loading ----------------------------------------------------------------------------------------------------------
 
 
-def resolve_files(model: str) -> Path:
-    """The local directory of a model named by directory or hub id; downloads what serving needs, safetensors only."""
+def resolve_files(model: str, conversions: Path) -> Path:
+    """The local directory of a model named by directory, GGUF file or hub id. A file is converted into `conversions`,
+    once; of a hub model what serving needs is downloaded, safetensors only."""
     path = Path(model).expanduser()
     if path.is_dir():
         return path
+    if path.suffix == GGUF_SUFFIX and path.exists():
+        from engine.gguf.cache import converted
+        from engine.gguf.reader import GgufRefused
+
+        try:
+            return converted(path, conversions)
+        except GgufRefused as error:
+            raise ModelRefused(str(error)) from error
     if path.exists() or model.startswith((".", "/", "~")):
-        raise ModelRefused(f"{model} is not a directory with a model in it")
+        raise ModelRefused(f"{model} is neither a directory with a model in it nor a {GGUF_SUFFIX} file")
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError
 

@@ -13,7 +13,7 @@ WIRE_VERSION = 4
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """What the engine process is told at its start. Zero means automatic, resolved in `engine.build`."""
 
-    model: str  # local directory or hub id
+    model: str  # local directory, GGUF file or hub id
     dtype: str  # auto | float32 | bfloat16 | float16
     device: str  # auto | cpu | cuda
     max_context: int  # 0: what the model was trained for
@@ -31,7 +31,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     tenant_secret: bytes  # keys every block hash
     dram_bytes: int = 0  # KV below HBM; 0 turns the tier off
     disk_bytes: int = 0  # 0 turns the tier off
-    disk_dir: str = ""  # absolute; the engine owns its subdirectory `kv`
+    disk_dir: str = ""  # absolute; the engine owns its subdirectories `kv` and `models` (conversions)
     disk_min_free_bytes: int = 0  # of the file system, left alone
     dram_free_buffer: float = 0.1  # share of DRAM kept free in the background
     staging_bytes: int = 0  # DRAM for blocks on their way to and from disk, besides dram_bytes; 0: automatic

@@ -6,6 +6,8 @@ import os
 # bit, and the order of a sum depends on the number of threads.
 os.environ.update({"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"})
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# Whatever `make setup` has brought: tests speak with the tiny model unless they name another.
+os.environ["REPRISE_MODEL__SOURCE"] = "bundled"
 
 from typing import Any
 

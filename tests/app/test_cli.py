@@ -8,12 +8,14 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from app import cli
+from app import cli, doctor
 from app.memory_plan import panel
 from app.settings import Settings, SettingsError, known_settings, parse_flags
 from app.settings_help import SECTIONS
 from cache.tiers.disk import DiskTier
+from model import places
 from tests.app.fakes import model_info
+from tests.engine.gguf import gguf_files
 
 ROOT = Path(__file__).parents[2]
 
@@ -101,16 +103,40 @@ def test_a_state_directory_that_is_a_file_is_refused(tmp_path):
 
 def test_a_model_that_is_not_there_is_said_once_and_at_once(tmp_path):
     (tmp_path / "model.gguf").write_text("")
+    (tmp_path / "model.bin").write_text("")
     state_dir = tmp_path / "state"
     for source, said in (
         (str(tmp_path / "none"), "there is no directory"),
-        (str(tmp_path / "model.gguf"), "is a file"),
+        (str(tmp_path / "model.gguf"), "is no GGUF file"),
+        (str(tmp_path / "model.bin"), "is a file"),
         (str(tmp_path), "lacks config.json, tokenizer.json, *.safetensors"),
     ):
         lines = serve("--model", source, "--cache.disk_dir", str(state_dir)).splitlines()
         assert len(lines) == 1
         assert said in lines[0]
     assert not state_dir.exists()  # so nothing was started either
+
+
+def test_a_gguf_file_becomes_a_directory_or_a_line_says_why_not(tmp_path):
+    source = gguf_files.write(tmp_path / "tiny.gguf", gguf_files.random_llama())
+    done = CliRunner().invoke(cli.cli, ["convert", str(source), str(tmp_path / "out")])
+    assert done.exit_code == 0
+    assert (tmp_path / "out" / "model.safetensors").is_file()
+    assert f"reprise serve --model {tmp_path / 'out'}" in done.stderr
+    (tmp_path / "bad.gguf").write_bytes(source.read_bytes()[:5000])
+    for file in ("bad.gguf", "none.gguf"):
+        done = CliRunner().invoke(cli.cli, ["convert", str(tmp_path / file), str(tmp_path / "other")])
+        assert (done.exit_code, len(done.stderr.splitlines())) == (1, 1)
+        assert file in done.stderr
+
+
+def test_the_demonstration_says_how_to_get_a_model_unless_it_was_asked_for(tmp_path, monkeypatch):
+    monkeypatch.setattr(doctor, "SMOLLM2", tmp_path)
+    monkeypatch.setattr(places, "SMOLLM2", tmp_path)
+    file = tmp_path / "file"
+    file.write_text("")
+    assert "make model" not in serve("--cache.disk_dir", str(file), "--model", "bundled")
+    assert "make model" in serve("--cache.disk_dir", str(file), "--model", "")
 
 
 def test_a_directory_in_use_is_found_before_a_model_is_loaded(tmp_path):

@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 from app import cli, doctor
 from app.doctor import Finding, Level
 from app.settings import Settings
+from model import places
 
 LIBRARIES = {
     "torch": "2.13.0", "transformers": "5.0", "numba": "0.68", "triton": None, "flash_attn": None,
@@ -74,6 +75,25 @@ def test_what_is_wrong_comes_with_what_to_do(
     finding = look(tmp_path, libraries, **sections)[subject]
     assert finding.level == level
     assert advice in finding.advice
+
+
+def test_without_a_model_of_its_own_it_says_how_to_get_one(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(places, "SMOLLM2", tmp_path / "models" / "SmolLM2")
+    monkeypatch.setattr(doctor, "SMOLLM2", places.SMOLLM2)
+    assert "make model" in look(tmp_path)["model"].advice
+    assert look(tmp_path, model={"source": "bundled"})["model"].advice == ""  # it was asked for
+    places.SMOLLM2.mkdir(parents=True)
+    for name in ("config.json", "tokenizer.json", "model.safetensors"):
+        (places.SMOLLM2 / name).write_text("{}")
+    found = look(tmp_path)["model"]
+    assert (found.found.split(",")[0], found.advice) == ("SmolLM2", "")
+
+
+def test_a_gguf_file_is_a_model(tmp_path: Path) -> None:
+    (tmp_path / "a.gguf").write_bytes(b"GGUF")
+    (tmp_path / "b.gguf").write_bytes(b"PK")
+    found = [look(tmp_path, model={"source": str(tmp_path / name)})["model"] for name in ("a.gguf", "b.gguf")]
+    assert [finding.level for finding in found] == [Level.OK, Level.FAIL]
 
 
 def test_a_directory_that_is_no_model_or_cannot_be_written_is_named(tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ import msgspec
 import pytest
 
 from app.settings import (
-    BUNDLED_MODEL,
     CacheSettings,
     Settings,
     SettingsError,
@@ -12,6 +11,7 @@ from app.settings import (
     load_settings,
     stray_variables,
 )
+from model.places import source_of
 
 
 def load(config: Path | None = None, environ: dict[str, str] | None = None, **flags: str) -> Settings:
@@ -164,7 +164,7 @@ def test_the_engine_is_told_what_was_set():
         "float32",
         b"s" * 32,
     )
-    assert config.model == str(BUNDLED_MODEL)
+    assert config.model == source_of("")
     cache = {
         "dram_gib": 0.5, "disk_gib": 3, "disk_min_free_gib": 1, "dram_free_buffer": 0.2, "staging_mib": 7,
         "read_buffer_layers": 5, "granularity": "block", "truncation": "disabled", "truncation_mode": "naive",

@@ -22,7 +22,16 @@ def base_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     program = shlex.split(os.environ.get("REPRISE", str(ROOT / ".venv" / "bin" / "reprise")))
-    command = [*program, "serve", "--port", str(port), "--cache.disk_dir", str(tmp_path_factory.mktemp("state"))]
+    command = [
+        *program,
+        "serve",
+        "--model",
+        "bundled",
+        "--port",
+        str(port),
+        "--cache.disk_dir",
+        str(tmp_path_factory.mktemp("state")),
+    ]
     command += ["--server.api_keys", KEY, "--scheduler.max_queued", "512"]
     command += ["--model.dtype", "float32"]  # where the batch has no part in the text
     log = (tmp_path_factory.mktemp("log") / "server.log").open("w+")

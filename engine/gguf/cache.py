@@ -1,0 +1,47 @@
+"""Conversions of the GGUF files that servers were started with, kept for their next start."""
+
+import hashlib
+import logging
+import os
+import shutil
+import time
+from pathlib import Path
+
+from engine.gguf.convert import convert
+from engine.gguf.reader import GgufRefused
+
+KEPT = 3  # conversions; those not used for the longest time are deleted
+ABANDONED_S = 86_400.0  # nobody converts for that long
+_WRITTEN_BY = 1  # raised when files of an older converter should not be used any more
+
+log = logging.getLogger(__name__)
+
+
+def converted(source: Path, directory: Path) -> Path:
+    """The model directory made of a file, now or at an earlier start; named by the file's content. Raises
+    GgufRefused."""
+    try:
+        with source.open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        found = directory / f"{digest[:32]}-{_WRITTEN_BY}"
+        if not found.is_dir():
+            log.info("converting %s, once: %s", source, found)
+            try:
+                convert(source, found)
+            except GgufRefused:
+                if not found.is_dir():  # else another server was quicker
+                    raise
+        os.utime(found)
+        _forget(directory)
+    except OSError as error:
+        raise GgufRefused(f"{source} cannot be converted: {error.strerror or error}") from None
+    return found
+
+
+def _forget(directory: Path) -> None:
+    """All but the last ones, and what a conversion that was killed has left."""
+    made = [(path.stat().st_mtime, path) for path in directory.iterdir() if path.is_dir()]
+    finished = sorted((entry for entry in made if not entry[1].name.startswith(".")), reverse=True)
+    abandoned = [entry for entry in made if entry[1].name.startswith(".") and entry[0] < time.time() - ABANDONED_S]
+    for _, path in (*finished[KEPT:], *abandoned):
+        shutil.rmtree(path, ignore_errors=True)

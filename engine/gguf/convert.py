@@ -1,0 +1,117 @@
+"""`reprise convert FILE.gguf DIR`: a GGUF file made into a directory with safetensors, tokenizer and configuration.
+
+Files of Llama's shape with a vocabulary that is known here are read by code of ours, layer by layer. Any other goes
+through transformers' own reader, which takes the whole model into memory.
+"""
+
+import contextlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import save_file
+
+from engine.gguf import llama, vocabulary
+from engine.gguf.reader import GgufFile, GgufRefused
+
+SHARD_BYTES = 2 << 30  # what is held in memory of a model that is being converted
+# generation_config.json's names for what a file may say of sampling.
+_SAMPLING = {"temperature": "temp", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p"}
+_SAMPLING |= {"repetition_penalty": "penalty_repeat"}
+
+
+def convert(source: Path, out: Path, *, sampling: Mapping[str, float] | None = None) -> None:
+    """Write the directory `out`, whole or not at all. `sampling` is put into its generation_config.json, in front of
+    what the file says. Raises GgufRefused."""
+    if out.exists():
+        raise GgufRefused(f"{out} is there already; name another directory, or delete it")
+    file = GgufFile(source)
+    try:
+        with fresh_directory(out) as fresh:
+            is_ours = file.metadata.get("general.architecture") == llama.ARCHITECTURE and vocabulary.is_known(file)
+            if is_ours:
+                _write_llama(file, fresh)
+            else:
+                from engine.gguf import foreign
+
+                foreign.write(file, fresh)
+            _tell_sampling(fresh / "generation_config.json", {**_sampling_of(file), **(sampling or {})})
+    except OSError as error:
+        raise GgufRefused(f"{out} cannot be written: {error.strerror or error}") from None
+
+
+@contextlib.contextmanager
+def fresh_directory(out: Path) -> Iterator[Path]:
+    """A directory that becomes `out` at the end of the block, or is gone if the block raises. Raises OSError."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    fresh = Path(tempfile.mkdtemp(prefix=f".{out.name}-", suffix=".tmp", dir=out.parent))
+    try:
+        yield fresh
+        fresh.chmod(0o755)  # mkdtemp's is for its owner alone
+        for path in fresh.iterdir():
+            path.chmod(0o644)
+            with path.open("rb") as written:
+                os.fsync(written.fileno())
+        fresh.rename(out)
+    finally:
+        shutil.rmtree(fresh, ignore_errors=True)
+
+
+def _write_llama(file: GgufFile, out: Path) -> None:
+    shape = llama.read_shape(file)
+    words = vocabulary.Vocabulary(file)
+    if len(words.tokens) > shape.vocab:
+        raise GgufRefused(f"{file.path}: {len(words.tokens)} tokens, but the model knows {shape.vocab}")
+    dtype = llama.dtype_of(file)
+    needs = sum(info.elements for info in file.tensors.values()) * dtype.itemsize
+    if needs > (free := shutil.disk_usage(out).free):
+        raise GgufRefused(f"the weights take {needs / 1e9:.1f} GB, {out.parent} has {free / 1e9:.1f} GB left")
+    words.tokenizer().save(str(out / "tokenizer.json"))
+    _write_json(out / "tokenizer_config.json", words.config(shape.context))
+    ids = {"bos_token_id": words.special["bos_token"], "pad_token_id": words.special["pad_token"]}
+    ids = {name: token_id for name, token_id in ids.items() if token_id is not None}
+    _write_json(out / "config.json", {**shape.config(dtype), **ids, "eos_token_id": words.end_ids})
+    _write_json(out / "generation_config.json", {**ids, "eos_token_id": words.end_ids})
+    _write_weights(file, shape, dtype, out)
+
+
+def _write_weights(file: GgufFile, shape: llama.Shape, dtype: Any, out: Path) -> None:
+    """model.safetensors, or several files of some SHARD_BYTES and their index."""
+    shards: list[list[tuple[str, llama.Weight]]] = [[]]
+    room = SHARD_BYTES
+    for name, weight in shape.weights():
+        size = file.tensors[name].elements * dtype.itemsize
+        if size > room and shards[-1]:
+            shards.append([])
+            room = SHARD_BYTES
+        shards[-1].append((name, weight))
+        room -= size
+    held: dict[str, str] = {}
+    for number, shard in enumerate(shards, 1):
+        path = out / ("model.safetensors" if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors")
+        tensors = {w.name: llama.read_weight(file, file.tensors[name], w, dtype) for name, w in shard}
+        save_file(tensors, path, metadata={"format": "pt"})
+        held |= dict.fromkeys(tensors, path.name)
+    if len(shards) > 1:
+        total = sum(info.elements for info in file.tensors.values()) * dtype.itemsize
+        index = {"metadata": {"total_size": total}, "weight_map": held}
+        _write_json(out / "model.safetensors.index.json", index)
+
+
+def _sampling_of(file: GgufFile) -> dict[str, Any]:
+    said = {name: file.metadata.get(f"general.sampling.{key}") for name, key in _SAMPLING.items()}
+    return {name: value for name, value in said.items() if isinstance(value, int | float)}
+
+
+def _tell_sampling(path: Path, sampling: Mapping[str, float]) -> None:
+    if sampling:
+        said = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+        _write_json(path, {**said, "do_sample": True, **sampling})
+
+
+def _write_json(path: Path, value: Any) -> None:
+    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

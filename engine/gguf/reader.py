@@ -1,0 +1,228 @@
+"""The GGUF format: metadata, where each tensor lies, and its numbers.
+
+A file comes from anywhere, so nothing in it is believed: every length is held against the bytes that are there before
+anything of that length is made, and whatever does not fit together raises `GgufRefused`. Format:
+https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
+"""
+
+import mmap
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+MAX_METADATA_BYTES = 256 << 20  # a vocabulary of 262,144 tokens takes 9 MB
+MAX_KEYS = MAX_TENSORS = 1 << 16
+MAX_ITEMS = 1 << 22  # of one array
+MAX_DIMS = 4
+MAX_ALIGNMENT = 1 << 16
+CHUNK_ELEMENTS = 1 << 24  # dequantised at once: 64 MiB
+_MAGIC = b"GGUF"
+_VERSIONS = (2, 3)
+_STRING, _ARRAY = 8, 9
+_SCALARS = {
+    0: struct.Struct("<B"),
+    1: struct.Struct("<b"),
+    2: struct.Struct("<H"),
+    3: struct.Struct("<h"),
+    4: struct.Struct("<I"),
+    5: struct.Struct("<i"),
+    6: struct.Struct("<f"),
+    7: struct.Struct("<?"),
+    10: struct.Struct("<Q"),
+    11: struct.Struct("<q"),
+    12: struct.Struct("<d"),
+}
+_U32, _U64 = _SCALARS[4], _SCALARS[10]
+
+Value = int | float | bool | str | list[Any]
+
+
+class GgufRefused(Exception):
+    """This file cannot be converted; the message says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """Where a tensor lies in the file, and how it is stored."""
+
+    name: str
+    shape: tuple[int, ...]  # outermost dimension first
+    kind: int  # ggml's number of the way it is stored
+    offset: int  # from the beginning of the file
+    size_bytes: int
+
+    @property
+    def elements(self) -> int:
+        return prod(self.shape)
+
+
+class GgufFile:
+    """An open file. Its header is read and checked by the constructor, tensors when they are asked for."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises GgufRefused."""
+        self.path = path
+        if path.exists() and not path.is_file():  # a pipe would be waited for
+            raise GgufRefused(f"{path} is no file")
+        try:
+            with path.open("rb") as file:
+                self._bytes = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        except (OSError, ValueError) as error:  # ValueError: an empty file cannot be mapped
+            raise GgufRefused(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from None
+        header = _Header(self._bytes, path)
+        self.metadata, self.tensors = header.read()
+
+    def rows(self, info: TensorInfo) -> Iterator[tuple[int, np.ndarray]]:
+        """(first row, float32 [rows, last dimension]), in order, a bounded number of rows at a time. Raises
+        GgufRefused."""
+        from gguf.quants import dequantize
+
+        width = info.shape[-1]
+        count = info.elements // width
+        row_bytes = info.size_bytes // count
+        stored = np.frombuffer(self._bytes, np.uint8, info.size_bytes, info.offset).reshape(count, row_bytes)
+        step = max(1, CHUNK_ELEMENTS // width)
+        for first in range(0, count, step):
+            try:
+                with np.errstate(all="ignore"):  # numbers that are not finite are found below
+                    # A copy: mapped bytes need not be aligned for what they are viewed as.
+                    found = dequantize(np.array(stored[first : first + step]), _kind(info.kind))
+            except (NotImplementedError, ValueError) as error:
+                raise GgufRefused(f"{self.path}: tensor {info.name}: {error}") from None
+            if not np.isfinite(found).all():
+                raise GgufRefused(f"{self.path}: tensor {info.name} holds numbers that are not finite")
+            yield first, found
+
+    def get(self, key: str, kind: type, default: Any = None) -> Any:
+        """The value of a key, which must be of that type if it is there. Raises GgufRefused."""
+        value = self.metadata.get(key, default)
+        fits = isinstance(value, kind) and isinstance(value, bool) == (kind is bool)
+        if value is not default and not fits:
+            raise GgufRefused(f"{self.path}: {key} is {_shown(value)}, not of type {kind.__name__}")
+        return value
+
+
+def _kind(number: int) -> Any:
+    from gguf.constants import GGMLQuantizationType
+
+    return GGMLQuantizationType(number)
+
+
+def _block(number: int) -> tuple[int, int]:
+    """(elements, bytes) of the blocks of a way to store; (0, 0) for an unknown one."""
+    from gguf.constants import GGML_QUANT_SIZES
+
+    return {int(kind): size for kind, size in GGML_QUANT_SIZES.items()}.get(number, (0, 0))
+
+
+def _shown(value: object) -> str:
+    return repr(value)[:60]
+
+
+class _Header:
+    """Reads a header from its beginning to its end."""
+
+    def __init__(self, data: mmap.mmap, path: Path) -> None:
+        self._data = data
+        self._path = path
+        self._at = 0
+        self._end = min(len(data), MAX_METADATA_BYTES)
+
+    def read(self) -> tuple[dict[str, Value], dict[str, TensorInfo]]:
+        if self._take(4) != _MAGIC:
+            raise self._refused("this is no GGUF file")
+        version = self._number(_U32)
+        if version not in _VERSIONS:
+            what = "big-endian" if version > 1 << 15 else f"of version {version}"
+            raise self._refused(f"files {what} are not read; convert it to a little-endian one of version 3")
+        num_tensors = self._count(MAX_TENSORS, "tensors")
+        num_keys = self._count(MAX_KEYS, "keys")
+        metadata: dict[str, Value] = {}
+        for _ in range(num_keys):
+            key = self._string("a key")
+            if key in metadata:
+                raise self._refused(f"the key {_shown(key)} stands there twice")
+            metadata[key] = self._value(key, self._number(_U32))
+        entries = [self._tensor() for _ in range(num_tensors)]
+        return metadata, self._placed(entries, metadata.get("general.alignment", 32))
+
+    def _value(self, key: str, kind: int) -> Value:
+        if kind == _STRING:
+            return self._string(key)
+        if kind in _SCALARS:
+            return self._number(_SCALARS[kind])
+        if kind != _ARRAY:
+            raise self._refused(f"{_shown(key)} is of the unknown type {kind}")
+        of = self._number(_U32)
+        count = self._count(MAX_ITEMS, f"items of {_shown(key)}")
+        if of == _STRING:
+            return [self._string(key) for _ in range(count)]
+        if of not in _SCALARS:
+            raise self._refused(f"{_shown(key)} is an array of type {of}, which is not read")
+        size = _SCALARS[of].size
+        return [item for (item,) in _SCALARS[of].iter_unpack(self._take(count * size))]
+
+    def _tensor(self) -> tuple[str, tuple[int, ...], int, int]:
+        """Its name, its shape, how it is stored, and where, from the beginning of all tensors."""
+        name = self._string("a tensor's name")
+        num_dims = self._number(_U32)
+        if not 1 <= num_dims <= MAX_DIMS:
+            raise self._refused(f"tensor {_shown(name)} has {num_dims} dimensions")
+        shape = tuple(self._number(_U64) for _ in range(num_dims))[::-1]
+        return name, shape, self._number(_U32), self._number(_U64)
+
+    def _placed(self, entries: list[tuple[str, tuple[int, ...], int, int]], alignment: Any) -> dict[str, TensorInfo]:
+        """By name. Each lies within the file and apart from the others: what is written cannot be many times what is
+        there."""
+        if not (isinstance(alignment, int) and 1 <= alignment <= MAX_ALIGNMENT and alignment & (alignment - 1) == 0):
+            raise self._refused(f"an alignment of {_shown(alignment)} is no power of two")
+        start = -(-self._at // alignment) * alignment
+        placed: dict[str, TensorInfo] = {}
+        for name, shape, kind, offset in entries:
+            block, block_bytes = _block(kind)
+            if not block:
+                raise self._refused(f"tensor {_shown(name)} is stored in the unknown way {kind}")
+            if min(shape) < 1 or shape[-1] % block:
+                raise self._refused(f"tensor {_shown(name)} has the impossible shape {list(shape)}")
+            size = prod(shape) // block * block_bytes
+            if start + offset + size > len(self._data):
+                raise self._refused(f"tensor {_shown(name)} reaches past the end: the file is cut off or damaged")
+            if name in placed:
+                raise self._refused(f"tensor {_shown(name)} stands there twice")
+            placed[name] = TensorInfo(name, shape, kind, start + offset, size)
+        for one, other in pairwise(sorted(placed.values(), key=lambda info: info.offset)):
+            if one.offset + one.size_bytes > other.offset:
+                raise self._refused(f"tensors {_shown(one.name)} and {_shown(other.name)} share bytes")
+        return placed
+
+    def _string(self, what: str) -> str:
+        raw = self._take(self._number(_U64))
+        try:
+            return raw.decode()
+        except UnicodeDecodeError:
+            raise self._refused(f"{_shown(what)}: a text that is not UTF-8") from None
+
+    def _count(self, most: int, what: str) -> int:
+        count = self._number(_U64)
+        if count > most:
+            raise self._refused(f"{count} {what} are more than the {most} that are read")
+        return count
+
+    def _number(self, form: struct.Struct) -> Any:
+        return form.unpack(self._take(form.size))[0]
+
+    def _take(self, size: int) -> bytes:
+        if size > self._end - self._at:
+            reason = "its header is too large" if self._end < len(self._data) else "the file is cut off or damaged"
+            raise self._refused(reason)
+        self._at += size
+        return self._data[self._at - size : self._at]
+
+    def _refused(self, why: str) -> GgufRefused:
+        return GgufRefused(f"{self._path}: {why}")
