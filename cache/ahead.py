@@ -36,6 +36,7 @@ class LookAhead:
         self._waiting: Sequence[str] = []
         self._names: list[SessionName] = []  # the session of each of those who wait
         self._session_of: dict[str, SessionName] = {}  # and by request
+        self._brought: dict[str, set[BlockKey]] = {}  # request -> blocks that were fetched for it while it waits
         self._turns: Counter[SessionName] = Counter()  # session -> how many of them are its
         self._told = False  # whether the policies know of all of them
         self._unseen: set[str] = set()  # of those who wait: has not been looked at for what to fetch
@@ -100,16 +101,20 @@ class LookAhead:
         were = {session for session in touched if session in self._turns}
         self._turns.update(known[request_id] for request_id in fresh)
         self._turns.subtract(known.pop(request_id) for request_id in gone)
+        for request_id in gone:
+            self._brought.pop(request_id, None)
         for session in touched:
             if not self._turns[session]:
                 del self._turns[session]
         return {session for session in touched if (session in self._turns) != (session in were)}
 
     def _fetch_ahead(self, starting: int) -> None:
-        """Disk -> DRAM for the next turns: for those who are new in the window first, then for the others in turn,
-        whose blocks may have left DRAM again."""
-        room = (self._lower.num_slots - self._lower.resident) * self._lower.slot_bytes
-        end = min(len(self._waiting), starting + prefetch_window(room, self._sessions.mean_bytes))
+        """Disk -> DRAM for the next turns: for those who are new in the window first, then for the others in turn, who
+        may have found no room for all of theirs."""
+        window = prefetch_window(self._lower.room_bytes, self._sessions.mean_bytes)
+        end = min(
+            len(self._waiting), starting + window + 1
+        )  # of the last, what there is room for: it begins at its head
         left = _LOOKED_UP
         waiting, first, last = self._seen
         if self._unseen and not (waiting is self._waiting and first <= starting and end <= last):
@@ -162,18 +167,11 @@ class LookAhead:
             self._try_successor_s = now + _TRY_AGAIN_S
 
     def _run_errand(self, errand: _Errand, name: SessionName) -> bool:
-        """Fetch what a session has on disk, as far as there is room. False: there was none for all of it, so far. If
-        something that was fetched has had to leave again, DRAM is for others: without an end to it the disk would be
-        read for as long as nobody comes."""
+        """Fetch what a session has on disk, as far as there is room. False: there was none for all of it, so far."""
         if errand.name != name:
             errand.name, errand.brought = name, set()
         session = self._sessions.contexts.get(name)
-        rows = [] if session is None else self._table.matched(session.all_keys)
-        missing = [
-            row for row in rows if row.page is None and row.slot is None and not self._lower.is_fetching(row.key)
-        ]
-        done = any(row.key in errand.brought for row in missing) or self._lower.fetch(missing, name)
-        errand.brought.update(row.key for row in missing if self._lower.is_fetching(row.key))
+        done = self._bring([] if session is None else session.all_keys, name, errand.brought)
         if done:
             errand.name = None
         return done
@@ -183,5 +181,20 @@ class LookAhead:
         context = self._running[request_id]
         if context.pages:
             return True  # admitted ahead of its turn: what it needs is on its way to HBM
-        rows = self._table.matched(context.chain())
-        return self._lower.fetch((row for row in rows if row.page is None), context.session)
+        return self._bring(context.chain(), context.session, self._brought.setdefault(request_id, set()))
+
+    def _bring(self, keys: Sequence[BlockKey], name: SessionName, brought: set[BlockKey]) -> bool:
+        """Fetch what of these blocks is on disk alone, as far as there is room, and note it. False: there was none for
+        all of it, so far. If something that was fetched has had to leave again, DRAM is for others: without an end to
+        it the disk would be read for as long as somebody waits, or may come."""
+        lower = self._lower
+        missing = [
+            row
+            for row in self._table.matched(keys)
+            if row.page is None and row.slot is None and not lower.is_fetching(row.key)
+        ]
+        if not missing or any(row.key in brought for row in missing):
+            return True
+        has_room = lower.fetch(missing, name)
+        brought.update(row.key for row in missing if lower.is_fetching(row.key))
+        return has_room

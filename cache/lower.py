@@ -118,8 +118,7 @@ class LowerTiers:
     def is_pressed(self) -> bool:
         """Whether slots are scarce: turns that run write what they have, too. What is on disk leaves for whatever
         comes, so a DRAM that is full of it is not."""
-        unwritten = len(self._tickets) + sum(map(len, self._dirty.values()))
-        return self.num_slots - unwritten < _PRESSURE * self.num_slots
+        return self.num_slots - self._unwritten < _PRESSURE * self.num_slots
 
     @property
     def in_flight(self) -> int:
@@ -154,9 +153,25 @@ class LowerTiers:
                 self._evict_from_dram(key)
         return self.slots.take()
 
+    @property
+    def room_bytes(self) -> int:
+        """C_mem: what DRAM may keep of turns to come. That is what `trim` leaves there, less what has to stay until it
+        is on disk; staging slots keep nothing."""
+        return max(0, self._target - self._unwritten) * self.slot_bytes
+
     def has_room(self) -> bool:
         """Whether DRAM would keep one more block."""
-        return self.resident < self._target and self.slots.num_free > 0
+        return self._kept < self._target and self.slots.num_free > 0
+
+    @property
+    def _kept(self) -> int:
+        """Blocks in DRAM, and those on their way there that shall stay."""
+        return self.resident + len(self._fetching)
+
+    @property
+    def _unwritten(self) -> int:
+        """Blocks that are not on disk yet, or still being saved."""
+        return len(self._tickets) + sum(map(len, self._dirty.values()))
 
     def is_immovable(self, key: BlockKey) -> bool:
         """Whether a block must not leave DRAM now: read by somebody, not on disk yet, or pinned by its owner."""
@@ -422,10 +437,14 @@ class LowerTiers:
     # --- fetching -----------------------------------------------------------------------------------------------------
 
     def fetch(self, rows: Iterable[BlockRow], newcomer: SessionName) -> bool:
-        """Disk -> DRAM for a turn that is queued, as far as there is room (AttentionStore §3.3.1). False: not all."""
+        """Disk -> DRAM for a turn that is queued, as far as DRAM may keep it (AttentionStore §3.3.1): at the expense of
+        what should leave before it, never in slots that `trim` would empty again. False: not all."""
         blocks = []
         wanted = [row for row in rows if row.extent and row.slot is None and row.key not in self._fetching]
-        for row in wanted:
+        if (excess := self._kept + len(wanted) - self._target) > 0:
+            for key in self.dram_policy.victims(excess, self._immovable, newcomer=newcomer):
+                self._evict_from_dram(key)
+        for row in wanted[: max(0, self._target - self._kept)]:
             slot = self.take_slot(newcomer)
             if slot is None:
                 break

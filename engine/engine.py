@@ -176,7 +176,7 @@ class Engine:
         self._moves.carry_out(seals_may_wait=self._seals_may_wait)
         self._hear(now)
         self._requeue_failed()
-        self._cache.plan(self._scheduler.upcoming(), self._scheduler.free_places, now)
+        self._cache.plan(self._scheduler.upcoming(), self._scheduler.num_starting, now)
         # Copies inside HBM belong to a step; between steps there are none.
         self._moves.carry_out(self._cache.take_moves(), seals_may_wait=self._seals_may_wait)
 

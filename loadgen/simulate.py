@@ -215,7 +215,7 @@ class Simulation:
         if self._live and self._rng.random() < self.machine.cancels:
             self._cancel(self._rng.choice(sorted(self._live)))
         upcoming = self.scheduler.upcoming()
-        self.cache.plan(upcoming, self.scheduler.free_places, self.now)
+        self.cache.plan(upcoming, self.scheduler.num_starting, self.now)
         self.tiers.carry_out(self.cache.take_moves(), self.now)
         self._check(len(set(upcoming)) == len(upcoming) == self.scheduler.num_waiting, "the order lies about who waits")
         fresh = {s.request_id for s, _ in self._live.values() if s.scheduled_s is None}

@@ -104,6 +104,7 @@ class Scheduler:
         self._foreseen = -1, 0  # changes, and loads ahead, when the queue was told what is to come
         self._opens: tuple[int, list[float]] = -1, []  # of this step: changes, and when places will be free
         self._is_full = False  # the last step left somebody waiting
+        self._lacks_room = False  # of HBM, for one of those, and nobody has ended since
         # The order of the queue, those before it, and the ids of all, as they were told last.
         self._told: tuple[list[Sequence], list[Sequence], list[str]] = [], [], []
         self._work = StepWork()  # of the step that was scheduled last
@@ -122,6 +123,12 @@ class Scheduler:
     def free_places(self) -> int:
         """How many more sequences may run at once."""
         return self._max_seqs - len(self._running)
+
+    @property
+    def num_starting(self) -> int:
+        """How many of those who wait may start in the next step, and load for themselves: as many as there are places,
+        but nobody while HBM has no room for the first."""
+        return 0 if self._lacks_room else self.free_places
 
     @property
     def running(self) -> tuple[Sequence, ...]:
@@ -191,6 +198,7 @@ class Scheduler:
 
     def remove(self, sequence: Sequence) -> None:
         """A sequence finished or was aborted, in whatever state it was."""
+        self._lacks_room = False
         if sequence.state is SequenceState.RUNNING:
             self._stop(sequence)
         elif sequence.state is SequenceState.WAITING:
@@ -249,7 +257,8 @@ class Scheduler:
                 budget.spend(num_tokens, sequence.computed_tokens)
         # Room that was just taken from one is not given to another; and who stands first and finds none would be kept
         # out by loads of those behind it, step after step.
-        if not preempted and self._admit(chunks, budget, now):
+        self._lacks_room = bool(preempted) or not self._admit(chunks, budget, now)
+        if not self._lacks_room:
             self._admit_ahead(now)
         self._is_full = self.num_waiting > 0
         self._tell_scores()

@@ -129,3 +129,19 @@ def test_a_flood_of_one_tenant_does_not_delay_anothers_single_requests(hbm_block
     assert p(0.95, guest_ttft(200)) <= alone_s + 3 * full_step_s
     if hbm_blocks == 1000:
         assert guest_ttft(200, "fcfs")[0] > alone_s + 30 * full_step_s
+
+
+def test_who_waits_for_room_in_hbm_is_fetched_for_although_places_are_free():
+    machine = Machine(
+        hbm_blocks=40, dram_blocks=30, disk_blocks=400, policy="car", window=4, max_seqs=8, s_per_token=0.004,
+        disk_bytes_per_s=1e6,
+    )  # fmt: skip
+    # Four histories of 20 blocks return while somebody has 33.
+    conversations = [
+        Conversation(f"c{n}", "", 0.0, (Turn(620, 3, 0.0, due_s=4.0 * n), Turn(20, 3, 0.0, due_s=60.2)))
+        for n in range(4)
+    ]
+    long = Conversation("long", "", 0.0, (Turn(700, 300, 0.0, due_s=60.0),))
+    simulation = Simulation(machine=machine, conversations=[*conversations, long], rng=random.Random(0))
+    simulation.run()
+    assert simulation.cache.stats.moved_bytes["disk_to_dram"] > 1_000_000
