@@ -1,6 +1,7 @@
 """Who is asking: bearer keys, the tenant they stand for, and the secret that keeps tenants' blocks apart."""
 
 import contextlib
+import errno
 import hashlib
 import hmac
 import os
@@ -11,6 +12,10 @@ from pathlib import Path
 
 LOCAL_TENANT = "local"
 SECRET_BYTES = 32
+
+
+class DamagedSecret(ValueError):
+    """The file of the tenant secret does not hold one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +91,7 @@ def _tenant(digest: bytes) -> str:
 
 
 def load_tenant_secret(state_dir: Path) -> bytes:
-    """The persistent secret of this installation, made on first use. Raises OSError, or ValueError for a damaged file.
+    """The persistent secret of this installation, made on first use. Raises OSError, or DamagedSecret.
 
     It keys every block hash, so nobody can tell from a hash, or from a hit, what another tenant said. A link from a
     complete temporary file publishes it: two servers that start at once agree on one secret.
@@ -105,7 +110,19 @@ def load_tenant_secret(state_dir: Path) -> bytes:
                 os.link(temporary, path)
         finally:
             temporary.unlink()
-    secret = path.read_bytes()
+    secret = read_tenant_secret(state_dir)
+    if secret is None:
+        raise FileNotFoundError(errno.ENOENT, "it was deleted just now", str(path))
+    return secret
+
+
+def read_tenant_secret(state_dir: Path) -> bytes | None:
+    """The secret that is there; None: no server has made one yet. Raises OSError, or DamagedSecret."""
+    path = state_dir / "tenant_secret"
+    try:
+        secret = path.read_bytes()
+    except FileNotFoundError:
+        return None
     if len(secret) != SECRET_BYTES:
-        raise ValueError(f"{path} is damaged: {SECRET_BYTES} bytes expected, {len(secret)} found; delete it")
+        raise DamagedSecret(f"{path} is damaged: {SECRET_BYTES} bytes expected, {len(secret)} found; delete it")
     return secret

@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import secrets
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,6 +15,7 @@ from fastapi import FastAPI
 from rich.console import Console
 
 from app import cache_cli, doctor, keys_cli, logs
+from app.auth import DamagedSecret, read_tenant_secret
 from app.key_file import KeyFileError
 from app.main import create_app
 from app.memory_plan import panel
@@ -294,11 +296,13 @@ def open_stores(settings: Settings) -> Iterator[cache_cli.Store]:
     from cache.tiers.disk_files import stored_models
 
     with _unused(settings):
-        for fingerprint, segment_bytes in stored_models(settings.state_dir).items():
+        key = _record_key(settings)
+        for fingerprint, segment_bytes in stored_models(settings.state_dir, key).items():
             tier = DiskTier(
                 directory=settings.state_dir,
                 fingerprint=fingerprint,
                 segment_bytes=segment_bytes,
+                key=key,
                 capacity_bytes=sys.maxsize,  # looking at a directory makes nothing leave it
                 min_free_bytes=0,
                 read_bytes_per_s=0.0,
@@ -318,14 +322,21 @@ def nameless_records(settings: Settings) -> list[cache_cli.Record]:
     from cache.tiers import disk_files
 
     with _unused(settings):
-        return [*disk_files.nameless_records(settings.state_dir)]
+        return [*disk_files.nameless_records(settings.state_dir, _record_key(settings))]
 
 
 def drop_record(record: cache_cli.Record) -> bool:
     """Delete one of these. Whether it is gone."""
     from cache.tiers.disk_files import Foreign, drop_foreign
 
-    return drop_foreign(Foreign(record.extent_id, record.path, record.size_bytes))
+    return drop_foreign(Foreign(record.extent_id, record.path, record.size_bytes), own=None)
+
+
+def _record_key(settings: Settings) -> bytes:
+    """See `cache.extent`. Without the installation's secret: one that no record was written with."""
+    from cache.extent import record_key
+
+    return record_key(read_tenant_secret(settings.state_dir) or secrets.token_bytes(32))
 
 
 @contextmanager
@@ -342,7 +353,7 @@ def _unused(settings: Settings) -> Iterator[None]:
         yield
     except DirectoryLocked as error:
         raise _end(f"{error}; stop it first") from None
-    except (TierFailed, TierFull, OSError) as error:
+    except (TierFailed, TierFull, OSError, DamagedSecret) as error:
         raise _end(str(error)) from None
 
 

@@ -1,26 +1,30 @@
 """The stored extent: a run of blocks of one session in one file, layer-major, with a checksum per block and layer.
 
-    header    magic, version, length, xxh3 of the header; msgpack: fingerprint, id, session, keys, checksums
+    header    magic, version, length, xxh3 and MAC of the header; msgpack: fingerprint, id, session, keys, checksums
     layer 0   one segment per block: [K of 32 rows][V of 32 rows]
     layer 1   ...
 
 The header and every layer start at a multiple of 4 KiB (so O_DIRECT stays possible), gaps are zeros. The header alone
-says everything about its extent: an index can always be rebuilt from the headers (DESIGN "The cache").
+says everything about its extent: an index can always be rebuilt from the headers (DESIGN "The cache"). The xxh3 finds
+damage. The MAC finds what somebody else wrote: its key is derived from the installation's secret, so who can write to
+the directory, and no more, can give no block another's KV. Segments have an xxh3 alone, which finds damage, not intent.
 """
 
+import hmac
 import math
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
 
 import msgspec
 from xxhash import xxh3_64, xxh3_64_digest
 
-from cache.block import BLOCK_TOKENS, BlockKey
+from cache.block import BLOCK_TOKENS, BlockKey, typed_fields
 from cache.tiers.base import BlockMissing
 
 ALIGNMENT = 4096
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2  # 1 had no MAC: a record of it is a miss, and the next start sweeps it
 MAX_BLOCKS = 4096
 MAX_LAYERS = 1024
 MAX_SEGMENT_BYTES = 1 << 28
@@ -30,10 +34,12 @@ MAX_HEADER_BYTES = 64 << 20
 MAX_EXTENT_ID = (1 << 62) - 1
 KEY_BYTES = 16
 DIGEST_BYTES = 8
+MAC_BYTES = 16
 
 _MAGIC = b"REPRISEK"
-_PREFIX = struct.Struct("<8sII8s")  # magic, version, length of the msgpack, xxh3 of all of the header but itself
-_HASHED_UNTIL = _PREFIX.size - DIGEST_BYTES
+_PREFIX = struct.Struct("<8sII8s16s")  # magic, version, length of the msgpack, xxh3 of all else, MAC of all but both
+_DIGEST_AT = _PREFIX.size - DIGEST_BYTES - MAC_BYTES
+_MAC_AT = _PREFIX.size - MAC_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,16 +166,22 @@ def checksum(data: memoryview) -> bytes:
     return xxh3_64_digest(data)
 
 
-def encode_header(header: ExtentHeader) -> bytes:
-    """Padded to 4 KiB. Raises ValueError when too large."""
+def record_key(secret: bytes) -> bytes:
+    """What keys the MACs of an installation's records: its persistent secret, in a domain of its own."""
+    return blake2b(typed_fields("reprise-records"), key=blake2b(secret).digest(), digest_size=32).digest()
+
+
+def encode_header(header: ExtentHeader, key: bytes) -> bytes:
+    """Padded to 4 KiB. key: `record_key`. Raises ValueError when too large."""
     body = msgspec.msgpack.encode(header)
     size = aligned(_PREFIX.size + len(body))
     if size > MAX_HEADER_BYTES:
         raise ValueError(f"a header of {size} bytes; the limit is {MAX_HEADER_BYTES}")
     data = bytearray(size)
-    _PREFIX.pack_into(data, 0, _MAGIC, FORMAT_VERSION, len(body), bytes(DIGEST_BYTES))
+    _PREFIX.pack_into(data, 0, _MAGIC, FORMAT_VERSION, len(body), bytes(DIGEST_BYTES), bytes(MAC_BYTES))
     data[_PREFIX.size : _PREFIX.size + len(body)] = body
-    data[_HASHED_UNTIL : _PREFIX.size] = _header_digest(data)
+    data[_MAC_AT : _PREFIX.size] = _header_mac(data, key)
+    data[_DIGEST_AT:_MAC_AT] = _header_digest(data)
     return bytes(data)
 
 
@@ -177,7 +189,7 @@ def header_size(start: bytes) -> int:
     """The length of the header in bytes, from the first bytes of the file. Raises BlockMissing."""
     if len(start) < _PREFIX.size:
         raise BlockMissing("the record ends inside its header", reason="short_read")
-    magic, version, length, _ = _PREFIX.unpack_from(start)
+    magic, version, length, *_ = _PREFIX.unpack_from(start)
     if magic != _MAGIC:
         raise BlockMissing("not a record of ours", reason="format")
     if version != FORMAT_VERSION:
@@ -188,14 +200,16 @@ def header_size(start: bytes) -> int:
     return size
 
 
-def decode_header(data: bytes) -> ExtentHeader:
-    """The header in `data`, which is as long as `header_size` said. Raises BlockMissing (short_read, format, checksum):
-    nothing in it is believed before its hash is right, and nothing after that without its bounds."""
+def decode_header(data: bytes, key: bytes) -> ExtentHeader:
+    """The header in `data`, which is as long as `header_size` said. Raises BlockMissing (short_read, format, checksum,
+    forged): nothing in it is believed before its hash and its MAC are right, nor after that without its bounds."""
     if len(data) != header_size(data):
         raise BlockMissing("the record ends inside its header", reason="short_read")
-    *_, length, digest = _PREFIX.unpack_from(data)
+    *_, length, digest, mac = _PREFIX.unpack_from(data)
     if digest != _header_digest(data):
         raise BlockMissing("the header was altered", reason="checksum")
+    if not hmac.compare_digest(mac, _header_mac(data, key)):
+        raise BlockMissing("the header was not written with this server's secret", reason="forged")
     try:
         return msgspec.msgpack.decode(data[_PREFIX.size : _PREFIX.size + length], type=ExtentHeader)
     except (msgspec.DecodeError, ValueError) as error:
@@ -204,6 +218,13 @@ def decode_header(data: bytes) -> ExtentHeader:
 
 def _header_digest(data: bytes | bytearray) -> bytes:
     view = memoryview(data)
-    digest = xxh3_64(view[:_HASHED_UNTIL])
-    digest.update(view[_PREFIX.size :])
+    digest = xxh3_64(view[:_DIGEST_AT])
+    digest.update(view[_MAC_AT:])
     return digest.digest()
+
+
+def _header_mac(data: bytes | bytearray, key: bytes) -> bytes:
+    view = memoryview(data)
+    mac = blake2b(view[:_DIGEST_AT], key=key, digest_size=MAC_BYTES, person=b"header")
+    mac.update(view[_PREFIX.size :])
+    return mac.digest()

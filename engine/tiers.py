@@ -12,7 +12,7 @@ import psutil
 import torch
 
 from cache.block import BLOCK_TOKENS
-from cache.extent import ExtentInfo, SessionRecord
+from cache.extent import ExtentInfo, SessionRecord, record_key
 from cache.policies import POLICIES
 from cache.policies.base import PolicyFactory
 from cache.policies.lookahead import LookaheadPolicy
@@ -94,6 +94,7 @@ def build_tiers(
             directory=Path(config.disk_dir),
             fingerprint=fingerprint,
             segment_bytes=slab.segment_bytes,
+            key=record_key(config.tenant_secret),
             capacity_bytes=disk_bytes,
             min_free_bytes=config.disk_min_free_bytes,
             read_bytes_per_s=config.disk_gbps * _GB,

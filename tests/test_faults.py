@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import pytest
 
 from cache.tiers.dram import Slab
 from engine.hf_model import ModelRefused
+from tests.cache.tiers.disk_helpers import forge
 from tests.engine.driver import Driver
 from tests.engine.models import random_ids, save_tiny
 from tests.engine.test_directory import delete
@@ -128,6 +130,18 @@ def delete_all_directories(directory: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)  # the engine may write into it meanwhile
 
 
+def swap_and_rehash(directory: Path) -> None:
+    """Every record gets the bytes of another of its size, behind a header that names its own id and hashes rightly."""
+    by_size: dict[int, list[Path]] = {}
+    for path in records(directory):
+        by_size.setdefault(path.stat().st_size, []).append(path)
+    for paths in by_size.values():
+        stored = [path.read_bytes() for path in paths]
+        for path, data in zip(paths, stored[1:] + stored[:1], strict=True):
+            path.write_bytes(data)
+            forge(path, lambda header, to=int(path.stem, 16): replace(header, extent_id=to))
+
+
 RECORD_FAULTS: dict[Callable[[Path], None], set[str]] = {
     truncate_to_nothing: {"short_read", "missing", "format", "checksum"},
     lose_the_last_byte: {"short_read", "format", "checksum"},
@@ -135,6 +149,7 @@ RECORD_FAULTS: dict[Callable[[Path], None], set[str]] = {
     flip_everywhere: {"checksum", "format", "fingerprint", "missing"},
     put_one_in_the_place_of_all: {"missing", "format", "fingerprint"},
     put_another_file_in_its_place: {"format", "short_read", "checksum", "missing"},
+    swap_and_rehash: {"forged", "missing"},
     put_a_directory_in_its_place: {"io", "missing", "format"},
     delete_all_directories: {"missing"},
 }
@@ -200,6 +215,21 @@ def test_slots_spoiled_in_memory(path: Path, tmp_path: Path, expected: list[list
     assert texts == expected[2]
     assert driver.engine.stats().load_failures == {"checksum": driver.engine.stats().load_failures["checksum"]}
     assert (tiers["disk"] > 0) == everything
+    assert_at_rest(driver)
+    driver.close()
+
+
+def test_an_empty_file_with_the_highest_id_ends_no_engine(
+    path: Path, tmp_path: Path, expected: list[list[list[int]]]
+) -> None:
+    driver = tiered(path, **DISK, disk_dir=str(tmp_path))
+    driver.close()
+    (index_of(tmp_path).parent / "ff" / "3fffffffffffffff.kv").touch()
+    driver = tiered(path, **DISK, disk_dir=str(tmp_path))
+    texts, _ = converse(driver, turns=2)
+    texts, tiers = converse(driver, turns=1, first=2, texts=texts)
+    assert (texts, tiers["disk"] > 0) == (expected[2], True)
+    assert not driver.engine.stats().write_failures
     assert_at_rest(driver)
     driver.close()
 

@@ -2,9 +2,10 @@
 
 from typing import Literal
 
-Reason = Literal["missing", "checksum", "short_read", "deadline", "fingerprint", "format", "io"]
-"""Why stored bytes could not be had or kept: gone; altered; cut off; the device did not answer; another model's; not a
-record of this layout and version; the device or the file system said no."""
+Reason = Literal["missing", "checksum", "forged", "short_read", "deadline", "fingerprint", "format", "io"]
+"""Why stored bytes could not be had or kept: gone; altered; not written with this server's secret; cut off; the device
+did not answer; another model's; not a record of this layout and version, or of other blocks; the device or the file
+system said no."""
 
 
 class TierFull(Exception):

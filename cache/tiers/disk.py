@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from cache.extent import (
+    MAX_EXTENT_ID,
     ExtentHeader,
     ExtentInfo,
     Layout,
@@ -76,6 +77,7 @@ class DiskTier:
         directory: Path,
         fingerprint: bytes,
         segment_bytes: Sequence[int],
+        key: bytes,
         capacity_bytes: int,
         min_free_bytes: int,
         read_bytes_per_s: float,
@@ -83,20 +85,23 @@ class DiskTier:
         deadline_s: float,
         owner: str,
     ) -> None:
-        """segment_bytes: of one block, by layer. min_free_bytes of the file system are left alone. Caps of 0: none.
-        owner: who uses the directory meanwhile, for people that want it too."""
+        """segment_bytes: of one block, by layer. key: `cache.extent.record_key`. min_free_bytes of the file system are
+        left alone. Caps of 0: none. owner: who uses the directory meanwhile, for people that want it too."""
         if not 0 < len(fingerprint) <= MAX_FINGERPRINT_BYTES:
             raise ValueError(f"a fingerprint has 1 to {MAX_FINGERPRINT_BYTES} bytes")
         check_segments(segment_bytes)
         self.capacity_bytes = capacity_bytes
         self._fingerprint = fingerprint
         self._segment_bytes = tuple(segment_bytes)
+        self._key = key
         self._directory, self._root = directory, directory / "kv"
         self._own = self._root / fingerprint.hex()
         self._deadline_s = deadline_s
         self._held = DirectoryLock(directory, owner)
-        self._space = DiskSpace(root=self._root, capacity_bytes=capacity_bytes, min_free_bytes=min_free_bytes)
-        self._index = DiskIndex(path=self._own / "index.sqlite")
+        self._space = DiskSpace(
+            root=self._root, own=self._own, capacity_bytes=capacity_bytes, min_free_bytes=min_free_bytes
+        )
+        self._index = DiskIndex(path=self._own / "index.sqlite", key=key)
         self._reading = Throttle(bytes_per_s=read_bytes_per_s, clock=time.monotonic, sleep=time.sleep)
         self._writing = Throttle(bytes_per_s=write_bytes_per_s, clock=time.monotonic, sleep=time.sleep)
         self._reads: IoThreads | None = None
@@ -168,20 +173,25 @@ class DiskTier:
         (`cache.extent.checksum`); they are not compared with the bytes before these are read again.
         segments(layer) -> the bytes of its blocks, in their order and cut wherever they do not lie side by side; read
         until this returns or raises (after a deadline perhaps later, but nothing comes of it).
-        Raises TierFull (the cap, the floor, no space) or TierFailed (read-only, broken, deadline)."""
+        Raises TierFull (the cap, the floor, no space) or TierFailed (read-only, broken, deadline, or more than a record
+        may hold: whatever it is, nobody's answer depends on it)."""
         views = [[flat(view) for view in segments(layer)] for layer in range(len(self._segment_bytes))]
-        for size, layer_views in zip(self._segment_bytes, views, strict=True):
-            if sum(map(len, layer_views)) != size * len(blocks):
-                raise ValueError(f"a segment of this layer has {size} bytes")
-        header = ExtentHeader(
-            fingerprint=self._fingerprint,
-            extent_id=self._new_id(),
-            session=session,
-            blocks=tuple(blocks),
-            segment_bytes=self._segment_bytes,
-            checksums=checksums,
-        )
-        start = encode_header(header)
+        extent_id = self._new_id()
+        try:
+            for size, layer_views in zip(self._segment_bytes, views, strict=True):
+                if sum(map(len, layer_views)) != size * len(blocks):
+                    raise ValueError(f"a segment of this layer has {size} bytes")
+            header = ExtentHeader(
+                fingerprint=self._fingerprint,
+                extent_id=extent_id,
+                session=session,
+                blocks=tuple(blocks),
+                segment_bytes=self._segment_bytes,
+                checksums=checksums,
+            )
+            start = encode_header(header, self._key)
+        except ValueError as error:
+            raise TierFailed(f"write: {error}", reason="format") from error
         layout = Layout.of(header_bytes=len(start), segment_bytes=self._segment_bytes, num_blocks=len(blocks))
         info = ExtentInfo(header.extent_id, session, header.blocks, layout.size_bytes)
 
@@ -279,6 +289,8 @@ class DiskTier:
         # so that they increase although the clock may not.
         with self._lock:
             self._last_id = max(self._last_id + 1, time.time_ns())
+            if self._last_id > MAX_EXTENT_ID:
+                raise TierFailed("no extent ids are left: what does the clock say?", reason="format")
             return self._last_id
 
     def _store(
@@ -353,6 +365,7 @@ class DiskTier:
                 self._path(extent_id),
                 fingerprint=self._fingerprint,
                 segment_bytes=self._segment_bytes,
+                key=self._key,
                 extent_id=extent_id,
                 known=known,
             )
@@ -437,7 +450,8 @@ class DiskTier:
             except BlockMissing as missing:
                 log.warning("a record is of no use: %s", missing)
                 self.useless[extent_id] = f"{missing.reason}: {missing}"
-                if missing.reason == "io":  # perhaps only today; it goes when its room is needed
+                # Perhaps only today, or with this secret; it goes when its room is needed.
+                if missing.reason in {"io", "forged"}:
                     foreign.append(Foreign(extent_id, Path(self._path(extent_id)), size))
                 else:
                     remove_extent(self._path(extent_id))
@@ -448,9 +462,9 @@ class DiskTier:
                 sessions[info.session.names] = (extent_id, info.session)
         self.useless.update((extent_id, "missing: its file is gone") for extent_id in known.keys() - files.keys())
         self._index.remove(known.keys() - extents.keys())
-        others = [record.extent_id for record in foreign]
         with self._lock:
-            self._last_id = max([*files, *known, *others, *(stamp for stamp, _ in sessions.values())], default=0)
+            # Not those that only a file's name has: anybody may have given it, and the highest leaves none to come.
+            self._last_id = max([*extents, *known, *(stamp for stamp, _ in sessions.values())], default=0)
         self._space.open({extent_id: info.size_bytes for extent_id, info in extents.items()}, foreign, beat)
         return list(extents.values()), [record for _, record in sessions.values()]
 
@@ -459,6 +473,7 @@ class DiskTier:
             self._path(extent_id),
             fingerprint=self._fingerprint,
             segment_bytes=self._segment_bytes,
+            key=self._key,
             extent_id=extent_id,
             known=None,
         )

@@ -4,13 +4,14 @@ import contextlib
 import os
 import re
 import shutil
+import stat
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from cache.extent import MAX_EXTENT_ID
+from cache.extent import MAX_EXTENT_ID, ExtentHeader
 from cache.tiers.base import BlockMissing
 from cache.tiers.extent_file import ParsedExtent, read_header, remove_extent
 from cache.tiers.io_threads import Beat
@@ -23,7 +24,7 @@ _RECORD = re.compile(r"([0-9a-f]{16})\.(kv|tmp)")
 
 @dataclass(frozen=True, slots=True)
 class Foreign:
-    """A record of another fingerprint."""
+    """A record of another fingerprint, or one of ours that cannot be read or believed."""
 
     extent_id: int
     path: Path
@@ -53,38 +54,52 @@ def scan(root: Path, own: Path, beat: Beat) -> tuple[dict[int, int], list[Foreig
     return ours, foreign
 
 
-def stored_models(directory: Path) -> dict[bytes, tuple[int, ...]]:
+def stored_models(directory: Path, key: bytes) -> dict[bytes, tuple[int, ...]]:
     """Fingerprint -> segment_bytes of every model that has an intact record in a disk tier's directory: what a tool
-    needs to open the tier when no model is at hand. Raises OSError."""
+    needs to open the tier when no model is at hand. key: `cache.extent.record_key`. Raises OSError."""
     models: dict[bytes, tuple[int, ...]] = {}
     root = directory / "kv"
     for model in _directories(root, _FINGERPRINT) if root.is_dir() else ():
         for path in sorted(model.glob("??/*.kv")):
-            with contextlib.suppress(BlockMissing, OSError), path.open("rb", buffering=0) as file:
-                header, _ = read_header(file.fileno(), path.stat().st_size)
-                if header.fingerprint.hex() == model.name:
-                    models[header.fingerprint] = header.segment_bytes
-                    break
+            header = _header_of(path, key)
+            if header is not None and header.fingerprint.hex() == model.name:
+                models[header.fingerprint] = header.segment_bytes
+                break
     return models
 
 
-def nameless_records(directory: Path) -> list[Foreign]:
+def _header_of(path: Path, key: bytes) -> ExtentHeader | None:
+    with contextlib.suppress(BlockMissing, OSError):
+        # Not blocking: a FIFO in the way would wait for a writer for ever.
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        try:
+            status = os.fstat(fd)
+            if stat.S_ISREG(status.st_mode):
+                return read_header(fd, status.st_size, key)[0]
+        finally:
+            os.close(fd)
+    return None
+
+
+def nameless_records(directory: Path, key: bytes) -> list[Foreign]:
     """The records in a disk tier's directory whose model has no intact one: nobody can tell any more what they hold.
     Raises OSError."""
     root = directory / "kv"
-    intact = {fingerprint.hex() for fingerprint in stored_models(directory)}
+    intact = {fingerprint.hex() for fingerprint in stored_models(directory, key)}
     models = _directories(root, _FINGERPRINT) if root.is_dir() else ()
     paths = (path for model in models if model.name not in intact for path in sorted(model.glob("??/*.kv")))
     return [Foreign(int(path.stem, 16), path, path.stat().st_size) for path in paths if _RECORD.fullmatch(path.name)]
 
 
-def drop_foreign(record: Foreign) -> bool:
-    """Delete it, and with the last one all that its fingerprint had. Whether it is gone."""
+def drop_foreign(record: Foreign, *, own: Path | None) -> bool:
+    """Delete it, and with the last one all that its fingerprint had, unless that is `own`. Whether it is gone."""
     try:
         remove_extent(str(record.path))
     except OSError:
         return False
     shard, directory = record.path.parent, record.path.parent.parent
+    if directory == own:
+        return True
     with contextlib.suppress(OSError):
         shard.rmdir()  # fails while it holds other records
         for other in _directories(directory, _SHARD):  # most never held any

@@ -1,34 +1,36 @@
 """What the disk tier holds, in SQLite, so that a start need not read every record.
 
-The records are the truth: a row that is wrong or missing is made again from the header of its file. So rows of extents
-are written some together: behind a turn, one by itself takes 0.3 ms. A crash leaves a few headers to be read. Only what
-was said of a session after its last extent is nowhere else: that is written at once."""
+The records are the truth: a row that is wrong or missing is made again from the header of its file. Every row has a
+MAC, as every header has: a row that somebody else wrote would name blocks in the wrong place. Rows of extents are
+written some together: behind a turn, one by itself takes 0.3 ms. A crash leaves a few headers to be read. Only what was
+said of a session after its last extent is nowhere else: that is written at once."""
 
+import hmac
 import logging
 import shutil
 import sqlite3
 import threading
 from collections.abc import Iterable
+from hashlib import blake2b
 from pathlib import Path
 from typing import TypeVar
 
 import msgspec
-from xxhash import xxh3_64_digest
 
-from cache.extent import ExtentInfo, SessionRecord
+from cache.extent import MAC_BYTES, ExtentInfo, SessionRecord
 from cache.tiers.io_threads import Beat
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2  # 1 had digests without a key
 _TOGETHER = 32  # extents
 _SCHEMA = """
-CREATE TABLE extents (extent_id INTEGER PRIMARY KEY, info BLOB NOT NULL, digest BLOB NOT NULL);
+CREATE TABLE extents (extent_id INTEGER PRIMARY KEY, info BLOB NOT NULL, mac BLOB NOT NULL);
 CREATE TABLE sessions (tenant TEXT, salt TEXT, session_id TEXT, stamp INTEGER NOT NULL, record BLOB NOT NULL,
-                       digest BLOB NOT NULL, PRIMARY KEY (tenant, salt, session_id));
+                       mac BLOB NOT NULL, PRIMARY KEY (tenant, salt, session_id));
 """
 _PUT_EXTENT = "INSERT OR REPLACE INTO extents VALUES (?, ?, ?)"
 _PUT_SESSION = """
 INSERT INTO sessions VALUES (?, ?, ?, ?, ?, ?) ON CONFLICT DO UPDATE
-SET stamp = excluded.stamp, record = excluded.record, digest = excluded.digest WHERE excluded.stamp > stamp
+SET stamp = excluded.stamp, record = excluded.record, mac = excluded.mac WHERE excluded.stamp > stamp
 """
 # Primary codes that speak of the disk's room, its rights or its device; the file may be well.
 _NO_DAMAGE = {sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_READONLY}
@@ -39,8 +41,9 @@ Row = TypeVar("Row", ExtentInfo, SessionRecord)
 class DiskIndex:
     """Thread-safe. Methods raise sqlite3.Error. `stamp` orders what is said of a session: extent ids and the like."""
 
-    def __init__(self, *, path: Path) -> None:
-        self._path = path
+    def __init__(self, *, path: Path, key: bytes) -> None:
+        """key: `cache.extent.record_key`."""
+        self._path, self._key = path, key
         self._aside = path.with_suffix(".bad")
         self._lock = threading.Lock()
         self._db: sqlite3.Connection | None = None
@@ -82,9 +85,9 @@ class DiskIndex:
         and their extents are known by their headers alone."""
         data = msgspec.msgpack.encode(info)
         with self._lock:
-            self._extents.append((info.extent_id, data, _digest(info.extent_id, data)))
+            self._extents.append((info.extent_id, data, self._mac(info.extent_id, data)))
             if info.session.context:  # else a first turn that is not at its end: nobody knows the session yet
-                self._sessions.append(_session_row(info.session, stamp))
+                self._sessions.append(self._session_row(info.session, stamp))
             if len(self._extents) >= _TOGETHER:
                 with self._connection() as db:
                     self._catch_up(db)
@@ -97,7 +100,7 @@ class DiskIndex:
     def put_session(self, record: SessionRecord, *, stamp: int) -> None:
         with self._lock, self._connection() as db:
             self._catch_up(db)
-            db.execute(_PUT_SESSION, _session_row(record, stamp))
+            db.execute(_PUT_SESSION, self._session_row(record, stamp))
 
     def delete_sessions(self, names: Iterable[tuple[str, str, str]]) -> None:
         """By tenant, salt and session id. Their bytes are gone from the files of the index too."""
@@ -156,14 +159,14 @@ class DiskIndex:
         if state != "ok":
             raise sqlite3.DatabaseError(state)
         extents = {}
-        for extent_id, data, digest in db.execute("SELECT extent_id, info, digest FROM extents"):
+        for extent_id, data, mac in db.execute("SELECT extent_id, info, mac FROM extents"):
             beat()
-            info = _decode(extent_id, data, digest, ExtentInfo)
+            info = self._decode(extent_id, data, mac, ExtentInfo)
             if info is not None and info.extent_id == extent_id:
                 extents[extent_id] = info
         sessions = {}
-        for stamp, data, digest in db.execute("SELECT stamp, record, digest FROM sessions"):
-            record = _decode(stamp, data, digest, SessionRecord)
+        for stamp, data, mac in db.execute("SELECT stamp, record, mac FROM sessions"):
+            record = self._decode(stamp, data, mac, SessionRecord)
             if record is not None and record.context:
                 sessions[record.names] = (stamp, record)
         db.set_progress_handler(None, 0)
@@ -177,26 +180,25 @@ class DiskIndex:
         if self._path.exists():
             self._path.replace(self._aside)
 
+    def _session_row(self, record: SessionRecord, stamp: int) -> tuple[object, ...]:
+        data = msgspec.msgpack.encode(record)
+        return (*record.names, stamp, data, self._mac(stamp, data))
 
-def _session_row(record: SessionRecord, stamp: int) -> tuple[object, ...]:
-    data = msgspec.msgpack.encode(record)
-    return (*record.names, stamp, data, _digest(stamp, data))
+    def _mac(self, number: int, data: bytes) -> bytes:
+        # SQLite has no checksums of its own either: a flipped bit in a row would be believed.
+        return blake2b(
+            number.to_bytes(8, "little") + data, key=self._key, digest_size=MAC_BYTES, person=b"index row"
+        ).digest()
 
-
-def _digest(number: int, data: bytes) -> bytes:
-    # SQLite has no checksums of its own: a flipped bit in a row would be believed.
-    return xxh3_64_digest(number.to_bytes(8, "little") + data)
-
-
-def _decode(number: object, data: object, digest: object, kind: type[Row]) -> Row | None:
-    if not isinstance(number, int) or not isinstance(data, bytes) or not 0 <= number < 1 << 63:
-        return None
-    if digest != _digest(number, data):
-        return None
-    try:
-        return msgspec.msgpack.decode(data, type=kind)
-    except (msgspec.DecodeError, ValueError):
-        return None
+    def _decode(self, number: object, data: object, mac: object, kind: type[Row]) -> Row | None:
+        if not isinstance(number, int) or not isinstance(data, bytes) or not 0 <= number < 1 << 63:
+            return None
+        if not isinstance(mac, bytes) or not hmac.compare_digest(mac, self._mac(number, data)):
+            return None
+        try:
+            return msgspec.msgpack.decode(data, type=kind)
+        except (msgspec.DecodeError, ValueError):
+            return None
 
 
 def _remove(path: Path) -> None:

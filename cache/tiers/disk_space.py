@@ -15,9 +15,9 @@ class DiskSpace:
     """All files count towards the cap, those being written and other fingerprints' too. Thread-safe; the lock is never
     held during I/O."""
 
-    def __init__(self, *, root: Path, capacity_bytes: int, min_free_bytes: int) -> None:
-        """root: on the file system of which min_free_bytes are left alone."""
-        self._root = root
+    def __init__(self, *, root: Path, own: Path, capacity_bytes: int, min_free_bytes: int) -> None:
+        """root: on the file system of which min_free_bytes are left alone; own: of our model, which stays."""
+        self._root, self._own = root, own
         self._capacity_bytes, self._min_free_bytes = capacity_bytes, min_free_bytes
         self._lock = threading.Lock()  # guards what follows
         self._sizes: dict[int, int] = {}  # extent id -> bytes; ours, complete and durable
@@ -85,6 +85,6 @@ class DiskSpace:
             self._used -= sum(self._sizes.pop(extent_id, 0) for extent_id in extent_ids)
 
     def _drop(self, foreign: Foreign) -> None:
-        if drop_foreign(foreign):
+        if drop_foreign(foreign, own=self._own):
             with self._lock:
                 self._used -= foreign.size_bytes

@@ -95,9 +95,16 @@ def sync_directory(path: str | Path) -> None:
 
 
 def open_extent(
-    path: str, *, fingerprint: bytes, segment_bytes: tuple[int, ...], extent_id: int, known: ParsedExtent | None
+    path: str,
+    *,
+    fingerprint: bytes,
+    segment_bytes: tuple[int, ...],
+    key: bytes,
+    extent_id: int,
+    known: ParsedExtent | None,
 ) -> tuple[int, ParsedExtent]:
-    """A descriptor and the checked header; `known` saves parsing it again. Raises BlockMissing."""
+    """A descriptor and the checked header; `known` saves parsing it again. key: `cache.extent.record_key`. Raises
+    BlockMissing."""
     try:
         # Not blocking: a FIFO in the way would wait for a writer for ever.
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -111,7 +118,7 @@ def open_extent(
             raise BlockMissing(f"extent {extent_id:016x} is not a file", reason="format")
         stamp = (status.st_ino, status.st_size, status.st_mtime_ns)
         if known is None or known.stamp != stamp:
-            known = _parse(fd, stamp, fingerprint, segment_bytes, extent_id)
+            known = _parse(fd, stamp, fingerprint, segment_bytes, key, extent_id)
         if not any(size % ALIGNMENT for size in segment_bytes):
             # Past the page cache: what is read here will lie in HBM or DRAM. 19 MB take 2 ms of CPU instead of 8, or 50
             # where the cache has to grow for them.
@@ -177,7 +184,7 @@ def altered(extent: ParsedExtent, layer: int, block: int) -> BlockMissing:
     return BlockMissing(f"{where} was altered", reason="checksum")
 
 
-def read_header(fd: int, file_bytes: int) -> tuple[ExtentHeader, int]:
+def read_header(fd: int, file_bytes: int, key: bytes) -> tuple[ExtentHeader, int]:
     """The header of whichever model's record this is, and its length. Raises BlockMissing, OSError."""
     start = bytearray(ALIGNMENT)
     got = _read_all(fd, [memoryview(start)], 0)
@@ -186,7 +193,7 @@ def read_header(fd: int, file_bytes: int) -> tuple[ExtentHeader, int]:
         raise BlockMissing("the record ends inside its header", reason="short_read")
     data = bytearray(size)
     got = _read_all(fd, [memoryview(data)], 0)
-    return decode_header(bytes(data[:got])), size
+    return decode_header(bytes(data[:got]), key), size
 
 
 def runs(blocks: Sequence[int]) -> Iterator[tuple[int, int]]:
@@ -201,8 +208,10 @@ def runs(blocks: Sequence[int]) -> Iterator[tuple[int, int]]:
             start = i
 
 
-def _parse(fd: int, stamp: Stamp, fingerprint: bytes, segment_bytes: tuple[int, ...], extent_id: int) -> ParsedExtent:
-    header, size = read_header(fd, stamp[1])
+def _parse(
+    fd: int, stamp: Stamp, fingerprint: bytes, segment_bytes: tuple[int, ...], key: bytes, extent_id: int
+) -> ParsedExtent:
+    header, size = read_header(fd, stamp[1], key)
     if header.fingerprint != fingerprint:
         raise BlockMissing(f"extent {extent_id:016x} is another model's", reason="fingerprint")
     if header.segment_bytes != segment_bytes or header.extent_id != extent_id:

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from types import TracebackType
 from typing import TypeVar
 
+from cache.block import BlockKey
 from cache.tiers.base import BlockMissing
 from cache.tiers.extent_file import ParsedExtent, altered, check_segments, io_buffer, read_layers, read_segments
 from cache.tiers.io_threads import Beat, IoDeadline, IoThreads
@@ -139,11 +140,13 @@ class ExtentReader:
         """A segment that was landed is not what was stored."""
         self._on_damage(altered(self._extent, layer, block))
 
-    def checksums(self, block: int) -> tuple[bytes, ...]:
-        """Of a block's segments, by layer. Raises BlockMissing where there is no such block."""
-        if not 0 <= block < len(self._extent.header.blocks):
-            raise BlockMissing(f"extent {self._extent.header.extent_id:016x} has no block {block}", reason="format")
-        return self._extent.header.checksums_of(block)
+    def checksums(self, block: int, key: BlockKey) -> tuple[bytes, ...]:
+        """Of the segments, by layer, of the block that the cache's table has in this place, by its key. Raises
+        BlockMissing where the record has another there, or none: the table may have been told wrongly."""
+        header = self._extent.header
+        if not 0 <= block < len(header.blocks) or header.blocks[block].key != key:
+            raise BlockMissing(f"extent {header.extent_id:016x} has no such block {block}", reason="format")
+        return header.checksums_of(block)
 
     def check(self) -> None:
         """Read everything and keep nothing. Raises BlockMissing."""

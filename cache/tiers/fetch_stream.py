@@ -35,10 +35,10 @@ class FetchStream:
     def _fetch(self, order: FetchBlocks) -> None:
         started = time.perf_counter()
         failed: dict[BlockKey, str] = {}
-        by_extent: dict[int, list[tuple[int, int]]] = {}  # places in an extent and their slots
-        for _, (extent_id, place), slot in order.blocks:
+        by_extent: dict[int, list[tuple[BlockKey, int, int]]] = {}  # blocks, their places in an extent, their slots
+        for key, (extent_id, place), slot in order.blocks:
             self._slab.unseal(slot)
-            by_extent.setdefault(extent_id, []).append((place, slot))
+            by_extent.setdefault(extent_id, []).append((key, place, slot))
         try:
             for extent_id, found in by_extent.items():
                 self._fetch_from(extent_id, found)
@@ -49,11 +49,12 @@ class FetchStream:
             self._completions.tell(Transferred("disk_to_dram", size, time.perf_counter() - started))
         self._completions.tell(Fetched(order.job_id, failed))
 
-    def _fetch_from(self, extent_id: int, found: Sequence[tuple[int, int]]) -> None:
+    def _fetch_from(self, extent_id: int, found: Sequence[tuple[BlockKey, int, int]]) -> None:
         """Raises BlockMissing."""
-        places = [place for place, _ in found]
+        places = [place for _, place, _ in found]
         with self._disk.reader(extent_id) as reader:
+            checksums = [reader.checksums(place, key) for key, place, _ in found]
             for layer in range(self._slab.num_layers):
-                reader.read(layer, places, [self._slab.segment(layer, slot) for _, slot in found])
-            for place, slot in found:
-                self._slab.seal_as(slot, reader.checksums(place))
+                reader.read(layer, places, [self._slab.segment(layer, slot) for _, _, slot in found])
+            for (_, _, slot), sums in zip(found, checksums, strict=True):
+                self._slab.seal_as(slot, sums)

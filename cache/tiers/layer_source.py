@@ -160,7 +160,8 @@ class ExtentSource:
     def _open(self) -> None:
         for extent_id, places in self._places.items():
             reader = self._readers[extent_id] = self._disk.reader(extent_id)
-            self._checksums += [reader.checksums(place) for place in places]
+            blocks = self.blocks[len(self._checksums) :]  # the extent's, and those behind
+            self._checksums += [reader.checksums(p, block.key) for p, block in zip(places, blocks, strict=False)]
         numbers = np.frombuffer(b"".join(b"".join(of_block) for of_block in self._checksums), ">u8")
         self._sums = np.ascontiguousarray(numbers.reshape(len(self.blocks), -1).T, np.uint64)
 

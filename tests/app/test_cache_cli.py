@@ -9,9 +9,10 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 from app import cli
-from cache.extent import SessionRecord, StoredBlock, checksum
+from app.auth import load_tenant_secret
+from cache.extent import SessionRecord, StoredBlock, checksum, record_key
 from cache.tiers.disk import DiskTier
-from tests.cache.tiers.disk_helpers import make_tier
+from tests.cache.tiers.disk_helpers import forge, make_tier
 
 SEGMENTS = (512, 512)
 
@@ -25,6 +26,7 @@ def store(state_dir: Path, fingerprint: bytes, *names: str, pinned: bool = False
     """An extent of two blocks (32 and 8 tokens) for each of these sessions."""
     tier = DiskTier(
         directory=state_dir, fingerprint=fingerprint, segment_bytes=SEGMENTS, capacity_bytes=1 << 30, min_free_bytes=0,
+        key=record_key(load_tenant_secret(state_dir)),
         read_bytes_per_s=0.0, write_bytes_per_s=0.0, deadline_s=5.0, owner="a running server (pid 4242)",
     )  # fmt: skip
     tier.open()
@@ -103,6 +105,35 @@ def test_verify_misses_a_file_that_the_index_names(two_models: Path):
     result = reprise(two_models, "verify")
     assert (result.exit_code, f"{gone.stem}: missing" in result.output) == (1, True)
     assert "3 records checked, 1 damaged" in result.output
+
+
+def test_verify_tells_a_record_that_somebody_else_wrote(two_models: Path):
+    forged = records(two_models)[0]
+    forge(forged, lambda header: header)
+    for _ in range(2):  # looking takes nothing away
+        result = reprise(two_models, "verify")
+        assert (result.exit_code, f"{forged.stem}: forged" in result.output) == (1, True)
+        assert "3 records checked, 1 damaged" in result.output
+
+
+@pytest.mark.parametrize("secret", [None, bytes(32)])
+def test_without_the_secret_that_they_were_written_with_no_record_is_believed(two_models: Path, secret: bytes | None):
+    file = two_models / "tenant_secret"
+    own = file.read_bytes()
+    file.unlink()
+    if secret is not None:
+        file.write_bytes(secret)
+    result = reprise(two_models, "verify")
+    assert (result.exit_code, "3 records checked, 3 damaged" in result.output) == (1, True)
+    assert file.exists() == (secret is not None)
+    file.write_bytes(own)
+    assert reprise(two_models, "verify").exit_code == 0
+
+
+def test_a_damaged_secret_ends_the_program(two_models: Path):
+    (two_models / "tenant_secret").write_bytes(b"short")
+    result = reprise(two_models, "verify")
+    assert (result.exit_code, "is damaged" in result.output) == (1, True)
 
 
 def test_a_model_of_which_no_header_is_left_is_damaged_and_can_be_cleared(two_models: Path):

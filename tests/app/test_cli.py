@@ -141,8 +141,9 @@ def test_the_demonstration_says_how_to_get_a_model_unless_it_was_asked_for(tmp_p
 
 def test_a_directory_in_use_is_found_before_a_model_is_loaded(tmp_path):
     tier = DiskTier(
-        directory=tmp_path, fingerprint=b"model", segment_bytes=(64,), capacity_bytes=1 << 20, min_free_bytes=0,
-        read_bytes_per_s=0.0, write_bytes_per_s=0.0, deadline_s=5.0, owner="a running server (pid 4242)",
+        directory=tmp_path, fingerprint=b"model", segment_bytes=(64,), key=b"key", capacity_bytes=1 << 20,
+        min_free_bytes=0, read_bytes_per_s=0.0, write_bytes_per_s=0.0, deadline_s=5.0,
+        owner="a running server (pid 4242)",
     )  # fmt: skip
     tier.open()
     try:

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from cache.extent import (
     ALIGNMENT,
+    FORMAT_VERSION,
     MAX_CONTEXT_BYTES,
     ExtentHeader,
     Layout,
@@ -18,6 +19,7 @@ from cache.extent import (
 )
 from cache.tiers.base import BlockMissing
 
+KEY = b"of an installation"
 KEYS = st.binary(min_size=16, max_size=16)
 BLOCKS = st.builds(
     StoredBlock,
@@ -51,26 +53,26 @@ def small_header():
 
 @given(header=headers())
 def test_a_header_comes_back_as_it_was(header):
-    data = encode_header(header)
+    data = encode_header(header, KEY)
     assert len(data) % ALIGNMENT == 0
     assert header_size(data[:64]) == len(data)
-    assert decode_header(data) == header
+    assert decode_header(data, KEY) == header
 
 
 @given(header=headers(), filler=st.integers(0, 255))
 def test_the_length_does_not_depend_on_the_checksums(header, filler):
     other = replace(header, checksums=bytes([filler]) * len(header.checksums))
-    assert len(encode_header(other)) == len(encode_header(header))
+    assert len(encode_header(other, KEY)) == len(encode_header(header, KEY))
 
 
 def test_every_flipped_bit_of_a_header_is_seen():
-    data = encode_header(small_header())
+    data = encode_header(small_header(), KEY)
     for position in range(len(data)):
         for bit in (1, 128):
             spoilt = bytearray(data)
             spoilt[position] ^= bit
             with pytest.raises(BlockMissing) as caught:
-                decode_header(bytes(spoilt))
+                decode_header(bytes(spoilt), KEY)
             if position < 12:
                 assert caught.value.reason == "format"  # magic and version
             elif position >= 16:
@@ -80,18 +82,18 @@ def test_every_flipped_bit_of_a_header_is_seen():
 
 
 def test_a_header_of_any_other_length_is_refused():
-    data = encode_header(small_header())
+    data = encode_header(small_header(), KEY)
     for length in range(len(data)):
         with pytest.raises(BlockMissing) as caught:
-            decode_header(data[:length])
+            decode_header(data[:length], KEY)
         assert caught.value.reason == "short_read"
     with pytest.raises(BlockMissing):
-        decode_header(data + bytes(ALIGNMENT))
+        decode_header(data + bytes(ALIGNMENT), KEY)
 
 
 def test_a_length_is_not_believed_before_it_is_checked():
     with pytest.raises(BlockMissing) as caught:
-        header_size(struct.pack("<8sII8s", b"REPRISEK", 1, (1 << 32) - 1, bytes(8)))
+        header_size(struct.pack("<8sII8s16s", b"REPRISEK", FORMAT_VERSION, (1 << 32) - 1, bytes(8), bytes(16)))
     assert caught.value.reason == "format"
 
 

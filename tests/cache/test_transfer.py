@@ -64,7 +64,7 @@ class Reader:
     def close(self):
         self.disk.open_readers -= 1
 
-    def checksums(self, block):
+    def checksums(self, block, key):
         return tuple(checksum(memoryview(layer[block])) for layer in self.extent)
 
     def read(self, layer, indices, outs):

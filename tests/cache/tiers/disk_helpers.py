@@ -2,21 +2,26 @@
 
 import hashlib
 import os
+import struct
 
+import msgspec
 import pytest
 
-from cache.extent import SessionRecord, StoredBlock, checksum
+from cache.extent import ExtentHeader, SessionRecord, StoredBlock, checksum, encode_header, header_size
 from cache.tiers.base import BlockMissing
 from cache.tiers.disk import DiskTier
 
 SEGMENTS = (300, 5000, 4096)  # odd, more than a page, exactly a page
 FINGERPRINT = b"a model"
+RECORD_KEY = b"of an installation"
+PREFIX_BYTES = 40
 
 
 def make_tier(directory, **changes):
     fields = {
         "fingerprint": FINGERPRINT,
         "segment_bytes": SEGMENTS,
+        "key": RECORD_KEY,
         "capacity_bytes": 1 << 30,
         "min_free_bytes": 0,
         "read_bytes_per_s": 0.0,
@@ -95,6 +100,16 @@ def reason_of(tier, info):
     with pytest.raises(BlockMissing) as caught:
         assert read_wrongly(tier, info) == []
     return caught.value.reason
+
+
+def forge(path, change):
+    """Rewrite a record's header as somebody can who may write to the directory and does not know its key: everything
+    in it is as `change` returns it, and every hash without a key is right."""
+    data = path.read_bytes()
+    size = header_size(data)
+    body = struct.unpack_from("<I", data, 12)[0]
+    header = msgspec.msgpack.decode(data[PREFIX_BYTES : PREFIX_BYTES + body], type=ExtentHeader)
+    path.write_bytes(encode_header(change(header), b"a guess") + data[size:])
 
 
 def all_the_rest(count):

@@ -18,6 +18,7 @@ from cache.tiers.directory_lock import DirectoryLocked, used_by
 from cache.tiers.disk_files import stored_models
 from tests.cache.tiers.disk_helpers import (
     FINGERPRINT,
+    RECORD_KEY,
     SEGMENTS,
     all_the_rest,
     by_layer,
@@ -114,10 +115,12 @@ def test_segments_land_as_they_are_wherever_that_is(tmp_path, monkeypatch, caplo
             out = memoryview(extent_file.io_buffer(1 << 20))[offset:][: size * len(order)]
             reader.land(layer, [(reader, order[:4]), (again, order[4:])], [out], all_the_rest)
             assert bytes(out) == b"".join(data[layer][block] for block in order)
-        assert reader.checksums(3) == tuple(checksum(layer[3]) for layer in data)
+        assert reader.checksums(3, blocks[3].key) == tuple(checksum(layer[3]) for layer in data)
         for nowhere in (-1, 5):
-            with pytest.raises(BlockMissing, match="no block"):
-                reader.checksums(nowhere)
+            with pytest.raises(BlockMissing, match="no such block"):
+                reader.checksums(nowhere, blocks[0].key)
+        with pytest.raises(BlockMissing, match="no such block"):
+            reader.checksums(3, blocks[2].key)
         reader.tell_altered(1, 2)
         assert "layer 1, block 2" in caplog.text
         os.truncate(file_of(tmp_path, info), info.size_bytes - 4096)
@@ -276,12 +279,12 @@ def test_used_bytes_are_the_files_whatever_happens(tmp_path_factory, steps):
 
 
 def test_a_tool_finds_out_whose_records_they_are(tier, tmp_path):
-    assert stored_models(tmp_path / "nothing") == {}
+    assert stored_models(tmp_path / "nothing", RECORD_KEY) == {}
     put(tier, "x")
     record_files(tmp_path)[0].write_bytes(b"spoilt")
-    assert stored_models(tmp_path) == {}
+    assert stored_models(tmp_path, RECORD_KEY) == {}
     put(tier, "y")
-    assert stored_models(tmp_path) == {FINGERPRINT: SEGMENTS}
+    assert stored_models(tmp_path, RECORD_KEY) == {FINGERPRINT: SEGMENTS}
 
 
 def test_a_second_server_is_told_who_is_there(tier, tmp_path):
@@ -377,11 +380,11 @@ def test_caps_hold_for_reads_and_writes(tmp_path):
 
 def test_arguments_that_make_no_sense_are_refused(tier):
     info = put(tier, "x")
-    with pytest.raises(ValueError, match="segment"):
+    with pytest.raises(TierFailed, match="segment"):
         tier.write(make_session(), make_blocks("y"), bytes(72), lambda layer: [memoryview(b"short")])
-    with pytest.raises(ValueError, match="blocks"):
+    with pytest.raises(TierFailed, match="blocks"):
         tier.write(make_session(), [], b"", lambda layer: [])
-    with pytest.raises(ValueError, match="checksum"):
+    with pytest.raises(TierFailed, match="checksum"):
         tier.write(make_session(), make_blocks("y"), bytes(71), lambda layer: [memoryview(bytes(3 * SEGMENTS[layer]))])
     with tier.reader(info.extent_id) as reader:
         with pytest.raises(ValueError, match="block"):

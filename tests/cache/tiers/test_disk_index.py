@@ -6,12 +6,12 @@ import pytest
 
 from cache.extent import ExtentInfo
 from cache.tiers.disk_index import _TOGETHER, DiskIndex
-from tests.cache.tiers.disk_helpers import make_blocks, make_session
+from tests.cache.tiers.disk_helpers import RECORD_KEY, make_blocks, make_session
 
 
 @pytest.fixture
 def index(tmp_path):
-    index = DiskIndex(path=tmp_path / "index.sqlite")
+    index = DiskIndex(path=tmp_path / "index.sqlite", key=RECORD_KEY)
     index.open(lambda: None)
     yield index
     index.close()

@@ -11,7 +11,7 @@ from cache.tiers.disk_space import DiskSpace
 
 @pytest.fixture
 def space(tmp_path):
-    return DiskSpace(root=tmp_path, capacity_bytes=100, min_free_bytes=0)
+    return DiskSpace(root=tmp_path, own=tmp_path / "own", capacity_bytes=100, min_free_bytes=0)
 
 
 def foreign(root, extent_id, size):
@@ -60,7 +60,7 @@ def test_others_leave_while_all_are_more_than_the_cap(space, tmp_path):
 
 
 def test_the_floor_counts_what_the_file_system_has_not_been_asked_for(tmp_path, monkeypatch):
-    space = DiskSpace(root=tmp_path, capacity_bytes=1000, min_free_bytes=50)
+    space = DiskSpace(root=tmp_path, own=tmp_path / "own", capacity_bytes=1000, min_free_bytes=50)
     status = os.statvfs_result((1, 1, 100, 100, 100, 0, 0, 0, 0, 255))
     monkeypatch.setattr(os, "statvfs", lambda _: status)
     space.reserve(40)

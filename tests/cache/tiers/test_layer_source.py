@@ -46,7 +46,7 @@ class Reader:
             )
         return len(outs)
 
-    def checksums(self, place):
+    def checksums(self, place, key):
         return tuple(checksum(self._disk.data(self._extent_id, layer, place)) for layer in range(len(SHAPES)))
 
     def tell_altered(self, layer, place):

@@ -84,7 +84,7 @@ class Disk:
     def tell_altered(self, layer: int, place: int) -> None:
         self.altered.append((layer, place))
 
-    def checksums(self, block: int) -> tuple[bytes, ...]:
+    def checksums(self, block: int, key: BlockKey) -> tuple[bytes, ...]:
         return self.sums[block]
 
     def close(self) -> None:

@@ -170,7 +170,7 @@ class Reader:
                     each._reads = False
                 raise BlockMissing("it failed", reason=reason)
 
-    def checksums(self, place):
+    def checksums(self, place, key):
         return tuple(checksum(layer[place].data) for layer in self._disk.bytes[self.extent_id])
 
     def tell_altered(self, layer, place):
