@@ -5,7 +5,7 @@ SHELL := /bin/bash
 
 PYTHON ?= python3
 EXTRAS ?= dev,redis
-# Extra words for pip, such as --index-url https://download.pytorch.org/whl/cpu
+# Extra words for pip, such as --extra-index-url https://download.pytorch.org/whl/cpu for a smaller torch, without CUDA
 PIP_ARGS ?=
 # Dialogues and books for the replay benchmark; without them it is skipped.
 DATA ?= ../shared/data

@@ -27,6 +27,9 @@ from app.settings import GIB, MIB, Settings
 from model.places import BUNDLED, SMOLLM2, is_there, source_of
 
 HOW_TO_GET_A_MODEL = f"`make model` brings {SMOLLM2.name}, which knows something of the world"
+# In a checkout; pip leaves alone what has the right version, and `make setup` what was set up once.
+_REINSTALL = "pip install --force-reinstall -c constraints.txt"
+_OTEL = "pip install opentelemetry-sdk opentelemetry-exporter-otlp-proto-http"
 PROBE_TIMEOUT_S = 120.0  # the first import of torch on a cold disk takes long
 DISK_TRIAL_BYTES = 16 * MIB
 SLOW_DISK_BYTES_PER_S = 50e6
@@ -131,14 +134,14 @@ def _python() -> Iterator[Finding]:
 
 def _torch(libraries: dict[str, Any], settings: Settings) -> Iterator[Finding]:
     if "error" in libraries:
-        yield Finding("torch", Level.FAIL, libraries["error"], "reinstall with `make setup`")
+        yield Finding("torch", Level.FAIL, libraries["error"], f"{_REINSTALL} torch transformers")
         return
     for name in ("torch", "transformers"):
         version = libraries.get(name)
         if version is None:
-            yield Finding(name, Level.FAIL, "not installed", "`make setup`, or pip install -c constraints.txt -e .")
+            yield Finding(name, Level.FAIL, "not installed", "pip install -c constraints.txt -e .")
         elif version.startswith("!"):
-            yield Finding(name, Level.FAIL, f"cannot be imported: {version[1:]}", "reinstall with `make setup`")
+            yield Finding(name, Level.FAIL, f"cannot be imported: {version[1:]}", f"{_REINSTALL} {name}")
         else:
             yield Finding(name, Level.OK, version)
     numba = libraries.get("numba")
@@ -159,24 +162,23 @@ def _accelerator(libraries: dict[str, Any], settings: Settings) -> Iterator[Find
             advice = "install the driver and a CUDA build of torch, or set engine.device=cpu"
             yield Finding("CUDA", Level.FAIL, "no device, and engine.device is cuda", advice)
         elif has_gpu and not libraries.get("cuda_build"):
-            advice = "install a CUDA build: make setup PIP_ARGS='--index-url https://download.pytorch.org/whl/cu130'"
+            advice = f"{_REINSTALL} torch (for Linux, PyPI has the CUDA build)"
             yield Finding("CUDA", Level.WARN, "there is an NVIDIA driver, but torch is a CPU build", advice)
         else:
             yield Finding("CUDA", Level.NOTE, "no device: the model runs on the CPU")
         return
-    flash, triton = libraries.get("flash_attn"), libraries.get("triton")
-    if flash and not flash.startswith("!"):
-        yield Finding("flash-attn", Level.OK, flash)
-    elif triton and not triton.startswith("!"):
-        yield Finding("flash-attn", Level.NOTE, "not usable: Triton does attention", "pip install 'reprise[cuda]'")
-    else:
-        yield Finding("flash-attn", Level.FAIL, "neither flash-attn nor Triton", "pip install 'reprise[cuda]'")
+    for name, library in (("flash-attn", "flash_attn"), ("Triton", "triton")):
+        version = libraries.get(library)
+        if version and not version.startswith("!"):
+            yield Finding("attention", Level.OK, f"{name} {version}")
+            return
+    yield Finding("attention", Level.FAIL, "neither Triton nor flash-attn", f"{_REINSTALL} triton")
 
 
 def _extras(libraries: dict[str, Any], settings: Settings) -> Iterator[Finding]:
     if settings.server.traces_endpoint and not libraries.get("opentelemetry.sdk"):
         found = "server.traces_endpoint is set and OpenTelemetry is not installed"
-        yield Finding("traces", Level.FAIL, found, "pip install 'reprise[otel]'")
+        yield Finding("traces", Level.FAIL, found, _OTEL)
 
 
 def _processor(settings: Settings) -> Iterator[Finding]:
@@ -309,9 +311,7 @@ def _redis(settings: Settings) -> Iterator[Finding]:
     try:
         import redis
     except ModuleNotFoundError:
-        yield Finding(
-            "Redis", Level.FAIL, "cache.redis_url is set and its client missing", "pip install 'reprise[redis]'"
-        )
+        yield Finding("Redis", Level.FAIL, "cache.redis_url is set and its client missing", "pip install redis")
         return
     try:
         with redis.Redis.from_url(

@@ -154,7 +154,7 @@ class RedisStore:
             from redis.backoff import NoBackoff
             from redis.exceptions import RedisError
         except ImportError:
-            raise RedisStoreUnavailable("cache.redis_url needs redis' client: pip install 'reprise[redis]'") from None
+            raise RedisStoreUnavailable("cache.redis_url needs redis' client: pip install redis") from None
         self._failures = (RedisError, OSError, TimeoutError)
         try:
             self._redis = Redis.from_url(

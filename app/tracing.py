@@ -130,5 +130,6 @@ def make_tracer(endpoint: str, version: str) -> Tracer:
         return OtelTracer(OTLPSpanExporter(endpoint=endpoint), version)
     except ImportError:
         raise TracingUnavailable(
-            "server.traces_endpoint: traces need OpenTelemetry; pip install 'reprise[otel]'"
+            "server.traces_endpoint: traces need OpenTelemetry: "
+            "pip install opentelemetry-sdk opentelemetry-exporter-otlp-proto-http"
         ) from None
