@@ -166,7 +166,8 @@ def remove_key(path: Path, name: str) -> None:
 
 def _read(path: Path) -> dict[str, object]:
     try:
-        with path.open("rb") as file:
+        # Not blocking: a FIFO would wait for a writer for ever, and with it the next look and the end of the server.
+        with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
             status = os.fstat(file.fileno())
             if not stat.S_ISREG(status.st_mode):
                 raise KeyFileError(f"{path} is no file")

@@ -365,7 +365,9 @@ def broken_writes(code: int) -> Iterator[None]:
         patch.setattr(os, "pwritev", refuse)
         if code == errno.EROFS:
             patch.setattr(
-                os, "open", lambda path, flags, *mode: refuse() if flags & os.O_CREAT else real_open(path, flags, *mode)
+                os,
+                "open",
+                lambda path, flags, *a, **kw: refuse() if flags & os.O_CREAT else real_open(path, flags, *a, **kw),
             )
             patch.setattr(os, "unlink", refuse)
             patch.setattr(os, "rename", refuse)

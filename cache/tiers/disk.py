@@ -298,7 +298,7 @@ class DiskTier:
     ) -> None:
         path, stored = self._path(extent_id), False
         try:
-            if not os.path.isdir(os.path.dirname(path)):  # somebody took it away
+            if not _is_directory(os.path.dirname(path)):  # somebody took it away, or put a link there
                 self._make_shards(beat)
             beat()
             self._write_file(path, header, layout, views, beat)
@@ -312,9 +312,7 @@ class DiskTier:
         made = False
         for number in range(NUM_SHARDS):
             beat()
-            with contextlib.suppress(FileExistsError):
-                os.mkdir(f"{self._own}/{number:02x}", mode=0o700)
-                made = True
+            made |= _make_directory(f"{self._own}/{number:02x}")
         if made:
             sync_directory(self._own)
 
@@ -412,7 +410,8 @@ class DiskTier:
                 return
             beat()
             log.warning("%s was deleted while a server runs here; what it held is lost and it is made again", self._own)
-            self._own.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._root.mkdir(mode=0o700, parents=True, exist_ok=True)
+            _make_directory(str(self._own))
             for directory in (self._root, self._own):
                 directory.chmod(0o700)
             if not has_lock:
@@ -428,7 +427,8 @@ class DiskTier:
                 self._unsynced = {directory for directory in self._unsynced if os.path.exists(directory)}
 
     def _recover(self, beat: Beat) -> tuple[list[ExtentInfo], list[SessionRecord]]:
-        self._own.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _make_directory(str(self._own))
         for directory in (self._root, self._own):
             directory.chmod(0o700)
         self._held.take()
@@ -483,3 +483,20 @@ class DiskTier:
     def _release(self) -> None:
         self._index.close()
         self._held.release()
+
+
+def _is_directory(path: str) -> bool:
+    return os.path.isdir(path) and not os.path.islink(path)
+
+
+def _make_directory(path: str) -> bool:
+    """Whether it was missing. A link in its place goes: what it leads to is not ours, and a start would not look for
+    records there. Raises OSError."""
+    if os.path.islink(path):
+        log.warning("%s is a link, which is not followed; a directory takes its place", path)
+        os.unlink(path)
+    try:
+        os.mkdir(path, mode=0o700)
+    except FileExistsError:
+        return False
+    return True

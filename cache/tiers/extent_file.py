@@ -52,22 +52,23 @@ def write_extent(
 ) -> None:
     """Write the encoded header and segments[layer][block] under a temporary name, make it durable, then give it its
     name. Whatever fails, no file stays behind. buffer: for the bytes on their way, CHUNK_BYTES. Raises OSError."""
-    temporary = temporary_of(path)
     try:
-        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        try:
-            # Past the page cache: what is written is still in DRAM. 7.5 MB take 1.2 ms of CPU instead of 3.3, and 20
-            # where the cache has to grow for them.
-            _set_direct(fd, True)
-            _write_parts(fd, _parts(header, layout, segments), memoryview(buffer)[:CHUNK_BYTES], beat)
+        with _shard(path) as (shard, name):
+            temporary = temporary_of(name)
+            fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600, dir_fd=shard)
+            try:
+                # Past the page cache: what is written is still in DRAM. 7.5 MB take 1.2 ms of CPU instead of 3.3, and
+                # 20 where the cache has to grow for them.
+                _set_direct(fd, True)
+                _write_parts(fd, _parts(header, layout, segments), memoryview(buffer)[:CHUNK_BYTES], beat)
+                beat()
+                os.fdatasync(fd)
+            finally:
+                os.close(fd)
             beat()
-            os.fdatasync(fd)
-        finally:
-            os.close(fd)
-        beat()
-        os.rename(temporary, path)
-        beat()
-        sync_directory(os.path.dirname(path))
+            os.rename(temporary, name, src_dir_fd=shard, dst_dir_fd=shard)
+            beat()
+            os.fsync(shard)
     except BaseException:
         remove_extent(path)
         raise
@@ -80,9 +81,22 @@ def temporary_of(path: str) -> str:
 
 def remove_extent(path: str) -> None:
     """The file and what a write left of it. Forgives what is not there; raises OSError."""
-    for name in (temporary_of(path), path):
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(name)
+    with contextlib.suppress(FileNotFoundError), _shard(path) as (shard, name):
+        for each in (temporary_of(name), name):
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(each, dir_fd=shard)
+
+
+@contextlib.contextmanager
+def _shard(path: str) -> Iterator[tuple[int, str]]:
+    """The directory of a file, as a descriptor, and the file's name in it. A link in its place is not followed: what
+    it leads to is not ours to write or delete. Raises OSError."""
+    directory, name = os.path.split(path)
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        yield fd, name
+    finally:
+        os.close(fd)
 
 
 def sync_directory(path: str | Path) -> None:
@@ -106,8 +120,9 @@ def open_extent(
     """A descriptor and the checked header; `known` saves parsing it again. key: `cache.extent.record_key`. Raises
     BlockMissing."""
     try:
-        # Not blocking: a FIFO in the way would wait for a writer for ever.
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        with _shard(path) as (shard, name):
+            # Not blocking: a FIFO in the way would wait for a writer for ever.
+            fd = os.open(name, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW, dir_fd=shard)
     except FileNotFoundError as error:
         raise BlockMissing(f"extent {extent_id:016x} is gone", reason="missing") from error
     except OSError as error:

@@ -1,5 +1,7 @@
 import asyncio
+import contextlib
 import logging
+import os
 import stat
 import tomllib
 
@@ -155,6 +157,26 @@ async def test_a_file_is_followed_and_a_bad_one_changes_nothing(tmp_path, caplog
         assert second not in caplog.text
     finally:
         following.cancel()
+
+
+async def test_a_fifo_in_its_place_holds_up_neither_the_next_keys_nor_the_end(tmp_path, caplog):
+    path = tmp_path / "keys.toml"
+    add_key(path, "alice", admin=False)
+    handed: list[list[Key]] = []
+    following = asyncio.create_task(follow_keys(path, DEFAULT, handed.append, look_s=0.005))
+    try:
+        await until(lambda: handed)
+        path.unlink()
+        os.mkfifo(path, 0o600)
+        await until(lambda: "is no file" in caplog.text)
+        path.rename(tmp_path / "fifo")
+        key = add_key(path, "bob", admin=False)
+        await until(lambda: [key.digest for key in handed[-1]] == [digest_of(key)])
+    finally:
+        following.cancel()
+        for fifo in (path, tmp_path / "fifo"):
+            with contextlib.suppress(OSError):  # whoever waits for a writer gets one
+                os.close(os.open(fifo, os.O_WRONLY | os.O_NONBLOCK))
 
 
 def test_the_program_takes_keys_out(tmp_path):

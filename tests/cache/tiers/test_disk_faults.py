@@ -46,7 +46,7 @@ def test_a_crash_between_any_two_steps_of_a_write(tier, tmp_path, monkeypatch, c
 
     with monkeypatch.context() as patch:
         patch.setattr(os, call, dying)
-        patch.setattr(os, "unlink", lambda *_: None)  # a dead process tidies nothing
+        patch.setattr(os, "unlink", lambda *_, **__: None)  # a dead process tidies nothing
         with pytest.raises(Crash):
             put(tier, "lost")
     tier, extents, _ = reopened(tier, tmp_path)
@@ -64,7 +64,7 @@ def test_a_crash_between_any_two_steps_of_a_write(tier, tmp_path, monkeypatch, c
     [(errno.ENOSPC, TierFull), (errno.EDQUOT, TierFull), (errno.EIO, TierFailed), (errno.EROFS, TierFailed)],
 )
 def test_a_write_that_fails_leaves_nothing(tier, tmp_path, monkeypatch, call, code, expected):
-    def failing(*_):
+    def failing(*_, **__):
         raise OSError(code, os.strerror(code))
 
     with monkeypatch.context() as patch:
@@ -83,7 +83,7 @@ def test_a_directory_that_can_no_longer_be_written(tier, tmp_path, monkeypatch):
 
     real_open = os.open
     monkeypatch.setattr(
-        os, "open", lambda path, flags, *mode: refuse() if flags & os.O_CREAT else real_open(path, flags, *mode)
+        os, "open", lambda path, flags, *a, **kw: refuse() if flags & os.O_CREAT else real_open(path, flags, *a, **kw)
     )
     monkeypatch.setattr(os, "unlink", refuse)
     with pytest.raises(TierFailed) as caught:
@@ -110,10 +110,10 @@ class Hang:
     def __init__(self, real):
         self.real, self.go, self.calls = real, threading.Event(), 0
 
-    def __call__(self, *args):
+    def __call__(self, *args, **kwargs):
         self.calls += 1
         self.go.wait()
-        return self.real(*args)
+        return self.real(*args, **kwargs)
 
 
 def wait_until(condition):
@@ -342,3 +342,37 @@ def test_of_deletions_that_stop_half_way_the_index_forgets_those_that_were_made(
     assert named == {extents[1].extent_id, extents[2].extent_id}
     tier.delete(*(extent.extent_id for extent in extents))
     assert tier.used_bytes() == 0
+
+
+@pytest.mark.parametrize(
+    ("linked", "is_running"), [("shards", False), ("shards", True), ("the model's directory", False)]
+)
+def test_links_are_not_followed(tier, tmp_path, linked, is_running, caplog):
+    kept = put(tier, "kept")
+    if not is_running:
+        tier.close()
+    own = tmp_path / "kv" / FINGERPRINT.hex()
+    theirs = tmp_path / "somebody else's"
+    theirs.mkdir()
+    for place in sorted(own.glob("??")) if linked == "shards" else [own]:
+        # As if by mv and ln -s: where the link leads, there is what was here.
+        place.rename(theirs / place.name)
+        place.symlink_to(theirs / place.name, target_is_directory=True)
+
+    def records():
+        return {path: path.stat().st_mtime_ns for path in theirs.rglob("*.kv")}
+
+    before = records()
+    if is_running:
+        assert reason_of(tier, kept) == "io"
+    else:
+        tier, extents, _ = reopened(tier, tmp_path)
+        assert extents == []
+    stored = put(tier, "new")
+    tier.delete(kept.extent_id)
+    assert read_wrongly(tier, stored) == []
+    assert records() == before
+    assert "not followed" in caplog.text
+    tier, extents, _ = reopened(tier, tmp_path)
+    assert extents == [stored]
+    tier.close()
