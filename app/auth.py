@@ -1,21 +1,11 @@
-"""Who is asking: bearer keys, the tenant they stand for, and the secret that keeps tenants' blocks apart."""
+"""Who is asking: bearer keys, and the tenants they stand for."""
 
-import contextlib
-import errno
 import hashlib
 import hmac
-import os
-import secrets
 from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
 
 LOCAL_TENANT = "local"
-SECRET_BYTES = 32
-
-
-class DamagedSecret(ValueError):
-    """The file of the tenant secret does not hold one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,41 +78,3 @@ class Keyring:
 
 def _tenant(digest: bytes) -> str:
     return digest.hex()[:16]
-
-
-def load_tenant_secret(state_dir: Path) -> bytes:
-    """The persistent secret of this installation, made on first use. Raises OSError, or DamagedSecret.
-
-    It keys every block hash, so nobody can tell from a hash, or from a hit, what another tenant said. A link from a
-    complete temporary file publishes it: two servers that start at once agree on one secret.
-    """
-    state_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
-    path = state_dir / "tenant_secret"
-    if not path.exists():
-        temporary = state_dir / f".tenant_secret.{os.getpid()}.{secrets.token_hex(4)}.tmp"
-        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        try:
-            with os.fdopen(descriptor, "wb") as file:
-                file.write(secrets.token_bytes(SECRET_BYTES))
-                file.flush()
-                os.fsync(file.fileno())
-            with contextlib.suppress(FileExistsError):
-                os.link(temporary, path)
-        finally:
-            temporary.unlink()
-    secret = read_tenant_secret(state_dir)
-    if secret is None:
-        raise FileNotFoundError(errno.ENOENT, "it was deleted just now", str(path))
-    return secret
-
-
-def read_tenant_secret(state_dir: Path) -> bytes | None:
-    """The secret that is there; None: no server has made one yet. Raises OSError, or DamagedSecret."""
-    path = state_dir / "tenant_secret"
-    try:
-        secret = path.read_bytes()
-    except FileNotFoundError:
-        return None
-    if len(secret) != SECRET_BYTES:
-        raise DamagedSecret(f"{path} is damaged: {SECRET_BYTES} bytes expected, {len(secret)} found; delete it")
-    return secret

@@ -15,7 +15,6 @@ from fastapi import FastAPI
 from rich.console import Console
 
 from app import cache_cli, doctor, keys_cli, logs
-from app.auth import DamagedSecret, read_tenant_secret
 from app.key_file import KeyFileError
 from app.main import create_app
 from app.memory_plan import panel
@@ -23,6 +22,7 @@ from app.redis_store import RedisStoreUnavailable
 from app.server import Server, log_failure
 from app.settings import Settings
 from app.settings_help import ServeCommand, settings_of, tables
+from app.state_dir import DamagedSecret, read_tenant_secret
 from app.tracing import TracingUnavailable
 from app.version import version
 from engine.messages import ModelInfo

@@ -24,6 +24,7 @@ import psutil
 from rich.table import Table
 
 from app.settings import GIB, MIB, Settings
+from app.state_dir import weakness
 from model.places import BUNDLED, SMOLLM2, is_there, source_of
 
 HOW_TO_GET_A_MODEL = f"`make model` brings {SMOLLM2.name}, which knows something of the world"
@@ -276,6 +277,8 @@ def _state(settings: Settings, used_by: Callable[[Path], str | None]) -> Iterato
         yield Finding("state", Level.OK, has)
     if settings.cache.disk_gib:
         yield _disk_speed(existing)
+    if (weak := weakness(directory)) is not None:
+        yield Finding("state", Level.WARN, *weak)
     secret = directory / "tenant_secret"
     if secret.is_file() and secret.stat().st_mode & 0o077:
         yield Finding("secret", Level.WARN, f"others may read {secret}", f"chmod 600 {secret}")

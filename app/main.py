@@ -12,7 +12,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import Scope
 
 from app import answer_log
-from app.auth import Key, Keyring, digest_of, load_tenant_secret
+from app.auth import Key, Keyring, digest_of
 from app.errors import install_handlers
 from app.generation import Engine, Generation
 from app.key_file import follow_keys, load_keys
@@ -38,6 +38,7 @@ from app.routes import (
 )
 from app.service import Service
 from app.settings import Settings
+from app.state_dir import SecretKeeper, load_tenant_secret, weakness
 from app.text_thread import TextThread
 from app.tracing import make_tracer
 from app.transcript import Transcripts
@@ -62,6 +63,9 @@ def create_app(settings: Settings, *, engine: Engine | None = None) -> FastAPI:
     keyring = make_keyring(settings)
     tracer = make_tracer(settings.server.traces_endpoint, version())
     secret = load_tenant_secret(settings.state_dir)
+    keeper = SecretKeeper(settings.state_dir, secret)
+    if (weak := weakness(settings.state_dir)) is not None:
+        log.warning("%s; %s", *weak)
     if engine is None:
         json_lines: dict[str, Any] = {"echo": EngineOutput(_write)} if settings.server.log_format == "json" else {}
         engine = EngineClient(
@@ -92,13 +96,15 @@ def create_app(settings: Settings, *, engine: Engine | None = None) -> FastAPI:
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         await service.start()
-        following = asyncio.create_task(_follow_keys(settings, keyring))
+        tasks = [asyncio.create_task(work) for work in (_follow_keys(settings, keyring), keeper.run())]
         try:
             yield
         finally:
-            following.cancel()
+            for task in tasks:
+                task.cancel()
             await remembered.close()
             await service.stop()
+            await asyncio.to_thread(keeper.look)
             await asyncio.to_thread(tracer.close)
 
     def count(scope: Scope, status: int) -> None:

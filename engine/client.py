@@ -47,9 +47,10 @@ __all__ = [
 
 ENGINE_COMMAND = (sys.executable, "-m", "engine.process")
 MAX_BACKLOG = 1_000  # messages that wait for an engine that does not read
-MAX_QUICK_FAILURES = 5
+MAX_QUICK_FAILURES = 5  # of an engine that has never been ready; one that was is tried for ever
 FIRST_BACKOFF_S = 0.2
-MAX_BACKOFF_S = 10.0
+MAX_BACKOFF_S = 60.0
+OTHER_MODEL = "the model's files have changed since the server started: restart the server to serve them"
 HEALTHY_S = 60.0  # ready for that long: the failures before are forgotten
 TICK_S = 1.0
 DRAIN_S = 0.2  # what the engine said last is still on its way when we see it dead
@@ -77,7 +78,7 @@ class EngineTimeout(Exception):
 
 
 class EngineState(StrEnum):
-    """stopped -> loading -> ready -> restarting -> ready ...; failed after a refusal or too many failures."""
+    """stopped -> loading -> ready -> restarting -> ready ...; failed only where trying again is of no use."""
 
     LOADING = "loading"
     READY = "ready"
@@ -256,21 +257,24 @@ class EngineClient:
             self._fail(f"the supervisor of the engine failed: {error}")
 
     async def _keep_alive(self, context: zmq.asyncio.Context) -> None:
-        """Engine after engine, until `stop`, a refusal or too many failures."""
+        """Engine after engine, with growing pauses, until `stop`. An engine that was never ready is given up when it
+        refuses or fails too often; one that was ready is not, since then the machine has changed, and may change again:
+        there was no memory for a while, or a disk did not answer."""
         failures = 0
         while True:
             end = await self._live(context)
             if self.state is EngineState.STOPPED:
                 return
-            if end.refusal is not None:
+            if end.refusal is not None and (self.model is None or end.refusal == OTHER_MODEL):
                 self._fail(end.refusal)
                 return
             failures = 1 if end.healthy else failures + 1
-            if failures >= MAX_QUICK_FAILURES:
+            if self.model is None and failures >= MAX_QUICK_FAILURES:
                 self._fail(f"the engine {end.reason}, {failures} times in a row\n{end.output}".rstrip())
                 return
-            self._backoff_s = min(FIRST_BACKOFF_S * 2 ** (failures - 1), MAX_BACKOFF_S)
-            log.error("the engine %s; the next one starts in %.1f s", end.reason, self._backoff_s)
+            self._backoff_s = min(FIRST_BACKOFF_S * 2 ** min(failures - 1, 16), MAX_BACKOFF_S)
+            reason = end.reason if end.refusal is None else f"refused: {end.refusal}"
+            log.error("the engine %s; the next one starts in %.1f s", reason, self._backoff_s)
             self.restarts += 1
             self._enter(EngineState.RESTARTING)
             await asyncio.sleep(self._backoff_s)
@@ -341,7 +345,7 @@ class EngineClient:
                 if isinstance(message, Refused):
                     return message.message
                 if isinstance(message, Ready) and self._is_another_model(message.model):
-                    return "the model's files have changed since the server started: restart the server to serve them"
+                    return OTHER_MODEL
                 self._handle(child, message)
             except Exception:  # one bad message must not cut the others off
                 log.exception("dropped a message of %d bytes from the engine", len(frame))

@@ -1,9 +1,6 @@
-import stat
-from concurrent.futures import ThreadPoolExecutor
-
 import pytest
 
-from app.auth import LOCAL_TENANT, Key, KeyLimits, Keyring, digest_of, load_tenant_secret
+from app.auth import LOCAL_TENANT, Key, KeyLimits, Keyring, digest_of
 from app.key_file import add_key
 from app.main import make_keyring
 from tests.app.fakes import make_settings
@@ -34,22 +31,6 @@ def test_anything_else_opens_nothing(header):
 def test_without_keys_everybody_is_local():
     assert keyring_of().tenant(None) == keyring_of().tenant("Bearer whatever") == LOCAL_TENANT
     assert keyring_of().is_admin(LOCAL_TENANT)
-
-
-def test_the_secret_survives_and_is_ours_alone(tmp_path):
-    directory = tmp_path / "state"
-    with ThreadPoolExecutor(8) as pool:
-        secrets = set(pool.map(load_tenant_secret, [directory] * 32))
-    assert len(secrets) == 1  # servers that start at once agree
-    assert len(secrets.pop()) == 32
-    assert stat.S_IMODE((directory / "tenant_secret").stat().st_mode) == 0o600
-    assert [path.name for path in directory.iterdir()] == ["tenant_secret"]
-
-
-def test_a_damaged_secret_is_refused(tmp_path):
-    (tmp_path / "tenant_secret").write_bytes(b"short")
-    with pytest.raises(ValueError, match="damaged"):
-        load_tenant_secret(tmp_path)
 
 
 def test_keys_from_settings_and_file_are_one_ring(tmp_path):

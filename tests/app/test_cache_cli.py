@@ -9,7 +9,7 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 from app import cli
-from app.auth import load_tenant_secret
+from app.state_dir import load_tenant_secret
 from cache.extent import SessionRecord, StoredBlock, checksum, record_key
 from cache.tiers.disk import DiskTier
 from tests.cache.tiers.disk_helpers import forge, make_tier

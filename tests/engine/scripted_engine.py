@@ -301,8 +301,11 @@ class ScriptedEngine:
 
 
 def build(config: EngineConfig) -> StepEngine | Refused:
-    """What happens is the first word of the model's name; with a path behind it, it happens until that file exists."""
+    """What happens is the first word of the model's name; with a path behind it, it happens until that file exists, but
+    for `refuse-while`, which is while it exists."""
     script, _, path = config.model.partition(" ")
+    if script == "refuse-while":
+        return Refused("no memory for it") if Path(path).exists() else ScriptedEngine(step_s=0.002)
     if path and Path(path).exists():
         script = ""
     elif path:

@@ -289,6 +289,38 @@ async def test_a_minute_of_health_forgets_the_failures_before(start: Start, monk
         assert client.restarts == restarts
 
 
+async def test_an_engine_that_was_ready_is_tried_for_ever_with_growing_pauses(
+    start: Start, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(engine.client, "FIRST_BACKOFF_S", 0.1)
+    monkeypatch.setattr(engine.client, "MAX_BACKOFF_S", 0.5)
+    client = await start()
+    for restarts in range(1, 7):
+        assert client.pid is not None
+        os.kill(client.pid, signal.SIGKILL)
+        await until(lambda restarts=restarts: client.restarts == restarts)
+        await client.wait_ready()
+    assert tokens(await read(await client.submit(submit("a")))) == [5, 6, 7, 5, 6, 7]
+    pauses = [message.rpartition(" in ")[2] for message in caplog.messages if "killed by SIGKILL" in message]
+    assert pauses == ["0.1 s", "0.2 s", "0.4 s", "0.5 s", "0.5 s", "0.5 s"]
+
+
+async def test_a_model_that_was_served_and_is_refused_for_a_while_is_tried_again(
+    start: Start, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(engine.client, "FIRST_BACKOFF_S", 0.01)
+    shortage = tmp_path / "shortage"
+    client = await start(f"refuse-while {shortage}")
+    shortage.touch()
+    assert client.pid is not None
+    os.kill(client.pid, signal.SIGKILL)
+    await until(lambda: client.restarts >= 3)
+    shortage.unlink()
+    await client.wait_ready()
+    assert client.failure is None
+    assert "refused: no memory for it" in caplog.text
+
+
 async def test_a_program_that_cannot_be_started_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine.client, "FIRST_BACKOFF_S", 0.001)
     client = EngineClient(config=config(), command=("/no/such/program",), start_timeout_s=5, hang_timeout_s=5)

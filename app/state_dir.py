@@ -1,0 +1,109 @@
+"""The directory of a server's state: whose it is, and in it the secret that keeps tenants' blocks apart."""
+
+import asyncio
+import contextlib
+import errno
+import logging
+import os
+import secrets
+import stat
+from pathlib import Path
+
+SECRET_BYTES = 32
+LOOK_S = 5.0  # between two looks whether the secret is still there
+
+log = logging.getLogger(__name__)
+
+
+class DamagedSecret(ValueError):
+    """The file of the tenant secret does not hold one."""
+
+
+def load_tenant_secret(state_dir: Path) -> bytes:
+    """The persistent secret of this installation, made on first use. Raises OSError, or DamagedSecret.
+
+    It keys every block hash, so nobody can tell from a hash, or from a hit, what another tenant said. Servers that
+    start at once agree on one.
+    """
+    if not _path(state_dir).exists():
+        _publish(state_dir, secrets.token_bytes(SECRET_BYTES))
+    secret = read_tenant_secret(state_dir)
+    if secret is None:
+        raise FileNotFoundError(errno.ENOENT, "it was deleted just now", str(_path(state_dir)))
+    return secret
+
+
+def read_tenant_secret(state_dir: Path) -> bytes | None:
+    """The secret that is there; None: no server has made one yet. Raises OSError, or DamagedSecret."""
+    path = _path(state_dir)
+    try:
+        secret = path.read_bytes()
+    except FileNotFoundError:
+        return None
+    if len(secret) != SECRET_BYTES:
+        raise DamagedSecret(f"{path} is damaged: {SECRET_BYTES} bytes expected, {len(secret)} found; delete it")
+    return secret
+
+
+class SecretKeeper:
+    """Sees to it that the secret of a running server is there for the next: without it that could read nothing."""
+
+    def __init__(self, state_dir: Path, secret: bytes) -> None:
+        self._state_dir, self._secret = state_dir, secret
+        self._has_failed = False
+
+    async def run(self, *, look_s: float = LOOK_S) -> None:
+        """Until cancelled."""
+        while True:
+            # On a thread: the directory may lie on a network.
+            await asyncio.to_thread(self.look)
+            await asyncio.sleep(look_s)
+
+    def look(self) -> None:
+        """Write the secret anew if it was deleted. What cannot be done is logged, once."""
+        if os.path.lexists(_path(self._state_dir)):
+            self._has_failed = False
+            return
+        try:
+            _publish(self._state_dir, self._secret)
+            log.warning("%s was deleted; it is written anew", _path(self._state_dir))
+        except OSError as error:
+            if not self._has_failed:
+                problem = "%s was deleted and cannot be written anew (%s); what is saved is lost with this process"
+                log.error(problem, _path(self._state_dir), error)
+            self._has_failed = True
+
+
+def weakness(directory: Path) -> tuple[str, str] | None:
+    """Who besides its owner, us, may change what is in the directory, and what to do about it. None: nobody, or there
+    is no such directory."""
+    try:
+        status = directory.stat()
+    except OSError:
+        return None
+    if status.st_uid not in (os.geteuid(), 0):  # root may do anything anywhere
+        return f"{directory} is user {status.st_uid}'s, not ours", f"chown {os.geteuid()} {directory}"
+    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        mode = f"{stat.S_IMODE(status.st_mode):04o}"
+        return f"others may write to {directory}, mode {mode}", f"chmod 700 {directory}"
+    return None
+
+
+def _path(state_dir: Path) -> Path:
+    return state_dir / "tenant_secret"
+
+
+def _publish(state_dir: Path, secret: bytes) -> None:
+    """By a link from a complete temporary file; whoever was first has published. Raises OSError."""
+    state_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
+    temporary = state_dir / f".tenant_secret.{os.getpid()}.{secrets.token_hex(4)}.tmp"
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(secret)
+            file.flush()
+            os.fsync(file.fileno())
+        with contextlib.suppress(FileExistsError):
+            os.link(temporary, _path(state_dir))
+    finally:
+        temporary.unlink()

@@ -1,0 +1,89 @@
+import asyncio
+import os
+import shutil
+import stat
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from app.main import create_app
+from app.state_dir import SecretKeeper, load_tenant_secret, weakness
+from tests.app.fakes import FakeEngine, make_settings, until
+
+
+def test_the_secret_survives_and_is_ours_alone(tmp_path):
+    directory = tmp_path / "state"
+    with ThreadPoolExecutor(8) as pool:
+        secrets = set(pool.map(load_tenant_secret, [directory] * 32))
+    assert len(secrets) == 1  # servers that start at once agree
+    assert len(secrets.pop()) == 32
+    assert stat.S_IMODE((directory / "tenant_secret").stat().st_mode) == 0o600
+    assert [path.name for path in directory.iterdir()] == ["tenant_secret"]
+
+
+def test_a_damaged_secret_is_refused(tmp_path):
+    (tmp_path / "tenant_secret").write_bytes(b"short")
+    with pytest.raises(ValueError, match="damaged"):
+        load_tenant_secret(tmp_path)
+
+
+@pytest.mark.parametrize("what", ["the directory", "the secret"])
+async def test_a_secret_that_is_deleted_is_written_anew(tmp_path, caplog, what):
+    directory = tmp_path / "state"
+    secret = load_tenant_secret(directory)
+    keeping = asyncio.create_task(SecretKeeper(directory, secret).run(look_s=0.005))
+    try:
+        shutil.rmtree(directory) if what == "the directory" else (directory / "tenant_secret").unlink()
+        await until(lambda: "written anew" in caplog.text)
+    finally:
+        keeping.cancel()
+    assert load_tenant_secret(directory) == secret
+    assert [path.name for path in directory.iterdir()] == ["tenant_secret"]
+    assert [stat.S_IMODE(path.stat().st_mode) for path in (directory, directory / "tenant_secret")] == [0o700, 0o600]
+
+
+def test_a_secret_that_cannot_be_written_anew_is_told_once_and_written_later(tmp_path, caplog):
+    directory = tmp_path / "state"
+    keeper = SecretKeeper(directory, load_tenant_secret(directory))
+    shutil.rmtree(directory)
+    directory.write_text("a file where the directory was")
+    for _ in range(3):
+        keeper.look()
+    assert caplog.text.count("cannot be written anew") == 1
+    directory.unlink()
+    keeper.look()
+    assert (directory / "tenant_secret").exists()
+
+
+async def test_what_a_running_server_has_survives_that_its_directory_is_deleted(tmp_path: Path, model_dir: Path):
+    settings = make_settings(tmp_path)
+    app = create_app(settings, engine=FakeEngine(directory=model_dir))
+    secret = load_tenant_secret(settings.state_dir)
+    async with app.router.lifespan_context(app):
+        shutil.rmtree(settings.state_dir)
+    assert load_tenant_secret(settings.state_dir) == secret
+    names = {path.name for path in settings.state_dir.iterdir()}
+    assert names == {"tenant_secret", "transcripts.sqlite3", "responses.sqlite3"}
+
+
+@pytest.mark.parametrize("mode", [0o777, 0o770, 0o707, 0o1777])
+def test_a_directory_that_others_may_write_to_is_told_at_the_start(tmp_path, model_dir, caplog, mode):
+    settings = make_settings(tmp_path)
+    settings.state_dir.mkdir(parents=True, exist_ok=True)
+    settings.state_dir.chmod(mode)
+    create_app(settings, engine=FakeEngine(directory=model_dir))
+    assert f"others may write to {settings.state_dir}, mode {mode:04o}" in caplog.text
+
+
+def test_a_directory_of_somebody_else_is_told(tmp_path, monkeypatch):
+    assert weakness(tmp_path / "not there") is None
+    tmp_path.chmod(0o755)
+    assert weakness(tmp_path) is None
+    monkeypatch.setattr(os, "geteuid", lambda: tmp_path.stat().st_uid + 1)
+    if tmp_path.stat().st_uid == 0:
+        assert weakness(tmp_path) is None  # root may do anything anywhere
+        os.chown(tmp_path, 1234, -1)
+    found, advice = weakness(tmp_path)
+    assert "not ours" in found
+    assert advice.startswith("chown")
