@@ -311,12 +311,23 @@ class Text(_Answer):
     prompt: str
 
 
+class DefaultSampling(_Answer):
+    """What a request gets that says nothing: the model's generation_config.json, else OpenAI's defaults."""
+
+    temperature: float
+    top_p: float
+    top_k: int
+    min_p: float
+    repetition_penalty: float
+
+
 class Model(_Answer):
     id: str
     object: Literal["model"]
     created: int
     owned_by: str
     max_model_len: int
+    default_sampling: DefaultSampling
     capabilities: dict[str, bool | str]
 
 

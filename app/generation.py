@@ -27,6 +27,7 @@ from engine.messages import (
     CacheReport,
     ModelInfo,
     Output,
+    SamplingParams,
     SessionReply,
     SessionRequest,
     Stats,
@@ -245,6 +246,7 @@ class Generation(AsyncIterator[Delta]):
         metrics: Metrics,
         prompt: PreparedPrompt,
         token_ids: list[int],
+        sampling: SamplingParams,
         choices: list[Choice],
         record: Callable[[Choice], None],
         arrived_s: float,
@@ -258,6 +260,7 @@ class Generation(AsyncIterator[Delta]):
         self.request_id = request_id
         self.created = int(time.time())
         self.model = model
+        self.sampling = sampling
         self.prompt = prompt
         self.token_ids = token_ids  # of the prompt, and of the answer's beginning where the client gave one
         self.arrived_s = arrived_s

@@ -1,10 +1,12 @@
 """The panel that says a server is ready: where it listens, what it serves, and what memory that takes."""
 
+import msgspec
 import psutil
 from rich.console import Group
 from rich.panel import Panel
 from rich.table import Table
 
+from app.sampling import OPENAI, SamplingDefaults
 from app.settings import GIB, MIB, Settings
 from engine.messages import ModelInfo
 
@@ -12,7 +14,7 @@ IN_MEMORY = ("weights", "hbm", "dram", "staging")  # parts of the plan that are 
 NAMES = {"weights": "weights", "hbm": "KV in HBM", "dram": "KV in DRAM", "staging": "staging", "disk": "KV on disk"}
 
 
-def panel(settings: Settings, model: ModelInfo, url: str, *, keys: int) -> Panel:
+def panel(settings: Settings, model: ModelInfo, url: str, *, keys: int, sampling: SamplingDefaults) -> Panel:
     """Nobody should find out from an OOM killer."""
     kept = _duration(settings.cache.ttl_s)
     rows = {
@@ -21,6 +23,7 @@ def panel(settings: Settings, model: ModelInfo, url: str, *, keys: int) -> Panel
         "model": f"{model.name} ({model.architecture}, {model.parameters / 1e6:,.1f} M parameters)",
         "runs on": f"{model.device}, {model.dtype}, attention {model.attention_backend}",
         "window": f"{model.max_context:,} tokens",
+        "sampling": f"{_differing(sampling)} where a request says nothing",
         "cache": f"{settings.cache.mode}, policy {settings.cache.policy}, sessions kept {kept}",
         "at once": f"{settings.scheduler.max_seqs} running, {settings.scheduler.max_queued} waiting",
         "state": f"{settings.state_dir} (transcripts up to {settings.cache.transcript_mib} MiB)",
@@ -34,6 +37,13 @@ def panel(settings: Settings, model: ModelInfo, url: str, *, keys: int) -> Panel
     for warning in model.warnings:
         about.add_row("[bold yellow]warning[/bold yellow]", _escaped(warning))
     return Panel(Group(about, "", _plan(model)), title="Reprise is ready", expand=False)
+
+
+def _differing(sampling: SamplingDefaults) -> str:
+    """What is not OpenAI's default."""
+    usual, said = (msgspec.structs.asdict(defaults) for defaults in (OPENAI, sampling))
+    differing = [f"{name} {value:g}" for name, value in said.items() if value != usual[name]]
+    return ", ".join(differing) or "temperature 1"
 
 
 def _plan(model: ModelInfo) -> Table:

@@ -10,6 +10,8 @@ from enum import StrEnum
 from functools import partial
 from pathlib import Path
 
+import msgspec
+
 from app.admission import Admission, Ticket
 from app.auth import Keyring
 from app.deadline import Deadline
@@ -40,6 +42,7 @@ from app.prompts import (
     session_id_of,
 )
 from app.quotas import Quotas
+from app.sampling import OPENAI, SamplingDefaults, read_defaults, sampling
 from app.schema_parts import GenerationRequest
 from app.schemas import ChatCompletionRequest
 from app.schemas_completions import CompletionRequest
@@ -49,7 +52,7 @@ from app.text_thread import TextThread
 from app.tokenizer import ChatTokenizer, TokenizerError
 from app.transcript_store import PreparedPrompt
 from engine.client import EngineFailed, EngineLost, EngineTimeout, EngineUnavailable
-from engine.messages import ModelInfo, SamplingParams, SessionReply, SessionRequest, Submit
+from engine.messages import ModelInfo, SessionReply, SessionRequest, Submit
 
 SWEEP_S = 60.0
 CLOSING_S = 1.0  # for a stream to be noticed as hung up by who sends back what came of it
@@ -85,6 +88,7 @@ class Service:
         self.settings = settings
         self.engine = engine
         self.model: ModelInfo | None = None  # once loaded it stays, also while the engine restarts
+        self.sampling_defaults: SamplingDefaults = OPENAI  # the model's own, once it is loaded
         self.loaded_s: int = 0  # unix time
         self.failure: str | None = None
         self.draining = False
@@ -282,6 +286,7 @@ class Service:
             num_choices=request.n or 1,
             sampling=sampling(
                 request,
+                self.sampling_defaults,
                 max_tokens=answer_limit(
                     request.answer_tokens,
                     room=model.max_context - len(prepared.token_ids),
@@ -311,6 +316,7 @@ class Service:
             metrics=self.metrics,
             prompt=prepared.prompt,
             token_ids=prepared.token_ids,
+            sampling=submit.sampling,
             choices=[
                 Choice(
                     index=index,
@@ -402,8 +408,13 @@ class Service:
             await self.engine.wait_ready()
             model = self.engine.model
             assert model is not None
-            self._tokenizer = await asyncio.to_thread(ChatTokenizer.load, Path(model.path))
-            self.model, self.loaded_s = model, int(time.time())
+            directory = Path(model.path)
+            self._tokenizer = await asyncio.to_thread(ChatTokenizer.load, directory)
+            self.sampling_defaults, problems = await asyncio.to_thread(read_defaults, directory)
+            for problem in problems:
+                log.warning("%s", problem)
+            self.model = msgspec.structs.replace(model, warnings=(*model.warnings, *problems))
+            self.loaded_s = int(time.time())
         except (EngineFailed, TokenizerError) as error:
             self.failure = str(error)  # `wait_loaded` tells
         except Exception:
@@ -428,31 +439,6 @@ def answer_limit(asked: int | None, *, room: int, window: int, beyond_window: in
     if not beyond_window:
         return min(asked or room, room)
     return max(room, window // 8, 1) if asked is None else min(asked, max(room, beyond_window))
-
-
-def sampling(request: GenerationRequest, *, max_tokens: int) -> SamplingParams:
-    """Unset fields take OpenAI's defaults."""
-
-    def given(value: float | None, default: float) -> float:
-        return default if value is None else value
-
-    seed = secrets.randbits(64) if request.seed is None else request.seed & (1 << 64) - 1
-    return SamplingParams(
-        temperature=given(request.temperature, 1.0),
-        top_p=max(given(request.top_p, 1.0), 1e-6),  # 0 asks for the likeliest token alone
-        top_k=max(request.top_k or 0, 0),
-        min_p=given(request.min_p, 0.0),
-        presence_penalty=given(request.presence_penalty, 0.0),
-        frequency_penalty=given(request.frequency_penalty, 0.0),
-        repetition_penalty=given(request.repetition_penalty, 1.0),
-        logit_bias=request.logit_bias or {},
-        seed=seed,
-        max_tokens=max_tokens,
-        min_tokens=min(request.min_tokens or 0, max_tokens),
-        stop_token_ids=tuple(request.stop_token_ids or ()),
-        ignore_eos=request.ignore_eos or False,
-        logprobs=request.answer_logprobs,
-    )
 
 
 def _sent_back(under_way: list[Generation], request: ChatCompletionRequest, prompt: PreparedPrompt) -> list[Generation]:

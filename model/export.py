@@ -78,7 +78,9 @@ def write_model(run: Path, out: Path) -> dict[str, float]:
     )
     tokenizer.chat_template = corpus.CHAT_TEMPLATE
     end_ids = tokenizer.convert_tokens_to_ids([corpus.TURN_END, corpus.END_OF_TEXT])
-    model.generation_config = GenerationConfig(eos_token_id=end_ids, pad_token_id=end_ids[1])
+    model.generation_config = GenerationConfig(
+        eos_token_id=end_ids, pad_token_id=end_ids[1], do_sample=True, temperature=0.3
+    )
 
     fresh = out.with_name(out.name + ".tmp")
     shutil.rmtree(fresh, ignore_errors=True)

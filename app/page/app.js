@@ -29,6 +29,7 @@ async function connect() {
     try {
       const [model] = await models();
       chat.model = model.id;
+      chat.sampling = model.default_sampling;
       showServer("ready", model.id);
       if (!document.hidden) live.start();
       return;
@@ -141,7 +142,7 @@ chat.addEventListener("error", async ({ detail: error }) => {
 });
 element("new").addEventListener("click", () => show(fresh()));
 element("open-settings").addEventListener("click", async () => {
-  const options = await editOptions(chat.conversation.options);
+  const options = await editOptions(chat.conversation.options, chat.sampling);
   const { conversation } = chat; // by now: another tab may have gone on with it
   conversation.options = options;
   if (!conversation.messages.length) return;

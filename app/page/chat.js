@@ -8,7 +8,7 @@ import * as store from "./store.js";
 
 const RENDER_MS = 60; // between two looks at a text that grows
 const REFUSED = new Set([400, 413, 422]); // however often it is sent
-const SUGGESTIONS = ["Hello! Do you like music?", "What is your favorite season?", "Tell me about your family."];
+const SUGGESTIONS = ["What is the capital of France?", "Why is the sky blue?", "Tell me a short story about a lighthouse."];
 
 const thread = document.querySelector("#thread");
 const announcement = document.querySelector("#announce");
@@ -21,6 +21,7 @@ export class Chat extends EventTarget {
   #early = new Map(); // request id -> tokens: an answer that is stopped gets no report of its own
   #refusal = null; // why the last message went back to the composer
   model = null;
+  sampling = null; // what the model is drawn with where a request says nothing
 
   get conversation() {
     return this.#conversation;

@@ -24,9 +24,18 @@ function read(before) {
   return options;
 }
 
-/** Resolves to the options when the dialog is closed. */
-export function editOptions(options) {
+/** Empty fields say what the model is drawn with where a request says nothing. */
+function hint(sampling) {
+  for (const [name, value] of Object.entries(sampling ?? {})) {
+    const field = element(name);
+    if (field) field.placeholder = name === "top_k" && value === 0 ? "off" : `${value}, the model's`;
+  }
+}
+
+/** Resolves to the options when the dialog is closed. `sampling` is the model's own. */
+export function editOptions(options, sampling) {
   const dialog = element("settings");
+  hint(sampling);
   fill(options);
   element("defaults").onclick = () => fill(DEFAULTS);
   return closed(dialog, () => read(options));

@@ -6,7 +6,7 @@ const ONE = "reprise.conversation.";
 const LAST = "reprise.last";
 
 export const DEFAULTS = {
-  system: "", temperature: 0.3, top_p: 1, top_k: null, max_tokens: 300, repetition_penalty: 1.1, seed: null,
+  system: "", temperature: null, top_p: null, top_k: null, max_tokens: 300, repetition_penalty: null, seed: null,
 };
 
 function read(key, otherwise) {

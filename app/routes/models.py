@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import msgspec
 from fastapi import APIRouter, Request
 
 from app.routes import service_of
@@ -42,6 +43,7 @@ def _describe(service: Service, model: ModelInfo, name: str) -> dict[str, Any]:
         "dtype": model.dtype,
         "device": model.device,
         "attention_backend": model.attention_backend,
+        "default_sampling": msgspec.structs.asdict(service.sampling_defaults),
         "max_seqs": service.settings.scheduler.max_seqs,
         "capabilities": {
             "chat_completions": True,

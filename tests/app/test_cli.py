@@ -10,12 +10,12 @@ from typer.testing import CliRunner
 
 from app import cli, doctor
 from app.memory_plan import panel
+from app.sampling import SamplingDefaults
 from app.settings import Settings, SettingsError, known_settings, parse_flags
 from app.settings_help import SECTIONS
 from cache.tiers.disk import DiskTier
 from model import places
 from tests.app.fakes import model_info
-from tests.engine.gguf import gguf_files
 
 ROOT = Path(__file__).parents[2]
 
@@ -118,6 +118,8 @@ def test_a_model_that_is_not_there_is_said_once_and_at_once(tmp_path):
 
 
 def test_a_gguf_file_becomes_a_directory_or_a_line_says_why_not(tmp_path):
+    from tests.engine.gguf import gguf_files  # loads torch and transformers
+
     source = gguf_files.write(tmp_path / "tiny.gguf", gguf_files.random_llama())
     done = CliRunner().invoke(cli.cli, ["convert", str(source), str(tmp_path / "out")])
     assert done.exit_code == 0
@@ -169,7 +171,8 @@ def test_the_plan_names_url_model_and_memory():
         Path(), hbm_tokens=1 << 20, kv_bytes_per_token=2048, decouplable=False, warnings=("odd [rope]",),
         memory_plan={"weights": 3 << 30, "hbm": 2 << 30, "dram": 1 << 30, "staging": 5 << 19, "disk": 8 << 30},
     )  # fmt: skip
-    console.print(panel(Settings(), model, "http://[::1]:8000", keys=0))
+    sampling = SamplingDefaults(temperature=0.25, top_k=7)
+    console.print(panel(Settings(), model, "http://[::1]:8000", keys=0, sampling=sampling))
     text = console.export_text()
     console.file.close()
     for part in (
@@ -180,6 +183,7 @@ def test_the_plan_names_url_model_and_memory():
         "not decoupled",
         "odd [rope]",
         "none needed",
+        "temperature 0.25, top_k 7 where a request says nothing",
         "sessions kept 24 h",
     ):
         assert part in text

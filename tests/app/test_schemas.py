@@ -9,8 +9,9 @@ from pydantic import ValidationError
 
 from app.errors import ApiError, from_validation
 from app.requests import parse_json
+from app.sampling import OPENAI, sampling
 from app.schemas import ChatCompletionRequest, Message
-from app.service import answer_limit, sampling
+from app.service import answer_limit
 from tests.app.fakes import FakeEngine, Running, in_process, make_settings
 
 HELLO = [{"role": "user", "content": "Hello"}]
@@ -237,7 +238,7 @@ def test_sampling_takes_what_was_asked():
     request = parse(
         seed=-1, stop="a", logit_bias={"7": 2}, logprobs=True, top_logprobs=3, top_k=-1, top_p=0, temperature=0
     )
-    params = sampling(request, max_tokens=10)
+    params = sampling(request, OPENAI, max_tokens=10)
     assert params.seed == 2**64 - 1
     assert params.logit_bias == {7: 2.0}
     assert params.logprobs == 3
@@ -245,9 +246,9 @@ def test_sampling_takes_what_was_asked():
     assert 0 < params.top_p < 1e-3
     assert params.temperature == 0
     assert request.stop == ["a"]
-    unset = sampling(parse(), max_tokens=10)
+    unset = sampling(parse(), OPENAI, max_tokens=10)
     assert (unset.temperature, unset.top_p, unset.repetition_penalty, unset.logprobs) == (1.0, 1.0, 1.0, None)
-    assert unset.seed != sampling(parse(), max_tokens=10).seed
+    assert unset.seed != sampling(parse(), OPENAI, max_tokens=10).seed
 
 
 def test_unknown_fields_are_listed_in_the_order_sent():
@@ -307,7 +308,7 @@ def test_random_json_is_taken_or_refused_and_nothing_else(body):
         assert refusal.status == 400
         assert json.loads(refusal.body())["error"]["message"]
     else:
-        sampling(request, max_tokens=10)
+        sampling(request, OPENAI, max_tokens=10)
         ChatCompletionRequest.ignored(parsed)
         [message.as_rendered() for message in request.messages]
 

@@ -13,7 +13,6 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
 from engine.hf_model import ModelRefused, load_model, resolve_files
-from tests.engine.gguf import gguf_files
 from tests.engine.models import CPU, random_ids, save_tiny, tiny_model, vanilla_logits
 
 
@@ -176,6 +175,8 @@ def test_a_file_is_not_a_model(saved: Path) -> None:
 
 
 def test_a_gguf_file_is_converted_and_loaded(tmp_path: Path) -> None:
+    from tests.engine.gguf import gguf_files
+
     model = gguf_files.random_llama()
     source = gguf_files.write(tmp_path / "tiny.gguf", model)
     found = resolve_files(str(source), tmp_path / "models")

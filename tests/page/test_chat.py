@@ -75,6 +75,22 @@ def test_what_is_sent_is_the_conversation_with_its_session_and_settings(page: An
     assert server.engine.submitted[-1].sampling.seed == 5
 
 
+def test_sampling_is_the_models_unless_it_is_set_here(page: Any, server: Served) -> None:
+    """An empty field says what the model is drawn with, and nothing is sent for it."""
+    page.get_by_role("button", name="System prompt and sampling").click()
+    temperature = page.get_by_label("Temperature")
+    assert temperature.input_value() == ""
+    assert temperature.get_attribute("placeholder") == "1, the model's"
+    assert page.get_by_label("Top k").get_attribute("placeholder") == "off"
+    page.get_by_label("Top p").fill("0.5")
+    page.get_by_role("button", name="Done").click()
+    with page.expect_request("**/v1/chat/completions") as sent:
+        send(page, "Hello")
+    body = json.loads(sent.value.post_data)
+    assert (body["top_p"], server.engine.submitted[-1].sampling.top_p) == (0.5, 0.5)
+    assert {"temperature", "top_k", "repetition_penalty"}.isdisjoint(body)
+
+
 def test_what_is_sent_before_the_browser_tells_that_the_dialog_is_closed_has_its_settings(page: Any) -> None:
     page.get_by_role("button", name="System prompt and sampling").click()
     page.get_by_label("Seed").fill("5")
