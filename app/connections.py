@@ -1,12 +1,15 @@
 """What a connection may do before there is a request: bounded in number, in time, and answered in the envelope."""
 
 import asyncio
+import resource
 from typing import Any
 
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from app.errors import ApiError, overloaded
+
+SPARE_FILES = 64  # kept for what the server opens itself, and for telling those who come that it has no more
 
 
 class BoundedConnection(H11Protocol):
@@ -21,7 +24,7 @@ class BoundedConnection(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        if len(self.connections) > self._most:
+        if len(self.connections) > self._most or _is_among_the_last(transport.get_extra_info("socket").fileno()):
             self._end(overloaded(1.0, message="The server has as many connections as it takes; try again shortly."))
         self._watch()
 
@@ -89,3 +92,20 @@ class BoundedConnection(H11Protocol):
         for event in (response, h11.Data(data=body), h11.EndOfMessage()):
             self.transport.write(self.conn.send(event) or b"")
         self.transport.close()
+
+
+def raise_file_limit(connections: int) -> None:
+    """Let this process open what so many connections take, as far as the system allows it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = connections + 2 * SPARE_FILES
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(
+            resource.RLIMIT_NOFILE, (wanted if hard == resource.RLIM_INFINITY else min(wanted, hard), hard)
+        )
+
+
+def _is_among_the_last(descriptor: int) -> bool:
+    """Whether nearly all files that the process may open are open: a new one gets the lowest number that is free. Where
+    none is left, a connection cannot even be accepted to be told so."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return limit != resource.RLIM_INFINITY and descriptor >= limit - min(SPARE_FILES, limit // 4)

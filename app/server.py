@@ -11,7 +11,7 @@ from types import FrameType
 import uvicorn
 from fastapi import FastAPI
 
-from app.connections import BoundedConnection
+from app.connections import BoundedConnection, raise_file_limit
 from app.service import Service
 from app.settings import Settings
 from engine.client import EngineFailed
@@ -63,6 +63,7 @@ class Server(uvicorn.Server):
         super().__init__(config)
         self.failure: str | None = None
         self._service: Service = app.state.service
+        self._most_connections = settings.limits.connections
         self._drain_s = settings.server.drain_s
         self._on_ready, self._on_failure = on_ready, on_failure
         self._drain_started_s: float | None = None
@@ -91,6 +92,7 @@ class Server(uvicorn.Server):
 
     def serve_forever(self) -> None:
         """Listen first: a port that is taken is no reason to load a model. Raises OSError."""
+        raise_file_limit(self._most_connections)
         host, port = self.config.host, self.config.port
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         with socket.create_server(address[:2], family=family, backlog=self.config.backlog) as listener:

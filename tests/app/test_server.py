@@ -1,12 +1,15 @@
 """SIGTERM and SIGINT, with a real process, real signals and real sockets."""
 
 import asyncio
+import collections
 import contextlib
+import resource
 import signal
 import sys
 import time
 from asyncio.subprocess import PIPE, Process
 from collections.abc import AsyncIterator
+from typing import Any
 
 import httpx
 import pytest
@@ -17,15 +20,50 @@ BODY = {"model": "test-model", "messages": [{"role": "user", "content": "Hi"}], 
 
 
 @contextlib.asynccontextmanager
-async def served(state_dir, model_dir, *, drain_s: float, step_s: float) -> AsyncIterator[tuple[Process, str]]:
+async def served(
+    state_dir, model_dir, *, drain_s: float, step_s: float, **options: Any
+) -> AsyncIterator[tuple[Process, str]]:
     arguments = ("-m", "tests.app.fake_server", str(state_dir), str(model_dir), str(drain_s), str(step_s))
-    process = await asyncio.create_subprocess_exec(sys.executable, *arguments, stdout=PIPE)
+    process = await asyncio.create_subprocess_exec(sys.executable, *arguments, stdout=PIPE, **options)
     try:
         yield process, (await asyncio.wait_for(process.stdout.readline(), 20)).decode().strip()
     finally:
         with contextlib.suppress(ProcessLookupError):
             process.kill()
         await process.wait()
+
+
+async def ask_at_once(url: str, count: int) -> list[str]:
+    """The first lines of the answers to so many connections that stay open; what else happens to one by its name."""
+    host, _, port = url.removeprefix("http://").partition(":")
+
+    async def ask(everybody: asyncio.Barrier) -> str:
+        writer = None
+        try:
+            reader, writer = await asyncio.open_connection(host, int(port))
+            writer.write(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            return (await asyncio.wait_for(reader.readline(), 20)).decode().strip() or "closed"
+        except OSError as error:
+            return type(error).__name__
+        finally:
+            await everybody.wait()
+            if writer is not None:
+                writer.close()
+
+    everybody = asyncio.Barrier(count)
+    return await asyncio.gather(*(ask(everybody) for _ in range(count)))
+
+
+async def test_who_comes_when_files_run_out_is_told_so(tmp_path, model_dir):
+    limits = (resource.RLIMIT_NOFILE, (96, 96))
+    async with served(tmp_path, model_dir, drain_s=0, step_s=0.01, preexec_fn=lambda: resource.setrlimit(*limits)) as (
+        _,
+        url,
+    ):
+        for _ in range(2):  # the second time all is as before
+            told = collections.Counter(await ask_at_once(url, 120))
+            assert set(told) == {"HTTP/1.1 200 OK", "HTTP/1.1 503"}, told
+            assert told["HTTP/1.1 200 OK"] >= 20
 
 
 async def read(url: str, started: asyncio.Event) -> str:
