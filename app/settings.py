@@ -128,8 +128,9 @@ class SchedulerSettings(_Section):
     class_ordered_entry: bool = Field(
         False, description="who needs no load enters the window first, instead of by fair share and arrival"
     )
-    itl_target_ms: float = Field(
-        100.0, ge=0, le=60_000, description="what a step may take while somebody reads along; 0: no target"
+    itl_target_ms: Annotated[float, Field(ge=0, le=60_000)] | Literal["auto"] = Field(
+        "auto",
+        description="what a step may take while somebody reads along; auto: weighed against first tokens; 0: no target",
     )
     length_predictor: Literal["quantile", "max_tokens"] = Field(
         "quantile", description="expected length of answers: learned, or the longest they may be (an oracle for tests)"
@@ -307,6 +308,7 @@ class Settings(_Section, BaseSettings):
 
     def engine_config(self, tenant_secret: bytes) -> EngineConfig:
         """What the engine process is told."""
+        itl_target_ms = self.scheduler.itl_target_ms
         return EngineConfig(
             model=source_of(self.model.source),
             dtype=self.model.dtype,
@@ -321,7 +323,7 @@ class Settings(_Section, BaseSettings):
             scheduler_policy=self.scheduler.policy,
             window=self.scheduler.window,
             class_ordered_entry=self.scheduler.class_ordered_entry,
-            itl_target_s=self.scheduler.itl_target_ms / 1e3,
+            itl_target_s=None if itl_target_ms == "auto" else itl_target_ms / 1e3,
             length_predictor=self.scheduler.length_predictor,
             max_seqs=self.scheduler.max_seqs,
             max_queued=self.places,  # a burst waits, all of it, until the next step; who may wait is decided here

@@ -2,6 +2,8 @@
 
 import difflib
 from collections.abc import Sequence
+from types import UnionType
+from typing import Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
@@ -49,12 +51,16 @@ def _allowed(field: FieldInfo) -> str:
     """Such as: a number greater than 0 and at most 3600."""
     if field.annotation is bool:
         return "true or false"
+    metadata, others = field.metadata, ""
+    if isinstance(field.annotation, UnionType) or get_origin(field.annotation) is Union:  # a number or a word
+        number, word = get_args(field.annotation)
+        metadata, others = number.__metadata__[0].metadata, f", or {get_args(word)[0]}"
     words = {"ge": "at least", "gt": "greater than", "le": "at most", "lt": "less than"}
-    bounds = {name: getattr(rule, name) for rule in field.metadata for name in words if hasattr(rule, name)}
+    bounds = {name: getattr(rule, name) for rule in metadata for name in words if hasattr(rule, name)}
     what = "an integer" if field.annotation is int else "a number"
     if bounds.keys() == {"ge", "le"}:
-        return f"{what} between {_plain(bounds['ge'])} and {_plain(bounds['le'])}"
-    return f"{what} {' and '.join(f'{words[name]} {_plain(bound)}' for name, bound in bounds.items())}"
+        return f"{what} between {_plain(bounds['ge'])} and {_plain(bounds['le'])}{others}"
+    return f"{what} {' and '.join(f'{words[name]} {_plain(bound)}' for name, bound in bounds.items())}{others}"
 
 
 def _plain(bound: float) -> str:

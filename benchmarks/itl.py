@@ -6,7 +6,8 @@ arrive, and what it costs these to be held back.
 A random 125 M-shape model in bf16 with a window of 8,192 tokens. Four streams run; beside them prompts of 4,000 tokens
 arrive, the next when the one before has its first token and a pause is over. The servers, side by side in one run:
 
-    target   the default: chunks as large as `scheduler.itl_target_ms` has room for
+    target   chunks as large as a target of `--target-ms` has room for (`scheduler.itl_target_ms`)
+    auto     the default: what costs least over all who wait (`scheduler.itl_target_ms=auto`)
     tokens   chunks of a fixed number of tokens (`scheduler.itl_target_ms=0`)
     whole    prompts in one piece (`scheduler.chunked_prefill=false`)
 
@@ -40,7 +41,7 @@ from benchmarks.servers import Server, serve, write_result
 from loadgen.client import TurnResult, run
 from loadgen.workload import Conversation, Turn
 
-ARMS = ("target", "tokens", "whole")
+ARMS = ("target", "auto", "tokens", "whole")
 WINDOW = 8192
 STREAM_PROMPT = 100
 LIMIT = 1.2  # of the target
@@ -75,7 +76,7 @@ def settings_of(arm: str, model: str, workload: Workload, target_ms: float) -> d
         "model.source": model,
         "model.dtype": "bfloat16",
         "cache.hbm_tokens": 3 * WINDOW,
-        "scheduler.itl_target_ms": target_ms if arm == "target" else 0,
+        "scheduler.itl_target_ms": {"target": target_ms, "auto": "auto"}.get(arm, 0),
         "scheduler.chunked_prefill": str(arm != "whole").lower(),
         "scheduler.max_seqs": workload.streams + 2,
     }

@@ -16,7 +16,7 @@ from cache.block import BLOCK_TOKENS, KeyDomain
 from cache.manager import CacheManager
 from cache.opening import Truncation
 from cache.tiers.capture import CaptureSink
-from engine.batch import BatchItem, BlockTables, build_batch
+from engine.batch import BlockTables
 from engine.cpu_optimise import optimise_for_cpu
 from engine.directory import SessionDirectory
 from engine.engine import Engine
@@ -29,6 +29,7 @@ from engine.sampler import Sampler
 from engine.schedule import build_scheduler
 from engine.tiers import build_tiers, policy_factory
 from engine.verify import Verifier
+from engine.warm_up import WarmUp
 from kernels.attention import BACKENDS, AttentionUnsupported, BackendUnavailable
 from kernels.attention.base import AttentionBackend
 
@@ -38,7 +39,6 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 # Of the memory that is free when the weights are loaded. On CPU the rest of the machine needs some too.
 _CPU_SHARE, _CPU_CAP_BYTES, _CUDA_SHARE = 0.25, 2 << 30, 0.85
 _CPU_STEP_TOKENS, _CUDA_STEP_TOKENS = 512, 4096
-_CPU_WARM_ROWS, _CUDA_WARM_ROWS = 128, 2048
 _CLOSE_TIMEOUT_S = 8.0  # for what was computed to reach the disk
 
 
@@ -101,11 +101,15 @@ def build_engine(config: EngineConfig) -> Engine:
     )
     cache.restore(tiers.extents, tiers.records, time.monotonic())
     step_tokens = config.step_tokens or (_CPU_STEP_TOKENS if device.type == "cpu" else _CUDA_STEP_TOKENS)
-    scheduler = build_scheduler(config, cache, tiers.rates, step_tokens, max_context)
     sink = CaptureSink() if tiers.num_slots else None
     runner = ModelRunner(model=model, pages=pages, backend=backend, sink=sink)
     tables = BlockTables(max_seqs=config.max_seqs, max_pages=-(-max_context // page_size))
-    tiers.rates.expect_steps(*_warm_up(runner, min(num_pages * page_size, max_context), page_size, device))
+    most_rows = min(num_pages * page_size, max_context)
+    warm_up = WarmUp(runner=runner, most_rows=most_rows, page_size=page_size, device=device)
+    tiers.rates.expect_steps(*warm_up.step_times())
+    # With a target, or none at all, nobody asks for it.
+    least_chunk_tokens = warm_up.efficient_tokens(step_tokens) if config.itl_target_s is None else 0
+    scheduler = build_scheduler(config, cache, tiers.rates, step_tokens, least_chunk_tokens, max_context)
     info = ModelInfo(
         name=_name(config.model, path),
         path=str(path.resolve()),
@@ -262,24 +266,3 @@ def _name(model: str, path: Path) -> str:
     if not given.exists():
         return model
     return given.stem if given.is_file() else path.resolve().name
-
-
-def _warm_up(runner: ModelRunner, most_rows: int, page_size: int, device: torch.device) -> tuple[float, float]:
-    """The first calls choose kernels and grow buffers; nobody's first token should wait for that. Writes to pages from
-    0 on, which nobody owns yet. Returns what a step takes: (seconds however small it is, seconds a token)."""
-    rows = min(most_rows - 1, _CUDA_WARM_ROWS if device.type == "cuda" else _CPU_WARM_ROWS)
-    tables = BlockTables(max_seqs=1, max_pages=-(-(rows + 1) // page_size))
-    table = list(range(-(-(rows + 1) // page_size)))
-
-    def seconds(first: int, count: int) -> float:
-        item = BatchItem("warm-up", [0] * count, first, table, wants_logits=True)
-        batch = build_batch([item], tables, page_size, device)
-        started = time.perf_counter()
-        runner.forward(batch, None)[0, 0].item()  # waits for the device
-        return time.perf_counter() - started
-
-    for first, count in ((0, min(rows, page_size - 1)), (0, rows), (rows, 1)):
-        seconds(first, count)
-    many_s, one_s = (min(seconds(*step) for _ in range(2)) for step in ((0, rows), (rows, 1)))
-    per_token_s = max(many_s - one_s, 0.1 * many_s) / (rows - 1)  # a device for which a step is no work: a guess
-    return max(0.0, one_s - per_token_s), per_token_s

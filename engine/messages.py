@@ -47,7 +47,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     sync_save: bool = False  # save before the next step instead of during it: for comparison
     window: int = 0  # places of the shuffled window; 0: from HBM and the mean session
     class_ordered_entry: bool = False  # requests enter the window by class, not by fair share and arrival
-    itl_target_s: float = 0.0  # of a step in which somebody decodes; 0: no target, a fixed number of tokens
+    # Of a step in which somebody decodes; 0: no target, a fixed number of tokens; None: what suits all who wait.
+    itl_target_s: float | None = 0.0
     length_predictor: str = "quantile"  # quantile | max_tokens
     hbm_high_water: float = 0.9  # share of HBM in use above which what is saved below leaves in the background
     hbm_low_water: float = 0.85  # until no more than this is in use

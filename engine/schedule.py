@@ -24,8 +24,14 @@ _TOKENS_PER_ROW, _TOKENS_PER_KILO_PAIR, _TOKENS_PER_KILO_READ = 4.0, 0.5, 2.0
 
 
 def build_scheduler(
-    config: EngineConfig, cache: CacheManager, rates: Rates, step_tokens: int, max_context: int
+    config: EngineConfig,
+    cache: CacheManager,
+    rates: Rates,
+    step_tokens: int,
+    least_chunk_tokens: int,
+    max_context: int,
 ) -> Scheduler:
+    """least_chunk_tokens: of a prompt, below which products are inefficient on this machine."""
     predictor: LengthPredictor = MaxTokensPredictor()
     if config.length_predictor == "quantile":
         predictor = QuantilePredictor(quantile=_QUANTILE)
@@ -54,6 +60,7 @@ def build_scheduler(
         step_tokens=step_tokens,
         lone_step_tokens=step_tokens * (1 if config.step_tokens else _LONE_STEP_FACTOR),
         itl_target_s=config.itl_target_s,
+        least_chunk_tokens=least_chunk_tokens,
         chunked_prefill=config.chunked_prefill,
         stall_budget_s=_STALL_BUDGET_S,
         fair_places=config.scheduler_policy == "car",

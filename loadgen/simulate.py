@@ -48,7 +48,8 @@ class Machine:
     max_seqs: int
     step_tokens: int = 512
     lone_step_tokens: int = 2048
-    itl_target_s: float = 0.0
+    itl_target_s: float | None = 0.0  # None: what serves all of them best
+    least_chunk_tokens: int = 32
     chunked_prefill: bool = True
     class_ordered_entry: bool = False
     prefer_contiguous: bool = False  # pages in a row, as the server has them on CPU: it moves who leaves HBM
@@ -59,6 +60,7 @@ class Machine:
     bytes_per_token: int = 1024
     num_layers: int = 12
     fixed_s: float = 0.005
+    chunk_fixed_s: float = 0.0  # of every step with tokens of prompts, beside it: products of many rows begin dearer
     s_per_token: float = 0.0004
     s_per_row: float = 0.0005
     s_per_kilo_pair: float = 0.0001
@@ -177,6 +179,7 @@ class Simulation:
             step_tokens=machine.step_tokens,
             lone_step_tokens=machine.lone_step_tokens,
             itl_target_s=machine.itl_target_s,
+            least_chunk_tokens=machine.least_chunk_tokens,
             chunked_prefill=machine.chunked_prefill,
             stall_budget_s=_STALL_BUDGET_S,
             fair_places=machine.policy == "car",
@@ -234,7 +237,7 @@ class Simulation:
         for chunk in chunks:
             context = chunk.sequence.computed_tokens
             work = work.plus_row(context) if chunk.num_tokens == 1 else work.plus_chunk(chunk.num_tokens, context)
-        seconds = self._truth.seconds(work)
+        seconds = self._truth.seconds(work) + (self.machine.chunk_fixed_s if work.prefill_tokens else 0.0)
         jobs = [job for c in chunks if (job := self.cache.context(c.sequence.request_id).job) is not None]
         loaded_s = max(map(self.tiers.loaded_s, jobs), default=0.0)
         # Layer by layer: the last layer's computation follows the last layer's arrival.
@@ -394,7 +397,7 @@ def random_case(seed: int) -> Simulation:
         max_seqs=rng.choice([1, 1, 2, 3, 5]),
         step_tokens=rng.choice([16, 64, 256]),
         lone_step_tokens=rng.choice([64, 256, 512]),
-        itl_target_s=rng.choice([0.0, 0.02, 0.1]),
+        itl_target_s=rng.choice([0.0, 0.02, 0.1, None, None]),
         chunked_prefill=rng.random() < 0.8,
         class_ordered_entry=rng.random() < 0.2,
         oracle=rng.random() < 0.3,

@@ -187,8 +187,8 @@ class StepBudget(Protocol):
         """How many of `pending` tokens, behind `context_len` others, may be computed; 0: the step is full."""
         ...
 
-    def spend(self, num_tokens: int, context_len: int) -> None:
-        """A chunk is taken, of whatever size."""
+    def spend(self, num_tokens: int, context_len: int, *, ends: bool) -> None:
+        """A chunk is taken, of whatever size. ends: and the prompt with it, so that somebody waits for the step."""
         ...
 
 
@@ -205,7 +205,7 @@ class TokenBudget:
     def chunk(self, pending: int, context_len: int) -> int:
         return max(0, min(pending, self._left))
 
-    def spend(self, num_tokens: int, context_len: int) -> None:
+    def spend(self, num_tokens: int, context_len: int, *, ends: bool) -> None:
         self._left -= num_tokens
 
 
@@ -233,7 +233,7 @@ class TimeBudget:
         fits = self._cost.chunk_that_fits(left_s, context_len)
         return max(0, min(pending, self._tokens_left, max(fits, _LEAST_CHUNK if self._is_empty else 0)))
 
-    def spend(self, num_tokens: int, context_len: int) -> None:
+    def spend(self, num_tokens: int, context_len: int, *, ends: bool) -> None:
         self._is_empty = False
         self._tokens_left -= num_tokens
         self._work = self._work.plus_chunk(num_tokens, context_len)

@@ -12,14 +12,16 @@ from scheduler.budget import StepBudget, StepCost, StepWork, TimeBudget, TokenBu
 from scheduler.forecast import Forecast
 from scheduler.ports import CacheView
 from scheduler.predictor import LengthPredictor
+from scheduler.priced import PricedBudget
 from scheduler.priority import Standings
 from scheduler.queues import WaitingQueue
 from scheduler.sequence import Sequence, SequenceState
+from scheduler.shortest import ShortestFirst
 from scheduler.tenants import Tenants
 
 _FRONT = 4  # of those who wait, so many are looked at for loads to start
 _FRONT_TOKENS = 256  # and so many tokens of theirs, one request at least, are looked up again in a step
-_STRETCH = 1.5  # of the ITL target, for a step that ends a starved prompt by itself: another would cost as much
+_STRETCH = 1.5  # of the usual length, for a step that ends a starved prompt by itself: another would cost as much
 
 
 class QueueFull(Exception):
@@ -73,7 +75,8 @@ class Scheduler:
         max_queued: int,
         step_tokens: int,
         lone_step_tokens: int,
-        itl_target_s: float,
+        itl_target_s: float | None,
+        least_chunk_tokens: int,
         chunked_prefill: bool,
         stall_budget_s: float,
         fair_places: bool,
@@ -85,12 +88,15 @@ class Scheduler:
         self._max_queued = max_queued
         self._step_tokens = step_tokens  # while somebody decodes, and so waits for the end of every step
         self._lone_step_tokens = lone_step_tokens  # while nobody does
-        self._itl_target_s = itl_target_s  # what a step may take while somebody decodes; 0: whatever its tokens take
+        # What a step may take while somebody decodes; 0: whatever its tokens take; None: what serves all of them best.
+        self._itl_target_s = itl_target_s
+        self._least_chunk_tokens = least_chunk_tokens  # below which products are inefficient
         self._chunked_prefill = chunked_prefill
         self._stall_budget_s = stall_budget_s  # what those who decode may wait for the KV of one who joins
         self._tenants = Tenants(fair_places=fair_places)
         self._resumed: deque[Sequence] = deque()  # lost their room, and stand before the queue
         self._running: list[Sequence] = []  # in order of admission
+        self._shortest = ShortestFirst()
         self._ahead = AheadLoads(cache=cache)  # wait, but have their pages
         self._favoured: Sequence | None = None  # others have given way to it, but there is not room enough yet
         self._front = Standings(cache=cache, hidden_s=stall_budget_s)
@@ -239,9 +245,11 @@ class Scheduler:
                 if sequence in self._loaders:
                     self._count_load(sequence, 1, 0.0)
                 chunks.append(self._rows.get(sequence) or self._row(sequence))
-        budget = self._budget(chunks, now, self._itl_target_s)
         prefills = self._prefills(loading)
+        budget = self._budget(chunks, now)
         budget = self._admit_starved(chunks, preempted, budget, now)
+        if not preempted:
+            self._admit_shorter(prefills, chunks, budget, now)
         for sequence in prefills:
             if sequence.state is not SequenceState.RUNNING:
                 continue
@@ -253,8 +261,7 @@ class Scheduler:
                 break
             if self._make_room(sequence, num_tokens, chunks, preempted):
                 self._count_load(sequence, num_tokens, loading.get(sequence.request_id, 0.0))
-                chunks.append(Chunk(sequence, num_tokens))
-                budget.spend(num_tokens, sequence.computed_tokens)
+                self._spend(sequence, num_tokens, chunks, budget)
         # Room that was just taken from one is not given to another; and who stands first and finds none would be kept
         # out by loads of those behind it, step after step.
         self._lacks_room = bool(preempted) or not self._admit(chunks, budget, now)
@@ -284,13 +291,24 @@ class Scheduler:
 
     # --- the budget ---------------------------------------------------------------------------------------------------
 
-    def _budget(self, decodes: list[Chunk], now: float, target_s: float) -> StepBudget:
-        """What a step has left for prompts."""
+    def _budget(self, decodes: list[Chunk], now: float, stretch: float = 1.0) -> StepBudget:
+        """What a step has left for prompts; stretch: how much longer than usual it may be."""
+        if self._itl_target_s is None:
+            prompts = len(self._running) - len(decodes) + min(self.num_waiting, self.free_places)
+            return PricedBudget(
+                cost=self._cost,
+                decodes=_work_of(decodes),
+                prompts=max(1, prompts),
+                least_tokens=self._least_chunk_tokens,
+                most_tokens=self._lone_step_tokens - len(decodes),
+                stretch=stretch,
+            )
         if not decodes and not self._tenants.several(now):
             return TokenBudget(self._lone_step_tokens)
         tokens = self._step_tokens - len(decodes)
-        if not target_s:
+        if not self._itl_target_s:
             return TokenBudget(tokens)
+        target_s = stretch * self._itl_target_s
         return TimeBudget(cost=self._cost, target_s=target_s, decodes=_work_of(decodes), tokens=tokens)
 
     def _chunk_tokens(self, budget: StepBudget, pending: int, context_len: int) -> int:
@@ -299,9 +317,11 @@ class Scheduler:
         return num_tokens if self._chunked_prefill or not num_tokens else pending
 
     def _prefills(self, loading: Container[str]) -> list[Sequence]:
-        """Running sequences with more than a token to compute; with fair places, of the tenants with the least to do
-        first."""
+        """Running sequences with more than a token to compute: of tenants with the least to do first, with fair places,
+        and the shortest first where the queue lets others pass."""
         prefills = [s for s in self._running if len(s.token_ids) - s.computed_tokens > 1 or s.request_id in loading]
+        if self._queue.passes_over:
+            prefills = self._shortest.begin_step(prefills)
         return self._tenants.least_to_do_first(prefills)
 
     # --- giving way ---------------------------------------------------------------------------------------------------
@@ -402,7 +422,7 @@ class Scheduler:
         if not aside or not self._chunked_prefill or budget.chunk(pending, computed) >= pending:
             return frozenset(), budget
         left = [chunk for chunk in chunks if chunk.sequence not in aside]
-        alone = self._budget(left, now, _STRETCH * self._itl_target_s)
+        alone = self._budget(left, now, _STRETCH)
         alone.is_urgent = True
         return (aside, alone) if alone.chunk(pending, computed) >= pending else (frozenset(), budget)
 
@@ -440,6 +460,25 @@ class Scheduler:
                 return has_room
             skipped.add(sequence)
         return has_room
+
+    def _admit_shorter(self, prefills: list[Sequence], chunks: list[Chunk], budget: StepBudget, now: float) -> None:
+        """Those next in line who have less to compute than each of those whose prompts are under way."""
+        if not prefills or not self._queue.passes_over:
+            return
+        while self.free_places and (sequence := self._next(set())) is not None:
+            computed = sequence.computed_tokens
+            if sequence not in self._ahead:
+                computed = self._cache.resident_tokens(sequence.request_id)
+            if (
+                not self._shortest.may_start(len(sequence.token_ids) - computed)
+                or self._tenants.has_more_running(sequence, prefills)
+                or self._cache.waits_for_sibling(sequence.request_id)
+            ):
+                return
+            reserved = self._place(sequence, budget)
+            if not reserved:
+                return
+            self._start(sequence, reserved, chunks, budget, now)
 
     def _may_be_passed(self, sequence: Sequence) -> bool:
         """Whether others may start before one for whom there is no room."""
@@ -488,6 +527,7 @@ class Scheduler:
         self._running.append(sequence)
         self._batch_changes += 1
         self._tenants.started(sequence)
+        self._shortest.started(sequence)
         num_tokens = reserved
         if self._chunked_prefill:
             num_tokens = min(reserved, budget.chunk(sequence.pending_tokens, sequence.computed_tokens))
@@ -497,8 +537,13 @@ class Scheduler:
         if chunks and stall_s > self._stall_budget_s:
             return  # it loads meanwhile, and joins when that is nearly done
         self._count_load(sequence, num_tokens, stall_s)
-        chunks.append(Chunk(sequence, num_tokens))
-        budget.spend(num_tokens, sequence.computed_tokens)
+        self._spend(sequence, num_tokens, chunks, budget)
+
+    def _spend(self, sequence: Sequence, num_tokens: int, chunks: list[Chunk], budget: StepBudget) -> None:
+        chunk = Chunk(sequence, num_tokens)
+        chunks.append(chunk)
+        budget.spend(num_tokens, sequence.computed_tokens, ends=chunk.is_last)
+        self._shortest.computes(sequence, num_tokens)
 
     def _count_load(self, sequence: Sequence, num_tokens: int, stall_s: float) -> None:
         """Its first chunk runs in this step, which may wait for what is left of its load."""

@@ -58,6 +58,9 @@ def test_flags_beat_the_environment_which_beats_the_file(tmp_path):
         ({"cache.truncation_ratio": "7"}, {}, ["must be a number greater than 0 and less than 1, not 7"]),
         ({"cache.truncation_ratio": "0"}, {}, ["cache.truncation_ratio", "greater than 0"]),
         ({"cache.policy": "magic"}, {}, ["cache.policy", "'lookahead', 'lru' or 'fifo'"]),
+        ({"scheduler.itl_target_ms": "-1"}, {}, ["itl_target_ms", "a number between 0 and 60000, or auto, not -1"]),
+        ({"scheduler.itl_target_ms": "fast"}, {}, ["itl_target_ms", "a number between 0 and 60000, or auto, not fast"]),
+        ({"scheduler.itl_target_ms": ""}, {}, ["itl_target_ms (flag): is empty; leave it out for the default, auto"]),
         ({"cache.sync_save": "maybe"}, {}, ["cache.sync_save (flag): must be true or false, not maybe"]),
         ({"server.traces_endpoint": "here"}, {}, ["server.traces_endpoint (flag)", "http://127.0.0.1:4318/v1/traces"]),
         ({"cache.keep_first_tokens": "-2"}, {}, ["cache.keep_first_tokens", "-1"]),
@@ -206,3 +209,9 @@ def test_several_keys_share_the_places():
     assert places(api_keys=keys) == places(keys_file="keys.toml") == (10, 5)
     assert places(api_keys=keys, key_requests=7) == (10, 7)
     assert places(key_requests=100) == (10, 10)
+
+
+@pytest.mark.parametrize(("given", "told"), [(None, None), ("auto", None), ("250", 0.25), ("0", 0.0)])
+def test_a_target_for_gaps_is_a_number_or_left_to_the_engine(given, told):
+    settings = load() if given is None else load(scheduler__itl_target_ms=given)
+    assert settings.engine_config(b"").itl_target_s == told

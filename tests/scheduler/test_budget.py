@@ -90,11 +90,11 @@ def test_a_step_is_filled_up_to_its_target():
     budget = TimeBudget(cost=cost, target_s=0.1, decodes=decodes, tokens=500)
     first = budget.chunk(40, 0)
     assert first == 40
-    budget.spend(first, 0)
+    budget.spend(first, 0, ends=True)
     second = budget.chunk(500, 0)
     # 100 ms over the margin of 1.25 leave 60 for tokens at 1 ms, of which 40 are taken, less what they attend to.
     assert 17 <= second <= 20
-    budget.spend(second, 0)
+    budget.spend(second, 0, ends=False)
     assert budget.chunk(500, 0) <= 1
 
 
@@ -153,7 +153,7 @@ def test_what_a_step_waits_for_is_no_time_for_tokens():
 def test_prompts_get_on_however_late_the_step_is(target_s, least):
     budget = TimeBudget(cost=StepCost(**PRIOR), target_s=target_s, decodes=work(0, 300, 0), tokens=500)
     assert budget.chunk(500, 0) == pytest.approx(least, abs=2)
-    budget.spend(least, 0)
+    budget.spend(least, 0, ends=False)
     assert budget.chunk(500, 0) == 0
 
 
@@ -172,8 +172,8 @@ def test_steps_that_something_else_holds_up_are_not_made_tiny():
 def test_a_fixed_number_of_tokens():
     budget = TokenBudget(10)
     assert budget.chunk(30, 99) == 10
-    budget.spend(7, 0)
+    budget.spend(7, 0, ends=False)
     assert budget.chunk(2, 0) == 2
     assert budget.chunk(30, 0) == 3
-    budget.spend(30, 0)
+    budget.spend(30, 0, ends=True)
     assert budget.chunk(1, 0) == 0

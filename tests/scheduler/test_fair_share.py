@@ -272,11 +272,25 @@ def test_tenants_with_a_request_each_are_first_come_first_served():
     loop = make_loop(policy="car", step_tokens=10, lone_step_tokens=10)
     loop.add("a", 30, tenant="a")
     assert loop.step() == [("a", 10)]
-    loop.add("b", 15, tenant="b", arrived_s=1)
-    loop.add("c", 15, tenant="c", arrived_s=2)
+    loop.add("b", 20, tenant="b", arrived_s=1)
+    loop.add("c", 20, tenant="c", arrived_s=2)
     assert loop.step() == [("a", 10)]
     assert loop.step() == [("a", 10)]
     assert loop.step() == [("a", 1), ("b", 9)]
+
+
+def test_a_short_prompt_passes_a_long_one_but_not_for_a_tenant_with_more_running():
+    loop = make_loop(policy="car", step_tokens=10, lone_step_tokens=10)
+    for n in range(2):
+        loop.add(f"flood{n}", 2, tenant="b", max_tokens=50)
+    loop.step()
+    loop.add("single", 50, tenant="a", arrived_s=1)
+    assert loop.step() == [("flood0", 1), ("flood1", 1), ("single", 8)]
+    loop.add("flood2", 3, tenant="b", arrived_s=2)
+    assert loop.step() == [("flood0", 1), ("flood1", 1), ("single", 8)]
+    loop.add("again", 3, tenant="a", arrived_s=3)
+    loop.scheduler.remove(loop.scheduler.queue.best(()))  # the flood's
+    assert loop.step() == [("flood0", 1), ("flood1", 1), ("again", 3), ("single", 5)]
 
 
 class TwiceAsSlow(StepCost):

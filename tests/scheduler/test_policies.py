@@ -48,7 +48,7 @@ def play(policy, requests, *, room, max_seqs, chunked, itl, seed, cancel):
         max_seqs=max_seqs,
         window=3,
         chunked_prefill=chunked,
-        itl_target_s=0.03 if itl else 0.0,
+        itl_target_s=itl,
         class_ordered_entry=rng.random() < 0.3,
     )
     pending = list(enumerate(requests))
@@ -89,7 +89,7 @@ def play(policy, requests, *, room, max_seqs, chunked, itl, seed, cancel):
     room=st.integers(38, 90),
     max_seqs=st.integers(1, 4),
     chunked=st.booleans(),
-    itl=st.booleans(),
+    itl=st.sampled_from([0.0, 0.03, None]),
     seed=st.integers(0, 99),
 )
 def test_everybody_is_served(policy, requests, room, max_seqs, chunked, itl, seed):
@@ -107,7 +107,7 @@ def test_everybody_is_served(policy, requests, room, max_seqs, chunked, itl, see
     seed=st.integers(0, 99),
 )
 def test_clients_may_go_away_whenever_they_like(policy, requests, room, max_seqs, chunked, seed):
-    arguments = {"room": room, "max_seqs": max_seqs, "chunked": chunked, "itl": True, "seed": seed, "cancel": True}
+    arguments = {"room": room, "max_seqs": max_seqs, "chunked": chunked, "itl": None, "seed": seed, "cancel": True}
     added, trace = play(policy, requests, **arguments)
     assert all(sequence.state is SequenceState.FINISHED for sequence, _ in added)
     _, again = play(policy, requests, **arguments)

@@ -137,6 +137,7 @@ def make_loop(
     window=4,
     class_ordered_entry=False,
     itl_target_s=0.0,
+    least_chunk_tokens=4,
     predictor=None,
     cost=None,
 ):
@@ -160,6 +161,7 @@ def make_loop(
         step_tokens=step_tokens,
         lone_step_tokens=lone_step_tokens,
         itl_target_s=itl_target_s,
+        least_chunk_tokens=least_chunk_tokens,
         chunked_prefill=chunked_prefill,
         stall_budget_s=0.02,
         fair_places=policy == "car",
