@@ -121,8 +121,10 @@ class CacheSettings(_Section):
 
 
 class SchedulerSettings(_Section):
-    policy: Literal["car", "priority", "fcfs"] = Field(
-        "car", description="who starts next: by KV to load inside a window; by KV to load; who came first"
+    policy: Literal["car", "car-hidden", "priority", "fcfs"] = Field(
+        "car-hidden",
+        description="who starts next: by KV to load inside a window (car-hidden: not by loads that hold nobody up); by "
+        "KV to load; who came first",
     )
     window: int = Field(0, ge=0, le=1024, description="places of the window; 0: from HBM and the mean session")
     class_ordered_entry: bool = Field(

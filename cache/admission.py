@@ -38,7 +38,10 @@ class Admission:
         if placement is None:
             return None
         self._matcher.note_passed_over(found, chosen)
-        context.sources = self._matcher.tokens_by_tier(match)
+        context.sources, context.own_tokens = (
+            self._matcher.tokens_by_tier(match),
+            self._matcher.own_tokens(context, match),
+        )
         context.published = placement.moved
         self.copies += placement.copies
         if placement.taken_over is not None:

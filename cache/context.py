@@ -231,6 +231,7 @@ class RunningContext:
     unsaved: set[int] = field(default_factory=set)  # blocks that found no slot
     job: int | None = None  # the load under way for it
     sources: dict[str, int] = field(default_factory=dict)  # tier -> tokens, as they were admitted
+    own_tokens: int = 0  # of these, what only its session had
     recompute_from: int | None = None  # loading from here on was judged slower, or failed
     miss_reason: str | None = None  # why, for what lies behind recompute_from
     owned: dict[BlockKey, None] = field(default_factory=dict)  # what it has put into the table

@@ -124,11 +124,22 @@ class Loads:
         """What is left of a request's load, less nothing: how much of it the step hides is not known here."""
         if context.job is None or context.job not in self.under_way:
             return 0.0
-        rows = {"disk_to_hbm": 0, "dram_to_hbm": 0}
-        for block in self.under_way[context.job].blocks:
-            rows["disk_to_hbm" if block.extent is not None else "dram_to_hbm"] += block.num_rows
-        seconds = sum(self._rates.load_s(name, count * self._bytes_per_token) for name, count in rows.items())
+        tokens = self._tokens(self.under_way[context.job])
+        seconds = sum(self._rates.load_s(f"{tier}_to_hbm", n * self._bytes_per_token) for tier, n in tokens.items())
         return seconds * (1 - self._arrived(context.job))
+
+    def to_come(self, context: RunningContext) -> dict[str, int]:
+        """tier -> tokens of a request's load, all of them until it has ended: its last layer may yet fail."""
+        if context.job is None or context.job not in self.under_way:
+            return {}
+        return {tier: count for tier, count in self._tokens(self.under_way[context.job]).items() if count}
+
+    @staticmethod
+    def _tokens(load: Load) -> dict[str, int]:
+        tokens = {"disk": 0, "dram": 0}
+        for block in load.blocks:
+            tokens["disk" if block.extent is not None else "dram"] += block.num_rows
+        return tokens
 
     def stalls_s(self) -> dict[str, float]:
         """`stall_s` of all who stand on a load under way."""

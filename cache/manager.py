@@ -184,7 +184,10 @@ class CacheManager:
 
     def residency(self, request_id: str) -> Residency:
         """See CacheView."""
-        return self._matcher.residency(self._running[request_id])
+        context = self._running[request_id]
+        if context.pages:
+            return self._matcher.on_the_way(context, self._loads.to_come(context), self._loads.stall_s(context))
+        return self._matcher.residency(context)
 
     def waits_for_sibling(self, request_id: str) -> bool:
         """Whether the next block this request needs is on its way: one computation or load, many waiters."""

@@ -95,30 +95,40 @@ class Matcher:
             return "hbm"
         return "dram" if row.slot is not None else "disk"
 
+    def own_tokens(self, context: RunningContext, match: Match) -> int:
+        """Tokens of a match that only the context's session has."""
+        alone = (context.session,)
+        return sum(used for row, used in match.used if row.owners == alone)
+
     def residency(self, context: RunningContext) -> Residency:
-        """Where the KV of a context is, and what has to move or be computed."""
-        if context.pages:
-            missing = len(context.token_ids) - context.computed
-            return Residency(context.computed, {}, 0, missing, context.computed, 0.0, 0.0)
+        """Where the KV of a context without pages is, and what has to move or be computed."""
         match = self.choose(context, self.match(context))
-        tokens, own, alone = {"hbm": 0}, 0, (context.session,)
-        for block, (row, used) in enumerate(match.used):
-            tier = self._tier(row, block)
-            tokens[tier] = tokens.get(tier, 0) + used
-            if row.owners == alone:
-                own += used
-        hbm = tokens.pop("hbm")
+        tokens = self.tokens_by_tier(match)
+        hbm = tokens.pop("hbm", 0)
         load_s = sum(
             self._rates.load_s(f"{tier}_to_hbm", count * self._bytes_per_token) for tier, count in tokens.items()
         )
         missing = len(context.token_ids) - match.num_tokens
+        return self._residency(hbm, tokens, missing, self.own_tokens(context, match), load_s, False)
+
+    def on_the_way(self, context: RunningContext, to_come: dict[str, int], load_s: float) -> Residency:
+        """The same of one that has its pages. to_come: tier -> tokens of its load, while that is under way; load_s:
+        what is left of it."""
+        hbm = context.computed - sum(to_come.values())
+        missing = len(context.token_ids) - context.computed
+        return self._residency(hbm, to_come, missing, context.own_tokens, load_s, bool(to_come))
+
+    def _residency(
+        self, hbm: int, lower: dict[str, int], missing: int, own: int, load_s: float, is_loading: bool
+    ) -> Residency:
         compute_s = self._rates.compute_s(missing)
         return Residency(
             hbm_tokens=hbm,
-            lower_tokens=tokens,
-            bytes_to_load=sum(tokens.values()) * self._bytes_per_token,
+            lower_tokens=lower,
+            bytes_to_load=sum(lower.values()) * self._bytes_per_token,
             missing_tokens=missing,
             own_tokens=own,
             load_s=load_s,
             exposed_s=first_token_s(load_s, compute_s, self._rates.num_layers) - compute_s if load_s else 0.0,
+            is_loading=is_loading,
         )

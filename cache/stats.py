@@ -43,6 +43,7 @@ class Residency(NamedTuple):
     own_tokens: int
     load_s: float
     exposed_s: float
+    is_loading: bool
 
 
 @dataclass(slots=True)

@@ -23,7 +23,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     hbm_tokens: int  # KV rows in HBM; 0: from free memory
     session_ttl_s: float
     max_sessions: int
-    scheduler_policy: str  # car | priority | fcfs
+    scheduler_policy: str  # car | car-hidden | priority | fcfs
     max_seqs: int  # running at once
     max_queued: int  # waiting at once
     step_tokens: int  # token budget of one step; 0: automatic

@@ -6,9 +6,8 @@ from cache.manager import CacheManager
 from cache.rates import Rates
 from engine.messages import EngineConfig, SchedulerState, WaitingInfo
 from scheduler.budget import StepCost
-from scheduler.policies import make_queue
+from scheduler.policies import WINDOWED, make_queue
 from scheduler.predictor import LengthPredictor, MaxTokensPredictor, QuantilePredictor
-from scheduler.queues import FcfsQueue
 from scheduler.scheduler import Scheduler
 from scheduler.sequence import Sequence
 from scheduler.window import ShuffledWindow
@@ -63,7 +62,7 @@ def build_scheduler(
         least_chunk_tokens=least_chunk_tokens,
         chunked_prefill=config.chunked_prefill,
         stall_budget_s=_STALL_BUDGET_S,
-        fair_places=config.scheduler_policy == "car",
+        fair_places=config.scheduler_policy in WINDOWED,
     )
 
 
@@ -86,7 +85,7 @@ def scheduler_state(scheduler: Scheduler, cache: CacheManager, now: float) -> Sc
     cost = scheduler.cost
     predicted = scheduler.predicted_tokens
     return SchedulerState(
-        policy="car" if window is not None else "fcfs" if isinstance(queue, FcfsQueue) else "priority",
+        policy=queue.policy,
         window=window.size if window is not None else 0,
         waiting={**classes, "outside": scheduler.num_waiting - sum(classes.values())},
         front=front,

@@ -20,12 +20,13 @@ from cache.manager import CacheManager
 from cache.opening import Truncation
 from cache.policies import POLICIES
 from cache.rates import Rates
+from cache.stats import Residency
 from cache.truncate import CutRules
 from loadgen.greedy import greedy
 from loadgen.virtual_tiers import DIRECTIONS, VirtualTiers
 from loadgen.workload import Conversation, Shape, poisson
 from scheduler.budget import StepCost, StepWork
-from scheduler.policies import make_queue
+from scheduler.policies import WINDOWED, make_queue
 from scheduler.predictor import LengthPredictor, MaxTokensPredictor, QuantilePredictor
 from scheduler.scheduler import Chunk, Scheduler
 from scheduler.sequence import Sequence, SequenceState
@@ -82,6 +83,8 @@ class TurnRecord:
     arrived_s: float
     first_token_s: float | None = None
     done_s: float | None = None
+    started_s: float | None = None
+    residency: Residency | None = None  # as it came
     prompt_tokens: int = 0
     cached_tokens: int = 0
     token_s: list[float] = field(default_factory=list)
@@ -182,7 +185,7 @@ class Simulation:
             least_chunk_tokens=machine.least_chunk_tokens,
             chunked_prefill=machine.chunked_prefill,
             stall_budget_s=_STALL_BUDGET_S,
-            fair_places=machine.policy == "car",
+            fair_places=machine.policy in WINDOWED,
         )
         self._arrivals: list[tuple[float, int, _Live]] = []  # a heap
         self._pushed = 0
@@ -274,6 +277,7 @@ class Simulation:
         live.record.token_s.append(self.now)
         if sequence.first_token_s is None:
             sequence.first_token_s = live.record.first_token_s = self.now
+            live.record.started_s = sequence.scheduled_s
             live.record.cached_tokens = self.cache.report(sequence.request_id).cached_tokens
         if sequence.output_tokens == sequence.sampling.max_tokens:
             live.record.done_s = self.now
@@ -306,7 +310,13 @@ class Simulation:
             token_ids=tokens,
             prompt_tokens=len(tokens),
         )
-        live.record = TurnRecord(conversation.session_id, conversation.tenant, self.now, prompt_tokens=len(tokens))
+        live.record = TurnRecord(
+            conversation.session_id,
+            conversation.tenant,
+            self.now,
+            residency=self.cache.residency(request_id),
+            prompt_tokens=len(tokens),
+        )
         self.records.append(live.record)
         self._live[request_id] = sequence, live
         self.scheduler.add(sequence)
@@ -392,7 +402,7 @@ def random_case(seed: int) -> Simulation:
         hbm_blocks=rng.randint(8, 40),
         dram_blocks=rng.choice([0, 6, 20, 60]),
         disk_blocks=rng.choice([0, 0, 40, 400]),
-        policy=rng.choice(["car", "car", "car", "priority", "fcfs"]),
+        policy=rng.choice(["car", "car", "car-hidden", "priority", "fcfs"]),
         window=rng.randint(1, 6),
         max_seqs=rng.choice([1, 1, 2, 3, 5]),
         step_tokens=rng.choice([16, 64, 256]),

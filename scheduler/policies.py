@@ -1,12 +1,17 @@
 """The orders in which requests may start, by the name that settings give them."""
 
+from functools import partial
+
 from scheduler.fair_share import FairShare
+from scheduler.hidden import HiddenWindow, standing_if_exposed
 from scheduler.ports import CacheView
 from scheduler.predictor import LengthPredictor
-from scheduler.priority import PriorityQueue, Standings
+from scheduler.priority import PriorityQueue, Standings, standing
 from scheduler.queues import FcfsQueue, WaitingQueue
 from scheduler.sequence import Sequence
 from scheduler.window import EntryOrder, ShuffledWindow
+
+WINDOWED = ("car", "car-hidden")  # by class in a window, and fair between tenants
 
 
 def make_queue(
@@ -18,22 +23,23 @@ def make_queue(
     class_ordered_entry: bool,
     hidden_s: float,
 ) -> WaitingQueue:
-    """policy: car | priority | fcfs. window, class_ordered_entry: of `car` alone. hidden_s: a load that holds up its
-    step no longer is no load."""
-    match policy:
-        case "fcfs":
-            return FcfsQueue()
-        case "priority":
-            return PriorityQueue(standings=Standings(cache=cache, hidden_s=hidden_s))
-        case "car":
-            entry: EntryOrder
-            if class_ordered_entry:
-                entry = PriorityQueue(standings=Standings(cache=cache, hidden_s=hidden_s))
-            else:
-                entry = FairShare(cost=lambda sequence: cost(sequence, cache, predictor))
-            return ShuffledWindow(size=window, entry=entry, standings=Standings(cache=cache, hidden_s=hidden_s))
-        case _:
-            raise ValueError(f"unknown scheduling policy {policy!r}")
+    """policy: car | car-hidden | priority | fcfs. window, class_ordered_entry: of the first two. hidden_s: for
+    `car-hidden`, a load that holds up its step no longer is no load."""
+    by_residency = partial(Standings, cache=cache, standing=standing)
+    by_exposure = partial(Standings, cache=cache, standing=partial(standing_if_exposed, hidden_s=hidden_s))
+    if policy == "fcfs":
+        return FcfsQueue()
+    if policy == "priority":
+        return PriorityQueue(standings=by_residency())
+    if policy not in WINDOWED:
+        raise ValueError(f"unknown scheduling policy {policy!r}")
+    queue, standings = (ShuffledWindow, by_residency) if policy == "car" else (HiddenWindow, by_exposure)
+    entry: EntryOrder
+    if class_ordered_entry:
+        entry = PriorityQueue(standings=standings())
+    else:
+        entry = FairShare(cost=lambda sequence: cost(sequence, cache, predictor))
+    return queue(size=window, entry=entry, standings=standings())
 
 
 def cost(sequence: Sequence, cache: CacheView, predictor: LengthPredictor) -> float:

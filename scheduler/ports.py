@@ -37,6 +37,11 @@ class Residency(Protocol):
         """Of `load_s`, what the computation of the missing tokens would not hide."""
         ...
 
+    @property
+    def is_loading(self) -> bool:
+        """Whether the bytes to load are on their way already; the seconds are what is left of them then."""
+        ...
+
 
 class CacheView(Protocol):
     """HBM room, asked for in tokens. Every method is O(blocks of the request) and answers at once."""

@@ -1,8 +1,7 @@
 """CaR's three classes by bytes to transfer (CaR §III-B-1), and the plain priority queue over them."""
 
-import math
 from bisect import bisect_left, insort
-from collections.abc import Container, Iterator
+from collections.abc import Callable, Container, Iterator
 from collections.abc import Sequence as Items
 from enum import IntEnum
 from typing import NamedTuple
@@ -15,46 +14,51 @@ _REFRESH_TOKENS = 4096  # contexts looked up per step: a tenth of a millisecond,
 
 
 class TransferClass(IntEnum):
-    """Smaller starts first. What is loaded without anybody waiting for it is as good as in HBM."""
+    """Smaller starts first."""
 
-    IN_HBM = 1  # some of the session's own KV is in HBM, even if a part has to be computed, or comes hidden
+    IN_HBM = 1  # some of the session's own KV is in HBM and none is to come, even if a part has to be computed
     NOTHING_TO_LOAD = 2  # no history, all of it lost, or cheaper to recompute; a shared system prompt is no history
-    LOADS = 3
+    LOADS = 3  # KV has to come from below; once all of it is in HBM, the request is in class 1
 
 
 Standing = tuple[TransferClass, int]
 """(class, bytes to load): ascending, before the order of arrival decides."""
 
 
-def standing(residency: Residency, hidden_s: float) -> Standing:
-    """hidden_s: a load that would hold up its step no longer than that is hidden."""
-    if residency.bytes_to_load and residency.exposed_s > hidden_s:
+def standing(residency: Residency) -> Standing:
+    """As the paper has it: a load counts until it has ended, however well it may hide behind computation."""
+    if residency.bytes_to_load:
         return TransferClass.LOADS, residency.bytes_to_load
-    # Bytes of hidden loads do not count either: who passes because of them saves nothing, and others wait for it. Nor
-    # do tokens that it has in common with others: a flood that shares nothing but its first words would be shuffled.
+    return without_load(residency)
+
+
+def without_load(residency: Residency) -> Standing:
+    """Where a request stands with nothing to load."""
+    # Tokens that it has in common with others do not count: a flood that shares nothing but its first words would be
+    # shuffled.
     return (TransferClass.IN_HBM if residency.own_tokens else TransferClass.NOTHING_TO_LOAD), 0
 
 
 class _Known(NamedTuple):
     now: Standing
-    if_hidden: Standing
+    without_load: Standing
     load_s: float | None
 
 
 class Standings:
     """Where each of some requests stands, looked at again in turn: as many per step as a bounded effort allows."""
 
-    def __init__(self, *, cache: CacheView, hidden_s: float) -> None:
+    def __init__(self, *, cache: CacheView, standing: Callable[[Residency], Standing]) -> None:
         self._cache = cache
-        self._hidden_s = hidden_s
+        self._standing = standing
         self._known: dict[Sequence, _Known] = {}  # the one looked at longest ago is first
 
     def __getitem__(self, sequence: Sequence) -> Standing:
         return self._known[sequence].now
 
-    def if_hidden(self, sequence: Sequence) -> Standing:
-        """Where it stands if its load will have ended by its turn."""
-        return self._known[sequence].if_hidden
+    def without_load(self, sequence: Sequence) -> Standing:
+        """Where it stands once its load has ended."""
+        return self._known[sequence].without_load
 
     def __contains__(self, sequence: Sequence) -> bool:
         return sequence in self._known
@@ -63,14 +67,13 @@ class Standings:
         return iter(self._known)
 
     def load_s(self, sequence: Sequence) -> float | None:
-        """How long its load would take alone; None if there is nothing to load."""
+        """How long its load would take alone; None if there is nothing to load, or it is on its way."""
         return self._known[sequence].load_s
 
     def watch(self, sequence: Sequence) -> None:
         residency = self._cache.residency(sequence.request_id)
-        load_s = residency.load_s if residency.bytes_to_load else None
-        now, if_hidden = standing(residency, self._hidden_s), standing(residency, math.inf)
-        self._known[sequence] = _Known(now, if_hidden, load_s)
+        load_s = residency.load_s if residency.bytes_to_load and not residency.is_loading else None
+        self._known[sequence] = _Known(self._standing(residency), without_load(residency), load_s)
 
     def forget(self, sequence: Sequence) -> None:
         del self._known[sequence]
@@ -95,6 +98,7 @@ class PriorityQueue:
     """By class, bytes and arrival, over all who wait: the queue that CaR compares its window with. A request of the
     third class may wait for ever. One for whom there is no room is not passed over."""
 
+    policy = "priority"
     passes_over = False
 
     def __init__(self, *, standings: Standings) -> None:
@@ -139,6 +143,9 @@ class PriorityQueue:
 
     def front(self) -> list[Sequence]:
         return [sequence for _, _, sequence in self._order[:FRONT]]
+
+    def once_loaded(self) -> list[Sequence]:
+        return self.front()
 
     def near(self) -> None:
         return None

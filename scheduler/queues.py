@@ -14,6 +14,8 @@ class WaitingQueue(Protocol):
     """Requests that have not run yet, in the order of a policy. Requests that lost their room are not in it: they stand
     before it. Single-threaded."""
 
+    policy: str
+    """Its name in the settings."""
     passes_over: bool
     """Whether somebody else may start in place of one for whom there is no room."""
 
@@ -57,19 +59,26 @@ class WaitingQueue(Protocol):
         """Those whose order is settled, next first: they start before all others."""
         ...
 
+    def once_loaded(self) -> list[Sequence]:
+        """The front in the order in which they would start if their loads had ended: by the place that it has here, a
+        load is begun in time."""
+        ...
+
     def near(self) -> Iterable[Sequence] | None:
         """Those whose KV should stay in HBM for them: CaR's window. None: the order has none."""
         ...
 
     def upcoming(self) -> list[Sequence]:
-        """All of them, next first: the front, and then the others as they would come to stand there. The same list as
-        long as nothing has changed, and another when something has: not to be changed by the caller."""
+        """All of them, next first: the front once it is loaded, and then the others as they would come to stand there.
+        The same list as long as nothing has changed, and another when something has: not to be changed by the caller.
+        """
         ...
 
 
 class FcfsQueue:
     """First come, first served. One for whom there is no room is not passed over."""
 
+    policy = "fcfs"
     passes_over = False
 
     def __init__(self) -> None:
@@ -106,6 +115,9 @@ class FcfsQueue:
 
     def front(self) -> list[Sequence]:
         return list(islice(self._waiting, FRONT))
+
+    def once_loaded(self) -> list[Sequence]:
+        return self.front()
 
     def near(self) -> None:
         return None

@@ -13,7 +13,7 @@ from scheduler.forecast import Forecast
 from scheduler.ports import CacheView
 from scheduler.predictor import LengthPredictor
 from scheduler.priced import PricedBudget
-from scheduler.priority import Standings
+from scheduler.priority import Standings, standing
 from scheduler.queues import WaitingQueue
 from scheduler.sequence import Sequence, SequenceState
 from scheduler.shortest import ShortestFirst
@@ -99,7 +99,7 @@ class Scheduler:
         self._shortest = ShortestFirst()
         self._ahead = AheadLoads(cache=cache)  # wait, but have their pages
         self._favoured: Sequence | None = None  # others have given way to it, but there is not room enough yet
-        self._front = Standings(cache=cache, hidden_s=stall_budget_s)
+        self._front = Standings(cache=cache, standing=standing)
         self._sat_out: frozenset[Sequence] = frozenset()  # had no row in the last step, for a starved one's sake
         self._scores: dict[Sequence, int] = {}  # as the cache was told
         self._close: tuple[list[Sequence], int] = [], -1  # whom it was told of beside those who ran, and as of when
@@ -166,8 +166,9 @@ class Scheduler:
         self._queue.add(sequence)
 
     def upcoming(self) -> list[str]:
-        """Request ids in the order they will start, next first. The cache plans fetches and evictions from it. The same
-        list as long as nothing has changed, and another when something has: not to be changed by the caller."""
+        """Request ids in the order in which their KV is needed, next first; the cache plans by it. The same list while
+        nothing has changed, and another when something has: not to be changed by the caller.
+        """
         order = self._queue.upcoming()
         first = [*self._resumed]
         if (starved := self._starved()) is not None:
@@ -605,7 +606,7 @@ class Scheduler:
             return
         if self._foreseen != (self._batch_changes, len(self._ahead)):
             self._foresee(self._stalls_s(), now)  # anew: this step's batch is another
-        front = list(islice((*self._resumed, *self._queue.front()), _FRONT))
+        front = list(islice((*self._resumed, *self._queue.once_loaded()), _FRONT))
         self._watch(front)
         waiting = []
         for sequence in front:

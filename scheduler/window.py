@@ -1,7 +1,7 @@
 """The shuffled window (CaR §III-B-1): who starts next is chosen among a few at the front, and nobody is passed over for
 long."""
 
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from typing import Protocol
@@ -59,13 +59,14 @@ class ShuffledWindow:
     before it, for whatever reason; at size - 1 none of these may pass it any more: it is waited for. So between its
     entry and its start at most 2 * (size - 1) others start: those it found inside, and as many later ones.
 
-    While all places are taken, a member whose load will have ended by its turn, if all start in order of arrival, has
-    nothing to load: passing it would save nothing. For a place that is free, only what is there counts.
+    A member whose KV has to come stands behind those with none to come, until it is in HBM. Its load is begun in time
+    for the place that it will have then (`once_loaded`), so that it comes while these are computed.
 
     CaR says no more than "fixed-size window at the front of the queue" and "acceptable waiting time"; this is our
     reading of it.
     """
 
+    policy = "car"
     passes_over = True
 
     def __init__(self, *, size: int, entry: EntryOrder, standings: Standings) -> None:
@@ -77,9 +78,9 @@ class ShuffledWindow:
         self._entries = 0
         self._arrived: dict[Sequence, int] = {}  # of all who wait
         self._members: dict[Sequence, Member] = {}  # in order of entry
-        self._hidden: set[Sequence] = set()  # members whose load will have ended by their turn
         self._order: list[Sequence] | None = None  # of the members; None: to be found
-        # The members, the others, and both, as they were told last.
+        self._once_loaded: list[Sequence] | None = None  # the same
+        # The members once loaded, the others, and both, as they were told last.
         self._told: tuple[list[Sequence], list[Sequence], list[Sequence]] = [], [], []
 
     def __len__(self) -> int:
@@ -103,20 +104,10 @@ class ShuffledWindow:
     def refresh(self) -> None:
         self._entry.refresh()
         if self._standings.refresh(_REFRESH_TOKENS):
-            self._order = None
+            self._changed()
 
     def foresee(self, opens_s: Items[float], loading_s: float) -> None:
-        hidden: set[Sequence] = set()
-        if opens_s and opens_s[0] > 0:
-            # The link takes one load after the other, and who has waited longest is served first.
-            for place, sequence in enumerate(sorted(self._members, key=self._arrived.__getitem__)):
-                load_s = self._standings.load_s(sequence)
-                if load_s is not None:
-                    loading_s += load_s
-                    if place >= len(opens_s) or loading_s <= opens_s[place]:
-                        hidden.add(sequence)
-        if hidden != self._hidden:
-            self._hidden, self._order = hidden, None
+        """By where KV is now: a load that will have ended is a load until then."""
 
     def best(self, skipped: Container[Sequence]) -> Sequence | None:
         last_entry = self._last_entry()
@@ -143,14 +134,19 @@ class ShuffledWindow:
     def front(self) -> list[Sequence]:
         """In the order in which they start if nothing else happens."""
         if self._order is None:
-            self._order = self._in_order()
+            self._order = self._in_order(self._rank)
         return self._order
+
+    def once_loaded(self) -> list[Sequence]:
+        if self._once_loaded is None:
+            self._once_loaded = self._in_order(self._rank_once_loaded)
+        return self._once_loaded
 
     def near(self) -> Iterable[Sequence]:
         return self._members
 
     def upcoming(self) -> list[Sequence]:
-        front, others = self.front(), self._entry.upcoming()
+        front, others = self.once_loaded(), self._entry.upcoming()
         if front is not self._told[0] or others is not self._told[1]:
             self._told = front, others, [*front, *others]
         return self._told[2]
@@ -170,15 +166,17 @@ class ShuffledWindow:
         return self._entries if spent is None else self._members[spent].entered
 
     def _standing(self, sequence: Sequence) -> Standing:
-        standings = self._standings
-        return standings.if_hidden(sequence) if sequence in self._hidden else standings[sequence]
+        return self._standings[sequence]
 
     def _rank(self, sequence: Sequence) -> tuple[Standing, int]:
         return self._standing(sequence), self._members[sequence].arrived
 
-    def _in_order(self) -> list[Sequence]:
+    def _rank_once_loaded(self, sequence: Sequence) -> tuple[Standing, int]:
+        return self._standings.without_load(sequence), self._members[sequence].arrived
+
+    def _in_order(self, rank: Callable[[Sequence], tuple[Standing, int]]) -> list[Sequence]:
         """Plays what `best` and `dispatch` would do."""
-        left = sorted(self._members, key=self._rank)
+        left = sorted(self._members, key=rank)
         if left == [*self._members]:
             return left  # in order of entry nobody is passed
         overtaken = {s: m.overtaken for s, m in self._members.items()}
@@ -199,9 +197,11 @@ class ShuffledWindow:
 
     def _leave(self, sequence: Sequence) -> None:
         del self._members[sequence]
-        self._hidden.discard(sequence)
         self._standings.forget(sequence)
-        self._order = None
+        self._changed()
+
+    def _changed(self) -> None:
+        self._order = self._once_loaded = None
 
     def _refill(self) -> None:
         while (free := self.size - len(self._members)) > 0:
@@ -213,4 +213,4 @@ class ShuffledWindow:
             self._entries += 1
             self._members[entrant] = Member(self._entries, self._arrived[entrant])
             self._standings.watch(entrant)
-            self._order = None
+            self._changed()

@@ -171,7 +171,7 @@ export class Live extends EventTarget {
     const inside = queue.front.filter((waiting) => waiting.transfer_class !== null);
     const outside = queue.waiting - inside.length;
     const running = state.running === null ? "" : `${number(state.running)} running, `;
-    const line = h("p", { class: "small" }, `${running}${number(queue.waiting)} waiting${queue.policy === "car" ? "" : ` (${queue.policy})`}`);
+    const line = h("p", { class: "small" }, `${running}${number(queue.waiting)} waiting${queue.policy.startsWith("car") ? "" : ` (${queue.policy})`}`);
     const places = Math.min(queue.window || queue.front.length, 32);
     const titles = this.#titles();
     const slots = Array.from({ length: Math.max(places, inside.length) }, (_, n) => {

@@ -176,14 +176,17 @@ class Server:
     def residency(self, request_id: str) -> Residency:
         """Where the KV of a waiting request is."""
         turn = self._waiting[request_id]
-        found = turn.sources if turn.loaded_s is not None else self._found(turn)
+        is_loading = turn.loaded_s is not None and turn.loaded_s > self.now
+        found = self._found(turn) if turn.loaded_s is None else turn.sources
+        if turn.loaded_s is not None and not is_loading:
+            found = {"hbm": sum(found.values())}
         hbm = found.get("hbm", 0)
         lower = {tier: tokens for tier, tokens in found.items() if tier != "hbm"}
         size = int(sum(lower.values()) * self.machine.kv_bytes_per_token)
         missing = turn.record.prompt_tokens - hbm - sum(lower.values())
         load_s = self._load_seconds(lower)
         exposed_s = max(0.0, load_s - self.machine.costs.prefill_s(missing, turn.record.prompt_tokens - missing))
-        return Residency(hbm, lower, size, missing, hbm + sum(lower.values()), load_s, exposed_s)
+        return Residency(hbm, lower, size, missing, hbm + sum(lower.values()), load_s, exposed_s, is_loading)
 
     def _found(self, turn: LiveTurn) -> dict[str, int]:
         if not self.config.reuse:

@@ -37,7 +37,7 @@ def count_computed(driver: Driver) -> list[int]:
     return computed
 
 
-@pytest.mark.parametrize("policy", ["car", "priority"])
+@pytest.mark.parametrize("policy", ["car", "car-hidden", "priority"])
 def test_conversations_in_a_memory_too_small_for_them(path: Path, vanilla: Any, tmp_path: Path, policy: str) -> None:
     driver = Driver(
         path,

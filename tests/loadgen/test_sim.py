@@ -36,7 +36,7 @@ CONFIGS = st.builds(
     Config,
     reuse=st.booleans(),
     policy=st.sampled_from(["lru", "fifo", "lookahead", "first-come"]),
-    scheduler=st.sampled_from(["fcfs", "priority", "car"]),
+    scheduler=st.sampled_from(["fcfs", "priority", "car", "car-hidden"]),
     granule_tokens=st.sampled_from([0, 16]),
     truncation=st.sampled_from(["decoupled", "coupled"]),
     prefetch=st.booleans(),

@@ -37,7 +37,7 @@ def test_a_seed_is_replayed_to_the_last_token():
     assert len({random_case(seed).digest for seed in range(5)}) == 1, "nothing was scheduled yet"
 
 
-@pytest.mark.parametrize("policy", ["car", "priority", "fcfs"])
+@pytest.mark.parametrize("policy", ["car", "car-hidden", "priority", "fcfs"])
 def test_every_turn_is_answered(policy):
     simulation = run(policy)
     assert len(simulation.records) > 60

@@ -382,7 +382,7 @@ def test_one_of_a_flood_that_may_not_be_passed_any_more_does_not_keep_another_te
     loop.add("long0", 4, tenant="a", max_tokens=100)
     loop.add("long1", 4, tenant="a", max_tokens=3)
     loop.step()
-    loop.cache.to_load["far"] = 500
+    loop.cache.to_load["far"], loop.cache.stalls["far"] = 500, 5.0  # it does not come, however early it is ordered
     loop.add("far", 4, tenant="a", max_tokens=100, arrived_s=2)
     for n in range(3):
         loop.add(f"near{n}", 4, tenant="a", max_tokens=4, arrived_s=3 + n)

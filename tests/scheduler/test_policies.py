@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from scheduler.hidden import HiddenWindow
 from scheduler.priority import PriorityQueue
 from scheduler.queues import FcfsQueue
 from scheduler.sequence import SequenceState
@@ -34,7 +35,8 @@ def told_anew(scheduler):
     elif isinstance(queue, PriorityQueue):
         order = [sequence for _, _, sequence in queue._order]
     else:
-        order = [*queue._in_order(), *queue._entry.upcoming()]
+        rank = queue._rank if isinstance(queue, HiddenWindow) else queue._rank_once_loaded
+        order = [*queue._in_order(rank), *queue._entry.upcoming()]
     first = [*scheduler._resumed, *([starved] if starved is not None else [])]
     return [sequence.request_id for sequence in (*first, *(s for s in order if s is not starved))]
 
@@ -82,7 +84,7 @@ def play(policy, requests, *, room, max_seqs, chunked, itl, seed, cancel):
     return added, trace
 
 
-@pytest.mark.parametrize("policy", ["fcfs", "priority", "car"])
+@pytest.mark.parametrize("policy", ["fcfs", "priority", "car", "car-hidden"])
 @settings(max_examples=150)
 @given(
     requests=REQUESTS,
@@ -97,7 +99,7 @@ def test_everybody_is_served(policy, requests, room, max_seqs, chunked, itl, see
     assert all(sequence.output_tokens == sequence.sampling.max_tokens for sequence, _ in added)
 
 
-@pytest.mark.parametrize("policy", ["fcfs", "priority", "car"])
+@pytest.mark.parametrize("policy", ["fcfs", "priority", "car", "car-hidden"])
 @settings(max_examples=150)
 @given(
     requests=REQUESTS,

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scheduler.budget import StepCost
-from scheduler.policies import make_queue
+from scheduler.policies import WINDOWED, make_queue
 from scheduler.predictor import MaxTokensPredictor
 from scheduler.scheduler import QueueFull, Scheduler
 from scheduler.sequence import SequenceState
@@ -32,11 +32,18 @@ class FakeCache:
         return self.resident.get(request_id, 0)
 
     def residency(self, request_id):
-        size = self.to_load.get(request_id, 0)
-        own = self.own.get(request_id, 0)
+        stored = self.to_load.get(request_id, 0)
+        # Once it has its room its load is under way, for as long as anybody would wait for it.
+        is_loading = request_id in self.held and self.stall_s(request_id) > 0
+        size = int(100 * self.stall_s(request_id)) if request_id in self.held else stored
         missing = self.sequences[request_id].pending_tokens - self.resident_tokens(request_id)
         return SimpleNamespace(
-            bytes_to_load=size, load_s=size / 100, exposed_s=size / 100, own_tokens=own + size, missing_tokens=missing
+            bytes_to_load=size,
+            load_s=size / 100,
+            exposed_s=size / 100,
+            own_tokens=self.own.get(request_id, 0) + stored,
+            missing_tokens=missing,
+            is_loading=is_loading,
         )
 
     def waits_for_sibling(self, request_id):
@@ -164,7 +171,7 @@ def make_loop(
         least_chunk_tokens=least_chunk_tokens,
         chunked_prefill=chunked_prefill,
         stall_budget_s=0.02,
-        fair_places=policy == "car",
+        fair_places=policy in WINDOWED,
     )
     return Loop(scheduler, cache)
 

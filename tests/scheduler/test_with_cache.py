@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scheduler.policies import make_queue
+from scheduler.policies import WINDOWED, make_queue
 from scheduler.predictor import QuantilePredictor
 from scheduler.scheduler import Scheduler
 from scheduler.sequence import Sequence
@@ -114,7 +114,7 @@ class Server:
     step_tokens=st.integers(8, 120),
     chunked=st.booleans(),
     policy=st.sampled_from(["lru", "fifo"]),
-    order=st.sampled_from(["fcfs", "priority", "car"]),
+    order=st.sampled_from(["fcfs", "priority", *WINDOWED]),
     reuse=st.integers(0, 5).map(bool),
 )
 def test_conversations_in_a_memory_too_small_for_them(
@@ -134,7 +134,7 @@ def test_conversations_in_a_memory_too_small_for_them(
         cost=make_cost(),
         itl_target_s=rng.choice([0.0, 0.05, None]),
         least_chunk_tokens=rng.choice([1, 40]),
-        fair_places=order == "car",
+        fair_places=order in WINDOWED,
         max_seqs=max_seqs,
         max_queued=100,
         step_tokens=step_tokens,

@@ -1,0 +1,55 @@
+"""The shuffled window by what a load costs instead of by where KV is: a load that holds nobody up is as good as in HBM.
+Not what CaR's §III-B-1 says; the policy `car-hidden`, to compare with."""
+
+from collections.abc import Sequence as Items
+
+from scheduler.ports import Residency
+from scheduler.priority import Standing, Standings, standing, without_load
+from scheduler.sequence import Sequence
+from scheduler.window import EntryOrder, ShuffledWindow
+
+
+def standing_if_exposed(residency: Residency, hidden_s: float) -> Standing:
+    """A load that is under way, or would hold up its step no longer than `hidden_s`, is none, and its bytes do not
+    count either."""
+    if residency.is_loading or residency.exposed_s <= hidden_s:
+        return without_load(residency)
+    return standing(residency)
+
+
+class HiddenWindow(ShuffledWindow):
+    """While all places are taken, a member whose load will have ended by its turn, if all start in order of arrival,
+    has nothing to load: passing it would save nothing. For a place that is free, only what is there counts."""
+
+    policy = "car-hidden"
+
+    def __init__(self, *, size: int, entry: EntryOrder, standings: Standings) -> None:
+        super().__init__(size=size, entry=entry, standings=standings)
+        self._hidden: set[Sequence] = set()  # members whose load will have ended by their turn
+
+    def foresee(self, opens_s: Items[float], loading_s: float) -> None:
+        hidden: set[Sequence] = set()
+        if opens_s and opens_s[0] > 0:
+            # The link takes one load after the other, and who has waited longest is served first.
+            for place, sequence in enumerate(sorted(self._members, key=self._arrived.__getitem__)):
+                load_s = self._standings.load_s(sequence)
+                if load_s is not None:
+                    loading_s += load_s
+                    if place >= len(opens_s) or loading_s <= opens_s[place]:
+                        hidden.add(sequence)
+        if hidden != self._hidden:
+            self._hidden = hidden
+            self._changed()
+
+    def once_loaded(self) -> list[Sequence]:
+        """Loads that count for nothing change nothing when they end; who has to load stands where it will start."""
+        return self.front()
+
+    def _standing(self, sequence: Sequence) -> Standing:
+        if sequence in self._hidden:
+            return self._standings.without_load(sequence)
+        return super()._standing(sequence)
+
+    def _leave(self, sequence: Sequence) -> None:
+        super()._leave(sequence)
+        self._hidden.discard(sequence)
