@@ -24,9 +24,11 @@ _SAMPLING = {"temperature": "temp", "top_p": "top_p", "top_k": "top_k", "min_p":
 _SAMPLING |= {"repetition_penalty": "penalty_repeat"}
 
 
-def convert(source: Path, out: Path, *, sampling: Mapping[str, float] | None = None) -> None:
-    """Write the directory `out`, whole or not at all. `sampling` is put into its generation_config.json, in front of
-    what the file says. Raises GgufRefused."""
+def convert(
+    source: Path, out: Path, *, sampling: Mapping[str, float] | None = None, chat_template: str | None = None
+) -> None:
+    """Write the directory `out`, whole or not at all. `sampling` (for its generation_config.json) and `chat_template`
+    stand in front of what the file says. Raises GgufRefused."""
     if out.exists():
         raise GgufRefused(f"{out} is there already; name another directory, or delete it")
     file = GgufFile(source)
@@ -39,6 +41,8 @@ def convert(source: Path, out: Path, *, sampling: Mapping[str, float] | None = N
                 from engine.gguf import foreign
 
                 foreign.write(file, fresh)
+            if chat_template is not None:
+                _set_template(fresh, chat_template)
             _tell_sampling(fresh / "generation_config.json", {**_sampling_of(file), **(sampling or {})})
     except OSError as error:
         raise GgufRefused(f"{out} cannot be written: {error.strerror or error}") from None
@@ -111,6 +115,12 @@ def _tell_sampling(path: Path, sampling: Mapping[str, float]) -> None:
     if sampling:
         said = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
         _write_json(path, {**said, "do_sample": True, **sampling})
+
+
+def _set_template(directory: Path, template: str) -> None:
+    (directory / "chat_template.jinja").unlink(missing_ok=True)  # transformers', which would count for more
+    path = directory / "tokenizer_config.json"
+    _write_json(path, {**json.loads(path.read_text(encoding="utf-8")), "chat_template": template})
 
 
 def _write_json(path: Path, value: Any) -> None:

