@@ -1,6 +1,6 @@
-"""Greedy text over the whole hierarchy, held against the same text without it: real servers, the bundled model in fp32.
+"""Greedy text over the whole hierarchy, held against the same text without it: real servers, a model in fp32.
 
-    python -m benchmarks.equality --data DIR
+    python -m benchmarks.equality --data DIR [--model smollm2]
 
 Both servers of a mode get the same user turns and their own answers back as history, so they see the same conversation
 for as long as they say the same; a conversation ends at its first difference. Conversations go round, one turn each, so
@@ -46,10 +46,11 @@ from rich.table import Table
 from tokenizers import Tokenizer
 
 from benchmarks.measures import show_held
+from benchmarks.models import kv_bytes_per_token, model_directory, result_name
 from benchmarks.servers import Server, serve, write_result
 from benchmarks.streams import Answer, Difference, Message, ask, client_of, first_difference
+from cache.block import BLOCK_TOKENS
 
-BUNDLED = Path(__file__).parent.parent / "model" / "bundled"
 MAX_NEAR_TIES = 0.005
 MARKUP_TOKENS = 16  # bound of the chat markup between two messages
 TIERS = ("hbm", "dram", "disk")
@@ -69,29 +70,33 @@ class Mode:
     window: int = WINDOW
     max_tokens: int = 16
     between: str = ""  # restart | kill, between two rounds
+    dram_blocks: int = 0  # what DRAM holds; 0: as the settings say
 
     @property
     def cuts(self) -> bool:
         return self.window == CUT_WINDOW
 
-    def hbm_settings(self) -> dict[str, int]:
+    def settings_for(self, kv_bytes_per_token: int) -> dict[str, str | int | float]:
         # The least that a window may have: itself and one page.
-        return {"model.max_context": self.window, "cache.hbm_tokens": self.window + 32}
+        own = {**self.settings, "model.max_context": self.window, "cache.hbm_tokens": self.window + BLOCK_TOKENS}
+        if self.dram_blocks:
+            size = self.dram_blocks * BLOCK_TOKENS * kv_bytes_per_token
+            own["cache.dram_gib"] = 1.01 * size / (1 << 30)  # rounding must not cost a block
+        return own
 
 
 _DRAM = {"cache.dram_gib": 1, "cache.disk_gib": 0}
 _DISK = {"cache.dram_gib": 0, "cache.disk_gib": 2}
 _BOTH = {"cache.dram_gib": 0.25, "cache.disk_gib": 2}
-_SOME = {"cache.dram_gib": 0.0025, "cache.disk_gib": 2}  # 27 blocks: two conversations
-_TINY = {"cache.dram_gib": 0.00092, "cache.disk_gib": 2}  # ten blocks of the bundled model in fp32
+_LITTLE = {"cache.disk_gib": 2}  # and DRAM for some blocks
 MODES = (
     Mode("dram", _DRAM, round_of=24, from_tiers=("dram",)),
     Mode("disk", _DISK, round_of=24, from_tiers=("disk",)),
     Mode("mixed", _DISK, round_of=2, from_tiers=("hbm", "disk"), window=384),
     Mode("restart", _BOTH, round_of=60, from_tiers=("disk", "dram"), between="restart"),
     Mode("kill", _BOTH, round_of=60, from_tiers=("disk", "dram"), between="kill"),
-    Mode("crowd", _TINY, round_of=24, from_tiers=("disk", "dram"), at_once=8),
-    Mode("rotation", _SOME, round_of=8, from_tiers=("dram",)),
+    Mode("crowd", _LITTLE, round_of=24, from_tiers=("disk", "dram"), at_once=8, dram_blocks=10),
+    Mode("rotation", _LITTLE, round_of=8, from_tiers=("dram",), dram_blocks=27),
     Mode("cut-dram", _DRAM, round_of=12, from_tiers=("dram",), window=CUT_WINDOW, max_tokens=48),
     Mode("cut-disk", _DISK, round_of=12, from_tiers=("disk",), window=CUT_WINDOW, max_tokens=48),
 )
@@ -336,6 +341,7 @@ def show(console: Console, tallies: Mapping[str, Tally], held: Mapping[str, bool
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True, help="directory with dialogues/topical_chat.jsonl.gz")
+    parser.add_argument("--model", type=model_directory, default="bundled", help="bundled, smollm2, or a directory")
     parser.add_argument("--turns", type=int, default=2100, help="returning turns of contexts never cut, over all modes")
     parser.add_argument("--cut-turns", type=int, default=540, help="returning turns of cut contexts, over both modes")
     parser.add_argument("--modes", default=",".join(mode.name for mode in MODES), help="comma-separated")
@@ -350,11 +356,13 @@ def main() -> int:
     planned = plan(wanted, arguments.turns, arguments.cut_turns)
     # Sums depend on the number of threads; and so the two servers of a mode can work at the same time.
     settings: dict[str, str | int | float] = {
-        "model.source": str(BUNDLED),
+        "model.source": str(arguments.model),
         "model.dtype": "float32",
         "engine.threads": 1,
     }
-    tokenizer = Tokenizer.from_file(str(BUNDLED / "tokenizer.json"))
+    tokenizer = Tokenizer.from_file(str(arguments.model / "tokenizer.json"))
+    kv_bytes = kv_bytes_per_token(arguments.model, value_bytes=4)
+    result_file = result_name("equality", arguments.model)
     tallies: dict[str, Tally] = {}
     model: dict[str, Any] = {}
 
@@ -362,7 +370,7 @@ def main() -> int:
         return {
             "model": model,
             "settings": settings,
-            "modes_settings": {m.name: {**m.settings, **m.hbm_settings()} for m in MODES if m.name in wanted},
+            "modes_settings": {m.name: m.settings_for(kv_bytes) for m in MODES if m.name in wanted},
             "planned": planned,
             "held": verdicts(tallies, planned),
             "modes": summarize(tallies),
@@ -374,11 +382,11 @@ def main() -> int:
             if mode.name not in wanted:
                 continue
             bar = progress.add_task(mode.name, total=planned[mode.name])
-            own = {**settings, **mode.settings, **mode.hbm_settings()}
+            own = {**settings, **mode.settings_for(kv_bytes)}
             apart: dict[str, str | int | float] = {
                 **settings,
                 "model.max_context": mode.window,
-                "cache.hbm_tokens": 65_536,
+                "cache.hbm_tokens": min(65_536, (1 << 30) // kv_bytes),
             }
             apart["cache.mode"] = "prefix" if mode.cuts else "recompute"
             with ExitStack() as stack:
@@ -394,11 +402,11 @@ def main() -> int:
                 words = 60 if mode.name == "mixed" else 0  # two short conversations would both fit
                 asyncio.run(comparison.run(read_conversations(file, arguments.seed, words), planned[mode.name]))
             if not arguments.no_result:
-                write_result("equality", report())
+                write_result(result_file, report())
     held = verdicts(tallies, planned)
     show(console, tallies, held)
     if not arguments.no_result:
-        console.print(f"written to {write_result('equality', report())}")
+        console.print(f"written to {write_result(result_file, report())}")
     return 0 if all(held.values()) else 1
 
 

@@ -1,6 +1,6 @@
 """Replay real dialogues against two servers that differ in one setting: `cache.mode` prefix and recompute.
 
-    python -m benchmarks.replay_dialogues --data DIR
+    python -m benchmarks.replay_dialogues --data DIR [--model smollm2]
 
 The user's turns are as recorded, the assistant's are generated, greedily and in float32, so that the answers of the two
 servers must be the same, token for token. A dialogue ends at its first difference, when its turns are used up, or when
@@ -32,11 +32,11 @@ from rich.table import Table
 from tokenizers import Tokenizer
 
 from benchmarks.measures import show_held
+from benchmarks.models import model_directory, result_name
 from benchmarks.servers import Server, serve, write_result
 from benchmarks.streams import Answer, Difference, Message, ask, client_of, first_difference
 
 MODES = ("prefix", "recompute")
-BUNDLED = Path(__file__).parent.parent / "model" / "bundled"
 MIN_CACHED, MAX_NEAR_TIES = 0.97, 0.005
 # Bound of the chat markup from the end of one answer to the start of the next; ChatML takes up to 13.
 MARKUP_TOKENS = 16
@@ -228,13 +228,13 @@ def show(console: Console, summary: dict[str, Any], held: dict[str, bool]) -> No
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True, help="directory with dialogues/topical_chat.jsonl.gz")
-    parser.add_argument("--model", type=Path, default=BUNDLED, help="model directory")
+    parser.add_argument("--model", type=model_directory, default="bundled", help="bundled, smollm2, or a directory")
     parser.add_argument("--dialogues", type=int, default=40)
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--max-tokens", type=int, default=32)
     parser.add_argument("--at-once", type=int, default=8, help="conversations open at the same time")
     parser.add_argument("--seed", type=int, default=0, help="draws the dialogues")
-    parser.add_argument("--result", default="replay_dialogues", help="name of the result file")
+    parser.add_argument("--result", help="name of the result file; default: replay_dialogues, and the model's")
     arguments = parser.parse_args()
     console = Console()
     file = arguments.data / "dialogues" / "topical_chat.jsonl.gz"
@@ -258,7 +258,8 @@ def main() -> int:
     summary = summarize(conversations)
     held = verdicts(summary)
     show(console, summary, held)
-    result = write_result(arguments.result, {"model": model, "settings": settings, "held": held, **summary})
+    name = arguments.result or result_name("replay_dialogues", arguments.model)
+    result = write_result(name, {"model": model, "settings": settings, "held": held, **summary})
     console.print(f"written to {result}")
     return 0 if all(held.values()) else 1
 

@@ -1,6 +1,6 @@
 """What a conversation costs and loses when it outgrows the window.
 
-    python -m benchmarks.truncation --data DIR [--parts endless,shortened,shortened-125m,perplexity,retrieval]
+    python -m benchmarks.truncation --data DIR [--model smollm2] [--parts endless,perplexity,...]
 
 endless         200 turns on a window of 1,024 tokens; the server truncates, with saved KV at new positions (AS) and by
                 computing the kept text again (TT).
@@ -30,13 +30,15 @@ from tokenizers import Tokenizer
 
 from benchmarks import truncation_perplexity, truncation_retrieval
 from benchmarks import truncation_serving as serving
-from benchmarks.make_model import BUNDLED, SHAPES, make_model
+from benchmarks.make_model import SHAPES, make_model
 from benchmarks.measures import show_held
+from benchmarks.models import model_directory, name_of, result_name
 from benchmarks.servers import write_result
 from benchmarks.truncation_quality import Bench
 from cache.block import BLOCK_TOKENS
 
 PARTS = ("endless", "shortened", "shortened-125m", "perplexity", "retrieval")
+WINDOW = 1024  # of every model but the 125 M shape
 LARGE_WINDOW, LARGE_USER_TOKENS, SMALL_USER_TOKENS = 2048, 166, 60
 MAX_OVERFLOW, MAX_LATE, MAX_SHIFTED, MAX_APART, MIN_NAIVE = 1.3, 1.3, 0.4, 0.01, 1.1
 Advance = Callable[[], None]
@@ -49,9 +51,8 @@ def run_serving(part: str, arguments: argparse.Namespace, model: Path, advance: 
     tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
     said = serving.user_turns(arguments.data, turns, tokens, tokenizer, arguments.seed)
     bias = serving.answer_bias(tokenizer, random_model=large)
-    common: dict[str, str | int | float] = {"model.source": str(model)}
-    if large:
-        common["model.max_context"] = LARGE_WINDOW
+    window = LARGE_WINDOW if large else WINDOW
+    common: dict[str, str | int | float] = {"model.source": str(model), "model.max_context": window}
 
     def play(arms: Mapping[str, serving.Arm]) -> Awaitable[None]:
         return serving.converse(
@@ -62,14 +63,14 @@ def run_serving(part: str, arguments: argparse.Namespace, model: Path, advance: 
     pair = serving.ENDLESS if endless else serving.SHORTENED
     rows = asyncio.run(serving.run_pair(pair, common, play))
     summary = serving.summarize_endless(rows, arguments.max_tokens) if endless else serving.summarize_shortened(rows)
-    common["model.source"] = "bundled" if model == BUNDLED else "125 M"
+    common["model.source"] = "125 M" if large else name_of(model)
     return {"settings": {"common": common, **pair}, "summary": summary, "by_turn": rows}
 
 
 def run_quality(part: str, arguments: argparse.Namespace, advance: Advance) -> dict[str, Any] | None:
     torch.set_num_threads(arguments.threads or torch.get_num_threads())
-    tokenizer = Tokenizer.from_file(str(BUNDLED / "tokenizer.json"))
-    bench = Bench(BUNDLED, max_tokens=2048)
+    tokenizer = Tokenizer.from_file(str(arguments.model / "tokenizer.json"))
+    bench = Bench(arguments.model, window=WINDOW, max_tokens=2 * WINDOW)
     if part == "retrieval":
         return truncation_retrieval.measure(
             bench, tokenizer, arguments.data, questions=arguments.questions, keep_first=BLOCK_TOKENS,
@@ -175,7 +176,8 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True, help="directory with dialogues/, long_docs/ and text/")
     parser.add_argument("--parts", default=",".join(PARTS), help="which parts to run, comma-separated")
-    parser.add_argument("--model", type=Path, help="the 125 M model's directory; made in a temporary one if not given")
+    parser.add_argument("--model", type=model_directory, default="bundled", help="bundled, smollm2, or a directory")
+    parser.add_argument("--model-125m", type=Path, help="that model's directory; made in a temporary one if not given")
     parser.add_argument("--turns", type=int, default=200, help="of the endless conversation")
     parser.add_argument("--rounds", type=int, default=20, help="turns with a shortened history")
     parser.add_argument("--max-tokens", type=int, default=32, help="generated per turn")
@@ -184,7 +186,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--questions", type=int, default=60)
     parser.add_argument("--threads", type=int, default=0, help="of the parts without a server; 0: torch's choice")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--result", default="truncation", help="name of the result file")
+    parser.add_argument("--result", help="name of the result file; default: truncation, and the model's")
     parser.add_argument("--no-result", action="store_true", help="write no result file")
     arguments = parser.parse_args()
     arguments.parts = arguments.parts.split(",")
@@ -196,6 +198,7 @@ def parse() -> argparse.Namespace:
 def main() -> int:
     arguments = parse()
     console = Console()
+    result = arguments.result or result_name("truncation", arguments.model)
     parts: dict[str, Any] = {}
     with tempfile.TemporaryDirectory(prefix="reprise-model-") as scratch:
         for part in arguments.parts:
@@ -207,9 +210,9 @@ def main() -> int:
                 if part in ("perplexity", "retrieval"):
                     found = run_quality(part, arguments, advance)
                 else:
-                    model = BUNDLED
+                    model = arguments.model
                     if part == "shortened-125m":
-                        model = arguments.model or Path(scratch) / "m125"
+                        model = arguments.model_125m or Path(scratch) / "m125"
                         if not model.exists():
                             make_model(model, SHAPES["125m"], seed=0)
                     found = run_serving(part, arguments, model, advance)
@@ -219,7 +222,7 @@ def main() -> int:
             parts[part] = found
             show(console, part, found)
             if not arguments.no_result:
-                write_result(arguments.result, {"seed": arguments.seed, "held": verdicts(parts), "parts": parts})
+                write_result(result, {"seed": arguments.seed, "held": verdicts(parts), "parts": parts})
     held = verdicts(parts)
     show_held(console, held)
     return 0 if all(held.values()) else 1

@@ -56,7 +56,7 @@ class Bench:
     """A model in float32 with pages for one sequence. Single-threaded; every call of `compute` begins at row 0 of the
     pages, every call of `go_on` behind the rows that the last `compute` or `place` has left."""
 
-    def __init__(self, model: Path, max_tokens: int) -> None:
+    def __init__(self, model: Path, window: int, max_tokens: int) -> None:
         self.model: Any = load_model(model, torch.float32, CPU)
         backend = BACKENDS["torch_cpu"]()
         self._page_size = math.lcm(backend.page_multiple, BLOCK_TOKENS)
@@ -69,10 +69,7 @@ class Bench:
         self._capture = _Capture()
         self._runner = ModelRunner(model=self.model, pages=self.pages, backend=backend, sink=self._capture)
         self.length = 0
-
-    @property
-    def window(self) -> int:
-        return int(self.model.config.max_position_embeddings)
+        self.window = window  # of which a cut drops half
 
     def _run(self, token_ids: Sequence[int], logit_rows: Tensor) -> Tensor:
         rows = torch.arange(self.length, self.length + len(token_ids))

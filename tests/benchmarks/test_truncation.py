@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from benchmarks import truncation, truncation_figure
-from benchmarks.make_model import SHAPES, make_model
+from benchmarks.make_model import BUNDLED, SHAPES, make_model
 from benchmarks.streams import Answer
 from benchmarks.truncation_perplexity import draw_windows, score_window, summarize
 from benchmarks.truncation_quality import ARMS, Bench, kept_rows
@@ -22,7 +22,7 @@ TOKENS = list(range(100, 356))
 def bench(tmp_path_factory):
     directory = tmp_path_factory.mktemp("model") / "tiny"
     make_model(directory, SHAPES["tiny"], seed=0)
-    return Bench(directory, max_tokens=512)
+    return Bench(directory, window=256, max_tokens=512)
 
 
 def probabilities(bench: Bench, arm: str, rows: torch.Tensor, following: list[int]) -> torch.Tensor:
@@ -151,7 +151,7 @@ def test_only_turns_that_the_client_shortened_are_compared():
 def test_user_turns_have_the_length_asked_for(bench):
     from tokenizers import Tokenizer
 
-    tokenizer = Tokenizer.from_file(str(truncation.BUNDLED / "tokenizer.json"))
+    tokenizer = Tokenizer.from_file(str(BUNDLED / "tokenizer.json"))
     said = user_turns(None, 5, 60, tokenizer, seed=1)
     lengths = [len(tokenizer.encode(text, add_special_tokens=False).ids) for text in said]
     assert len(said) == 5

@@ -1,0 +1,34 @@
+"""Which model a benchmark runs: `--model bundled | smollm2 | DIR`."""
+
+import argparse
+import json
+from pathlib import Path
+
+from model.places import BUNDLED, SMOLLM2, is_there
+
+NAMES = {"bundled": BUNDLED, "smollm2": SMOLLM2}
+
+
+def model_directory(text: str) -> Path:
+    """For argparse. Raises argparse.ArgumentTypeError."""
+    directory = NAMES.get(text, Path(text))
+    if not is_there(directory):
+        how = "`make model` brings it" if directory == SMOLLM2 else f"bundled, smollm2, or a directory: {directory}"
+        raise argparse.ArgumentTypeError(f"there is no model {text!r}; {how}")
+    return directory
+
+
+def name_of(directory: Path) -> str:
+    """As `--model` was given, or the directory's name."""
+    return next((name for name, known in NAMES.items() if known == directory), directory.name)
+
+
+def result_name(benchmark: str, directory: Path) -> str:
+    """Of the result file: the benchmark's own name is the bundled model's."""
+    return benchmark if directory == BUNDLED else f"{benchmark}_{name_of(directory).lower()}"
+
+
+def kv_bytes_per_token(directory: Path, value_bytes: int) -> int:
+    """Keys and values of all layers, of a Llama-shaped model."""
+    config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    return int(2 * config["num_hidden_layers"] * config["num_key_value_heads"] * config["head_dim"] * value_bytes)
