@@ -1,19 +1,61 @@
-"""The container files agree with the program: settings exist, nothing listens openly without keys."""
+"""The container files agree with the program: what they set exists and is taken, nothing listens openly without keys,
+and what has to outlive a container lies on a volume."""
 
 import re
-from pathlib import Path
+import tomllib
+from pathlib import Path, PurePosixPath
+from typing import Any
 
 import pytest
 import yaml
 
-from app.settings import SettingsError, known_settings, load_settings
+from app.settings import Settings, SettingsError, known_settings, load_settings
 
-DOCKER = Path(__file__).parent.parent / "docker"
+ROOT = Path(__file__).parent.parent
+DOCKER = ROOT / "docker"
+OVERLAYS = ["compose.cuda.yaml", "compose.redis.yaml"]
+KEY = "a-long-enough-key"
 
 
 def image_environment() -> dict[str, str]:
     text = (DOCKER / "Dockerfile").read_text(encoding="utf-8")
-    return dict(re.findall(r"(REPRISE_[A-Z_]+)=(\S+)", text))
+    (block,) = re.findall(r"^ENV (PATH=[^\\\n]*(?:\\\n[^\\\n]*)+)", text, re.MULTILINE)
+    return dict(word.split("=", 1) for word in block.replace("\\\n", " ").split())
+
+
+def compose(*overlays: str) -> dict[str, Any]:
+    """As docker compose merges the files: mappings key by key, anything else by the last."""
+
+    def merge(below: Any, above: Any) -> Any:
+        if not (isinstance(below, dict) and isinstance(above, dict)):
+            return above
+        return {key: merge(below.get(key), above[key]) if key in above else below[key] for key in below | above}
+
+    merged: Any = {}
+    for name in ("compose.yaml", *overlays):
+        merged = merge(merged, yaml.safe_load((DOCKER / name).read_text(encoding="utf-8")))
+    return merged
+
+
+def resolved(environment: dict[str, Any], host: dict[str, str]) -> dict[str, str]:
+    """What is in the container: ${NAME:?..} and names without a value come from the host, the latter if set."""
+    found = {}
+    for name, value in environment.items():
+        if value is None:
+            if name in host:
+                found[name] = host[name]
+        elif reference := re.fullmatch(r"\$\{(\w+):\?[^}]+\}", value):
+            found[name] = host[reference[1]]  # compose refuses to start without it
+        else:
+            assert "$" not in value
+            found[name] = value
+    return found
+
+
+def settings(host: dict[str, str], *overlays: str) -> Settings:
+    """Those of the server in its container, for this environment of the host."""
+    given = resolved(compose(*overlays)["services"]["server"]["environment"], {"REPRISE_API_KEYS": KEY, **host})
+    return load_settings(flags={}, environ={**image_environment(), **given}, config=None)
 
 
 def test_every_setting_named_in_the_container_files_exists():
@@ -24,7 +66,7 @@ def test_every_setting_named_in_the_container_files_exists():
         if file.is_file()
         for name in re.findall(r"REPRISE_[A-Z]+__[A-Z_]+", file.read_text(encoding="utf-8"))
     }
-    assert len(used) >= 3
+    assert len(used) >= 10
     assert used <= names
 
 
@@ -33,15 +75,60 @@ def test_the_image_listens_everywhere_and_only_with_keys():
     assert environment["REPRISE_SERVER__HOST"] == "0.0.0.0"
     with pytest.raises(SettingsError, match="api_keys"):
         load_settings(flags={}, environ=environment, config=None)
-    keyed = {**environment, "REPRISE_SERVER__API_KEYS": "a-long-enough-key"}
-    assert load_settings(flags={}, environ=keyed, config=None).server.host == "0.0.0.0"
+    with pytest.raises(KeyError):
+        resolved(compose()["services"]["server"]["environment"], {})
+    assert settings({}).server.api_keys == (KEY,)
 
 
-def test_compose_publishes_the_server_on_loopback_and_redis_not_at_all():
-    services = yaml.safe_load((DOCKER / "compose.yaml").read_text(encoding="utf-8"))["services"]
-    assert services["server"]["ports"] == ["127.0.0.1:8000:8000"]
-    assert "ports" not in services["redis"]
-    # `:?` makes compose refuse to start without keys.
-    assert services["server"]["environment"]["REPRISE_SERVER__API_KEYS"].startswith("${REPRISE_API_KEYS:?")
-    mounted = {volume.split(":")[1] for volume in services["server"]["volumes"]}
-    assert image_environment()["REPRISE_CACHE__DISK_DIR"] in mounted
+def test_only_the_server_is_published_and_on_loopback_alone():
+    for overlays in ([], *([overlay] for overlay in OVERLAYS), OVERLAYS):
+        services = compose(*overlays)["services"]
+        assert services["server"]["ports"] == ["127.0.0.1:8000:8000"]
+        assert [name for name, service in services.items() if "ports" in service] == ["server"]
+
+
+def test_model_device_and_sizes_come_from_the_environment_and_else_from_the_server():
+    untouched = load_settings(flags={}, environ={**image_environment(), "REPRISE_SERVER__API_KEYS": KEY}, config=None)
+    assert settings({"PATH": "/usr/bin"}) == untouched
+    host = {
+        "REPRISE_MODEL__SOURCE": "org/name", "REPRISE_MODEL__MAX_CONTEXT": "4096", "REPRISE_ENGINE__DEVICE": "cpu",
+        "REPRISE_CACHE__DRAM_GIB": "3", "REPRISE_CACHE__DISK_GIB": "5", "REPRISE_CACHE__HBM_TOKENS": "70000",
+    }  # fmt: skip
+    found = settings(host)
+    assert (found.model.source, found.model.max_context, found.engine.device) == ("org/name", 4096, "cpu")
+    assert (found.cache.dram_gib, found.cache.disk_gib, found.cache.hbm_tokens) == (3, 5, 70_000)
+
+
+def test_what_has_to_outlive_a_container_lies_on_a_volume():
+    server = compose()["services"]["server"]
+    mounted = [PurePosixPath(volume.split(":")[1]) for volume in server["volumes"]]
+    assert server["read_only"]
+    # Else every start would compile for a minute, and Triton, which must be able to write, would not start at all.
+    for name in ("REPRISE_CACHE__DISK_DIR", "NUMBA_CACHE_DIR", "TRITON_CACHE_DIR"):
+        place = PurePosixPath(image_environment()[name])
+        assert any(place.is_relative_to(volume) for volume in mounted), name
+    assert {volume.split(":")[0] for volume in server["volumes"]} == compose()["volumes"].keys()
+
+
+def test_with_a_gpu_the_image_has_what_it_needs_and_asks_for_the_device():
+    server = compose("compose.cuda.yaml")["services"]["server"]
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
+    wanted = server["build"]["args"]["EXTRAS"].split(",")
+    assert "cuda" in wanted
+    assert set(wanted) <= extras.keys()
+    assert not [text for extra in wanted for text in extras[extra] if text.startswith("flash-attn")]  # needs a compiler
+    (device,) = server["deploy"]["resources"]["reservations"]["devices"]
+    assert device["capabilities"] == ["gpu"]
+    assert server["image"] != compose()["services"]["server"]["image"]
+    assert settings({}, "compose.cuda.yaml").engine.device == "cuda"
+
+
+def test_redis_is_used_where_it_is_started_and_forgets_nothing():
+    assert settings({}).cache.redis_url == ""
+    assert list(compose()["services"]) == ["server"]
+    services = compose("compose.redis.yaml")["services"]
+    host = settings({}, "compose.redis.yaml").cache.redis_url.removeprefix("redis://").partition(":")[0]
+    assert services["server"]["depends_on"] == {host: {"condition": "service_healthy"}}
+    command = services[host]["command"]
+    assert command[command.index("--maxmemory-policy") + 1] == "noeviction"
+    assert "redis" in (DOCKER / "Dockerfile").read_text(encoding="utf-8").split("ARG EXTRAS=")[1].splitlines()[0]
