@@ -31,6 +31,7 @@ HELD = {
     "What planning a step costs": "planning_cost",
     "How well `reprise load` keeps time": "load_rate",
     "One workload, four servers": "modes",
+    "First tokens under load": "poisson",
 }
 """Results that say what held, by title."""
 
