@@ -42,10 +42,10 @@ from loadgen.synthetic import Distribution
 from loadgen.workload import Conversation
 
 ARMS: dict[str, dict[str, str]] = {
-    "attentionstore": {"cache.mode": "attentionstore", "scheduler.policy": "car"},
+    "attentionstore": {"cache.mode": "attentionstore", "scheduler.policy": "car-hidden"},
     "fcfs": {"cache.mode": "attentionstore", "scheduler.policy": "fcfs"},
-    "prefix": {"cache.mode": "prefix", "scheduler.policy": "car"},
-    "recompute": {"cache.mode": "recompute", "scheduler.policy": "car"},
+    "prefix": {"cache.mode": "prefix", "scheduler.policy": "car-hidden"},
+    "recompute": {"cache.mode": "recompute", "scheduler.policy": "car-hidden"},
 }
 IN_HBM, IN_DRAM, IN_STAGING = 2, 3, 1  # conversations of the largest size
 MIB, GIB = 1 << 20, 1 << 30

@@ -131,7 +131,7 @@ def measure(model: str, path: str, start: int, rounds: int, directory: Path, con
         stores = differs["cache.mode"] != COMPUTING
         arms[arm] = InProcess(
             config(
-                path, max_context=WINDOW, hbm_tokens=HBM_TOKENS, scheduler_policy="car", max_seqs=32,
+                path, max_context=WINDOW, hbm_tokens=HBM_TOKENS, scheduler_policy="car-hidden", max_seqs=32,
                 itl_target_s=0.1, cache_mode=str(differs["cache.mode"]), dram_bytes=DRAM_BYTES if stores else 0,
                 disk_bytes=DISK_BYTES if stores and differs.get("cache.disk_gib") != 0 else 0,
                 disk_dir=str(directory / arm),
