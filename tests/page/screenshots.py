@@ -1,4 +1,5 @@
-"""The page's pictures in docs/: `python -m tests.page.screenshots`. Needs Chromium; serves the bundled model twice."""
+"""The page's pictures in docs/: `python -m tests.page.screenshots`. Needs Chromium and SmolLM2, which
+`make setup` brings; serves it twice."""
 
 import tempfile
 import threading
@@ -8,15 +9,18 @@ from typing import Any
 import httpx
 
 from benchmarks.servers import ROOT, Server, free_port, serve
+from model.places import SMOLLM2
 from tests.page.browser import chromium, send
 
 DOCS = ROOT / "docs"
-TURNS = ["Hello! Do you like music?", "What kind of music do you like?", "Who is your favorite singer?", "Do you sing?"]
+TURNS = ["What is the capital of France?", "What is it famous for?", "Name one museum there.", "What can I see in it?"]
 OTHERS = 14  # conversations that run meanwhile, so that there is something to see
 WORDS = "Tell me everything you know about music, dogs, summer and the sea. "
 SETTINGS: dict[str, str | int | float] = {
+    "model.source": str(SMOLLM2),
+    "model.max_context": 2048,
     "cache.hbm_tokens": 4096,
-    "cache.dram_gib": 0.08,
+    "cache.dram_gib": 0.15,
     "cache.disk_gib": 0.5,
     "scheduler.max_seqs": 3,
 }
@@ -28,10 +32,10 @@ def crowd(server: Server) -> list[threading.Thread]:
         for turn in range(3):
             messages.append({"role": "user", "content": f"{n} {turn}. {WORDS * (1 + n % 5)}"})
             body = {
-                "model": "bundled", "messages": messages, "max_tokens": 60, "session_id": f"crowd-{n}",
-                "temperature": 0.3, "ignore_eos": True,
+                "model": server.model["id"], "messages": messages, "max_tokens": 60, "session_id": f"crowd-{n}",
+                "ignore_eos": True,
             }  # fmt: skip
-            answer = httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=120).raise_for_status().json()
+            answer = httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=600).raise_for_status().json()
             messages.append({"role": "assistant", "content": answer["choices"][0]["message"]["content"]})
 
     threads = [threading.Thread(target=converse, args=(n,)) for n in range(OTHERS)]
@@ -56,7 +60,7 @@ def main() -> None:
             page.locator('#server[data-state="ready"]').wait_for(timeout=60_000)
             send(page, TURNS[3])
             threads = crowd(server)
-            page.wait_for_timeout(4000)
+            page.wait_for_timeout(8000)
             page.screenshot(path=DOCS / "page.png")
             page.emulate_media(color_scheme="dark")
             page.screenshot(path=DOCS / "page_dark.png")
