@@ -119,7 +119,8 @@ def stats(context: typer.Context, config: Config = None) -> None:
         total += store.size_bytes
     console = Console(highlight=False)
     console.print(table)
-    console.print(f"{total / GIB:.3f} of {settings.cache.disk_gib:g} GiB in {settings.state_dir}", markup=False)
+    cap = "" if settings.cache.disk_gib == "auto" else f" of {settings.cache.disk_gib:g}"
+    console.print(f"{total / GIB:.3f}{cap} GiB in {settings.state_dir}", markup=False)
 
 
 @cli.command(context_settings=ANY_SETTING)

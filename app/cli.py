@@ -265,7 +265,7 @@ def _prepare(settings: Settings) -> FastAPI:
         if finding.advice and settings.server.log_format == "text":
             _tell(f"serving {finding.found}; {finding.advice}")
     try:
-        keeps_files = settings.cache.mode == "attentionstore" and settings.cache.disk_gib
+        keeps_files = settings.cache.mode == "attentionstore" and settings.cache.disk_gib != 0
         if keeps_files and (owner := used_by(settings.state_dir)):
             raise _end(f"{settings.state_dir} is in use by {owner}; stop it, or choose another cache.disk_dir")
         return create_app(settings)

@@ -20,11 +20,13 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-import psutil
 from rich.table import Table
 
+from app.expected_sizes import ITEMSIZE, Expected, expected_sizes, model_shape
 from app.settings import GIB, MIB, Settings
 from app.state_dir import weakness
+from engine.machine import Memory, memory
+from engine.sizes import dram_warnings
 from model.places import BUNDLED, SMOLLM2, is_there, source_of
 
 HOW_TO_GET_A_MODEL = f"`make model` brings {SMOLLM2.name}, which knows something of the world"
@@ -82,16 +84,17 @@ def examine(
 ) -> list[Finding]:
     """All of it, in the order in which it should be mended. `probe` looks at the libraries; `used_by` says which server
     has a state directory."""
-    libraries = (probe or probe_libraries)()
+    libraries, has = (probe or probe_libraries)(), memory()
+    expected = _expected(settings, has, libraries)
     return [
         *_python(),
         *_torch(libraries, settings),
         *_accelerator(libraries, settings),
         *_extras(libraries, settings),
         *_processor(settings),
-        *_memory(settings),
+        *_memory(settings, has, expected),
         *look_at_model(settings),
-        *_state(settings, used_by),
+        *_state(settings, expected, used_by),
         *_redis(settings),
         *_port(settings),
     ]
@@ -203,16 +206,50 @@ def _cpu_flags() -> set[str]:
     return set(next((line.split(":", 1)[1].split() for line in lines if line.startswith("flags")), ()))
 
 
-def _memory(settings: Settings) -> Iterator[Finding]:
-    memory = psutil.virtual_memory()
-    wanted = settings.cache.dram_gib * GIB + settings.cache.staging_mib * MIB
-    has = f"{memory.total / GIB:.1f} GiB, {memory.available / GIB:.1f} available"
-    if wanted > memory.total:
-        yield Finding("memory", Level.FAIL, f"{has}; cache.dram_gib wants more than there is", "lower cache.dram_gib")
-    elif wanted > memory.available * 0.9:
-        yield Finding("memory", Level.WARN, f"{has}; cache.dram_gib wants nearly all", "lower cache.dram_gib")
+def _memory(settings: Settings, has: Memory, expected: Expected | None) -> Iterator[Finding]:
+    found = f"{has.total / GIB:.1f} GiB, {has.available / GIB:.1f} available"
+    if expected is None:
+        wanted = _bytes(settings.cache.dram_gib) + settings.cache.staging_mib * MIB
+        warnings = []
     else:
-        yield Finding("memory", Level.OK, has)
+        sizes = expected.sizes
+        parts = {"KV in DRAM": sizes.dram, "staging": sizes.staging}
+        if expected.on_cpu:
+            parts = {"weights": expected.shape.weights, "KV in HBM": sizes.hbm, **parts}
+        wanted = sum(parts.values())
+        found += f"; taken as needed: {', '.join(f'{name} {size / GIB:.1f}' for name, size in parts.items() if size)}"
+        hbm_tokens, dram_tokens = expected.tokens(sizes.hbm), expected.tokens(sizes.dram)
+        window = min(hbm_tokens, expected.shape.window_tokens)
+        warnings = dram_warnings(dram_tokens, hbm_tokens, window) if sizes.dram else []
+        if window < expected.shape.window_tokens:
+            warnings.append(f"the window shrinks to {window:,} of {expected.shape.window_tokens:,} tokens")
+    if wanted > has.total:
+        advice = "lower cache.dram_gib or cache.hbm_tokens, or serve a smaller model"
+        yield Finding("memory", Level.FAIL, f"{found}; that is more than there is", advice)
+    elif wanted > has.available * 0.9:
+        advice = "lower cache.dram_gib or cache.hbm_tokens, or end what else runs here"
+        yield Finding("memory", Level.WARN, f"{found}; that is nearly all", advice)
+    elif warnings:
+        yield Finding("memory", Level.WARN, found, "; ".join(warnings))
+    else:
+        yield Finding("memory", Level.OK, found)
+
+
+def _bytes(gib: float | str) -> float:
+    """0 where it is automatic: that fits."""
+    return gib * GIB if isinstance(gib, float) else 0.0
+
+
+def _expected(settings: Settings, has: Memory, libraries: dict[str, Any]) -> Expected | None:
+    """What a server would take; None where the model is not on this machine, or speaks of itself in other words."""
+    devices = [] if settings.engine.device == "cpu" else libraries.get("devices", [])
+    automatic = "bfloat16" if devices or "avx512_bf16" in _cpu_flags() else "float32"
+    itemsize = ITEMSIZE[automatic if settings.model.dtype == "auto" else settings.model.dtype]
+    directory = Path(source_of(settings.model.source)).expanduser()
+    shape = model_shape(directory, itemsize, settings.model.max_context)
+    if shape is None:
+        return None
+    return expected_sizes(settings, shape, has, int(devices[0]["gib"] * GIB) if devices else None)
 
 
 def look_at_model(settings: Settings) -> Iterator[Finding]:
@@ -252,7 +289,7 @@ def _gguf(file: Path) -> Finding:
         return Finding("model", Level.FAIL, f"{file} cannot be read: {error.strerror}", "chmod +r, or another file")
 
 
-def _state(settings: Settings, used_by: Callable[[Path], str | None]) -> Iterator[Finding]:
+def _state(settings: Settings, expected: Expected | None, used_by: Callable[[Path], str | None]) -> Iterator[Finding]:
     directory = settings.state_dir
     existing = next(path for path in (directory, *directory.absolute().parents) if path.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
@@ -262,12 +299,14 @@ def _state(settings: Settings, used_by: Callable[[Path], str | None]) -> Iterato
         return
     owner = _owner(directory, used_by)
     free = shutil.disk_usage(existing).free
-    wanted = settings.cache.disk_gib * GIB + settings.cache.disk_min_free_gib * GIB
+    wanted = _bytes(settings.cache.disk_gib) + settings.cache.disk_min_free_gib * GIB
     has = f"{directory}, {free / GIB:.1f} GiB free"
+    if settings.cache.disk_gib == "auto" and expected is not None:
+        has += f", {expected.sizes.disk / GIB:.1f} of it for KV"
     if owner:
         advice = "another server needs another --cache.disk_dir, and `reprise cache` has to wait"
         yield Finding("state", Level.NOTE, f"{has}, in use by {owner}", advice)
-    elif settings.cache.disk_gib and free < settings.cache.disk_min_free_gib * GIB:
+    elif settings.cache.disk_gib != 0 and free < settings.cache.disk_min_free_gib * GIB:
         advice = "free some space, or lower cache.disk_min_free_gib: nothing would be kept on disk"
         yield Finding("state", Level.WARN, has, advice)
     elif free < wanted:
@@ -275,7 +314,7 @@ def _state(settings: Settings, used_by: Callable[[Path], str | None]) -> Iterato
         yield Finding("state", Level.NOTE, has, advice)
     else:
         yield Finding("state", Level.OK, has)
-    if settings.cache.disk_gib:
+    if settings.cache.disk_gib != 0:
         yield _disk_speed(existing)
     if (weak := weakness(directory)) is not None:
         yield Finding("state", Level.WARN, *weak)

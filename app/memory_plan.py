@@ -1,16 +1,17 @@
 """The panel that says a server is ready: where it listens, what it serves, and what memory that takes."""
 
 import msgspec
-import psutil
 from rich.console import Group
 from rich.panel import Panel
 from rich.table import Table
 
 from app.sampling import OPENAI, SamplingDefaults
 from app.settings import GIB, MIB, Settings
+from engine.machine import memory
 from engine.messages import ModelInfo
 
-IN_MEMORY = ("weights", "hbm", "dram", "staging")  # parts of the plan that are memory of this machine, on CPU
+ON_DEVICE = ("weights", "hbm")  # parts of the plan that are memory of this machine only where the model runs on it
+IN_MEMORY = (*ON_DEVICE, "dram", "staging")
 NAMES = {"weights": "weights", "hbm": "KV in HBM", "dram": "KV in DRAM", "staging": "staging", "disk": "KV on disk"}
 
 
@@ -59,10 +60,9 @@ def _plan(model: ModelInfo) -> Table:
         if name == "hbm":
             what += f" of {token_bytes:,} bytes, pages of {model.page_size}"
         table.add_row(NAMES.get(name, name), _size(size), what)
-    if model.device == "cpu":
-        used = sum(plan.get(name, 0) for name in IN_MEMORY)
-        memory = psutil.virtual_memory().total
-        table.add_row("memory in all", _size(used), f"of {memory / GIB:.1f} GiB that this machine has")
+    elsewhere = () if model.device == "cpu" else ON_DEVICE
+    used = sum(plan.get(name, 0) for name in IN_MEMORY if name not in elsewhere)
+    table.add_row("memory in all", _size(used), f"of {memory().total / GIB:.1f} GiB that this machine has")
     return table
 
 

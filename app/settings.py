@@ -72,8 +72,12 @@ class CacheSettings(_Section):
     hbm_tokens: int = Field(0, ge=0, le=1 << 31, description="tokens of KV in HBM; 0: from free memory")
     ttl_s: float = Field(86_400.0, gt=0, le=1e9, description="a session is forgotten this long after its last use")
     max_sessions: int = Field(10_000, ge=1, le=10_000_000, description="sessions the engine keeps track of")
-    dram_gib: float = Field(1.0, ge=0, le=1 << 16, description="KV in DRAM; 0 turns the tier off")
-    disk_gib: float = Field(8.0, ge=0, le=1 << 20, description="KV on disk; 0 turns the tier off")
+    dram_gib: Annotated[float, Field(ge=0, le=1 << 16)] | Literal["auto"] = Field(
+        "auto", description="KV in DRAM; auto: a share of free memory; 0 turns the tier off"
+    )
+    disk_gib: Annotated[float, Field(ge=0, le=1 << 20)] | Literal["auto"] = Field(
+        "auto", description="KV on disk; auto: a share of free space; 0 turns the tier off"
+    )
     disk_dir: Path = Field(Path("~/.cache/reprise"), description="state files: KV, transcripts, the tenant secret")
     disk_min_free_gib: float = Field(2.0, ge=0, le=1 << 20, description="of the file system, left to others")
     dram_free_buffer: float = Field(0.1, ge=0, lt=1, description="share of DRAM kept free in the background")
@@ -332,8 +336,8 @@ class Settings(_Section, BaseSettings):
             step_tokens=self.engine.step_tokens,
             chunked_prefill=self.scheduler.chunked_prefill,
             tenant_secret=tenant_secret,
-            dram_bytes=int(self.cache.dram_gib * GIB),
-            disk_bytes=int(self.cache.disk_gib * GIB),
+            dram_bytes=_bytes(self.cache.dram_gib),
+            disk_bytes=_bytes(self.cache.disk_gib),
             disk_dir=str(self.state_dir.absolute()),
             disk_min_free_bytes=int(self.cache.disk_min_free_gib * GIB),
             dram_free_buffer=self.cache.dram_free_buffer,
@@ -352,6 +356,10 @@ class Settings(_Section, BaseSettings):
             sync_save=self.cache.sync_save,
             max_pinned_share=self.cache.max_pinned_share,
         )
+
+
+def _bytes(gib: float | Literal["auto"]) -> int | None:
+    return None if gib == "auto" else int(gib * GIB)
 
 
 def known_settings() -> Iterator[tuple[str, FieldInfo]]:

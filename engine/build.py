@@ -8,7 +8,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 from torch import nn
 
@@ -22,11 +21,13 @@ from engine.directory import SessionDirectory
 from engine.engine import Engine
 from engine.grammar import GrammarCompiler
 from engine.hf_model import ModelRefused, load_model, resolve_files, rope_limit
+from engine.machine import disk_room, memory
 from engine.messages import EngineConfig, ModelInfo
-from engine.probe import KvShape, ProbeResult, probe
+from engine.probe import ProbeResult, probe
 from engine.runner import ModelRunner, bytes_per_token, fingerprint, make_pages, weights_digest
 from engine.sampler import Sampler
 from engine.schedule import build_scheduler
+from engine.sizes import automatic_sizes, dram_warnings
 from engine.tiers import build_tiers, policy_factory
 from engine.verify import Verifier
 from engine.warm_up import WarmUp
@@ -36,8 +37,6 @@ from kernels.attention.base import AttentionBackend
 log = logging.getLogger(__name__)
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-# Of the memory that is free when the weights are loaded. On CPU the rest of the machine needs some too.
-_CPU_SHARE, _CPU_CAP_BYTES, _CUDA_SHARE = 0.25, 2 << 30, 0.85
 _CPU_STEP_TOKENS, _CUDA_STEP_TOKENS = 512, 4096
 _CLOSE_TIMEOUT_S = 8.0  # for what was computed to reach the disk
 
@@ -49,6 +48,7 @@ def build_engine(config: EngineConfig) -> Engine:
         torch.set_num_threads(config.threads)
     dtype = _dtype(config.dtype, device)
     path = resolve_files(config.model, Path(config.disk_dir) / "models")
+    free = memory().available  # before the weights, which are a mapped file first and copies of it later
     model = load_model(path, dtype, device)
     backend, page_size, probed = _probe(model, device)
     log.debug(
@@ -68,14 +68,29 @@ def build_engine(config: EngineConfig) -> Engine:
     if not probed.decouplable:
         warnings.append("positions cannot be decoupled from keys: after truncation the history is recomputed")
     max_context = _max_context(config, text, warnings)
-    num_pages, max_context = _num_pages(config, probed.shapes, dtype, device, page_size, max_context, warnings)
-    pages = make_pages(probed.shapes, num_pages, page_size, dtype, device)
     kv_bytes = bytes_per_token(probed.shapes, dtype)
+    sizes = automatic_sizes(
+        memory=free,
+        device_memory=torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None,
+        disk=_disk_room(config),
+        weights=parameters * dtype.itemsize,
+        kv_bytes_per_token=kv_bytes,
+        window_tokens=max_context,
+        hbm_tokens=config.hbm_tokens,
+    )
+    num_pages, max_context = _num_pages(config.hbm_tokens, sizes.hbm // kv_bytes, page_size, max_context, warnings)
+    pages = make_pages(probed.shapes, num_pages, page_size, dtype, device)
 
     domain_of = functools.lru_cache(maxsize=4096)(
         lambda tenant, salt: KeyDomain(secret=config.tenant_secret, fingerprint=digest, tenant=tenant, salt=salt)
     )
-    tiers = build_tiers(config, probed, dtype, pages, digest, max_context, parameters)
+    tiers = build_tiers(config, probed, dtype, pages, digest, parameters, sizes)
+    hbm_tokens, dram_tokens = num_pages * page_size, tiers.dram_slots * BLOCK_TOKENS
+    if config.cache_mode == "attentionstore":
+        if config.dram_bytes != 0:
+            warnings += dram_warnings(dram_tokens, hbm_tokens, max_context)
+        if config.disk_bytes is None and not tiers.disk_bytes:
+            warnings.append("nothing is kept on disk: no space is free above cache.disk_min_free_gib")
     mode = config.truncation_mode if probed.decouplable else "recompute"
     unix_offset_s = time.time() - time.monotonic()
     cache = CacheManager(
@@ -127,24 +142,22 @@ def build_engine(config: EngineConfig) -> Engine:
         rope_layers=sum(rope is not None for rope in probed.ropes),
         layers=len(probed.shapes),
         kv_bytes_per_token=kv_bytes,
-        hbm_tokens=num_pages * page_size,
+        hbm_tokens=hbm_tokens,
         block_size=BLOCK_TOKENS,
         page_size=page_size,
         fingerprint=digest.hex(),
         warnings=tuple(warnings),
         memory_plan={
             "weights": parameters * dtype.itemsize,
-            "hbm": num_pages * page_size * kv_bytes,
-            "dram": tiers.dram_slots * kv_bytes * BLOCK_TOKENS,
+            "hbm": hbm_tokens * kv_bytes,
+            "dram": dram_tokens * kv_bytes,
             "staging": (tiers.num_slots - tiers.dram_slots) * kv_bytes * BLOCK_TOKENS,
             "disk": tiers.disk_bytes,
         },
     )
     directory = SessionDirectory(
         cache=cache,
-        max_pinned_bytes=int(
-            config.max_pinned_share * (tiers.disk_bytes or tiers.dram_slots * kv_bytes * BLOCK_TOKENS)
-        ),
+        max_pinned_bytes=int(config.max_pinned_share * (tiers.disk_bytes or dram_tokens * kv_bytes)),
         session_ttl_s=config.session_ttl_s,
         unix_offset_s=unix_offset_s,
     )
@@ -179,6 +192,16 @@ def build_engine(config: EngineConfig) -> Engine:
         truncation=config.truncation,
         close_timeout_s=_CLOSE_TIMEOUT_S,
     )
+
+
+def _disk_room(config: EngineConfig) -> int:
+    """Where the config leaves its size open; 0 where it does not, or the disk is not used."""
+    if config.disk_bytes is not None or config.cache_mode != "attentionstore":
+        return 0
+    try:
+        return disk_room(Path(config.disk_dir), config.disk_min_free_bytes)
+    except OSError as error:
+        raise ModelRefused(f"the cache directory {config.disk_dir} cannot be used: {error}") from error
 
 
 def _device(name: str) -> torch.device:
@@ -223,31 +246,20 @@ def _max_context(config: EngineConfig, text: Any, warnings: list[str]) -> int:
 
 
 def _num_pages(
-    config: EngineConfig,
-    shapes: list[KvShape],
-    dtype: torch.dtype,
-    device: torch.device,
-    page_size: int,
-    max_context: int,
-    warnings: list[str],
+    given_tokens: int, automatic_tokens: int, page_size: int, max_context: int, warnings: list[str]
 ) -> tuple[int, int]:
     """(pages, max_context). One request with the whole window must always fit, with the pages its first rows may have
     to be copied from; else it would wait for ever."""
     spare = page_size // BLOCK_TOKENS
-    if config.hbm_tokens:
-        tokens = config.hbm_tokens
-    else:
-        if device.type == "cuda":
-            budget = int(torch.cuda.mem_get_info(device)[0] * _CUDA_SHARE)
-        else:
-            budget = min(int(psutil.virtual_memory().available * _CPU_SHARE), _CPU_CAP_BYTES)
-        tokens = budget // bytes_per_token(shapes, dtype)
+    tokens = given_tokens or automatic_tokens
     pages = tokens // page_size
     if pages <= spare:
-        raise ModelRefused(f"HBM for {tokens} tokens is too small: {(spare + 1) * page_size} is the least")
+        why = "" if given_tokens else "the memory that is free holds no more beside the weights; "
+        raise ModelRefused(f"HBM for {tokens} tokens is too small: {why}{(spare + 1) * page_size} is the least")
     room = (pages - spare) * page_size
     if room < max_context:
-        warnings.append(f"context limited to {room}: HBM holds no more (cache.hbm_tokens)")
+        why = "" if given_tokens else ", of the memory that is free beside the weights"
+        warnings.append(f"context limited to {room} of {max_context} tokens: HBM holds no more{why} (cache.hbm_tokens)")
     return pages, min(max_context, room)
 
 

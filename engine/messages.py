@@ -29,8 +29,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     step_tokens: int  # token budget of one step; 0: automatic
     chunked_prefill: bool
     tenant_secret: bytes  # keys every block hash
-    dram_bytes: int = 0  # KV below HBM; 0 turns the tier off
-    disk_bytes: int = 0  # 0 turns the tier off
+    dram_bytes: int | None = 0  # KV below HBM; 0 turns the tier off, None: from free memory
+    disk_bytes: int | None = 0  # 0 turns the tier off, None: from the free space of the file system
     disk_dir: str = ""  # absolute; the engine owns its subdirectories `kv` and `models` (conversions)
     disk_min_free_bytes: int = 0  # of the file system, left alone
     dram_free_buffer: float = 0.1  # share of DRAM kept free in the background

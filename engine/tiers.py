@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
 import torch
 
 from cache.block import BLOCK_TOKENS
@@ -25,15 +24,17 @@ from cache.tiers.large_pages import LargePages
 from cache.tiers.throttle import Throttle
 from cache.transfer import Transfer
 from engine.hf_model import ModelRefused
+from engine.machine import memory
 from engine.messages import EngineConfig
 from engine.probe import ProbeResult
 from engine.rotations import Rotations
+from engine.sizes import Sizes
 from kernels.attention.base import KvPages
 
 log = logging.getLogger(__name__)
 
-_STAGING_WINDOWS = 2  # one being written to disk while another is computed
-_MAX_DRAM_SHARE = 0.8  # of the memory that is free
+_LEAST_STAGING_SLOTS = 16  # of automatic staging: some for each of those who read, write and compute
+_MAX_DRAM_SHARE = 0.8  # of all memory
 _BACKLOG_BYTES = 256 << 20  # of steps whose KV is not saved yet
 _GB = 1e9
 # Guesses until the first transfers were measured; wrong ones cost one load or one recompute.
@@ -71,19 +72,19 @@ def build_tiers(
     dtype: torch.dtype,
     pages: Sequence[KvPages],
     fingerprint: bytes,
-    max_context: int,
     parameters: int,
+    sizes: Sizes,
 ) -> Tiers:
-    """Allocate DRAM, open the disk directory, start the threads. Raises ModelRefused."""
+    """Allocate DRAM, open the disk directory, start the threads. sizes: of what the config leaves open. Raises
+    ModelRefused."""
     shapes = [LayerShape(s.kv_heads, s.k_dim, s.v_dim) for s in probed.shapes]
     slot_bytes = sum(BLOCK_TOKENS * s.kv_heads * (s.k_dim + s.v_dim) * dtype.itemsize for s in shapes)
-    on = config.cache_mode == "attentionstore" and (config.dram_bytes or config.disk_bytes)
-    dram_slots = config.dram_bytes // slot_bytes if on else 0
-    disk_bytes = config.disk_bytes if on else 0
-    staging = 0
-    if on:
-        window_slots = -(-max_context // BLOCK_TOKENS)
-        staging = config.staging_bytes // slot_bytes or _STAGING_WINDOWS * window_slots
+    dram_slots, disk_bytes, staging = 0, 0, 0
+    if config.cache_mode == "attentionstore":
+        dram_slots = (sizes.dram if config.dram_bytes is None else config.dram_bytes) // slot_bytes
+        disk_bytes = sizes.disk if config.disk_bytes is None else config.disk_bytes
+    if dram_slots or disk_bytes:
+        staging = config.staging_bytes // slot_bytes or max(_LEAST_STAGING_SLOTS, sizes.staging // slot_bytes)
     _check_memory((dram_slots + staging) * slot_bytes)
     slab = Slab(shapes=shapes, dtype=dtype, num_slots=dram_slots + staging, pinned=pages[0].k.is_cuda)
     disk: DiskTier | None = None
@@ -147,9 +148,10 @@ def policy_factory(name: str, granularity: str) -> PolicyFactory:
 
 
 def _check_memory(num_bytes: int) -> None:
-    free = psutil.virtual_memory().available
-    if num_bytes > _MAX_DRAM_SHARE * free:
+    """A size that somebody set is theirs to know, up to what can never be: what is free now may change."""
+    total = memory().total
+    if num_bytes > _MAX_DRAM_SHARE * total:
         raise ModelRefused(
             f"cache.dram_gib with its staging slots asks for {num_bytes / 2**30:.1f} GiB, "
-            f"{free / 2**30:.1f} GiB are free"
+            f"{total / 2**30:.1f} GiB is all the memory there is"
         )

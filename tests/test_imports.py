@@ -24,7 +24,7 @@ ALLOWED = {
     "kernels": ("kernels",),
     "cache": ("cache", "kernels"),
     "engine": ("engine", "scheduler", "cache", "kernels"),
-    "app": ("app", "engine.client", "engine.messages", "model.places"),
+    "app": ("app", "engine.client", "engine.machine", "engine.messages", "engine.sizes", "model.places"),
     "loadgen": ("loadgen", "scheduler", "cache"),
     "model": ("model", "engine.gguf"),
 }
@@ -91,7 +91,9 @@ def is_pure(name: str) -> bool:
 
 
 def is_torch_free(name: str) -> bool:
-    return is_pure(name) or is_below(name, ("app", "loadgen", "engine.client", "engine.messages", "model.places"))
+    return is_pure(name) or is_below(
+        name, ("app", "loadgen", "engine.client", "engine.machine", "engine.messages", "engine.sizes", "model.places")
+    )
 
 
 def complaint(module: Module, line: int, what: str) -> str:

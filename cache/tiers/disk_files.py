@@ -54,6 +54,14 @@ def scan(root: Path, own: Path, beat: Beat) -> tuple[dict[int, int], list[Foreig
     return ours, foreign
 
 
+def stored_bytes(directory: Path) -> int:
+    """What the records in a disk tier's directory take, whosoever they are; 0 where there is none. Raises OSError."""
+    root = directory / "kv"
+    models = _directories(root, _FINGERPRINT) if root.is_dir() else ()
+    shards = (shard for model in models for shard in _directories(model, _SHARD))
+    return sum(path.stat().st_size for shard in shards for path in shard.iterdir() if _RECORD.fullmatch(path.name))
+
+
 def stored_models(directory: Path, key: bytes) -> dict[bytes, tuple[int, ...]]:
     """Fingerprint -> segment_bytes of every model that has an intact record in a disk tier's directory: what a tool
     needs to open the tier when no model is at hand. key: `cache.extent.record_key`. Raises OSError."""

@@ -4,6 +4,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import msgspec
 import pytest
 from rich.console import Console
 from typer.testing import CliRunner
@@ -192,6 +193,12 @@ def test_the_plan_names_url_model_and_memory():
     assert "2.5 MiB" in rows["staging"]
     assert "4,194,304 tokens" in rows["KV on disk"]
     assert "6.00 GiB" in rows["memory in all"]  # the disk is none
+    console = Console(record=True, width=140, file=open(os.devnull, "w"))  # noqa: SIM115
+    model = msgspec.structs.replace(model, device="cuda")
+    console.print(panel(Settings(), model, "http://[::1]:8000", keys=0, sampling=sampling))
+    console.file.close()
+    in_all = next(line for line in console.export_text().splitlines() if "memory in all" in line)
+    assert "1.00 GiB" in in_all  # weights and HBM are the accelerator's
 
 
 def test_help_shows_every_setting_by_section():

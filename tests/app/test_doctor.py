@@ -1,3 +1,4 @@
+import json
 import os
 import socket
 from pathlib import Path
@@ -7,9 +8,10 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from app import cli, doctor
+from app import cli, doctor, expected_sizes
 from app.doctor import Finding, Level
-from app.settings import Settings
+from app.settings import GIB, Settings
+from engine.machine import Memory
 from model import places
 
 LIBRARIES = {
@@ -88,6 +90,74 @@ def test_without_a_model_of_its_own_it_says_how_to_get_one(tmp_path: Path, monke
         (places.SMOLLM2 / name).write_text("{}")
     found = look(tmp_path)["model"]
     assert (found.found.split(",")[0], found.advice) == ("SmolLM2", "")
+
+
+def llama_8b(directory: Path) -> Path:
+    """As far as its size can be told from files; the weights are a hole."""
+    directory.mkdir()
+    shape = {"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "hidden_size": 4096}
+    config = {**shape, "max_position_embeddings": 131_072, "dtype": "bfloat16"}
+    (directory / "config.json").write_text(json.dumps(config))
+    (directory / "tokenizer.json").write_text("{}")
+    with (directory / "model.safetensors").open("wb") as file:
+        file.truncate(16_060_000_000)
+    return directory
+
+
+def memory_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gib: int, *devices: dict[str, Any], **cache: Any
+) -> Finding:
+    """What is said of an 8 B model on a machine of so much memory, seven eighths of it free."""
+    monkeypatch.setattr(doctor, "memory", lambda: Memory(gib * GIB, gib * GIB * 7 // 8))
+    source = tmp_path / "llama-8b"
+    model = {"source": str(source if source.exists() else llama_8b(source)), "dtype": "bfloat16"}
+    return look(tmp_path, {"devices": list(devices)}, model=model, cache=cache)["memory"]
+
+
+def test_memory_counts_all_that_a_server_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = memory_of(tmp_path, monkeypatch, 256)
+    assert found.level is Level.OK
+    assert "weights 15.0, KV in HBM 31.4, KV in DRAM 69.2, staging 4.0" in found.found
+    found = memory_of(tmp_path, monkeypatch, 32)
+    assert found.level is Level.WARN
+    assert "the window shrinks to 16,027 of 131,072 tokens" in found.advice
+    explicit = {"dram_gib": 6, "hbm_tokens": 8192, "staging_mib": 512}
+    assert "HBM 1.0, KV in DRAM 6.0, staging 0.5" in memory_of(tmp_path, monkeypatch, 64, **explicit).found
+    found = memory_of(tmp_path, monkeypatch, 64, mode="prefix", hbm_tokens=131_072)
+    assert (found.level, found.found.split("; ")[1]) == (Level.OK, "taken as needed: weights 15.0, KV in HBM 16.0")
+
+
+def test_memory_that_does_not_suffice_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert memory_of(tmp_path, monkeypatch, 8).level is Level.FAIL
+    assert memory_of(tmp_path, monkeypatch, 32, dram_gib=40).level is Level.FAIL
+    assert "nearly all" in memory_of(tmp_path, monkeypatch, 64, dram_gib=34).found
+    found = memory_of(tmp_path, monkeypatch, 256, dram_gib=20)
+    assert (found.level, "less than the 256,871 of HBM" in found.advice) == (Level.WARN, True)
+    assert "less than one window" in memory_of(tmp_path, monkeypatch, 256, dram_gib=1).advice
+
+
+def test_with_a_gpu_the_weights_are_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    h100 = {"name": "H100", "gib": 79.0, "capability": [9, 0]}
+    found = memory_of(tmp_path, monkeypatch, 256, h100)
+    assert (found.level, found.found.split("; ")[1]) == (Level.OK, "taken as needed: KV in DRAM 85.6, staging 4.0")
+    assert "less than the 445,9" in memory_of(tmp_path, monkeypatch, 64, h100).advice
+
+
+def test_a_model_that_says_nothing_usual_is_no_reason_to_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (llama_8b(tmp_path / "llama-8b") / "config.json").write_text('{"n_layer": 2}')
+    assert memory_of(tmp_path, monkeypatch, 8).level is Level.OK
+    assert memory_of(tmp_path, monkeypatch, 8, dram_gib=9).level is Level.FAIL
+    (tmp_path / "llama-8b" / "config.json").write_text("[1]")
+    assert memory_of(tmp_path, monkeypatch, 8).level is Level.OK
+
+
+def test_the_disk_shares_what_is_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(expected_sizes, "disk_room", lambda directory, floor: 100 * GIB)
+    assert (
+        "25.0 of it for KV"
+        in look(tmp_path, cache={"disk_gib": "auto"}, model={"source": str(llama_8b(tmp_path / "m"))})["state"].found
+    )
+    assert "for KV" not in look(tmp_path)["state"].found
 
 
 def test_a_gguf_file_is_a_model(tmp_path: Path) -> None:

@@ -64,12 +64,27 @@ def test_flags_beat_the_environment_which_beats_the_file(tmp_path):
         ({"cache.sync_save": "maybe"}, {}, ["cache.sync_save (flag): must be true or false, not maybe"]),
         ({"server.traces_endpoint": "here"}, {}, ["server.traces_endpoint (flag)", "http://127.0.0.1:4318/v1/traces"]),
         ({"cache.keep_first_tokens": "-2"}, {}, ["cache.keep_first_tokens", "-1"]),
+        ({"cache.dram_gib": "automatic"}, {}, ["cache.dram_gib (flag): must be a number between 0 and 65536, or auto"]),
+        ({}, {"REPRISE_CACHE__DISK_GIB": ""}, ["is empty; leave it out for the default, auto"]),
     ],
 )
 def test_a_bad_setting_is_named_with_its_source_and_what_is_allowed(flags, environ, says):
     with pytest.raises(SettingsError) as error:
         load_settings(flags=flags, environ=environ, config=None)
     assert [part for part in says if part not in str(error.value)] == []
+
+
+@pytest.mark.parametrize(
+    ("text", "size"), [(None, None), ("auto", None), ("0", 0), ("0.5", 1 << 29), ("3", 3 << 30), ("0.0", 0)]
+)
+def test_a_size_is_a_number_or_automatic(tmp_path: Path, text: str | None, size: int | None):
+    flags = {} if text is None else {"cache.dram_gib": text}
+    environ = {} if text is None else {"REPRISE_CACHE__DISK_GIB": text}
+    config = load_settings(flags=flags, environ=environ, config=None).engine_config(b"")
+    assert (config.dram_bytes, config.disk_bytes) == (size, size)
+    file = tmp_path / "settings.toml"
+    file.write_text("[cache]\ndram_gib = " + ('"auto"' if size is None else str(text)))
+    assert load_settings(flags={}, environ={}, config=file).engine_config(b"").dram_bytes == size
 
 
 def test_variables_that_look_like_settings_are_named():

@@ -9,10 +9,11 @@ import psutil
 import pytest
 import torch
 
-from engine import build
+from engine import build, tiers
 from engine.build import build_engine
 from engine.engine import Engine
 from engine.hf_model import ModelRefused
+from engine.machine import Memory
 from engine.messages import ModelInfo
 from tests.engine.driver import Driver, assert_greedy, config
 from tests.engine.models import FAMILIES, family_model, random_ids, save_tiny, tiny_model
@@ -153,15 +154,110 @@ def test_the_least_hbm_is_enough_to_answer(path: Path) -> None:
         assert_greedy(tiny_model(), answer)
 
 
-@pytest.mark.parametrize(
-    ("available", "tokens"), [(400 * KV_BYTES * 4, 400 // 32 * 32), (1 << 50, (2 << 30) // KV_BYTES)]
-)
+def with_free(monkeypatch: pytest.MonkeyPatch, num_bytes: int) -> None:
+    """A machine that has so much memory beside the tiny model's weights."""
+    weights = 4 * sum(p.numel() for p in tiny_model().parameters())
+    monkeypatch.setattr(build, "memory", lambda: Memory(1 << 60, num_bytes + weights))
+
+
+@pytest.mark.parametrize(("free", "tokens"), [(1000 * KV_BYTES, 150 // 32 * 32), (1 << 50, (2 << 30) // KV_BYTES)])
 def test_hbm_is_a_share_of_free_memory_up_to_a_cap(
-    path: Path, monkeypatch: pytest.MonkeyPatch, available: int, tokens: int
+    path: Path, monkeypatch: pytest.MonkeyPatch, free: int, tokens: int
 ) -> None:
-    memory = psutil.virtual_memory()._replace(available=available)
-    monkeypatch.setattr(build.psutil, "virtual_memory", lambda: memory)
+    with_free(monkeypatch, free)
     assert built(path, hbm_tokens=0).hbm_tokens == tokens
+
+
+def test_a_window_that_free_memory_cuts_is_said_to_be(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with_free(monkeypatch, 1000 * KV_BYTES)
+    info = built(path, hbm_tokens=0)
+    assert info.max_context == 96
+    [warning] = info.warnings
+    assert "96 of 256" in warning
+    assert "memory that is free" in warning
+
+
+def test_weights_that_leave_no_memory_are_refused(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with_free(monkeypatch, -1)
+    with pytest.raises(ModelRefused, match="memory that is free holds no more beside the weights"):
+        built(path, hbm_tokens=0)
+
+
+# --- automatic tiers --------------------------------------------------------------------------------------------------
+
+
+def test_tiers_are_shares_of_what_is_free(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with_free(monkeypatch, 10_000 * KV_BYTES)
+    monkeypatch.setattr(build, "disk_room", lambda directory, floor: 1 << 30)
+    automatic = {"dram_bytes": None, "disk_bytes": None, "disk_dir": str(tmp_path)}
+    info = built(path, hbm_tokens=0, cache_mode="attentionstore", **automatic)
+    block = 32 * KV_BYTES
+    assert info.memory_plan["hbm"] == 1500 // 32 * block
+    assert info.memory_plan["staging"] == 500 // 32 * block + block  # the least there is
+    assert info.memory_plan["dram"] == 3000 // 32 * block
+    assert info.memory_plan["disk"] == 1 << 28
+    assert info.warnings == ()
+    assert built(path, cache_mode="prefix", **automatic).memory_plan["dram"] == 0
+
+
+def test_a_full_disk_is_said_to_keep_nothing(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "disk_room", lambda directory, floor: 0)
+    given = {"cache_mode": "attentionstore", "dram_bytes": 64 * 32 * KV_BYTES, "disk_dir": str(tmp_path)}
+    info = built(path, disk_bytes=None, **given)
+    assert info.memory_plan["disk"] == 0
+    [warning] = info.warnings
+    assert "cache.disk_min_free_gib" in warning
+    assert built(path, disk_bytes=0, **given).warnings == ()
+
+
+def test_a_directory_that_cannot_be_looked_at_is_refused(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(directory: Path, floor: int) -> int:
+        raise PermissionError(13, "Permission denied", str(directory))
+
+    monkeypatch.setattr(build, "disk_room", refuse)
+    with pytest.raises(ModelRefused, match="cannot be used"):
+        built(path, cache_mode="attentionstore", disk_bytes=None, disk_dir=str(tmp_path))
+
+
+def test_large_tiers_take_no_memory_before_they_are_used(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with_free(monkeypatch, 4 << 30)
+    built(path)  # what a first engine takes besides
+    before = psutil.Process().memory_info().rss
+    engine = build_engine(config(path, hbm_tokens=0, cache_mode="attentionstore", dram_bytes=None))
+    plan = engine.model.memory_plan
+    assert plan["hbm"] + plan["dram"] > 1.9 * (1 << 30)
+    assert psutil.Process().memory_info().rss - before < 1 << 28
+
+
+def test_what_is_set_stays_and_0_is_off(path: Path, tmp_path: Path) -> None:
+    given = {"cache_mode": "attentionstore", "disk_dir": str(tmp_path), "staging_bytes": 64 * 32 * KV_BYTES}
+    plan = built(path, dram_bytes=100 * 32 * KV_BYTES, disk_bytes=12345678, **given).memory_plan
+    assert (plan["dram"], plan["disk"]) == (100 * 32 * KV_BYTES, 12345678)
+    assert plan["staging"] == given["staging_bytes"]
+    plan = built(path, dram_bytes=0, disk_bytes=0, **given).memory_plan
+    assert (plan["dram"], plan["disk"], plan["staging"]) == (0, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("blocks", "warning"), [(63, "less than the 2,048 of HBM"), (7, "less than one window of 256"), (64, None)]
+)
+def test_a_dram_tier_that_is_too_small_is_said_to_be(path: Path, blocks: int, warning: str | None) -> None:
+    info = built(path, cache_mode="attentionstore", dram_bytes=blocks * 32 * KV_BYTES)
+    assert [warning in text for text in info.warnings] == [True] * bool(warning) if warning else info.warnings == ()
+
+
+def test_more_dram_than_there_is_is_refused_and_more_than_is_free_is_not(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tiers, "memory", lambda: Memory(total=1 << 26, available=1 << 10))
+    given = {"cache_mode": "attentionstore", "hbm_tokens": 320}
+    assert built(path, dram_bytes=1 << 24, **given).memory_plan["dram"] == 1 << 24
+    with pytest.raises(ModelRefused, match=r"asks for 0\.1 GiB, 0\.1 GiB is all"):
+        built(path, dram_bytes=1 << 26, **given)
 
 
 # --- the rest ---------------------------------------------------------------------------------------------------------
