@@ -273,7 +273,7 @@ class SchedulerState(msgspec.Struct, frozen=True, kw_only=True):
     overtakes: int
     preemptions: int
     fair_preemptions: int  # of these, for a tenant who had nothing running
-    timer: dict[str, int]  # loads started ahead: early, on_time, late, wasted
+    timer: dict[str, int]  # loads started ahead: early, on_time, late, at_once, wasted
     loads: dict[str, int]  # loads at the start of their request: finished, hidden, exposed
     prediction_error: float  # of answer lengths: mean error over mean length
     tpot_s: float

@@ -5,27 +5,35 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from scheduler.forecast import Forecast
 from scheduler.ports import CacheView
 from scheduler.sequence import Sequence
 
-_EARLY_S = 0.05  # idle for less than that is on time, however short the load
+_ON_TIME_S, _ON_TIME_SHARE = 0.05, 0.25  # so far from its turn, or by such a part of itself, a load may end
 
 
 @dataclass(slots=True)
 class _Ahead:
     started_s: float
+    looked_s: float  # when it was looked at last, and
+    left_s: float  # what was left of it then
+    had_time: bool  # it could have been started before
+    turn_s: float | None = None
     finished_s: float | None = None
 
 
 class AheadLoads:
     """Single-threaded, part of the Scheduler. In the order in which they start."""
 
-    def __init__(self, *, cache: CacheView) -> None:
+    def __init__(self, *, cache: CacheView, forecast: Forecast) -> None:
         self._cache = cache
+        self._forecast = forecast
         self._loads: dict[Sequence, _Ahead] = {}
+        self._overdue: dict[Sequence, _Ahead] = {}  # run, and are not loaded yet
         self.outcomes: Counter[str] = Counter()
-        """early: its pages lay idle for longer than the load had taken; on_time; late: the turn came first; wasted: the
-        pages were needed for others, or the request went away."""
+        """on_time: a load ended within 50 ms, or a quarter of what it took, of the moment when its turn came; early,
+        late: farther before or behind it; at_once: behind it, but started as soon as it was known; wasted: the pages
+        were needed for others, or the request went away."""
 
     def __len__(self) -> int:
         return len(self._loads)
@@ -36,29 +44,55 @@ class AheadLoads:
     def __contains__(self, sequence: Sequence) -> bool:
         return sequence in self._loads
 
-    def begin(self, sequence: Sequence, now: float) -> None:
-        """The cache has admitted it."""
-        self._loads[sequence] = _Ahead(now)
+    def begin(self, sequence: Sequence, now: float, had_time: bool) -> None:
+        """The cache has admitted it. had_time: it was known before this step that it would have to load."""
+        self._loads[sequence] = _Ahead(now, now, self._cache.stall_s(sequence.request_id), had_time)
 
     def look(self, now: float) -> float:
-        """Notice what has arrived; seconds of loading that are left."""
-        left_s = 0.0
-        for sequence, load in self._loads.items():
-            stall_s = self._cache.stall_s(sequence.request_id)
-            left_s += stall_s
-            if not stall_s and load.finished_s is None:
-                load.finished_s = now
+        """Notice what has arrived; seconds of loading that are left of those who wait."""
+        left_s = sum([self._look(sequence, load, now) for sequence, load in self._loads.items()])
+        for sequence, load in [*self._overdue.items()]:
+            if not self._look(sequence, load, now):
+                self._settle(self._overdue.pop(sequence))
+        return left_s
+
+    def _look(self, sequence: Sequence, load: _Ahead, now: float) -> float:
+        if load.finished_s is not None:
+            return 0.0
+        left_s = self._cache.stall_s(sequence.request_id)
+        if not left_s:
+            # Within the last step: by what was left before it, for nobody looked meanwhile.
+            load.finished_s = min(now, load.looked_s + load.left_s)
+        load.looked_s, load.left_s = now, left_s
         return left_s
 
     def start(self, sequence: Sequence, now: float) -> None:
         """Its turn has come."""
         load = self._loads.pop(sequence)
-        if load.finished_s is None and self._cache.stall_s(sequence.request_id):
-            self.outcomes["late"] += 1
-            return
-        finished_s = now if load.finished_s is None else load.finished_s
-        idle_s = now - finished_s
-        self.outcomes["early" if idle_s > max(_EARLY_S, finished_s - load.started_s) else "on_time"] += 1
+        load.turn_s = now
+        if self._look(sequence, load, now):
+            self._overdue[sequence] = load
+        else:
+            self._settle(load)
+
+    def _settle(self, load: _Ahead) -> None:
+        assert load.turn_s is not None
+        assert load.finished_s is not None
+        idle_s = load.turn_s - load.finished_s
+        most_s = max(_ON_TIME_S, _ON_TIME_SHARE * (load.finished_s - load.started_s))
+        if idle_s > most_s:
+            outcome = "early"
+        elif -idle_s > most_s:
+            outcome = "late" if load.had_time else "at_once"
+        else:
+            outcome = "on_time"
+        self.outcomes[outcome] += 1
+        if outcome in ("early", "late"):
+            self._forecast.was_wrong(early=outcome == "early")
+
+    def stopped(self, sequence: Sequence) -> None:
+        """It runs no more: what is left of its load is for nobody."""
+        self._overdue.pop(sequence, None)
 
     def withdraw(self, sequence: Sequence) -> None:
         """Its pages are given back."""

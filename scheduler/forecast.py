@@ -1,30 +1,40 @@
-"""When places will be free: how much longer each of those who run is expected to."""
+"""When places will be free: how many more steps each of those who run is expected to take, and how long steps are."""
 
+import math
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Sequence as Items
 
-from scheduler import timer
-from scheduler.budget import StepCost, StepWork
 from scheduler.predictor import LengthPredictor
 from scheduler.sequence import Sequence
 
 _ASK_AGAIN = 16  # tokens after which the rest of an answer is predicted anew, or, if that is more,
 _ASK_LATER = 4  # tokens at least: who is to end any moment, as told, is not asked at each of them
 _ASK_SHARE = 4  # such a part of what was said or is predicted: lengths are not told apart any better
-_UNASKED = (0, 0)
+_UNASKED: tuple[int, list[int]] = 0, []
+_CHANCES = (0.125, 0.375, 0.625, 0.875)  # an answer stands for a quarter of an end at each of these quantiles
+_LEAST_SURE, _SURE = 0.25, 1.0  # ends that have to be expected by when a place is taken to be free
+_LESSON = 0.05  # of an end, for a load that came early or late
 _TPOT_WEIGHT = 0.1  # of a new step in the mean time between tokens
+_STEP_WEIGHT = 0.3  # and in what steps of its kind take: nearer to what the next ones will
 
 
 class Forecast:
-    """Single-threaded, part of the Scheduler. Predicted lengths of answers, times what a token takes now."""
+    """Predicted lengths of answers, times what steps of their kind take now. Learns from the loads that are started
+    by it how sure it has to be. Single-threaded, part of the Scheduler.
 
-    def __init__(self, *, predictor: LengthPredictor, cost: StepCost) -> None:
+    CaR has TPOT * len - (t - timer) for the rest of a request. Where tokens took longer than TPOT says that is 0 long
+    before the end, so here it is the tokens that are left that count, and not the time that has passed.
+    """
+
+    def __init__(self, *, predictor: LengthPredictor) -> None:
         self._predictor = predictor
-        self._cost = cost
         self._tpot_s: float | None = None
-        self._rests_s: dict[Sequence, float] = {}  # of those who run, as of the present step
+        self.sureness = 0.75
+        self._plain_s = self._mixed_s = 0.0  # of late, a step that only decodes, and one that computes prompts as well,
+        self._chunk_tokens = 256.0  # of so many tokens
+        self._joins_with = 0.0  # tokens that whoever starts has to compute, as a rule
         self._predicted: dict[Sequence, int] = {}  # of those who have started: how long the answer was to be
-        self._expected: dict[Sequence, tuple[int, int]] = {}  # tokens said when it is asked anew, and the answer
+        self._expected: dict[Sequence, tuple[int, list[int]]] = {}  # tokens said when it is asked anew, and the answer
         self.errors: Counter[str] = Counter()
         """Tokens of answers that have ended: `error`, by which the first prediction was off, and `actual`."""
 
@@ -36,6 +46,7 @@ class Forecast:
     def started(self, sequence: Sequence) -> None:
         """For the first time: what is predicted now is what the prediction is judged by."""
         self._predicted[sequence] = self._predictor.predict(sequence)
+        self._joins_with += _STEP_WEIGHT * (sequence.pending_tokens - self._joins_with)
 
     def completed(self, sequence: Sequence) -> None:
         """Its answer has come to its own end."""
@@ -49,53 +60,58 @@ class Forecast:
         self._predicted.pop(sequence, None)
         self._expected.pop(sequence, None)
 
-    def decoded(self, period_s: float) -> None:
-        """A step with decodes, from its start to the next one's."""
-        before = period_s if self._tpot_s is None else self._tpot_s
-        self._tpot_s = before + _TPOT_WEIGHT * (period_s - before)
+    def decoded(self, period_s: float, prompt_tokens: int) -> None:
+        """A step with decodes, from its start to the next one's, and the tokens of prompts that it computed."""
+        if self._tpot_s is None:
+            self._tpot_s = self._plain_s = self._mixed_s = period_s
+        self._tpot_s += _TPOT_WEIGHT * (period_s - self._tpot_s)
+        if prompt_tokens:
+            self._mixed_s += _STEP_WEIGHT * (period_s - self._mixed_s)
+            self._chunk_tokens += _STEP_WEIGHT * (prompt_tokens - self._chunk_tokens)
+        else:
+            self._plain_s += _STEP_WEIGHT * (period_s - self._plain_s)
 
-    def begin_step(self) -> None:
-        """Time has passed: what was foretold is out of date."""
-        self._rests_s = {}
-
-    def opens_s(self, running: Iterable[Sequence], free_places: int, now: float) -> list[float]:
-        """When places are expected to be free, in seconds from now, ascending."""
-        rests_s, asked, tpot_s = self._rests_s, self._expected, self._tpot_s
-        rests = []
+    def opens_s(self, running: Items[Sequence], free_places: int) -> list[float]:
+        """When places are expected to be free, in seconds from the start of a step, ascending: the first when as much
+        as `sureness` of an end is expected among those who run, the second at one end more. With many who run that is
+        long before the likely end of any. Nor is a place of use before the prompts of those who run are computed."""
+        if self._tpot_s is None:
+            return [0.0] * (free_places + len(running))  # nothing is known: rather early than late
+        prompt_tokens, ends = 0, list[float]()  # in steps
         for sequence in running:
-            rest_s = rests_s.get(sequence)
-            if rest_s is None:
-                # Asked of everybody in every step: what is known of most is looked up, and `timer.remaining_s` worked
-                # out, without a call.
-                ask_at, expected = asked.get(sequence, _UNASKED)
-                started_s = sequence.first_token_s
-                said = len(sequence.token_ids) + sequence.dropped_tokens - sequence.prompt_tokens
-                if tpot_s is None:
-                    rest_s = 0.0  # nothing is known: rather early than late
-                elif said >= ask_at or started_s is None:
-                    rest_s = self._remaining_s(sequence, tpot_s, now)
-                else:
-                    rest_s = tpot_s * expected - (now - started_s)
-                    if rest_s < 0.0:
-                        rest_s = 0.0
-                rests_s[sequence] = rest_s
-            rests.append(rest_s)
-        rests.sort()
-        return [0.0] * free_places + rests
+            steps = self._steps(sequence)
+            if (pending := sequence.pending_tokens) > 1:
+                prompt_tokens += pending
+                before = prompt_tokens / self._chunk_tokens
+                steps = [before + count for count in steps]
+            ends += steps
+        ends.sort()
+        first = math.ceil(len(_CHANCES) * self.sureness) - 1
+        opens_s = []
+        for place, step in enumerate([0.0] * free_places + ends[first :: len(_CHANCES)]):
+            # Steps are longer while there are prompts: of those who run, and of who starts at the places before.
+            mixed = (prompt_tokens + place * self._joins_with) / self._chunk_tokens
+            step = max(step, int(mixed))
+            opens_s.append(min(step, mixed) * self._mixed_s + max(0.0, step - mixed) * self._plain_s)
+        return opens_s
 
-    def _remaining_s(self, sequence: Sequence, tpot_s: float, now: float) -> float:
-        ask_at, expected = self._expected.get(sequence, _UNASKED)
-        if sequence.output_tokens >= ask_at:
-            expected = self._ask(sequence)
-        started_s, prefill_s = sequence.first_token_s, 0.0
-        if started_s is None:
-            prefill_s = self._cost.seconds(StepWork().plus_chunk(sequence.pending_tokens, sequence.computed_tokens))
-        return timer.remaining_s(tpot_s, expected, now, started_s, prefill_s)
+    def was_wrong(self, *, early: bool) -> None:
+        """A load that was started by this forecast has ended too early for its turn, or too late."""
+        self.sureness += _LESSON if early else -_LESSON
+        self.sureness = min(_SURE, max(_LEAST_SURE, self.sureness))
 
-    def _ask(self, sequence: Sequence) -> int:
-        """For the length of the whole answer, anew every few tokens."""
-        said, expected = sequence.output_tokens, self._predictor.predict(sequence)
-        wait = max(_ASK_AGAIN, max(said, expected - said) // _ASK_SHARE)
-        ask_at = said + max(_ASK_LATER, min(expected - said, wait))
-        self._expected[sequence] = ask_at, expected
-        return expected
+    def _steps(self, sequence: Sequence) -> list[float]:
+        """Tokens to come, at each of the chances."""
+        said = sequence.output_tokens
+        ask_at, lengths = self._expected.get(sequence, _UNASKED)
+        if said >= ask_at:
+            lengths = self._ask(sequence, said)
+        return [length - said if length > said else 1 for length in lengths]
+
+    def _ask(self, sequence: Sequence, said: int) -> list[int]:
+        """For the lengths that the whole answer may have."""
+        lengths = self._predictor.lengths(sequence, _CHANCES)
+        first = lengths[0] - said
+        wait = max(_ASK_AGAIN, max(said, first) // _ASK_SHARE)
+        self._expected[sequence] = said + max(_ASK_LATER, min(first, wait)), lengths
+        return lengths

@@ -2,11 +2,12 @@
 
 import math
 from collections import OrderedDict
+from collections.abc import Sequence as Items
 from typing import Protocol
 
 from scheduler.sequence import Sequence
 
-_STEP = math.log(1.25)  # between buckets: lengths spread over orders of magnitude, and ten percent is good enough
+_STEP = math.log(1.1)  # between buckets: lengths spread over orders of magnitude
 _FADE = 0.98  # of the evidence after one more answer: about the last fifty count
 _BORROWED = 2.0  # answers that what is known of a wider group counts as
 _MAX_GROUPS = 10_000  # the ones not used for longest are forgotten
@@ -20,6 +21,10 @@ class LengthPredictor(Protocol):
         """Tokens of the whole answer: more than it has already, and no more than `max_tokens`."""
         ...
 
+    def lengths(self, sequence: Sequence, shares: Items[float]) -> list[int]:
+        """The same, as the answer is with each of these chances at most that long; shares ascend."""
+        ...
+
     def learn(self, sequence: Sequence) -> None:
         """An answer has come to its own end."""
         ...
@@ -31,6 +36,9 @@ class MaxTokensPredictor:
     def predict(self, sequence: Sequence) -> int:
         return sequence.sampling.max_tokens
 
+    def lengths(self, sequence: Sequence, shares: Items[float]) -> list[int]:
+        return [sequence.sampling.max_tokens] * len(shares)
+
     def learn(self, sequence: Sequence) -> None:
         """Nothing to learn."""
 
@@ -38,15 +46,19 @@ class MaxTokensPredictor:
 class _Histogram:
     """Answers by the logarithm of their length, the latest counting most."""
 
-    __slots__ = ("counts",)
+    __slots__ = ("counts", "means")
 
     def __init__(self) -> None:
         self.counts: dict[int, float] = {}
+        self.means: dict[int, float] = {}  # length in a bucket: many answers are as long as others to the token
 
-    def add(self, bucket: int) -> None:
+    def add(self, length: int) -> None:
+        bucket = _bucket(length)
         for known in self.counts:
             self.counts[known] *= _FADE
-        self.counts[bucket] = self.counts.get(bucket, 0.0) + 1.0
+        count = self.counts[bucket] = self.counts.get(bucket, 0.0) + 1.0
+        before = self.means.get(bucket, length)
+        self.means[bucket] = before + (length - before) / count
 
 
 class QuantilePredictor:
@@ -62,47 +74,53 @@ class QuantilePredictor:
         self._groups: OrderedDict[tuple[str, ...], _Histogram] = OrderedDict()
 
     def predict(self, sequence: Sequence) -> int:
+        return self.lengths(sequence, (self._quantile,))[0]
+
+    def lengths(self, sequence: Sequence, shares: Items[float]) -> list[int]:
         said, most = sequence.output_tokens, sequence.sampling.max_tokens
-        evidence = self._evidence(sequence, _bucket(said + 1))
+        least = _bucket(said + 1)
+        evidence = self._evidence(sequence, least)
         if not evidence:
-            return most
-        target, seen = self._quantile * sum([weight for _, weight in evidence]), 0.0
-        likely, _ = evidence[-1]
-        for bucket, weight in evidence:
-            seen += weight
-            if seen >= target:
-                likely = bucket
-                break
-        return min(most, max(said + 1, round(math.exp((likely + 0.5) * _STEP))))
+            return [most] * len(shares)
+        total, seen, place, found = sum([weight for _, weight, _ in evidence]), 0.0, 0, list[int]()
+        for share in shares:
+            while place < len(evidence) - 1 and seen + evidence[place][1] < share * total:
+                seen += evidence[place][1]
+                place += 1
+            bucket, _, length = evidence[place]
+            if length <= said:  # most of these had ended already: half way through what is left of the bucket
+                length = (said + math.exp((bucket + 1) * _STEP)) / 2
+            found.append(min(most, max(said + 1, round(length))))
+        return found
 
     def learn(self, sequence: Sequence) -> None:
-        bucket = _bucket(sequence.output_tokens)
         for group in _groups(sequence):
             histogram = self._groups.get(group)
             if histogram is None:
                 histogram = self._groups[group] = _Histogram()
-            histogram.add(bucket)
+            histogram.add(sequence.output_tokens)
             self._groups.move_to_end(group)
         while len(self._groups) > _MAX_GROUPS:
             self._groups.popitem(last=False)
 
-    def _evidence(self, sequence: Sequence, least: int) -> list[tuple[int, float]]:
-        """Buckets, and the weight of what speaks for an answer that long, among those of at least `least`; ascending, a
-        bucket once for each group that has it."""
-        evidence: list[tuple[int, float]] = []
+    def _evidence(self, sequence: Sequence, least: int) -> list[tuple[int, float, float]]:
+        """Buckets, the weight of what speaks for an answer that long, and how long, among those of at least `least`;
+        ascending, a bucket once for each group that has it."""
+        evidence: list[tuple[int, float, float]] = []
         total = 0.0
         for group in reversed(_groups(sequence)):  # from everybody to the session
             histogram = self._groups.get(group)
             if histogram is None:
                 continue
-            own = [known for known in histogram.counts.items() if known[0] >= least]
+            means = histogram.means
+            own = [(bucket, count, means[bucket]) for bucket, count in histogram.counts.items() if bucket >= least]
             if not own:
                 continue
             if total > _BORROWED:
                 scale = _BORROWED / total
-                evidence, total = [(bucket, weight * scale) for bucket, weight in evidence], _BORROWED
+                evidence, total = [(bucket, weight * scale, length) for bucket, weight, length in evidence], _BORROWED
             evidence += own
-            total += sum([count for _, count in own])
+            total += sum([count for _, count, _ in own])
         evidence.sort()
         return evidence
 

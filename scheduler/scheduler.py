@@ -97,14 +97,14 @@ class Scheduler:
         self._resumed: deque[Sequence] = deque()  # lost their room, and stand before the queue
         self._running: list[Sequence] = []  # in order of admission
         self._shortest = ShortestFirst()
-        self._ahead = AheadLoads(cache=cache)  # wait, but have their pages
+        self._forecast = Forecast(predictor=predictor)
+        self._ahead = AheadLoads(cache=cache, forecast=self._forecast)  # wait, but have their pages
         self._favoured: Sequence | None = None  # others have given way to it, but there is not room enough yet
         self._front = Standings(cache=cache, standing=standing)
         self._sat_out: frozenset[Sequence] = frozenset()  # had no row in the last step, for a starved one's sake
         self._scores: dict[Sequence, int] = {}  # as the cache was told
         self._close: tuple[list[Sequence], int] = [], -1  # whom it was told of beside those who ran, and as of when
         self._rows: dict[Sequence, Chunk] = {}  # of those who run: the one token that each decodes in nearly every step
-        self._forecast = Forecast(predictor=predictor, cost=cost)
         self._batch_changes = 0  # how many have joined and left
         self._loading_s = 0.0  # what is left of the loads under way
         self._foreseen = -1, 0  # changes, and loads ahead, when the queue was told what is to come
@@ -288,7 +288,7 @@ class Scheduler:
         period_s = max(seconds, period_s)
         self._cost.ran(self._work, period_s - waited_s)
         if self._work.decode_rows:
-            self._forecast.decoded(period_s)
+            self._forecast.decoded(period_s, self._work.prefill_tokens)
 
     # --- the budget ---------------------------------------------------------------------------------------------------
 
@@ -369,6 +369,7 @@ class Scheduler:
         self._rows.pop(sequence, None)
         self._batch_changes += 1
         self._loaders.discard(sequence)
+        self._ahead.stopped(sequence)
         self._tenants.stopped(sequence)
 
     def _starved(self) -> Sequence | None:
@@ -591,12 +592,11 @@ class Scheduler:
 
     def _opens_s(self, now: float) -> list[float]:
         if self._opens[0] != self._batch_changes:
-            self._opens = self._batch_changes, self._forecast.opens_s(self._running, self.free_places, now)
+            self._opens = self._batch_changes, self._forecast.opens_s(self._running, self.free_places)
         return self._opens[1]
 
     def _begin_forecast(self) -> None:
         """Time has passed."""
-        self._forecast.begin_step()
         self._opens = -1, []
 
     def _admit_ahead(self, now: float) -> None:
@@ -607,6 +607,7 @@ class Scheduler:
         if self._foreseen != (self._batch_changes, len(self._ahead)):
             self._foresee(self._stalls_s(), now)  # anew: this step's batch is another
         front = list(islice((*self._resumed, *self._queue.once_loaded()), _FRONT))
+        known = {sequence for sequence in front if sequence in self._front}
         self._watch(front)
         waiting = []
         for sequence in front:
@@ -626,7 +627,7 @@ class Scheduler:
             if cached is None:
                 return
             sequence.computed_tokens = cached
-            self._ahead.begin(sequence, now)
+            self._ahead.begin(sequence, now, had_time=sequence in known)
 
     def _watch(self, front: list[Sequence]) -> None:
         for sequence in [s for s in self._front if s not in front]:

@@ -5,17 +5,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 
-def remaining_s(tpot_s: float, output_tokens: int, now: float, started_s: float | None, prefill_s: float) -> float:
-    """max(0, TPOT * len_i - (t - timer_i)): how much longer a request is expected to run.
-
-    output_tokens: predicted for its whole answer. started_s: its timer, set at its first token; None: before that,
-    with `prefill_s` to go until then.
-    """
-    if started_s is None:
-        return prefill_s + tpot_s * output_tokens
-    return max(0.0, tpot_s * output_tokens - (now - started_s))
-
-
 @dataclass(frozen=True, slots=True)
 class WaitingLoad:
     """A request that waits, and how long the KV it needs would take: SIZE / bandwidth; None: nothing to load."""

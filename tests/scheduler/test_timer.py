@@ -1,23 +1,11 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scheduler.timer import WaitingLoad, due, remaining_s
+from scheduler.timer import WaitingLoad, due
 
 
 def loads(*seconds):
     return [WaitingLoad(str(place), load_s) for place, load_s in enumerate(seconds)]
-
-
-def rest(**changes):
-    return remaining_s(
-        **{"tpot_s": 0.1, "output_tokens": 50, "now": 10.0, "started_s": 7.0, "prefill_s": 0.0, **changes}
-    )
-
-
-def test_what_is_left_of_an_answer():
-    assert rest() == 2.0  # 50 * 0.1 - (10 - 7)
-    assert rest(output_tokens=20) == 0.0, "clamped: it is overdue"
-    assert rest(started_s=None, prefill_s=1.5) == 6.5, "the timer starts at the first token"
 
 
 def test_a_load_starts_when_the_next_end_is_no_farther_than_its_length():
