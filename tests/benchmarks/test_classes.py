@@ -1,8 +1,11 @@
 """The workload of all three classes, and what is made of its turns."""
 
+from collections import Counter
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
+from rich.console import Console
 
 from benchmarks import classes, classes_figure, classes_foretold
 from benchmarks.classes_workload import PLACES, POLICIES, Mix, Served, arrivals, describe, overtakes
@@ -63,6 +66,13 @@ def test_a_row_is_drawn_and_told(tmp_path):
     assert (tmp_path / "figure.png").stat().st_size > 10_000
     assert len(classes_figure.table([found])) == 2 + len(POLICIES)
     assert len(classes_figure.ratios([found])) == 2 + 3
+    sure, unsure = [0.5, 0.4, 0.9], [1.0, 0.9, 1.1]
+    rows = [{"ratios": {"a/b": {"mean": sure, "p50": unsure, "p95": [2.0, 1.5, 3.0]}}},
+            {"ratios": {"a/b": {"mean": sure, "p50": unsure, "p95": unsure}}}]  # fmt: skip
+    assert classes_figure.verdicts(rows) == [
+        "- a/b: mean 0.50 to 0.50 (2 better, 0 worse); p50 1.00 to 1.00 (0 better, 0 worse); "
+        "p95 1.00 to 2.00 (0 better, 1 worse)"
+    ]
 
 
 def test_a_server_s_answer_says_where_the_history_was():
@@ -73,3 +83,63 @@ def test_a_server_s_answer_says_where_the_history_was():
     ):  # fmt: skip
         answer = replace(result, extra={"x_cache": cache, "timings": {"queue_ms": 1000.0}})
         assert classes.served(answer) == Served(place, 10.0, 11.5, 2.0)
+
+
+class Played:
+    """A server that starts every turn a second late, and what was asked of it."""
+
+    def __init__(self, server, policy, shape):
+        self.policy, self.begun, self.forgotten, self.played = policy, [], [], []
+
+    def warm_up(self): ...
+    def rest(self): ...
+
+    def begin(self, prefix, seed):
+        self.begun.append(prefix)
+        return 2.0
+
+    def play(self, conversations, seed):
+        self.played.append(conversations)
+        return [
+            TurnResult(c.session_id, n, turn.due_s, sent_s=turn.due_s, token_s=[turn.due_s + 2.0],
+                       extra={"timings": {"queue_ms": 1000.0}})
+            for c in conversations for n, turn in enumerate(c.turns)
+        ]  # fmt: skip
+
+    def counts(self):
+        return Counter({"overtakes": len(self.played)})
+
+    def state(self):
+        return {"window": 5}
+
+    def forget(self):
+        self.forgotten.append(len(self.played))
+
+
+def test_four_servers_play_the_same_legs(tmp_path, monkeypatch):
+    players = {}
+
+    def player(server, policy, shape):
+        return players.setdefault(policy, Played(server, policy, shape))
+
+    monkeypatch.setattr(classes, "Player", player)
+    monkeypatch.setattr(classes, "serve", lambda name, settings: nullcontext())
+    monkeypatch.setattr(classes, "settings_of", lambda policy, *rest: {"scheduler.policy": policy})
+    monkeypatch.setattr(classes, "throttle", lambda *rest: (0.1, 0.5))
+    monkeypatch.setattr(classes, "kv_bytes_per_token", lambda model: 1)
+    monkeypatch.setattr(classes, "bursts", lambda *rest: (0.1, 4.0, 3.0))
+    found = classes.measure("model", MIX, 2, tmp_path, Console(quiet=True))
+    assert set(players) == set(POLICIES)
+    played = [player.played for player in players.values()]
+    assert all(each == played[0] for each in played)
+    assert len(played[0]) == 2 * len(classes.SHARES)
+    assert all(player.forgotten == [1, 2, 3, 4] for player in players.values())
+    # Three of four turns return, 4 a second; a quarter begin, six of them in 3 s. Legs are begun in 2 s instead of 3.
+    assert found["calibration"]["service_rate"] == round(1 / (0.75 / 4 + 0.25 * 3 / 6), 3)
+    assert [row["share"] for row in found["rows"]] == list(classes.SHARES)
+    for row in found["rows"]:
+        assert row["ttft_ms"]["car"]["turns"] == 2 * MIX.turns
+        assert row["ttft_ms"]["car"]["mean"] == 2000.0
+        assert row["ttft_ms"]["car"]["longest_wait"] == 1000.0
+        assert row["ratios"]["car/fcfs"]["p95"] == [1.0, 1.0, 1.0]
+        assert row["counts"]["car"] == [{"overtakes": 1}, {"overtakes": 1}]
