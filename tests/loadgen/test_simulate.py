@@ -148,13 +148,14 @@ def test_who_waits_for_room_in_hbm_is_fetched_for_although_places_are_free():
     assert simulation.cache.stats.moved_bytes["disk_to_dram"] > 1_000_000
 
 
-def test_loads_that_the_timer_starts_end_as_their_turn_comes():
+@pytest.mark.parametrize("policy", ["car-hidden", "fcfs"])
+def test_loads_that_the_timer_starts_end_as_their_turn_comes(policy):
     """Answers that are all as long, a queue, and KV from DRAM and disk: before the timer counted the tokens that are
     left and the prompts of those who start first, 42 % were on time."""
     outcomes: Counter[str] = Counter()
     for seed in range(2):
         machine = Machine(
-            hbm_blocks=210, dram_blocks=80, disk_blocks=10_000, policy="car", window=8, max_seqs=4, itl_target_s=0.1,
+            hbm_blocks=210, dram_blocks=80, disk_blocks=10_000, policy=policy, window=8, max_seqs=4, itl_target_s=0.1,
             bytes_per_token=12_288, s_per_token=0.0006, fixed_s=0.006, s_per_row=0.0009, dram_bytes_per_s=2e9,
             disk_bytes_per_s=4e7,
         )  # fmt: skip
@@ -164,5 +165,5 @@ def test_loads_that_the_timer_starts_end_as_their_turn_comes():
         simulation.run()
         outcomes += simulation.scheduler.timer_outcomes
     judged = outcomes["on_time"] + outcomes["early"] + outcomes["late"]
-    assert judged > 40
+    assert judged > 20
     assert outcomes["on_time"] >= 0.7 * judged, outcomes
