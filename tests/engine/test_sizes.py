@@ -113,8 +113,19 @@ def test_all_of_it_fits_and_dram_holds_at_least_hbm(
         assert hbm_tokens or found.hbm <= device
     elif not hbm_tokens:
         assert found.hbm + found.dram + found.staging <= free / 2 + 2
-        most = (1 << 18) * BLOCK_TOKENS * kv  # blocks that the table may hold
+        most = min(1 << 18, memory // 20 // 2700) * BLOCK_TOKENS * kv  # of blocks that the table may hold
         assert found.dram >= min(found.hbm, most)
+
+
+@pytest.mark.parametrize(("memory_gib", "blocks"), [(1 << 10, 1 << 18), (4, 79_536)])
+def test_tiers_hold_no_more_blocks_than_their_table_has_room_for(memory_gib: int, blocks: int) -> None:
+    """A small model on a small machine with a large disk: a quarter of that would be a gigabyte of the table's rows."""
+    found = automatic_sizes(
+        memory=memory_gib * GIB, device_memory=None, disk=1 << 44, weights=0, kv_bytes_per_token=1024,
+        window_tokens=1024, hbm_tokens=0,
+    )  # fmt: skip
+    assert found.disk == blocks * BLOCK_TOKENS * 1024
+    assert found.dram <= blocks * BLOCK_TOKENS * 1024
 
 
 @pytest.mark.parametrize("ram", [64, 256, 1024])
