@@ -23,7 +23,18 @@ TOKENS = (1, 8, 32, 128, 256, 512, 1024, 2048, 4096, 8192, 16_384, 32_768, 65_53
 CACHED = ("hbm", "dram", "disk", "redis")
 HISTORY_OUTCOMES = (*CACHED, "computed", "truncated", "shifted")
 MISS_REASONS = (
-    *("new", "evicted", "expired", "diverged", "last_token", "fingerprint", "salt", "load_failed", "lineage_reset"),
+    *(
+        "new",
+        "evicted",
+        "expired",
+        "diverged",
+        "last_token",
+        "fingerprint",
+        "salt",
+        "load_failed",
+        "load_late",
+        "lineage_reset",
+    ),
     *("cheaper_to_recompute", "truncated", "disabled"),
 )
 DIRECTIONS = ("dram_to_hbm", "disk_to_hbm", "disk_to_dram", "hbm_to_dram", "dram_to_disk")

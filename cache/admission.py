@@ -39,7 +39,7 @@ class Admission:
             return None
         self._matcher.note_passed_over(found, chosen)
         context.sources, context.own_tokens = (
-            self._matcher.tokens_by_tier(match),
+            self._matcher.sources(context, match),
             self._matcher.own_tokens(context, match),
         )
         context.published = placement.moved

@@ -1,15 +1,18 @@
 """Loads: blocks on their way from DRAM and disk into the pages of a request."""
 
+import math
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, replace
 
 from cache.block import BLOCK_TOKENS, BlockKey
 from cache.context import RunningContext
 from cache.hierarchy import Hierarchy
-from cache.plan import BlockLoad, LoadBlocks, Loaded, ReleaseLoad
-from cache.rates import Rates
+from cache.plan import AbandonLoad, BlockLoad, LoadBlocks, Loaded, ReleaseLoad
+from cache.rates import Progress, Rates, deadline_s
 from cache.siblings import Siblings
 from cache.stats import CacheStats
+
+_WAVERS = 2  # what a load is expected to take may double without anything having happened
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,6 +21,8 @@ class Load:
 
     context: RunningContext
     blocks: tuple[BlockLoad, ...]
+    first: int | None  # the first token that comes off the disk, which may not answer; None: none does
+    seemed_fast: bool  # enough to be worth it; else it is a look at what the device is like, or nothing to choose
     claimant: str  # in whose name others wait for its blocks: its request, until that cannot wait any longer itself
 
 
@@ -32,6 +37,7 @@ class Loads:
         running: Container[str],
         rates: Rates,
         arrived: Callable[[int], float],
+        progress: Callable[[int], Progress | None],
         bytes_per_token: int,
         stats: CacheStats,
     ) -> None:
@@ -41,8 +47,10 @@ class Loads:
         self._running = running
         self._rates = rates
         self._arrived = arrived  # the share of a load that is in HBM
+        self._progress = progress  # of what a load reads off the disk
         self._bytes_per_token = bytes_per_token
         self._stats = stats
+        self._given_up: set[int] = set()  # loads that were, and have not ended
         self._failed: dict[str, None] = {}  # requests whose load failed, until `take_failed`
 
     def start(self, context: RunningContext, loads: Sequence[BlockLoad]) -> None:
@@ -59,8 +67,50 @@ class Loads:
             blocks.append(load)
         self._lower.extents.hold(load.key for load in blocks if load.extent is not None)
         context.job = self._lower.next_job()
-        self.under_way[context.job] = Load(context, tuple(blocks), context.request_id)
+        noted = self._noted(context, blocks)
+        self.under_way[context.job] = replace(noted, seemed_fast=self._expected_s(noted) <= self._deadline_s(noted))
         self._lower.moves.append(LoadBlocks(context.job, context.request_id, tuple(blocks)))
+
+    def _noted(self, context: RunningContext, blocks: Sequence[BlockLoad]) -> Load:
+        on_disk = [load.position for load in blocks if load.extent is not None]
+        # Behind a cut all that is stored is loaded (`Matcher.choose`).
+        first = min(on_disk) if on_disk and context.lineage.joint is None else None
+        return Load(context, tuple(blocks), first, False, context.request_id)
+
+    def give_up(self) -> None:
+        """Give up what has come to be dearer than to compute it: the disk has become slow, or stands still. All blocks
+        of a load come layer by layer, so all that the disk was to bring is computed; what came out of DRAM is kept."""
+        for job_id, load in self.under_way.items():
+            progress = self._progress(job_id) if load.first is not None and job_id not in self._given_up else None
+            if progress is None:
+                continue
+            left_s = progress.left_s(self._rates.num_layers)
+            if not progress.layers and load.seemed_fast:
+                # Others' loads may have told meanwhile what the disk is like; what they tell wavers.
+                left_s = max(left_s, self._expected_s(load) / _WAVERS)
+            if left_s > self._deadline_s(load):
+                self._given_up.add(job_id)
+                self._lower.moves.append(AbandonLoad(job_id))
+
+    def patience_s(self, context: RunningContext) -> float:
+        """How much longer a step may wait for the next layer of a request's load before that is given up."""
+        load = self.under_way.get(context.job) if context.job is not None else None
+        progress = self._progress(context.job) if load is not None and context.job is not None else None
+        if load is None or load.first is None or progress is None:
+            return math.inf
+        return self._deadline_s(load) - progress.silent_s
+
+    def _deadline_s(self, load: Load) -> float:
+        if load.first is None:
+            return math.inf
+        end = max(block.position + block.num_rows for block in load.blocks)
+        tokens = len(load.context.token_ids)
+        new_s, all_s = self._rates.compute_s(tokens - end), self._rates.compute_s(tokens - load.first)
+        return deadline_s(new_s, all_s, self._rates.num_layers)
+
+    def _expected_s(self, load: Load) -> float:
+        tokens = self._tokens(load)
+        return sum(self._rates.load_s(f"{tier}_to_hbm", n * self._bytes_per_token) for tier, n in tokens.items())
 
     def leave(self, context: RunningContext) -> bool:
         """A request gives its pages back: whether its load is still under way, and goes on for nobody."""
@@ -76,13 +126,19 @@ class Loads:
         if load is None or context.job is None:
             return
         self.under_way[context.job] = load = replace(load, claimant=f"load {context.job}")
+        context.outlived = context.job
         for block in load.blocks:
             if block.num_rows == BLOCK_TOKENS:
                 self._siblings.claim(block.key, load.claimant)
 
+    def is_outlived(self, context: RunningContext) -> bool:
+        """Whether a load that was late for a request is still under way."""
+        return context.outlived is not None and context.outlived in self.under_way
+
     def on_loaded(self, event: Loaded) -> None:
         """What came is believed, what failed is not looked for there again."""
         load = self.under_way.pop(event.job_id)
+        self._given_up.discard(event.job_id)
         context = load.context
         self._lower.extents.release(block.key for block in load.blocks if block.extent is not None)
         for block in load.blocks:
@@ -95,15 +151,25 @@ class Loads:
                 else:
                     self._lower.keep(block.key, block.slot)
             row = self._table.get(block.key)
-            if not event.failed and block.num_rows == BLOCK_TOKENS and row is not None and not row.is_open:
+            is_here = not event.failed or block.key in event.whole
+            if is_here and block.num_rows == BLOCK_TOKENS and row is not None and not row.is_open:
                 self._hbm.settle(block.key, block.page, block.page_row, block.position, hop=False)
+                if load.claimant != context.request_id:
+                    context.brought[block.key] = "disk" if block.extent is not None else "dram"
             self._pages.unpin(block.page)
         for key, reason in event.failed.items():
             self._stats.load_failures[reason] += 1
-            self._drop_bad_copy(key, next(b for b in load.blocks if b.key == key))
+            if reason != "late":
+                self._drop_bad_copy(key, next(b for b in load.blocks if b.key == key))
         stands_on_it = context.job == event.job_id
-        if event.failed and (stands_on_it or load.claimant != context.request_id):
-            context.miss_reason = "load_failed"
+        was_late = load.claimant != context.request_id
+        is_late = "late" in event.failed.values()
+        if was_late or is_late:
+            # It has waited for the disk once. What it has not got by that, such as the rows of an open block, would
+            # be as late again, and again.
+            context.skips_disk = True
+        if was_late or (event.failed and stands_on_it):
+            context.miss_reason = "load_failed" if event.failed and not is_late else "load_late"
         if event.failed and stands_on_it and context.request_id in self._running:
             self._failed[context.request_id] = None
         elif stands_on_it:
@@ -124,9 +190,7 @@ class Loads:
         """What is left of a request's load, less nothing: how much of it the step hides is not known here."""
         if context.job is None or context.job not in self.under_way:
             return 0.0
-        tokens = self._tokens(self.under_way[context.job])
-        seconds = sum(self._rates.load_s(f"{tier}_to_hbm", n * self._bytes_per_token) for tier, n in tokens.items())
-        return seconds * (1 - self._arrived(context.job))
+        return self._expected_s(self.under_way[context.job]) * (1 - self._arrived(context.job))
 
     def to_come(self, context: RunningContext) -> dict[str, int]:
         """tier -> tokens of a request's load, all of them until it has ended: its last layer may yet fail."""

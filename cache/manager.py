@@ -15,11 +15,11 @@ from cache.loading import Loads
 from cache.lower import LowerTiers
 from cache.matching import Matcher
 from cache.opening import ClientCut, ContextOpener, DomainOf, Truncation
-from cache.plan import CapturePiece, Deleted, Event, Fetched, Loaded, Lost, Move, Saved, Transferred, Written
+from cache.plan import CapturePiece, Deleted, Event, Fetched, Late, Loaded, Lost, Move, Saved, Transferred, Written
 from cache.policies.base import PolicyFactory
 from cache.policies.returns import ReturnTimes
 from cache.publishing import Publisher
-from cache.rates import Rates
+from cache.rates import Progress, Rates
 from cache.report import report_prompt
 from cache.requests import Requests
 from cache.saving import Saver
@@ -61,6 +61,7 @@ class CacheManager:
         hbm_low_water: float,
         rates: Rates,
         arrived: Callable[[int], float],
+        progress: Callable[[int], Progress | None],
         unix_offset_s: float,
     ) -> None:
         if page_size % BLOCK_TOKENS:
@@ -129,6 +130,7 @@ class CacheManager:
             running=self._running,
             rates=rates,
             arrived=arrived,
+            progress=progress,
             bytes_per_token=bytes_per_token,
             stats=self.stats,
         )
@@ -191,7 +193,8 @@ class CacheManager:
 
     def waits_for_sibling(self, request_id: str) -> bool:
         """Whether the next block this request needs is on its way: one computation or load, many waiters."""
-        return self._reuse and self._siblings.waits(self._running[request_id])
+        context = self._running[request_id]
+        return self._reuse and (self._loads.is_outlived(context) or self._siblings.waits(context))
 
     def admit(self, request_id: str, num_tokens: int) -> int | None:
         """See CacheView. What is matched is shared page by page where whole pages match; the rest is copied, loaded, or
@@ -284,6 +287,10 @@ class CacheManager:
     def stall_s(self, request_id: str) -> float:
         """See CacheView."""
         return self._loads.stall_s(self._running[request_id])
+
+    def patience_s(self, request_id: str) -> float:
+        """How much longer a step may wait for the next layer of a request's load before that is given up."""
+        return self._loads.patience_s(self._running[request_id])
 
     def stalls_s(self) -> dict[str, float]:
         """See CacheView."""
@@ -397,12 +404,16 @@ class CacheManager:
             case Transferred():
                 self.stats.count_move(event.direction, event.num_bytes, event.seconds)
                 self.rates.moved(event.direction, event.num_bytes, event.seconds)
+            case Late():
+                self.rates.late(event.direction, event.num_bytes, event.seconds)
         if self._sessions.deleting:
             self._sessions.go_on()
 
     def plan(self, waiting: Sequence[str], starting: int, now: float) -> None:
-        """Look ahead (AttentionStore §3.3): tell the policies what comes, fetch for it, write what is behind. The first
-        `starting` of those who wait have a place in the batch: they load for themselves, layer by layer."""
+        """Look ahead (AttentionStore §3.3): tell the policies what comes, fetch for it, write what is behind, and give
+        up loads that have come to be dearer than computing. The first `starting` of those who wait have a place in the
+        batch: they load for themselves, layer by layer."""
+        self._loads.give_up()
         self._saver.catch_up()
         self._ahead.plan(waiting, starting, now)
         self.hbm.offload()

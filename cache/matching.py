@@ -1,6 +1,8 @@
 """Matcher: which leading rows of a context are stored, in which tier, and how many of them are worth loading."""
 
-from cache.block import BLOCK_TOKENS
+from collections.abc import Mapping
+
+from cache.block import BLOCK_TOKENS, BlockKey
 from cache.context import RunningContext
 from cache.hbm import HbmPool, Match
 from cache.rates import LoadOption, Rates, choose_load, first_token_s
@@ -66,6 +68,12 @@ class Matcher:
             LoadOption(0 if self._is_at_hand(row, block) else row.size_bytes, self._source(row), tokens)
             for block, (row, tokens) in enumerate(used[ready:], ready)
         ]
+        if context.skips_disk:
+            far = (n for n, option in enumerate(options) if option.size_bytes and option.source == "disk_to_hbm")
+            match = match.first(ready + next(far, len(options)))
+            options = options[: len(match.used) - ready]
+            if not options:
+                return match
         count = choose_load(options, self._rates, len(context.token_ids) - match.num_tokens)
         if count < len(options):
             context.miss_reason = "cheaper_to_recompute"
@@ -82,10 +90,19 @@ class Matcher:
             self._rates.passed_over(self._source(found.used[len(chosen.used)][0]))
 
     def tokens_by_tier(self, match: Match) -> dict[str, int]:
-        """tier -> tokens of a match that come from it."""
+        """tier -> tokens of a match that would come from it."""
+        return self._counted(match, {})
+
+    def sources(self, context: RunningContext, match: Match) -> dict[str, int]:
+        """tier -> tokens of a match that come from it, or came while this very request waited for them."""
+        return self._counted(match, context.brought)
+
+    def _counted(self, match: Match, brought: Mapping[BlockKey, str]) -> dict[str, int]:
         tokens: dict[str, int] = {}
         for block, (row, used) in enumerate(match.used):
             tier = self._tier(row, block)
+            if tier == "hbm":
+                tier = brought.get(row.key, tier)
             tokens[tier] = tokens.get(tier, 0) + used
         return tokens
 

@@ -58,6 +58,14 @@ class ReleaseLoad:
 
 
 @dataclass(frozen=True, slots=True)
+class AbandonLoad:
+    """What the disk has not brought of a load comes no more: to compute it is cheaper by now. Answered by Late and
+    Loaded, at once, whether the disk answers or not."""
+
+    job_id: int
+
+
+@dataclass(frozen=True, slots=True)
 class FetchBlocks:
     """Disk -> DRAM for a turn that is still queued (AttentionStore §3.3.1)."""
 
@@ -122,7 +130,7 @@ class PutSession:
 
 
 Save = FillFromSlot | FillFromPage | SealSlot
-Move = CopyRows | LoadBlocks | ReleaseLoad | FetchBlocks | Save | WriteExtent | DeleteExtents | PutSession
+Move = CopyRows | LoadBlocks | ReleaseLoad | AbandonLoad | FetchBlocks | Save | WriteExtent | DeleteExtents | PutSession
 
 # --- events -----------------------------------------------------------------------------------------------------------
 
@@ -141,11 +149,22 @@ class Saved(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
+class Late:
+    """Bytes that did not come, because the device or those who wait gave up, and the seconds they would have taken."""
+
+    direction: str
+    num_bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
 class Loaded:
-    """`failed`: blocks that could not be read, and why. If there are any, nothing that was loaded may be used."""
+    """`failed`: blocks that could not be read, and why. If there are any, nothing that was loaded may be used but the
+    blocks in `whole`, of which all layers are in place."""
 
     job_id: int
     failed: dict[BlockKey, str] = field(default_factory=dict)
+    whole: frozenset[BlockKey] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +197,7 @@ class Lost:
     extent_ids: tuple[int, ...]
 
 
-Event = Transferred | Saved | Loaded | Fetched | Written | Deleted | Lost
+Event = Transferred | Late | Saved | Loaded | Fetched | Written | Deleted | Lost
 
 
 class CapturePiece(NamedTuple):

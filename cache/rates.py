@@ -9,6 +9,8 @@ _PRIOR_WEIGHT = 0.02  # of each of the prior's two points, in samples
 _PRIOR_TOKENS, _PRIOR_BYTES = 256, 4 << 20  # between them
 _PASSES = 8  # loads of a direction that were not worth it, after which one block of the next is loaded all the same
 _KEPT_PASSED = 0.8  # of a direction's evidence after each of them
+_SURPRISE = 2  # a look that is so many times faster than was believed is another device than the one that was measured
+_LEAST_DEADLINE_S = 0.25  # of a load; any device stutters now and then, and nobody notices less
 
 
 class _Duration:
@@ -34,6 +36,11 @@ class _Duration:
             self._trust *= _KEPT_TRUST
         self._sums = [total * _KEPT + part for total, part in zip(self._sums, sample, strict=True)]
         self._line = None
+
+    def believe(self, units: int, seconds: float) -> None:
+        """This sample and none before it, but for the proportion between the line's parts."""
+        self._sums, self._trust = [0.0] * 5, 0.0
+        self.update(units, seconds)
 
     def expect(self, fixed_s: float, s_per_unit: float) -> None:
         """A better prior."""
@@ -111,6 +118,7 @@ class Rates:
             name: _Duration(transfer_fixed_s, 1 / rate, _PRIOR_BYTES) for name, rate in bytes_per_s.items()
         }
         self._passes = dict.fromkeys(bytes_per_s, 0)
+        self._late = dict.fromkeys(bytes_per_s, 0)  # loads that were, since one was as fast as believed
 
     def expect_steps(self, step_fixed_s: float, prefill_s_per_token: float) -> None:
         """What steps take on this machine, measured before the first one counts. Decoding tells next to nothing about
@@ -126,9 +134,28 @@ class Rates:
 
     def moved(self, direction: str, num_bytes: int, seconds: float) -> None:
         """A transfer ended. Ones without bytes or duration tell nothing."""
-        if num_bytes > 0 and seconds > 0:
-            self._transfers[direction].update(num_bytes, seconds)
-            self._passes[direction] = 0
+        if num_bytes <= 0 or seconds <= 0:
+            return
+        transfer = self._transfers[direction]
+        if self.is_look_due(direction) and seconds * _SURPRISE < transfer.of(num_bytes):
+            transfer.believe(num_bytes, seconds)
+        else:
+            transfer.update(num_bytes, seconds)
+            self._late[direction] = 0
+        self._passes[direction] = 0
+
+    def late(self, direction: str, num_bytes: int, seconds: float) -> None:
+        """A transfer failed or was given up that would have taken so long at least. What is slower than was believed
+        counts alone from now on, whichever way bytes leave that device: a mean over twenty that were in time would let
+        the next ones come as late."""
+        if num_bytes <= 0 or seconds <= 0:
+            return
+        device = direction.partition("_to_")[0]
+        for name, transfer in self._transfers.items():
+            if name.partition("_to_")[0] == device and seconds > transfer.of(num_bytes):
+                transfer.believe(num_bytes, seconds)
+        self._late[direction] += 1
+        self._passes[direction] = 0
 
     def passed_over(self, direction: str) -> None:
         """A request computes what it could have loaded. What is never loaded is never measured, so that a link that was
@@ -137,8 +164,10 @@ class Rates:
         self._transfers[direction].fade()
 
     def is_look_due(self, direction: str) -> bool:
-        """Whether the next block that this direction could bring is to be loaded whatever it seems to cost."""
-        return self._passes[direction] >= _PASSES
+        """Whether the next block that this direction could bring is to be loaded whatever it seems to cost. Soon after
+        one load that was late, which any device has now and then, and later with each that follows."""
+        late = self._late[direction]
+        return self._passes[direction] >= (min(1 << late, _PASSES) if late else _PASSES)
 
     @property
     def prefill_s_per_token(self) -> float:
@@ -158,6 +187,27 @@ class Rates:
         return self._transfers[direction].of(num_bytes)
 
 
+class Progress(NamedTuple):
+    """How far a device has come with a load, in seconds in which it was asked for bytes of it."""
+
+    layers: int  # that have come
+    reading_s: float  # until the last of them came
+    silent_s: float  # since
+
+    def left_s(self, num_layers: int) -> float:
+        """What is left takes as long as this at least, by its own pace; and who has been silent for a while will be for
+        as long again."""
+        if self.layers >= num_layers:
+            return 0.0
+        pace_s = self.reading_s / self.layers if self.layers else 0.0
+        return max(pace_s * (num_layers - self.layers), self.silent_s)
+
+    def whole_s(self, num_layers: int) -> float:
+        """The whole load at this pace, the silent one's if that is slower."""
+        pace_s = self.reading_s / self.layers if self.layers else 0.0
+        return max(pace_s, self.silent_s) * num_layers
+
+
 class LoadOption(NamedTuple):
     """A block behind the resident prefix that a lower tier could deliver."""
 
@@ -171,6 +221,14 @@ def first_token_s(load_s: float, compute_s: float, num_layers: int) -> float:
     when it has arrived, (i+1)/n of the load, and the n-i layers from it on follow. That is worst for the first or the
     last layer: max(load/n + compute, load + compute/n)."""
     return max(load_s, compute_s) + min(load_s, compute_s) / num_layers
+
+
+def deadline_s(new_s: float, all_s: float, num_layers: int) -> float:
+    """The longest that a load may take for the first token to come no later than if all were computed, which takes
+    all_s; new_s: what is computed behind the load. The inverse of `first_token_s`, but never less than what any device
+    may take."""
+    exposed = all_s - new_s / num_layers
+    return max(_LEAST_DEADLINE_S, exposed if exposed >= new_s else num_layers * (all_s - new_s))
 
 
 def choose_load(blocks: Sequence[LoadOption], rates: Rates, new_tokens: int) -> int:

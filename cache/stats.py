@@ -10,9 +10,9 @@ class PromptReport:
     """One prompt, token by token, as it stands in the context: hbm + dram + disk + computed == prompt_tokens;
     miss_reasons adds up to computed_tokens. Reasons: `new` (never computed for this session), `evicted` (was, has
     left), `expired` (its time to live was over), `diverged` (behind the place where the prompt leaves the session's
-    history), `last_token` (present, but its logits are needed), `load_failed`, `cheaper_to_recompute`, `lineage_reset`
-    (behind a block that a truncation had kept and that is gone), `truncated` (recomputed because of a truncation),
-    `disabled` (cache.mode = recompute)."""
+    history), `last_token` (present, but its logits are needed), `load_failed`, `load_late` (the disk took longer than
+    computing does), `cheaper_to_recompute`, `lineage_reset` (behind a block that a truncation had kept and that is
+    gone), `truncated` (recomputed because of a truncation), `disabled` (cache.mode = recompute)."""
 
     prompt_tokens: int
     history_tokens: int

@@ -16,6 +16,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 
 from cache.plan import (
+    AbandonLoad,
     CapturePiece,
     CopyRows,
     DeleteExtents,
@@ -32,6 +33,7 @@ from cache.plan import (
     SealSlot,
     WriteExtent,
 )
+from cache.rates import Progress
 from cache.tiers.capture import Captured, SavedRows
 from cache.tiers.completions import Completions
 from cache.tiers.disk import DiskTier
@@ -125,6 +127,8 @@ class Transfer:
                     self._loads.put(move, in_step=move.request_id in running)
                 case ReleaseLoad():
                     self._loads.start(move.job_id)
+                case AbandonLoad():
+                    self._loads.abandon(move.job_id)
                 case FillFromPage() | FillFromSlot() | SealSlot():
                     saves.append(move)
                 case FetchBlocks():
@@ -157,6 +161,10 @@ class Transfer:
     def layers_arrived(self, job_id: int) -> int:
         """Of a load; all of them when it has ended."""
         return self._loads.layers_arrived(job_id)
+
+    def progress(self, job_id: int) -> Progress | None:
+        """See LoadStream."""
+        return self._loads.progress(job_id)
 
     @property
     def waited_s(self) -> float:

@@ -112,6 +112,7 @@ def build_engine(config: EngineConfig) -> Engine:
         hbm_low_water=min(config.hbm_low_water, config.hbm_high_water),
         rates=tiers.rates,
         arrived=tiers.arrived,
+        progress=tiers.transfer.progress,
         unix_offset_s=unix_offset_s,
     )
     cache.restore(tiers.extents, tiers.records, time.monotonic())

@@ -25,7 +25,9 @@ class Choice:
     prompt_known: dict[int, TokenLogprob] = field(default_factory=dict)  # by place in the prompt
     report: PromptReport | None = None
     reported: bool = False
-    load_wait_s: float = 0.0  # its steps waited for KV that was being loaded
+    load_wait_s: float = 0.0  # it waited for KV that was being loaded, in its steps and outside of them
+    has_run: bool = False
+    void_s: float | None = None  # when a load made what it had computed void, until it runs again
 
     def sample_row(self) -> SampleRow:
         """What decides about its next token, besides the logits."""
@@ -50,6 +52,14 @@ class Choice:
         if self.prompt_logprobs is None or self.reported:
             return 0
         return max(0, min(num_tokens, self.sequence.prompt_tokens - 1 - first))
+
+    def begin_step(self, now: float) -> None:
+        """A step runs it. From its place in the batch to its first step, and from a step that was void to the next, it
+        has waited for KV."""
+        since_s = self.void_s if self.has_run else self.sequence.scheduled_s
+        if since_s is not None:
+            self.load_wait_s += max(0.0, now - since_s)
+        self.has_run, self.void_s = True, None
 
     def take_prompt_logprobs(self) -> list[TokenLogprob] | None:
         """Of all tokens of the prompt but the first, once they are complete. Let go of here."""

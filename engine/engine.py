@@ -220,6 +220,7 @@ class Engine:
             return refused
         for chunk in chunks:
             choice = self._choices[chunk.sequence.request_id]
+            choice.begin_step(now)
             if choice.report is None:
                 choice.report = self._cache.report(chunk.sequence.request_id)
                 chunk.sequence.cached_tokens = choice.report.cached_tokens
@@ -234,6 +235,9 @@ class Engine:
             # It goes on when the load has ended, in whatever way; until then its pages may still be written to.
             self._restart(self._choices[sequence_id])
         failed |= arrival.late
+        for sequence_id in failed:
+            self._choices[sequence_id].load_wait_s += waited_s
+            self._choices[sequence_id].void_s = now + (time.monotonic() - called)
         if pieces is None or failed:
             pieces = self._capture(chunks, failed)
         captured = self._sink.end() if self._sink is not None else None
@@ -273,7 +277,9 @@ class Engine:
         """The logits, how the KV arrived that was on its way, and where rows are saved to if that is decided by now."""
         batch = build_batch(items, self._tables, self._cache.page_size, self._device)
         jobs = {i.request_id: job for i in items if (job := self._cache.context(i.request_id).job) is not None}
-        arrival = Arrival(self._transfer, jobs, has_bystanders=len(jobs) < len(items))
+        arrival = Arrival(
+            self._transfer, jobs, patience_s=self._cache.patience_s, has_bystanders=len(jobs) < len(items)
+        )
         if self._sink is not None:
             self._sink.begin()
         if self._sink is None or jobs or not self._runner.saves_rows:

@@ -153,6 +153,7 @@ class Simulation:
             hbm_low_water=machine.low_water,
             rates=self._rates,
             arrived=lambda job_id: self.tiers.arrived(job_id, self.now),
+            progress=lambda job_id: None,  # its disks never stutter
             unix_offset_s=0.0,
         )
         predictor: LengthPredictor = MaxTokensPredictor() if machine.oracle else QuantilePredictor(quantile=0.5)

@@ -13,7 +13,7 @@ export const SOURCES = [
 const CACHED = ["hbm", "dram", "disk", "redis"];
 const REASONS = {
   new: "new", evicted: "evicted before", diverged: "behind an edit", last_token: "last token, whose logits are needed",
-  load_failed: "could not be loaded", cheaper_to_recompute: "cheaper than loading", truncated: "recomputed after a cut",
+  load_failed: "could not be loaded", load_late: "came too late", cheaper_to_recompute: "cheaper than loading", truncated: "recomputed after a cut",
   lineage_reset: "behind a block that was lost", disabled: "reuse is off", expired: "expired", salt: "another salt",
   fingerprint: "another model",
 };

@@ -9,7 +9,8 @@ from functools import partial
 import torch
 
 from cache.block import BlockKey
-from cache.plan import BlockLoad, LoadBlocks, Loaded, Transferred
+from cache.plan import BlockLoad, Late, LoadBlocks, Loaded, Transferred
+from cache.rates import Progress
 from cache.tiers.base import BlockMissing
 from cache.tiers.completions import Completions
 from cache.tiers.disk import DiskTier
@@ -33,6 +34,7 @@ class _Part:
     in_step: bool
     landed: int = 0  # leading layers that may be placed
     reading: int = 0  # how many a thread has set out to read, until it has ended
+    has_ended: bool = False  # while it was read: who reads closes its source
     ahead: int = 0  # how many may have landed without having been placed
     layers: int = 0  # leading ones that have arrived
     placed: int = 0  # the same, but that all of them count
@@ -40,6 +42,8 @@ class _Part:
     loader: Loader | None = None
     reading_s: float = 0.0
     placing_s: float = 0.0
+    asked_s: float = 0.0  # when a thread set out to read what is being read
+    landed_s: float = 0.0  # the part of reading_s until the last layer has landed, that of the present read too
 
 
 @dataclass(slots=True, eq=False)
@@ -50,6 +54,8 @@ class _Load:
     started: bool  # its request runs, or has given its pages back: layers beyond the read buffer may come
     parts: list[_Part] = field(default_factory=list)
     failed: dict[BlockKey, str] = field(default_factory=dict)  # then nothing more comes
+    is_abandoned: bool = False  # so nobody waits for a read of it to end
+    whole: set[BlockKey] = field(default_factory=set)  # blocks of which all layers are in place
     left: int = 0  # parts that are not at their end
 
 
@@ -120,6 +126,39 @@ class LoadStream:
                 load.started = True
                 self._changed.notify_all()
 
+    def abandon(self, job_id: int) -> None:
+        """See AbandonLoad. Pages are written by who places alone, and that is nobody for a load that has failed, so a
+        read that hangs holds up neither the load's end nor its pages."""
+        load = self._loads.get(job_id)
+        part = next((part for part in self._parts if part.load is load and part.reads_disk), None)
+        if load is None or part is None:
+            return
+        with self._changed:
+            progress = self._progress(part)
+            if progress is None or part.placed == self._slab.num_layers:
+                return
+            load.is_abandoned = True
+            load.failed.update((block.key, "late") for block in part.blocks if block.key not in load.failed)
+            self._tell_late(part, progress)
+            self._changed.notify_all()
+
+    def progress(self, job_id: int) -> Progress | None:
+        """Of what a load has on disk. None: nothing, or all of it has come, or the load has failed."""
+        load = self._loads.get(job_id)
+        with self._changed:
+            part = next((part for part in self._parts if part.load is load and part.reads_disk), None)
+            return None if part is None else self._progress(part)
+
+    def _progress(self, part: _Part) -> Progress | None:
+        if part.load.failed or part.landed == self._slab.num_layers:
+            return None
+        reading_s = part.reading_s + (time.perf_counter() - part.asked_s if part.reading else 0.0)
+        return Progress(part.landed, part.landed_s, reading_s - part.landed_s)
+
+    def _tell_late(self, part: _Part, progress: Progress) -> None:
+        seconds = progress.whole_s(self._slab.num_layers)
+        self._completions.tell(Late("disk_to_hbm", len(part.blocks) * self._slab.slot_bytes, seconds))
+
     def wait_layer(self, job_id: int, layer: int, timeout_s: float) -> bool:
         """Whether layer `layer` of a load has arrived, or has failed to, within that time. What the step places by
         itself is there when this returns."""
@@ -162,11 +201,13 @@ class LoadStream:
 
     @staticmethod
     def _has_come(part: _Part) -> bool:
-        return not part.reading if part.load.failed else part.landed > part.placed
+        if part.load.failed:
+            return not part.reading or part.load.is_abandoned
+        return part.landed > part.placed
 
     def _is_over(self, part: _Part) -> bool:
         # The other part may fail at any time, and what is being read must not be taken away from who reads it.
-        return part.placed == self._slab.num_layers or (bool(part.load.failed) and not part.reading)
+        return part.placed == self._slab.num_layers or (bool(part.load.failed) and self._has_come(part))
 
     def _place_in_step(self, part: _Part) -> None:
         self._place(part, self._rotations, together=True)
@@ -205,21 +246,36 @@ class LoadStream:
         """Layers off the disk until `close`."""
         while (part := self._next_to_read()) is not None:
             started = time.perf_counter()
-            failed, first, come = {}, part.landed, 0
+            failed, first, come, reason = {}, part.landed, 0, ""
             try:
-                if part.source is None:
-                    assert self._disk is not None
-                    part.source = ExtentSource(part.blocks, self._slab, self._disk, self._landings)
-                assert isinstance(part.source, ExtentSource)
-                come = part.source.read(first, part.reading, partial(self._landed, part))
+                source = self._opened(part)
+                if source is not None:
+                    come = source.read(first, part.reading, partial(self._landed, part))
             except BlockMissing as error:
-                failed = {block.key: error.reason for block in part.blocks}
-            part.reading_s += time.perf_counter() - started
+                failed, reason = {block.key: error.reason for block in part.blocks}, error.reason
             with self._changed:
+                progress = self._progress(part)
+                if progress is not None and reason in {"deadline", "io"}:
+                    self._tell_late(part, progress)
+                part.reading_s += time.perf_counter() - started
+                part.landed_s = part.reading_s
+                if part.has_ended:
+                    if source is not None:
+                        source.close()
+                    continue
                 part.load.failed.update(failed)
                 part.landed = max(part.landed, first + come)
                 part.reading = 0
                 self._changed.notify_all()
+
+    def _opened(self, part: _Part) -> ExtentSource | None:
+        """Where a part's bytes come from. None for one that has ended, whose slots are others'."""
+        with self._changed:
+            if part.source is None and not part.load.failed:
+                assert self._disk is not None
+                part.source = ExtentSource(part.blocks, self._slab, self._disk, self._landings)
+            assert not isinstance(part.source, SlotSource)
+            return part.source
 
     def _landed(self, part: _Part, count: int) -> int:
         """Layers have come off the disk. How many are to come next: as many as are there already, for every call takes
@@ -227,6 +283,7 @@ class LoadStream:
         the first of them. None if another load is more urgent."""
         with self._changed:
             part.landed += count
+            part.landed_s = part.reading_s + time.perf_counter() - part.asked_s
             if self._step_waits or not part.in_step:
                 self._changed.notify_all()
             if part.load.failed or (
@@ -252,7 +309,7 @@ class LoadStream:
         with self._changed:
             part = self._next(self._may_be_read)
             if part is not None:
-                part.reading = self._may_land(part)
+                part.reading, part.asked_s = self._may_land(part), time.perf_counter()
             return part
 
     def _may_be_read(self, part: _Part) -> bool:
@@ -326,7 +383,12 @@ class LoadStream:
     def _end(self, part: _Part) -> None:
         """A part has ended, in whatever way; with the last one, tell that the load has."""
         failed = part.load.failed
-        if isinstance(part.source, ExtentSource):
+        if part.placed == self._slab.num_layers:
+            part.load.whole.update(block.key for block in part.blocks)
+        with self._changed:
+            part.has_ended = True
+            is_read = part.reading > 0
+        if isinstance(part.source, ExtentSource) and not is_read:
             if not failed:
                 part.source.seal()
             part.source.close()
@@ -341,7 +403,8 @@ class LoadStream:
             self._parts.remove(part)
             part.load.left -= 1
             if not part.load.left:
-                self._completions.tell(Loaded(part.load.job_id, failed))
+                whole = frozenset(part.load.whole if failed else ())
+                self._completions.tell(Loaded(part.load.job_id, failed, whole))
             part.layers = self._slab.num_layers
             if not part.in_step:
                 self._changed.notify_all()

@@ -95,6 +95,7 @@ def make_manager(
             bytes_per_s=dict.fromkeys(directions, bytes_per_s),
         ),
         arrived=lambda job_id: 0.0,
+        progress=lambda job_id: None,
         unix_offset_s=1000.0,
     )
 

@@ -1,11 +1,12 @@
 import itertools
 from fractions import Fraction
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cache.rates import LoadOption, Rates, choose_load, first_token_s
+from cache.rates import LoadOption, Progress, Rates, choose_load, deadline_s, first_token_s
 
 MB = 1_000_000
 
@@ -149,7 +150,61 @@ def test_a_link_that_was_slow_for_a_while_is_used_again():
         rates.moved("dram_to_hbm", MB, 1.0)  # a block: 32 ms to compute
     counts = returning(rates, lambda size: size / 1e9, 60)
     assert counts[0] == 0
-    assert counts[30:] == [10] * 30
+    assert counts[10:] == [10] * 50, "a look that was fast is believed"
+
+
+def test_one_late_load_is_believed_and_one_fast_look_too():
+    rates = make_rates(transfer_fixed_s=0.003)
+    for _ in range(30):
+        rates.moved("dram_to_hbm", 10 * MB, 0.01)
+    rates.late("dram_to_hbm", 10 * MB, 12.0)
+    assert rates.load_s("dram_to_hbm", 10 * MB) == pytest.approx(12.0, rel=0.1)
+    counts = returning(rates, lambda size: size / 1e9, 6)
+    assert counts == [0, 0, 1, 10, 10, 10], "soon behind a first one"
+
+
+def test_who_is_late_again_and_again_is_looked_at_ever_later():
+    rates = make_rates(transfer_fixed_s=0.003)
+    looks, request = [], 0
+    while len(looks) < 5:
+        if choose_load(options([MB] * 10), rates, 20):
+            looks.append(request)
+            rates.late("dram_to_hbm", MB, 1.0)
+        else:
+            rates.passed_over("dram_to_hbm")
+        request += 1
+    assert [b - a for a, b in pairwise(looks)] == [3, 5, 9, 9]
+
+
+def test_a_late_load_tells_of_its_device_whatever_it_is_read_for():
+    rates = make_rates(dram_to_hbm=1e9, disk_to_hbm=1e8, disk_to_dram=1e8)
+    before = rates.load_s("dram_to_hbm", MB)
+    rates.late("disk_to_hbm", MB, 5.0)
+    assert rates.load_s("disk_to_dram", MB) > 4.0
+    assert rates.load_s("dram_to_hbm", MB) == before
+    rates.late("disk_to_hbm", MB, 0.001)  # that it failed soon does not make it fast
+    assert rates.load_s("disk_to_hbm", MB) > 4.0
+
+
+@given(layers=st.integers(0, 8), num_layers=st.integers(1, 8), reading=st.floats(0, 1e3), silent=st.floats(0, 1e3))
+def test_what_is_left_of_a_load_is_no_less_than_its_pace_and_its_silence(layers, num_layers, reading, silent):
+    progress = Progress(layers, reading, silent)
+    left = progress.left_s(num_layers)
+    if layers >= num_layers:
+        assert left == 0
+    else:
+        assert left >= silent
+        assert not layers or left * layers >= reading * (num_layers - layers) * 0.999
+        assert progress.whole_s(num_layers) >= left
+
+
+@given(new_s=st.floats(1e-3, 1e3), history_s=st.floats(0, 1e3), num_layers=st.integers(1, 80))
+def test_a_deadline_is_the_longest_load_worth_waiting_for(new_s, history_s, num_layers):
+    all_s = new_s + history_s
+    longest = deadline_s(new_s, all_s, num_layers)
+    assert longest >= 0.25
+    if longest > 0.25:
+        assert first_token_s(longest, new_s, num_layers) == pytest.approx(all_s)
 
 
 def test_a_link_that_stays_slow_is_hardly_looked_at():

@@ -1,5 +1,6 @@
 """KV that is still on its way when the step begins: every path through a layer waits for it."""
 
+import math
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -109,7 +110,7 @@ class Link:
 def test_a_load_that_hangs_is_waited_for_once_in_a_step(has_bystanders: bool, most_s: float) -> None:
     link: Any = Link({1: 0.001, 2: 1e9})
     link.waited_s = 5.0  # in steps before
-    arrival = Arrival(link, {"quick": 1, "stuck": 2}, has_bystanders=has_bystanders)
+    arrival = Arrival(link, {"quick": 1, "stuck": 2}, patience_s=lambda _: math.inf, has_bystanders=has_bystanders)
     assert link.started == [1, 2]
     for layer in range(12):
         arrival(layer)
@@ -118,10 +119,25 @@ def test_a_load_that_hangs_is_waited_for_once_in_a_step(has_bystanders: bool, mo
     assert link.now == pytest.approx(most_s)
 
 
+def test_a_load_that_is_dearer_than_to_compute_is_waited_for_no_longer() -> None:
+    """Each load by itself: what is left of the step's patience is the others'."""
+    link: Any = Link({1: 1e9, 2: 0.1})
+    patience = {"stuck": 0.3, "slow": math.inf}
+    arrival = Arrival(link, {"stuck": 1, "slow": 2}, patience_s=patience.__getitem__, has_bystanders=False)
+    for layer in range(4):
+        arrival(layer)
+    assert arrival.late == {"stuck"}
+    assert link.now == pytest.approx(0.4)
+    patience["slow"] = -1.0  # given up meanwhile
+    arrival(4)
+    assert arrival.late == {"stuck", "slow"}
+    assert link.now == pytest.approx(0.4)
+
+
 def test_slow_layers_add_up() -> None:
     """Every one of them comes within what the step may wait for, all of them do not."""
     link: Any = Link({1: 0.03})
-    arrival = Arrival(link, {"slow": 1}, has_bystanders=True)
+    arrival = Arrival(link, {"slow": 1}, patience_s=lambda _: math.inf, has_bystanders=True)
     for layer in range(3):
         arrival(layer)
     assert not arrival.late

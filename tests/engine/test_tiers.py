@@ -1,5 +1,6 @@
 """Texts do not depend on where the KV of a conversation comes back from, nor on what goes wrong on its way."""
 
+import math
 import random
 import shutil
 from collections import Counter
@@ -32,6 +33,7 @@ def tiered(path: Path, **changes: Any) -> Driver:
     driver = Driver(path, **settings)
     assert driver.engine.model.max_context == WINDOW
     driver.cache.rates.load_s = lambda direction, num_bytes: 0.0  # type: ignore[method-assign]
+    driver.cache._loads._deadline_s = lambda load: math.inf  # type: ignore[method-assign]
     return driver
 
 

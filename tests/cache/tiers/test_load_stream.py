@@ -10,7 +10,8 @@ from torch import Tensor
 
 from cache.block import BLOCK_TOKENS, BlockKey
 from cache.extent import checksum
-from cache.plan import BlockLoad, LoadBlocks, Loaded, Transferred
+from cache.plan import BlockLoad, Late, LoadBlocks, Loaded, Transferred
+from cache.rates import Progress
 from cache.tiers import layer_source
 from cache.tiers.base import BlockMissing
 from cache.tiers.completions import Completions
@@ -308,6 +309,73 @@ def test_a_disk_that_fails_ends_the_load(stream):
     assert stream.loaded() == Loaded(1, {block.key: "deadline"})
     assert not any(pages.k[0].any() for pages in stream.pages[1:])
     assert not stream.slab.is_sealed(4)
+
+
+@needs_team
+@pytest.mark.parametrize("landed", [0, 2])
+def test_a_load_that_is_given_up_ends_while_the_disk_still_hangs(stream, landed):
+    stream.begin("read")
+    stream.begin("place")
+    late, whole = on_disk(0, 0, 4), in_dram(1, 2)
+    stream.put(late, whole)
+    for _ in range(landed):
+        stream.disk.let.release()
+    stream.disk.wait_landed(landed)
+    stream.stream.leave_to_threads()
+    end = time.monotonic() + LONG_S
+    while stream.stream.progress(1).layers < landed or len(stream.stream._parts) > 1:  # the one out of DRAM has ended
+        assert time.monotonic() < end
+        time.sleep(0.001)
+    before = stream.stream.progress(1)
+    stream.stream.abandon(1)
+    events = events_until_loaded(stream)
+    assert Loaded(1, {late.key: "late"}, frozenset({whole.key})) in events
+    (told,) = [event for event in events if isinstance(event, Late)]
+    assert (told.direction, told.num_bytes) == ("disk_to_hbm", stream.slab.slot_bytes)
+    assert told.seconds >= before.whole_s(LAYERS) * 0.999
+    assert stream.disk.open_readers == 1, "who hangs in it closes it"
+    # The slot is another's by now, and stays so whatever the disk brings.
+    stream.slab.seal(4)
+    kept = stream.slab.segment(0, 4).tobytes()
+    pages = [(layer.k.clone(), layer.v.clone()) for layer in stream.pages]
+    stream.stream.abandon(1)
+    stream.stream.forget(1)
+    stream.disk.let.release(LAYERS)
+    while stream.disk.open_readers:
+        assert time.monotonic() < end
+        time.sleep(0.001)
+    assert stream.slab.is_sealed(4)
+    assert stream.slab.segment(0, 4).tobytes() == kept
+    assert all(
+        torch.equal(layer.k, k) and torch.equal(layer.v, v) for layer, (k, v) in zip(stream.pages, pages, strict=True)
+    )
+    assert not [event for event in stream.completions.take() if not isinstance(event, Transferred)]
+
+
+def test_a_load_that_is_given_up_before_it_is_read_is_never_opened(stream):
+    block = on_disk(0, 0, 4)
+    stream.put(block)
+    stream.stream.leave_to_threads()
+    assert stream.stream.progress(1) == Progress(0, 0.0, 0.0)
+    stream.stream.abandon(1)
+    stream.slab.seal(4)
+    stream.begin("place")
+    stream.begin("read")
+    assert [event for event in events_until_loaded(stream) if isinstance(event, Loaded)] == [
+        Loaded(1, {block.key: "late"})
+    ]
+    assert not stream.disk.calls
+    assert stream.slab.is_sealed(4)
+    assert stream.stream.progress(1) is None
+
+
+def events_until_loaded(stream):
+    end, events = time.monotonic() + LONG_S, []
+    while not any(isinstance(event, Loaded) for event in events):
+        assert time.monotonic() < end
+        stream.completions.wait(0.05)
+        events += stream.completions.take()
+    return events
 
 
 @needs_team
