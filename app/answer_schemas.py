@@ -406,6 +406,7 @@ class CacheCleared(_Answer):
 class Health(_Answer):
     status: Literal["ok"]
     engine: str
+    redis: Literal["closed", "open", "half_open"] | None = None  # the breaker in front of it: closed, it is asked
 
 
 class Ready(_Answer):

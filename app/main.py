@@ -92,6 +92,8 @@ def create_app(settings: Settings, *, engine: Engine | None = None) -> FastAPI:
 
     service = Service(settings=settings, engine=engine, transcripts=text_thread, keyring=keyring, on_answered=answered)
     remembered = Responses(service, make_store(settings))
+    if isinstance(remembered.store, RedisStore):
+        service.metrics.follow(remembered.store)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:

@@ -16,6 +16,7 @@ from engine.messages import SchedulerState
 
 if TYPE_CHECKING:
     from app.generation import Choice, Engine
+    from app.redis_store import RedisStore
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1, 2.5)
@@ -91,6 +92,10 @@ class Metrics:
         ProcessCollector("reprise", registry=self._registry)  # the app's processor time, memory and open files
         self._registry.register(EngineCollector(engine=engine))
 
+    def follow(self, redis: "RedisStore") -> None:
+        """Tell of it too."""
+        self._registry.register(RedisCollector(redis))
+
     def first_token(self, choice: "Choice", ttft_s: float) -> None:
         """A choice has begun; it paid for what its report says."""
         self.ttft.observe(ttft_s)
@@ -128,6 +133,23 @@ class Metrics:
 
     def _histogram(self, name: str, help_text: str, buckets: tuple[float, ...]) -> Histogram:
         return Histogram(name, help_text, buckets=buckets, registry=self._registry)
+
+
+class RedisCollector(Collector):
+    """The Redis that keeps responses, as its breaker knows it."""
+
+    def __init__(self, store: "RedisStore") -> None:
+        self._store = store
+
+    def describe(self) -> Iterator[Metric]:
+        """Nothing is collected at registration."""
+        return iter(())
+
+    def collect(self) -> Iterator[Metric]:
+        states = dict.fromkeys(("closed", "half_open", "open"), 0.0) | {self._store.state: 1.0}
+        help_text = "1 for the state of the breaker in front of Redis; closed: it is asked."
+        yield _labelled(GaugeMetricFamily("reprise_redis_breaker", help_text, labels=["state"]), states)
+        yield CounterMetricFamily("reprise_redis_failures", "Calls that Redis failed.", self._store.failures)
 
 
 class EngineCollector(Collector):

@@ -8,6 +8,7 @@ from fastapi import APIRouter, Request, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from app.errors import unavailable
+from app.redis_store import RedisStore
 from app.routes import require_admin, service_of
 from app.service import Status
 from app.version import version
@@ -23,7 +24,10 @@ async def health(request: Request) -> dict[str, Any]:
     status = service_of(request).status
     if status in (Status.FAILED, Status.STOPPED):
         raise unavailable(f"The engine is {status}.", code=str(status), retry_after_s=60.0)
-    return {"status": "ok", "engine": str(status)}
+    answer = {"status": "ok", "engine": str(status)}
+    if isinstance(store := request.app.state.responses.store, RedisStore):
+        answer["redis"] = store.state  # that it is away costs memories, not answers
+    return answer
 
 
 @router.get("/ready")

@@ -1,3 +1,4 @@
+import asyncio
 import shutil
 import subprocess
 import time
@@ -49,12 +50,17 @@ def redis_server(tmp_path_factory) -> Iterator[RedisServer]:
     server.stop()
 
 
+def message(name: str, text: str, role: str = "user") -> dict:
+    return {"id": name, "type": "message", "role": role, "content": [{"text": text}]}
+
+
 def body(name: str, said: str = "yes", size: int = 0) -> dict:
-    return {"id": name, "output": [{"id": f"msg_{name}", "text": said + "x" * size}]}
+    output = [message(f"msg_{name}", said + "x" * size, "assistant")]
+    return {"id": name, "status": "completed", "background": False, "output": output}
 
 
 def items(*names: str) -> list[dict]:
-    return [{"id": name, "text": name} for name in names]
+    return [message(name, name) for name in names]
 
 
 @pytest.fixture(params=["file", "redis"])
@@ -70,11 +76,11 @@ async def store(request, tmp_path):
 async def test_a_chain_of_responses(store):
     await store.put("t", body("a", "one"), items("q1"), None)
     await store.put("t", body("b", "two"), items("q2", "q3"), "a")
-    assert (await store.get("t", "b"))["output"][0]["text"] == "two"
+    assert (await store.get("t", "b"))["output"][0]["content"][0]["text"] == "two"
     assert [item["id"] for item in await store.history("t", "b")] == ["q1", "msg_a", "q2", "q3", "msg_b"]
     assert [item["id"] for item in await store.input_items("t", "b")] == ["q1", "msg_a", "q2", "q3"]
     await store.put("t", body("b", "three"), items("q2"), "a")
-    assert (await store.get("t", "b"))["output"][0]["text"] == "three"
+    assert (await store.get("t", "b"))["output"][0]["content"][0]["text"] == "three"
     await store.delete("t", "a")
     for call in (store.get("t", "a"), store.delete("t", "a"), store.history("t", "b")):
         with pytest.raises(NotStored):
@@ -145,7 +151,7 @@ async def test_who_keeps_much_pushes_out_its_own(store):
     await store.create("small", "c", {"k": "v"}, items("1", "2"))
     for n in range(80):
         await store.put("large", body(f"r{n}", size=30_000), [], None)  # more than twice what all may have
-    await store.create("large", "d", {}, [{"id": str(n), "text": "x" * 30_000} for n in range(10)])
+    await store.create("large", "d", {}, [message(str(n), "x" * 30_000) for n in range(10)])
     for n in range(40):
         await store.put("large", body(f"s{n}", size=30_000), [], None)
     assert await store.get("small", "first")
@@ -269,17 +275,22 @@ async def test_two_servers_share_what_redis_holds_and_answer_while_it_is_away(
         assert "retry-after" in away.headers
         refused = await one.http.post("/v1/responses", json={**ask, "previous_response_id": first["id"]})
         assert refused.status_code == 503
+        assert (await one.http.get("/health")).json() == {"status": "ok", "engine": "ready", "redis": "open"}
+        assert 'reprise_redis_breaker{state="open"} 1.0' in (await one.http.get("/metrics")).text
         redis_server.start()
+        await asyncio.sleep(redis_store.PAUSE_S)
+        assert (await one.http.get("/health")).json()["redis"] == "half_open"
         third = (await one.http.post("/v1/responses", json=ask)).json()
         assert (await two.http.get(f"/v1/responses/{third['id']}")).status_code == 200
+        assert (await one.http.get("/health")).json()["redis"] == "closed"
 
 
 async def test_a_redis_that_says_nothing_is_not_waited_for(redis_server, monkeypatch):
-    monkeypatch.setattr(redis_store, "DEADLINE_S", 0.05)
     from redis import Redis
 
     store = RedisStore(url=redis_server.url, max_bytes=1 << 20, ttl_s=DAY_S)
     await store.put("t", body("a"), [], None)
+    monkeypatch.setattr(redis_store, "DEADLINE_S", 0.05)
     with Redis.from_url(redis_server.url) as redis:
         redis.client_pause(300)
         with pytest.raises(ApiError) as refused:

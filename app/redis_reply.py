@@ -1,0 +1,48 @@
+"""Replies of a Redis that may say anything: no more of one is kept than what is allowed, and nothing is nested deeply.
+
+The client's own parser believes every length it is told, and follows as many levels as are sent.
+"""
+
+from typing import Any
+
+from redis._parsers import _AsyncRESP2Parser
+from redis.exceptions import InvalidResponse
+
+MAX_REPLY_BYTES = 64 << 20
+MAX_REPLY_DEPTH = 4
+_ELEMENT_BYTES = 64  # what one takes here, however short it is
+
+
+class BoundedParser(_AsyncRESP2Parser):
+    """Raises InvalidResponse for what is too large, too deep or no reply at all; the connection is closed then."""
+
+    _left = _depth = 0
+
+    async def read_response(self, disable_decoding: bool = False, **options: Any) -> Any:
+        self._left, self._depth = MAX_REPLY_BYTES, 0
+        try:
+            return await super().read_response(disable_decoding=disable_decoding)
+        except (ValueError, UnicodeError) as error:  # a length that is none, or a line without an end
+            raise InvalidResponse(str(error)) from None
+
+    async def _read_response(self, disable_decoding: bool = False) -> Any:
+        self._take(_ELEMENT_BYTES)
+        self._depth += 1
+        if self._depth > MAX_REPLY_DEPTH:
+            raise InvalidResponse(f"a reply of more than {MAX_REPLY_DEPTH} levels")
+        try:
+            return await super()._read_response(disable_decoding=disable_decoding)
+        finally:
+            self._depth -= 1
+
+    async def _read(self, length: int) -> bytes:
+        if length < 0:
+            raise InvalidResponse(f"{length} bytes")
+        self._take(length)
+        data: bytes = await super()._read(length)
+        return data
+
+    def _take(self, size: int) -> None:
+        self._left -= size
+        if self._left < 0:
+            raise InvalidResponse(f"a reply of more than {MAX_REPLY_BYTES} bytes")
