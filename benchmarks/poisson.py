@@ -181,7 +181,7 @@ def losses(found: dict[str, Any]) -> list[str]:
 
 
 def summarize(rounds: Sequence[Round]) -> dict[str, Any]:
-    arms = {arm: describe(mine) for arm in ARMS if (mine := [r for r in rounds if r.arm == arm])}
+    arms = {arm: describe([r for r in rounds if r.arm == arm]) for arm in dict.fromkeys(r.arm for r in rounds)}
     found = ratios(arms, rounds)
     summary = {
         "held": verdicts(found, len({r.seed for r in rounds})),

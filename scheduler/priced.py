@@ -5,9 +5,10 @@ import math
 
 from scheduler.budget import StepCost, StepWork
 
-_GAP_S = 12.0
+_GAP_S = 24.0
 """A gap of g seconds between two tokens is as bad as g^2 / (2 * this) more seconds before a first one: readers are
 behind their streams and hardly see a short gap, while there is nothing to read of a stream that has not begun."""
+_PLENTY = 30.0  # times its rest: a step that is longer is hardly any more efficient
 _BESIDE = 2.0  # a prompt that ends in a step waits no more than so many times what it alone would have
 
 
@@ -19,8 +20,8 @@ class PricedBudget:
 
         sqrt(rest_s^2 + 2 * _GAP_S * rest_s * prompts / readers)
 
-    seconds: long where steps are dear, short where a thousand tokens take no time. With no readers there is nothing to
-    weigh, and a prompt is computed at once.
+    seconds, but no more than make splitting cheap anyway: long where steps are dear, short where a thousand tokens take
+    no time. With no readers there is nothing to weigh, and a prompt is computed at once.
 
     A prompt is cut into even pieces, none of fewer than `least_tokens`, below which products are inefficient, but for
     the one that ends it. Where one ends, its first token waits for what is computed beside it, which may double the
@@ -46,7 +47,8 @@ class PricedBudget:
         rest_s, readers = cost.seconds(decodes), decodes.decode_rows
         self._until_s = math.inf  # from the start of the step
         if readers:
-            self._until_s = rest_s + stretch * math.sqrt(rest_s**2 + 2 * _GAP_S * rest_s * prompts / readers)
+            best_s = math.sqrt(rest_s**2 + 2 * _GAP_S * rest_s * prompts / readers)
+            self._until_s = rest_s + stretch * min(best_s, _PLENTY * rest_s)
         self._ends = self._is_full = False
 
     def wait(self, seconds: float) -> None:

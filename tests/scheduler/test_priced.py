@@ -72,19 +72,19 @@ def test_steps_are_no_longer_for_more_readers_and_no_shorter_for_more_who_wait(t
 
 def test_the_length_is_the_one_that_costs_least():
     """Played: a prompt in even pieces; the wait of all prompts for the steps' rest, and the squares of the gaps."""
-    terms, rows, prompts, pending = {**SLOW, "s_per_kilo_pair": 0.0}, 4, 3, 8000
+    terms, rows, prompts, pending = {**SLOW, "s_per_kilo_pair": 0.0}, 16, 3, 8000
     rest_s = StepCost(**terms).seconds(decodes(rows))
 
     def price(pieces):
         gap_s = rest_s + terms["s_per_token"] * pending / pieces
-        return pieces * (prompts * rest_s + rows * gap_s**2 / (2 * 12.0))
+        return pieces * (prompts * rest_s + rows * gap_s**2 / (2 * 24.0))
 
     best = min(range(1, 100), key=price)
     assert -(-pending // budget_of(terms, rows=rows, prompts=prompts).chunk(pending, 0)) == pytest.approx(best, abs=1)
 
 
 def test_a_fast_machine_keeps_gaps_short_and_a_slow_one_its_chunks_large():
-    for readers, gap_s in ((8, 0.25), (32, 0.14)):
+    for readers, gap_s in ((1, 0.3), (8, 0.3), (32, 0.2)):
         tokens = budget_of(FAST, rows=readers, most=16_384).chunk(30_000, 0)
         assert StepCost(**FAST).seconds(decodes(readers).plus_chunk(tokens, 0)) < gap_s
         assert budget_of(FAST, rows=readers, most=16_384).chunk(1000, 0) == 1000
