@@ -196,6 +196,20 @@ def _processor(settings: Settings) -> Iterator[Finding]:
     if platform.machine() in ("x86_64", "AMD64") and flags and "avx512_bf16" not in flags:
         advice = "--model.dtype float32 may be faster here"
         yield Finding("bfloat16", Level.NOTE, "this processor computes it in software", advice)
+    yield _exact(settings, "avx512_bf16" in flags)
+
+
+def _exact(settings: Settings, has_kernels: bool) -> Finding:
+    """What model.exact can give here. What it does give is proven on the loaded model, when the server starts."""
+    if settings.model.exact == "on":
+        if has_kernels or settings.model.dtype == "float32":
+            return Finding("exact", Level.OK, "model.exact is on: proven at start, or the model is refused")
+        advice = "--model.exact auto, or a processor with AVX512_BF16"
+        return Finding("exact", Level.FAIL, "model.exact is on, and no kernels for it run on this processor", advice)
+    if not has_kernels:
+        return Finding("exact", Level.NOTE, "a greedy text may depend on what is computed beside it")
+    found = "in bf16 a greedy text may depend on what is computed beside it"
+    return Finding("exact", Level.NOTE, found, "--model.exact on: the same bits always, but slower")
 
 
 def _cpu_flags() -> set[str]:

@@ -23,6 +23,7 @@ def panel(settings: Settings, model: ModelInfo, url: str, *, keys: int, sampling
         "API": f"{url}/v1",
         "model": f"{model.name} ({model.architecture}, {model.parameters / 1e6:,.1f} M parameters)",
         "runs on": f"{model.device}, {model.dtype}, attention {model.attention_backend}",
+        "exact": f"{'proven' if model.exact else 'no'}: {model.exactness}",
         "window": f"{model.max_context:,} tokens",
         "sampling": f"{_differing(sampling)} where a request says nothing",
         "cache": f"{settings.cache.mode}, policy {settings.cache.policy}, sessions kept {kept}",

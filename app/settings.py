@@ -62,6 +62,11 @@ class ModelSettings(_Section):
         0, ge=0, le=1 << 24, description="context window in tokens; 0: what the model was made for"
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field("auto", description="compute and KV type")
+    exact: Literal["auto", "on", "off"] = Field(
+        "auto",
+        description="on: bits of an answer depend on its own tokens alone, proven at start, whatever that costs; auto: "
+        "the fastest kernels, and what they prove; off: no proof",
+    )
 
 
 class CacheSettings(_Section):
@@ -318,6 +323,7 @@ class Settings(_Section, BaseSettings):
         return EngineConfig(
             model=source_of(self.model.source),
             dtype=self.model.dtype,
+            exact=self.model.exact,
             device=self.engine.device,
             max_context=self.model.max_context,
             threads=self.engine.threads,

@@ -22,6 +22,7 @@ ROW_POLICIES = ("car", "priority", "fcfs")
 MEASURES = ("mean", "p50", "p95", "p99")
 HELD = {
     "Text with reuse against text without, after restarts and kills, in a crowd and behind cuts": "equality",
+    "The same in bf16 with model.exact on, of contexts never cut": "equality_exact",
     "After a restart and a crash": "restart",
     "What the cache costs where nothing is reused": "zero_reuse",
     "The same, step by step in one process": "zero_reuse_steps",

@@ -2,11 +2,12 @@
 
     python -m benchmarks.raw_speed [--rounds 5] [--context 1124]
 
-Three processes hold the 125 M-shape random model in bf16: the engine as `reprise serve` starts it (its environment
-included, its cache off), transformers as a user would start it, and transformers with the engine's allocator settings,
-to tell what those alone are worth. They take turns, one works while the others wait. A round measures, for 1, 4 and 16
-streams of `--context` prompt tokens, the time until every stream has one new token (prefill), and the mean of 32 decode
-steps of all streams together (TPOT). transformers' times are stamped inside one `generate` of 33 tokens.
+Four processes hold the 125 M-shape random model in bf16: the engine as `reprise serve` starts it (its environment
+included, its cache off), the same with `model.exact` on (left out where that is refused), transformers as a user
+would start it, and transformers with the engine's allocator settings, to tell what those alone are worth. They take
+turns, one works while the others wait. A round measures, for 1, 4 and 16 streams of `--context` prompt tokens, the
+time until every stream has one new token (prefill), and the mean of 32 decode steps of all streams together (TPOT).
+transformers' times are stamped inside one `generate` of 33 tokens.
 Medians over rounds, the spread beside them. The rate at which both cores read memory is measured too: the weights have
 to be read once a decode step, so they bound TPOT from below.
 """
@@ -35,15 +36,17 @@ from scheduler.sequence import SamplingParams
 
 STREAMS = (1, 4, 16)
 NEW_TOKENS = 33
-ARMS = ("reprise", "transformers", "transformers+malloc")
+EXACT = "reprise exact"
+ARMS = ("reprise", EXACT, "transformers", "transformers+malloc")
 Measure = Callable[[list[list[int]]], tuple[float, float]]
 """Prompts -> (seconds to all first tokens, seconds of a decode step)."""
 
 
-def engine_config(model: str) -> EngineConfig:
+def engine_config(model: str, exact: str = "off") -> EngineConfig:
     return EngineConfig(
         model=model,
         dtype="bfloat16",
+        exact=exact,
         device="cpu",
         max_context=0,
         threads=0,
@@ -61,10 +64,10 @@ def engine_config(model: str) -> EngineConfig:
     )
 
 
-def measure_engine(model: str) -> Measure:
+def measure_engine(model: str, exact: str) -> Measure:
     from engine.build import build_engine
 
-    engine = build_engine(engine_config(model))
+    engine = build_engine(engine_config(model, exact))
 
     def submit(prompts: list[list[int]], new_tokens: int) -> None:
         for index, prompt in enumerate(prompts):
@@ -154,7 +157,10 @@ def measure_transformers(model: str) -> Measure:
 
 def work(arm: str, model: str) -> None:
     """A worker's life: a line of prompts in, a line of seconds out."""
-    measure = measure_engine(model) if arm == "reprise" else measure_transformers(model)
+    if arm.startswith("reprise"):
+        measure = measure_engine(model, "on" if arm == EXACT else "off")
+    else:
+        measure = measure_transformers(model)
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # what libraries print must not end up among the answers
     answers.write("ready\n")
@@ -169,6 +175,7 @@ class Worker:
         base = {k: v for k, v in os.environ.items() if k not in MALLOC}
         environments = {
             "reprise": engine_environment(engine_config(model), base),
+            EXACT: engine_environment(engine_config(model), base),
             "transformers": base,
             "transformers+malloc": {**base, **MALLOC},
         }
@@ -206,14 +213,15 @@ def run(model: str, rounds: int, context: int) -> dict[str, Any]:
 
     rng = random.Random(0)
     vocab = json.loads((Path(model) / "config.json").read_text(encoding="utf-8"))["vocab_size"]
-    workers = {arm: Worker(arm, model) for arm in ARMS}
-    samples: dict[str, dict[str, list[float]]] = {arm: {} for arm in ARMS}
+    workers = start(model)
+    arms = tuple(workers)
+    samples: dict[str, dict[str, list[float]]] = {arm: {} for arm in arms}
     try:
         for round_ in track(range(-1, rounds), description="rounds"):  # the first warms up
             for streams in STREAMS:
                 prompts = [[rng.randrange(vocab) for _ in range(context)] for _ in range(streams)]
-                turn = round_ % len(ARMS)
-                for arm in ARMS[turn:] + ARMS[:turn]:
+                turn = round_ % len(arms)
+                for arm in arms[turn:] + arms[:turn]:
                     first_s, step_s = workers[arm].measure(prompts)
                     if round_ >= 0:
                         samples[arm].setdefault(f"prefill_tok_s@{streams}", []).append(streams * context / first_s)
@@ -235,9 +243,21 @@ def run(model: str, rounds: int, context: int) -> dict[str, Any]:
                 name: round(median(samples["reprise"][name]) / median(samples[against][name]), 3)
                 for name in samples["reprise"]
             }
-            for against in ARMS[1:]
+            for against in arms[1:]
         },
     }
+
+
+def start(model: str) -> dict[str, Worker]:
+    """A worker for each arm that can be had here."""
+    workers = {}
+    for arm in ARMS:
+        try:
+            workers[arm] = Worker(arm, model)
+        except RuntimeError:
+            if arm != EXACT:
+                raise
+    return workers
 
 
 def read_rate() -> float:
@@ -256,16 +276,17 @@ def read_rate() -> float:
 def show(result: dict[str, Any], console: Console) -> None:
     table = Table(title="bf16, medians (least to most)")
     table.add_column("")
-    for arm in ARMS:
+    arms = list(result["arms"])
+    for arm in arms:
         table.add_column(arm, justify="right")
-    for against in ARMS[1:]:
+    for against in arms[1:]:
         table.add_column(f"ratio to {against}", justify="right")
     for name in result["arms"]["reprise"]:
-        cells = [result["arms"][arm][name] for arm in ARMS]
+        cells = [result["arms"][arm][name] for arm in arms]
         table.add_row(
             name,
             *(f"{c['median']:,.1f} ({c['min']:,.1f} to {c['max']:,.1f})" for c in cells),
-            *(f"{result['ratios'][against][name]:.2f}" for against in ARMS[1:]),
+            *(f"{result['ratios'][against][name]:.2f}" for against in arms[1:]),
         )
     console.print(table)
     console.print(f"memory read by all cores: {result['memory_read_gb_s']} GB/s")

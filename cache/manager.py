@@ -63,6 +63,7 @@ class CacheManager:
         arrived: Callable[[int], float],
         progress: Callable[[int], Progress | None],
         unix_offset_s: float,
+        exact: bool,
     ) -> None:
         if page_size % BLOCK_TOKENS:
             raise ValueError(f"page size {page_size} is not a multiple of the block, {BLOCK_TOKENS}")
@@ -121,7 +122,12 @@ class CacheManager:
             stats=self.stats,
         )
         self._matcher = Matcher(
-            table=self.table, hbm=self.hbm, rates=rates, reuse=reuse, bytes_per_token=bytes_per_token
+            table=self.table,
+            hbm=self.hbm,
+            rates=rates,
+            reuse=reuse,
+            bytes_per_token=bytes_per_token,
+            only_slots=exact and num_slots > 0,
         )
         self._siblings = Siblings(tiers=tiers)
         self._loads = Loads(
@@ -137,7 +143,7 @@ class CacheManager:
         self._admission = Admission(
             tiers=tiers, matcher=self._matcher, siblings=self._siblings, loads=self._loads, reuse=reuse
         )
-        self._saver = Saver(tiers=tiers, page_size=page_size)
+        self._saver = Saver(tiers=tiers, page_size=page_size, exact=exact)
         self._publisher = Publisher(
             tiers=tiers,
             siblings=self._siblings,

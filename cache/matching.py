@@ -13,12 +13,17 @@ from cache.table import BlockRow, CacheTable, common_prefix
 class Matcher:
     """Changes nothing but a context's notes on why it misses."""
 
-    def __init__(self, *, table: CacheTable, hbm: HbmPool, rates: Rates, reuse: bool, bytes_per_token: int) -> None:
+    def __init__(
+        self, *, table: CacheTable, hbm: HbmPool, rates: Rates, reuse: bool, bytes_per_token: int, only_slots: bool
+    ) -> None:
+        """only_slots: a part of a block is used only if a slot has it, from which its rows can be saved once more; else
+        they would have to be un-rotated. At most 31 rows are computed again for that."""
         self._table = table
         self._hbm = hbm
         self._rates = rates
         self._reuse = reuse
         self._bytes_per_token = bytes_per_token
+        self._only_slots = only_slots
 
     def match(self, context: RunningContext) -> Match:
         """The longest stored prefix; the last token is always left to compute, for its logits."""
@@ -40,6 +45,8 @@ class Matcher:
             other = self._table.closest_child(context.lineage.parent(len(rows)), tail, context.session_id, most)
             if other is not None and self._is_usable(other[0], len(rows)) and other[1] > (found[1] if found else 0):
                 found = other
+        if found is not None and self._only_slots and found[0].slot is None:
+            found = None
         return Match(rows, *(found or (None, 0)))
 
     def _open_hint(self, context: RunningContext, tail: list[int], most: int) -> tuple[BlockRow, int] | None:

@@ -13,9 +13,11 @@ from cache.table import BlockRow
 class Saver:
     """Single-threaded, part of the CacheManager."""
 
-    def __init__(self, *, tiers: Hierarchy, page_size: int) -> None:
+    def __init__(self, *, tiers: Hierarchy, page_size: int, exact: bool) -> None:
+        """exact: what is saved is as it was computed, bit for bit. Then rows that only a page still has are not saved:
+        un-rotating their keys would round them once more."""
         self._table, self._pages, self._hbm, self._lower = tiers.table, tiers.pages, tiers.hbm, tiers.lower
-        self._page_size = page_size
+        self._page_size, self._exact = page_size, exact
         # In HBM alone, because there was no slot for them; or they have left it since. The first has waited longest.
         self._put_off: dict[BlockKey, None] = {}
 
@@ -42,13 +44,16 @@ class Saver:
 
     def _begin_save(self, context: RunningContext, block: int, rows_before: int) -> int | None:
         """A slot for a block that is being computed, with the rows it has already."""
+        older = self._table.get(context.open_hint) if context.open_hint is not None else None
+        if rows_before and self._exact and (older is None or older.slot is None):
+            context.unsaved.add(block)
+            return None
         slot = self._lower.take_slot(None)
         if slot is None:
             context.unsaved.add(block)
             return None
         context.slots[block] = slot
         if rows_before:
-            older = self._table.get(context.open_hint) if context.open_hint is not None else None
             if older is not None and older.slot is not None:
                 self._lower.hold_slot(slot, older.slot)
                 self._lower.moves.append(FillFromSlot(older.slot, slot, rows_before))
@@ -108,7 +113,7 @@ class Saver:
 
     def _is_wanted(self, row: BlockRow) -> bool:
         saved = row.is_saved or self._lower.is_saving(row.key)
-        return row.page is not None and not saved and row.hops < MAX_HOPS
+        return row.page is not None and not saved and not self._exact and row.hops < MAX_HOPS
 
     def _save(self, row: BlockRow, slot: int) -> None:
         """Out of its page, whoever has that."""

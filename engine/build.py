@@ -19,6 +19,8 @@ from engine.batch import BlockTables
 from engine.cpu_optimise import optimise_for_cpu
 from engine.directory import SessionDirectory
 from engine.engine import Engine
+from engine.exactness import TOKENS as PROOF_TOKENS
+from engine.exactness import Exactness, Proof
 from engine.grammar import GrammarCompiler
 from engine.hf_model import ModelRefused, load_model, resolve_files, rope_limit
 from engine.machine import disk_room, memory
@@ -33,11 +35,14 @@ from engine.verify import Verifier
 from engine.warm_up import WarmUp
 from kernels.attention import BACKENDS, AttentionUnsupported, BackendUnavailable
 from kernels.attention.base import AttentionBackend
+from kernels.attention.torch_cpu import ExactAttention
+from kernels.cpu_support import flash_kernels, product_kernels, tiles_of_pairs
 
 log = logging.getLogger(__name__)
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _CPU_STEP_TOKENS, _CUDA_STEP_TOKENS = 512, 4096
+_FREE_PROOF_S = 3.0  # a start may take so much longer where nobody asked for the proof
 _CLOSE_TIMEOUT_S = 8.0  # for what was computed to reach the disk
 
 
@@ -57,10 +62,13 @@ def build_engine(config: EngineConfig) -> Engine:
         probed.logit_tolerance,
         probed.decouplable,
     )
+    exact = config.exact == "on" and device.type == "cpu" and dtype == torch.bfloat16
+    if exact:
+        backend = _exact_attention()
     digest = fingerprint(model, weights_digest(model), backend.name)
     parameters = sum(p.numel() for p in model.parameters())
     if device.type == "cpu":
-        optimised = optimise_for_cpu(model, probed, backend)
+        optimised = optimise_for_cpu(model, probed, backend, exact)
         log.debug("replaced for speed: %s", optimised)
 
     text: Any = model.config.get_text_config()  # type: ignore[operator,union-attr]
@@ -114,6 +122,7 @@ def build_engine(config: EngineConfig) -> Engine:
         arrived=tiers.arrived,
         progress=tiers.transfer.progress,
         unix_offset_s=unix_offset_s,
+        exact=config.exact == "on",
     )
     cache.restore(tiers.extents, tiers.records, time.monotonic())
     step_tokens = config.step_tokens or (_CPU_STEP_TOKENS if device.type == "cpu" else _CUDA_STEP_TOKENS)
@@ -122,10 +131,20 @@ def build_engine(config: EngineConfig) -> Engine:
     tables = BlockTables(max_seqs=config.max_seqs, max_pages=-(-max_context // page_size))
     most_rows = min(num_pages * page_size, max_context)
     warm_up = WarmUp(runner=runner, most_rows=most_rows, page_size=page_size, device=device)
-    tiers.rates.expect_steps(*warm_up.step_times())
+    step_s, token_s = warm_up.step_times()
+    tiers.rates.expect_steps(step_s, token_s)
     # With a target, or none at all, nobody asks for it.
     least_chunk_tokens = warm_up.efficient_tokens(step_tokens) if config.itl_target_s is None else 0
     scheduler = build_scheduler(config, cache, tiers.rates, step_tokens, least_chunk_tokens, max_context)
+    proof = Proof(
+        runner=runner,
+        num_pages=num_pages,
+        page_size=page_size,
+        max_context=max_context,
+        vocab_size=text.vocab_size,
+        device=device,
+    )
+    exactness = _exactness(config.exact, proof, PROOF_TOKENS * token_s)
     info = ModelInfo(
         name=_name(config.model, path),
         path=str(path.resolve()),
@@ -139,6 +158,8 @@ def build_engine(config: EngineConfig) -> Engine:
         eos_token_ids=_eos_ids(model),
         logit_error=probed.logit_error,
         logit_tolerance=probed.logit_tolerance,
+        exact=exactness.proven,
+        exactness=exactness.detail,
         decouplable=probed.decouplable,
         rope_layers=sum(rope is not None for rope in probed.ropes),
         layers=len(probed.shapes),
@@ -233,6 +254,28 @@ def _probe(model: nn.Module, device: torch.device) -> tuple[AttentionBackend, in
             problems.append(f"{name}: {error}")
             log.info("attention backend %s is passed over: %s", name, error)
     raise ModelRefused(f"no attention backend runs this model here: {'; '.join(problems)}")
+
+
+def _exact_attention() -> AttentionBackend:
+    """Raises ModelRefused where bf16 cannot be exact."""
+    if product_kernels() is None or flash_kernels(exact=True) is None:
+        raise ModelRefused(
+            "model.exact is on, but bf16 has kernels for it on processors with AVX512_BF16 only, and where numba runs: "
+            "take model.exact auto"
+        )
+    return ExactAttention(kind="tiles" if tiles_of_pairs() else "pairs")
+
+
+def _exactness(wanted: str, proof: Proof, proof_s: float) -> Exactness:
+    """What the loaded model is proven to give. Raises ModelRefused if that is less than is wanted."""
+    if wanted == "off":
+        return Exactness(False, "not asked for (model.exact off)")
+    if wanted == "auto" and proof_s > _FREE_PROOF_S:
+        return Exactness(False, f"not tried, it takes some {proof_s:.0f} s here (model.exact on)")
+    found = proof.run()
+    if wanted == "on" and not found.proven:
+        raise ModelRefused(f"model.exact is on, but {found.detail}: take model.exact auto, or another model.dtype")
+    return found
 
 
 def _max_context(config: EngineConfig, text: Any, warnings: list[str]) -> int:

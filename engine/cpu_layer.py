@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from engine.cpu_few_rows import FewRows
 from engine.cpu_many_rows import NOWHERE, rotate_and_write
-from engine.cpu_modules import PackedLinear, RmsNorm, agree, few_row_product, pack_weight
+from engine.cpu_modules import ExactGate, ExactLinear, PackedLinear, RmsNorm, agree, few_row_product, pack_weight
 from engine.hf_model import Step, attend, current_step, rope_limit, running, turn_halves, turns_halves
 from engine.probe import ProbeResult, single_sequence_meta
 from kernels.attention.base import AttentionBackend, AttentionMeta, AttentionParams, KvPages
@@ -26,7 +26,8 @@ class DecoderLayer(nn.Module):
     """hidden [1, tokens, width] -> the same, inside a step. Takes what transformers hands a layer, uses the rotary
     tables and the step."""
 
-    def __init__(self, layer: nn.Module, index: int, params: AttentionParams) -> None:
+    def __init__(self, layer: nn.Module, index: int, params: AttentionParams, exact: bool) -> None:
+        """exact: rows shall not depend on how many there are, whatever that costs."""
         super().__init__()
         attention: Any = layer.self_attn
         mlp: Any = layer.mlp
@@ -36,28 +37,24 @@ class DecoderLayer(nn.Module):
         self.index, self._params, self._head_dim = index, params, head_dim
         self._heads = [linear.out_features // head_dim for linear in inputs]
         self._input_norm = _norm(layer.input_layernorm)
-        self._qkv = PackedLinear(
+        self._qkv: Any = (ExactLinear if exact else PackedLinear)(
             torch.cat([linear.weight.data for linear in inputs]), torch.cat(biases) if biases else None
         )
         self._q_norm = _norm(attention.q_norm) if hasattr(attention, "q_norm") else None
         self._k_norm = _norm(attention.k_norm) if hasattr(attention, "k_norm") else None
         self._rotate = rotate_and_write(self._heads[0], self._heads[1], head_dim)
-        self._out = _Summed(attention.o_proj)
         self._post_norm = _norm(layer.post_attention_layernorm)
-        self._gate, self._gate_bias = pack_weight(mlp.gate_proj.weight), mlp.gate_proj.bias
-        self._up, self._up_bias = pack_weight(mlp.up_proj.weight), mlp.up_proj.bias
-        self._down = _Summed(mlp.down_proj)
-        self.few = self._few_rows(layer)
+        self._gate: Any = (ExactGate if exact else _Gate)(mlp.gate_proj, mlp.up_proj)
+        self._out, self._down = (_summed(linear, exact) for linear in (attention.o_proj, mlp.down_proj))
+        self.few = None if exact else self._few_rows()
         self.is_last = False  # then only rows whose logits somebody wants get an answer
 
     @property
     def saves_rows(self) -> bool:
-        return self._rotate is not None and self.few is not None
+        return self._rotate is not None and (self.few is not None or isinstance(self._qkv, ExactLinear))
 
-    def _few_rows(self, layer: Any) -> "FewRows | None":
-        mlp = layer.mlp
-        gate = few_row_product(self._gate, mlp.gate_proj.weight, mlp.gate_proj.bias)
-        up = few_row_product(self._up, mlp.up_proj.weight, mlp.up_proj.bias)
+    def _few_rows(self) -> "FewRows | None":
+        gate, up = self._gate.few
         products = (self._qkv.few, self._out.few, gate, up, self._down.few)
         if any(product is None for product in products) or gate.lanes != up.lanes:
             return None
@@ -81,10 +78,8 @@ class DecoderLayer(nn.Module):
 
     def _finish(self, mixed: Tensor, hidden: Tensor) -> Tensor:
         hidden = self._out(mixed, hidden)
-        x = self._post_norm(hidden)
-        gate = torch.ops.mkldnn._linear_pointwise(x, self._gate, self._gate_bias, "swish", [], "")
-        x = torch.ops.mkldnn._linear_pointwise.binary(x, gate, self._up, self._up_bias, "mul")
-        return self._down(x, hidden)
+        out: Tensor = self._down(self._gate(self._post_norm(hidden)), hidden)
+        return out
 
     def _attend(self, x: Tensor, cos: Tensor, sin: Tensor, wanted: Tensor | None) -> Tensor:
         """Keys and values of all rows go to their slots; [rows, width] for all of them or for those that are wanted."""
@@ -152,11 +147,33 @@ class _Summed(nn.Module):
         return out
 
 
+def _summed(linear: nn.Linear, exact: bool) -> Any:
+    return ExactLinear(linear.weight, linear.bias) if exact else _Summed(linear)
+
+
+class _Gate(nn.Module):
+    """silu(gate(x)) * up(x), with the activation and the product inside the two matrix products."""
+
+    def __init__(self, gate: nn.Linear, up: nn.Linear) -> None:
+        super().__init__()
+        self._gate, self._gate_bias = pack_weight(gate.weight), gate.bias
+        self._up, self._up_bias = pack_weight(up.weight), up.bias
+        self.few = (
+            few_row_product(self._gate, gate.weight, gate.bias),
+            few_row_product(self._up, up.weight, up.bias),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate = torch.ops.mkldnn._linear_pointwise(x, self._gate, self._gate_bias, "swish", [], "")
+        out: Tensor = torch.ops.mkldnn._linear_pointwise.binary(x, gate, self._up, self._up_bias, "mul")
+        return out
+
+
 def _norm(module: Any) -> RmsNorm:
     return RmsNorm(module.weight, module.variance_epsilon)
 
 
-def replace_layers(model: nn.Module, probed: ProbeResult, backend: AttentionBackend) -> int:
+def replace_layers(model: nn.Module, probed: ProbeResult, backend: AttentionBackend, exact: bool) -> int:
     """Replace the decoder layers that we know, in place; returns how many."""
     replaced = 0
     text: Any = model.config.get_text_config()  # type: ignore[operator,union-attr]
@@ -168,7 +185,7 @@ def replace_layers(model: nn.Module, probed: ProbeResult, backend: AttentionBack
             index = getattr(getattr(layer, "self_attn", None), "layer_idx", None)
             if index is None or not _is_known(layer, probed, index):
                 continue
-            ours = DecoderLayer(layer, index, probed.params[index])
+            ours = DecoderLayer(layer, index, probed.params[index], exact)
             if _same_answer(ours, layer, index, probed, backend, positions):
                 if ours.few is not None and not _few_agree(ours, probed, backend, positions):
                     ours.few = None

@@ -14,13 +14,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kernels.cpu_support import as_bits, decode_kernels, prefill_kernels, use_torch_threads
+from kernels.cpu_support import (
+    as_bits,
+    decode_kernels,
+    prefill_kernels,
+    product_kernels,
+    tiles_of_pairs,
+    use_torch_threads,
+)
 
 # oneDNN lays weights out for a number of rows; the layout for 16 is within 10 % of the best from 1 to 1,124 rows.
 _PACK_FOR_ROWS = 16
 # Up to here the compiled products are faster than oneDNN's, which use AMX. All layers of the 125 M model, two
 # threads, ms for 1 / 4 / 8 rows: 4.3 / 5.0 / 5.7 against 6.3 / 6.8 / 6.2.
 FEW_ROWS = 8
+_NOTHING = np.empty((0, 0), np.uint16)
 _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.02, torch.float16: 0.003}  # relative, of another order of sums
 
 
@@ -70,6 +78,53 @@ class PackedLinear(nn.Module):
             decode_kernels().linear(rows[0], self.few, rows[1])  # type: ignore[union-attr]
             return few
         out: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, self._bias, "none", [], "")
+        return out
+
+
+class ExactLinear(nn.Module):
+    """A linear layer that computes a row in one way, however many rows there are (`kernels.cpu_products`); slower than
+    `PackedLinear` for one row and for hundreds. x [..., in], and [tokens, out] that is added -> [..., out]. Raises
+    RuntimeError where there are no such kernels."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        super().__init__()
+        self._kernels: Any = product_kernels()
+        self._packed = pack_weight(weight)
+        few = few_row_product(self._packed, weight, bias)
+        if self._kernels is None or few is None:
+            raise RuntimeError("no products of one order on this machine")
+        tiles = (0,) if tiles_of_pairs() else ()
+        self.product = self._kernels.Product(few.words, few.bias, few.inputs, few.outputs, few.lanes, tiles)
+
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        use_torch_threads()
+        out = x.new_empty(*x.shape[:-1], self.product.outputs)
+        if x.numel():
+            rows, sums = as_bits(x.reshape(-1, self.product.inputs)), as_bits(out.view(-1, self.product.outputs))
+            added = _NOTHING if residual is None else as_bits(residual.contiguous())
+            self._kernels.linear(rows, self.product, added, sums)
+        return out
+
+
+class ExactGate(nn.Module):
+    """silu(gate(x)) * up(x) of the same kind. x [tokens, in] -> [tokens, out]."""
+
+    def __init__(self, gate: nn.Linear, up: nn.Linear) -> None:
+        super().__init__()
+        self.gate, self.up = ExactLinear(gate.weight, gate.bias), ExactLinear(up.weight, up.bias)
+        one, other = self.gate.product, self.up.product
+        kernels: Any = product_kernels()
+        self._together = one.lanes == other.lanes and len(one.lanes) % 2 == 0 and not len(one.bias) + len(other.bias)
+        self._together = self._together and one.outputs == other.outputs and one.outputs % kernels.COLUMNS == 0
+        self._kernels = kernels
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self._together:
+            return F.silu(self.gate(x)).mul_(self.up(x))
+        use_torch_threads()
+        out = x.new_empty(len(x), self.gate.product.outputs)
+        if len(x):
+            self._kernels.gated(as_bits(x.contiguous()), self.gate.product, self.up.product, as_bits(out))
         return out
 
 

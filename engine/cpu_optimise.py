@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from engine.cpu_last_layer import finish_wanted_rows_only
 from engine.cpu_layer import is_gated_mlp, replace_layers
 from engine.cpu_modules import (
+    ExactLinear,
     GatedMlp,
     PackedLinear,
     PlainLinear,
@@ -37,16 +38,18 @@ class Optimised:
 
 
 @torch.inference_mode()
-def optimise_for_cpu(model: nn.Module, probed: ProbeResult, backend: AttentionBackend) -> Optimised:
+def optimise_for_cpu(model: nn.Module, probed: ProbeResult, backend: AttentionBackend, exact: bool) -> Optimised:
     """Replace modules in place, whole decoder layers where we know their kind, else what is known inside them.
-    Embeddings keep their own copy of a tied weight."""
+    Embeddings keep their own copy of a tied weight. exact: bf16 products whose rows do not depend on how many there
+    are; raises RuntimeError where there are none."""
     done = Optimised()
     pack = next(model.parameters()).dtype == torch.bfloat16 and packing_works()
+    linear = (ExactLinear if exact else PackedLinear) if pack else PlainLinear
     if pack:
-        done.layers = replace_layers(model, probed, backend)
+        done.layers = replace_layers(model, probed, backend, exact)
     for module in list(model.modules()):
         for name, child in list(module.named_children()):
-            if pack and is_gated_mlp(child):
+            if pack and not exact and is_gated_mlp(child):
                 replacement: nn.Module = GatedMlp(child.gate_proj, child.up_proj, child.down_proj)  # type: ignore[arg-type]
                 done.gated += _replace(module, name, child.gate_proj.in_features, replacement)  # type: ignore[union-attr,arg-type]
             elif type(child).__name__.endswith("RMSNorm") and hasattr(child, "variance_epsilon"):
@@ -54,10 +57,10 @@ def optimise_for_cpu(model: nn.Module, probed: ProbeResult, backend: AttentionBa
                 replacement = RmsNorm(weight, child.variance_epsilon)  # type: ignore[arg-type]
                 done.norms += _replace(module, name, weight.shape[0], replacement)
     for module in list(model.modules()):
-        done.fused += sum(_fuse(module, names, PackedLinear if pack else PlainLinear) for names in _SIBLINGS)
+        done.fused += sum(_fuse(module, names, linear) for names in _SIBLINGS)
         for name, child in list(module.named_children()):
             if pack and type(child) is nn.Linear:
-                setattr(module, name, PackedLinear(child.weight, child.bias))
+                setattr(module, name, linear(child.weight, child.bias))
                 done.packed += 1
     done.last = finish_wanted_rows_only(model, probed, backend)
     return done

@@ -52,6 +52,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     length_predictor: str = "quantile"  # quantile | max_tokens
     hbm_high_water: float = 0.9  # share of HBM in use above which what is saved below leaves in the background
     hbm_low_water: float = 0.85  # until no more than this is in use
+    exact: str = "auto"  # auto | on | off: rows that depend on their own tokens alone, whatever that costs
     max_pinned_share: float = 0.5  # of disk (or DRAM, without disk) that pinned sessions may hold, per tenant
 
 
@@ -171,6 +172,8 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     eos_token_ids: tuple[int, ...]
     logit_error: float  # relative RMS error of our logits against the model's own attention in fp32
     logit_tolerance: float  # up to which that counts as rounding: from the model's own in this dtype
+    exact: bool  # proven at load: a row's bits depend on its own tokens alone, however it is batched and cut
+    exactness: str  # what was proven, or what stands against it; for people
     decouplable: bool  # False: keys carry their position, truncation means recompute
     rope_layers: int
     layers: int

@@ -235,6 +235,10 @@ def _soften(e, w, scores, pairs, scale, stats, lanes):
         # As long as all is hidden, any number will do for the maximum but -inf, which gives NaN.
         shift.append(e.b.fmul(e.b.select(e.b.fcmp_ordered("==", top, nothing), e.splat(0.0), top), e.splat(minus)))
         correction = e.exp2(e.fma(old[lane], by, shift[lane]))
+        # Exactly 1 where the maximum stays: the product in `shift` is rounded, that in the sum is not. Else one more
+        # block of hidden keys, which the last row of a tile sees, would change the others.
+        unchanged = e.b.fcmp_ordered("==", old[lane], top)
+        correction = e.b.select(unchanged, e.splat(1.0), correction)
         e.store(correction, e.at(w, stats, 2 * width + lane * LANES))
     sums = e.variables([e.splat(0.0)] * lanes)
     with cgutils.for_range(e.b, pairs) as loop:
@@ -402,17 +406,17 @@ def _attend(q, k, k_strides, v, v_strides, table, page_size, tasks, queue, heads
         _work(q, pools, table, page_size, tasks, queue, heads, window, scale, memory[thread], out)
 
 
-def plan(query_lens: Sequence[int], context_lens: Sequence[int], group: int, heads: int) -> np.ndarray:
+def plan(query_lens: Sequence[int], context_lens: Sequence[int], group: int, heads: int, least: int) -> np.ndarray:
     """The tasks of one step's attention [tasks, 6]: sequence, its first query row in the batch and that row's position,
-    first and end of the task's query rows (row * group + head in the group), kv head. Sequences of one row have none.
-    """
+    first and end of the task's query rows (row * group + head in the group), kv head. Sequences of fewer rows than
+    `least` have none."""
     tasks = []
     query = np.concatenate((np.zeros(1, np.int64), np.cumsum(query_lens)))
     # Long ones first and the shortest last, so that threads end together; a head's tasks together, so that its keys
     # stay in the caches.
     for sequence in sorted(range(len(query_lens)), key=lambda i: (-context_lens[i], i)):
         rows = query_lens[sequence]
-        if rows > 1:
+        if rows >= least:
             begin = np.arange(0, rows * group, TILE)[::-1]
             tile = np.empty((len(begin), 6), np.int64)
             tile[:, 0], tile[:, 1], tile[:, 2] = sequence, query[sequence], context_lens[sequence] - rows
@@ -462,7 +466,7 @@ def self_test() -> None:
     k, v = torch.randn(2, 1, 4, PAGE, PAGE, generator=generator).bfloat16().permute(0, 2, 3, 1, 4)
     table, out = torch.tensor([[1, 3, 0], [2, 1, 0]], dtype=torch.int32), torch.empty_like(q)
     lens = ([40, 5], [47, 34])
-    attend(q, k, v, table, plan(*lens, 2, 1), None, 0.2, memory(1, PAGE, PAGE), out)
+    attend(q, k, v, table, plan(*lens, 2, 1, 1), None, 0.2, memory(1, PAGE, PAGE), out)
     queries, outs = q.float().transpose(0, 1).split(lens[0], dim=1), out.float().transpose(0, 1).split(lens[0], dim=1)
     for query, got, pages, rows, context in zip(queries, outs, table.long(), *lens, strict=True):
         keys, values = (pool[pages].float().reshape(-1, PAGE)[:context] for pool in (k, v))

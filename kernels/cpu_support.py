@@ -71,13 +71,13 @@ def prefill_kernels() -> ModuleType | None:
 
 
 @functools.cache
-def flash_kernels() -> ModuleType | None:
-    """`kernels.cpu_flash`, or None where it cannot run, which takes dot products of bf16 pairs, or should not:
-    with AMX torch's own attention multiplies tiles of bf16 and is faster. Without, it is no faster than in fp32."""
+def flash_kernels(exact: bool) -> ModuleType | None:
+    """`kernels.cpu_flash`, or None where it cannot run, which takes dot products of bf16 pairs, or should not: with
+    AMX torch's own attention multiplies tiles of bf16 and is faster, but not exact."""
     if decode_kernels() is None:
         return None
     try:
-        if not _dots_of_pairs() or torch.cpu._is_amx_tile_supported():
+        if not _dots_of_pairs() or (torch.cpu._is_amx_tile_supported() and not exact):
             return None
         module = importlib.import_module("kernels.cpu_flash")
         module.self_test()
@@ -87,12 +87,40 @@ def flash_kernels() -> ModuleType | None:
     return module
 
 
+@functools.cache
+def product_kernels() -> ModuleType | None:
+    """`kernels.cpu_products`, or None where it cannot run, which takes dot products of bf16 pairs."""
+    if decode_kernels() is None:
+        return None
+    try:
+        if not _dots_of_pairs():
+            return None
+        module = importlib.import_module("kernels.cpu_products")
+        module.self_test(tiles_of_pairs())
+    except Exception as error:
+        log.info("products without kernels of one order: %s", error)
+        return None
+    return module
+
+
 def _dots_of_pairs() -> bool:
     """Whether the processor has AVX512_BF16 and numba compiles for it: if it did not, LLVM would end the process."""
+    return torch.cpu._is_avx512_bf16_supported() and "+avx512bf16" in _features()
+
+
+@functools.cache
+def tiles_of_pairs() -> bool:
+    """Whether AMX may be used here, which the kernel of the system has to grant, and numba compiles for it."""
+    known = {"+amx-tile", "+amx-bf16"} <= _features()
+    return known and torch.cpu._is_amx_tile_supported() and torch.cpu._init_amx()
+
+
+def _features() -> set[str]:
+    """Of the processor that numba compiles for."""
     from numba.core.registry import cpu_target
 
     _, _, features = cpu_target.target_context.codegen().magic_tuple()
-    return torch.cpu._is_avx512_bf16_supported() and "+avx512bf16" in features.split(",")
+    return set(features.split(","))
 
 
 def _test(module: ModuleType) -> None:

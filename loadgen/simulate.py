@@ -155,6 +155,7 @@ class Simulation:
             arrived=lambda job_id: self.tiers.arrived(job_id, self.now),
             progress=lambda job_id: None,  # its disks never stutter
             unix_offset_s=0.0,
+            exact=False,
         )
         predictor: LengthPredictor = MaxTokensPredictor() if machine.oracle else QuantilePredictor(quantile=0.5)
         self._queue = make_queue(

@@ -60,6 +60,7 @@ def _describe(service: Service, model: ModelInfo, name: str) -> dict[str, Any]:
             "block_size": model.block_size,
             "page_size": model.page_size,
         },
+        "exact": {"proven": model.exact, "detail": model.exactness},
         "probe": {"logit_error": model.logit_error, "logit_tolerance": model.logit_tolerance},
         "warnings": list(model.warnings),
     }

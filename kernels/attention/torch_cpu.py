@@ -51,7 +51,7 @@ class TorchAttention:
 
     def __init__(self) -> None:
         self._kernels = decode_kernels()
-        self._flash = flash_kernels()
+        self._flash = flash_kernels(exact=False)
 
     def forward(self, q: Tensor, kv: KvPages, meta: AttentionMeta, params: AttentionParams) -> Tensor:
         """See AttentionBackend."""
@@ -65,7 +65,7 @@ class TorchAttention:
             _decode_together(self._kernels, q, kv, meta, params, out)
             if self._flash is not None and params.scale > 0 and _fits_flash(kv):
                 many = True
-                _prefill_together(self._flash, q, kv, meta, params, out)
+                _prefill_together(self._flash, q, kv, meta, params, 2, out)
         if single and many:
             return out
         plan: list[_Rows] | None = meta.scratch.get("torch")
@@ -85,6 +85,32 @@ class TorchAttention:
                 _prefill(queries, keys, values, params.scale, target)
             else:
                 _masked(queries, keys, values, params, target)
+        return out
+
+
+class ExactAttention(TorchAttention):
+    """A row's result depends on its own context alone, bit for bit: every row, single ones too, goes through the kernel
+    of many rows, whose blocks of keys begin at fixed positions. Where that cannot run it is like `TorchAttention`, and
+    nothing is promised."""
+
+    def __init__(self, *, kind: str) -> None:
+        """kind: of the model's products, which round as this processor does; KV of another kind is not this one's."""
+        self.name = f"torch-exact-{kind}"
+        self._kernels = None
+        self._flash = flash_kernels(exact=True)
+
+    def forward(self, q: Tensor, kv: KvPages, meta: AttentionMeta, params: AttentionParams) -> Tensor:
+        """See AttentionBackend."""
+        plain = params.softcap is None and params.sinks is None and params.scale > 0
+        if (
+            self._flash is None
+            or not plain
+            or q.dtype != torch.bfloat16
+            or not (fits_kernels(1, kv) and _fits_flash(kv))
+        ):
+            return super().forward(q, kv, meta, params)
+        out = q.new_empty(q.shape[0], q.shape[1], kv.v.shape[3])
+        _prefill_together(self._flash, q, kv, meta, params, 1, out)
         return out
 
 
@@ -120,14 +146,14 @@ def _decode_together(
 
 
 def _prefill_together(
-    kernels: ModuleType, q: Tensor, kv: KvPages, meta: AttentionMeta, params: AttentionParams, out: Tensor
+    kernels: ModuleType, q: Tensor, kv: KvPages, meta: AttentionMeta, params: AttentionParams, least: int, out: Tensor
 ) -> None:
-    """All sequences with more than one query row."""
+    """All sequences with at least so many query rows."""
     heads, k_dim = kv.k.shape[2:]
     key = f"torch flash {q.shape[1]} {heads} {k_dim} {kv.v.shape[3]}"
     plan: tuple[np.ndarray, Tensor] | None = meta.scratch.get(key)
     if plan is None:
-        tasks = kernels.plan(meta.query_lens, meta.context_lens, q.shape[1] // heads, heads)
+        tasks = kernels.plan(meta.query_lens, meta.context_lens, q.shape[1] // heads, heads, least)
         plan = meta.scratch[key] = (tasks, kernels.memory(torch.get_num_threads(), k_dim, kv.v.shape[3]))
     tasks, memory = plan
     if len(tasks):

@@ -223,3 +223,20 @@ def test_square_brackets_are_text() -> None:
     console.file.close()
     assert "[bold]" in text
     assert "pip install 'x[y]'" in text
+
+
+@pytest.mark.parametrize(
+    ("flags", "exact", "dtype", "level"),
+    [
+        ({"avx512_bf16"}, "on", "auto", Level.OK),
+        ({"avx2"}, "on", "bfloat16", Level.FAIL),
+        ({"avx2"}, "on", "float32", Level.OK),
+        ({"avx512_bf16"}, "auto", "auto", Level.NOTE),
+        ({"avx2"}, "auto", "auto", Level.NOTE),
+    ],
+)
+def test_what_exactness_can_be_had(
+    flags: set[str], exact: str, dtype: str, level: Level, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor, "_cpu_flags", lambda: flags)
+    assert look(tmp_path, model={"exact": exact, "dtype": dtype})["exact"].level is level

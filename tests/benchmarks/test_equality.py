@@ -39,10 +39,12 @@ def test_the_turns_asked_for_are_shared_out() -> None:
 def test_what_holds() -> None:
     planned = dict.fromkeys(NAMES, 300)
     tallies = {name: tally(name, 300) for name in NAMES}
-    assert all(verdicts(tallies, planned).values())
+    assert all(verdicts(tallies, planned, False).values())
     tallies["dram"] = tally("dram", 300, near_tie=True)
-    assert all(verdicts(tallies, planned).values())
+    assert all(verdicts(tallies, planned, False).values())
     assert summarize(tallies)[0]["near_ties"] == 1
+    exact = verdicts(tallies, planned, True)
+    assert [line for line, holds in exact.items() if not holds] == ["identical text"]
 
 
 def test_what_does_not_hold() -> None:
@@ -50,7 +52,7 @@ def test_what_does_not_hold() -> None:
 
     def broken(**changes: Tally) -> list[str]:
         tallies = {name: tally(name, 300) for name in NAMES} | changes
-        return [line for line, holds in verdicts(tallies, planned).items() if not holds]
+        return [line for line, holds in verdicts(tallies, planned, False).items() if not holds]
 
     assert broken(disk=tally("disk", 299)) == ["as many returning turns as asked for"]
     assert broken(disk=tally("disk", 300, wrong=False)) == ["identical text"]

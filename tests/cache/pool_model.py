@@ -68,6 +68,7 @@ def make_manager(
     high_water: float = 1.0,
     low_water: float = 1.0,
     bytes_per_s: float = 1e12,
+    exact: bool = False,
 ) -> CacheManager:
     directions = ("dram_to_hbm", "disk_to_hbm", "disk_to_dram", "hbm_to_dram", "dram_to_disk")
     return CacheManager(
@@ -97,6 +98,7 @@ def make_manager(
         arrived=lambda job_id: 0.0,
         progress=lambda job_id: None,
         unix_offset_s=1000.0,
+        exact=exact,
     )
 
 
@@ -105,6 +107,7 @@ class PoolModel:
 
     def __init__(self, manager: CacheManager) -> None:
         self.manager = manager
+        self.exact: bool = manager._saver._exact
         self.rows: list[tuple[int, int]] = [(EMPTY, 0)] * (manager.pages.num_pages * manager.page_size)
         self.slots = [[EMPTY] * BLOCK_TOKENS for _ in range(manager.lower.num_slots)]
         self.disk: dict[int, dict[BlockKey, list[int]]] = {}  # extent id -> what is in it
@@ -279,6 +282,7 @@ class PoolModel:
                 assert EMPTY not in rows, "filled from a slot that has no such rows"
                 self.slots[order.slot][: order.num_rows] = rows
             case FillFromPage():
+                assert not self.exact, "a key was rounded twice"
                 assert self.manager.pages.pins(order.page)
                 start = order.page * size + order.page_row
                 rows = self.rows[start : start + order.num_rows]

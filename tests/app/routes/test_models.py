@@ -19,6 +19,11 @@ async def test_a_model_says_how_near_it_is_to_its_own_attention(running: Running
     assert listed["probe"] == {"logit_error": 2e-6, "logit_tolerance": 1e-3}
 
 
+async def test_a_model_says_what_was_proven_of_its_bits(running: Running):
+    (listed,) = (await running.http.get("/v1/models")).json()["data"]
+    assert listed["exact"] == {"proven": True, "detail": "the same bits for 1 or 300 rows"}
+
+
 async def test_a_model_that_is_not_served_is_not_found(running: Running):
     response = await running.http.get("/v1/models/another")
     assert response.status_code == 404
