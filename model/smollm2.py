@@ -23,8 +23,8 @@ SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 SIZE_BYTES = 98_362_432
 # Its own, but that the system prompt is empty where none is given. There it puts "You are a helpful AI assistant named
 # SmolLM, trained by Hugging Face". With that, this copy in 4 bits rambles in French when asked for France's capital
-# (half of the answers) and in Italian for Italy's (five of six). With an empty one none of six did; with no system turn
-# at all it parrots its last answer.
+# (three answers of six) and in Italian for Italy's (five of six). With an empty one none of ten did; with no system
+# turn at all it parrots its last answer.
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
     "{% if loop.first and message['role'] != 'system' %}{{ '<|im_start|>system\n<|im_end|>\n' }}{% endif %}"
