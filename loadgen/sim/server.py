@@ -205,7 +205,7 @@ class Server:
         room = self.config.load_ahead - len(self._loading)
         if room <= 0 or not self._waiting:
             return
-        for sequence in self.queue.front()[: self.config.load_ahead]:
+        for sequence in self.queue.once_loaded()[: self.config.load_ahead]:
             turn = self._turn_of[sequence]
             if turn.loaded_s is None and room > 0:
                 self._load(turn)
