@@ -87,7 +87,7 @@ class CacheSettings(_Section):
     disk_min_free_gib: float = Field(2.0, ge=0, le=1 << 20, description="of the file system, left to others")
     dram_free_buffer: float = Field(0.1, ge=0, lt=1, description="share of DRAM kept free in the background")
     hbm_high_water: float = Field(
-        0.9, ge=0, le=1, description="share of HBM in use above which saved KV leaves it in the background; 1: never"
+        1.0, ge=0, le=1, description="share of HBM in use above which saved KV leaves it in the background; 1: never"
     )
     hbm_low_water: float = Field(0.85, ge=0, le=1, description="until no more than this share is in use")
     staging_mib: int = Field(

@@ -50,7 +50,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     # Of a step in which somebody decodes; 0: no target, a fixed number of tokens; None: what suits all who wait.
     itl_target_s: float | None = 0.0
     length_predictor: str = "quantile"  # quantile | max_tokens
-    hbm_high_water: float = 0.9  # share of HBM in use above which what is saved below leaves in the background
+    hbm_high_water: float = 1.0  # share of HBM in use above which saved KV leaves it in the background; 1: never
     hbm_low_water: float = 0.85  # until no more than this is in use
     exact: str = "auto"  # auto | on | off: rows that depend on their own tokens alone, whatever that costs
     max_pinned_share: float = 0.5  # of disk (or DRAM, without disk) that pinned sessions may hold, per tenant

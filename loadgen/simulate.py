@@ -56,7 +56,7 @@ class Machine:
     prefer_contiguous: bool = False  # pages in a row, as the server has them on CPU: it moves who leaves HBM
     oracle: bool = False  # answers are as long as they may be, and the scheduler knows
     cache_policy: str = "lookahead"
-    high_water: float = 0.9
+    high_water: float = 1.0
     low_water: float = 0.85
     bytes_per_token: int = 1024
     num_layers: int = 12

@@ -1,0 +1,176 @@
+"""Whether loads that the prefetch timer starts end as their turn comes, on a server with a queue and a throttled disk.
+
+    python -m benchmarks.prefetch_timer
+
+Sixteen conversations of a random 125 M-shape model in bf16 return again and again to four places, so that a queue
+stands. HBM holds five of them, DRAM two, and the rest lies on a disk of 0.1 GB/s. Two workloads: answers that are all
+as long, and answers that differ (log-normally, by 0.4; `max_tokens` bounds each). What the scheduler counted (`GET
+/v1/scheduler`): a load is on time if it ends within 50 ms, or a quarter of what it took, of the moment when its turn
+comes; `at_once` came late though it was started as soon as it was known, and is not judged.
+
+    python -m benchmarks.prefetch_timer --high-water 1 0.9
+
+plays all of it on a server for each value of `cache.hbm_high_water`, in turn, and shows TTFT beside: what the
+background offloader gains.
+
+Expected: at least 70 % on time where all answers are as long.
+"""
+
+import argparse
+import random
+import tempfile
+from collections import Counter
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.in_process import kv_bytes_per_token
+from benchmarks.make_model import SHAPES, make_model
+from benchmarks.measures import fail_on, mean_of, percentile, rounded, show_held
+from benchmarks.schedulers_legs import GIB, Player
+from benchmarks.schedulers_legs import Shape as Begun
+from benchmarks.servers import serve, write_result
+from loadgen.workload import Conversation, Turn
+
+WORKLOADS = ("equal", "spread")
+JUDGED = "equal"  # how long answers will be can be known
+PLACES, IN_HBM, IN_DRAM, MEAN_TOKENS = 4, 5, 2, 1200
+DISK_GBPS = 0.1
+FIRST_TOKENS, TURN_TOKENS, ANSWER_TOKENS, SPREAD = 800, 100, 32, 0.4
+LEAST_ON_TIME = 0.7
+
+
+@dataclass(frozen=True, slots=True)
+class Leg:
+    high_water: float
+    workload: str
+    round_: int
+    timer: dict[str, int]
+    ttft_s: list[float]
+
+
+def conversations(workload: str, count: int, turns: int, seed: int) -> list[Conversation]:
+    """A long first prompt, and then short ones, each sent as soon as the answer before it has ended."""
+    rng = random.Random(f"{workload} {seed}")
+
+    def answer() -> int:
+        return ANSWER_TOKENS if workload == "equal" else max(1, round(ANSWER_TOKENS * rng.lognormvariate(0, SPREAD)))
+
+    return [
+        Conversation(
+            f"{workload}-{seed}-{number}", "", 0.0,
+            (Turn(FIRST_TOKENS, 1, 0.0), *(Turn(TURN_TOKENS, answer(), 0.0) for _ in range(turns))),
+        )
+        for number in range(count)
+    ]  # fmt: skip
+
+
+def settings_of(model: str, high_water: float, directory: Path) -> dict[str, Any]:
+    return {
+        "model.source": model,
+        "model.dtype": "bfloat16",
+        "model.max_context": 2 * MEAN_TOKENS,
+        "cache.hbm_tokens": IN_HBM * MEAN_TOKENS,
+        "cache.dram_gib": IN_DRAM * MEAN_TOKENS * kv_bytes_per_token(model) / GIB,
+        "cache.disk_gbps": DISK_GBPS,
+        "cache.disk_dir": directory,
+        "cache.hbm_high_water": high_water,
+        "cache.hbm_low_water": max(0.0, high_water - 0.05),
+        "scheduler.max_seqs": PLACES,
+    }
+
+
+def measure(model: str, arguments: argparse.Namespace, directory: Path, console: Console) -> list[Leg]:
+    """All workloads on all servers, which take turns. Raises RuntimeError if a turn fails."""
+    legs = []
+    shape = Begun(arguments.conversations, FIRST_TOKENS, TURN_TOKENS, ANSWER_TOKENS, arguments.turns)
+    with ExitStack() as stack:
+        players = {}
+        for high_water in arguments.high_water:
+            name = f"water-{high_water}"
+            server = stack.enter_context(serve(name, settings_of(model, high_water, directory / name)))
+            players[high_water] = Player(server, name, shape)
+            players[high_water].warm_up()
+        for round_ in range(arguments.rounds):
+            for workload in WORKLOADS:
+                for high_water, player in players.items():
+                    console.print(f"round {round_ + 1}, {workload}, high water {high_water}")
+                    player.rest()
+                    before = player.counts()
+                    results = player.play(
+                        conversations(workload, arguments.conversations, arguments.turns, round_), round_
+                    )
+                    fail_on(results)
+                    player.rest()
+                    counts = player.counts()
+                    counts.subtract(before)
+                    timer = {name.split()[1]: n for name, n in counts.items() if name.startswith("timer ")}
+                    returning = sorted(results, key=lambda result: result.sent_s)[arguments.conversations :]
+                    ttft_s = [result.ttft_s for result in returning if result.ttft_s is not None]
+                    legs.append(Leg(high_water, workload, round_, timer, ttft_s))
+                    player.forget()
+    return legs
+
+
+def describe(legs: list[Leg]) -> dict[str, Any]:
+    """Of one workload on one server."""
+    timer: Counter[str] = Counter()
+    for leg in legs:
+        timer.update(leg.timer)
+    judged = sum(timer[name] for name in ("on_time", "early", "late"))
+    ttft_ms = [seconds * 1e3 for leg in legs for seconds in leg.ttft_s]
+    return {
+        "timer": dict(timer),
+        "shares": {name: rounded(timer[name] / judged, 3) if judged else None for name in ("on_time", "early", "late")},
+        "ttft_ms": {"mean": rounded(mean_of(ttft_ms)), "p50": rounded(percentile(ttft_ms, 0.5)),
+                    "p95": rounded(percentile(ttft_ms, 0.95))},
+    }  # fmt: skip
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", help="directory of another model; default: the 125 M-shape random one, made anew")
+    parser.add_argument("--conversations", type=int, default=16)
+    parser.add_argument("--turns", type=int, default=5, help="of each, behind the first")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--high-water", type=float, nargs="+", default=[1.0], help="values of cache.hbm_high_water")
+    parser.add_argument("--no-result", action="store_true", help="do not write the result file")
+    arguments = parser.parse_args()
+    console = Console()
+    with tempfile.TemporaryDirectory(prefix="reprise-timer-") as name:
+        model = arguments.model or str(Path(name) / "model")
+        if not arguments.model:
+            make_model(Path(model), SHAPES["125m"], seed=0)
+        legs = measure(model, arguments, Path(name), console)
+    arms: dict[str, Any] = {
+        str(high_water): {w: describe([leg for leg in legs if (leg.high_water, leg.workload) == (high_water, w)])
+                          for w in WORKLOADS}
+        for high_water in arguments.high_water
+    }  # fmt: skip
+    table = Table(title="Loads that the timer started")
+    for heading in ("high water", "answers", "on time", "early", "late", "counts", "TTFT mean", "p50", "p95 ms"):
+        table.add_column(heading)
+    held = {}
+    for high_water, arm in arms.items():
+        for workload, found in arm.items():
+            shares = [f"{value or 0:.0%}" for value in found["shares"].values()]
+            times = [str(value) for value in found["ttft_ms"].values()]
+            table.add_row(high_water, workload, *shares, str(found["timer"]), *times)
+            if workload == JUDGED:
+                on_time = found["shares"]["on_time"]
+                held[f"high water {high_water}, {workload}: at least {LEAST_ON_TIME:.0%} on time"] = (
+                    on_time is not None and on_time >= LEAST_ON_TIME
+                )
+    console.print(table)
+    show_held(console, held)
+    if not arguments.no_result:
+        write_result("prefetch_timer", {"arms": arms, "held": held, "legs": [asdict(leg) for leg in legs]})
+    return 0 if all(held.values()) else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
