@@ -96,7 +96,7 @@ class Scheduler:
         self._tenants = Tenants(fair_places=fair_places)
         self._resumed: deque[Sequence] = deque()  # lost their room, and stand before the queue
         self._running: list[Sequence] = []  # in order of admission
-        self._shortest = ShortestFirst()
+        self._shortest = ShortestFirst() if queue.passes_over else None
         self._forecast = Forecast(predictor=predictor)
         self._ahead = AheadLoads(cache=cache, forecast=self._forecast)  # wait, but have their pages
         self._favoured: Sequence | None = None  # others have given way to it, but there is not room enough yet
@@ -321,7 +321,7 @@ class Scheduler:
         """Running sequences with more than a token to compute: of tenants with the least to do first, with fair places,
         and the shortest first where the queue lets others pass."""
         prefills = [s for s in self._running if len(s.token_ids) - s.computed_tokens > 1 or s.request_id in loading]
-        if self._queue.passes_over:
+        if self._shortest is not None:
             prefills = self._shortest.begin_step(prefills)
         return self._tenants.least_to_do_first(prefills)
 
@@ -465,7 +465,7 @@ class Scheduler:
 
     def _admit_shorter(self, prefills: list[Sequence], chunks: list[Chunk], budget: StepBudget, now: float) -> None:
         """Those next in line who have less to compute than each of those whose prompts are under way."""
-        if not prefills or not self._queue.passes_over:
+        if not prefills or self._shortest is None:
             return
         while self.free_places and (sequence := self._next(set())) is not None:
             computed = sequence.computed_tokens
@@ -529,7 +529,8 @@ class Scheduler:
         self._running.append(sequence)
         self._batch_changes += 1
         self._tenants.started(sequence)
-        self._shortest.started(sequence)
+        if self._shortest is not None:
+            self._shortest.started(sequence)
         num_tokens = reserved
         if self._chunked_prefill:
             num_tokens = min(reserved, budget.chunk(sequence.pending_tokens, sequence.computed_tokens))
@@ -545,7 +546,8 @@ class Scheduler:
         chunk = Chunk(sequence, num_tokens)
         chunks.append(chunk)
         budget.spend(num_tokens, sequence.computed_tokens, ends=chunk.is_last)
-        self._shortest.computes(sequence, num_tokens)
+        if self._shortest is not None:
+            self._shortest.computes(sequence, num_tokens)
 
     def _count_load(self, sequence: Sequence, num_tokens: int, stall_s: float) -> None:
         """Its first chunk runs in this step, which may wait for what is left of its load."""

@@ -11,11 +11,13 @@ class ShortestFirst:
 
     def __init__(self) -> None:
         self._may_pass: dict[Sequence, int] = {}  # how many tokens still; in order of start
+        self._spare: dict[Sequence, int] = {}  # of these, in this step, what those planned for it leave to newcomers
+        self._planned: set[Sequence] = set()  # to have a chunk in this step; the others have come since
         self._had: set[Sequence] = set()  # their chunk in this step
 
     def started(self, sequence: Sequence) -> None:
         """It runs, and its prompt is to be computed."""
-        self._may_pass[sequence] = sequence.pending_tokens
+        self._may_pass[sequence] = self._spare[sequence] = sequence.pending_tokens
 
     def begin_step(self, prefills: Items[Sequence]) -> list[Sequence]:
         """These have prompts to compute. Next first."""
@@ -34,12 +36,13 @@ class ShortestFirst:
                 may_pass[passed] -= chosen.pending_tokens
             left.remove(chosen)
             ordered.append(chosen)
+        self._planned, self._spare = set(ordered), may_pass
         return ordered
 
     def may_start(self, pending: int) -> bool:
         """Whether a newcomer with so many tokens goes ahead of all who have had no chunk yet in this step."""
-        passed = [(s, tokens) for s, tokens in self._may_pass.items() if s not in self._had]
-        return all(pending < s.pending_tokens and pending <= tokens for s, tokens in passed)
+        passed = [s for s in self._may_pass if s not in self._had]
+        return all(pending < s.pending_tokens and pending <= self._spare[s] for s in passed)
 
     def computes(self, sequence: Sequence, num_tokens: int) -> None:
         """It has a chunk in this step, ahead of those who have had none yet."""
@@ -49,3 +52,5 @@ class ShortestFirst:
                 return
             if other not in self._had:
                 self._may_pass[other] -= num_tokens
+                if sequence not in self._planned:
+                    self._spare[other] -= num_tokens
