@@ -139,6 +139,9 @@ class SchedulerSettings(_Section):
     class_ordered_entry: bool = Field(
         False, description="who needs no load enters the window first, instead of by fair share and arrival"
     )
+    scores: bool = Field(
+        False, description="what who waits in the window or runs needs leaves HBM last, before what the policy says"
+    )
     itl_target_ms: Annotated[float, Field(ge=0, le=60_000)] | Literal["auto"] = Field(
         "auto",
         description="what a step may take while somebody reads along; auto: weighed against first tokens; 0: no target",
@@ -335,6 +338,7 @@ class Settings(_Section, BaseSettings):
             scheduler_policy=self.scheduler.policy,
             window=self.scheduler.window,
             class_ordered_entry=self.scheduler.class_ordered_entry,
+            scores=self.scheduler.scores,
             itl_target_s=None if itl_target_ms == "auto" else itl_target_ms / 1e3,
             length_predictor=self.scheduler.length_predictor,
             max_seqs=self.scheduler.max_seqs,

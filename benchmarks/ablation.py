@@ -34,14 +34,13 @@ def play(high_water: float, scores: bool, rate: float, policy: str, seed: int) -
     """TTFT of every turn, in seconds."""
     machine = Machine(
         hbm_blocks=(PLACES + 1) * BLOCKS + 10, dram_blocks=6 * BLOCKS, disk_blocks=10_000, policy=policy, window=8,
-        max_seqs=PLACES, itl_target_s=0.1, high_water=high_water, low_water=high_water - 0.05, bytes_per_token=12_288,
+        max_seqs=PLACES, itl_target_s=0.1, high_water=high_water, low_water=high_water - 0.05, scores=scores,
+        bytes_per_token=12_288,
         s_per_token=0.0006, fixed_s=0.006, s_per_row=0.0009, s_per_kilo_pair=0.00008, s_per_kilo_read=0.0008,
         dram_bytes_per_s=2e9, disk_bytes_per_s=4e7,
     )  # fmt: skip
     conversations = poisson(rng=random.Random(seed), count=CONVERSATIONS, rate_per_s=rate, shape=SHAPE)
     simulation = Simulation(machine=machine, conversations=conversations, rng=random.Random(seed))
-    if not scores:
-        simulation.cache.expect = lambda request_id, score: None  # type: ignore[method-assign]
     simulation.run()
     return [record.ttft_s for record in simulation.records if record.ttft_s is not None]
 

@@ -8,10 +8,10 @@ as long, and answers that differ (log-normally, by 0.4; `max_tokens` bounds each
 /v1/scheduler`): a load is on time if it ends within 50 ms, or a quarter of what it took, of the moment when its turn
 comes; `at_once` came late though it was started as soon as it was known, and is not judged.
 
-    python -m benchmarks.prefetch_timer --high-water 1 0.9
+    python -m benchmarks.prefetch_timer --arms neither offloader scores
 
-plays all of it on a server for each value of `cache.hbm_high_water`, in turn, and shows TTFT beside: what the
-background offloader gains.
+plays all of it on three servers in turn, without and with the background offloader (`cache.hbm_high_water` at 0.9) and
+CaR's scores, and shows TTFT beside: what each gains.
 
 Expected: at least 70 % on time where all answers are as long.
 """
@@ -42,11 +42,16 @@ PLACES, IN_HBM, IN_DRAM, MEAN_TOKENS = 4, 5, 2, 1200
 DISK_GBPS = 0.1
 FIRST_TOKENS, TURN_TOKENS, ANSWER_TOKENS, SPREAD = 800, 100, 32, 0.4
 LEAST_ON_TIME = 0.7
+ARMS: dict[str, dict[str, Any]] = {
+    "neither": {},
+    "offloader": {"cache.hbm_high_water": 0.9, "cache.hbm_low_water": 0.85},
+    "scores": {"scheduler.scores": "true"},
+}
 
 
 @dataclass(frozen=True, slots=True)
 class Leg:
-    high_water: float
+    arm: str
     workload: str
     round_: int
     timer: dict[str, int]
@@ -69,7 +74,7 @@ def conversations(workload: str, count: int, turns: int, seed: int) -> list[Conv
     ]  # fmt: skip
 
 
-def settings_of(model: str, high_water: float, directory: Path) -> dict[str, Any]:
+def settings_of(model: str, arm: str, directory: Path) -> dict[str, Any]:
     return {
         "model.source": model,
         "model.dtype": "bfloat16",
@@ -78,9 +83,8 @@ def settings_of(model: str, high_water: float, directory: Path) -> dict[str, Any
         "cache.dram_gib": IN_DRAM * MEAN_TOKENS * kv_bytes_per_token(model) / GIB,
         "cache.disk_gbps": DISK_GBPS,
         "cache.disk_dir": directory,
-        "cache.hbm_high_water": high_water,
-        "cache.hbm_low_water": max(0.0, high_water - 0.05),
         "scheduler.max_seqs": PLACES,
+        **ARMS[arm],
     }
 
 
@@ -90,15 +94,14 @@ def measure(model: str, arguments: argparse.Namespace, directory: Path, console:
     shape = Begun(arguments.conversations, FIRST_TOKENS, TURN_TOKENS, ANSWER_TOKENS, arguments.turns)
     with ExitStack() as stack:
         players = {}
-        for high_water in arguments.high_water:
-            name = f"water-{high_water}"
-            server = stack.enter_context(serve(name, settings_of(model, high_water, directory / name)))
-            players[high_water] = Player(server, name, shape)
-            players[high_water].warm_up()
+        for arm in arguments.arms:
+            server = stack.enter_context(serve(arm, settings_of(model, arm, directory / arm)))
+            players[arm] = Player(server, arm, shape)
+            players[arm].warm_up()
         for round_ in range(arguments.rounds):
             for workload in WORKLOADS:
-                for high_water, player in players.items():
-                    console.print(f"round {round_ + 1}, {workload}, high water {high_water}")
+                for arm, player in players.items():
+                    console.print(f"round {round_ + 1}, {workload}, {arm}")
                     player.rest()
                     before = player.counts()
                     results = player.play(
@@ -111,7 +114,7 @@ def measure(model: str, arguments: argparse.Namespace, directory: Path, console:
                     timer = {name.split()[1]: n for name, n in counts.items() if name.startswith("timer ")}
                     returning = sorted(results, key=lambda result: result.sent_s)[arguments.conversations :]
                     ttft_s = [result.ttft_s for result in returning if result.ttft_s is not None]
-                    legs.append(Leg(high_water, workload, round_, timer, ttft_s))
+                    legs.append(Leg(arm, workload, round_, timer, ttft_s))
                     player.forget()
     return legs
 
@@ -137,7 +140,7 @@ def main() -> int:
     parser.add_argument("--conversations", type=int, default=16)
     parser.add_argument("--turns", type=int, default=5, help="of each, behind the first")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--high-water", type=float, nargs="+", default=[1.0], help="values of cache.hbm_high_water")
+    parser.add_argument("--arms", nargs="+", choices=ARMS, default=["neither"])
     parser.add_argument("--no-result", action="store_true", help="do not write the result file")
     arguments = parser.parse_args()
     console = Console()
@@ -147,28 +150,28 @@ def main() -> int:
             make_model(Path(model), SHAPES["125m"], seed=0)
         legs = measure(model, arguments, Path(name), console)
     arms: dict[str, Any] = {
-        str(high_water): {w: describe([leg for leg in legs if (leg.high_water, leg.workload) == (high_water, w)])
-                          for w in WORKLOADS}
-        for high_water in arguments.high_water
+        arm: {w: describe([leg for leg in legs if (leg.arm, leg.workload) == (arm, w)]) for w in WORKLOADS}
+        for arm in arguments.arms
     }  # fmt: skip
     table = Table(title="Loads that the timer started")
-    for heading in ("high water", "answers", "on time", "early", "late", "counts", "TTFT mean", "p50", "p95 ms"):
+    for heading in ("arm", "answers", "on time", "early", "late", "counts", "TTFT mean", "p50", "p95 ms"):
         table.add_column(heading)
     held = {}
-    for high_water, arm in arms.items():
-        for workload, found in arm.items():
+    for arm, by_workload in arms.items():
+        for workload, found in by_workload.items():
             shares = [f"{value or 0:.0%}" for value in found["shares"].values()]
             times = [str(value) for value in found["ttft_ms"].values()]
-            table.add_row(high_water, workload, *shares, str(found["timer"]), *times)
+            table.add_row(arm, workload, *shares, str(found["timer"]), *times)
             if workload == JUDGED:
                 on_time = found["shares"]["on_time"]
-                held[f"high water {high_water}, {workload}: at least {LEAST_ON_TIME:.0%} on time"] = (
+                held[f"{arm}, {workload}: at least {LEAST_ON_TIME:.0%} on time"] = (
                     on_time is not None and on_time >= LEAST_ON_TIME
                 )
     console.print(table)
     show_held(console, held)
     if not arguments.no_result:
-        write_result("prefetch_timer", {"arms": arms, "held": held, "legs": [asdict(leg) for leg in legs]})
+        name = "prefetch_timer" if len(arms) == 1 else "prefetch_timer_ablation"
+        write_result(name, {"arms": arms, "held": held, "legs": [asdict(leg) for leg in legs]})
     return 0 if all(held.values()) else 1
 
 

@@ -46,6 +46,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     io_deadline_s: float = 5.0  # of one read or write
     sync_save: bool = False  # save before the next step instead of during it: for comparison
     window: int = 0  # places of the shuffled window; 0: from HBM and the mean session
+    scores: bool = False  # CaR's, of blocks that who waits in the window or runs needs
     class_ordered_entry: bool = False  # requests enter the window by class, not by fair share and arrival
     # Of a step in which somebody decodes; 0: no target, a fixed number of tokens; None: what suits all who wait.
     itl_target_s: float | None = 0.0

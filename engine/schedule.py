@@ -63,6 +63,7 @@ def build_scheduler(
         chunked_prefill=config.chunked_prefill,
         stall_budget_s=_STALL_BUDGET_S,
         fair_places=config.scheduler_policy in WINDOWED,
+        scores=config.scores,
     )
 
 

@@ -58,6 +58,7 @@ class Machine:
     cache_policy: str = "lookahead"
     high_water: float = 1.0
     low_water: float = 0.85
+    scores: bool = False  # CaR's
     bytes_per_token: int = 1024
     num_layers: int = 12
     fixed_s: float = 0.005
@@ -188,6 +189,7 @@ class Simulation:
             chunked_prefill=machine.chunked_prefill,
             stall_budget_s=_STALL_BUDGET_S,
             fair_places=machine.policy in WINDOWED,
+            scores=machine.scores,
         )
         self._arrivals: list[tuple[float, int, _Live]] = []  # a heap
         self._pushed = 0
@@ -415,6 +417,7 @@ def random_case(seed: int) -> Simulation:
         oracle=rng.random() < 0.3,
         cache_policy=rng.choice(["lookahead", "lookahead", "lru"]),
         high_water=rng.choice([0.5, 0.9, 1.0]),
+        scores=rng.random() < 0.5,
         low_water=0.5,
         s_per_token=rng.choice([0.0001, 0.01, 0.1]),
         dram_bytes_per_s=rng.choice([1e5, 1e6, 1e7]),

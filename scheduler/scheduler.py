@@ -80,6 +80,7 @@ class Scheduler:
         chunked_prefill: bool,
         stall_budget_s: float,
         fair_places: bool,
+        scores: bool,
     ) -> None:
         self._cache = cache
         self._queue = queue
@@ -93,6 +94,7 @@ class Scheduler:
         self._least_chunk_tokens = least_chunk_tokens  # below which products are inefficient
         self._chunked_prefill = chunked_prefill
         self._stall_budget_s = stall_budget_s  # what those who decode may wait for the KV of one who joins
+        self._scoring = scores  # the cache is told who needs its KV soon
         self._tenants = Tenants(fair_places=fair_places)
         self._resumed: deque[Sequence] = deque()  # lost their room, and stand before the queue
         self._running: list[Sequence] = []  # in order of admission
@@ -560,7 +562,7 @@ class Scheduler:
 
     def _tell_scores(self) -> None:
         """Who has come nearer to needing its KV, or gone away from it (CaR §III-B-3)."""
-        near = self._queue.near()
+        near = self._queue.near() if self._scoring else None
         if near is None:
             return
         # A preempted request stands before the window, and needs its KV as much as those inside.

@@ -147,6 +147,7 @@ def make_loop(
     least_chunk_tokens=4,
     predictor=None,
     cost=None,
+    scores=True,
 ):
     cache = FakeCache(room)
     predictor = predictor or MaxTokensPredictor()
@@ -171,6 +172,7 @@ def make_loop(
         least_chunk_tokens=least_chunk_tokens,
         chunked_prefill=chunked_prefill,
         stall_budget_s=0.02,
+        scores=scores,
         fair_places=policy in WINDOWED,
     )
     return Loop(scheduler, cache)
@@ -449,3 +451,12 @@ def test_those_who_decode_do_not_wait_for_a_load_that_is_late():
     assert loop.step() == [("reader", 1)]
     loop.cache.stalls["loads"] = 0.01  # within the budget of a stall
     assert loop.step() == [("reader", 1), ("loads", 8)]
+
+
+@pytest.mark.parametrize("scores", [True, False])
+def test_the_cache_hears_who_needs_its_kv_only_where_scores_are_on(scores):
+    loop = make_loop(max_seqs=1, policy="car", scores=scores)
+    loop.add("runs", 4)
+    loop.add("waits", 4)
+    loop.step()
+    assert loop.cache.scores == ({"runs": 2, "waits": 1} if scores else {})

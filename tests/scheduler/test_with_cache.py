@@ -135,6 +135,7 @@ def test_conversations_in_a_memory_too_small_for_them(
         itl_target_s=rng.choice([0.0, 0.05, None]),
         least_chunk_tokens=rng.choice([1, 40]),
         fair_places=order in WINDOWED,
+        scores=True,
         max_seqs=max_seqs,
         max_queued=100,
         step_tokens=step_tokens,
