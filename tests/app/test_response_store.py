@@ -1,5 +1,6 @@
 import asyncio
 import shutil
+import socket
 import subprocess
 import time
 from collections.abc import Iterator
@@ -28,9 +29,13 @@ class RedisServer:
         command = ["redis-server", "--port", "0", "--unixsocket", str(self.socket), "--save", "", "--daemonize", "no"]
         self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL, cwd=self.socket.parent)
         end = time.monotonic() + 10
-        while not self.socket.exists():
+        while not self._listens():  # the file is there before anybody listens
             assert time.monotonic() < end
             time.sleep(0.01)
+
+    def _listens(self) -> bool:
+        with socket.socket(socket.AF_UNIX) as client:
+            return client.connect_ex(str(self.socket)) == 0
 
     def stop(self) -> None:
         if self._process is not None:
