@@ -2,14 +2,17 @@
 step may take.
 
     python -m benchmarks.poisson
-    python -m benchmarks.poisson --seeds 4 --arms car-auto fcfs-0
+    python -m benchmarks.poisson --seeds 4 --arms car-hidden-auto fcfs-0
 
 A random 125 M-shape model in bf16, all KV in HBM. A conversation begins with 1,000 tokens; each later turn brings 100
 more, 4 s after the answer before it; answers have 32. The servers are a policy and `scheduler.itl_target_ms`:
 
-    car-auto        the default
-    car-0, car-100  no target; 100 ms, the default until 0.1
+    car-hidden-auto  the default
+    car-hidden-0     no target
+    car-hidden-100   100 ms, the default before `auto`
     priority-auto, priority-0, fcfs-auto, fcfs-0
+
+All KV is in HBM, where `car` and `car-hidden` are one order.
 
 In a round every server gets the same conversations, one after the other, in an order that moves on with every round;
 the others idle meanwhile. Every round is another seed: other arrivals, other texts. A server's turns of all rounds
@@ -41,8 +44,8 @@ from benchmarks.servers import Server, serve, write_result
 from loadgen.client import TurnResult, run
 from loadgen.workload import Conversation, Turn
 
-ARMS = ("car-auto", "car-0", "car-100", "priority-auto", "priority-0", "fcfs-auto", "fcfs-0")
-MINE, OTHER = "car-auto", "fcfs-0"
+ARMS = ("car-hidden-auto", "car-hidden-0", "car-hidden-100", "priority-auto", "priority-0", "fcfs-auto", "fcfs-0")
+MINE, OTHER = "car-hidden-auto", "fcfs-0"
 MUSTS = {("returning", "p50"): 0.95, ("first", "p50"): 1.0, ("tpot", "p50"): 1.05}
 AIMS = {("returning", "p50"): 0.85, ("first", "p50"): 0.9}
 SEEDS = 4  # at least, for a verdict
@@ -95,7 +98,7 @@ class Round:
 
 
 def settings_of(arm: str, model: str, workload: Workload) -> dict[str, Any]:
-    policy, _, target = arm.partition("-")
+    policy, _, target = arm.rpartition("-")
     return {
         "model.source": model,
         "model.dtype": "bfloat16",

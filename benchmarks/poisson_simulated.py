@@ -22,7 +22,16 @@ from benchmarks import poisson
 from benchmarks.poisson import Round, Workload
 from loadgen.simulate import Machine, Simulation
 
-ARMS = ("car-auto", "car-0", "car-100", "car-300", "priority-auto", "priority-0", "fcfs-auto", "fcfs-0")
+ARMS = (
+    "car-hidden-auto",
+    "car-hidden-0",
+    "car-hidden-100",
+    "car-hidden-300",
+    "priority-auto",
+    "priority-0",
+    "fcfs-auto",
+    "fcfs-0",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +63,7 @@ CASES = {
 
 
 def play(case: Case, arm: str, seed: int) -> Round:
-    policy, _, target = arm.partition("-")
+    policy, _, target = arm.rpartition("-")
     settings: dict[str, Any] = {**case.costs, **case.sizes}
     machine = Machine(
         hbm_blocks=2 * case.workload.tokens // 32, dram_blocks=4000, disk_blocks=0, policy=policy, window=8,
