@@ -85,7 +85,9 @@ def _later(values: Result) -> list[str]:
 
 def draw_overlap(result: Result, out: Path) -> None:
     """Share of load time hidden by read buffer (AttentionStore Fig. 19), and job times by way of saving (Fig. 20)."""
-    figure, (left, right) = plt.subplots(1, 2, figsize=(10.4, 3.8))
+    panels = 2 if result["saving"] else 1
+    figure, axes = plt.subplots(1, panels, figsize=(5.2 * panels, 3.8), squeeze=False)
+    left = axes[0][0]
     keys = sorted({(arm["disk_gbps"], arm["new_tokens"]) for arm in result["loading"]})
     for key, color, style in zip(keys, (GREY, GREY, BLUE, BLUE), ("--", "-", "--", "-"), strict=False):
         arms = [arm for arm in result["loading"] if (arm["disk_gbps"], arm["new_tokens"]) == key]
@@ -93,29 +95,32 @@ def draw_overlap(result: Result, out: Path) -> None:
         shares = [100 * arm["hidden"]["median"] for arm in arms]
         left.plot(labels, shares, style, marker="o", color=color, label=f"{key[0]} GB/s, {key[1]} new tokens")
     left.set(xlabel="read buffer, layers", ylabel="load time hidden, %", ylim=(0, 105))
-    ways = ("asynchronous", "synchronous", "not saved")
-    groups = sorted({(arm["dram_gbps"], arm["prompt_tokens"]) for arm in result["saving"]})
-    for index, (way, color) in enumerate(zip(ways, (BLUE, GREY, LIGHT), strict=True)):
-        times = {
-            (arm["dram_gbps"], arm["prompt_tokens"]): arm["job_ms"]["median"]
-            for arm in result["saving"]
-            if arm["way"] == way
-        }
-        right.bar(
-            [x + 0.27 * index for x in range(len(groups))], [times[g] for g in groups], 0.25, label=way, color=color
-        )
-    right.set_xticks(
-        [x + 0.27 for x in range(len(groups))],
-        [f"{prompt} tokens\n{f'{gbps} GB/s' if gbps else 'memory'}" for gbps, prompt in groups],
-    )
-    right.set(ylabel="ms per job")
-    for axis in (left, right):
+    if result["saving"]:
+        _draw_saving(axes[0][1], result["saving"])
+    for axis in axes[0]:
         axis.grid(axis="y", alpha=0.3)
         axis.spines[["top", "right"]].set_visible(False)
         axis.legend(frameon=False, fontsize=8)
     figure.tight_layout()
     figure.savefig(out, dpi=130)
     plt.close(figure)
+
+
+def _draw_saving(axis: Any, saving: list[Result]) -> None:
+    ways = ("asynchronous", "synchronous", "not saved")
+    groups = sorted({(arm["dram_gbps"], arm["prompt_tokens"]) for arm in saving})
+    for index, (way, color) in enumerate(zip(ways, (BLUE, GREY, LIGHT), strict=True)):
+        times = {
+            (arm["dram_gbps"], arm["prompt_tokens"]): arm["job_ms"]["median"] for arm in saving if arm["way"] == way
+        }
+        axis.bar(
+            [x + 0.27 * index for x in range(len(groups))], [times[g] for g in groups], 0.25, label=way, color=color
+        )
+    axis.set_xticks(
+        [x + 0.27 for x in range(len(groups))],
+        [f"{prompt} tokens\n{f'{gbps} GB/s' if gbps else 'memory'}" for gbps, prompt in groups],
+    )
+    axis.set(ylabel="ms per job")
 
 
 def overlap_section(result: Result, figure: str, footer: str) -> list[str]:
@@ -137,6 +142,8 @@ def overlap_section(result: Result, figure: str, footer: str) -> list[str]:
             f"| {arm['disk_gbps']} | {arm['new_tokens']} | {buffer} | {hidden['median']:.1%} ({hidden['min']:.1%} to "
             f"{hidden['max']:.1%}) | {arm['load_ms']['median']:.1f} | {arm['wait_ms']['median']:.1f} |"
         )
+    if not result["saving_gains"]:
+        return [*lines, "", footer, ""]
     lines += [
         "",
         "Saving, in float32, where a thread saves (in bfloat16 on a CPU the kernels that compute rows also save them). "
