@@ -34,9 +34,9 @@ HELD = {
     "What planning a step costs": "planning_cost",
     "How well `reprise load` keeps time": "load_rate",
     "One workload, four servers": "modes",
-    "First tokens under load": "poisson",
 }
 """Results that say what held, by title."""
+POISSON = {"First tokens under load": "poisson", "First tokens where a queue stands": "poisson_load"}
 READ_BEFORE = (
     "Measured before the classes were read as CaR §III-B-1 has them: `car` is what is called `car-hidden` now, and "
     "`priority` counted hidden loads as none as well."
@@ -190,6 +190,28 @@ def foretold_section(result: dict[str, Any]) -> list[str]:
     ]
 
 
+def poisson_section(title: str, result: dict[str, Any]) -> list[str]:
+    """First tokens and gaps of every server, and what the default loses against `fcfs-0`."""
+    kinds = {"returning": ("p50", "mean", "p95"), "first": ("p50", "mean", "p95"), "tpot": ("p50",), "itl": ("p99",)}
+    lines = [
+        f"## {title}",
+        "",
+        "{conversations} conversations a round, {rate:g} a second by Poisson, {turns} turns of a random 125 M-shape model "
+        "(bf16): first prompts of {first_tokens} tokens, then {more_tokens} more {think_s:g} s after each answer of "
+        "{answer_tokens}. Times in ms.".format(**result["workload"]),
+        "",
+        "| server | returning turns, TTFT p50 / mean / p95 | first turns | TPOT p50 | ITL p99 | tokens/s |",
+        "|---|---|---|---|---|---|",
+    ]
+    for arm, found in result["arms"].items():
+        cells = [" / ".join(f"{found[kind][figure]:.0f}" for figure in figures) for kind, figures in kinds.items()]
+        lines.append(f"| {arm} | " + " | ".join(cells) + f" | {found['tokens_per_s']:.1f} |")
+    lines += ["", "; ".join(f"{name}: {'yes' if held else 'NO'}" for name, held in result["held"].items()) + "."]
+    if result["lost"]:
+        lines += ["", "The default loses: " + "; ".join(result["lost"]) + "."]
+    return [*lines, "", machine(result), ""]
+
+
 def main() -> None:
     DOCS.mkdir(exist_ok=True)
     lines = ["# Results", "", "Drawn from `benchmarks/results/` by `python -m benchmarks.figures`.", ""]
@@ -226,6 +248,9 @@ def main() -> None:
         lines += classes_figure.section(classes, machine(classes))
         if (served := load("classes")) is not None:
             lines += classes_figure.server_section(served, machine(served))
+    for title, name in POISSON.items():
+        if (result := load(name)) is not None:
+            lines += poisson_section(title, result)
     for title, name in HELD.items():
         if (result := load(name)) is not None:
             held = "; ".join(f"{what}: {'yes' if value else 'NO'}" for what, value in result["held"].items())
