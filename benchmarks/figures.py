@@ -196,9 +196,9 @@ def poisson_section(title: str, result: dict[str, Any]) -> list[str]:
     lines = [
         f"## {title}",
         "",
-        "{conversations} conversations a round, {rate:g} a second by Poisson, {turns} turns of a random 125 M-shape model "
-        "(bf16): first prompts of {first_tokens} tokens, then {more_tokens} more {think_s:g} s after each answer of "
-        "{answer_tokens}. Times in ms.".format(**result["workload"]),
+        "{conversations} conversations a round, {rate:g} a second by Poisson, {turns} turns of a random 125 M-shape "
+        "model (bf16): first prompts of {first_tokens} tokens, then {more_tokens} more {think_s:g} s after each answer "
+        "of {answer_tokens}. Times in ms.".format(**result["workload"]),
         "",
         "| server | returning turns, TTFT p50 / mean / p95 | first turns | TPOT p50 | ITL p99 | tokens/s |",
         "|---|---|---|---|---|---|",
