@@ -5,9 +5,10 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from cache.block import BlockKey
+from cache.block import BLOCK_TOKENS, BlockKey
 from cache.hierarchy import Hierarchy
 from cache.policies.line import common_ends
+from cache.rates import Rates
 from cache.requests import Requests
 from cache.sessions import SessionStore
 from cache.table import SessionName
@@ -28,10 +29,13 @@ class _Errand:
 class LookAhead:
     """Single-threaded, part of the CacheManager. What a step costs depends on what has changed in the queue."""
 
-    def __init__(self, *, tiers: Hierarchy, sessions: SessionStore, running: Requests, reuse: bool) -> None:
+    def __init__(
+        self, *, tiers: Hierarchy, sessions: SessionStore, running: Requests, rates: Rates, reuse: bool
+    ) -> None:
         self._tiers, self._table, self._lower = tiers, tiers.table, tiers.lower
         self._sessions = sessions
         self._running = running
+        self._rates = rates
         self._reuse = reuse
         self._waiting: Sequence[str] = []
         self._names: list[SessionName] = []  # the session of each of those who wait
@@ -44,6 +48,7 @@ class LookAhead:
         self._next = 0  # whose turn it is to be looked at again
         self._try_regulars_s = self._try_successor_s = -math.inf
         self._regular, self._successor = _Errand(), _Errand()
+        self._look: BlockKey | None = None  # the last block that was fetched to see what a slow disk is like by now
         self._changes = (-1, -1)  # of tiers and requests, when writes were planned last
 
     def plan(self, waiting: Sequence[str], starting: int, now: float) -> None:
@@ -194,6 +199,15 @@ class LookAhead:
             if row.page is None and row.slot is None and not lower.is_fetching(row.key)
         ]
         if not missing or any(row.key in brought for row in missing):
+            return True
+        size_bytes, direction = len(missing) * lower.slot_bytes, "disk_to_dram"
+        if not self._rates.is_worth_fetching(direction, size_bytes, len(missing) * BLOCK_TOKENS):
+            brought.update(row.key for row in missing)
+            if not self._rates.is_look_due(direction):
+                self._rates.passed_over(direction)
+            elif self._look is None or not lower.is_fetching(self._look):
+                self._look = missing[0].key
+                lower.fetch(missing[:1], name)
             return True
         has_room = lower.fetch(missing, name)
         brought.update(row.key for row in missing if lower.is_fetching(row.key))

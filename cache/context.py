@@ -235,7 +235,8 @@ class RunningContext:
     recompute_from: int | None = None  # loading from here on was judged slower, or failed
     outlived: int | None = None  # the load that was late for it; it waits for the end of that outside of the batch
     brought: dict[BlockKey, str] = field(default_factory=dict)  # what that has brought: block -> the tier it came from
-    skips_disk: bool = False  # a load was late for it once, so what is on disk alone by now is computed
+    fetch_due_s: float | None = None  # its turn has come and a fetch for it has not; until then it is waited for
+    skips_disk: bool = False  # a load or fetch was late for it once, so what is on disk alone by now is computed
     miss_reason: str | None = None  # why, for what lies behind recompute_from
     owned: dict[BlockKey, None] = field(default_factory=dict)  # what it has put into the table
     published: dict[int, tuple[BlockKey, int]] = field(default_factory=dict)  # moved copies: block -> (key, page)

@@ -100,6 +100,24 @@ class Loads:
             return math.inf
         return self._deadline_s(load) - progress.silent_s
 
+    def is_fetch_late(self, context: RunningContext, now: float) -> bool:
+        """A request whose turn has come waits for a fetch into DRAM. Whether it has waited for as long as computing
+        would take: then it skips what is on disk. Behind a cut it waits on, for what is stored cannot be computed."""
+        if context.awaited is None or not self._lower.is_fetching(context.awaited) or context.lineage.joint is not None:
+            return False
+        coming = [block for block, key in enumerate(context.chain()) if self._lower.is_fetching(key)]
+        tokens, first, end = len(context.token_ids), coming[0] * BLOCK_TOKENS, (coming[-1] + 1) * BLOCK_TOKENS
+        # No layer of a fetch is of use before its last one.
+        allowed_s = deadline_s(self._rates.compute_s(tokens - end), self._rates.compute_s(tokens - first), 1)
+        if context.fetch_due_s is None:
+            context.fetch_due_s = now + allowed_s
+        if now < context.fetch_due_s:
+            return False
+        self._rates.late("disk_to_dram", len(coming) * BLOCK_TOKENS * self._bytes_per_token, allowed_s)
+        self._stats.load_failures["late"] += 1
+        context.skips_disk, context.miss_reason = True, "load_late"
+        return True
+
     def _deadline_s(self, load: Load) -> float:
         if load.first is None:
             return math.inf

@@ -1,6 +1,7 @@
 """CacheManager: the cache as its callers see it. Events and `now` in, moves out; touches no bytes. It knows
 what happens when; how is the business of its parts, each in a file of its own."""
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from cache.admission import Admission
@@ -102,6 +103,7 @@ class CacheManager:
         )
         self._reuse = reuse
         self._bytes_per_token = bytes_per_token
+        self._now = -math.inf  # of the last `plan`
         self._running = Requests()
         tiers = Hierarchy(table=self.table, pages=self.pages, hbm=self.hbm, lower=self.lower, returns=returns)
         self._tiers = tiers
@@ -152,7 +154,7 @@ class CacheManager:
             page_size=page_size,
             reuse=reuse,
         )
-        self._ahead = LookAhead(tiers=tiers, sessions=self._sessions, running=self._running, reuse=reuse)
+        self._ahead = LookAhead(tiers=tiers, sessions=self._sessions, running=self._running, rates=rates, reuse=reuse)
 
     # --- requests -----------------------------------------------------------------------------------------------------
 
@@ -197,10 +199,16 @@ class CacheManager:
             return self._matcher.on_the_way(context, self._loads.to_come(context), self._loads.stall_s(context))
         return self._matcher.residency(context)
 
-    def waits_for_sibling(self, request_id: str) -> bool:
-        """Whether the next block this request needs is on its way: one computation or load, many waiters."""
+    def waits_for_sibling(self, request_id: str, *, is_due: bool) -> bool:
+        """See CacheView. One computation, load or fetch, many waiters."""
         context = self._running[request_id]
-        return self._reuse and (self._loads.is_outlived(context) or self._siblings.waits(context))
+        if not self._reuse:
+            return False
+        if self._loads.is_outlived(context):
+            return True
+        if not self._siblings.waits(context):
+            return False
+        return not (is_due and self._loads.is_fetch_late(context, self._now)) or self._siblings.waits(context)
 
     def admit(self, request_id: str, num_tokens: int) -> int | None:
         """See CacheView. What is matched is shared page by page where whole pages match; the rest is copied, loaded, or
@@ -419,6 +427,7 @@ class CacheManager:
         """Look ahead (AttentionStore §3.3): tell the policies what comes, fetch for it, write what is behind, and give
         up loads that have come to be dearer than computing. The first `starting` of those who wait have a place in the
         batch: they load for themselves, layer by layer."""
+        self._now = now
         self._loads.give_up()
         self._saver.catch_up()
         self._ahead.plan(waiting, starting, now)

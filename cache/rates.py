@@ -10,6 +10,7 @@ _PRIOR_TOKENS, _PRIOR_BYTES = 256, 4 << 20  # between them
 _PASSES = 8  # loads of a direction that were not worth it, after which one block of the next is loaded all the same
 _KEPT_PASSED = 0.8  # of a direction's evidence after each of them
 _SURPRISE = 2  # a look that is so many times faster than was believed is another device than the one that was measured
+_FETCH_WORTH = 4  # what a fetch may cost beside computing the same, for the waiting that it may hide behind
 _LEAST_DEADLINE_S = 0.25  # of a load; any device stutters now and then, and nobody notices less
 
 
@@ -168,6 +169,12 @@ class Rates:
         one load that was late, which any device has now and then, and later with each that follows."""
         late = self._late[direction]
         return self._passes[direction] >= (min(1 << late, _PASSES) if late else _PASSES)
+
+    def is_worth_fetching(self, direction: str, num_bytes: int, tokens: int) -> bool:
+        """Whether to fetch so many tokens' KV for a turn that waits. It costs nobody anything as long as the turn does,
+        but what takes several times as long as computing is hardly ever in time, and holds up all that is fetched
+        behind it."""
+        return self.load_s(direction, num_bytes) <= max(_LEAST_DEADLINE_S, _FETCH_WORTH * self.compute_s(tokens))
 
     @property
     def prefill_s_per_token(self) -> float:

@@ -27,8 +27,8 @@ class Siblings:
             self.settle(key, context.request_id)
 
     def waits(self, context: RunningContext) -> bool:
-        """Whether the next block a request needs is on its way, by another's hand."""
-        if context.awaited is not None and self._is_coming(context.awaited, context.request_id):
+        """Whether the next block a request needs is on its way, by another's hand or by a fetch."""
+        if context.awaited is not None and self._is_coming(context.awaited, context):
             return True  # a prompt may have many waiters, asked in every step: none walks it again for nothing
         context.awaited = None
         coming, lower, row_of = self.coming, self._lower, self._table.get
@@ -37,7 +37,7 @@ class Siblings:
             # Asked of every block of those next in line, in every step; with few of them anything happens.
             if (
                 (key in coming or lower.is_moving(key))
-                and self._is_coming(key, context.request_id)
+                and self._is_coming(key, context)
                 and (row is None or not self._hbm.is_ready(row, block))
             ):
                 context.awaited = key
@@ -46,9 +46,11 @@ class Siblings:
                 return False
         return False
 
-    def _is_coming(self, key: BlockKey, request_id: str) -> bool:
-        if self.coming.get(key, request_id) != request_id or self._lower.is_fetching(key):
+    def _is_coming(self, key: BlockKey, context: RunningContext) -> bool:
+        if self.coming.get(key, context.request_id) != context.request_id:
             return True
+        if self._lower.is_fetching(key):
+            return not context.skips_disk
         row = self._table.get(key)
         # Moving keys that are being saved would cost them a rounding, or a computation; the save ends in milliseconds.
         return row is not None and not row.is_saved and self._lower.is_saving(key) and row.page is None

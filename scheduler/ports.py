@@ -54,9 +54,10 @@ class CacheView(Protocol):
         """Leading tokens that `admit` would find, at most all but one."""
         ...
 
-    def waits_for_sibling(self, request_id: str) -> bool:
-        """Whether a running request is computing the very block this one needs next, so that waiting beats computing
-        it twice. False once that request has ended, however it ended."""
+    def waits_for_sibling(self, request_id: str, *, is_due: bool) -> bool:
+        """Whether the very block this request needs next is being computed by a running one or fetched, so that waiting
+        beats computing it twice. False once that has ended, however it ended. is_due: it would start now, so a fetch is
+        waited for no longer than computing would take."""
         ...
 
     def admit(self, request_id: str, num_tokens: int) -> int | None:

@@ -388,7 +388,7 @@ class Scheduler:
     ) -> StepBudget:
         """Returns the budget of what follows."""
         sequence, sat_out, self._sat_out = self._starved(), self._sat_out, frozenset()
-        if sequence is None or self._cache.waits_for_sibling(sequence.request_id):
+        if sequence is None or self._cache.waits_for_sibling(sequence.request_id, is_due=True):
             return budget
         # The margin protects those who decode beside it, once for a request; they are many, and not as urgent.
         budget.is_urgent = True
@@ -448,7 +448,7 @@ class Scheduler:
             sequence = self._next(skipped)
             if sequence is None:
                 return has_room
-            if self._cache.waits_for_sibling(sequence.request_id):
+            if self._cache.waits_for_sibling(sequence.request_id, is_due=True):
                 skipped.add(sequence)  # keeps its place; those behind it may go first
                 if sequence is self._favoured:
                     self._favoured = None  # and may have been passed often enough by the time it can go
@@ -476,7 +476,7 @@ class Scheduler:
             if (
                 not self._shortest.may_start(len(sequence.token_ids) - computed)
                 or self._tenants.has_more_running(sequence, prefills)
-                or self._cache.waits_for_sibling(sequence.request_id)
+                or self._cache.waits_for_sibling(sequence.request_id, is_due=True)
             ):
                 return
             reserved = self._place(sequence, budget)
@@ -615,7 +615,7 @@ class Scheduler:
         self._watch(front)
         waiting = []
         for sequence in front:
-            if self._cache.waits_for_sibling(sequence.request_id):
+            if self._cache.waits_for_sibling(sequence.request_id, is_due=False):
                 break
             load_s = None if sequence in self._ahead else self._front.load_s(sequence)
             waiting.append(timer.WaitingLoad(sequence.request_id, load_s))

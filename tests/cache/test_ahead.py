@@ -12,6 +12,7 @@ from cache.policies.returns import ReturnTimes
 from cache.regulars import Regulars
 from cache.requests import Requests
 from cache.succession import Succession
+from tests.cache.test_rates import make_rates
 
 
 class Policy:
@@ -33,7 +34,7 @@ class World:
         self.under_way = set()
         self.slots = slots
         lower = SimpleNamespace(
-            room_bytes=slots, dram_slots=slots, disk_bytes=1, fetch=self.fetch,
+            room_bytes=slots, dram_slots=slots, slot_bytes=1_000_000, disk_bytes=1, fetch=self.fetch,
             is_fetching=lambda key: key in self.under_way,
             may_write=lambda now: False, changes=0, must_record=False, trim=lambda: None,
             extents=SimpleNamespace(go_on=lambda now: None),
@@ -51,7 +52,8 @@ class World:
         self.running = Requests()
         self.contexts = {}
         self.sessions = SimpleNamespace(mean_bytes=1.0, contexts=self.contexts)
-        self.ahead = LookAhead(tiers=tiers, sessions=self.sessions, running=self.running, reuse=True)
+        self.rates = make_rates(prefill_s_per_token=1e-3, disk_to_dram=1e9)
+        self.ahead = LookAhead(tiers=tiers, sessions=self.sessions, running=self.running, rates=self.rates, reuse=True)
 
     def fetch(self, rows, session):
         wanted = list(rows)
@@ -122,6 +124,20 @@ def test_who_comes_in_front_is_looked_at_before_those_behind(monkeypatch):
     world.plan("abcd")
     world.plan("abcd")
     assert world.fetched == ["b", "a", "c"]
+
+
+def test_a_disk_that_is_far_slower_than_computing_is_asked_for_nobody_who_waits_but_to_see_what_it_is_like_by_now():
+    world = World()
+    world.rates.late("disk_to_dram", 1_000_000, 0.5)  # for one block; 32 tokens take 0.03 s to compute
+    waiting = [f"r{number}" for number in range(20)]
+    for request_id in waiting:
+        world.request(request_id, request_id)
+    world.plan(waiting)
+    assert len(world.fetched) == 1
+    before = list(world.fetched)
+    for _ in range(5):
+        world.plan(waiting)
+    assert world.fetched == before, "whoever was passed over is not asked about in every step"
 
 
 def test_what_has_left_dram_again_is_fetched_again_for_the_next_request_only():

@@ -401,7 +401,7 @@ def test_tenants_and_salts_never_share(stranger):
     model.open("theirs", range(100), tenant=stranger[0], salt=stranger[1])
     assert model.manager.resident_tokens("theirs") == 0
     assert model.manager.admit("theirs", 100) == 0
-    assert not model.manager.waits_for_sibling("theirs")
+    assert not model.manager.waits_for_sibling("theirs", is_due=True)
     assert model.manager.report("theirs").miss_reasons == {"new": 100}
 
 
@@ -454,15 +454,15 @@ def test_copies_of_a_prompt_wait_for_the_first_to_compute_it():
     model = PoolModel(make_manager())
     for request_id in ("r/0", "r/1"):
         model.open(request_id, range(70))
-    assert not model.manager.waits_for_sibling("r/1"), "nobody computes it yet"
+    assert not model.manager.waits_for_sibling("r/1", is_due=True), "nobody computes it yet"
     model.manager.admit("r/0", 40)
-    assert model.manager.waits_for_sibling("r/1")
-    assert not model.manager.waits_for_sibling("r/0")
+    assert model.manager.waits_for_sibling("r/1", is_due=True)
+    assert not model.manager.waits_for_sibling("r/0", is_due=True)
     model.step("r/0", 40)
-    assert model.manager.waits_for_sibling("r/1"), "the second block is still to come"
+    assert model.manager.waits_for_sibling("r/1", is_due=True), "the second block is still to come"
     assert model.manager.grow("r/0", 30)
     model.step("r/0", 30)
-    assert not model.manager.waits_for_sibling("r/1"), "the rest is no full block"
+    assert not model.manager.waits_for_sibling("r/1", is_due=True), "the rest is no full block"
     assert model.manager.admit("r/1", 6) == 64
 
 
@@ -472,9 +472,9 @@ def test_of_two_that_compute_the_same_the_first_is_waited_for():
         model.open(request_id, range(40))
     for request_id in ("r/0", "r/1"):
         assert model.manager.admit(request_id, 40) == 0
-    assert model.manager.waits_for_sibling("r/2")
+    assert model.manager.waits_for_sibling("r/2", is_due=True)
     model.step("r/0", 40)
-    assert not model.manager.waits_for_sibling("r/2")
+    assert not model.manager.waits_for_sibling("r/2", is_due=True)
     model.step("r/1", 40)
     model.check()
 
@@ -485,12 +485,12 @@ def test_nobody_waits_for_a_sibling_that_is_gone(ending):
     for request_id in ("r/0", "r/1"):
         model.open(request_id, range(70))
     model.manager.admit("r/0", 70)
-    assert model.manager.waits_for_sibling("r/1")
+    assert model.manager.waits_for_sibling("r/1", is_due=True)
     if ending == "close":
         model.close("r/0", 0)
     else:
         model.manager.preempt("r/0")
-    assert not model.manager.waits_for_sibling("r/1")
+    assert not model.manager.waits_for_sibling("r/1", is_due=True)
 
 
 def test_a_preempted_request_resumes_where_it_stopped_while_there_is_space():
@@ -600,12 +600,12 @@ def test_a_thousand_copies_of_a_long_prompt_do_not_walk_it_in_every_step(monkeyp
     walks = []
     walk = model.manager.table.get
     monkeypatch.setattr(model.manager.table, "get", lambda key: walks.append(key) or walk(key))
-    assert all(model.manager.waits_for_sibling("r/1") for _ in range(100))
+    assert all(model.manager.waits_for_sibling("r/1", is_due=True) for _ in range(100))
     assert len(walks) <= 2 * 10, "once, block by block"
     model.step("r/0", 32)
-    assert model.manager.waits_for_sibling("r/1")
+    assert model.manager.waits_for_sibling("r/1", is_due=True)
     model.step("r/0", 128)
-    assert not model.manager.waits_for_sibling("r/1")
+    assert not model.manager.waits_for_sibling("r/1", is_due=True)
 
 
 def test_who_shares_what_is_not_trusted_does_not_publish_it_again():

@@ -59,6 +59,8 @@ def first_turns(driver: Driver, count: int) -> list[list[int]]:
             row = driver.cache.table.get(key)
             assert row is not None
             assert row.extent is not None
+            if row.slot is not None:
+                driver.cache.lower.drop_slot(row)
             if row.page is not None:
                 driver.cache.hbm.evict(key)
     return texts
@@ -144,6 +146,32 @@ def test_whoever_waits_for_a_slow_load_computes(path: Path, tmp_path: Path, read
         assert answer.report.disk_tokens == 0
         assert is_a_recompute(path, answer)
     assert beside is None or is_done(beside)
+    driver.close()
+
+
+def test_a_turn_that_has_come_waits_for_a_fetch_no_longer_than_computing_takes(
+    path: Path, tmp_path: Path, reads: Reads
+) -> None:
+    reads.is_slow = False
+    driver = with_disk(path, tmp_path, dram_bytes=1 << 24, max_seqs=1)
+    texts = first_turns(driver, 2)
+    beside = driver.submit("beside", random_ids(20, 99), max_tokens=12, ignore_eos=True)
+    driver.step()
+    reads.is_slow, reads.begun = True, 0
+    answers = [
+        driver.submit(f"b{number}", [*text, 7, 8], session=f"s{number}", max_tokens=ANSWER, ignore_eos=True)
+        for number, text in enumerate(texts)
+    ]
+    driver.run(max_steps=100_000)
+    assert is_done(beside)
+    assert reads.begun > 0, "they were fetched while they waited"
+    for answer in answers:
+        assert answer.report is not None
+        assert (answer.report.dram_tokens, answer.report.disk_tokens) == (0, 0)
+        assert answer.report.miss_reasons["load_late"] == HISTORY + ANSWER - 1
+        assert is_a_recompute(path, answer)
+    # A disk of which this is known is asked by nobody who waits, and one that is quick again soon is.
+    assert not driver.cache.rates.is_worth_fetching("disk_to_dram", 4 * driver.cache.lower.slot_bytes, 128)
     driver.close()
 
 

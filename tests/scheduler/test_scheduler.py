@@ -46,7 +46,7 @@ class FakeCache:
             is_loading=is_loading,
         )
 
-    def waits_for_sibling(self, request_id):
+    def waits_for_sibling(self, request_id, *, is_due):
         return request_id in self.waiting_for_siblings
 
     def admit(self, request_id, num_tokens):
