@@ -141,6 +141,7 @@ def verify(context: typer.Context, config: Config = None) -> None:
                 console.print(f"{store.fingerprint[:12]} {extent_id:016x}: {problem}", markup=False)
     console.print(f"{checked:,} records checked, {damaged:,} damaged")
     if damaged:
+        console.print("The server computes damaged KV again; nothing has to be done.")
         raise typer.Exit(1)
 
 

@@ -42,7 +42,7 @@ from engine.collector import Collector
 from loadgen.simulate import Machine, Simulation
 from loadgen.workload import Conversation, Turn
 
-POLICIES = ("car", "priority", "fcfs")
+POLICIES = ("car-hidden", "car", "priority", "fcfs")
 LIMIT_MS = 2.0
 BURST_LIMIT_MS = 10.0  # of the worst step
 BURST_STEPS = 400
@@ -268,7 +268,7 @@ def main() -> int:
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--steps", type=int, default=400, help="that count")
     parser.add_argument("--profiled-steps", type=int, default=100)
-    parser.add_argument("--policies", nargs="+", choices=POLICIES, default=["car"])
+    parser.add_argument("--policies", nargs="+", choices=POLICIES, default=[POLICIES[0]])
     parser.add_argument("--no-result", action="store_true", help="do not write the result file")
     arguments = parser.parse_args()
     console = Console(width=140)

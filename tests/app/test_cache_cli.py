@@ -88,6 +88,7 @@ def test_verify_finds_a_flipped_bit(two_models: Path):
     assert damaged.stem in result.output
     assert "checksum" in result.output
     assert "3 records checked, 1 damaged" in result.output
+    assert "computes damaged KV again" in result.output
 
 
 def test_verify_tells_of_records_that_are_none_any_more(two_models: Path):
