@@ -10,7 +10,7 @@ PIP_ARGS ?=
 # Dialogues and books for the replay benchmark; without them it is skipped.
 DATA ?= ../shared/data
 # Those that `make bench` runs, one after the other; each starts its servers, and compares them in interleaved rounds.
-BENCHMARKS ?= raw_speed hierarchy modes schedulers load_rate soak
+BENCHMARKS ?= speed.raw_speed speed.hierarchy speed.modes scheduling.compare speed.load_rate fidelity.soak
 # Words for the program behind a target: make serve ARGS="--port 9000", make test ARGS="-k allocator".
 ARGS ?=
 # Processes that share the tests; a file's tests stay together. 0: no processes beside pytest's own.
@@ -73,16 +73,16 @@ bench: setup  ## the standing benchmarks; results in benchmarks/results/
 	@missed=; for name in $(BENCHMARKS); do \
 	  echo "== $$name"; $(BIN)/python -m benchmarks.$$name || missed="$$missed $$name"; \
 	done; \
-	if [ -d '$(DATA)/dialogues' ]; then $(BIN)/python -m benchmarks.replay_dialogues --data '$(DATA)' || missed="$$missed replay_dialogues"; \
+	if [ -d '$(DATA)/dialogues' ]; then $(BIN)/python -m benchmarks.fidelity.replay_dialogues --data '$(DATA)' || missed="$$missed replay_dialogues"; \
 	else echo "no dialogues under $(DATA): replay skipped (make bench DATA=...)"; fi; \
 	if [ -n "$$missed" ]; then echo "did not reach what they expect:$$missed"; exit 1; fi
 
 sim: setup  ## scheduler and cache without a model, on a virtual clock: 10,000 random servers
-	@$(BIN)/python -m loadgen.simulate $(ARGS)
+	@$(BIN)/python -m loadgen.virtual.simulation $(ARGS)
 
 figures: setup  ## the papers' figures from the simulator, and all pictures of docs/ from the committed results
-	@$(BIN)/python -m benchmarks.figures_paper $(ARGS)
-	@$(BIN)/python -m benchmarks.figures
+	@$(BIN)/python -m benchmarks.paper.figures $(ARGS)
+	@$(BIN)/python -m benchmarks.figures.results
 
 screenshots: setup  ## the page's pictures in docs/; needs Chromium
 	@$(BIN)/python -m tests.page.screenshots

@@ -11,39 +11,30 @@ from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import Scope
 
-from app import answer_log
-from app.auth import Key, Keyring, digest_of
+from app.api.chat import route as chat
+from app.api.completions import route as completions
+from app.api.messages import route as messages
+from app.api.reprise import cache, events, models, openapi, ops, page, sessions, tokens
+from app.api.responses import conversations
+from app.api.responses import route as responses
+from app.api.responses.responses import Responses, Store
+from app.conversations.redis_store import RedisStore
+from app.conversations.response_store import ResponseStore
+from app.conversations.text_thread import TextThread
+from app.conversations.transcripts import Transcripts
 from app.errors import install_handlers
-from app.generation import Engine, Generation
-from app.key_file import follow_keys, load_keys
-from app.logs import EngineOutput
-from app.middleware import Authentication, RequestContext
-from app.redis_store import RedisStore
-from app.response_store import ResponseStore
-from app.responses import Responses, Store
-from app.routes import (
-    cache,
-    chat,
-    completions,
-    conversations,
-    events,
-    messages,
-    models,
-    openapi,
-    ops,
-    page,
-    responses,
-    sessions,
-    tokens,
-)
-from app.service import Service
-from app.settings import Settings
+from app.http.middleware import Authentication, RequestContext
+from app.observe import answer_log
+from app.observe.logs import EngineOutput
+from app.observe.tracing import make_tracer
+from app.settings.settings import Settings
 from app.state_dir import SecretKeeper, load_tenant_secret, weakness
-from app.text_thread import TextThread
-from app.tracing import make_tracer
-from app.transcript import Transcripts
+from app.tenancy.key_file import follow_keys, load_keys
+from app.tenancy.keyring import Key, Keyring, digest_of
+from app.turn.generation import Engine, Generation
+from app.turn.service import Service
 from app.version import version
-from engine.client import EngineClient
+from engine.process.client import EngineClient
 
 # What a script of another page may read of an answer, besides its body.
 EXPOSED_HEADERS = (

@@ -4,32 +4,32 @@ what happens when; how is the business of its parts, each in a file of its own."
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from cache.admission import Admission
-from cache.ahead import LookAhead
-from cache.allocator import PageAllocator
-from cache.block import BLOCK_TOKENS
-from cache.context import RunningContext, SessionContext
-from cache.extent import ExtentInfo, SessionRecord
-from cache.hbm import HbmPool
-from cache.hierarchy import Hierarchy
-from cache.loading import Loads
-from cache.lower import LowerTiers
-from cache.matching import Matcher
-from cache.opening import ClientCut, ContextOpener, DomainOf, Truncation
-from cache.plan import CapturePiece, Deleted, Event, Fetched, Late, Loaded, Lost, Move, Saved, Transferred, Written
+from cache.blocks.context import RunningContext, SessionContext
+from cache.blocks.keys import BLOCK_TOKENS
+from cache.blocks.scores import Scores
+from cache.blocks.stored import ExtentInfo, SessionRecord
+from cache.blocks.table import CacheTable, SessionName
+from cache.blocks.truncate import CutRules
+from cache.look_ahead import LookAhead
+from cache.moves import CapturePiece, Deleted, Event, Fetched, Late, Loaded, Lost, Move, Saved, Transferred, Written
 from cache.policies.base import PolicyFactory
-from cache.policies.returns import ReturnTimes
-from cache.publishing import Publisher
 from cache.rates import Progress, Rates
-from cache.report import report_prompt
-from cache.requests import Requests
-from cache.saving import Saver
-from cache.scores import Scores
+from cache.requests.loading import Loads
+from cache.requests.matching import Matcher
+from cache.requests.opening import ClientCut, ContextOpener, DomainOf, Truncation
+from cache.requests.placing import Admission
+from cache.requests.publishing import Publisher
+from cache.requests.report import report_prompt
+from cache.requests.running import Requests
+from cache.requests.saving import Saver
+from cache.requests.siblings import Siblings
+from cache.returns.return_times import ReturnTimes
 from cache.sessions import SessionStore
-from cache.siblings import Siblings
 from cache.stats import CacheStats, PromptReport, Residency
-from cache.table import CacheTable, SessionName
-from cache.truncate import CutRules
+from cache.tiers.dram import LowerTiers
+from cache.tiers.hbm import HbmPool
+from cache.tiers.hierarchy import Hierarchy
+from cache.tiers.pages import PageAllocator
 
 
 class CacheManager:

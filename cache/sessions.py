@@ -4,13 +4,13 @@ import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 
-from cache.block import BLOCK_TOKENS, BlockKey
-from cache.context import ExpiredContext, RunningContext, SessionContext, digest_of
-from cache.extent import ExtentInfo, SessionRecord
-from cache.hierarchy import Hierarchy
-from cache.opening import DomainOf
-from cache.requests import Requests
-from cache.table import BlockRow, SessionName
+from cache.blocks.context import ExpiredContext, RunningContext, SessionContext, digest_of
+from cache.blocks.keys import BLOCK_TOKENS, BlockKey
+from cache.blocks.stored import ExtentInfo, SessionRecord
+from cache.blocks.table import BlockRow, SessionName
+from cache.requests.opening import DomainOf
+from cache.requests.running import Requests
+from cache.tiers.hierarchy import Hierarchy
 
 _SWEEP_BATCH = 100  # sessions that expire at once: a tenth of a millisecond each, and a step waits
 

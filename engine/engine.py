@@ -8,19 +8,12 @@ from dataclasses import replace
 
 import torch
 
+from cache.blocks.truncate import DoesNotFit
 from cache.manager import CacheManager
-from cache.plan import CapturePiece, CopyRows, Transferred
-from cache.tiers.capture import CaptureSink
-from cache.tiers.first_touch import FirstTouch
-from cache.transfer import Transfer
-from cache.truncate import DoesNotFit
-from engine.arrival import Arrival
-from engine.batch import BatchItem, BlockTables, build_batch
-from engine.choice import Choice, cache_report
-from engine.counters import Counters, collect
-from engine.directory import SessionDirectory
-from engine.grammar import GrammarCompiler
-from engine.intake import Intake
+from cache.moves import CapturePiece, CopyRows, Transferred
+from cache.storage.first_touch import FirstTouch
+from cache.transfer.capture import CaptureSink
+from cache.transfer.transfer import Transfer
 from engine.messages import (
     ModelInfo,
     Output,
@@ -31,10 +24,17 @@ from engine.messages import (
     Timings,
     TokenLogprob,
 )
-from engine.moves import Moves
-from engine.runner import ModelRunner
-from engine.sampler import BadLogits, Sampled, Sampler, token_logprobs
-from engine.verify import Verifier
+from engine.model.batch import BatchItem, BlockTables, build_batch
+from engine.model.runner import ModelRunner
+from engine.sessions import SessionDirectory
+from engine.stats import Counters, collect
+from engine.step.arrival import Arrival
+from engine.step.grammar import GrammarCompiler
+from engine.step.held_moves import Moves
+from engine.step.intake import Intake
+from engine.step.running_choice import Choice, cache_report
+from engine.step.sampler import BadLogits, Sampled, Sampler, token_logprobs
+from engine.step.verify import Verifier
 from scheduler.scheduler import Chunk, Scheduler
 
 log = logging.getLogger(__name__)
@@ -44,7 +44,7 @@ _LOAD_WAIT_S = 0.005  # when there is nothing to do but wait for KV; new request
 
 
 class Engine:
-    """Single-threaded: `engine.process` calls it from its loop. `now` is a monotonic clock in seconds.
+    """Single-threaded: `engine.process.loop` calls it from its loop. `now` is a monotonic clock in seconds.
 
     Whatever goes wrong in a step, what was committed before it stays right: tokens are counted as computed only after
     the forward pass that wrote their KV has returned.

@@ -11,7 +11,7 @@ WIRE_VERSION = 4
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """What the engine process is told at its start. Zero means automatic, resolved in `engine.build`."""
+    """What the engine process is told at its start. Zero means automatic, resolved in `engine.build.engine`."""
 
     model: str  # local directory, GGUF file or hub id
     dtype: str  # auto | float32 | bfloat16 | float16

@@ -11,21 +11,21 @@ import torch
 from torch import Tensor
 
 from kernels.attention.base import KvPages
-from kernels.cpu_support import announce_compiling, as_bits, as_stream, decode_kernels, use_torch_threads
+from kernels.cpu.available import announce_compiling, as_bits, as_stream, decode_kernels, use_torch_threads
 
 log = logging.getLogger(__name__)
 
 
 @functools.cache
 def load_kernels() -> ModuleType | None:
-    """`kernels.cpu_load`, or None where it cannot run: no numba, or no AVX2, so that torch rounds otherwise. The first
+    """`kernels.cpu.load`, or None where it cannot run: no numba, or no AVX2, so that torch rounds otherwise. The first
     call compiles."""
     if platform.machine() != "x86_64" or not torch.cpu._is_avx2_supported():
         return None
     try:
         has_team = decode_kernels() is not None  # before numba chooses whose threads it uses
         announce_compiling()
-        module = importlib.import_module("kernels.cpu_load")
+        module = importlib.import_module("kernels.cpu.load")
         module.self_test(has_team)
     except Exception as error:  # a numba that does not fit its numpy or its machine fails in many ways
         log.info("loading without compiled kernels: %s", error)

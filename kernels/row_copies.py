@@ -9,17 +9,17 @@ from types import ModuleType
 import numpy as np
 from torch import Tensor
 
-from kernels.cpu_support import announce_compiling
+from kernels.cpu.available import announce_compiling
 
 log = logging.getLogger(__name__)
 
 
 @functools.cache
 def save_kernels() -> ModuleType | None:
-    """`kernels.cpu_save`, or None where it cannot run. The first call compiles."""
+    """`kernels.cpu.save`, or None where it cannot run. The first call compiles."""
     try:
         announce_compiling()
-        module = importlib.import_module("kernels.cpu_save")
+        module = importlib.import_module("kernels.cpu.save")
         module.self_test()
     except Exception as error:  # a numba that does not fit its numpy or its machine fails in many ways
         log.info("saving without compiled kernels: %s", error)

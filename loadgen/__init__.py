@@ -1,1 +1,1 @@
-"""Measures any server from outside (`reprise load`: `cli.py`, `load.py`), and simulates ours (`simulate.py`)."""
+"""Measures any server from outside (`reprise load`: `cli.py`, `measure/`), and simulates ours (`virtual/`, `sim/`)."""

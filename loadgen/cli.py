@@ -12,12 +12,13 @@ import httpx
 import typer
 from rich.console import Console
 
-from loadgen import load, page, tables
-from loadgen.client import Loop, Target, TurnResult
-from loadgen.live import Live, progress
-from loadgen.metrics import Prices, Slo
-from loadgen.synthetic import Distribution
-from loadgen.workload import Conversation
+from loadgen.measure import run as load
+from loadgen.measure.client import Loop, Target, TurnResult
+from loadgen.measure.live import Live, progress
+from loadgen.measure.metrics import Prices, Slo
+from loadgen.report import page, tables
+from loadgen.workloads.synthetic import Distribution
+from loadgen.workloads.workload import Conversation
 
 KEY_VARIABLE = "OPENAI_API_KEY"
 TARGET, WORKLOAD, LENGTHS, MEASURE, COST, OUTPUT = (

@@ -7,8 +7,8 @@ from itertools import islice
 from typing import NamedTuple
 
 from scheduler import timer
-from scheduler.ahead import AheadLoads
 from scheduler.budget import StepBudget, StepCost, StepWork, TimeBudget, TokenBudget
+from scheduler.early_loads import AheadLoads
 from scheduler.forecast import Forecast
 from scheduler.ports import CacheView
 from scheduler.predictor import LengthPredictor

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from app.settings import Settings, SettingsError, known_settings, load_settings
+from app.settings.settings import Settings, SettingsError, known_settings, load_settings
 
 ROOT = Path(__file__).parent.parent
 DOCKER = ROOT / "docker"

@@ -11,7 +11,7 @@ import psutil
 import pytest
 from openai import AsyncOpenAI, OpenAI
 
-from benchmarks.servers import Server, serve
+from benchmarks.harness.servers import Server, serve
 
 SETTINGS = {"model.dtype": "float32", "cache.hbm_tokens": 16_384, "engine.threads": 1}
 TURNS = ["Hello! Do you like music?", "What kind of music do you like?", "Who is your favorite singer?", "Why?"]

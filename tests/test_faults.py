@@ -17,13 +17,13 @@ from typing import Any
 
 import pytest
 
-from cache.tiers.dram import Slab
-from engine.hf_model import ModelRefused
-from tests.cache.tiers.disk_helpers import forge
+from cache.storage.slab import Slab
+from engine.model.hf_model import ModelRefused
+from tests.cache.storage.disk_helpers import forge
+from tests.engine.build.test_tiers import SLOT, converse, reference, tiered
 from tests.engine.driver import Driver
 from tests.engine.models import random_ids, save_tiny
-from tests.engine.test_directory import delete
-from tests.engine.test_tiers import SLOT, converse, reference, tiered
+from tests.engine.test_sessions import delete
 
 DISK = {"dram_bytes": 0, "disk_bytes": 1 << 28, "io_deadline_s": 2.0}
 CONVERSATIONS = 4
@@ -577,8 +577,8 @@ def test_loads_that_are_never_in_time(
     tiers_below: dict[str, Any],
 ) -> None:
     """Every step gives up at once on what is not there; what comes is used all the same."""
-    monkeypatch.setattr("engine.arrival._PATIENCE_S", 0.0)
-    monkeypatch.setattr("engine.arrival._LONE_PATIENCE_S", 0.0)
+    monkeypatch.setattr("engine.step.arrival._PATIENCE_S", 0.0)
+    monkeypatch.setattr("engine.step.arrival._LONE_PATIENCE_S", 0.0)
     driver = tiered(path, **{**DISK, **tiers_below}, disk_dir=str(tmp_path))
     voided: list[str] = []
     void = driver.cache.void

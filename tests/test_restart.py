@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.restart import LEAST, Return, Talk, lose_index
-from benchmarks.servers import Server, ServerFailed, serve
+from benchmarks.harness.servers import Server, ServerFailed, serve
+from benchmarks.speed.restart import LEAST, Return, Talk, lose_index
 
 SETTINGS: dict[str, str | int | float] = {"model.dtype": "float32", "cache.hbm_tokens": 2048, "engine.threads": 1}
 

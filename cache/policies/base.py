@@ -3,9 +3,9 @@
 from collections.abc import Callable, Collection, Container, Hashable, Sequence
 from typing import Protocol
 
-from cache.block import BlockKey
-from cache.policies.returns import ReturnTimes
-from cache.table import BlockRow
+from cache.blocks.keys import BlockKey
+from cache.blocks.table import BlockRow
+from cache.returns.return_times import ReturnTimes
 
 
 class EvictionPolicy(Protocol):

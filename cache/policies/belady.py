@@ -4,7 +4,7 @@ from collections.abc import Collection, Container, Hashable, Sequence
 from heapq import heappop, heappush
 from typing import Protocol
 
-from cache.block import BlockKey
+from cache.blocks.keys import BlockKey
 
 
 class Future(Protocol):

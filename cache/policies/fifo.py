@@ -1,6 +1,6 @@
 """The oldest insert leaves first."""
 
-from cache.block import BlockKey
+from cache.blocks.keys import BlockKey
 from cache.policies.lru import LruPolicy
 
 

@@ -6,10 +6,10 @@ from collections.abc import Collection, Container, Hashable, Sequence
 from heapq import heappop, heappush, heapreplace
 from typing import Any, Literal
 
-from cache.block import BlockKey
-from cache.policies.line import Line
-from cache.policies.ranking import Ranking
-from cache.policies.returns import ReturnTimes, SessionReturn, shared_rank
+from cache.blocks.keys import BlockKey
+from cache.policies.queue_line import Line
+from cache.returns.ranking import Ranking
+from cache.returns.return_times import ReturnTimes, SessionReturn, shared_rank
 
 _MOST_STALE = 128  # blocks or sessions: half a millisecond
 _MOST_SUMMED = 8  # owners: a prompt that all begin with has them by the thousand
@@ -48,8 +48,8 @@ _Waiting = tuple[_Rank, _Session]
 
 class LookaheadPolicy:
     """Order of leaving: (a) blocks without a live owner, least recently touched first; (b) sessions that are not
-    queued, the one expected back last first (`cache.policies.returns`), oldest use first where nothing is known; (c)
-    queued sessions, from the tail of the queue to its head.
+    queued, the one expected back last first (`cache.returns.return_times`), oldest use first where nothing is known;
+    (c) queued sessions, from the tail of the queue to its head.
 
     A session leaves tail-first. A shared block leaves only when all that is resident behind it, in the context of
     whichever owner, has left (or is pinned), so what stays is always a usable prefix. It then ranks as its owners do

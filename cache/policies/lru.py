@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Container, Hashable, Sequence
 
-from cache.block import BlockKey
+from cache.blocks.keys import BlockKey
 
 
 class LruPolicy:

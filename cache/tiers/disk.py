@@ -1,502 +1,240 @@
-"""The disk tier: one file per extent, every byte checked when it is read, every blocking call with a deadline.
+"""Extents: what is on disk, which copy of a block counts, and what leaves. Part of the LowerTiers; touches no bytes."""
 
-    DIRECTORY/kv/lock                           held while a server runs here; says which
-    DIRECTORY/kv/<fingerprint>/index.sqlite     see disk_index.py
-    DIRECTORY/kv/<fingerprint>/<xx>/<id>.kv     see cache/extent.py; xx are the id's last two digits
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 
-Other fingerprints' directories are left alone until their room is needed: starting with another model by mistake costs
-nothing. Their bytes count towards the cap.
-"""
+from cache.blocks.keys import BlockKey
+from cache.blocks.stored import ExtentInfo
+from cache.blocks.table import BlockRow, CacheTable, SessionName
+from cache.moves import DeleteExtents, Move
+from cache.policies.base import EvictionPolicy, enter
+from cache.stats import CacheStats
 
-import contextlib
-import errno
-import logging
-import mmap
-import os
-import sqlite3
-import threading
-import time
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
-from pathlib import Path
-from typing import TypeVar
-
-from cache.extent import (
-    MAX_EXTENT_ID,
-    ExtentHeader,
-    ExtentInfo,
-    Layout,
-    SessionRecord,
-    StoredBlock,
-    check_segments,
-    encode_header,
-)
-from cache.tiers.base import BlockMissing, TierFailed, TierFull
-from cache.tiers.directory_lock import DirectoryLock, DirectoryLocked
-from cache.tiers.disk_files import Foreign, HeaderCache, scan
-from cache.tiers.disk_index import DiskIndex
-from cache.tiers.disk_space import DiskSpace
-from cache.tiers.extent_file import (
-    CHUNK_BYTES,
-    ParsedExtent,
-    io_buffer,
-    open_extent,
-    remove_extent,
-    sync_directory,
-    temporary_of,
-    write_extent,
-)
-from cache.tiers.extent_reader import ExtentReader, flat
-from cache.tiers.io_threads import Beat, IoDeadline, IoThreads
-from cache.tiers.priority import WRITING
-from cache.tiers.rare_log import RareLog
-from cache.tiers.throttle import Throttle
-
-READ_THREADS = 8
-WRITE_THREADS = 4  # their own, so that reads do not stand behind what hangs while it writes, nor the other way round
-MAX_FINGERPRINT_BYTES = 64
-NUM_SHARDS = 256
-_NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-log = logging.getLogger(__name__)
-T = TypeVar("T")
+_AGAIN_S = 5.0  # after a deletion that the disk would not do
 
 
-class DiskTier:
-    """Thread-safe. `open` comes first and `close` last; in between every method may be called from any thread, and
-    returns or raises within the deadline of the steps it consists of (besides what the bandwidth caps demand).
+class Keys:
+    """The blocks of which something is true, as a container."""
 
-    Source: AttentionStore (arXiv 2403.19708) §3.3, the disk below DRAM; that it outlives the process is ours.
-    """
+    def __init__(self, contains: Callable[[BlockKey], bool]) -> None:
+        self._contains = contains
 
-    name = "disk"
+    def __contains__(self, key: object) -> bool:
+        return self._contains(key)  # type: ignore[arg-type]
+
+
+@dataclass(slots=True)
+class _Extent:
+    keys: dict[BlockKey, None]  # those whose copy here counts
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Deletion:
+    extent_ids: tuple[int, ...]
+    session: SessionName | None
+    waiter: str | None
+    with_record: bool = True  # the session's goes too
+
+
+class Extents:
+    """Single-threaded."""
 
     def __init__(
         self,
         *,
-        directory: Path,
-        fingerprint: bytes,
-        segment_bytes: Sequence[int],
-        key: bytes,
+        table: CacheTable,
         capacity_bytes: int,
-        min_free_bytes: int,
-        read_bytes_per_s: float,
-        write_bytes_per_s: float,
-        deadline_s: float,
-        owner: str,
+        policy: EvictionPolicy,
+        stats: CacheStats,
+        gone: Callable[[BlockRow], None],
+        is_kept: Callable[[BlockRow], bool],
+        write_again: Callable[[BlockRow], None],
+        order: Callable[[Move], None],
+        next_job: Callable[[], int],
     ) -> None:
-        """segment_bytes: of one block, by layer. key: `cache.extent.record_key`. min_free_bytes of the file system are
-        left alone. Caps of 0: none. owner: who uses the directory meanwhile, for people that want it too."""
-        if not 0 < len(fingerprint) <= MAX_FINGERPRINT_BYTES:
-            raise ValueError(f"a fingerprint has 1 to {MAX_FINGERPRINT_BYTES} bytes")
-        check_segments(segment_bytes)
-        self.capacity_bytes = capacity_bytes
-        self._fingerprint = fingerprint
-        self._segment_bytes = tuple(segment_bytes)
-        self._key = key
-        self._directory, self._root = directory, directory / "kv"
-        self._own = self._root / fingerprint.hex()
-        self._deadline_s = deadline_s
-        self._held = DirectoryLock(directory, owner)
-        self._space = DiskSpace(
-            root=self._root, own=self._own, capacity_bytes=capacity_bytes, min_free_bytes=min_free_bytes
-        )
-        self._index = DiskIndex(path=self._own / "index.sqlite", key=key)
-        self._reading = Throttle(bytes_per_s=read_bytes_per_s, clock=time.monotonic, sleep=time.sleep)
-        self._writing = Throttle(bytes_per_s=write_bytes_per_s, clock=time.monotonic, sleep=time.sleep)
-        self._reads: IoThreads | None = None
-        self._writes: IoThreads | None = None  # and deletions, and the index
-        self._headers = HeaderCache()
-        self._log = RareLog()
-        self._making = threading.Lock()  # held by who makes the directory again; taken before `_lock`
-        self._buffers: deque[mmap.mmap] = deque(maxlen=READ_THREADS)
-        self._write_buffers: deque[mmap.mmap] = deque(maxlen=WRITE_THREADS)
-        self._buffer_bytes = max(CHUNK_BYTES, *segment_bytes)
+        """is_kept: the block's copy must not leave now. write_again: it has lost its copy, and DRAM has it."""
+        self.used_bytes = 0  # as far as writes and deletions have been ordered
+        self.done: list[str] = []  # who waited for a deletion that is done
+        self.refused: list[str] = []  # who waited for one that the disk would not do
+        self._table, self._policy, self._stats, self._gone = table, policy, stats, gone
+        self._capacity_bytes = capacity_bytes
+        self._is_kept, self._write_again = is_kept, write_again
+        self._order, self._next_job = order, next_job
+        self._extents: dict[int, _Extent] = {}
+        self._deletions: dict[int, _Deletion] = {}  # under way, by job
+        self._undone: list[_Deletion] = []  # refused by the disk: asked for again, for nobody shall find those bytes
+        self._again_s = math.inf
+        self._read: Counter[BlockKey] = Counter()  # blocks that loads read off the disk
+        self._held = Keys(self._is_held)
 
-        self._lock = threading.Lock()  # guards what follows; never held during I/O
-        self._last_id = 0
-        self._unsynced: set[str] = set()  # directories in which something was deleted
-        self._lost: list[int] = []  # extents that somebody deleted
-        self._damaged: set[int] = set()  # extents of which that was said
-        # Records that `open` found to be none, or missing, and why; those it could read are gone.
-        self.useless: dict[int, str] = {}
+    @property
+    def in_flight(self) -> int:
+        """Deletions under way."""
+        return len(self._deletions)
 
-    def open(self) -> tuple[list[ExtentInfo], list[SessionRecord]]:
-        """Take the lock, sweep what a crash left, and tell what is there: extents in order of writing, sessions as they
-        were known last. More than capacity_bytes may be there, when the cap was lowered: delete down to it.
-        Raises DirectoryLocked, OSError."""
-        deadline_s = self._deadline_s
-        self._reads = IoThreads(name="disk-read", num_threads=READ_THREADS, deadline_s=deadline_s, lower_by=0)
-        self._writes = IoThreads(name="disk-write", num_threads=WRITE_THREADS, deadline_s=deadline_s, lower_by=WRITING)
-        try:
-            return self._writes.call(self._recover, late=self._release)
-        except BaseException as error:
-            if isinstance(error, IoDeadline):
-                self._close_threads()
-                raise OSError(errno.ETIMEDOUT, "the disk does not answer", str(self._directory)) from error
-            self.close()
-            if isinstance(error, sqlite3.Error):
-                raise OSError(errno.EIO, f"the index cannot be used: {error}", str(self._directory)) from error
-            raise
+    # --- what is there ------------------------------------------------------------------------------------------------
 
-    def close(self) -> None:
-        """What runs is given its deadline. Then another server may use the directory, unless something hangs in it: the
-        lock then goes with the process."""
-        if self._writes is None:
+    def add(self, extent: ExtentInfo, keys: Sequence[BlockKey]) -> None:
+        """An extent was written with these blocks."""
+        self._extents[extent.extent_id] = _Extent({}, extent.size_bytes)
+        self.used_bytes += extent.size_bytes
+        for index, key in enumerate(keys):
+            row = self._table.get(key)
+            # What its owners have left meanwhile has no business on disk.
+            if row is not None and row.extent is None and row.owners:
+                self._attach(row, extent.extent_id, index)
+        if not self._extents[extent.extent_id].keys:
+            self.delete([extent.extent_id], None, None)
+
+    def adopt(self, extent: ExtentInfo, rows: Sequence[BlockRow]) -> None:
+        """A record found at the start: its blocks are on disk, unless a newer record has them."""
+        self._extents[extent.extent_id] = _Extent({}, extent.size_bytes)
+        self.used_bytes += extent.size_bytes
+        for index, row in enumerate(rows):
+            known = self._table.get(row.key)
+            if known is None:
+                self._table.publish(row)
+                known = row
+            else:
+                known.owners = tuple(dict.fromkeys((*known.owners, *row.owners)))
+                self._detach(known)
+            self._attach(known, extent.extent_id, index)
+
+    def _attach(self, row: BlockRow, extent_id: int, index: int) -> None:
+        row.extent = (extent_id, index)
+        self._extents[extent_id].keys[row.key] = None
+        enter(self._policy, row)
+
+    def _detach(self, row: BlockRow) -> int | None:
+        """The copy on disk does not count any more; the extent's id if that was the last in it."""
+        if row.extent is None:
+            return None
+        extent_id, row.extent = row.extent[0], None
+        self._policy.remove(row.key)
+        extent = self._extents[extent_id]
+        extent.keys.pop(row.key, None)
+        return None if extent.keys else extent_id
+
+    def sharers_of(self, rows: Iterable[BlockRow]) -> list[BlockRow]:
+        """Blocks with other owners whose copy on disk stands in one extent with one of these, and is their only one."""
+        extents = {row.extent[0] for row in rows if row.extent is not None}
+        names = {owner for row in rows for owner in row.owners}
+        keys = (key for extent in extents for key in self._extents[extent].keys)
+        found = (self._table.get(key) for key in keys)
+        return [row for row in found if row is not None and row.slot is None and set(row.owners) - names]
+
+    # --- what is read -------------------------------------------------------------------------------------------------
+
+    def hold(self, keys: Iterable[BlockKey]) -> None:
+        """Somebody reads these blocks off the disk, until `release`."""
+        self._read.update(keys)
+
+    def release(self, keys: Iterable[BlockKey]) -> None:
+        self._read.subtract(keys)
+        self._read += Counter()  # forgets those at zero
+
+    def _is_held(self, key: BlockKey) -> bool:
+        row = self._table.get(key)
+        return row is None or self._is_kept(row) or self._read[key] > 0
+
+    # --- what leaves --------------------------------------------------------------------------------------------------
+
+    def make_room(self, size: int) -> bool:
+        """Let extents leave until this many bytes fit in; False if what may leave is not enough."""
+        while self.used_bytes + size > self._capacity_bytes:
+            victims = self._policy.victims(1, self._held, spare_queued=True)
+            if not victims:
+                return False
+            row = self._table.get(victims[0])
+            assert row is not None
+            assert row.extent is not None
+            self._stats.evictions["disk"] += len(self._extents[row.extent[0]].keys)
+            # Not written again although DRAM may have it: it would take the room of another, and so on for ever.
+            self.delete([row.extent[0]], None, None, write_again=False)
+        return True
+
+    def drop(self, row: BlockRow) -> None:
+        """The block's copy on disk is bad or not wanted any more."""
+        empty = self._detach(row)
+        if empty is not None:
+            self.delete([empty], None, None)
+
+    def delete(
+        self, extent_ids: list[int], session: SessionName | None, waiter: str | None, *, write_again: bool = True
+    ) -> None:
+        """With all that is in them; `waiter` is named in `done` when the bytes are gone. session: its record too.
+        write_again: what DRAM still has comes back to disk in another extent."""
+        self._take_out(extent_ids, write_again)
+        if not self._capacity_bytes:
+            self.done += [waiter] if waiter else []
             return
-        if self._close_threads():
-            last = IoThreads(name="disk-close", num_threads=1, deadline_s=self._deadline_s, lower_by=0)
-            with contextlib.suppress(IoDeadline):
-                last.call(lambda _: self._release(), late=lambda: None)
-            last.close()
-        else:
-            log.warning("the disk tier closes while an operation hangs in %s", self._directory)
+        self._delete(_Deletion(tuple(extent_ids), session, waiter))
 
-    def _close_threads(self) -> bool:
-        """Whether all have ended."""
-        pools, self._reads, self._writes = (self._reads, self._writes), None, None
-        ended = [pool.close() for pool in pools if pool is not None]
-        return all(ended)
+    def lost(self, extent_ids: Iterable[int]) -> None:
+        """Somebody has deleted their files."""
+        self._take_out([extent_id for extent_id in extent_ids if extent_id in self._extents], write_again=True)
 
-    def used_bytes(self) -> int:
-        """The sizes of all files of records, whole pages, including those being written."""
-        return self._space.used_bytes
+    def _take_out(self, extent_ids: Iterable[int], write_again: bool) -> None:
+        for extent_id in extent_ids:
+            extent = self._extents.pop(extent_id)
+            self.used_bytes -= extent.size_bytes
+            for key in list(extent.keys):
+                row = self._table.get(key)
+                if row is None:
+                    continue
+                row.extent = None
+                self._policy.remove(key)
+                if write_again and row.slot is not None and row.owners:
+                    self._write_again(row)
+                if row.is_nowhere:
+                    self._gone(row)
 
-    def write(
-        self,
-        session: SessionRecord,
-        blocks: Sequence[StoredBlock],
-        checksums: bytes,
-        segments: Callable[[int], Sequence[memoryview]],
-    ) -> ExtentInfo:
-        """Store the blocks as one extent, all or nothing; durable on return. checksums: of all segments, layer by layer
-        (`cache.extent.checksum`); they are not compared with the bytes before these are read again.
-        segments(layer) -> the bytes of its blocks, in their order and cut wherever they do not lie side by side; read
-        until this returns or raises (after a deadline perhaps later, but nothing comes of it).
-        Raises TierFull (the cap, the floor, no space) or TierFailed (read-only, broken, deadline, or more than a record
-        may hold: whatever it is, nobody's answer depends on it)."""
-        views = [[flat(view) for view in segments(layer)] for layer in range(len(self._segment_bytes))]
-        extent_id = self._new_id()
-        try:
-            for size, layer_views in zip(self._segment_bytes, views, strict=True):
-                if sum(map(len, layer_views)) != size * len(blocks):
-                    raise ValueError(f"a segment of this layer has {size} bytes")
-            header = ExtentHeader(
-                fingerprint=self._fingerprint,
-                extent_id=extent_id,
-                session=session,
-                blocks=tuple(blocks),
-                segment_bytes=self._segment_bytes,
-                checksums=checksums,
-            )
-            start = encode_header(header, self._key)
-        except ValueError as error:
-            raise TierFailed(f"write: {error}", reason="format") from error
-        layout = Layout.of(header_bytes=len(start), segment_bytes=self._segment_bytes, num_blocks=len(blocks))
-        info = ExtentInfo(header.extent_id, session, header.blocks, layout.size_bytes)
+    def _delete(self, deletion: _Deletion) -> None:
+        job = self._next_job()
+        self._deletions[job] = deletion
+        session = deletion.session if deletion.with_record else None
+        self._order(DeleteExtents(job, deletion.extent_ids, session))
 
-        def store(beat: Beat) -> float:
-            self._ensure_directory(beat)
-            self._space.reserve(layout.size_bytes)
-            due = self._writing.book(layout.size_bytes)
-            self._store(info.extent_id, start, layout, views, beat)
-            beat()
-            try:
-                self._index.add(info, stamp=info.extent_id)
-            except sqlite3.Error as error:
-                problem = "extent %016x and some before it are not in the index and will be found by their headers: %s"
-                self._log.warn("index", problem, info.extent_id, error)
-            return due
+    def on_deleted(self, job: int, problem: str | None, now: float) -> None:
+        """problem: bytes may still be there. Whoever waits is told so, and it is tried again."""
+        deletion = self._deletions.pop(job)
+        waiters = [deletion.waiter] if deletion.waiter else []
+        if problem is None:
+            # One that waits may do so for its session's other salts too, whose deletions came before.
+            name = deletion.session
+            (self.refused if name is not None and self.undone(name[0], name[2]) else self.done).extend(waiters)
+            return
+        self.refused += waiters
+        self._undone.append(replace(deletion, waiter=None))
+        self._again_s = now + _AGAIN_S
 
-        due = self._do("write", store, late=partial(self._forget, [info.extent_id]))
-        self._writing.wait(due)
-        return info
+    def undone(self, tenant: str, session_id: str) -> list[SessionName]:
+        """The sessions of this name, with their salts, of which the disk would not delete all."""
+        names = [deletion.session for deletion in self._undone if deletion.session is not None]
+        return [name for name in names if (name[0], name[2]) == (tenant, session_id)]
 
-    def reader(self, extent_id: int) -> ExtentReader:
-        """Checks the header. Raises BlockMissing."""
-        return self._open_reader(extent_id, self._headers.get(extent_id))
+    def reborn(self, session: SessionName) -> None:
+        """A session of this name has begun anew: its record is not the one that was to go."""
+        if self._undone:
+            same = [deletion.session == session for deletion in self._undone]
+            self._undone = [
+                replace(d, with_record=d.with_record and not s) for d, s in zip(self._undone, same, strict=True)
+            ]
 
-    def delete(self, *extent_ids: int) -> None:
-        """The bytes are gone when this returns; open readers may go on. Unknown ids are forgiven. Raises TierFailed:
-        those in front may be gone."""
-        here = [extent_id for extent_id in extent_ids if extent_id in self._space]
-        if here:
-            self._do("delete", lambda beat: self._forget(here, beat))
+    def delete_again(self, session: SessionName, waiter: str) -> bool:
+        """Somebody asks anew for a deletion that is not done. False: there is none."""
+        found = next((deletion for deletion in self._undone if deletion.session == session), None)
+        if found is not None:
+            self._undone.remove(found)
+            self._delete(replace(found, waiter=waiter))
+        return found is not None
 
-    def put_session(self, record: SessionRecord) -> None:
-        """The newest record of a session wins, be it this or one that came with an extent. Raises TierFailed."""
-        stamp = self._new_id()
-
-        def put(beat: Beat) -> None:
-            self._ensure_directory(beat)
-            self._index.put_session(record, stamp=stamp)
-
-        self._do("put_session", put)
-
-    def delete_sessions(self, *names: tuple[str, str, str]) -> None:
-        """Forget them (tenant, salt, session id); their extents are deleted before. Afterwards these deletions outlive
-        a power failure: that is most of the price, so many at once cost little more than one. Raises TierFailed."""
-
-        def forget(beat: Beat) -> None:
-            self._index.delete_sessions(names)
-            with self._lock:
-                directories, self._unsynced = self._unsynced, set()
-            for directory in directories:
-                beat()
-                sync_directory(directory)
-
-        self._do("delete_sessions", forget)
-
-    def verify(self) -> Iterator[tuple[int, str | None]]:
-        """Read everything: (extent id, None or what is wrong with it)."""
-        for extent_id in self._space.extent_ids():
-            try:
-                with self._open_reader(extent_id, None) as reader:
-                    reader.check()
-                yield extent_id, None
-            except BlockMissing as missing:
-                yield extent_id, f"{missing.reason}: {missing}"
-
-    def take_lost(self) -> list[int]:
-        """Extents found since the last call to have been deleted by somebody else, all together."""
-        with self._lock:
-            lost, self._lost = self._lost, []
-        return lost
-
-    def _do(self, what: str, work: Callable[[Beat], T], late: Callable[[], None] = lambda: None) -> T:
-        threads = self._writes
-        if threads is None:
-            raise TierFailed("the disk tier is closed", reason="io")
-        try:
-            return threads.call(work, late)
-        except IoDeadline as error:
-            raise TierFailed(f"{what}: {error}", reason="deadline") from error
-        except OSError as error:
-            if error.errno in _NO_ROOM:
-                raise TierFull(f"{what}: {error}") from error
-            raise TierFailed(f"{what}: {error}", reason="io") from error
-        except DirectoryLocked as error:
-            raise TierFailed(f"{what}: {error}", reason="io") from error
-        except sqlite3.Error as error:
-            raise TierFailed(f"{what}: the index failed: {error}", reason="io") from error
-
-    def _path(self, extent_id: int) -> str:
-        name = f"{extent_id:016x}"
-        return f"{self._own}/{name[-2:]}/{name}.kv"
-
-    def _new_id(self) -> int:
-        # From the clock, so that ids are never used twice even if index and records are both lost; from the last one,
-        # so that they increase although the clock may not.
-        with self._lock:
-            self._last_id = max(self._last_id + 1, time.time_ns())
-            if self._last_id > MAX_EXTENT_ID:
-                raise TierFailed("no extent ids are left: what does the clock say?", reason="format")
-            return self._last_id
-
-    def _store(
-        self, extent_id: int, header: bytes, layout: Layout, views: Sequence[Sequence[memoryview]], beat: Beat
-    ) -> None:
-        path, stored = self._path(extent_id), False
-        try:
-            if not _is_directory(os.path.dirname(path)):  # somebody took it away, or put a link there
-                self._make_shards(beat)
-            beat()
-            self._write_file(path, header, layout, views, beat)
-            stored = True
-        finally:
-            stays = stored or os.path.exists(path) or os.path.exists(temporary_of(path))
-            self._space.settle(extent_id, layout.size_bytes, stored=stored, stays=stays)
-
-    def _make_shards(self, beat: Beat) -> None:
-        """All at once: a directory costs a write as much as its file does."""
-        made = False
-        for number in range(NUM_SHARDS):
-            beat()
-            made |= _make_directory(f"{self._own}/{number:02x}")
-        if made:
-            sync_directory(self._own)
-
-    def _write_file(
-        self, path: str, header: bytes, layout: Layout, views: Sequence[Sequence[memoryview]], beat: Beat
-    ) -> None:
-        try:
-            buffer = self._write_buffers.pop()
-        except IndexError:
-            buffer = io_buffer(CHUNK_BYTES)
-        try:
-            write_extent(path=path, header=header, layout=layout, segments=views, buffer=buffer, beat=beat)
-        finally:
-            self._write_buffers.append(buffer)
-
-    def _remove(self, extent_id: int) -> None:
-        path = self._path(extent_id)
-        remove_extent(path)
-        self._headers.drop(extent_id)
-        self._space.release(extent_id)
-        with self._lock:
-            self._unsynced.add(os.path.dirname(path))
-
-    def _forget(self, extent_ids: Sequence[int], beat: Beat = lambda: None) -> None:
-        gone: list[int] = []
-        try:
-            for extent_id in extent_ids:
-                beat()
-                self._remove(extent_id)
-                gone.append(extent_id)
-        finally:  # whatever stopped it, those in front are gone, and nobody will ask for them again
-            try:
-                self._index.remove(gone)
-            except sqlite3.Error as error:
-                ids = ", ".join(f"{extent_id:016x}" for extent_id in gone[:3])
-                self._log.warn("index", "the index still names extent %s, which is gone: %s", ids, error)
-
-    def _open_reader(self, extent_id: int, known: ParsedExtent | None) -> ExtentReader:
-        if extent_id not in self._space:
-            raise BlockMissing(f"extent {extent_id:016x} is not here", reason="missing")
-        threads = self._reads
-        if threads is None:
-            raise BlockMissing("the disk tier is closed", reason="io")
-        opened: list[int] = []
-
-        def open_it(_: Beat) -> ParsedExtent:
-            fd, parsed = open_extent(
-                self._path(extent_id),
-                fingerprint=self._fingerprint,
-                segment_bytes=self._segment_bytes,
-                key=self._key,
-                extent_id=extent_id,
-                known=known,
-            )
-            opened.append(fd)
-            return parsed
-
-        def close_late() -> None:
-            for fd in opened:
-                os.close(fd)
-
-        try:
-            extent = threads.call(open_it, late=close_late)
-        except BlockMissing as missing:
-            self._tell_damage(extent_id, missing)
-            raise
-        except IoDeadline as error:
-            raise BlockMissing(f"extent {extent_id:016x}: {error}", reason="deadline") from error
-        self._headers.put(extent_id, extent)
-        return ExtentReader(
-            fd=opened[0],
-            extent=extent,
-            io=threads,
-            throttle=self._reading,
-            buffers=self._buffers,
-            buffer_bytes=self._buffer_bytes,
-            on_damage=partial(self._tell_damage, extent_id),
-        )
-
-    def _tell_damage(self, extent_id: int, missing: BlockMissing) -> None:
-        """Once for each extent: who reads it computes instead, and says so of every load."""
-        with self._lock:
-            if extent_id in self._damaged:
-                return
-            self._damaged.add(extent_id)
-        log.warning("a record is damaged, its KV will be computed: %s (%s)", missing, missing.reason)
-
-    def _ensure_directory(self, beat: Beat) -> None:
-        """Whoever deletes the directory under a running server means its contents: begin anew, and go on. The lock is
-        taken again too, since the next server would make another file and lock that. Raises DirectoryLocked, OSError.
-        """
-        with self._making:
-            has_lock = self._held.is_held
-            if has_lock and self._index.is_there():
-                return
-            beat()
-            log.warning("%s was deleted while a server runs here; what it held is lost and it is made again", self._own)
-            self._root.mkdir(mode=0o700, parents=True, exist_ok=True)
-            _make_directory(str(self._own))
-            for directory in (self._root, self._own):
-                directory.chmod(0o700)
-            if not has_lock:
-                self._held.take()
-            self._make_shards(beat)
-            self._index.make_again(beat)
-            gone = [one for one in self._space.extent_ids() if not os.path.exists(self._path(one))]
-            for extent_id in gone:
-                self._headers.drop(extent_id)
-            self._space.release(*gone)
-            with self._lock:
-                self._lost += gone
-                self._unsynced = {directory for directory in self._unsynced if os.path.exists(directory)}
-
-    def _recover(self, beat: Beat) -> tuple[list[ExtentInfo], list[SessionRecord]]:
-        self._root.mkdir(mode=0o700, parents=True, exist_ok=True)
-        _make_directory(str(self._own))
-        for directory in (self._root, self._own):
-            directory.chmod(0o700)
-        self._held.take()
-        self._make_shards(beat)
-        beat()
-        known, sessions = self._index.open(beat)
-        beat()
-        files, foreign = scan(self._root, self._own, beat)
-        extents: dict[int, ExtentInfo] = {}
-        for extent_id, size in sorted(files.items()):
-            row = known.get(extent_id)
-            if row is not None and row.size_bytes == size:
-                extents[extent_id] = row
-                continue
-            # No row, as a crash can fall between the two: the header decides, and a record that is none goes.
-            beat()
-            try:
-                info = self._adopt(extent_id)
-            except BlockMissing as missing:
-                log.warning("a record is of no use: %s", missing)
-                self.useless[extent_id] = f"{missing.reason}: {missing}"
-                # Perhaps only today, or with this secret; it goes when its room is needed.
-                if missing.reason in {"io", "forged"}:
-                    foreign.append(Foreign(extent_id, Path(self._path(extent_id)), size))
-                else:
-                    remove_extent(self._path(extent_id))
-                continue
-            extents[extent_id] = info
-            self._index.add(info, stamp=extent_id)
-            if info.session.context and sessions.get(info.session.names, (0, None))[0] < extent_id:
-                sessions[info.session.names] = (extent_id, info.session)
-        self.useless.update((extent_id, "missing: its file is gone") for extent_id in known.keys() - files.keys())
-        self._index.remove(known.keys() - extents.keys())
-        with self._lock:
-            # Not those that only a file's name has: anybody may have given it, and the highest leaves none to come.
-            self._last_id = max([*extents, *known, *(stamp for stamp, _ in sessions.values())], default=0)
-        self._space.open({extent_id: info.size_bytes for extent_id, info in extents.items()}, foreign, beat)
-        return list(extents.values()), [record for _, record in sessions.values()]
-
-    def _adopt(self, extent_id: int) -> ExtentInfo:
-        fd, extent = open_extent(
-            self._path(extent_id),
-            fingerprint=self._fingerprint,
-            segment_bytes=self._segment_bytes,
-            key=self._key,
-            extent_id=extent_id,
-            known=None,
-        )
-        os.close(fd)
-        return ExtentInfo(extent_id, extent.header.session, extent.header.blocks, extent.layout.size_bytes)
-
-    def _release(self) -> None:
-        self._index.close()
-        self._held.release()
-
-
-def _is_directory(path: str) -> bool:
-    return os.path.isdir(path) and not os.path.islink(path)
-
-
-def _make_directory(path: str) -> bool:
-    """Whether it was missing. A link in its place goes: what it leads to is not ours, and a start would not look for
-    records there. Raises OSError."""
-    if os.path.islink(path):
-        log.warning("%s is a link, which is not followed; a directory takes its place", path)
-        os.unlink(path)
-    try:
-        os.mkdir(path, mode=0o700)
-    except FileExistsError:
-        return False
-    return True
+    def go_on(self, now: float) -> None:
+        """Ask the disk again for what it would not do."""
+        if now >= self._again_s:
+            undone, self._undone, self._again_s = self._undone, [], math.inf
+            for deletion in undone:
+                self._delete(deletion)

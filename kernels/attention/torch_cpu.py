@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.attention.base import AttentionMeta, AttentionParams, KvPages
-from kernels.cpu_support import (
+from kernels.cpu.available import (
     as_bits,
     as_stream,
     decode_kernels,

@@ -6,7 +6,7 @@ the server's own queue and policy classes (`server.py`), on machines that are st
     result.tier_token_hit_rate["dram"], result.ttft_mean_s, result.prefill_mean_s, result.cost, result.records
 
 The workload is what `reprise load` sends: `Conversation`s with the lengths, starts and think times of their turns. What
-they say, and what they share with each other, does not count here; block-exact sharing is `loadgen.trace`'s.
+they say, and what they share with each other, does not count here; block-exact sharing is `loadgen.blocks.replay`'s.
 """
 
 import math
@@ -19,7 +19,7 @@ from loadgen.sim.policies import POLICIES
 from loadgen.sim.result import Result, TurnRecord
 from loadgen.sim.server import Server
 from loadgen.sim.store import BrokenBooks
-from loadgen.workload import Conversation
+from loadgen.workloads.workload import Conversation
 
 __all__ = ["BrokenBooks", "Config", "Costs", "Machine", "Result", "TurnRecord", "simulate", "simulate_belady"]
 

@@ -3,7 +3,7 @@
 from collections.abc import Container, Hashable
 from heapq import heappop, heappush
 
-from cache.block import BlockKey
+from cache.blocks.keys import BlockKey
 from cache.policies.lru import LruPolicy
 
 

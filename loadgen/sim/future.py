@@ -4,7 +4,7 @@ import math
 from collections import Counter
 from collections.abc import Hashable, Iterable
 
-from cache.block import BlockKey
+from cache.blocks.keys import BlockKey
 from cache.policies.belady import BeladyPolicy
 from loadgen.sim.result import TurnRecord
 

@@ -77,7 +77,7 @@ class Config:
 
     reuse: bool = True  # False: every prompt is computed (the paper's RE)
     policy: str = "lookahead"  # a key of loadgen.sim.policies.POLICIES
-    scheduler: str = "fcfs"  # fcfs | priority | car, as `scheduler.policies.make_queue` knows them
+    scheduler: str = "fcfs"  # fcfs | priority | car, as `scheduler.make_queue.make_queue` knows them
     car_window: int = 8
     granule_tokens: int = 0  # what enters and leaves tiers at once; 0: the whole session, as in the paper; 32: a block
     truncation: Truncation = "decoupled"  # coupled: a cut invalidates what is saved (OF)

@@ -5,10 +5,10 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from loadgen import think
 from loadgen.sim.machine import Costs, Machine
-from loadgen.synthetic import Distribution
-from loadgen.workload import Conversation, Turn, arrive
+from loadgen.workloads import think
+from loadgen.workloads.synthetic import Distribution
+from loadgen.workloads.workload import Conversation, Turn, arrive
 
 _A100_FLOPS = 189e12
 _A100_BYTES_PER_S = 2e12  # by its data sheet
@@ -19,7 +19,7 @@ _THINK = "lognormal:24,1.05"  # as `reprise load`
 
 @dataclass(frozen=True, slots=True)
 class Saturation:
-    """What the paper leaves open of sessions in a backlog: `benchmarks.fit_paper` fits it to LRU and FIFO."""
+    """What the paper leaves open of sessions in a backlog: `benchmarks.paper.fit` fits it to LRU and FIFO."""
 
     opening_tokens: float  # of the first prompt, in the mean
     turn_tokens: float  # of the others, prompt and answer

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from loadgen.metrics import Prices
+from loadgen.measure.metrics import Prices
 
 if TYPE_CHECKING:
     from loadgen.sim.server import Server

@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from typing import cast
 
 from cache.stats import Residency
-from loadgen.greedy import greedy
 from loadgen.sim.ahead import LookAhead
 from loadgen.sim.books import check
 from loadgen.sim.context_window import ContextWindow
@@ -24,8 +23,9 @@ from loadgen.sim.policies import POLICIES
 from loadgen.sim.result import Result, TurnRecord, summarize
 from loadgen.sim.store import Store
 from loadgen.sim.turn import LiveSession, LiveTurn
-from loadgen.workload import Conversation
-from scheduler.policies import make_queue
+from loadgen.virtual.greedy import greedy
+from loadgen.workloads.workload import Conversation
+from scheduler.make_queue import make_queue
 from scheduler.ports import CacheView
 from scheduler.predictor import MaxTokensPredictor
 from scheduler.sequence import Sequence as QueuedSequence

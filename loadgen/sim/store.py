@@ -9,10 +9,10 @@ import math
 from collections.abc import Container
 from dataclasses import dataclass, field
 
-from cache.block import BlockKey
+from cache.blocks.keys import BlockKey
 from cache.policies.base import EvictionPolicy, PolicyFactory
 from cache.policies.lru import LruPolicy
-from cache.policies.returns import ReturnTimes
+from cache.returns.return_times import ReturnTimes
 from loadgen.sim.line import Line
 
 TIERS = ("hbm", "dram", "disk")

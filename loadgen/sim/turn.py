@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from loadgen.sim.result import TurnRecord
-from loadgen.workload import Conversation
+from loadgen.workloads.workload import Conversation
 from scheduler.sequence import Sequence
 
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import msgspec
 
+from app.http.server import Server
 from app.main import create_app
-from app.server import Server
 from engine.messages import SchedulerState, Submit
 from tests.app.fakes import STATS, FakeEngine, FakeStream, Script, make_settings
 

@@ -6,8 +6,8 @@ Prints its URL when it is ready, and the way it ended. Every answer is long.
 import sys
 from pathlib import Path
 
+from app.http.server import Server
 from app.main import create_app
-from app.server import Server
 from tests.app.fakes import FakeEngine, Script, make_settings
 
 

@@ -16,8 +16,7 @@ from fastapi import FastAPI
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from app.main import create_app
-from app.settings import Settings
-from engine.client import EngineFailed, EngineLost, EngineUnavailable
+from app.settings.settings import Settings
 from engine.messages import (
     CacheReport,
     ModelInfo,
@@ -30,6 +29,7 @@ from engine.messages import (
     Timings,
     TokenLogprob,
 )
+from engine.process.client import EngineFailed, EngineLost, EngineUnavailable
 
 TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
@@ -184,7 +184,7 @@ class FakeStream:
 
 @dataclass
 class FakeEngine:
-    """The interface of `engine.client.EngineClient`."""
+    """The interface of `engine.process.client.EngineClient`."""
 
     directory: Path
     script: Script = field(default_factory=Script)

@@ -9,12 +9,13 @@ places, by three queues that a test lets run when it likes, so a row that is bel
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
-from cache.block import BLOCK_TOKENS, BlockKey, KeyDomain, token_bytes
-from cache.context import RunningContext
-from cache.extent import ExtentInfo, SessionRecord
+from cache.blocks.context import RunningContext
+from cache.blocks.keys import BLOCK_TOKENS, BlockKey, KeyDomain, token_bytes
+from cache.blocks.stored import ExtentInfo, SessionRecord
+from cache.blocks.table import BlockRow
+from cache.blocks.truncate import CutRules
 from cache.manager import CacheManager
-from cache.opening import ClientCut, Truncation
-from cache.plan import (
+from cache.moves import (
     CapturePiece,
     CopyRows,
     Deleted,
@@ -36,8 +37,7 @@ from cache.plan import (
 )
 from cache.policies import POLICIES
 from cache.rates import Rates
-from cache.table import BlockRow
-from cache.truncate import CutRules
+from cache.requests.opening import ClientCut, Truncation
 
 EMPTY = -1
 GARBAGE = -2

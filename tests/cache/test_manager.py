@@ -13,7 +13,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from cache.block import BLOCK_TOKENS
+from cache.blocks.keys import BLOCK_TOKENS
 from cache.policies import POLICIES
 from tests.cache.pool_model import PoolModel, make_manager
 

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import torch
 
-from engine.build import build_engine
+from engine.build.engine import build_engine
 from engine.engine import Engine
 from engine.messages import CacheReport, EngineConfig, Output, Submit, Timings, TokenLogprob
 from tests.conftest import greedy

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from cache.codec import RawCodec, Segment
-from engine.batch import BatchItem, BlockTables, build_batch
-from engine.cpu_optimise import Optimised, optimise_for_cpu
-from engine.hf_model import KvSink, prepare
-from engine.probe import KvShape, ProbeResult, probe
-from engine.runner import ModelRunner, make_pages
+from engine.model.batch import BatchItem, BlockTables, build_batch
+from engine.model.cpu.optimise import Optimised, optimise_for_cpu
+from engine.model.hf_model import KvSink, prepare
+from engine.model.probe import KvShape, ProbeResult, probe
+from engine.model.runner import ModelRunner, make_pages
 from kernels.attention import BACKENDS
 from kernels.attention.base import AttentionBackend, KvPages
 from kernels.kv_copy import gather_rows

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-import engine.process
+import engine.process.loop
 from engine.messages import (
     CacheReport,
     EngineConfig,
@@ -26,7 +26,7 @@ from engine.messages import (
     Submit,
     Timings,
 )
-from engine.process import StepEngine
+from engine.process.loop import StepEngine
 from scheduler.sequence import SamplingParams
 
 REPORT = CacheReport(
@@ -329,6 +329,6 @@ def build(config: EngineConfig) -> StepEngine | Refused:
 
 
 if __name__ == "__main__":
-    engine.process.CLOSE_S = 0.5
-    engine.process.HEARTBEAT_S = 0.2  # the tests wait for heartbeats often
-    sys.exit(engine.process.run(build))
+    engine.process.loop.CLOSE_S = 0.5
+    engine.process.loop.HEARTBEAT_S = 0.2  # the tests wait for heartbeats often
+    sys.exit(engine.process.loop.run(build))

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 from xxhash import xxh3_64_intdigest
 
-from engine.hf_model import turn_halves
+from engine.model.hf_model import turn_halves
 from kernels.attention.base import KvPages
 from kernels.block_writer import BlockWriter, block_writer, load_kernels
-from kernels.cpu_support import decode_kernels
+from kernels.cpu.available import decode_kernels
 from kernels.kv_copy import write_rows
 
 ROWS = 32  # of a block
@@ -159,7 +159,7 @@ def test_other_types_go_another_way() -> None:
 
 
 def test_without_kernels_there_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "kernels.cpu_load", None)
+    monkeypatch.setitem(sys.modules, "kernels.cpu.load", None)
     assert load_kernels.__wrapped__() is None
 
 

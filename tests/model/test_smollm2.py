@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from app.tokenizer import ChatTokenizer
+from app.text.tokenizer import ChatTokenizer
 from model import places, smollm2
 from tests.engine.gguf import gguf_files
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import httpx
 
-from benchmarks.servers import ROOT, Server, free_port, serve
+from benchmarks.harness.servers import ROOT, Server, free_port, serve
 from model.places import SMOLLM2
 from tests.page.browser import chromium, send
 

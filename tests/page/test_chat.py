@@ -8,8 +8,8 @@ from typing import Any
 import msgspec
 import pytest
 
+from tests.app.api.reprise.test_events import queue, waiting
 from tests.app.fakes import STATS, Script, session_info
-from tests.app.routes.test_events import queue, waiting
 from tests.page.browser import ANSWERS, answered, send
 from tests.page.served import Served, served
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.servers import free_port, serve
+from benchmarks.harness.servers import free_port, serve
 from tests.page.browser import send
 
 SETTINGS: dict[str, str | int | float] = {"cache.hbm_tokens": 2048, "engine.threads": 1}

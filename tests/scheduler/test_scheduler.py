@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scheduler.budget import StepCost
-from scheduler.policies import WINDOWED, make_queue
+from scheduler.make_queue import WINDOWED, make_queue
 from scheduler.predictor import MaxTokensPredictor
 from scheduler.scheduler import QueueFull, Scheduler
 from scheduler.sequence import SequenceState

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scheduler.policies import WINDOWED, make_queue
+from scheduler.make_queue import WINDOWED, make_queue
 from scheduler.predictor import MaxTokensPredictor
 from scheduler.priority import TransferClass, standing
 from tests.conftest import make_sequence

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scheduler.policies import WINDOWED, make_queue
+from scheduler.make_queue import WINDOWED, make_queue
 from scheduler.predictor import QuantilePredictor
 from scheduler.scheduler import Scheduler
 from scheduler.sequence import Sequence

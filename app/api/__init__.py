@@ -1,0 +1,1 @@
+"""The HTTP interface: one folder for each family of endpoints."""

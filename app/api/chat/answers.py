@@ -1,0 +1,214 @@
+"""Generations -> the bodies of OpenAI, plus what is ours: `x_cache` and `timings`."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from app.errors import ApiError
+from app.http.event_stream import DONE, PING, event
+from app.text.answer_parser import Parts
+from app.turn.generation import Choice, Delta, Generation
+from engine.messages import CacheReport
+
+
+def completion(generation: Generation, logprobs: dict[int, list[dict[str, Any]]]) -> dict[str, Any]:
+    """The plain answer of a finished generation. `logprobs` per choice; empty when none were asked for."""
+    choices = [
+        {
+            "index": choice.index,
+            "message": _message(choice),
+            "logprobs": {"content": logprobs[choice.index], "refusal": None} if choice.index in logprobs else None,
+            "finish_reason": choice.finish_reason,
+        }
+        for choice in generation.choices
+    ]
+    return {**head(generation, "chat.completion"), "choices": choices, "usage": usage(generation), **ours(generation)}
+
+
+def _message(choice: Choice) -> dict[str, Any]:
+    message: dict[str, Any] = {"role": "assistant", "content": choice.content, "refusal": None}
+    if choice.reasoning:
+        message["reasoning_content"] = choice.reasoning
+    if choice.calls:
+        message["content"] = choice.content or None
+        message["tool_calls"] = [
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+            for call in choice.calls
+        ]
+    return message
+
+
+class Chunks:
+    """The chunks of one streamed answer. With `include_usage` every one of them has the field, OpenAI's way."""
+
+    ping = PING
+
+    def __init__(self, generation: Generation, *, include_usage: bool) -> None:
+        self._generation = generation
+        self._include_usage = include_usage
+        self._head = head(generation, "chat.completion.chunk")
+        if include_usage:
+            self._head["usage"] = None
+        self._unfinished = len(generation.choices)
+
+    def opening(self) -> bytes:
+        first = {"role": "assistant", "content": ""}
+        return b"".join(event(self._chunk(choice.index, first, None, None)) for choice in self._generation.choices)
+
+    def delta(self, delta: Delta) -> bytes:
+        """The last finish_reason brings the report, unless a usage chunk will."""
+        chunk = self._chunk(delta.choice, _said(delta.parts), delta.logprobs, delta.finish_reason)
+        if delta.finish_reason is not None:
+            self._unfinished -= 1
+            if self._unfinished == 0 and not self._include_usage:
+                chunk.update(ours(self._generation))
+        return event(chunk)
+
+    def closing(self) -> bytes:
+        if not self._include_usage:
+            return DONE
+        last = {**self._head, "choices": [], "usage": usage(self._generation), **ours(self._generation)}
+        return event(last) + DONE
+
+    def failed(self, error: ApiError) -> bytes:
+        """Without [DONE]: who waits for that knows that something is missing."""
+        return b"data: " + error.body() + b"\n\n"
+
+    def _chunk(
+        self, index: int, delta: dict[str, Any], logprobs: list[dict[str, Any]] | None, finish_reason: str | None
+    ) -> dict[str, Any]:
+        content = None if logprobs is None else {"content": logprobs, "refusal": None}
+        choice = {"index": index, "delta": delta, "logprobs": content, "finish_reason": finish_reason}
+        return {**self._head, "choices": [choice]}
+
+
+def _said(parts: Parts) -> dict[str, Any]:
+    delta: dict[str, Any] = {}
+    if parts.reasoning:
+        delta["reasoning_content"] = parts.reasoning
+    if parts.content:
+        delta["content"] = parts.content
+    if parts.calls:
+        calls: dict[int, dict[str, Any]] = {}  # one entry per call: clients take the first chunk's list as it is
+        for index, call, arguments in parts.calls:
+            if call is not None:
+                function = {"name": call.name, "arguments": ""}
+                calls[index] = {"index": index, "id": call.id, "type": "function", "function": function}
+            entry = calls.setdefault(index, {"index": index, "function": {"arguments": ""}})
+            entry["function"]["arguments"] += arguments
+        delta["tool_calls"] = list(calls.values())
+    return delta
+
+
+def head(generation: Generation, kind: str) -> dict[str, Any]:
+    return {
+        "id": generation.request_id,
+        "object": kind,
+        "created": generation.created,
+        "model": generation.model.name,
+        "system_fingerprint": f"fp_{generation.model.fingerprint[:16]}",
+        "service_tier": generation.service_tier,
+    }
+
+
+def usage(generation: Generation) -> dict[str, Any]:
+    return usage_of([generation])
+
+
+def usage_of(generations: Sequence[Generation], *, generated: int | None = None) -> dict[str, Any]:
+    """Of several prompts together. `generated` stands in for the tokens that were."""
+    prompt_tokens = sum(len(generation.token_ids) for generation in generations)
+    choices = [choice for generation in generations for choice in generation.choices]
+    if generated is None:
+        generated = sum(len(choice.token_ids) for choice in choices)
+    cached = sum(cached_tokens(generation) for generation in generations)
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": generated,
+        "total_tokens": prompt_tokens + generated,
+        # Never null: a client cannot tell "no report" from "no hit".
+        "prompt_tokens_details": {"cached_tokens": cached},
+        "completion_tokens_details": {"reasoning_tokens": sum(choice.reasoning_tokens for choice in choices)},
+    }
+
+
+def cached_tokens(generation: Generation) -> int:
+    return _cached_tokens(generation.report, len(generation.token_ids))
+
+
+def _cached_tokens(report: CacheReport | None, prompt_tokens: int) -> int:
+    """Of the tokens sent. Where a client's truncation is rounded to blocks, more than it sent is in the context."""
+    if report is None:
+        return 0
+    cached = report.hbm_tokens + report.dram_tokens + report.disk_tokens + report.redis_tokens
+    return max(0, min(cached, prompt_tokens - report.computed_tokens))
+
+
+def ours(generation: Generation) -> dict[str, Any]:
+    """Where the prompt's KV came from and where the time went; of the first choice, which pays for the prompt."""
+    fields: dict[str, Any] = {"timings": timings(generation)}
+    if (report := generation.report) is not None:
+        fields["x_cache"] = {
+            "session_id": generation.prompt.session_id,
+            "hbm_tokens": report.hbm_tokens,
+            "dram_tokens": report.dram_tokens,
+            "disk_tokens": report.disk_tokens,
+            "redis_tokens": report.redis_tokens,
+            "computed_tokens": report.computed_tokens,
+            "history_tokens": report.history_tokens,
+            "truncated_tokens": report.truncated_tokens,
+            "shifted_tokens": report.shifted_tokens,
+            "miss_reasons": report.miss_reasons,
+            "load_ms": fields["timings"]["load_ms"],
+        }
+    return fields
+
+
+def cache_header(generations: Sequence[Generation]) -> dict[str, str]:
+    """`x-cache` of a plain answer: its prompt tokens by where their KV came from."""
+    reports = [generation.report for generation in generations]
+    sources = ("hbm", "dram", "disk", "redis", "computed")
+    counts = {
+        source: sum(getattr(report, f"{source}_tokens") for report in reports if report is not None)
+        for source in sources
+    }
+    return {"x-cache": ", ".join(f"{source}={count}" for source, count in counts.items())} if any(reports) else {}
+
+
+def merged_ours(generations: Sequence[Generation]) -> dict[str, Any]:
+    """Of several prompts: their counts together; session and timings are the first one's."""
+    all_of = [ours(generation) for generation in generations]
+    merged = all_of[0]
+    for other in all_of[1:]:
+        if "x_cache" not in merged or "x_cache" not in other:
+            continue
+        mine, its = merged["x_cache"], other["x_cache"]
+        for name in mine:
+            if name.endswith("_tokens"):
+                mine[name] += its[name]
+        reasons = {*mine["miss_reasons"], *its["miss_reasons"]}
+        mine["miss_reasons"] = {
+            name: mine["miss_reasons"].get(name, 0) + its["miss_reasons"].get(name, 0) for name in sorted(reasons)
+        }
+    return merged
+
+
+def timings(generation: Generation) -> dict[str, float | None]:
+    """Milliseconds. The engine tells its own with the first token; null where there was none."""
+    choice = generation.choices[0]
+    engine = choice.timings
+    ttft_ms = decode_ms = tokens_per_s = None
+    if choice.first_token_s is not None and choice.last_token_s is not None:
+        ttft_ms = round((choice.first_token_s - generation.arrived_s) * 1e3, 3)
+        decode_ms = round((choice.last_token_s - choice.first_token_s) * 1e3, 3)
+    if engine is not None and not choice.stopped_by_string:  # else they are as of some token before
+        decode_ms = round(engine.decode_ms, 3)
+    if decode_ms:
+        tokens_per_s = round((len(choice.token_ids) - 1) / decode_ms * 1e3, 3)
+    return {
+        "queue_ms": None if engine is None else round(engine.queue_ms, 3),
+        "load_ms": None if engine is None else round(engine.load_ms, 3),
+        "prefill_ms": None if engine is None else round(engine.prefill_ms, 3),
+        "ttft_ms": ttft_ms,
+        "decode_ms": decode_ms,
+        "tokens_per_s": tokens_per_s,
+    }

@@ -1,0 +1,133 @@
+"""Generations -> the bodies of text completions."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from app.api.chat.answers import merged_ours, usage_of
+from app.errors import ApiError
+from app.http.event_stream import DONE, PING, event
+from app.schemas.completions import CompletionRequest
+from app.turn.generation import Delta
+from app.turn.many_prompts import Batch
+from app.turn.prepare import Prompt
+
+Entry = dict[str, Any]
+"""A token's log-probability, as chat answers have it."""
+
+
+class Completions:
+    """What the answers to one request have in common; also the frames of its stream."""
+
+    ping = PING
+
+    def __init__(self, request: CompletionRequest, prompts: Sequence[Prompt], batch: Batch) -> None:
+        self._request = request
+        self._prompts = prompts
+        self._generations = batch.generations
+        first = batch.generations[0]
+        self._head: dict[str, Any] = {
+            "id": first.request_id,
+            "object": "text_completion",
+            "created": first.created,
+            "model": first.model.name,
+            "system_fingerprint": f"fp_{first.model.fingerprint[:16]}",
+        }
+        self._choices = [
+            (prompt, choice) for prompt, generation in zip(prompts, self._generations, strict=True)
+            for choice in generation.choices
+        ]  # fmt: skip
+        self._lengths = [0] * len(self._choices)  # characters said so far
+        self._unfinished = len(self._choices)
+
+    def answer(self, logprobs: dict[int, list[Entry]]) -> dict[str, Any]:
+        """When all are finished. `logprobs` of the generated tokens, by choice."""
+        choices = [self._choice(index, logprobs.get(index)) for index in range(len(self._choices))]
+        return {**self._head, "choices": choices, "usage": self._usage(), **merged_ours(self._generations)}
+
+    def _choice(self, index: int, entries: list[Entry] | None) -> dict[str, Any]:
+        prompt, choice = self._choices[index]
+        text = "" if self._hides_answer else choice.text
+        shown = self._with_prompt(index, prompt, entries) if entries is not None else None
+        return {
+            "index": index,
+            "text": self._echoed(prompt) + text,
+            "logprobs": None if shown is None else _logprobs(shown, 0),
+            "finish_reason": "length" if self._hides_answer else choice.finish_reason,
+        }
+
+    @property
+    def _hides_answer(self) -> bool:
+        """The one token that is drawn where none was asked for."""
+        return self._request.max_tokens == 0
+
+    def _echoed(self, prompt: Prompt) -> str:
+        return prompt.text or "" if self._request.echo else ""
+
+    def _with_prompt(self, index: int, prompt: Prompt, entries: list[Entry]) -> list[Entry]:
+        """Entries of all tokens in the text; the prompt's first has none, since nothing stands before it."""
+        generated: list[Entry] = [] if self._hides_answer else list(entries)
+        if not self._request.echo:
+            return generated
+        first = self._choices[index - index % (self._request.n or 1)][1]  # its siblings share the prompt
+        return [first.token_entry(prompt.token_ids[0]), *(first.prompt_logprobs or ()), *generated]
+
+    def opening(self) -> bytes:
+        if not self._request.echo:
+            return b""
+        return b"".join(self._chunk(index, self._echoed(prompt), None, None) for index, (prompt, _) in
+                        enumerate(self._choices))  # fmt: skip
+
+    def delta(self, delta: Delta) -> bytes:
+        hidden = self._hides_answer
+        reason = delta.finish_reason and ("length" if hidden else delta.finish_reason)
+        text = "" if hidden else delta.parts.content
+        if hidden and reason is None:
+            return b""
+        self._unfinished -= reason is not None
+        return self._chunk(delta.choice, text, None if hidden else delta.logprobs, reason)
+
+    def closing(self) -> bytes:
+        if not self._request.include_usage:
+            return DONE
+        last = {**self._head, "choices": [], "usage": self._usage(), **merged_ours(self._generations)}
+        return event(last) + DONE
+
+    def failed(self, error: ApiError) -> bytes:
+        return b"data: " + error.body() + b"\n\n"
+
+    def _chunk(self, index: int, text: str, entries: list[Entry] | None, reason: str | None) -> bytes:
+        logprobs = None if entries is None else _logprobs(list(entries), self._lengths[index])
+        self._lengths[index] += len(text)
+        choice = {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
+        more: dict[str, Any] = {"usage": None} if self._request.include_usage else {}
+        if reason is not None and self._unfinished == 0 and not self._request.include_usage:
+            more = merged_ours(self._generations)
+        return event({**self._head, "choices": [choice], **more})
+
+    def _usage(self) -> dict[str, Any]:
+        return usage_of(self._generations, generated=0 if self._hides_answer else None)
+
+
+def _logprobs(entries: list[Entry], offset: int) -> dict[str, Any]:
+    """OpenAI's older shape. `offset` is the length of the text in front of them."""
+    tokens, offsets = [], []
+    values: list[float | None] = []
+    tops: list[dict[str, float] | None] = []
+    for entry in entries:
+        tokens.append(_name(entry))
+        offsets.append(offset)
+        offset += len(entry["token"])
+        values.append(entry["logprob"])
+        if entry["logprob"] is None:
+            tops.append(None)
+        else:
+            # The token itself is always among them, as it is in OpenAI's answers.
+            tops.append({_name(other): other["logprob"] for other in (*entry["top_logprobs"], entry)})
+    return {"tokens": tokens, "token_logprobs": values, "top_logprobs": tops, "text_offset": offsets}
+
+
+def _name(entry: Entry) -> str:
+    """A token as a key: its text, or its bytes where those are no whole character, as several tokens' may be."""
+    if "\ufffd" not in entry["token"]:
+        return str(entry["token"])
+    return "bytes:" + "".join(f"\\x{byte:02x}" for byte in entry["bytes"])

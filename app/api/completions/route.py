@@ -1,0 +1,83 @@
+"""POST /v1/completions."""
+
+from contextlib import aclosing
+from typing import Any
+
+import msgspec
+from fastapi import APIRouter, Request, Response
+
+from app.api.calls import body_of, caller_of, service_of, stream
+from app.api.chat.answers import cache_header
+from app.api.completions.answers import Completions
+from app.errors import invalid
+from app.http.event_stream import until_disconnect
+from app.schemas.completions import CompletionRequest
+from app.turn.generation import Generation
+from app.turn.many_prompts import Batch
+from app.turn.prepare import Caller, Prompt
+from app.turn.service import Service
+
+router = APIRouter()
+
+
+@router.post("/v1/completions")
+async def completions(request: Request) -> Response:
+    body, headers = await body_of(request, CompletionRequest)
+    service, caller = service_of(request), caller_of(request)
+    prompts = await _prompts(service, body, caller)
+    batch = Batch(await _submit(service, body, prompts, caller))
+    first = batch.generations[0]
+    headers |= {**first.limit_headers, "x-session-id": first.prompt.session_id}
+    answers = Completions(body, prompts, batch)
+    if body.stream:
+        return stream(request, batch, answers, headers)
+    answer = await until_disconnect(request.receive, _complete(batch, answers))
+    headers |= cache_header(batch.generations)
+    return Response(msgspec.json.encode(answer), headers=headers, media_type="application/json")
+
+
+async def _prompts(service: Service, body: CompletionRequest, caller: Caller) -> list[Prompt]:
+    model = service.find_model(body.model)
+    _, tokenizer = service.require_ready()
+    texts = [prompt for prompt in body.prompt if isinstance(prompt, str)]
+    if len(body.prompt) * (body.n or 1) > (limit := service.admission.places_of(caller.tenant)):
+        raise invalid(f"Invalid 'prompt': this server takes at most {limit} prompts times 'n'.", "prompt")
+    if texts:
+        special = body.add_special_tokens is not False
+        ids = await service.text_tokens(texts, caller, add_special_tokens=special)
+        prompts = [Prompt(token_ids, text) for token_ids, text in zip(ids, texts, strict=True)]
+    else:
+        given = [list(prompt) for prompt in body.prompt if not isinstance(prompt, str)]
+        if max(max(token_ids) for token_ids in given) >= model.vocab_size:
+            raise invalid(f"Invalid 'prompt': the vocabulary has {model.vocab_size} tokens.", "prompt")
+        prompts = [
+            Prompt(token_ids, tokenizer.decode(token_ids, skip_special_tokens=False) if body.echo else None)
+            for token_ids in given
+        ]
+    if not all(prompt.token_ids for prompt in prompts):
+        raise invalid("Invalid 'prompt': it has no tokens.", "prompt")
+    return prompts
+
+
+async def _submit(service: Service, body: CompletionRequest, prompts: list[Prompt], caller: Caller) -> list[Generation]:
+    generations: list[Generation] = []
+    try:
+        for place, prompt in enumerate(prompts):
+            # The request's session is the first prompt's: two at once would be two histories of one conversation.
+            request = body if place == 0 else body.model_copy(update={"session_id": None, "prompt_cache_key": None})
+            whose = caller if place == 0 else Caller(caller.tenant, caller.arrived_s, None, caller.timeout_header)
+            generations.append(await service.complete(request, prompt, whose))
+    except BaseException:
+        for generation in generations:
+            await generation.aclose()
+        raise
+    return generations
+
+
+async def _complete(batch: Batch, answers: Completions) -> dict[str, Any]:
+    logprobs: dict[int, list[dict[str, Any]]] = {}
+    async with aclosing(batch):
+        async for delta in batch:
+            if delta.logprobs is not None:
+                logprobs.setdefault(delta.choice, []).extend(delta.logprobs)
+        return answers.answer(logprobs)

@@ -1,0 +1,124 @@
+"""A generation -> a message of Anthropic's kind, plain or as typed events."""
+
+import json
+from typing import Any
+
+from app.api.chat.answers import cached_tokens, ours
+from app.errors import ApiError
+from app.http.event_stream import event
+from app.turn.generation import Choice, Delta, Generation
+
+_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+
+
+def message(generation: Generation) -> dict[str, Any]:
+    """The plain answer of a finished generation."""
+    (choice,) = generation.choices
+    content: list[dict[str, Any]] = []
+    if choice.reasoning:
+        content.append({"type": "thinking", "thinking": choice.reasoning, "signature": ""})
+    if choice.content:
+        content.append({"type": "text", "text": choice.content})
+    content += [
+        {"type": "tool_use", "id": call.id, "name": call.name, "input": _object(call.arguments)}
+        for call in choice.calls
+    ]
+    return {
+        **_head(generation),
+        "content": content,
+        **_reason(choice),
+        "usage": usage(generation),
+        **ours(generation),
+    }
+
+
+class MessageFrames:
+    """The events of one streamed message."""
+
+    ping = b'event: ping\ndata: {"type": "ping"}\n\n'
+
+    def __init__(self, generation: Generation) -> None:
+        self._generation = generation
+        self._kind: str | None = None  # of the block that is open
+        self._index = -1
+
+    def opening(self) -> bytes:
+        said = {**_head(self._generation), "content": [], "stop_reason": None, "stop_sequence": None}
+        return _event("message_start", message={**said, "usage": usage(self._generation)})
+
+    def delta(self, delta: Delta) -> bytes:
+        data = b""
+        if delta.parts.reasoning:
+            data += self._open("thinking", {"type": "thinking", "thinking": "", "signature": ""})
+            data += self._piece({"type": "thinking_delta", "thinking": delta.parts.reasoning})
+        if delta.parts.content:
+            data += self._open("text", {"type": "text", "text": ""})
+            data += self._piece({"type": "text_delta", "text": delta.parts.content})
+        for index, call, arguments in delta.parts.calls:
+            if call is not None:
+                data += self._open(f"call{index}", {"type": "tool_use", "id": call.id, "name": call.name, "input": {}})
+            if arguments:
+                data += self._piece({"type": "input_json_delta", "partial_json": arguments})
+        return data
+
+    def closing(self) -> bytes:
+        """The counts are final here; what the opening said of the cache was known if the first token was."""
+        (choice,) = self._generation.choices
+        last = _event("message_delta", delta=_reason(choice), usage=usage(self._generation), **ours(self._generation))
+        return self._close() + last + _event("message_stop")
+
+    def failed(self, error: ApiError) -> bytes:
+        return b"event: error\ndata: " + error.anthropic_body() + b"\n\n"
+
+    def _open(self, kind: str, block: dict[str, Any]) -> bytes:
+        if kind == self._kind:
+            return b""
+        closed = self._close()
+        self._kind = kind
+        self._index += 1
+        return closed + _event("content_block_start", index=self._index, content_block=block)
+
+    def _close(self) -> bytes:
+        if self._kind is None:
+            return b""
+        self._kind = None
+        return _event("content_block_stop", index=self._index)
+
+    def _piece(self, delta: dict[str, Any]) -> bytes:
+        return _event("content_block_delta", index=self._index, delta=delta)
+
+
+def usage(generation: Generation) -> dict[str, Any]:
+    """What was read is told apart: `input_tokens` does not count what came from the cache."""
+    cached = cached_tokens(generation)
+    return {
+        "input_tokens": len(generation.token_ids) - cached,
+        "cache_read_input_tokens": cached,
+        "cache_creation_input_tokens": 0,
+        "output_tokens": sum(len(choice.token_ids) for choice in generation.choices),
+        "service_tier": "standard",
+    }
+
+
+def _head(generation: Generation) -> dict[str, Any]:
+    name = generation.request_id.rpartition("-")[2]
+    return {"id": f"msg_{name}", "type": "message", "role": "assistant", "model": generation.model.name}
+
+
+def _reason(choice: Choice) -> dict[str, Any]:
+    if choice.stopped_by_string and choice.finish_reason == "stop":
+        return {"stop_reason": "stop_sequence", "stop_sequence": choice.stop_string}
+    return {"stop_reason": _REASONS.get(choice.finish_reason or "", "end_turn"), "stop_sequence": None}
+
+
+def _object(arguments: str) -> dict[str, Any]:
+    """Arguments that were cut are none."""
+    try:
+        value = json.loads(arguments)
+    except ValueError:
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def _event(kind: str, **fields: Any) -> bytes:
+    return event({"type": kind, **fields}, kind)

@@ -1,0 +1,101 @@
+"""A request of Anthropic's kind -> the chat request it stands for."""
+
+import json
+from typing import Any
+
+from pydantic import ValidationError
+
+from app.errors import from_validation
+from app.schemas.chat import ChatCompletionRequest
+from app.schemas.messages import (
+    CountTokensRequest,
+    MessageParam,
+    MessagesRequest,
+    TextBlock,
+    ThinkingBlock,
+    ToolResultBlock,
+    ToolUseBlock,
+)
+
+BILLING = "x-anthropic-billing-header:"
+_SAME = ("model", "session_id", "cache_salt", "chat_template_kwargs")
+_SAME_OF_ANSWERS = ("stream", "temperature", "top_p", "top_k", "seed", "timeout", "max_tokens")
+
+
+def chat_request(request: CountTokensRequest) -> ChatCompletionRequest:
+    """Raises ApiError."""
+    body: dict[str, Any] = {name: value for name in _SAME if (value := getattr(request, name)) is not None}
+    system = _without_billing(request.system or [])
+    messages = [{"role": "system", "content": _joined(system)}] if system else []
+    for message in request.messages:
+        messages += _messages(message)
+    body["messages"] = messages
+    if request.messages[-1].role == "assistant":
+        body["continue_final_message"] = True  # an answer that the client has begun
+    if request.tools:
+        body["tools"] = [
+            {
+                "type": "function",
+                "function": {"name": tool.name, "description": tool.description, "parameters": tool.input_schema},
+            }
+            for tool in request.tools
+        ]
+    if (choice := request.tool_choice) is not None:
+        words = {"auto": "auto", "any": "required", "none": "none"}
+        named = {"type": "function", "function": {"name": choice.name}}
+        body["tool_choice"] = named if choice.type == "tool" else words[choice.type]
+        body["parallel_tool_calls"] = not choice.disable_parallel_tool_use
+    if isinstance(request, MessagesRequest):
+        body |= {name: value for name in _SAME_OF_ANSWERS if (value := getattr(request, name)) is not None}
+        body["stop"] = request.stop_sequences
+        if request.metadata is not None:
+            body["user"] = request.metadata.user_id
+    try:
+        return ChatCompletionRequest.model_validate(body)
+    except ValidationError as error:
+        raise from_validation(error) from None
+
+
+def _without_billing(system: list[TextBlock]) -> list[TextBlock]:
+    """Claude Code writes what is Anthropic's to count into the first line of the system prompt, another one with every
+    request: nothing for a model, and behind it no request would find anything of the one before."""
+    kept = []
+    for block in system:
+        if not block.text.startswith(BILLING):
+            kept.append(block)
+        elif rest := block.text.partition("\n")[2]:
+            kept.append(block.model_copy(update={"text": rest}))
+    return kept
+
+
+def _messages(message: MessageParam) -> list[dict[str, Any]]:
+    """Results of tools are messages of their own in a chat, in front of what the user says to them."""
+    texts = [block for block in message.content if isinstance(block, TextBlock)]
+    if message.role == "assistant":
+        said: dict[str, Any] = {"role": "assistant", "content": "".join(block.text for block in texts)}
+        thoughts = [block.thinking for block in message.content if isinstance(block, ThinkingBlock)]
+        if thoughts:
+            said["reasoning_content"] = "".join(thoughts)
+        calls = [block for block in message.content if isinstance(block, ToolUseBlock)]
+        if calls:
+            said["tool_calls"] = [
+                {
+                    "id": call.id,
+                    "type": "function",
+                    "function": {"name": call.name, "arguments": json.dumps(call.input, ensure_ascii=False)},
+                }
+                for call in calls
+            ]
+        return [said]
+    results = [
+        {"role": "tool", "tool_call_id": block.tool_use_id, "content": _joined(block.content or [])}
+        for block in message.content
+        if isinstance(block, ToolResultBlock)
+    ]
+    if results and not texts:
+        return results
+    return [*results, {"role": message.role, "content": _joined(texts)}]
+
+
+def _joined(blocks: list[TextBlock]) -> str:
+    return "\n".join(block.text for block in blocks)

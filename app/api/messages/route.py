@@ -1,0 +1,43 @@
+"""/v1/messages: Anthropic's API, for the clients that speak it."""
+
+from contextlib import aclosing
+from typing import Any
+
+import msgspec
+from fastapi import APIRouter, Request, Response
+
+from app.api.calls import body_of, caller_of, service_of, stream
+from app.api.chat.answers import cache_header
+from app.api.messages.answers import MessageFrames, message
+from app.api.messages.as_chat import chat_request
+from app.http.event_stream import until_disconnect
+from app.schemas.messages import CountTokensRequest, MessagesRequest
+from app.turn.generation import Generation
+
+router = APIRouter()
+
+
+@router.post("/v1/messages")
+async def create_message(request: Request) -> Response:
+    body, headers = await body_of(request, MessagesRequest)
+    generation = await service_of(request).generate(chat_request(body), caller_of(request))
+    headers |= {**generation.limit_headers, "x-session-id": generation.prompt.session_id}
+    if body.stream:
+        return stream(request, generation, MessageFrames(generation), headers)
+    answer = await until_disconnect(request.receive, _complete(generation))
+    headers |= cache_header([generation])
+    return Response(msgspec.json.encode(answer), headers=headers, media_type="application/json")
+
+
+@router.post("/v1/messages/count_tokens")
+async def count_tokens(request: Request) -> Response:
+    body, headers = await body_of(request, CountTokensRequest)
+    ids = await service_of(request).chat_tokens(chat_request(body), caller_of(request))
+    return Response(msgspec.json.encode({"input_tokens": len(ids)}), headers=headers, media_type="application/json")
+
+
+async def _complete(generation: Generation) -> dict[str, Any]:
+    async with aclosing(generation):
+        async for _ in generation:
+            pass
+        return message(generation)

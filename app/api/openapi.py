@@ -1,0 +1,159 @@
+"""GET /openapi.json: bodies are read and answers written by hand, so their description is put together here, from the
+models that read the ones and those that tests hold the others against."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import BaseModel
+from pydantic.json_schema import models_json_schema
+
+from app.api.reprise.cache import CachePage, ClearRequest
+from app.api.reprise.sessions import Page, SessionPatch
+from app.api.responses.route import ItemPage
+from app.schemas import answers
+from app.schemas.chat import ChatCompletionRequest
+from app.schemas.completions import CompletionRequest
+from app.schemas.messages import CountTokensRequest, MessagesRequest
+from app.schemas.responses import ConversationRequest, ItemsRequest, ResponseRequest
+from app.schemas.tokens import DetokenizeRequest, TokenizeRequest
+
+Model = type[BaseModel]
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    method: str
+    path: str
+    summary: str
+    answer: Model | None  # None: a text, or nothing
+    body: Model | None = None
+    query: Model | None = None
+    events: Model | None = None  # of a stream, where the body asks for one
+    status: int = 200
+
+
+def _both(method: str, path: str, *rest: Any) -> list[Operation]:
+    """Under /v1 and without it."""
+    return [Operation(method, path, *rest), Operation(method, f"/v1{path}", *rest)]
+
+
+OPERATIONS = [
+    Operation("post", "/v1/chat/completions", "Answer a chat", answers.ChatCompletion, ChatCompletionRequest,
+              events=answers.ChatCompletionChunk),
+    Operation("post", "/v1/chat/completions/input_tokens", "Count a chat's tokens", answers.InputTokens,
+              ChatCompletionRequest),
+    Operation("post", "/v1/completions", "Go on with a text, or score one", answers.Completion, CompletionRequest,
+              events=answers.Completion),
+    Operation("post", "/v1/responses", "Make a response", answers.Response, ResponseRequest,
+              events=answers.ResponseEvent),
+    Operation("post", "/v1/responses/input_tokens", "Count its tokens", answers.InputTokens, ResponseRequest),
+    Operation("get", "/v1/responses/{response_id}", "A stored response", answers.Response),
+    Operation("delete", "/v1/responses/{response_id}", "Forget a response", answers.Deleted),
+    Operation("post", "/v1/responses/{response_id}/cancel", "End one in the background", answers.Response),
+    Operation("get", "/v1/responses/{response_id}/input_items", "What it was asked", answers.ItemList, query=ItemPage),
+    Operation("post", "/v1/conversations", "Begin a conversation", answers.Conversation, ConversationRequest),
+    Operation("get", "/v1/conversations/{conversation_id}", "A conversation", answers.Conversation),
+    Operation("post", "/v1/conversations/{conversation_id}", "Change its metadata", answers.Conversation,
+              ConversationRequest),
+    Operation("delete", "/v1/conversations/{conversation_id}", "Forget it", answers.Deleted),
+    Operation("get", "/v1/conversations/{conversation_id}/items", "What was said in it", answers.ItemList,
+              query=ItemPage),
+    Operation("post", "/v1/conversations/{conversation_id}/items", "Add to it", answers.ItemList, ItemsRequest),
+    Operation("get", "/v1/conversations/{conversation_id}/items/{item_id}", "An item of it", answers.OutputItem),
+    Operation("delete", "/v1/conversations/{conversation_id}/items/{item_id}", "Remove an item",
+              answers.Conversation),
+    Operation("post", "/v1/messages", "Answer a chat, Anthropic's way", answers.AnthropicMessage, MessagesRequest,
+              events=answers.MessageEvent),
+    Operation("post", "/v1/messages/count_tokens", "Count its tokens", answers.InputTokens, CountTokensRequest),
+    *_both("post", "/tokenize", "What a text or a chat is in tokens", answers.Tokens, TokenizeRequest),
+    *_both("post", "/detokenize", "What tokens say", answers.Text, DetokenizeRequest),
+    Operation("get", "/v1/models", "The model and its aliases", answers.ModelList),
+    Operation("get", "/v1/models/{name}", "One of them", answers.Model),
+    Operation("get", "/v1/sessions", "Conversations the cache knows", answers.SessionList, query=Page),
+    Operation("get", "/v1/sessions/{session_id}", "One of them", answers.Session),
+    Operation("patch", "/v1/sessions/{session_id}", "Pin it, or set its time to live", answers.Session, SessionPatch),
+    Operation("delete", "/v1/sessions/{session_id}", "Remove it from every tier", None, status=204),
+    Operation("post", "/v1/sessions/{session_id}/prefetch", "Bring its KV up", answers.Session, status=202),
+    Operation("get", "/v1/cache/stats", "What the cache holds and has done", answers.CacheStats),
+    Operation("get", "/v1/cache/sessions", "Everybody's conversations", answers.CacheSessionList, query=CachePage),
+    Operation("delete", "/v1/cache/sessions/{tenant}/{session_id}", "Remove anybody's conversation", None, status=204),
+    Operation("post", "/v1/cache/clear", "Remove the KV of all conversations", answers.CacheCleared, ClearRequest),
+    Operation("get", "/v1/scheduler", "Who waits, and for what", answers.Scheduler),
+    *_both("get", "/health", "Whether the process is well", answers.Health),
+    Operation("get", "/ready", "Whether requests are taken", answers.Ready),
+    Operation("get", "/version", "What runs", answers.Version),
+    Operation("get", "/metrics", "Prometheus' own text", None),
+]  # fmt: skip
+
+
+def describe(version: str) -> dict[str, Any]:
+    """The OpenAPI document."""
+    wanted: list[tuple[Model, Any]] = [(answers.Error, "validation"), (answers.AnthropicError, "validation")]
+    for operation in OPERATIONS:
+        models = (operation.answer, operation.body, operation.events)
+        wanted += [(model, "validation") for model in models if model is not None]
+    refs, definitions = models_json_schema(list(dict.fromkeys(wanted)), ref_template="#/components/schemas/{model}")
+    schemas: dict[Any, Any] = {model: schema for (model, _), schema in refs.items()}
+    paths: dict[str, dict[str, Any]] = {}
+    for operation in OPERATIONS:
+        paths.setdefault(operation.path, {})[operation.method] = _operation(operation, schemas)
+    return {
+        "openapi": "3.1.0",
+        "info": {
+            "title": "Reprise",
+            "version": version,
+            "description": "An OpenAI-compatible LLM server that keeps the KV cache of conversations.",
+        },
+        "paths": paths,
+        "components": {
+            "schemas": definitions.get("$defs", {}),
+            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+        },
+        "security": [{"key": []}, {}],
+    }
+
+
+def _operation(operation: Operation, schemas: dict[Model, Any]) -> dict[str, Any]:
+    is_anthropic = operation.path.startswith("/v1/messages")
+    error = schemas[answers.AnthropicError if is_anthropic else answers.Error]
+    content: dict[str, Any] = {}
+    if operation.answer is not None:
+        content["application/json"] = {"schema": schemas[operation.answer]}
+    elif operation.status == 200:
+        content["text/plain"] = {"schema": {"type": "string"}}
+    if operation.events is not None:
+        content["text/event-stream"] = {"schema": {"type": "string"}, "x-event-schema": schemas[operation.events]}
+    good: dict[str, Any] = {"description": "Done"} | ({"content": content} if content else {})
+    bad = {"content": {"application/json": {"schema": error}}}
+    described: dict[str, Any] = {
+        "summary": operation.summary,
+        "operationId": f"{operation.method}_{operation.path.strip('/').replace('/', '_').translate(_PLAIN)}",
+        "responses": {
+            str(operation.status): good,
+            "4XX": {"description": "What is wrong with the request", **bad},
+            "5XX": {"description": "The server could not, or not now", **bad},
+        },
+    }
+    if parameters := [*_path_parameters(operation.path), *_query_parameters(operation.query)]:
+        described["parameters"] = parameters
+    if operation.body is not None:
+        described["requestBody"] = {
+            "required": True,
+            "content": {"application/json": {"schema": schemas[operation.body]}},
+        }
+    return described
+
+
+_PLAIN = str.maketrans({"{": None, "}": None, ".": "_"})
+
+
+def _path_parameters(path: str) -> list[dict[str, Any]]:
+    names = [part[1:-1] for part in path.split("/") if part.startswith("{")]
+    return [{"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in names]
+
+
+def _query_parameters(model: Model | None) -> list[dict[str, Any]]:
+    if model is None:
+        return []
+    properties = model.model_json_schema()["properties"]
+    return [{"name": name, "in": "query", "required": False, "schema": schema} for name, schema in properties.items()]

@@ -1,0 +1,1 @@
+"""Endpoints that are Reprise's own, and those that describe the server."""

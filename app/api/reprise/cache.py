@@ -1,0 +1,142 @@
+"""/v1/cache: the cache as a whole, whosever it is: for `server.admin_keys` where there are keys."""
+
+import asyncio
+import secrets
+from typing import Any
+
+from fastapi import APIRouter, Request, Response
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from app.api.calls import body_of, require_admin, service_of
+from app.api.reprise.sessions import MAX_LISTED, describe_session
+from app.errors import ApiError, from_validation, session_not_found, unavailable
+from app.observe.live import tiers_of
+from app.schemas.fields import SESSION_ID, Part
+from engine.messages import SessionReply, SessionRequest
+
+CLEAR_AT_ONCE = 32  # each waits for the disk; the engine has answers to go on with meanwhile
+CLEAR_PAGE = 200  # sessions asked for at once: the engine walks over all their blocks
+router = APIRouter()
+
+
+class CachePage(BaseModel):
+    """Query parameters of the list, so strings."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    limit: int = Field(100, ge=1, le=MAX_LISTED)
+    after: str = Field("", max_length=256)
+
+
+class ClearRequest(Part):
+    """Nothing to say. That it is JSON says that no page in somebody's browser has sent it."""
+
+
+@router.get("/v1/cache/stats")
+async def stats(request: Request) -> dict[str, Any]:
+    """As of the engine's last heartbeat, a second ago at most; what is counted is counted since the engine started. A
+    hit rate is in tokens: those of prompts whose KV was not computed."""
+    require_admin(request)
+    service = service_of(request)
+    model, _ = service.require_ready()
+    stats = service.engine.stats
+    if stats is None:
+        raise unavailable("The engine has not reported yet.", code="unavailable", retry_after_s=1.0)
+    prompt_tokens = {"hbm": 0, "dram": 0, "disk": 0, "redis": 0, "computed": 0} | stats.prompt_tokens
+    total = sum(prompt_tokens.values())
+    return {
+        "object": "cache.stats",
+        "mode": service.settings.cache.mode,
+        "sessions": stats.sessions,
+        "tiers": tiers_of(stats, model),
+        "prompt_tokens": prompt_tokens,
+        "hit_rate": round(1 - prompt_tokens["computed"] / total, 6) if total else None,
+        "hit_rates": {tier: round(n / total, 6) if total else None for tier, n in prompt_tokens.items()},
+        "miss_tokens": stats.miss_tokens,
+        "moved_bytes": stats.moved_bytes,
+        "moved_seconds": {direction: round(seconds, 6) for direction, seconds in stats.moved_seconds.items()},
+        "load_seconds": round(stats.load_seconds, 6),
+        "load_wait_seconds": round(stats.load_wait_seconds, 6),
+        "evicted_blocks": stats.evictions,
+        "refused_blocks": stats.refused,
+        "load_failures": stats.load_failures,
+        "write_failures": stats.write_failures,
+        "truncated_tokens": stats.truncated_tokens,
+        "verified_loads": stats.verified_loads,
+        "verify_mismatches": stats.verify_mismatches,
+        "leases": stats.leases,
+        "in_flight": stats.in_flight,
+    }
+
+
+@router.get("/v1/cache/sessions")
+async def list_sessions(request: Request) -> dict[str, Any]:
+    """Everybody's, in the order of tenant and id; `after` is the `cursor` of the last one of the page before."""
+    require_admin(request)
+    try:
+        page = CachePage.model_validate(dict(request.query_params))
+    except ValidationError as error:
+        raise from_validation(error) from None
+    reply = await _ask(request, action="list_all", after=page.after, limit=page.limit)
+    data = [
+        {"tenant": info.tenant, "cursor": f"{info.tenant}/{info.session_id}"} | describe_session(info)
+        for info in reply.sessions
+    ]
+    return {"object": "list", "data": data, "has_more": reply.more}
+
+
+@router.delete("/v1/cache/sessions/{tenant}/{session_id}", status_code=204, response_class=Response)
+async def delete_session(request: Request, tenant: str, session_id: str) -> None:
+    """As DELETE /v1/sessions/{id}, of any tenant."""
+    require_admin(request)
+    if not SESSION_ID.fullmatch(session_id) or not SESSION_ID.fullmatch(tenant):
+        raise session_not_found(session_id)
+    question = _question(tenant=tenant, action="delete", session_id=session_id)
+    await service_of(request).delete_session(question)
+
+
+@router.post("/v1/cache/clear")
+async def clear(request: Request) -> dict[str, Any]:
+    """Remove the KV of every conversation from every tier; those that a request runs in stay. What was said stays too:
+    the next turn of each is computed anew. Answered when the bytes are gone; 503 if the disk keeps some."""
+    require_admin(request)
+    await body_of(request, ClearRequest)
+    names: dict[tuple[str, str], None] = {}
+    after, more = "", True
+    while more:
+        reply = await _ask(request, action="list_all", after=after, limit=CLEAR_PAGE)
+        names |= {(info.tenant, info.session_id): None for info in reply.sessions}
+        more = reply.more and bool(reply.sessions)
+        after = f"{reply.sessions[-1].tenant}/{reply.sessions[-1].session_id}" if reply.sessions else ""
+    counts = {"removed": 0, "running": 0, "gone": 0}
+    listed, problem = list(names), None
+    for start in range(0, len(listed), CLEAR_AT_ONCE):
+        some = listed[start : start + CLEAR_AT_ONCE]
+        found = await asyncio.gather(*(_remove(request, *name) for name in some), return_exceptions=True)
+        for outcome in found:
+            if isinstance(outcome, BaseException):
+                problem = problem or outcome
+            else:
+                counts[outcome] += 1
+    if problem is not None:
+        raise problem
+    return {"object": "cache.cleared", "removed": counts["removed"], "running": counts["running"]}
+
+
+async def _remove(request: Request, tenant: str, session_id: str) -> str:
+    """removed | running | gone: by somebody else, meanwhile."""
+    try:
+        await _ask(request, tenant=tenant, action="delete", session_id=session_id)
+    except ApiError as error:
+        if error.status not in (404, 409):
+            raise
+        return "gone" if error.status == 404 else "running"
+    return "removed"
+
+
+async def _ask(request: Request, **fields: Any) -> SessionReply:
+    return await service_of(request).ask_sessions(_question(**fields))
+
+
+def _question(*, tenant: str = "", **fields: Any) -> SessionRequest:
+    return SessionRequest(request_id=f"sessions-{secrets.token_hex(12)}", tenant=tenant, **fields)

@@ -1,0 +1,76 @@
+"""GET /v1/models and /v1/models/{id}."""
+
+from typing import Any
+
+import msgspec
+from fastapi import APIRouter, Request
+
+from app.api.calls import service_of
+from app.turn.service import Service
+from engine.messages import ModelInfo
+
+router = APIRouter()
+
+
+@router.get("/v1/models")
+async def list_models(request: Request) -> dict[str, Any]:
+    service = service_of(request)
+    if service.model is None:
+        service.require_ready()
+    assert service.model is not None
+    names = [service.model.name, *service.settings.model.aliases]
+    return {"object": "list", "data": [_describe(service, service.model, name) for name in dict.fromkeys(names)]}
+
+
+@router.get("/v1/models/{name:path}")
+async def get_model(request: Request, name: str) -> dict[str, Any]:
+    service = service_of(request)
+    return _describe(service, service.find_model(name), name)
+
+
+def _describe(service: Service, model: ModelInfo, name: str) -> dict[str, Any]:
+    return {
+        "id": name,
+        "object": "model",
+        "created": service.loaded_s,
+        "owned_by": "reprise",
+        "root": model.name,
+        "max_model_len": model.max_context,
+        "architecture": model.architecture,
+        "parameters": model.parameters,
+        "num_layers": model.layers,
+        "vocab_size": model.vocab_size,
+        "dtype": model.dtype,
+        "device": model.device,
+        "attention_backend": model.attention_backend,
+        "default_sampling": msgspec.structs.asdict(service.sampling_defaults),
+        "max_seqs": service.settings.scheduler.max_seqs,
+        "capabilities": {
+            "chat_completions": True,
+            "streaming": True,
+            "logprobs": True,
+            "prefix_reuse": service.settings.cache.mode != "recompute",
+            "positions_decoupled": model.decouplable,
+            "truncation": _truncation(service, model),
+        },
+        "cache": {
+            "fingerprint": model.fingerprint,
+            "kv_bytes_per_token": model.kv_bytes_per_token,
+            "hbm_tokens": model.hbm_tokens,
+            "block_size": model.block_size,
+            "page_size": model.page_size,
+        },
+        "exact": {"proven": model.exact, "detail": model.exactness},
+        "probe": {"logit_error": model.logit_error, "logit_tolerance": model.logit_tolerance},
+        "warnings": list(model.warnings),
+    }
+
+
+def _truncation(service: Service, model: ModelInfo) -> str:
+    """What becomes of the kept KV when a window is full; `disabled` where a request must ask for it."""
+    cache = service.settings.cache
+    if cache.truncation == "disabled":
+        return "disabled"
+    if cache.truncation_mode == "decoupled" and (cache.mode == "recompute" or not model.decouplable):
+        return "recompute"
+    return cache.truncation_mode

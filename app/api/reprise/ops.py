@@ -1,0 +1,61 @@
+"""/health, /ready, /metrics, /version."""
+
+import platform
+from typing import Any
+
+import msgspec
+from fastapi import APIRouter, Request, Response
+from prometheus_client import CONTENT_TYPE_LATEST
+
+from app.api.calls import require_admin, service_of
+from app.conversations.redis_store import RedisStore
+from app.errors import unavailable
+from app.turn.service import Status
+from app.version import version
+from engine.messages import WIRE_VERSION
+
+router = APIRouter()
+
+
+@router.get("/health")
+@router.get("/v1/health")
+async def health(request: Request) -> dict[str, Any]:
+    """Liveness: a load or a restart needs patience, not a new process. 503 only when nothing will come any more."""
+    status = service_of(request).status
+    if status in (Status.FAILED, Status.STOPPED):
+        raise unavailable(f"The engine is {status}.", code=str(status), retry_after_s=60.0)
+    answer = {"status": "ok", "engine": str(status)}
+    if isinstance(store := request.app.state.responses.store, RedisStore):
+        answer["redis"] = store.state  # that it is away costs memories, not answers
+    return answer
+
+
+@router.get("/ready")
+async def ready(request: Request) -> dict[str, Any]:
+    """Whether requests are taken right now."""
+    model, _ = service_of(request).require_ready()
+    return {"status": "ready", "model": model.name}
+
+
+@router.get("/metrics")
+async def metrics(request: Request) -> Response:
+    return Response(service_of(request).metrics.render(), media_type=CONTENT_TYPE_LATEST)
+
+
+@router.get("/v1/scheduler")
+async def scheduler(request: Request) -> dict[str, Any]:
+    """The engine's queue as of its last heartbeat, a second ago at most. It names everybody's requests: where there are
+    keys, `server.admin_keys` alone open it."""
+    require_admin(request)
+    service = service_of(request)
+    service.require_ready()
+    stats = service.engine.stats
+    if stats is None or stats.scheduler is None:
+        raise unavailable("The engine has not reported yet.", code="unavailable", retry_after_s=1.0)
+    answer: dict[str, Any] = msgspec.to_builtins(stats.scheduler)
+    return {"object": "scheduler", "running": stats.running, **answer}
+
+
+@router.get("/version")
+async def get_version() -> dict[str, Any]:
+    return {"version": version(), "wire_version": WIRE_VERSION, "python": platform.python_version()}

@@ -1,0 +1,71 @@
+"""GET /, /docs and /page/...: the chat page, and the API for people. Files read once, at start; the browser may load
+nothing from anywhere else."""
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+
+from fastapi import APIRouter, Request, Response
+from starlette.exceptions import HTTPException
+
+DIRECTORY = Path(__file__).resolve().parent.parent.parent / "page"
+TYPES = {
+    ".html": "text/html; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".css": "text/css; charset=utf-8",
+    ".svg": "image/svg+xml",
+}
+HEADERS = {
+    # No inline script or style, no markup from strings, no frames, nothing from elsewhere.
+    "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
+    "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
+    "require-trusted-types-for 'script'; trusted-types 'none'",
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cross-origin-opener-policy": "same-origin",
+    "cross-origin-resource-policy": "same-origin",
+    "permissions-policy": "camera=(), microphone=(), geolocation=()",
+    "cache-control": "no-cache",  # asked for anew, answered 304 unless the server was updated
+}
+
+router = APIRouter()
+
+
+@dataclass(frozen=True, slots=True)
+class File:
+    body: bytes
+    media_type: str
+    etag: str
+
+
+def _read(path: Path) -> File:
+    body = path.read_bytes()
+    return File(body, TYPES[path.suffix], f'"{hashlib.sha256(body).hexdigest()[:32]}"')
+
+
+FILES = {path.name: _read(path) for path in sorted(DIRECTORY.iterdir()) if path.suffix in TYPES}
+
+
+@router.get("/")
+async def index(request: Request) -> Response:
+    return _answer(request, FILES["index.html"])
+
+
+@router.get("/docs")
+async def docs(request: Request) -> Response:
+    return _answer(request, FILES["docs.html"])
+
+
+@router.get("/page/{name}")
+async def file(request: Request, name: str) -> Response:
+    """By its name in a table: no path of a request ever reaches the file system."""
+    if name not in FILES:
+        raise HTTPException(404)
+    return _answer(request, FILES[name])
+
+
+def _answer(request: Request, found: File) -> Response:
+    headers = {**HEADERS, "etag": found.etag}
+    if request.headers.get("if-none-match") == found.etag:
+        return Response(status_code=304, headers=headers)
+    return Response(found.body, headers=headers, media_type=found.media_type)

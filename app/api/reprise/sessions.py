@@ -1,0 +1,137 @@
+"""/v1/sessions: the conversations of the tenant that asks, and what the cache holds of them."""
+
+import secrets
+import time
+from typing import Annotated, Any, Literal
+
+import msgspec
+from fastapi import APIRouter, Request, Response
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic_core import PydanticCustomError
+
+from app.api.calls import service_of
+from app.errors import from_validation, session_not_found
+from app.http.body import parse_body
+from app.schemas.fields import SESSION_ID
+from engine.messages import SessionInfo, SessionReply, SessionRequest
+
+MAX_LISTED = 1000
+router = APIRouter()
+
+
+class Page(BaseModel):
+    """Query parameters of a list, so strings."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    limit: int = Field(100, ge=1, le=MAX_LISTED)
+    after: str = Field("", max_length=128)
+    order: Literal["asc"] = "asc"
+
+
+class SessionPatch(BaseModel):
+    """What may be changed. A field that is absent or null stays as it is."""
+
+    model_config = ConfigDict(strict=True, frozen=True, extra="ignore", allow_inf_nan=False)
+
+    pinned: bool | None = None
+    ttl_s: Annotated[float, Field(gt=0, le=1e9)] | None = None
+
+    @model_validator(mode="after")
+    def _says_something(self) -> "SessionPatch":
+        if self.pinned is None and self.ttl_s is None:
+            raise PydanticCustomError("nothing", "Nothing to change: send 'pinned' or 'ttl_s'")
+        return self
+
+    @classmethod
+    def ignored(cls, body: dict[str, object]) -> list[str]:
+        return [name for name, value in body.items() if value is not None and name not in cls.model_fields]
+
+
+@router.get("/v1/sessions")
+async def list_sessions(request: Request) -> dict[str, Any]:
+    """In the order of their ids; `after` is the last id of the page before, be that session there any more or not."""
+    try:
+        page = Page.model_validate(dict(request.query_params))
+    except ValidationError as error:
+        raise from_validation(error) from None
+    reply = await _ask(request, action="list", after=page.after, limit=page.limit)
+    data = [describe_session(info) for info in reply.sessions]
+    return {
+        "object": "list",
+        "data": data,
+        "first_id": data[0]["id"] if data else None,
+        "last_id": data[-1]["id"] if data else None,
+        "has_more": reply.more,
+    }
+
+
+@router.get("/v1/sessions/{session_id}")
+async def get_session(request: Request, session_id: str) -> dict[str, Any]:
+    return _only(session_id, await _ask(request, action="get", session_id=session_id))
+
+
+@router.patch("/v1/sessions/{session_id}")
+async def patch_session(request: Request, session_id: str) -> Response:
+    service_of(request).admission.request(request.state.tenant)
+    patch, headers = await parse_body(request, SessionPatch, service_of(request).settings.limits)
+    _check(session_id)
+    reply = await service_of(request).patch_session(
+        _question(request, action="patch", session_id=session_id, pinned=patch.pinned, ttl_s=patch.ttl_s)
+    )
+    body = msgspec.json.encode(_only(session_id, reply))
+    return Response(body, headers=headers, media_type="application/json")
+
+
+@router.delete("/v1/sessions/{session_id}", status_code=204, response_class=Response)
+async def delete_session(request: Request, session_id: str) -> None:
+    """Answered when the bytes have left every tier, and the transcript the file. Blocks of other sessions stay."""
+    _check(session_id)
+    await service_of(request).delete_session(_question(request, action="delete", session_id=session_id))
+
+
+@router.post("/v1/sessions/{session_id}/prefetch", status_code=202)
+async def prefetch_session(request: Request, session_id: str) -> dict[str, Any]:
+    """Bring the session's KV up, as if its next turn were in the queue. Answered before it is there."""
+    return _only(session_id, await _ask(request, action="prefetch", session_id=session_id))
+
+
+async def _ask(request: Request, *, action: str, **fields: Any) -> SessionReply:
+    if "session_id" in fields:
+        _check(fields["session_id"])
+    return await service_of(request).ask_sessions(_question(request, action=action, **fields))
+
+
+def _question(request: Request, *, action: str, **fields: Any) -> SessionRequest:
+    request_id = f"sessions-{secrets.token_hex(12)}"
+    return SessionRequest(request_id=request_id, tenant=request.state.tenant, action=action, **fields)
+
+
+def _check(session_id: str) -> None:
+    """What is no session id names no session."""
+    if not SESSION_ID.fullmatch(session_id):
+        raise session_not_found(session_id)
+
+
+def _only(session_id: str, reply: SessionReply) -> dict[str, Any]:
+    """Of several that differ in their cache salt the one used last; the list has them all."""
+    if not reply.sessions:
+        raise session_not_found(session_id)
+    return describe_session(max(reply.sessions, key=lambda info: info.last_used_s))
+
+
+def describe_session(info: SessionInfo) -> dict[str, Any]:
+    return {
+        "id": info.session_id,
+        "object": "session",
+        "cache_salt": info.cache_salt or None,
+        "tokens": info.tokens,
+        "truncated_tokens": info.truncated_tokens,
+        "blocks": info.blocks,
+        "bytes": info.bytes,
+        "last_used_at": round(info.last_used_s, 3),
+        "expires_at": None if info.expires_s is None else round(info.expires_s, 3),
+        "expires_in_s": None if info.expires_s is None else round(max(0.0, info.expires_s - time.time()), 3),
+        "pinned": info.pinned,
+        "running": info.running,
+    }

@@ -1,0 +1,61 @@
+"""POST /tokenize and /detokenize, and how many tokens a chat makes: what the model reads, without asking it."""
+
+import asyncio
+from typing import Any
+
+import msgspec
+from fastapi import APIRouter, Request, Response
+from pydantic import ValidationError
+
+from app.api.calls import body_of, caller_of, service_of
+from app.errors import from_validation, invalid
+from app.schemas.chat import ChatCompletionRequest
+from app.schemas.tokens import DetokenizeRequest, TokenizeRequest
+
+router = APIRouter()
+
+
+@router.post("/tokenize")
+@router.post("/v1/tokenize")
+async def tokenize(request: Request) -> Response:
+    """Messages make the very ids that a chat request would send, recorded answers included."""
+    body, headers = await body_of(request, TokenizeRequest)
+    service = service_of(request)
+    loaded, tokenizer = service.require_ready()
+    model = service.find_model(body.model or loaded.name)
+    if body.prompt is not None:
+        special = body.add_special_tokens is not False
+        (ids,) = await service.text_tokens([body.prompt], caller_of(request), add_special_tokens=special)
+    else:
+        names = ("messages", "tools", "chat_template_kwargs", "add_generation_prompt", "continue_final_message")
+        try:
+            chat = ChatCompletionRequest(model=model.name, **{name: getattr(body, name) for name in names})
+        except ValidationError as error:
+            raise from_validation(error) from None
+        ids = await service.chat_tokens(chat, caller_of(request))
+    answer: dict[str, Any] = {"count": len(ids), "max_model_len": model.max_context, "tokens": ids, "token_strs": None}
+    if body.return_token_strs:
+        answer["token_strs"] = [tokenizer.token_text(token_id)[0] for token_id in ids]
+    return Response(msgspec.json.encode(answer), headers=headers, media_type="application/json")
+
+
+@router.post("/detokenize")
+@router.post("/v1/detokenize")
+async def detokenize(request: Request) -> Response:
+    body, headers = await body_of(request, DetokenizeRequest)
+    service = service_of(request)
+    loaded, tokenizer = service.require_ready()
+    model = service.find_model(body.model or loaded.name)
+    if body.tokens and max(body.tokens) >= model.vocab_size:
+        raise invalid(f"Invalid 'tokens': the vocabulary has {model.vocab_size} tokens.", "tokens")
+    text = await asyncio.to_thread(tokenizer.decode, body.tokens, skip_special_tokens=False)
+    return Response(msgspec.json.encode({"prompt": text}), headers=headers, media_type="application/json")
+
+
+@router.post("/v1/chat/completions/input_tokens")
+async def chat_input_tokens(request: Request) -> Response:
+    """How many tokens the prompt of this chat request has."""
+    body, headers = await body_of(request, ChatCompletionRequest)
+    ids = await service_of(request).chat_tokens(body, caller_of(request))
+    answer = {"object": "chat.completion.input_tokens", "input_tokens": len(ids)}
+    return Response(msgspec.json.encode(answer), headers=headers, media_type="application/json")

@@ -1,0 +1,187 @@
+"""A generation -> a response: its items, and the events of its stream."""
+
+from typing import Any
+
+from app.api.chat.answers import cached_tokens, ours
+from app.api.responses.as_chat import new_id, wants_logprobs
+from app.errors import ApiError
+from app.schemas.responses import ResponseRequest
+from app.turn.generation import Delta, Generation
+
+Event = dict[str, Any]
+
+
+class ResponseBuilder:
+    """Items in the order in which they begin. What `take` and the others return are the events that say so; a plain
+    answer drops them."""
+
+    def __init__(self, request: ResponseRequest, generation: Generation, *, response_id: str) -> None:
+        self.id = response_id
+        self.output: list[dict[str, Any]] = []
+        self.status = "in_progress"
+        self.error: dict[str, Any] | None = None
+        self._request = request
+        self._generation = generation
+        self._wants_logprobs = wants_logprobs(request)
+        self._open: dict[str, Any] | None = None  # the last item, while it grows
+        self._sequence = 0
+
+    def body(self) -> dict[str, Any]:
+        """The response as it stands."""
+        request, generation = self._request, self._generation
+        incomplete = {"reason": "max_output_tokens"} if self.status == "incomplete" else None
+        conversation = None if request.conversation is None else {"id": request.conversation.id}
+        text = request.text.model_dump(by_alias=True, exclude_none=True) if request.text is not None else {}
+        reasoning = request.reasoning
+        body: dict[str, Any] = {
+            "id": self.id,
+            "object": "response",
+            "created_at": generation.created,
+            "status": self.status,
+            "background": bool(request.background),
+            "error": self.error,
+            "incomplete_details": incomplete,
+            "instructions": request.instructions,
+            "max_output_tokens": request.max_output_tokens,
+            "model": generation.model.name,
+            "output": self.output,
+            "parallel_tool_calls": request.parallel_tool_calls is not False,
+            "previous_response_id": request.previous_response_id,
+            "conversation": conversation,
+            "reasoning": {"effort": reasoning.effort if reasoning is not None else None, "summary": None},
+            "service_tier": generation.service_tier,
+            "store": request.store is not False,
+            "temperature": generation.sampling.temperature,
+            "text": {"format": {"type": "text"}, **text},
+            "tool_choice": "auto" if request.tool_choice is None else request.tool_choice,
+            "tools": [_tool(tool.model_dump()) for tool in request.tools or ()],
+            "top_p": generation.sampling.top_p if request.top_p is None else request.top_p,
+            "top_logprobs": request.top_logprobs or 0,
+            "truncation": request.truncation or "auto",
+            "usage": None if self.status == "in_progress" else self._usage(),
+            "user": request.user,
+            "metadata": request.metadata or {},
+        }
+        return body if self.status == "in_progress" else {**body, **ours(generation)}
+
+    def _usage(self) -> dict[str, Any]:
+        generation = self._generation
+        written = sum(len(choice.token_ids) for choice in generation.choices)
+        read = len(generation.token_ids)
+        return {
+            "input_tokens": read,
+            "input_tokens_details": {"cached_tokens": cached_tokens(generation)},
+            "output_tokens": written,
+            "output_tokens_details": {
+                "reasoning_tokens": sum(choice.reasoning_tokens for choice in generation.choices)
+            },
+            "total_tokens": read + written,
+        }
+
+    def begin(self) -> list[Event]:
+        return [
+            self._event("response.created", response=self.body()),
+            self._event("response.in_progress", response=self.body()),
+        ]
+
+    def take(self, delta: Delta) -> list[Event]:
+        events: list[Event] = []
+        if delta.parts.reasoning:
+            item = self._item("reasoning", events)
+            item["content"][0]["text"] += delta.parts.reasoning
+            events.append(self._part_event("response.reasoning_text.delta", delta=delta.parts.reasoning))
+        if delta.parts.content or (delta.finish_reason is not None and not self.output and not delta.parts.calls):
+            item = self._item("message", events)
+            item["content"][0]["text"] += delta.parts.content
+            if delta.parts.content:
+                shown = [_logprob(entry) for entry in delta.logprobs or ()]
+                if self._wants_logprobs:
+                    item["content"][0]["logprobs"] += shown
+                said = {"delta": delta.parts.content, "logprobs": shown}
+                events.append(self._part_event("response.output_text.delta", **said))
+        for _, call, arguments in delta.parts.calls:
+            if call is not None:
+                self._close(events)
+                fields = {"call_id": call.id, "name": call.name, "arguments": ""}
+                self._begin_item({"type": "function_call", "id": new_id("fc"), **fields}, events)
+            if arguments and self._open is not None:
+                self._open["arguments"] += arguments
+                events.append(self._item_event("response.function_call_arguments.delta", delta=arguments))
+        return events
+
+    def end(self, finish_reason: str | None) -> list[Event]:
+        """`finish_reason` of the only choice."""
+        events: list[Event] = []
+        is_cut = finish_reason == "length"
+        self._close(events, status="incomplete" if is_cut else "completed")
+        self.status = "incomplete" if is_cut else "completed"
+        return [*events, self._event(f"response.{self.status}", response=self.body())]
+
+    def fail(self, error: ApiError) -> list[Event]:
+        self.status = "failed"
+        self.error = {"code": error.code or "server_error", "message": error.message}
+        return [self._event("response.failed", response=self.body())]
+
+    def cancel(self) -> None:
+        self._close([], status="incomplete")
+        self.status = "cancelled"
+
+    # --- items --------------------------------------------------------------------------------------------------------
+
+    def _item(self, kind: str, events: list[Event]) -> dict[str, Any]:
+        """The item of this kind that is open; begun now if another is, or none."""
+        if self._open is not None and self._open["type"] == kind:
+            return self._open
+        self._close(events)
+        if kind == "message":
+            part: dict[str, Any] = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+            item = {"type": "message", "id": new_id("msg"), "role": "assistant", "content": [part]}
+        else:
+            part = {"type": "reasoning_text", "text": ""}
+            item = {"type": "reasoning", "id": new_id("rs"), "summary": [], "content": [part]}
+        self._begin_item(item, events)
+        events.append(self._part_event("response.content_part.added", part=dict(part)))
+        return item
+
+    def _begin_item(self, item: dict[str, Any], events: list[Event]) -> None:
+        item["status"] = "in_progress"
+        self.output.append(item)
+        self._open = item
+        empty = {**item, "content": []} if "content" in item else dict(item)
+        events.append(self._event("response.output_item.added", output_index=len(self.output) - 1, item=empty))
+
+    def _close(self, events: list[Event], *, status: str = "completed") -> None:
+        item = self._open
+        if item is None:
+            return
+        item["status"] = status
+        if item["type"] == "function_call":
+            said = {"arguments": item["arguments"], "name": item["name"]}
+            events.append(self._item_event("response.function_call_arguments.done", **said))
+        else:
+            part = item["content"][0]
+            kind = "output_text" if item["type"] == "message" else "reasoning_text"
+            said = {"logprobs": part["logprobs"]} if kind == "output_text" else {}
+            events.append(self._part_event(f"response.{kind}.done", text=part["text"], **said))
+            events.append(self._part_event("response.content_part.done", part=part))
+        events.append(self._event("response.output_item.done", output_index=len(self.output) - 1, item=item))
+        self._open = None
+
+    def _part_event(self, kind: str, **fields: Any) -> Event:
+        return self._item_event(kind, content_index=0, **fields)
+
+    def _item_event(self, kind: str, **fields: Any) -> Event:
+        assert self._open is not None
+        return self._event(kind, item_id=self._open["id"], output_index=len(self.output) - 1, **fields)
+
+    def _event(self, kind: str, **fields: Any) -> Event:
+        self._sequence += 1
+        return {"type": kind, "sequence_number": self._sequence - 1, **fields}
+
+
+def _tool(tool: dict[str, Any]) -> dict[str, Any]:
+    return {**tool, "strict": bool(tool["strict"]), "parameters": tool["parameters"] or {}}
+
+
+def _logprob(entry: dict[str, Any]) -> dict[str, Any]:
+    return {name: entry[name] for name in ("token", "logprob", "bytes", "top_logprobs")}

@@ -1,0 +1,115 @@
+"""/v1/conversations: what was said, kept for the responses that go on with it. A conversation is a session, too."""
+
+from typing import Any
+
+import msgspec
+from fastapi import APIRouter, Request, Response
+
+from app.api.calls import body_of
+from app.api.responses.as_chat import items_with_ids, new_id
+from app.api.responses.responses import not_found
+from app.api.responses.route import listed, page_of, responses_of
+from app.conversations.response_store import Conversation, NotStored, TooLong
+from app.errors import ApiError, invalid
+from app.schemas.responses import ConversationRequest, ItemsRequest
+
+router = APIRouter()
+
+
+@router.post("/v1/conversations")
+async def create_conversation(request: Request) -> Response:
+    body, headers = await body_of(request, ConversationRequest)
+    items = items_with_ids(body.items or [])
+    store = responses_of(request).store
+    try:
+        made = await store.create(request.state.tenant, new_id("conv"), body.metadata or {}, items)
+    except TooLong:
+        raise _too_many() from None
+    except NotStored:
+        raise ApiError(503, "Conversations cannot be stored right now.", code="unavailable") from None
+    return Response(msgspec.json.encode(_describe(made)), headers=headers, media_type="application/json")
+
+
+@router.get("/v1/conversations/{conversation_id}")
+async def get_conversation(request: Request, conversation_id: str) -> dict[str, Any]:
+    try:
+        return _describe(await responses_of(request).store.conversation(request.state.tenant, conversation_id))
+    except NotStored:
+        raise not_found("conversation", conversation_id) from None
+
+
+@router.post("/v1/conversations/{conversation_id}")
+async def update_conversation(request: Request, conversation_id: str) -> Response:
+    body, headers = await body_of(request, ConversationRequest)
+    try:
+        made = await responses_of(request).store.update(request.state.tenant, conversation_id, body.metadata or {})
+    except NotStored:
+        raise not_found("conversation", conversation_id) from None
+    return Response(msgspec.json.encode(_describe(made)), headers=headers, media_type="application/json")
+
+
+@router.delete("/v1/conversations/{conversation_id}")
+async def delete_conversation(request: Request, conversation_id: str) -> dict[str, Any]:
+    try:
+        await responses_of(request).store.forget(request.state.tenant, conversation_id)
+    except NotStored:
+        raise not_found("conversation", conversation_id) from None
+    return {"id": conversation_id, "object": "conversation.deleted", "deleted": True}
+
+
+@router.get("/v1/conversations/{conversation_id}/items")
+async def list_items(request: Request, conversation_id: str) -> dict[str, Any]:
+    page = page_of(request)
+    return listed(await _items(request, conversation_id), page)
+
+
+@router.post("/v1/conversations/{conversation_id}/items")
+async def add_items(request: Request, conversation_id: str) -> Response:
+    body, headers = await body_of(request, ItemsRequest)
+    items = items_with_ids(body.items)
+    try:
+        await responses_of(request).store.append(request.state.tenant, conversation_id, items)
+    except NotStored:
+        raise not_found("conversation", conversation_id) from None
+    except TooLong:
+        raise _too_many() from None
+    first, last = items[0]["id"], items[-1]["id"]
+    answer = {"object": "list", "data": items, "first_id": first, "last_id": last, "has_more": False}
+    return Response(msgspec.json.encode(answer), headers=headers, media_type="application/json")
+
+
+@router.get("/v1/conversations/{conversation_id}/items/{item_id}")
+async def get_item(request: Request, conversation_id: str, item_id: str) -> dict[str, Any]:
+    found = next((item for item in await _items(request, conversation_id) if item["id"] == item_id), None)
+    if found is None:
+        raise not_found("item", item_id)
+    return found
+
+
+@router.delete("/v1/conversations/{conversation_id}/items/{item_id}")
+async def delete_item(request: Request, conversation_id: str, item_id: str) -> dict[str, Any]:
+    await _items(request, conversation_id)  # whose 404 is the conversation's
+    try:
+        return _describe(await responses_of(request).store.delete_item(request.state.tenant, conversation_id, item_id))
+    except NotStored:
+        raise not_found("item", item_id) from None
+
+
+async def _items(request: Request, conversation_id: str) -> list[dict[str, Any]]:
+    try:
+        return await responses_of(request).store.items(request.state.tenant, conversation_id)
+    except NotStored:
+        raise not_found("conversation", conversation_id) from None
+
+
+def _describe(conversation: Conversation) -> dict[str, Any]:
+    return {
+        "id": conversation.id,
+        "object": "conversation",
+        "created_at": conversation.created,
+        "metadata": conversation.metadata,
+    }
+
+
+def _too_many() -> ApiError:
+    return invalid("A conversation has at most 4096 items.", "items")

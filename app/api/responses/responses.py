@@ -1,0 +1,218 @@
+"""Responses: made, remembered, run in the background, and found again."""
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from typing import Any
+
+from app.api.responses.answers import Event, ResponseBuilder
+from app.api.responses.as_chat import Item, chat_request, items_with_ids, new_id, renamed
+from app.conversations.redis_store import RedisStore
+from app.conversations.response_store import NotStored, ResponseStore, TooLong
+from app.errors import ApiError, invalid
+from app.http.event_stream import PING, event
+from app.schemas.responses import ResponseRequest
+from app.turn.generation import Delta, Generation
+from app.turn.prepare import Caller
+from app.turn.service import Service
+
+log = logging.getLogger(__name__)
+
+Store = ResponseStore | RedisStore
+SWEEP_S = 60.0  # between two looks for what is too old
+_UNFINISHED = ("queued", "in_progress")
+
+
+class Turn(AsyncIterator[Delta]):
+    """One response under way: the source of its stream, and its frames. It is remembered before its last event goes
+    out, so that who reads that event can go on from it."""
+
+    ping = PING
+
+    def __init__(
+        self,
+        responses: "Responses",
+        request: ResponseRequest,
+        tenant: str,
+        items: list[Item],
+        generation: Generation,
+    ) -> None:
+        self.generation = generation
+        self.items = items  # the request's own
+        self.builder = ResponseBuilder(request, generation, response_id=new_id("resp"))
+        self.request = request
+        self.tenant = tenant
+        self._responses = responses
+        self._last: list[Event] = []
+
+    async def finish(self) -> dict[str, Any]:
+        """To the end. Raises ApiError."""
+        async with aclosing(self):
+            async for delta in self:
+                self.builder.take(delta)
+        return self.builder.body()
+
+    async def wait_first(self, timeout_s: float) -> None:
+        try:
+            await self.generation.wait_first(timeout_s)
+        except ApiError as error:
+            raise renamed(error) from None
+
+    async def __anext__(self) -> Delta:
+        try:
+            return await anext(self.generation)
+        except ApiError as error:
+            raise renamed(error) from None
+        except StopAsyncIteration:
+            self._last = self.builder.end(self.generation.choices[0].finish_reason)
+            await self._responses.remember(self)
+            raise
+
+    async def aclose(self) -> None:
+        await self.generation.aclose()
+
+    def opening(self) -> bytes:
+        return framed(self.builder.begin())
+
+    def delta(self, delta: Delta) -> bytes:
+        return framed(self.builder.take(delta))
+
+    def closing(self) -> bytes:
+        return framed(self._last)
+
+    def failed(self, error: ApiError) -> bytes:
+        return framed(self.builder.fail(error))
+
+
+class Responses:
+    """One per app, on its event loop."""
+
+    def __init__(self, service: Service, store: Store) -> None:
+        self.store = store
+        self._service = service
+        self._sweep_s = 0.0
+        self._running: dict[tuple[str, str], tuple[Turn, asyncio.Task[None]]] = {}  # (tenant, id) -> in the background
+
+    async def begin(self, request: ResponseRequest, caller: Caller) -> Turn:
+        """Raises ApiError."""
+        items = items_with_ids(request.input or [])
+        history = await self._history(request, caller.tenant)
+        chat = chat_request(request, [*history, *items])
+        if request.conversation is not None and chat.session_id is None and caller.session_header is None:
+            chat = chat.model_copy(update={"session_id": request.conversation.id})
+        try:
+            generation = await self._service.generate(chat, caller)
+        except ApiError as error:
+            raise renamed(error) from None
+        return Turn(self, request, caller.tenant, items, generation)
+
+    async def tokens(self, request: ResponseRequest, caller: Caller) -> int:
+        """Of the prompt that `begin` would submit. Raises ApiError."""
+        history = await self._history(request, caller.tenant)
+        chat = chat_request(request, [*history, *items_with_ids(request.input or [])])
+        return len(await self._service.chat_tokens(chat, caller))
+
+    async def _history(self, request: ResponseRequest, tenant: str) -> list[Item]:
+        try:
+            if (previous := request.previous_response_id) is not None:
+                return await self.store.history(tenant, previous)
+            if request.conversation is not None:
+                return await self.store.items(tenant, request.conversation.id)
+        except NotStored:
+            if previous is not None:
+                message = f"Previous response with id '{previous}' not found."
+                raise ApiError(400, message, code="previous_response_not_found", param="previous_response_id") from None
+            raise not_found("conversation", request.conversation.id if request.conversation else "") from None
+        except TooLong:
+            raise invalid("The conversation has more items than this server keeps; begin a new one.", "input") from None
+        return []
+
+    async def remember(self, turn: Turn) -> None:
+        """A full disk, or a Redis that is away, costs the memory of a response, not the response."""
+        if (now := time.monotonic()) >= self._sweep_s:
+            self._sweep_s = now + SWEEP_S
+            with contextlib.suppress(NotStored, ApiError):
+                await self.store.sweep()
+        request, builder = turn.request, turn.builder
+        with contextlib.suppress(NotStored, TooLong, ApiError):
+            if request.store is not False:
+                await self.store.put(turn.tenant, builder.body(), turn.items, request.previous_response_id)
+            if request.conversation is not None and builder.status in ("completed", "incomplete"):
+                await self.store.append(turn.tenant, request.conversation.id, [*turn.items, *builder.output])
+
+    async def run_in_background(self, turn: Turn) -> dict[str, Any]:
+        """Starts it. Returns the response as it is now."""
+        await self.remember(turn)
+        key = turn.tenant, turn.builder.id
+        task = asyncio.create_task(self._run(turn))
+        self._running[key] = turn, task
+        task.add_done_callback(lambda _: self._running.pop(key, None))
+        return turn.builder.body()
+
+    async def _run(self, turn: Turn) -> None:
+        try:
+            await turn.finish()
+        except ApiError as error:
+            turn.builder.fail(error)
+            await self.remember(turn)
+        except Exception:
+            log.exception("response %s failed", turn.builder.id)
+            turn.builder.fail(ApiError(500, "The server had an error while answering.", code="server_error"))
+            await self.remember(turn)
+
+    async def get(self, tenant: str, response_id: str) -> dict[str, Any]:
+        """Raises ApiError 404."""
+        if (running := self._running.get((tenant, response_id))) is not None:
+            return running[0].builder.body()
+        try:
+            body = await self.store.get(tenant, response_id)
+        except NotStored:
+            raise not_found("response", response_id) from None
+        if body["status"] in _UNFINISHED:  # a server before this one began it
+            error = {"code": "server_error", "message": "The server stopped while it was generated."}
+            body = {**body, "status": "failed", "error": error}
+        return body
+
+    async def cancel(self, tenant: str, response_id: str) -> dict[str, Any]:
+        """Of one in the background; what is over stays as it is. Raises ApiError."""
+        running = self._running.get((tenant, response_id))
+        if running is not None:
+            await self._stop(*running)
+            return running[0].builder.body()
+        body = await self.get(tenant, response_id)
+        if not body["background"]:
+            raise invalid("Only responses in the background can be cancelled.", "response_id")
+        return body
+
+    async def delete(self, tenant: str, response_id: str) -> None:
+        """Raises ApiError 404."""
+        if (tenant, response_id) in self._running:
+            await self.cancel(tenant, response_id)
+        try:
+            await self.store.delete(tenant, response_id)
+        except NotStored:
+            raise not_found("response", response_id) from None
+
+    async def close(self) -> None:
+        for turn, task in list(self._running.values()):
+            await self._stop(turn, task)
+        await self.store.close()
+
+    async def _stop(self, turn: Turn, task: "asyncio.Task[None]") -> None:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        if turn.builder.status == "in_progress":  # else it ended just now
+            turn.builder.cancel()
+            await turn.aclose()
+            await self.remember(turn)
+
+
+def not_found(kind: str, name: str) -> ApiError:
+    return ApiError(404, f"No {kind} '{name[:200]}' found.", code=f"{kind}_not_found", param=f"{kind}_id")
+
+
+def framed(events: list[Event]) -> bytes:
+    return b"".join(event(said, said["type"]) for said in events)

@@ -1,0 +1,194 @@
+"""`reprise cache`: look at, check and empty the KV on disk, with the server stopped."""
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple, Protocol
+
+import typer
+from rich.console import Console
+from rich.measure import Measurement
+from rich.table import Table
+
+from app.settings.help import settings_of
+from app.settings.settings import GIB, Settings
+
+ANY_SETTING = {"allow_extra_args": True, "ignore_unknown_options": True}
+TOKEN_BYTES = 4
+MAX_COLUMNS = 2000
+
+cli = typer.Typer(
+    no_args_is_help=True,
+    help="The KV on disk. The server must be stopped; settings such as --cache.disk_dir are given as to `serve`.",
+)
+Config = Annotated[Path | None, typer.Option(help="TOML file with settings.")]
+
+
+class DiskTier(Protocol):
+    """The part of `cache.storage.extent_store.DiskTier` used here."""
+
+    useless: dict[int, str]
+
+    def verify(self) -> Iterator[tuple[int, str | None]]: ...
+    def delete(self, *extent_ids: int) -> None: ...
+    def delete_sessions(self, *names: tuple[str, str, str]) -> None: ...
+
+
+class Record(Protocol):
+    """A record whose model has no intact one, so that nobody can tell any more what it holds."""
+
+    @property
+    def extent_id(self) -> int: ...
+    @property
+    def path(self) -> Path: ...
+    @property
+    def size_bytes(self) -> int: ...
+
+
+class Directory(NamedTuple):
+    """How the cache directory of some settings is looked at. All of it ends the program when that cannot be used."""
+
+    stores: Callable[[Settings], Iterator["Store"]]
+    nameless: Callable[[Settings], list[Record]]
+    drop: Callable[[Record], bool]  # whether it is gone
+
+
+@dataclass(frozen=True, slots=True)
+class Store:
+    """The records of one fingerprint: one model, its precision and this format. Open while it is looked at."""
+
+    fingerprint: str  # hex
+    tier: DiskTier
+    extents: list[Any]  # cache.extent.ExtentInfo
+    sessions: list[Any]  # cache.extent.SessionRecord
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(extent.size_bytes for extent in self.extents)
+
+    @property
+    def blocks(self) -> int:
+        return sum(len(extent.blocks) for extent in self.extents)
+
+
+@cli.command("ls", context_settings=ANY_SETTING)
+def list_sessions(context: typer.Context, config: Config = None) -> None:
+    """List the sessions, those used last first."""
+    settings = settings_of(context, config)
+    table = Table("session", "tenant", "blocks", "tokens", "MiB", "last used", "expires", "model", box=None)
+    rows: list[tuple[float, list[str]]] = []
+    for store in _stores(context, settings):
+        own: dict[tuple[str, str, str], list[Any]] = {}
+        for extent in store.extents:
+            own.setdefault(extent.session.names, []).append(extent)
+        for session in store.sessions:
+            extents = own.get(session.names, [])
+            blocks = [block for extent in extents for block in extent.blocks]
+            ttl_s = settings.cache.ttl_s if session.ttl_s is None else session.ttl_s
+            cells = [
+                session.session_id + (f" (salt {session.salt})" if session.salt else ""),
+                session.tenant,
+                f"{len(blocks):,}",
+                f"{sum(len(block.token_ids) // TOKEN_BYTES for block in blocks):,}",
+                f"{sum(extent.size_bytes for extent in extents) / (1 << 20):,.1f}",
+                _date(session.last_used_s),
+                "pinned" if session.pinned else _date(session.last_used_s + ttl_s),
+                store.fingerprint[:12],
+            ]
+            rows.append((session.last_used_s, cells))
+    for _, cells in sorted(rows, reverse=True):
+        table.add_row(*cells)
+    console = Console(highlight=False)
+    # In its full width: an id that is cut is of no use.
+    width = Measurement.get(console, console.options.update(max_width=MAX_COLUMNS), table).maximum
+    console.width = max(console.width, width)
+    console.print(table if rows else f"No sessions in {settings.state_dir}.", markup=False)
+
+
+@cli.command(context_settings=ANY_SETTING)
+def stats(context: typer.Context, config: Config = None) -> None:
+    """Bytes, blocks and sessions, per model."""
+    settings = settings_of(context, config)
+    table = Table("model", "sessions", "pinned", "extents", "blocks", "GiB", box=None)
+    total = 0
+    for store in _stores(context, settings):
+        pinned = sum(session.pinned for session in store.sessions)
+        counts = (len(store.sessions), pinned, len(store.extents), store.blocks)
+        table.add_row(store.fingerprint[:12], *(f"{count:,}" for count in counts), f"{store.size_bytes / GIB:.3f}")
+        total += store.size_bytes
+    console = Console(highlight=False)
+    console.print(table)
+    cap = "" if settings.cache.disk_gib == "auto" else f" of {settings.cache.disk_gib:g}"
+    console.print(f"{total / GIB:.3f}{cap} GiB in {settings.state_dir}", markup=False)
+
+
+@cli.command(context_settings=ANY_SETTING)
+def verify(context: typer.Context, config: Config = None) -> None:
+    """Read every record and check it. Exit status 1 if one is damaged or missing; the server computes such KV again."""
+    settings = settings_of(context, config)
+    console = Console(highlight=False)
+    checked = damaged = 0
+    for record in _directory(context).nameless(settings):
+        checked, damaged = checked + 1, damaged + 1
+        model = record.path.parent.parent.name
+        console.print(f"{model[:12]} {record.extent_id:016x}: format: nothing of this model can be read", markup=False)
+    for store in _stores(context, settings):
+        for extent_id, problem in (*store.tier.useless.items(), *store.tier.verify()):
+            checked += 1
+            if problem is not None:
+                damaged += 1
+                console.print(f"{store.fingerprint[:12]} {extent_id:016x}: {problem}", markup=False)
+    console.print(f"{checked:,} records checked, {damaged:,} damaged")
+    if damaged:
+        console.print("The server computes damaged KV again; nothing has to be done.")
+        raise typer.Exit(1)
+
+
+@cli.command(context_settings=ANY_SETTING)
+def clear(
+    context: typer.Context,
+    config: Config = None,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+) -> None:
+    """Delete all KV, of all models. What was said (the transcripts) stays: conversations are computed again."""
+    settings = settings_of(context, config)
+    if not yes:
+        _ask(context, settings)
+    extents = size_bytes = 0
+    for store in _stores(context, settings):
+        store.tier.delete(*(extent.extent_id for extent in store.extents))
+        store.tier.delete_sessions(*(session.names for session in store.sessions))
+        extents, size_bytes = extents + len(store.extents), size_bytes + store.size_bytes
+    for record in _directory(context).nameless(settings):
+        if _directory(context).drop(record):
+            extents, size_bytes = extents + 1, size_bytes + record.size_bytes
+    Console(highlight=False).print(f"{extents:,} records deleted, {size_bytes / GIB:.3f} GiB")
+
+
+def _ask(context: typer.Context, settings: Settings) -> None:
+    """Ends the program unless somebody agrees; nobody is asked about a directory that cannot be emptied."""
+    size_bytes = sum(store.size_bytes for store in _stores(context, settings))
+    try:
+        agreed = typer.confirm(f"Delete all KV in {settings.state_dir}, {size_bytes / GIB:.3f} GiB?")
+    except typer.Abort:  # no terminal, or Ctrl-C
+        message = "nothing is deleted; where nobody can be asked, --yes agrees"
+        Console(stderr=True, highlight=False).print(f"\nreprise: {message}", markup=False)
+        raise typer.Exit(1) from None
+    if not agreed:
+        raise typer.Exit(1)
+
+
+def _stores(context: typer.Context, settings: Settings) -> Iterator[Store]:
+    """One after the other."""
+    return _directory(context).stores(settings)
+
+
+def _directory(context: typer.Context) -> Directory:
+    """The program hands it over: only `app.cli.program` knows the tiers."""
+    directory: Directory = context.obj
+    return directory
+
+
+def _date(unix_s: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M", time.localtime(unix_s))

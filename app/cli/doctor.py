@@ -1,0 +1,406 @@
+"""`reprise doctor`: what this machine has for given settings, and what to do about what it lacks.
+
+Nothing is changed: what is written to the state directory to see whether it can be is gone afterwards. Tensor libraries
+are looked at in a process of their own.
+"""
+
+import errno
+import json
+import os
+import platform
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from app.cli.expected_sizes import ITEMSIZE, Expected, expected_sizes, model_shape
+from app.settings.settings import GIB, MIB, Settings
+from app.state_dir import weakness
+from engine.build.machine import Memory, memory
+from engine.build.sizes import dram_warnings
+from model.places import BUNDLED, SMOLLM2, is_there, source_of
+
+HOW_TO_GET_A_MODEL = f"`make model` brings {SMOLLM2.name}, which knows something of the world"
+# In a checkout; pip leaves alone what has the right version, and `make setup` what was set up once.
+_REINSTALL = "pip install --force-reinstall -c constraints.txt"
+_OTEL = "pip install opentelemetry-sdk opentelemetry-exporter-otlp-proto-http"
+PROBE_TIMEOUT_S = 120.0  # the first import of torch on a cold disk takes long
+DISK_TRIAL_BYTES = 16 * MIB
+SLOW_DISK_BYTES_PER_S = 50e6
+REDIS_TIMEOUT_S = 2.0
+
+# Printed as JSON by a Python of its own, so that neither a crash in a library nor its memory is ours.
+PROBE = """
+import importlib, json, platform
+found = {}
+for name in ("torch", "transformers", "numba", "triton", "flash_attn", "opentelemetry.sdk"):
+    try:
+        module = importlib.import_module(name)
+        found[name] = getattr(module, "__version__", "present")
+    except ModuleNotFoundError as error:
+        found[name] = None if error.name and name.startswith(error.name) else "!" + str(error)
+    except Exception as error:
+        found[name] = "!" + (str(error).splitlines() or [type(error).__name__])[-1]
+if found["torch"] and not found["torch"].startswith("!"):
+    import torch
+    found["cuda_build"] = torch.version.cuda
+    found["devices"] = [
+        {"name": p.name, "gib": p.total_memory / 2**30, "capability": [p.major, p.minor]}
+        for p in map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
+    ] if torch.cuda.is_available() else []
+print(json.dumps(found))
+"""
+
+
+class Level(StrEnum):
+    OK = "ok"
+    NOTE = "note"  # works; could be better
+    WARN = "warn"  # will work badly, or not for long
+    FAIL = "fail"  # will not work
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    subject: str
+    level: Level
+    found: str
+    advice: str = ""
+
+
+def examine(
+    settings: Settings,
+    probe: Callable[[], dict[str, Any]] | None = None,
+    *,
+    used_by: Callable[[Path], str | None] = lambda directory: None,
+) -> list[Finding]:
+    """All of it, in the order in which it should be mended. `probe` looks at the libraries; `used_by` says which server
+    has a state directory."""
+    libraries, has = (probe or probe_libraries)(), memory()
+    expected = _expected(settings, has, libraries)
+    return [
+        *_python(),
+        *_torch(libraries, settings),
+        *_accelerator(libraries, settings),
+        *_extras(libraries, settings),
+        *_processor(settings),
+        *_memory(settings, has, expected),
+        *look_at_model(settings),
+        *_state(settings, expected, used_by),
+        *_redis(settings),
+        *_port(settings),
+    ]
+
+
+def report(findings: list[Finding]) -> Table:
+    marks = {
+        Level.OK: "[green]✓[/green]",
+        Level.NOTE: "[blue]i[/blue]",
+        Level.WARN: "[yellow]![/yellow]",
+        Level.FAIL: "[bold red]✗[/bold red]",
+    }
+    table = Table(box=None, padding=(0, 2, 0, 0), show_header=False)
+    for finding in findings:
+        text = finding.found.replace("[", r"\[")
+        if finding.advice:
+            text += f"\n[bold]→[/bold] {finding.advice.replace('[', chr(92) + '[')}"
+        table.add_row(marks[finding.level], finding.subject, text)
+    return table
+
+
+def probe_libraries() -> dict[str, Any]:
+    """{"torch": version | None | "!error", ..., "devices": [...]}; {"error": text} when the probe itself broke."""
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", PROBE], capture_output=True, text=True, timeout=PROBE_TIMEOUT_S, check=False
+        )
+        found: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+        return found
+    except subprocess.TimeoutExpired:
+        return {"error": f"importing the libraries took longer than {PROBE_TIMEOUT_S:g} s"}
+    except (IndexError, ValueError, OSError):
+        return {"error": "importing the libraries ended the process that tried it"}
+
+
+def _python() -> Iterator[Finding]:
+    level = Level.OK if sys.version_info >= (3, 11) else Level.FAIL
+    advice = "" if level is Level.OK else "Reprise needs Python 3.11 or newer"
+    yield Finding("Python", level, f"{platform.python_version()}, {platform.system()} {platform.machine()}", advice)
+
+
+def _torch(libraries: dict[str, Any], settings: Settings) -> Iterator[Finding]:
+    if "error" in libraries:
+        yield Finding("torch", Level.FAIL, libraries["error"], f"{_REINSTALL} torch transformers")
+        return
+    for name in ("torch", "transformers"):
+        version = libraries.get(name)
+        if version is None:
+            yield Finding(name, Level.FAIL, "not installed", "pip install -c constraints.txt -e .")
+        elif version.startswith("!"):
+            yield Finding(name, Level.FAIL, f"cannot be imported: {version[1:]}", f"{_REINSTALL} {name}")
+        else:
+            yield Finding(name, Level.OK, version)
+    numba = libraries.get("numba")
+    if settings.engine.device != "cuda" and (numba is None or numba.startswith("!")):
+        advice = "pip install numba: compiled kernels make decoding on CPU faster"
+        yield Finding("numba", Level.WARN, "not usable", advice)
+    elif numba:
+        yield Finding("numba", Level.OK, numba)
+
+
+def _accelerator(libraries: dict[str, Any], settings: Settings) -> Iterator[Finding]:
+    devices = libraries.get("devices", [])
+    for device in devices:
+        yield Finding("CUDA", Level.OK, f"{device['name']}, {device['gib']:.0f} GiB")
+    if not devices:
+        has_gpu = shutil.which("nvidia-smi") is not None
+        if settings.engine.device == "cuda":
+            advice = "install the driver and a CUDA build of torch, or set engine.device=cpu"
+            yield Finding("CUDA", Level.FAIL, "no device, and engine.device is cuda", advice)
+        elif has_gpu and not libraries.get("cuda_build"):
+            advice = f"{_REINSTALL} torch (for Linux, PyPI has the CUDA build)"
+            yield Finding("CUDA", Level.WARN, "there is an NVIDIA driver, but torch is a CPU build", advice)
+        else:
+            yield Finding("CUDA", Level.NOTE, "no device: the model runs on the CPU")
+        return
+    for name, library in (("flash-attn", "flash_attn"), ("Triton", "triton")):
+        version = libraries.get(library)
+        if version and not version.startswith("!"):
+            yield Finding("attention", Level.OK, f"{name} {version}")
+            return
+    yield Finding("attention", Level.FAIL, "neither Triton nor flash-attn", f"{_REINSTALL} triton")
+
+
+def _extras(libraries: dict[str, Any], settings: Settings) -> Iterator[Finding]:
+    if settings.server.traces_endpoint and not libraries.get("opentelemetry.sdk"):
+        found = "server.traces_endpoint is set and OpenTelemetry is not installed"
+        yield Finding("traces", Level.FAIL, found, _OTEL)
+
+
+def _processor(settings: Settings) -> Iterator[Finding]:
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    flags = _cpu_flags()
+    has = [name for name in ("avx2", "avx512f", "avx512_bf16", "amx_bf16") if name in flags]
+    yield Finding("processor", Level.OK, f"{usable} cores usable{', ' + ', '.join(has) if has else ''}")
+    if settings.engine.threads > usable:
+        found = f"engine.threads is {settings.engine.threads}, more than there are cores"
+        yield Finding("threads", Level.WARN, found, "threads that wait for a core hold up every product")
+    if platform.machine() in ("x86_64", "AMD64") and flags and "avx512_bf16" not in flags:
+        advice = "--model.dtype float32 may be faster here"
+        yield Finding("bfloat16", Level.NOTE, "this processor computes it in software", advice)
+    yield _exact(settings, "avx512_bf16" in flags)
+
+
+def _exact(settings: Settings, has_kernels: bool) -> Finding:
+    """What model.exact can give here. What it does give is proven on the loaded model, when the server starts."""
+    if settings.model.exact == "on":
+        if has_kernels or settings.model.dtype == "float32":
+            return Finding("exact", Level.OK, "model.exact is on: proven at start, or the model is refused")
+        advice = "--model.exact auto, or a processor with AVX512_BF16"
+        return Finding("exact", Level.FAIL, "model.exact is on, and no kernels for it run on this processor", advice)
+    if not has_kernels:
+        return Finding("exact", Level.NOTE, "a greedy text may depend on what is computed beside it")
+    found = "in bf16 a greedy text may depend on what is computed beside it"
+    return Finding("exact", Level.NOTE, found, "--model.exact on: the same bits always, but slower")
+
+
+def _cpu_flags() -> set[str]:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return set()
+    return set(next((line.split(":", 1)[1].split() for line in lines if line.startswith("flags")), ()))
+
+
+def _memory(settings: Settings, has: Memory, expected: Expected | None) -> Iterator[Finding]:
+    found = f"{has.total / GIB:.1f} GiB, {has.available / GIB:.1f} available"
+    if expected is None:
+        wanted = _bytes(settings.cache.dram_gib) + settings.cache.staging_mib * MIB
+        warnings = []
+    else:
+        sizes = expected.sizes
+        parts = {"KV in DRAM": sizes.dram, "staging": sizes.staging}
+        if expected.on_cpu:
+            parts = {"weights": expected.shape.weights, "KV in HBM": sizes.hbm, **parts}
+        wanted = sum(parts.values())
+        found += f"; taken as needed: {', '.join(f'{name} {size / GIB:.1f}' for name, size in parts.items() if size)}"
+        hbm_tokens, dram_tokens = expected.tokens(sizes.hbm), expected.tokens(sizes.dram)
+        window = min(hbm_tokens, expected.shape.window_tokens)
+        warnings = dram_warnings(dram_tokens, hbm_tokens, window) if sizes.dram else []
+        if window < expected.shape.window_tokens:
+            warnings.append(f"the window shrinks to {window:,} of {expected.shape.window_tokens:,} tokens")
+    if wanted > has.total:
+        advice = "lower cache.dram_gib or cache.hbm_tokens, or serve a smaller model"
+        yield Finding("memory", Level.FAIL, f"{found}; that is more than there is", advice)
+    elif wanted > has.available * 0.9:
+        advice = "lower cache.dram_gib or cache.hbm_tokens, or end what else runs here"
+        yield Finding("memory", Level.WARN, f"{found}; that is nearly all", advice)
+    elif warnings:
+        yield Finding("memory", Level.WARN, found, "; ".join(warnings))
+    else:
+        yield Finding("memory", Level.OK, found)
+
+
+def _bytes(gib: float | str) -> float:
+    """0 where it is automatic: that fits."""
+    return gib * GIB if isinstance(gib, float) else 0.0
+
+
+def _expected(settings: Settings, has: Memory, libraries: dict[str, Any]) -> Expected | None:
+    """What a server would take; None where the model is not on this machine, or speaks of itself in other words."""
+    devices = [] if settings.engine.device == "cpu" else libraries.get("devices", [])
+    automatic = "bfloat16" if devices or "avx512_bf16" in _cpu_flags() else "float32"
+    itemsize = ITEMSIZE[automatic if settings.model.dtype == "auto" else settings.model.dtype]
+    directory = Path(source_of(settings.model.source)).expanduser()
+    shape = model_shape(directory, itemsize, settings.model.max_context)
+    if shape is None:
+        return None
+    return expected_sizes(settings, shape, has, int(devices[0]["gib"] * GIB) if devices else None)
+
+
+def look_at_model(settings: Settings) -> Iterator[Finding]:
+    source = source_of(settings.model.source)
+    directory = Path(source).expanduser()
+    if not directory.is_dir():
+        if directory.is_file() and directory.suffix == ".gguf":
+            yield _gguf(directory)
+        elif directory.exists():
+            yield Finding("model", Level.FAIL, f"{source} is a file", "give --model the directory it is in")
+        elif source.startswith((".", "/", "~")):
+            yield Finding("model", Level.FAIL, f"there is no directory {source}", "give --model an existing one")
+        else:
+            yield Finding("model", Level.NOTE, f"{source} comes from the hub, or from its cache on this machine")
+        return
+    missing = [name for name in ("config.json", "tokenizer.json") if not (directory / name).is_file()]
+    if not any(directory.glob("*.safetensors")):
+        missing.append("*.safetensors")
+    if missing:
+        advice = "a model is a directory with these; other weight formats are refused"
+        yield Finding("model", Level.FAIL, f"{directory} lacks {', '.join(missing)}", advice)
+    else:
+        size = sum(file.stat().st_size for file in directory.glob("*.safetensors"))
+        name = "the bundled demonstration" if directory == BUNDLED else directory.name
+        advice = "" if settings.model.source or is_there(SMOLLM2) else HOW_TO_GET_A_MODEL
+        yield Finding("model", Level.OK, f"{name}, {size / GIB:.2f} GiB", advice)
+
+
+def _gguf(file: Path) -> Finding:
+    try:
+        with file.open("rb") as opened:
+            begins = opened.read(4)
+        if begins != b"GGUF":
+            return Finding("model", Level.FAIL, f"{file} is no GGUF file", "download or copy it again")
+        return Finding("model", Level.OK, f"{file.name}, {file.stat().st_size / GIB:.2f} GiB, is converted once")
+    except OSError as error:
+        return Finding("model", Level.FAIL, f"{file} cannot be read: {error.strerror}", "chmod +r, or another file")
+
+
+def _state(settings: Settings, expected: Expected | None, used_by: Callable[[Path], str | None]) -> Iterator[Finding]:
+    directory = settings.state_dir
+    existing = next(path for path in (directory, *directory.absolute().parents) if path.exists())
+    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+        advice = "choose another one with --cache.disk_dir"
+        problem = "cannot be written to" if existing.is_dir() else f"cannot be made: {existing} is a file"
+        yield Finding("state", Level.FAIL, f"{directory} {problem}", advice)
+        return
+    owner = _owner(directory, used_by)
+    free = shutil.disk_usage(existing).free
+    wanted = _bytes(settings.cache.disk_gib) + settings.cache.disk_min_free_gib * GIB
+    has = f"{directory}, {free / GIB:.1f} GiB free"
+    if settings.cache.disk_gib == "auto" and expected is not None:
+        has += f", {expected.sizes.disk / GIB:.1f} of it for KV"
+    if owner:
+        advice = "another server needs another --cache.disk_dir, and `reprise cache` has to wait"
+        yield Finding("state", Level.NOTE, f"{has}, in use by {owner}", advice)
+    elif settings.cache.disk_gib != 0 and free < settings.cache.disk_min_free_gib * GIB:
+        advice = "free some space, or lower cache.disk_min_free_gib: nothing would be kept on disk"
+        yield Finding("state", Level.WARN, has, advice)
+    elif free < wanted:
+        advice = "cache.disk_gib and cache.disk_min_free_gib want more; what does not fit leaves earlier"
+        yield Finding("state", Level.NOTE, has, advice)
+    else:
+        yield Finding("state", Level.OK, has)
+    if settings.cache.disk_gib != 0:
+        yield _disk_speed(existing)
+    if (weak := weakness(directory)) is not None:
+        yield Finding("state", Level.WARN, *weak)
+    secret = directory / "tenant_secret"
+    if secret.is_file() and secret.stat().st_mode & 0o077:
+        yield Finding("secret", Level.WARN, f"others may read {secret}", f"chmod 600 {secret}")
+
+
+def _owner(directory: Path, used_by: Callable[[Path], str | None]) -> str | None:
+    try:
+        return used_by(directory)
+    except OSError:  # somebody else's directory: what can be written to is another finding
+        return None
+
+
+def _disk_speed(directory: Path) -> Finding:
+    try:
+        with tempfile.NamedTemporaryFile(dir=directory, prefix=".reprise-doctor-") as file:
+            start_s = time.perf_counter()
+            file.write(os.urandom(DISK_TRIAL_BYTES))
+            file.flush()
+            os.fsync(file.fileno())
+            speed = DISK_TRIAL_BYTES / (time.perf_counter() - start_s)
+    except OSError as error:
+        return Finding("disk", Level.FAIL, f"cannot write: {error.strerror}", "choose another --cache.disk_dir")
+    if speed < SLOW_DISK_BYTES_PER_S:
+        return Finding("disk", Level.NOTE, f"writes {speed / 1e6:.0f} MB/s", "loading may cost more than recomputing")
+    return Finding("disk", Level.OK, f"writes {speed / 1e6:.0f} MB/s")
+
+
+def _redis(settings: Settings) -> Iterator[Finding]:
+    url = settings.cache.redis_url
+    if not url:
+        yield Finding("Redis", Level.NOTE, "not used")
+        return
+    try:
+        import redis
+    except ModuleNotFoundError:
+        yield Finding("Redis", Level.FAIL, "cache.redis_url is set and its client missing", "pip install redis")
+        return
+    try:
+        with redis.Redis.from_url(
+            url, socket_timeout=REDIS_TIMEOUT_S, socket_connect_timeout=REDIS_TIMEOUT_S
+        ) as client:
+            start_s = time.perf_counter()
+            client.ping()
+            took_ms = (time.perf_counter() - start_s) * 1e3
+        yield Finding("Redis", Level.OK, f"answers in {took_ms:.1f} ms")
+    except (redis.RedisError, ValueError) as error:
+        advice = "start it, or mend cache.redis_url; until then no response is remembered"
+        yield Finding("Redis", Level.WARN, f"does not answer: {type(error).__name__}", advice)
+
+
+def _port(settings: Settings) -> Iterator[Finding]:
+    host, port = settings.server.host, settings.server.port
+    try:
+        if not port:
+            yield Finding("address", Level.OK, f"{host}, any free port")
+            return
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.create_server(address[:2], family=family):
+            pass
+        yield Finding("address", Level.OK, f"{host}:{port} is free")
+    except OSError as error:
+        advice = "is a server running there already? else choose another --port or --host"
+        yield Finding("address", Level.WARN, f"cannot listen on {problem_of_address(settings, error)}", advice)
+
+
+def problem_of_address(settings: Settings, error: OSError) -> str:
+    """Why a server cannot listen, with the settings that decide where."""
+    address = f"{settings.server.host}:{settings.server.port} (server.host, server.port)"
+    # Python repeats the address in the text of the error.
+    known = error.errno is not None and error.errno in errno.errorcode
+    reason = os.strerror(error.errno or 0) if known else error.strerror or str(error)
+    return f"{address}: {reason}"

@@ -1,0 +1,77 @@
+"""What a server will take of this machine, told without loading its model: from the files of the model, as far as they
+say so."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from app.settings.settings import GIB, MIB, Settings
+from engine.build.machine import Memory, disk_room
+from engine.build.sizes import Sizes, automatic_sizes
+
+ITEMSIZE = {"float32": 4, "float16": 2, "bfloat16": 2}
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    weights: int  # bytes
+    kv_bytes_per_token: int
+    window_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """Sizes are those of the settings, and automatic where they leave them open."""
+
+    shape: ModelShape
+    sizes: Sizes
+    on_cpu: bool
+
+    def tokens(self, size_bytes: int) -> int:
+        return size_bytes // self.shape.kv_bytes_per_token
+
+
+def expected_sizes(settings: Settings, shape: ModelShape, memory: Memory, device_memory: int | None) -> Expected:
+    """device_memory: bytes of the accelerator; None: the model runs on the CPU."""
+    cache = settings.cache
+    automatic = automatic_sizes(
+        memory=memory.available,
+        device_memory=None if device_memory is None else max(0, device_memory - shape.weights),
+        disk=_disk_room(settings),
+        weights=shape.weights,
+        kv_bytes_per_token=shape.kv_bytes_per_token,
+        window_tokens=shape.window_tokens,
+        hbm_tokens=cache.hbm_tokens,
+    )
+    if cache.mode != "attentionstore":
+        return Expected(shape, Sizes(hbm=automatic.hbm, dram=0, staging=0, disk=0), device_memory is None)
+    dram = automatic.dram if cache.dram_gib == "auto" else int(cache.dram_gib * GIB)
+    disk = automatic.disk if cache.disk_gib == "auto" else int(cache.disk_gib * GIB)
+    staging = (cache.staging_mib * MIB or automatic.staging) if dram or disk else 0
+    return Expected(shape, Sizes(hbm=automatic.hbm, dram=dram, staging=staging, disk=disk), device_memory is None)
+
+
+def _disk_room(settings: Settings) -> int:
+    try:
+        return disk_room(settings.state_dir, int(settings.cache.disk_min_free_gib * GIB))
+    except OSError:  # what is the matter with it is another finding
+        return 0
+
+
+def model_shape(directory: Path, itemsize: int, max_context: int) -> ModelShape | None:
+    """Of a model on this machine; None where its configuration does not say it in the usual words. itemsize: of what it
+    will be computed in."""
+    try:
+        config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+        text = config.get("text_config") or config
+        if "kv_lora_rank" in text:  # keys and values of other sizes than its heads say
+            return None
+        heads = text["num_attention_heads"]
+        head_dim = text.get("head_dim") or text["hidden_size"] // heads
+        kv_bytes = 2 * text["num_hidden_layers"] * (text.get("num_key_value_heads") or heads) * head_dim * itemsize
+        stored = ITEMSIZE.get(config.get("dtype") or config.get("torch_dtype"), itemsize)
+        files = sum(file.stat().st_size for file in directory.glob("*.safetensors"))
+        window = text["max_position_embeddings"]
+        return ModelShape(files * itemsize // stored, int(kv_bytes), min(window, max_context or window))
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, ZeroDivisionError):
+        return None

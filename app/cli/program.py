@@ -1,0 +1,365 @@
+"""The `reprise` program."""
+
+import json
+import logging
+import os
+import secrets
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from fastapi import FastAPI
+from rich.console import Console
+
+from app.cli import cache as cache_cli
+from app.cli import doctor
+from app.cli import keys as keys_cli
+from app.cli.ready_panel import panel
+from app.conversations.redis_store import RedisStoreUnavailable
+from app.http.server import Server, log_failure
+from app.main import create_app
+from app.observe import logs
+from app.observe.tracing import TracingUnavailable
+from app.settings.help import ServeCommand, settings_of, tables
+from app.settings.settings import Settings
+from app.state_dir import DamagedSecret, read_tenant_secret
+from app.tenancy.key_file import KeyFileError
+from app.version import version
+from engine.messages import ModelInfo
+
+console = Console(stderr=True, highlight=False, soft_wrap=True)
+log = logging.getLogger(__name__)
+cli = typer.Typer(no_args_is_help=True, help="An LLM server that keeps conversations' KV cache.")
+cli.add_typer(cache_cli.cli, name="cache")
+cli.add_typer(keys_cli.cli, name="keys")
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(version())
+        raise typer.Exit
+
+
+@cli.callback()
+def _program(
+    context: typer.Context,
+    show_version: Annotated[
+        bool, typer.Option("--version", help="Show the version.", callback=_show_version, is_eager=True)
+    ] = False,
+) -> None:
+    context.obj = cache_cli.Directory(open_stores, nameless_records, drop_record)
+
+
+MODEL_HELP = "Directory, .gguf file, hub id or `bundled`; default: SmolLM2-135M-Instruct where `make setup` brought it."
+ANY_SETTING = {"allow_extra_args": True, "ignore_unknown_options": True}
+
+
+@cli.command(
+    cls=ServeCommand,
+    context_settings=ANY_SETTING,
+    epilog="Every setting below is a flag, --section.key VALUE, an environment variable, REPRISE_SECTION__KEY, and a "
+    "line of the file.",
+)
+def serve(
+    context: typer.Context,
+    model: Annotated[str | None, typer.Option(help=MODEL_HELP)] = None,
+    host: Annotated[str | None, typer.Option(help="Address to listen on.")] = None,
+    port: Annotated[int | None, typer.Option(help="Port to listen on.")] = None,
+    config: Annotated[Path | None, typer.Option(help="TOML file with settings.")] = None,
+) -> None:
+    """Serve the OpenAI API."""
+    settings = settings_of(context, config, {"model.source": model, "server.host": host, "server.port": port})
+    logs.configure(settings.server.log_format)
+    app = _prepare(settings)
+    as_panel = settings.server.log_format == "text"
+
+    def on_ready(model: ModelInfo, url: str) -> None:
+        if as_panel:
+            sampling = app.state.service.sampling_defaults
+            console.print(panel(settings, model, url, keys=len(app.state.keyring), sampling=sampling))
+        else:
+            log.info("ready", extra={"fields": {"url": url, "model": model.name, "memory_plan": model.memory_plan}})
+
+    server = Server(app, settings, on_ready=on_ready, on_failure=_tell if as_panel else log_failure)
+    try:
+        server.serve_forever()
+    except OSError as error:
+        raise _end(f"cannot listen on {doctor.problem_of_address(settings, error)}") from None
+    if server.failure is not None or server.force_exit:
+        raise typer.Exit(1)
+
+
+@cli.command(
+    "load",
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+    add_help_option=False,
+    options_metavar="[OPTIONS] | compare FILES...",
+)
+def measure(context: typer.Context) -> None:
+    """Measure any OpenAI-compatible server, and compare runs: `reprise load --help`."""
+    from loadgen.cli import main as load
+
+    load(context.args)
+
+
+@cli.command("plan", context_settings={"allow_extra_args": True, "ignore_unknown_options": True}, add_help_option=False)
+def plan_storage(context: typer.Context) -> None:
+    """DRAM and disk for a target hit rate, with TTFT and cost: `reprise plan --help`."""
+    from loadgen.plan.cli import main as plan
+
+    plan(context.args)
+
+
+@cli.command("doctor", context_settings=ANY_SETTING)
+def examine(
+    context: typer.Context,
+    model: Annotated[str | None, typer.Option(help=MODEL_HELP)] = None,
+    host: Annotated[str | None, typer.Option(help="Address to listen on.")] = None,
+    port: Annotated[int | None, typer.Option(help="Port to listen on.")] = None,
+    config: Annotated[Path | None, typer.Option(help="TOML file with settings.")] = None,
+) -> None:
+    """Check what this machine has for these settings, those of `serve`, and say what to do about the rest."""
+    from cache.storage.directory_lock import used_by
+
+    settings = settings_of(context, config, {"model.source": model, "server.host": host, "server.port": port})
+    findings = doctor.examine(settings, used_by=used_by)
+    Console(highlight=False).print(doctor.report(findings))
+    if any(finding.level is doctor.Level.FAIL for finding in findings):
+        raise typer.Exit(1)
+
+
+@cli.command()
+def simulate(
+    context: typer.Context,
+    trace: Annotated[
+        Path | None, typer.Option(help="Requests with the names of their blocks (Mooncake's JSON lines): block mode.")
+    ] = None,
+    capacity_tokens: Annotated[
+        str, typer.Option(help="Block mode: room for so many tokens; several with commas.")
+    ] = "",
+    policies: Annotated[
+        str, typer.Option(help="Keys of the setting cache.policy, default, belady, unbounded; with commas.")
+    ] = "lru,fifo,belady,default",
+    score_from: Annotated[
+        float, typer.Option(min=0.0, max=1.0, help="Block mode: share of the requests that warm up.")
+    ] = 0.0,
+    model: Annotated[str, typer.Option(help="Full mode: a model of the papers.")] = "llama-13b",
+    server: Annotated[
+        str, typer.Option(help="Full mode: instead of a model, a running Reprise, as it has measured itself (URL).")
+    ] = "",
+    api_key: Annotated[str, typer.Option(envvar="OPENAI_API_KEY", show_envvar=True, help="Of --server.")] = "",
+    machine: Annotated[
+        Path | None, typer.Option(help="Full mode: instead of a model, the machine of an earlier result (--out).")
+    ] = None,
+    load: Annotated[str, typer.Option(help="Full mode: saturated or unsaturated.")] = "saturated",
+    sessions_per_s: Annotated[
+        float | None, typer.Option(min=1e-6, help="Full mode: conversations that begin. Default: the load's own.")
+    ] = None,
+    sessions: Annotated[int, typer.Option(min=1, help="Full mode: so many conversations.")] = 9000,
+    dram_gb: Annotated[float, typer.Option(min=0, help="Full mode, with --model.")] = 128.0,
+    disk_gb: Annotated[float, typer.Option(min=0, help="Full mode, with --model.")] = 10_000.0,
+    truncation: Annotated[str, typer.Option(help="Full mode: decoupled, or coupled (a cut loses what is saved).")] = (
+        "decoupled"
+    ),
+    warmup_turns: Annotated[int, typer.Option(min=0, help="Full mode: the first turns do not count.")] = 10_000,
+    seed: Annotated[int, typer.Option(help="Full mode: of the workload.")] = 0,
+    out: Annotated[Path | None, typer.Option(help="JSON file for the result.")] = None,
+    figure: Annotated[Path | None, typer.Option(help="Block mode: PNG file; needs matplotlib.")] = None,
+) -> None:
+    """What caching would save: eviction policies on a recorded trace (--trace), or else a whole server of the papers'
+    kind on a virtual clock, with every policy beside recomputing."""
+    from loadgen.measure.run import check_writable, save
+    from loadgen.options import refuse_given
+
+    names = list(dict.fromkeys(policy.strip() for policy in policies.split(",")))
+    of_model = {"model", "dram_gb", "disk_gb"}
+    try:
+        check_writable(out, figure, read=(trace, machine))
+        if trace is not None:
+            from loadgen.blocks import report as trace_report
+
+            shape = {"load", "sessions_per_s", "sessions", "truncation", "warmup_turns", "seed"}
+            refuse_given(context, {*of_model, *shape, "server", "api_key", "machine"}, "with --trace")
+            result = trace_report.simulate(
+                trace,
+                capacities=_counts("--capacity-tokens", capacity_tokens),
+                policies=names,
+                score_from=score_from,
+                progress=lambda policy, capacity: console.print(f"{policy}, {capacity:,} tokens"),
+            )
+            tables_ = [trace_report.table(result)]
+        else:
+            from loadgen.sim import calibrate, report
+
+            refuse_given(context, {"capacity_tokens", "score_from", "figure"}, "without --trace")
+            if server:
+                refuse_given(context, {*of_model, "machine"}, "with --server")
+                simulated = calibrate.from_server(server, api_key=api_key)
+            elif machine is not None:
+                refuse_given(context, {*of_model, "api_key"}, "with --machine")
+                simulated = report.read_machine(machine)
+            else:
+                refuse_given(context, {"api_key"}, "without --server")
+                simulated = report.preset(model, load, dram_bytes=dram_gb * 1e9, disk_bytes=disk_gb * 1e9)
+            result = report.simulate(
+                machine=simulated,
+                load=load,
+                sessions=sessions,
+                sessions_per_s=sessions_per_s,
+                policies=names,
+                truncation=truncation,
+                warmup_turns=warmup_turns,
+                seed=seed,
+                progress=lambda arm: console.print(arm),
+            )
+            tables_ = report.shown(result)
+        text = json.dumps(result, indent=1) + "\n"
+        if out is not None:
+            save(text, out)
+        if figure is not None:
+            trace_report.draw(result, figure)
+    except (OSError, ValueError, ImportError) as error:
+        console.print(f"reprise simulate: {error}", markup=False)
+        raise typer.Exit(2) from None
+    for shown in tables_:
+        Console().print(shown)
+
+
+@cli.command("convert")
+def convert_gguf(
+    file: Annotated[Path, typer.Argument(metavar="FILE.gguf", help="Weights and vocabulary in one file.")],
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="Is made; `reprise serve --model DIR` serves it.")],
+) -> None:
+    """Make a model directory of a GGUF file: safetensors, tokenizer and configuration."""
+    from engine.gguf.convert import convert
+    from engine.gguf.reader import GgufRefused
+
+    try:
+        convert(file.expanduser(), directory.expanduser())
+    except GgufRefused as error:
+        raise _end(str(error)) from None
+    console.print(f"{directory} is made; reprise serve --model {directory}", markup=False)
+
+
+@cli.command("settings")
+def list_settings() -> None:
+    """List every setting with its default."""
+    for table in tables():
+        Console().print(table)
+
+
+def _counts(option: str, text: str) -> list[int]:
+    """Raises ValueError."""
+    if not all(part.strip().isdecimal() for part in text.split(",")):
+        raise ValueError(f"{option} takes whole numbers with commas between them, not {text!r}")
+    return list(dict.fromkeys(int(part) for part in text.split(",")))
+
+
+def _prepare(settings: Settings) -> FastAPI:
+    """The app, once all is there that can be looked at without loading a model. Ends the program if it is not."""
+    from cache.storage.directory_lock import used_by
+
+    for finding in doctor.look_at_model(settings):
+        if finding.level is doctor.Level.FAIL:
+            raise _end(f"{finding.found}; {finding.advice}")
+        if finding.advice and settings.server.log_format == "text":
+            _tell(f"serving {finding.found}; {finding.advice}")
+    try:
+        keeps_files = settings.cache.mode == "attentionstore" and settings.cache.disk_gib != 0
+        if keeps_files and (owner := used_by(settings.state_dir)):
+            raise _end(f"{settings.state_dir} is in use by {owner}; stop it, or choose another cache.disk_dir")
+        return create_app(settings)
+    except (TracingUnavailable, KeyFileError, RedisStoreUnavailable, ValueError) as error:
+        raise _end(str(error)) from None
+    except OSError as error:
+        raise _end(f"cache.disk_dir: {_problem_of(error, settings.state_dir)}") from None
+
+
+def _problem_of(error: OSError, directory: Path) -> str:
+    existing = next(path for path in (directory, *directory.absolute().parents) if path.exists())
+    if not existing.is_dir():
+        return f"{existing} is a file, not a directory"
+    return f"{directory} cannot be used: {error.strerror or error}"
+
+
+def _end(problem: str) -> typer.Exit:
+    _tell(problem)
+    return typer.Exit(1)
+
+
+def _tell(problem: str) -> None:
+    console.print(f"reprise: {problem}", markup=False)
+
+
+def open_stores(settings: Settings) -> Iterator[cache_cli.Store]:
+    """The KV on disk, one fingerprint after the other. Ends the program when the directory cannot be used."""
+    from cache.storage.directory import stored_models
+    from cache.storage.extent_store import DiskTier
+
+    with _unused(settings):
+        key = _record_key(settings)
+        for fingerprint, segment_bytes in stored_models(settings.state_dir, key).items():
+            tier = DiskTier(
+                directory=settings.state_dir,
+                fingerprint=fingerprint,
+                segment_bytes=segment_bytes,
+                key=key,
+                capacity_bytes=sys.maxsize,  # looking at a directory makes nothing leave it
+                min_free_bytes=0,
+                read_bytes_per_s=0.0,
+                write_bytes_per_s=0.0,
+                deadline_s=settings.cache.io_deadline_s,
+                owner=f"`reprise cache` (pid {os.getpid()})",
+            )
+            extents, sessions = tier.open()
+            try:
+                yield cache_cli.Store(fingerprint.hex(), tier, extents, sessions)
+            finally:
+                tier.close()
+
+
+def nameless_records(settings: Settings) -> list[cache_cli.Record]:
+    """See `cache.storage.directory`. Ends the program when the directory cannot be used."""
+    from cache.storage import directory as disk_files
+
+    with _unused(settings):
+        return [*disk_files.nameless_records(settings.state_dir, _record_key(settings))]
+
+
+def drop_record(record: cache_cli.Record) -> bool:
+    """Delete one of these. Whether it is gone."""
+    from cache.storage.directory import Foreign, drop_foreign
+
+    return drop_foreign(Foreign(record.extent_id, record.path, record.size_bytes), own=None)
+
+
+def _record_key(settings: Settings) -> bytes:
+    """See `cache.storage.extent_format`. Without the installation's secret: one that no record was written with."""
+    from cache.storage.extent_format import record_key
+
+    return record_key(read_tenant_secret(settings.state_dir) or secrets.token_bytes(32))
+
+
+@contextmanager
+def _unused(settings: Settings) -> Iterator[None]:
+    """Ends the program when the cache directory is not there, in use, or fails."""
+    from cache.storage.directory_lock import DirectoryLocked, used_by
+    from cache.storage.errors import TierFailed, TierFull
+
+    if not settings.state_dir.is_dir():
+        raise _end(f"there is no directory {settings.state_dir} (cache.disk_dir)")
+    try:
+        if owner := used_by(settings.state_dir):
+            raise DirectoryLocked(f"{settings.state_dir} is in use by {owner}")
+        yield
+    except DirectoryLocked as error:
+        raise _end(f"{error}; stop it first") from None
+    except (TierFailed, TierFull, OSError, DamagedSecret) as error:
+        raise _end(str(error)) from None
+
+
+def main() -> None:
+    cli()

@@ -1,0 +1,83 @@
+"""The panel that says a server is ready: where it listens, what it serves, and what memory that takes."""
+
+import msgspec
+from rich.console import Group
+from rich.panel import Panel
+from rich.table import Table
+
+from app.settings.settings import GIB, MIB, Settings
+from app.turn.sampling import OPENAI, SamplingDefaults
+from engine.build.machine import memory
+from engine.messages import ModelInfo
+
+ON_DEVICE = ("weights", "hbm")  # parts of the plan that are memory of this machine only where the model runs on it
+IN_MEMORY = (*ON_DEVICE, "dram", "staging")
+NAMES = {"weights": "weights", "hbm": "KV in HBM", "dram": "KV in DRAM", "staging": "staging", "disk": "KV on disk"}
+
+
+def panel(settings: Settings, model: ModelInfo, url: str, *, keys: int, sampling: SamplingDefaults) -> Panel:
+    """Nobody should find out from an OOM killer."""
+    kept = _duration(settings.cache.ttl_s)
+    rows = {
+        "page": url,
+        "API": f"{url}/v1",
+        "model": f"{model.name} ({model.architecture}, {model.parameters / 1e6:,.1f} M parameters)",
+        "runs on": f"{model.device}, {model.dtype}, attention {model.attention_backend}",
+        "exact": f"{'proven' if model.exact else 'no'}: {model.exactness}",
+        "window": f"{model.max_context:,} tokens",
+        "sampling": f"{_differing(sampling)} where a request says nothing",
+        "cache": f"{settings.cache.mode}, policy {settings.cache.policy}, sessions kept {kept}",
+        "at once": f"{settings.scheduler.max_seqs} running, {settings.scheduler.max_queued} waiting",
+        "state": f"{settings.state_dir} (transcripts up to {settings.cache.transcript_mib} MiB)",
+        "keys": f"{keys} accepted" if keys else "none needed",
+    }
+    if not model.decouplable:
+        rows["positions"] = "not decoupled: truncation means recompute"
+    about = Table.grid(padding=(0, 2))
+    for name, value in rows.items():
+        about.add_row(f"[bold]{name}[/bold]", _escaped(value))
+    for warning in model.warnings:
+        about.add_row("[bold yellow]warning[/bold yellow]", _escaped(warning))
+    return Panel(Group(about, "", _plan(model)), title="Reprise is ready", expand=False)
+
+
+def _differing(sampling: SamplingDefaults) -> str:
+    """What is not OpenAI's default."""
+    usual, said = (msgspec.structs.asdict(defaults) for defaults in (OPENAI, sampling))
+    differing = [f"{name} {value:g}" for name, value in said.items() if value != usual[name]]
+    return ", ".join(differing) or "temperature 1"
+
+
+def _plan(model: ModelInfo) -> Table:
+    token_bytes = model.kv_bytes_per_token
+    plan = model.memory_plan or {"hbm": model.hbm_tokens * token_bytes}
+    table = Table(title="memory plan", box=None, padding=(0, 2, 0, 0), title_justify="left", show_header=False)
+    table.add_column()
+    table.add_column(justify="right")
+    table.add_column()
+    for name, size in plan.items():
+        tokens = size // token_bytes if token_bytes and name in ("hbm", "dram", "disk") else 0
+        what = f"{tokens:,} tokens" if tokens else ""
+        if name == "hbm":
+            what += f" of {token_bytes:,} bytes, pages of {model.page_size}"
+        table.add_row(NAMES.get(name, name), _size(size), what)
+    elsewhere = () if model.device == "cpu" else ON_DEVICE
+    used = sum(plan.get(name, 0) for name in IN_MEMORY if name not in elsewhere)
+    table.add_row("memory in all", _size(used), f"of {memory().total / GIB:.1f} GiB that this machine has")
+    return table
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / GIB:.2f} GiB" if num_bytes >= GIB / 10 else f"{num_bytes / MIB:.1f} MiB"
+
+
+def _duration(seconds: float) -> str:
+    """In the largest unit of which there are two or more."""
+    units = (("days", 86_400), ("h", 3600), ("min", 60))
+    name, unit = next(((name, unit) for name, unit in units if seconds >= 2 * unit), ("s", 1))
+    return f"{seconds / unit:.3g} {name}"
+
+
+def _escaped(text: str) -> str:
+    """Square brackets are rich's markup; a host may be [::1]."""
+    return text.replace("[", r"\[")

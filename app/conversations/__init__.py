@@ -1,0 +1,1 @@
+"""What was said: transcripts, stored responses, and how a prompt is found in them again."""

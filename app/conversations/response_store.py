@@ -1,0 +1,280 @@
+"""Responses and conversations that clients come back to: one SQLite file, bounded, and each tenant's its own."""
+
+import asyncio
+import contextlib
+import sqlite3
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+from app.conversations.database import Database
+
+SCHEMA_VERSION = 1
+MAX_CHAIN = 1024  # responses that one goes on from, through those before it
+MAX_ITEMS = 4096  # of a conversation, or of a chain of responses
+EVICT_BATCH = 8  # at once where room is needed: little more goes than has to
+SWEEP_BATCH = 200
+
+_SCHEMA = """
+CREATE TABLE responses (
+    id TEXT PRIMARY KEY, tenant TEXT NOT NULL, previous TEXT, used REAL NOT NULL,
+    body BLOB NOT NULL, input BLOB NOT NULL
+) WITHOUT ROWID;
+CREATE INDEX responses_by_use ON responses (used);
+CREATE TABLE conversations (
+    id TEXT PRIMARY KEY, tenant TEXT NOT NULL, used REAL NOT NULL, created INTEGER NOT NULL, metadata BLOB NOT NULL
+) WITHOUT ROWID;
+CREATE INDEX conversations_by_use ON conversations (used);
+CREATE TABLE items (
+    conversation TEXT NOT NULL, place INTEGER NOT NULL, id TEXT NOT NULL, body BLOB NOT NULL,
+    PRIMARY KEY (conversation, place)
+) WITHOUT ROWID;
+CREATE INDEX items_by_id ON items (id)
+"""
+
+Item = dict[str, Any]
+T = TypeVar("T")
+_encode = msgspec.json.encode
+_decode = msgspec.json.decode
+
+
+class NotStored(Exception):
+    """It is not there, or somebody else's."""
+
+
+class TooLong(Exception):
+    """More items than one conversation may have."""
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    id: str
+    created: int
+    metadata: dict[str, str]
+
+
+class ResponseStore:
+    """For the event loop; the work is done on one thread. What does not fit pushes out what the tenant that holds the
+    most used longest ago: nobody can push out what others keep by keeping more. Raises NotStored and TooLong; a
+    database that fails is one in which nothing is found."""
+
+    def __init__(self, *, path: Path | None, max_bytes: int, ttl_s: float) -> None:
+        self._db = Database(path=path, schema=_SCHEMA, version=SCHEMA_VERSION)
+        self._max_bytes = max_bytes
+        self._ttl_s = ttl_s
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="responses")
+
+    async def close(self) -> None:
+        await asyncio.get_running_loop().run_in_executor(self._thread, self._db.close)
+        self._thread.shutdown(wait=False)
+
+    # --- responses ----------------------------------------------------------------------------------------------------
+
+    async def put(self, tenant: str, body: dict[str, Any], items: list[Item], previous: str | None) -> None:
+        """A response and its own input items; replaces one of the same id."""
+        values = (body["id"], tenant, previous, time.time(), _encode(body), _encode(items))
+
+        def write() -> None:
+            self._db.execute("INSERT OR REPLACE INTO responses VALUES (?, ?, ?, ?, ?, ?)", values)
+            self._make_room()
+
+        await self._run(write)
+        await self._shrink()
+
+    async def get(self, tenant: str, response_id: str) -> dict[str, Any]:
+        body, _, _ = await self._run(lambda: self._response(tenant, response_id))
+        return body
+
+    async def input_items(self, tenant: str, response_id: str) -> list[Item]:
+        """Of the response itself and of all it goes on from, oldest first, without its own output."""
+
+        def read() -> list[Item]:
+            _, items, previous = self._response(tenant, response_id)
+            return [*self._history(tenant, previous), *items]
+
+        return await self._run(read)
+
+    async def history(self, tenant: str, response_id: str) -> list[Item]:
+        """All that was said up to and with a response, oldest first."""
+        return await self._run(lambda: self._history(tenant, response_id))
+
+    async def delete(self, tenant: str, response_id: str) -> None:
+        def remove() -> None:
+            self._response(tenant, response_id)
+            self._db.execute("DELETE FROM responses WHERE id = ?", (response_id,))
+
+        await self._delete(remove)
+
+    def _response(self, tenant: str, response_id: str) -> tuple[dict[str, Any], list[Item], str | None]:
+        found = self._db.execute(
+            "SELECT body, input, previous FROM responses WHERE id = ? AND tenant = ? AND used > ?",
+            (response_id, tenant, time.time() - self._ttl_s),
+        ).fetchone()
+        if found is None:
+            raise NotStored(response_id)
+        return _decode(found[0]), _decode(found[1]), found[2]
+
+    def _history(self, tenant: str, response_id: str | None) -> list[Item]:
+        turns: list[list[Item]] = []
+        count = 0
+        while response_id is not None:
+            body, items, previous = self._response(tenant, response_id)
+            self._db.execute("UPDATE responses SET used = ? WHERE id = ?", (time.time(), response_id))
+            turns.append([*items, *body["output"]])
+            count += len(turns[-1])
+            if len(turns) > MAX_CHAIN or count > MAX_ITEMS:
+                raise TooLong(response_id)
+            response_id = previous
+        return [item for turn in reversed(turns) for item in turn]
+
+    # --- conversations ------------------------------------------------------------------------------------------------
+
+    async def create(
+        self, tenant: str, conversation_id: str, metadata: dict[str, str], items: list[Item]
+    ) -> Conversation:
+        """Items have ids."""
+
+        def write() -> Conversation:
+            now = time.time()
+            values = (conversation_id, tenant, now, int(now), _encode(metadata))
+            self._db.execute("INSERT INTO conversations VALUES (?, ?, ?, ?, ?)", values)
+            self._append(conversation_id, items)
+            self._make_room()
+            return Conversation(conversation_id, int(now), metadata)  # the file shrinks with the next response
+
+        return await self._run(write)
+
+    async def conversation(self, tenant: str, conversation_id: str) -> Conversation:
+        return await self._run(lambda: self._conversation(tenant, conversation_id))
+
+    async def update(self, tenant: str, conversation_id: str, metadata: dict[str, str]) -> Conversation:
+        def write() -> Conversation:
+            found = self._conversation(tenant, conversation_id)
+            self._db.execute("UPDATE conversations SET metadata = ? WHERE id = ?", (_encode(metadata), found.id))
+            return Conversation(found.id, found.created, metadata)
+
+        return await self._run(write)
+
+    async def forget(self, tenant: str, conversation_id: str) -> None:
+        def remove() -> None:
+            self._conversation(tenant, conversation_id)
+            self._remove_conversation(conversation_id)
+
+        await self._delete(remove)
+
+    async def append(self, tenant: str, conversation_id: str, items: list[Item]) -> None:
+        def write() -> None:
+            self._conversation(tenant, conversation_id)
+            self._append(conversation_id, items)
+            self._make_room()
+
+        await self._run(write)
+
+    async def items(self, tenant: str, conversation_id: str) -> list[Item]:
+        """All of them, oldest first."""
+
+        def read() -> list[Item]:
+            self._conversation(tenant, conversation_id)
+            rows = self._db.execute("SELECT body FROM items WHERE conversation = ? ORDER BY place", (conversation_id,))
+            return [_decode(body) for (body,) in rows]
+
+        return await self._run(read)
+
+    async def delete_item(self, tenant: str, conversation_id: str, item_id: str) -> Conversation:
+        def remove() -> Conversation:
+            found = self._conversation(tenant, conversation_id)
+            values = (conversation_id, item_id)
+            if self._db.execute("DELETE FROM items WHERE conversation = ? AND id = ?", values).rowcount == 0:
+                raise NotStored(item_id)
+            return found
+
+        return await self._delete(remove)
+
+    def _conversation(self, tenant: str, conversation_id: str) -> Conversation:
+        """Counts as its use."""
+        now = time.time()
+        found = self._db.execute(
+            "UPDATE conversations SET used = ? WHERE id = ? AND tenant = ? AND used > ? RETURNING created, metadata",
+            (now, conversation_id, tenant, now - self._ttl_s),
+        ).fetchone()
+        if found is None:
+            raise NotStored(conversation_id)
+        return Conversation(conversation_id, found[0], _decode(found[1]))
+
+    def _append(self, conversation_id: str, items: list[Item]) -> None:
+        (last, count), = self._db.execute(
+            "SELECT coalesce(max(place), 0), count(*) FROM items WHERE conversation = ?", (conversation_id,)
+        )  # fmt: skip
+        if count + len(items) > MAX_ITEMS:
+            raise TooLong(conversation_id)
+        for place, item in enumerate(items, last + 1):
+            values = (conversation_id, place, item["id"], _encode(item))
+            self._db.execute("INSERT INTO items VALUES (?, ?, ?, ?)", values)
+
+    # --- bounds -------------------------------------------------------------------------------------------------------
+
+    async def sweep(self) -> None:
+        """What nobody has used for its time to live, a bounded number per call."""
+        await self._run(lambda: self._remove_oldest(SWEEP_BATCH, before=time.time() - self._ttl_s))
+
+    def _make_room(self) -> None:
+        while self._db.used_bytes() > self._max_bytes:
+            if not self._remove_oldest(EVICT_BATCH, before=float("inf"), tenant=self._largest_tenant()):
+                return
+
+    def _largest_tenant(self) -> str | None:
+        """None: nothing is stored."""
+        found = self._db.execute(
+            "SELECT tenant FROM (SELECT tenant, length(body) + length(input) AS size FROM responses UNION ALL "
+            "SELECT tenant, length(body) FROM items JOIN conversations ON conversations.id = conversation UNION ALL "
+            "SELECT tenant, length(metadata) FROM conversations) GROUP BY tenant ORDER BY sum(size) DESC LIMIT 1"
+        ).fetchone()
+        return None if found is None else str(found[0])
+
+    async def _shrink(self) -> None:
+        def shrink() -> None:
+            with contextlib.suppress(sqlite3.Error):
+                self._db.shrink(self._max_bytes)  # not possible inside a transaction
+
+        await asyncio.get_running_loop().run_in_executor(self._thread, shrink)
+
+    def _remove_oldest(self, most: int, *, before: float, tenant: str | None = None) -> bool:
+        """Up to `most` responses and conversations, those used longest ago, of one tenant or of all. Whether there was
+        one."""
+        whose = "used < :before AND (:tenant IS NULL OR tenant = :tenant)"
+        rows = self._db.execute(
+            f"SELECT id, used FROM responses WHERE {whose} UNION ALL SELECT id, used FROM conversations "
+            f"WHERE {whose} ORDER BY used LIMIT :limit",
+            {"before": before, "limit": most, "tenant": tenant},
+        ).fetchall()
+        # The newest is what somebody is about to be told of; it goes only if it alone is too large.
+        for name, _ in rows[:-1] or rows:
+            self._db.execute("DELETE FROM responses WHERE id = ?", (name,))
+            self._remove_conversation(name)
+        return bool(rows)
+
+    def _remove_conversation(self, conversation_id: str) -> None:
+        self._db.execute("DELETE FROM conversations WHERE id = ?", (conversation_id,))
+        self._db.execute("DELETE FROM items WHERE conversation = ?", (conversation_id,))
+
+    async def _delete(self, work: Callable[[], T]) -> T:
+        """As `_run`; afterwards nothing of it is left in the files."""
+        result = await self._run(work)
+        await asyncio.get_running_loop().run_in_executor(self._thread, self._db.scrub)
+        return result
+
+    async def _run(self, work: Callable[[], T]) -> T:
+        def call() -> T:
+            try:
+                with self._db.transaction():
+                    return work()
+            except sqlite3.Error as error:
+                self._db.recover(error)
+                raise NotStored(str(error)) from error
+
+        return await asyncio.get_running_loop().run_in_executor(self._thread, call)

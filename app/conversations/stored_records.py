@@ -1,0 +1,124 @@
+"""Records of responses and conversations that somebody else keeps: nothing in them is used before it is checked."""
+
+from typing import Any, TypeVar
+
+import msgspec
+
+from app.conversations.response_store import MAX_ITEMS, Conversation, Item
+
+MAX_DEPTH = 250  # levels, more than a request may have
+T = TypeVar("T")
+
+
+class BadRecord(Exception):
+    """Not what was stored, or not under this name."""
+
+
+class _Part(msgspec.Struct):
+    text: str
+
+
+class _Message(msgspec.Struct, tag_field="type", tag="message"):
+    id: str
+    role: str
+    content: list[_Part]
+
+
+class _Reasoning(msgspec.Struct, tag_field="type", tag="reasoning"):
+    id: str
+    content: list[_Part]
+
+
+class _Call(msgspec.Struct, tag_field="type", tag="function_call"):
+    id: str
+    call_id: str
+    name: str
+    arguments: str
+
+
+class _CallOutput(msgspec.Struct, tag_field="type", tag="function_call_output"):
+    id: str
+    call_id: str
+    output: Any
+
+
+_Item = _Message | _Reasoning | _Call | _CallOutput
+
+
+class _Response(msgspec.Struct):
+    id: str
+    status: str
+    background: bool
+    output: list[_Item]
+
+
+def response_of(data: object, response_id: str) -> dict[str, Any]:
+    """The body of this response. Raises BadRecord."""
+    body = _decode(data, dict[str, Any])
+    if _shaped(body, _Response).id != response_id:
+        raise BadRecord(f"it is that of {body['id']!r:.100}")
+    return body
+
+
+def items_of(data: object) -> list[Item]:
+    """Raises BadRecord."""
+    items = _decode(data, list[dict[str, Any]])
+    if len(items) > MAX_ITEMS:
+        raise BadRecord(f"{len(items)} items")
+    _shaped(items, list[_Item])
+    return items
+
+
+def item_of(data: object) -> Item:
+    """Raises BadRecord."""
+    item = _decode(data, dict[str, Any])
+    _shaped(item, _Item)
+    return item
+
+
+def conversation_of(created: object, metadata: object, conversation_id: str) -> Conversation:
+    """Raises BadRecord."""
+    return Conversation(conversation_id, _decode(created, int), _decode(metadata, dict[str, str]))
+
+
+def text_of(data: object) -> str:
+    """A name. Raises BadRecord."""
+    if not isinstance(data, bytes):
+        raise BadRecord("a part of it is missing")
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        raise BadRecord("a name in it is no text") from None
+
+
+def _decode(data: object, kind: type[T]) -> T:
+    if not isinstance(data, bytes):
+        raise BadRecord("a part of it is missing")
+    try:
+        value = msgspec.json.decode(data, type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise BadRecord(str(error)) from None
+    if _is_deeper(value, MAX_DEPTH):
+        raise BadRecord(f"more than {MAX_DEPTH} levels")
+    return value
+
+
+def _shaped(value: object, kind: Any) -> Any:
+    try:
+        return msgspec.convert(value, kind)
+    except msgspec.ValidationError as error:
+        raise BadRecord(str(error)) from None
+
+
+def _is_deeper(value: object, most: int) -> bool:
+    level: list[object] = [value]
+    for _ in range(most):
+        level = [
+            inner
+            for outer in level
+            if isinstance(outer, dict | list)
+            for inner in (outer.values() if isinstance(outer, dict) else outer)
+        ]
+        if not level:
+            return False
+    return True

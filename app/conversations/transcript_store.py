@@ -1,0 +1,460 @@
+"""Where transcripts are kept: recorded answers with their exact token ids.
+
+A conversation costs bytes in proportion to its length: a prompt stores its ids from where it left an earlier answer of
+the same session, its base. An answer's full ids are those of its base up to there, its prompt's own, and its own.
+"""
+
+import functools
+import logging
+import sqlite3
+from array import array
+from bisect import bisect_left
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+from app.conversations.database import Database
+
+log = logging.getLogger(__name__)
+
+SCHEMA_VERSION = 2
+DIGEST_BYTES = 16
+MAX_EXACT = 2  # records of one and the same text that a lookup compares
+MAX_SIBLINGS = 64  # answers to one prompt that a lookup compares
+SWEEP_BATCH = 200  # sessions that one sweep removes; a longer one would hold up the requests
+HOT_TOKENS = 4_000_000  # of recently used answers, 4 bytes each
+
+_SCHEMA = """
+CREATE TABLE sessions (
+    id INTEGER PRIMARY KEY, tenant TEXT NOT NULL, name TEXT NOT NULL, used REAL NOT NULL,
+    extra REAL NOT NULL DEFAULT 0, UNIQUE (tenant, name)
+);
+CREATE INDEX sessions_by_use ON sessions (used + extra);
+CREATE TABLE prompts (
+    id INTEGER PRIMARY KEY, session INTEGER NOT NULL, chain BLOB NOT NULL, base INTEGER, base_tokens INTEGER NOT NULL,
+    ids BLOB NOT NULL, starts BLOB NOT NULL, chars INTEGER NOT NULL, text_digest BLOB NOT NULL, digest BLOB NOT NULL
+);
+CREATE INDEX prompts_by_chain ON prompts (chain);
+CREATE INDEX prompts_by_session ON prompts (session);
+CREATE INDEX prompts_by_base ON prompts (base) WHERE base IS NOT NULL;
+CREATE TABLE answers (
+    id INTEGER PRIMARY KEY AUTOINCREMENT, session INTEGER NOT NULL, prompt INTEGER NOT NULL, chain BLOB NOT NULL,
+    bare BLOB NOT NULL, tail BLOB NOT NULL, ids BLOB NOT NULL, text BLOB NOT NULL, ends BLOB NOT NULL,
+    digest BLOB NOT NULL
+);
+CREATE INDEX answers_by_chain ON answers (chain);
+CREATE INDEX answers_by_tail ON answers (tail);
+CREATE INDEX answers_by_bare ON answers (bare) WHERE bare <> chain;
+CREATE INDEX answers_by_prompt ON answers (prompt);
+CREATE INDEX answers_by_session ON answers (session)
+"""
+# The choice is made on ids alone: texts are long, and the sorter would carry those of every candidate.
+_FIND = """
+SELECT a.id, s.name, a.chain, a.bare, a.digest, a.text, a.ends, a.ids, p.chars, p.text_digest, p.base
+FROM answers a JOIN prompts p ON p.id = a.prompt JOIN sessions s ON s.id = a.session
+WHERE a.id IN (
+    SELECT a.id FROM answers a JOIN prompts p ON p.id = a.prompt JOIN sessions s ON s.id = a.session
+    WHERE {where} AND s.used + s.extra >= :since ORDER BY s.name = :session DESC, a.id DESC LIMIT :limit
+)
+ORDER BY s.name = :session DESC, a.id DESC
+"""
+_AFTER = "(a.chain = :key OR (a.bare = :key AND a.bare <> a.chain))"
+_BEFORE = "p.chain = :key"
+_TAIL = "a.tail = :key"
+_OF_TENANT = """
+name = :name AND (:tenant IS NULL OR tenant = :tenant OR substr(tenant, 1, length(:tenant) + 1) = :tenant || '/')
+"""
+_LINK = """
+SELECT a.chain, a.bare, a.tail, a.ids, a.text, a.ends, a.digest,
+       p.chain, p.base_tokens, p.ids, p.starts, p.chars, p.text_digest, p.digest, p.base, b.digest
+FROM answers a JOIN prompts p ON p.id = a.prompt LEFT JOIN answers b ON b.id = p.base
+WHERE a.id = ?
+"""
+_REMOVE_BRANCH = """
+WITH RECURSIVE branch (id) AS (
+    VALUES (?) UNION SELECT a.id FROM branch JOIN prompts p ON p.base = branch.id JOIN answers a ON a.prompt = p.id
+)
+DELETE FROM answers WHERE id IN branch
+"""
+_REMOVE_UNANSWERED = """
+DELETE FROM prompts WHERE session = ? AND NOT EXISTS (SELECT 1 FROM answers WHERE answers.prompt = prompts.id)
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Base:
+    """The leading ids of a prompt: the first `tokens` of a recorded answer's full ids."""
+
+    answer_id: int
+    digest: bytes  # of the answer: a database begun anew numbers its answers anew
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedPrompt:
+    """A request's exact ids, and what recording its answers needs."""
+
+    token_ids: list[int]
+    session_id: str
+    spliced_tokens: int  # leading ids taken from the transcript
+    tenant: str
+    chain: bytes  # digest of the scope and all messages
+    chars: int  # of the rendered text
+    text_digest: bytes
+    base: Base | None
+    starts: tuple[
+        int, ...
+    ]  # token offsets at which the messages begin, in order, and then the answer; ends early where
+    # the template does not show the rest
+    tail: bytes  # digest of the scope and the last message
+    shift: "Shifted | None" = None
+    answered: bytes = b""  # `chain` of the prompt whose answer is the request's last one; empty: there is none
+
+    @property
+    def recorded(self) -> tuple[list[int], tuple[int, ...]]:
+        """The ids in front of the answer, and the starts in them: with all that the client dropped."""
+        return (self.token_ids, self.starts) if self.shift is None else (self.shift.stream, self.shift.starts)
+
+
+@dataclass(frozen=True, slots=True)
+class Shifted:
+    """The client dropped messages: its prompt is stream[:keep] + stream[resume:]. Recorded is the whole stream."""
+
+    stream: list[int]
+    starts: tuple[int, ...]  # in the stream
+    keep: int
+    resume: int
+
+
+@dataclass(frozen=True, slots=True)
+class History:
+    """All ids up to the end of a recorded answer, and the starts of its prompt."""
+
+    ids: "array[int]"
+    starts: "array[int]"
+
+
+@dataclass(frozen=True, slots=True)
+class NewAnswer:
+    chain: bytes  # digest of the prompt's chain and the answer
+    bare: bytes  # the same for a client that sends the answer back without its reasoning
+    tail: bytes  # digest of the scope, the message before and the answer without its reasoning
+    token_ids: "array[int]"
+    text: str  # what the client saw
+    ends: "array[int]"  # per token: characters of text complete behind it
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A recorded answer, without the ids of its prompt."""
+
+    id: int
+    session_id: str
+    chain: bytes
+    bare: bytes
+    digest: bytes
+    text: str
+    ends: "array[int]"
+    token_ids: "array[int]"
+    prompt_chars: int
+    prompt_digest: bytes  # of the rendered text
+    continues: bool  # its prompt goes on from an earlier answer of the session
+
+
+def digest(*fields: bytes | str | int) -> bytes:
+    """Of typed, length-prefixed fields, so that no two lists of fields read the same."""
+    parts: list[bytes] = []
+    for value in fields:
+        if isinstance(value, bytes):
+            kind, data = b"b", value
+        elif isinstance(value, str):
+            kind, data = b"s", value.encode("utf-8", "surrogatepass")
+        else:
+            kind, data = b"i", value.to_bytes(8, "little", signed=True)
+        parts += (kind, len(data).to_bytes(8, "little"), data)
+    return blake2b(b"".join(parts), digest_size=DIGEST_BYTES).digest()
+
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def _forgiving(default: Callable[[], Any]) -> Callable[[Method], Method]:
+    """A database that fails costs a request its reuse, never the request."""
+
+    def decorate(method: Method) -> Method:
+        @functools.wraps(method)
+        def call(self: "TranscriptStore", *args: Any, **kwargs: Any) -> Any:
+            try:
+                return method(self, *args, **kwargs)
+            except sqlite3.Error as error:
+                self.recover(error)
+                return default()
+
+        return cast(Method, call)
+
+    return decorate
+
+
+class TranscriptStore:
+    """Used from one thread at a time. No method raises for the database's sake: what it cannot do is logged and
+    answered with nothing."""
+
+    def __init__(self, *, path: Path | None, max_bytes: int, max_answers_per_prompt: int) -> None:
+        """`max_bytes` bounds the database file, of which indexes are a part; the log beside it adds up to 4 MiB."""
+        self._db = Database(path=path, schema=_SCHEMA, version=SCHEMA_VERSION)
+        self._max_bytes = max_bytes
+        self._max_answers = max_answers_per_prompt
+        self._hot: OrderedDict[int, History] = OrderedDict()  # by answer id, least recently used first
+        self._hot_tokens = 0
+
+    @_forgiving(set)
+    def known_prompts(self, chains: list[bytes]) -> set[bytes]:
+        """Those under which something is recorded. One query, since most histories are of clients we do not know."""
+        marks = ", ".join("?" * len(chains))
+        return {
+            row[0] for row in self._db.execute(f"SELECT DISTINCT chain FROM prompts WHERE chain IN ({marks})", chains)
+        }
+
+    @_forgiving(list)
+    def find_answers(self, *, after: bytes, session_id: str | None, since: float) -> list[Answer]:
+        """Answers that end the chain `after`: those of the session first, then the newest first."""
+        return self._find(_AFTER, after, session_id, since, MAX_EXACT)
+
+    @_forgiving(list)
+    def find_siblings(self, *, before: bytes, session_id: str | None, since: float) -> list[Answer]:
+        """Answers to the prompt with the chain `before`, in the same order."""
+        return self._find(_BEFORE, before, session_id, since, MAX_SIBLINGS)
+
+    @_forgiving(list)
+    def find_tails(self, *, tail: bytes, session_id: str | None, since: float) -> list[Answer]:
+        """Answers that end any conversation of the scope in these two messages, in the same order."""
+        return self._find(_TAIL, tail, session_id, since, MAX_EXACT)
+
+    @_forgiving(lambda: None)
+    def history(self, answer_id: int) -> History | None:
+        """Of an answer and all before it. None when it is gone or a row is damaged; then its session is dropped."""
+        parts: list[tuple[array[int], array[int]]] = []
+        current: int | None = answer_id
+        take: int | None = None  # how many of the leading ids of `current` are wanted; None is all
+        while current is not None:
+            if (hot := self._hot.get(current)) is not None:
+                self._hot.move_to_end(current)
+                parts.append((hot.ids[:take], hot.starts if take is None else _below(hot.starts, take)))
+                break
+            row = self._db.execute(_LINK, (current,)).fetchone()
+            if row is None or not _is_intact(row):
+                log.warning("transcript record %d is damaged; its session is dropped", answer_id)
+                self._drop_session_of(answer_id)
+                return None
+            base_tokens = row[8]
+            ids, starts = _ids(row[9]) + _ids(row[3]), _ids(row[10])
+            parts.append((ids, starts) if take is None else (ids[: max(0, take - base_tokens)], _below(starts, take)))
+            current, take = row[14], base_tokens if take is None else min(take, base_tokens)
+        full = History(array("I"), array("I"))
+        for ids, starts in reversed(parts):
+            full.ids.extend(ids)
+            full.starts.extend(starts)
+        self._keep_hot(answer_id, full)
+        return full
+
+    @_forgiving(lambda: None)
+    def add(self, prompt: PreparedPrompt, answer: NewAnswer, *, now: float) -> None:
+        """Recording the same answer again only renews the session."""
+        with self._db.transaction():
+            session = self._session(prompt.tenant, prompt.session_id, now)
+            prompt_id, prompt_digest = self._add_prompt(session, prompt)
+            columns = (
+                *(answer.chain, answer.bare, answer.tail, answer.token_ids.tobytes()),
+                *(_encoded(answer.text), answer.ends.tobytes()),
+            )
+            mark = digest("answer", *columns, prompt_digest)
+            if self._db.execute("SELECT 1 FROM answers WHERE prompt = ? AND digest = ?", (prompt_id, mark)).fetchone():
+                return
+            answer_id = self._db.execute(
+                "INSERT INTO answers (chain, bare, tail, ids, text, ends, digest, session, prompt)"
+                " VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
+                (*columns, mark, session, prompt_id),
+            ).lastrowid
+            assert answer_id is not None
+            self._cap_answers(session, prompt.chain, answer_id)
+            self._make_room()
+        self._db.shrink(self._max_bytes)
+        all_ids, all_starts = prompt.recorded
+        self._keep_hot(answer_id, History(array("I", all_ids) + answer.token_ids, array("I", all_starts)))
+
+    @_forgiving(lambda: None)
+    def extend(self, session_id: str, *, tenant: str, extra_s: float) -> None:
+        """From its last use on a session stays so many seconds longer than others; fewer if negative."""
+        self._db.execute(
+            f"UPDATE sessions SET extra = :extra WHERE {_OF_TENANT}",
+            {"name": session_id, "tenant": tenant, "extra": extra_s},
+        )
+
+    @_forgiving(lambda: None)
+    def touch(self, tenant: str, session_id: str, *, now: float) -> None:
+        self._db.execute(
+            "UPDATE sessions SET used = max(used, ?) WHERE tenant = ? AND name = ?", (now, tenant, session_id)
+        )
+
+    @_forgiving(int)
+    def forget(self, session_id: str, *, tenant: str | None) -> int:
+        """Of one tenant and its salts, or the sessions of that name of all. Returns how many."""
+        with self._db.transaction():
+            rows = self._db.execute(
+                f"SELECT id FROM sessions WHERE {_OF_TENANT}",
+                {"name": session_id, "tenant": tenant},
+            ).fetchall()
+            for (session,) in rows:
+                self._drop_session(session)
+        if rows:
+            self._db.scrub()
+        return len(rows)
+
+    @_forgiving(int)
+    def sweep(self, *, before: float) -> int:
+        """Remove sessions last used before then, at most SWEEP_BATCH of them. Returns how many."""
+        with self._db.transaction():
+            rows = self._db.execute(
+                "SELECT id FROM sessions WHERE used + extra < ? LIMIT ?", (before, SWEEP_BATCH)
+            ).fetchall()
+            for (session,) in rows:
+                self._drop_session(session)
+        return len(rows)
+
+    @_forgiving(int)
+    def used_bytes(self) -> int:
+        return self._db.used_bytes()
+
+    def recover(self, error: sqlite3.Error) -> None:
+        if self._db.recover(error):
+            self._hot.clear()
+            self._hot_tokens = 0
+
+    def close(self) -> None:
+        self._db.close()
+
+    def _find(self, where: str, key: bytes, session_id: str | None, since: float, limit: int) -> list[Answer]:
+        rows = self._db.execute(
+            _FIND.format(where=where), {"key": key, "session": session_id or "", "since": since, "limit": limit}
+        )
+        # Damage shows when `full_ids` checks the digests; until then a row only has to be readable.
+        return [
+            Answer(
+                id=row[0], session_id=row[1], chain=row[2], bare=row[3], digest=row[4],
+                text=row[5].decode("utf-8", "replace"), ends=_ids(row[6]), token_ids=_ids(row[7]),
+                prompt_chars=row[8], prompt_digest=row[9], continues=row[10] is not None,
+            )
+            for row in rows
+            if all(isinstance(value, bytes) for value in (*row[2:8], row[9])) and isinstance(row[8], int)
+        ]  # fmt: skip
+
+    def _session(self, tenant: str, name: str, now: float) -> int:
+        rows: list[tuple[int]] = self._db.execute(
+            "INSERT INTO sessions (tenant, name, used) VALUES (?, ?, ?)"
+            " ON CONFLICT (tenant, name) DO UPDATE SET used = max(used, excluded.used) RETURNING id",
+            (tenant, name, now),
+        ).fetchall()
+        return rows[0][0]
+
+    def _add_prompt(self, session: int, prompt: PreparedPrompt) -> tuple[int, bytes]:
+        """Its row and its digest; a row that is there already serves again."""
+        base = prompt.base
+        # A base of another session would leave with that session; one that has left is of no use.
+        if (
+            base is not None
+            and not self._db.execute(
+                "SELECT 1 FROM answers WHERE id = ? AND digest = ? AND session = ?",
+                (base.answer_id, base.digest, session),
+            ).fetchone()
+        ):
+            base = None
+        start = base.tokens if base is not None else 0
+        all_ids, all_starts = prompt.recorded
+        ids = array("I", all_ids[start:])
+        starts = array("I", all_starts[bisect_left(all_starts, start) :])
+        columns = (prompt.chain, start, ids.tobytes(), starts.tobytes(), prompt.chars)
+        mark = digest("prompt", *columns, prompt.text_digest, base.digest if base is not None else b"")
+        row = self._db.execute(
+            "SELECT id FROM prompts WHERE chain = ? AND session = ? AND digest = ?", (prompt.chain, session, mark)
+        ).fetchone()
+        if row is None:
+            row = self._db.execute(
+                "INSERT INTO prompts (chain, base_tokens, ids, starts, chars, text_digest, digest, base, session)"
+                " VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?) RETURNING id",
+                (*columns, prompt.text_digest, mark, base.answer_id if base is not None else None, session),
+            ).fetchall()[0]
+        return row[0], mark
+
+    def _cap_answers(self, session: int, chain: bytes, newest: int) -> None:
+        """Of the answers to a prompt those leave first that no later turn builds on, the oldest first. One that is
+        built on takes its branch along."""
+        rows = self._db.execute(
+            "SELECT a.id FROM answers a JOIN prompts p ON p.id = a.prompt"
+            " WHERE p.chain = ? AND p.session = ? AND a.id <> ?"
+            " ORDER BY EXISTS (SELECT 1 FROM prompts later WHERE later.base = a.id), a.id",
+            (chain, session, newest),
+        ).fetchall()
+        for row in rows[: max(0, len(rows) + 1 - self._max_answers)]:
+            self._db.execute(_REMOVE_BRANCH, row)
+            self._db.execute(_REMOVE_UNANSWERED, (session,))
+
+    def _make_room(self) -> None:
+        """The sessions used longest ago leave; the one just written too, if it alone is too large."""
+        while self._db.used_bytes() > self._max_bytes:
+            row = self._db.execute("SELECT id FROM sessions ORDER BY used + extra, id LIMIT 1").fetchone()
+            if row is None:
+                break
+            self._drop_session(row[0])
+
+    def _drop_session(self, session: int) -> None:
+        self._db.execute("DELETE FROM answers WHERE session = ?", (session,))
+        self._db.execute("DELETE FROM prompts WHERE session = ?", (session,))
+        self._db.execute("DELETE FROM sessions WHERE id = ?", (session,))
+
+    def _drop_session_of(self, answer_id: int) -> None:
+        with self._db.transaction():
+            row = self._db.execute("SELECT session FROM answers WHERE id = ?", (answer_id,)).fetchone()
+            if row is not None:
+                self._drop_session(row[0])
+
+    def _keep_hot(self, answer_id: int, history: History) -> None:
+        before = self._hot.pop(answer_id, None)
+        self._hot_tokens += len(history.ids) - (len(before.ids) if before is not None else 0)
+        self._hot[answer_id] = history
+        while self._hot_tokens > HOT_TOKENS:
+            self._hot_tokens -= len(self._hot.popitem(last=False)[1].ids)
+
+
+def _below(starts: "array[int]", end: int) -> "array[int]":
+    return starts[: bisect_left(starts, end)]
+
+
+def _ids(data: bytes) -> "array[int]":
+    ids = array("I")
+    ids.frombytes(data[: len(data) // ids.itemsize * ids.itemsize])
+    return ids
+
+
+def _encoded(text: str) -> bytes:
+    return text.encode("utf-8", "replace")
+
+
+def _is_intact(link: tuple[Any, ...]) -> bool:
+    """Whether a row of _LINK is as it was written. Digests cover those of the row before, so a chain of intact rows is
+    the chain that was written."""
+    *answer, answer_mark, chain, base_tokens, ids, starts, chars, text_digest, prompt_mark, base, base_mark = link
+    prompt = (chain, base_tokens, ids, starts, chars, text_digest, base_mark or b"")
+    return (
+        all(
+            isinstance(value, bytes)
+            for value in (*answer, prompt_mark, chain, ids, starts, text_digest, base_mark or b"")
+        )
+        and isinstance(base_tokens, int)
+        and isinstance(chars, int)
+        and (base is None) == (base_mark is None)
+        and prompt_mark == digest("prompt", *prompt)
+        and answer_mark == digest("answer", *answer, prompt_mark)
+    )

@@ -1,0 +1,1 @@
+"""What lies below the endpoints: the server, connections, bodies, event streams."""

@@ -1,0 +1,154 @@
+"""Server-sent events, and what happens when nobody listens any more."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Coroutine, Mapping
+from contextlib import aclosing
+from typing import Any, Protocol, TypeVar
+
+import msgspec
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from app.errors import ApiError, ClientGone
+from app.turn.generation import Delta
+
+PING = b": ping\n\n"
+DONE = b"data: [DONE]\n\n"
+HEADERS = {
+    "content-type": "text/event-stream; charset=utf-8",
+    "cache-control": "no-cache",
+    "x-accel-buffering": "no",  # a proxy that buffers would turn a stream into one late answer
+}
+
+T = TypeVar("T")
+_encode = msgspec.json.Encoder().encode
+
+
+async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """Run `work`; when the client closes the connection first, cancel it and raise ClientGone.
+
+    The request's body must have been read. Servers tell a handler only if it asks: plain answers need this as much as
+    streams do.
+    """
+
+    async def hang_up() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    worker = asyncio.create_task(work)
+    watcher = asyncio.create_task(hang_up())
+    try:
+        await asyncio.wait({worker, watcher}, return_when=asyncio.FIRST_COMPLETED)
+        if not worker.done():
+            raise ClientGone
+        return worker.result()
+    finally:
+        for task in (worker, watcher):
+            task.cancel()
+        await asyncio.gather(worker, watcher, return_exceptions=True)
+
+
+def event(data: object, name: str | None = None) -> bytes:
+    """One server-sent event; `name` is its type, for protocols that have types."""
+    head = b"" if name is None else b"event: " + name.encode() + b"\n"
+    return head + b"data: " + _encode(data) + b"\n\n"
+
+
+class Deltas(Protocol):
+    """`generation.Generation`, or several as one."""
+
+    async def wait_first(self, timeout_s: float) -> None: ...
+
+    def __aiter__(self) -> AsyncIterator[Delta]: ...
+
+    async def __anext__(self) -> Delta: ...
+
+    async def aclose(self) -> None: ...
+
+
+class Frames(Protocol):
+    """How a protocol says a generation, in whole events."""
+
+    ping: bytes
+
+    def opening(self) -> bytes: ...
+
+    def delta(self, delta: Delta) -> bytes:
+        """May be empty."""
+        ...
+
+    def closing(self) -> bytes: ...
+
+    def failed(self, error: ApiError) -> bytes:
+        """The last events of a stream that an error ends."""
+        ...
+
+
+async def send_within(send: Send, data: bytes, timeout_s: float) -> None:
+    """A part of a body. Raises ClientGone when the client does not take it in time."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            await send({"type": "http.response.body", "body": data, "more_body": True})
+    except TimeoutError:
+        raise ClientGone from None
+
+
+class EventStream(Response):
+    """A generation as a stream of events.
+
+    An error before the first token is still an ordinary error answer; a later one is the stream's last event. A slow
+    client slows only itself: `send` waits, and the engine's outputs merge meanwhile.
+    """
+
+    def __init__(
+        self,
+        generation: Deltas,
+        frames: Frames,
+        *,
+        headers: Mapping[str, str],
+        ping_s: float,
+        send_timeout_s: float,
+    ) -> None:
+        super().__init__(headers={**HEADERS, **headers})
+        del self.headers["content-length"]
+        self._generation = generation
+        self._frames = frames
+        self._ping_s = ping_s
+        self._send_timeout_s = send_timeout_s
+        self._sent_s = 0.0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await until_disconnect(receive, self._run(send))
+
+    async def _run(self, send: Send) -> None:
+        async with aclosing(self._generation):
+            await self._generation.wait_first(self._ping_s)
+            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            pings = asyncio.create_task(self._keep_alive(send))
+            try:
+                await self._events(send)
+            except ApiError as error:
+                await self._send(send, self._frames.failed(error))
+            finally:
+                pings.cancel()
+                await asyncio.gather(pings, return_exceptions=True)
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _events(self, send: Send) -> None:
+        await self._send(send, self._frames.opening())
+        async for delta in self._generation:
+            if data := self._frames.delta(delta):
+                await self._send(send, data)
+        await self._send(send, self._frames.closing())
+
+    async def _send(self, send: Send, data: bytes) -> None:
+        self._sent_s = time.monotonic()
+        await send_within(send, data, self._send_timeout_s)
+
+    async def _keep_alive(self, send: Send) -> None:
+        """A comment when nothing was sent for a while: proxies cut silent connections."""
+        while True:
+            await asyncio.sleep(self._sent_s + self._ping_s - time.monotonic())
+            if time.monotonic() - self._sent_s >= self._ping_s:
+                await self._send(send, self._frames.ping)

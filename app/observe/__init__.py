@@ -1,0 +1,1 @@
+"""Observers of a turn: metrics, the live view, traces and logs."""

@@ -1,0 +1,246 @@
+"""What the page shows while somebody looks: the engine's state once a second while it changes, and every answer's
+first token.
+
+A tenant sees its own conversations and requests; what belongs to all (tiers, the whole queue, everybody's answers) is
+for those whom `auth.Keyring.is_admin` lets in.
+"""
+
+import asyncio
+import contextlib
+import math
+import secrets
+import time
+from collections import Counter, deque
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from app.errors import ApiError
+from app.turn.generation import Choice, Engine, Generation
+from engine.messages import ModelInfo, SessionInfo, SessionRequest, Stats, WaitingInfo
+from engine.process.client import EngineLost, EngineTimeout, EngineUnavailable
+
+PERIOD_S = 1.0  # as often as the engine reports
+IDLE_S = 15.0  # between two states where nothing happens
+LINGER_S = 5.0  # after a change: the page shows for some seconds what has moved, and then that nothing does
+GATHER_S = 0.1  # answers that begin within it are told together: a busy server has hundreds a second
+MAX_SESSIONS = 10  # the ones used last; the engine walks over all their blocks to say where they are
+MAX_WAITING = 64  # of the front of the queue
+MAX_TURNS = 240  # remembered for pages that are opened later, or read slowly
+TENANT_SHARE = 4  # a tenant may hold so much of the places: one fourth
+
+
+class Live:
+    """One per app, on its event loop. `places` is how many may watch at once."""
+
+    def __init__(self, *, engine: Engine, places: int) -> None:
+        self._engine = engine
+        self._places = places
+        self._watchers: set[Watcher] = set()
+        self._turns: deque[tuple[str, dict[str, Any]]] = deque(maxlen=MAX_TURNS)
+        self._recent: dict[str, _Recent] = {}  # tenant -> its sessions
+
+    def watch(self, tenant: str, *, sees_all: bool) -> "Watcher":
+        """To be closed. Raises ApiError 429 when too many watch."""
+        held = Counter(watcher.tenant for watcher in self._watchers)
+        if len(self._watchers) >= self._places or held[tenant] >= max(1, self._places // TENANT_SHARE):
+            message = "Too many pages watch the server at once; limits.watchers bounds them."
+            raise ApiError(429, message, code="rate_limit_exceeded", headers={"retry-after": "10"})
+        watcher = Watcher(tenant, sees_all=sees_all, on_close=self._watchers.discard)
+        watcher.turns.extend(turn for owner, turn in self._turns if sees_all or owner == tenant)
+        self._watchers.add(watcher)
+        return watcher
+
+    def first_token(self, tenant: str, generation: Generation, choice: Choice) -> None:
+        """A choice of an answer has begun."""
+        if choice.report is None or choice.first_token_s is None:
+            return
+        if sum(other.first_token_s is not None for other in generation.choices) > 1:
+            return  # the first one paid for the prompt
+        report = choice.report
+        turn = {
+            "request_id": generation.request_id,
+            "session_id": generation.prompt.session_id,
+            "at": round(time.time(), 3),
+            "ttft_ms": round((choice.first_token_s - generation.arrived_s) * 1e3, 3),
+            "load_ms": None if choice.timings is None else round(choice.timings.load_ms, 3),
+            "hbm_tokens": report.hbm_tokens,
+            "dram_tokens": report.dram_tokens,
+            "disk_tokens": report.disk_tokens,
+            "redis_tokens": report.redis_tokens,
+            "computed_tokens": report.computed_tokens,
+            "truncated_tokens": report.truncated_tokens,
+            "history_tokens": report.history_tokens,
+        }
+        self._turns.append((tenant, turn))
+        for watcher in self._watchers:
+            if watcher.sees_all or watcher.tenant == tenant:
+                watcher.hear(turn)
+
+    @property
+    def watchers(self) -> int:
+        return len(self._watchers)
+
+    async def state(self, watcher: "Watcher") -> dict[str, Any]:
+        """As of the engine's last heartbeat."""
+        sessions = await self._sessions(watcher.tenant)
+        shown = snapshot(self._engine, tenant=watcher.tenant, sees_all=watcher.sees_all)
+        return shown | {"at": round(time.time(), 3), "sessions": [_session(info) for info in sessions]}
+
+    async def _sessions(self, tenant: str) -> list[SessionInfo]:
+        """Asked at most once a period, however many pages of a tenant are open, and hardly ever while nothing happens.
+        While the engine is away: as they were."""
+        recent = self._recent.setdefault(tenant, _Recent())
+        now, activity = time.monotonic(), _activity(self._engine.stats)
+        age_s = now - recent.asked_s
+        if age_s >= PERIOD_S * 0.9 and (activity != recent.activity or age_s >= IDLE_S * 0.9):
+            recent.asked_s = now  # nobody else asks meanwhile
+            question = SessionRequest(
+                request_id=f"live-{secrets.token_hex(12)}", tenant=tenant, action="recent", limit=MAX_SESSIONS
+            )
+            with contextlib.suppress(EngineUnavailable, EngineLost, EngineTimeout):
+                recent.sessions = (await self._engine.sessions(question, timeout_s=PERIOD_S)).sessions
+                recent.activity = activity
+            for other in [name for name, old in self._recent.items() if now - old.asked_s > 4 * IDLE_S]:
+                del self._recent[other]
+        return recent.sessions
+
+
+@dataclass(slots=True)
+class _Recent:
+    """The sessions that a tenant used last, as they were when the engine stood at `activity`."""
+
+    sessions: list[SessionInfo] = field(default_factory=list)
+    asked_s: float = -math.inf  # monotonic
+    activity: tuple[Any, ...] | None = None
+
+
+def _activity(stats: Stats | None) -> tuple[Any, ...] | None:
+    """Another one when blocks have moved, or sessions have come and gone."""
+    if stats is None:
+        return None
+    counts = (stats.steps, stats.sessions, stats.in_flight, stats.hbm_pages_free, stats.hbm_pages_cached)
+    return (*counts, stats.tier_bytes, stats.moved_bytes, stats.evictions)
+
+
+class Watcher:
+    """One open page. What it was not told yet is bounded: the newest win."""
+
+    def __init__(self, tenant: str, *, sees_all: bool, on_close: "Callable[[Watcher], None]") -> None:
+        self.tenant = tenant
+        self.sees_all = sees_all
+        self.turns: deque[dict[str, Any]] = deque(maxlen=MAX_TURNS)
+        self._news = asyncio.Event()
+        self._on_close = on_close
+
+    def hear(self, turn: dict[str, Any]) -> None:
+        self.turns.append(turn)
+        self._news.set()
+
+    def take(self) -> list[dict[str, Any]]:
+        self._news.clear()
+        turns = list(self.turns)
+        self.turns.clear()
+        return turns
+
+    async def wait(self, timeout_s: float) -> None:
+        """For answers to begin, or until the time is over."""
+        # Not wait_for: that of Python 3.11 forgets a cancellation that comes together with the news, and who left would
+        # be told for ever.
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self._news.wait()
+            await asyncio.sleep(GATHER_S)
+
+    def close(self) -> None:
+        self._on_close(self)
+
+
+async def events(live: Live, watcher: Watcher, *, is_open: Callable[[], bool]) -> AsyncIterator[tuple[str, Any]]:
+    """(name, data): `turns` with what has begun since, `state` once a period while there is anything new in it. Ends
+    when `is_open()` is false."""
+    due_s = time.monotonic()
+    sent: dict[str, Any] = {}
+    sent_s = changed_s = -math.inf
+    while is_open():
+        if turns := watcher.take():
+            yield "turns", turns
+        now = time.monotonic()
+        if now >= due_s:
+            due_s = now + PERIOD_S
+            state = await live.state(watcher)
+            if state | {"at": 0} != sent:
+                sent, changed_s = state | {"at": 0}, now
+            if now - changed_s < LINGER_S or now - sent_s >= IDLE_S:
+                sent_s = now
+                yield "state", state
+        await watcher.wait(max(0.01, due_s - time.monotonic()))
+
+
+def snapshot(engine: Engine, *, tenant: str, sees_all: bool) -> dict[str, Any]:
+    """The part of the engine's heartbeat that a tenant may see."""
+    stats, model = engine.stats, engine.model
+    shown: dict[str, Any] = {
+        "engine": str(engine.state),
+        "scope": "all" if sees_all else "own",
+        "model": None if model is None else model.name,
+        "tiers": None,
+        "moved_bytes": None,
+        "running": None,
+        "queue": None,
+    }
+    if stats is None or model is None:
+        return shown
+    if sees_all:
+        shown["tiers"] = tiers_of(stats, model)
+        shown["moved_bytes"] = stats.moved_bytes
+        shown["running"] = stats.running
+    shown["queue"] = _queue(stats, tenant, sees_all=sees_all)
+    return shown
+
+
+def tiers_of(stats: Stats, model: ModelInfo) -> dict[str, dict[str, int]]:
+    """tier -> bytes in use and at most."""
+    page_bytes = model.page_size * model.kv_bytes_per_token
+    hbm = {
+        "used_bytes": (stats.hbm_pages_total - stats.hbm_pages_free) * page_bytes,
+        "capacity_bytes": stats.hbm_pages_total * page_bytes,
+    }
+    return {"hbm": hbm} | {
+        tier: {"used_bytes": stats.tier_bytes.get(tier, 0), "capacity_bytes": capacity}
+        for tier, capacity in stats.tier_capacity.items()
+    }
+
+
+def _queue(stats: Stats, tenant: str, *, sees_all: bool) -> dict[str, Any] | None:
+    state = stats.scheduler
+    if state is None:
+        return None
+    front = [info for info in state.front if sees_all or info.tenant == tenant][:MAX_WAITING]
+    return {
+        "policy": state.policy,
+        "window": state.window,
+        "waiting": stats.waiting if sees_all else len(front),
+        "front": [_waiting(info) for info in front],
+    }
+
+
+def _waiting(info: WaitingInfo) -> dict[str, Any]:
+    fields = msgspec.structs.asdict(info)
+    del fields["tenant"]
+    return fields | {"waiting_s": round(info.waiting_s, 3)}
+
+
+def _session(info: SessionInfo) -> dict[str, Any]:
+    return {
+        "id": info.session_id,
+        "tokens": info.tokens,
+        "truncated_tokens": info.truncated_tokens,
+        "blocks": info.blocks,
+        "bytes": info.bytes,
+        "last_used_at": round(info.last_used_s, 3),
+        "pinned": info.pinned,
+        "running": info.running,
+    }

@@ -1,0 +1,135 @@
+"""OpenTelemetry traces, where they are wanted: one span per answer, and below it its time in the queue, waiting for KV,
+in prefill and in decode. No text in them.
+
+Spans are made when an answer is over, out of the engine's own timings: a request pays nothing while it runs.
+"""
+
+import logging
+import time
+from contextvars import ContextVar
+from typing import Any, Protocol
+
+from app.turn.generation import Choice, Generation
+
+traceparent: ContextVar[str] = ContextVar("traceparent", default="")  # W3C header of the request whose task this is
+
+log = logging.getLogger(__name__)
+
+
+class TracingUnavailable(Exception):
+    """Traces are asked for and OpenTelemetry is not installed."""
+
+
+class Tracer(Protocol):
+    def answered(self, generation: Generation, tenant: str) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class NoTracer:
+    """Traces are off."""
+
+    def answered(self, generation: Generation, tenant: str) -> None:
+        """Nobody wants to know."""
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+class OtelTracer:
+    """Sends spans in batches from a thread of its own; what does not fit its queue is dropped."""
+
+    def __init__(self, exporter: Any, version: str) -> None:
+        """exporter: an opentelemetry SpanExporter."""
+        from opentelemetry.sdk.resources import Resource
+        from opentelemetry.sdk.trace import TracerProvider
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+
+        resource = Resource.create({"service.name": "reprise", "service.version": version})
+        self._provider = TracerProvider(resource=resource)
+        self._provider.add_span_processor(BatchSpanProcessor(exporter))
+        self._tracer = self._provider.get_tracer("reprise")
+
+    def answered(self, generation: Generation, tenant: str) -> None:
+        """Once per generation, when it is over."""
+        from opentelemetry import trace
+        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+        now_ns, now_s = time.time_ns(), time.monotonic()
+
+        def unix_ns(monotonic_s: float) -> int:
+            return now_ns - round((now_s - monotonic_s) * 1e9)
+
+        parent = TraceContextTextMapPropagator().extract({"traceparent": traceparent.get()})
+        root = self._tracer.start_span(
+            f"chat {generation.model.name}",
+            context=parent,
+            kind=trace.SpanKind.SERVER,
+            start_time=unix_ns(generation.arrived_s),
+            attributes=_attributes(generation, tenant),
+        )
+        inside = trace.set_span_in_context(root)
+        for choice in generation.choices:
+            for name, start_s, end_s in phases(choice):
+                span = self._tracer.start_span(
+                    name, context=inside, start_time=unix_ns(start_s), attributes={"reprise.choice": choice.index}
+                )
+                span.end(unix_ns(end_s))
+        root.end(now_ns)
+
+    def close(self) -> None:
+        """Send what is left, for some seconds at most."""
+        self._provider.shutdown()
+
+
+def phases(choice: Choice) -> list[tuple[str, float, float]]:
+    """(name, start, end) on the monotonic clock, one behind the other; what took no time is left out. Empty where the
+    engine has not said how long it took."""
+    timings, first_s = choice.timings, choice.first_token_s
+    if timings is None or first_s is None:
+        return []
+    found = []
+    end_s = first_s
+    for name, ms in (("prefill", timings.prefill_ms), ("load", timings.load_ms), ("queue", timings.queue_ms)):
+        if ms > 0:
+            found.append((name, end_s - ms / 1e3, end_s))
+            end_s -= ms / 1e3
+    found.reverse()
+    if choice.last_token_s is not None and choice.last_token_s > first_s:
+        found.append(("decode", first_s, choice.last_token_s))
+    return found
+
+
+def _attributes(generation: Generation, tenant: str) -> dict[str, Any]:
+    """OpenTelemetry's names for generative models, and our own for the cache."""
+    report = generation.report
+    attributes: dict[str, Any] = {
+        "gen_ai.operation.name": "chat",
+        "gen_ai.response.model": generation.model.name,
+        "gen_ai.response.id": generation.request_id,
+        "gen_ai.conversation.id": generation.prompt.session_id,
+        "gen_ai.response.finish_reasons": [choice.finish_reason or "abandoned" for choice in generation.choices],
+        "gen_ai.usage.output_tokens": sum(len(choice.token_ids) for choice in generation.choices),
+        "reprise.tenant": tenant,
+    }
+    if report is not None:
+        attributes["gen_ai.usage.input_tokens"] = report.prompt_tokens
+        for name in ("hbm", "dram", "disk", "redis", "computed", "truncated", "history"):
+            attributes[f"reprise.cache.{name}_tokens"] = getattr(report, f"{name}_tokens")
+    return attributes
+
+
+def make_tracer(endpoint: str, version: str) -> Tracer:
+    """endpoint: where an OTLP collector takes traces over HTTP, such as http://127.0.0.1:4318/v1/traces; empty: none.
+    Raises TracingUnavailable."""
+    if not endpoint:
+        return NoTracer()
+    try:
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+
+        return OtelTracer(OTLPSpanExporter(endpoint=endpoint), version)
+    except ImportError:
+        raise TracingUnavailable(
+            "server.traces_endpoint: traces need OpenTelemetry: "
+            "pip install opentelemetry-sdk opentelemetry-exporter-otlp-proto-http"
+        ) from None

@@ -1,0 +1,1 @@
+"""Requests and answers as they stand in JSON."""

@@ -1,0 +1,224 @@
+"""The chat request: every field we know has a type, a range and a size; what it means is in `app.turn.generation`."""
+
+from typing import Annotated, Any, ClassVar, Literal
+
+import msgspec
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Field,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
+    model_validator,
+)
+from pydantic_core import PydanticCustomError
+
+from app.schemas.fields import GenerationRequest, Part, TextPart, is_finite, joined_text, unsupported
+from app.schemas.tools import (
+    MAX_TOOLS,
+    Choices,
+    GivenSchema,
+    LarkGrammar,
+    Regex,
+    ResponseFormat,
+    StructuredOutputs,
+    Tool,
+    ToolCall,
+    ToolChoice,
+)
+
+MAX_MESSAGES = 4096
+MAX_TEMPLATE_ARGS_BYTES = 16_384
+
+# What the template is given by us, not by the client.
+_RESERVED_TEMPLATE_ARGS = frozenset(
+    {"messages", "tools", "documents", "add_generation_prompt", "continue_final_message"}
+)
+
+
+def _template_args(value: dict[str, Any]) -> dict[str, Any]:
+    if reserved := _RESERVED_TEMPLATE_ARGS.intersection(value):
+        raise PydanticCustomError("template_args", "{name} is set by the server", {"name": min(reserved)})
+    if not is_finite(value) or len(msgspec.json.encode(value)) > MAX_TEMPLATE_ARGS_BYTES:
+        raise PydanticCustomError("template_args", "Too large, or not plain JSON")
+    return value
+
+
+class CacheMark(Part):
+    """`x_cache` of a message: what the cache is to know about it. The model does not see it."""
+
+    may_be_marked = True
+
+    important: bool = False  # a truncation keeps it
+
+
+class Message(Part):
+    refused = frozenset({"function_call", "audio", "refusal"})
+
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    content: Annotated[str, BeforeValidator(joined_text, json_schema_input_type=str | list[TextPart])]
+    name: str | None = Field(None, max_length=256)
+    reasoning_content: str | None = None
+    tool_calls: list[ToolCall] | None = Field(None, max_length=MAX_TOOLS)
+    tool_call_id: str | None = Field(None, max_length=128)
+    x_cache: CacheMark | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _an_assistant_may_have_said_nothing(cls, value: object) -> object:
+        if isinstance(value, dict) and value.get("role") == "assistant" and value.get("content") is None:
+            return {**value, "content": ""}
+        return value
+
+    @model_validator(mode="after")
+    def _has_what_its_role_has(self) -> "Message":
+        if self.role == "function":
+            raise unsupported("role", "The role 'function' is")
+        if self.tool_calls and self.role != "assistant":
+            raise PydanticCustomError("role", "Only an assistant calls tools", {"param": "tool_calls"})
+        if self.tool_call_id is not None and self.role != "tool":
+            raise PydanticCustomError("role", "Only a tool's message answers a call", {"param": "tool_call_id"})
+        return self
+
+    def as_rendered(self) -> dict[str, Any]:
+        """What the chat template sees. `developer` is the newer name of `system`."""
+        rendered: dict[str, Any] = {
+            "role": "system" if self.role == "developer" else self.role,
+            "content": self.content,
+        }
+        if self.name is not None:
+            rendered["name"] = self.name
+        if self.reasoning_content is not None:
+            rendered["reasoning_content"] = self.reasoning_content
+        if self.tool_calls:
+            rendered["tool_calls"] = [call.as_rendered() for call in self.tool_calls]
+        if self.tool_call_id is not None:
+            rendered["tool_call_id"] = self.tool_call_id
+        return rendered
+
+
+class PlainMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A message that is nothing but a role and a text; stands where a `Message` may."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str
+    name: ClassVar[None] = None
+    reasoning_content: ClassVar[None] = None
+    tool_calls: ClassVar[None] = None
+    x_cache: ClassVar[None] = None
+
+    def as_rendered(self) -> dict[str, Any]:
+        """As `Message.as_rendered`."""
+        return {"role": "system" if self.role == "developer" else self.role, "content": self.content}
+
+
+_PLAIN = Annotated[list[PlainMessage], msgspec.Meta(min_length=1, max_length=MAX_MESSAGES)]
+
+
+def _messages(value: object, validate: ValidatorFunctionWrapHandler) -> object:
+    """A history of hundreds of plain messages comes with every turn: they are checked all at once, ten times faster.
+    What is not plain in any of them, or wrong, is the model's to name."""
+    try:
+        return msgspec.convert(value, _PLAIN)
+    except msgspec.ValidationError:
+        return validate(value)
+
+
+Messages = Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES), WrapValidator(_messages)]
+TemplateArgs = Annotated[dict[str, Any], AfterValidator(_template_args)]
+
+
+class ChatCompletionRequest(GenerationRequest):
+    """POST /v1/chat/completions. An explicit null means the default."""
+
+    refused = frozenset(
+        {"functions", "audio", "web_search_options", "prediction", "echo", "prompt_logprobs", "use_beam_search"}
+        | {"chat_template", "documents"}
+    )
+
+    messages: Messages
+    max_completion_tokens: int | None = Field(None, ge=1, le=1 << 31)
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=20)
+    chat_template_kwargs: TemplateArgs | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    tools: list[Tool] | None = Field(None, max_length=MAX_TOOLS)
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    function_call: Any = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: GivenSchema = None
+    guided_regex: Regex | None = None
+    guided_choice: Choices | None = None
+    guided_grammar: LarkGrammar | None = None
+    modalities: list[str] | None = Field(None, max_length=8)
+    client_shift: bool | None = None
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> "ChatCompletionRequest":
+        if self.function_call not in (None, "none"):
+            raise unsupported("function_call", "'function_call' other than \"none\" is")
+        if self.modalities not in (None, [], ["text"]):
+            raise unsupported("modalities", "'modalities' other than [\"text\"] is")
+        if self.top_logprobs is not None and not self.logprobs:
+            problem = "'top_logprobs' needs 'logprobs' to be true"
+            raise PydanticCustomError("combination", problem, {"param": "top_logprobs"})
+        self._check_tools()
+        self._check_ending()
+        self._check_form()
+        return self
+
+    def _check_form(self) -> None:
+        names = ("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar")
+        forms = [name for name in names if getattr(self, name) is not None]
+        if forms and self.tool_choice is not None and self.tool_choice.must_call:
+            problem = "'{form}' is for an answer in words, and 'tool_choice' asks for a call"
+            raise PydanticCustomError("combination", problem, {"param": forms[0], "form": forms[0]})
+        if self.response_format is not None and self.response_format.type != "text":
+            forms.append("response_format")
+        if len(forms) > 1:
+            raise PydanticCustomError("combination", "An answer keeps to one format", {"param": forms[1]})
+
+    def _check_tools(self) -> None:
+        names = [tool.function.name for tool in self.tools or ()]
+        if len(set(names)) < len(names):
+            raise PydanticCustomError("tools", "Two tools have the same name", {"param": "tools"})
+        if self.tool_choice is None or self.tool_choice.type == "none":
+            return
+        if not names:
+            raise PydanticCustomError(
+                "combination", "'tool_choice' is only allowed with 'tools'", {"param": "tool_choice"}
+            )
+        if unknown := set(self.tool_choice.names or ()).difference(names):
+            problem = "'tool_choice' names {name}, which is not in 'tools'"
+            raise PydanticCustomError("combination", problem, {"name": min(unknown), "param": "tool_choice"})
+
+    def _check_ending(self) -> None:
+        """How the prompt ends: the answer opened, or the last message left open to be gone on with."""
+        if not self.continue_final_message:
+            if self.add_generation_prompt is False:
+                raise PydanticCustomError(
+                    "combination",
+                    "'add_generation_prompt' may be false only with 'continue_final_message'",
+                    {"param": "add_generation_prompt"},
+                )
+            return
+        last = self.messages[-1]
+        if self.add_generation_prompt:
+            problem = "'continue_final_message' and 'add_generation_prompt' exclude each other"
+            raise PydanticCustomError("combination", problem, {"param": "continue_final_message"})
+        if last.role != "assistant" or last.tool_calls or len(self.messages) < 2:
+            problem = "'continue_final_message' needs a last message that is an assistant's text, and one before it"
+            raise PydanticCustomError("combination", problem, {"param": "continue_final_message"})
+
+    @property
+    def answer_tokens(self) -> int | None:
+        """The longest answer asked for; the newer field wins."""
+        return self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
+
+    @property
+    def answer_logprobs(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None

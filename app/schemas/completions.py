@@ -1,0 +1,56 @@
+"""The body of a text completion, the older of OpenAI's endpoints; lm-evaluation-harness scores texts with it."""
+
+from typing import Annotated
+
+from pydantic import BeforeValidator, Field, model_validator
+from pydantic_core import PydanticCustomError
+
+from app.schemas.fields import GenerationRequest, TokenId
+
+MAX_PROMPTS = 256
+MAX_PROMPT_IDS = 1 << 21
+
+Ids = Annotated[list[TokenId], Field(min_length=1, max_length=MAX_PROMPT_IDS)]
+
+
+def _prompts(value: object) -> object:
+    """A text, ids, or many of either: always many."""
+    if isinstance(value, str):
+        return [value]
+    if isinstance(value, list) and value and all(type(item) is int for item in value):
+        return [value]
+    return value
+
+
+class CompletionRequest(GenerationRequest):
+    """POST /v1/completions. An explicit null means the default."""
+
+    refused = frozenset({"suffix", "prompt_logprobs", "use_beam_search", "prompt_embeds", "response_format"})
+
+    prompt: Annotated[
+        Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS)]
+        | Annotated[list[Ids], Field(min_length=1, max_length=MAX_PROMPTS)],
+        BeforeValidator(_prompts, json_schema_input_type=str | list[str] | list[int] | list[list[int]]),
+    ]
+    max_tokens: int | None = Field(None, ge=0, le=1 << 31)
+    echo: bool | None = None
+    logprobs: int | None = Field(None, ge=0, le=20)
+    add_special_tokens: bool | None = None
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> "CompletionRequest":
+        if self.max_tokens == 0 and not self.echo:
+            raise PydanticCustomError("combination", "'max_tokens' may be 0 only with 'echo'")
+        if self.echo and self.stream and self.logprobs is not None:
+            problem = "'echo' with 'logprobs' cannot be streamed: the prompt's come all at once"
+            raise PydanticCustomError("combination", problem)
+        return self
+
+    @property
+    def answer_tokens(self) -> int | None:
+        """OpenAI's default. An answer of none is drawn with one token, which nobody sees."""
+        return max(1, 16 if self.max_tokens is None else self.max_tokens)
+
+    @property
+    def answer_logprobs(self) -> int | None:
+        return self.logprobs

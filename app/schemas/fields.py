@@ -1,0 +1,227 @@
+"""What the bodies of all endpoints are made of: strict parts, and the fields of everything that generates."""
+
+import math
+import re
+from typing import Annotated, Any, ClassVar, Literal
+
+import msgspec
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
+
+from app.turn.deadline import MAX_TIMEOUT_S
+
+# Not "." or "..": clients take them out of a URL before they send it, and nobody could delete what is called so.
+SESSION_ID = re.compile(r"(?!\.{1,2}\Z)[A-Za-z0-9._:\-]{1,128}")
+SESSION_ID_RULE = "1 to 128 letters, digits, '.', '_', ':' or '-', and neither '.' nor '..'"
+MAX_SCHEMA_BYTES = 65_536
+MAX_SCHEMA_DEPTH = 32
+
+
+def unsupported(param: str, what: str) -> PydanticCustomError:
+    """`app.errors` names `param`, relative to where the error was raised."""
+    return PydanticCustomError("unsupported", "{what} not supported by this server", {"param": param, "what": what})
+
+
+class TextPart(BaseModel):
+    """A part of a content, for the description of the API alone: `joined_text` reads it."""
+
+    type: Literal["text", "input_text", "output_text"]
+    text: str
+
+
+def joined_text(value: object, kinds: frozenset[str] = frozenset({"text"})) -> object:
+    """A list of text parts becomes one string; parts are paragraphs of their own, so a newline keeps them apart."""
+    if not isinstance(value, list):
+        return value
+    texts = []
+    for part in value:
+        kind = part.get("type") if isinstance(part, dict) else None
+        if not isinstance(kind, str):
+            raise PydanticCustomError("content_part", "Each content part is an object with a 'type'")
+        if kind not in kinds:
+            raise unsupported("", f"Content of type {kind[:40]!r} is")
+        if not isinstance(part.get("text"), str):
+            raise PydanticCustomError("content_part", "A text part has a string 'text'")
+        texts.append(part["text"])
+    return "\n".join(texts)
+
+
+def one_or_many(value: object) -> object:
+    return [value] if isinstance(value, str) else value
+
+
+def _token_bias(value: object) -> object:
+    """JSON has string keys only; they must be plain token ids."""
+    if not isinstance(value, dict):
+        return value
+    if not all(isinstance(key, str) and key.isascii() and key.isdigit() and len(key) <= 10 for key in value):
+        raise PydanticCustomError("logit_bias", "Keys must be token ids")
+    return {int(key): bias for key, bias in value.items()}
+
+
+def is_finite(value: object) -> bool:
+    """Whether plain JSON holds no infinity, and no integer that a float or an i64 could not."""
+    if isinstance(value, dict):
+        return all(is_finite(item) for item in value.values())
+    if isinstance(value, list):
+        return all(is_finite(item) for item in value)
+    if isinstance(value, float):
+        return math.isfinite(value)
+    return not isinstance(value, int) or abs(value) < 1 << 63
+
+
+def _depth(value: object) -> int:
+    if isinstance(value, dict):
+        return 1 + max((_depth(item) for item in value.values()), default=0)
+    if isinstance(value, list):
+        return 1 + max((_depth(item) for item in value), default=0)
+    return 0
+
+
+def _json_schema(value: dict[str, Any]) -> dict[str, Any]:
+    if not is_finite(value):
+        raise PydanticCustomError("json_schema", "Numbers must be finite and below 2^63")
+    if len(msgspec.json.encode(value)) > MAX_SCHEMA_BYTES:
+        raise PydanticCustomError("json_schema", "A schema has at most {size} bytes", {"size": MAX_SCHEMA_BYTES})
+    if _depth(value) > MAX_SCHEMA_DEPTH:
+        raise PydanticCustomError("json_schema", "A schema has at most {depth} levels", {"depth": MAX_SCHEMA_DEPTH})
+    return value
+
+
+def _session_id(value: str) -> str:
+    if not SESSION_ID.fullmatch(value):
+        raise PydanticCustomError("session_id", SESSION_ID_RULE)
+    return value
+
+
+TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
+SessionId = Annotated[str, AfterValidator(_session_id)]
+JsonSchema = Annotated[dict[str, Any], AfterValidator(_json_schema)]
+Metadata = Annotated[
+    dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]], Field(max_length=16)
+]
+
+
+class Part(BaseModel):
+    """A body, or an object in one. Fields it does not know are for `ignored` to name."""
+
+    model_config = ConfigDict(strict=True, frozen=True, extra="ignore", allow_inf_nan=False)
+    # Fields that clients send back or along with an empty value, and that would change the meaning with any other.
+    refused: ClassVar[frozenset[str]] = frozenset()
+    may_be_marked: ClassVar[bool] = False  # `important` has its place here
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_what_would_be_lost(cls, value: object) -> object:
+        if isinstance(value, dict):
+            for name in cls.refused & value.keys():
+                if value[name] not in (None, [], False):  # an empty object asks for the defaults
+                    raise unsupported(name, f"'{name}' is")
+            if not cls.may_be_marked and value.get("important") not in (None, False):
+                problem = 'Marks stand in a message, as "x_cache": {"important": true}'
+                raise PydanticCustomError("misplaced", problem, {"param": "important"})
+        return value
+
+    @classmethod
+    def ignored(cls, body: dict[str, Any]) -> list[str]:
+        """Names in `body` that are accepted and have no effect here, in the order sent: fields nobody knows, and hints
+        that change no answer (`verbosity` ...). Null says nothing."""
+        known = cls.model_fields.keys() | cls.refused
+        return [name for name, value in body.items() if value is not None and name not in known]
+
+
+class StreamOptions(Part):
+    include_usage: bool = False
+    include_obfuscation: bool | None = None
+
+
+def _seconds(value: object) -> object:
+    """ "30m" -> 1800.0, as OpenAI writes a time to live."""
+    if not isinstance(value, str):
+        return value
+    found = re.fullmatch(r"([0-9]{1,6})([smhd])", value)
+    if found is None:
+        raise PydanticCustomError("ttl", "A number and one of s, m, h, d, such as '30m'")
+    return float(found[1]) * {"s": 1, "m": 60, "h": 3600, "d": 86_400}[found[2]]
+
+
+class CacheOptions(Part):
+    """`prompt_cache_options`."""
+
+    ttl: Annotated[float | None, BeforeValidator(_seconds, json_schema_input_type=float | str | None)] = Field(
+        None, gt=0, le=1e9
+    )
+
+
+class GenerationRequest(Part):
+    """What chat and text completions have in common. An explicit null means the default."""
+
+    model: str = Field(min_length=1, max_length=512)
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: int | None = Field(None, ge=1, le=1 << 31)
+    min_tokens: int | None = Field(None, ge=0, le=1 << 31)
+    best_of: Literal[1] | None = None
+    n: int | None = Field(None, ge=1, le=128)
+    temperature: float | None = Field(None, ge=0, le=2)
+    top_p: float | None = Field(None, ge=0, le=1)
+    top_k: int | None = Field(None, ge=-1, lt=1 << 31)
+    min_p: float | None = Field(None, ge=0, le=1)
+    presence_penalty: float | None = Field(None, ge=-2, le=2)
+    frequency_penalty: float | None = Field(None, ge=-2, le=2)
+    repetition_penalty: float | None = Field(None, ge=0.01, le=10)
+    logit_bias: Annotated[
+        dict[TokenId, Annotated[float, Field(ge=-100, le=100)]] | None,
+        BeforeValidator(_token_bias, json_schema_input_type=dict[str, float] | None),
+    ] = Field(None, max_length=1024)
+    seed: int | None = Field(None, ge=-(1 << 63), lt=1 << 64)
+    stop: Annotated[
+        list[Annotated[str, Field(min_length=1, max_length=1024)]] | None,
+        BeforeValidator(one_or_many, json_schema_input_type=str | list[str] | None),
+    ] = Field(None, max_length=16)
+    stop_token_ids: list[TokenId] | None = Field(None, max_length=128)
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    user: str | None = Field(None, max_length=1024)
+    safety_identifier: str | None = Field(None, max_length=1024)
+    metadata: Metadata | None = None
+    service_tier: Literal["auto", "default", "flex", "scale", "priority"] | None = None
+    priority: int | None = Field(None, ge=-100, le=100)  # a lower number goes first, as in vLLM
+    timeout: float | None = Field(None, gt=0, le=MAX_TIMEOUT_S)  # seconds from the arrival to the last byte
+    session_id: SessionId | None = None
+    prompt_cache_key: str | None = Field(None, min_length=1, max_length=1024)
+    prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None
+    prompt_cache_options: CacheOptions | None = None
+    cache_salt: str | None = Field(None, max_length=256)
+    truncation: Literal["auto", "disabled"] | None = None
+    keep_first_tokens: int | None = Field(None, ge=0, le=1 << 24)
+
+    @model_validator(mode="after")
+    def _goes_together(self) -> "GenerationRequest":
+        if self.stream_options is not None and not self.stream:
+            raise PydanticCustomError("combination", "'stream_options' is only allowed when 'stream' is true")
+        if self.min_tokens is not None and self.answer_tokens is not None and self.min_tokens > self.answer_tokens:
+            raise PydanticCustomError("combination", "'min_tokens' is greater than the largest answer asked for")
+        return self
+
+    @property
+    def answer_tokens(self) -> int | None:
+        """The longest answer asked for."""
+        return self.max_tokens
+
+    @property
+    def answer_logprobs(self) -> int | None:
+        """Likeliest tokens wanted beside each of the answer's; None: no log-probabilities."""
+        return None
+
+    @property
+    def include_usage(self) -> bool:
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    @property
+    def keep_s(self) -> float | None:
+        """For how long after its last use the session is to be kept; None: as long as any other."""
+        if self.prompt_cache_options is not None and self.prompt_cache_options.ttl is not None:
+            return self.prompt_cache_options.ttl
+        return 86_400.0 if self.prompt_cache_retention == "24h" else None

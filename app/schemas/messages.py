@@ -1,0 +1,146 @@
+"""The bodies of /v1/messages, as Anthropic has them."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, model_validator
+from pydantic_core import PydanticCustomError
+
+from app.schemas.chat import MAX_MESSAGES, TemplateArgs
+from app.schemas.fields import JsonSchema, Part, SessionId, unsupported
+from app.schemas.tools import MAX_TOOLS, ToolName
+from app.turn.deadline import MAX_TIMEOUT_S
+
+MAX_BLOCKS = 1024
+
+
+class TextBlock(Part):
+    type: Literal["text"]
+    text: str
+
+
+class ThinkingBlock(Part):
+    type: Literal["thinking"]
+    thinking: str
+
+
+class RedactedThinkingBlock(Part):
+    """A thought that somebody else's server has encrypted: nobody here can read it."""
+
+    type: Literal["redacted_thinking"]
+    data: str
+
+
+class ToolUseBlock(Part):
+    type: Literal["tool_use"]
+    id: str = Field(min_length=1, max_length=128)
+    name: ToolName
+    input: dict[str, Any]
+
+
+def _text_blocks(value: object) -> object:
+    """A text is one block of it."""
+    return [{"type": "text", "text": value}] if isinstance(value, str) else value
+
+
+TextBlocks = Annotated[
+    list[TextBlock],
+    BeforeValidator(_text_blocks, json_schema_input_type=str | list[TextBlock]),
+    Field(max_length=MAX_BLOCKS),
+]
+
+
+class ToolResultBlock(Part):
+    type: Literal["tool_result"]
+    tool_use_id: str = Field(min_length=1, max_length=128)
+    content: TextBlocks | None = None
+    is_error: bool | None = None
+
+
+Block = TextBlock | ThinkingBlock | RedactedThinkingBlock | ToolUseBlock | ToolResultBlock
+_BLOCKS: dict[str, type[Block]] = {
+    "text": TextBlock,
+    "thinking": ThinkingBlock,
+    "redacted_thinking": RedactedThinkingBlock,
+    "tool_use": ToolUseBlock,
+    "tool_result": ToolResultBlock,
+}
+
+
+def _block(value: object) -> object:
+    if not isinstance(value, dict):
+        return value
+    kind = value.get("type")
+    if not isinstance(kind, str) or kind not in _BLOCKS:
+        raise unsupported("type", f"A block of type {str(kind)[:40]!r} is")
+    return _BLOCKS[kind].model_validate(value)
+
+
+Blocks = Annotated[
+    list[Annotated[Block, BeforeValidator(_block, json_schema_input_type=Block)]],
+    BeforeValidator(_text_blocks, json_schema_input_type=str | list[Block]),
+    Field(max_length=MAX_BLOCKS),
+]
+
+
+class MessageParam(Part):
+    role: Literal["user", "assistant", "system"]
+    content: Blocks
+
+    @model_validator(mode="after")
+    def _has_its_blocks(self) -> "MessageParam":
+        allowed = {
+            "user": (TextBlock, ToolResultBlock),
+            "assistant": (TextBlock, ThinkingBlock, RedactedThinkingBlock, ToolUseBlock),
+        }
+        if not all(isinstance(block, allowed.get(self.role, (TextBlock,))) for block in self.content):
+            raise PydanticCustomError("content", "A block that this role does not have", {"param": "content"})
+        return self
+
+
+class ToolParam(Part):
+    name: ToolName
+    type: Literal["custom"] | None = None
+    description: str | None = Field(None, max_length=16_384)
+    input_schema: JsonSchema
+
+
+class ToolChoiceParam(Part):
+    type: Literal["auto", "any", "tool", "none"]
+    name: ToolName | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class MessagesMetadata(Part):
+    user_id: str | None = Field(None, max_length=1024)
+
+
+class CountTokensRequest(Part):
+    """POST /v1/messages/count_tokens: what decides about the prompt."""
+
+    # Not `context_management`: what it would have cleared stays in the context.
+    refused = frozenset({"mcp_servers", "container"})
+
+    model: str = Field(min_length=1, max_length=512)
+    messages: list[MessageParam] = Field(min_length=1, max_length=MAX_MESSAGES)
+    system: TextBlocks | None = None
+    tools: list[ToolParam] | None = Field(None, max_length=MAX_TOOLS)
+    tool_choice: ToolChoiceParam | None = None
+    # What is ours, as in a chat.
+    session_id: SessionId | None = None
+    cache_salt: str | None = Field(None, max_length=256)
+    chat_template_kwargs: TemplateArgs | None = None
+
+
+class MessagesRequest(CountTokensRequest):
+    """POST /v1/messages. An explicit null means the default."""
+
+    max_tokens: int = Field(ge=1, le=1 << 31)
+    stream: bool | None = None
+    temperature: float | None = Field(None, ge=0, le=2)
+    top_p: float | None = Field(None, ge=0, le=1)
+    top_k: int | None = Field(None, ge=-1, lt=1 << 31)
+    stop_sequences: list[Annotated[str, Field(min_length=1, max_length=1024)]] | None = Field(None, max_length=16)
+    metadata: MessagesMetadata | None = None
+    service_tier: Literal["auto", "standard_only"] | None = None
+    seed: int | None = Field(None, ge=-(1 << 63), lt=1 << 64)
+    timeout: float | None = Field(None, gt=0, le=MAX_TIMEOUT_S)

@@ -1,0 +1,35 @@
+"""The bodies of /tokenize and /detokenize, as vLLM has them."""
+
+from typing import Annotated
+
+from pydantic import Field, model_validator
+from pydantic_core import PydanticCustomError
+
+from app.schemas.chat import MAX_TOOLS, Messages, TemplateArgs, Tool
+from app.schemas.completions import MAX_PROMPT_IDS
+from app.schemas.fields import Part, TokenId
+
+
+class TokenizeRequest(Part):
+    """A text, or the messages of a chat."""
+
+    model: str | None = Field(None, min_length=1, max_length=512)
+    prompt: str | None = None
+    messages: Messages | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: TemplateArgs | None = None
+    tools: list[Tool] | None = Field(None, max_length=MAX_TOOLS)
+    return_token_strs: bool | None = None
+
+    @model_validator(mode="after")
+    def _is_one_of_both(self) -> "TokenizeRequest":
+        if (self.prompt is None) == (self.messages is None):
+            raise PydanticCustomError("combination", "Either 'prompt' or 'messages'")
+        return self
+
+
+class DetokenizeRequest(Part):
+    model: str | None = Field(None, min_length=1, max_length=512)
+    tokens: Annotated[list[TokenId], Field(max_length=MAX_PROMPT_IDS)]

@@ -1,0 +1,1 @@
+"""Settings: their names, defaults, sources and help."""

@@ -1,0 +1,98 @@
+"""Settings on the command line: read from there, what `--help` says of them, by section, and what a shell completes."""
+
+import os
+from collections.abc import Iterator, Mapping
+from itertools import groupby
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin
+
+import typer
+from pydantic.fields import FieldInfo
+from rich.console import Console
+from rich.panel import Panel
+from rich.table import Table
+from typer.core import TyperCommand
+
+from app.settings.settings import Settings, SettingsError, known_settings, load_settings, parse_flags, stray_variables
+
+try:  # newer typers bring their own click
+    from typer._click.shell_completion import CompletionItem
+except ImportError:
+    from click.shell_completion import CompletionItem  # type: ignore[assignment]
+
+SECTIONS = {
+    "model": "what is served",
+    "cache": "what is kept, where, and for how long",
+    "scheduler": "who runs next",
+    "engine": "how it runs",
+    "server": "who may ask, and where",
+    "limits": "how much of anything, refused before work is done",
+}
+
+
+def settings_of(
+    context: typer.Context, config: Path | None, named: Mapping[str, str | int | None] | None = None
+) -> Settings:
+    """From all sources; `named` are options with a name of their own. Ends the program if they cannot be used."""
+    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    for warning in stray_variables(os.environ):
+        console.print(f"reprise: {warning}", markup=False)
+    try:
+        flags = parse_flags(context.args)
+        flags.update({name: str(value) for name, value in (named or {}).items() if value is not None})
+        return load_settings(flags=flags, environ=os.environ, config=config)
+    except SettingsError as error:
+        console.print(f"reprise: {error}", markup=False)
+        raise typer.Exit(2) from None
+
+
+def choices(field: FieldInfo) -> tuple[str, ...]:
+    """The words a setting may be; empty where it is not one of few."""
+    if get_origin(field.annotation) is Literal:
+        return tuple(map(str, get_args(field.annotation)))
+    return ("true", "false") if field.annotation is bool else ()
+
+
+def default(field: FieldInfo) -> str:
+    if isinstance(field.default, bool):
+        return "true" if field.default else "false"
+    return "" if field.default in ((), "", None) else str(field.default)
+
+
+def tables(prefix: str = "") -> Iterator[Table]:
+    """One per section; names with `prefix` in front."""
+    for section, settings in groupby(known_settings(), key=lambda pair: pair[0].split(".")[0]):
+        table = Table(box=None, padding=(0, 2, 0, 0), title_justify="left")
+        table.title = f"{section}: {SECTIONS[section]}" if section in SECTIONS else section
+        table.add_column("setting", no_wrap=True)
+        table.add_column("default")
+        table.add_column("meaning")
+        for name, field in settings:
+            words = choices(field)
+            allowed = f" ({' | '.join(words)})" if words and field.annotation is not bool else ""
+            table.add_row(f"{prefix}{name}", default(field), f"{field.description}{allowed}")
+        yield table
+
+
+class ServeCommand(TyperCommand):
+    """A command that takes every setting as a flag."""
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        super().format_help(ctx, formatter)
+        console = Console()
+        for table in tables("--"):
+            title, table.title = table.title, None
+            console.print(Panel(table, title=title, title_align="left", border_style="dim"))
+
+    def shell_complete(self, ctx: Any, incomplete: str) -> list[Any]:
+        """Flags of settings, and the words that a setting given just before may be."""
+        known = dict(known_settings())
+        before = ctx.args[-1].removeprefix("--") if ctx.args else ""
+        if before in known and not incomplete.startswith("-"):
+            return [CompletionItem(word) for word in choices(known[before]) if word.startswith(incomplete)]
+        flags = [
+            CompletionItem(f"--{name}", help=field.description)
+            for name, field in known.items()
+            if f"--{name}".startswith(incomplete)
+        ]
+        return [*super().shell_complete(ctx, incomplete), *(flags if incomplete.startswith("-") else ())]

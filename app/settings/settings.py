@@ -1,0 +1,468 @@
+"""Settings: one frozen object, read once at start. Every default of the project lives here.
+
+Sources, weakest first: the defaults below, a TOML file (`--config`), the environment (`REPRISE_SECTION__KEY`), flags
+(`--section.key VALUE`). A name or value nobody knows is refused, naming the setting and where it came from.
+"""
+
+import ipaddress
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic.fields import FieldInfo
+from pydantic_settings import BaseSettings, EnvSettingsSource, SettingsConfigDict, TomlConfigSettingsSource
+
+from app.settings.hints import describe, nearest
+from app.tenancy.keyring import KeyLimits
+from engine.messages import EngineConfig
+from model.places import source_of
+
+ENV_PREFIX = "REPRISE_"
+ORIGIN = re.compile(r"[a-z][a-z0-9+.\-]*://[^\s/]+")
+GIB = 1 << 30
+MIB = 1 << 20
+
+
+class SettingsError(Exception):
+    """A setting that cannot be used. The message names the setting, its source and what is allowed."""
+
+
+def _comma_separated(value: object) -> object:
+    """`a,b` from a flag or the environment, a list from TOML."""
+    if isinstance(value, str):
+        return tuple(part.strip() for part in value.split(",") if part.strip())
+    return value
+
+
+NameList = Annotated[tuple[str, ...], BeforeValidator(_comma_separated)]
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, hide_input_in_errors=True)
+
+
+class ModelSettings(_Section):
+    source: str = Field(
+        "",
+        max_length=4096,
+        description="directory, .gguf file, hub id or `bundled`; empty: SmolLM2-135M-Instruct if `make setup` has "
+        "brought it, else the bundled demonstration",
+    )
+    aliases: NameList = Field((), description="further names under which requests may ask for the model")
+    max_context: int = Field(
+        0, ge=0, le=1 << 24, description="context window in tokens; 0: what the model was made for"
+    )
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field("auto", description="compute and KV type")
+    exact: Literal["auto", "on", "off"] = Field(
+        "auto",
+        description="on: bits of an answer depend on its own tokens alone, proven at start, whatever that costs; auto: "
+        "the fastest kernels, and what they prove; off: no proof",
+    )
+
+
+class CacheSettings(_Section):
+    mode: Literal["attentionstore", "prefix", "recompute"] = Field(
+        "attentionstore", description="keep KV in HBM, DRAM and on disk; in HBM only; or compute it anew"
+    )
+    policy: Literal["lookahead", "lru", "fifo"] = Field("lookahead", description="what leaves a full tier first")
+    hbm_tokens: int = Field(0, ge=0, le=1 << 31, description="tokens of KV in HBM; 0: from free memory")
+    ttl_s: float = Field(86_400.0, gt=0, le=1e9, description="a session is forgotten this long after its last use")
+    max_sessions: int = Field(10_000, ge=1, le=10_000_000, description="sessions the engine keeps track of")
+    dram_gib: Annotated[float, Field(ge=0, le=1 << 16)] | Literal["auto"] = Field(
+        "auto", description="KV in DRAM; auto: a share of free memory; 0 turns the tier off"
+    )
+    disk_gib: Annotated[float, Field(ge=0, le=1 << 20)] | Literal["auto"] = Field(
+        "auto", description="KV on disk; auto: a share of free space; 0 turns the tier off"
+    )
+    disk_dir: Path = Field(Path("~/.cache/reprise"), description="state files: KV, transcripts, the tenant secret")
+    disk_min_free_gib: float = Field(2.0, ge=0, le=1 << 20, description="of the file system, left to others")
+    dram_free_buffer: float = Field(0.1, ge=0, lt=1, description="share of DRAM kept free in the background")
+    hbm_high_water: float = Field(
+        1.0, ge=0, le=1, description="share of HBM in use above which saved KV leaves it in the background; 1: never"
+    )
+    hbm_low_water: float = Field(0.85, ge=0, le=1, description="until no more than this share is in use")
+    staging_mib: int = Field(
+        0, ge=0, le=1 << 20, description="DRAM for KV on its way to and from disk, besides dram_gib; 0: automatic"
+    )
+    read_buffer_layers: int = Field(
+        -1, ge=-1, le=4096, description="layers loaded before a request's turn has come; -1: all, 0: none"
+    )
+    granularity: Literal["session", "block"] = Field("session", description="what leaves a tier as one")
+    truncation: Literal["auto", "disabled"] = Field(
+        "auto", description="a full window: drop the earliest history, or answer 400"
+    )
+    truncation_ratio: float = Field(0.5, gt=0, lt=1, description="share of the window that is dropped at once")
+    truncation_mode: Literal["decoupled", "recompute", "naive"] = Field(
+        "decoupled", description="what stays: its KV at new positions; recomputed; as it was (for experiments only)"
+    )
+    keep_first_tokens: int = Field(
+        -1, ge=-1, le=1 << 24, description="leading tokens that are never dropped; -1: the system prompt"
+    )
+    client_shift: bool = Field(
+        False, description="serve histories that the client shortened from saved KV at new positions"
+    )
+    verify_rate: float = Field(0.0, ge=0, le=1, description="share of loads that are checked against a recompute")
+    dram_gbps: float = Field(0.0, ge=0, le=1e6, description="cap in GB/s that stands in for a slower link; 0: none")
+    disk_gbps: float = Field(0.0, ge=0, le=1e6, description="the same for reads and writes of the disk; 0: none")
+    io_deadline_s: float = Field(5.0, gt=0, le=3600, description="a read or write that takes longer has failed")
+    sync_save: bool = Field(False, description="save KV before the next step, not during it (for comparison)")
+    max_pinned_share: float = Field(
+        0.5, ge=0, le=1, description="share of the lowest tier that a tenant's pinned sessions may hold"
+    )
+    redis_url: str = Field(
+        "",
+        max_length=2048,
+        repr=False,
+        pattern=r"^((rediss?|unix)://\S+)?$",
+        description="redis://HOST:PORT/DB that keeps responses and conversations, for several servers; empty: a file",
+    )
+    transcript_mib: int = Field(256, ge=1, le=1 << 20, description="hard cap of the transcripts file")
+    answers_per_prompt: int = Field(8, ge=1, le=1024, description="answers remembered per prompt (n, regenerate)")
+
+
+class SchedulerSettings(_Section):
+    policy: Literal["car", "car-hidden", "priority", "fcfs"] = Field(
+        "car-hidden",
+        description="who starts next: by KV to load inside a window (car-hidden: not by loads that hold nobody up); by "
+        "KV to load; who came first",
+    )
+    window: int = Field(0, ge=0, le=1024, description="places of the window; 0: from HBM and the mean session")
+    class_ordered_entry: bool = Field(
+        False, description="who needs no load enters the window first, instead of by fair share and arrival"
+    )
+    scores: bool = Field(
+        False, description="what who waits in the window or runs needs leaves HBM last, before what the policy says"
+    )
+    itl_target_ms: Annotated[float, Field(ge=0, le=60_000)] | Literal["auto"] = Field(
+        "auto",
+        description="what a step may take while somebody reads along; auto: weighed against first tokens; 0: no target",
+    )
+    length_predictor: Literal["quantile", "max_tokens"] = Field(
+        "quantile", description="expected length of answers: learned, or the longest they may be (an oracle for tests)"
+    )
+    max_seqs: int = Field(32, ge=1, le=4096, description="sequences running at once")
+    max_queued: int = Field(256, ge=1, le=100_000, description="sequences waiting at once; more are answered 503")
+    chunked_prefill: bool = Field(True, description="spread long prompts over several steps")
+
+
+class EngineSettings(_Section):
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="where the model runs")
+    threads: int = Field(0, ge=0, le=1024, description="CPU threads of the engine; 0: all cores")
+    step_tokens: int = Field(0, ge=0, le=1 << 20, description="token budget of one step; 0: automatic")
+    start_timeout_s: float = Field(600.0, gt=0, le=86_400, description="longest load of a model")
+    hang_timeout_s: float = Field(
+        300.0, gt=0, le=3600, description="no heartbeat for this long: the engine is restarted"
+    )
+
+
+class ServerSettings(_Section):
+    host: str = Field("127.0.0.1", min_length=1, max_length=255, description="address to listen on")
+    port: int = Field(8000, ge=0, le=65_535, description="port to listen on; 0: any free one")
+    api_keys: NameList = Field(
+        (), repr=False, description="accepted bearer keys, comma-separated; none: no keys needed"
+    )
+    admin_keys: NameList = Field(
+        (), repr=False, description="bearer keys that open /v1/scheduler too; without any keys it is open"
+    )
+    keys_file: Path | None = Field(
+        None,
+        description="further keys, hashed, each with its own limits; `reprise keys` writes it; nobody else's to read",
+    )
+    hostnames: NameList = Field(
+        (), description="names with a dot by which a server without keys may be asked; addresses and others always may"
+    )
+    cors_origins: NameList = Field(
+        (),
+        description="pages elsewhere whose scripts may ask, as https://chat.example.org; *: any, where keys are needed",
+    )
+    allow_unauthenticated: bool = Field(False, description="listen beyond loopback although there are no keys")
+    drain_s: float = Field(30.0, ge=0, le=86_400, description="at SIGTERM running answers may go on for this long")
+    max_weight: float = Field(
+        4.0,
+        ge=1,
+        le=16,
+        description="largest share that service_tier and priority give a request; 1: no more than others",
+    )
+    ping_s: float = Field(15.0, gt=0, le=3600, description="silence in a stream after which a comment is sent")
+    responses_mib: int = Field(64, ge=1, le=1 << 20, description="hard cap of stored responses and conversations")
+    responses_ttl_s: float = Field(
+        30 * 86_400.0, gt=0, le=1e9, description="they are forgotten this long after their last use"
+    )
+    access_log: bool = Field(
+        False, description="one log line per request, and one per answer with its tokens by tier; never its text"
+    )
+    log_format: Literal["text", "json"] = Field("text", description="log lines for people, or JSON objects")
+    traces_endpoint: str = Field(
+        "",
+        max_length=2048,
+        pattern=r"^(https?://\S+)?$",
+        description="where OpenTelemetry traces go, as http://127.0.0.1:4318/v1/traces; empty: nowhere",
+    )
+
+    @model_validator(mode="after")
+    def _lets_in_whom_it_should(self) -> "ServerSettings":
+        for key in (*self.api_keys, *self.admin_keys):
+            if not (8 <= len(key) <= 512 and key.isascii() and key.isprintable() and " " not in key):
+                raise ValueError(
+                    "server.api_keys and server.admin_keys: each has 8 to 512 printable ASCII characters without spaces"
+                )
+        for origin in self.cors_origins:
+            if origin != "*" and not ORIGIN.fullmatch(origin):
+                raise ValueError("server.cors_origins: each is a scheme, a host and perhaps a port, or *")
+        has_keys = bool(self.api_keys or self.admin_keys or self.keys_file is not None)
+        if "*" in self.cors_origins and not has_keys:
+            raise ValueError(
+                "server.cors_origins: where no keys are needed, * would let every page that somebody here opens use "
+                "the server; name the pages, or set server.api_keys"
+            )
+        if not (has_keys or self.allow_unauthenticated or _is_loopback(self.host)):
+            raise ValueError(
+                f"server.host: listening on {self.host} lets others in; set server.api_keys or "
+                "server.keys_file, or server.allow_unauthenticated=true to let anybody in"
+            )
+        return self
+
+
+class LimitSettings(_Section):
+    """Caps, all of them checked before any work is done. Those of a key hold for every key that says nothing else."""
+
+    connections: int = Field(1000, ge=1, le=1 << 20, description="connections at once; more are answered 503")
+    header_bytes: int = Field(65_536, ge=1024, le=1 << 24, description="largest request line with its headers")
+    header_timeout_s: float = Field(15.0, gt=0, le=3600, description="longest wait for them")
+    body_bytes: int = Field(8 << 20, ge=1024, le=1 << 30, description="largest request body")
+    body_timeout_s: float = Field(30.0, gt=0, le=3600, description="longest wait for a request body")
+    send_timeout_s: float = Field(60.0, gt=0, le=3600, description="a client that reads nothing for this long is gone")
+    request_timeout_s: float = Field(
+        3600.0, gt=0, le=86_400, description="longest time from a request's arrival to the end of its answer"
+    )
+    sessions_timeout_s: float = Field(30.0, gt=0, le=3600, description="longest wait for the engine at /v1/sessions")
+    json_depth: int = Field(64, ge=8, le=200, description="levels of a body")
+    messages: int = Field(4096, ge=1, le=4096, description="messages of a chat, items of a response or conversation")
+    choices: int = Field(128, ge=1, le=128, description="largest n")
+    logprobs: int = Field(20, ge=0, le=20, description="likeliest tokens beside each of an answer's")
+    stop: int = Field(16, ge=0, le=16, description="stop strings")
+    tools: int = Field(128, ge=0, le=128, description="tools")
+    schema_bytes: int = Field(65_536, ge=64, le=65_536, description="largest JSON schema")
+    schema_depth: int = Field(32, ge=1, le=32, description="levels of a JSON schema")
+    prompt_tokens: int = Field(1_000_000, ge=1, le=1 << 30, description="longest history that is taken at all")
+    answer_tokens: int = Field(65_536, ge=1, le=1 << 30, description="longest answer that goes on beyond the window")
+    watchers: int = Field(
+        32, ge=0, le=4096, description="pages that may watch /v1/events at once; a key may hold a fourth"
+    )
+    key_requests: int = Field(
+        0,
+        ge=0,
+        le=1 << 20,
+        description="answers that one key may have under way; 0: half of all where there are several keys, else all",
+    )
+    key_requests_per_minute: int = Field(
+        0, ge=0, le=1 << 30, description="requests with a body that one key may send; 0: any number"
+    )
+    key_tokens_per_minute: int = Field(
+        0, ge=0, le=1 << 40, description="tokens of its prompts and answers; 0: any number"
+    )
+    key_sessions: int = Field(
+        0, ge=0, le=1 << 30, description="conversations kept for one key, the longest unused leave first; 0: any number"
+    )
+    key_cache_gib: float = Field(
+        0.0, ge=0, le=1 << 20, description="KV kept for one key in all tiers, likewise; 0: any amount"
+    )
+
+    @property
+    def key(self) -> KeyLimits:
+        return KeyLimits(
+            requests=self.key_requests,
+            requests_per_minute=self.key_requests_per_minute,
+            tokens_per_minute=self.key_tokens_per_minute,
+            sessions=self.key_sessions,
+            cache_bytes=int(self.key_cache_gib * GIB),
+        )
+
+
+class Settings(_Section, BaseSettings):
+    """All of it. `load_settings` reads the sources; built directly, it reads nothing."""
+
+    model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, env_nested_delimiter="__", enable_decoding=False)
+
+    model: ModelSettings = ModelSettings()
+    cache: CacheSettings = CacheSettings()
+    scheduler: SchedulerSettings = SchedulerSettings()
+    engine: EngineSettings = EngineSettings()
+    server: ServerSettings = ServerSettings()
+    limits: LimitSettings = LimitSettings()
+
+    @classmethod
+    def settings_customise_sources(cls, *_: Any, **sources: Any) -> tuple[Any, ...]:
+        return (sources["init_settings"],)
+
+    @property
+    def places(self) -> int:
+        """Choices under way at once, running and waiting."""
+        return self.scheduler.max_seqs + self.scheduler.max_queued
+
+    @property
+    def tenant_places(self) -> int:
+        """Of them, those of one tenant."""
+        several = len(self.server.api_keys) > 1 or self.server.keys_file is not None
+        share = self.places // 2 if several else self.places
+        return min(self.limits.key_requests or max(1, share), self.places)
+
+    @property
+    def state_dir(self) -> Path:
+        return self.cache.disk_dir.expanduser()
+
+    def engine_config(self, tenant_secret: bytes) -> EngineConfig:
+        """What the engine process is told."""
+        itl_target_ms = self.scheduler.itl_target_ms
+        return EngineConfig(
+            model=source_of(self.model.source),
+            dtype=self.model.dtype,
+            exact=self.model.exact,
+            device=self.engine.device,
+            max_context=self.model.max_context,
+            threads=self.engine.threads,
+            cache_mode=self.cache.mode,
+            cache_policy=self.cache.policy,
+            hbm_tokens=self.cache.hbm_tokens,
+            session_ttl_s=self.cache.ttl_s,
+            max_sessions=self.cache.max_sessions,
+            scheduler_policy=self.scheduler.policy,
+            window=self.scheduler.window,
+            class_ordered_entry=self.scheduler.class_ordered_entry,
+            scores=self.scheduler.scores,
+            itl_target_s=None if itl_target_ms == "auto" else itl_target_ms / 1e3,
+            length_predictor=self.scheduler.length_predictor,
+            max_seqs=self.scheduler.max_seqs,
+            max_queued=self.places,  # a burst waits, all of it, until the next step; who may wait is decided here
+            step_tokens=self.engine.step_tokens,
+            chunked_prefill=self.scheduler.chunked_prefill,
+            tenant_secret=tenant_secret,
+            dram_bytes=_bytes(self.cache.dram_gib),
+            disk_bytes=_bytes(self.cache.disk_gib),
+            disk_dir=str(self.state_dir.absolute()),
+            disk_min_free_bytes=int(self.cache.disk_min_free_gib * GIB),
+            dram_free_buffer=self.cache.dram_free_buffer,
+            hbm_high_water=self.cache.hbm_high_water,
+            hbm_low_water=self.cache.hbm_low_water,
+            staging_bytes=self.cache.staging_mib * MIB,
+            read_buffer_layers=self.cache.read_buffer_layers,
+            granularity=self.cache.granularity,
+            truncation=self.cache.truncation,
+            truncation_mode=self.cache.truncation_mode,
+            truncation_ratio=self.cache.truncation_ratio,
+            verify_rate=self.cache.verify_rate,
+            dram_gbps=self.cache.dram_gbps,
+            disk_gbps=self.cache.disk_gbps,
+            io_deadline_s=self.cache.io_deadline_s,
+            sync_save=self.cache.sync_save,
+            max_pinned_share=self.cache.max_pinned_share,
+        )
+
+
+def _bytes(gib: float | Literal["auto"]) -> int | None:
+    return None if gib == "auto" else int(gib * GIB)
+
+
+def known_settings() -> Iterator[tuple[str, FieldInfo]]:
+    """("cache.mode", its field) for every setting."""
+    for section, outer in Settings.model_fields.items():
+        inner: type[BaseModel] = outer.annotation  # type: ignore[assignment]  # every field of Settings is a section
+        for key, field in inner.model_fields.items():
+            yield f"{section}.{key}", field
+
+
+def load_settings(*, flags: Mapping[str, str], environ: Mapping[str, str], config: Path | None) -> Settings:
+    """Merge the sources. `flags` maps "section.key" to its text. Raises SettingsError."""
+    # Names with a double underscore only: REPRISE_ANYTHING may belong to a wrapper script. `stray_variables` names it.
+    variables = {name: text for name, text in environ.items() if name.startswith(ENV_PREFIX) and "__" in name}
+    toml = _toml_source(config)
+    # Own code, as the library passes over variables of unknown sections, and its errors do not name the source.
+    origins = dict.fromkeys(_names(toml.toml_data), f"file {config}")
+    origins |= {name.removeprefix(ENV_PREFIX).lower().replace("__", ".", 1): "environment" for name in variables}
+    origins |= dict.fromkeys(flags, "flag")
+    known = [name for name, _ in known_settings()]
+    for name, origin in origins.items():
+        if name not in known:
+            meant = " or ".join(nearest(name, known))
+            hint = f"did you mean {meant}?" if meant else "`reprise serve --help` lists them"
+            raise SettingsError(f"unknown setting {name} ({origin}); {hint}")
+    strongest_first = (_TextSource(flags, prefix="", delimiter="."), _TextSource(variables), toml)
+    try:
+        return Settings(_build_sources=(strongest_first, {}))
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False)[0]
+        name = ".".join(str(part) for part in first["loc"][:2])
+        fields = dict(known_settings())
+        problem = describe(fields[name], first["type"], first["input"]) if name in fields else ""
+        problem = problem or first["msg"].removeprefix("Value error, ")
+        raise SettingsError(f"{name} ({origins[name]}): {problem}" if name in origins else problem) from None
+
+
+def stray_variables(environ: Mapping[str, str]) -> Iterator[str]:
+    """What to tell about variables that look like settings and are passed over: REPRISE_PORT, REPRISE_CACHE_MODE."""
+    known = [name for name, _ in known_settings()]
+    for variable in environ:
+        if variable.startswith(ENV_PREFIX) and "__" not in variable:
+            meant = " or ".join(map(_variable, nearest(variable.removeprefix(ENV_PREFIX).lower(), known)))
+            hint = f"did you mean {meant}?" if meant else f"one is named {_variable('section.key')}"
+            yield f"the environment variable {variable} is no setting and changes nothing; {hint}"
+
+
+def _variable(name: str) -> str:
+    return ENV_PREFIX + name.replace(".", "__").upper()
+
+
+def parse_flags(arguments: list[str]) -> dict[str, str]:
+    """`--section.key VALUE` and `--section.key=VALUE`. Raises SettingsError."""
+    flags: dict[str, str] = {}
+    rest = iter(arguments)
+    for argument in rest:
+        if not argument.startswith("--"):
+            raise SettingsError(f"unexpected argument {argument!r}")
+        name, equals, value = argument[2:].partition("=")
+        if not equals:
+            following = next(rest, None)
+            if following is None or following.startswith("--"):
+                raise SettingsError(f"the flag --{name} needs a value")
+            value = following
+        flags[name.replace("-", "_")] = value
+    return flags
+
+
+class _TextSource(EnvSettingsSource):
+    """Settings as text under their full names: the given variables, or flags. Never reads the real environment."""
+
+    def __init__(self, texts: Mapping[str, str], *, prefix: str | None = None, delimiter: str | None = None) -> None:
+        self._texts = texts
+        super().__init__(Settings, env_prefix=prefix, env_nested_delimiter=delimiter)
+
+    def _load_env_vars(self) -> Mapping[str, str | None]:
+        return {name.lower(): text for name, text in self._texts.items()}
+
+
+def _toml_source(path: Path | None) -> TomlConfigSettingsSource:
+    try:
+        if path is not None and not path.is_file():  # the library passes over such a path
+            raise SettingsError(f"cannot read {path}: no such file")
+        return TomlConfigSettingsSource(Settings, path)
+    except OSError as error:
+        raise SettingsError(f"cannot read {path}: {error.strerror}") from None
+    except ValueError as error:
+        raise SettingsError(f"{path} is not TOML: {error}") from None
+
+
+def _names(tables: Mapping[str, Any]) -> Iterator[str]:
+    for section, table in tables.items():
+        if isinstance(table, dict) and (table or section in Settings.model_fields):
+            yield from (f"{section}.{key}" for key in table)
+        else:
+            yield section

@@ -1,0 +1,1 @@
+"""Who may do how much: keys, places, rates, quotas and weights."""

@@ -1,0 +1,177 @@
+"""Who may have how many answers under way, and when to come back who was turned away.
+
+Places are counted in choices, running and waiting: what the engine would refuse is refused before it is tokenized. A
+tenant beyond its share gets 429, whatever the others do; a server without a place gets 503. A key may have allowances
+per minute, too: of requests, and of the tokens of its prompts and answers.
+"""
+
+import math
+import time
+from collections import deque
+from collections.abc import Callable
+
+from app.errors import overloaded, too_fast, too_many_requests
+from app.tenancy.bucket import Bucket
+from app.tenancy.keyring import NO_LIMITS, KeyLimits
+
+MIN_RETRY_S, MAX_RETRY_S = 1.0, 60.0  # clients of OpenAI's kind believe no longer wait
+RATE_WINDOW = 64  # endings
+
+
+class Admission:
+    """One per app, on its event loop. `places` of the whole server, of which one tenant may hold `tenant_places`;
+    `running` of them can be worked on at once."""
+
+    def __init__(
+        self,
+        *,
+        places: int,
+        tenant_places: int,
+        running: int,
+        limits: Callable[[str], KeyLimits] = lambda _: NO_LIMITS,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.places = places
+        self.tenant_places = min(tenant_places, places)
+        self.taken = 0
+        self._running = running
+        self._clock = clock
+        self._limits = limits
+        self._tenants: dict[str, int] = {}  # tenant -> places it holds
+        self._requests: dict[str, Bucket] = {}  # of tenants with an allowance; there are no more tenants than keys
+        self._tokens: dict[str, Bucket] = {}
+        self._endings = deque((clock(),), RATE_WINDOW)  # since the server was last idle, then of each place
+
+    def places_of(self, tenant: str) -> int:
+        """Those that a tenant may hold."""
+        return min(self._limits(tenant).requests or self.tenant_places, self.places)
+
+    def request(self, tenant: str) -> None:
+        """Count a request that has a body. Raises ApiError 429 for a tenant that has had all of its minute's."""
+        bucket = self._requests_of(tenant)
+        if bucket is not None:
+            if wait_s := bucket.wait_s(1, self._clock()):
+                headers = self.headers(tenant)
+                raise too_fast("requests", bucket.per_minute, retry_after_s=_bounded(wait_s), headers=headers)
+            bucket.take(1, self._clock())
+
+    def spend(self, tenant: str, tokens: int) -> None:
+        """Count tokens, there or not: `enter` waits for what was overdrawn."""
+        if (bucket := self._tokens_of(tenant)) is not None:
+            bucket.take(tokens, self._clock())
+
+    def enter(self, tenant: str, count: int) -> "Ticket":
+        """Take places. Raises ApiError: 429 if the tenant holds too many or has no tokens left, 503 if the server has
+        no place left."""
+        held = self._tenants.get(tenant, 0)
+        bucket = self._tokens_of(tenant)
+        if bucket is not None and (wait_s := bucket.wait_s(1, self._clock())):
+            headers = self.headers(tenant)
+            raise too_fast("tokens", bucket.per_minute, retry_after_s=_bounded(wait_s), headers=headers)
+        tenant_places = self.places_of(tenant)
+        if held + count > tenant_places < self.places:
+            # Its own places become free at its share of the rate.
+            wait_s = _bounded(self.taken / held * self._gap_s if held else 0.0)
+            raise too_many_requests(tenant_places, retry_after_s=wait_s, headers=self.headers(tenant))
+        if self.taken + count > self.places:
+            raise overloaded(self.retry_after_s, headers=self.headers(tenant))
+        if self.taken == 0:
+            self._endings.clear()
+            self._endings.append(self._clock())
+        self._tenants[tenant] = held + count
+        self.taken += count
+        return Ticket(self, tenant, count)
+
+    def leave(self, tenant: str, count: int) -> None:
+        """For `Ticket`."""
+        self.taken -= count
+        self._tenants[tenant] -= count
+        if not self._tenants[tenant]:
+            del self._tenants[tenant]
+        self._endings.extend([self._clock()] * count)
+
+    @property
+    def retry_after_s(self) -> float:
+        """Seconds until those that wait now will run, as fast as places have become free of late."""
+        return _bounded(max(1, self.taken - self._running) * self._gap_s)
+
+    def headers(self, tenant: str) -> dict[str, str]:
+        """What is left to a tenant, OpenAI's way: of its minute's requests where they are limited, else of its places,
+        of which a request with n choices takes n."""
+        if (bucket := self._requests_of(tenant)) is not None:
+            said = self._left("requests", bucket)
+        else:
+            held, places = self._tenants.get(tenant, 0), self.places_of(tenant)
+            said = {
+                "x-ratelimit-limit-requests": str(places),
+                "x-ratelimit-remaining-requests": str(max(0, min(places - held, self.places - self.taken))),
+                "x-ratelimit-reset-requests": duration(self.taken * self._gap_s if held else 0.0),
+            }
+        return said if (bucket := self._tokens_of(tenant)) is None else said | self._left("tokens", bucket)
+
+    def _left(self, what: str, bucket: Bucket) -> dict[str, str]:
+        now = self._clock()
+        full_s = bucket.wait_s(bucket.per_minute, now)
+        return {
+            f"x-ratelimit-limit-{what}": str(bucket.per_minute),
+            f"x-ratelimit-remaining-{what}": str(max(0, int(bucket.level))),
+            f"x-ratelimit-reset-{what}": duration(full_s),
+        }
+
+    def _requests_of(self, tenant: str) -> Bucket | None:
+        return self._bucket(self._requests, tenant, self._limits(tenant).requests_per_minute)
+
+    def _tokens_of(self, tenant: str) -> Bucket | None:
+        return self._bucket(self._tokens, tenant, self._limits(tenant).tokens_per_minute)
+
+    def _bucket(self, buckets: dict[str, Bucket], tenant: str, per_minute: int) -> Bucket | None:
+        if not per_minute:
+            return None
+        if tenant not in buckets or buckets[tenant].per_minute != per_minute:  # new, or limited otherwise since
+            buckets[tenant] = Bucket.full(per_minute, self._clock())
+        return buckets[tenant]
+
+    @property
+    def _gap_s(self) -> float:
+        """Mean time between two endings. While few are known: those that run began together, and are taken to end
+        together after as long again, so that half of them count as done."""
+        done = len(self._endings) - 1.0
+        if len(self._endings) < RATE_WINDOW:
+            done = max(1.0, done, min(self.taken, self._running) / 2)
+        return max(1e-3, self._clock() - self._endings[0]) / done
+
+
+class Ticket:
+    """The places of one request, until it leaves."""
+
+    def __init__(self, admission: Admission, tenant: str, count: int) -> None:
+        self._admission = admission
+        self._tenant = tenant
+        self._count = count
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return self._admission.headers(self._tenant)
+
+    @property
+    def retry_after_s(self) -> float:
+        return self._admission.retry_after_s
+
+    def leave(self) -> None:
+        """Idempotent."""
+        count, self._count = self._count, 0
+        if count:
+            self._admission.leave(self._tenant, count)
+
+
+def duration(seconds: float) -> str:
+    """As OpenAI writes it: 0s, 120ms, 7s, 6m0s, 1h2m3s."""
+    if 0 < seconds < 1:
+        return f"{math.ceil(seconds * 1e3)}ms"
+    minutes, rest = divmod(math.ceil(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return (f"{hours}h" if hours else "") + (f"{minutes}m" if hours or minutes else "") + f"{rest}s"
+
+
+def _bounded(seconds: float) -> float:
+    return min(max(seconds, MIN_RETRY_S), MAX_RETRY_S)

@@ -1,0 +1,128 @@
+"""How many conversations a key may keep, and how much KV: the longest unused leave, and what cannot leave stops new
+answers. Looked at behind each answer, so that running ones may exceed it for as long as they run."""
+
+import asyncio
+import secrets
+import time
+from collections.abc import Awaitable, Callable
+
+from app.errors import ApiError, quota_exceeded
+from app.tenancy.keyring import KeyLimits
+from engine.messages import SessionInfo, SessionReply, SessionRequest
+
+PAGE = 1000  # sessions asked for at once
+LOOK_S = 1.0  # between two looks at the sessions of one tenant: the engine walks over all their blocks
+
+
+class Quotas:
+    """One per app, on its event loop."""
+
+    def __init__(
+        self,
+        *,
+        limits: Callable[[str], KeyLimits],
+        ask: Callable[[SessionRequest], Awaitable[SessionReply]],
+        delete: Callable[[SessionRequest], Awaitable[None]],
+        look_s: float = LOOK_S,
+    ) -> None:
+        """`ask` and `delete` raise ApiError."""
+        self._limits = limits
+        self._ask = ask
+        self._delete = delete
+        self._look_s = look_s
+        self._over: dict[str, str] = {}  # tenant -> what it has too much of although all that could leave has left
+        self._looks: dict[str, asyncio.Task[None]] = {}  # tenant -> the look that is under way or due
+        self._looked_s: dict[str, float] = {}
+
+    async def check(self, tenant: str) -> None:
+        """Before an answer. Raises ApiError 429 for a tenant that has too much, unless another look finds less."""
+        if tenant in self._over:
+            self.changed(tenant)
+            if (look := self._looks.get(tenant)) is None:  # it has no quotas any more
+                del self._over[tenant]
+            else:
+                await asyncio.shield(look)
+        if tenant in self._over:
+            raise quota_exceeded(self._over[tenant], retry_after_s=self._look_s)
+
+    def changed(self, tenant: str) -> None:
+        """Have a look soon, if the tenant has quotas at all."""
+        limits = self._limits(tenant)
+        if (limits.sessions or limits.cache_bytes) and tenant not in self._looks:
+            task = asyncio.create_task(self._look(tenant, limits))
+            self._looks[tenant] = task
+            task.add_done_callback(lambda _: self._looks.pop(tenant, None))
+
+    async def close(self) -> None:
+        looks = list(self._looks.values())
+        for look in looks:
+            look.cancel()
+        await asyncio.gather(*looks, return_exceptions=True)
+
+    async def _look(self, tenant: str, limits: KeyLimits) -> None:
+        await asyncio.sleep(self._looked_s.get(tenant, 0.0) + self._look_s - time.monotonic())
+        self._looked_s[tenant] = time.monotonic()
+        try:
+            kept = await self._sessions(tenant)
+            for info in leaving(kept, limits):
+                try:
+                    await self._delete(_question(tenant, "delete", session_id=info.session_id))
+                except ApiError as error:
+                    if error.status not in (404, 409):  # gone already; or running again, so it stays
+                        raise
+                    if error.status == 409:
+                        continue
+                kept.remove(info)
+        except ApiError:
+            return  # the engine cannot say right now; the next answer asks again
+        if excess := excess_of(kept, limits):
+            self._over[tenant] = excess
+        else:
+            self._over.pop(tenant, None)
+
+    async def _sessions(self, tenant: str) -> list[SessionInfo]:
+        kept: list[SessionInfo] = []
+        while True:
+            after = kept[-1].session_id if kept else ""
+            reply = await self._ask(_question(tenant, "list", after=after, limit=PAGE))
+            kept += reply.sessions
+            if not reply.more or not reply.sessions:
+                return kept
+
+
+def excess_of(kept: list[SessionInfo], limits: KeyLimits) -> str:
+    """What there is too much of; empty: nothing."""
+    if limits.sessions and len(kept) > limits.sessions:
+        return f"{len(kept)} conversations, of at most {limits.sessions}"
+    if limits.cache_bytes and (held := sum(map(_size, kept))) > limits.cache_bytes:
+        return f"{held} bytes of KV, of at most {limits.cache_bytes}"
+    return ""
+
+
+def leaving(kept: list[SessionInfo], limits: KeyLimits) -> list[SessionInfo]:
+    """Those that have to leave, the longest unused first. Pinned and running ones stay, and so does the newest: it is
+    the one just used."""
+    oldest_first = sorted(kept, key=lambda info: info.last_used_s)
+    stays = len(kept)
+    held = sum(map(_size, kept))
+    gone = []
+    for info in oldest_first[:-1]:
+        fits = (not limits.sessions or stays <= limits.sessions) and (
+            not limits.cache_bytes or held <= limits.cache_bytes
+        )
+        if fits:
+            break
+        if not (info.pinned or info.running):
+            gone.append(info)
+            stays -= 1
+            held -= _size(info)
+    return gone
+
+
+def _size(info: SessionInfo) -> int:
+    return sum(info.bytes.values())
+
+
+def _question(tenant: str, action: str, **fields: str | int) -> SessionRequest:
+    request_id = f"sessions-{secrets.token_hex(12)}"
+    return SessionRequest(request_id=request_id, tenant=tenant, action=action, **fields)  # type: ignore[arg-type]

@@ -1,0 +1,1 @@
+"""Tokens and text: templates, tokenizers, answers' parts and grammars."""

@@ -1,0 +1,100 @@
+"""How tools get into a prompt and out of an answer: in the words of the model's template, else in ours."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from app.schemas.tools import rendered_call
+from app.text.answer_parser import CALL, END_CALL, AnswerParser, Call
+
+Message = dict[str, Any]
+
+_SYSTEM = """# Tools
+
+You may call one or more functions. Their signatures are within <tools></tools>:
+<tools>
+{tools}
+</tools>
+
+For each call write a JSON object with the function's name and its arguments within {call}{end_call}:
+{call}
+{{"name": NAME, "arguments": {{...}}}}
+{end_call}"""
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerForm:
+    """How a model writes what is no plain text, as far as its chat template shows it."""
+
+    knows_tools: bool = False  # the template renders tools, calls and their results
+    style: str = "tags"  # of calls: see `AnswerParser`
+    thinks: bool = False
+
+    @classmethod
+    def of(cls, template: str) -> "AnswerForm":
+        """`template` is the text of all templates of a model."""
+        knows_tools = "tools" in template
+        return cls(
+            knows_tools=knows_tools,
+            style="tags" if CALL in template or not knows_tools else "bare",
+            thinks="<think>" in template,
+        )
+
+    def prompt(self, messages: list[Message], tools: list[dict[str, Any]] | None) -> tuple[list[Message], Any]:
+        """Messages and tools for the template. Where it knows none, tools stand in the system prompt, in front of which
+        there may be no message: then one is added."""
+        if self.knows_tools:
+            return messages, tools
+        if any("tool_calls" in message or message["role"] == "tool" for message in messages):
+            messages = [_as_text(message) for message in messages]
+        if tools:
+            lines = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
+            system = _SYSTEM.format(tools=lines, call=CALL, end_call=END_CALL)
+            if messages[0]["role"] == "system":
+                messages = [{**messages[0], "content": f"{messages[0]['content']}\n\n{system}"}, *messages[1:]]
+            else:
+                messages = [{"role": "system", "content": system}, *messages]
+        return messages, None
+
+    def parser(self, names: Sequence[str], *, parallel: bool, in_thought: bool) -> AnswerParser:
+        """`names` of the functions that may be called."""
+        return AnswerParser(
+            style=self.style if names else None,
+            names=frozenset(names),
+            parallel=parallel,
+            thinks=self.thinks,
+            in_thought=in_thought,
+        )
+
+    def answer(self, content: str, reasoning: str, calls: Sequence[Call]) -> Message:
+        """The message as it will stand in the next prompt, when the client has sent it back."""
+        message: Message = {"role": "assistant", "content": content}
+        if reasoning:
+            message["reasoning_content"] = reasoning
+        if calls:
+            message["tool_calls"] = [rendered_call(call.id, call.name, call.arguments) for call in calls]
+        return message if self.knows_tools else _as_text(message)
+
+
+def _as_text(message: Message) -> Message:
+    """For a template that has no place for calls and results."""
+    if message["role"] == "tool":
+        return {"role": "user", "content": f"<tool_response>\n{message['content']}\n</tool_response>"}
+    calls = message.get("tool_calls")
+    if not calls:
+        return message
+    texts = [message["content"]] if message["content"] else []
+    for call in calls:
+        arguments = call["function"]["arguments"]
+        text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+        texts.append(call_text("tags", call["function"]["name"], text))
+    rest = {name: value for name, value in message.items() if name != "tool_calls"}
+    return {**rest, "content": "\n".join(texts)}
+
+
+def call_text(style: str, name: str, arguments: str) -> str:
+    """A call as a model of this style writes it."""
+    if style == "bare":
+        return f'{{"name": {json.dumps(name)}, "parameters": {arguments}}}'
+    return f'{CALL}\n{{"name": {json.dumps(name)}, "arguments": {arguments}}}\n{END_CALL}'

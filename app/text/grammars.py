@@ -1,0 +1,143 @@
+"""The grammar an answer keeps to: of its response format, of the calls it must make. Checked here, before anything is
+queued; the engine follows it."""
+
+import asyncio
+import json
+import re
+from typing import Any
+
+from llguidance import LLMatcher, LLParserLimits, regex_to_lark
+
+from app.errors import invalid
+from app.schemas.chat import ChatCompletionRequest
+from app.schemas.tools import Tool
+from app.text.answer_form import call_text
+
+CHECK_S = 5.0
+MAX_GRAMMAR_BYTES = 1 << 20
+_LISTING = re.compile(r"^\s*\d+ \| ", re.MULTILINE)
+_PLACE = re.compile(r"^(?:at )?\d+\(\d+\): (?:failed to compile JSON schema: )?")
+_LIMITS = LLParserLimits(verbose_errors=False)
+# JSON in one line, as models are taught to write it; free white space is where small models lose their way.
+_LAYOUT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+_ANY_OBJECT: dict[str, Any] = {"type": "object"}
+_NO_ARGUMENTS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
+
+
+async def grammar_of(request: ChatCompletionRequest, style: str) -> str:
+    """In llguidance's form; "" where the answer is free. `style` is how calls are written. Raises ApiError 400."""
+    answer, calls = _answer_rules(request), _call_rules(request, style)
+    lark = _own_grammar(request)
+    if lark is None:
+        if not answer and not _must_call(request):
+            return ""
+        names = [name for name, rules in (("answer", answer), ("calls", calls)) if rules]
+        lark = "\n".join([f"start: {' | '.join(names)}", *answer, *calls])
+    grammar = LLMatcher.grammar_from_lark(lark)
+    param = param_of(request)
+    if len(grammar) > MAX_GRAMMAR_BYTES:
+        raise invalid(f"Invalid '{param}': the schemas are too large together.", param, "invalid_schema")
+    try:
+        async with asyncio.timeout(CHECK_S):
+            is_bad, problems = await asyncio.to_thread(
+                LLMatcher.validate_grammar_with_warnings, grammar, limits=_LIMITS
+            )
+    except TimeoutError:
+        raise invalid(f"Invalid '{param}': it takes too long to compile.", param, "invalid_schema") from None
+    if is_bad:
+        is_ours = _own_grammar(request) is None
+        problem = _shown(str(problems[0]), hide_place=is_ours) if problems else "it is not understood"
+        raise invalid(f"Invalid '{param}': {problem}.", param, "invalid_schema")
+    return str(grammar)
+
+
+def _shown(problem: str, *, hide_place: bool) -> str:
+    """What llguidance says, in one line and without the grammar that it shows below it. Places in a grammar that we
+    wrote mean nothing to whoever sent a schema."""
+    said = _LISTING.split(problem, maxsplit=1)[0]
+    if hide_place:
+        said = _PLACE.sub("", said)
+    return " ".join(said.split())[:300]
+
+
+def param_of(request: ChatCompletionRequest) -> str:
+    """The field that says what the answer must be."""
+    if _must_call(request):
+        return "tools"
+    if request.response_format is not None and request.response_format.type != "text":
+        return "response_format"
+    fields = ("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs")
+    return next((name for name in fields if getattr(request, name) is not None), "tools")
+
+
+def _must_call(request: ChatCompletionRequest) -> bool:
+    return request.tool_choice is not None and request.tool_choice.must_call
+
+
+def _own_grammar(request: ChatCompletionRequest) -> str | None:
+    if _must_call(request):
+        return None
+    outputs = request.structured_outputs
+    return request.guided_grammar or (outputs.grammar if outputs is not None else None)
+
+
+def _answer_rules(request: ChatCompletionRequest) -> list[str]:
+    """What the answer is if it calls nothing."""
+    if _must_call(request):
+        return []
+    schema: dict[str, Any] | None = request.guided_json
+    lenient = False
+    regex, choice = request.guided_regex, request.guided_choice
+    if (outputs := request.structured_outputs) is not None:
+        schema, regex, choice = outputs.json_, outputs.regex, outputs.choice
+        if outputs.json_object:
+            schema = _ANY_OBJECT
+    if (given := request.response_format) is not None and given.type != "text":
+        wanted = given.json_schema
+        schema = _ANY_OBJECT if wanted is None or wanted.schema_ is None else wanted.schema_
+        lenient = wanted is not None and wanted.strict is False
+    if schema is not None:
+        return [f"answer: {_json(schema, lenient=lenient)}"]
+    if regex is not None:
+        return [f"answer: /{regex_to_lark(regex)}/"]
+    if choice is not None:
+        return [f"answer: {' | '.join(map(_literal, choice))}"]
+    return []
+
+
+def _call_rules(request: ChatCompletionRequest, style: str) -> list[str]:
+    if not request.tools or (request.tool_choice is not None and request.tool_choice.type == "none"):
+        return []
+    allowed = request.tool_choice.names if request.tool_choice is not None else None
+    tools = [tool for tool in request.tools if allowed is None or tool.function.name in allowed]
+    many = request.parallel_tool_calls is not False and style == "tags"
+    rules = [
+        f"calls: call{f' ({_literal(chr(10))} call)*' if many else ''}",
+        f"call: {' | '.join(f'call{place}' for place in range(len(tools)))}",
+    ]
+    for place, tool in enumerate(tools):
+        before, _, after = call_text(style, tool.function.name, "\0").partition("\0")
+        schema = _json(_parameters(tool), lenient=not tool.function.strict)
+        rules.append(f"call{place}: {_literal(before)} {schema} {_literal(after)}")
+    return rules
+
+
+def _parameters(tool: Tool) -> dict[str, Any]:
+    """Arguments are an object, whether the schema says so or not."""
+    schema = tool.function.parameters
+    if not schema:
+        return _NO_ARGUMENTS
+    kind = schema.get("type", "object")
+    if kind != "object":
+        problem = f"the parameters of '{tool.function.name}' must be of type object"
+        raise invalid(f"Invalid 'tools': {problem}.", "tools", "invalid_schema")
+    return schema if {"$ref", "anyOf", "oneOf", "allOf"} & schema.keys() else {**schema, "type": "object"}
+
+
+def _json(schema: dict[str, Any], *, lenient: bool) -> str:
+    """`lenient` passes over keywords that cannot be enforced, instead of refusing them."""
+    return "%json " + json.dumps({**schema, "x-guidance": {**_LAYOUT, "lenient": lenient}})
+
+
+def _literal(text: str) -> str:
+    return json.dumps(text)

@@ -1,0 +1,125 @@
+"""Where messages begin in a rendered conversation.
+
+A template is a program, so its output does not say. It is rendered once more with a mark in place of every content:
+what stands between two marks also stands between the two contents. How much of that still belongs to the message in
+front is what the template writes when that message is the last one; this is looked up once per text in between.
+
+What was found once is tried first where other messages of the same kind end a conversation: they need no second render.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+from app.text.template import TemplateError
+
+Message = dict[str, Any]
+Render = Callable[[list[Message], bool], str]  # messages, whether to open the answer
+Ending = tuple[bytes, tuple[tuple[str, ...], ...]]  # template, and of each message its role and the fields it has
+
+MAX_TAILS = 1024
+MAX_ENDINGS = 256
+MAX_ENDING_MESSAGES = 4
+MAX_GAP_CHARS = 1024
+
+
+class MessageBounds:
+    """For one thread. `mark` is text that no message holds and no filter changes."""
+
+    def __init__(self, *, mark: str) -> None:
+        self._mark = mark
+        self._tails: OrderedDict[tuple[bytes, str, bool], int] = OrderedDict()  # least recently used first
+        self._endings: OrderedDict[Ending, list[tuple[str, int]]] = OrderedDict()  # gaps, and what of each is its tail
+
+    def find(
+        self, text: str, messages: list[Message], *, first: int, render: Render, template: bytes
+    ) -> list[int] | None:
+        """Characters in `text`, rendered from `messages`, at which messages[first:] and then the answer begin.
+        None where the template does not show it. `template` is its digest."""
+        ending = _ending(messages, first, template)
+        known = self._endings.get(ending) if ending is not None else None
+        if ending is not None and known is not None:
+            bounds = _bounds_by(known, text, messages, first)
+            if bounds is not None:
+                self._endings.move_to_end(ending)
+                return bounds
+        skeleton = [{**message, "content": self._mark} for message in messages]
+        try:
+            gaps = render(skeleton, True).split(self._mark)
+        except TemplateError:
+            return None
+        if len(gaps) != len(messages) + 1:
+            return None
+        bounds, tails = [], []
+        end = len(text)  # from the back, since what is new is there
+        for index in range(len(messages), first - 1, -1):
+            gap = gaps[index]  # in front of messages[index], or behind the last one
+            if not text.endswith(gap, 0, end):
+                return None
+            begin = end - len(gap)
+            if index == 0:
+                bounds.append(0)
+                return bounds[::-1] if begin == 0 else None
+            tails.append(self._tail(skeleton, gaps, index, render, template))
+            bounds.append(begin + tails[-1])
+            before, content = gaps[index - 1], _content(messages[index - 1])
+            if text.endswith(before + content, 0, begin):
+                end = begin - len(content)
+            elif index > first:  # the template changes the content: look for what stands before it
+                found = text.rfind(before, 0, begin) if before else -1
+                if found < 0:
+                    return None
+                end = found + len(before)
+        found_gaps = list(zip(gaps[first:], tails[::-1], strict=True))
+        if ending is not None and sum(len(gap) for gap, _ in found_gaps) <= MAX_GAP_CHARS:
+            self._endings[ending] = found_gaps
+            if len(self._endings) > MAX_ENDINGS:
+                self._endings.popitem(last=False)
+        return bounds[::-1]
+
+    def _tail(self, skeleton: list[Message], gaps: list[str], index: int, render: Render, template: bytes) -> int:
+        """Leading characters of gaps[index] that close the message in front of it."""
+        gap, is_last = gaps[index], index == len(skeleton)
+        key = (template, gap, is_last)
+        if (known := self._tails.get(key)) is not None:
+            self._tails.move_to_end(key)
+            return known
+        place = index if is_last else gaps.index(gap, 1)  # the shortest conversation that shows it
+        try:
+            tail = render(skeleton[:place], False).rpartition(self._mark)[2]
+        except TemplateError:
+            tail = ""
+        if not gap.startswith(tail):
+            tail = ""  # what closes the message in front counts as the next one's then
+        if len(gap) <= MAX_GAP_CHARS:
+            self._tails[key] = len(tail)
+            if len(self._tails) > MAX_TAILS:
+                self._tails.popitem(last=False)
+        return len(tail)
+
+
+def _ending(messages: list[Message], first: int, template: bytes) -> Ending | None:
+    """The kind of messages[first:] and the one in front of them. None where these are too many, or all there are."""
+    if not 0 < first < len(messages) <= first + MAX_ENDING_MESSAGES:
+        return None
+    return template, tuple((str(message.get("role")), *sorted(message)) for message in messages[first - 1 :])
+
+
+def _bounds_by(gaps: list[tuple[str, int]], text: str, messages: list[Message], first: int) -> list[int] | None:
+    """The bounds if `text` ends in messages[first:] between these gaps, with nothing changed."""
+    pieces = [gaps[0][0]]
+    for message, (gap, _) in zip(messages[first:], gaps[1:], strict=True):
+        pieces += (_content(message), gap)
+    if not text.endswith("".join(pieces)):
+        return None
+    bounds: list[int] = []
+    begin = len(text) - sum(map(len, pieces))
+    for place, (gap, tail) in enumerate(gaps):
+        bounds.append(begin + tail)
+        begin += len(gap) + (len(pieces[2 * place + 1]) if place + 1 < len(gaps) else 0)
+    return bounds
+
+
+def _content(message: Message) -> str:
+    content = message.get("content")
+    return content if isinstance(content, str) else ""

@@ -1,0 +1,440 @@
+"""The text side of a model: chat template, token ids, incremental detokenizing, stop strings.
+
+Built on the `tokenizers` library alone, so that the HTTP process needs neither torch nor transformers.
+"""
+
+import codecs
+import functools
+import json
+import re
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any, Protocol
+
+from tokenizers import AddedToken, Encoding, Tokenizer
+
+from app.text.template import ChatTemplate, TemplateError
+
+__all__ = ["ChatTokenizer", "Detokenizer", "PromptTooLong", "StopFinder", "TemplateError", "TokenizerError"]
+
+# Put into special tokens that stand in a message, so that they are encoded as the text they are: only the template may
+# open and close turns. A noncharacter, which no text for exchange contains; it never gets past `encode`.
+SHIELD = "\ufdd0"
+COUNT_CHARS = 1 << 16  # of a piece that is tokenized only to be counted: a tenth of a second
+COUNT_SLACK = 256  # tokens that cutting a text in two may add; they are a handful
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")  # how a sentencepiece vocabulary spells a single byte
+
+
+class TokenizerError(Exception):
+    """The directory holds no usable tokenizer; the message says what is missing."""
+
+
+class PromptTooLong(Exception):
+    """The text, or its newest message alone, makes more than `max_tokens`. Nobody counted how many."""
+
+    def __init__(self, max_tokens: int) -> None:
+        super().__init__(f"more than {max_tokens} tokens")
+        self.max_tokens = max_tokens
+
+
+class ChatTokenizer:
+    """One model's tokenizer and chat template. Immutable after `load`."""
+
+    def __init__(self, *, tokenizer: Tokenizer, template: ChatTemplate | None, digest: bytes) -> None:
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        self._tokenizer = tokenizer
+        self._template = template
+        self.template_digest = digest  # of everything that decides which ids a message list becomes
+        self.has_chat_template = template is not None
+        self.template_text = template.text if template is not None else ""
+        self.vocab_size: int = tokenizer.get_vocab_size(with_added_tokens=True)
+        # What decoding skips, asked of the decoder: the flag in the file is not all that makes a token special.
+        self.special_ids = frozenset(
+            token_id
+            for token_id, token in tokenizer.get_added_tokens_decoder().items()
+            if token.content and not tokenizer.decode([token_id], skip_special_tokens=True)
+        )
+        kinds = {part.get("type") for part in _parts(_state(tokenizer.decoder))}
+        self._byte_level = kinds == {"ByteLevel"}
+        self._token_bytes = functools.lru_cache(maxsize=1 << 15)(self._read_token_bytes)
+        specials = [tokenizer.id_to_token(token_id) or "" for token_id in self.special_ids]
+        longest_first = sorted((token for token in specials if len(token) > 1), key=len, reverse=True)
+        self._special = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+        self._openings = frozenset(token[0] for token in longest_first)
+        # Nothing takes characters away in front of such a vocabulary, so what its longest token says bounds every text.
+        longest = max((len(token.encode()) for token in tokenizer.get_vocab(with_added_tokens=True)), default=1)
+        swallows = any(token.lstrip or token.rstrip for token in tokenizer.get_added_tokens_decoder().values())
+        self._max_token_bytes = None if tokenizer.normalizer or swallows or not self._byte_level else longest
+        # Vocabularies of the sentencepiece kind put a space before every text they encode, but not behind a newline.
+        self._adds_prefix = False
+        self._newline_ids = self.encode("\n")
+        self._adds_prefix = self.encode("\na") != self._newline_ids + self.encode("a")
+
+    @classmethod
+    def load(cls, directory: Path) -> "ChatTokenizer":
+        """From tokenizer.json, tokenizer_config.json, special_tokens_map.json and the chat template files; all but the
+        first are optional. Raises TokenizerError."""
+        path = directory / "tokenizer.json"
+        try:
+            raw = path.read_bytes()
+            tokenizer = Tokenizer.from_buffer(raw)
+        except FileNotFoundError:
+            raise TokenizerError(
+                f"{directory} has no tokenizer.json (convert the tokenizer to the fast format)"
+            ) from None
+        except Exception as error:  # the library raises bare Exception on a file that it cannot read
+            raise TokenizerError(f"{path} is not a tokenizer: {error}") from error
+        config = {
+            **_read_json(directory / "special_tokens_map.json"),
+            **_read_json(directory / "tokenizer_config.json"),
+        }
+        special_tokens = _special_tokens(config)
+        _add_missing_tokens(tokenizer, config, special_tokens)
+        sources = _template_sources(directory, config)
+        try:
+            template = ChatTemplate(sources=sources, special_tokens=special_tokens) if sources else None
+        except TemplateError as error:
+            raise TokenizerError(f"the chat template in {directory} cannot be compiled: {error}") from error
+        digest = blake2b(digest_size=16)
+        for part in (raw, json.dumps([sources, special_tokens], sort_keys=True).encode()):
+            digest.update(len(part).to_bytes(8, "little") + part)
+        return cls(tokenizer=tokenizer, template=template, digest=digest.digest())
+
+    def render(
+        self,
+        messages: list[dict[str, Any]],
+        *,
+        tools: list[dict[str, Any]] | None,
+        template_args: dict[str, Any],
+        add_generation_prompt: bool,
+    ) -> str:
+        """Raises TemplateError, also when the model has no chat template."""
+        if self._template is None:
+            raise TemplateError("This model has no chat template.")
+        return self._template.render(
+            messages if self._has_no_special(messages) else [self._shielded(message) for message in messages],
+            tools=None if tools is None else [self._shielded(tool) for tool in tools],
+            template_args=template_args,
+            add_generation_prompt=add_generation_prompt,
+        )
+
+    def _has_no_special(self, messages: list[dict[str, Any]]) -> bool:
+        """A quick look at all of a history; False where it takes a closer one."""
+        try:
+            text = "".join([value for message in messages for value in message.values()])
+        except TypeError:  # a value is no string
+            return False
+        return not any(opening in text for opening in self._openings)
+
+    def _shielded(self, value: Any) -> Any:
+        """A message, or a part of one, in whose strings no special token is left whole."""
+        if isinstance(value, str):
+            return self._special.sub(lambda match: match[0][0] + SHIELD + match[0][1:], value)
+        if isinstance(value, dict):
+            return {key: self._shielded(item) for key, item in value.items()}
+        if isinstance(value, list):
+            return [self._shielded(item) for item in value]
+        return value
+
+    def encode(self, text: str) -> list[int]:
+        """Recognises special tokens in `text`, but for those that `render` found in a message; adds none."""
+        return self._encode(text, behind=False)
+
+    def encode_continuation(self, text: str) -> list[int]:
+        """Like `encode`, for text that stands behind other text: without the space that some vocabularies put first."""
+        return self._encode(text, behind=True)
+
+    def encode_prompts(self, texts: list[str], *, add_special_tokens: bool) -> list[list[int]]:
+        """Whole texts as they are: special tokens in them are special, and those that the model expects around a text
+        are added if asked for. Releases the GIL."""
+        return [found.ids for found in self._tokenizer.encode_batch(texts, add_special_tokens=add_special_tokens)]
+
+    def encode_plain(self, text: str, *, behind: bool) -> list[int]:
+        """As text and nothing else: a special token in it is spelled out. `behind` as in `encode_continuation`."""
+        return self._encode(self._shielded(text), behind=behind)
+
+    def encode_marked(self, text: str, marks: Sequence[int], *, behind: bool) -> tuple[list[int], list[int]]:
+        """The ids, and for each of the increasing character offsets `marks` the index of the first token that begins
+        there or later. `behind` as in `encode_continuation`."""
+        places: list[int] = []
+        return self._encode(text, behind=behind, marks=marks, places=places), places
+
+    def exceeds(self, text: str, max_tokens: int) -> bool:
+        """Whether `text` makes more tokens than that, without tokenizing much more of it: by its length if that is
+        enough, else piece by piece. False for a text that is a few tokens longer, or short."""
+        shown = text.replace(SHIELD, "")
+        if self._max_token_bytes is not None and len(shown) > max_tokens * self._max_token_bytes:
+            return True
+        if len(text) <= COUNT_CHARS:
+            return False
+        count = 0
+        for start in range(0, len(text), COUNT_CHARS):
+            count += len(self._encode(text[start : start + COUNT_CHARS], behind=True)) - COUNT_SLACK
+            if count > max_tokens:
+                return True
+        return False
+
+    def _encode(
+        self, text: str, *, behind: bool, marks: Sequence[int] = (), places: list[int] | None = None
+    ) -> list[int]:
+        pieces = text.split(SHIELD)
+        bare = [self._adds_prefix and piece != "" and (behind or place > 0) for place, piece in enumerate(pieces)]
+        # The batch call releases the GIL, the single one does not: 2 MB of text held up all other requests for 4 s.
+        texts = ["\n" + piece if b else piece for piece, b in zip(pieces, bare, strict=True)]
+        ids: list[int] = []
+        offset = 0  # of the piece in the text
+        for piece, b, encoding in zip(pieces, bare, self._encode_batch(texts), strict=True):
+            count = len(self._newline_ids) if b else 0
+            if b and encoding.ids[:count] != self._newline_ids:
+                encoding, count, b = self._encode_batch([piece])[0], 0, False
+            begins: list[int] | None = None
+            while places is not None and len(places) < len(marks) and marks[len(places)] <= offset + len(piece):
+                begins = [begin - b for begin, _ in encoding.offsets[count:]] if begins is None else begins
+                places.append(len(ids) + bisect_left(begins, marks[len(places)] - offset))
+            ids += encoding.ids[count:]
+            offset += len(piece) + len(SHIELD)
+        return ids
+
+    def _encode_batch(self, texts: list[str]) -> list[Encoding]:
+        return self._tokenizer.encode_batch(texts, add_special_tokens=False)
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+        return self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
+
+    def token_text(self, token_id: int) -> tuple[str, bytes]:
+        """A token's own text, with U+FFFD where it is no whole character, and its bytes. Empty for an unknown id."""
+        if self._byte_level:
+            raw = self._token_bytes(token_id)
+            return raw.decode("utf-8", "replace"), raw
+        # The first token of a text may lose its leading space, so look at it where it comes second.
+        once = self.decode([token_id], skip_special_tokens=False)
+        text = self.decode([token_id, token_id], skip_special_tokens=False)[len(once) :]
+        byte = _BYTE_TOKEN.fullmatch(self._tokenizer.id_to_token(token_id) or "")
+        return text, bytes.fromhex(byte[1]) if byte else text.encode()
+
+    def detokenizer(self, *, skip_special_tokens: bool = True) -> "Detokenizer":
+        """A fresh one, for one choice."""
+        skipped = self.special_ids if skip_special_tokens else frozenset[int]()
+        if self._byte_level:
+            return _ByteDetokenizer(self._token_bytes, skipped)
+        return _WindowDetokenizer(self._tokenizer, skipped)
+
+    def stop_finder(self, stops: tuple[str, ...]) -> "StopFinder":
+        return StopFinder(stops)
+
+    def _read_token_bytes(self, token_id: int) -> bytes:
+        token = self._tokenizer.id_to_token(token_id)
+        if token is None:  # a row of the embedding matrix that the tokenizer has no word for
+            return b""
+        byte_of = _byte_alphabet()
+        try:
+            return bytes([byte_of[char] for char in token])
+        except KeyError:  # an added token with characters outside the byte alphabet stands for itself
+            return token.encode()
+
+
+class Detokenizer(Protocol):
+    """Token by token to text. Never splits a character; all pushes and `flush` together give what decoding all ids
+    at once gives."""
+
+    text_ends: list[int]  # after each pushed token: number of characters of text complete so far
+
+    def push(self, token_id: int) -> str: ...
+
+    def flush(self) -> str:
+        """What was held back, at the end of the answer."""
+        ...
+
+
+class _ByteDetokenizer:
+    """For byte-level vocabularies: tokens are bytes, and UTF-8 knows where a character ends."""
+
+    def __init__(self, token_bytes: "functools._lru_cache_wrapper[bytes]", special_ids: frozenset[int]) -> None:
+        self.text_ends: list[int] = []
+        self._token_bytes = token_bytes
+        self._special_ids = special_ids
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._length = 0
+
+    def push(self, token_id: int) -> str:
+        text = "" if token_id in self._special_ids else self._decoder.decode(self._token_bytes(token_id))
+        self._length += len(text)
+        self.text_ends.append(self._length)
+        return text
+
+    def flush(self) -> str:
+        return self._decoder.decode(b"", final=True)
+
+
+class _WindowDetokenizer:
+    """For every other decoder: decodes a short window twice, without and with what is new, and emits the difference.
+
+    Held back are text that ends in U+FFFD and any run of byte tokens, since byte-fallback decoders judge a run as a
+    whole: one bad byte at its end turns all of it into U+FFFD.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, special_ids: frozenset[int]) -> None:
+        self.text_ends: list[int] = []
+        self._tokenizer = tokenizer
+        self._special_ids = special_ids
+        self._context: list[int] = []  # emitted; in front of the window, for decoders that treat a text's start apart
+        self._held: list[int] = []
+        self._length = 0
+
+    def push(self, token_id: int) -> str:
+        token = self._tokenizer.id_to_token(token_id)
+        text = ""
+        # Skipped tokens must not become the context: behind a context without text, a word looks like a text's first.
+        if token is not None and token_id not in self._special_ids:
+            self._held.append(token_id)
+            if not _BYTE_TOKEN.fullmatch(token):
+                text = self._emit(final=False)
+        self.text_ends.append(self._length)
+        return text
+
+    def flush(self) -> str:
+        return self._emit(final=True)
+
+    def _emit(self, *, final: bool) -> str:
+        skip = bool(self._special_ids)
+        before = self._tokenizer.decode(self._context, skip_special_tokens=skip)
+        window = self._tokenizer.decode(self._context + self._held, skip_special_tokens=skip)
+        if window.endswith("\ufffd") and not final:
+            return ""
+        text = window[len(before) :]
+        if text:
+            self._context, self._held = self._held, []
+        self._length += len(text)
+        return text
+
+
+class StopFinder:
+    """Finds the stop string that is complete first, however the text is cut into pieces; the longest of those that end
+    at the same character. Holds back what may be the start of one."""
+
+    def __init__(self, stops: tuple[str, ...]) -> None:
+        self.hit = False
+        self.found = ""  # the stop string
+        self.end: int | None = None  # index in the whole text (characters) where the stop string began
+        self._stops = tuple(stop for stop in stops if stop)
+        self._held = ""
+        self._emitted = 0
+
+    def push(self, text: str) -> str:
+        """Text that is safe to show; nothing more once a stop string was found."""
+        if self.hit:
+            return ""
+        if not self._stops:
+            self._emitted += len(text)
+            return text
+        self._held += text
+        found = [(start + len(stop), start) for stop in self._stops if (start := self._held.find(stop)) >= 0]
+        if found:
+            end, start = min(found)
+            self.hit, self.end, self.found = True, self._emitted + start, self._held[start:end]
+            return self._release(start)
+        return self._release(len(self._held) - self._possible_start())
+
+    def flush(self) -> str:
+        """What was held back, at the end of an answer without a hit."""
+        return "" if self.hit else self._release(len(self._held))
+
+    def _release(self, count: int) -> str:
+        text, self._held = self._held[:count], self._held[count:]
+        self._emitted += count
+        return text
+
+    def _possible_start(self) -> int:
+        """Length of the longest end of the held text with which a stop string begins."""
+        longest = min(len(self._held), max(map(len, self._stops)) - 1)
+        for count in range(longest, 0, -1):
+            if any(stop.startswith(self._held[-count:]) for stop in self._stops):
+                return count
+        return 0
+
+
+@functools.cache
+def _byte_alphabet() -> dict[str, int]:
+    """How byte-level vocabularies spell bytes: printable Latin-1 as itself, the rest in order from U+0100."""
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(0x100 + n): byte for n, byte in enumerate(others)}
+
+
+def _state(decoder: Any) -> dict[str, Any]:
+    return json.loads(decoder.__getstate__()) if decoder is not None else {}
+
+
+def _parts(state: dict[str, Any]) -> Iterable[dict[str, Any]]:
+    if state.get("type") == "Sequence":
+        for part in state["decoders"]:
+            yield from _parts(part)
+    else:
+        yield state
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise TokenizerError(f"{path} cannot be read: {error}") from error
+    return value if isinstance(value, dict) else {}
+
+
+def _content(token: Any) -> str | None:
+    """A token as the config files spell it: a string, or an object with its flags."""
+    token = token.get("content") if isinstance(token, dict) else token
+    return token if isinstance(token, str) else None
+
+
+def _special_tokens(config: dict[str, Any]) -> dict[str, Any]:
+    """The variables a template finds them under: bos_token, eos_token, ..., additional_special_tokens."""
+    extra = config.get("extra_special_tokens")
+    named = {**config, **extra} if isinstance(extra, dict) else config
+    found: dict[str, Any] = {
+        name: content for name, token in named.items() if name.endswith("_token") and (content := _content(token))
+    }
+    for name in ("additional_special_tokens", "extra_special_tokens"):
+        if isinstance(tokens := config.get(name), list):
+            found[name] = [content for token in tokens if (content := _content(token))]
+    return found
+
+
+def _add_missing_tokens(tokenizer: Tokenizer, config: dict[str, Any], special_tokens: dict[str, Any]) -> None:
+    """Tokens that only the config declares, in the order of their ids, and the special ones among those there."""
+    declared = config.get("added_tokens_decoder")
+    if isinstance(declared, dict):
+        for token_id, flags in sorted((int(key), value) for key, value in declared.items() if key.isdecimal()):
+            content = _content(flags)
+            # The library numbers what it adds; one that would get another id than the model was trained with stays out.
+            if content and tokenizer.token_to_id(content) is None and token_id == tokenizer.get_vocab_size(True):
+                names = ("single_word", "lstrip", "rstrip", "normalized", "special")
+                tokenizer.add_tokens([AddedToken(content, **{n: bool(flags[n]) for n in names if n in flags})])
+    for value in special_tokens.values():
+        for content in [value] if isinstance(value, str) else value:
+            if tokenizer.token_to_id(content) is not None:
+                tokenizer.add_special_tokens([content])
+
+
+def _template_sources(directory: Path, config: dict[str, Any]) -> dict[str, str]:
+    """Template name -> text. Files win over the config, in which several may be given as a list."""
+    given = config.get("chat_template")
+    if isinstance(given, list):
+        sources = {str(entry["name"]): str(entry["template"]) for entry in given if isinstance(entry, dict)}
+    else:
+        sources = {"default": given} if isinstance(given, str) else {}
+    paths = {"default": directory / "chat_template.jinja"}
+    paths |= {path.stem: path for path in sorted((directory / "additional_chat_templates").glob("*.jinja"))}
+    for name, path in paths.items():
+        try:
+            sources[name] = path.read_text(encoding="utf-8")
+        except FileNotFoundError:
+            continue
+        except (OSError, ValueError) as error:
+            raise TokenizerError(f"{path} cannot be read: {error}") from error
+    return sources

@@ -1,0 +1,1 @@
+"""One turn, from a checked request to the end of its answer."""

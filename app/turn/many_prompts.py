@@ -1,0 +1,65 @@
+"""Several generations as one: a text completion of many prompts."""
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
+
+from app.turn.generation import Delta, Generation
+
+_Item = Delta | Exception | None
+
+
+class Batch(AsyncIterator[Delta]):
+    """The choices of all of them, numbered through. The first error ends them all. To be closed."""
+
+    def __init__(self, generations: Sequence[Generation]) -> None:
+        self.generations = generations
+        self._items: asyncio.Queue[_Item] = asyncio.Queue(maxsize=2 * len(generations))
+        self._running: list[asyncio.Task[None]] = []
+        self._unfinished = len(generations)
+        self._upcoming: asyncio.Task[_Item] | None = None
+
+    async def wait_first(self, timeout_s: float) -> None:
+        """As `Generation.wait_first`."""
+        self._start()
+        self._upcoming = asyncio.create_task(self._items.get())
+        done, _ = await asyncio.wait({self._upcoming}, timeout=timeout_s)
+        for task in done:
+            if isinstance(item := task.result(), Exception):
+                raise item
+
+    async def __anext__(self) -> Delta:
+        self._start()
+        while self._unfinished:
+            task, self._upcoming = self._upcoming, None
+            item = await (self._items.get() if task is None else task)
+            if isinstance(item, Exception):
+                raise item
+            if item is not None:
+                return item
+            self._unfinished -= 1
+        raise StopAsyncIteration
+
+    async def aclose(self) -> None:
+        """Idempotent."""
+        tasks = [*self._running, *([self._upcoming] if self._upcoming is not None else [])]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for generation in self.generations:
+            await generation.aclose()
+
+    def _start(self) -> None:
+        if not self._running:
+            first = 0
+            for generation in self.generations:
+                self._running.append(asyncio.create_task(self._pump(generation, first)))
+                first += len(generation.choices)
+
+    async def _pump(self, generation: Generation, first: int) -> None:
+        try:
+            async for delta in generation:
+                await self._items.put(replace(delta, choice=first + delta.choice))
+            await self._items.put(None)
+        except Exception as error:  # raised where it can be answered
+            await self._items.put(error)

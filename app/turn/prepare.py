@@ -1,0 +1,242 @@
+"""From a request to what the engine is given, and to what is remembered of its answer."""
+
+import hashlib
+import secrets
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from app.conversations.text_thread import TextThread
+from app.conversations.transcripts import PreparedPrompt
+from app.errors import cannot_be_shortened, context_length_exceeded, invalid, prompt_too_long
+from app.schemas.chat import ChatCompletionRequest
+from app.schemas.completions import CompletionRequest
+from app.schemas.fields import SESSION_ID, SESSION_ID_RULE, GenerationRequest
+from app.text.answer_form import AnswerForm
+from app.text.answer_parser import THINK, AnswerParser
+from app.text.grammars import grammar_of, param_of
+from app.text.tokenizer import ChatTokenizer, PromptTooLong, TemplateError
+from app.turn.generation import Choice
+from engine.messages import ModelInfo, Shift
+
+MAX_TOKEN_CHARS = 256  # no vocabulary in use has longer tokens, so text beyond that is too long without tokenizing it
+TAIL_TOKENS = 8  # of a prompt, in which a template may open a thought
+
+AnyRequest = TypeVar("AnyRequest", bound=GenerationRequest)
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Who asks, and what the request's headers say."""
+
+    tenant: str
+    arrived_s: float  # monotonic clock
+    session_header: str | None = None
+    timeout_header: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A request as the engine will see it."""
+
+    prompt: PreparedPrompt
+    token_ids: list[int]  # the prompt's, and those of an answer's given beginning
+    parser: Callable[[], AnswerParser]  # one for each choice
+    record: Callable[[Choice], None]
+    id_prefix: str
+    param: str  # where the prompt stands in the request
+    grammar: str = ""
+    grammar_param: str = ""  # the field that asks for it
+    keep_first_tokens: int = 0
+    message_starts: tuple[int, ...] = ()
+    important: tuple[tuple[int, int], ...] = ()
+    shift: Shift | None = None
+    prompt_logprobs: int | None = None
+
+
+Prepare = Callable[[AnyRequest, Caller, ModelInfo, str | None], Awaitable[Prepared]]
+"""(request, caller, model, session id) -> what goes to the engine. Raises ApiError."""
+
+
+async def prepare_chat(
+    request: ChatCompletionRequest,
+    *,
+    tokenizer: ChatTokenizer,
+    transcripts: TextThread,
+    model: ModelInfo,
+    tenant: str,
+    session_id: str | None,
+    longest: int,
+    truncates: bool,
+    client_shift: bool,
+    keep_first_tokens: int,
+) -> Prepared:
+    """`longest` prompt, in tokens, that is taken; `truncates` says that history beyond the window is dropped. Raises
+    ApiError."""
+    too_long = prompt_too_long if truncates else context_length_exceeded
+    if sum(len(message.content) for message in request.messages) > longest * MAX_TOKEN_CHARS:
+        raise too_long(longest, None)
+    if not tokenizer.has_chat_template:
+        raise invalid("This model has no chat template.", code="no_chat_template", param="model")
+    form = AnswerForm.of(tokenizer.template_text)
+    grammar = await grammar_of(request, form.style)
+    kept = request.messages[:-1] if request.continue_final_message else request.messages
+    tools = [tool.as_rendered() for tool in request.tools] if request.tools else None
+    messages, shown_tools = form.prompt([message.as_rendered() for message in kept], tools)
+    args = request.chat_template_kwargs or {}
+    if request.reasoning_effort is not None:
+        args = {"reasoning_effort": request.reasoning_effort, **args}
+    try:
+        prompt = await transcripts.prepare(
+            tokenizer=tokenizer,
+            # Whoever has another salt must not even learn that somebody had the same conversation.
+            tenant=f"{tenant}/{request.cache_salt}" if request.cache_salt else tenant,
+            model=model.fingerprint,
+            messages=messages,
+            tools=shown_tools,
+            template_args=args,
+            session_id=session_id,
+            now=time.time(),
+            client_shift=client_shift if request.client_shift is None else request.client_shift,
+            max_tokens=longest - 1,
+            max_newest_tokens=min(longest, model.max_context) - 1,
+        )
+    except PromptTooLong as error:
+        alone = error.max_tokens < longest - 1  # where history makes room, the newest message has to fit
+        if alone:
+            raise cannot_be_shortened(model.max_context, "your newest message alone is") from None
+        raise too_long(longest, None) from None
+    except TemplateError as error:
+        raise invalid(str(error)[:500], "messages") from None
+    prefix = request.messages[-1].content if request.continue_final_message else ""
+    prefix_ids = tokenizer.encode_plain(prefix, behind=True) if prefix else []
+    names = _callable_names(request)
+    parallel = request.parallel_tool_calls is not False
+    in_thought = form.thinks and _ends_in_thought(tokenizer, prompt.token_ids)
+
+    def record(choice: Choice) -> None:
+        transcripts.record(
+            prompt,
+            answer=form.answer(prefix + choice.content, choice.reasoning, choice.calls),
+            token_ids=[*prefix_ids, *choice.token_ids],
+            text=prefix + choice.text,
+            text_ends=_text_ends(tokenizer, prefix_ids, choice),
+            now=time.time(),
+        )
+
+    added = len(messages) - len(kept)  # a system message of ours, with the tools
+    cut = prompt.shift
+    return Prepared(
+        prompt=prompt,
+        token_ids=prompt.token_ids + prefix_ids,
+        parser=lambda: form.parser(names, parallel=parallel, in_thought=in_thought),
+        record=record,
+        id_prefix="chatcmpl",
+        param="messages",
+        grammar=grammar,
+        grammar_param=param_of(request),
+        keep_first_tokens=_keep_first_tokens(request, messages, prompt, keep_first_tokens),
+        message_starts=tuple(dict.fromkeys(prompt.starts[: len(messages)])),  # one may have no token
+        important=important_ranges(request, prompt.starts[added:]),
+        shift=None if cut is None else Shift(stream=cut.stream + prefix_ids, keep=cut.keep, resume=cut.resume),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One of a text completion's: its tokens, and its text if that is what the client sent."""
+
+    token_ids: list[int]
+    text: str | None
+
+
+def prepare_text(request: CompletionRequest, prompt: Prompt, session_id: str | None) -> Prepared:
+    """Nothing of it is remembered but its KV, which is found by its tokens."""
+    session_id = session_id or f"cmpl_{secrets.token_hex(13)}"
+    empty = PreparedPrompt(
+        token_ids=prompt.token_ids,
+        session_id=session_id,
+        spliced_tokens=0,
+        tenant="",
+        chain=b"",
+        chars=0,
+        text_digest=b"",
+        base=None,
+        starts=(),
+        tail=b"",
+    )
+    return Prepared(
+        prompt=empty,
+        token_ids=prompt.token_ids,
+        parser=plain_parser,
+        record=_nothing,
+        id_prefix="cmpl",
+        param="prompt",
+        keep_first_tokens=request.keep_first_tokens or 0,
+        prompt_logprobs=request.logprobs if request.echo else None,
+    )
+
+
+def plain_parser() -> AnswerParser:
+    """For text that is nothing but text."""
+    return AnswerParser(style=None, names=(), parallel=True, thinks=False, in_thought=False)
+
+
+def _nothing(choice: Choice) -> None:
+    """There is no conversation to record it in."""
+
+
+def session_id_of(request: GenerationRequest, header: str | None) -> str | None:
+    """What the client calls its conversation. It stays inside the tenant, so it names nobody else's."""
+    if request.session_id is not None:
+        return request.session_id
+    if header is not None:
+        if not SESSION_ID.fullmatch(header):
+            raise invalid(f"Invalid 'X-Session-ID': {SESSION_ID_RULE}.", "X-Session-ID")
+        return header
+    key = request.prompt_cache_key
+    if key is None or SESSION_ID.fullmatch(key):
+        return key
+    return f"key_{hashlib.sha256(key.encode()).hexdigest()[:32]}"  # free text; the id goes into a header
+
+
+def important_ranges(request: ChatCompletionRequest, starts: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
+    """Token ranges of the messages that are marked so; `starts` has one more entry than there are messages."""
+    marked = (
+        n for n, message in enumerate(request.messages) if message.x_cache is not None and message.x_cache.important
+    )
+    return tuple((starts[n], starts[n + 1]) for n in marked if n + 1 < len(starts) and starts[n] < starts[n + 1])
+
+
+def _keep_first_tokens(
+    request: ChatCompletionRequest, messages: list[dict[str, Any]], prompt: PreparedPrompt, default: int
+) -> int:
+    """Leading tokens that a truncation keeps: as asked, as set, or the system prompt."""
+    wanted = default if request.keep_first_tokens is None else request.keep_first_tokens
+    if wanted < 0:
+        first = next((n for n, message in enumerate(messages) if message["role"] != "system"), len(messages))
+        wanted = prompt.starts[first] if 0 < first < len(prompt.starts) else 0
+    return wanted
+
+
+def _callable_names(request: ChatCompletionRequest) -> list[str]:
+    """Functions whose calls are taken for calls."""
+    if not request.tools or (request.tool_choice is not None and request.tool_choice.type == "none"):
+        return []
+    chosen = request.tool_choice.names if request.tool_choice is not None else None
+    return chosen or [tool.function.name for tool in request.tools]
+
+
+def _ends_in_thought(tokenizer: ChatTokenizer, token_ids: list[int]) -> bool:
+    """Whether the template has begun the answer with a thought."""
+    return tokenizer.decode(token_ids[-TAIL_TOKENS:], skip_special_tokens=False).rstrip().endswith(THINK)
+
+
+def _text_ends(tokenizer: ChatTokenizer, prefix_ids: list[int], choice: Choice) -> list[int]:
+    if not prefix_ids:
+        return choice.text_ends
+    detokenizer = tokenizer.detokenizer()
+    for token_id in (*prefix_ids, *choice.token_ids):
+        detokenizer.push(token_id)
+    return detokenizer.text_ends

@@ -1,0 +1,1 @@
+"""Whether the text is right: equality, replayed dialogues and the soak."""

@@ -1,0 +1,426 @@
+"""Greedy text over the whole hierarchy, held against the same text without it: real servers, a model in fp32.
+
+    python -m benchmarks.fidelity.equality --data DIR [--model smollm2] [--dtype bfloat16 --exact on]
+
+Both servers of a mode get the same user turns and their own answers back as history, so they see the same conversation
+for as long as they say the same; a conversation ends at its first difference. Conversations go round, one turn each, so
+that every history has left HBM by the time it is needed again. Where histories come back from:
+
+    dram       HBM for one conversation and a bit, DRAM for all, no disk
+    disk       the same HBM, no DRAM, the rest on disk
+    mixed      two conversations in turns, HBM for one and a half, no DRAM: a part is still there, a part on disk
+    restart    every conversation's turn, then the server is stopped and started on its directory, then the next turn
+    kill       the same with SIGKILL to server and engine, a second after the last answer
+    crowd      8 conversations at once, HBM for one, DRAM for ten blocks, the rest on disk
+    rotation   8 conversations in turns, HBM for one, DRAM for two: most are on disk when the turn before theirs
+               begins, and are fetched while it decodes
+    cut-dram   `dram` with a small window: conversations outgrow it again and again, in an answer too
+    cut-disk   the same with `disk`
+
+The reference of contexts never cut is a server with `cache.mode` recompute. Cutting changes what a context is, so the
+reference of the others is a server that keeps everything in HBM and cuts the same way (`cache.mode` prefix).
+
+Held: no error; at least --turns returning turns (--cut-turns behind a cut); every difference is a near-tie of the
+reference, in at most 0.5 % of the turns; the same cuts; and the history did come from where the mode says. With
+--exact on (`model.exact`): no difference at all, and the server says that it has proven it; of contexts never cut, for
+what HBM keeps behind a cut was rotated twice in the reference. The exit status says so.
+"""
+
+import argparse
+import asyncio
+import gzip
+import json
+import random
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field, fields
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from tokenizers import Tokenizer
+
+from benchmarks.harness.measures import show_held
+from benchmarks.harness.models import kv_bytes_per_token, model_directory, result_name
+from benchmarks.harness.servers import Server, serve, write_result
+from benchmarks.harness.streams import Answer, Difference, Message, ask, client_of, first_difference
+from cache.blocks.keys import BLOCK_TOKENS
+
+MAX_NEAR_TIES = 0.005
+MARKUP_TOKENS = 16  # bound of the chat markup between two messages
+TIERS = ("hbm", "dram", "disk")
+IDLE_S = 1.2  # before a server is killed
+WINDOW, CUT_WINDOW = 640, 256
+
+
+@dataclass(frozen=True, slots=True)
+class Mode:
+    """How one server is made to lose its HBM between two turns, and what must then be seen."""
+
+    name: str
+    settings: Mapping[str, str | int | float]
+    round_of: int  # conversations that go round together
+    from_tiers: tuple[str, ...]  # together they must serve most of the history
+    at_once: int = 1
+    window: int = WINDOW
+    max_tokens: int = 16
+    between: str = ""  # restart | kill, between two rounds
+    dram_blocks: int = 0  # what DRAM holds; 0: as the settings say
+
+    @property
+    def cuts(self) -> bool:
+        return self.window == CUT_WINDOW
+
+    def settings_for(self, kv_bytes_per_token: int) -> dict[str, str | int | float]:
+        # The least that a window may have: itself and one page.
+        own = {**self.settings, "model.max_context": self.window, "cache.hbm_tokens": self.window + BLOCK_TOKENS}
+        if self.dram_blocks:
+            size = self.dram_blocks * BLOCK_TOKENS * kv_bytes_per_token
+            own["cache.dram_gib"] = 1.01 * size / (1 << 30)  # rounding must not cost a block
+        return own
+
+
+_DRAM = {"cache.dram_gib": 1, "cache.disk_gib": 0}
+_DISK = {"cache.dram_gib": 0, "cache.disk_gib": 2}
+_BOTH = {"cache.dram_gib": 0.25, "cache.disk_gib": 2}
+_LITTLE = {"cache.disk_gib": 2}  # and DRAM for some blocks
+MODES = (
+    Mode("dram", _DRAM, round_of=24, from_tiers=("dram",)),
+    Mode("disk", _DISK, round_of=24, from_tiers=("disk",)),
+    Mode("mixed", _DISK, round_of=2, from_tiers=("hbm", "disk"), window=384),
+    Mode("restart", _BOTH, round_of=60, from_tiers=("disk", "dram"), between="restart"),
+    Mode("kill", _BOTH, round_of=60, from_tiers=("disk", "dram"), between="kill"),
+    Mode("crowd", _LITTLE, round_of=24, from_tiers=("disk", "dram"), at_once=8, dram_blocks=10),
+    Mode("rotation", _LITTLE, round_of=8, from_tiers=("dram",), dram_blocks=27),
+    Mode("cut-dram", _DRAM, round_of=12, from_tiers=("dram",), window=CUT_WINDOW, max_tokens=48),
+    Mode("cut-disk", _DISK, round_of=12, from_tiers=("disk",), window=CUT_WINDOW, max_tokens=48),
+)
+
+
+@dataclass(slots=True)
+class Conversation:
+    dialogue: str
+    user_turns: list[str]
+    messages: list[Message] = field(default_factory=list)
+    turns: int = 0
+    tokens: int = 0  # of prompt and answer of the last turn
+    is_over: bool = False
+
+    def next_messages(self) -> list[Message]:
+        return [*self.messages, {"role": "user", "content": self.user_turns[self.turns]}]
+
+
+@dataclass(slots=True)
+class Tally:
+    """What one mode has shown."""
+
+    turns: int = 0
+    returning: int = 0  # turns with a history that count: behind a cut where the mode is about cuts
+    history_tokens: Counter[str] = field(default_factory=Counter)  # tier, or "computed" -> tokens
+    miss_reasons: Counter[str] = field(default_factory=Counter)
+    differences: list[dict[str, Any]] = field(default_factory=list)
+    other_cuts: int = 0  # turns that the two servers cut differently
+    truncated_tokens: int = 0
+    restarts: int = 0
+    errors: list[str] = field(default_factory=list)
+    seconds: float = 0.0
+
+    def share(self, *tiers: str) -> float:
+        """Of the history tokens of returning turns."""
+        return sum(self.history_tokens[tier] for tier in tiers) / max(1, self.history_tokens.total())
+
+
+def read_conversations(file: Path, seed: int, opening_words: int) -> Iterator[Conversation]:
+    """The dialogues of the file in a drawn order, for ever. Every utterance, whoever made it, is one turn of the user;
+    the first turn is as many of them as have `opening_words` together."""
+    with gzip.open(file, "rt", encoding="utf-8") as lines:
+        rows = [json.loads(line) for line in lines]
+    rng = random.Random(seed)
+    while True:
+        for row in rng.sample(rows, len(rows)):
+            said = [turn["content"] for turn in row["turns"]]
+            first = 1
+            while first < len(said) and sum(len(text.split()) for text in said[:first]) < opening_words:
+                first += 1
+            yield Conversation(row["id"], [" ".join(said[:first]), *said[first:]])
+
+
+class Arm:
+    """A server that may be stopped, or killed, and started again on its directory."""
+
+    def __init__(self, name: str, settings: Mapping[str, str | int | float]) -> None:
+        self._name, self._settings = name, settings
+        self._stack = ExitStack()
+        directory = self._stack.enter_context(tempfile.TemporaryDirectory(prefix=f"reprise-{name}-state-"))
+        self._directory = Path(directory)
+        self._running = ExitStack()
+        self._start()
+
+    def _start(self) -> None:
+        self.server: Server = self._running.enter_context(
+            serve(self._name, {**self._settings, "cache.disk_dir": str(self._directory)})
+        )
+        self._client = client_of(self.server.url)
+
+    async def again(self, how: str) -> None:
+        """`how`: restart | kill."""
+        await self._client.close()
+        if how == "kill":
+            self.server.kill()
+        self._running.close()
+        self._start()
+
+    async def ask(self, messages: list[Message], max_tokens: int, session_id: str) -> Answer:
+        return await ask(
+            self._client, self.server.model["id"], messages, max_tokens=max_tokens, session_id=session_id,
+            temperature=0, logprobs=True, top_logprobs=2,
+        )  # fmt: skip
+
+    async def leave(self) -> None:
+        """No more will be asked."""
+        await self._client.close()
+
+    def close(self) -> None:
+        self._running.close()
+        self._stack.close()
+
+
+class Comparison:
+    """One mode on its server, beside the reference."""
+
+    def __init__(
+        self, *, mode: Mode, tiered: Arm, reference: Arm, tokenizer: Tokenizer, progress: Progress, bar: TaskID
+    ) -> None:
+        self.tally = Tally()
+        self._mode, self._tiered, self._reference = mode, tiered, reference
+        self._tokenizer = tokenizer
+        self._progress, self._bar = progress, bar
+
+    async def run(self, conversations: Iterator[Conversation], returning: int) -> None:
+        """Rounds of conversations until `returning` turns have been compared."""
+        started = time.monotonic()
+        group = 0
+        while self.tally.returning < returning and not self.tally.errors:
+            active = list(islice(conversations, self._mode.round_of))
+            group += 1
+            while active and self.tally.returning < returning and not self.tally.errors:
+                if self._mode.between and active[0].turns:
+                    if self._mode.between == "kill":
+                        await asyncio.sleep(IDLE_S)
+                    await self._tiered.again(self._mode.between)
+                    self.tally.restarts += 1
+                for start in range(0, len(active), self._mode.at_once):
+                    if self.tally.errors:
+                        break
+                    some = active[start : start + self._mode.at_once]
+                    await asyncio.gather(*(self._turn(conversation, group) for conversation in some))
+                active = [c for c in active if self._goes_on(c)]
+        for arm in (self._tiered, self._reference):
+            await arm.leave()
+        self.tally.seconds = round(time.monotonic() - started, 1)
+
+    def _goes_on(self, conversation: Conversation) -> bool:
+        if conversation.is_over or conversation.turns >= len(conversation.user_turns):
+            return False
+        message = len(self._tokenizer.encode(conversation.user_turns[conversation.turns]).ids)
+        needed = MARKUP_TOKENS + message + self._mode.max_tokens
+        # A turn that does not even fit an empty window would be refused; one that overflows a full one is cut.
+        return needed + (0 if self._mode.cuts else conversation.tokens) < self._mode.window
+
+    async def _turn(self, conversation: Conversation, group: int) -> None:
+        messages, name = conversation.next_messages(), f"{group}.{conversation.dialogue}"
+        pair = await asyncio.gather(
+            self._tiered.ask(messages, self._mode.max_tokens, name),
+            self._reference.ask(messages, self._mode.max_tokens, name),
+            return_exceptions=True,
+        )
+        tiered, reference = pair
+        if isinstance(tiered, BaseException) or isinstance(reference, BaseException):
+            self.tally.errors += [f"{name}: {one!r}" for one in pair if isinstance(one, BaseException)]
+            conversation.is_over = True
+            return
+        conversation.turns += 1
+        difference = first_difference(expected=reference, got=tiered)
+        self._count(conversation, tiered, reference, difference)
+        conversation.is_over = difference is not None
+        conversation.messages = [*messages, {"role": "assistant", "content": tiered.text}]
+        conversation.tokens = tiered.prompt_tokens + tiered.completion_tokens
+
+    def _count(
+        self, conversation: Conversation, tiered: Answer, reference: Answer, difference: Difference | None
+    ) -> None:
+        tally, cache = self.tally, tiered.x_cache
+        tally.turns += 1
+        cut = int(cache["truncated_tokens"])
+        tally.other_cuts += cut != reference.x_cache["truncated_tokens"]
+        if conversation.turns > 1 and (cut or not self._mode.cuts):
+            tally.returning += 1
+            tally.truncated_tokens = tally.truncated_tokens + cut
+            found = {tier: int(cache[f"{tier}_tokens"]) for tier in TIERS}
+            tally.history_tokens.update(found)
+            tally.history_tokens["computed"] += max(0, int(cache["history_tokens"]) - sum(found.values()))
+            tally.miss_reasons.update(cache["miss_reasons"])
+            self._progress.advance(self._bar)
+        if difference is not None:
+            tally.differences.append(
+                {
+                    "dialogue": conversation.dialogue, "turn": conversation.turns, "position": difference.position,
+                    "reference": difference.expected, "tiered": difference.got, "gap": difference.gap,
+                    "excused": difference.is_near_tie, "x_cache": cache,
+                }
+            )  # fmt: skip
+
+
+def plan(wanted: list[str], turns: int, cut_turns: int) -> dict[str, int]:
+    """Returning turns of each mode, so that each kind comes to its total."""
+    modes = [mode for mode in MODES if mode.name in wanted]
+    totals = {False: turns, True: cut_turns}
+    counts = Counter(mode.cuts for mode in modes)
+    return {mode.name: -(-totals[mode.cuts] // counts[mode.cuts]) for mode in modes}
+
+
+def verdicts(tallies: Mapping[str, Tally], planned: Mapping[str, int], exact: bool) -> dict[str, bool]:
+    """What is held -> whether it holds. exact: near-ties are no excuse."""
+    differences = [d for tally in tallies.values() for d in tally.differences]
+    near_ties = sum(d["excused"] for d in differences)
+    held = {
+        "no errors": not any(tally.errors for tally in tallies.values()),
+        "as many returning turns as asked for": all(
+            mode in tallies and tallies[mode].returning >= count for mode, count in planned.items()
+        ),
+        "identical text": not differences if exact else near_ties == len(differences),
+        f"near-ties in at most {MAX_NEAR_TIES:.1%} of the turns": near_ties
+        <= MAX_NEAR_TIES * sum(tally.turns for tally in tallies.values()),
+        "the same cuts": not any(tally.other_cuts for tally in tallies.values()),
+    }
+    for mode in MODES:
+        if mode.name in tallies:
+            where = " and ".join(mode.from_tiers)
+            each = all(tallies[mode.name].share(tier) > 0.1 for tier in mode.from_tiers) or mode.name != "mixed"
+            held[f"{mode.name}: most history from {where}"] = each and tallies[mode.name].share(*mode.from_tiers) > 0.5
+    return held
+
+
+def summarize(tallies: Mapping[str, Tally]) -> list[dict[str, Any]]:
+    rows = []
+    for name, tally in tallies.items():
+        total = max(1, tally.history_tokens.total())
+        shares = {tier: round(count / total, 4) for tier, count in tally.history_tokens.items()}
+        near_ties = sum(d["excused"] for d in tally.differences)
+        row = {field.name: getattr(tally, field.name) for field in fields(tally)}
+        rows.append({"mode": name, **row, "near_ties": near_ties, "history_shares": shares})
+    return rows
+
+
+def show(console: Console, tallies: Mapping[str, Tally], held: Mapping[str, bool]) -> None:
+    table = Table(title="Greedy text against its reference", title_justify="left")
+    headings = ("mode", "returning turns", "differences", "near-ties", *(f"from {t}" for t in TIERS), "computed", "cut",
+                "restarts", "errors", "s")  # fmt: skip
+    for heading in headings:
+        table.add_column(heading, justify="right")
+    for name, tally in tallies.items():
+        table.add_row(
+            name, str(tally.returning), str(len(tally.differences)), str(sum(d["excused"] for d in tally.differences)),
+            *(f"{tally.share(tier):.1%}" for tier in (*TIERS, "computed")), str(tally.truncated_tokens),
+            str(tally.restarts), str(len(tally.errors)), f"{tally.seconds:.0f}",
+        )  # fmt: skip
+    console.print(table)
+    for name, tally in tallies.items():
+        for difference in tally.differences:
+            console.print("difference", name, difference)
+        for error in tally.errors:
+            console.print("[red]error[/red]", name, error)
+    show_held(console, held)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, required=True, help="directory with dialogues/topical_chat.jsonl.gz")
+    parser.add_argument("--model", type=model_directory, default="bundled", help="bundled, smollm2, or a directory")
+    parser.add_argument("--turns", type=int, default=2100, help="returning turns of contexts never cut, over all modes")
+    parser.add_argument("--cut-turns", type=int, default=540, help="returning turns of cut contexts, over both modes")
+    parser.add_argument("--modes", help="comma-separated; default: all, with --exact on those never cut")
+    parser.add_argument("--seed", type=int, default=0, help="draws the dialogues")
+    parser.add_argument("--no-result", action="store_true", help="only try it: write no result file")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of weights and KV")
+    parser.add_argument(
+        "--exact", choices=("off", "on"), default="off", help="model.exact; on: no difference is excused"
+    )
+    arguments = parser.parse_args()
+    console = Console()
+    file = arguments.data / "dialogues" / "topical_chat.jsonl.gz"
+    wanted = [mode.name for mode in MODES if not (mode.cuts and arguments.exact == "on")]
+    if arguments.modes:
+        wanted = arguments.modes.split(",")
+    if unknown := set(wanted) - {mode.name for mode in MODES}:
+        parser.error(f"unknown modes: {', '.join(sorted(unknown))}")
+    planned = plan(wanted, arguments.turns, arguments.cut_turns)
+    # Sums depend on the number of threads; and so the two servers of a mode can work at the same time.
+    settings: dict[str, str | int | float] = {
+        "model.source": str(arguments.model),
+        "model.dtype": arguments.dtype,
+        "model.exact": arguments.exact,
+        "engine.threads": 1,
+    }
+    tokenizer = Tokenizer.from_file(str(arguments.model / "tokenizer.json"))
+    kv_bytes = kv_bytes_per_token(arguments.model, value_bytes=4 if arguments.dtype == "float32" else 2)
+    exact = arguments.exact == "on"
+    result_file = result_name("equality_exact" if exact else "equality", arguments.model)
+    tallies: dict[str, Tally] = {}
+    model: dict[str, Any] = {}
+
+    def held() -> dict[str, bool]:
+        found = verdicts(tallies, planned, exact)
+        return {**found, "proven at start": bool(model["exact"]["proven"])} if exact else found
+
+    def report() -> dict[str, Any]:
+        return {
+            "model": model,
+            "settings": settings,
+            "modes_settings": {m.name: m.settings_for(kv_bytes) for m in MODES if m.name in wanted},
+            "planned": planned,
+            "held": held(),
+            "modes": summarize(tallies),
+        }
+
+    columns = (TextColumn("{task.description}"), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console) as progress:
+        for mode in MODES:
+            if mode.name not in wanted:
+                continue
+            bar = progress.add_task(mode.name, total=planned[mode.name])
+            own = {**settings, **mode.settings_for(kv_bytes)}
+            apart: dict[str, str | int | float] = {
+                **settings,
+                "model.max_context": mode.window,
+                "cache.hbm_tokens": min(65_536, (1 << 30) // kv_bytes),
+            }
+            apart["cache.mode"] = "prefix" if mode.cuts else "recompute"
+            with ExitStack() as stack:
+                arms = []
+                for name, arm_settings in ((f"equality-{mode.name}", own), ("equality-reference", apart)):
+                    arms.append(Arm(name, arm_settings))
+                    stack.callback(arms[-1].close)
+                model = arms[0].server.model
+                comparison = Comparison(
+                    mode=mode, tiered=arms[0], reference=arms[1], tokenizer=tokenizer, progress=progress, bar=bar
+                )
+                tallies[mode.name] = comparison.tally
+                words = 60 if mode.name == "mixed" else 0  # two short conversations would both fit
+                asyncio.run(comparison.run(read_conversations(file, arguments.seed, words), planned[mode.name]))
+            if not arguments.no_result:
+                write_result(result_file, report())
+    show(console, tallies, held())
+    if not arguments.no_result:
+        console.print(f"written to {write_result(result_file, report())}")
+    return 0 if all(held().values()) else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,268 @@
+"""Replay real dialogues against two servers that differ in one setting: `cache.mode` prefix and recompute.
+
+    python -m benchmarks.fidelity.replay_dialogues --data DIR [--model smollm2]
+
+The user's turns are as recorded, the assistant's are generated, greedily and in float32, so that the answers of the two
+servers must be the same, token for token. A dialogue ends at its first difference, when its turns are used up, or when
+the next prompt and its answer might not fit the context window.
+
+The two servers take turns: a step sends the next turn of every open conversation to one server, waits for all answers,
+then does the same with the other; which one is first changes with every step. So neither slows the other down, and a
+slow minute of the machine hits both.
+
+Held: no error; every difference is a near-tie, and they are at most 0.5 % of the turns; and from the second turn on at
+least 97 % of the history tokens (prompt and answer of the turn before) come from the cache. The exit status says so.
+"""
+
+import argparse
+import asyncio
+import gzip
+import json
+import random
+from collections import defaultdict
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from rich.console import Console
+from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from tokenizers import Tokenizer
+
+from benchmarks.harness.measures import show_held
+from benchmarks.harness.models import model_directory, result_name
+from benchmarks.harness.servers import Server, serve, write_result
+from benchmarks.harness.streams import Answer, Difference, Message, ask, client_of, first_difference
+
+MODES = ("prefix", "recompute")
+MIN_CACHED, MAX_NEAR_TIES = 0.97, 0.005
+# Bound of the chat markup from the end of one answer to the start of the next; ChatML takes up to 13.
+MARKUP_TOKENS = 16
+
+
+@dataclass(slots=True)
+class Turn:
+    """One turn of one dialogue on both servers."""
+
+    dialogue: str
+    index: int  # 1 opens the dialogue
+    answers: dict[str, Answer]
+    difference: Difference | None
+
+
+@dataclass(slots=True)
+class Conversation:
+    dialogue: str
+    user_turns: list[str]
+    messages: list[Message] = field(default_factory=list)
+    turns: list[Turn] = field(default_factory=list)
+    error: str | None = None
+
+    def next_messages(self) -> list[Message]:
+        return [*self.messages, {"role": "user", "content": self.user_turns[len(self.turns)]}]
+
+    def is_open(self, tokenizer: Tokenizer, max_context: int, max_tokens: int) -> bool:
+        """Whether another turn is to be had. The length of its prompt is bounded from above, without the template:
+        the tokens of the turn before, those of the new message, and markup."""
+        if self.error is not None or len(self.turns) >= len(self.user_turns):
+            return False
+        history = 0
+        if self.turns:
+            if self.turns[-1].difference is not None:
+                return False
+            last = self.turns[-1].answers["prefix"]
+            history = last.prompt_tokens + last.completion_tokens
+        message = len(tokenizer.encode(self.user_turns[len(self.turns)], add_special_tokens=False).ids)
+        return history + message + MARKUP_TOKENS + max_tokens <= max_context
+
+
+def read_dialogues(file: Path, count: int, rounds: int, seed: int) -> list[Conversation]:
+    """`count` dialogues drawn from the file, with the first `rounds` turns of the user of each."""
+    with gzip.open(file, "rt", encoding="utf-8") as lines:
+        rows = [json.loads(line) for line in lines]
+    return [
+        Conversation(row["id"], [t["content"] for t in row["turns"] if t["role"] == "user"][:rounds])
+        for row in random.Random(seed).sample(rows, count)
+    ]
+
+
+class Replay:
+    """Both servers, and the conversations that are open."""
+
+    def __init__(self, *, servers: dict[str, Server], tokenizer: Tokenizer, max_tokens: int, at_once: int) -> None:
+        self._servers = servers
+        self._clients = {mode: client_of(server.url) for mode, server in servers.items()}
+        self._tokenizer = tokenizer
+        self._max_context = min(server.max_context for server in servers.values())
+        self._max_tokens = max_tokens
+        self._at_once = at_once
+
+    async def run(self, conversations: list[Conversation], progress: Progress) -> None:
+        """Play all of them, always `at_once` of them open."""
+        for mode in MODES:  # the first request of a process pays for what it sets up
+            await self._ask(mode, [{"role": "user", "content": "Hello"}])
+        bar = progress.add_task("turns", total=sum(len(c.user_turns) for c in conversations))
+        waiting = iter(conversations)
+        active: list[Conversation] = []
+        step = 0
+        while True:
+            for conversation in active:
+                if not self._is_open(conversation):
+                    progress.advance(bar, len(conversation.user_turns) - len(conversation.turns))
+            active = [c for c in active if self._is_open(c)]
+            active += islice((c for c in waiting if self._is_open(c)), self._at_once - len(active))
+            if not active:
+                break
+            await self._step(active, MODES if step % 2 else MODES[::-1])
+            progress.advance(bar, len(active))
+            step += 1
+        for client in self._clients.values():
+            await client.close()
+
+    def _is_open(self, conversation: Conversation) -> bool:
+        return conversation.is_open(self._tokenizer, self._max_context, self._max_tokens)
+
+    async def _step(self, active: list[Conversation], modes: tuple[str, ...]) -> None:
+        answers: dict[str, list[Answer | BaseException]] = {}
+        for mode in modes:
+            requests = (self._ask(mode, c.next_messages()) for c in active)
+            answers[mode] = await asyncio.gather(*requests, return_exceptions=True)
+        for conversation, *pair in zip(active, *(answers[mode] for mode in MODES), strict=True):
+            failed = [f"{m}: {a!r}" for m, a in zip(MODES, pair, strict=True) if isinstance(a, BaseException)]
+            if failed:
+                conversation.error = "; ".join(failed)
+                continue
+            prefix, recompute = (a for a in pair if isinstance(a, Answer))
+            difference = first_difference(expected=recompute, got=prefix)
+            both = {"prefix": prefix, "recompute": recompute}
+            conversation.messages = [*conversation.next_messages(), {"role": "assistant", "content": prefix.text}]
+            conversation.turns.append(Turn(conversation.dialogue, len(conversation.turns) + 1, both, difference))
+
+    async def _ask(self, mode: str, messages: list[Message]) -> Answer:
+        return await ask(
+            self._clients[mode], self._servers[mode].model["id"], messages,
+            max_tokens=self._max_tokens, temperature=0, logprobs=True, top_logprobs=2,
+        )  # fmt: skip
+
+
+def summarize(conversations: list[Conversation]) -> dict[str, Any]:
+    """Everything that is reported, as plain values."""
+    turns = [turn for c in conversations for turn in c.turns]
+    history: dict[int, int] = defaultdict(int)
+    cached: dict[int, int] = defaultdict(int)
+    for conversation in conversations:
+        for before, turn in zip(conversation.turns, conversation.turns[1:], strict=False):
+            last = before.answers["prefix"]
+            history[turn.index] += last.prompt_tokens + last.completion_tokens
+            # New tokens that another dialogue happened to have at the same place are cached, but no history.
+            cached[turn.index] += min(turn.answers["prefix"].cached_tokens, last.prompt_tokens + last.completion_tokens)
+    by_turn = []
+    for index in sorted({turn.index for turn in turns}):
+        same = [turn for turn in turns if turn.index == index]
+        row: dict[str, Any] = {
+            "turn": index,
+            "conversations": len(same),
+            "prompt_tokens_p50": median(t.answers["prefix"].prompt_tokens for t in same),
+            "history_tokens": history[index],
+            "cached_tokens": cached[index],
+        }
+        for mode in MODES:
+            row[f"{mode}_ttft_ms_p50"] = round(median(t.answers[mode].ttft_ms for t in same), 2)
+        by_turn.append(row)
+    differences = [
+        {
+            "dialogue": turn.dialogue, "turn": turn.index, "position": d.position, "recompute": d.expected,
+            "prefix": d.got, "gap": d.gap, "excused": d.is_near_tie,
+        }
+        for turn in turns if (d := turn.difference) is not None
+    ]  # fmt: skip
+    later_history = sum(history.values())
+    return {
+        "dialogues": len(conversations),
+        "turns": len(turns),
+        "generated_tokens": sum(t.answers["prefix"].completion_tokens for t in turns),
+        "by_turn": by_turn,
+        "cached_ratio": round(sum(cached.values()) / later_history, 5) if later_history else None,
+        "differences": differences,
+        "errors": [f"{c.dialogue}: {c.error}" for c in conversations if c.error is not None],
+    }
+
+
+def verdicts(summary: dict[str, Any]) -> dict[str, bool]:
+    """What is held -> whether it holds."""
+    excused = [d for d in summary["differences"] if d["excused"]]
+    return {
+        "no errors": not summary["errors"],
+        "identical text": len(excused) == len(summary["differences"]),
+        f"near-ties in at most {MAX_NEAR_TIES:.1%} of the turns": len(excused) <= MAX_NEAR_TIES * summary["turns"],
+        f"at least {MIN_CACHED:.0%} of history tokens cached": (summary["cached_ratio"] or 0) >= MIN_CACHED,
+    }
+
+
+def show(console: Console, summary: dict[str, Any], held: dict[str, bool]) -> None:
+    table = Table(title="Time to first token by turn, p50, ms", title_justify="left")
+    for heading in ("turn", "conversations", "prompt tokens", "cached of history", *MODES, "recompute / prefix"):
+        table.add_column(heading, justify="right")
+    for row in summary["by_turn"]:
+        prefix, recompute = (row[f"{mode}_ttft_ms_p50"] for mode in MODES)
+        ratio = f"{row['cached_tokens'] / row['history_tokens']:.1%}" if row["history_tokens"] else "-"
+        table.add_row(
+            str(row["turn"]), str(row["conversations"]), f"{row['prompt_tokens_p50']:.0f}", ratio,
+            f"{prefix:.1f}", f"{recompute:.1f}", f"{recompute / prefix:.2f}",
+        )  # fmt: skip
+    console.print(table)
+    for difference in summary["differences"]:
+        console.print("difference", difference)
+    for error in summary["errors"]:
+        console.print("[red]error[/red]", error)
+    cached = "-" if summary["cached_ratio"] is None else f"{summary['cached_ratio']:.2%}"
+    console.print(
+        f"{summary['dialogues']} dialogues, {summary['turns']} turns, {summary['generated_tokens']} tokens generated, "
+        f"{cached} of history tokens cached"
+    )
+    show_held(console, held)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, required=True, help="directory with dialogues/topical_chat.jsonl.gz")
+    parser.add_argument("--model", type=model_directory, default="bundled", help="bundled, smollm2, or a directory")
+    parser.add_argument("--dialogues", type=int, default=40)
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--max-tokens", type=int, default=32)
+    parser.add_argument("--at-once", type=int, default=8, help="conversations open at the same time")
+    parser.add_argument("--seed", type=int, default=0, help="draws the dialogues")
+    parser.add_argument("--result", help="name of the result file; default: replay_dialogues, and the model's")
+    arguments = parser.parse_args()
+    console = Console()
+    file = arguments.data / "dialogues" / "topical_chat.jsonl.gz"
+    conversations = read_dialogues(file, arguments.dialogues, arguments.rounds, arguments.seed)
+    settings = {"model.source": str(arguments.model), "model.dtype": "float32"}
+    with (
+        serve("prefix", {**settings, "cache.mode": "prefix"}) as prefix,
+        serve("recompute", {**settings, "cache.mode": "recompute"}) as recompute,
+        Progress(
+            TextColumn("{task.description}"), MofNCompleteColumn(), TimeElapsedColumn(), console=console
+        ) as progress,
+    ):
+        replay = Replay(
+            servers={"prefix": prefix, "recompute": recompute},
+            tokenizer=Tokenizer.from_file(str(arguments.model / "tokenizer.json")),
+            max_tokens=arguments.max_tokens,
+            at_once=arguments.at_once,
+        )
+        asyncio.run(replay.run(conversations, progress))
+        model = prefix.model
+    summary = summarize(conversations)
+    held = verdicts(summary)
+    show(console, summary, held)
+    name = arguments.result or result_name("replay_dialogues", arguments.model)
+    result = write_result(name, {"model": model, "settings": settings, "held": held, **summary})
+    console.print(f"written to {result}")
+    return 0 if all(held.values()) else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

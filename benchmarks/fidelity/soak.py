@@ -1,0 +1,353 @@
+"""Many conversations at once, with everything clients do to a server, and then the accounts.
+
+    python -m benchmarks.fidelity.soak [--seconds 300] [--streams 64]
+
+Each stream holds one conversation after another: shared and unshared system prompts, follow-up turns, greedy and seeded
+sampling, stop strings, and clients that leave in the middle of an answer, half of which come back with what they saw of
+it. The server has little HBM, less DRAM and a small disk, and remembers few sessions, so that eviction from every tier
+and every cap are at work before the measurement of memory begins.
+
+Held, or the exit status is 1: no error; the greedy answers are those that a second server with `cache.mode` recompute
+gives to the same requests one at a time (a difference is excused where that server's two best tokens were closer than
+1e-4, in at most 0.5 % of the answers); seeded answers repeat as well; resident memory is flat in both processes; at the
+end nothing runs, waits, is leased or on its way, and every page is free or cached. History came from all three tiers.
+"""
+
+import argparse
+import asyncio
+import random
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from openai import OpenAIError
+from rich.console import Console
+from rich.progress import Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn, track
+from rich.table import Table
+
+from benchmarks.harness.in_process import kv_bytes_per_token
+from benchmarks.harness.measures import show_held
+from benchmarks.harness.servers import Server, serve, write_result
+from benchmarks.harness.streams import Answer, Message, ask, client_of, first_difference
+
+MIB, GIB = 1 << 20, 1 << 30
+BUNDLED = Path(__file__).parent.parent.parent / "model" / "bundled"
+HBM_TOKENS, DRAM_TOKENS, DISK_TOKENS = 8_192, 6_144, 65_536  # 64 streams hold more at once than the first two
+STAGING_TOKENS = 4_096
+SETTINGS: dict[str, str | int | float] = {
+    "model.dtype": "float32",
+    "cache.hbm_tokens": HBM_TOKENS,
+    "cache.max_sessions": 300,
+}
+WARM_UP = 0.4  # of the run; caches and caps fill up
+MAX_GROWTH_MIB_PER_MIN = 2.0
+MAX_DIFFERENT = 0.005
+ACCOUNTS = ("running_requests", "waiting_requests", "active_requests", "leases", "in_flight_transfers")  # 0 at idle
+MARKUP_TOKENS = 64  # chat markup and slack in the estimate of a prompt's length
+
+SHARED_SYSTEMS = (
+    "You are a friendly person who likes to chat.",
+    "You are a helpful assistant that helps people find and book things. Be brief, be polite, ask when something is "
+    "missing, and never promise what you cannot keep. Repeat the time and the place before you book anything.",
+)
+SENTENCES = (
+    "Hi, how are you today?", "Do you like music?", "I watched a good movie last night.", "What do you do for fun?",
+    "Did you see the football game?", "I want to find a restaurant in San Jose.", "Can I get a large latte?",
+    "My favorite book is about the sea.", "Do you think it will rain tomorrow?", "That is interesting.",
+    "I have never heard of that.", "How many people live there?", "I would like to book a table for two.",
+    "She plays the guitar in a band.", "What is the price of a ticket?", "I need a bus to Sacramento at ten.",
+    "Who won the election?", "Have you ever been to Japan?", "My dog likes to run on the beach.",
+    "Thanks, that is all.",
+)  # fmt: skip
+STOPS = (".", "?", " you", " the", "\n")
+
+
+@dataclass(slots=True)
+class Turn:
+    """One request as it was sent, and what came back; `left` when the client did not wait for the end."""
+
+    messages: list[Message]
+    parameters: dict[str, Any]
+    answer: Answer
+    left: bool
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.parameters["temperature"] == 0
+
+
+@dataclass(slots=True)
+class Tally:
+    """What all streams together saw."""
+
+    conversations: list[list[Turn]] = field(default_factory=list)
+    errors: list[str] = field(default_factory=list)
+    kinds: Counter[str] = field(default_factory=Counter)
+    memory: list[tuple[float, int, int]] = field(default_factory=list)  # seconds since start, bytes of app and engine
+
+
+def draw_parameters(rng: random.Random) -> dict[str, Any]:
+    parameters: dict[str, Any] = {"max_tokens": rng.choice((4, 16, 32, 64))}
+    if rng.random() < 0.6:
+        parameters |= {"temperature": 0, "logprobs": True, "top_logprobs": 2}
+    else:
+        parameters |= {"temperature": rng.uniform(0.5, 1.2), "seed": rng.getrandbits(32)}
+        parameters |= rng.choice(({}, {"top_p": 0.9}, {"top_k": 20}, {"frequency_penalty": 0.5}))
+    if rng.random() < 0.25:
+        parameters["stop"] = rng.sample(STOPS, rng.randint(1, 2))
+    return parameters
+
+
+def opening(rng: random.Random) -> list[Message]:
+    """The system message of a new conversation: one that many share, one nobody has, or none."""
+    kind = rng.random()
+    if kind < 0.5:
+        return [{"role": "system", "content": rng.choice(SHARED_SYSTEMS)}]
+    if kind < 0.8:
+        return [{"role": "system", "content": f"You are number {rng.getrandbits(40)}. {rng.choice(SENTENCES)}"}]
+    return []
+
+
+class Soak:
+    """The streams against one server."""
+
+    def __init__(self, *, server: Server, seconds: float, streams: int, seed: int) -> None:
+        self._server = server
+        self._client = client_of(server.url)
+        self._seconds = seconds
+        self._streams = streams
+        self._seed = seed
+        self._started_s = 0.0
+        self.tally = Tally()
+
+    async def run(self, progress: Progress) -> Tally:
+        self._started_s = time.monotonic()
+        watch = asyncio.create_task(self._watch_memory(progress))
+        streams = (self._stream(random.Random(self._seed * 1000 + number)) for number in range(self._streams))
+        await asyncio.gather(*streams)
+        await watch
+        await self._client.close()
+        return self.tally
+
+    def _over(self) -> bool:
+        return time.monotonic() - self._started_s >= self._seconds
+
+    async def _stream(self, rng: random.Random) -> None:
+        """One conversation after another, until time is up."""
+        while not self._over():
+            turns: list[Turn] = []
+            self.tally.conversations.append(turns)
+            messages = opening(rng)
+            # Half of the clients name their conversation; the others are recognised by their messages.
+            named = {"session_id": f"soak-{rng.getrandbits(64):x}"} if rng.random() < 0.5 else {}
+            room = self._server.max_context - MARKUP_TOKENS
+            for _ in range(rng.randint(1, 6)):
+                parameters = {**named, **draw_parameters(rng)}
+                content = " ".join(rng.sample(SENTENCES, rng.randint(1, 4)))
+                messages = [*messages, {"role": "user", "content": content}]
+                # A token is at least one byte, so bytes bound what the tokenizer will make of the text.
+                if sum(len(m["content"]) + MARKUP_TOKENS for m in messages) + parameters["max_tokens"] > room:
+                    break
+                turn = await self._turn(rng, messages, parameters)
+                if turn is None or self._over():
+                    break
+                turns.append(turn)
+                if turn.left and rng.random() < 0.5:
+                    break
+                messages = [*messages, {"role": "assistant", "content": turn.answer.text}]
+                if rng.random() < 0.2:
+                    await asyncio.sleep(rng.uniform(0, 1))
+
+    async def _turn(self, rng: random.Random, messages: list[Message], parameters: dict[str, Any]) -> Turn | None:
+        leave_after = rng.randint(1, parameters["max_tokens"]) if rng.random() < 0.2 else None
+        kinds = self.tally.kinds
+        kinds["requests"] += 1
+        kinds["greedy" if parameters["temperature"] == 0 else "seeded"] += 1
+        kinds["with stop strings"] += "stop" in parameters
+        kinds["follow-ups"] += any(m["role"] == "assistant" for m in messages)
+        try:
+            answer = await ask(self._client, self._server.model["id"], messages, leave_after=leave_after, **parameters)
+        except (OpenAIError, RuntimeError) as error:
+            self.tally.errors.append(f"{error!r} after {time.monotonic() - self._started_s:.1f} s")
+            return None
+        left = answer.done_s == 0.0
+        kinds["left by the client"] += left
+        kinds["generated tokens"] += answer.completion_tokens
+        kinds["prompt tokens"] += answer.prompt_tokens
+        kinds["cached tokens"] += answer.cached_tokens
+        return Turn(messages, parameters, answer, left)
+
+    async def _watch_memory(self, progress: Progress) -> None:
+        bar = progress.add_task(f"{self._streams} streams", total=self._seconds)
+        while not self._over():
+            elapsed_s = time.monotonic() - self._started_s
+            sizes = self._server.resident_bytes()
+            self.tally.memory.append((elapsed_s, sizes["app"], sizes["engine"]))
+            done, errors = self.tally.kinds["requests"], len(self.tally.errors)
+            progress.update(bar, completed=elapsed_s, description=f"{done} requests, {errors} errors")
+            await asyncio.sleep(1)
+
+
+def memory_growth(memory: list[tuple[float, int, int]]) -> dict[str, dict[str, Any]]:
+    """Per process, the least-squares slope of resident memory after the warm-up, its mean, and its course."""
+    seconds, app, engine = np.array(memory).T
+    settled = seconds >= WARM_UP * seconds[-1]
+    growth: dict[str, dict[str, Any]] = {}
+    for name, sizes in (("app", app), ("engine", engine)):
+        slope, _ = np.polyfit(seconds[settled], sizes[settled], 1)
+        growth[name] = {
+            "mib_per_min": round(float(slope) * 60 / 2**20, 3),
+            "mean_mib": round(float(sizes[settled].mean()) / 2**20, 1),
+            "by_tenth_mib": [round(float(part.mean()) / 2**20, 1) for part in np.array_split(sizes, 10)],
+        }
+    return growth
+
+
+def wait_idle(server: Server, timeout_s: float) -> dict[str, float]:
+    """The accounts once they are settled, or as they are when the time is up."""
+    deadline_s = time.monotonic() + timeout_s
+    while True:
+        metrics = server.metrics()
+        accounts = {name: metrics[f"reprise_{name}"] for name in ACCOUNTS}
+        pages = {state: metrics[f'reprise_hbm_pages{{state="{state}"}}'] for state in ("total", "free", "cached")}
+        accounts["pages_unaccounted"] = pages["total"] - pages["free"] - pages["cached"]
+        if not any(accounts.values()) or time.monotonic() > deadline_s:
+            return {**accounts, **{f"pages_{state}": value for state, value in pages.items()}}
+        time.sleep(0.5)
+
+
+async def compare_alone(
+    server: Server, conversations: list[list[Turn]], turns: int, console: Console
+) -> dict[str, Any]:
+    """Send the same requests again, one at a time, to a server that computes everything anew.
+
+    Whole conversations are replayed, from their first turn to the one the client left: the exact tokens of an answer
+    are part of the next prompt, and both servers know them only of answers that they gave themselves.
+    """
+    client = client_of(server.url)
+    chosen: list[list[Turn]] = []
+    for conversation in conversations:
+        complete = next((i for i, turn in enumerate(conversation) if turn.left), len(conversation))
+        if complete and sum(map(len, chosen)) < turns:
+            chosen.append(conversation[:complete])
+    differences: list[dict[str, Any]] = []
+    compared: Counter[str] = Counter()
+    for conversation in track(chosen, "the same alone", console=console):
+        for turn in conversation:
+            alone = await ask(client, server.model["id"], turn.messages, **turn.parameters)
+            kind = "greedy" if turn.is_greedy else "seeded"
+            compared[kind] += 1
+            difference = first_difference(expected=alone, got=turn.answer)
+            if difference is None:
+                continue
+            differences.append(
+                {
+                    "kind": kind, "position": difference.position, "alone": alone.text, "soak": turn.answer.text,
+                    "gap": difference.gap, "excused": difference.is_near_tie, "messages": len(turn.messages),
+                }
+            )  # fmt: skip
+            break
+    await client.close()
+    return {"greedy": compared["greedy"], "seeded": compared["seeded"], "differences": differences}
+
+
+def tier_settings(model: str) -> dict[str, str | int | float]:
+    """The sizes of the lower tiers for a model; KV of float32 is twice as large as that of bfloat16."""
+    per_token = 2 * kv_bytes_per_token(model)
+    return {
+        "cache.mode": "attentionstore",
+        "cache.dram_gib": DRAM_TOKENS * per_token / GIB,
+        "cache.staging_mib": STAGING_TOKENS * per_token // MIB,
+        "cache.disk_gib": DISK_TOKENS * per_token / GIB,
+    }
+
+
+def history_by_tier(metrics: dict[str, float]) -> dict[str, int]:
+    """Tokens of earlier turns that were found in each tier."""
+    return {tier: int(metrics[f'reprise_history_tokens_total{{outcome="{tier}"}}']) for tier in ("hbm", "dram", "disk")}
+
+
+def verdicts(
+    errors: list[str],
+    growth: dict[str, Any],
+    idle: dict[str, float],
+    alone: dict[str, Any],
+    history: dict[str, int],
+) -> dict[str, bool]:
+    """What is held -> whether it holds."""
+    greedy = [d for d in alone["differences"] if d["kind"] == "greedy"]
+    seeded = [d for d in alone["differences"] if d["kind"] == "seeded"]
+    few_ties = len(greedy) <= MAX_DIFFERENT * alone["greedy"]
+    return {
+        "no errors": not errors,
+        "greedy answers are those of the same requests alone": all(d["excused"] for d in greedy) and few_ties,
+        "seeded answers are those of the same requests alone": len(seeded) <= MAX_DIFFERENT * alone["seeded"],
+        **{
+            f"{name} memory grows by at most {MAX_GROWTH_MIB_PER_MIN:g} MiB a minute": size["mib_per_min"]
+            <= MAX_GROWTH_MIB_PER_MIN
+            for name, size in growth.items()
+        },
+        "idle: nothing runs, waits, is leased or on its way": not any(idle[name] for name in ACCOUNTS),
+        "idle: every page is free or cached": idle["pages_unaccounted"] == 0,
+        "history came from HBM, DRAM and disk": all(history.values()),
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=300)
+    parser.add_argument("--streams", type=int, default=64)
+    parser.add_argument("--check", type=int, default=200, help="answers to compare with the same requests alone")
+    parser.add_argument("--model", type=Path, default=BUNDLED, help="model directory")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--result", default="soak", help="name of the result file")
+    arguments = parser.parse_args()
+    console = Console()
+    settings = {**SETTINGS, "model.source": str(arguments.model)}
+    columns = (TextColumn("{task.description}"), TimeElapsedColumn(), TimeRemainingColumn())
+    with serve("soak", {**settings, **tier_settings(str(arguments.model))}) as server:
+        with Progress(*columns, console=console) as progress:
+            soak = Soak(server=server, seconds=arguments.seconds, streams=arguments.streams, seed=arguments.seed)
+            tally = asyncio.run(soak.run(progress))
+        idle = wait_idle(server, timeout_s=15)
+        metrics = server.metrics()
+        totals = {k: v for k, v in metrics.items() if "_total" in k}
+        history = history_by_tier(metrics)
+        model = server.model
+    with serve("alone", {**settings, "cache.mode": "recompute"}) as server:
+        alone = asyncio.run(compare_alone(server, tally.conversations, arguments.check, console))
+
+    growth = memory_growth(tally.memory)
+    held = verdicts(tally.errors, growth, idle, alone, history)
+    table = Table(title=f"{arguments.streams} streams for {arguments.seconds:g} s", title_justify="left")
+    table.add_column("what")
+    table.add_column("how many", justify="right")
+    rows: dict[str, Any] = {**tally.kinds, "errors": len(tally.errors)}
+    rows |= {f"history from {tier}, tokens": tokens for tier, tokens in history.items()}
+    rows |= {f"compared alone, {kind}": alone[kind] for kind in ("greedy", "seeded")}
+    rows |= {f"{name} memory, MiB": size["mean_mib"] for name, size in growth.items()}
+    rows |= {f"{name} memory growth, MiB/min": size["mib_per_min"] for name, size in growth.items()}
+    for what, value in {**rows, **{f"idle: {k}": v for k, v in idle.items()}}.items():
+        table.add_row(what, f"{value:,}")
+    console.print(table)
+    for entry in (*tally.errors[:20], *alone["differences"]):
+        console.print(entry)
+    show_held(console, held)
+    result = write_result(
+        arguments.result,
+        {
+            "model": model, "settings": settings, "held": held, "seconds": arguments.seconds,
+            "streams": arguments.streams, "counts": dict(tally.kinds), "errors": tally.errors[:100],
+            "memory": growth, "idle": idle, "alone": alone, "history": history,
+            "metrics": totals,
+        },
+    )  # fmt: skip
+    console.print(f"written to {result}")
+    return 0 if all(held.values()) else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,147 @@
+"""Draw the committed results of `benchmarks.truncation.truncation`: docs/truncation.png.
+
+python -m benchmarks.figures.truncation
+"""
+
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+from matplotlib.axes import Axes
+
+from benchmarks.harness.results import BLUE, DOCS, GREY, load
+
+RESULTS = ("truncation", "truncation_125m", "truncation_text")  # of a part the last counts
+RED = "#dc2626"
+COLORS = {"AS": BLUE, "TT": GREY, "NKVT": RED}
+LABELS = {
+    "AS": "AS: saved KV, new positions",
+    "TT": "TT: what stays is computed again",
+    "NKVT": "NKVT: keys as they were",
+}
+
+
+def draw(parts: dict[str, Any], out: Path) -> None:
+    """Whatever of the two panels there is."""
+    panels = [(name, panel) for name, panel in (("endless", _turns), ("perplexity", _bars)) if name in parts]
+    if not panels:
+        raise ValueError("the result has neither an endless conversation nor perplexities")
+    widths = [1.6 if name == "endless" else 1.0 for name, _ in panels]
+    figure, axes = plt.subplots(1, len(panels), figsize=(5.0 * sum(widths), 3.8), width_ratios=widths, squeeze=False)
+    for axis, (name, panel) in zip(axes[0], panels, strict=True):
+        panel(axis, parts[name])
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.grid(axis="y", alpha=0.3)
+        axis.legend(frameon=False, fontsize=8)
+    figure.tight_layout()
+    figure.savefig(out, dpi=150)
+    plt.close(figure)
+
+
+def _turns(axis: Axes, endless: dict[str, Any]) -> None:
+    for arm in ("TT", "AS"):
+        rows = endless["by_turn"][arm]
+        axis.plot([r["turn"] for r in rows], [r["ttft_ms"] for r in rows], color=COLORS[arm], lw=0.9, label=LABELS[arm])
+        cuts = [r for r in rows if r["cut_tokens"] > 0]
+        axis.plot([r["turn"] for r in cuts], [r["ttft_ms"] for r in cuts], "o", color=COLORS[arm], ms=3)
+    axis.set(title="A conversation without end (dots: the window was full)", xlabel="turn", ylabel="TTFT, ms")
+    axis.set_ylim(0, None)
+
+
+def _bars(axis: Axes, perplexity: dict[str, Any]) -> None:
+    texts = perplexity["texts"]
+    for place, arm in enumerate(COLORS):
+        ratios = [text["arms"][arm]["ratio_to_tt"] for text in texts.values()]
+        ends = [text["arms"][arm]["ratio_to_tt_95"] for text in texts.values()]
+        errors = [
+            [r - e[0] for r, e in zip(ratios, ends, strict=True)],
+            [e[1] - r for r, e in zip(ratios, ends, strict=True)],
+        ]
+        where = [index + 0.27 * (place - 1) for index in range(len(texts))]
+        axis.bar(where, ratios, 0.25, yerr=errors, color=COLORS[arm], label=arm, error_kw={"lw": 0.8})
+    axis.set_xticks(range(len(texts)), list(texts))
+    axis.set(title="Perplexity behind a cut", ylabel="of TT's")
+
+
+def truncation_results() -> list[dict[str, Any]]:
+    """The committed ones. Parts that are timed want the machine for themselves, the others take it for long."""
+    return [result for name in RESULTS if (result := load(name)) is not None]
+
+
+def all_parts(results: list[dict[str, Any]]) -> dict[str, Any]:
+    return {name: part for result in results for name, part in result["parts"].items()}
+
+
+def section(parts: dict[str, Any]) -> list[str]:
+    """Of docs/RESULTS.md, without the machine."""
+    lines = ["## Truncation", "", "![Truncation](truncation.png)", ""]
+    if (endless := parts.get("endless")) is not None:
+        lines += [
+            f"A conversation of {endless['summary']['AS']['turns']} turns on a window of 1,024 tokens, the whole "
+            "history sent each turn; TTFT in ms, medians (least to most).",
+            "",
+            "| | ordinary turns | turns that overflow | ratio | cuts | tokens computed in a cut |",
+            "|---|---|---|---|---|---|",
+        ]
+        for name, arm in endless["summary"].items():
+            lines.append(
+                f"| {LABELS[name]} | {_spread(arm['normal_ttft_ms'])} | {_spread(arm['overflow_ttft_ms'])} | "
+                f"{arm['overflow_ratio']:.2f} | {arm['cuts']} | {arm['overflow_computed_tokens']:.0f} |"
+            )
+        lines.append("")
+    if shortened := {name: parts[name]["summary"] for name in ("shortened", "shortened-125m") if name in parts}:
+        lines += ["The client drops its oldest exchange each turn:", ""]
+        lines += ["| model | prompt tokens | `client_shift`, ms | `recompute`, ms | ratio |", "|---|---|---|---|---|"]
+        for name, summary in shortened.items():
+            ours, theirs = summary["arms"]["client_shift"], summary["arms"]["recompute"]
+            lines.append(
+                f"| {'125 M shape' if name.endswith('125m') else 'bundled'} | {ours['prompt_tokens']['p50']:,.0f} | "
+                f"{_spread(ours['ttft_ms'])} | {_spread(theirs['ttft_ms'])} | {summary['ratio']:.2f} |"
+            )
+        lines.append("")
+    if (perplexity := parts.get("perplexity")) is not None:
+        arms = list(next(iter(perplexity["texts"].values()))["arms"])
+        lines += [
+            f"Perplexity of the {perplexity['scored_tokens']} tokens behind a cut of a full window, bundled model, "
+            "float32; in brackets the 95 % interval of the ratio to TT's.",
+            "",
+            "| text | " + " | ".join(arms) + " |",
+            "|---" * (1 + len(arms)) + "|",
+        ]
+        for text, row in perplexity["texts"].items():
+            cells = [
+                f"{a['ppl']:.2f} ({a['ratio_to_tt_95'][0]:.3f} to {a['ratio_to_tt_95'][1]:.3f})" if name != "TT"
+                else f"{a['ppl']:.2f}"
+                for name, a in row["arms"].items()
+            ]  # fmt: skip
+            lines.append(f"| {text} | " + " | ".join(cells) + " |")
+        lines.append("")
+    if (retrieval := parts.get("retrieval")) is not None:
+        lines += [
+            f"{retrieval['questions']} names given before the cut and asked for behind it, of "
+            f"{retrieval['candidates']} candidates each: "
+            + ", ".join(f"{name} {arm['accuracy']:.0%}" for name, arm in retrieval["arms"].items())
+            + ".",
+            "",
+        ]
+    return lines
+
+
+def _spread(values: dict[str, float]) -> str:
+    return f"{values['p50']:.0f} ({values['min']:.0f} to {values['max']:.0f})"
+
+
+def main() -> None:
+    results = truncation_results()
+    if not results:
+        raise SystemExit("there is no result yet: run benchmarks.truncation")
+    DOCS.mkdir(exist_ok=True)
+    draw(all_parts(results), DOCS / "truncation.png")
+    print(f"written: {DOCS / 'truncation.png'}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""What the benchmarks have in common: servers, streams, measures and result files."""

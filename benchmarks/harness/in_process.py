@@ -1,0 +1,189 @@
+"""An engine in this process, driven turn by turn: for measurements that need its clock and its counters, not HTTP."""
+
+import os
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from engine.build.engine import build_engine
+from engine.messages import CacheReport, EngineConfig, Output, Stats, Submit, Timings
+from engine.process.child import MALLOC, SPIN, engine_environment
+from scheduler.sequence import SamplingParams
+
+SETTLE_S = 60.0
+
+
+class TurnFailed(Exception):
+    """The engine refused a turn or did not come to an end."""
+
+
+def config(model: str, **changes: object) -> EngineConfig:
+    """An engine for one conversation turn at a time, all tiers but HBM off, and what `changes` says."""
+    base = EngineConfig(
+        model=model,
+        dtype="bfloat16",
+        device="cpu",
+        max_context=0,
+        threads=0,
+        cache_mode="attentionstore",
+        cache_policy="lookahead",
+        hbm_tokens=0,
+        session_ttl_s=86_400.0,
+        max_sessions=10_000,
+        scheduler_policy="fcfs",
+        max_seqs=1,
+        max_queued=64,
+        step_tokens=0,
+        chunked_prefill=True,
+        tenant_secret=bytes(32),
+    )
+    return msgspec.structs.replace(base, **changes)
+
+
+def as_engine_process(model: str) -> None:
+    """Start this program again in the environment that a server's engine process has, unless that was done."""
+    environment = engine_environment(config(model), os.environ)
+    if any(name in environment and name not in os.environ for name in (*MALLOC, *SPIN)):
+        os.execve(sys.executable, sys.orig_argv, environment)
+
+
+def greedy(new_tokens: int) -> SamplingParams:
+    """Exactly so many tokens, the most likely ones."""
+    return SamplingParams(
+        temperature=0.0,
+        top_p=1.0,
+        top_k=0,
+        min_p=0.0,
+        presence_penalty=0.0,
+        frequency_penalty=0.0,
+        repetition_penalty=1.0,
+        logit_bias={},
+        seed=0,
+        max_tokens=new_tokens,
+        min_tokens=0,
+        stop_token_ids=(),
+        ignore_eos=True,
+        logprobs=None,
+    )
+
+
+@dataclass(slots=True)
+class Turn:
+    """A request and what came back."""
+
+    prompt: list[int]
+    submitted_s: float
+    token_ids: list[int] = field(default_factory=list)
+    report: CacheReport | None = None
+    timings: Timings | None = None
+    first_s: float | None = None  # when the first token was there
+    done_s: float | None = None
+
+    @property
+    def text(self) -> list[int]:
+        """Prompt and answer: what the next turn begins with."""
+        return self.prompt + self.token_ids
+
+    @property
+    def cached(self) -> int:
+        """Prompt tokens that were not computed."""
+        assert self.report is not None
+        return self.report.prompt_tokens - self.report.computed_tokens
+
+
+class InProcess:
+    """One engine, and the turns it was asked for. Single-threaded; leave it with `close`."""
+
+    def __init__(self, engine_config: EngineConfig) -> None:
+        self.engine = build_engine(engine_config)
+        self._turns: dict[str, Turn] = {}
+
+    def share_weights(self, other: "InProcess") -> None:
+        """Compute with another engine's, of the same model: what differs between the two is not where those lie."""
+        self.engine._runner.model = other.engine._runner.model
+
+    def submit(self, session: str, prompt: Sequence[int], new_tokens: int) -> Turn:
+        """Queue a turn. Raises TurnFailed."""
+        now = time.monotonic()
+        request = f"{session}/{len(self._turns)}"
+        turn = self._turns[request] = Turn(list(prompt), now)
+        refused = self.engine.submit(
+            Submit(
+                request_id=request,
+                session_id=session,
+                tenant="",
+                cache_salt="",
+                token_ids=turn.prompt,
+                num_choices=1,
+                sampling=greedy(new_tokens),
+            ),
+            now,
+        )
+        self._take(refused)
+        return turn
+
+    def step(self) -> None:
+        """As the engine's own loop does it."""
+        now = time.monotonic()
+        self.engine.poll(now)
+        self._take(self.engine.step(now))
+
+    def run(self) -> None:
+        """Until every turn has its answer. Saves and writes may go on."""
+        while self.engine.has_work():
+            self.step()
+
+    def settle(self) -> None:
+        """Until nothing moves between the tiers. Raises TurnFailed when that takes longer than a minute."""
+        deadline = time.monotonic() + SETTLE_S
+        quiet = 0
+        while quiet < 3:  # what has ended may have been waited for by something else
+            if time.monotonic() > deadline:
+                raise TurnFailed("the tiers do not come to rest")
+            self.engine.poll(time.monotonic())
+            if self.engine.stats().in_flight:
+                quiet = 0
+                time.sleep(0.002)
+            else:
+                quiet += 1
+
+    def stats(self) -> Stats:
+        return self.engine.stats()
+
+    def close(self) -> None:
+        """As a server that leaves in order: what was computed reaches the disk."""
+        self.engine.close()
+
+    def _take(self, outputs: Sequence[Output]) -> None:
+        now = time.monotonic()
+        for output in outputs:
+            if output.error is not None:
+                raise TurnFailed(f"{output.request_id}: {output.error}")
+            turn = self._turns[output.request_id]
+            if output.token_ids and turn.first_s is None:
+                turn.first_s = now
+            turn.token_ids += output.token_ids
+            turn.report = output.report or turn.report
+            turn.timings = output.timings or turn.timings
+            if output.finish_reason is not None:
+                turn.done_s = now
+
+
+def vocabulary_of(model: str) -> int:
+    return int(_shape(model)["vocab_size"])
+
+
+def kv_bytes_per_token(model: str) -> int:
+    """In bf16, all layers."""
+    shape = _shape(model)
+    return int(2 * 2 * shape["num_hidden_layers"] * shape["num_key_value_heads"] * shape["head_dim"])
+
+
+def _shape(model: str) -> dict[str, Any]:
+    raw: dict[str, Any] = msgspec.json.decode((Path(model) / "config.json").read_bytes())
+    return raw

@@ -1,0 +1,45 @@
+"""What benchmarks share: where requests go, figures made of samples, and how what was expected is said."""
+
+from collections.abc import Mapping, Sequence
+
+from rich.console import Console
+
+from benchmarks.harness.servers import Server
+from loadgen.measure.client import Target, TurnResult
+
+HEARTBEAT_S = 1.3  # the scheduler's state is as old as the last one
+
+
+def target_of(server: Server) -> Target:
+    return Target(server.url, server.model["id"], {}, {"temperature": 0, "ignore_eos": True})
+
+
+def fail_on(results: Sequence[TurnResult]) -> None:
+    """Raises RuntimeError if one of them has failed."""
+    errors = [result.error for result in results if result.error is not None]
+    if errors:
+        raise RuntimeError(f"{len(errors)} turns failed, the first with {errors[0]}")
+
+
+def mean_of(values: Sequence[float]) -> float:
+    return sum(values) / len(values) if values else 0.0
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """The least value that `share` of them do not exceed; nan of none."""
+    ordered = sorted(values)
+    return ordered[max(0, -(-int(share * 1e6) * len(ordered) // 1_000_000) - 1)] if ordered else float("nan")
+
+
+def rounded(value: float | None, digits: int = 2) -> float | None:
+    return None if value is None or value != value else round(value, digits)
+
+
+def ratio(over: float | None, under: float | None) -> float | None:
+    return round(over / under, 4) if over is not None and under else None
+
+
+def show_held(console: Console, held: Mapping[str, bool]) -> None:
+    """What was expected, a line each, and whether it holds."""
+    for line, holds in held.items():
+        console.print(f"[green]held[/green]     {line}" if holds else f"[red]NOT held[/red] {line}")

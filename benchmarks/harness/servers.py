@@ -1,0 +1,208 @@
+"""Servers for benchmarks: start `reprise serve` with given settings, wait until it is ready, stop it; and what a result
+file says about the machine that made it.
+"""
+
+import json
+import os
+import platform
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+from prometheus_client.parser import text_string_to_metric_families
+
+ROOT = Path(__file__).parent.parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+PACKAGES = ("reprise", "torch", "transformers", "openai", "fastapi", "uvicorn", "pyzmq")
+
+
+class ServerFailed(Exception):
+    """The server did not come up; the message ends with the tail of its log."""
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """A running server. `pid` is the HTTP process; the engine is its only child."""
+
+    name: str
+    url: str
+    pid: int
+    log: Path
+    ready_s: float  # from the start of the process to the first /ready
+    model: dict[str, Any]  # the served model's entry in /v1/models
+
+    @property
+    def max_context(self) -> int:
+        return int(self.model["max_model_len"])
+
+    def metrics(self) -> dict[str, float]:
+        """/metrics as name -> value; labels stay part of the name: `reprise_hbm_pages{state="free"}`."""
+        text = httpx.get(f"{self.url}/metrics", timeout=10).raise_for_status().text
+        samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
+        return {s.name + _labels(s.labels): s.value for s in samples}
+
+    @property
+    def engine(self) -> psutil.Process:
+        """The engine process. Raises ServerFailed where there is none, or more than one."""
+        children = psutil.Process(self.pid).children()
+        if len(children) != 1:
+            raise ServerFailed(f"the server {self.name!r} has {len(children)} engine processes")
+        return children[0]
+
+    def kill(self) -> None:
+        """SIGKILL to both processes, as when the machine takes them. Returns when they are gone."""
+        family = [psutil.Process(self.pid), self.engine]
+        for process in family:
+            process.kill()
+        psutil.wait_procs(family, timeout=20)
+
+    def resident_bytes(self) -> dict[str, int]:
+        """Resident memory of the two processes, `app` and `engine`; a process that is gone counts 0."""
+        process = psutil.Process(self.pid)
+        sizes = {"app": process.memory_info().rss, "engine": 0}
+        for child in process.children(recursive=True):
+            with suppress(psutil.NoSuchProcess):
+                sizes["engine"] += child.memory_info().rss
+        return sizes
+
+
+def _labels(labels: Mapping[str, str]) -> str:
+    return "{" + ",".join(f'{k}="{v}"' for k, v in sorted(labels.items())) + "}" if labels else ""
+
+
+def free_port() -> int:
+    """A loopback port nobody listens on just now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@contextmanager
+def serve(
+    name: str, settings: Mapping[str, str | int | float], ready_timeout_s: float = 180.0, port: int | None = None
+) -> Iterator[Server]:
+    """A server with `settings` ("cache.mode" -> value) on a loopback port, free unless it is given, state in a
+    directory of its own.
+
+    Stopped with SIGTERM at the end, and killed with all its children when that takes longer than 20 s. The log is kept
+    only if something went wrong. Raises ServerFailed.
+    """
+    directory = Path(tempfile.mkdtemp(prefix=f"reprise-{name}-"))
+    port, log = port or free_port(), directory / "server.log"
+    flags = {"model.source": "bundled", "cache.disk_dir": directory / "state", "server.drain_s": 2, **settings}
+    # The `reprise` program, also where the project is not installed.
+    command = [sys.executable, "-c", "from app.cli import main; main()", "serve", "--port", str(port)]
+    for key, value in flags.items():
+        command += [f"--{key}", str(value)]
+    # A server answers to its flags alone, whatever the shell that runs the benchmark has set.
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("REPRISE_")}
+    started_s = time.monotonic()
+    with log.open("wb") as sink:
+        process = subprocess.Popen(
+            command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=sink, stderr=subprocess.STDOUT
+        )
+    try:
+        url = f"http://127.0.0.1:{port}"
+        _wait_ready(process, url, log, started_s + ready_timeout_s)
+        ready_s = time.monotonic() - started_s
+        key = str(settings.get("server.api_keys", "none")).split(",")[0]
+        models = (
+            httpx.get(f"{url}/v1/models", headers={"authorization": f"Bearer {key}"}, timeout=10)
+            .raise_for_status()
+            .json()["data"]
+        )
+        yield Server(name=name, url=url, pid=process.pid, log=log, ready_s=ready_s, model=models[0])
+    except BaseException:
+        _stop(process)
+        print(f"log of server {name!r}: {log}", file=sys.stderr)
+        raise
+    _stop(process)
+    shutil.rmtree(directory, ignore_errors=True)
+
+
+def _wait_ready(process: subprocess.Popen[bytes], url: str, log: Path, deadline_s: float) -> None:
+    while time.monotonic() < deadline_s and process.poll() is None:
+        with suppress(httpx.HTTPError):
+            if httpx.get(f"{url}/ready", timeout=2).status_code == 200:
+                return
+        time.sleep(0.1)
+    why = "was not ready in time" if process.poll() is None else f"ended with status {process.returncode}"
+    tail = "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-20:])
+    raise ServerFailed(f"the server {why}\n{tail}")
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    try:
+        family = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
+    except psutil.NoSuchProcess:
+        family = []
+    process.terminate()
+    _, alive = psutil.wait_procs(family, timeout=20)
+    for survivor in alive:
+        with suppress(psutil.NoSuchProcess):
+            survivor.kill()
+    process.wait(timeout=10)
+
+
+def describe_machine() -> dict[str, Any]:
+    """Hardware and versions, for result files."""
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text(encoding="utf-8").splitlines() if cpuinfo.exists() else []
+    models = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return {
+        "cpu": models[0] if models else platform.processor(),
+        "cores": os.cpu_count(),
+        "usable_cores": len(os.sched_getaffinity(0)),
+        "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
+        "gpu": _output("nvidia-smi", "--query-gpu=name", "--format=csv,noheader"),
+        "load_average": [round(value, 2) for value in os.getloadavg()],
+        "kernel": platform.release(),
+        "python": platform.python_version(),
+        "packages": {name: _installed(name) for name in PACKAGES},
+        "commit": _output("git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12"),
+    }
+
+
+def _installed(package: str) -> str | None:
+    with suppress(PackageNotFoundError):
+        return version(package)
+    return None
+
+
+def _output(*command: str) -> str | None:
+    """What a program prints, or None where there is no such program."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip()
+
+
+def write_result(name: str, result: Mapping[str, Any]) -> Path:
+    """`results/<name>.json`: the command, the time, the machine, and the result; paths relative to the checkout.
+    Returns the file."""
+    words = [os.path.relpath(word, ROOT) if os.path.isabs(word) else word for word in sys.argv[1:]]
+    record = {
+        "benchmark": name,
+        "command": " ".join(["python", "-m", f"benchmarks.{Path(sys.argv[0]).stem}", *words]),
+        "finished": datetime.now(UTC).isoformat(timespec="seconds"),
+        "machine": describe_machine(),
+        **result,
+    }
+    text = json.dumps(record, indent=2, ensure_ascii=False).replace(f"{ROOT}{os.sep}", "")
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    file = RESULTS / f"{name}.json"
+    file.write_text(text + "\n", encoding="utf-8")
+    return file

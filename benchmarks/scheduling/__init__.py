@@ -1,0 +1,1 @@
+"""Queue orders beside each other, in the simulator and on servers."""

@@ -1,0 +1,109 @@
+"""What the background offloader and CaR's scores gain: the same turns with and without each, on a virtual clock.
+
+    python -m benchmarks.scheduling.ablation
+
+The real scheduler and cache manager (`loadgen.virtual.simulation`), `cache.hbm_high_water` at 0.9 and off, and victims
+chosen by scores first or by the eviction policy alone. Two loads: turns that come one by one, and a queue. HBM holds
+five conversations, DRAM six; the rest is on disk. Arms share arrivals. Shown: TTFT of an arm in units of the arm
+without either, all turns of all seeds together, with a bootstrap interval over seeds. A gain is a ratio whose interval
+lies below 1.
+"""
+
+import argparse
+import random
+from collections.abc import Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from benchmarks.harness.measures import mean_of, percentile, rounded
+from benchmarks.harness.servers import write_result
+from loadgen.virtual.simulation import Machine, Simulation
+from loadgen.workloads.workload import Shape, poisson
+
+ARMS = {"neither": (1.0, False), "offloader": (0.9, False), "scores": (1.0, True), "both": (0.9, True)}
+LOADS = {"one by one": 0.6, "a queue": 1.4}  # conversations begun a second
+SHAPE = Shape(turns=5, prompt_tokens=150, answer_tokens=60, think_s=4.0, spread=0.4)
+CONVERSATIONS, PLACES, BLOCKS = 40, 4, 40
+RESAMPLED = 400
+
+
+def play(high_water: float, scores: bool, rate: float, policy: str, seed: int) -> list[float]:
+    """TTFT of every turn, in seconds."""
+    machine = Machine(
+        hbm_blocks=(PLACES + 1) * BLOCKS + 10, dram_blocks=6 * BLOCKS, disk_blocks=10_000, policy=policy, window=8,
+        max_seqs=PLACES, itl_target_s=0.1, high_water=high_water, low_water=high_water - 0.05, scores=scores,
+        bytes_per_token=12_288,
+        s_per_token=0.0006, fixed_s=0.006, s_per_row=0.0009, s_per_kilo_pair=0.00008, s_per_kilo_read=0.0008,
+        dram_bytes_per_s=2e9, disk_bytes_per_s=4e7,
+    )  # fmt: skip
+    conversations = poisson(rng=random.Random(seed), count=CONVERSATIONS, rate_per_s=rate, shape=SHAPE)
+    simulation = Simulation(machine=machine, conversations=conversations, rng=random.Random(seed))
+    simulation.run()
+    return [record.ttft_s for record in simulation.records if record.ttft_s is not None]
+
+
+def compare(mine: Sequence[list[float]], theirs: Sequence[list[float]], share: float | None) -> dict[str, Any]:
+    """Of two arms' seeds: a percentile, or the mean, mine in units of theirs, and its 95 % interval."""
+    rng = random.Random(0)
+
+    def figure(rounds: Sequence[list[float]]) -> float:
+        pooled = [ttft_s for each in rounds for ttft_s in each]
+        return mean_of(pooled) if share is None else percentile(pooled, share)
+
+    def ratio(chosen: Sequence[int]) -> float:
+        return figure([mine[n] for n in chosen]) / figure([theirs[n] for n in chosen])
+
+    seeds = range(len(mine))
+    resampled = sorted(ratio(rng.choices(seeds, k=len(mine))) for _ in range(RESAMPLED))
+    low, high = (resampled[int(at * (RESAMPLED - 1))] for at in (0.025, 0.975))
+    return {"ratio": rounded(ratio(seeds), 4), "interval": [rounded(low, 4), rounded(high, 4)]}
+
+
+def measure(seeds: int, policy: str, console: Console) -> list[dict[str, Any]]:
+    """A row per load."""
+    rows = []
+    for load, rate in LOADS.items():
+        ttft_s: dict[str, list[list[float]]] = {arm: [] for arm in ARMS}
+        for seed in track(range(seeds), description=load, console=console):
+            for arm, (high_water, scores) in ARMS.items():
+                ttft_s[arm].append(play(high_water, scores, rate, policy, seed))
+        pooled = [ttft for each in ttft_s["neither"] for ttft in each]
+        figures = {"mean": None, "p50": 0.5, "p95": 0.95}
+        rows.append(
+            {
+                "load": load, "turns": len(pooled),
+                "neither_ms": {"mean": rounded(mean_of(pooled) * 1e3), "p95": rounded(percentile(pooled, 0.95) * 1e3)},
+                **{arm: {name: compare(ttft_s[arm], ttft_s["neither"], share) for name, share in figures.items()}
+                   for arm in ARMS if arm != "neither"},
+            }
+        )  # fmt: skip
+    return rows
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, default=20)
+    parser.add_argument("--policy", default="car-hidden")
+    parser.add_argument("--no-result", action="store_true", help="do not write the result file")
+    arguments = parser.parse_args()
+    console = Console()
+    rows = measure(arguments.seeds, arguments.policy, console)
+    table = Table(title="TTFT in units of an arm with neither (95 % interval)")
+    for heading in ("load", "arm", "mean", "p50", "p95"):
+        table.add_column(heading)
+    for row in rows:
+        for arm in ARMS:
+            if arm in row:
+                cells = (f"{v['ratio']} ({v['interval'][0]} to {v['interval'][1]})" for v in row[arm].values())
+                table.add_row(row["load"], arm, *cells)
+    console.print(table)
+    if not arguments.no_result:
+        write_result("ablation", {"seeds": arguments.seeds, "policy": arguments.policy, "rows": rows})
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,1 @@
+"""How fast: prefill, decode, returning turns, loads and saves."""

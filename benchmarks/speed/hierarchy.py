@@ -1,0 +1,434 @@
+"""Time to first token of returning turns when conversations overflow HBM: the hierarchy against its alternatives.
+
+    python -m benchmarks.speed.hierarchy
+
+Eight conversations of a random 125 M-shape model in bf16 go round: a first prompt of 1,000 tokens, then user messages
+that bring about 140 new tokens a turn, answers of 100. The servers, side by side in one run:
+
+    attentionstore   HBM for 2 conversations, DRAM for 3, the rest on disk
+    disk             the same without DRAM
+    ample            attentionstore with HBM for all of them
+    prefix           HBM for 2 conversations and nothing below
+    recompute        no cache
+
+A leg is one turn of all eight conversations on one server, back to back, so that saving and evicting one conversation
+falls into the time of the next. The servers take turns leg by leg, in an order that moves on with every turn; only one
+works at a time. A pair is the same turn of the same conversation on two servers; a pass is four turns, and what a pass
+has left is deleted before the next. Behind the last pass the attentionstore server is stopped and started again on its
+directory, and every conversation returns once more, on `ample` and `recompute` as well. A TTFT runs from the request
+handed to the socket to the bytes that bring the first token; what a client makes of them is not in it.
+
+By the third turn conversations may come like clockwork for a server, and while it is idle it fetches from disk who is
+due (`cache/returns/regulars.py`): into DRAM, as far as that has room.
+
+Expected: at turn 4 attentionstore takes at most 0.15 x recompute, and at most 1.25 x ample: its loads are hidden.
+"""
+
+import argparse
+import asyncio
+import random
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import httpx
+from rich.console import Console
+from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from tokenizers import Tokenizer
+
+from benchmarks.harness.in_process import kv_bytes_per_token
+from benchmarks.harness.make_model import SHAPES, make_model
+from benchmarks.harness.measures import show_held
+from benchmarks.harness.servers import Server, serve, write_result
+from benchmarks.harness.streams import Answer, Message, ask_stamped
+from loadgen.measure.http import Http
+
+ARMS = ("attentionstore", "disk", "ample", "prefix", "recompute")
+RETURNING = ("attentionstore", "ample", "recompute")  # those that play the turn behind the restart
+TIERS = ("hbm", "dram", "disk", "computed")
+TURNS = 4
+SILENCE_S = 120.0
+TARGETS = {"recompute": 0.15, "ample": 1.25}
+BLOCK = 32
+WORDS = (
+    "the",
+    "a",
+    "his",
+    "her",
+    "ship",
+    "sea",
+    "day",
+    "night",
+    "old",
+    "good",
+    "little",
+    "came",
+    "went",
+    "said",
+    "saw",
+    "man",
+    "boy",
+    "town",
+    "hill",
+    "house",
+    "door",
+    "time",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Of the workload, in tokens."""
+
+    conversations: int
+    first_tokens: int
+    turn_tokens: int  # new tokens of a later prompt: the message, its template, and the last token of the answer before
+    answer_tokens: int
+    turns: int
+
+    @property
+    def final_tokens(self) -> int:
+        """Of a conversation behind the last turn that is measured, in whole blocks."""
+        tokens = self.first_tokens + (self.turns - 1) * self.turn_tokens + self.turns * self.answer_tokens
+        return -(-tokens // BLOCK) * BLOCK
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One turn on one server."""
+
+    arm: str
+    pass_: int
+    conversation: int
+    turn: int  # from 1; one more than a pass has: behind the restart
+    ttft_ms: float
+    tpot_ms: float
+    prompt_tokens: int
+    history_tokens: int  # of the prompt, computed by earlier turns
+    tokens: dict[str, int]  # x_cache: tier or "computed" -> prompt tokens
+
+
+@dataclass(slots=True)
+class Conversation:
+    """What one server was told, and said, in one conversation."""
+
+    session_id: str
+    messages: list[Message] = field(default_factory=list)
+    length: int = 0  # tokens when the last answer had ended
+
+
+def settings_of(
+    arm: str, model: str, shape: Shape, kv_bytes: int, directory: Path, few: int, dram: int
+) -> dict[str, Any]:
+    """`few` conversations fit HBM, `dram` more fit DRAM; a page more in HBM, for rows that have to be copied."""
+    size = shape.final_tokens
+    gib = dram * size * kv_bytes / (1 << 30)
+    everything = 2 * shape.conversations * size
+    tiers: dict[str, dict[str, Any]] = {
+        "attentionstore": {"cache.hbm_tokens": few * size + BLOCK, "cache.dram_gib": gib},
+        "disk": {"cache.hbm_tokens": few * size + BLOCK, "cache.dram_gib": 0},
+        "ample": {"cache.hbm_tokens": everything},
+        "prefix": {"cache.hbm_tokens": few * size + BLOCK},
+        "recompute": {"cache.hbm_tokens": few * size + BLOCK},
+    }
+    return {
+        "model.source": model,
+        "model.dtype": "bfloat16",
+        "model.max_context": few * size,
+        "cache.mode": arm if arm in ("prefix", "recompute") else "attentionstore",
+        "cache.disk_dir": directory / arm,
+        **tiers[arm],
+    }
+
+
+class Writer:
+    """Messages of random words with a wanted number of tokens."""
+
+    def __init__(self, tokenizer: Tokenizer, seed: int) -> None:
+        self._tokenizer = tokenizer
+        self._rng = random.Random(seed)
+
+    def message(self, num_tokens: int) -> str:
+        """At least one word; within a word of `num_tokens`."""
+        words: list[str] = []
+        while True:
+            words += self._rng.choices(WORDS, k=max(1, num_tokens // 8))
+            encoding = self._tokenizer.encode(" ".join(words), add_special_tokens=False)
+            if len(encoding.ids) >= num_tokens:
+                text = " ".join(words)
+                return text[: encoding.offsets[max(0, num_tokens - 1)][1]]
+
+
+class Rotation:
+    """Plays legs; keeps every sample."""
+
+    def __init__(self, tokenizer: Tokenizer, shape: Shape, seed: int) -> None:
+        self._tokenizer, self._shape, self._seed = tokenizer, shape, seed
+        self._conversations: dict[tuple[str, int, int], Conversation] = {}
+        self._template_tokens: dict[str, int] = {}
+        self.samples: list[Sample] = []
+
+    async def warm_up(self, server: Server, arm: str) -> None:
+        """The first request pays for what a process sets up; and it says how long the template is."""
+        http = Http(server.url, silence_s=SILENCE_S)
+        answer = await ask_stamped(
+            http, server.model["id"], [{"role": "user", "content": "Hello"}], max_tokens=8, temperature=0,
+            session_id="warm-up",
+        )  # fmt: skip
+        http.close()
+        self._template_tokens[arm] = answer.prompt_tokens - len(self._tokenizer.encode("Hello").ids)
+
+    async def leg(self, server: Server, arm: str, pass_: int, turn: int, tell: Callable[[], None]) -> None:
+        """One turn of every conversation on one server. Raises what the client raises."""
+        http = Http(server.url, silence_s=SILENCE_S)
+        try:
+            for number in range(self._shape.conversations):
+                await self._turn(http, server, arm, pass_, number, turn)
+                tell()
+        finally:
+            http.close()
+
+    async def _turn(self, http: Http, server: Server, arm: str, pass_: int, number: int, turn: int) -> None:
+        shape = self._shape
+        conversation = self._conversations.setdefault(
+            (arm, pass_, number), Conversation(f"conversation-{pass_}-{number}")
+        )
+        # The same on all servers.
+        writer = Writer(self._tokenizer, seed=hash((self._seed, pass_, number, turn)))
+        wanted = shape.first_tokens if turn == 1 else shape.turn_tokens - 1
+        text = writer.message(wanted - self._template_tokens[arm])
+        messages = [*conversation.messages, {"role": "user", "content": text}]
+        answer = await ask_stamped(
+            http, server.model["id"], messages, max_tokens=shape.answer_tokens, temperature=0, ignore_eos=True,
+            session_id=conversation.session_id,
+        )  # fmt: skip
+        history = max(0, conversation.length - 1)  # the token sampled last was not computed
+        conversation.messages = [*messages, {"role": "assistant", "content": answer.text}]
+        conversation.length = answer.prompt_tokens + answer.completion_tokens
+        self.samples.append(sample_of(answer, arm, pass_, number, turn, history))
+
+    def forget(self, server: Server, pass_: int) -> None:
+        """Delete the conversations of a pass on a server."""
+        with httpx.Client(base_url=server.url, timeout=60) as http:
+            for number in range(self._shape.conversations):
+                http.delete(f"/v1/sessions/conversation-{pass_}-{number}")
+
+
+def sample_of(answer: Answer, arm: str, pass_: int, number: int, turn: int, history: int) -> Sample:
+    tokens = {tier: int(answer.x_cache.get(f"{tier}_tokens", 0)) for tier in TIERS}
+    return Sample(
+        arm, pass_, number, turn, answer.ttft_ms, answer.tpot_ms, answer.prompt_tokens,
+        min(history, answer.prompt_tokens), tokens,
+    )  # fmt: skip
+
+
+def spread(values: list[float]) -> dict[str, float]:
+    ordered = sorted(values)
+    return {
+        "p50": round(median(ordered), 2),
+        "p90": round(ordered[min(len(ordered) - 1, int(0.9 * len(ordered)))], 2),
+        "min": round(ordered[0], 2),
+        "max": round(ordered[-1], 2),
+    }
+
+
+def describe(samples: list[Sample]) -> dict[str, Any]:
+    """Of the same turn, or turns, on one server."""
+    history = sum(s.history_tokens for s in samples)
+    found = sum(min(s.history_tokens, s.prompt_tokens - s.tokens["computed"]) for s in samples)
+    return {
+        "samples": len(samples),
+        "ttft_ms": spread([s.ttft_ms for s in samples]),
+        "tpot_ms_p50": round(median(s.tpot_ms for s in samples), 2),
+        "prompt_tokens_p50": median(s.prompt_tokens for s in samples),
+        "tokens": {tier: sum(s.tokens[tier] for s in samples) for tier in TIERS},
+        "reused_of_history": round(found / history, 4) if history else None,
+    }
+
+
+def paired_ratio(samples: list[Sample], over: str, under: str, turn: int) -> dict[str, float] | None:
+    """TTFT of `over` in units of `under`, pair by pair, and of the medians."""
+    mine = {(s.pass_, s.conversation): s.ttft_ms for s in samples if (s.arm, s.turn) == (over, turn)}
+    theirs = {(s.pass_, s.conversation): s.ttft_ms for s in samples if (s.arm, s.turn) == (under, turn)}
+    pairs = [mine[key] / theirs[key] for key in mine if key in theirs]
+    if not pairs:
+        return None
+    medians = median(mine[key] for key in mine if key in theirs) / median(theirs[key] for key in mine if key in theirs)
+    return {
+        "of_medians": round(medians, 4), "median": round(median(pairs), 4), "min": round(min(pairs), 4),
+        "max": round(max(pairs), 4), "pairs": len(pairs),
+    }  # fmt: skip
+
+
+def summarize(samples: list[Sample], turns: int) -> dict[str, Any]:
+    """Everything that is reported, as plain values."""
+    arms: dict[str, Any] = {}
+    for arm in ARMS:
+        mine = [s for s in samples if s.arm == arm]
+        by_turn = {turn: [s for s in mine if s.turn == turn] for turn in range(1, turns + 2)}
+        later = [s for s in mine if 2 <= s.turn <= turns]
+        arms[arm] = {
+            "by_turn": {str(turn): describe(some) for turn, some in by_turn.items() if some and turn <= turns},
+            "later": describe(later) if later else None,
+        }
+    returning = {arm: some for arm in ARMS if (some := [s for s in samples if s.arm == arm and s.turn > turns])}
+    return {
+        "arms": arms,
+        "ratios": {
+            str(turn): {
+                f"{over}/{under}": ratio
+                for over in ("attentionstore", "disk")
+                for under in ("recompute", "prefix", "ample")
+                if (ratio := paired_ratio(samples, over, under, turn)) is not None
+            }
+            for turn in range(2, turns + 1)
+        },
+        "after_restart": {
+            arm: {"first_ttft_ms": round(some[0].ttft_ms, 2), **describe(some)} for arm, some in returning.items()
+        },
+    }
+
+
+def verdicts(summary: dict[str, Any], turns: int) -> dict[str, bool]:
+    """What is held -> whether it holds."""
+    held = {}
+    for under, most in TARGETS.items():
+        ratio = summary["ratios"][str(turns)].get(f"attentionstore/{under}")
+        if ratio is not None:
+            held[f"turn {turns}: at most {most} x {under}"] = ratio["of_medians"] <= most
+    return held
+
+
+def show(console: Console, summary: dict[str, Any], held: dict[str, bool], turns: int) -> None:
+    table = Table(title="Time to first token, p50, ms", title_justify="left")
+    later = f"turns 2-{turns}"
+    for heading in ("server", *(f"turn {t}" for t in range(1, turns + 1)), later, "p90", "TPOT", "history reused",
+                    "hbm / dram / disk / computed"):  # fmt: skip
+        table.add_column(heading, justify="right")
+    for arm, values in summary["arms"].items():
+        if values["later"] is None:
+            continue
+        cells = [f"{values['by_turn'][str(turn)]['ttft_ms']['p50']:.0f}" for turn in range(1, turns + 1)]
+        table.add_row(arm, *cells, *_tail(values["later"]))
+    for arm, values in summary["after_restart"].items():
+        name = f"{arm}, next turn" + (" after a restart" if arm == "attentionstore" else "")
+        table.add_row(name, *[""] * turns, *_tail(values))
+    console.print(table)
+    for arm, values in summary["after_restart"].items():
+        console.print(f"first returning turn, {arm}: {values['first_ttft_ms']:.0f} ms")
+    for turn, ratios in summary["ratios"].items():
+        line = ", ".join(f"{name} {ratio['of_medians']:.3f}" for name, ratio in ratios.items())
+        console.print(f"turn {turn}: {line}")
+    show_held(console, held)
+
+
+def _tail(values: dict[str, Any]) -> list[str]:
+    reused = values["reused_of_history"]
+    return [
+        f"{values['ttft_ms']['p50']:.0f}", f"{values['ttft_ms']['p90']:.0f}", f"{values['tpot_ms_p50']:.1f}",
+        "-" if reused is None else f"{reused:.1%}", " / ".join(str(values["tokens"][tier]) for tier in TIERS),
+    ]  # fmt: skip
+
+
+def legs(passes: int, turns: int, arms: tuple[str, ...]) -> Iterator[tuple[int, int, tuple[str, ...]]]:
+    """(pass, turn, the servers in their order): whoever was first is last next time."""
+    for pass_ in range(passes):
+        for turn in range(1, turns + 1):
+            shift = (pass_ * turns + turn) % len(arms)
+            yield pass_, turn, arms[shift:] + arms[:shift]
+
+
+def measure(
+    model: str, shape: Shape, passes: int, arms: tuple[str, ...], few: int, dram: int, directory: Path,
+    console: Console, keep: Callable[[list[Sample]], None],
+) -> list[Sample]:  # fmt: skip
+    """All samples; `keep` is called with those so far behind every pass. Raises ServerFailed, and what the client
+    raises."""
+    rotation = Rotation(Tokenizer.from_file(f"{model}/tokenizer.json"), shape, seed=0)
+    kv_bytes = kv_bytes_per_token(model)
+    settings = {arm: settings_of(arm, model, shape, kv_bytes, directory, few, dram) for arm in arms}
+    columns = (TextColumn("{task.description}"), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console) as progress, ExitStack() as stack, ExitStack() as first:
+        total = (passes * shape.turns * len(arms) + sum(arm in RETURNING for arm in arms)) * shape.conversations
+        bar = progress.add_task("turns", total=total)
+        tell = lambda: progress.advance(bar)  # noqa: E731
+        servers = {
+            arm: (first if arm == "attentionstore" else stack).enter_context(serve(arm, settings[arm])) for arm in arms
+        }
+        for arm, server in servers.items():
+            asyncio.run(rotation.warm_up(server, arm))
+        for pass_, turn, order in legs(passes, shape.turns, arms):
+            for arm in order:
+                asyncio.run(rotation.leg(servers[arm], arm, pass_, turn, tell))
+            if turn == shape.turns:
+                keep(rotation.samples)
+                for arm in arms if pass_ < passes - 1 else ():
+                    rotation.forget(servers[arm], pass_)
+        if "attentionstore" in arms:
+            first.close()
+            servers["attentionstore"] = stack.enter_context(serve("attentionstore", settings["attentionstore"]))
+            # Not the model's first computation, but the first turn of a known conversation.
+            asyncio.run(rotation.warm_up(servers["attentionstore"], "attentionstore"))
+            for arm in (arm for arm in RETURNING if arm in arms):
+                asyncio.run(rotation.leg(servers[arm], arm, passes - 1, shape.turns + 1, tell))
+            keep(rotation.samples)
+    return rotation.samples
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", help="directory of another model; default: the 125 M-shape random one, made anew")
+    parser.add_argument("--passes", type=int, default=3, help="a pass is 8 pairs of every turn")
+    parser.add_argument("--conversations", type=int, default=8)
+    parser.add_argument("--first-tokens", type=int, default=1000)
+    parser.add_argument("--turn-tokens", type=int, default=140)
+    parser.add_argument("--answer-tokens", type=int, default=100)
+    parser.add_argument("--turns", type=int, default=TURNS)
+    parser.add_argument("--in-hbm", type=int, default=2, help="conversations that HBM holds")
+    parser.add_argument("--in-dram", type=int, default=3, help="conversations that DRAM holds")
+    parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
+    parser.add_argument("--no-result", action="store_true", help="do not write the result file")
+    arguments = parser.parse_args()
+    console = Console()
+    shape = Shape(
+        arguments.conversations, arguments.first_tokens, arguments.turn_tokens, arguments.answer_tokens, arguments.turns
+    )
+    with tempfile.TemporaryDirectory(prefix="reprise-hierarchy-") as name:
+        directory = Path(name)
+        model = arguments.model or str(directory / "model")
+        if not arguments.model:
+            make_model(Path(model), SHAPES["125m"], seed=0)
+
+        def result(samples: list[Sample]) -> dict[str, Any]:
+            summary = summarize(samples, shape.turns)
+            return {
+                "workload": {
+                    "conversations": shape.conversations, "first_tokens": shape.first_tokens,
+                    "turn_tokens": shape.turn_tokens, "answer_tokens": shape.answer_tokens,
+                    "final_tokens": shape.final_tokens, "turns": shape.turns,
+                    "in_hbm": arguments.in_hbm, "in_dram": arguments.in_dram,
+                },
+                "held": verdicts(summary, shape.turns),
+                **summary,
+            }  # fmt: skip
+
+        def keep(samples: list[Sample]) -> None:
+            if not arguments.no_result:
+                write_result("hierarchy", result(samples))
+
+        samples = measure(
+            model, shape, arguments.passes, tuple(a for a in ARMS if a in arguments.arms), arguments.in_hbm,
+            arguments.in_dram, directory, console, keep,
+        )  # fmt: skip
+    final = result(samples)
+    show(console, final, final["held"], shape.turns)
+    return 0 if final["held"] and all(final["held"].values()) else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,204 @@
+"""What keeping KV saves, seen from outside: one workload of `reprise load`, servers that differ in one setting.
+
+    python -m benchmarks.speed.modes
+
+A random 125 M-shape model in bf16. Conversations arrive as a Poisson process, with the lengths that AttentionStore
+states for ShareGPT, scaled to this model's window, and think times. On a CPU, HBM and DRAM are one memory, so all
+servers have the same bytes of it: about six conversations' KV. The servers:
+
+    attentionstore   two in HBM, three in DRAM, one for what is on its way, and a disk; look-ahead, CaR's scheduler
+    fcfs             the same, first come, first served
+    prefix           all six in HBM, reuse there alone
+    recompute        all six in HBM, no cache
+
+In a round every server gets the same conversations, one server after the other, in an order that moves on with every
+round; the others idle meanwhile. Rounds bring different conversations. A server's requests of all rounds count
+together.
+
+Written: benchmarks/results/modes.json, and with `--html FILE` the servers' reports side by side. Held: every request is
+answered, and from the second turn on attentionstore's TTFT p50 is below that of prefix and of recompute.
+"""
+
+import argparse
+import sys
+import tempfile
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from benchmarks.harness.in_process import kv_bytes_per_token
+from benchmarks.harness.make_model import SHAPES, make_model
+from benchmarks.harness.measures import show_held
+from benchmarks.harness.servers import Server, serve, write_result
+from loadgen.measure import run as load
+from loadgen.measure.client import Target, TurnResult
+from loadgen.measure.metrics import Prices, Slo, distribution
+from loadgen.report import page, tables
+from loadgen.workloads.synthetic import Distribution
+from loadgen.workloads.workload import Conversation
+
+ARMS: dict[str, dict[str, str]] = {
+    "attentionstore": {"cache.mode": "attentionstore", "scheduler.policy": "car-hidden"},
+    "fcfs": {"cache.mode": "attentionstore", "scheduler.policy": "fcfs"},
+    "prefix": {"cache.mode": "prefix", "scheduler.policy": "car-hidden"},
+    "recompute": {"cache.mode": "recompute", "scheduler.policy": "car-hidden"},
+}
+IN_HBM, IN_DRAM, IN_STAGING = 2, 3, 1  # conversations of the largest size
+MIB, GIB = 1 << 20, 1 << 30
+MOST_TURNS = 12  # of a conversation: a round should not wait for a single one
+PAUSE_S = 1.0  # between a server's rounds, as their requests are put behind each other
+
+
+@dataclass(slots=True)
+class Arm:
+    server: Server
+    conversations: list[Conversation] = field(default_factory=list)
+    results: list[TurnResult] = field(default_factory=list)
+    left_out: int = 0
+
+    @property
+    def target(self) -> Target:
+        return Target(self.server.url, self.server.model["id"], {}, {"temperature": 0, "ignore_eos": True})
+
+    def play(self, options: load.Options, round_: int) -> None:
+        """One round behind what was played before."""
+        workload = load.workload(options)
+        conversations = workload.conversations
+        results, _ = load.execute(
+            options, conversations, self.target, on_sent=lambda: None, on_result=lambda result: None
+        )
+        later_s = max((result.done_s for result in self.results), default=-PAUSE_S) + PAUSE_S
+        self.results += [shifted(result, later_s, round_) for result in results]
+        self.left_out += workload.left_out
+        self.conversations += [replace(c, session_id=f"r{round_} {c.session_id}") for c in conversations]
+
+
+def shifted(result: TurnResult, by_s: float, round_: int) -> TurnResult:
+    return replace(
+        result, session_id=f"r{round_} {result.session_id}", due_s=result.due_s + by_s, sent_s=result.sent_s + by_s,
+        token_s=[stamp_s + by_s for stamp_s in result.token_s], done_s=result.done_s + by_s,
+    )  # fmt: skip
+
+
+def options_of(arguments: argparse.Namespace, round_: int) -> load.Options:
+    return load.Options(
+        source="synthetic", path="", conversations=arguments.conversations, rate=arguments.rate,
+        think=f"fixed:{arguments.think_s}", loop="open", concurrency=0, speed=1.0, scale=arguments.scale,
+        max_context=arguments.max_tokens, answer_tokens=arguments.answer_tokens, system_tokens=0, seed=round_,
+        duration_s=0.0, warmup_turns=0, warmup_s=0.0, timeout_s=120.0, retries=0,
+        distribution=Distribution(max_turns=MOST_TURNS), slo=Slo(1.0, 0.1), prices=Prices(),
+    )  # fmt: skip
+
+
+def later_ttft(results: list[TurnResult]) -> dict[str, Any]:
+    """From the second turn on, in ms."""
+    return distribution(r.ttft_s * 1e3 for r in results if r.error is None and r.turn and r.ttft_s is not None)
+
+
+def memory_of(arm: str, most_tokens: int, bytes_per_token: int) -> dict[str, float]:
+    """Where a server keeps KV: the same bytes for all."""
+    if ARMS[arm]["cache.mode"] != "attentionstore":
+        return {"cache.hbm_tokens": (IN_HBM + IN_DRAM + IN_STAGING) * most_tokens}
+    conversation = most_tokens * bytes_per_token
+    return {
+        "cache.hbm_tokens": IN_HBM * most_tokens,
+        "cache.dram_gib": IN_DRAM * conversation / GIB,
+        "cache.staging_mib": IN_STAGING * conversation // MIB,
+    }
+
+
+def verdicts(arms: dict[str, Any]) -> dict[str, bool]:
+    """What is held -> whether it holds."""
+    held = {"every request is answered": all(not a["summary"]["requests"]["failed"] for a in arms.values())}
+    mine = arms["attentionstore"]["later_ttft_ms"]["p50"] if "attentionstore" in arms else None
+    for other in ("prefix", "recompute"):
+        theirs = arms[other]["later_ttft_ms"]["p50"] if other in arms else None
+        if mine is not None and theirs is not None:
+            held[f"TTFT p50 from the second turn on below that of {other}"] = mine < theirs
+    return held
+
+
+def play(arguments: argparse.Namespace, model: str, directory: Path, console: Console) -> dict[str, dict[str, Any]]:
+    """Server -> its result as `reprise load` writes it."""
+    started = datetime.now(UTC)
+    settings = {
+        "model.source": model, "model.dtype": "bfloat16", "model.max_context": arguments.max_tokens + 64,
+    }  # fmt: skip
+    memory = {name: memory_of(name, arguments.max_tokens, kv_bytes_per_token(model)) for name in ARMS}
+    columns = (TextColumn("{task.description}"), MofNCompleteColumn(), TimeElapsedColumn())
+    with ExitStack() as stack, Progress(*columns, console=console) as progress:
+        names = list(arguments.arms)
+        bar = progress.add_task("starting", total=arguments.rounds * len(names))
+        arms = {
+            name: Arm(
+                stack.enter_context(
+                    serve(name, {**settings, **ARMS[name], **memory[name], "cache.disk_dir": directory / name})
+                )
+            )
+            for name in names
+        }
+        warm_up = replace(options_of(arguments, -1), conversations=2, rate=10.0, duration_s=5.0)
+        for arm in arms.values():  # what a server sets up at its first requests
+            arm.play(warm_up, -1)
+            arm.conversations, arm.results, arm.left_out = [], [], 0
+        for round_ in range(arguments.rounds):
+            for name in names[round_ % len(names) :] + names[: round_ % len(names)]:
+                progress.update(bar, description=f"round {round_ + 1}, {name}")
+                arms[name].play(options_of(arguments, round_), round_)
+                progress.advance(bar)
+        return {
+            name: load.document(
+                options_of(arguments, 0), load.Workload(arm.conversations, arm.left_out), arm.results,
+                command=["python", "-m", "benchmarks.speed.modes"],
+                server={"url": "", "model": arm.server.model["id"], "max_context": arm.server.max_context,
+                        "version": None},
+                finished=True, started=started, token_times=False,
+            ) | {"later_ttft_ms": later_ttft(arm.results)}
+            for name, arm in arms.items()
+        }  # fmt: skip
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", help="directory of another model; default: the 125 M-shape random one, made anew")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--conversations", type=int, default=16, help="in a round")
+    parser.add_argument("--rate", type=float, default=1.0, help="conversations a second")
+    parser.add_argument("--think-s", type=float, default=1.0)
+    parser.add_argument("--scale", type=float, default=0.6, help="of the lengths in the paper")
+    parser.add_argument("--max-tokens", type=int, default=3000, help="of a conversation")
+    parser.add_argument("--answer-tokens", type=int, default=32)
+    parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
+    parser.add_argument("--html", type=Path, help="write the servers' reports side by side")
+    parser.add_argument("--no-result", action="store_true", help="do not write the result file")
+    arguments = parser.parse_args()
+    console = Console()
+    with tempfile.TemporaryDirectory(prefix="reprise-modes-") as name:
+        directory = Path(name)
+        model = arguments.model or str(directory / "model")
+        if not arguments.model:
+            make_model(Path(model), SHAPES["125m"], seed=0)
+        documents = play(arguments, model, directory, console)
+    kept = ("workload", "summary", "by_turn", "later_ttft_ms")
+    arms = {name: {part: document[part] for part in kept} for name, document in documents.items()}
+    held = verdicts(arms)
+    tables.compare(console, list(documents), list(documents.values()))
+    for name, arm in arms.items():
+        found = arm["later_ttft_ms"]
+        numbers = ", ".join(f"{p} {tables.number(found[p])}" for p in ("p50", "p95", "p99"))
+        console.print(f"{name}: TTFT from the second turn on, ms: {numbers}")
+    show_held(console, held)
+    if arguments.html is not None:
+        arguments.html.write_text(page.render(list(documents), list(documents.values())), encoding="utf-8")
+    if not arguments.no_result:
+        write_result("modes", {"rounds": arguments.rounds, "servers": ARMS, "held": held, "arms": arms})
+    return 0 if all(held.values()) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

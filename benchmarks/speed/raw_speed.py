@@ -1,0 +1,318 @@
+"""Prefill and decode speed of the engine beside vanilla transformers `generate`: same weights, same machine, one run.
+
+    python -m benchmarks.speed.raw_speed [--rounds 5] [--context 1124]
+
+Four processes hold the 125 M-shape random model in bf16: the engine as `reprise serve` starts it (its environment
+included, its cache off), the same with `model.exact` on (left out where that is refused), transformers as a user
+would start it, and transformers with the engine's allocator settings, to tell what those alone are worth. They take
+turns, one works while the others wait. A round measures, for 1, 4 and 16 streams of `--context` prompt tokens, the
+time until every stream has one new token (prefill), and the mean of 32 decode steps of all streams together (TPOT).
+transformers' times are stamped inside one `generate` of 33 tokens.
+Medians over rounds, the spread beside them. The rate at which both cores read memory is measured too: the weights have
+to be read once a decode step, so they bound TPOT from below.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from benchmarks.harness.make_model import SHAPES, make_model
+from benchmarks.harness.servers import ROOT, write_result
+from engine.messages import EngineConfig, Submit
+from engine.process.child import MALLOC, engine_environment
+from scheduler.sequence import SamplingParams
+
+STREAMS = (1, 4, 16)
+NEW_TOKENS = 33
+EXACT = "reprise exact"
+ARMS = ("reprise", EXACT, "transformers", "transformers+malloc")
+Measure = Callable[[list[list[int]]], tuple[float, float]]
+"""Prompts -> (seconds to all first tokens, seconds of a decode step)."""
+
+
+def engine_config(model: str, exact: str = "off") -> EngineConfig:
+    return EngineConfig(
+        model=model,
+        dtype="bfloat16",
+        exact=exact,
+        device="cpu",
+        max_context=0,
+        threads=0,
+        cache_mode="recompute",
+        cache_policy="lru",
+        hbm_tokens=0,
+        session_ttl_s=3600.0,
+        max_sessions=1000,
+        scheduler_policy="fcfs",
+        max_seqs=max(STREAMS),
+        max_queued=64,
+        step_tokens=0,
+        chunked_prefill=True,
+        tenant_secret=bytes(32),
+    )
+
+
+def measure_engine(model: str, exact: str) -> Measure:
+    from engine.build.engine import build_engine
+
+    engine = build_engine(engine_config(model, exact))
+
+    def submit(prompts: list[list[int]], new_tokens: int) -> None:
+        for index, prompt in enumerate(prompts):
+            engine.submit(
+                Submit(
+                    request_id=str(index),
+                    session_id=str(index),
+                    tenant="",
+                    cache_salt="",
+                    token_ids=prompt,
+                    num_choices=1,
+                    sampling=greedy(new_tokens),
+                ),
+                time.monotonic(),
+            )
+
+    def measure(prompts: list[list[int]]) -> tuple[float, float]:
+        started = time.perf_counter()
+        submit(prompts, 1)
+        while engine.has_work():
+            engine.step(time.monotonic())
+        first_s = time.perf_counter() - started
+        # Streams that were prefilled first must still run when the last one starts to decode.
+        submit(prompts, 8 * NEW_TOKENS)
+        steps: list[float] = []
+        while len(steps) < NEW_TOKENS:
+            before = time.perf_counter()
+            if len(engine.step(time.monotonic())) == len(prompts):
+                steps.append(time.perf_counter() - before)
+        for index in range(len(prompts)):
+            engine.abort(str(index))
+        return first_s, sum(steps[1:]) / (NEW_TOKENS - 1)
+
+    return measure
+
+
+def greedy(new_tokens: int) -> SamplingParams:
+    return SamplingParams(
+        temperature=0.0,
+        top_p=1.0,
+        top_k=0,
+        min_p=0.0,
+        presence_penalty=0.0,
+        frequency_penalty=0.0,
+        repetition_penalty=1.0,
+        logit_bias={},
+        seed=0,
+        max_tokens=new_tokens,
+        min_tokens=0,
+        stop_token_ids=(),
+        ignore_eos=True,
+        logprobs=None,
+    )
+
+
+def measure_transformers(model: str) -> Measure:
+    import torch
+    from transformers import AutoModelForCausalLM
+    from transformers.generation import StoppingCriteriaList
+
+    vanilla = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16).eval()
+
+    def measure(prompts: list[list[int]]) -> tuple[float, float]:
+        ids = torch.tensor(prompts)
+        stamps: list[float] = []
+
+        def stamp(token_ids: torch.Tensor, scores: object, **_: object) -> torch.Tensor:
+            """A stopping criterion that never stops: called once a token."""
+            stamps.append(time.perf_counter())
+            return torch.zeros(len(token_ids), dtype=torch.bool)
+
+        started = time.perf_counter()
+        with torch.inference_mode():
+            vanilla.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=NEW_TOKENS,
+                min_new_tokens=NEW_TOKENS,
+                do_sample=False,
+                pad_token_id=0,
+                stopping_criteria=StoppingCriteriaList([stamp]),
+            )
+        return stamps[0] - started, (stamps[-1] - stamps[0]) / (NEW_TOKENS - 1)
+
+    return measure
+
+
+def work(arm: str, model: str) -> None:
+    """A worker's life: a line of prompts in, a line of seconds out."""
+    if arm.startswith("reprise"):
+        measure = measure_engine(model, "on" if arm == EXACT else "off")
+    else:
+        measure = measure_transformers(model)
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)  # what libraries print must not end up among the answers
+    answers.write("ready\n")
+    for line in sys.stdin:
+        answers.write(json.dumps(measure(json.loads(line))) + "\n")
+
+
+class Worker:
+    """One arm in a process of its own."""
+
+    def __init__(self, arm: str, model: str) -> None:
+        base = {k: v for k, v in os.environ.items() if k not in MALLOC}
+        environments = {
+            "reprise": engine_environment(engine_config(model), base),
+            EXACT: engine_environment(engine_config(model), base),
+            "transformers": base,
+            "transformers+malloc": {**base, **MALLOC},
+        }
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "benchmarks.speed.raw_speed", "--worker", arm, "--model", model],
+            cwd=ROOT,
+            env=environments[arm],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
+        if self._read() != "ready":
+            raise RuntimeError(f"{arm} did not start")
+
+    def _read(self) -> str:
+        assert self._process.stdout is not None
+        return self._process.stdout.readline().strip()
+
+    def measure(self, prompts: list[list[int]]) -> tuple[float, float]:
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(prompts) + "\n")
+        self._process.stdin.flush()
+        first_s, step_s = json.loads(self._read())
+        return first_s, step_s
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.wait(timeout=10)
+
+
+def run(model: str, rounds: int, context: int) -> dict[str, Any]:
+    """Interleaved rounds; the order of the arms turns with every round."""
+    import random
+
+    rng = random.Random(0)
+    vocab = json.loads((Path(model) / "config.json").read_text(encoding="utf-8"))["vocab_size"]
+    workers = start(model)
+    arms = tuple(workers)
+    samples: dict[str, dict[str, list[float]]] = {arm: {} for arm in arms}
+    try:
+        for round_ in track(range(-1, rounds), description="rounds"):  # the first warms up
+            for streams in STREAMS:
+                prompts = [[rng.randrange(vocab) for _ in range(context)] for _ in range(streams)]
+                turn = round_ % len(arms)
+                for arm in arms[turn:] + arms[:turn]:
+                    first_s, step_s = workers[arm].measure(prompts)
+                    if round_ >= 0:
+                        samples[arm].setdefault(f"prefill_tok_s@{streams}", []).append(streams * context / first_s)
+                        samples[arm].setdefault(f"tpot_ms@{streams}", []).append(step_s * 1e3)
+    finally:
+        for worker in workers.values():
+            worker.close()
+    return {
+        "memory_read_gb_s": read_rate(),
+        "arms": {
+            arm: {
+                name: {"median": round(median(v), 2), "min": round(min(v), 2), "max": round(max(v), 2)}
+                for name, v in values.items()
+            }
+            for arm, values in samples.items()
+        },
+        "ratios": {
+            against: {
+                name: round(median(samples["reprise"][name]) / median(samples[against][name]), 3)
+                for name in samples["reprise"]
+            }
+            for against in arms[1:]
+        },
+    }
+
+
+def start(model: str) -> dict[str, Worker]:
+    """A worker for each arm that can be had here."""
+    workers = {}
+    for arm in ARMS:
+        try:
+            workers[arm] = Worker(arm, model)
+        except RuntimeError:
+            if arm != EXACT:
+                raise
+    return workers
+
+
+def read_rate() -> float:
+    """GB/s at which all cores read 800 MB, the best of a few tries: what no decode step can exceed."""
+    import torch
+
+    data = torch.ones(100_000_000, dtype=torch.int64)
+    best = float("inf")
+    for _ in range(8):
+        started = time.perf_counter()
+        data.sum()
+        best = min(best, time.perf_counter() - started)
+    return round(data.nbytes / best / 1e9, 1)
+
+
+def show(result: dict[str, Any], console: Console) -> None:
+    table = Table(title="bf16, medians (least to most)")
+    table.add_column("")
+    arms = list(result["arms"])
+    for arm in arms:
+        table.add_column(arm, justify="right")
+    for against in arms[1:]:
+        table.add_column(f"ratio to {against}", justify="right")
+    for name in result["arms"]["reprise"]:
+        cells = [result["arms"][arm][name] for arm in arms]
+        table.add_row(
+            name,
+            *(f"{c['median']:,.1f} ({c['min']:,.1f} to {c['max']:,.1f})" for c in cells),
+            *(f"{result['ratios'][against][name]:.2f}" for against in arms[1:]),
+        )
+    console.print(table)
+    console.print(f"memory read by all cores: {result['memory_read_gb_s']} GB/s")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--context", type=int, default=1124, help="prompt tokens of every stream")
+    parser.add_argument("--model", help="directory of another model; default: the 125 M-shape random one, made anew")
+    parser.add_argument("--worker", choices=ARMS, help=argparse.SUPPRESS)
+    parser.add_argument("--no-result", action="store_true", help="do not write benchmarks/results/raw_speed.json")
+    arguments = parser.parse_args()
+    if arguments.worker:
+        work(arguments.worker, arguments.model)
+        return
+    console = Console()
+    with tempfile.TemporaryDirectory() as directory:
+        model = arguments.model or f"{directory}/model"
+        if not arguments.model:
+            make_model(Path(model), SHAPES["125m"], seed=0)
+        result = run(model, arguments.rounds, arguments.context)
+    show(result, console)
+    if not arguments.no_result:
+        console.print(f"written: {write_result('raw_speed', {'context': arguments.context, **result})}")
+
+
+if __name__ == "__main__":
+    main()

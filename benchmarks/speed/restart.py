@@ -1,0 +1,223 @@
+"""What the first returning turn finds after a restart, after a crash, and after the index is lost: real servers, the
+bundled model in fp32.
+
+    python -m benchmarks.speed.restart [--conversations 10] [--rounds 3]
+
+Every round holds conversations of at least 640 tokens, lets them be idle for a second, brings the server down, starts
+it on the same directory and asks every conversation once more. It is brought down in three ways: `stop` (SIGTERM),
+`kill` (SIGKILL to server and engine), `index` (SIGKILL, and the disk tier's SQLite index is deleted).
+
+History is what the turn before had run through the model: its prompt and its answer but for the last sampled token.
+Held: no error; at least 99 % of it comes from the cache after `stop`, at least 95 % after `kill` and `index`, in every
+conversation; and the answers are those of a server that recomputes everything, near-ties excused.
+"""
+
+import argparse
+import asyncio
+import random
+import tempfile
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from benchmarks.harness.measures import show_held
+from benchmarks.harness.servers import Server, serve, write_result
+from benchmarks.harness.streams import Answer, Message, ask, client_of, first_difference
+from benchmarks.speed.hierarchy import WORDS
+
+LEAST = {"stop": 0.99, "kill": 0.95, "index": 0.95}
+IDLE_S = 1.0
+SETTINGS: dict[str, str | int | float] = {"model.dtype": "float32", "engine.threads": 1}
+
+
+@dataclass(frozen=True, slots=True)
+class Return:
+    """One conversation's first turn on the new server."""
+
+    how: str  # a key of LEAST
+    round: int
+    history_tokens: int
+    cached_tokens: int
+    disk_tokens: int
+    ttft_ms: float
+    ready_s: float  # of the new server
+    miss_reasons: dict[str, int]
+    differs: bool  # from a recompute, and it is no near-tie
+
+    @property
+    def share(self) -> float:
+        return min(1.0, self.cached_tokens / self.history_tokens)
+
+
+def text(rng: random.Random, num_words: int) -> str:
+    return " ".join(rng.choice(WORDS) for _ in range(num_words))
+
+
+def lose_index(directory: Path) -> None:
+    """Delete the disk tier's index, its log and all. Raises FileNotFoundError where there is none."""
+    (index,) = directory.glob("kv/*/index.sqlite")
+    for path in index.parent.glob("index.sqlite*"):
+        path.unlink()
+
+
+class Talk:
+    """One conversation, greedy, with whichever server is there."""
+
+    def __init__(self, *, session_id: str, first_words: int, max_tokens: int, seed: str) -> None:
+        self._rng = random.Random(seed)
+        self._session_id, self._first_words, self._max_tokens = session_id, first_words, max_tokens
+        self._messages: list[Message] = []
+        self.history_tokens = 0  # what the last turn ran through the model
+
+    async def turn(self, server: Server) -> Answer:
+        words = 12 if self._messages else self._first_words
+        self._messages.append({"role": "user", "content": text(self._rng, words)})
+        answer = await self.again(server)
+        self._messages.append({"role": "assistant", "content": answer.text})
+        self.history_tokens = answer.prompt_tokens + answer.completion_tokens - 1
+        return answer
+
+    async def again(self, server: Server) -> Answer:
+        """The request as it stands."""
+        async with client_of(server.url) as client:
+            return await ask(
+                client, server.model["id"], self._messages, max_tokens=self._max_tokens, temperature=0,
+                session_id=self._session_id, logprobs=True, top_logprobs=2, ignore_eos=True,
+            )  # fmt: skip
+
+    async def return_(self, server: Server, reference: Server, how: str, round_: int) -> Return:
+        """The next turn, on a server that was just started, and on one that never reuses anything."""
+        before = self.history_tokens
+        answer = await self.turn(server)
+        said = self._messages.pop()
+        difference = first_difference(expected=await self.again(reference), got=answer)
+        self._messages.append(said)
+        return Return(
+            how=how,
+            round=round_,
+            history_tokens=before,
+            cached_tokens=answer.cached_tokens,
+            disk_tokens=int(answer.x_cache["disk_tokens"]),
+            ttft_ms=round(answer.ttft_ms, 2),
+            ready_s=round(server.ready_s, 2),
+            miss_reasons=dict(answer.x_cache["miss_reasons"]),
+            differs=difference is not None and not difference.is_near_tie,
+        )
+
+
+async def one_round(
+    *, how: str, round_: int, settings: Mapping[str, str | int | float], reference: Server, conversations: int,
+    first_words: int, max_tokens: int,
+) -> list[Return]:  # fmt: skip
+    """Conversations of two turns, the fall, and the turn after it. Raises ServerFailed and what the client raises."""
+    with tempfile.TemporaryDirectory(prefix="reprise-restart-") as directory:
+        own = {**settings, "cache.disk_dir": directory}
+        talks = [
+            Talk(session_id=f"{how}.{n}", first_words=first_words, max_tokens=max_tokens, seed=f"{how}/{round_}/{n}")
+            for n in range(conversations)
+        ]
+        with serve(f"restart-{how}", own) as server:
+            for talk in talks:
+                await talk.turn(server)
+            for talk in talks:
+                await talk.turn(server)
+            await asyncio.sleep(IDLE_S)
+            if how != "stop":
+                server.kill()
+        if how == "index":
+            lose_index(Path(directory))
+        with serve(f"restart-{how}-again", own) as server:
+            return [await talk.return_(server, reference, how, round_) for talk in talks]
+
+
+def summarize(returns: list[Return]) -> list[dict[str, Any]]:
+    rows = []
+    for how in LEAST:
+        same = [r for r in returns if r.how == how]
+        if not same:
+            continue
+        shares = [r.share for r in same]
+        rows.append(
+            {
+                "how": how,
+                "conversations": len(same),
+                "history_tokens_min": min(r.history_tokens for r in same),
+                "reused_min": round(min(shares), 5),
+                "reused_p50": round(median(shares), 5),
+                "reused": round(sum(r.share * r.history_tokens for r in same) / sum(r.history_tokens for r in same), 5),
+                "ttft_ms_p50": median(r.ttft_ms for r in same),
+                "ready_s_p50": median(r.ready_s for r in same),
+                "differences": sum(r.differs for r in same),
+            }
+        )
+    return rows
+
+
+def verdicts(rows: list[dict[str, Any]]) -> dict[str, bool]:
+    """What is held -> whether it holds."""
+    held = {f"{row['how']}: at least {LEAST[row['how']]:.0%} reused": row["reused_min"] >= LEAST[row["how"]]
+            for row in rows}  # fmt: skip
+    held["conversations of at least 640 tokens"] = all(row["history_tokens_min"] >= 640 for row in rows)
+    held["the answers of a recompute"] = not any(row["differences"] for row in rows)
+    return held
+
+
+def show(console: Console, rows: list[dict[str, Any]], held: Mapping[str, bool]) -> None:
+    table = Table(title="The first returning turn on a new server", title_justify="left")
+    headings = ("how", "conversations", "history", "reused, least", "reused, p50", "TTFT p50, ms", "ready p50, s")
+    for heading in headings:
+        table.add_column(heading, justify="right")
+    for row in rows:
+        table.add_row(
+            row["how"], str(row["conversations"]), f">= {row['history_tokens_min']}", f"{row['reused_min']:.2%}",
+            f"{row['reused_p50']:.2%}", f"{row['ttft_ms_p50']:.1f}", f"{row['ready_s_p50']:.1f}",
+        )  # fmt: skip
+    console.print(table)
+    show_held(console, held)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--conversations", type=int, default=10)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--first-words", type=int, default=560, help="of the first message: about as many tokens")
+    parser.add_argument("--max-tokens", type=int, default=48)
+    parser.add_argument("--no-result", action="store_true", help="only try it: write no result file")
+    arguments = parser.parse_args()
+    console = Console()
+    returns: list[Return] = []
+    with serve("restart-reference", {**SETTINGS, "cache.mode": "recompute"}) as reference:
+        legs = [(round_, how) for round_ in range(arguments.rounds) for how in LEAST]
+        for round_, how in track(legs, "falls", console=console):
+            returns += asyncio.run(
+                one_round(
+                    how=how, round_=round_, settings=SETTINGS, reference=reference,
+                    conversations=arguments.conversations, first_words=arguments.first_words,
+                    max_tokens=arguments.max_tokens,
+                )
+            )  # fmt: skip
+            if not arguments.no_result:
+                rows = summarize(returns)
+                write_result(
+                    "restart",
+                    {
+                        "settings": SETTINGS,
+                        "held": verdicts(rows),
+                        "summary": rows,
+                        "turns": [asdict(r) for r in returns],
+                    },
+                )
+    rows = summarize(returns)
+    held = verdicts(rows)
+    show(console, rows, held)
+    return 0 if all(held.values()) else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,199 @@
+"""Conversations in strict rotation, one at a time, over tiers slightly too small for them.
+
+    python -m benchmarks.speed.rotation
+
+That order is the worst for a cache: what was used longest ago is what is needed next, so under LRU a tier that holds
+all conversations but one has lost each of them by its turn. Eight conversations of the bundled model take turns of
+equal length; HBM and DRAM together have the bytes of 4, 6 and 7 of them at their final length, the disk is off or
+ample, and each policy plays the same turns. The engine runs in this process; the queue is empty but for the turn that
+runs, so nothing but the expected return of a conversation can tell who comes next.
+
+Hit rate: of the tokens that earlier turns of a conversation had computed, the share not computed again, from the third
+turn on. Held, for the default policy: with the disk off at least 0.8 x capacity / working set, with the disk on every
+turn is a hit (99 % of its history; nothing runs between two turns, so nothing hides behind a pause).
+"""
+
+import argparse
+import random
+import tempfile
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+from rich.console import Console
+from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from benchmarks.harness.in_process import InProcess, as_engine_process, config, kv_bytes_per_token, vocabulary_of
+from benchmarks.harness.make_model import BUNDLED
+from benchmarks.harness.measures import show_held
+from benchmarks.harness.servers import write_result
+
+POLICIES = ("lookahead", "lru", "fifo")
+COUNTED_FROM = 3
+TARGET = 0.8
+BLOCK = 32
+IS_HIT = 0.99  # of a turn's history
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    conversations: int
+    turns: int
+    user_tokens: int
+    new_tokens: int
+
+    @property
+    def final_tokens(self) -> int:
+        """Of a conversation when its last turn has ended, in whole blocks."""
+        tokens = self.turns * (self.user_tokens + self.new_tokens)
+        return -(-tokens // BLOCK) * BLOCK
+
+
+@dataclass(frozen=True, slots=True)
+class Played:
+    """One turn: what earlier turns had computed, what of it was found, and why the rest was not."""
+
+    turn: int  # 1 opens the conversation
+    history: int
+    found: int
+    tiers: dict[str, int]
+    missed: dict[str, int]
+
+
+def play(engine: InProcess, workload: Workload, vocabulary: int) -> list[Played]:
+    rng = random.Random(0)
+    texts: list[list[int]] = [[] for _ in range(workload.conversations)]
+    played = []
+    for turn in range(1, workload.turns + 1):
+        for number, text in enumerate(texts):
+            prompt = text + [rng.randrange(4, vocabulary) for _ in range(workload.user_tokens)]
+            done = engine.submit(f"conversation {number}", prompt, workload.new_tokens)
+            engine.run()
+            assert done.report is not None
+            history = max(0, len(text) - 1)  # the KV of the token that was sampled last was never computed
+            report = done.report
+            tiers = {"hbm": report.hbm_tokens, "dram": report.dram_tokens, "disk": report.disk_tokens}
+            missed = {reason: tokens for reason, tokens in report.miss_reasons.items() if reason != "new"}
+            played.append(Played(turn, history, min(done.cached, history), tiers, missed))
+            texts[number] = done.text
+    return played
+
+
+def summarize(played: list[Played]) -> dict[str, Any]:
+    """Hit rates over the turns that count, and where the history came from."""
+    counted = [p for p in played if p.turn >= COUNTED_FROM]
+    tiers: Counter[str] = Counter()
+    missed: Counter[str] = Counter()
+    for p in counted:
+        tiers.update(p.tiers)
+        missed.update(p.missed)
+    by_turn = {}
+    for turn in sorted({p.turn for p in counted}):
+        same = [p for p in counted if p.turn == turn]
+        by_turn[turn] = round(sum(p.found for p in same) / sum(p.history for p in same), 4)
+    return {
+        "hit_rate": round(sum(p.found for p in counted) / sum(p.history for p in counted), 4),
+        "hit_rate_by_turn": by_turn,
+        "turns": len(counted),
+        "turns_hit": sum(p.found >= IS_HIT * p.history for p in counted),
+        "least_share": round(min(p.found / p.history for p in counted), 4),
+        "tokens_by_tier": dict(tiers),
+        "missed_tokens": dict(missed),
+    }
+
+
+def verdicts(arms: list[dict[str, Any]], conversations: int) -> dict[str, bool]:
+    """What is held -> whether it holds, for the default policy."""
+    held = {}
+    for arm in arms:
+        if arm["policy"] != POLICIES[0]:
+            continue
+        if arm["disk"]:
+            held[f"{arm['capacity']} of {conversations}, disk on: every turn is a hit"] = (
+                arm["turns_hit"] == arm["turns"]
+            )
+        else:
+            least = TARGET * arm["capacity"] / conversations
+            held[f"{arm['capacity']} of {conversations}, disk off: hit rate at least {least:.2f}"] = (
+                arm["hit_rate"] >= least
+            )
+    return held
+
+
+def measure(model: str, workload: Workload, capacity: int, in_hbm: int, policy: str, disk: bool) -> dict[str, Any]:
+    """One arm. `capacity` and `in_hbm` count conversations of final length; HBM has a page more, into which the first
+    rows of a turn may have to be copied."""
+    with tempfile.TemporaryDirectory(prefix="reprise-rotation-") as directory:
+        engine = InProcess(
+            config(
+                model,
+                cache_policy=policy,
+                hbm_tokens=in_hbm * workload.final_tokens + BLOCK,
+                max_context=workload.final_tokens,
+                dram_bytes=(capacity - in_hbm) * workload.final_tokens * kv_bytes_per_token(model),
+                disk_bytes=(1 << 30) if disk else 0,
+                disk_dir=directory,
+            )
+        )
+        try:
+            played = play(engine, workload, vocabulary_of(model))
+        finally:
+            engine.close()
+        stats = engine.stats()
+    arm = {"policy": policy, "capacity": capacity, "in_hbm": in_hbm, "disk": disk, **summarize(played)}
+    return {**arm, "evictions": stats.evictions, "load_failures": stats.load_failures}
+
+
+def show(console: Console, arms: list[dict[str, Any]], held: dict[str, bool], conversations: int) -> None:
+    table = Table(title="Hit rate in tokens, turns from the third on", title_justify="left")
+    for heading in ("HBM + DRAM hold", "of them HBM", "disk", "policy", "hit rate", "last turn", "turns hit",
+                    "hbm / dram / disk", "missed"):  # fmt: skip
+        table.add_column(heading, justify="right")
+    for arm in arms:
+        split = " / ".join(str(arm["tokens_by_tier"].get(tier, 0)) for tier in ("hbm", "dram", "disk"))
+        table.add_row(
+            f"{arm['capacity']} of {conversations}", str(arm["in_hbm"]), "on" if arm["disk"] else "off", arm["policy"],
+            f"{arm['hit_rate']:.3f}", f"{list(arm['hit_rate_by_turn'].values())[-1]:.3f}",
+            f"{arm['turns_hit']}/{arm['turns']}", split,
+            ", ".join(f"{reason} {tokens}" for reason, tokens in arm["missed_tokens"].items()) or "-",
+        )  # fmt: skip
+    console.print(table)
+    show_held(console, held)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default=str(BUNDLED), help="model directory; default: the bundled one")
+    parser.add_argument("--conversations", type=int, default=8)
+    parser.add_argument("--turns", type=int, default=12)
+    parser.add_argument("--user-tokens", type=int, default=40)
+    parser.add_argument("--new-tokens", type=int, default=24)
+    parser.add_argument("--capacities", type=int, nargs="+", default=[4, 6, 7], help="conversations in HBM + DRAM")
+    parser.add_argument("--in-hbm", type=int, default=2, help="conversations of these in HBM")
+    parser.add_argument("--policies", nargs="+", choices=POLICIES, default=list(POLICIES))
+    parser.add_argument("--no-result", action="store_true", help="do not write the result file")
+    arguments = parser.parse_args()
+    as_engine_process(arguments.model)
+    console = Console()
+    workload = Workload(arguments.conversations, arguments.turns, arguments.user_tokens, arguments.new_tokens)
+    arms: list[dict[str, Any]] = []
+    wanted = [(c, d, p) for c in arguments.capacities for d in (False, True) for p in arguments.policies]
+    columns = (TextColumn("{task.description}"), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console) as progress:
+        for capacity, disk, policy in progress.track(wanted, description="arms"):
+            arms.append(measure(arguments.model, workload, capacity, arguments.in_hbm, policy, disk))
+    held = verdicts(arms, workload.conversations)
+    show(console, arms, held, workload.conversations)
+    if not arguments.no_result:
+        settings = {
+            "model": arguments.model, "conversations": workload.conversations, "turns": workload.turns,
+            "user_tokens": workload.user_tokens, "new_tokens": workload.new_tokens,
+            "final_tokens": workload.final_tokens, "counted_from_turn": COUNTED_FROM,
+        }  # fmt: skip
+        console.print(f"written: {write_result('rotation', {'settings': settings, 'held': held, 'arms': arms})}")
+    return 0 if all(held.values()) else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,201 @@
+"""What it costs that the kernels' threads wait awake: decode steps by `GOMP_SPINCOUNT`, also beside a busy program.
+
+    python -m benchmarks.speed.waiting_threads [--rounds 5] [--beside-rounds 2]
+
+Between two kernels a thread of OpenMP looks for work that often before it sleeps. Long, and the processor is taken for
+nothing while Python is at work, and from whoever else wants it; short, and it must be woken for the next kernel. The
+bundled model answers 1, 4 and 16 streams; of the steps with all of them in, the median and the 99th percentile of the
+wall time, and the mean of the process's processor time. A process for each count, in an order that changes from round
+to round: medians of the rounds, and quartiles of the first figure. The busy program counts, on any core it gets.
+
+Held: the count that servers use costs no step that has the cores to itself more than 1.1 times what the best of the
+others does, in the geometric mean over the streams; and beside a program the longest steps, the 99th percentile, are
+shorter than with the runtime's own count.
+"""
+
+import argparse
+import os
+import random
+import subprocess
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from statistics import geometric_mean, mean, median, quantiles
+from typing import Any
+
+import msgspec
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from benchmarks.harness.in_process import InProcess, as_engine_process, config, vocabulary_of
+from benchmarks.harness.measures import percentile, show_held
+from benchmarks.harness.servers import write_result
+from benchmarks.speed.zero_reuse import BUNDLED
+from engine.process.child import SPIN
+
+NAME = "GOMP_SPINCOUNT"
+OURS = int(SPIN[NAME])
+COUNTS = (2_500, 5_000, OURS, 40_000, 300_000)  # the last is the runtime's own
+STREAMS = (1, 4, 16)
+TRIES = 2  # of which the median counts
+PROMPT_TOKENS, NEW_TOKENS = 300, 60
+TOLERANCE = 1.1
+CHILD_S = 300.0  # for all the streams of one count, beside a busy program too
+
+
+@dataclass(frozen=True, slots=True)
+class Steps:
+    """Of one process with so many streams: milliseconds a step."""
+
+    streams: int
+    wall_ms: float
+    wall_p99_ms: float
+    cpu_ms: float
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    count: int
+    beside: bool  # a busy program
+    steps: Steps
+
+
+def decode(engine: InProcess, streams: int, rng: random.Random, vocabulary: int) -> Steps:
+    """Steps in which all the streams decode, and nothing else is done."""
+    turns = [
+        engine.submit(f"{rng.random()}", [rng.randrange(vocabulary) for _ in range(PROMPT_TOKENS)], NEW_TOKENS)
+        for _ in range(streams)
+    ]
+    walls, cpus = [], []
+    while engine.engine.has_work():
+        full = all(turn.first_s is not None and turn.done_s is None for turn in turns)
+        wall, cpu = time.perf_counter(), time.process_time()
+        engine.step()
+        if full:
+            walls.append(time.perf_counter() - wall)
+            cpus.append(time.process_time() - cpu)
+    return Steps(streams, median(walls) * 1e3, percentile(walls, 0.99) * 1e3, mean(cpus) * 1e3)
+
+
+def middle(tries: Sequence[Steps]) -> Steps:
+    """The median of each figure, of tries with as many streams."""
+    figures = [median(getattr(one, name) for one in tries) for name in ("wall_ms", "wall_p99_ms", "cpu_ms")]
+    return Steps(tries[0].streams, *figures)
+
+
+def measure() -> list[Steps]:
+    """In this process, with the count it was started with."""
+    engine = InProcess(
+        config(
+            str(BUNDLED), max_context=1024, hbm_tokens=32_768, scheduler_policy="car-hidden", max_seqs=max(STREAMS),
+            itl_target_s=0.1, cache_mode="recompute",
+        )
+    )  # fmt: skip
+    rng, vocabulary = random.Random(0), vocabulary_of(str(BUNDLED))
+    found = []
+    for streams in STREAMS:
+        decode(engine, streams, rng, vocabulary)  # what is done for the first time
+        tries = [decode(engine, streams, rng, vocabulary) for _ in range(TRIES)]
+        found.append(middle(tries))
+    engine.close()
+    return found
+
+
+def measure_apart(count: int, *, beside: bool) -> list[Sample]:
+    """In a process of its own. Raises CalledProcessError, TimeoutExpired."""
+    busy = subprocess.Popen((sys.executable, "-c", "while True: pass")) if beside else None
+    try:
+        done = subprocess.run(
+            (sys.executable, "-m", "benchmarks.speed.waiting_threads", "--child"),
+            env={**os.environ, NAME: str(count)}, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, check=True,
+            timeout=CHILD_S,
+        )  # fmt: skip
+    finally:
+        if busy is not None:
+            busy.kill()
+            busy.wait()
+    steps = msgspec.json.decode(done.stdout.splitlines()[-1], type=list[Steps])
+    return [Sample(count, beside, one) for one in steps]
+
+
+def summarize(samples: Sequence[Sample]) -> list[dict[str, Any]]:
+    """By company, count and streams: medians of the processes, and quartiles of the wall time."""
+    groups: dict[tuple[bool, int, int], list[Steps]] = defaultdict(list)
+    for sample in samples:
+        groups[sample.beside, sample.count, sample.steps.streams].append(sample.steps)
+    rows = []
+    for (beside, count, streams), steps in sorted(groups.items()):
+        walls = [one.wall_ms for one in steps]
+        quarters = quantiles(walls, n=4, method="inclusive") if len(walls) > 1 else walls * 3
+        rows.append(
+            {"beside": beside, "count": count, "streams": streams, "processes": len(steps)}
+            | {name: round(value, 3) for name, value in asdict(middle(steps)).items() if name != "streams"}
+            | {"wall_ms_p25": round(quarters[0], 3), "wall_ms_p75": round(quarters[2], 3)}
+        )
+    return rows
+
+
+def verdicts(rows: Sequence[Mapping[str, Any]]) -> dict[str, bool]:
+    """What is held -> whether it holds."""
+
+    def step_ms(beside: bool, figure: str) -> dict[int, float]:
+        mine = [row for row in rows if row["beside"] == beside]
+        counts = {row["count"] for row in mine}
+        return {count: geometric_mean(row[figure] for row in mine if row["count"] == count) for count in counts}
+
+    alone, beside = step_ms(False, "wall_ms"), step_ms(True, "wall_p99_ms")
+    held = {
+        f"alone, a step takes at most {TOLERANCE} x that of the best count": alone[OURS]
+        <= TOLERANCE * min(alone.values())
+    }
+    if beside:
+        held["beside a busy program, the longest steps are shorter than with the longest count"] = (
+            beside[OURS] < beside[max(beside)]
+        )
+    return held
+
+
+def show(console: Console, rows: Sequence[Mapping[str, Any]], held: Mapping[str, bool]) -> None:
+    table = Table(title="Decode steps by how long threads wait awake", title_justify="left")
+    for heading in ("", NAME, "streams", "wall ms", "quartiles", "p99", "processor ms"):
+        table.add_column(heading, justify="right")
+    for row in rows:
+        table.add_row(
+            "beside" if row["beside"] else "alone", f"{row['count']:,}", str(row["streams"]),
+            f"{row['wall_ms']:.2f}", f"{row['wall_ms_p25']:.2f} {row['wall_ms_p75']:.2f}", f"{row['wall_p99_ms']:.2f}",
+            f"{row['cpu_ms']:.2f}",
+        )  # fmt: skip
+    console.print(table)
+    show_held(console, held)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=5, help="processes of each count, alone on the machine")
+    parser.add_argument("--beside-rounds", type=int, default=2, help="and beside a busy program; 0: none")
+    parser.add_argument("--no-result", action="store_true", help="only try it: write no result file")
+    parser.add_argument("--child", action="store_true", help="one count, in this process, as JSON on standard output")
+    arguments = parser.parse_args()
+    if arguments.child:
+        as_engine_process(str(BUNDLED))
+        sys.stdout.buffer.write(msgspec.json.encode(measure()) + b"\n")
+        return 0
+    console, rng = Console(), random.Random(0)
+    rounds = [False] * arguments.rounds + [True] * arguments.beside_rounds
+    orders = [(count, beside) for beside in rounds for count in rng.sample(COUNTS, len(COUNTS))]
+    samples: list[Sample] = []
+    for count, beside in track(orders, "processes", console=console):
+        samples += measure_apart(count, beside=beside)
+    rows = summarize(samples)
+    held = verdicts(rows)
+    if not arguments.no_result:
+        write_result("waiting_threads", {"held": held, "rows": rows, "samples": [asdict(one) for one in samples]})
+    show(console, rows, held)
+    return 0 if all(held.values()) else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,1 @@
+"""What truncation costs in speed and in quality."""

@@ -1,0 +1,1 @@
+"""Blocks: their keys, the table of them, and the contexts made of them."""

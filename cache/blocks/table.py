@@ -1,0 +1,172 @@
+"""The cache table (CaR §III-B): one row per block that is stored somewhere, and the tree of prefixes they form."""
+
+from array import array
+from bisect import bisect_left, insort
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+
+from cache.blocks.keys import BlockKey
+
+SessionName = tuple[str, str, str]
+"""(tenant, cache salt, session id)."""
+
+
+@dataclass(slots=True)
+class BlockRow:
+    """NodeID, address per tier, size, validity, score and owners of one block. A row exists only while the block's
+    bytes are complete somewhere: an address is set after the bytes behind it are written, and cleared before they may
+    be overwritten. What is under way is known to whoever ordered it, never to the table."""
+
+    key: BlockKey
+    parent: BlockKey
+    token_ids: "array[int]"  # unsigned 32 bit: a tuple of Python ints would take eight times the memory
+    size_bytes: int
+    session_id: str | None  # set while the block is open: private to that session
+    page: int | None = None  # its address in HBM
+    offset: int = 0  # first row of the block inside the page, a multiple of the block
+    position: int = 0  # of its first token: keys in HBM are rotated for it
+    slot: int | None = None  # its address in DRAM
+    extent: tuple[int, int] | None = None  # its address on disk: extent id, index in the extent
+    origin: int | None = None  # position of its first token when it was computed
+    place: int | None = None  # in its owners' contexts, in blocks
+    hops: int = 0  # times its keys were un-rotated; each time costs a rounding
+    owners: tuple[SessionName, ...] = ()
+    score: int = 0  # CaR's (`cache.blocks.scores`): small leaves HBM first
+
+    def unstored(self) -> "BlockRow":
+        """The same block with no address. Written out: `dataclasses.replace` takes ten times as long."""
+        return BlockRow(
+            key=self.key,
+            parent=self.parent,
+            token_ids=self.token_ids,
+            size_bytes=self.size_bytes,
+            session_id=self.session_id,
+            position=self.position,
+            origin=self.origin,
+            place=self.place,
+            hops=self.hops,
+            owners=self.owners,
+            score=self.score,
+        )
+
+    @property
+    def valid_in_gpu(self) -> bool:
+        return self.page is not None
+
+    @property
+    def is_open(self) -> bool:
+        return self.session_id is not None
+
+    @property
+    def is_saved(self) -> bool:
+        """Whether it would survive leaving HBM."""
+        return self.slot is not None or self.extent is not None
+
+    @property
+    def is_nowhere(self) -> bool:
+        return self.page is None and self.slot is None and self.extent is None
+
+
+class CacheTable:
+    """BlockKey -> row, and parent -> children. Single-threaded; holds no bytes."""
+
+    def __init__(self) -> None:
+        self.scores: dict[BlockKey, int] = {}  # of blocks that somebody needs, stored or not (`cache.blocks.scores`)
+        self._rows: dict[BlockKey, BlockRow] = {}
+        # Sorted by tokens: behind a system prompt stand thousands, and the two beside a text are those most like it.
+        self._children: dict[BlockKey, list[tuple[array[int], BlockKey]]] = {}
+        self._open: dict[tuple[BlockKey, str], dict[BlockKey, None]] = {}  # (parent, session): a few at most
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __contains__(self, key: BlockKey) -> bool:
+        return key in self._rows
+
+    def __iter__(self) -> Iterator[BlockRow]:
+        return iter(self._rows.values())
+
+    def get(self, key: BlockKey) -> BlockRow | None:
+        return self._rows.get(key)
+
+    def publish(self, row: BlockRow) -> None:
+        """Make a complete block findable. Raises KeyError if the key is there already."""
+        if row.key in self._rows:
+            raise KeyError(row.key)
+        self._rows[row.key] = row
+        row.score = self.scores.get(row.key, 0)
+        if row.session_id is None:
+            insort(self._children.setdefault(row.parent, []), (row.token_ids, row.key))
+        else:
+            self._open.setdefault((row.parent, row.session_id), {})[row.key] = None
+
+    def drop(self, key: BlockKey) -> BlockRow:
+        """Raises KeyError on an unknown key."""
+        row = self._rows.pop(key)
+        if row.session_id is None:
+            siblings = self._children[row.parent]
+            del siblings[bisect_left(siblings, (row.token_ids, row.key))]
+            if not siblings:
+                del self._children[row.parent]
+        else:
+            place = row.parent, row.session_id
+            del self._open[place][key]
+            if not self._open[place]:
+                del self._open[place]
+        return row
+
+    def forget(self, row: BlockRow) -> None:
+        """A block has left its last tier."""
+        if row.key in self._rows:
+            self.drop(row.key)
+
+    def matched(self, keys: Sequence[BlockKey]) -> list[BlockRow]:
+        """The rows of the longest prefix of a chain that is stored, in whatever tier."""
+        rows: list[BlockRow] = []
+        for key in keys:
+            row = self._rows.get(key)
+            if row is None:
+                break
+            rows.append(row)
+        return rows
+
+    def resident(self, keys: Sequence[BlockKey]) -> int:
+        """How many leading blocks of a chain are in HBM."""
+        for count, key in enumerate(keys):
+            row = self._rows.get(key)
+            if row is None or row.page is None:
+                return count
+        return len(keys)
+
+    def closest_child(
+        self, parent: BlockKey, token_ids: Sequence[int], session_id: str, limit: int
+    ) -> tuple[BlockRow, int] | None:
+        """The child of `parent` that shares the most leading tokens with `token_ids` (at most `limit`, at least one)
+        and that many. Open blocks of other sessions do not count. Equal candidates: the session's own open block."""
+        siblings = self._children.get(parent, [])
+        place = bisect_left(siblings, (array("I", token_ids),))
+        before, behind = range(place - 1, -1, -1), range(place, len(siblings))
+        candidates = (
+            *self._rows_of(self._open.get((parent, session_id), ())),
+            *islice(self._rows_of(siblings[index][1] for index in before), 1),
+            *islice(self._rows_of(siblings[index][1] for index in behind), 1),
+        )
+        best: tuple[BlockRow, int] | None = None
+        for row in candidates:
+            shared = common_prefix(row.token_ids, token_ids, limit)
+            if shared > (best[1] if best else 0):
+                best = row, shared
+        return best
+
+    def _rows_of(self, keys: Iterable[BlockKey]) -> Iterator[BlockRow]:
+        return (self._rows[key] for key in keys)
+
+
+def common_prefix(left: Sequence[int], right: Sequence[int], limit: int) -> int:
+    """How many leading tokens two sequences share, counting at most `limit`."""
+    bound = min(len(left), len(right), limit)
+    for index in range(bound):
+        if left[index] != right[index]:
+            return index
+    return bound

@@ -1,0 +1,142 @@
+"""What a context loses when it outgrows the window (AttentionStore §3.4, DESIGN "Truncation"). Pure arithmetic."""
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from cache.blocks.keys import BLOCK_TOKENS
+
+Range = tuple[int, int]
+"""Half open, in tokens."""
+
+
+class DoesNotFit(Exception):
+    """What must stay is longer than the window."""
+
+
+@dataclass(frozen=True, slots=True)
+class CutRules:
+    """What one request says about truncation. Offsets count in the request's tokens as they were sent."""
+
+    allowed: bool
+    keep_first: int  # leading tokens that stay
+    message_starts: tuple[int, ...]  # increasing
+    important: tuple[Range, ...]
+
+
+def reserved(max_tokens: int, window: int) -> int:
+    """Room kept for the answer when a turn begins."""
+    return max(1, min(max_tokens, window // 8))
+
+
+def plan_cut(
+    length: int,
+    *,
+    window: int,
+    ratio: float,
+    reserve: int,
+    keep_first: int,
+    newest: int,
+    starts: Sequence[int],
+    marked: Sequence[Range],
+) -> list[Range]:
+    """What to drop of a context of `length` tokens so that it and `reserve` more fit into `window`. Whole blocks of the
+    earliest history behind `keep_first`: `ratio` of the window, up to where a message begins (a block may hold the end
+    of the one before), or more if that is not enough; `marked` ranges stay, if that can be. Never reaches behind
+    `newest`, where the newest message begins: where that leaves less than `reserve`, all before it goes and the answer
+    has what room there is. Nothing if it fits as it is. Raises DoesNotFit: there is no room for a single token."""
+    head = _up(keep_first)
+    needed = length + reserve - window
+    if needed <= 0:
+        return []
+    limit = _down(min(newest, length - 1))
+    droppable = _without((head, limit), [(_down(a), _up(b)) for a, b in marked])
+    if sum(b - a for a, b in droppable) < needed:
+        droppable = _without((head, limit), [])  # marks are wishes, and so is the reserve
+        stays = length - max(0, limit - head)
+        if stays >= window:
+            raise DoesNotFit(f"{stays} tokens have to stay, the window holds {window}")
+        if not droppable:
+            return []
+        needed = min(needed, length - stays)
+    amount = max(needed, int(ratio * window))
+    end = _end_of(droppable, amount)
+    place = bisect_left(starts, end)
+    if place < len(starts) and _dropped(droppable, _down(starts[place])) >= needed:
+        end = max(end, _down(starts[place]))
+    return [(a, min(b, end)) for a, b in droppable if a < min(b, end)]
+
+
+def _down(tokens: int) -> int:
+    return tokens // BLOCK_TOKENS * BLOCK_TOKENS
+
+
+def _up(tokens: int) -> int:
+    return -(-tokens // BLOCK_TOKENS) * BLOCK_TOKENS
+
+
+def _without(whole: Range, holes: Sequence[Range]) -> list[Range]:
+    rest, start = [], whole[0]
+    for a, b in sorted(holes):
+        if start < min(a, whole[1]):
+            rest.append((start, min(a, whole[1])))
+        start = max(start, b)
+    if start < whole[1]:
+        rest.append((start, whole[1]))
+    return rest
+
+
+def subtract(ranges: Sequence[Range], holes: Sequence[Range]) -> list[Range]:
+    """What of the ranges lies in none of the holes."""
+    return [part for whole in ranges for part in _without(whole, holes)]
+
+
+def _end_of(ranges: Sequence[Range], amount: int) -> int:
+    """Where `amount` tokens of the ranges end, in whole blocks; the last one's end if there are not so many."""
+    end = ranges[0][0]
+    for a, b in ranges:
+        end = min(b, _up(a + amount))
+        amount -= end - a
+        if amount <= 0:
+            break
+    return end
+
+
+def _dropped(ranges: Sequence[Range], end: int) -> int:
+    return sum(max(0, min(b, end) - a) for a, b in ranges)
+
+
+def apply_cuts(tokens: list[int], cuts: Sequence[Range]) -> list[int]:
+    """The tokens outside the cuts; a new list."""
+    kept, start = [], 0
+    for a, b in cuts:
+        kept += tokens[start:a]
+        start = b
+    return kept + tokens[start:]
+
+
+def map_offset(offset: int, cuts: Sequence[Range]) -> int:
+    """Where a place of the uncut text is once the cuts are made; inside of one: where it was."""
+    return offset - sum(min(offset, b) - a for a, b in cuts if a < offset)
+
+
+def merge_cuts(cuts: Sequence[Range], more: Sequence[Range]) -> list[Range]:
+    """Cuts of the uncut text that have the effect of `cuts`, then of `more`, which counts in what `cuts` left."""
+    ranges = list(cuts)
+    for a, b in more:
+        ranges.append((_unmap(a, cuts, False), _unmap(b, cuts, True)))
+    merged: list[Range] = []
+    for a, b in sorted(ranges):
+        if merged and a <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(merged[-1][1], b))
+        else:
+            merged.append((a, b))
+    return merged
+
+
+def _unmap(offset: int, cuts: Sequence[Range], is_end: bool) -> int:
+    """The inverse of map_offset; an end at a cut stays in front of it."""
+    for a, b in cuts:
+        if offset > a or (offset == a and not is_end):
+            offset += b - a
+    return offset

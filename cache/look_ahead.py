@@ -1,0 +1,214 @@
+"""LookAhead: what the queue and the clock say about the next turns, as hints to the policies, fetches and writes."""
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from cache.blocks.keys import BLOCK_TOKENS, BlockKey
+from cache.blocks.table import SessionName
+from cache.policies.queue_line import common_ends
+from cache.rates import Rates
+from cache.requests.running import Requests
+from cache.sessions import SessionStore
+from cache.tiers.hierarchy import Hierarchy
+from cache.windows import prefetch_window
+
+_TRY_AGAIN_S = 0.05  # after which somebody who found no room is looked at again
+_LOOKED_UP = 4096  # tokens of contexts per step: well below a tenth of a millisecond, however many wait
+
+
+@dataclass(slots=True)
+class _Errand:
+    """A session that may come, and the blocks that were fetched for it so far."""
+
+    name: SessionName | None = None
+    brought: set[BlockKey] = field(default_factory=set)
+
+
+class LookAhead:
+    """Single-threaded, part of the CacheManager. What a step costs depends on what has changed in the queue."""
+
+    def __init__(
+        self, *, tiers: Hierarchy, sessions: SessionStore, running: Requests, rates: Rates, reuse: bool
+    ) -> None:
+        self._tiers, self._table, self._lower = tiers, tiers.table, tiers.lower
+        self._sessions = sessions
+        self._running = running
+        self._rates = rates
+        self._reuse = reuse
+        self._waiting: Sequence[str] = []
+        self._names: list[SessionName] = []  # the session of each of those who wait
+        self._session_of: dict[str, SessionName] = {}  # and by request
+        self._brought: dict[str, set[BlockKey]] = {}  # request -> blocks that were fetched for it while it waits
+        self._turns: Counter[SessionName] = Counter()  # session -> how many of them are its
+        self._told = False  # whether the policies know of all of them
+        self._unseen: set[str] = set()  # of those who wait: has not been looked at for what to fetch
+        self._seen: tuple[Sequence[str], int, int] = (), 0, 0  # who waits, from where to where: all have been looked at
+        self._next = 0  # whose turn it is to be looked at again
+        self._try_regulars_s = self._try_successor_s = -math.inf
+        self._regular, self._successor = _Errand(), _Errand()
+        self._look: BlockKey | None = None  # the last block that was fetched to see what a slow disk is like by now
+        self._changes = (-1, -1)  # of tiers and requests, when writes were planned last
+
+    def plan(self, waiting: Sequence[str], starting: int, now: float) -> None:
+        """Look ahead (AttentionStore §3.3): tell the policies what comes, fetch for it, write what is behind. The first
+        `starting` of those who wait have a place in the batch: they load for themselves, layer by layer. `waiting` is
+        kept: it must not change any more."""
+        if waiting is not self._waiting and waiting != self._waiting:
+            self._tell_policies(self._become(waiting), now)
+        if self._lower.disk_bytes and self._reuse and self._sessions.mean_bytes:
+            if waiting:
+                self._fetch_ahead(starting)
+            else:
+                if not self._running:
+                    self._fetch_for_regulars(now)
+                if self._tiers.succession.is_foretold:
+                    self._fetch_for_successor(now)
+        changes = (self._lower.changes, self._running.changes)
+        if changes != self._changes and self._lower.may_write(now):
+            self._changes = changes  # while a turn runs, all that waits to be written is its own as a rule
+            self._lower.plan_writes(
+                self._sessions.contexts, self._running.has_pages, self._running.changes, self._sessions.record, now
+            )
+        self._lower.extents.go_on(now)
+        if self._lower.must_record:
+            self._lower.record_sessions(self._sessions.contexts, self._running.has_pages, self._sessions.record)
+        self._lower.trim()
+
+    def _tell_policies(self, changed: set[SessionName], now: float) -> None:
+        """Of all who wait, not only of as many as the tiers can hold: whoever waits behind those will come for certain,
+        and has to stay before the sessions that may not come at all."""
+        told, self._told = self._told, bool(self._sessions.mean_bytes)
+        if not self._told:
+            return
+        repeats = len(self._turns) < len(self._names)
+        upcoming = list(dict.fromkeys(self._names)) if repeats else self._names[:]
+        for policy in self._tiers.policies:
+            policy.look_ahead(upcoming, changed if told else None)
+        self._tiers.returns.advance(now)
+
+    def _become(self, waiting: Sequence[str]) -> set[SessionName]:
+        """Returns the sessions that have come into the queue or left it."""
+        before, self._waiting = self._waiting, waiting
+        head, tail = common_ends(before, waiting)
+        left, entered = before[head : len(before) - tail], waiting[head : len(waiting) - tail]
+        known, gone = self._session_of, []
+        fresh = [request_id for request_id in entered if request_id not in known]
+        if len(entered) - len(fresh) < len(left):  # as a rule they have only changed places
+            still = set(entered)
+            gone = [request_id for request_id in left if request_id not in still]
+        known.update((request_id, self._running[request_id].session) for request_id in fresh)
+        self._names[head : len(before) - tail] = map(known.__getitem__, entered)
+        self._unseen.update(fresh)
+        self._unseen.difference_update(gone)
+        touched = {known[request_id] for request_id in (*fresh, *gone)}
+        were = {session for session in touched if session in self._turns}
+        self._turns.update(known[request_id] for request_id in fresh)
+        self._turns.subtract(known.pop(request_id) for request_id in gone)
+        for request_id in gone:
+            self._brought.pop(request_id, None)
+        for session in touched:
+            if not self._turns[session]:
+                del self._turns[session]
+        return {session for session in touched if (session in self._turns) != (session in were)}
+
+    def _fetch_ahead(self, starting: int) -> None:
+        """Disk -> DRAM for the next turns: for those who are new in the window first, then for the others in turn, who
+        may have found no room for all of theirs."""
+        window = prefetch_window(self._lower.room_bytes, self._sessions.mean_bytes)
+        end = min(
+            len(self._waiting), starting + window + 1
+        )  # of the last, what there is room for: it begins at its head
+        left = _LOOKED_UP
+        waiting, first, last = self._seen
+        if self._unseen and not (waiting is self._waiting and first <= starting and end <= last):
+            for request_id in self._waiting[starting:end]:
+                if request_id in self._unseen:
+                    left -= len(self._running[request_id].token_ids)
+                    if not self._fetch_for(request_id):
+                        return  # nor is there room for those behind it
+                    self._unseen.discard(request_id)
+                    if left <= 0:
+                        return
+            self._seen = self._waiting, starting, end
+        for _ in range(starting, end):
+            if left <= 0:
+                return
+            self._next = self._next + 1 if starting <= self._next < end - 1 else starting
+            request_id = self._waiting[self._next]
+            left -= len(self._running[request_id].token_ids)
+            if not self._fetch_for(request_id):
+                return
+
+    def _fetch_for_regulars(self, now: float) -> None:
+        """Disk -> DRAM while nobody is served, for who comes like clockwork and is due: one at a time, at the expense
+        of what is expected later. Beside a step it would take from the step what it is to save the next one. Who finds
+        no room is tried again: it may be made by the turn of one before it."""
+        if now < self._try_regulars_s or not self._lower.dram_slots:
+            return
+        regulars = self._tiers.regulars
+        name = regulars.due(now)
+        if name is None:
+            return
+        if self._run_errand(self._regular, name):
+            regulars.served()
+        else:
+            self._try_regulars_s = now + _TRY_AGAIN_S
+
+    def _fetch_for_successor(self, now: float) -> None:
+        """The same where sessions take turns, for whoever comes next. While others decode, too: somebody will wait for
+        the next first token, and a fetch takes part of one answer's time. Not beside a prompt, for whose first token
+        somebody waits already."""
+        succession = self._tiers.succession
+        name = succession.next()
+        if name is None or now < self._try_successor_s or not self._lower.dram_slots:
+            return
+        if any(len(context.token_ids) > context.computed + 1 for context in self._running.values()):
+            return
+        if self._running.of(name) or self._run_errand(self._successor, name):
+            succession.served()
+        else:
+            self._try_successor_s = now + _TRY_AGAIN_S
+
+    def _run_errand(self, errand: _Errand, name: SessionName) -> bool:
+        """Fetch what a session has on disk, as far as there is room. False: there was none for all of it, so far."""
+        if errand.name != name:
+            errand.name, errand.brought = name, set()
+        session = self._sessions.contexts.get(name)
+        done = self._bring([] if session is None else session.all_keys, name, errand.brought)
+        if done:
+            errand.name = None
+        return done
+
+    def _fetch_for(self, request_id: str) -> bool:
+        """False: there was no room for all of it."""
+        context = self._running[request_id]
+        if context.pages:
+            return True  # admitted ahead of its turn: what it needs is on its way to HBM
+        return self._bring(context.chain(), context.session, self._brought.setdefault(request_id, set()))
+
+    def _bring(self, keys: Sequence[BlockKey], name: SessionName, brought: set[BlockKey]) -> bool:
+        """Fetch what of these blocks is on disk alone, as far as there is room, and note it. False: there was none for
+        all of it, so far. If something that was fetched has had to leave again, DRAM is for others: without an end to
+        it the disk would be read for as long as somebody waits, or may come."""
+        lower = self._lower
+        missing = [
+            row
+            for row in self._table.matched(keys)
+            if row.page is None and row.slot is None and not lower.is_fetching(row.key)
+        ]
+        if not missing or any(row.key in brought for row in missing):
+            return True
+        size_bytes, direction = len(missing) * lower.slot_bytes, "disk_to_dram"
+        if not self._rates.is_worth_fetching(direction, size_bytes, len(missing) * BLOCK_TOKENS):
+            brought.update(row.key for row in missing)
+            if not self._rates.is_look_due(direction):
+                self._rates.passed_over(direction)
+            elif self._look is None or not lower.is_fetching(self._look):
+                self._look = missing[0].key
+                lower.fetch(missing[:1], name)
+            return True
+        has_room = lower.fetch(missing, name)
+        brought.update(row.key for row in missing if lower.is_fetching(row.key))
+        return has_room

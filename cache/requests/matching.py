@@ -1,0 +1,158 @@
+"""Matcher: which leading rows of a context are stored, in which tier, and how many of them are worth loading."""
+
+from collections.abc import Mapping
+
+from cache.blocks.context import RunningContext
+from cache.blocks.keys import BLOCK_TOKENS, BlockKey
+from cache.blocks.table import BlockRow, CacheTable, common_prefix
+from cache.rates import LoadOption, Rates, choose_load, first_token_s
+from cache.stats import Residency
+from cache.tiers.hbm import HbmPool, Match
+
+
+class Matcher:
+    """Changes nothing but a context's notes on why it misses."""
+
+    def __init__(
+        self, *, table: CacheTable, hbm: HbmPool, rates: Rates, reuse: bool, bytes_per_token: int, only_slots: bool
+    ) -> None:
+        """only_slots: a part of a block is used only if a slot has it, from which its rows can be saved once more; else
+        they would have to be un-rotated. At most 31 rows are computed again for that."""
+        self._table = table
+        self._hbm = hbm
+        self._rates = rates
+        self._reuse = reuse
+        self._bytes_per_token = bytes_per_token
+        self._only_slots = only_slots
+
+    def match(self, context: RunningContext) -> Match:
+        """The longest stored prefix; the last token is always left to compute, for its logits."""
+        limit = len(context.token_ids) - 1
+        if context.recompute_from is not None:
+            limit = min(limit, context.recompute_from)
+        if not self._reuse or limit <= 0:
+            return Match([], None, 0)
+        keys = context.chain()
+        rows = self._table.matched(keys[: limit // BLOCK_TOKENS])
+        rows = rows[: next((b for b, row in enumerate(rows) if not self._is_usable(row, b)), len(rows))]
+        done = len(rows) * BLOCK_TOKENS
+        tail = context.token_ids[done : done + BLOCK_TOKENS]
+        most = min(BLOCK_TOKENS, limit - done)
+        found = self._open_hint(context, tail, most) if len(rows) == context.open_place else None
+        joint = context.lineage.joint
+        # Between kept blocks there is nothing to begin with: what follows one in another context stands on more.
+        if joint is None or not context.lineage.plain < len(rows) < joint:
+            other = self._table.closest_child(context.lineage.parent(len(rows)), tail, context.session_id, most)
+            if other is not None and self._is_usable(other[0], len(rows)) and other[1] > (found[1] if found else 0):
+                found = other
+        if found is not None and self._only_slots and found[0].slot is None:
+            found = None
+        return Match(rows, *(found or (None, 0)))
+
+    def _open_hint(self, context: RunningContext, tail: list[int], most: int) -> tuple[BlockRow, int] | None:
+        row = self._table.get(context.open_hint) if context.open_hint is not None else None
+        if row is None or not self._is_usable(row, context.open_place):
+            return None
+        shared = common_prefix(row.token_ids, tail, most)
+        return (row, shared) if shared else None
+
+    def _is_usable(self, row: BlockRow, block: int) -> bool:
+        # What is saved is found out without a call: this is asked of every block of whoever may come next.
+        return row.slot is not None or row.extent is not None or self._is_at_hand(row, block)
+
+    def _is_at_hand(self, row: BlockRow, block: int) -> bool:
+        """Whether nothing has to be loaded for the `block`th block of a context."""
+        return row.page is not None and (self._hbm.is_ready(row, block) or self._hbm.can_move(row))
+
+    def choose(self, context: RunningContext, match: Match) -> Match:
+        """As much of a match as is worth loading (DESIGN "Load, recompute or mix"). All of it behind a cut, whatever
+        that takes: what was computed in a longer context cannot be computed again, only replaced by another text's."""
+        used, lineage = match.used, context.lineage
+        ready = next((b for b, (row, _) in enumerate(used) if not self._hbm.is_ready(row, b)), len(used))
+        if ready == len(used) or (lineage.joint is not None and len(used) > lineage.plain):
+            return match
+        options = [
+            LoadOption(0 if self._is_at_hand(row, block) else row.size_bytes, self._source(row), tokens)
+            for block, (row, tokens) in enumerate(used[ready:], ready)
+        ]
+        if context.skips_disk:
+            far = (n for n, option in enumerate(options) if option.size_bytes and option.source == "disk_to_hbm")
+            match = match.first(ready + next(far, len(options)))
+            options = options[: len(match.used) - ready]
+            if not options:
+                return match
+        count = choose_load(options, self._rates, len(context.token_ids) - match.num_tokens)
+        if count < len(options):
+            context.miss_reason = "cheaper_to_recompute"
+        return match.first(ready + count)
+
+    @staticmethod
+    def _source(row: BlockRow) -> str:
+        """The direction from which a block that HBM lacks would come."""
+        return "dram_to_hbm" if row.slot is not None or row.extent is None else "disk_to_hbm"
+
+    def note_passed_over(self, found: Match, chosen: Match) -> None:
+        """What a request was admitted with is less than what is stored: its next block will be computed."""
+        if len(chosen.used) < len(found.used):
+            self._rates.passed_over(self._source(found.used[len(chosen.used)][0]))
+
+    def tokens_by_tier(self, match: Match) -> dict[str, int]:
+        """tier -> tokens of a match that would come from it."""
+        return self._counted(match, {})
+
+    def sources(self, context: RunningContext, match: Match) -> dict[str, int]:
+        """tier -> tokens of a match that come from it, or came while this very request waited for them."""
+        return self._counted(match, context.brought)
+
+    def _counted(self, match: Match, brought: Mapping[BlockKey, str]) -> dict[str, int]:
+        tokens: dict[str, int] = {}
+        for block, (row, used) in enumerate(match.used):
+            tier = self._tier(row, block)
+            if tier == "hbm":
+                tier = brought.get(row.key, tier)
+            tokens[tier] = tokens.get(tier, 0) + used
+        return tokens
+
+    def _tier(self, row: BlockRow, block: int) -> str:
+        """Where the `block`th block of a context would be taken from."""
+        if self._is_at_hand(row, block):
+            return "hbm"
+        return "dram" if row.slot is not None else "disk"
+
+    def own_tokens(self, context: RunningContext, match: Match) -> int:
+        """Tokens of a match that only the context's session has."""
+        alone = (context.session,)
+        return sum(used for row, used in match.used if row.owners == alone)
+
+    def residency(self, context: RunningContext) -> Residency:
+        """Where the KV of a context without pages is, and what has to move or be computed."""
+        match = self.choose(context, self.match(context))
+        tokens = self.tokens_by_tier(match)
+        hbm = tokens.pop("hbm", 0)
+        load_s = sum(
+            self._rates.load_s(f"{tier}_to_hbm", count * self._bytes_per_token) for tier, count in tokens.items()
+        )
+        missing = len(context.token_ids) - match.num_tokens
+        return self._residency(hbm, tokens, missing, self.own_tokens(context, match), load_s, False)
+
+    def on_the_way(self, context: RunningContext, to_come: dict[str, int], load_s: float) -> Residency:
+        """The same of one that has its pages. to_come: tier -> tokens of its load, while that is under way; load_s:
+        what is left of it."""
+        hbm = context.computed - sum(to_come.values())
+        missing = len(context.token_ids) - context.computed
+        return self._residency(hbm, to_come, missing, context.own_tokens, load_s, bool(to_come))
+
+    def _residency(
+        self, hbm: int, lower: dict[str, int], missing: int, own: int, load_s: float, is_loading: bool
+    ) -> Residency:
+        compute_s = self._rates.compute_s(missing)
+        return Residency(
+            hbm_tokens=hbm,
+            lower_tokens=lower,
+            bytes_to_load=sum(lower.values()) * self._bytes_per_token,
+            missing_tokens=missing,
+            own_tokens=own,
+            load_s=load_s,
+            exposed_s=first_token_s(load_s, compute_s, self._rates.num_layers) - compute_s if load_s else 0.0,
+            is_loading=is_loading,
+        )

@@ -1,0 +1,234 @@
+"""ContextOpener: what a request's context begins as. Pure token arithmetic over what its session had, what its client
+dropped and what the window holds (AttentionStore §3.4)."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from cache.blocks.context import Lineage, RunningContext, SessionContext, digest_of
+from cache.blocks.keys import BLOCK_TOKENS, BlockKey, KeyDomain
+from cache.blocks.table import CacheTable, SessionName
+from cache.blocks.truncate import CutRules, DoesNotFit, Range, apply_cuts, map_offset, merge_cuts, plan_cut, subtract
+from cache.stats import CacheStats
+
+DomainOf = Callable[[str, str], KeyDomain]
+"""(tenant, cache salt) -> the domain of its keys."""
+
+_MIN_SHIFTED_BLOCKS = 4  # below that a client's own truncation is not worth the echo of what it dropped
+
+
+@dataclass(frozen=True, slots=True)
+class Truncation:
+    """The server's side of truncation (AttentionStore §3.4)."""
+
+    window: int  # tokens a context may have
+    ratio: float  # of the window, dropped at an overflow
+    mode: str  # decoupled | recompute | naive
+
+
+@dataclass(frozen=True, slots=True)
+class ClientCut:
+    """What a client has dropped itself (DESIGN "Client-side truncation"): of `stream`, the conversation with nothing
+    dropped, it sent the first `keep` tokens and those from `resume` on."""
+
+    stream: list[int]
+    keep: int
+    resume: int
+
+
+class ContextOpener:
+    """Opens contexts, and cuts those that have outgrown the window. Never one that stands on pages."""
+
+    def __init__(
+        self,
+        *,
+        table: CacheTable,
+        sessions: Mapping[SessionName, SessionContext],
+        truncation: Truncation,
+        domain_of: DomainOf,
+        stats: CacheStats,
+    ) -> None:
+        self._table = table
+        self._sessions = sessions
+        self._truncation = truncation
+        self._domain_of = domain_of
+        self._stats = stats
+
+    def open(
+        self,
+        request_id: str,
+        name: SessionName,
+        stream: list[int],
+        rules: CutRules,
+        reserve: int,
+        client_cut: ClientCut | None,
+    ) -> RunningContext:
+        """The context of the conversation `stream`, cut so that it and `reserve` tokens fit. Raises DoesNotFit."""
+        context = None
+        if client_cut is not None and self._truncation.mode != "recompute":
+            context = self._shifted(request_id, name, client_cut, rules)
+        if context is None:
+            known = self._known_cuts(name, stream) if rules.allowed else []
+            own = self._own_cuts(name, known)
+            if own != known and _length(stream, own) + reserve <= self._truncation.window:
+                known = own  # the client has sent again what it had dropped, and there is room for it
+            context = self._begin(request_id, name, stream, rules, known)
+        rules = context.rules
+        if rules.allowed:
+            starts = rules.message_starts
+            self._cut(context, reserve, newest=starts[-1] if starts else len(context.stream) - 1)
+        elif len(context.token_ids) >= self._truncation.window:
+            raise DoesNotFit(f"{len(context.token_ids)} tokens, the window holds {self._truncation.window}")
+        return context
+
+    def shorten(self, context: RunningContext) -> int:
+        """A context has filled the window: drop history in the middle of its generation. Returns the tokens dropped.
+        Raises DoesNotFit."""
+        before = len(context.token_ids)
+        context.stream = context.conversation
+        length = len(context.stream)
+        # An answer longer than the window loses its own beginning, but never its last quarter window.
+        newest = max(context.rules.message_starts[-1] if context.rules.message_starts else 0,
+                     length - self._truncation.window // 4)  # fmt: skip
+        self._cut(context, max(1, self._truncation.window // 8), newest)
+        context.reached = len(context.token_ids) - 1
+        return before - len(context.token_ids)
+
+    def _known_cuts(self, name: SessionName, stream: list[int]) -> list[Range]:
+        """What the session had cut of this conversation before."""
+        session = self._sessions.get(name)
+        if session is None or not session.cuts:
+            return []
+        end = session.cuts[-1][1]
+        return session.cuts if len(stream) > end and digest_of(stream[:end]) == session.cut_digest else []
+
+    def _own_cuts(self, name: SessionName, known: list[Range]) -> list[Range]:
+        """Of the known cuts, those that the client has not made itself."""
+        return self._sessions[name].own_cuts if known else known
+
+    def _begin(
+        self, request_id: str, name: SessionName, stream: list[int], rules: CutRules, cuts: list[Range]
+    ) -> RunningContext:
+        """The context of a conversation. cuts: what stays cut of what its session had cut before."""
+        session = self._sessions.get(name)
+        before = session.cuts if session is not None else []
+        sent_keys: list[BlockKey] = []
+        if session is not None and cuts:
+            sent_keys = session.cut_conversation[: before[-1][1] // BLOCK_TOKENS]  # as the digest says
+        tokens = apply_cuts(stream, cuts)
+        lineage, known, open_hint = Lineage(self._domain_of(name[0], name[1])), 0, None
+        if session is not None and (cuts or not before) and self._truncation.mode != "recompute":
+            known = self._still_known(session, tokens)
+            lineage = session.lineage.first(known)
+            if known == len(session.keys):
+                open_hint = session.open_key
+        elif session is not None and self._truncation.mode != "recompute":
+            # What the session has stands behind cuts that do not count any more; what was computed before them is left.
+            keys = lineage.extend(tokens)
+            known = next((place for place, key in enumerate(keys) if key not in self._table), len(keys))
+            lineage = lineage.first(known)
+        return RunningContext(
+            request_id=request_id,
+            session=name,
+            token_ids=tokens,
+            prompt_tokens=len(tokens),
+            lineage=lineage,
+            rules=rules,
+            stream=stream,
+            cuts=list(cuts),
+            client_cuts=list(session.client_cuts) if session is not None and cuts == before else [],
+            sent_keys=sent_keys,
+            open_hint=open_hint,
+            open_place=known,
+            moved_behind=cuts != before,
+            lost_lineage=bool(session and cuts and cuts == before and known < (session.lineage.joint or 0)),
+        )
+
+    def _shifted(self, request_id: str, name: SessionName, cut: ClientCut, rules: CutRules) -> RunningContext | None:
+        """The client dropped messages itself: stand the request on the blocks it kept, a block's worth more than it
+        sent where messages end inside of blocks. None if that spares too little."""
+        moved = cut.resume - cut.keep
+
+        def in_stream(offset: int) -> int:
+            return offset if offset < cut.keep else offset + moved
+
+        rules = CutRules(
+            allowed=rules.allowed,
+            keep_first=rules.keep_first,
+            message_starts=tuple(in_stream(start) for start in rules.message_starts),
+            important=tuple((in_stream(a), in_stream(b - 1) + 1) for a, b in rules.important),
+        )
+        known = self._known_cuts(name, cut.stream)
+        own = self._own_cuts(name, known)
+        if any(a < cut.resume < b for a, b in subtract(known, own)):
+            known = own  # it goes on with more than it did before
+        context = self._begin(request_id, name, cut.stream, rules, known)
+        first = -(-map_offset(cut.keep, context.cuts) // BLOCK_TOKENS) * BLOCK_TOKENS
+        last = map_offset(cut.resume, context.cuts) // BLOCK_TOKENS * BLOCK_TOKENS
+        spared = len(context.keys) * BLOCK_TOKENS - last
+        inside = any(a < cut.resume < b for a, b in context.cuts)  # it kept what is not there any more
+        if inside or spared < _MIN_SHIFTED_BLOCKS * BLOCK_TOKENS:
+            return None
+        if first < last:
+            own = subtract(context.cuts, context.client_cuts)
+            self._drop(context, [(first, last)])
+            context.client_cuts = subtract(context.cuts, own)
+        context.shifted_tokens = len(context.keys) * BLOCK_TOKENS - min(first, last)
+        return context
+
+    def _still_known(self, session: SessionContext, tokens: list[int]) -> int:
+        """How many leading blocks of a session's last context these tokens still begin with, as far as the blocks are
+        stored: their tokens are known only then."""
+        count = 0
+        for count, key in enumerate(session.keys):
+            start = count * BLOCK_TOKENS
+            row = self._table.get(key)
+            if row is None or row.token_ids.tolist() != tokens[start : start + BLOCK_TOKENS]:
+                return count
+        return len(session.keys)
+
+    def _cut(self, context: RunningContext, reserve: int, newest: int) -> bool:
+        """Drop what does not fit, in place. `newest` counts in the stream, as all of the rules do."""
+        rules, tokens = context.rules, context.token_ids
+        if len(tokens) + reserve <= self._truncation.window:
+            return False  # hundreds of messages would be placed among the cuts for nothing
+        outside = [start for start in rules.message_starts if not any(a <= start < b for a, b in context.cuts)]
+        more = plan_cut(
+            len(tokens),
+            window=self._truncation.window,
+            ratio=self._truncation.ratio,
+            reserve=reserve,
+            keep_first=map_offset(rules.keep_first, context.cuts),
+            newest=map_offset(newest, context.cuts),
+            starts=[map_offset(start, context.cuts) for start in outside],
+            marked=[(map_offset(a, context.cuts), map_offset(b, context.cuts)) for a, b in rules.important],
+        )
+        if not more:
+            return False
+        self._stats.truncated_tokens += sum(b - a for a, b in more)
+        self._drop(context, more)
+        return True
+
+    def _drop(self, context: RunningContext, cuts: list[Range]) -> None:
+        """Take ranges of whole blocks out of a context that stands on no pages."""
+        context.cuts, context.cut_now = merge_cuts(context.cuts, cuts), True
+        if self._truncation.mode == "recompute":
+            context.lineage, context.open_hint = Lineage(context.domain), None
+            context.moved_behind = True
+        else:
+            self._cut_lineage(context, cuts)
+        context.token_ids[:] = apply_cuts(context.token_ids, cuts)
+        context.prompt_tokens = len(context.token_ids)
+
+    def _cut_lineage(self, context: RunningContext, cuts: Sequence[Range]) -> None:
+        # Keys behind that are of tokens whose KV nobody has computed; they would be taken for blocks that were kept.
+        before = context.lineage.first(context.open_place)
+        end = context.open_place * BLOCK_TOKENS
+        if any(a <= end < b for a, b in cuts):
+            context.open_hint = None
+        context.open_place = map_offset(end, cuts) // BLOCK_TOKENS
+        moved = context.open_hint is not None and cuts[0][0] < end
+        context.lineage = before.without(cuts, context.open_hint if moved else None)
+
+
+def _length(stream: Sequence[int], cuts: Sequence[Range]) -> int:
+    return len(stream) - sum(b - a for a, b in cuts)

@@ -1,0 +1,70 @@
+"""Admission: a waiting context gets its pages, and stands on what is stored of it."""
+
+from cache.blocks.context import RunningContext
+from cache.blocks.keys import BLOCK_TOKENS
+from cache.moves import Move
+from cache.requests.loading import Loads
+from cache.requests.matching import Matcher
+from cache.requests.siblings import Siblings
+from cache.tiers.hbm import keys_of
+from cache.tiers.hierarchy import Hierarchy
+
+
+class Admission:
+    """Single-threaded, part of the CacheManager."""
+
+    def __init__(self, *, tiers: Hierarchy, matcher: Matcher, siblings: Siblings, loads: Loads, reuse: bool) -> None:
+        self.copies: list[Move] = []  # ordered inside HBM, to be carried out before the next step
+        self._tiers = tiers
+        self._table, self._pages, self._hbm = tiers.table, tiers.pages, tiers.hbm
+        self._matcher = matcher
+        self._siblings = siblings
+        self._loads = loads
+        self._reuse = reuse
+
+    def admit(self, context: RunningContext, num_tokens: int) -> int | None:
+        """Room for what is stored of a context and `num_tokens` more. Returns the tokens that need no computing; None
+        changes nothing. Shared page by page where whole pages match; the rest is copied, loaded, or taken over in place
+        if nobody else can see it."""
+        assert not context.pages, "admitted twice"
+        found = self._matcher.match(context)
+        chosen = match = self._matcher.choose(context, found)
+        pages_needed = self._hbm.num_pages(match.num_tokens + num_tokens)
+        placement = self._hbm.place(context, match, pages_needed)
+        if placement is None and self._pages.num_pinned == 0:
+            # What is copied needs its room twice until the copy is made, and nobody's end will bring more: compute it.
+            match = self._hbm.usable_in_place(match)
+            placement = self._hbm.place(context, match, pages_needed)
+        if placement is None:
+            return None
+        self._matcher.note_passed_over(found, chosen)
+        context.sources, context.own_tokens = (
+            self._matcher.sources(context, match),
+            self._matcher.own_tokens(context, match),
+        )
+        context.published = placement.moved
+        self.copies += placement.copies
+        if placement.taken_over is not None:
+            taken = self._table.get(placement.taken_over)
+            assert taken is not None
+            self._hbm.leave(taken)
+            if taken.is_nowhere:
+                self._table.drop(taken.key)
+        rows = [row for row, _ in match.used]
+        for key in keys_of(rows, self._table):
+            self._tiers.touch(key)
+        if not context.lineage.is_held_by(len(match.rows), match.partial is not None):
+            context.lineage = context.lineage.anew(len(match.rows))
+            context.lost_lineage = True
+        context.trusted = True
+        context.computed = match.num_tokens
+        context.sealed = len(match.rows)
+        context.open_hint = match.partial.key if match.partial is not None else None
+        context.open_place = len(match.rows)
+        if self._reuse:
+            prompt_blocks = context.prompt_tokens // BLOCK_TOKENS
+            for key in context.chain()[len(match.rows) : prompt_blocks]:
+                self._siblings.claim(key, context.request_id)
+        if placement.loads:
+            self._loads.start(context, placement.loads)
+        return match.num_tokens

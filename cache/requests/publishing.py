@@ -1,0 +1,96 @@
+"""Publisher: what a running context has computed becomes findable, while it runs and when it gives its pages back."""
+
+from cache.blocks.context import RunningContext
+from cache.blocks.keys import BLOCK_TOKENS, BlockKey
+from cache.blocks.table import BlockRow
+from cache.requests.loading import Loads
+from cache.requests.saving import Saver
+from cache.requests.siblings import Siblings
+from cache.tiers.hierarchy import Hierarchy
+
+
+class Publisher:
+    """Single-threaded, part of the CacheManager."""
+
+    def __init__(
+        self, *, tiers: Hierarchy, siblings: Siblings, saver: Saver, loads: Loads, page_size: int, reuse: bool
+    ) -> None:
+        self._tiers = tiers
+        self._table, self._pages, self._hbm = tiers.table, tiers.pages, tiers.hbm
+        self._siblings = siblings
+        self._saver = saver
+        self._loads = loads
+        self._page_size = page_size
+        self._reuse = reuse
+
+    def commit(self, context: RunningContext, num_tokens: int) -> None:
+        """A step wrote the next `num_tokens` rows; blocks that are full now become findable."""
+        context.computed += num_tokens
+        if not self._reuse or (context.computed < (context.sealed + 1) * BLOCK_TOKENS and not context.published):
+            return  # as after nearly every row that is decoded
+        for block, (key, page) in context.published.items():
+            self._hbm.settle(key, page, block * BLOCK_TOKENS % self._page_size, block * BLOCK_TOKENS, hop=True)
+        context.published = {}
+        full = context.computed // BLOCK_TOKENS
+        keys = context.chain()
+        for block in range(context.sealed, full):
+            key = keys[block]
+            self._siblings.settle(key, context.request_id)
+            self._publish_full(context, block)
+        context.sealed = full
+
+    def _publish_full(self, context: RunningContext, block: int) -> None:
+        """Make a full block findable, and seal the slot it was saved to."""
+        first = block * BLOCK_TOKENS
+        key = context.keys[block]
+        row = self._hbm.row(context, block, key, context.token_ids[first : first + BLOCK_TOKENS], session_id=None)
+        if context.trusted:
+            self._publish(context, row)
+        self._saver.seal(context, block, row if context.trusted else None, BLOCK_TOKENS)
+
+    def _publish(self, context: RunningContext, row: BlockRow) -> None:
+        context.owned[row.key] = None
+        self._hbm.publish(row)
+
+    def release(self, context: RunningContext) -> BlockKey | None:
+        """Unpin a context's pages, keep its blocks findable, the open one too, and touch them from tail to head.
+        Returns the open block's key."""
+        open_key = None
+        loading = self._loads.leave(context)
+        if self._reuse:
+            self._siblings.give_up(context)
+        if self._reuse and not loading:
+            full, rows = divmod(context.computed, BLOCK_TOKENS)
+            tokens = context.token_ids[full * BLOCK_TOKENS : context.computed]
+            if rows and full == context.sealed:
+                open_key = context.domain.open_block(context.lineage.parent(full), tokens, context.session_id)
+                row = self._hbm.row(context, full, open_key, tokens, context.session_id)
+                if context.trusted:
+                    self._publish(context, row)
+                self._saver.seal(context, full, row if context.trusted else None, rows)
+            for block in reversed(range(full)):
+                known = self._table.get(context.keys[block])
+                here = known is not None and block * BLOCK_TOKENS == self._hbm.position_of(known, block)
+                if known is None or (known.page is None and here):
+                    # The page that had the name has left meanwhile. Without a link the chain behind it is lost.
+                    self._publish_full(context, block)
+                if context.keys[block] in self._table:
+                    self._tiers.touch(context.keys[block])
+            for block in range(full):
+                self._saver.save_late(context, block)  # from the head on: what is saved should be a prefix
+        self._saver.abandon(context)
+        context.published, context.job = {}, None
+        for page in context.pages:
+            self._pages.unpin(page)
+        return open_key
+
+    def void(self, context: RunningContext) -> None:
+        """Give a request's room back and publish nothing of it: its load has failed, or takes too long."""
+        context.computed = context.sealed * BLOCK_TOKENS
+        self._siblings.give_up(context)
+        self._loads.outlive(context)
+        self._saver.abandon(context)
+        for page in context.pages:
+            self._pages.unpin(page)
+        context.published, context.job = {}, None
+        context.pages, context.computed, context.sealed = [], 0, 0

@@ -1,0 +1,97 @@
+"""Why the tokens of a prompt were cached, or were not."""
+
+from cache.blocks.context import ExpiredContext, RunningContext, SessionContext
+from cache.blocks.keys import BLOCK_TOKENS
+from cache.blocks.table import CacheTable, common_prefix
+from cache.blocks.truncate import map_offset
+from cache.stats import PromptReport
+
+
+def report_prompt(
+    context: RunningContext,
+    session: SessionContext | None,
+    table: CacheTable,
+    *,
+    reuse: bool,
+    expired: ExpiredContext | None = None,
+) -> PromptReport:
+    """Explains the prompt of a request that was just admitted for the first time. session: as its last turn left it;
+    expired: as it was when its time to live was over."""
+    prompt = context.prompt_tokens
+    tiers = {tier: min(count, prompt) for tier, count in context.sources.items()} if reuse else {}
+    cached = sum(tiers.values())
+    shared, seen = _shared_history(context, session, table)
+    shared, seen = (min(map_offset(end, context.cuts), prompt) for end in (shared, seen))
+    had = 0
+    if reuse and session is None and expired is not None and _goes_on(context, expired):
+        had = min(map_offset(expired.num_tokens, context.cuts), prompt)
+    history = max(shared, cached, had)
+    reasons: dict[str, int] = {}
+    if reuse and cached == prompt - 1 and (history == prompt or _holds_last(context, table)):
+        history = prompt
+        reasons["last_token"] = 1
+    if lost := history - cached - reasons.get("last_token", 0):
+        reasons["expired" if had == history else _why_lost(context, reuse, lost)] = lost
+    diverged = max(0, seen - history)
+    if diverged:
+        reasons["diverged"] = diverged
+    if new := prompt - history - diverged:
+        reasons["new"] = new
+    return PromptReport(
+        prompt_tokens=prompt,
+        history_tokens=history,
+        hbm_tokens=tiers.get("hbm", 0),
+        dram_tokens=tiers.get("dram", 0),
+        disk_tokens=tiers.get("disk", 0),
+        miss_reasons=reasons,
+        truncated_tokens=sum(b - a for a, b in context.cuts),
+        shifted_tokens=min(context.shifted_tokens, cached),
+    )
+
+
+def _why_lost(context: RunningContext, reuse: bool, lost: int) -> str:
+    if not reuse:
+        return "disabled"
+    if context.miss_reason is not None:
+        return context.miss_reason
+    if context.cuts and (context.moved_behind or (context.cut_now and lost < BLOCK_TOKENS)):
+        return "truncated"
+    return "lineage_reset" if context.lost_lineage else "evicted"
+
+
+def _goes_on(context: RunningContext, expired: ExpiredContext) -> bool:
+    keys = context.conversation_keys()
+    return len(keys) >= expired.num_blocks and keys[expired.num_blocks - 1] == expired.last_key
+
+
+def _holds_last(context: RunningContext, table: CacheTable) -> bool:
+    """Whether the last token of a prompt of which all else was found is stored, by whomever."""
+    if context.cuts:
+        return False
+    block = (context.prompt_tokens - 1) // BLOCK_TOKENS
+    tokens = context.token_ids[block * BLOCK_TOKENS : context.prompt_tokens]
+    found = table.closest_child(context.lineage.parent(block), tokens, context.session_id, len(tokens))
+    return found is not None and found[1] == len(tokens)
+
+
+def _shared_history(context: RunningContext, session: SessionContext | None, table: CacheTable) -> tuple[int, int]:
+    """(tokens of the conversation that the session's began with when its last turn ended, tokens of that), nothing cut.
+    Where they part in the middle of a full block, its tokens count only while it is stored: the session knows its key
+    alone."""
+    known = [] if session is None else session.conversation_keys
+    if session is None or (session.cuts and not known):  # saved before its conversation was written down
+        return 0, 0
+    shared = 0
+    for before, key in zip(known, context.conversation_keys(), strict=False):
+        if before != key:
+            break
+        shared += BLOCK_TOKENS
+    rest = context.stream[shared : shared + BLOCK_TOKENS]
+    seen = session.num_tokens + session.truncated_tokens
+    if shared == len(known) * BLOCK_TOKENS:
+        shared += common_prefix(session.open_tokens, rest, BLOCK_TOKENS)
+    elif not any(a <= shared < b for a, b in session.cuts):
+        row = table.get(session.keys[map_offset(shared, session.cuts) // BLOCK_TOKENS])
+        if row is not None:
+            shared += common_prefix(row.token_ids, rest, BLOCK_TOKENS)
+    return shared, seen

@@ -1,0 +1,56 @@
+"""Siblings: one computation or load of a block, many requests that wait for it."""
+
+from cache.blocks.context import RunningContext
+from cache.blocks.keys import BlockKey
+from cache.tiers.hierarchy import Hierarchy
+
+
+class Siblings:
+    """Single-threaded, part of the CacheManager."""
+
+    def __init__(self, *, tiers: Hierarchy) -> None:
+        self.coming: dict[BlockKey, str] = {}  # blocks being computed or loaded -> the request that does it
+        self._table, self._hbm, self._lower = tiers.table, tiers.hbm, tiers.lower
+
+    def claim(self, key: BlockKey, request_id: str) -> None:
+        """A request is about to compute or load a block, unless another does."""
+        self.coming.setdefault(key, request_id)
+
+    def settle(self, key: BlockKey, request_id: str) -> None:
+        """The block is there, or this request will not bring it."""
+        if self.coming.get(key) == request_id:
+            del self.coming[key]
+
+    def give_up(self, context: RunningContext) -> None:
+        """A request brings no block any more."""
+        for key in context.chain():
+            self.settle(key, context.request_id)
+
+    def waits(self, context: RunningContext) -> bool:
+        """Whether the next block a request needs is on its way, by another's hand or by a fetch."""
+        if context.awaited is not None and self._is_coming(context.awaited, context):
+            return True  # a prompt may have many waiters, asked in every step: none walks it again for nothing
+        context.awaited = None
+        coming, lower, row_of = self.coming, self._lower, self._table.get
+        for block, key in enumerate(context.chain()):
+            row = row_of(key)
+            # Asked of every block of those next in line, in every step; with few of them anything happens.
+            if (
+                (key in coming or lower.is_moving(key))
+                and self._is_coming(key, context)
+                and (row is None or not self._hbm.is_ready(row, block))
+            ):
+                context.awaited = key
+                return True
+            if row is None:
+                return False
+        return False
+
+    def _is_coming(self, key: BlockKey, context: RunningContext) -> bool:
+        if self.coming.get(key, context.request_id) != context.request_id:
+            return True
+        if self._lower.is_fetching(key):
+            return not context.skips_disk
+        row = self._table.get(key)
+        # Moving keys that are being saved would cost them a rounding, or a computation; the save ends in milliseconds.
+        return row is not None and not row.is_saved and self._lower.is_saving(key) and row.page is None

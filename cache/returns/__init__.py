@@ -1,0 +1,1 @@
+"""When sessions come back: what is learned of it, and what follows for eviction."""

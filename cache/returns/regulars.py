@@ -1,0 +1,69 @@
+"""Who comes like clockwork, and so when their next turn is due: programs that poll, schedules, rotations."""
+
+from dataclasses import dataclass
+from heapq import heappop, heappush
+from itertools import count
+from typing import NamedTuple
+
+from cache.blocks.table import SessionName
+
+_SHORTEST_GAP_S = 0.05  # what comes sooner is a parallel branch of the same turn, not a return
+_OFF = 0.25  # of a gap: the next one may be so much shorter or longer and still is like it
+
+
+@dataclass(slots=True)
+class _Past:
+    used_s: float
+    gap_s: float | None = None  # the newest
+
+
+class _Coming(NamedTuple):
+    """A return that is foretold."""
+
+    due_s: float
+    number: int  # unique
+    name: SessionName
+    used_s: float  # by it, before
+    until_s: float
+
+
+class Regulars:
+    """Single-threaded, pure. A session whose two newest gaps are alike is due when most of a third has passed. Memory:
+    a few numbers per session that is known, and per return that is foretold until it is due."""
+
+    def __init__(self) -> None:
+        self._pasts: dict[SessionName, _Past] = {}
+        self._coming: list[_Coming] = []  # a heap
+        self._numbers = count()
+
+    def used(self, name: SessionName, now: float) -> None:
+        """A turn of the session arrived."""
+        past = self._pasts.get(name)
+        if past is None:
+            self._pasts[name] = _Past(now)
+            return
+        gap_s = now - past.used_s
+        if gap_s < _SHORTEST_GAP_S:
+            return
+        is_regular = past.gap_s is not None and abs(gap_s - past.gap_s) <= _OFF * past.gap_s
+        past.used_s, past.gap_s = now, gap_s
+        if is_regular:
+            due_s, until_s = now + (1 - _OFF) * gap_s, now + (1 + _OFF) * gap_s
+            heappush(self._coming, _Coming(due_s, next(self._numbers), name, now, until_s))
+
+    def forget(self, name: SessionName) -> None:
+        self._pasts.pop(name, None)
+
+    def due(self, now: float) -> SessionName | None:
+        """Who is due first of those whose next turn may come any moment and who were not `served`; None: nobody."""
+        while self._coming and self._coming[0].due_s <= now:
+            coming = self._coming[0]
+            past = self._pasts.get(coming.name)
+            if past is not None and past.used_s == coming.used_s and now <= coming.until_s:
+                return coming.name
+            heappop(self._coming)
+        return None
+
+    def served(self) -> None:
+        """Whoever `due` has just named is not to be named again before its next turn."""
+        heappop(self._coming)

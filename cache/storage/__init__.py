@@ -1,0 +1,1 @@
+"""The bytes: memory, files and the threads that read and write them."""

@@ -1,0 +1,155 @@
+"""Which files of the disk tier's directory are whose."""
+
+import contextlib
+import os
+import re
+import shutil
+import stat
+import threading
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from cache.storage.errors import BlockMissing
+from cache.storage.extent_file import ParsedExtent, read_header, remove_extent
+from cache.storage.extent_format import MAX_EXTENT_ID, ExtentHeader
+from cache.storage.io_threads import Beat
+
+MAX_CACHED_HEADER_BYTES = 32 << 20
+_FINGERPRINT = re.compile(r"(?:[0-9a-f]{2})+")
+_SHARD = re.compile(r"[0-9a-f]{2}")
+_RECORD = re.compile(r"([0-9a-f]{16})\.(kv|tmp)")
+
+
+@dataclass(frozen=True, slots=True)
+class Foreign:
+    """A record of another fingerprint, or one of ours that cannot be read or believed."""
+
+    extent_id: int
+    path: Path
+    size_bytes: int
+
+
+def scan(root: Path, own: Path, beat: Beat) -> tuple[dict[int, int], list[Foreign]]:
+    """The sizes of our records by id, and the others' records. Temporary files are deleted: nobody writes now. What
+    has a name that is none of ours is left alone. Raises OSError."""
+    ours: dict[int, int] = {}
+    foreign: list[Foreign] = []
+    for directory in _directories(root, _FINGERPRINT):
+        for shard in _directories(directory, _SHARD):
+            beat()
+            with os.scandir(shard) as entries:
+                for entry in entries:
+                    found = _RECORD.fullmatch(entry.name)
+                    if found is None or entry.is_dir(follow_symlinks=False):
+                        continue
+                    extent_id, path = int(found[1], 16), Path(entry.path)
+                    if found[2] == "tmp" or extent_id > MAX_EXTENT_ID or found[1][-2:] != shard.name:
+                        path.unlink()
+                    elif directory == own:
+                        ours[extent_id] = entry.stat(follow_symlinks=False).st_size
+                    else:
+                        foreign.append(Foreign(extent_id, path, entry.stat(follow_symlinks=False).st_size))
+    return ours, foreign
+
+
+def stored_bytes(directory: Path) -> int:
+    """What the records in a disk tier's directory take, whosoever they are; 0 where there is none. Raises OSError."""
+    root = directory / "kv"
+    models = _directories(root, _FINGERPRINT) if root.is_dir() else ()
+    shards = (shard for model in models for shard in _directories(model, _SHARD))
+    return sum(path.stat().st_size for shard in shards for path in shard.iterdir() if _RECORD.fullmatch(path.name))
+
+
+def stored_models(directory: Path, key: bytes) -> dict[bytes, tuple[int, ...]]:
+    """Fingerprint -> segment_bytes of every model that has an intact record in a disk tier's directory: what a tool
+    needs to open the tier when no model is at hand. key: `cache.storage.extent_format.record_key`. Raises OSError."""
+    models: dict[bytes, tuple[int, ...]] = {}
+    root = directory / "kv"
+    for model in _directories(root, _FINGERPRINT) if root.is_dir() else ():
+        for path in sorted(model.glob("??/*.kv")):
+            header = _header_of(path, key)
+            if header is not None and header.fingerprint.hex() == model.name:
+                models[header.fingerprint] = header.segment_bytes
+                break
+    return models
+
+
+def _header_of(path: Path, key: bytes) -> ExtentHeader | None:
+    with contextlib.suppress(BlockMissing, OSError):
+        # Not blocking: a FIFO in the way would wait for a writer for ever.
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        try:
+            status = os.fstat(fd)
+            if stat.S_ISREG(status.st_mode):
+                return read_header(fd, status.st_size, key)[0]
+        finally:
+            os.close(fd)
+    return None
+
+
+def nameless_records(directory: Path, key: bytes) -> list[Foreign]:
+    """The records in a disk tier's directory whose model has no intact one: nobody can tell any more what they hold.
+    Raises OSError."""
+    root = directory / "kv"
+    intact = {fingerprint.hex() for fingerprint in stored_models(directory, key)}
+    models = _directories(root, _FINGERPRINT) if root.is_dir() else ()
+    paths = (path for model in models if model.name not in intact for path in sorted(model.glob("??/*.kv")))
+    return [Foreign(int(path.stem, 16), path, path.stat().st_size) for path in paths if _RECORD.fullmatch(path.name)]
+
+
+def drop_foreign(record: Foreign, *, own: Path | None) -> bool:
+    """Delete it, and with the last one all that its fingerprint had, unless that is `own`. Whether it is gone."""
+    try:
+        remove_extent(str(record.path))
+    except OSError:
+        return False
+    shard, directory = record.path.parent, record.path.parent.parent
+    if directory == own:
+        return True
+    with contextlib.suppress(OSError):
+        shard.rmdir()  # fails while it holds other records
+        for other in _directories(directory, _SHARD):  # most never held any
+            other.rmdir()
+        shutil.rmtree(directory, ignore_errors=True)
+    return True
+
+
+class HeaderCache:
+    """Parsed headers, least recently used first to go. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._extents: OrderedDict[int, ParsedExtent] = OrderedDict()
+        self._bytes = 0
+
+    def get(self, extent_id: int) -> ParsedExtent | None:
+        with self._lock:
+            extent = self._extents.get(extent_id)
+            if extent is not None:
+                self._extents.move_to_end(extent_id)
+            return extent
+
+    def put(self, extent_id: int, extent: ParsedExtent) -> None:
+        with self._lock:
+            self._drop(extent_id)
+            self._extents[extent_id] = extent
+            self._bytes += extent.layout.header_bytes
+            while self._bytes > MAX_CACHED_HEADER_BYTES:
+                self._drop(next(iter(self._extents)))
+
+    def drop(self, extent_id: int) -> None:
+        with self._lock:
+            self._drop(extent_id)
+
+    def _drop(self, extent_id: int) -> None:
+        extent = self._extents.pop(extent_id, None)
+        if extent is not None:
+            self._bytes -= extent.layout.header_bytes
+
+
+def _directories(path: Path, name: re.Pattern[str]) -> Iterator[Path]:
+    for entry in sorted(path.iterdir()):
+        if name.fullmatch(entry.name) and entry.is_dir() and not entry.is_symlink():
+            yield entry

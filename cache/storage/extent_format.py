@@ -1,0 +1,175 @@
+"""The stored extent: a run of blocks of one session in one file, layer-major, with a checksum per block and layer.
+
+    header    magic, version, length, xxh3 and MAC of the header; msgpack: fingerprint, id, session, keys, checksums
+    layer 0   one segment per block: [K of 32 rows][V of 32 rows]
+    layer 1   ...
+
+The header and every layer start at a multiple of 4 KiB (so O_DIRECT stays possible), gaps are zeros. The header alone
+says everything about its extent: an index can always be rebuilt from the headers (DESIGN "The cache"). The xxh3 finds
+damage. The MAC finds what somebody else wrote: its key is derived from the installation's secret, so who can write to
+the directory, and no more, can give no block another's KV. Segments have an xxh3 alone, which finds damage, not intent.
+"""
+
+import hmac
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+
+import msgspec
+from xxhash import xxh3_64, xxh3_64_digest
+
+from cache.blocks.keys import typed_fields
+from cache.blocks.stored import SessionRecord, StoredBlock
+from cache.storage.errors import BlockMissing
+
+ALIGNMENT = 4096
+FORMAT_VERSION = 2  # 1 had no MAC: a record of it is a miss, and the next start sweeps it
+MAX_BLOCKS = 4096
+MAX_LAYERS = 1024
+MAX_SEGMENT_BYTES = 1 << 28
+MAX_HEADER_BYTES = 64 << 20
+MAX_EXTENT_ID = (1 << 62) - 1
+DIGEST_BYTES = 8
+MAC_BYTES = 16
+
+_MAGIC = b"REPRISEK"
+_PREFIX = struct.Struct("<8sII8s16s")  # magic, version, length of the msgpack, xxh3 of all else, MAC of all but both
+_DIGEST_AT = _PREFIX.size - DIGEST_BYTES - MAC_BYTES
+_MAC_AT = _PREFIX.size - MAC_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class ExtentHeader:
+    """What stands in the first bytes of the file. Checked when made, so also when decoded."""
+
+    fingerprint: bytes
+    extent_id: int
+    session: SessionRecord
+    blocks: tuple[StoredBlock, ...]
+    segment_bytes: tuple[int, ...]  # of one block, by layer
+    checksums: bytes  # xxh3_64, 8 bytes each (canonical, big-endian), layer-major
+
+    def __post_init__(self) -> None:
+        if not 0 < self.extent_id <= MAX_EXTENT_ID:
+            raise ValueError(f"{self.extent_id} is not an extent id")
+        if not 0 < len(self.blocks) <= MAX_BLOCKS:
+            raise ValueError(f"an extent of {len(self.blocks)} blocks")
+        check_segments(self.segment_bytes)
+        if len(self.checksums) != DIGEST_BYTES * len(self.blocks) * len(self.segment_bytes):
+            raise ValueError(f"{len(self.checksums)} bytes are not a checksum per block and layer")
+
+    def matches(self, layer: int, block: int, data: memoryview) -> bool:
+        """Are these the bytes that were stored?"""
+        return checksum(data) == self._checksum(layer, block)
+
+    def checksums_of(self, block: int) -> tuple[bytes, ...]:
+        """By layer."""
+        return tuple(self._checksum(layer, block) for layer in range(len(self.segment_bytes)))
+
+    def _checksum(self, layer: int, block: int) -> bytes:
+        start = DIGEST_BYTES * (layer * len(self.blocks) + block)
+        return self.checksums[start : start + DIGEST_BYTES]
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Where things are in the file."""
+
+    header_bytes: int
+    segment_bytes: tuple[int, ...]
+    layer_starts: tuple[int, ...]
+    size_bytes: int
+
+    @classmethod
+    def of(cls, *, header_bytes: int, segment_bytes: tuple[int, ...], num_blocks: int) -> "Layout":
+        starts, end = [], header_bytes
+        for size in segment_bytes:
+            starts.append(end)
+            end += aligned(size * num_blocks)
+        return cls(header_bytes, segment_bytes, tuple(starts), end)
+
+    def offset(self, layer: int, block: int) -> int:
+        return self.layer_starts[layer] + block * self.segment_bytes[layer]
+
+
+def aligned(size: int) -> int:
+    """Rounded up to 4 KiB."""
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+def check_segments(segment_bytes: Sequence[int]) -> None:
+    """Raises ValueError unless these can be the sizes of a block's segments, by layer."""
+    if not 0 < len(segment_bytes) <= MAX_LAYERS:
+        raise ValueError(f"{len(segment_bytes)} layers")
+    if not all(0 < size <= MAX_SEGMENT_BYTES for size in segment_bytes):
+        raise ValueError("a segment that is empty or too large")
+
+
+def checksum(data: memoryview) -> bytes:
+    """xxh3_64, 8 bytes."""
+    return xxh3_64_digest(data)
+
+
+def record_key(secret: bytes) -> bytes:
+    """What keys the MACs of an installation's records: its persistent secret, in a domain of its own."""
+    return blake2b(typed_fields("reprise-records"), key=blake2b(secret).digest(), digest_size=32).digest()
+
+
+def encode_header(header: ExtentHeader, key: bytes) -> bytes:
+    """Padded to 4 KiB. key: `record_key`. Raises ValueError when too large."""
+    body = msgspec.msgpack.encode(header)
+    size = aligned(_PREFIX.size + len(body))
+    if size > MAX_HEADER_BYTES:
+        raise ValueError(f"a header of {size} bytes; the limit is {MAX_HEADER_BYTES}")
+    data = bytearray(size)
+    _PREFIX.pack_into(data, 0, _MAGIC, FORMAT_VERSION, len(body), bytes(DIGEST_BYTES), bytes(MAC_BYTES))
+    data[_PREFIX.size : _PREFIX.size + len(body)] = body
+    data[_MAC_AT : _PREFIX.size] = _header_mac(data, key)
+    data[_DIGEST_AT:_MAC_AT] = _header_digest(data)
+    return bytes(data)
+
+
+def header_size(start: bytes) -> int:
+    """The length of the header in bytes, from the first bytes of the file. Raises BlockMissing."""
+    if len(start) < _PREFIX.size:
+        raise BlockMissing("the record ends inside its header", reason="short_read")
+    magic, version, length, *_ = _PREFIX.unpack_from(start)
+    if magic != _MAGIC:
+        raise BlockMissing("not a record of ours", reason="format")
+    if version != FORMAT_VERSION:
+        raise BlockMissing(f"format version {version}, not {FORMAT_VERSION}", reason="format")
+    size = aligned(_PREFIX.size + length)
+    if size > MAX_HEADER_BYTES:
+        raise BlockMissing(f"a header of {size} bytes", reason="format")
+    return size
+
+
+def decode_header(data: bytes, key: bytes) -> ExtentHeader:
+    """The header in `data`, which is as long as `header_size` said. Raises BlockMissing (short_read, format, checksum,
+    forged): nothing in it is believed before its hash and its MAC are right, nor after that without its bounds."""
+    if len(data) != header_size(data):
+        raise BlockMissing("the record ends inside its header", reason="short_read")
+    *_, length, digest, mac = _PREFIX.unpack_from(data)
+    if digest != _header_digest(data):
+        raise BlockMissing("the header was altered", reason="checksum")
+    if not hmac.compare_digest(mac, _header_mac(data, key)):
+        raise BlockMissing("the header was not written with this server's secret", reason="forged")
+    try:
+        return msgspec.msgpack.decode(data[_PREFIX.size : _PREFIX.size + length], type=ExtentHeader)
+    except (msgspec.DecodeError, ValueError) as error:
+        raise BlockMissing(f"the header makes no sense: {error}", reason="format") from error
+
+
+def _header_digest(data: bytes | bytearray) -> bytes:
+    view = memoryview(data)
+    digest = xxh3_64(view[:_DIGEST_AT])
+    digest.update(view[_MAC_AT:])
+    return digest.digest()
+
+
+def _header_mac(data: bytes | bytearray, key: bytes) -> bytes:
+    view = memoryview(data)
+    mac = blake2b(view[:_DIGEST_AT], key=key, digest_size=MAC_BYTES, person=b"header")
+    mac.update(view[_PREFIX.size :])
+    return mac.digest()

@@ -1,0 +1,227 @@
+"""Reading a stored extent into memory that belongs to others."""
+
+import contextlib
+import mmap
+import os
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from types import TracebackType
+from typing import TypeVar
+
+from cache.blocks.keys import BlockKey
+from cache.storage.errors import BlockMissing
+from cache.storage.extent_file import ParsedExtent, altered, check_segments, io_buffer, read_layers, read_segments
+from cache.storage.io_threads import Beat, IoDeadline, IoThreads
+from cache.storage.throttle import Throttle
+
+T = TypeVar("T")
+Landed = Callable[[int], int]
+"""Told that so many more layers are there, in whatever thread; says how many to bring next, 0: no more."""
+
+
+class ExtentReader:
+    """Reads one extent; a context manager. One thread at a time."""
+
+    def __init__(
+        self,
+        *,
+        fd: int,
+        extent: ParsedExtent,
+        io: IoThreads,
+        throttle: Throttle,
+        buffers: deque[mmap.mmap],
+        buffer_bytes: int,
+        on_damage: Callable[[BlockMissing], None],
+    ) -> None:
+        self._fd: int | None = fd
+        self._extent = extent
+        self._io, self._throttle = io, throttle
+        self._buffers, self._buffer_bytes = buffers, buffer_bytes
+        self._on_damage = on_damage
+
+    def __enter__(self) -> "ExtentReader":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        if self._fd is not None:
+            with contextlib.suppress(OSError):  # of a network's file system; nothing was written
+                os.close(self._fd)
+            self._fd = None
+
+    def read(self, layer: int, blocks: Sequence[int], out: Sequence[memoryview]) -> None:
+        """Fill out[i] with the segment of blocks[i] in this layer; each is as long as the layer's segments. Only bytes
+        whose checksum was right get there, and only before this returns or raises. Raises BlockMissing."""
+        size = self._extent.layout.segment_bytes[layer]
+        targets = [flat(view) for view in out]
+        if len(targets) != len(blocks) or any(len(view) != size for view in targets):
+            raise ValueError(f"one buffer of {size} bytes per block")
+        if not all(0 <= block < len(self._extent.header.blocks) for block in blocks):
+            raise ValueError("no such block in this extent")
+        # Through a buffer of our own: the kernel cannot be called back from a read that hangs, and the memory of `out`
+        # may belong to another conversation when it answers at last. The copy is made by the caller, who has not left.
+        step = max(1, self._buffer_bytes // size)
+        for start in range(0, len(blocks), step):
+            self._read_some(layer, blocks[start : start + step], targets[start : start + step])
+
+    def land(
+        self,
+        first_layer: int,
+        wanted: "Sequence[tuple[ExtentReader, Sequence[int]]]",
+        outs: Sequence[memoryview],
+        landed: Landed,
+    ) -> int:
+        """Fill each of `outs` with a layer, from that one on: the segments of these blocks of readers of the same tier,
+        one behind the other, as they are: nothing is checked. The first by itself; `landed` is told of what is there
+        while there is more to come, and says how many at once, or that it is enough. Returns how many have come. One
+        call of an I/O thread, if there is no cap, for each costs more processor time than the device's bytes. Past the
+        page cache where `outs` begin at pages and segments are whole pages. Raises BlockMissing; after one for its
+        `deadline` the kernel may still write to `outs`, and `landed` may be called once more."""
+        layers = range(first_layer, first_layer + len(outs))
+        sizes = self._extent.layout.segment_bytes
+        count = sum(len(blocks) for _, blocks in wanted)
+        if any(len(out) != sizes[layer] * count for layer, out in zip(layers, outs, strict=True)):
+            raise ValueError("as many bytes as the layer's segments have")
+        open_readers = [(reader, reader._descriptor(), blocks) for reader, blocks in wanted]
+
+        def bring(at: int, number: int, beat: Beat) -> None:
+            before = 0  # blocks of readers that were read
+            for reader, fd, blocks in open_readers:
+                pieces = [
+                    out[before * sizes[layer] : (before + len(blocks)) * sizes[layer]]
+                    for layer, out in zip(layers[at : at + number], outs[at : at + number], strict=True)
+                ]
+                with reader._telling_damage():
+                    reader._land(fd, layers[at], blocks, pieces, beat)
+                before += len(blocks)
+
+        readers = [reader for reader, _ in wanted]
+
+        def bring_slowly(at: int, number: int) -> None:
+            due = self._throttle.book(sum(map(len, outs[at : at + number])))
+            self._call(lambda beat: bring(at, number, beat), readers)
+            self._throttle.wait(due)  # not in the I/O thread, whose deadline is about the device
+
+        if self._throttle.is_capped:
+            return in_turn(len(outs), bring_slowly, landed)
+        return self._call(lambda beat: in_turn(len(outs), lambda at, number: bring(at, number, beat), landed), readers)
+
+    def _land(self, fd: int, first_layer: int, blocks: Sequence[int], outs: Sequence[memoryview], beat: Beat) -> None:
+        """In an I/O thread: as much in one call as a deadline is meant for. Raises BlockMissing."""
+        sizes = self._extent.layout.segment_bytes
+        is_whole = list(blocks) == list(range(len(self._extent.header.blocks)))
+        at = 0
+        while at < len(outs):
+            layer = first_layer + at
+            together = 1
+            if is_whole:
+                held = len(outs[at])
+                while at + together < len(outs) and held + len(outs[at + together]) <= self._buffer_bytes:
+                    held += len(outs[at + together])
+                    together += 1
+            if together > 1:
+                read_layers(fd, self._extent, layer, outs[at : at + together])
+                beat()
+            else:
+                step = max(1, self._buffer_bytes // sizes[layer])
+                for start in range(0, len(blocks), step):
+                    some = blocks[start : start + step]
+                    part = outs[at][start * sizes[layer] : (start + len(some)) * sizes[layer]]
+                    read_segments(fd, self._extent, layer, some, part)
+                    beat()
+            at += together
+
+    def tell_altered(self, layer: int, block: int) -> None:
+        """A segment that was landed is not what was stored."""
+        self._on_damage(altered(self._extent, layer, block))
+
+    def checksums(self, block: int, key: BlockKey) -> tuple[bytes, ...]:
+        """Of the segments, by layer, of the block that the cache's table has in this place, by its key. Raises
+        BlockMissing where the record has another there, or none: the table may have been told wrongly."""
+        header = self._extent.header
+        if not 0 <= block < len(header.blocks) or header.blocks[block].key != key:
+            raise BlockMissing(f"extent {header.extent_id:016x} has no such block {block}", reason="format")
+        return header.checksums_of(block)
+
+    def check(self) -> None:
+        """Read everything and keep nothing. Raises BlockMissing."""
+        num_blocks = len(self._extent.header.blocks)
+        for layer, size in enumerate(self._extent.layout.segment_bytes):
+            scratch = memoryview(bytearray(size))
+            for block in range(num_blocks):
+                self.read(layer, [block], [scratch])
+
+    def _read_some(self, layer: int, blocks: Sequence[int], targets: Sequence[memoryview]) -> None:
+        size = self._extent.layout.segment_bytes[layer]
+        try:
+            buffer = self._buffers.pop()
+        except IndexError:
+            buffer = io_buffer(self._buffer_bytes)
+        view = memoryview(buffer)[: size * len(blocks)]
+
+        fd = self._descriptor()
+
+        def read(_: Beat) -> None:
+            with self._telling_damage():
+                read_segments(fd, self._extent, layer, blocks, view)
+                check_segments(self._extent, layer, blocks, view)
+
+        due = self._throttle.book(len(view))
+        try:
+            self._call(read, [self])
+            for i, target in enumerate(targets):
+                target[:] = view[i * size : (i + 1) * size]
+        finally:
+            if self._fd is not None:  # else somebody may still write to it
+                self._buffers.append(buffer)
+        self._throttle.wait(due)
+
+    def _descriptor(self) -> int:
+        if self._fd is None:
+            raise BlockMissing("an earlier read of this extent hangs, or it is closed", reason="deadline")
+        return self._fd
+
+    @contextmanager
+    def _telling_damage(self) -> Iterator[None]:
+        try:
+            yield
+        except BlockMissing as missing:
+            self._on_damage(missing)
+            raise
+
+    def _call(self, work: Callable[[Beat], T], readers: "Sequence[ExtentReader]") -> T:
+        """In an I/O thread, within the deadline; work: uses the descriptors of `readers`. Raises BlockMissing."""
+        descriptors = [reader._descriptor() for reader in readers]
+
+        def close_late() -> None:
+            for fd in descriptors:
+                os.close(fd)
+
+        try:
+            return self._io.call(work, late=close_late)
+        except IoDeadline as error:
+            if error.began:
+                for reader in readers:
+                    reader._fd = None  # the thread that is still in it closes it: the number must not become another's
+            raise BlockMissing(f"extent {self._extent.header.extent_id:016x}: {error}", reason="deadline") from error
+
+
+def in_turn(count: int, bring: Callable[[int, int], None], landed: Landed) -> int:
+    """One, then as many as `landed` says, until it says none. It is not told of the last. Returns how many."""
+    at, number = 0, 1
+    while True:
+        number = min(number, count - at)
+        bring(at, number)
+        at += number
+        if at == count or not (number := landed(number)):
+            return at
+
+
+def flat(view: memoryview) -> memoryview:
+    """The same memory as bytes."""
+    return view if view.format == "B" and view.ndim == 1 else view.cast("B")

@@ -1,0 +1,209 @@
+"""What the disk tier holds, in SQLite, so that a start need not read every record.
+
+The records are the truth: a row that is wrong or missing is made again from the header of its file. Every row has a
+MAC, as every header has: a row that somebody else wrote would name blocks in the wrong place. Rows of extents are
+written some together: behind a turn, one by itself takes 0.3 ms. A crash leaves a few headers to be read. Only what was
+said of a session after its last extent is nowhere else: that is written at once."""
+
+import hmac
+import logging
+import shutil
+import sqlite3
+import threading
+from collections.abc import Iterable
+from hashlib import blake2b
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+
+from cache.blocks.stored import ExtentInfo, SessionRecord
+from cache.storage.extent_format import MAC_BYTES
+from cache.storage.io_threads import Beat
+
+SCHEMA_VERSION = 2  # 1 had digests without a key
+_TOGETHER = 32  # extents
+_SCHEMA = """
+CREATE TABLE extents (extent_id INTEGER PRIMARY KEY, info BLOB NOT NULL, mac BLOB NOT NULL);
+CREATE TABLE sessions (tenant TEXT, salt TEXT, session_id TEXT, stamp INTEGER NOT NULL, record BLOB NOT NULL,
+                       mac BLOB NOT NULL, PRIMARY KEY (tenant, salt, session_id));
+"""
+_PUT_EXTENT = "INSERT OR REPLACE INTO extents VALUES (?, ?, ?)"
+_PUT_SESSION = """
+INSERT INTO sessions VALUES (?, ?, ?, ?, ?, ?) ON CONFLICT DO UPDATE
+SET stamp = excluded.stamp, record = excluded.record, mac = excluded.mac WHERE excluded.stamp > stamp
+"""
+# Primary codes that speak of the disk's room, its rights or its device; the file may be well.
+_NO_DAMAGE = {sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_READONLY}
+log = logging.getLogger(__name__)
+Row = TypeVar("Row", ExtentInfo, SessionRecord)
+
+
+class DiskIndex:
+    """Thread-safe. Methods raise sqlite3.Error. `stamp` orders what is said of a session: extent ids and the like."""
+
+    def __init__(self, *, path: Path, key: bytes) -> None:
+        """key: `cache.storage.extent_format.record_key`."""
+        self._path, self._key = path, key
+        self._aside = path.with_suffix(".bad")
+        self._lock = threading.Lock()
+        self._db: sqlite3.Connection | None = None
+        self._inode = 0
+        self._extents: list[tuple[object, ...]] = []  # rows to be written with the next change
+        self._sessions: list[tuple[object, ...]] = []  # and those of their sessions
+
+    def open(self, beat: Beat) -> tuple[dict[int, ExtentInfo], dict[tuple[str, str, str], tuple[int, SessionRecord]]]:
+        """Extents by id, and sessions by name with their stamps: all rows that are intact. An index that is damaged or
+        of another schema is moved aside, and only that: on a full disk it stays, and is read if it can be."""
+        try:
+            return self._load(beat)
+        except (sqlite3.Error, UnicodeError) as error:
+            beat()  # not because nobody waits any more
+            self.close()
+            if getattr(error, "sqlite_errorcode", 0) & 0xFF in _NO_DAMAGE and not self._path.is_dir():
+                log.warning("the disk tier's index can be read at best: %s", error)
+                return self._load(beat, alone=True)
+            log.warning("the disk tier's index is set aside and made again from the records: %s", error)
+            self._move_aside()
+            return self._load(beat)
+
+    def make_again(self, beat: Beat) -> None:
+        """Go on with an empty one: the file was deleted."""
+        self.close()
+        self._move_aside()  # what is left of it would be applied to the new one
+        self._load(beat)
+
+    def is_there(self) -> bool:
+        """Whether the file that is open still has its name."""
+        try:
+            return self._path.stat().st_ino == self._inode
+        except OSError:
+            return False
+
+    def add(self, info: ExtentInfo, *, stamp: int) -> None:
+        """A row for the extent, now or with one of the next changes; its session record is the session's newest too,
+        unless one has a later stamp or it says nothing yet. After an error the rows that have waited are lost with it,
+        and their extents are known by their headers alone."""
+        data = msgspec.msgpack.encode(info)
+        with self._lock:
+            self._extents.append((info.extent_id, data, self._mac(info.extent_id, data)))
+            if info.session.context:  # else a first turn that is not at its end: nobody knows the session yet
+                self._sessions.append(self._session_row(info.session, stamp))
+            if len(self._extents) >= _TOGETHER:
+                with self._connection() as db:
+                    self._catch_up(db)
+
+    def remove(self, extent_ids: Iterable[int]) -> None:
+        with self._lock, self._connection() as db:
+            self._catch_up(db)
+            db.executemany("DELETE FROM extents WHERE extent_id = ?", [(extent_id,) for extent_id in extent_ids])
+
+    def put_session(self, record: SessionRecord, *, stamp: int) -> None:
+        with self._lock, self._connection() as db:
+            self._catch_up(db)
+            db.execute(_PUT_SESSION, self._session_row(record, stamp))
+
+    def delete_sessions(self, names: Iterable[tuple[str, str, str]]) -> None:
+        """By tenant, salt and session id. Their bytes are gone from the files of the index too."""
+        with self._lock:
+            with self._connection() as db:
+                self._catch_up(db)
+                where = "tenant = ? AND salt = ? AND session_id = ?"
+                db.executemany(f"DELETE FROM sessions WHERE {where}", names)
+            db.execute("PRAGMA wal_checkpoint(TRUNCATE)")  # the log still had them
+            _remove(self._aside)
+
+    def close(self) -> None:
+        with self._lock:
+            if self._db is None:
+                return
+            try:
+                if self._extents:
+                    with self._db as db:
+                        self._catch_up(db)
+            except sqlite3.Error as error:
+                log.warning("some extents are not in the index and will be found by their headers: %s", error)
+            self._db.close()
+            self._db = None
+
+    def _catch_up(self, db: sqlite3.Connection) -> None:
+        """Inside a transaction, before what else is in it: that may be about these very rows."""
+        extents, self._extents = self._extents, []
+        sessions, self._sessions = self._sessions, []
+        db.executemany(_PUT_EXTENT, extents)
+        db.executemany(_PUT_SESSION, sessions)
+
+    def _connection(self) -> sqlite3.Connection:
+        if self._db is None:
+            raise sqlite3.OperationalError("the index is closed")
+        return self._db
+
+    def _load(
+        self, beat: Beat, *, alone: bool = False
+    ) -> tuple[dict[int, ExtentInfo], dict[tuple[str, str, str], tuple[int, SessionRecord]]]:
+        """alone: no other connection may open it, which needs no memory shared through a file."""
+        db = self._db = sqlite3.connect(self._path, timeout=1.0, check_same_thread=False)
+        self._path.chmod(0o600)
+        self._inode = self._path.stat().st_ino
+        if alone:
+            db.execute("PRAGMA locking_mode = EXCLUSIVE")
+        db.execute("PRAGMA journal_mode = WAL")
+        db.execute("PRAGMA synchronous = NORMAL")
+        db.execute("PRAGMA secure_delete = ON")
+        (version,) = db.execute("PRAGMA user_version").fetchone()
+        if version == 0:
+            db.executescript(f"BEGIN; {_SCHEMA} PRAGMA user_version = {SCHEMA_VERSION}; COMMIT;")
+        elif version != SCHEMA_VERSION:
+            raise sqlite3.DatabaseError(f"schema {version}, not {SCHEMA_VERSION}")
+        db.set_progress_handler(beat, 100_000)  # a large index is not a device that hangs
+        (state,) = db.execute("PRAGMA quick_check(1)").fetchone()
+        if state != "ok":
+            raise sqlite3.DatabaseError(state)
+        extents = {}
+        for extent_id, data, mac in db.execute("SELECT extent_id, info, mac FROM extents"):
+            beat()
+            info = self._decode(extent_id, data, mac, ExtentInfo)
+            if info is not None and info.extent_id == extent_id:
+                extents[extent_id] = info
+        sessions = {}
+        for stamp, data, mac in db.execute("SELECT stamp, record, mac FROM sessions"):
+            record = self._decode(stamp, data, mac, SessionRecord)
+            if record is not None and record.context:
+                sessions[record.names] = (stamp, record)
+        db.set_progress_handler(None, 0)
+        return extents, sessions
+
+    def _move_aside(self) -> None:
+        """At most one is kept. Its log goes: it would be applied to the new one."""
+        for suffix in ("-wal", "-shm"):
+            _remove(self._path.with_name(self._path.name + suffix))
+        _remove(self._aside)
+        if self._path.exists():
+            self._path.replace(self._aside)
+
+    def _session_row(self, record: SessionRecord, stamp: int) -> tuple[object, ...]:
+        data = msgspec.msgpack.encode(record)
+        return (*record.names, stamp, data, self._mac(stamp, data))
+
+    def _mac(self, number: int, data: bytes) -> bytes:
+        # SQLite has no checksums of its own either: a flipped bit in a row would be believed.
+        return blake2b(
+            number.to_bytes(8, "little") + data, key=self._key, digest_size=MAC_BYTES, person=b"index row"
+        ).digest()
+
+    def _decode(self, number: object, data: object, mac: object, kind: type[Row]) -> Row | None:
+        if not isinstance(number, int) or not isinstance(data, bytes) or not 0 <= number < 1 << 63:
+            return None
+        if not isinstance(mac, bytes) or not hmac.compare_digest(mac, self._mac(number, data)):
+            return None
+        try:
+            return msgspec.msgpack.decode(data, type=kind)
+        except (msgspec.DecodeError, ValueError):
+            return None
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)

@@ -1,0 +1,154 @@
+"""Blocking calls with a deadline. A thread inside a system call cannot be stopped, only no longer waited for."""
+
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Callable
+from queue import Empty, SimpleQueue
+from typing import Generic, TypeVar
+
+from cache.storage.priority import lower_priority
+
+T = TypeVar("T")
+MAX_WAITING = 256
+log = logging.getLogger(__name__)
+
+Beat = Callable[[], None]
+"""Work of several steps calls it between them: the deadline is of one step. Raises IoDeadline when nobody waits."""
+
+
+class IoDeadline(Exception):
+    """The work did not come back in time, or no thread was there to do it. `began`: it may still be running."""
+
+    def __init__(self, message: str, *, began: bool) -> None:
+        super().__init__(message)
+        self.began = began
+
+
+class _Job(Generic[T]):
+    __slots__ = ("abandoned", "begun", "done", "error", "is_over", "late", "result", "until", "withdrawn", "work")
+
+    def __init__(self, work: Callable[[Beat], T], late: Callable[[], None], until: float) -> None:
+        self.work, self.late, self.until = work, late, until
+        self.done = threading.Lock()  # free when it is over: a fifth of an Event's price
+        self.done.acquire()
+        self.begun = self.withdrawn = self.abandoned = self.is_over = False
+        self.result: T | None = None
+        self.error: BaseException | None = None
+
+    def end(self) -> None:
+        self.is_over = True
+        self.done.release()
+
+
+class IoThreads:
+    """A fixed number of daemon threads. One whose work is overdue counts as lost until it comes back; when all are lost
+    every call fails at once, so a device that hangs costs neither callers nor memory."""
+
+    def __init__(self, *, name: str, num_threads: int, deadline_s: float, lower_by: int) -> None:
+        """lower_by: see `lower_priority`."""
+        self._lower_by = lower_by
+        self._deadline_s = deadline_s
+        self._num_threads = num_threads
+        self._lost = 0
+        self._closed = False
+        self._lock = threading.Lock()  # guards these and what jobs say of themselves
+        self._num_waiting = 0
+        self._jobs: SimpleQueue[_Job[object] | None] = SimpleQueue()  # None: the thread that gets it ends
+        self._threads = [
+            threading.Thread(target=self._run, name=f"{name}-{i}", daemon=True) for i in range(num_threads)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    @property
+    def lost(self) -> int:
+        """Threads inside work that nobody waits for any more."""
+        with self._lock:
+            return self._lost
+
+    def call(self, work: Callable[[Beat], T], late: Callable[[], None]) -> T:
+        """What `work` returns or raises, or IoDeadline when one of its steps takes longer than the deadline.
+
+        After an IoDeadline that says `began`, `late` is called in the I/O thread when the work has ended after all,
+        however it ended. So whoever gets IoDeadline hands over what the work uses (descriptors, buffers) to `late`.
+        """
+        job = _Job(work, late, time.monotonic() + self._deadline_s)
+        with self._lock:
+            if self._closed:
+                raise IoDeadline("closed", began=False)
+            if self._lost >= self._num_threads or self._num_waiting >= MAX_WAITING:
+                raise IoDeadline(f"{self._lost} of {self._num_threads} I/O threads hang", began=False)
+            self._num_waiting += 1
+            self._jobs.put(job)  # type: ignore[arg-type]
+        while not job.done.acquire(timeout=max(0.0, job.until - time.monotonic())):
+            with self._lock:
+                if job.is_over or time.monotonic() < job.until:
+                    continue
+                if not job.begun:
+                    job.withdrawn = True
+                    self._num_waiting -= 1
+                    raise IoDeadline(f"no I/O thread was free for {self._deadline_s} s", began=False)
+                job.abandoned = True
+                self._lost += 1
+                raise IoDeadline(f"no answer for {self._deadline_s} s", began=True)
+        if job.error is not None:
+            raise job.error
+        return job.result  # type: ignore[return-value]
+
+    def close(self) -> bool:
+        """Calls that wait for a thread fail; running ones are given the deadline. Whether all have ended."""
+        with self._lock:
+            self._closed = True
+            with contextlib.suppress(Empty):
+                while True:
+                    job = self._jobs.get_nowait()
+                    if job is not None and self._begin(job):
+                        job.error = IoDeadline("closed", began=False)
+                        job.end()
+            for _ in self._threads:
+                self._jobs.put(None)
+        until = time.monotonic() + self._deadline_s
+        for thread in self._threads:
+            thread.join(max(0.0, until - time.monotonic()))
+        return not any(thread.is_alive() for thread in self._threads)
+
+    def _run(self) -> None:
+        lower_priority(self._lower_by)
+        while (job := self._jobs.get()) is not None:
+            with self._lock:
+                is_wanted = self._begin(job)
+            if is_wanted:
+                self._do(job)
+            del job  # or its buffers would live until the next one comes
+
+    def _begin(self, job: _Job[object]) -> bool:
+        """Whether somebody waits for it still. With the lock."""
+        if job.withdrawn:
+            return False
+        self._num_waiting -= 1
+        job.begun = True
+        job.until = time.monotonic() + self._deadline_s
+        return True
+
+    def _do(self, job: _Job[object]) -> None:
+        def beat() -> None:
+            if job.abandoned:
+                raise IoDeadline("nobody waits any more", began=True)
+            job.until = time.monotonic() + self._deadline_s
+
+        try:
+            job.result = job.work(beat)
+        except BaseException as error:
+            job.error = error
+        with self._lock:
+            if not job.abandoned:
+                job.end()
+                return
+        try:
+            job.late()
+        except Exception:
+            log.exception("cleaning up after an overdue operation failed")
+        with self._lock:
+            self._lost -= 1

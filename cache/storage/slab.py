@@ -1,0 +1,122 @@
+"""The DRAM tier: one slab of slots, each the KV of a block, keys without position.
+
+Memory is layer-major: all slots of a layer lie together, and a slot's share of it, its *segment*, is [K of 32 rows]
+[V of 32 rows], as it is on disk. So a layer of many blocks is gathered, read and written in one call (AttentionStore
+§3.2.1).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from cache.blocks.keys import BLOCK_TOKENS
+from cache.storage.extent_format import ALIGNMENT, checksum
+
+
+@dataclass(frozen=True, slots=True)
+class LayerShape:
+    """Of one token's KV in one layer."""
+
+    kv_heads: int
+    k_dim: int
+    v_dim: int
+
+
+class Slab:
+    """Threading: any, as long as nobody reads a slot that somebody writes; who may do what is decided elsewhere.
+    pinned: page-locked memory, for asynchronous copies to and from CUDA."""
+
+    def __init__(self, *, shapes: Sequence[LayerShape], dtype: torch.dtype, num_slots: int, pinned: bool) -> None:
+        self.num_slots = num_slots
+        self.num_layers = len(shapes)
+        self.dtype = dtype
+        self._row_bytes = [tuple(s.kv_heads * dim * dtype.itemsize for dim in (s.k_dim, s.v_dim)) for s in shapes]
+        self.segment_bytes = [BLOCK_TOKENS * sum(row_bytes) for row_bytes in self._row_bytes]
+        self._memory = [_memory(num_slots, size, pinned) for size in self.segment_bytes]
+        self._k: list[Tensor] = []
+        self._v: list[Tensor] = []
+        for shape, memory in zip(shapes, self._memory, strict=True):
+            elements = memory.view(dtype)
+            split = BLOCK_TOKENS * shape.kv_heads * shape.k_dim
+            self._k.append(elements[:, :split].view(num_slots, BLOCK_TOKENS, shape.kv_heads, shape.k_dim))
+            self._v.append(elements[:, split:].view(num_slots, BLOCK_TOKENS, shape.kv_heads, shape.v_dim))
+        self.slot_bytes = sum(self.segment_bytes)  # of all layers
+        self._views = [memoryview(memory.view(-1).numpy().data) for memory in self._memory]
+        self._checksums = np.zeros((num_slots, self.num_layers), ">u8")  # as an extent's header has them
+        self._is_sealed = bytearray(num_slots)
+
+    def k(self, layer: int) -> Tensor:
+        """[slots, 32, kv_heads, k_dim], un-rotated."""
+        return self._k[layer]
+
+    def v(self, layer: int) -> Tensor:
+        """[slots, 32, kv_heads, v_dim]."""
+        return self._v[layer]
+
+    def segments(self, layer: int) -> Tensor:
+        """[slots, elements of a segment]: K and behind it V of each slot."""
+        return self._memory[layer].view(self.dtype)
+
+    def segment(self, layer: int, slot: int) -> memoryview:
+        """A slot's bytes of one layer."""
+        return self.span(layer, slot, slot + 1)
+
+    def span(self, layer: int, first: int, stop: int) -> memoryview:
+        """The bytes of one layer of the slots from `first` to before `stop`, one behind the other."""
+        size = self.segment_bytes[layer]
+        return self._views[layer][first * size : stop * size]
+
+    def clear_behind(self, slot: int, num_rows: int) -> None:
+        """Zero the rows an open block does not have yet: they are somebody else's."""
+        if num_rows == BLOCK_TOKENS:
+            return
+        for layer, row_bytes in enumerate(self._row_bytes):
+            segment, begin = self.segment(layer, slot), 0
+            for size in row_bytes:  # of K, and behind all of it V
+                end = begin + BLOCK_TOKENS * size
+                segment[begin + num_rows * size : end] = bytes((BLOCK_TOKENS - num_rows) * size)
+                begin = end
+
+    def seal(self, *slots: int) -> None:
+        """The slots are complete: from here on their bytes are vouched for."""
+        layers = list(zip(self._views, self.segment_bytes, strict=True))
+        sums = [checksum(view[slot * size : (slot + 1) * size]) for slot in slots for view, size in layers]
+        self._checksums[list(slots)] = np.frombuffer(b"".join(sums), ">u8").reshape(len(slots), self.num_layers)
+        for slot in slots:
+            self._is_sealed[slot] = True
+
+    def seal_as(self, slot: int, checksums: Sequence[bytes]) -> None:
+        """The slot is complete and its bytes were compared with these checksums, by layer."""
+        self._checksums[slot] = np.frombuffer(b"".join(checksums), ">u8")
+        self._is_sealed[slot] = True
+
+    def unseal(self, slot: int) -> None:
+        """The slot is about to be filled."""
+        self._is_sealed[slot] = False
+
+    def is_sealed(self, slot: int | None) -> bool:
+        return slot is not None and bool(self._is_sealed[slot])
+
+    def sums(self, slots: Sequence[int]) -> np.ndarray:
+        """Of sealed slots, the checksums as numbers: uint64 [layers, slots]."""
+        return self._checksums[list(slots)].T.astype(np.uint64)
+
+    def is_intact(self, layer: int, slot: int) -> bool:
+        """Whether a sealed slot's segment still is what it was when it was sealed."""
+        wanted = self._checksums[slot, layer : layer + 1].tobytes()  # of an array: a number has the machine's own order
+        return self.is_sealed(slot) and wanted == checksum(self.segment(layer, slot))
+
+    def checksums(self, slots: Sequence[int]) -> bytes:
+        """Of sealed slots, layer by layer, as an extent's header has them. What has changed in memory since a slot was
+        sealed is found out by whoever reads it."""
+        return self._checksums[list(slots)].T.tobytes()
+
+
+def _memory(num_slots: int, size: int, pinned: bool) -> Tensor:
+    """uint8 [slots, size], beginning where a page does: disks read and write there without a copy in between."""
+    room = torch.empty(num_slots * size + ALIGNMENT, dtype=torch.uint8, pin_memory=pinned)
+    begin = -room.data_ptr() % ALIGNMENT
+    return room[begin : begin + num_slots * size].view(num_slots, size)

@@ -1,0 +1,332 @@
+"""HbmPool: the pages, what lies in them, and how a context gets its own. Part of the CacheManager; touches no bytes."""
+
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from cache.blocks.context import RunningContext
+from cache.blocks.keys import BLOCK_TOKENS, BlockKey
+from cache.blocks.scores import Scores
+from cache.blocks.table import BlockRow, CacheTable
+from cache.moves import BlockLoad, CopyRows
+from cache.policies.base import EvictionPolicy, enter
+from cache.stats import CacheStats
+from cache.tiers.pages import PageAllocator
+
+_OFFLOAD_BLOCKS = 64  # at a time: well below a millisecond
+_MORE_PAGES = 2  # that an answer may take, at least
+_RUN_CHOICE, _MOST_CHOICE = 4, 512  # times as many blocks as may leave are looked at for pages in a row; a millisecond
+MAX_HOPS = 4  # un-rotations a key may go through; each costs a rounding of the compute type
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """The leading rows of a context that are stored somewhere: whole blocks, then `partial_rows` rows of one more."""
+
+    rows: list[BlockRow]
+    partial: BlockRow | None
+    partial_rows: int
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.rows) * BLOCK_TOKENS + self.partial_rows
+
+    @property
+    def used(self) -> list[tuple[BlockRow, int]]:
+        """(row of the table, how many of its KV rows are used), in order."""
+        used = [(row, BLOCK_TOKENS) for row in self.rows]
+        if self.partial is not None:
+            used.append((self.partial, self.partial_rows))
+        return used
+
+    def first(self, num_blocks: int) -> "Match":
+        """Its first blocks."""
+        if num_blocks > len(self.rows):
+            return self
+        return Match(self.rows[:num_blocks], None, 0)
+
+
+@dataclass(slots=True)
+class Placement:
+    """What has to happen before the rows that a context was given are its own."""
+
+    copies: list[CopyRows] = field(default_factory=list)
+    loads: list[BlockLoad] = field(default_factory=list)
+    moved: dict[int, tuple[BlockKey, int]] = field(default_factory=dict)  # block -> (key, page): copied elsewhere
+    taken_over: BlockKey | None = None  # an open block that goes on growing where it lies
+
+
+class _Pinned:
+    """The blocks that must not leave HBM: those in a pinned page, those that somebody needs more than `most` says, and
+    those not saved if `saved_only`."""
+
+    def __init__(self, table: CacheTable, pages: PageAllocator, most: int, saved_only: bool) -> None:
+        self._row_of, self._pages = table.get, pages
+        self._most, self._saved_only = most, saved_only
+
+    def __contains__(self, key: object) -> bool:
+        # Asked of all that stand in line to leave: `row.is_saved`, and what `Scores` says, without their calls.
+        row = self._row_of(key)  # type: ignore[arg-type]
+        if row is None or row.page is None:
+            return False
+        if row.score > self._most or (self._saved_only and row.slot is None and row.extent is None):
+            return True
+        return self._pages.pins(row.page) > 0
+
+
+class HbmPool:
+    """Single-threaded."""
+
+    def __init__(
+        self,
+        *,
+        table: CacheTable,
+        pages: PageAllocator,
+        page_size: int,
+        bytes_per_token: int,
+        policy: EvictionPolicy,
+        naive_positions: bool,
+        has_lower: bool,
+        scores: Scores,
+        high_water: float,
+        low_water: float,
+        stats: CacheStats,
+        gone: Callable[[BlockRow], None],
+    ) -> None:
+        self.table, self.pages, self.page_size, self.policy = table, pages, page_size, policy
+        self._bytes_per_token = bytes_per_token
+        self._naive_positions = naive_positions
+        self._stats = stats
+        self._gone = gone
+        self._scores = scores
+        self._has_lower = has_lower
+        self._high_pages = int(high_water * pages.num_pages)
+        self._low_pages = int(low_water * pages.num_pages)
+
+    # --- where a block can be used ------------------------------------------------------------------------------------
+
+    def position_of(self, row: BlockRow, block: int) -> int:
+        """Where the keys of a block have to be rotated to when it is the `block`th of a context."""
+        if self._naive_positions and row.origin is not None:
+            return row.origin
+        return block * BLOCK_TOKENS
+
+    def is_ready(self, row: BlockRow, block: int) -> bool:
+        """Whether the block is in HBM, rotated for this place."""
+        return row.page is not None and row.position == self.position_of(row, block)
+
+    def can_move(self, row: BlockRow) -> bool:
+        """Whether HBM's copy may be rotated anew. Saved keys are better: they were never rotated."""
+        return row.page is not None and not row.is_saved and row.hops < MAX_HOPS
+
+    def _group_by_page(self, match: Match) -> list[list[tuple[BlockRow, int]]]:
+        """What a match uses, page by page of the new context."""
+        used, per_page = match.used, self.page_size // BLOCK_TOKENS
+        return [used[start : start + per_page] for start in range(0, len(used), per_page)]
+
+    def _claim(self, group: list[tuple[BlockRow, int]], first_block: int) -> int | None:
+        """The page a group can be used in where it lies, or None if it has to be copied or loaded."""
+        page = group[0][0].page
+        if page is None or any(
+            row.page != page or row.offset != place * BLOCK_TOKENS or not self.is_ready(row, first_block + place)
+            for place, (row, _) in enumerate(group)
+        ):
+            return None
+        last, used = group[-1]
+        whole = len(group) * BLOCK_TOKENS == self.page_size and used == BLOCK_TOKENS and not last.is_open
+        if whole:
+            return page
+        # We shall write behind the last row, so nobody else may run on the page or have a block there.
+        grows = (last.is_open and used == len(last.token_ids)) or (not last.is_open and used == BLOCK_TOKENS)
+        alone = self.pages.pins(page) == 0 and self.pages.residents(page) == len(group)
+        return page if grows and alone else None
+
+    def _claims(self, groups: Sequence[list[tuple[BlockRow, int]]]) -> list[int | None]:
+        per_page = self.page_size // BLOCK_TOKENS
+        return [self._claim(group, index * per_page) for index, group in enumerate(groups)]
+
+    def usable_in_place(self, match: Match) -> Match:
+        """As much of a match as can be used where it lies."""
+        claims = self._claims(self._group_by_page(match))
+        if None not in claims:
+            return match
+        return match.first(claims.index(None) * self.page_size // BLOCK_TOKENS)
+
+    # --- giving a context its pages -----------------------------------------------------------------------------------
+
+    def place(self, context: RunningContext, match: Match, pages_needed: int) -> Placement | None:
+        """Pages for a context: those of the match, shared, copied or to be loaded, then free ones. None changes
+        nothing."""
+        groups = self._group_by_page(match)
+        claimed = self._claims(groups)
+        # Pages that are only copied from need not stay once the copy is ordered, but must not leave before it is.
+        held = [page for page in claimed if page is not None]
+        sources = [
+            row.page
+            for block, (row, _) in enumerate(match.used)
+            if row.page is not None and (self.is_ready(row, block) or self.can_move(row))
+        ]
+        for page in (*held, *sources):
+            self.pages.pin(page)
+        run = max(pages_needed, self.num_pages(len(context.token_ids)))  # what comes in later steps shall lie behind it
+        if not held and pages_needed <= self.pages.num_free + self.pages.num_cached:
+            self._make_run(run, max(_MORE_PAGES, run // 8))
+        placement = Placement() if self.make_room(pages_needed - len(held)) else None
+        if placement is not None:
+            per_page = self.page_size // BLOCK_TOKENS
+            for index, (group, claim) in enumerate(zip(groups, claimed, strict=True)):
+                if claim is None:
+                    claim = self.pages.take(last_page(context), run - len(context.pages))
+                    self._bring(group, index * per_page, claim, placement)
+                context.pages.append(claim)
+            while len(context.pages) < pages_needed:
+                context.pages.append(self.pages.take(last_page(context), run - len(context.pages)))
+            if match.partial is not None and match.partial.is_open and claimed[-1] is not None:
+                placement.taken_over = match.partial.key  # its rows are ours now and will grow
+        for page in sources if placement is not None else (*sources, *held):
+            self.pages.unpin(page)
+        return placement
+
+    def _bring(self, group: list[tuple[BlockRow, int]], first_block: int, page: int, placement: Placement) -> None:
+        for place, (row, used) in enumerate(group):
+            block, offset = first_block + place, place * BLOCK_TOKENS
+            position = self.position_of(row, block)
+            ready = self.is_ready(row, block)
+            if ready or self.can_move(row):
+                assert row.page is not None
+                placement.copies.append(CopyRows(row.page, row.offset, page, offset, used, row.position, position))
+                self._stats.copied_rows += used
+                if not ready and used == BLOCK_TOKENS and not row.is_open:
+                    placement.moved[block] = (row.key, page)
+            else:
+                extent = row.extent if row.slot is None else None
+                placement.loads.append(BlockLoad(row.key, used, row.slot, extent, page, offset, position))
+
+    def settle(self, key: BlockKey, page: int, offset: int, position: int, *, hop: bool) -> None:
+        """A block has arrived in a page that somebody runs on: this is its address in HBM now."""
+        row = self.table.get(key)
+        if row is None or (row.page is not None and row.position == position):
+            return
+        self.leave(row)
+        row.page, row.offset, row.position = page, offset, position
+        row.hops += hop
+        self.pages.add_resident(page)
+        enter(self.policy, row)
+
+    def num_pages(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.page_size)
+
+    # --- room ---------------------------------------------------------------------------------------------------------
+
+    def make_room(self, num_pages: int) -> bool:
+        """Evict until `num_pages` are free; False, and nothing evicted, if that many cannot be had. The smallest score
+        leaves first (CaR §III-B-3); among equals what is saved below, before what would be lost."""
+        if num_pages > self.pages.num_free + self.pages.num_cached:
+            return False
+        while (missing := num_pages - self.pages.num_free) > 0:
+            victims = self._victims(missing)
+            assert victims, "cached pages without an evictable block"
+            for key in victims:
+                self.evict(key)
+        return True
+
+    def _make_run(self, num_pages: int, spare: int) -> None:
+        """Let blocks leave until a context of so many pages, and `spare` more if that can be, finds them in a row: in
+        pieces it would cost every step that attends to it. Only what nobody needs and DRAM has, and no more than the
+        offloader would let leave behind this context anyway: pages that lie free hold no history. Of what would leave
+        next only those that lie in the way: if all did, a full pool would soon be in pieces too small to make a run."""
+        pages = self.pages
+        run, budget = pages.longest_run, num_pages + pages.num_pages - self._low_pages - pages.num_free
+        if not (pages.prefer_contiguous and self._has_lower) or run >= num_pages + spare or budget <= 0:
+            return
+        sizes = [size for size in (num_pages + spare, num_pages, -(-num_pages // 2)) if size > run]
+        more = max(budget, min(_RUN_CHOICE * budget, _MOST_CHOICE))
+        for most, wanted in ((budget, sizes[:2]), (min(2 * budget, more), sizes[:2]), (more, sizes)):
+            rows = self._expendable(most)
+            for size in wanted:
+                window = pages.window_for_run((row.page for row in rows if row.page is not None), size, budget)
+                if window is not None:
+                    for row in rows:
+                        if row.page in window:
+                            self.evict(row.key)
+                    return
+
+    def _expendable(self, most: int) -> list[BlockRow]:
+        """What may leave for no better reason than that it is in the way, the first to leave first."""
+        pinned = _Pinned(self.table, self.pages, 0, saved_only=True)
+        rows = [self.table.get(key) for key in self.policy.victims(most, pinned)]
+        return [row for row in rows if row is not None and row.slot is not None]
+
+    def _victims(self, count: int) -> list[BlockKey]:
+        for most in self._scores.levels:
+            for saved_only in (True, False) if self._has_lower else (False,):
+                pinned = _Pinned(self.table, self.pages, most, saved_only)
+                if victims := self.policy.victims(count, pinned):
+                    return victims
+        return []
+
+    def offload(self) -> None:
+        """CaR's background offloader (§III-C-2): above the high-water mark, what nobody needs leaves HBM down to the
+        low one, a few blocks at a time, between steps. Only what is saved below: it leaves without a copy, because it
+        was copied while it was computed."""
+        pages = self.pages
+        if not self._has_lower or pages.num_pages - pages.num_free <= self._high_pages or not pages.num_cached:
+            return
+        count = min(_OFFLOAD_BLOCKS, pages.num_pages - pages.num_free - self._low_pages)
+        for key in self.policy.victims(count, _Pinned(self.table, pages, 0, saved_only=True)):
+            self.evict(key)
+            self._stats.offloaded_blocks += 1
+
+    def evict(self, key: BlockKey) -> None:
+        row = self.table.get(key)
+        assert row is not None
+        self.leave(row)
+        self._stats.evicted_blocks += 1
+        if row.is_nowhere:
+            self._gone(row)
+
+    def leave(self, row: BlockRow) -> None:
+        """The block is not in HBM any more. Does not look whether it is anywhere else."""
+        if row.page is not None:
+            page, row.page = row.page, None
+            self.policy.remove(row.key)
+            self.pages.drop_resident(page)
+
+    def publish(self, row: BlockRow) -> None:
+        """A block was computed in a page of a running context: make it findable there."""
+        assert row.page is not None
+        known = self.table.get(row.key)
+        if known is None:
+            self.table.publish(row)
+            self.pages.add_resident(row.page)
+            enter(self.policy, row)
+        elif known.page is None:
+            self.settle(row.key, row.page, row.offset, row.position, hop=False)
+
+    def row(
+        self, context: RunningContext, block: int, key: BlockKey, tokens: list[int], session_id: str | None
+    ) -> BlockRow:
+        """The row of a block that a running context has computed."""
+        first = block * BLOCK_TOKENS
+        return BlockRow(
+            key=key,
+            parent=context.lineage.parent(block),
+            token_ids=array("I", tokens),
+            size_bytes=len(tokens) * self._bytes_per_token,
+            session_id=session_id,
+            page=context.pages[first // self.page_size],
+            offset=first % self.page_size,
+            position=first,
+            origin=first,
+            place=block,
+            owners=(context.session,),
+        )
+
+
+def last_page(context: RunningContext) -> int | None:
+    return context.pages[-1] if context.pages else None
+
+
+def keys_of(rows: Sequence[BlockRow], table: CacheTable) -> Iterator[BlockKey]:
+    """From tail to head, so that what stays of a touched context is a prefix."""
+    return (row.key for row in reversed(rows) if row.key in table)

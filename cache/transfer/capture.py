@@ -1,0 +1,65 @@
+"""The KV of steps on its way into DRAM."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from cache.moves import CapturePiece
+
+
+@dataclass(slots=True)
+class Captured:
+    """The KV of one step before rotation, per layer [tokens, kv_heads, dim]; the step's own tensors, not copies.
+    layers: of which, where some have saved their rows by themselves."""
+
+    keys: list[Tensor] = field(default_factory=list)
+    values: list[Tensor] = field(default_factory=list)
+    layers: list[int] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class SavedRows:
+    """Where layers may save the rows of a step by themselves, while they compute them. blocks: by layer, the DRAM slots
+    as uint16 [slots, K of a block's rows, then V]; spots int64 [rows, 2]: slot and row in it of each row of the batch,
+    slot -1 where it is not to be saved."""
+
+    blocks: Sequence[np.ndarray]
+    spots: np.ndarray
+
+
+class CaptureSink:
+    """`engine.model.hf_model.KvSink`: keeps a step's KV alive until it is saved (AttentionStore §3.2.2). Layers come in
+    order."""
+
+    def __init__(self) -> None:
+        self._captured: Captured | None = None
+        self._listens = False
+
+    def begin(self) -> None:
+        self._captured, self._listens = None, True
+
+    def write(self, layer: int, k_plain: Tensor, v: Tensor) -> None:
+        """See KvSink."""
+        if self._listens:
+            if self._captured is None:
+                self._captured = Captured()
+            self._captured.keys.append(k_plain)
+            self._captured.values.append(v)
+            self._captured.layers.append(layer)
+
+    def end(self) -> Captured | None:
+        """None: no layer has shown anything, for all have saved their rows by themselves."""
+        captured, self._captured, self._listens = self._captured, None, False
+        return captured
+
+
+@dataclass(frozen=True, slots=True)
+class CapturedRows:
+    """What is to be saved of a step."""
+
+    step: Captured
+    pieces: list[CapturePiece]
+    ready: "torch.cuda.Event | None"

@@ -1,0 +1,206 @@
+"""Where one load reads from, layer by layer: slots in DRAM, or extents on disk."""
+
+import threading
+from collections import deque
+from collections.abc import Container, Sequence
+from mmap import mmap
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from cache.blocks.keys import BlockKey
+from cache.moves import BlockLoad
+from cache.storage.errors import BlockMissing
+from cache.storage.extent_file import io_buffer
+from cache.storage.extent_format import ALIGNMENT, checksum
+from cache.storage.extent_reader import ExtentReader, Landed
+from cache.storage.extent_store import DiskTier
+from cache.storage.slab import Slab
+
+LAYERS_LANDED = 4  # of one load: one is placed, one is read, and two make up for a device that stutters
+LANDING_BYTES = 32 << 20  # of a load; more layers may be there at once if they fit
+KEPT_BYTES = 64 << 20  # of landing memory, for the next load; touching fresh memory costs more than filling it
+_PIECE_BYTES = 2 << 20
+Sums = np.ndarray  # checksums as numbers, uint64
+_NO_SUMS = np.zeros((0, 0), np.uint64)
+
+
+class LayerSource(Protocol):
+    """What `Loader` takes blocks from. One thread at a time, but for what a class says of itself."""
+
+    @property
+    def blocks(self) -> Sequence[BlockLoad]:
+        """In the order in which `segments` has them."""
+        ...
+
+    def segments(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Where a layer lies: memory [segments, elements], and which of its segments are the blocks', int64."""
+        ...
+
+    def sums(self, layer: int) -> Sums:
+        """What the checksums of its segments must be: uint64 [blocks]."""
+        ...
+
+    def altered(self, layer: int) -> list[BlockKey]:
+        """Those whose segments have another checksum."""
+        ...
+
+
+class SlotSource:
+    """Blocks in DRAM. `unsealed` are those whose slots nobody vouches for; with one of them nothing else may be asked
+    for."""
+
+    def __init__(self, blocks: Sequence[BlockLoad], slab: Slab) -> None:
+        self.blocks, self._slab = blocks, slab
+        slots = [block.slot for block in blocks if block.slot is not None]
+        self.unsealed = [block.key for block in blocks if not slab.is_sealed(block.slot)]
+        self._slots = torch.tensor(slots, dtype=torch.int64)
+        self._sums: Sums = np.ascontiguousarray(slab.sums(slots)) if not self.unsealed else _NO_SUMS
+
+    def segments(self, layer: int) -> tuple[Tensor, Tensor]:
+        return self._slab.segments(layer), self._slots
+
+    def sums(self, layer: int) -> Sums:
+        sums: Sums = self._sums[layer]
+        return sums
+
+    def altered(self, layer: int) -> list[BlockKey]:
+        blocks = [(block.key, block.slot) for block in self.blocks]
+        return [key for key, slot in blocks if slot is None or not self._slab.is_intact(layer, slot)]
+
+
+def layers_landed(slab: Slab, num_blocks: int) -> int:
+    """How many layers of a load of so many blocks may have come off the disk without having been placed."""
+    return min(slab.num_layers, max(LAYERS_LANDED, LANDING_BYTES // _room(slab, num_blocks)))
+
+
+def _room(slab: Slab, num_blocks: int) -> int:
+    """Bytes of memory in which any layer of a load may land."""
+    return -(-num_blocks * max(slab.segment_bytes) // ALIGNMENT) * ALIGNMENT
+
+
+class Landings:
+    """Memory for what comes off the disk, between two loads. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._kept: deque[mmap] = deque()
+        self._lock = threading.Lock()
+
+    def take(self, size: int) -> mmap:
+        """Raises OSError where there is none."""
+        with self._lock:
+            for memory in self._kept:
+                if len(memory) >= size:
+                    self._kept.remove(memory)
+                    return memory
+        return io_buffer(-(-size // _PIECE_BYTES) * _PIECE_BYTES)
+
+    def give_back(self, memory: mmap) -> None:
+        """Nobody writes to it any more."""
+        if len(memory) > KEPT_BYTES:
+            return  # it would only drive out the others
+        dropped = []  # unmapped when nobody waits for the lock
+        with self._lock:
+            self._kept.append(memory)
+            while sum(map(len, self._kept)) > KEPT_BYTES:
+                dropped.append(self._kept.popleft())
+
+
+class ExtentSource:
+    """Blocks on disk: a layer is read into landing memory as it is, checked by whoever places it, and copied from there
+    into slots if DRAM is to have it too. Making one raises BlockMissing where there is no memory; leave it by `close`.
+    `read` may be called by one thread while another places what was read, up to `layers_landed` layers in all."""
+
+    def __init__(self, blocks: Sequence[BlockLoad], slab: Slab, disk: DiskTier, landings: Landings) -> None:
+        self._slab, self._disk, self._landings = slab, disk, landings
+        by_extent: dict[int, list[tuple[int, BlockLoad]]] = {}  # extent id -> places in it, and their blocks
+        for block in blocks:
+            assert block.extent is not None
+            by_extent.setdefault(block.extent[0], []).append((block.extent[1], block))
+            if block.slot is not None:
+                slab.unseal(block.slot)
+        self._places = {extent: [place for place, _ in found] for extent, found in by_extent.items()}
+        self.blocks = [block for found in by_extent.values() for _, block in found]
+        kept = [(number, block.slot) for number, block in enumerate(self.blocks) if block.slot is not None]
+        self._kept = torch.tensor(kept, dtype=torch.int64).view(-1, 2).T
+        self._readers: dict[int, ExtentReader] = {}
+        self._checksums: list[tuple[bytes, ...]] = []  # of a block, by layer
+        self._sums: Sums = _NO_SUMS  # until the first layer is there
+        self._chosen = torch.arange(len(self.blocks))
+        self._room, self._num_landed = _room(slab, len(blocks)), layers_landed(slab, len(blocks))
+        try:
+            self._memory = landings.take(self._num_landed * self._room)
+        except OSError as error:
+            raise BlockMissing(f"no memory to read into: {error}", reason="io") from error
+        self._view = memoryview(self._memory)
+        self._tensor = torch.frombuffer(self._memory, dtype=torch.uint8)
+        self._may_be_written = False  # by a read that hangs, whenever it ends
+
+    def close(self) -> None:
+        for reader in self._readers.values():
+            reader.close()
+        if not self._may_be_written:
+            self._landings.give_back(self._memory)
+
+    def read(self, layer: int, count: int, landed: Landed) -> int:
+        """Bring a layer and those behind it, `count` in all, unchecked. Returns how many have come. See
+        `ExtentReader.land`. Raises BlockMissing."""
+        if not self._readers:
+            self._open()
+        wanted = [(self._readers[extent_id], places) for extent_id, places in self._places.items()]
+        try:
+            outs = [self._landed(number) for number in range(layer, layer + count)]
+            return wanted[0][0].land(layer, wanted, outs, landed)
+        except BlockMissing as missing:
+            self._may_be_written = missing.reason == "deadline"
+            raise
+
+    def _open(self) -> None:
+        for extent_id, places in self._places.items():
+            reader = self._readers[extent_id] = self._disk.reader(extent_id)
+            blocks = self.blocks[len(self._checksums) :]  # the extent's, and those behind
+            self._checksums += [reader.checksums(p, block.key) for p, block in zip(places, blocks, strict=False)]
+        numbers = np.frombuffer(b"".join(b"".join(of_block) for of_block in self._checksums), ">u8")
+        self._sums = np.ascontiguousarray(numbers.reshape(len(self.blocks), -1).T, np.uint64)
+
+    def _landed(self, layer: int) -> memoryview:
+        start = layer % self._num_landed * self._room
+        return self._view[start : start + len(self.blocks) * self._slab.segment_bytes[layer]]
+
+    def segments(self, layer: int) -> tuple[Tensor, Tensor]:
+        start = layer % self._num_landed * self._room
+        landed = self._tensor[start : start + len(self.blocks) * self._slab.segment_bytes[layer]]
+        return landed.view(self._slab.dtype).view(len(self.blocks), -1), self._chosen
+
+    def sums(self, layer: int) -> Sums:
+        sums: Sums = self._sums[layer]
+        return sums
+
+    def altered(self, layer: int) -> list[BlockKey]:
+        view, size = self._landed(layer), self._slab.segment_bytes[layer]
+        found = [checksum(view[number * size : (number + 1) * size]) for number in range(len(self.blocks))]
+        return [
+            block.key
+            for block, got, sums in zip(self.blocks, found, self._checksums, strict=True)
+            if got != sums[layer]
+        ]
+
+    def keep(self, layer: int) -> None:
+        """Copy a layer that was checked into the slots that are to hold it."""
+        numbers, slots = self._kept
+        if len(numbers):
+            self._slab.segments(layer)[slots] = self.segments(layer)[0][numbers]
+
+    def seal(self) -> None:
+        """All layers were kept."""
+        for number, slot in self._kept.T.tolist():
+            self._slab.seal_as(slot, self._checksums[number])
+
+    def tell_damage(self, keys: Container[BlockKey], layer: int) -> None:
+        """Of blocks that are not what was stored."""
+        for block in self.blocks:
+            if block.key in keys and block.extent is not None:
+                extent_id, place = block.extent
+                self._readers[extent_id].tell_altered(layer, place)

@@ -1,0 +1,89 @@
+"""The byte work of a load: one layer of its blocks, checked, out of slots or landing memory into pages."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from cache.blocks.keys import BLOCK_TOKENS, BlockKey
+from cache.transfer.layer_source import LayerSource
+from cache.transfer.rotations import Rotations
+from kernels.attention.base import KvPages
+from kernels.block_writer import BlockWriter, block_writer
+from kernels.kv_copy import write_rows
+
+
+class PagePool:
+    """The pages of all layers, and the compiled way into them where there is one. Made once, before threads begin:
+    it may compile."""
+
+    def __init__(self, pages: Sequence[KvPages]) -> None:
+        self.pages = pages
+        self.device, self.page_size = pages[0].k.device, pages[0].k.shape[1]
+        self.writers: list[BlockWriter | None] = [block_writer(layer, BLOCK_TOKENS) for layer in pages]
+        self.has_team = all(writer is not None and writer.has_team for writer in self.writers)
+
+
+class Loader:
+    """For one load. One thread at a time."""
+
+    def __init__(self, *, source: LayerSource, pool: PagePool) -> None:
+        self._source, self._pool = source, pool
+        blocks = source.blocks
+        self._keys = [block.key for block in blocks]
+        self._num_rows = [block.num_rows for block in blocks]
+        self._stop = max(block.position + block.num_rows for block in blocks)
+        # As `BlockWriter` wants them; where they begin changes with the layer. Tables are indexed by position.
+        self._numbers = np.array(
+            [(0, b.num_rows, b.page * pool.page_size + b.page_row, b.position) for b in blocks], dtype=np.int64
+        )
+        self._rows: tuple[Tensor, Tensor] | None = None
+
+    def place(self, layer: int, failed: dict[BlockKey, str], rotations: Rotations, *, together: bool) -> None:
+        """Write the layer that the source has brought, its keys rotated; done on return, or on CUDA when the current
+        stream is. Blocks that are not what they were when their slots were sealed are noted in `failed`, and not
+        written. rotations: the calling thread's; together: with torch's team, for the thread that computes, as the
+        others have none (`cache.transfer.transfer`)."""
+        writer = self._pool.writers[layer]
+        tables = rotations.halves(layer, self._stop) if writer is not None else None
+        if writer is None or tables is None:
+            failed.update(dict.fromkeys(self._source.altered(layer), "checksum"))
+            if not failed:
+                self._place_by_torch(layer, rotations)
+            return
+        memory, chosen = self._source.segments(layer)
+        np.multiply(chosen.numpy(), memory.stride(0), out=self._numbers[:, 0])
+        sums = self._source.sums(layer)
+        wrong = writer.write(memory, self._numbers, sums, *tables, together=together)
+        if wrong.any():
+            failed.update((self._keys[place], "checksum") for place in np.flatnonzero(wrong).tolist())
+
+    def _place_by_torch(self, layer: int, rotations: Rotations) -> None:
+        pages = self._pool.pages[layer]
+        heads, k_dim = pages.k.shape[2:]
+        memory, chosen = self._source.segments(layer)
+        segments = memory.index_select(0, chosen)
+        split = BLOCK_TOKENS * heads * k_dim
+        k = self._wanted(segments[:, :split].view(len(segments), BLOCK_TOKENS, heads, k_dim))
+        v = self._wanted(segments[:, split:].view(len(segments), BLOCK_TOKENS, heads, -1))
+        slots, positions = self._slots_and_positions()
+        write_rows(pages.k, slots, rotations.rotate(layer, k, positions))
+        write_rows(pages.v, slots, v)
+
+    def _wanted(self, rows: Tensor) -> Tensor:
+        """[blocks, 32, ...] -> [rows of all blocks that are wanted, ...], on the pages' device."""
+        if all(count == BLOCK_TOKENS for count in self._num_rows):
+            rows = rows.flatten(0, 1)
+        else:
+            rows = torch.cat([block[:count] for block, count in zip(rows, self._num_rows, strict=True)])
+        return rows.to(self._pool.device, non_blocking=True)
+
+    def _slots_and_positions(self) -> tuple[Tensor, Tensor]:
+        """Of every row; the same tensors for all layers, by which `Rotations` knows them again."""
+        if self._rows is None:
+            _, counts, slots, positions = self._numbers.T
+            within = np.concatenate([np.arange(count) for count in counts])
+            both = (torch.from_numpy(np.repeat(first, counts) + within) for first in (slots, positions))
+            self._rows = next(both).to(self._pool.device), next(both).to(self._pool.device)
+        return self._rows

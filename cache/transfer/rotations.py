@@ -1,0 +1,13 @@
+"""Keys in and out of position, as the transfer threads need it."""
+
+from typing import Protocol
+
+from torch import Tensor
+
+
+class Rotations(Protocol):
+    """`engine.model.rotations.Rotations`. One per thread."""
+
+    def rotate(self, layer: int, k_plain: Tensor, positions: Tensor) -> Tensor: ...
+    def unrotate(self, layer: int, k: Tensor, positions: Tensor) -> Tensor: ...
+    def halves(self, layer: int, stop: int) -> tuple[Tensor, Tensor] | None: ...

@@ -1,0 +1,58 @@
+"""The byte work of a save: rows of steps into DRAM slots."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from cache.storage.slab import Slab
+from cache.transfer.capture import CapturedRows
+from kernels.row_copies import copy_into_blocks
+
+
+def place_rows(slab: Slab, captures: Sequence[CapturedRows], layers: Sequence[int]) -> None:
+    """Of these layers, which are those that all the steps have; done on return. On the saving thread, which has no team
+    of workers: see `cache.transfer.transfer`."""
+    for capture in captures:
+        if capture.ready is not None:
+            capture.ready.synchronize()
+    targets = [*map(slab.k, layers), *map(slab.v, layers)]
+    sources = [[*capture.step.keys, *capture.step.values] for capture in captures]
+    pieces = [
+        (step, piece.batch_row, piece.slot, piece.slot_row, piece.num_rows)
+        for step, capture in enumerate(captures)
+        for piece in capture.pieces
+    ]
+    if sources[0][0].is_cuda or not copy_into_blocks(targets, sources, np.array(pieces)):
+        _place_by_index(targets, sources, captures)
+
+
+def _place_by_index(
+    targets: Sequence[Tensor], sources: Sequence[Sequence[Tensor]], captures: Sequence[CapturedRows]
+) -> None:
+    pieces = [piece for capture in captures for piece in capture.pieces]
+    slots = torch.cat([torch.full((p.num_rows,), p.slot) for p in pieces])
+    places = torch.cat([torch.arange(p.slot_row, p.slot_row + p.num_rows) for p in pieces])
+    wanted = [_wanted_rows(capture) for capture in captures]
+    for number, target in enumerate(targets):
+        parts = [step[number] for step in sources]
+        chosen = [t if rows is None else t.index_select(0, rows) for t, rows in zip(parts, wanted, strict=True)]
+        source = chosen[0] if len(chosen) == 1 else torch.cat(chosen)
+        as_words(target).index_put_((slots, places), as_words(source.to(target.device)))
+
+
+def _wanted_rows(capture: CapturedRows) -> Tensor | None:
+    """Indices of the rows of a step that are to be saved; None for all of them."""
+    rows = torch.cat([torch.arange(p.batch_row, p.batch_row + p.num_rows) for p in capture.pieces])
+    first = capture.step.keys[0]
+    return None if len(rows) == first.shape[0] else rows.to(first.device)
+
+
+def as_words(rows: Tensor) -> Tensor:
+    """The same memory in elements of eight bytes if that can be: copying by index costs its time per element."""
+    per_word = 8 // rows.element_size()
+    strides = (*rows.stride()[:-1], rows.storage_offset())
+    if rows.stride(-1) != 1 or rows.shape[-1] % per_word or any(stride % per_word for stride in strides):
+        return rows
+    return rows.view(torch.int64)

@@ -1,0 +1,216 @@
+"""The save stream: HBM -> DRAM slots while the engine computes on (AttentionStore §3.2.2), on a thread of its own.
+
+On CPU there is no engine that copies beside the processors: whoever saves takes one away from the step's team, which
+then waits for the slowest of its members, and the GIL from its loop. There the kernels of a layer write what they have
+at hand to the slots themselves, and what is left is done by the engine's thread, between steps.
+"""
+
+import threading
+import time
+from collections.abc import Sequence
+from queue import SimpleQueue
+
+import numpy as np
+import torch
+
+from cache.blocks.keys import BLOCK_TOKENS
+from cache.moves import CapturePiece, FillFromPage, FillFromSlot, Save, Saved, SealSlot, Transferred
+from cache.storage.slab import Slab
+from cache.storage.throttle import Throttle
+from cache.transfer.capture import Captured, CapturedRows, SavedRows
+from cache.transfer.completions import Completions
+from cache.transfer.rotations import Rotations
+from cache.transfer.row_saver import place_rows
+from kernels.attention.base import KvPages
+from kernels.cpu.available import as_bits
+from kernels.kv_copy import gather_rows
+from kernels.row_copies import save_kernels
+
+_HELD_STEPS = 32  # decode steps that are saved together, unless a block is full before
+_FEW_ROWS = 64
+
+
+class SaveStream:
+    """`run` is the thread; the other methods are called by the engine's. `rotations` is the engine's."""
+
+    def __init__(
+        self,
+        *,
+        pages: Sequence[KvPages],
+        slab: Slab,
+        throttle: Throttle,
+        synchronous: bool,
+        max_backlog_bytes: int,
+        rotations: Rotations,
+        completions: Completions,
+    ) -> None:
+        self._pages, self._slab = pages, slab
+        self._device = pages[0].k.device
+        self._throttle = throttle
+        self._synchronous = synchronous
+        self._max_backlog_bytes = max_backlog_bytes
+        self._backlog_bytes = 0
+        self._rotations = rotations
+        self._completions = completions
+        self._drained = threading.Condition()  # guards the backlog
+        # By layer, where kernels may write rows themselves: not past a cap, and not what they cannot write. Where there
+        # are any, nothing goes to the thread.
+        self._blocks: list[np.ndarray] | None = None
+        if self._device.type == "cpu" and slab.dtype == torch.bfloat16 and not throttle.is_capped:
+            self._blocks = [as_bits(slab.segments(layer)) for layer in range(slab.num_layers)]
+        spot = np.zeros((1, 2), np.int64)  # of a step of one row, which is over before the next one begins
+        self._one_row = SavedRows(self._blocks or (), spot)
+        self._spot = memoryview(spot.reshape(-1).data)  # half the time of writing to an array
+        self._orders: SimpleQueue[tuple[Save, ...] | list[CapturedRows] | None] = SimpleQueue()
+        self._held: list[CapturedRows] = []
+        self._is_due = False
+        self._row_bytes = slab.slot_bytes // BLOCK_TOKENS
+        self.placed_bytes = 0  # by layers, of which no event tells
+        save_kernels()  # compiled before they are needed
+
+    def places(self, pieces: list[CapturePiece], num_rows: int) -> SavedRows | None:
+        """Where the rows of a step may be saved while they are computed; None: only by `save`. They must stand on
+        nothing that is still being loaded, and `save` comes all the same behind the step."""
+        if self._blocks is None:
+            return None
+        if num_rows == 1 and pieces:  # most steps of who talks alone, in which a few microseconds count
+            self.placed_bytes += self._row_bytes
+            _, self._spot[0], self._spot[1], _ = pieces[0]
+            return self._one_row
+        if len(pieces) == num_rows:  # one each, as in nearly every step: 2 us instead of 6
+            self.placed_bytes += num_rows * self._row_bytes
+            return SavedRows(self._blocks, np.array([(slot, slot_row) for _, slot, slot_row, _ in pieces]))
+        spots = np.full((num_rows, 2), -1)
+        if pieces:
+            batch_rows, slots, slot_rows, counts = np.array(pieces).T
+            num_saved = int(counts.sum())
+            self.placed_bytes += num_saved * self._row_bytes
+            # Pieces are in order, and as a rule without a gap: then no row has to be looked for.
+            rows = np.arange(num_rows)
+            if num_saved < num_rows:
+                rows = np.concatenate([rows[first : first + count] for first, _, _, count in pieces])
+            spots[rows, 0] = np.repeat(slots, counts)
+            spots[rows, 1] = np.repeat(slot_rows - batch_rows, counts) + rows
+        return SavedRows(self._blocks, spots)
+
+    def save(self, step: Captured | None, pieces: list[CapturePiece]) -> None:
+        """Save these parts of a step, as far as its layers have not done so by themselves. Waits when too much is
+        waiting already, or always if saving is synchronous."""
+        if step is None or not pieces:
+            return
+        if len(step.keys) < self._slab.num_layers:
+            place_rows(self._slab, [CapturedRows(step, pieces, None)], step.layers)
+            return
+        ready = None
+        if self._device.type == "cuda":
+            ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            ready.record()
+        self._held.append(CapturedRows(step, pieces, ready))
+        # A decode step is a few rows: copying them costs its calls, so the rows of many steps go together.
+        is_large = step.keys[0].shape[0] > _FEW_ROWS
+        self._is_due |= is_large
+        if self._synchronous or len(self._held) >= _HELD_STEPS or (is_large and self._blocks is None):
+            self.flush()
+
+    def flush_due(self) -> None:
+        """Between steps: save what is too large to be held for long, where the engine's thread does it by itself. In
+        the step, its first token would wait for it."""
+        if self._is_due:
+            self.flush()
+
+    def put(self, orders: Sequence[Save]) -> None:
+        """What was given to `save` before comes before them. Together, because to wake a thread costs both as much as
+        some of them take."""
+        if not orders:
+            return
+        self.flush()
+        if self._blocks is None:
+            self._orders.put(tuple(orders))
+        else:
+            self._save_orders(orders, self._rotations)
+
+    def flush(self) -> None:
+        """Hand over the steps that were held back. Anything that tells about a slot has to come behind them."""
+        if not self._held:
+            return
+        held, self._held = self._held, []
+        self._is_due = False
+        size = self._bytes_of(held)
+        with self._drained:
+            self._backlog_bytes += size
+        if self._blocks is not None:
+            self._save_captures(held)
+            return
+        self._orders.put(held)
+        with self._drained:
+            limit = 0 if self._synchronous else self._max_backlog_bytes
+            while self._backlog_bytes > limit:
+                self._completions.check()
+                self._drained.wait(1.0)
+
+    def _bytes_of(self, captures: Sequence[CapturedRows]) -> int:
+        """The KV of all of their rows, saved or not: they are kept alive together."""
+        rows = sum(capture.step.keys[0].shape[0] for capture in captures)
+        return rows * self._slab.slot_bytes // BLOCK_TOKENS
+
+    def close(self) -> None:
+        """Let the thread save what it was given, and end."""
+        self.flush()
+        self._orders.put(None)
+
+    def run(self, rotations: Rotations) -> None:
+        """Saves until `close`."""
+        while (order := self._orders.get()) is not None:
+            if isinstance(order, list):
+                self._save_captures(order)
+            else:
+                self._save_orders(order, rotations)
+
+    def _save_orders(self, orders: Sequence[Save], rotations: Rotations) -> None:
+        """Slots are sealed together, behind all that fills any: none is filled again before the engine has heard that
+        it was saved."""
+        sealed, events = [], []
+        for order in orders:
+            match order:
+                case SealSlot():
+                    if order.num_rows:
+                        self._slab.clear_behind(order.slot, order.num_rows)
+                        sealed.append(order.slot)
+                    events.append(Saved(order.ticket))
+                case FillFromSlot():
+                    self._fill_from_slot(order)
+                case FillFromPage():
+                    self._fill_from_page(order, rotations)
+        if sealed:
+            self._slab.seal(*sealed)
+        self._completions.tell(*events)
+
+    def _fill_from_slot(self, order: FillFromSlot) -> None:
+        for layer in range(self._slab.num_layers):
+            for rows in (self._slab.k(layer), self._slab.v(layer)):
+                rows[order.slot, : order.num_rows] = rows[order.source_slot, : order.num_rows]
+
+    def _save_captures(self, captures: list[CapturedRows]) -> None:
+        """Rows of some steps into their slots."""
+        started = time.perf_counter()
+        held = self._bytes_of(captures)
+        size = sum(piece.num_rows for capture in captures for piece in capture.pieces) * self._slab.slot_bytes
+        size //= BLOCK_TOKENS
+        passed = self._throttle.book(size)
+        place_rows(self._slab, captures, range(self._slab.num_layers))
+        self._throttle.wait(passed)
+        captures.clear()
+        with self._drained:
+            self._backlog_bytes -= held
+            self._drained.notify_all()
+        self._completions.tell(Transferred("hbm_to_dram", size, time.perf_counter() - started))
+
+    def _fill_from_page(self, order: FillFromPage, rotations: Rotations) -> None:
+        page_size = self._pages[0].k.shape[1]
+        rows = torch.arange(order.num_rows, device=self._device)
+        slots = rows + (order.page * page_size + order.page_row)
+        positions = rows + order.position
+        span = slice(order.slot_row, order.slot_row + order.num_rows)
+        for layer, pages in enumerate(self._pages):
+            self._slab.k(layer)[order.slot, span] = rotations.unrotate(layer, gather_rows(pages.k, slots), positions)
+            self._slab.v(layer)[order.slot, span] = gather_rows(pages.v, slots)

@@ -1,0 +1,105 @@
+"""The write stream: DRAM -> disk, and deletions there, on a thread of its own: nobody waits for either."""
+
+import time
+from collections import deque
+from queue import Empty, SimpleQueue
+
+from cache.moves import Deleted, DeleteExtents, Lost, PutSession, Transferred, WriteExtent, Written
+from cache.storage.errors import TierFailed, TierFull
+from cache.storage.extent_file import runs
+from cache.storage.extent_store import DiskTier
+from cache.storage.rare_log import RareLog
+from cache.storage.slab import Slab
+from cache.transfer.completions import Completions
+
+_TOGETHER = 64  # deletions; what stands behind them waits for as long
+WriteOrder = WriteExtent | DeleteExtents | PutSession
+
+
+class WriteStream:
+    """`run` is the thread; the other methods are called by the engine's."""
+
+    def __init__(self, *, slab: Slab, disk: DiskTier, completions: Completions) -> None:
+        self._slab, self._disk, self._completions = slab, disk, completions
+        self._log = RareLog()
+        self._orders: SimpleQueue[WriteOrder | None] = SimpleQueue()
+        self._looked_at: deque[WriteOrder | None] = deque()  # in front of those
+
+    def put(self, order: WriteOrder) -> None:
+        """To be done when those before it are."""
+        self._orders.put(order)
+
+    def close(self) -> None:
+        """Let the thread do what it was given, and end."""
+        self._orders.put(None)
+
+    def run(self) -> None:
+        """Works until `close`."""
+        while (order := self._next()) is not None:
+            match order:
+                case WriteExtent():
+                    self._write(order)
+                case DeleteExtents():
+                    self._delete(self._with_those_behind(order))
+                case PutSession():
+                    try:
+                        self._disk.put_session(order.record)
+                    except TierFailed as error:
+                        self._log.warn(f"session {error.reason}", "a session was not recorded: %s", error)
+            if lost := self._disk.take_lost():
+                self._completions.tell(Lost(tuple(lost)))
+
+    def _write(self, order: WriteExtent) -> None:
+        started = time.perf_counter()
+        # Slots are handed out in a row as a rule: a dozen pieces instead of one for each block and layer.
+        spans = [(order.slots[first], order.slots[stop - 1] + 1) for first, stop in runs(order.slots)]
+        try:
+            extent = self._disk.write(
+                order.session,
+                order.blocks,
+                self._slab.checksums(order.slots),
+                lambda layer: [self._slab.span(layer, *span) for span in spans],
+            )
+        except (TierFull, TierFailed) as error:
+            kind = error.reason if isinstance(error, TierFailed) else "full"
+            self._log.warn(f"write {kind}", "%d blocks were not written to disk: %s", len(order.blocks), error)
+            self._completions.tell(Written(order.job_id, None, str(error)))
+            return
+        seconds = time.perf_counter() - started
+        self._completions.tell(
+            Transferred("dram_to_disk", extent.size_bytes, seconds), Written(order.job_id, extent, None)
+        )
+
+    def _next(self) -> WriteOrder | None:
+        return self._looked_at.popleft() if self._looked_at else self._orders.get()
+
+    def _with_those_behind(self, order: DeleteExtents) -> list[DeleteExtents]:
+        """A deletion waits for the device some five times, whatever it deletes: those that stand one behind the other
+        are made together. A hundred sessions one by one held up a turn's KV for seconds."""
+        orders = [order]
+        while len(orders) < _TOGETHER:
+            try:
+                following = self._orders.get_nowait()
+            except Empty:
+                break
+            if not isinstance(following, DeleteExtents):
+                self._looked_at.append(following)
+                break
+            orders.append(following)
+        return orders
+
+    def _delete(self, orders: list[DeleteExtents]) -> None:
+        extent_ids = [extent_id for order in orders for extent_id in order.extent_ids]
+        problem = None
+        try:
+            self._disk.delete(*extent_ids)
+            if sessions := [order.session for order in orders if order.session is not None]:
+                self._disk.delete_sessions(*sessions)
+        except TierFailed as error:
+            if len(orders) > 1:  # that one of them fails is none of the others' business
+                for order in orders:
+                    self._delete([order])
+                return
+            self._log.warn(f"delete {error.reason}", "%d extents were not deleted: %s", len(extent_ids), error)
+            problem = str(error)
+        self._completions.tell(*(Deleted(order.job_id, problem) for order in orders))

@@ -1,0 +1,1 @@
+"""Composition: an engine made of its configuration and the machine."""

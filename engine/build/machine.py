@@ -1,0 +1,102 @@
+"""What there is to be shared out: memory, the machine's or less where control groups limit it, as in a container, and
+room on disk.
+
+Source: kernel documentation, admin-guide/cgroup-v2.rst and cgroup-v1/memory.rst.
+"""
+
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from cache.storage.directory import stored_bytes
+
+_GROUPS = Path("/sys/fs/cgroup")
+_OWN = Path("/proc/self/cgroup")
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Bytes."""
+
+    total: int
+    available: int  # without pushing out anything but cached files
+
+
+@dataclass(frozen=True, slots=True)
+class _Version:
+    """Names of one kind of control groups."""
+
+    limit: str
+    used: str
+    cached: tuple[str, ...]  # rows of memory.stat: pages of files, which make room when it is needed
+
+
+_V1 = _Version("memory.limit_in_bytes", "memory.usage_in_bytes", ("total_active_file", "total_inactive_file"))
+_V2 = _Version("memory.max", "memory.current", ("active_file", "inactive_file"))
+
+
+def memory() -> Memory:
+    """Of this process, now."""
+    machine = psutil.virtual_memory()
+    try:
+        own = _OWN.read_text(encoding="utf-8")
+    except OSError:  # no Linux
+        own = ""
+    return within_groups(Memory(machine.total, machine.available), own, _GROUPS)
+
+
+def disk_room(directory: Path, min_free_bytes: int) -> int:
+    """Bytes that cache files of a directory may take: what its file system has free above the floor, and what they take
+    already. The directory need not be there yet. Raises OSError."""
+    existing = next(path for path in (directory, *directory.absolute().parents) if path.exists())
+    return max(0, shutil.disk_usage(existing).free + stored_bytes(directory) - min_free_bytes)
+
+
+def within_groups(machine: Memory, own: str, root: Path) -> Memory:
+    """What is left of the machine's memory inside of control groups. own: the text of /proc/self/cgroup; root: where
+    control groups are mounted. A group's limit holds for all below it, so each one on the way up counts; one that
+    cannot be read is none."""
+    total, available = machine.total, machine.available
+    for directory, version in _groups(own, root):
+        limit, used = (_number(directory / name) for name in (version.limit, version.used))
+        if limit is None or limit >= machine.total:  # `max`, or in version 1 a number of 63 bits
+            continue
+        total = min(total, limit)
+        if used is not None:
+            available = min(available, max(0, limit - used + _cached(directory, version)))
+    return Memory(total, min(total, available))
+
+
+def _groups(own: str, root: Path) -> Iterator[tuple[Path, _Version]]:
+    """The memory groups that a process is in, the innermost first. In a container its own group is mounted as the root,
+    whatever path /proc says."""
+    for line in own.splitlines():
+        number, _, rest = line.partition(":")
+        controllers, _, path = rest.partition(":")
+        if "memory" in controllers.split(","):
+            top, version = root / "memory", _V1
+        elif number == "0" and not controllers:
+            top, version = root, _V2
+        else:
+            continue
+        parts = [part for part in path.split("/") if part not in ("", ".", "..")]
+        for depth in range(len(parts), -1, -1):
+            yield top.joinpath(*parts[:depth]), version
+
+
+def _number(file: Path) -> int | None:
+    try:
+        return int(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):  # `max` is no limit
+        return None
+
+
+def _cached(directory: Path, version: _Version) -> int:
+    try:
+        rows = [line.split() for line in (directory / "memory.stat").read_text(encoding="utf-8").splitlines()]
+        return sum(int(row[1]) for row in rows if row and row[0] in version.cached)
+    except (OSError, ValueError, IndexError):  # counted as used, then
+        return 0

@@ -1,0 +1,76 @@
+"""How large the tiers are where the settings leave it open: shares of what machine and model leave free. Pure.
+
+docs/SIZES.md tabulates it.
+"""
+
+from dataclasses import dataclass
+
+from cache.blocks.keys import BLOCK_TOKENS
+
+_GIB = 1 << 30
+# Of the memory that is free beside the weights, for KV in all. What is left is for the system, cached files and what
+# others start meanwhile. Page-locked memory is gone from the start, and its allocator may round up to twice as much.
+_SHARE, _PINNED_SHARE = 0.5, 0.4
+# Of the same memory. On CPU the pool of HBM lies in it too; a small part, as it is no faster than DRAM there.
+_HBM_SHARE, _STAGING_SHARE = 0.15, 0.05
+_DEVICE_SHARE = 0.85  # of the accelerator's memory that is free when the weights are loaded
+_DISK_SHARE = 0.25
+# Two conversations of full windows, and of small models as many as fit into what any machine can spare.
+_HBM_WINDOWS, _HBM_LEAST_CAP = 2, 2 * _GIB
+# One being written to disk while another is computed, as far as that is no more than a disk takes in seconds.
+_STAGING_WINDOWS, _STAGING_CAP = 2, 4 * _GIB
+# Blocks of a tier: 8.4 M tokens, or as many as the table of blocks may hold in its share of memory; 2.7 KB for each was
+# measured with sessions of eight blocks.
+_MOST_BLOCKS, _TABLE_SHARE, _TABLE_BYTES = 1 << 18, 0.05, 2700
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Bytes."""
+
+    hbm: int
+    dram: int
+    staging: int  # DRAM for blocks on their way to and from disk
+    disk: int
+
+
+def automatic_sizes(
+    *,
+    memory: int,
+    device_memory: int | None,
+    disk: int,
+    weights: int,
+    kv_bytes_per_token: int,
+    window_tokens: int,
+    hbm_tokens: int,
+) -> Sizes:
+    """Sizes for a model. memory: bytes that were available before its load; device_memory: of the accelerator, what
+    is free behind the weights, None if the model runs on the CPU; disk: what cache files may take at most; hbm_tokens:
+    what somebody set, or 0."""
+    on_cpu = device_memory is None
+    free = max(0, memory - weights) if on_cpu else memory
+    window = window_tokens * kv_bytes_per_token
+    if hbm_tokens:
+        hbm = hbm_tokens * kv_bytes_per_token
+    elif device_memory is None:
+        hbm = min(int(_HBM_SHARE * free), max(_HBM_WINDOWS * window, _HBM_LEAST_CAP))
+    else:
+        hbm = int(_DEVICE_SHARE * device_memory)
+    served = -(-min(window, hbm) // kv_bytes_per_token // BLOCK_TOKENS) * BLOCK_TOKENS * kv_bytes_per_token
+    staging = min(_STAGING_WINDOWS * served, _STAGING_CAP, int(_STAGING_SHARE * free))
+    dram = int(_SHARE * free) - hbm if on_cpu else int(_PINNED_SHARE * free)
+    most = min(_MOST_BLOCKS, int(_TABLE_SHARE * memory) // _TABLE_BYTES) * BLOCK_TOKENS * kv_bytes_per_token
+    return Sizes(
+        hbm=hbm, dram=max(0, min(dram - staging, most)), staging=staging, disk=min(int(_DISK_SHARE * disk), most)
+    )
+
+
+def dram_warnings(dram_tokens: int, hbm_tokens: int, window_tokens: int) -> list[str]:
+    """What to say of a DRAM tier that is too small to be worth its name."""
+    if dram_tokens < window_tokens:
+        why = f"one window of {window_tokens:,}: a conversation that fills it does not fit"
+    elif dram_tokens < hbm_tokens:
+        why = f"the {hbm_tokens:,} of HBM: little is kept there that HBM does not hold already"
+    else:
+        return []
+    return [f"DRAM holds {dram_tokens:,} tokens, less than {why} (cache.dram_gib)"]

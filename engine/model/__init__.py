@@ -1,0 +1,1 @@
+"""The model: loading it, proving it and running it."""

@@ -1,0 +1,36 @@
+"""Of a model's last layer, only rows whose logits somebody wants are finished: of a prompt, one."""
+
+import torch
+from torch import nn
+
+from engine.model.cpu.layer import DecoderLayer
+from engine.model.cpu.modules import FEW_ROWS, agree
+from engine.model.hf_model import Step, forward, takes_logit_rows
+from engine.model.probe import ProbeResult, single_sequence_meta
+from kernels.attention.base import AttentionBackend, KvPages
+
+_CHECK_TOKENS = FEW_ROWS + 2  # fewer go another way
+
+
+def finish_wanted_rows_only(model: nn.Module, probed: ProbeResult, backend: AttentionBackend) -> bool:
+    """Whether the last layer is ours and now leaves out what nobody reads. Both ways have to give the same logits, for
+    what stands behind the layers may be anything."""
+    layers = [module for module in model.modules() if isinstance(module, DecoderLayer)]
+    if not layers or layers[-1].index != len(probed.shapes) - 1 or not takes_logit_rows(type(model).forward):
+        return False
+    dtype, page = next(model.parameters()).dtype, backend.page_multiple
+    positions, wanted = torch.arange(_CHECK_TOKENS), torch.tensor([1, _CHECK_TOKENS - 1])
+    pages = [
+        KvPages(
+            k=torch.zeros(1, page, shape.kv_heads, shape.k_dim, dtype=dtype),
+            v=torch.zeros(1, page, shape.kv_heads, shape.v_dim, dtype=dtype),
+        )
+        for shape in probed.shapes
+    ]
+    logits = []
+    for leave_out in (False, True):
+        layers[-1].is_last = leave_out
+        step = Step(single_sequence_meta(wanted.device, 0, _CHECK_TOKENS, page), pages.__getitem__, backend, None)
+        logits.append(forward(model, step, positions + 1, positions, wanted))
+    layers[-1].is_last = agree(logits[1], logits[0])
+    return layers[-1].is_last

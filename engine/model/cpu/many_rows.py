@@ -1,0 +1,87 @@
+"""Rotation of many rows, and the writing of their keys and values to the pool, as one compiled pass."""
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.model.hf_model import turn_halves
+from kernels.attention.base import KvPages
+from kernels.cpu.available import as_bits, as_stream, prefill_kernels, use_torch_threads
+from kernels.kv_copy import write_rows
+
+_CHECK_ROWS = 5
+NOWHERE = (np.empty((0, 0), np.uint16), np.empty((0, 2), np.int64))  # blocks and spots where nothing is saved
+
+
+class RotateAndWrite:
+    """The same, to the bit, as `turn_halves` and `write_rows`. heads: how many of queries and of keys."""
+
+    def __init__(self, kernels: Any, heads: tuple[int, int], head_dim: int) -> None:
+        self._kernels, self._heads, self._head_dim = kernels, heads, head_dim
+        self._pool: tuple[KvPages, tuple[Any, ...]] | None = None
+
+    def takes(self, turning: Tensor, cos: Tensor, sin: Tensor, pages: KvPages) -> bool:
+        """Whether this way is right for these rows."""
+        return cos.shape[-1] == self._head_dim and all(
+            x.dtype == torch.bfloat16 and x.device.type == "cpu" and x.stride(-1) == 1
+            for x in (turning, cos, sin, pages.k, pages.v)
+        )
+
+    def __call__(
+        self,
+        turning: Tensor,
+        values: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        slots: Tensor,
+        pages: KvPages,
+        blocks: np.ndarray,
+        spots: np.ndarray,
+    ) -> Tensor:
+        """turning [rows, q and k heads, head_dim] and values [rows, k heads, head_dim], their heads side by side; cos,
+        sin [rows, head_dim]; slots [rows] int64, different and inside the pool; blocks, spots: where they are saved
+        before rotation, as in `SavedRows`. Returns the rotated queries [rows, q heads, head_dim]; what came in stays as
+        it is."""
+        use_torch_threads()
+        queries = turning.new_empty(len(turning), self._heads[0], self._head_dim)
+        if len(turning):
+            self._kernels.place(
+                *(as_stream(turning), turning.stride(0), as_stream(values), values.stride(0)),
+                *(as_bits(cos.contiguous()), as_bits(sin.contiguous()), slots.numpy(), blocks, spots, self._heads),
+                *(*self._memory(pages), as_bits(queries)),
+            )
+        return queries
+
+    def _memory(self, pages: KvPages) -> tuple[Any, ...]:
+        """The layer's pool, which is the same in every step of an engine."""
+        if self._pool is None or self._pool[0] is not pages:
+            k, v = pages.k, pages.v
+            self._pool = (pages, (as_stream(k), k.stride()[:3], as_stream(v), v.stride()[:3], k.shape[1]))
+        return self._pool[1]
+
+
+def rotate_and_write(num_q: int, num_k: int, head_dim: int) -> RotateAndWrite | None:
+    """None where it cannot run, or does not say the same as torch."""
+    kernels = prefill_kernels()
+    if kernels is None or head_dim % 2:
+        return None
+    ours = RotateAndWrite(kernels, (num_q, num_k), head_dim)
+    generator = torch.Generator().manual_seed(0)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator).bfloat16()
+
+    rows, turns = random(_CHECK_ROWS, num_q + 2 * num_k, head_dim), random(2, _CHECK_ROWS, head_dim)
+    turning, values = rows[:, : num_q + num_k], rows[:, num_q + num_k :]
+    slots = torch.randperm(2 * _CHECK_ROWS, generator=generator)[:_CHECK_ROWS]
+    # Heads outermost, as the engine has them.
+    pools = torch.zeros(4, num_k, 2, _CHECK_ROWS, head_dim, dtype=torch.bfloat16).transpose(1, 2).transpose(2, 3)
+    got, want = KvPages(pools[0], pools[1]), KvPages(pools[2], pools[3])
+    queries = ours(turning, values, turns[0], turns[1], slots, got, *NOWHERE)
+    turned = turn_halves(turning, turns[0][:, None], turns[1][:, None])
+    write_rows(want.k, slots, turned[:, num_q:])
+    write_rows(want.v, slots, values)
+    same = torch.equal(queries, turned[:, :num_q]) and torch.equal(pools[:2], pools[2:])
+    return RotateAndWrite(kernels, (num_q, num_k), head_dim) if same else None

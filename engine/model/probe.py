@@ -1,0 +1,255 @@
+"""The load-time probe: does this architecture do what our attention assumes? Three questions (ENGINE_FACTS §1):
+
+1. Is our attention function called exactly once per layer? (falcon, gptj, bloom never call it, without an error.)
+2. Are our logits, computed in chunks over pages, those of the model's own eager attention? In a type that rounds, the
+   model's own error is the measure: how far its eager attention in this type is from itself in fp32.
+3. Is the key that we see free of position, so that it may be saved and re-embedded elsewhere?
+
+The first two decide whether a model is served at all, the third whether its saved KV survives truncation.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from engine.model.float32 import in_float32
+from engine.model.hf_model import ModelRefused, RopeCall, Step, attention_implementation, forward
+from kernels.attention import AttentionUnsupported
+from kernels.attention.base import AttentionBackend, AttentionMeta, AttentionParams, KvPages
+
+_TOKENS = 40
+# A near-tie between two experts, early in a text, moves every row behind it: then another text is asked. What an
+# architecture does differently shows in all of them.
+_TEXTS = 3
+# Relative RMS error of logits. In fp32 other orders of sums make 1e-5; a missed rotation or window is off by a tenth.
+_FLOAT32_TOLERANCE = 1e-3
+# Of what the model's own rounding is. That is 6 % in SmolLM2-135M and 11.5 % in Qwen2.5-0.5B, whose keys have channels
+# of 200 and more; another order of the same sums differs from fp32 by 0.7 to 1.0 of it.
+_NOISE_SHARE = 1.5
+
+
+@dataclass(frozen=True, slots=True)
+class RopeSource:
+    """Where a layer's cos and sin come from, so that saved keys can be re-embedded at any position."""
+
+    module: nn.Module
+    arguments: tuple[Any, ...]  # behind (x, position_ids)
+    keywords: dict[str, Any]
+    call: RopeCall
+
+    def tables(self, like: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """cos and sin [1, tokens, R] for positions [tokens] int64, in the dtype and on the device of `like`."""
+        cos, sin = self.module(like, positions[None], *self.arguments, **self.keywords)
+        return cos, sin
+
+    def rotate(self, k_plain: Tensor, positions: Tensor) -> Tensor:
+        """k_plain [tokens, kv_heads, dim] un-rotated, positions [tokens] int64 -> keys as the model would cache them,
+        bit for bit: the model's own tables and its own function."""
+        cos, sin = self.tables(k_plain, positions)
+        call = RopeCall(self.call.function, cos, sin, self.call.extra, self.call.keywords, self.call.width)
+        return call.rotate(k_plain)[0]
+
+
+@dataclass(frozen=True, slots=True)
+class KvShape:
+    """Of one layer's KV row."""
+
+    kv_heads: int
+    k_dim: int
+    v_dim: int
+
+
+@dataclass(frozen=True, slots=True)
+class ProbeResult:
+    """What was found out about a model."""
+
+    shapes: list[KvShape]  # per layer
+    decouplable: bool
+    ropes: list[RopeSource | None]  # per layer; None: the layer does not rotate
+    params: list[AttentionParams]  # per layer
+    logit_error: float  # relative RMS error of our logits against the model's own attention in fp32
+    logit_tolerance: float  # up to which that is the model's own rounding
+
+
+class _ShapeFinder:
+    """Stands in for pages and backend during the first pass: learns shapes, attends to nothing."""
+
+    def __init__(self) -> None:
+        self.keys: dict[int, Tensor] = {}
+        self.values: dict[int, Tensor] = {}
+
+    def write(self, layer: int, k_plain: Tensor, v: Tensor) -> None:
+        self.keys[layer] = k_plain.clone()
+        self.values[layer] = v
+
+
+def single_sequence_meta(device: torch.device, done: int, num_tokens: int, page_size: int) -> AttentionMeta:
+    """Rows done .. done + num_tokens of one sequence that owns pages 0, 1, 2, ..."""
+    total = done + num_tokens
+    pages = torch.arange(-(-total // page_size), dtype=torch.int32, device=device)
+    return AttentionMeta(
+        query_lens=[num_tokens],
+        context_lens=[total],
+        query_start=torch.tensor([0, num_tokens], dtype=torch.int32, device=device),
+        context_len=torch.tensor([total], dtype=torch.int32, device=device),
+        block_table=pages[None],
+        slots=torch.arange(done, total, device=device),
+    )
+
+
+@torch.inference_mode()
+def probe(model: nn.Module, backend: AttentionBackend, page_size: int) -> ProbeResult:
+    """Run the three questions. Raises ModelRefused on the first two; the third is an answer."""
+    config: Any = model.config
+    text = config.get_text_config()
+    layers: int = text.num_hidden_layers
+    device, dtype = next(model.parameters()).device, next(model.parameters()).dtype
+    generator = torch.Generator().manual_seed(0)
+    limit = min(_TOKENS, getattr(text, "max_position_embeddings", None) or _TOKENS)
+    texts = torch.randint(0, text.vocab_size, (_TEXTS, limit), generator=generator).to(device)
+
+    shapes = _find_shapes(model, backend, layers, texts[0])
+    num_pages = -(-limit // page_size)
+    pages = [
+        KvPages(
+            k=torch.zeros(num_pages, page_size, s.kv_heads, s.k_dim, dtype=dtype, device=device),
+            v=torch.zeros(num_pages, page_size, s.kv_heads, s.v_dim, dtype=dtype, device=device),
+        )
+        for s in shapes
+    ]
+
+    def run(
+        token_ids: Tensor, chunks: list[int], listen: Callable[[int, RopeCall], None] | None
+    ) -> tuple[Tensor, Step]:
+        done, logits = 0, []
+        for num_tokens in chunks:
+            step = Step(single_sequence_meta(device, done, num_tokens, page_size), pages.__getitem__, backend, sink)
+            step.rope_seen = listen
+            rows = torch.arange(num_tokens, device=device)
+            positions = torch.arange(done, done + num_tokens, device=device)
+            logits.append(forward(model, step, token_ids[done : done + num_tokens], positions, rows))
+            done += num_tokens
+        return torch.cat(logits), step
+
+    sink = _ShapeFinder()
+    for ids in texts:
+        ours, step = run(ids, [limit // 2, limit - limit // 2 - 2, 1, 1], None)
+        exact, tolerance = _yardstick(model, ids)
+        error = relative_error(ours, exact)
+        if error <= tolerance < math.inf:
+            break
+    else:
+        raise ModelRefused(
+            f"{text.model_type}: logits differ from the model's own attention by {error:.1%} (relative RMS), "
+            f"{tolerance:.1%} is the most that rounding explains; this architecture needs an adapter"
+        )
+    windows = {layer: params.window for layer, params in step.params.items() if params.window is not None}
+    _check_windows(text, windows)
+
+    ropes, layers_rotated = _find_ropes(model, run, ids, layers)
+    same = ids[:1].expand(8).contiguous()
+    run(same, [8], None)
+    keys = sink.keys[0].float()
+    spread = (keys - keys[:1]).abs().max() / keys.abs().max().clamp_min(1e-20)
+    # Rows of one product may round apart, positions move a key by about its own size.
+    decouplable = bool(spread < 1e-2) and all(ropes[layer] is not None for layer in layers_rotated)
+    params = [step.params[layer] for layer in range(layers)]
+    return ProbeResult(shapes, decouplable, ropes, params, error, tolerance)
+
+
+def _find_shapes(model: nn.Module, backend: AttentionBackend, layers: int, ids: Tensor) -> list[KvShape]:
+    """Question 1, and the shape of each layer's KV, with the model's own attention doing the work."""
+    sink = _ShapeFinder()
+
+    def pages(layer: int) -> KvPages:
+        """Room for one token, made when the layer has shown its shape."""
+        k, v = sink.keys[layer], sink.values[layer]
+        size = (1, backend.page_multiple)
+        return KvPages(k.new_zeros(*size, *k.shape[1:]), v.new_zeros(*size, *v.shape[1:]))
+
+    step = Step(single_sequence_meta(ids.device, 0, 1, backend.page_multiple), pages, backend, sink)
+    try:
+        forward(model, step, ids[:1], torch.zeros(1, dtype=torch.int64, device=ids.device), ids.new_zeros(1))
+    except AttentionUnsupported:
+        raise
+    except Exception as error:
+        raise ModelRefused(f"{type(model).__name__} cannot be driven by our attention: {error}") from error
+    if step.layers_called != list(range(layers)):
+        raise ModelRefused(
+            f"{type(model).__name__} has {layers} layers but called our attention for {step.layers_called}; "
+            "it does not use transformers' attention interface and would answer wrongly"
+        )
+    return [KvShape(sink.keys[i].shape[1], sink.keys[i].shape[2], sink.values[i].shape[2]) for i in range(layers)]
+
+
+def _yardstick(model: nn.Module, ids: Tensor) -> tuple[Tensor, float]:
+    """(logits [tokens, vocab] of the model's own attention in fp32, the error that is rounding)."""
+    dtype = next(model.parameters()).dtype
+    with attention_implementation(model, "eager"):
+        theirs = model(input_ids=ids[None], use_cache=False).logits[0]
+        if dtype == torch.float32:
+            return theirs, _FLOAT32_TOLERANCE
+        try:
+            with in_float32(model):
+                exact = model(input_ids=ids[None], use_cache=False).logits[0]
+        except RuntimeError as error:
+            raise ModelRefused(
+                f"{type(model).__name__} does not run in fp32, so its rounding cannot be measured ({error}); "
+                "model.dtype float32 needs no such measure"
+            ) from error
+    return exact, _NOISE_SHARE * relative_error(theirs, exact)
+
+
+def relative_error(ours: Tensor, theirs: Tensor) -> float:
+    """Of the median row: in bf16 a near-tie between two experts moves a few rows as a whole."""
+    ours, theirs = ours.float(), theirs.float()
+    centred = theirs - theirs.mean(dim=-1, keepdim=True)
+    return ((ours - theirs).square().mean(dim=-1).sqrt().median() / centred.square().mean().sqrt()).item()
+
+
+def _check_windows(config: Any, seen: dict[int, int]) -> None:
+    """The probe's text is shorter than real windows, so compare what was asked for with what the config promises."""
+    window = getattr(config, "sliding_window", None)
+    types = getattr(config, "layer_types", None)
+    if not window or types is None:
+        return
+    promised = {i for i, kind in enumerate(types[: config.num_hidden_layers]) if kind == "sliding_attention"}
+    if promised and set(seen) != promised:
+        raise ModelRefused(
+            f"{config.model_type}: layers {sorted(promised)} slide a window, but {sorted(seen)} told us so"
+        )
+
+
+def _find_ropes(
+    model: nn.Module, run: Callable[..., tuple[Tensor, Step]], ids: Tensor, layers: int
+) -> tuple[list[RopeSource | None], list[int]]:
+    """Listen to one pass: which rotary module made the tables that each layer rotated by."""
+    made: list[tuple[Tensor, nn.Module, tuple[Any, ...], dict[str, Any]]] = []
+
+    def hook(module: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any], out: Any) -> None:
+        # x and position_ids come first, by position or by name; what is left is a layer type and the like.
+        rest = {k: v for k, v in keywords.items() if k not in ("x", "position_ids")}
+        if isinstance(out, tuple) and len(out) == 2:
+            made.append((out[0], module, args[2:], rest))
+
+    used: dict[int, RopeCall] = {}
+    handles = [
+        m.register_forward_hook(hook, with_kwargs=True)
+        for m in model.modules()
+        if type(m).__name__.endswith("RotaryEmbedding")
+    ]
+    try:
+        _, step = run(ids[:4], [4], used.__setitem__)
+    finally:
+        for handle in handles:
+            handle.remove()
+    ropes: list[RopeSource | None] = [None] * layers
+    for layer, call in used.items():
+        for cos, module, args, keywords in made:
+            if cos is call.cos:
+                ropes[layer] = RopeSource(module, args, keywords, call)
+    return ropes, step.layers_rotated

@@ -1,0 +1,82 @@
+"""Keys in and out of position, for all layers of a model: what `cache.transfer.transfer` is given."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from engine.model.hf_model import RopeCall
+from engine.model.probe import RopeSource
+
+
+class Rotations:
+    """Implements `cache.transfer.transfer.Rotations`. The tables of cos and sin are the same in most layers and cost
+    more than the rotation, so they are made once per set of positions. Threading: one thread at a time; make one per
+    thread."""
+
+    def __init__(self, *, ropes: Sequence[RopeSource | None]) -> None:
+        self._ropes = ropes
+        self._positions: Tensor | None = None
+        self._tables: dict[tuple[object, ...], tuple[Tensor, Tensor]] = {}
+        self._by_position: dict[tuple[object, ...], tuple[Tensor, Tensor]] = {}
+
+    def rotate(self, layer: int, k_plain: Tensor, positions: Tensor) -> Tensor:
+        """k_plain [tokens, kv_heads, dim] -> keys as the model caches them at positions [tokens] int64, bit for bit."""
+        rope = self._ropes[layer]
+        if rope is None:
+            return k_plain
+        cos, sin = self._tables_of(rope, k_plain, positions)
+        return self._call(rope, cos, sin).rotate(k_plain)[0]
+
+    def halves(self, layer: int, stop: int) -> tuple[Tensor, Tensor] | None:
+        """cos and sin bf16 [positions, R] on CPU, for at least all positions before `stop`: what `rotate` multiplies
+        keys in bf16 by, where it turns dims i and i + R / 2 together and leaves those behind R; None where it does
+        something else. R is 0 if the layer does not rotate."""
+        rope = self._ropes[layer]
+        if rope is None:
+            empty = torch.empty(stop, 0, dtype=torch.bfloat16)
+            return empty, empty
+        if not rope.call.is_by_halves:
+            return None
+        key = _source(rope)
+        known = self._by_position.get(key)
+        done = len(known[0]) if known is not None else 0
+        if done < stop:
+            # Never a position more than is asked for: some models' tables depend on the longest.
+            cos, sin = rope.tables(torch.empty(0, dtype=torch.bfloat16), torch.arange(done, stop))
+            fresh = cos[0].contiguous(), sin[0].contiguous()
+            known = fresh if known is None else (torch.cat((known[0], fresh[0])), torch.cat((known[1], fresh[1])))
+            self._by_position[key] = known
+        assert known is not None
+        return known
+
+    def unrotate(self, layer: int, k: Tensor, positions: Tensor) -> Tensor:
+        """The inverse, in fp32 with one rounding at the end."""
+        rope = self._ropes[layer]
+        if rope is None:
+            return k
+        wide = k.float()
+        cos, sin = self._tables_of(rope, wide, positions)
+        plain = self._call(rope, cos, -sin).rotate(wide)[0]
+        width = rope.call.width
+        scale = (cos.square() + sin.square()).mean()  # some models scale cos and sin, so twice turned is twice scaled
+        plain[..., :width] /= scale
+        return plain.to(k.dtype)
+
+    def _tables_of(self, rope: RopeSource, like: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        if self._positions is not positions:
+            self._positions, self._tables = positions, {}
+        key = (*_source(rope), like.dtype)
+        if key not in self._tables:
+            self._tables[key] = rope.tables(like, positions)
+        return self._tables[key]
+
+    @staticmethod
+    def _call(rope: RopeSource, cos: Tensor, sin: Tensor) -> RopeCall:
+        call = rope.call
+        return RopeCall(call.function, cos, sin, call.extra, call.keywords, call.width)
+
+
+def _source(rope: RopeSource) -> tuple[object, ...]:
+    """Equal for layers that have the same tables."""
+    return (id(rope.module), *rope.arguments, *sorted(rope.keywords.items()))

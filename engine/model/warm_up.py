@@ -1,0 +1,62 @@
+"""The first steps of an engine, before anybody waits for one: they choose kernels, and tell what steps take."""
+
+import time
+from collections.abc import Callable
+
+import torch
+
+from engine.model.batch import BatchItem, BlockTables, build_batch
+from engine.model.runner import ModelRunner
+
+_CUDA_ROWS, _CPU_ROWS = 2048, 128
+_LEAST_TOKENS = 32
+_EFFICIENT = 2 / 3  # of the most tokens a second
+_LONG_S = 0.5  # after a step that took longer none larger is tried
+
+
+class WarmUp:
+    """Writes to pages from 0 on, which nobody owns yet. most_rows: that a sequence may have."""
+
+    def __init__(self, *, runner: ModelRunner, most_rows: int, page_size: int, device: torch.device) -> None:
+        self._runner, self._most_rows, self._page_size, self._device = runner, most_rows, page_size, device
+        num_pages = -(-most_rows // page_size)
+        self._tables = BlockTables(max_seqs=1, max_pages=num_pages)
+        self._table = list(range(num_pages))
+
+    def step_times(self) -> tuple[float, float]:
+        """What a step takes: (seconds however small it is, seconds a token)."""
+        rows = min(self._most_rows - 1, _CUDA_ROWS if self._device.type == "cuda" else _CPU_ROWS)
+        for first, count in ((0, min(rows, self._page_size - 1)), (0, rows), (rows, 1)):
+            self._seconds(first, count)
+        many_s, one_s = (min(self._seconds(*step) for _ in range(2)) for step in ((0, rows), (rows, 1)))
+        per_token_s = max(many_s - one_s, 0.1 * many_s) / (rows - 1)  # a device for which a step is no work: a guess
+        return max(0.0, one_s - per_token_s), per_token_s
+
+    def efficient_tokens(self, most_tokens: int) -> int:
+        """Of a prompt in a step, as `efficient_tokens` finds them."""
+
+        def seconds(tokens: int) -> float:
+            return min(self._seconds(0, tokens) for _ in range(2))
+
+        return efficient_tokens(seconds, min(most_tokens, self._most_rows))
+
+    def _seconds(self, first: int, count: int) -> float:
+        item = BatchItem("warm-up", [0] * count, first, self._table, wants_logits=True)
+        batch = build_batch([item], self._tables, self._page_size, self._device)
+        started = time.perf_counter()
+        self._runner.forward(batch, None)[0, 0].item()  # waits for the device
+        return time.perf_counter() - started
+
+
+def efficient_tokens(seconds: Callable[[int], float], most_tokens: int) -> int:
+    """The fewest tokens in a step, of the powers of 2 from 32 to most_tokens, whose products are efficient: with them
+    the model computes at least two thirds of the tokens a second that it does with the best of these. seconds: what a
+    step of so many takes."""
+    rates: dict[int, float] = {}
+    tokens = min(_LEAST_TOKENS, most_tokens)
+    while True:
+        took_s = seconds(tokens)
+        rates[tokens] = tokens / took_s
+        if 2 * tokens > most_tokens or took_s > _LONG_S:
+            return min(n for n, rate in rates.items() if rate >= _EFFICIENT * max(rates.values()))
+        tokens *= 2

@@ -1,0 +1,362 @@
+"""The engine process: `python -m engine.process.loop`, started and supervised by `engine.process.client`.
+
+One thread loops: drain the inbox, one step of the engine, send what came of it, a heartbeat about once a second. A
+second thread waits for the app to die. Nothing here imports torch; `engine.build.engine` does, once the process is
+wired up.
+"""
+
+import ctypes
+import logging
+import os
+import signal
+import struct
+import sys
+import time
+from collections.abc import Callable, Iterator
+from threading import Thread, Timer
+from typing import Protocol
+
+import msgspec
+import zmq
+
+from engine.messages import (
+    WIRE_VERSION,
+    Abort,
+    EngineConfig,
+    Finish,
+    FinishAll,
+    FromEngine,
+    Launch,
+    ModelInfo,
+    Output,
+    Outputs,
+    Ready,
+    Refused,
+    SessionReply,
+    SessionRequest,
+    Shutdown,
+    Stats,
+    Submit,
+    ToEngine,
+    decode_launch,
+    decode_to_engine,
+    encode,
+)
+from engine.process.collector import Collector
+
+FRAME_LENGTH = struct.Struct(">I")
+HIGH_WATER_MARK = 1_000  # frames per direction; a full socket makes its sender wait, nothing is dropped
+SEND_TIMEOUT_MS = 30_000  # an app that reads nothing for that long is as good as dead
+LINGER_MS = 2_000  # for the last words
+POLL_MS = 200
+MOVING_POLL_MS = 25  # while something moves between the tiers, for whose end others may wait; a look is not free
+HEARTBEAT_S = 1.0
+CLOSE_S = 10.0  # for what has to be saved at the end; what takes longer is lost
+MAX_FAILURES = 3  # in a row
+PR_SET_PDEATHSIG = 1
+
+log = logging.getLogger(__name__)
+
+
+class StepEngine(Protocol):
+    """What this process drives, from one thread. `now` is the monotonic clock in seconds."""
+
+    model: ModelInfo
+
+    def submit(self, request: Submit, now: float) -> list[Output]:
+        """Returns what can be said at once, such as a rejection (finish_reason `error`)."""
+        ...
+
+    def abort(self, request_id: str) -> None: ...
+
+    def finish(self, request_id: str, choice: int, keep_tokens: int) -> None: ...
+
+    def finish_all(self, now: float) -> list[Output]: ...
+
+    def sessions(self, request: SessionRequest, now: float) -> list[SessionReply]:
+        """What can be answered at once, of this request or of earlier ones; the rest comes with `poll`."""
+        ...
+
+    def poll(self, now: float) -> list[SessionReply]:
+        """Replies that have become ready. Called in every turn of the loop, so it is cheap."""
+        ...
+
+    def has_work(self) -> bool:
+        """Whether `step` is to be called again."""
+        ...
+
+    def is_moving(self) -> bool:
+        """Whether something moves between the tiers, of whose end `poll` should hear soon."""
+        ...
+
+    def step(self, now: float) -> list[Output]:
+        """Run one batch, or wait a moment for the transfers when there is none. When it raises, `fail_all` follows."""
+        ...
+
+    def fail_all(self, message: str) -> list[Output]:
+        """End every request, running or waiting, with finish_reason `error`; afterwards there is no work."""
+        ...
+
+    def idle(self, now: float) -> None:
+        """Housekeeping, called about once a second between steps."""
+        ...
+
+    def stats(self) -> Stats: ...
+
+    def close(self) -> None:
+        """Save what is not saved yet, and give files and threads back. The last call."""
+        ...
+
+
+Builder = Callable[[EngineConfig], StepEngine | Refused]
+
+
+class EngineLoop:
+    """Carries messages between the app and the engine. The socket is a PAIR with a send timeout."""
+
+    def __init__(self, *, engine: StepEngine, socket: "zmq.Socket[bytes]") -> None:
+        self._engine = engine
+        self._socket = socket
+        self._collector = Collector()
+        self._failures = 0
+        self._heartbeat_s = float("-inf")  # when the last one was sent
+
+    def run(self) -> int:
+        """Returns the exit status: 0 after Shutdown, 1 after MAX_FAILURES failures in a row.
+        Raises zmq.Again when the app has stopped reading, and whatever `fail_all` raises."""
+        shutdown = False
+        while not shutdown and self._failures < MAX_FAILURES:
+            outputs: list[Output] = []
+            for message in self._inbox():
+                if isinstance(message, Shutdown):
+                    shutdown = True
+                    break
+                if isinstance(message, SessionRequest):
+                    self._reply(self._sessions(message))
+                else:
+                    outputs += self._apply(message)
+            if not shutdown and self._engine.has_work():
+                outputs += self._step()
+            self._tell(outputs)  # nobody's token waits for what is put in order behind a step
+            self._tell(self._poll())
+            self._beat()
+        return 0 if shutdown else 1
+
+    def _inbox(self) -> Iterator[ToEngine]:
+        """All that has arrived. Waits a while when there is nothing else to do."""
+        if not self._engine.has_work() and not self._socket.poll(self._patience_ms()):
+            return
+        for _ in range(2 * HIGH_WATER_MARK):  # all that can be under way; a flood must not starve the steps
+            try:
+                frame = self._socket.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            try:
+                yield decode_to_engine(frame)
+            except msgspec.DecodeError as error:
+                log.warning("dropped a message of %d bytes that is none of ours: %s", len(frame), error)
+
+    def _patience_ms(self) -> int:
+        return MOVING_POLL_MS if self._engine.is_moving() else POLL_MS
+
+    def _apply(self, message: Submit | Abort | Finish | FinishAll) -> list[Output]:
+        try:
+            match message:
+                case Submit():
+                    return self._submit(message)
+                case Abort():
+                    self._engine.abort(message.request_id)
+                case Finish():
+                    self._engine.finish(message.request_id, message.choice, message.keep_tokens)
+                case FinishAll():
+                    return self._engine.finish_all(time.monotonic())
+        except Exception as error:
+            return self._fail(error)
+        return []
+
+    def _submit(self, request: Submit) -> list[Output]:
+        """A request that the engine chokes on fails alone: the others have nothing to do with it."""
+        try:
+            return self._engine.submit(request, time.monotonic())
+        except Exception as error:
+            log.exception("submit of request %s failed", request.request_id)
+            failed = [_failed(request.request_id, choice, error) for choice in range(request.num_choices)]
+            return failed + self._apply(Abort(request.request_id))
+
+    def _sessions(self, request: SessionRequest) -> list[SessionReply]:
+        """A question that the engine chokes on is answered so, and costs nobody a request."""
+        try:
+            return self._engine.sessions(request, time.monotonic())
+        except Exception as error:
+            log.exception("session request %s failed", request.request_id)
+            failed = f"the engine failed on this request ({type(error).__name__})"
+            return [SessionReply(request_id=request.request_id, sessions=[], error_code="unavailable", error=failed)]
+
+    def _poll(self) -> list[Output]:
+        try:
+            self._reply(self._engine.poll(time.monotonic()))
+        except zmq.Again:
+            raise
+        except Exception as error:
+            return self._fail(error)
+        return []
+
+    def _tell(self, outputs: list[Output]) -> None:
+        if outputs:
+            self._send(Outputs(outputs))
+
+    def _reply(self, replies: list[SessionReply]) -> None:
+        for reply in replies:
+            self._send(reply)
+
+    def _step(self) -> list[Output]:
+        try:
+            outputs = self._engine.step(time.monotonic())
+        except Exception as error:  # MemoryError and torch's out-of-memory errors among them
+            return self._fail(error)
+        self._failures = 0
+        return outputs
+
+    def _fail(self, error: Exception) -> list[Output]:
+        self._failures += 1
+        log.error("the engine failed (%d of %d in a row)", self._failures, MAX_FAILURES, exc_info=error)
+        return self._engine.fail_all(_describe(error))
+
+    def _beat(self) -> None:
+        now = time.monotonic()
+        if now - self._heartbeat_s < HEARTBEAT_S:
+            return
+        self._heartbeat_s = now
+        self._engine.idle(now)
+        if not self._engine.has_work():
+            self._collector.idle(now)
+        self._send(self._engine.stats())
+
+    def _send(self, message: FromEngine) -> None:
+        self._socket.send(encode(message))
+
+
+def _describe(error: Exception) -> str:
+    # The text of an exception may hold paths or prompts: it belongs in the log, not in an answer.
+    return f"the engine failed while running this request ({type(error).__name__})"
+
+
+def _failed(request_id: str, choice: int, error: Exception) -> Output:
+    return Output(
+        request_id=request_id,
+        choice=choice,
+        token_ids=[],
+        logprobs=None,
+        finish_reason="error",
+        report=None,
+        timings=None,
+        error=_describe(error),
+        error_code="internal_error",
+    )
+
+
+def run(build: Builder) -> int:
+    """The whole life of the process: what to load comes from stdin, the exit status is returned. Takes over the
+    signals and stdin of the process."""
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(signum, signal.SIG_IGN)  # when to stop is the app's decision; it sends Shutdown, or SIGKILL
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    launch = _read_launch(sys.stdin.fileno())
+    _die_with_app(sys.stdin.fileno())
+    with zmq.Context() as context, context.socket(zmq.PAIR) as socket:
+        socket.set_hwm(HIGH_WATER_MARK)
+        socket.setsockopt(zmq.SNDTIMEO, SEND_TIMEOUT_MS)
+        socket.setsockopt(zmq.LINGER, LINGER_MS)
+        socket.connect(launch.endpoint)
+        try:
+            return _serve(build, launch, socket)
+        except zmq.Again:
+            log.critical("the app has read nothing for %d s: leaving", SEND_TIMEOUT_MS // 1000)
+        except Exception:
+            log.critical("the engine process cannot go on", exc_info=True)
+        return 1
+
+
+def _serve(build: Builder, launch: Launch, socket: "zmq.Socket[bytes]") -> int:
+    if launch.wire_version != WIRE_VERSION:
+        engine: StepEngine | Refused = Refused("the program was updated while it ran: restart the server")
+    else:
+        engine = build(launch.config)
+    if isinstance(engine, Refused):
+        socket.send(encode(engine))
+        return 0
+    socket.send(encode(Ready(engine.model)))
+    status = EngineLoop(engine=engine, socket=socket).run()
+    if status == 0:  # what has failed is not to be trusted with the last word on disk
+        _close(engine)
+    return status
+
+
+def _close(engine: StepEngine) -> None:
+    """Within CLOSE_S. On this thread, which the files belong to; so a hang can only be ended with the process."""
+    watchdog = Timer(CLOSE_S, _give_up)
+    watchdog.daemon = True
+    watchdog.start()
+    try:
+        engine.close()
+    except Exception:
+        log.exception("the engine could not save all it had")
+    finally:
+        watchdog.cancel()
+
+
+def _give_up() -> None:
+    log.error("not all was saved within %g s: leaving", CLOSE_S)
+    logging.shutdown()
+    os._exit(0)
+
+
+def _read_launch(fd: int) -> Launch:
+    """Raises EOFError or msgspec.DecodeError."""
+    (length,) = FRAME_LENGTH.unpack(_read_exactly(fd, FRAME_LENGTH.size))
+    return decode_launch(_read_exactly(fd, length))
+
+
+def _read_exactly(fd: int, length: int) -> bytes:
+    data = b""
+    while len(data) < length:
+        chunk = os.read(fd, length - len(data))
+        if not chunk:
+            raise EOFError("stdin ended before it said what to load")
+        data += chunk
+    return data
+
+
+def _die_with_app(stdin: int) -> None:
+    """Exit at once when the app is gone, however it went: an orphan would keep the memory and answer nobody."""
+    lifeline = os.dup(stdin)
+    with open(os.devnull, "rb") as nothing:
+        os.dup2(nothing.fileno(), stdin)  # libraries and compilers that read stdin must not touch the lifeline
+
+    def wait_for_end() -> None:
+        while os.read(lifeline, 4096):
+            pass
+        os._exit(1)
+
+    Thread(target=wait_for_end, name="lifeline", daemon=True).start()
+    if sys.platform == "linux":
+        # The kernel's own way, for a step that holds the GIL. What counts is the thread that started us: the one that
+        # runs the app's event loop.
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _build(config: EngineConfig) -> StepEngine | Refused:
+    from engine.build.engine import build_engine
+    from engine.model.hf_model import ModelRefused
+
+    try:
+        return build_engine(config)
+    except ModelRefused as refusal:
+        return Refused(str(refusal))
+
+
+if __name__ == "__main__":
+    status = run(_build)
+    logging.shutdown()
+    sys.stdout.flush()
+    os._exit(status)  # taking an interpreter with torch in it apart, module by module, is a second that nobody gets

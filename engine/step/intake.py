@@ -1,0 +1,171 @@
+"""Requests on their way in: checked, their grammars compiled, queued as one choice or several."""
+
+from collections.abc import Callable
+
+from cache.blocks.truncate import CutRules, DoesNotFit, reserved
+from cache.manager import CacheManager
+from cache.requests.opening import ClientCut
+from engine.messages import ModelInfo, Output, Shift, Submit
+from engine.step.grammar import BadGrammar, Constraint, GrammarCompiler
+from engine.step.running_choice import Choice, error_output
+from engine.step.sampler import PenaltyState, choice_seed
+from scheduler.scheduler import QueueFull, Scheduler
+from scheduler.sequence import Sequence
+
+
+class Intake:
+    """Part of the Engine, and as single-threaded."""
+
+    def __init__(
+        self,
+        *,
+        model: ModelInfo,
+        cache: CacheManager,
+        scheduler: Scheduler,
+        grammars: GrammarCompiler,
+        truncation: str,
+        is_known: Callable[[str], bool],
+        add: Callable[[Choice], None],
+    ) -> None:
+        """is_known: whether a request of that id runs or waits. add: takes the choices that are queued."""
+        self._model = model
+        self._cache = cache
+        self._scheduler = scheduler
+        self._grammars = grammars
+        self._truncation = truncation
+        self._is_known = is_known
+        self._add = add
+
+    def submit(self, request: Submit, now: float) -> list[Output]:
+        """Queue every choice of a request, as soon as its grammar is compiled if it has one. Returns error outputs for
+        those that cannot be taken."""
+        problem = self._problem(request)
+        if problem is not None:
+            return _refused(request, *problem)
+        if request.grammar:
+            self._grammars.start(request)
+            return []
+        return self._queue(request, None, now)
+
+    def queue_compiled(self, now: float) -> list[Output]:
+        """Those whose grammars are compiled by now."""
+        outputs = []
+        for request, constraint in self._grammars.take():
+            if isinstance(constraint, BadGrammar):
+                outputs += _refused(request, "invalid_grammar", str(constraint))
+            else:
+                outputs += self._queue(request, constraint, now)
+        return outputs
+
+    def queue_uncompiled(self, now: float) -> list[Output]:
+        """All that still wait for their grammars, without these: nothing is to be drawn for them any more."""
+        return [output for request in self._grammars.take_all() for output in self._queue(request, None, now)]
+
+    def fail_uncompiled(self, message: str) -> list[Output]:
+        return [
+            output for request in self._grammars.take_all() for output in _refused(request, "internal_error", message)
+        ]
+
+    def cancel(self, request_id: str) -> None:
+        """If it still waits for its grammar."""
+        self._grammars.cancel(request_id)
+
+    @property
+    def num_pending(self) -> int:
+        return self._grammars.num_pending
+
+    def close(self) -> None:
+        self._grammars.close()
+
+    def _queue(self, request: Submit, constraint: Constraint | None, now: float) -> list[Output]:
+        refused = []
+        for index in range(request.num_choices):
+            try:
+                self._add(self._choice(request, index, constraint, now))
+            except QueueFull as error:
+                refused.append(error_output(request.request_id, index, "overloaded", f"the queue is full: {error}"))
+            except DoesNotFit:
+                code, message = _too_long(len(request.token_ids), self._model.max_context)
+                refused.append(error_output(request.request_id, index, code, message))
+        return refused
+
+    def _problem(self, request: Submit) -> tuple[str, str] | None:
+        """(error code, message) of a request that can never run. The app validates first; this is the last line."""
+        length = len(request.token_ids)
+        if length == 0:
+            return "invalid_prompt", "the prompt has no tokens"
+        if length >= self._model.max_context and not self._may_truncate(request):
+            return _too_long(length, self._model.max_context)
+        if min(request.token_ids) < 0 or max(request.token_ids) >= self._model.vocab_size:
+            return "invalid_prompt", f"token ids must be between 0 and {self._model.vocab_size - 1}"
+        if self._is_known(request.request_id) or self._grammars.holds(request.request_id):
+            return "invalid_prompt", "this request id is in use"
+        return None
+
+    def _may_truncate(self, request: Submit) -> bool:
+        return (request.truncation or self._truncation) == "auto"
+
+    def _choice(self, request: Submit, index: int, constraint: Constraint | None, now: float) -> Choice:
+        """It has a context in the cache and a place in the queue. Raises QueueFull, DoesNotFit."""
+        sampling = request.sampling
+        sequence_id = f"{request.request_id}/{index}"
+        rules = CutRules(
+            allowed=self._may_truncate(request),
+            keep_first=request.keep_first_tokens,
+            message_starts=request.message_starts,
+            important=request.important,
+        )
+        tokens = self._cache.open(
+            sequence_id,
+            request.tenant,
+            request.cache_salt,
+            request.session_id,
+            request.token_ids,
+            rules,
+            reserved(sampling.max_tokens, self._model.max_context),
+            _client_cut(request.shift),
+            now,
+        )
+        sequence = Sequence(
+            request_id=sequence_id,
+            tenant=request.tenant,
+            session_id=request.session_id,
+            sampling=sampling,
+            arrived_s=now,
+            token_ids=tokens,
+            prompt_tokens=len(tokens),
+            weight=request.weight,
+        )
+        try:
+            self._scheduler.add(sequence)
+        except QueueFull:
+            self._cache.close(sequence.request_id, 0, now)
+            raise
+        ends = () if sampling.ignore_eos else self._model.eos_token_ids
+        choice = Choice(
+            sequence=sequence,
+            request_id=request.request_id,
+            index=index,
+            seed=choice_seed(sampling.seed, index),
+            penalties=PenaltyState.of(sampling, request.token_ids),
+            end_ids=(*ends, *sampling.stop_token_ids),
+            may_truncate=rules.allowed,
+            constraint=constraint.copy() if constraint is not None else None,
+            prompt_logprobs=request.prompt_logprobs if index == 0 else None,
+        )
+        if choice.prompt_logprobs is not None:
+            self._cache.compute_all(sequence.request_id)
+        return choice
+
+
+def _refused(request: Submit, code: str, message: str) -> list[Output]:
+    return [error_output(request.request_id, index, code, message) for index in range(request.num_choices)]
+
+
+def _client_cut(shift: Shift | None) -> ClientCut | None:
+    return None if shift is None else ClientCut(shift.stream, shift.keep, shift.resume)
+
+
+def _too_long(length: int, window: int) -> tuple[str, str]:
+    message = f"the prompt has {length} tokens; the context window of {window} holds the answer too"
+    return "context_length_exceeded", message

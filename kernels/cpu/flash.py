@@ -1,0 +1,476 @@
+"""Causal attention of many query rows in bf16 over paged KV, compiled by numba for CPUs with AVX512_BF16.
+
+Online softmax over blocks of keys, as in FlashAttention-2 (arXiv 2307.08691). The lanes of a vector are query rows:
+those of all heads of a group lie side by side, so that they share every key and value that is read. Keys are read where
+they lie, a pair of dimensions at a time for all lanes; values are first paired by key, a block at a time. Maximum, sum
+and correction of the softmax go lane by lane, nothing is summed across lanes.
+
+A lane knows nothing of the others, and blocks of keys begin at multiples of BLOCK in the context. So a row's result
+depends on its query and on the keys and values that it sees, and on nothing else: neither on other rows or sequences
+of the batch, nor on the chunk it is computed in, nor on the number of threads. NaN stays NaN, and stays in its row.
+What lies in the pages behind a context reaches nobody.
+
+Sums are fp32; probabilities are rounded to bf16 before they meet the values; numbers below 1.2e-38 are 0.
+
+Get this from `kernels.cpu.available.flash_kernels`. What is compiled has no type hints: numba would not read them.
+Nothing compiled is shared with `cpu_decode`: numba's disk cache would not see a change there.
+"""
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from llvmlite import ir
+from numba import prange, types
+from numba.core import cgutils
+from numba.extending import intrinsic
+from torch import Tensor
+
+from kernels.cpu.available import as_stream
+from kernels.cpu.decode import compiled
+
+LANES = 16
+TILE = 48  # query rows of a task: 3 vectors, which with 8 keys or dimensions leave 24 sums in the 32 registers
+BLOCK = 64  # keys between two corrections of the maximum
+PAGE = 32  # sizes of pages are multiples of this: a run of so many keys lies in one page
+LOG2_E = 1.4426950408889634
+_FAR = 1 << 30  # no window: more than any context
+
+_F32, _I16, _I32, _I64 = ir.FloatType(), ir.IntType(16), ir.IntType(32), ir.IntType(64)
+_VEC, _WORDS, _HALVES = ir.VectorType(_F32, LANES), ir.VectorType(_I32, LANES), ir.VectorType(_I16, 2 * LANES)
+# 2 ** r for |r| <= 1/2, to 3e-6: what it is for is rounded to 8 bits.
+_EXP2 = (9.58284536e-3, 5.59064599e-2, 2.40240991e-1, 6.93124187e-1, 1.0)
+
+_intrinsic: Any = intrinsic  # what its own hints say of the functions it makes is wrong
+
+
+class _Emit:
+    """Writes vector code into a function that numba compiles. Offsets count 32-bit words, or bf16 in a pool."""
+
+    def __init__(self, builder: Any) -> None:
+        self.b = builder
+
+    def at(self, base: Any, *offsets: Any) -> Any:
+        """base + the sum of offsets."""
+        for offset in offsets:
+            base = self.b.gep(base, [_I64(offset) if isinstance(offset, int) else offset])
+        return base
+
+    def mul(self, x: Any, y: int) -> Any:
+        return self.b.mul(x, _I64(y))
+
+    def load(self, pointer: Any, kind: Any = _VEC, align: int = 4) -> Any:
+        return self.b.load(self.b.bitcast(pointer, kind.as_pointer()), align=align)
+
+    def store(self, value: Any, pointer: Any, align: int = 4) -> None:
+        self.b.store(value, self.b.bitcast(pointer, value.type.as_pointer()), align=align)
+
+    def splat(self, scalar: Any) -> Any:
+        if isinstance(scalar, float):
+            return ir.Constant(_VEC, [scalar] * LANES)
+        kind = ir.VectorType(scalar.type, LANES)
+        one = self.b.insert_element(ir.Constant(kind, ir.Undefined), scalar, _I32(0))
+        return self.b.shuffle_vector(one, one, ir.Constant(_WORDS, [0] * LANES))
+
+    def variables(self, values: Sequence[Any]) -> list[Any]:
+        """Vectors that loops may change."""
+        slots = [cgutils.alloca_once(self.b, value.type) for value in values]
+        for slot, value in zip(slots, values, strict=True):
+            self.b.store(value, slot)
+        return slots
+
+    def call(self, name: str, result: Any, *args: Any) -> Any:
+        kind = ir.FunctionType(result, [arg.type for arg in args])
+        return self.b.call(cgutils.get_or_insert_function(self.b.module, kind, name), args)
+
+    def fma(self, x: Any, y: Any, z: Any) -> Any:
+        return self.call("llvm.fma.v16f32", _VEC, x, y, z)
+
+    def add_dot(self, target: Any, x: Any, y: Any) -> None:
+        """target += the sum of each pair's product; x, y words of two bf16."""
+        total = self.call("llvm.x86.avx512bf16.dpbf16ps.512", _VEC, self.b.load(target), x, y)
+        self.b.store(total, target)
+
+    def larger(self, x: Any, y: Any) -> Any:
+        """The larger one; y where one is NaN."""
+        return self.b.select(self.b.fcmp_ordered(">", x, y), x, y)
+
+    def exp2(self, x: Any) -> Any:
+        """2 ** x for x <= 0; what is below the range gives 0."""
+        x = self.larger(self.splat(-200.0), x)
+        whole = self.call("llvm.rint.v16f32", _VEC, x)
+        rest, out = self.b.fsub(x, whole), self.splat(_EXP2[0])
+        for coefficient in _EXP2[1:]:
+            out = self.fma(out, rest, self.splat(coefficient))
+        return self.call("llvm.x86.avx512.mask.scalef.ps.512", _VEC, out, whole, out, _I16(-1), _I32(4))
+
+    def rounded_pairs(self, low: Any, high: Any) -> Any:
+        """Words of two bf16, to nearest and ties to even."""
+        both = self.call("llvm.x86.avx512bf16.cvtne2ps2bf16.512", _HALVES, high, low)
+        order = [i // 2 + i % 2 * LANES for i in range(2 * LANES)]
+        return self.b.bitcast(self.shuffle(both, both, order), _WORDS)
+
+    def shuffle(self, x: Any, y: Any, order: list[int]) -> Any:
+        return self.b.shuffle_vector(x, y, ir.Constant(ir.VectorType(_I32, len(order)), order))
+
+    def interleaved(self, x: Any, y: Any) -> tuple[Any, Any]:
+        """x[0] y[0] x[1] y[1] ..., in two vectors."""
+        count = x.type.count
+        order = [i // 2 + i % 2 * count for i in range(2 * count)]
+        return self.shuffle(x, y, order[:count]), self.shuffle(x, y, order[count:])
+
+    def transposed(self, rows: list[Any]) -> list[Any]:
+        """16 vectors of 16."""
+        for _ in range(4):  # each turns one more bit of the row's number into one of the column's
+            rows = [v for i in range(8) for v in self.interleaved(rows[i], rows[i + 8])]
+        return rows
+
+
+def _vectors(emit: Callable[..., None]) -> Any:
+    """From a writer of vector code to a statement for compiled functions. What comes in as an array arrives as its
+    pointer, and a tuple as its length, which is a constant."""
+
+    def typed(_: Any, *kinds: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            values = []
+            for kind, arg in zip(signature.args, args, strict=True):
+                if isinstance(kind, types.Array):
+                    values.append(context.make_array(kind)(context, builder, arg).data)
+                else:
+                    values.append(kind.count if isinstance(kind, types.UniTuple) else arg)
+            emit(_Emit(builder), *values)
+            return context.get_dummy_value()
+
+        return types.void(*kinds), generate
+
+    typed.__name__, typed.__signature__ = emit.__name__, inspect.signature(emit)  # type: ignore[attr-defined]
+    return _intrinsic(typed)
+
+
+# --- the parts of a block. w: one thread's memory, as 32-bit words; lanes: vectors to a tile -------------------------
+
+
+@_vectors
+def _pack_queries(e, q, rows, words, w, to, lanes):
+    """w[to + i, lane] = word i of row rows[lane]."""
+    with cgutils.for_range(e.b, _I64(lanes)) as vector, cgutils.for_range(e.b, e.b.sdiv(words, _I64(LANES))) as loop:
+        first, column = e.mul(vector.index, LANES), e.mul(loop.index, LANES)
+        taken = []
+        for lane in range(LANES):
+            row = e.b.load(e.at(rows, first, lane))
+            taken.append(e.load(e.at(q, e.b.mul(row, words), column), _WORDS))
+        for i, vector_of_words in enumerate(e.transposed(taken)):
+            e.store(vector_of_words, e.at(w, to, first, e.mul(column, lanes * LANES), i * lanes * LANES))
+
+
+@_vectors
+def _pack_values(e, v, at, row, rows, chunks, w, to):
+    """w[to + i, d] = value d of rows 2 i and 2 i + 1, for chunks of 32 dimensions; 0 behind an odd last row."""
+    with cgutils.for_range(e.b, e.b.sdiv(e.b.add(rows, _I64(1)), _I64(2))) as pair:
+        even = e.mul(pair.index, 2)
+        alone = e.b.icmp_signed("==", e.b.add(even, _I64(1)), rows)
+        odd = e.b.select(alone, even, e.b.add(even, _I64(1)))
+        keep = e.splat(e.b.select(alone, _I32(0xFFFF), _I32(-1)))
+        with cgutils.for_range(e.b, chunks) as loop:
+            column = e.mul(loop.index, 2 * LANES)
+            taken = [e.load(e.at(v, at, e.b.mul(i, row), column), _HALVES, 2) for i in (even, odd)]
+            for half, words in enumerate(e.interleaved(*taken)):
+                there = e.b.mul(pair.index, e.mul(chunks, 2 * LANES))
+                e.store(e.b.and_(e.b.bitcast(words, _WORDS), keep), e.at(w, to, there, column, half * LANES))
+
+
+@_vectors
+def _scores(e, w, q, words, k, at, row, groups, to, lanes):
+    """w[to + t, lane] = key t . query `lane`, for groups of 8 keys, or of 16 if lanes are one vector."""
+    keys, width = 16 if lanes == 1 else 8, lanes * LANES
+    with cgutils.for_range(e.b, groups) as group:
+        first = e.mul(group.index, keys)
+        where = [e.at(k, at, e.b.mul(e.b.add(first, _I64(key)), row)) for key in range(keys)]
+        sums = [e.variables([e.splat(0.0)] * lanes) for _ in range(keys)]
+        with cgutils.for_range(e.b, words) as loop:
+            base = e.at(w, q, e.mul(loop.index, width))
+            queries = [e.load(e.at(base, lane * LANES), _WORDS) for lane in range(lanes)]
+            for key in range(keys):
+                pair = e.splat(e.load(e.at(where[key], e.mul(loop.index, 2)), _I32, 2))
+                for lane in range(lanes):
+                    e.add_dot(sums[key][lane], queries[lane], pair)
+        base = e.at(w, to, e.mul(first, width))
+        for key in range(keys):
+            for lane in range(lanes):
+                e.store(e.b.load(sums[key][lane]), e.at(base, key * width + lane * LANES))
+
+
+@_vectors
+def _hide(e, w, scores, first, keys, positions, window, lanes):
+    """-inf where key `first` + t is not seen from a lane's position."""
+    here = [e.load(e.at(positions, lane * LANES), _WORDS) for lane in range(lanes)]
+    past = [e.b.sub(x, e.splat(e.b.trunc(window, _I32))) for x in here]
+    with cgutils.for_range(e.b, keys) as loop:
+        key = e.splat(e.b.trunc(e.b.add(first, loop.index), _I32))
+        for lane in range(lanes):
+            pointer = e.at(w, scores, e.mul(loop.index, lanes * LANES), lane * LANES)
+            seen = e.b.and_(e.b.icmp_signed("<=", key, here[lane]), e.b.icmp_signed(">", key, past[lane]))
+            e.store(e.b.select(seen, e.load(pointer), e.splat(float("-inf"))), pointer)
+
+
+@_vectors
+def _soften(e, w, scores, pairs, scale, stats, lanes):
+    """Scores of keys -> their weights 2 ** (scale * (score - maximum)), in place and in bf16 pairs of keys.
+    w[stats ...] holds maximum, sum and correction of every lane: what was summed before is to be multiplied by it."""
+    width = lanes * LANES
+    by, minus = e.splat(scale), e.b.fsub(_F32(0.0), scale)
+    old = [e.load(e.at(w, stats, lane * LANES)) for lane in range(lanes)]
+    tops = e.variables(old)
+    with cgutils.for_range(e.b, pairs) as loop:
+        base = e.at(w, scores, e.mul(loop.index, 2 * width))
+        for i in range(2 * lanes):
+            top = tops[i % lanes]
+            e.b.store(e.larger(e.load(e.at(base, i * LANES)), e.b.load(top)), top)
+    nothing = e.splat(float("-inf"))
+    shift = []
+    for lane, top in enumerate(map(e.b.load, tops)):
+        e.store(top, e.at(w, stats, lane * LANES))
+        # As long as all is hidden, any number will do for the maximum but -inf, which gives NaN.
+        shift.append(e.b.fmul(e.b.select(e.b.fcmp_ordered("==", top, nothing), e.splat(0.0), top), e.splat(minus)))
+        correction = e.exp2(e.fma(old[lane], by, shift[lane]))
+        # Exactly 1 where the maximum stays: the product in `shift` is rounded, that in the sum is not. Else one more
+        # block of hidden keys, which the last row of a tile sees, would change the others.
+        unchanged = e.b.fcmp_ordered("==", old[lane], top)
+        correction = e.b.select(unchanged, e.splat(1.0), correction)
+        e.store(correction, e.at(w, stats, 2 * width + lane * LANES))
+    sums = e.variables([e.splat(0.0)] * lanes)
+    with cgutils.for_range(e.b, pairs) as loop:
+        base, to = e.at(w, scores, e.mul(loop.index, 2 * width)), e.at(w, scores, e.mul(loop.index, width))
+        rows = [[e.load(e.at(base, half * width + lane * LANES)) for half in (0, 1)] for lane in range(lanes)]
+        for lane in range(lanes):
+            low, high = (e.exp2(e.fma(x, by, shift[lane])) for x in rows[lane])
+            e.b.store(e.b.fadd(e.b.fadd(e.b.load(sums[lane]), low), high), sums[lane])
+            e.store(e.rounded_pairs(low, high), e.at(to, lane * LANES))
+    for lane in range(lanes):
+        pointer, correction = e.at(w, stats, width + lane * LANES), e.at(w, stats, 2 * width + lane * LANES)
+        e.store(e.fma(e.load(pointer), e.load(correction), e.b.load(sums[lane])), pointer)
+
+
+@_vectors
+def _mix(e, w, weights, values, pairs, dims, stats, to, lanes):
+    """w[to + d, lane] = itself * correction + the sum over keys of weight * value."""
+    step, width = 16 if lanes == 1 else 8, lanes * LANES
+    corrections = [e.load(e.at(w, stats, 2 * width + lane * LANES)) for lane in range(lanes)]
+    with cgutils.for_range(e.b, e.b.sdiv(dims, _I64(step))) as loop:
+        first = e.mul(loop.index, step)
+        base = e.at(w, to, e.mul(first, width))
+        places = [[e.at(base, d * width + lane * LANES) for lane in range(lanes)] for d in range(step)]
+        sums = [e.variables([e.b.fmul(e.load(p), c) for p, c in zip(row, corrections, strict=True)]) for row in places]
+        with cgutils.for_range(e.b, pairs) as pair:
+            here = e.at(w, weights, e.mul(pair.index, width))
+            weight = [e.load(e.at(here, lane * LANES), _WORDS) for lane in range(lanes)]
+            there = e.at(w, values, e.b.mul(pair.index, dims), first)
+            for d in range(step):
+                value = e.splat(e.load(e.at(there, d), _I32))
+                for lane in range(lanes):
+                    e.add_dot(sums[d][lane], weight[lane], value)
+        for row, slots in zip(places, sums, strict=True):
+            for pointer, slot in zip(row, slots, strict=True):
+                e.store(e.b.load(slot), pointer)
+
+
+@_vectors
+def _finish(e, w, mixed, stats, words, out, rows, lanes):
+    """out[rows[lane]] = what was mixed, divided by the sum of weights."""
+    width = lanes * LANES
+    with cgutils.for_range(e.b, _I64(lanes)) as vector, cgutils.for_range(e.b, e.b.sdiv(words, _I64(LANES))) as loop:
+        first, column = e.mul(vector.index, LANES), e.mul(loop.index, LANES)
+        share = e.b.fdiv(e.splat(1.0), e.load(e.at(w, stats, width, first)))
+        taken = []
+        for i in range(LANES):
+            base = e.at(w, mixed, first, e.mul(column, 2 * width), i * 2 * width)
+            pair = [e.b.fmul(e.load(e.at(base, half * width)), share) for half in (0, 1)]
+            taken.append(e.rounded_pairs(*pair))
+        for lane, vector_of_words in enumerate(e.transposed(taken)):
+            row = e.b.load(e.at(rows, first, lane))
+            e.store(vector_of_words, e.at(out, e.b.mul(row, words), column))
+
+
+@_vectors
+def _fill(e, w, at, vectors, value):
+    with cgutils.for_range(e.b, vectors) as loop:
+        e.store(e.splat(value), e.at(w, at, e.mul(loop.index, LANES)))
+
+
+@_intrinsic
+def _next(_, counter):
+    """The number in counter[0], which becomes one larger; every thread gets its own."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        array = context.make_array(signature.args[0])(context, builder, args[0])
+        return builder.atomic_rmw("add", array.data, _I64(1), "monotonic")
+
+    return types.int64(counter), generate
+
+
+# --- compiled ---------------------------------------------------------------------------------------------------------
+
+
+@compiled()
+def _guard(words, values, pairs, dims, first, positions, window, w, to):
+    """Values that are not finite are added to the lanes that see them, and 0 in their place: a hidden one would meet a
+    weight of 0, and that is NaN. words: w as integers."""
+    width, odd = len(positions), 0
+    for i in range(values, values + pairs * dims):
+        word = words[i]
+        odd |= ((word & 0x7F80) == 0x7F80) | ((word & 0x7F800000) == 0x7F800000)
+    if not odd:
+        return
+    for pair in range(pairs):
+        for d in range(dims):
+            for half in range(2):
+                word = words[values + pair * dims + d]
+                part = np.uint32(0xFFFF0000) if half else np.uint32(0xFFFF)
+                if (word & part & 0x7F807F80) == (part & 0x7F807F80):
+                    words[values + pair * dims + d] = word & ~part
+                    value = np.float32(np.nan) if word & part & 0x007F007F else np.float32(np.inf)
+                    if word & part & 0x80008000:
+                        value = -value
+                    key = first + 2 * pair + half
+                    for lane in range(width):
+                        if positions[lane] - window < key <= positions[lane]:
+                            w[to + d * width + lane] += value
+
+
+@compiled(error_model="numpy")
+def _tile(q, rows, positions, pools, pages, page_size, span, window, scale, w, out, lanes):
+    """One tile: queries rows[lane] at positions[lane], over the keys of a span (first, end, head) of the
+    sequence with these pages."""
+    k, k_strides, v, v_strides = pools
+    begin, end, head = span
+    k_words, v_words = q.shape[2], out.shape[2]
+    width = len(lanes) * LANES
+    at_q, at_s = 0, k_words * width
+    at_v = at_s + BLOCK * width
+    at_o = at_v + BLOCK // 2 * 2 * v_words
+    stats = at_o + 2 * v_words * width
+    _pack_queries(q, rows, k_words, w, at_q, lanes)
+    _fill(w, at_o, 2 * v_words * len(lanes), np.float32(0.0))
+    _fill(w, stats, len(lanes), np.float32(-np.inf))
+    _fill(w, stats + width, len(lanes), np.float32(0.0))
+    together = 16 if len(lanes) == 1 else 8
+    for first in range(begin // BLOCK * BLOCK, end, BLOCK):
+        keys = min(BLOCK, end - first)
+        pairs = (keys + 1) // 2
+        for part in range(0, keys, PAGE):
+            page, place = pages[(first + part) // page_size], (first + part) % page_size
+            count = min(PAGE, keys - part)
+            at = page * k_strides[0] + place * k_strides[1] + head * k_strides[2]
+            groups = (count + together - 1) // together
+            _scores(w, at_q, k_words, k, at, k_strides[1], groups, at_s + part * width, lanes)
+            at = page * v_strides[0] + place * v_strides[1] + head * v_strides[2]
+            _pack_values(v, at, v_strides[1], count, v_words // LANES, w, at_v + part // 2 * 2 * v_words)
+        if first + 2 * pairs - 1 > positions[0] or first <= positions[width - 1] - window:
+            _hide(w, at_s, first, 2 * pairs, positions, window, lanes)
+            _guard(w.view(np.uint32), at_v, pairs, 2 * v_words, first, positions[:width], window, w, at_o)
+        _soften(w, at_s, pairs, scale, stats, lanes)
+        _mix(w, at_s, at_v, pairs, 2 * v_words, stats, at_o, lanes)
+    _finish(w, at_o, stats, v_words, out, rows, lanes)
+
+
+@compiled(error_model="numpy")
+def _work(q, pools, table, page_size, tasks, queue, heads, window, scale, w, out):
+    """One thread: tiles that nobody has begun, until there are none."""
+    rows, positions = np.empty(TILE, np.int64), np.empty(TILE, np.int32)
+    group = q.shape[1] // heads
+    while True:
+        task = _next(queue)
+        if task >= len(tasks):
+            break
+        sequence, query, position, begin, end, head = tasks[task]
+        for lane in range(TILE):
+            at = min(begin + lane, end - 1)  # lanes to spare do again what the last one does
+            rows[lane] = (query + at // group) * q.shape[1] + head * group + at % group
+            positions[lane] = position + at // group
+        span = (max(0, position + begin // group - window + 1), position + (end - 1) // group + 1, head)
+        rest = (q, rows, positions, pools, table[sequence], page_size, span, window, scale, w, out)
+        if end - begin > 2 * LANES:
+            _tile(*rest, (0, 0, 0))
+        elif end - begin > LANES:
+            _tile(*rest, (0, 0))
+        else:
+            _tile(*rest, (0,))
+
+
+@compiled(parallel=True, error_model="numpy")
+def _attend(q, k, k_strides, v, v_strides, table, page_size, tasks, queue, heads, window, scale, memory, out):
+    for thread in prange(len(memory)):
+        pools = (k, k_strides, v, v_strides)
+        _work(q, pools, table, page_size, tasks, queue, heads, window, scale, memory[thread], out)
+
+
+def plan(query_lens: Sequence[int], context_lens: Sequence[int], group: int, heads: int, least: int) -> np.ndarray:
+    """The tasks of one step's attention [tasks, 6]: sequence, its first query row in the batch and that row's position,
+    first and end of the task's query rows (row * group + head in the group), kv head. Sequences of fewer rows than
+    `least` have none."""
+    tasks = []
+    query = np.concatenate((np.zeros(1, np.int64), np.cumsum(query_lens)))
+    # Long ones first and the shortest last, so that threads end together; a head's tasks together, so that its keys
+    # stay in the caches.
+    for sequence in sorted(range(len(query_lens)), key=lambda i: (-context_lens[i], i)):
+        rows = query_lens[sequence]
+        if rows >= least:
+            begin = np.arange(0, rows * group, TILE)[::-1]
+            tile = np.empty((len(begin), 6), np.int64)
+            tile[:, 0], tile[:, 1], tile[:, 2] = sequence, query[sequence], context_lens[sequence] - rows
+            tile[:, 3], tile[:, 4] = begin, np.minimum(begin + TILE, rows * group)
+            for head in range(heads):
+                tile[:, 5] = head
+                tasks.append(tile.copy())
+    return np.concatenate(tasks) if tasks else np.empty((0, 6), np.int64)
+
+
+def memory(threads: int, k_dim: int, v_dim: int) -> Tensor:
+    """What `attend` works in, a row for each thread."""
+    words = k_dim // 2 * TILE + BLOCK * TILE + BLOCK // 2 * v_dim + v_dim * TILE + 3 * TILE
+    return torch.empty(threads, -(-words // LANES) * LANES)  # torch aligns it to lines of the cache
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    table: Tensor,
+    tasks: np.ndarray,
+    window: int | None,
+    scale: float,
+    w: Tensor,
+    out: Tensor,
+) -> None:
+    """Causal attention of the query rows of `tasks`, written to their rows of `out`.
+    q, out bf16 [tokens, heads, dim], contiguous; k, v bf16 [pages, page_size, kv heads, dim], any strides but of dim;
+    table int32 [sequences, pages], contiguous; window: how many keys a row sees, its own the last; w: `memory`. dims
+    and page_size are multiples of 32, scale is positive."""
+    pools = (as_stream(k), k.stride()[:3], as_stream(v), v.stride()[:3])
+    _attend(
+        *(_words(q), *pools, table.numpy(), k.shape[1], tasks, np.zeros(1, np.int64), k.shape[2]),
+        *(_FAR if window is None else window, np.float32(scale * LOG2_E), w.numpy(), _words(out)),
+    )
+
+
+def _words(x: Tensor) -> np.ndarray:
+    return x.view(torch.uint32).numpy()
+
+
+def self_test() -> None:
+    """Compile everything, as it is called later, and compare what comes out. Raises whatever is wrong."""
+    generator = torch.Generator().manual_seed(0)
+    q = torch.randn(45, 2, PAGE, generator=generator).bfloat16()  # tiles of three vectors, of two and of one
+    k, v = torch.randn(2, 1, 4, PAGE, PAGE, generator=generator).bfloat16().permute(0, 2, 3, 1, 4)
+    table, out = torch.tensor([[1, 3, 0], [2, 1, 0]], dtype=torch.int32), torch.empty_like(q)
+    lens = ([40, 5], [47, 34])
+    attend(q, k, v, table, plan(*lens, 2, 1, 1), None, 0.2, memory(1, PAGE, PAGE), out)
+    queries, outs = q.float().transpose(0, 1).split(lens[0], dim=1), out.float().transpose(0, 1).split(lens[0], dim=1)
+    for query, got, pages, rows, context in zip(queries, outs, table.long(), *lens, strict=True):
+        keys, values = (pool[pages].float().reshape(-1, PAGE)[:context] for pool in (k, v))
+        hidden = torch.ones(rows, context, dtype=torch.bool).triu(context - rows + 1)
+        weights = torch.softmax((query @ keys.T * 0.2).masked_fill(hidden, -torch.inf), dim=-1)
+        if not torch.allclose(got, weights @ values, rtol=2**-6, atol=2**-6):
+            raise RuntimeError("compiled attention of many rows is wrong")

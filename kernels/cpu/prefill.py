@@ -1,0 +1,177 @@
+"""The small operations of a bf16 decoder layer over many rows, compiled by numba: RMSNorm, rotation together with the
+writing of keys and values to their slots, and the merging of two parts of an attention. One pass over memory each.
+
+Every row is computed by one thread and in one order, so results depend neither on other rows nor on the number of
+threads. bf16 is widened in registers and rounded once, to nearest and ties to even; NaN stays NaN.
+
+Measured on one core, 1,124 rows, us with torch -> with these: RMSNorm of 768 900 -> 230; 12 + 4 + 4 heads of 64
+1,300 -> 460.
+
+Get this from `kernels.cpu.available.prefill_kernels`. What is compiled has no type hints: numba would not read them.
+Nothing compiled is shared with `cpu_decode`: numba's disk cache would not see a change there.
+"""
+
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba import prange, types
+from numba.extending import intrinsic
+
+from kernels.cpu.decode import compiled
+
+_F32, _I32 = ir.FloatType(), ir.IntType(32)
+_intrinsic: Any = intrinsic  # what its own hints say of the functions it makes is wrong
+
+
+@_intrinsic
+def _widened(_, x):
+    """bf16 as uint16 -> float32."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.bitcast(builder.shl(builder.zext(args[0], _I32), _I32(16)), _F32)
+
+    return types.float32(types.uint16), generate
+
+
+@_intrinsic
+def _rounded(_, x):
+    """float32 -> bf16 as uint16. Without a branch, so that loops around it become vector code."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        bits = builder.bitcast(args[0], _I32)
+        odd = builder.and_(builder.lshr(bits, _I32(16)), _I32(1))
+        rounded = builder.lshr(builder.add(bits, builder.add(odd, _I32(0x7FFF))), _I32(16))
+        nan = builder.fcmp_unordered("uno", args[0], args[0])
+        return builder.trunc(builder.select(nan, _I32(0x7FC0), rounded), ir.IntType(16))
+
+    return types.uint16(types.float32), generate
+
+
+@compiled(fastmath={"reassoc", "contract"})
+def _square_sum(x):
+    total = np.float32(0.0)
+    for i in range(len(x)):
+        total += _widened(x[i]) * _widened(x[i])
+    return total
+
+
+@compiled(parallel=True, error_model="numpy")
+def norm(x, weight, eps, out):
+    """RMSNorm of rows. x, out bf16 [rows, width]; weight fp32 [width]; sums and products in fp32."""
+    width = len(weight)
+    for row in prange(len(x)):
+        scale = np.float32(1.0) / np.sqrt(_square_sum(x[row]) / np.float32(width) + np.float32(eps))
+        for i in range(width):
+            out[row, i] = _rounded(_widened(x[row, i]) * scale * weight[i])
+
+
+@compiled()
+def _rotate(x, cos, sin, out):
+    """As torch rotates in bf16, to the bit: keys that are rotated when they come back from storage must be the same."""
+    half = len(cos) // 2
+    for d in range(half):
+        low, high = _widened(x[d]), _widened(x[half + d])
+        a, b = _widened(_rounded(low * _widened(cos[d]))), _widened(_rounded(high * _widened(cos[half + d])))
+        out[d] = _rounded(a - high * _widened(sin[d]))
+        out[half + d] = _rounded(b + low * _widened(sin[half + d]))
+
+
+@compiled(parallel=True, error_model="numpy")
+def place(
+    turning,
+    turning_row,
+    values,
+    values_row,
+    cos,
+    sin,
+    slots,
+    blocks,
+    spots,
+    heads,
+    k,
+    k_strides,
+    v,
+    v_strides,
+    page_size,
+    q,
+):
+    """Rotate queries and keys, and write keys and values to their slots; what is not rotated to where it is saved.
+    turning: rows of q heads and then k heads, and values: rows of k heads, each bf16 memory as one stream and how far
+    apart its rows are; cos, sin bf16 [rows, dim]; slots int64 [rows], different and inside the pool; heads: of q and of
+    k; k, v: a pool's bf16 memory as one stream, and strides (page, row, head) in elements; q bf16 [rows, heads, dim].
+    blocks bf16 [blocks, K of all rows of a block, then V]; spots int64 [rows, 2]: block and row in it, block -1: not
+    saved; no rows of spots: none is.
+    """
+    dim = cos.shape[1]
+    num_q, num_k = heads
+    for row in prange(len(slots)):
+        at = row * turning_row
+        for head in range(num_q):
+            _rotate(turning[at : at + dim], cos[row], sin[row], q[row, head])
+            at += dim
+        page, place = slots[row] // page_size, slots[row] % page_size
+        for head in range(num_k):
+            to = page * k_strides[0] + place * k_strides[1] + head * k_strides[2]
+            _rotate(turning[at : at + dim], cos[row], sin[row], k[to : to + dim])
+            at += dim
+        at = row * values_row
+        for head in range(num_k):
+            to = page * v_strides[0] + place * v_strides[1] + head * v_strides[2]
+            v[to : to + dim] = values[at : at + dim]
+            at += dim
+        if len(spots) and spots[row, 0] >= 0:
+            width = num_k * dim
+            to, of_keys = spots[row, 1] * width, row * turning_row + num_q * dim
+            block = blocks[spots[row, 0]]
+            block[to : to + width] = turning[of_keys : of_keys + width]
+            to += blocks.shape[1] // 2
+            block[to : to + width] = values[row * values_row : row * values_row + width]
+
+
+@compiled(parallel=True, error_model="numpy")
+def merge(own, own_strides, own_lse, own_lse_strides, old, old_strides, old_lse, old_lse_strides, out):
+    """Attention to two sets of keys from the attention to each, weighted by what their log-sum-exps say.
+    own, old bf16 and own_lse, old_lse fp32: memory as one stream, and strides (kv head, group, row) in elements; out
+    bf16 [rows, kv heads, groups, dim]."""
+    rows, kv_heads, groups, dim = out.shape
+    for row in prange(rows):
+        for head in range(kv_heads):
+            for group in range(groups):
+                lse = own_lse[head * own_lse_strides[0] + group * own_lse_strides[1] + row * own_lse_strides[2]]
+                more = old_lse[head * old_lse_strides[0] + group * old_lse_strides[1] + row * old_lse_strides[2]]
+                share = np.float32(1.0) / (np.float32(1.0) + np.exp(lse - more))
+                rest = np.float32(1.0) / (np.float32(1.0) + np.exp(more - lse))
+                at = head * own_strides[0] + group * own_strides[1] + row * own_strides[2]
+                mine = own[at : at + dim]
+                at = head * old_strides[0] + group * old_strides[1] + row * old_strides[2]
+                theirs = old[at : at + dim]
+                target = out[row, head, group]
+                for d in range(dim):
+                    target[d] = _rounded(_widened(mine[d]) * rest + _widened(theirs[d]) * share)
+
+
+def self_test() -> None:
+    """Compile everything, as it is called later, and compare what comes out. Raises whatever is wrong."""
+    rows, dim = 3, 32
+    one, two = np.uint16(0x3F80), np.uint16(0x4000)  # 1.0 and 2.0
+    x, normed = np.full((rows, dim), two), np.zeros((rows, dim), np.uint16)
+    norm(x, np.ones(dim, np.float32), 0.0, normed)
+    turning, queries, pool = (
+        np.full(rows * 2 * dim, two),
+        np.zeros((rows, 1, dim), np.uint16),
+        np.zeros(rows * dim, np.uint16),
+    )
+    more, strides, cos, sin = pool.copy(), (rows * dim, dim, rows * dim), np.full_like(x, one), np.zeros_like(x)
+    values, slots = x.reshape(-1), np.arange(rows)
+    blocks, spots = np.zeros((2, 2 * dim), np.uint16), np.array([[-1, 0], [1, 0], [-1, 0]])
+    where = (blocks, spots, (1, 1), pool, strides, more, strides, rows, queries)
+    place(turning, 2 * dim, values, dim, cos, sin, slots, *where)
+    mixed, lse = np.zeros((rows, 1, 1, dim), np.uint16), np.ones(rows, np.float32)
+    merge(values, (0, 0, dim), lse, (0, 0, 1), values, (0, 0, dim), lse, (0, 0, 1), mixed)
+    if (
+        (normed != one).any()
+        or any((y != two).any() for y in (queries, pool, more, blocks[1], mixed))
+        or blocks[0].any()
+    ):
+        raise RuntimeError("compiled operations of many rows are wrong")

@@ -1,0 +1,454 @@
+"""Matrix products in bf16 that sum every row in one order, however many rows there are, compiled by numba: with tiles
+where the processor has AMX, else with dot products of bf16 pairs (AVX512_BF16).
+
+oneDNN chooses by the number of rows how to split a sum, so that a row computed alone differs in its last bits from the
+same row in a crowd. Here a sum goes through the inputs from first to last, whatever else is computed. It is not the
+same sum on every processor: AMX adds up 16 pairs before it adds them to the sum. Sums are fp32, what is below 1.2e-38
+is 0, and a result is rounded once, to nearest and ties to even.
+
+Weights lie as oneDNN packs them: blocks of outputs, in them pairs of inputs. The sums of ROWS rows for COLUMNS outputs
+fill the registers. Strips of rows and runs of outputs are as large as fits the cache next to a core together.
+
+Get this from `kernels.cpu.available.product_kernels`. What is compiled has no type hints: numba would not read them.
+Nothing compiled is shared with `cpu_decode`: numba's disk cache would not see a change there.
+"""
+
+import inspect
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+from llvmlite import ir
+from numba import prange, types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from kernels.cpu.decode import compiled
+
+LANES = 16
+ROWS = 32  # of a group: two tiles of AMX
+COLUMNS = 32  # outputs that are computed together
+LOG2_E = 1.4426950408889634
+_STRIP_BYTES, _RUN_BYTES, _RUN_BLOCKS = 1 << 20, 400_000, 8
+_AHEAD = 4096  # bytes of weights that are asked for ahead, where few rows leave the time to memory
+# 2 ** r for |r| <= 1/2, to 1e-7
+_EXP2 = (1.5353362e-4, 1.3398874e-3, 9.6184370e-3, 5.5503324e-2, 2.4022648e-1, 6.9314720e-1, 1.0)
+
+_F32, _I8, _I16, _I32, _I64 = ir.FloatType(), ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64)
+_VEC, _WORDS = ir.VectorType(_F32, LANES), ir.VectorType(_I32, LANES)
+_POINTER = _I8.as_pointer()
+
+_intrinsic: Any = intrinsic  # what its own hints say of the functions it makes is wrong
+
+
+class _Emit:
+    """Writes code into a function that numba compiles. Offsets count bytes."""
+
+    def __init__(self, builder: Any) -> None:
+        self.b = builder
+
+    def at(self, base: Any, *offsets: Any) -> Any:
+        base = self.b.bitcast(base, _POINTER)
+        for offset in offsets:
+            base = self.b.gep(base, [_I64(offset) if isinstance(offset, int) else offset])
+        return base
+
+    def mul(self, x: Any, y: int) -> Any:
+        return self.b.mul(x, _I64(y))
+
+    def load(self, pointer: Any, kind: Any) -> Any:
+        return self.b.load(self.b.bitcast(pointer, kind.as_pointer()), align=4)
+
+    def store(self, value: Any, pointer: Any) -> None:
+        self.b.store(value, self.b.bitcast(pointer, value.type.as_pointer()), align=4)
+
+    def splat(self, scalar: Any) -> Any:
+        if isinstance(scalar, float):
+            return ir.Constant(_VEC, [scalar] * LANES)
+        kind = ir.VectorType(scalar.type, LANES)
+        one = self.b.insert_element(ir.Constant(kind, ir.Undefined), scalar, _I32(0))
+        return self.b.shuffle_vector(one, one, ir.Constant(_WORDS, [0] * LANES))
+
+    def call(self, name: str, result: Any, *args: Any) -> Any:
+        kind = ir.FunctionType(result, [arg.type for arg in args])
+        return self.b.call(cgutils.get_or_insert_function(self.b.module, kind, name), args)
+
+    def exp2(self, x: Any) -> Any:
+        """2 ** x for x <= 0; what is below the range gives 0."""
+        low = self.splat(-200.0)
+        x = self.b.select(self.b.fcmp_ordered("<", x, low), low, x)
+        whole = self.call("llvm.rint.v16f32", _VEC, x)
+        rest, out = self.b.fsub(x, whole), self.splat(_EXP2[0])
+        for coefficient in _EXP2[1:]:
+            out = self.call("llvm.fma.v16f32", _VEC, out, rest, self.splat(coefficient))
+        return self.call("llvm.x86.avx512.mask.scalef.ps.512", _VEC, out, whole, out, _I16(-1), _I32(4))
+
+    def swish(self, x: Any) -> Any:
+        """x / (1 + exp(-x)), by way of exp(-|x|), which cannot overflow."""
+        small = self.exp2(self.b.fmul(self.call("llvm.fabs.v16f32", _VEC, x), self.splat(-LOG2_E)))
+        over = self.b.select(self.b.fcmp_ordered("<", x, self.splat(0.0)), small, self.splat(1.0))
+        return self.b.fmul(x, self.b.fdiv(over, self.b.fadd(self.splat(1.0), small)))
+
+    def widened(self, pointer: Any) -> Any:
+        """16 bf16 numbers."""
+        wide = self.b.zext(self.load(pointer, ir.VectorType(_I16, LANES)), _WORDS)
+        return self.b.bitcast(self.b.shl(wide, ir.Constant(_WORDS, [16] * LANES)), _VEC)
+
+    def store_rounded(self, low: Any, high: Any, pointer: Any) -> None:
+        """32 numbers as bf16."""
+        kind = ir.VectorType(_I16, 2 * LANES)
+        self.store(self.call("llvm.x86.avx512bf16.cvtne2ps2bf16.512", kind, high, low), pointer)
+
+    def prefetch(self, pointer: Any) -> None:
+        self.call("llvm.prefetch.p0", ir.VoidType(), pointer, _I32(0), _I32(2), _I32(1))
+
+    def tile(self, name: str, *args: Any) -> None:
+        """An instruction of AMX; whole numbers name tiles."""
+        self.call(f"llvm.x86.{name}", ir.VoidType(), *(_I8(x) if isinstance(x, int) else x for x in args))
+
+
+def _emitted(emit: Callable[..., None]) -> Any:
+    """From a writer of code to a statement for compiled functions. What comes in as an array arrives as its pointer,
+    and a tuple as its length, which is a constant."""
+
+    def typed(_: Any, *kinds: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            values = []
+            for kind, arg in zip(signature.args, args, strict=True):
+                if isinstance(kind, types.Array):
+                    values.append(context.make_array(kind)(context, builder, arg).data)
+                else:
+                    values.append(kind.count if isinstance(kind, types.UniTuple | types.Tuple) else arg)
+            emit(_Emit(builder), *values)
+            return context.get_dummy_value()
+
+        return types.void(*kinds), generate
+
+    typed.__name__, typed.__signature__ = emit.__name__, inspect.signature(emit)  # type: ignore[attr-defined]
+    return _intrinsic(typed)
+
+
+@_emitted
+def _configure(e, shape):
+    e.tile("ldtilecfg", e.at(shape))
+
+
+@_emitted
+def _release(e):
+    e.tile("tilerelease")
+
+
+@_emitted
+def _by_tiles(e, x, x_at, tiles, w, w_at, w_pair, blocks, columns, ahead, out):
+    """out[r, n] = sum over k of x[r, k] * w[k // 2, n, k % 2] for `tiles` times 16 rows, `columns` times 16 outputs and
+    `blocks` times 32 inputs. x as `_packed` leaves it; x_at, w_at: bytes to the first; w_pair: bytes from a pair of
+    weights to the next; out fp32 rows of COLUMNS. Tiles 0 to 3 are sums, 4 and 5 rows, 6 and 7 weights."""
+    for tile in range(tiles * columns):
+        e.tile("tilezero", tile)
+    with cgutils.for_range(e.b, blocks) as loop:
+        rows, weights = (
+            e.at(x, x_at, e.mul(loop.index, ROWS * 64)),
+            e.at(w, w_at, e.b.mul(loop.index, e.mul(w_pair, 16))),
+        )
+        for column in range(columns):
+            e.tile("tileloadd64", 6 + column, e.at(weights, column * 64), w_pair)
+        if ahead:
+            for pair in range(16):
+                line = e.at(weights, e.b.mul(w_pair, _I64(pair)), _AHEAD)
+                for column in range(columns):
+                    e.prefetch(e.at(line, column * 64))
+        for tile in range(tiles):
+            e.tile("tileloadd64", 4 + tile, e.at(rows, 16 * 64 * tile), _I64(64))
+            for column in range(columns):
+                e.tile("tdpbf16ps", tile * columns + column, 4 + tile, 6 + column)
+    for tile in range(tiles):
+        for column in range(columns):
+            there = e.at(out, (tile * 16 * COLUMNS + column * 16) * 4)
+            e.tile("tilestored64", tile * columns + column, there, _I64(COLUMNS * 4))
+
+
+@_emitted
+def _by_dots(e, x, x_at, rows, w, w_at, w_pair, blocks, columns, ahead, out, out_at):
+    """The same for `rows` rows; out_at: bytes to the first of them."""
+    sums = [
+        [cgutils.alloca_once_value(e.b, ir.Constant(_VEC, [0.0] * LANES)) for _ in range(columns)] for _ in range(rows)
+    ]
+    with cgutils.for_range(e.b, blocks) as block, cgutils.for_range(e.b, _I64(16)) as pair:
+        here = e.at(x, x_at, e.mul(block.index, ROWS * 64), e.mul(pair.index, 4))
+        base = e.at(w, w_at, e.b.mul(e.b.add(e.mul(block.index, 16), pair.index), w_pair))
+        weights = [e.load(e.at(base, column * 64), _WORDS) for column in range(columns)]
+        if ahead:
+            for column in range(columns):
+                e.prefetch(e.at(base, _AHEAD + column * 64))
+        for row in range(rows):
+            both = e.splat(e.load(e.at(here, row * 64), _I32))
+            for column in range(columns):
+                slot = sums[row][column]
+                total = e.call("llvm.x86.avx512bf16.dpbf16ps.512", _VEC, e.b.load(slot), both, weights[column])
+                e.b.store(total, slot)
+    for row in range(rows):
+        for column in range(columns):
+            e.store(e.b.load(sums[row][column]), e.at(out, out_at, (row * COLUMNS + column * 16) * 4))
+
+
+@_emitted
+def _finish(e, sums, rows, bias, bias_at, residual, out, at, row_bytes):
+    """Rows of COLUMNS sums, with what is added, rounded, to `out`. bias fp32, residual and out bf16: bytes to the first
+    number, and from row to row. A tuple in place of an array: there is none."""
+    biases = None if isinstance(bias, int) else [e.load(e.at(bias, bias_at, half * 64), _VEC) for half in (0, 1)]
+    with cgutils.for_range(e.b, rows) as loop:
+        here, parts = e.b.mul(loop.index, row_bytes), []
+        for half in (0, 1):
+            part = e.load(e.at(sums, e.mul(loop.index, COLUMNS * 4), half * 64), _VEC)
+            if biases is not None:
+                part = e.b.fadd(part, biases[half])
+            if not isinstance(residual, int):
+                part = e.b.fadd(part, e.widened(e.at(residual, at, here, half * 32)))
+            parts.append(part)
+        e.store_rounded(*parts, e.at(out, at, here))
+
+
+@_emitted
+def _finish_gated(e, gates, ups, rows, out, at, row_bytes):
+    """Rows of silu(gate) * up, rounded, to `out`."""
+    with cgutils.for_range(e.b, rows) as loop:
+        parts = []
+        for half in (0, 1):
+            gate, up = (e.load(e.at(x, e.mul(loop.index, COLUMNS * 4), half * 64), _VEC) for x in (gates, ups))
+            parts.append(e.b.fmul(e.swish(gate), up))
+        e.store_rounded(*parts, e.at(out, at, e.b.mul(loop.index, row_bytes)))
+
+
+# --- compiled ---------------------------------------------------------------------------------------------------------
+
+
+class Product(NamedTuple):
+    """A linear layer. words: the weight in blocks [blocks, pairs, LANES * len(lanes), 2] of bf16, as flat uint32 [...];
+    bias fp32 [outputs], or of size 0; by_tiles: of length 1 where AMX multiplies, else 0."""
+
+    words: np.ndarray
+    bias: np.ndarray
+    inputs: int
+    outputs: int
+    lanes: tuple[int, ...]
+    by_tiles: tuple[int, ...]
+
+
+@_intrinsic
+def _widened(_, x):
+    """bf16 as uint16 -> float32."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.bitcast(builder.shl(builder.zext(args[0], _I32), _I32(16)), _F32)
+
+    return types.float32(types.uint16), generate
+
+
+@_intrinsic
+def _rounded(_, x):
+    """float32 -> bf16 as uint16. Without a branch, so that loops around it become vector code."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        bits = builder.bitcast(args[0], _I32)
+        odd = builder.and_(builder.lshr(bits, _I32(16)), _I32(1))
+        rounded = builder.lshr(builder.add(bits, builder.add(odd, _I32(0x7FFF))), _I32(16))
+        nan = builder.fcmp_unordered("uno", args[0], args[0])
+        return builder.trunc(builder.select(nan, _I32(0x7FC0), rounded), _I16)
+
+    return types.uint16(types.float32), generate
+
+
+@compiled()
+def _some(x, x_at, rows, words, w_at, w_pair, blocks, columns, by_tiles, sums):
+    """Sums of a group, or of the first rows of one, over `blocks` times 32 inputs."""
+    if len(by_tiles):
+        if rows > 16:
+            _by_tiles(x, x_at, (0, 0), words, w_at, w_pair, blocks, columns, (), sums)
+        else:
+            _by_tiles(x, x_at, (0,), words, w_at, w_pair, blocks, columns, (0,), sums)
+        return
+    row = 0
+    while row + 12 <= rows:
+        _by_dots(x, x_at + row * 64, (0,) * 12, words, w_at, w_pair, blocks, columns, (), sums, row * COLUMNS * 4)
+        row += 12
+    while row + 4 <= rows:
+        _by_dots(x, x_at + row * 64, (0,) * 4, words, w_at, w_pair, blocks, columns, (0,), sums, row * COLUMNS * 4)
+        row += 4
+    while row < rows:
+        _by_dots(x, x_at + row * 64, (0,), words, w_at, w_pair, blocks, columns, (0,), sums, row * COLUMNS * 4)
+        row += 1
+
+
+@compiled()
+def _tile_shape():
+    """What AMX is told of its tiles: all have 16 rows of 64 bytes."""
+    shape = np.zeros(64, np.uint8)
+    shape[0] = 1
+    for tile in range(8):
+        shape[16 + 2 * tile] = 64
+        shape[48 + tile] = 16
+    return shape
+
+
+@compiled()
+def _sums(x, group, rows, pairs, words, block, half, lanes, by_tiles, sums):
+    """Sums of up to ROWS rows for COLUMNS outputs, or those that are left of a block."""
+    w_pair = len(lanes) * 64
+    w_at = block * pairs * w_pair + half * 128
+    if len(lanes) - 2 * half >= 2:
+        _some(x, group * pairs * 4, rows, words, w_at, w_pair, pairs // 16, (0, 0), by_tiles, sums)
+    else:
+        _some(x, group * pairs * 4, rows, words, w_at, w_pair, pairs // 16, (0,), by_tiles, sums)
+
+
+@compiled()
+def _rest(sums, rows, width, bias, residual, out, group, first):
+    """`_finish` for fewer outputs than COLUMNS."""
+    for row in range(rows):
+        for i in range(width):
+            total = sums[row, i]
+            if len(bias):
+                total += bias[first + i]
+            if len(residual):
+                total += _widened(residual[group + row, first + i])
+            out[group + row, first + i] = _rounded(total)
+
+
+@compiled()
+def _plan(rows, pairs, blocks):
+    """Rows of a strip, and blocks of outputs of a run."""
+    strip = max(ROWS, _STRIP_BYTES // (pairs * 4) // ROWS * ROWS)
+    run = 1 if rows <= ROWS else max(1, min(_RUN_BLOCKS, _RUN_BYTES // (pairs * COLUMNS * 4)))
+    return strip, (rows + strip - 1) // strip, run, (blocks + run - 1) // run
+
+
+@compiled(parallel=True, error_model="numpy")
+def _linear(x, pairs, words, bias, lanes, by_tiles, residual, out):
+    rows, halves = len(out), (len(lanes) + 1) // 2
+    blocks = len(words) // (pairs * len(lanes) * LANES) * halves
+    strip, strips, run, runs = _plan(rows, pairs, blocks)
+    shape = _tile_shape()
+    for task in prange(strips * runs):
+        begin, at_block = task // runs * strip, task % runs * run
+        sums = np.empty((ROWS, COLUMNS), np.float32)
+        if len(by_tiles):
+            _configure(shape)
+        for group in range(begin, min(rows, begin + strip), ROWS):
+            count = min(ROWS, rows - group)
+            for part in range(at_block, min(blocks, at_block + run)):
+                block, half = part // halves, part % halves
+                _sums(x, group, count, pairs, words, block, half, lanes, by_tiles, sums)
+                first = block * len(lanes) * LANES + half * COLUMNS
+                width = min(min(COLUMNS, len(lanes) * LANES - half * COLUMNS), out.shape[1] - first)
+                at, row = (group * out.shape[1] + first) * 2, out.shape[1] * 2
+                if width < COLUMNS:
+                    _rest(sums, count, width, bias, residual, out, group, first)
+                elif len(bias) and len(residual):
+                    _finish(sums, count, bias, first * 4, residual, out, at, row)
+                elif len(bias):
+                    _finish(sums, count, bias, first * 4, (), out, at, row)
+                elif len(residual):
+                    _finish(sums, count, (), 0, residual, out, at, row)
+                else:
+                    _finish(sums, count, (), 0, (), out, at, row)
+        if len(by_tiles):
+            _release()
+
+
+@compiled(parallel=True, error_model="numpy")
+def _gated(x, pairs, gate, up, lanes, by_tiles, out):
+    rows, blocks = len(out), out.shape[1] // COLUMNS
+    strip, strips, run, runs = _plan(rows, pairs, blocks)
+    halves, shape = (len(lanes) + 1) // 2, _tile_shape()
+    for task in prange(strips * runs):
+        begin, at_block = task // runs * strip, task % runs * run
+        gates, ups = np.empty((ROWS, COLUMNS), np.float32), np.empty((ROWS, COLUMNS), np.float32)
+        if len(by_tiles):
+            _configure(shape)
+        for group in range(begin, min(rows, begin + strip), ROWS):
+            count = min(ROWS, rows - group)
+            for part in range(at_block, min(blocks, at_block + run)):
+                _sums(x, group, count, pairs, gate, part // halves, part % halves, lanes, by_tiles, gates)
+                _sums(x, group, count, pairs, up, part // halves, part % halves, lanes, by_tiles, ups)
+                at = (group * out.shape[1] + part * COLUMNS) * 2
+                _finish_gated(gates, ups, count, out, at, out.shape[1] * 2)
+        if len(by_tiles):
+            _release()
+
+
+@compiled()
+def _pack(x, group, to):
+    """One group of rows, 0 where there are none as far as a tile is read."""
+    inputs, first = x.shape[1], group * ROWS
+    count = min(ROWS, len(x) - first)
+    for block in range(len(to)):
+        width = min(32, inputs - block * 32)
+        for row in range(count):
+            for i in range(width):
+                to[block, row, i] = x[first + row, block * 32 + i]
+            to[block, row, width:] = 0
+        to[block, count : (count + 15) // 16 * 16] = 0
+
+
+@compiled(parallel=True)
+def _pack_together(x, out):
+    for group in prange(len(out)):
+        _pack(x, group, out[group])
+
+
+@compiled()
+def _packed(x):
+    """bf16 [rows, inputs] -> [groups, blocks of 32 inputs, ROWS, 32], so that a tile lies in one piece."""
+    rows, inputs = x.shape
+    out = np.empty(((rows + ROWS - 1) // ROWS, (inputs + 31) // 32, ROWS, 32), np.uint16)
+    if len(out) < 4:  # sooner done than the other threads are there
+        for group in range(len(out)):
+            _pack(x, group, out[group])
+    else:
+        _pack_together(x, out)
+    return out
+
+
+@compiled()
+def linear(x, product, residual, out):
+    """x bf16 [rows, inputs] -> out bf16 [rows, outputs]. residual bf16 [rows, outputs] is added before rounding, or has
+    no rows."""
+    pairs = (product.inputs + 31) // 32 * 16
+    _linear(_packed(x), pairs, product.words, product.bias, product.lanes, product.by_tiles, residual, out)
+
+
+@compiled()
+def gated(x, gate, up, out):
+    """x bf16 [rows, inputs] -> silu(gate(x)) * up(x) bf16 [rows, outputs], rounded once. Both without a bias, in blocks
+    of 32 or 64 outputs, which they have a multiple of."""
+    pairs = (gate.inputs + 31) // 32 * 16
+    _gated(_packed(x), pairs, gate.words, up.words, gate.lanes, gate.by_tiles, out)
+
+
+def self_test(by_tiles: bool) -> None:
+    """Compile everything, as it is called later, and compare what comes out. Raises whatever is wrong."""
+    rng = np.random.default_rng(0)
+    inputs, outputs, rows = 64, 64, 35
+    tiles, nothing = ((0,) if by_tiles else ()), np.empty((0, 0), np.uint16)
+
+    def bf16(*shape):
+        wide = rng.standard_normal(shape, np.float32).view(np.uint32) & np.uint32(0xFFFF0000)
+        return (wide >> 16).astype(np.uint16), wide.view(np.float32)
+
+    (x, wide_x), (w, wide_w) = bf16(rows, inputs), bf16(outputs, inputs)
+    words = w.reshape(outputs // 32, 32, inputs // 2, 2).transpose(0, 2, 1, 3).copy().reshape(-1).view(np.uint32)
+    want = wide_x @ wide_w.T
+    for bias, residual in ((np.empty(0, np.float32), nothing), (np.ones(outputs, np.float32), bf16(rows, outputs)[0])):
+        product = Product(words, bias, inputs, outputs, (0, 0), tiles)
+        out = np.empty((rows, outputs), np.uint16)
+        linear(x, product, residual, out)
+        wanted = want
+        if len(bias):
+            wanted = want + 1 + (residual.astype(np.uint32) << 16).view(np.float32)
+        if not np.allclose((out.astype(np.uint32) << 16).view(np.float32), wanted, rtol=2**-7, atol=2**-5):
+            raise RuntimeError("compiled products of one order are wrong")
+    gated(x, product._replace(bias=np.empty(0, np.float32)), product._replace(bias=np.empty(0, np.float32)), out)
+    with np.errstate(over="ignore"):
+        wanted = want / (1 + np.exp(-want)) * want
+    if not np.allclose((out.astype(np.uint32) << 16).view(np.float32), wanted, rtol=2**-7, atol=2**-5):
+        raise RuntimeError("compiled gated products of one order are wrong")

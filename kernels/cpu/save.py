@@ -1,0 +1,69 @@
+"""Rows of many tensors into their places in memory, compiled by numba. The saving thread calls it while the engine
+computes, so it is serial, lets go of the GIL, and makes no temporaries.
+
+Get this from `kernels.row_copies`, which says what it gains. What is compiled has no type hints: numba would not read
+them.
+"""
+
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from kernels.cpu.decode import compiled
+
+_LINE = 64  # bytes
+_AHEAD = 4  # rows that are asked for before they are copied
+_I8P, _I32 = ir.IntType(8).as_pointer(), ir.IntType(32)
+_intrinsic: Any = intrinsic  # what its own hints say of the functions it makes is wrong
+
+
+@_intrinsic
+def _copy(_, target, source, size):
+    """memcpy between addresses."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        to, where, count = arguments
+        cgutils.raw_memcpy(builder, builder.inttoptr(to, _I8P), builder.inttoptr(where, _I8P), count, 1)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.int64), generate
+
+
+@_intrinsic
+def _fetch(_, address):
+    """Ask for a cache line that is read soon. Any address will do."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        kind = ir.FunctionType(ir.VoidType(), [_I8P, _I32, _I32, _I32])
+        function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0i8")
+        pointer = builder.inttoptr(arguments[0], _I8P)
+        builder.call(function, [pointer, *(ir.Constant(_I32, number) for number in (0, 3, 1))])
+        return context.get_dummy_value()
+
+    return types.void(types.int64), generate
+
+
+@compiled()
+def copy_rows(copies):
+    """copies int64 [n, 5]: address of the first row, bytes from one row to the next, address to write to (rows lie one
+    behind the other there), number of rows, bytes of a row."""
+    for i in range(len(copies)):
+        source, step, target, rows, size = copies[i, 0], copies[i, 1], copies[i, 2], copies[i, 3], copies[i, 4]
+        for row in range(rows):
+            if row + _AHEAD < rows:
+                for line in range(0, size, _LINE):
+                    _fetch(source + (row + _AHEAD) * step + line)
+            _copy(target + row * size, source + row * step, size)
+
+
+def self_test() -> None:
+    """Compile everything, as it is called later, and compare what comes out. Raises whatever is wrong."""
+    source, target = np.arange(60, dtype=np.uint8).reshape(6, 10), np.zeros((6, 4), np.uint8)
+    at, to = source.ctypes.data, target.ctypes.data
+    copy_rows(np.array([[at + 3, 10, to, 5, 4], [at + 50, 0, to + 20, 1, 4]]))
+    if (target[:5] != source[:5, 3:7]).any() or (target[5] != source[5, :4]).any():
+        raise RuntimeError("the compiled copy is wrong")

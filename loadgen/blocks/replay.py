@@ -1,0 +1,175 @@
+"""A recorded sequence of requests through one tier of blocks: what each eviction policy would have hit.
+
+The rule, which knows no server: when a request arrives, the leading run of its blocks that are in the tier are hits;
+then all of its blocks are inserted or touched, from the last to the first; then the policy makes room. No load fails,
+nothing is pinned, nobody waits. Policies that look at sessions get them from the blocks alone (`SessionFinder`).
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from heapq import heappop, heappush
+
+from cache.blocks.keys import BlockKey
+from cache.policies import POLICIES
+from cache.policies.base import EvictionPolicy
+from cache.policies.belady import BeladyPolicy
+from cache.returns.return_times import ReturnTimes
+from loadgen.workloads.traces import Request
+
+BLOCK_TOKENS = 512  # of the published traces
+DEFAULT = "lookahead"  # the server's own for its lower tiers
+CEILINGS = ("belady", "unbounded")
+ANSWER_S_PER_TOKEN = 0.03  # traces do not say when answers ended
+_MOST_SESSIONS = 20_000  # as a server forgets them
+
+
+@dataclass(frozen=True, slots=True)
+class HitRate:
+    """What one policy hit with one capacity."""
+
+    policy: str
+    capacity_tokens: int | None  # None: as much as there is
+    blocks: int
+    hit_blocks: int
+    tokens: int
+    hit_tokens: int
+
+    @property
+    def block_hit_rate(self) -> float:
+        return self.hit_blocks / self.blocks if self.blocks else 0.0
+
+    @property
+    def token_hit_rate(self) -> float:
+        return self.hit_tokens / self.tokens if self.tokens else 0.0
+
+
+class SessionFinder:
+    """Which session a request belongs to, from the past alone: the one whose last full block (but for the first, which
+    all may share) lies in this prompt, deepest first. Only the end of a session goes on: a second branch from the same
+    place is a session of its own. A server knows this from its transcripts."""
+
+    def __init__(self) -> None:
+        self._at_end: dict[int, int] = {}  # last full block -> session
+        self._ends: dict[int, int] = {}  # session -> its last full block, in the order of the last use
+        self._sessions = 0
+
+    def find(self, full_blocks: Sequence[int]) -> int | None:
+        """None: too short to be known again."""
+        if len(full_blocks) < 2:
+            return None
+        known = next((block for block in reversed(full_blocks[1:]) if block in self._at_end), None)
+        if known is None:
+            session = self._sessions
+            self._sessions += 1
+        else:
+            session = self._at_end.pop(known)
+            del self._ends[session]
+        self._at_end[full_blocks[-1]] = session
+        self._ends[session] = full_blocks[-1]
+        return session
+
+    def forget_oldest(self, most: int) -> int | None:
+        """The session that has been silent for longest, if there are more than `most`."""
+        if len(self._ends) <= most:
+            return None
+        oldest = next(iter(self._ends))
+        del self._at_end[self._ends.pop(oldest)]
+        return oldest
+
+
+class _Uses:
+    """When each block is wanted next."""
+
+    def __init__(self, requests: Sequence[Request]) -> None:
+        self._next: dict[BlockKey, float] = {}
+        self._behind: list[list[float]] = []  # per request and block: the number of the next request with the block
+        for number in range(len(requests) - 1, -1, -1):
+            keys = [_key(name) for name in requests[number].block_names]
+            self._behind.append([self._next.get(key, math.inf) for key in keys])
+            self._next.update(dict.fromkeys(keys, float(number)))
+        self._behind.reverse()
+
+    def arrive(self, number: int, keys: Sequence[BlockKey]) -> None:
+        """The future is that behind this request, for its own blocks."""
+        self._next.update(zip(keys, self._behind[number], strict=True))
+
+    def next_use(self, key: BlockKey) -> float:
+        return self._next[key]
+
+
+def hit_blocks(
+    requests: Sequence[Request], policy: str, capacity_tokens: int | None, returns: ReturnTimes | None = None
+) -> list[int]:
+    """Of each request, how many of its blocks were hit; see `hit_rate`. returns: what is known of the sessions; None:
+    nothing, but for what is learned on the way."""
+    uses = _Uses(requests) if policy == "belady" else None
+    returns = ReturnTimes() if returns is None else returns
+    if uses is not None:
+        chosen: EvictionPolicy = BeladyPolicy(uses)
+    else:
+        chosen = POLICIES[{"default": DEFAULT, "unbounded": "fifo"}.get(policy, policy)](returns)
+    room = math.inf if capacity_tokens is None or policy == "unbounded" else capacity_tokens // BLOCK_TOKENS
+    return list(_replay(requests, chosen, returns, room, uses))
+
+
+def hit_rate(requests: Sequence[Request], policy: str, capacity_tokens: int | None, first: int = 0) -> HitRate:
+    """policy: a key of `POLICIES`, "default" for the server's own, or one of `CEILINGS`. Requests before number `first`
+    warm up and are not counted. Raises KeyError for another policy."""
+    hits = hit_blocks(requests, policy, capacity_tokens)
+    bounded = capacity_tokens is not None and policy != "unbounded"
+    counted = requests[first:]
+    return HitRate(
+        policy=policy,
+        capacity_tokens=capacity_tokens if bounded else None,
+        blocks=sum(len(request.block_names) for request in counted),
+        hit_blocks=sum(hits[first:]),
+        tokens=sum(request.prompt_tokens for request in counted),
+        hit_tokens=sum(
+            min(hit * BLOCK_TOKENS, request.prompt_tokens) for hit, request in zip(hits[first:], counted, strict=True)
+        ),
+    )
+
+
+def _replay(
+    requests: Sequence[Request], policy: EvictionPolicy, returns: ReturnTimes, room: float, uses: _Uses | None
+) -> Iterator[int]:
+    """The hits of each request, in blocks."""
+    resident: set[BlockKey] = set()
+    finder = SessionFinder()
+    answers: list[tuple[float, int, int, int]] = []  # a heap: when one is complete, number, session, tokens
+    newest: dict[int, int] = {}  # session -> the number of its last request
+    for number, request in enumerate(requests):
+        keys = [_key(name) for name in request.block_names]
+        yield next((place for place, key in enumerate(keys) if key not in resident), len(keys))
+        while answers and answers[0][0] <= request.at_s:
+            at_s, asked, session, tokens = heappop(answers)
+            if newest.get(session) == asked:
+                returns.answered(session, at_s, tokens)
+        # What is not full the next turn fills, under another name: it is nobody's.
+        full = min(len(keys), request.prompt_tokens // BLOCK_TOKENS)
+        found = finder.find(request.block_names[:full])
+        if found is not None:
+            returns.used(found, request.at_s, request.prompt_tokens)
+            for place, key in enumerate(keys[:full]):
+                policy.own(key, found, place)
+            newest[found] = number
+            tokens = request.prompt_tokens + request.answer_tokens
+            heappush(answers, (request.at_s + request.answer_tokens * ANSWER_S_PER_TOKEN, number, found, tokens))
+        if uses is not None:
+            uses.arrive(number, keys)
+        for key in reversed(keys):
+            policy.touch(key)
+        resident.update(keys)
+        if len(resident) > room:
+            for key in policy.victims(len(resident) - int(room), ()):
+                policy.remove(key)
+                resident.remove(key)
+        if (oldest := finder.forget_oldest(_MOST_SESSIONS)) is not None:
+            policy.forget(oldest)
+            returns.forget(oldest)
+            newest.pop(oldest, None)
+
+
+def _key(name: int) -> BlockKey:
+    return BlockKey(name.to_bytes(8, "big"))

@@ -1,0 +1,1 @@
+"""Load on a real server, and its measurement."""

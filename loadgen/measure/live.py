@@ -1,0 +1,73 @@
+"""How a run stands while it runs: one line that is drawn anew a few times a second, by a thread of its own."""
+
+from collections import deque
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task, TimeElapsedColumn
+from rich.text import Text
+
+from loadgen.measure.client import TurnResult
+from loadgen.measure.metrics import Slo, is_good, percentile, tpot_s
+
+_RECENT = 200  # requests that the figures are of
+
+
+class Live:
+    """Fed on the event loop, read by the thread that draws; appends and single reads need no lock."""
+
+    def __init__(self, slo: Slo) -> None:
+        self._slo = slo
+        self._ttft_s: deque[float] = deque(maxlen=_RECENT)
+        self._tpot_s: deque[float] = deque(maxlen=_RECENT)
+        self._good: deque[bool] = deque(maxlen=_RECENT)
+        self.sent = self.ended = self.failed = 0
+
+    def on_sent(self) -> None:
+        self.sent += 1
+
+    def on_result(self, result: TurnResult) -> None:
+        self.ended += 1
+        self.sent -= result.retries  # every try was counted
+        if result.interrupted:
+            return
+        self.failed += result.error is not None
+        self._good.append(is_good(result, self._slo))
+        ttft, gap = result.ttft_s, tpot_s(result)
+        if ttft is not None:
+            self._ttft_s.append(ttft)
+        if gap is not None:
+            self._tpot_s.append(gap)
+
+    def line(self) -> str:
+        """The last requests' figures."""
+        ttft, tpot, good = sorted(self._ttft_s.copy()), sorted(self._tpot_s.copy()), self._good.copy()
+        parts = [f"{self.sent - self.ended} running"]
+        if ttft:
+            parts.append(f"TTFT p50 {_ms(percentile(ttft, 0.5))} p95 {_ms(percentile(ttft, 0.95))}")
+        if tpot:
+            parts.append(f"TPOT p50 {_ms(percentile(tpot, 0.5))}")
+        if good:
+            parts.append(f"good {sum(good) / len(good):.0%}")
+        if self.failed:
+            parts.append(f"{self.failed} failed")
+        return " · ".join(parts)
+
+
+class _Figures(ProgressColumn):
+    def __init__(self, live: Live) -> None:
+        super().__init__()
+        self._live = live
+
+    def render(self, task: Task) -> Text:
+        return Text(self._live.line())
+
+
+def progress(console: Console, live: Live) -> Progress:
+    return Progress(
+        BarColumn(bar_width=24), MofNCompleteColumn(), TimeElapsedColumn(), _Figures(live),
+        console=console, refresh_per_second=4,
+    )  # fmt: skip
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:,.0f} ms" if seconds < 10 else f"{seconds:,.1f} s"

@@ -1,0 +1,1 @@
+"""`reprise plan`: the machines that a workload needs."""

@@ -1,0 +1,1 @@
+"""The server's own scheduler and cache on a virtual clock, without a model."""

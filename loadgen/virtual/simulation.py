@@ -1,0 +1,456 @@
+"""The server without a model, a clock or bytes: the real scheduler and cache manager, tiers and steps that only take
+time. A seed decides everything, so a run that breaks an invariant is replayed by its seed.
+
+    python -m loadgen.virtual.simulation --seeds 10000           random small servers, invariants checked in every step
+    python -m loadgen.virtual.simulation --first 1234 --seeds 1  one of them again
+"""
+
+import argparse
+import heapq
+import math
+import random
+import sys
+import time
+from collections.abc import Sequence as Items
+from dataclasses import dataclass, field
+from hashlib import blake2b
+
+from cache.blocks.keys import BLOCK_TOKENS, KeyDomain
+from cache.blocks.truncate import CutRules
+from cache.manager import CacheManager
+from cache.policies import POLICIES
+from cache.rates import Rates
+from cache.requests.opening import Truncation
+from cache.stats import Residency
+from loadgen.virtual.greedy import greedy
+from loadgen.virtual.tiers import DIRECTIONS, VirtualTiers
+from loadgen.workloads.workload import Conversation, Shape, poisson
+from scheduler.budget import StepCost, StepWork
+from scheduler.make_queue import WINDOWED, make_queue
+from scheduler.predictor import LengthPredictor, MaxTokensPredictor, QuantilePredictor
+from scheduler.scheduler import Chunk, Scheduler
+from scheduler.sequence import Sequence, SequenceState
+from scheduler.window import ShuffledWindow
+
+_NO_CUTS = CutRules(allowed=False, keep_first=0, message_starts=(), important=())
+_STALL_BUDGET_S = 0.02
+_MOST_STEPS = 100_000
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """A server: sizes, settings and what its steps and links cost."""
+
+    hbm_blocks: int
+    dram_blocks: int
+    disk_blocks: int
+    policy: str
+    window: int
+    max_seqs: int
+    step_tokens: int = 512
+    lone_step_tokens: int = 2048
+    itl_target_s: float | None = 0.0  # None: what serves all of them best
+    least_chunk_tokens: int = 32
+    chunked_prefill: bool = True
+    class_ordered_entry: bool = False
+    prefer_contiguous: bool = False  # pages in a row, as the server has them on CPU: it moves who leaves HBM
+    oracle: bool = False  # answers are as long as they may be, and the scheduler knows
+    cache_policy: str = "lookahead"
+    high_water: float = 1.0
+    low_water: float = 0.85
+    scores: bool = False  # CaR's
+    bytes_per_token: int = 1024
+    num_layers: int = 12
+    fixed_s: float = 0.005
+    chunk_fixed_s: float = 0.0  # of every step with tokens of prompts, beside it: products of many rows begin dearer
+    s_per_token: float = 0.0004
+    s_per_row: float = 0.0005
+    s_per_kilo_pair: float = 0.0001
+    s_per_kilo_read: float = 0.0001
+    misjudged: float = 1.0  # the scheduler's first guess of these five, over the truth
+    dram_bytes_per_s: float = 20e6
+    disk_bytes_per_s: float = 5e6
+    load_fixed_s: float = 0.0  # of every load and fetch, beside its bytes
+    failures: float = 0.0  # share of transfers that fail
+    cancels: float = 0.0  # share of steps before which a client goes away
+
+
+@dataclass(slots=True)
+class TurnRecord:
+    """What became of a turn."""
+
+    session_id: str
+    tenant: str
+    arrived_s: float
+    first_token_s: float | None = None
+    done_s: float | None = None
+    started_s: float | None = None
+    residency: Residency | None = None  # as it came
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    token_s: list[float] = field(default_factory=list)
+
+    @property
+    def ttft_s(self) -> float | None:
+        return None if self.first_token_s is None else self.first_token_s - self.arrived_s
+
+
+@dataclass(slots=True)
+class _Live:
+    """A conversation as its client sees it."""
+
+    conversation: Conversation
+    tokens: list[int] = field(default_factory=list)  # all that was said
+    turn: int = 0
+    record: TurnRecord | None = None
+
+
+class BrokenInvariant(Exception):
+    """What must hold did not."""
+
+
+class Simulation:
+    """One run. Deterministic: time is virtual, chance comes from `rng`."""
+
+    def __init__(self, *, machine: Machine, conversations: Items[Conversation], rng: random.Random) -> None:
+        self.machine = machine
+        self.records: list[TurnRecord] = []
+        self.now = 0.0
+        self.steps = 0
+        self._rng = rng
+        self._trace = blake2b(digest_size=8)
+        self.tiers = VirtualTiers(
+            num_layers=machine.num_layers,
+            bytes_per_token=machine.bytes_per_token,
+            dram_bytes_per_s=machine.dram_bytes_per_s,
+            disk_bytes_per_s=machine.disk_bytes_per_s,
+            load_fixed_s=machine.load_fixed_s,
+            failures=machine.failures,
+            rng=rng,
+        )
+        self._rates = Rates(
+            num_layers=machine.num_layers,
+            step_fixed_s=machine.fixed_s,
+            prefill_s_per_token=machine.s_per_token,
+            transfer_fixed_s=machine.load_fixed_s,
+            bytes_per_s={name: self.tiers.speed(name) for name in DIRECTIONS},
+        )
+        self.cache = CacheManager(
+            num_pages=machine.hbm_blocks,
+            page_size=BLOCK_TOKENS,
+            bytes_per_token=machine.bytes_per_token,
+            prefer_contiguous=machine.prefer_contiguous,
+            reuse=True,
+            policy=POLICIES[machine.cache_policy],
+            domain_of=lambda tenant, salt: KeyDomain(secret=b"", fingerprint=b"", tenant=tenant, salt=salt),
+            session_ttl_s=1e9,
+            max_sessions=1_000_000,
+            truncation=Truncation(machine.hbm_blocks * BLOCK_TOKENS, 0.5, "decoupled"),
+            num_slots=machine.dram_blocks + machine.dram_blocks // 4,
+            dram_slots=machine.dram_blocks,
+            disk_bytes=machine.disk_blocks * BLOCK_TOKENS * machine.bytes_per_token,
+            free_buffer=0.1,
+            hbm_high_water=machine.high_water,
+            hbm_low_water=machine.low_water,
+            rates=self._rates,
+            arrived=lambda job_id: self.tiers.arrived(job_id, self.now),
+            progress=lambda job_id: None,  # its disks never stutter
+            unix_offset_s=0.0,
+            exact=False,
+        )
+        predictor: LengthPredictor = MaxTokensPredictor() if machine.oracle else QuantilePredictor(quantile=0.5)
+        self._queue = make_queue(
+            machine.policy,
+            cache=self.cache,
+            predictor=predictor,
+            window=machine.window,
+            class_ordered_entry=machine.class_ordered_entry,
+            hidden_s=_STALL_BUDGET_S,
+        )
+        costs = {
+            "fixed_s": machine.fixed_s,
+            "s_per_token": machine.s_per_token,
+            "s_per_row": machine.s_per_row,
+            "s_per_kilo_pair": machine.s_per_kilo_pair,
+            "s_per_kilo_read": machine.s_per_kilo_read,
+        }
+        self._truth = StepCost(**costs)
+        self.scheduler = Scheduler(
+            cache=self.cache,
+            queue=self._queue,
+            predictor=predictor,
+            cost=StepCost(**{name: machine.misjudged * value for name, value in costs.items()}),
+            max_seqs=machine.max_seqs,
+            max_queued=1_000_000,
+            step_tokens=machine.step_tokens,
+            lone_step_tokens=machine.lone_step_tokens,
+            itl_target_s=machine.itl_target_s,
+            least_chunk_tokens=machine.least_chunk_tokens,
+            chunked_prefill=machine.chunked_prefill,
+            stall_budget_s=_STALL_BUDGET_S,
+            fair_places=machine.policy in WINDOWED,
+            scores=machine.scores,
+        )
+        self._arrivals: list[tuple[float, int, _Live]] = []  # a heap
+        self._pushed = 0
+        self._live: dict[str, tuple[Sequence, _Live]] = {}
+        self._requests = 0
+        for conversation in conversations:
+            self._push_turn(conversation.start_s, _Live(conversation))
+
+    @property
+    def digest(self) -> str:
+        """Of everything that was scheduled, and when."""
+        return self._trace.hexdigest()
+
+    def run(self) -> None:
+        """To the end of all conversations. Raises BrokenInvariant."""
+        while self._arrivals or self._live:
+            if self.steps > _MOST_STEPS:
+                raise BrokenInvariant(f"{len(self._live)} requests do not come to an end")
+            self._step()
+        self._settle()
+        self._check(self.cache.num_leases == 0, "pages are pinned at idle")
+        self._check(self.cache.in_flight == 0, "transfers are under way at idle")
+        self._check(not any(row.score for row in self.cache.table), "a block is needed by nobody, and has a score")
+
+    # --- a step, as the engine takes it -------------------------------------------------------------------------------
+
+    def _step(self) -> None:
+        self.steps += 1
+        self._hear()
+        self._requeue_failed()
+        while self._arrivals and self._arrivals[0][0] <= self.now:
+            self._submit(heapq.heappop(self._arrivals)[2])
+        if self._live and self._rng.random() < self.machine.cancels:
+            self._cancel(self._rng.choice(sorted(self._live)))
+        upcoming = self.scheduler.upcoming()
+        self.cache.plan(upcoming, self.scheduler.num_starting, self.now)
+        self.tiers.carry_out(self.cache.take_moves(), self.now)
+        self._check(len(set(upcoming)) == len(upcoming) == self.scheduler.num_waiting, "the order lies about who waits")
+        fresh = {s.request_id for s, _ in self._live.values() if s.scheduled_s is None}
+        schedule = self.scheduler.schedule(self.now)
+        self.tiers.carry_out(self.cache.take_moves(), self.now)
+        started = fresh - {s.request_id for s, _ in self._live.values() if s.scheduled_s is None}
+        self._trace.update(repr((self.now, [(c.sequence.request_id, c.num_tokens) for c in schedule.chunks])).encode())
+        self._check_invariants(started)
+        if not schedule.chunks:
+            self._wait(bool(schedule.preempted))
+            return
+        self._forward(schedule.chunks)
+
+    def _forward(self, chunks: list[Chunk]) -> None:
+        work = StepWork()
+        for chunk in chunks:
+            context = chunk.sequence.computed_tokens
+            work = work.plus_row(context) if chunk.num_tokens == 1 else work.plus_chunk(chunk.num_tokens, context)
+        seconds = self._truth.seconds(work) + (self.machine.chunk_fixed_s if work.prefill_tokens else 0.0)
+        jobs = [job for c in chunks if (job := self.cache.context(c.sequence.request_id).job) is not None]
+        loaded_s = max(map(self.tiers.loaded_s, jobs), default=0.0)
+        # Layer by layer: the last layer's computation follows the last layer's arrival.
+        end_s = max(self.now + seconds, loaded_s + seconds / self.machine.num_layers)
+        waited_s = end_s - self.now - seconds
+        self.now = end_s
+        self._hear()
+        failed = self._requeue_failed()
+        row = saved_rows = 0
+        for chunk in chunks:
+            request_id = chunk.sequence.request_id
+            if request_id not in failed:
+                pieces = self.cache.capture(request_id, chunk.num_tokens, row)
+                saved_rows += sum(piece.num_rows for piece in pieces)
+            row += chunk.num_tokens
+        self.tiers.save(saved_rows, self.now)
+        self.tiers.carry_out(self.cache.take_moves(), self.now)
+        for chunk in chunks:
+            sequence = chunk.sequence
+            if sequence.request_id in failed:
+                continue
+            is_last = chunk.is_last
+            self.cache.commit(sequence.request_id, chunk.num_tokens)
+            sequence.computed_tokens += chunk.num_tokens
+            if is_last:
+                self._sample(sequence)
+        self._rates.computed(work.prefill_tokens + work.decode_rows, seconds)
+        self.scheduler.ran(seconds + waited_s, waited_s)
+
+    def _sample(self, sequence: Sequence) -> None:
+        _, live = self._live[sequence.request_id]
+        assert live.record is not None
+        sequence.token_ids.append(self._rng.randrange(1000))
+        live.record.token_s.append(self.now)
+        if sequence.first_token_s is None:
+            sequence.first_token_s = live.record.first_token_s = self.now
+            live.record.started_s = sequence.scheduled_s
+            live.record.cached_tokens = self.cache.report(sequence.request_id).cached_tokens
+        if sequence.output_tokens == sequence.sampling.max_tokens:
+            live.record.done_s = self.now
+            self.scheduler.completed(sequence)
+            live.tokens = list(sequence.token_ids)
+            self._close(sequence, sequence.computed_tokens)
+            live.turn += 1
+            if live.turn < len(live.conversation.turns):
+                self._push_turn(self.now, live)
+
+    def _submit(self, live: _Live) -> None:
+        turn = live.conversation.turns[live.turn]
+        room = self.machine.hbm_blocks * BLOCK_TOKENS - turn.answer_tokens
+        prompt = (live.tokens + self._rng.choices(range(1000), k=turn.prompt_tokens))[: max(1, room)]
+        answer = min(turn.answer_tokens, self.machine.hbm_blocks * BLOCK_TOKENS - len(prompt))
+        if answer <= 0:
+            return  # the window is full: the conversation ends
+        self._requests += 1
+        request_id = f"{self._requests:05}"
+        conversation = live.conversation
+        tokens = self.cache.open(
+            request_id, conversation.tenant, "", conversation.session_id, prompt, _NO_CUTS, 1, None, self.now
+        )
+        sequence = Sequence(
+            request_id=request_id,
+            tenant=conversation.tenant,
+            session_id=conversation.session_id,
+            sampling=greedy(answer),
+            arrived_s=self.now,
+            token_ids=tokens,
+            prompt_tokens=len(tokens),
+        )
+        live.record = TurnRecord(
+            conversation.session_id,
+            conversation.tenant,
+            self.now,
+            residency=self.cache.residency(request_id),
+            prompt_tokens=len(tokens),
+        )
+        self.records.append(live.record)
+        self._live[request_id] = sequence, live
+        self.scheduler.add(sequence)
+
+    def _cancel(self, request_id: str) -> None:
+        sequence, _ = self._live[request_id]
+        self._close(sequence, sequence.computed_tokens)
+
+    def _close(self, sequence: Sequence, num_tokens: int) -> None:
+        self.scheduler.remove(sequence)
+        self.cache.close(sequence.request_id, num_tokens, self.now)
+        del self._live[sequence.request_id]
+
+    def _requeue_failed(self) -> set[str]:
+        failed = set(self.cache.take_failed())
+        for request_id in sorted(failed):
+            self.cache.void(request_id)
+            self.scheduler.requeue(self._live[request_id][0])
+        return failed
+
+    # --- time ---------------------------------------------------------------------------------------------------------
+
+    def _push_turn(self, before_s: float, live: _Live) -> None:
+        """A conversation's next turn, behind what ended at `before_s`."""
+        turn = live.conversation.turns[live.turn]
+        self._pushed += 1
+        heapq.heappush(self._arrivals, (max(before_s + turn.think_s, turn.due_s), self._pushed, live))
+
+    def _hear(self) -> None:
+        for event in self.tiers.take_events(self.now):
+            self.cache.on_event(event, self.now)
+
+    def _wait(self, preempted: bool) -> None:
+        """Nothing can run: until something comes."""
+        when_s = min(self.tiers.next_event_s, self._arrivals[0][0] if self._arrivals else math.inf)
+        if when_s < math.inf:
+            self.now = max(self.now, when_s)
+        elif not preempted and self._live:
+            raise BrokenInvariant("nothing runs, and nothing is on its way")
+
+    def _settle(self) -> None:
+        for _ in range(1000):
+            self.cache.plan([], 0, self.now)
+            self.tiers.carry_out(self.cache.take_moves(), self.now)
+            if self.tiers.last_event_s is None:
+                return
+            self.now = self.tiers.last_event_s
+            self._hear()
+        raise BrokenInvariant("the transfers do not come to an end")
+
+    # --- what must hold -----------------------------------------------------------------------------------------------
+
+    def _check(self, holds: bool, what: str) -> None:
+        if not holds:
+            raise BrokenInvariant(f"{what} (step {self.steps}, {self.now:.3f} s)")
+
+    def _check_invariants(self, started: set[str]) -> None:
+        cache, pages, lower = self.cache, self.cache.pages, self.cache.lower
+        total = pages.num_free + pages.num_cached + pages.num_pinned
+        self._check(total == pages.num_pages, "a page is lost")
+        self._check(0 <= lower.resident <= lower.num_slots, "DRAM holds more than there is")
+        self._check(lower.extents.used_bytes <= lower.disk_bytes, "the disk holds more than it may")
+        self._check(len(self.scheduler.running) <= self.machine.max_seqs, "more run than may")
+        for sequence, _ in self._live.values():
+            context = cache.context(sequence.request_id)
+            if sequence.state is SequenceState.RUNNING:
+                self._check(bool(context.pages), "somebody runs without pages")
+                self._check(context.computed == sequence.computed_tokens, "scheduler and cache disagree")
+            elif context.pages:
+                self._check(self.scheduler.is_ahead(sequence), "somebody waits with pages, and not for its load")
+        if isinstance(self._queue, ShuffledWindow):
+            size = self._queue.size
+            self._check(len(self._queue.inside) <= size, "the window is too full")
+            overtaken = [member.overtaken for member in self._queue.inside.values()]
+            self._check(all(count <= max(0, size - 1) for count in overtaken), "somebody was overtaken too often")
+        self._check(all(name in self._live for name in started), "somebody started who is not there")
+
+
+def random_case(seed: int) -> Simulation:
+    """A small server under some load, all of it drawn from the seed."""
+    rng = random.Random(seed)
+    machine = Machine(
+        hbm_blocks=rng.randint(8, 40),
+        dram_blocks=rng.choice([0, 6, 20, 60]),
+        disk_blocks=rng.choice([0, 0, 40, 400]),
+        policy=rng.choice(["car", "car", "car-hidden", "priority", "fcfs"]),
+        window=rng.randint(1, 6),
+        max_seqs=rng.choice([1, 1, 2, 3, 5]),
+        step_tokens=rng.choice([16, 64, 256]),
+        lone_step_tokens=rng.choice([64, 256, 512]),
+        itl_target_s=rng.choice([0.0, 0.02, 0.1, None, None]),
+        chunked_prefill=rng.random() < 0.8,
+        class_ordered_entry=rng.random() < 0.2,
+        oracle=rng.random() < 0.3,
+        cache_policy=rng.choice(["lookahead", "lookahead", "lru"]),
+        high_water=rng.choice([0.5, 0.9, 1.0]),
+        scores=rng.random() < 0.5,
+        low_water=0.5,
+        s_per_token=rng.choice([0.0001, 0.01, 0.1]),
+        dram_bytes_per_s=rng.choice([1e5, 1e6, 1e7]),
+        disk_bytes_per_s=rng.choice([5e4, 1e6]),
+        failures=rng.choice([0.0, 0.1, 0.3]),
+        cancels=rng.choice([0.0, 0.0, 0.02]),
+        prefer_contiguous=rng.random() < 0.5,
+    )
+    shape = Shape(turns=4, prompt_tokens=40, answer_tokens=8, think_s=rng.choice([0.0, 0.1, 1.0]), spread=0.7)
+    conversations = poisson(
+        rng=rng, count=rng.randint(1, 7), rate_per_s=rng.choice([1.0, 10.0, 1000.0]), shape=shape, tenants=("a", "b")
+    )
+    return Simulation(machine=machine, conversations=conversations, rng=rng)
+
+
+def main(arguments: Items[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--first", type=int, default=0, help="the first seed")
+    parser.add_argument("--seeds", type=int, default=10_000, help="how many")
+    options = parser.parse_args(arguments)
+    began_s, steps, broken = time.monotonic(), 0, 0
+    for seed in range(options.first, options.first + options.seeds):
+        case = random_case(seed)
+        try:
+            case.run()
+        except (BrokenInvariant, AssertionError, KeyError, IndexError, ValueError) as error:
+            broken += 1
+            print(f"seed {seed}: {type(error).__name__}: {error}", file=sys.stderr)
+        steps += case.steps
+    seconds = time.monotonic() - began_s
+    print(f"{options.seeds} seeds, {steps} steps, {broken} broken, {seconds:.0f} s")
+    return 1 if broken else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,157 @@
+"""What the transfer threads and the tiers below HBM do, on a virtual clock: moves take time and end in events."""
+
+import heapq
+import math
+import random
+from collections.abc import Iterator, Sequence
+
+from cache.blocks.keys import BLOCK_TOKENS
+from cache.blocks.stored import ExtentInfo
+from cache.moves import (
+    Deleted,
+    DeleteExtents,
+    Event,
+    FetchBlocks,
+    Fetched,
+    FillFromPage,
+    FillFromSlot,
+    LoadBlocks,
+    Loaded,
+    Move,
+    Saved,
+    SealSlot,
+    Transferred,
+    WriteExtent,
+    Written,
+)
+
+DIRECTIONS = ("dram_to_hbm", "disk_to_hbm", "disk_to_dram", "hbm_to_dram", "dram_to_disk")
+
+
+class VirtualTiers:
+    """A thread carries out its moves one after the other; `failures` of them fail, as `rng` says."""
+
+    def __init__(
+        self,
+        *,
+        num_layers: int,
+        bytes_per_token: int,
+        dram_bytes_per_s: float,
+        disk_bytes_per_s: float,
+        load_fixed_s: float,
+        failures: float,
+        rng: random.Random,
+    ) -> None:
+        self._num_layers = num_layers
+        self._bytes_per_token = bytes_per_token
+        self._dram_bytes_per_s, self._disk_bytes_per_s = dram_bytes_per_s, disk_bytes_per_s
+        self._load_fixed_s = load_fixed_s
+        self._failures = failures
+        self._rng = rng
+        self._events: list[tuple[float, int, Event]] = []  # a heap
+        self._pushed = 0
+        self._links: dict[str, float] = {}  # thread -> when it is done with what was ordered
+        self._loads: dict[int, tuple[float, float]] = {}  # job -> (start, end)
+        self._extents: set[int] = set()
+
+    def speed(self, direction: str) -> float:
+        """Bytes per second."""
+        return self._disk_bytes_per_s if "disk" in direction else self._dram_bytes_per_s
+
+    # --- orders -------------------------------------------------------------------------------------------------------
+
+    def carry_out(self, moves: Sequence[Move], now: float) -> None:
+        block_bytes = BLOCK_TOKENS * self._bytes_per_token
+        for move in moves:
+            match move:
+                case LoadBlocks():
+                    self._load(move, now)
+                case FetchBlocks():
+                    _, end_s = self._occupy("fetch", len(move.blocks) * block_bytes, "disk_to_dram", now)
+                    lost = any(extent[0] not in self._extents for _, extent, _ in move.blocks)
+                    failed = {key: "missing" for key, _, _ in move.blocks} if lost or self._fails() else {}
+                    self._push(end_s, Fetched(move.job_id, failed))
+                case FillFromSlot() | FillFromPage():
+                    self.save(move.num_rows, now)
+                case SealSlot():
+                    self._push(self._occupy("save", 0, "hbm_to_dram", now)[1], Saved(move.ticket))
+                case WriteExtent():
+                    _, end_s = self._occupy("write", len(move.blocks) * block_bytes, "dram_to_disk", now)
+                    self._write(move, end_s, len(move.blocks) * block_bytes)
+                case DeleteExtents():
+                    self._extents -= set(move.extent_ids)
+                    self._push(now, Deleted(move.job_id))
+
+    def save(self, num_rows: int, now: float) -> None:
+        """Rows on their way to DRAM."""
+        self._occupy("save", num_rows * self._bytes_per_token, "hbm_to_dram", now)
+
+    def _load(self, move: LoadBlocks, now: float) -> None:
+        span: list[float] = []
+        for direction in ("disk_to_hbm", "dram_to_hbm"):
+            rows = sum(b.num_rows for b in move.blocks if (b.extent is not None) == (direction == "disk_to_hbm"))
+            if rows:
+                span += self._occupy("load", rows * self._bytes_per_token, direction, now)
+        lost = [b.key for b in move.blocks if b.extent is not None and b.extent[0] not in self._extents]
+        failed = dict.fromkeys(lost, "missing")
+        if not failed and self._fails():
+            failed = {move.blocks[0].key: "checksum"}
+        self._loads[move.job_id] = span[0], span[-1]
+        self._push(span[-1], Loaded(move.job_id, failed))
+
+    def _write(self, move: WriteExtent, end_s: float, size: int) -> None:
+        if self._fails():
+            self._push(end_s, Written(move.job_id, None, "io"))
+            return
+        self._extents.add(move.job_id)
+        self._push(end_s, Written(move.job_id, ExtentInfo(move.job_id, move.session, move.blocks, size), None))
+
+    def _fails(self) -> bool:
+        return self._rng.random() < self._failures
+
+    def _occupy(self, link: str, num_bytes: int, direction: str, now: float) -> tuple[float, float]:
+        """One more transfer on a thread: when it starts and ends."""
+        start_s = max(now, self._links.get(link, 0.0))
+        fixed_s = self._load_fixed_s if num_bytes and link in ("load", "fetch") else 0.0
+        end_s = start_s + fixed_s + num_bytes / self.speed(direction)
+        self._links[link] = end_s
+        if num_bytes:
+            self._push(end_s, Transferred(direction, num_bytes, end_s - start_s))
+        return start_s, end_s
+
+    def _push(self, when_s: float, event: Event) -> None:
+        self._pushed += 1
+        heapq.heappush(self._events, (when_s, self._pushed, event))
+
+    # --- what has become of them --------------------------------------------------------------------------------------
+
+    def take_events(self, now: float) -> Iterator[Event]:
+        """What has ended by now, in order; with what comes in while they are taken."""
+        while self._events and self._events[0][0] <= now:
+            event = heapq.heappop(self._events)[2]
+            if isinstance(event, Loaded):
+                self._loads.pop(event.job_id, None)
+            yield event
+
+    @property
+    def next_event_s(self) -> float:
+        return self._events[0][0] if self._events else math.inf
+
+    @property
+    def last_event_s(self) -> float | None:
+        """When nothing will be under way any more; None: nothing is."""
+        return max((when_s for when_s, _, _ in self._events), default=None)
+
+    def loaded_s(self, job_id: int) -> float:
+        """When a load ends; 0.0 if it has, or has not begun."""
+        return self._loads[job_id][1] if job_id in self._loads else 0.0
+
+    def arrived(self, job_id: int, now: float) -> float:
+        """The share of a load that is in HBM, whole layers."""
+        if job_id not in self._loads:
+            return 0.0  # decided on, and not ordered yet
+        start_s, end_s = self._loads[job_id]
+        if now >= end_s:
+            return 1.0
+        layers = int((now - start_s) / (end_s - start_s) * self._num_layers)
+        return max(0, layers) / self._num_layers

@@ -1,0 +1,1 @@
+"""Workloads: synthetic ones, dialogues and traces."""

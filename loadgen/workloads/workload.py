@@ -1,0 +1,134 @@
+"""Conversations to be sent: how many, when they begin, what is said and how long people think in between."""
+
+import hashlib
+import math
+import random
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+import msgspec
+
+from loadgen.workloads import text
+from loadgen.workloads.think import ThinkTime
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One request of a conversation."""
+
+    prompt_tokens: int  # of the new message alone
+    answer_tokens: int
+    think_s: float  # from the end of the answer before it (or the conversation's start) until it is sent
+    text: str = ""  # the new message; empty: as many words are made up as there are tokens
+    due_s: float = 0.0  # it is sent no earlier than this in the run, however early the answer before it has ended
+    block_names: tuple[int, ...] = ()  # of a trace: turns that begin with the same names begin with the same text
+    block_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    session_id: str
+    tenant: str
+    start_s: float
+    turns: tuple[Turn, ...]
+    system: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What conversations are like: medians, each spread log-normally by `spread` (0: all are alike)."""
+
+    turns: int
+    prompt_tokens: int
+    answer_tokens: int
+    think_s: float
+    spread: float
+
+
+Script = tuple[Turn, ...]  # a conversation without its times
+
+
+def poisson(
+    *, rng: random.Random, count: int, rate_per_s: float, shape: Shape, tenants: Sequence[str] = ("",)
+) -> list[Conversation]:
+    """`count` conversations that begin independently of each other, `rate_per_s` of them a second in the mean."""
+    start_s = 0.0
+    conversations = []
+    for number in range(count):
+        start_s += rng.expovariate(rate_per_s)
+        turns = tuple(
+            Turn(
+                prompt_tokens=_spread(rng, shape.prompt_tokens, shape.spread),
+                answer_tokens=_spread(rng, shape.answer_tokens, shape.spread),
+                think_s=shape.think_s * math.exp(rng.gauss(0.0, shape.spread)) if place else 0.0,
+            )
+            for place in range(_spread(rng, shape.turns, shape.spread))
+        )
+        conversations.append(Conversation(f"c{number}", rng.choice(tenants), start_s, turns))
+    return conversations
+
+
+def arrive(
+    scripts: Iterable[Script], *, rng: random.Random, rate_per_s: float, think: ThinkTime, system: str = ""
+) -> list[Conversation]:
+    """Conversations that say this, begun as by `poisson`."""
+    start_s = 0.0
+    conversations = []
+    for number, script in enumerate(scripts):
+        start_s += rng.expovariate(rate_per_s)
+        turns = tuple(replace(turn, think_s=think(rng) if place else 0.0) for place, turn in enumerate(script))
+        conversations.append(Conversation(f"c{number}", "", start_s, turns, system))
+    return conversations
+
+
+def scaled(script: Script, factor: float) -> Script:
+    """The same with lengths in tokens times `factor`; text that is given is cut or left as it is."""
+    if factor == 1:
+        return script
+    return tuple(
+        replace(
+            turn,
+            prompt_tokens=max(1, round(turn.prompt_tokens * factor)),
+            answer_tokens=max(1, round(turn.answer_tokens * factor)),
+            text=turn.text[: max(1, round(len(turn.text) * factor))],
+            block_tokens=max(1, round(turn.block_tokens * factor)) if turn.block_tokens else 0,
+        )
+        for turn in script
+    )
+
+
+def fitted(conversation: Conversation, max_context: int, overhead: int) -> Conversation:
+    """What of a conversation fits a window, answers as long as they may be, `overhead` tokens of template for every
+    message: it ends before the turn that does not. A first message too long by itself loses its end."""
+    used = overhead + len(conversation.system.split()) if conversation.system else 0
+    turns: list[Turn] = []
+    for turn in conversation.turns:
+        room = max_context - used - 2 * overhead - turn.answer_tokens
+        if turn.prompt_tokens > room:
+            if turns or room < 1:
+                break
+            turn = replace(turn, prompt_tokens=room, text=turn.text[: len(turn.text) * room // turn.prompt_tokens])
+        turns.append(turn)
+        used += turn.prompt_tokens + turn.answer_tokens + 2 * overhead
+    return replace(conversation, turns=tuple(turns))
+
+
+def message(turn: Turn, rng: random.Random, seed: int = 0) -> str:
+    """What a turn says. `seed` is of the text of named blocks, which turns of different conversations share."""
+    if turn.text:
+        return turn.text
+    if turn.block_names:
+        return text.blocks(seed, turn.block_names, turn.block_tokens, turn.prompt_tokens)
+    return text.words(rng, turn.prompt_tokens)
+
+
+def digest(conversations: Sequence[Conversation]) -> str:
+    """Equal for equal workloads, 16 hexadecimal digits."""
+    found = hashlib.sha256()
+    for conversation in conversations:
+        found.update(msgspec.json.encode(conversation))
+    return found.hexdigest()[:16]
+
+
+def _spread(rng: random.Random, median: int, spread: float) -> int:
+    return max(1, round(median * math.exp(rng.gauss(0.0, spread))))

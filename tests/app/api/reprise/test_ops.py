@@ -1,0 +1,173 @@
+import asyncio
+
+import msgspec
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from engine.messages import WIRE_VERSION, SchedulerState, WaitingInfo
+from tests.app.fakes import FakeEngine, Running, in_process, make_settings
+
+
+def samples(text: str) -> dict[tuple[str, tuple], float]:
+    return {
+        (sample.name, tuple(sorted(sample.labels.items()))): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+async def test_ready_follows_the_engine_and_health_is_patient(engine: FakeEngine, tmp_path):
+    engine.load_s = 0.05
+    async with in_process(engine, make_settings(tmp_path), wait=False) as running:
+        for path in ("/ready", "/v1/models"):
+            response = await running.http.get(path)
+            assert (response.status_code, response.json()["error"]["code"]) == (503, "loading")
+            assert int(response.headers["retry-after"]) >= 1
+        assert (await running.chat()).status_code == 503
+        assert (await running.http.get("/health")).json() == {"status": "ok", "engine": "loading"}
+        await running.app.state.service.wait_loaded()
+        assert (await running.http.get("/ready")).json() == {"status": "ready", "model": "test-model"}
+        engine.state = "restarting"
+        response = await running.http.get("/ready")
+        assert (response.status_code, response.json()["error"]["code"]) == (503, "restarting")
+        assert (await running.http.get("/health")).status_code == 200
+        assert (await running.http.get("/v1/models")).status_code == 200  # it is known what will be back
+        engine.state = "ready"
+        running.app.state.service.draining = True
+        response = await running.chat()
+        assert (response.status_code, response.json()["error"]["code"]) == (503, "draining")
+
+
+async def test_a_model_that_cannot_be_served_is_no_health(engine: FakeEngine, tmp_path):
+    engine.failure = "it has learned positions"
+    async with in_process(engine, make_settings(tmp_path), wait=False) as running:
+        await asyncio.sleep(0.01)
+        for path in ("/health", "/v1/health", "/ready"):
+            response = await running.http.get(path)
+            assert (response.status_code, response.json()["error"]["code"]) == (503, "failed")
+
+
+async def test_a_missing_tokenizer_is_a_failure(engine: FakeEngine, tmp_path):
+    from engine.process.client import EngineFailed
+
+    (engine.directory / "tokenizer.json").rename(tmp_path / "tokenizer.json")
+    try:
+        async with in_process(engine, make_settings(tmp_path / "state"), wait=False) as running:
+            with pytest.raises(EngineFailed, match=r"tokenizer\.json"):
+                await running.app.state.service.wait_loaded()
+            assert (await running.http.get("/health")).status_code == 503
+    finally:
+        (tmp_path / "tokenizer.json").rename(engine.directory / "tokenizer.json")
+
+
+async def test_models_say_what_they_can(running: Running):
+    model = (await running.http.get("/v1/models/test-model")).json()
+    assert model["max_model_len"] == 256
+    assert model["capabilities"]["positions_decoupled"] is True
+    assert model["dtype"] == "float32"
+    assert "path" not in str(model)
+
+
+async def test_version(running: Running):
+    answer = (await running.http.get("/version")).json()
+    assert answer["version"]
+    assert answer["wire_version"] == WIRE_VERSION
+
+
+async def test_metrics_count_what_happened(running: Running):
+    await running.chat(n=2)
+    await running.chat(stream=True)
+    await running.http.get("/nowhere/at/all")
+    await running.chat(model="unknown")
+    running.engine.script.die_after = 3
+    await running.chat(stream=True)
+    text = (await running.http.get("/metrics")).text
+    values = samples(text)
+    chat = ("route", "/v1/chat/completions")
+    assert values["reprise_requests_total", (chat, ("status", "200"))] == 3
+    assert values["reprise_failed_generations_total", (("code", "engine_lost"),)] == 1
+    assert values["reprise_requests_total", (chat, ("status", "404"))] == 1
+    assert values["reprise_requests_total", (("route", "unknown"), ("status", "404"))] == 1
+    assert values["reprise_ttft_seconds_count", ()] == 4  # choices that began
+    for name in ("tpot", "queue", "prefill"):
+        assert values[f"reprise_{name}_seconds_count", ()] == 3  # choices that ended
+    assert values["reprise_e2e_seconds_count", ()] == 3  # requests
+    assert values["reprise_itl_seconds_count", ()] > 3
+    assert values["reprise_active_requests", ()] == 0
+    pages = {state: values["reprise_hbm_pages", (("state", state),)] for state in ("total", "free", "cached")}
+    assert pages["total"] == pages["free"] + pages["cached"]
+    assert values["reprise_prompt_tokens_total", (("outcome", "hbm"),)] == 32
+    assert values["reprise_miss_tokens_total", (("reason", "new"),)] == 9
+    assert values["reprise_leases", ()] == 0
+    assert values["reprise_engine_up", ()] == 1
+    tiers = {"tier_bytes": 2000, "tier_capacity_bytes": 8000, "refused_blocks_total": 6, "tier_write_failures_total": 4}
+    for name, value in tiers.items():
+        assert values[f"reprise_{name}", (("tier", "disk"),)] == value
+    assert values["reprise_tier_evictions_total", (("tier", "dram"),)] == 5
+    assert values["reprise_moved_bytes_total", (("direction", "disk_to_hbm"),)] == 400
+    assert values["reprise_moved_seconds_total", (("direction", "dram_to_hbm"),)] == 0.25
+    assert values["reprise_load_failures_total", (("reason", "checksum"),)] == 2
+    assert values["reprise_kv_load_seconds_total", ()] == 1
+    assert values["reprise_kv_load_wait_seconds_total", ()] == 0.25
+    assert values["reprise_kv_load_overlap_ratio", ()] == 0.75
+    assert values["reprise_truncated_tokens_total", ()] == 64
+    assert values["reprise_in_flight_transfers", ()] == 3
+    assert values["reprise_verified_loads_total", ()] == 11
+    assert values["reprise_verify_mismatches_total", ()] == 1
+    names = {line.split()[2] for line in text.splitlines() if line.startswith("# HELP")}
+    assert all(name.startswith("reprise_") for name in names)
+    assert text.count("# HELP") == text.count("# TYPE")
+
+
+async def test_the_queue_is_shown_to_those_who_may_see_it(engine: FakeEngine, tmp_path):
+    waiting = WaitingInfo(
+        request_id="r/0",
+        tenant="t",
+        session_id="s",
+        transfer_class=3,
+        overtaken=1,
+        hbm_tokens=32,
+        lower_tokens={"dram": 64},
+        bytes_to_load=4096,
+        missing_tokens=10,
+        has_pages=True,
+        waiting_s=0.5,
+        expected_start_s=None,
+    )
+    state = SchedulerState(
+        policy="car",
+        window=8,
+        waiting={"3": 1, "outside": 0},
+        front=[waiting],
+        overtakes=4,
+        preemptions=2,
+        fair_preemptions=1,
+        timer={"early": 1, "late": 2},
+        loads={"hidden": 5},
+        prediction_error=0.25,
+        tpot_s=0.01,
+        step_cost={"fixed": 0.001},
+    )
+    engine.stats = msgspec.structs.replace(engine.stats, scheduler=state)
+    keys = {"server": {"api_keys": ("key-of-somebody",), "admin_keys": ("key-of-the-admin",)}}
+    async with in_process(engine, make_settings(tmp_path, **keys)) as running:
+
+        async def ask(path: str, key: str):
+            return await running.http.get(path, headers={"authorization": f"Bearer {key}"})
+
+        shown = (await ask("/v1/scheduler", "key-of-the-admin")).json()
+        assert shown["front"][0]["lower_tokens"] == {"dram": 64}
+        assert (shown["object"], shown["policy"], shown["running"]) == ("scheduler", "car", engine.stats.running)
+        refused = await ask("/v1/scheduler", "key-of-somebody")
+        assert (refused.status_code, refused.json()["error"]["code"]) == (403, "forbidden")
+        found = samples((await ask("/metrics", "key-of-the-admin")).text)
+        assert found["reprise_prefetch_timer_total", (("outcome", "late"),)] == 2
+        assert found["reprise_waiting_by_class", (("class", "3"),)] == 1
+        engine.stats = msgspec.structs.replace(engine.stats, scheduler=None)
+        assert (await ask("/v1/scheduler", "key-of-the-admin")).status_code == 503
+
+
+async def test_without_keys_the_queue_is_open(engine: FakeEngine, tmp_path):
+    async with in_process(engine, make_settings(tmp_path)) as running:
+        engine.state = "restarting"
+        assert (await running.http.get("/v1/scheduler")).status_code == 503

@@ -1,0 +1,66 @@
+import re
+from pathlib import Path
+
+import pytest
+
+from app.api.reprise.page import DIRECTORY, FILES
+from tests.app.fakes import FakeEngine, Running, in_process, make_settings
+
+
+async def test_the_page_is_served_with_a_policy_that_lets_nothing_in(running: Running):
+    response = await running.http.get("/")
+    assert response.headers["content-type"] == "text/html; charset=utf-8"
+    policy = dict(part.strip().split(" ", 1) for part in response.headers["content-security-policy"].split(";"))
+    assert policy["default-src"] == "'none'"
+    for source in ("script-src", "style-src", "img-src", "connect-src"):
+        assert policy[source] == "'self'"
+    assert policy["frame-ancestors"] == policy["base-uri"] == "'none'"
+    assert "unsafe" not in response.headers["content-security-policy"]
+    assert response.headers["x-content-type-options"] == "nosniff"
+
+
+async def test_a_file_that_did_not_change_is_not_sent_again(running: Running):
+    first = await running.http.get("/page/app.js")
+    assert first.headers["content-type"] == "text/javascript; charset=utf-8"
+    again = await running.http.get("/page/app.js", headers={"if-none-match": first.headers["etag"]})
+    assert (again.status_code, again.content) == (304, b"")
+
+
+@pytest.mark.parametrize("name", ["", "nothing.js", "..%2Fmain.py", "../main.py", "%2e%2e/main.py", "app.js/", ".."])
+async def test_nothing_else_is_a_file_of_the_page(running: Running, name):
+    response = await running.http.get(f"/page/{name}")
+    assert response.status_code in (200, 404)
+    if response.status_code == 200:  # the client itself resolved '..'
+        assert response.content == FILES["index.html"].body
+    else:
+        assert response.json()["error"]["code"] == "unknown_url"
+
+
+async def test_the_page_needs_no_key_and_what_it_asks_for_does(engine: FakeEngine, tmp_path):
+    async with in_process(engine, make_settings(tmp_path, server={"api_keys": ("sk-somebody",)})) as running:
+        for path, status in (
+            ("/", 200),
+            ("/docs", 200),
+            ("/page/app.js", 200),
+            ("/page/x", 404),
+            ("/v1/models", 401),
+            ("/pag", 401),
+        ):
+            assert (await running.http.get(path)).status_code == status
+
+
+def test_every_file_is_small_and_loads_only_what_is_here():
+    for path in DIRECTORY.iterdir():
+        text = path.read_text(encoding="utf-8")
+        assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\(|new Function", text), (
+            path
+        )
+        for address in re.findall(r"https?://[^\s\"'`)<]+", text):
+            assert address.startswith("http://www.w3.org/"), (path, address)  # names, not loads
+        for name in re.findall(r"(?:from|import) \"\./([\w.]+)\"|(?:src|href)=\"/page/([\w.]+)\"", text):
+            assert "".join(name) in FILES, (path, name)
+
+
+def test_the_page_is_part_of_the_package():
+    assert {"index.html", "app.js", "style.css"} <= FILES.keys()
+    assert Path(DIRECTORY, "index.html").is_file()

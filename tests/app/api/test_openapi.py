@@ -1,0 +1,132 @@
+import importlib
+import json
+import pkgutil
+from typing import Any
+
+import pytest
+
+import app.api.calls
+from app.api.openapi import OPERATIONS, describe
+from app.schemas import answers
+from app.schemas.chat import ChatCompletionRequest
+from tests.app.fakes import Running, session_info
+
+HELLO = [{"role": "user", "content": "Hello"}]
+BASE = {"model": "test-model"}
+CHAT = {**BASE, "messages": HELLO}
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
+CALL = 'Well. <tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+UNDESCRIBED = {"/", "/docs", "/page/{name}", "/page/{name:path}", "/v1/events", "/openapi.json"}
+
+
+def references(value: Any) -> list[str]:
+    if isinstance(value, dict):
+        found = [value["$ref"]] if isinstance(value.get("$ref"), str) else []
+        return found + [ref for item in value.values() for ref in references(item)]
+    if isinstance(value, list):
+        return [ref for item in value for ref in references(item)]
+    return []
+
+
+async def test_every_path_is_described_and_every_description_has_its_path(running: Running):
+    document = (await running.http.get("/openapi.json")).json()
+    modules = [
+        importlib.import_module(found.name) for found in pkgutil.iter_modules(app.api.calls.__path__, "app.api.calls.")
+    ]
+    served = [
+        (method.lower(), route.path.replace(":path}", "}"))
+        for module in modules
+        for route in module.router.routes
+        for method in route.methods
+        if route.path not in UNDESCRIBED
+    ]
+    described = [(method, path) for path, methods in document["paths"].items() for method in methods]
+    assert sorted(described) == sorted(served)
+    assert len(described) == len(OPERATIONS)
+    names = [operation["operationId"] for methods in document["paths"].values() for operation in methods.values()]
+    assert len(set(names)) == len(names)
+
+
+def test_all_references_lead_somewhere_and_names_are_plain():
+    document = describe("1")
+    schemas = document["components"]["schemas"]
+    assert {ref.removeprefix("#/components/schemas/") for ref in references(document)} <= schemas.keys()
+    assert all(name.isalnum() for name in schemas)
+
+
+def test_what_a_body_may_be_is_described_as_it_is_read():
+    """A text and a list of parts, a word and an object, one and many."""
+    properties = describe("1")["components"]["schemas"]["ChatCompletionRequest"]["properties"]
+    assert {"type": "string"} in properties["stop"]["anyOf"]
+    assert {"enum": ["none", "auto", "required"], "type": "string"} in properties["tool_choice"]["anyOf"]
+    assert ChatCompletionRequest.model_validate({**CHAT, "stop": "x", "tools": TOOLS, "tool_choice": "auto"})
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "model"),
+    [
+        ("/v1/chat/completions", {**CHAT, "logprobs": True, "top_logprobs": 2}, answers.ChatCompletion),
+        ("/v1/chat/completions", {**CHAT, "tools": TOOLS, "max_tokens": 200}, answers.ChatCompletion),
+        ("/v1/chat/completions/input_tokens", CHAT, answers.InputTokens),
+        ("/v1/completions", {**BASE, "prompt": "x", "echo": True, "logprobs": 2}, answers.Completion),
+        ("/v1/responses", {**BASE, "input": "Hello"}, answers.Response),
+        ("/v1/responses", {**BASE, "input": "Hello", "background": True}, answers.Response),
+        ("/v1/responses/input_tokens", {**BASE, "input": "Hello"}, answers.InputTokens),
+        ("/v1/conversations", {"items": "Hello"}, answers.Conversation),
+        ("/v1/messages", {**CHAT, "max_tokens": 200}, answers.AnthropicMessage),
+        ("/v1/messages/count_tokens", CHAT, answers.InputTokens),
+        ("/tokenize", {"prompt": "x", "return_token_strs": True}, answers.Tokens),
+        ("/detokenize", {"tokens": [5]}, answers.Text),
+        ("/v1/chat/completions", {**CHAT, "n": 0}, answers.Error),
+        ("/v1/messages", CHAT, answers.AnthropicError),
+    ],
+)
+@pytest.mark.parametrize("said", ["Hello there", CALL])
+async def test_answers_are_as_described(running: Running, path, body, model, said):
+    running.engine.script.answer = said
+    model.model_validate((await running.http.post(path, json=body)).json(), strict=True)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "model"),
+    [
+        ("/v1/chat/completions", {**CHAT, "tools": TOOLS, "max_tokens": 200}, answers.ChatCompletionChunk),
+        ("/v1/chat/completions", {**CHAT, "logprobs": True}, answers.ChatCompletionChunk),
+        ("/v1/completions", {**BASE, "prompt": "x", "logprobs": 2}, answers.Completion),
+        ("/v1/responses", {**BASE, "input": "Hello"}, answers.ResponseEvent),
+        ("/v1/messages", {**CHAT, "max_tokens": 200}, answers.MessageEvent),
+    ],
+)
+async def test_events_are_as_described(running: Running, path, body, model):
+    running.engine.script.answer = CALL
+    text = (await running.http.post(path, json={**body, "stream": True})).text
+    lines = [line.removeprefix("data: ") for line in text.splitlines() if line.startswith("data: {")]
+    assert len(lines) > 3
+    for line in lines:
+        model.model_validate(json.loads(line), strict=True)
+
+
+async def test_what_is_asked_for_is_as_described(running: Running):
+    running.engine.kept["local", "s"] = session_info("s")
+    response = (await running.http.post("/v1/responses", json={**BASE, "input": "Hello"})).json()
+    conversation = (await running.http.post("/v1/conversations", json={"items": "Hello"})).json()
+    for path, model in (
+        ("/v1/models", answers.ModelList),
+        ("/v1/models/test-model", answers.Model),
+        ("/v1/sessions", answers.SessionList),
+        ("/v1/sessions/s", answers.Session),
+        ("/v1/cache/stats", answers.CacheStats),
+        ("/v1/cache/sessions", answers.CacheSessionList),
+        ("/health", answers.Health),
+        ("/ready", answers.Ready),
+        ("/version", answers.Version),
+        (f"/v1/responses/{response['id']}", answers.Response),
+        (f"/v1/responses/{response['id']}/input_items", answers.ItemList),
+        (f"/v1/conversations/{conversation['id']}", answers.Conversation),
+        (f"/v1/conversations/{conversation['id']}/items", answers.ItemList),
+        ("/v1/responses/resp_none", answers.Error),
+        ("/v1/nothing", answers.Error),
+    ):
+        model.model_validate((await running.http.get(path)).json(), strict=True)
+    for path in (f"/v1/responses/{response['id']}", f"/v1/conversations/{conversation['id']}"):
+        answers.Deleted.model_validate((await running.http.delete(path)).json(), strict=True)

@@ -1,0 +1,230 @@
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+from app.cli import doctor
+from app.cli import program as cli
+from app.cli.ready_panel import panel
+from app.settings.help import SECTIONS
+from app.settings.settings import Settings, SettingsError, known_settings, parse_flags
+from app.turn.sampling import SamplingDefaults
+from cache.storage.extent_store import DiskTier
+from model import places
+from tests.app.fakes import model_info
+
+ROOT = Path(__file__).parents[3]
+
+
+def reprise(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", "from app.cli import main; main()", *arguments]
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=60, cwd=ROOT, env={**os.environ, "COLUMNS": "200", **environ}
+    )
+
+
+def test_flags_come_with_a_space_or_an_equals_sign():
+    arguments = ["--cache.mode", "recompute", "--scheduler.max-seqs=4", "--cache.ttl_s", "-1"]
+    assert parse_flags(arguments) == {"cache.mode": "recompute", "scheduler.max_seqs": "4", "cache.ttl_s": "-1"}
+
+
+@pytest.mark.parametrize("arguments", [["--cache.mode"], ["--cache.mode", "--cache.ttl_s", "1"], ["stray"], ["-x"]])
+def test_half_flags_and_strays_are_refused(arguments):
+    with pytest.raises(SettingsError):
+        parse_flags(arguments)
+
+
+def test_version_help_and_settings():
+    runner = CliRunner()
+    assert runner.invoke(cli.cli, ["--version"]).output.strip() == cli.version()
+    assert "--model" in runner.invoke(cli.cli, ["serve", "--help"], env={"COLUMNS": "120", "NO_COLOR": "1"}).output
+    listed = runner.invoke(cli.cli, ["settings"], env={"COLUMNS": "200"}).output
+    assert [name for name, _ in known_settings() if name not in listed] == []
+    assert "attentionstore | prefix | recompute" in " ".join(listed.split())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "environ", "says"),
+    [
+        (["--cache.mode", "magic"], {}, ["cache.mode", "'prefix' or 'recompute'"]),
+        (["--cache.mod", "prefix"], {}, ["cache.mod", "did you mean cache.mode"]),
+        ([], {"REPRISE_SCHEDULER__MAX_SEQS": "0"}, ["scheduler.max_seqs", "environment"]),
+        (["--host", "0.0.0.0"], {}, ["server.host", "server.api_keys"]),
+        (["--config", "/nonexistent.toml"], {}, ["/nonexistent.toml"]),
+        (["--prot", "1"], {}, ["did you mean server.port?"]),
+        (["--port", "x"], {}, ["--port"]),
+    ],
+)
+@pytest.mark.parametrize("command", ["serve", "doctor"])
+def test_bad_settings_exit_with_two(command, arguments, environ, says):
+    result = CliRunner().invoke(cli.cli, [command, *arguments], env={"COLUMNS": "200", **environ})
+    assert result.exit_code == 2
+    output = " ".join(result.output.split())
+    assert [part for part in says if part not in output] == []
+
+
+@pytest.mark.parametrize("command", [["serve", "--cache.mode", "x"], ["cache", "ls", "--cache.mode", "x"]])
+def test_a_variable_that_sets_nothing_is_named(command):
+    result = CliRunner().invoke(cli.cli, command, env={"COLUMNS": "200", "REPRISE_PORT": "1"})
+    assert "reprise: the environment variable REPRISE_PORT is no setting" in result.stderr
+    assert "did you mean REPRISE_SERVER__PORT?" in result.stderr
+
+
+def test_a_port_in_use_is_found_before_a_model_is_loaded(tmp_path):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        result = reprise("serve", "--port", port, "--cache.disk_dir", str(tmp_path), "--model", "no/model")
+    assert result.returncode == 1
+    assert result.stderr.count(port) == 1
+    assert "server.port" in result.stderr
+    assert "no/model" not in result.stderr
+
+
+def serve(*arguments: str) -> str:
+    """What is said of settings with which nothing can be started."""
+    result = CliRunner().invoke(cli.cli, ["serve", "--port", "0", *arguments], env={"COLUMNS": "200"})
+    assert result.exit_code == 1
+    return result.stderr
+
+
+def test_a_state_directory_that_is_a_file_is_refused(tmp_path):
+    file = tmp_path / "file"
+    file.write_text("")
+    for directory in (file, file / "below"):
+        said = serve("--cache.disk_dir", str(directory))
+        assert said == f"reprise: cache.disk_dir: {file} is a file, not a directory\n"
+
+
+def test_a_model_that_is_not_there_is_said_once_and_at_once(tmp_path):
+    (tmp_path / "model.gguf").write_text("")
+    (tmp_path / "model.bin").write_text("")
+    state_dir = tmp_path / "state"
+    for source, said in (
+        (str(tmp_path / "none"), "there is no directory"),
+        (str(tmp_path / "model.gguf"), "is no GGUF file"),
+        (str(tmp_path / "model.bin"), "is a file"),
+        (str(tmp_path), "lacks config.json, tokenizer.json, *.safetensors"),
+    ):
+        lines = serve("--model", source, "--cache.disk_dir", str(state_dir)).splitlines()
+        assert len(lines) == 1
+        assert said in lines[0]
+    assert not state_dir.exists()  # so nothing was started either
+
+
+def test_a_gguf_file_becomes_a_directory_or_a_line_says_why_not(tmp_path):
+    from tests.engine.gguf import gguf_files  # loads torch and transformers
+
+    source = gguf_files.write(tmp_path / "tiny.gguf", gguf_files.random_llama())
+    done = CliRunner().invoke(cli.cli, ["convert", str(source), str(tmp_path / "out")])
+    assert done.exit_code == 0
+    assert (tmp_path / "out" / "model.safetensors").is_file()
+    assert f"reprise serve --model {tmp_path / 'out'}" in done.stderr
+    (tmp_path / "bad.gguf").write_bytes(source.read_bytes()[:5000])
+    for file in ("bad.gguf", "none.gguf"):
+        done = CliRunner().invoke(cli.cli, ["convert", str(tmp_path / file), str(tmp_path / "other")])
+        assert (done.exit_code, len(done.stderr.splitlines())) == (1, 1)
+        assert file in done.stderr
+
+
+def test_the_demonstration_says_how_to_get_a_model_unless_it_was_asked_for(tmp_path, monkeypatch):
+    monkeypatch.setattr(doctor, "SMOLLM2", tmp_path)
+    monkeypatch.setattr(places, "SMOLLM2", tmp_path)
+    file = tmp_path / "file"
+    file.write_text("")
+    assert "make model" not in serve("--cache.disk_dir", str(file), "--model", "bundled")
+    assert "make model" in serve("--cache.disk_dir", str(file), "--model", "")
+
+
+def test_a_directory_in_use_is_found_before_a_model_is_loaded(tmp_path):
+    tier = DiskTier(
+        directory=tmp_path, fingerprint=b"model", segment_bytes=(64,), key=b"key", capacity_bytes=1 << 20,
+        min_free_bytes=0, read_bytes_per_s=0.0, write_bytes_per_s=0.0, deadline_s=5.0,
+        owner="a running server (pid 4242)",
+    )  # fmt: skip
+    tier.open()
+    try:
+        said = serve("--cache.disk_dir", str(tmp_path))
+    finally:
+        tier.close()
+    assert f"{tmp_path} is in use by a running server (pid 4242); stop it, or choose another cache.disk_dir" in said
+
+
+def test_a_number_that_is_none_is_named_with_its_option(tmp_path):
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text("")
+    for text in ("abc", "", "1,,2"):
+        arguments = ["simulate", "--trace", str(trace), "--capacity-tokens", text]
+        result = CliRunner().invoke(cli.cli, arguments, env={"COLUMNS": "200"})
+        assert result.exit_code == 2
+        assert f"--capacity-tokens takes whole numbers with commas between them, not '{text}'" in result.stderr
+
+
+def test_the_plan_names_url_model_and_memory():
+    console = Console(record=True, width=140, file=open(os.devnull, "w"))  # noqa: SIM115
+    model = model_info(
+        Path(), hbm_tokens=1 << 20, kv_bytes_per_token=2048, decouplable=False, warnings=("odd [rope]",),
+        memory_plan={"weights": 3 << 30, "hbm": 2 << 30, "dram": 1 << 30, "staging": 5 << 19, "disk": 8 << 30},
+    )  # fmt: skip
+    sampling = SamplingDefaults(temperature=0.25, top_k=7)
+    console.print(panel(Settings(), model, "http://[::1]:8000", keys=0, sampling=sampling))
+    text = console.export_text()
+    console.file.close()
+    for part in (
+        "http://[::1]:8000/v1",
+        "test-model",
+        "2.00 GiB",
+        "1,048,576 tokens of 2,048 bytes",
+        "not decoupled",
+        "odd [rope]",
+        "none needed",
+        "temperature 0.25, top_k 7 where a request says nothing",
+        "sessions kept 24 h",
+    ):
+        assert part in text
+    rows = {line.strip("│ ").split("  ")[0]: line for line in text.splitlines()}
+    assert "3.00 GiB" in rows["weights"]
+    assert "2.5 MiB" in rows["staging"]
+    assert "4,194,304 tokens" in rows["KV on disk"]
+    assert "6.00 GiB" in rows["memory in all"]  # the disk is none
+    console = Console(record=True, width=140, file=open(os.devnull, "w"))  # noqa: SIM115
+    model = msgspec.structs.replace(model, device="cuda")
+    console.print(panel(Settings(), model, "http://[::1]:8000", keys=0, sampling=sampling))
+    console.file.close()
+    in_all = next(line for line in console.export_text().splitlines() if "memory in all" in line)
+    assert "1.00 GiB" in in_all  # weights and HBM are the accelerator's
+
+
+def test_help_shows_every_setting_by_section():
+    output = CliRunner().invoke(cli.cli, ["serve", "--help"], env={"COLUMNS": "200", "NO_COLOR": "1"}).output
+    assert [name for name, _ in known_settings() if f"--{name}" not in output] == []
+    titles = [output.index(f" {section}: {what}") for section, what in SECTIONS.items()]
+    assert titles == sorted(titles)
+    assert {name.split(".")[0] for name, _ in known_settings()} == SECTIONS.keys()
+
+
+@pytest.mark.parametrize(
+    ("words", "completed"),
+    [
+        ("reprise serve --cache.mo", ["--cache.mode"]),
+        ("reprise serve --cache.mode ", ["attentionstore", "prefix", "recompute"]),
+        ("reprise serve --cache.mode rec", ["recompute"]),
+        ("reprise serve --cache.sync_save t", ["true"]),
+        ("reprise ser", ["serve"]),
+    ],
+)
+def test_a_shell_completes_settings_and_their_values(words, completed):
+    environ = {"_REPRISE_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(words.count(" "))}
+    result = CliRunner().invoke(cli.cli, [], prog_name="reprise", env=environ)
+    assert result.output.split() == completed
+
+
+def test_completion_can_be_installed():
+    assert "--install-completion" in CliRunner().invoke(cli.cli, ["--help"], env={"COLUMNS": "120"}).output

@@ -1,0 +1,91 @@
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from app.errors import ApiError
+from app.http.body_limits import _is_deeper, check_body
+from app.settings.settings import LimitSettings
+
+LIMITS = LimitSettings(
+    json_depth=12, messages=3, choices=2, logprobs=4, stop=1, tools=1, schema_bytes=100, schema_depth=4
+)
+
+
+def nested(levels: int) -> dict:
+    return {} if levels == 1 else {"a": nested(levels - 1)}
+
+
+def formatted(schema: object) -> dict:
+    return {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}}
+
+
+@pytest.mark.parametrize(
+    ("allowed", "refused", "param"),
+    [
+        ({"messages": [1] * 3}, {"messages": [1] * 4}, "messages"),
+        ({"input": [1] * 3}, {"input": [1] * 4}, "input"),
+        ({"items": [1] * 3}, {"items": [1] * 4}, "items"),
+        ({"n": 2}, {"n": 3}, "n"),
+        ({"logprobs": 4}, {"logprobs": 5}, "logprobs"),
+        ({"top_logprobs": 4}, {"top_logprobs": 5}, "top_logprobs"),
+        ({"stop": ["a"]}, {"stop": ["a", "b"]}, "stop"),
+        ({"stop_sequences": ["a"]}, {"stop_sequences": ["a", "b"]}, "stop_sequences"),
+        ({"tools": [{}]}, {"tools": [{}, {}]}, "tools"),
+        (nested(12), nested(13), None),
+        (formatted(nested(4)), formatted(nested(5)), "response_format"),
+        (formatted({"a": "x" * 80}), formatted({"a": "x" * 100}), "response_format"),
+        ({"guided_json": nested(4)}, {"guided_json": nested(5)}, "guided_json"),
+        (
+            {"structured_outputs": {"json": nested(4)}},
+            {"structured_outputs": {"json": nested(5)}},
+            "structured_outputs",
+        ),
+        ({"text": {"format": {"schema": nested(4)}}}, {"text": {"format": {"schema": nested(5)}}}, "text"),
+        ({"tools": [{"parameters": nested(4)}]}, {"tools": [{"parameters": nested(5)}]}, "tools"),
+        ({"tools": [{"input_schema": nested(4)}]}, {"tools": [{"input_schema": nested(5)}]}, "tools"),
+        (
+            {"tools": [{"function": {"parameters": nested(4)}}]},
+            {"tools": [{"function": {"parameters": nested(5)}}]},
+            "tools",
+        ),
+    ],
+)
+def test_a_limit_is_the_last_thing_that_passes(allowed, refused, param):
+    check_body(allowed, LIMITS)
+    with pytest.raises(ApiError) as error:
+        check_body(refused, LIMITS)
+    assert (error.value.status, error.value.param) == (400, param)
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(max_size=3),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+    max_leaves=12,
+)
+
+
+def depth(value: object) -> int:
+    if isinstance(value, dict | list):
+        inner = value.values() if isinstance(value, dict) else value
+        return 1 + max(map(depth, inner), default=0)
+    return 0
+
+
+@given(value=JSON, levels=st.integers(0, 6))
+def test_levels_are_counted_right(value, levels):
+    assert _is_deeper(value, levels) == (depth(value) > levels)
+
+
+NAMES = ("messages", "input", "items", "n", "logprobs", "stop", "tools", "response_format", "text", "guided_json")
+
+
+@given(body=st.dictionaries(st.sampled_from(NAMES), JSON))
+def test_no_body_is_too_odd_to_be_checked(body):
+    refusal: ApiError | None = None
+    try:
+        check_body(json.loads(json.dumps(body)), LIMITS)
+    except ApiError as error:
+        refusal = error
+    assert refusal is None or refusal.status == 400

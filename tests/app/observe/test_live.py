@@ -1,0 +1,57 @@
+import asyncio
+import itertools
+
+import msgspec
+import pytest
+
+from app.observe import live as live_module
+from app.observe.live import Live, Watcher, events
+from tests.app.fakes import STATS, FakeEngine, session_info
+
+
+@pytest.mark.parametrize("steps", range(5))
+async def test_who_leaves_as_news_come_is_gone(steps: int):
+    watcher = Watcher("local", sees_all=True, on_close=lambda _: None)
+    waiting = asyncio.create_task(watcher.wait(10.0))
+    await asyncio.sleep(0)
+    watcher.hear({})
+    for _ in range(steps):
+        await asyncio.sleep(0)
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+
+
+async def test_where_nothing_happens_the_engine_is_not_asked_and_the_page_hardly_told(
+    engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+):
+    """Seconds of a hundredth."""
+    for name, seconds in (("PERIOD_S", 0.01), ("LINGER_S", 0.05), ("IDLE_S", 100.0)):
+        monkeypatch.setattr(live_module, name, seconds)
+    await engine.start()
+    await engine.wait_ready()
+    engine.kept["local", "a"] = session_info("a")
+    live = Live(engine=engine, places=4)
+    watcher = live.watch("local", sees_all=True)
+    looks = itertools.count()
+    most = 0
+
+    def is_open() -> bool:
+        return next(looks) < most
+
+    async def states(count: int) -> list[dict]:
+        nonlocal most, looks
+        looks, most = itertools.count(), count
+        return [data async for name, data in events(live, watcher, is_open=is_open) if name == "state"]
+
+    told = await states(30)
+    assert 1 < len(told) < 15  # for a while after what it saw first
+    assert len(engine.questions) == 1
+    engine.stats = msgspec.structs.replace(STATS, steps=STATS.steps + 1)  # a heartbeat that says something new
+    engine.kept["local", "b"] = session_info("b", last_used_s=2000.0)
+    told = await states(30)
+    assert len(engine.questions) == 2
+    assert [session["id"] for session in told[-1]["sessions"]] == ["b", "a"]
+    engine.stats = msgspec.structs.replace(STATS, steps=STATS.steps + 1)  # the same once more
+    await states(10)
+    assert len(engine.questions) == 2

@@ -1,0 +1,128 @@
+"""/metrics as promtool would read it, and the dashboard that reads it."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from prometheus_client.metrics_core import Metric
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.app.api.reprise.test_events import queue, waiting
+from tests.app.api.reprise.test_ops import samples
+from tests.app.fakes import STATS, FakeEngine, in_process, make_settings
+
+DASHBOARD = Path(__file__).parents[3] / "docker" / "grafana" / "reprise.json"
+FUNCTIONS = {"histogram_quantile", "sum", "by", "rate", "increase", "ignoring", "le", "on"}
+# What the design asks every server to report, by the metric that does.
+REPORTED = {
+    "reprise_queue_seconds", "reprise_load_seconds", "reprise_prefill_seconds", "reprise_ttft_seconds",
+    "reprise_tpot_seconds", "reprise_history_tokens", "reprise_miss_tokens", "reprise_moved_bytes",
+    "reprise_moved_seconds", "reprise_kv_load_overlap_ratio", "reprise_tier_evictions", "reprise_truncated_tokens",
+    "reprise_verify_mismatches", "reprise_leases", "reprise_in_flight_transfers",
+}  # fmt: skip
+
+
+@pytest.fixture
+async def text(engine: FakeEngine, tmp_path: Path) -> str:
+    """After two answers, one of them refused, with everything in the engine's heartbeat that may be there."""
+    state = msgspec.structs.replace(
+        queue(waiting("r/0", "t")), timer={"late": 1}, loads={"hidden": 2}, waiting={"1": 0, "2": 0, "3": 1}
+    )
+    engine.stats = msgspec.structs.replace(STATS, scheduler=state)
+    async with in_process(engine, make_settings(tmp_path)) as running:
+        engine.script.report = {
+            "hbm_tokens": 0, "disk_tokens": 20, "computed_tokens": 5, "history_tokens": 22, "truncated_tokens": 64,
+            "prompt_tokens": 25, "shifted_tokens": 8,
+        }  # fmt: skip
+        await running.chat()
+        engine.script.refuse = "internal_error"
+        await running.chat()
+        return (await running.http.get("/metrics")).text
+
+
+def families(text: str) -> dict[str, Metric]:
+    return {family.name: family for family in text_string_to_metric_families(text)}
+
+
+def test_a_linter_finds_nothing(text: str) -> None:
+    found = families(text)
+    assert len(found) == len(list(text_string_to_metric_families(text)))  # none twice
+    for name, family in found.items():
+        assert re.fullmatch(r"reprise_[a-z][a-z0-9_]*", name), name
+        assert family.documentation.strip().endswith(".") or name.startswith("reprise_process_"), name
+        assert family.type in ("counter", "gauge", "histogram"), (name, family.type)
+        assert not re.search(r"_(ms|milliseconds|kib|mib|gib|percent|count|sum|bucket|total)$", name), name
+        for sample in family.samples:
+            assert all(re.fullmatch(r"[a-z][a-z_]*", label) for label in sample.labels), sample
+            if family.type == "counter" and not sample.name.endswith("_created"):
+                assert sample.name == f"{name}_total"
+                assert sample.value >= 0
+        if family.type == "histogram":
+            buckets: dict[tuple[tuple[str, str], ...], list[tuple[float, float]]] = {}
+            for sample in family.samples:
+                if sample.name.endswith("_bucket"):
+                    labels = {key: value for key, value in sample.labels.items() if key != "le"}
+                    bound = float(sample.labels["le"].replace("+Inf", "inf"))
+                    buckets.setdefault(tuple(sorted(labels.items())), []).append((bound, sample.value))
+            for series in buckets.values():
+                assert 10 <= len(series) <= 20
+                assert series == sorted(series)
+                assert series[-1][0] == float("inf")
+
+
+def test_every_number_of_the_design_is_there(text: str) -> None:
+    assert families(text).keys() >= REPORTED
+    values = samples(text)
+    outcomes = {"disk": 20, "computed": 2, "truncated": 64, "shifted": 8, "hbm": 0, "dram": 0, "redis": 0}
+    for outcome, tokens in outcomes.items():
+        assert values["reprise_history_tokens_total", (("outcome", outcome),)] == tokens
+    assert values["reprise_ttft_by_source_seconds_count", (("source", "disk"),)] == 1
+    assert values["reprise_ttft_by_source_seconds_count", (("source", "computed"),)] == 0
+    for reason in ("new", "expired", "evicted", "diverged", "load_failed", "lineage_reset", "cheaper_to_recompute"):
+        assert ("reprise_miss_tokens_total", (("reason", reason),)) in values  # also where it never happened
+    assert values["reprise_prompt_length_tokens_sum", ()] == 25
+
+
+def expressions() -> list[tuple[str, str]]:
+    def walk(panels: list[dict[str, Any]]) -> Any:
+        for panel in panels:
+            yield from ((panel["title"], target["expr"]) for target in panel.get("targets", ()))
+            yield from walk(panel.get("panels", []))
+
+    return list(walk(json.loads(DASHBOARD.read_text(encoding="utf-8"))["panels"]))
+
+
+def test_every_query_of_the_dashboard_names_what_is_reported(text: str) -> None:
+    labels: dict[str, set[str]] = {}
+    for family in families(text).values():
+        for sample in family.samples:
+            labels.setdefault(sample.name, set()).update(sample.labels)
+    assert len(expressions()) > 50
+    for title, expression in expressions():
+        bare = re.sub(r'"[^"]*"|\[[^\]]*\]', "", expression)
+        names = set(re.findall(r"\breprise_\w+", bare))
+        assert names, title
+        assert names <= labels.keys(), (title, names - labels.keys())
+        words = set(re.findall(r"\b[a-z_]+\b", bare)) - names - FUNCTIONS
+        known = set().union(*(labels[name] for name in names))
+        assert words <= known, (title, words - known)
+        assert expression.count("(") == expression.count(")"), title
+
+
+def test_what_the_dashboard_shows_is_everything_that_may_be_a_fault() -> None:
+    shown = " ".join(expression for _, expression in expressions())
+    for name in ("verify_mismatches", "load_failures", "tier_write_failures", "engine_restarts", "failed_generations"):
+        assert f"reprise_{name}_total" in shown
+
+
+def test_panels_have_places_of_their_own() -> None:
+    taken = set()
+    for panel in json.loads(DASHBOARD.read_text(encoding="utf-8"))["panels"]:
+        place = panel["gridPos"]
+        cells = {(place["x"] + x, place["y"] + y) for x in range(place["w"]) for y in range(place["h"])}
+        assert not cells & taken, panel["title"]
+        assert place["x"] + place["w"] <= 24
+        taken |= cells

@@ -1,0 +1,225 @@
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from app.settings.settings import CacheSettings, Settings, SettingsError, known_settings, load_settings, stray_variables
+from model.places import source_of
+
+
+def load(config: Path | None = None, environ: dict[str, str] | None = None, **flags: str) -> Settings:
+    dotted = {name.replace("__", "."): value for name, value in flags.items()}
+    return load_settings(flags=dotted, environ=environ or {}, config=config)
+
+
+def test_flags_beat_the_environment_which_beats_the_file(tmp_path):
+    config = tmp_path / "reprise.toml"
+    config.write_text("[scheduler]\nmax_seqs = 2\nmax_queued = 3\n[cache]\nttl_s = 4\n")
+    environ = {"REPRISE_SCHEDULER__MAX_SEQS": "5", "REPRISE_SCHEDULER__MAX_QUEUED": "6", "PATH": "/bin"}
+    settings = load(config, environ, scheduler__max_seqs="7")
+    assert (settings.scheduler.max_seqs, settings.scheduler.max_queued, settings.cache.ttl_s) == (7, 6, 4.0)
+
+
+@pytest.mark.parametrize(
+    ("flags", "environ", "says"),
+    [
+        ({"cache.mode": "magic"}, {}, ["cache.mode", "flag", "'attentionstore', 'prefix' or 'recompute'"]),
+        ({"cache.hbm_tokns": "1"}, {}, ["cache.hbm_tokns", "did you mean cache.hbm_tokens"]),
+        ({"nonsense": "1"}, {}, ["unknown setting nonsense (flag); `reprise serve --help` lists them"]),
+        ({"prot": "1"}, {}, ["did you mean server.port?"]),
+        ({"model": "x"}, {}, ["did you mean model.source?"]),
+        ({"policy": "x"}, {}, ["did you mean cache.policy or scheduler.policy?"]),
+        ({"scheduler.windw": "1"}, {}, ["did you mean scheduler.window?"]),
+        ({"scheduler.colour": "1"}, {}, ["scheduler.colour (flag); `reprise serve --help` lists them"]),
+        ({"cache.size": "1"}, {}, ["cache.size (flag); `reprise serve --help` lists them"]),
+        ({"cache": "{}"}, {}, ["unknown setting cache (flag)"]),
+        ({}, {"REPRISE_CACHE__DRAM": "1"}, ["cache.dram", "environment"]),
+        ({}, {"REPRISE_CASHE__MODE": "prefix"}, ["cashe.mode (environment)", "did you mean cache.mode"]),
+        ({}, {"REPRISE_CACHE__MODE__X": "1"}, ["cache.mode__x (environment)"]),
+        ({}, {"REPRISE__MODE": "1"}, ["_mode (environment)"]),
+        (
+            {},
+            {"REPRISE_SERVER__PORT": "99999"},
+            ["server.port (environment): must be an integer between 0 and 65535, not 99999"],
+        ),
+        ({}, {"REPRISE_SERVER__PORT": ""}, ["server.port (environment): is empty; leave it out for the default, 8000"]),
+        ({"cache.sync_save": ""}, {}, ["cache.sync_save (flag): is empty; leave it out for the default, false"]),
+        ({"scheduler.max_seqs": "many"}, {}, ["scheduler.max_seqs (flag): must be an integer between 1 and 4096, not"]),
+        ({"server.api_keys": "short"}, {}, ["server.api_keys", "8 to 512"]),
+        ({"server.host": "0.0.0.0"}, {}, ["server.host", "server.api_keys", "allow_unauthenticated"]),
+        ({"cache.ttl_s": "nan"}, {}, ["cache.ttl_s", "a number greater than 0 and at most 1000000000, not nan"]),
+        ({"cache.truncation_ratio": "7"}, {}, ["must be a number greater than 0 and less than 1, not 7"]),
+        ({"cache.truncation_ratio": "0"}, {}, ["cache.truncation_ratio", "greater than 0"]),
+        ({"cache.policy": "magic"}, {}, ["cache.policy", "'lookahead', 'lru' or 'fifo'"]),
+        ({"scheduler.itl_target_ms": "-1"}, {}, ["itl_target_ms", "a number between 0 and 60000, or auto, not -1"]),
+        ({"scheduler.itl_target_ms": "fast"}, {}, ["itl_target_ms", "a number between 0 and 60000, or auto, not fast"]),
+        ({"scheduler.itl_target_ms": ""}, {}, ["itl_target_ms (flag): is empty; leave it out for the default, auto"]),
+        ({"cache.sync_save": "maybe"}, {}, ["cache.sync_save (flag): must be true or false, not maybe"]),
+        ({"server.traces_endpoint": "here"}, {}, ["server.traces_endpoint (flag)", "http://127.0.0.1:4318/v1/traces"]),
+        ({"cache.keep_first_tokens": "-2"}, {}, ["cache.keep_first_tokens", "-1"]),
+        ({"cache.dram_gib": "automatic"}, {}, ["cache.dram_gib (flag): must be a number between 0 and 65536, or auto"]),
+        ({}, {"REPRISE_CACHE__DISK_GIB": ""}, ["is empty; leave it out for the default, auto"]),
+    ],
+)
+def test_a_bad_setting_is_named_with_its_source_and_what_is_allowed(flags, environ, says):
+    with pytest.raises(SettingsError) as error:
+        load_settings(flags=flags, environ=environ, config=None)
+    assert [part for part in says if part not in str(error.value)] == []
+
+
+@pytest.mark.parametrize(
+    ("text", "size"), [(None, None), ("auto", None), ("0", 0), ("0.5", 1 << 29), ("3", 3 << 30), ("0.0", 0)]
+)
+def test_a_size_is_a_number_or_automatic(tmp_path: Path, text: str | None, size: int | None):
+    flags = {} if text is None else {"cache.dram_gib": text}
+    environ = {} if text is None else {"REPRISE_CACHE__DISK_GIB": text}
+    config = load_settings(flags=flags, environ=environ, config=None).engine_config(b"")
+    assert (config.dram_bytes, config.disk_bytes) == (size, size)
+    file = tmp_path / "settings.toml"
+    file.write_text("[cache]\ndram_gib = " + ('"auto"' if size is None else str(text)))
+    assert load_settings(flags={}, environ={}, config=file).engine_config(b"").dram_bytes == size
+
+
+def test_variables_that_look_like_settings_are_named():
+    environ = {
+        "REPRISE_PORT": "1", "REPRISE_CACHE_MODE": "prefix", "REPRISE_API_KEYS": "x", "REPRISE_MODEL": "x",
+        "REPRISE_FLAVOUR": "sour", "REPRISE_SERVER__PORT": "1", "PORT": "1", "_REPRISE_COMPLETE": "x",
+    }  # fmt: skip
+    said = {warning.split()[3]: warning.split("; ")[1] for warning in stray_variables(environ)}
+    assert said == {
+        "REPRISE_PORT": "did you mean REPRISE_SERVER__PORT?",
+        "REPRISE_CACHE_MODE": "did you mean REPRISE_CACHE__MODE?",
+        "REPRISE_API_KEYS": "did you mean REPRISE_SERVER__API_KEYS?",
+        "REPRISE_MODEL": "did you mean REPRISE_MODEL__SOURCE?",
+        "REPRISE_FLAVOUR": "one is named REPRISE_SECTION__KEY",
+    }
+
+
+def test_a_slip_of_the_finger_in_a_long_name_is_understood():
+    for name, _ in known_settings():
+        section, key = name.split(".")
+        if len(key) > 5:  # of shorter ones too little is left
+            with pytest.raises(SettingsError, match=f"did you mean {name}"):
+                load_settings(flags={f"{section}.{key[:2]}{key[3:]}": "1"}, environ={}, config=None)
+
+
+def test_a_bad_key_is_not_repeated_in_the_message():
+    with pytest.raises(SettingsError) as error:
+        load(server__api_keys="sk-1234567890,oops oops oops")
+    assert "oops" not in str(error.value)
+    assert "sk-1234567890" not in repr(load(server__api_keys="sk-1234567890"))
+
+
+def test_only_the_given_environment_is_read(monkeypatch):
+    monkeypatch.setenv("REPRISE_SCHEDULER__MAX_SEQS", "5")
+    assert load() == Settings()
+    assert Settings().scheduler.max_seqs == 32
+    assert load(environ={"REPRISE_CACHE": "of a wrapper script", "OTHER_CACHE__MODE": "x"}) == Settings()
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("[cache\n", "is not TOML"),
+        ("\xff", "is not TOML"),
+        ("mode = 1\n", "unknown setting mode"),
+        ("cache = 1\n", "unknown setting cache"),
+        ("[cashe]\n", "unknown setting cashe"),
+        ("[CACHE]\nmode = 'prefix'\n", "unknown setting CACHE.mode"),
+        ("[cache]\nmode = 'prefix'\nwrong = 1\n", "unknown setting cache.wrong"),
+        ("[cache]\nmode = 1\n", "cache.mode"),
+    ],
+)
+def test_a_bad_file_is_refused(tmp_path, text, says):
+    config = tmp_path / "bad.toml"
+    config.write_bytes(text.encode("latin-1"))
+    with pytest.raises(SettingsError, match=says) as error:
+        load(config)
+    assert str(config) in str(error.value)
+
+
+def test_a_file_that_cannot_be_read_is_refused(tmp_path):
+    for path in (tmp_path / "absent.toml", tmp_path):
+        with pytest.raises(SettingsError, match="cannot read"):
+            load(path)
+
+
+def test_lists_come_as_arrays_and_an_empty_table_sets_nothing(tmp_path):
+    config = tmp_path / "reprise.toml"
+    config.write_text("[model]\naliases = ['a', 'b']\n[cache]\n")
+    assert load(config).model.aliases == ("a", "b")
+    assert load(config, {"REPRISE_MODEL__ALIASES": "c, d"}).model.aliases == ("c", "d")
+
+
+def test_listening_beyond_loopback_needs_keys_or_consent():
+    assert load(server__host="0.0.0.0", server__api_keys="sk-12345678, sk-abcdefgh").server.api_keys == (
+        "sk-12345678",
+        "sk-abcdefgh",
+    )
+    assert load(server__host="::", server__allow_unauthenticated="true").server.host == "::"
+    for host in ("127.0.0.1", "127.8.8.8", "::1", "localhost"):
+        assert load(server__host=host).server.host == host
+
+
+def test_every_setting_reaches_something_and_is_described():
+    names = dict(known_settings())
+    assert len(names) > 25
+    assert all(field.description for field in names.values())
+
+
+def test_the_engine_is_told_what_was_set():
+    config = load(cache__mode="recompute", engine__threads="2", model__dtype="float32").engine_config(b"s" * 32)
+    assert (config.cache_mode, config.threads, config.dtype, config.tenant_secret) == (
+        "recompute",
+        2,
+        "float32",
+        b"s" * 32,
+    )
+    assert config.model == source_of("")
+    cache = {
+        "dram_gib": 0.5, "disk_gib": 3, "disk_min_free_gib": 1, "dram_free_buffer": 0.2, "staging_mib": 7,
+        "read_buffer_layers": 5, "granularity": "block", "truncation": "disabled", "truncation_mode": "naive",
+        "truncation_ratio": 0.25, "verify_rate": 0.125, "dram_gbps": 3, "disk_gbps": 0.4, "io_deadline_s": 2,
+        "sync_save": "true", "max_pinned_share": 0.75, "disk_dir": "some/where", "policy": "fifo",
+    }  # fmt: skip
+    config = load(**{f"cache__{name}": str(value) for name, value in cache.items()}).engine_config(b"")
+    assert (config.dram_bytes, config.disk_bytes, config.disk_min_free_bytes) == (1 << 29, 3 << 30, 1 << 30)
+    assert (config.staging_bytes, config.disk_dir) == (7 << 20, str(Path.cwd() / "some/where"))
+    assert (config.sync_save, config.cache_policy) == (True, "fifo")
+    told_as_set = cache.keys() & {field.name for field in msgspec.structs.fields(config)} - {"disk_dir", "sync_save"}
+    assert {name: getattr(config, name) for name in told_as_set} == {name: cache[name] for name in told_as_set}
+    assert len(told_as_set) == 11
+    assert load(model__source="org/name").engine_config(b"").model == "org/name"
+
+
+def test_a_burst_fits_into_the_engines_queue():
+    settings = load(scheduler__max_seqs="4", scheduler__max_queued="6")
+    assert settings.engine_config(b"").max_queued == settings.places == 10
+
+
+def test_settings_are_frozen():
+    with pytest.raises(ValueError, match="frozen"):
+        Settings().cache = CacheSettings()  # type: ignore[misc]
+    with pytest.raises(ValueError, match="frozen"):
+        Settings().cache.mode = "recompute"  # type: ignore[misc]
+
+
+def test_several_keys_share_the_places():
+    scheduler = {"max_seqs": 4, "max_queued": 6}
+    keys = "sk-secret-1,sk-secret-2"
+
+    def places(*, key_requests: int = 0, **server: object) -> tuple[int, int]:
+        sections = {"scheduler": scheduler, "server": server, "limits": {"key_requests": key_requests}}
+        settings = Settings.model_validate(sections)
+        return settings.places, settings.tenant_places
+
+    assert places() == places(api_keys="sk-secret-1") == (10, 10)
+    assert places(api_keys=keys) == places(keys_file="keys.toml") == (10, 5)
+    assert places(api_keys=keys, key_requests=7) == (10, 7)
+    assert places(key_requests=100) == (10, 10)
+
+
+@pytest.mark.parametrize(("given", "told"), [(None, None), ("auto", None), ("250", 0.25), ("0", 0.0)])
+def test_a_target_for_gaps_is_a_number_or_left_to_the_engine(given, told):
+    settings = load() if given is None else load(scheduler__itl_target_ms=given)
+    assert settings.engine_config(b"").itl_target_s == told

@@ -1,0 +1,37 @@
+"""The runs behind the papers' figures are what they say, and a share of them is scaled to the whole."""
+
+from dataclasses import fields
+
+import pytest
+
+from benchmarks.paper.figures import execute, long_documents, runs
+from benchmarks.paper.text import _whole
+from loadgen.sim import Config, Machine
+
+
+def test_every_run_differs_from_the_paper_in_things_that_exist():
+    machine, config = ({field.name for field in fields(kind)} for kind in (Machine, Config))
+    for run in runs(1.0).values():
+        assert run["machine"].keys() <= machine
+        assert run["config"].keys() <= config
+
+
+def test_a_run_of_a_small_share():
+    wanted = runs(0.01)
+    kept, again = (execute(wanted[f"llama-13b {arm}"])["figures"] for arm in ("attentionstore", "recompute"))
+    assert again["hit_rate"] == 0 < kept["hit_rate"]
+    assert kept["prefill_mean_s"] < again["prefill_mean_s"]
+
+
+def test_a_share_is_scaled_to_the_whole():
+    # A quarter: 10 s of decode stay, 1 s of prefill becomes 4; 14 s instead of 11 cost $11 * 14/11 for GPUs, and the
+    # whole storage 4 times as much for as long.
+    whole = _whole({"decode_gpu_s": 10.0, "prefill_gpu_s": 1.0, "cost": 12.0, "cost_storage": 1.0}, 0.25)
+    assert whole["gpu_s"] == 14.0
+    assert whole["cost_storage"] == pytest.approx(4 * 14 / 11)
+    assert whole["cost"] == pytest.approx(14 + 4 * 14 / 11)
+
+
+def test_reuse_saves_more_of_a_longer_document():
+    first, *_, last = (row["attentionstore"]["ttft_s"] / row["recompute"]["ttft_s"] for row in long_documents())
+    assert last < first < 0.1

@@ -1,0 +1,378 @@
+"""Crashes between any two steps, calls that fail, calls that hang, directories that go away."""
+
+import errno
+import os
+import shutil
+import threading
+import time
+
+import pytest
+
+import cache.storage.extent_file as extent_file
+import cache.storage.extent_store as disk
+from cache.storage.directory_lock import DirectoryLocked
+from cache.storage.errors import BlockMissing, TierFailed, TierFull
+from cache.storage.extent_store import READ_THREADS, WRITE_THREADS
+from tests.cache.storage.disk_helpers import (
+    FINGERPRINT,
+    SEGMENTS,
+    all_the_rest,
+    bytes_of_files,
+    file_of,
+    make_session,
+    make_tier,
+    put,
+    read_wrongly,
+    reason_of,
+    record_files,
+    reopened,
+)
+
+
+class Crash(BaseException):
+    """The process is gone: nothing after it runs."""
+
+
+@pytest.mark.parametrize("call", ["open", "pwritev", "fdatasync", "rename", "fsync"])
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_crash_between_any_two_steps_of_a_write(tier, tmp_path, monkeypatch, call, when):
+    kept = put(tier, "kept")
+    real = getattr(os, call)
+
+    def dying(*args, **kwargs):
+        if when == "after":
+            real(*args, **kwargs)
+        raise Crash
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, call, dying)
+        patch.setattr(os, "unlink", lambda *_, **__: None)  # a dead process tidies nothing
+        with pytest.raises(Crash):
+            put(tier, "lost")
+    tier, extents, _ = reopened(tier, tmp_path)
+    renamed = call == "fsync" or (call, when) == ("rename", "after")
+    assert len(extents) == (2 if renamed else 1)
+    assert extents[0] == kept
+    assert all(read_wrongly(tier, info) == [] for info in extents)
+    assert tier.used_bytes() == bytes_of_files(tmp_path)
+    tier.close()
+
+
+@pytest.mark.parametrize("call", ["pwritev", "fdatasync", "rename"])
+@pytest.mark.parametrize(
+    ("code", "expected"),
+    [(errno.ENOSPC, TierFull), (errno.EDQUOT, TierFull), (errno.EIO, TierFailed), (errno.EROFS, TierFailed)],
+)
+def test_a_write_that_fails_leaves_nothing(tier, tmp_path, monkeypatch, call, code, expected):
+    def failing(*_, **__):
+        raise OSError(code, os.strerror(code))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, call, failing)
+        with pytest.raises(expected):
+            put(tier, "x")
+    assert (tier.used_bytes(), record_files(tmp_path)) == (0, [])
+    assert read_wrongly(tier, put(tier, "x")) == []
+
+
+def test_a_directory_that_can_no_longer_be_written(tier, tmp_path, monkeypatch):
+    kept = put(tier, "x")
+
+    def refuse(*_, **__):
+        raise OSError(errno.EROFS, "read-only file system")
+
+    real_open = os.open
+    monkeypatch.setattr(
+        os, "open", lambda path, flags, *a, **kw: refuse() if flags & os.O_CREAT else real_open(path, flags, *a, **kw)
+    )
+    monkeypatch.setattr(os, "unlink", refuse)
+    with pytest.raises(TierFailed) as caught:
+        put(tier, "y")
+    assert caught.value.reason == "io"
+    with pytest.raises(TierFailed):
+        tier.delete(kept.extent_id)
+    assert read_wrongly(tier, kept) == []
+    assert tier.used_bytes() == bytes_of_files(tmp_path) == kept.size_bytes
+
+
+def test_an_index_that_fails_does_not_cost_the_extent(tier, tmp_path):
+    tier._index._db.executescript("DROP TABLE extents")
+    info = put(tier, "x")
+    assert read_wrongly(tier, info) == []
+    tier, extents, _ = reopened(tier, tmp_path)
+    assert extents == [info]
+    tier.close()
+
+
+class Hang:
+    """Stands in for a system call that does not come back before it is let go."""
+
+    def __init__(self, real):
+        self.real, self.go, self.calls = real, threading.Event(), 0
+
+    def __call__(self, *args, **kwargs):
+        self.calls += 1
+        self.go.wait()
+        return self.real(*args, **kwargs)
+
+
+def wait_until(condition):
+    limit = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < limit
+        time.sleep(0.005)
+
+
+def test_a_hung_read_fails_in_time_and_never_touches_memory_that_was_given_back(tmp_path, monkeypatch):
+    tier = make_tier(tmp_path, deadline_s=0.3)
+    tier.open()
+    info = put(tier, "x")
+    out = bytearray(SEGMENTS[0])
+    reader = tier.reader(info.extent_id)
+    hang = Hang(os.preadv)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "preadv", hang)
+        for _ in range(2):  # the second fails without trying
+            with pytest.raises(BlockMissing) as caught:
+                reader.read(0, [0], [memoryview(out)])
+            assert caught.value.reason == "deadline"
+        assert hang.calls == 1
+        reader.close()
+        assert tier._reads.lost == 1
+        hang.go.set()
+        wait_until(lambda: tier._reads.lost == 0)
+    assert out == bytes(SEGMENTS[0])
+    assert read_wrongly(tier, info) == []
+    tier.close()
+
+
+def test_when_a_layer_of_several_extents_hangs_all_are_closed_by_who_hangs(tmp_path, monkeypatch):
+    tier = make_tier(tmp_path, deadline_s=0.3)
+    tier.open()
+    readers = [tier.reader(put(tier, name).extent_id) for name in "xy"]
+    descriptors = [reader._fd for reader in readers]
+    out = memoryview(bytearray(2 * SEGMENTS[0]))
+    hang = Hang(os.preadv)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "preadv", hang)
+        for _ in range(2):  # the second fails without trying
+            with pytest.raises(BlockMissing) as caught:
+                readers[0].land(0, [(reader, [1]) for reader in readers], [out], all_the_rest)
+            assert caught.value.reason == "deadline"
+        assert hang.calls == 1
+        for reader in readers:
+            reader.close()
+        assert all(os.fstat(fd) for fd in descriptors)
+        hang.go.set()
+        wait_until(lambda: tier._reads.lost == 0)
+    for fd in descriptors:
+        with pytest.raises(OSError, match="Bad file"):
+            os.fstat(fd)
+    tier.close()
+
+
+def test_when_all_threads_hang_nothing_is_read_until_one_comes_back(tmp_path, monkeypatch):
+    tier = make_tier(tmp_path, deadline_s=0.3)
+    tier.open()
+    info = put(tier, "x")
+    readers = [tier.reader(info.extent_id) for _ in range(READ_THREADS)]
+    hang = Hang(os.preadv)
+    threads_before = threading.active_count()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "preadv", hang)
+        for reader in readers:
+            with pytest.raises(BlockMissing):
+                reader.read(0, [0], [memoryview(bytearray(SEGMENTS[0]))])
+        started = time.monotonic()
+        for _ in range(100):
+            with pytest.raises(BlockMissing) as missing:
+                tier.reader(info.extent_id)
+            assert missing.value.reason == "deadline"
+        assert time.monotonic() - started < 2  # 100 deadlines would be five seconds
+        assert threading.active_count() == threads_before
+        hang.go.set()
+        wait_until(lambda: tier._reads.lost == 0)
+    assert read_wrongly(tier, info) == []
+    assert tier.used_bytes() == bytes_of_files(tmp_path)
+    tier.close()
+
+
+def test_a_write_that_ends_too_late_leaves_nothing(tmp_path, monkeypatch):
+    tier = make_tier(tmp_path, deadline_s=0.3)
+    tier.open()
+    hang = Hang(os.rename)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "rename", hang)
+        with pytest.raises(TierFailed) as caught:
+            put(tier, "x")
+        assert caught.value.reason == "deadline"
+        assert tier.used_bytes() == bytes_of_files(tmp_path) > 0
+        hang.go.set()
+        wait_until(lambda: tier._writes.lost == 0)
+    assert (tier.used_bytes(), record_files(tmp_path)) == (0, [])
+    tier, extents, sessions = reopened(tier, tmp_path)
+    assert (extents, sessions) == ([], [])
+    tier.close()
+
+
+def test_writes_that_hang_take_no_thread_from_reads(tmp_path, monkeypatch):
+    tier = make_tier(tmp_path, deadline_s=0.3)
+    tier.open()
+    info = put(tier, "x")
+    hang = Hang(os.fdatasync)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fdatasync", hang)
+        for _ in range(READ_THREADS + WRITE_THREADS):  # more than there are: the last fail without trying
+            with pytest.raises(TierFailed) as caught:
+                put(tier, "y")
+            assert caught.value.reason == "deadline"
+        assert hang.calls == WRITE_THREADS
+        assert read_wrongly(tier, info) == []
+        hang.go.set()
+        wait_until(lambda: tier._writes.lost == 0)
+    assert tier.used_bytes() == bytes_of_files(tmp_path)
+    tier.close()
+
+
+def test_a_slow_write_that_goes_on_is_not_a_hung_one(tmp_path, monkeypatch):
+    monkeypatch.setattr(extent_file, "CHUNK_BYTES", 4096)
+    pwritev = os.pwritev
+
+    def slow(fd, data, offset):
+        time.sleep(0.02)
+        return pwritev(fd, data, offset)
+
+    monkeypatch.setattr(os, "pwritev", slow)
+    tier = make_tier(tmp_path, deadline_s=1.0)
+    tier.open()
+    started = time.monotonic()
+    info = put(tier, "x", 24)
+    assert time.monotonic() - started > 1.0
+    assert read_wrongly(tier, info) == []
+    tier.close()
+
+
+def test_a_close_does_not_wait_for_what_hangs_for_ever(tmp_path, monkeypatch):
+    tier = make_tier(tmp_path, deadline_s=0.5)
+    tier.open()
+    info = put(tier, "x")
+    hang = Hang(os.preadv)
+    with monkeypatch.context() as patch, tier.reader(info.extent_id) as reader:
+        patch.setattr(os, "preadv", hang)
+        with pytest.raises(BlockMissing):
+            reader.read(0, [0], [memoryview(bytearray(SEGMENTS[0]))])
+        io = tier._reads
+        tier.close()
+        hang.go.set()
+        wait_until(lambda: io.lost == 0)
+    with pytest.raises(BlockMissing):
+        tier.reader(info.extent_id)
+
+
+@pytest.mark.parametrize("deleted", ["kv", f"kv/{FINGERPRINT.hex()}", f"kv/{FINGERPRINT.hex()}/index.sqlite"])
+def test_a_directory_that_is_deleted_is_made_again(tier, tmp_path, deleted, caplog):
+    lost = put(tier, "lost")
+    path = tmp_path / deleted
+    shutil.rmtree(path) if path.is_dir() else path.unlink()
+    kept = put(tier, "kept", 2)
+    assert "was deleted" in caplog.text
+    assert read_wrongly(tier, kept) == []
+    if path.is_dir():
+        assert reason_of(tier, lost) == "missing"
+        assert tier.used_bytes() == bytes_of_files(tmp_path) == kept.size_bytes
+    with pytest.raises(DirectoryLocked):
+        make_tier(tmp_path).open()
+    tier.put_session(make_session("later"))
+    tier.delete(lost.extent_id)
+    tier, extents, sessions = reopened(tier, tmp_path)
+    assert [info.extent_id for info in extents] == [kept.extent_id]
+    assert {session.session_id for session in sessions} == {"s", "later"}
+    tier.close()
+
+
+def test_another_servers_directory_is_not_written_to(tier, tmp_path):
+    put(tier, "lost")
+    shutil.rmtree(tmp_path / "kv")
+    other = make_tier(tmp_path)
+    other.open()
+    theirs = put(other, "theirs")
+    with pytest.raises(TierFailed, match="is in use by"):
+        put(tier, "mine")
+    with pytest.raises(TierFailed, match="is in use by"):
+        tier.put_session(make_session("mine"))
+    assert [path.stem for path in record_files(tmp_path)] == [f"{theirs.extent_id:016x}"]
+    other.close()
+    mine = put(tier, "mine")
+    assert read_wrongly(tier, mine) == []
+
+
+def test_damage_is_told_once(tier, tmp_path, caplog):
+    info = put(tier, "x")
+    path = file_of(tmp_path, info)
+    with path.open("r+b") as file:
+        file.seek(path.stat().st_size - 4096)
+        file.write(b"damage")
+    assert {reason_of(tier, info) for _ in range(3)} == {"checksum"}
+    assert caplog.text.count("is damaged") == 1
+
+
+def test_a_full_disk_says_by_how_much(tmp_path):
+    tier = make_tier(tmp_path, capacity_bytes=1 << 40, min_free_bytes=1 << 60)
+    tier.open()
+    with pytest.raises(TierFull, match=r"^\d+ bytes: \d+ below the file system's floor$"):
+        put(tier, "x")
+    tier.close()
+
+
+def test_of_deletions_that_stop_half_way_the_index_forgets_those_that_were_made(tier, monkeypatch):
+    extents = [put(tier, name) for name in "abc"]
+    remove = disk.remove_extent
+
+    def failing(path):
+        if path.endswith(f"{extents[1].extent_id:016x}.kv"):
+            raise OSError(errno.EIO, "cannot")
+        remove(path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(disk, "remove_extent", failing)
+        with pytest.raises(TierFailed):
+            tier.delete(*(extent.extent_id for extent in extents))
+    with tier._index._lock, tier._index._connection() as db:
+        named = {row[0] for row in db.execute("SELECT extent_id FROM extents")}
+    assert named == {extents[1].extent_id, extents[2].extent_id}
+    tier.delete(*(extent.extent_id for extent in extents))
+    assert tier.used_bytes() == 0
+
+
+@pytest.mark.parametrize(
+    ("linked", "is_running"), [("shards", False), ("shards", True), ("the model's directory", False)]
+)
+def test_links_are_not_followed(tier, tmp_path, linked, is_running, caplog):
+    kept = put(tier, "kept")
+    if not is_running:
+        tier.close()
+    own = tmp_path / "kv" / FINGERPRINT.hex()
+    theirs = tmp_path / "somebody else's"
+    theirs.mkdir()
+    for place in sorted(own.glob("??")) if linked == "shards" else [own]:
+        # As if by mv and ln -s: where the link leads, there is what was here.
+        place.rename(theirs / place.name)
+        place.symlink_to(theirs / place.name, target_is_directory=True)
+
+    def records():
+        return {path: path.stat().st_mtime_ns for path in theirs.rglob("*.kv")}
+
+    before = records()
+    if is_running:
+        assert reason_of(tier, kept) == "io"
+    else:
+        tier, extents, _ = reopened(tier, tmp_path)
+        assert extents == []
+    stored = put(tier, "new")
+    tier.delete(kept.extent_id)
+    assert read_wrongly(tier, stored) == []
+    assert records() == before
+    assert "not followed" in caplog.text
+    tier, extents, _ = reopened(tier, tmp_path)
+    assert extents == [stored]
+    tier.close()

@@ -1,0 +1,192 @@
+"""Which model directories are loaded; the others are refused in words for people, and no code of theirs is run."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig
+
+from engine.model.hf_model import ModelRefused, load_model, resolve_files
+from tests.engine.models import CPU, random_ids, save_tiny, tiny_model, vanilla_logits
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture
+def edited(saved: Path, tmp_path: Path) -> Callable[..., Path]:
+    """Makes a copy of the model directory with other entries in its config."""
+
+    def edit(**changes: Any) -> Path:
+        path = tmp_path / "edited"
+        shutil.copytree(saved, path)
+        config = json.loads((path / "config.json").read_text())
+        (path / "config.json").write_text(json.dumps(config | changes))
+        return path
+
+    return edit
+
+
+def load(path: Path) -> Any:
+    return load_model(path, torch.float32, CPU)
+
+
+def test_a_directory_is_loaded_as_it_was_saved(saved: Path) -> None:
+    model = load(resolve_files(str(saved), Path("unused")))
+    want = tiny_model().state_dict()
+    assert model.state_dict().keys() == want.keys()
+    assert all(torch.equal(tensor, want[name]) for name, tensor in model.state_dict().items())
+    assert not model.training
+    assert not any(parameter.requires_grad for parameter in model.parameters())
+
+
+def test_no_progress_bar_runs_into_the_log(saved: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    transformers.utils.logging.enable_progress_bar()
+    load(saved)
+    assert capfd.readouterr().err == ""
+
+
+def test_weights_are_converted_to_the_dtype_asked_for(saved: Path) -> None:
+    assert {p.dtype for p in load_model(saved, torch.bfloat16, CPU).parameters()} == {torch.bfloat16}
+
+
+def test_tied_weights_need_not_be_in_the_checkpoint(tmp_path: Path) -> None:
+    path = save_tiny(tmp_path / "tied", tie_word_embeddings=True)
+    assert "lm_head.weight" not in load_file(path / "model.safetensors")
+    model = load(path)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+
+
+def test_an_architecture_that_transformers_knows_is_loaded_without_the_code_beside_it(
+    edited: Callable[..., Path],
+) -> None:
+    path = edited(auto_map={"AutoConfig": "own.Config", "AutoModelForCausalLM": "own.Model"})
+    canary = path / "ran"
+    (path / "own.py").write_text(f"open({str(canary)!r}, 'w')")
+    model = load(path)
+    assert type(model).__module__.startswith("transformers.models.llama")
+    ids = random_ids(9, 0)
+    assert torch.equal(vanilla_logits(model, ids), vanilla_logits(tiny_model(), ids))
+    assert not canary.exists()
+
+
+def test_an_architecture_of_its_own_is_refused_without_running_it(edited: Callable[..., Path]) -> None:
+    auto_map = {"AutoConfig": "own.Config", "AutoModelForCausalLM": "own.Model"}
+    path = edited(model_type="own_thing", auto_map=auto_map)
+    canary = path / "ran"
+    (path / "own.py").write_text(f"open({str(canary)!r}, 'w')")
+    with pytest.raises(ModelRefused, match="code of its own") as refusal:
+        load(path)
+    assert "trust_remote_code" not in str(refusal.value)  # advice that nobody here can follow
+    assert not canary.exists()
+
+
+@pytest.mark.parametrize("quantization", [{"quant_method": "gptq", "bits": 4}, {"quant_method": "mxfp4"}])
+def test_quantised_checkpoints_are_refused(edited: Callable[..., Path], quantization: dict[str, Any]) -> None:
+    with pytest.raises(ModelRefused, match=f"quantised checkpoints \\({quantization['quant_method']}\\)"):
+        load(edited(quantization_config=quantization))
+
+
+def test_an_encoder_decoder_is_refused(tmp_path: Path) -> None:
+    AutoConfig.for_model("t5").save_pretrained(tmp_path)
+    with pytest.raises(ModelRefused, match="encoder-decoder"):
+        load(tmp_path)
+
+
+def test_attention_in_chunks_is_refused(tmp_path: Path) -> None:
+    AutoConfig.for_model("llama4_text").save_pretrained(tmp_path)
+    with pytest.raises(ModelRefused, match="attends in chunks"):
+        load(tmp_path)
+
+
+def test_a_directory_without_a_model_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ModelRefused, match="no configuration"):
+        load(tmp_path)
+
+
+def test_a_config_without_weights_is_refused(edited: Callable[..., Path]) -> None:
+    path = edited()
+    (path / "model.safetensors").unlink()
+    with pytest.raises(ModelRefused, match="no safetensors weights"):
+        load(path)
+
+
+def test_weights_that_could_run_code_are_refused(edited: Callable[..., Path]) -> None:
+    path = edited()
+    torch.save(load_file(path / "model.safetensors"), path / "pytorch_model.bin")
+    (path / "model.safetensors").unlink()
+    with pytest.raises(ModelRefused, match="no safetensors weights"):
+        load(path)
+
+
+def test_a_checkpoint_with_a_hole_is_refused(edited: Callable[..., Path]) -> None:
+    """transformers would fill it with random numbers and warn."""
+    path = edited()
+    weights = load_file(path / "model.safetensors")
+    del weights["model.layers.1.mlp.up_proj.weight"]
+    save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelRefused, match=r"model\.layers\.1\.mlp\.up_proj\.weight"):
+        load(path)
+
+
+def test_a_config_with_more_layers_than_the_checkpoint_is_refused(edited: Callable[..., Path]) -> None:
+    with pytest.raises(ModelRefused, match=r"9 weights are missing from .*model\.layers\.4\."):
+        load(edited(num_hidden_layers=5))
+
+
+def test_weights_of_another_shape_are_refused(edited: Callable[..., Path]) -> None:
+    with pytest.raises(ModelRefused, match="cannot load"):
+        load(edited(intermediate_size=100))
+
+
+def test_a_truncated_file_is_refused(edited: Callable[..., Path]) -> None:
+    path = edited()
+    file = path / "model.safetensors"
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+    with pytest.raises(ModelRefused, match="cannot load"):
+        load(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("./nowhere", "neither a directory"),
+        ("~/nowhere/at/all", "neither a directory"),
+        ("a b/c/d", "neither a directory nor a hub id"),
+        ("someone/some-model", "could not be fetched"),  # the tests run offline
+    ],
+)
+def test_names_of_no_model_are_refused(name: str, message: str) -> None:
+    with pytest.raises(ModelRefused, match=message):
+        resolve_files(name, Path("unused"))
+
+
+def test_a_file_is_not_a_model(saved: Path) -> None:
+    with pytest.raises(ModelRefused, match="neither a directory"):
+        resolve_files(str(saved / "config.json"), Path("unused"))
+
+
+def test_a_gguf_file_is_converted_and_loaded(tmp_path: Path) -> None:
+    from tests.engine.gguf import gguf_files
+
+    model = gguf_files.random_llama()
+    source = gguf_files.write(tmp_path / "tiny.gguf", model)
+    found = resolve_files(str(source), tmp_path / "models")
+    assert found.parent == tmp_path / "models"
+    assert resolve_files(str(source), tmp_path / "models") == found
+    weights = load(found).state_dict()
+    assert all(torch.equal(weights[name], weight) for name, weight in model.state_dict().items())
+
+
+def test_a_gguf_file_that_cannot_be_converted_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "bad.gguf").write_bytes(b"GGUF")
+    with pytest.raises(ModelRefused, match="cut off"):
+        resolve_files(str(tmp_path / "bad.gguf"), tmp_path / "models")

@@ -1,0 +1,49 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.model.warm_up import efficient_tokens
+
+
+@pytest.mark.parametrize(
+    ("fixed_s", "s_per_token", "most", "found"),
+    [
+        # Tokens a second of 32, 64, ... over that of 512: 0.025 + 512 * 0.00071 s give 1,317, of which 64 give 68 %.
+        (0.025, 0.00071, 512, 64),
+        (0.025, 0.00009, 512, 256),  # 7,197; 128 give 3,505 and 256 give 5,330
+        (0.0, 0.001, 512, 32),
+        (0.01, 0.0, 512, 512),
+        (0.008, 0.00004, 4096, 512),  # 23,840; 256 give 14,035 and 512 give 17,978
+        (0.01, 0.0, 20, 20),
+        (0.01, 0.0, 100, 64),
+    ],
+)
+def test_from_how_many_tokens_products_are_efficient(fixed_s, s_per_token, most, found):
+    assert efficient_tokens(lambda tokens: fixed_s + s_per_token * tokens, most) == found
+
+
+def test_a_model_that_takes_long_is_not_asked_for_more():
+    asked = []
+
+    def seconds(tokens):
+        asked.append(tokens)
+        return 0.02 * tokens
+
+    assert efficient_tokens(seconds, 4096) == 32
+    assert asked == [32]
+
+
+@given(most=st.integers(1, 5000), seed=st.lists(st.floats(1e-4, 1.0), min_size=9, max_size=9))
+def test_it_is_one_that_was_measured_and_gives_two_thirds_of_the_best(most, seed):
+    times = iter(seed)
+    rates = {}
+
+    def seconds(tokens):
+        took_s = next(times)
+        rates[tokens] = tokens / took_s
+        return took_s
+
+    found = efficient_tokens(seconds, most)
+    assert found <= most
+    assert rates[found] >= 2 / 3 * max(rates.values())
+    assert all(rate < 2 / 3 * max(rates.values()) for tokens, rate in rates.items() if tokens < found)
