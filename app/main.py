@@ -17,7 +17,7 @@ from app.api.messages import route as messages
 from app.api.reprise import cache, events, models, openapi, ops, page, sessions, tokens
 from app.api.responses import conversations
 from app.api.responses import route as responses
-from app.api.responses.responses import Responses, Store
+from app.api.responses.response_service import Responses, Store
 from app.conversations.redis_store import RedisStore
 from app.conversations.response_store import ResponseStore
 from app.conversations.text_thread import TextThread
@@ -31,7 +31,7 @@ from app.settings.settings import Settings
 from app.state_dir import SecretKeeper, load_tenant_secret, weakness
 from app.tenancy.key_file import follow_keys, load_keys
 from app.tenancy.keyring import Key, Keyring, digest_of
-from app.turn.generation import Engine, Generation
+from app.turn.generation import EnginePort, Generation
 from app.turn.service import Service
 from app.version import version
 from engine.process.client import EngineClient
@@ -45,7 +45,7 @@ EXPOSED_HEADERS = (
 log = logging.getLogger(__name__)
 
 
-def create_app(settings: Settings, *, engine: Engine | None = None) -> FastAPI:
+def create_app(settings: Settings, *, engine: EnginePort | None = None) -> FastAPI:
     """The app, with an engine process of its own unless one is given. Nothing runs before its lifespan starts.
 
     Makes the state directory. Raises OSError, ValueError for a damaged secret, KeyFileError, TracingUnavailable or

@@ -11,7 +11,7 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
-from kernels.attention.base import KvPages
+from kernels.attention.ragged_batch import KvPages
 from kernels.kv_copy import write_rows
 
 Rotate = Callable[[int, Tensor, Tensor], Tensor]

@@ -12,21 +12,21 @@ from cache.blocks.table import CacheTable, SessionName
 from cache.blocks.truncate import CutRules
 from cache.look_ahead import LookAhead
 from cache.moves import CapturePiece, Deleted, Event, Fetched, Late, Loaded, Lost, Move, Saved, Transferred, Written
-from cache.policies.base import PolicyFactory
-from cache.rates import Progress, Rates
+from cache.policies.eviction_policy import PolicyFactory
+from cache.rates import LoadProgress, Rates
 from cache.requests.loading import Loads
 from cache.requests.matching import Matcher
 from cache.requests.opening import ClientCut, ContextOpener, DomainOf, Truncation
-from cache.requests.placing import Admission
+from cache.requests.placing import Placer
+from cache.requests.provenance import report_prompt
 from cache.requests.publishing import Publisher
-from cache.requests.report import report_prompt
 from cache.requests.running import Requests
 from cache.requests.saving import Saver
 from cache.requests.siblings import Siblings
 from cache.returns.return_times import ReturnTimes
 from cache.sessions import SessionStore
-from cache.stats import CacheStats, PromptReport, Residency
-from cache.tiers.dram import LowerTiers
+from cache.stats import CacheStats, PromptReport, ResidencyValue
+from cache.tiers.dram import DramTier
 from cache.tiers.hbm import HbmPool
 from cache.tiers.hierarchy import Hierarchy
 from cache.tiers.pages import PageAllocator
@@ -62,7 +62,7 @@ class CacheManager:
         hbm_low_water: float,
         rates: Rates,
         arrived: Callable[[int], float],
-        progress: Callable[[int], Progress | None],
+        progress: Callable[[int], LoadProgress | None],
         unix_offset_s: float,
         exact: bool,
     ) -> None:
@@ -89,7 +89,7 @@ class CacheManager:
             stats=self.stats,
             gone=self.table.forget,
         )
-        self.lower = LowerTiers(
+        self.lower = DramTier(
             table=self.table,
             num_slots=num_slots,
             dram_slots=dram_slots,
@@ -142,7 +142,7 @@ class CacheManager:
             bytes_per_token=bytes_per_token,
             stats=self.stats,
         )
-        self._admission = Admission(
+        self._placer = Placer(
             tiers=tiers, matcher=self._matcher, siblings=self._siblings, loads=self._loads, reuse=reuse
         )
         self._saver = Saver(tiers=tiers, page_size=page_size, exact=exact)
@@ -192,7 +192,7 @@ class CacheManager:
         context = self._running[request_id]
         return self._matcher.choose(context, self._matcher.match(context)).num_tokens
 
-    def residency(self, request_id: str) -> Residency:
+    def residency(self, request_id: str) -> ResidencyValue:
         """See CacheView."""
         context = self._running[request_id]
         if context.pages:
@@ -213,7 +213,7 @@ class CacheManager:
     def admit(self, request_id: str, num_tokens: int) -> int | None:
         """See CacheView. What is matched is shared page by page where whole pages match; the rest is copied, loaded, or
         taken over in place if nobody else can see it."""
-        return self._admission.admit(self._running[request_id], num_tokens)
+        return self._placer.admit(self._running[request_id], num_tokens)
 
     def grow(self, request_id: str, num_tokens: int) -> bool:
         """See CacheView."""
@@ -435,8 +435,8 @@ class CacheManager:
 
     def take_moves(self) -> list[Move]:
         """The moves decided since the last call, to be carried out in this order before the next step."""
-        moves = [*self._admission.copies, *self.lower.moves]
-        self._admission.copies, self.lower.moves = [], []
+        moves = [*self._placer.copies, *self.lower.moves]
+        self._placer.copies, self.lower.moves = [], []
         return moves
 
     def borrow(self, num_pages: int) -> list[int] | None:

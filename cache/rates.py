@@ -194,7 +194,7 @@ class Rates:
         return self._transfers[direction].of(num_bytes)
 
 
-class Progress(NamedTuple):
+class LoadProgress(NamedTuple):
     """How far a device has come with a load, in seconds in which it was asked for bytes of it."""
 
     layers: int  # that have come

@@ -32,7 +32,7 @@ class PromptReport:
         return self.prompt_tokens - self.cached_tokens
 
 
-class Residency(NamedTuple):
+class ResidencyValue(NamedTuple):
     """Where a request's tokens are right now; `scheduler.ports.Residency` says what the fields mean. A tuple, which is
     made four times as fast: several are asked for in every step."""
 

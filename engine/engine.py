@@ -14,6 +14,7 @@ from cache.moves import CapturePiece, CopyRows, Transferred
 from cache.storage.first_touch import FirstTouch
 from cache.transfer.capture import CaptureSink
 from cache.transfer.transfer import Transfer
+from engine.counters import Counters, collect
 from engine.messages import (
     ModelInfo,
     Output,
@@ -26,13 +27,12 @@ from engine.messages import (
 )
 from engine.model.batch import BatchItem, BlockTables, build_batch
 from engine.model.runner import ModelRunner
-from engine.sessions import SessionDirectory
-from engine.stats import Counters, collect
+from engine.session_directory import SessionDirectory
 from engine.step.arrival import Arrival
 from engine.step.grammar import GrammarCompiler
 from engine.step.held_moves import Moves
 from engine.step.intake import Intake
-from engine.step.running_choice import Choice, cache_report
+from engine.step.running_choice import RunningChoice, cache_report
 from engine.step.sampler import BadLogits, Sampled, Sampler, token_logprobs
 from engine.step.verify import Verifier
 from scheduler.scheduler import Chunk, Scheduler
@@ -92,7 +92,7 @@ class Engine:
             add=self._add,
         )
         self._close_timeout_s = close_timeout_s
-        self._choices: dict[str, Choice] = {}  # by the id of the sequence
+        self._choices: dict[str, RunningChoice] = {}  # by the id of the sequence
         self._requests: dict[str, list[str]] = {}  # the app's request id -> its unfinished sequences
         self._counters = Counters()
         self._replies: list[SessionReply] = []
@@ -101,12 +101,12 @@ class Engine:
 
     # --- requests -----------------------------------------------------------------------------------------------------
 
-    def submit(self, request: Submit, now: float) -> list[Output]:
+    def accept(self, request: Submit, now: float) -> list[Output]:
         """Queue every choice of a request, as soon as its grammar is compiled if it has one. Returns error outputs for
         those that cannot be taken."""
-        return self._intake.submit(request, now)
+        return self._intake.open_request(request, now)
 
-    def _add(self, choice: Choice) -> None:
+    def _add(self, choice: RunningChoice) -> None:
         sequence_id = choice.sequence.request_id
         self._choices[sequence_id] = choice
         self._requests.setdefault(choice.request_id, []).append(sequence_id)
@@ -193,7 +193,7 @@ class Engine:
             self._restart(self._choices[sequence_id])
         return failed
 
-    def _restart(self, choice: Choice) -> None:
+    def _restart(self, choice: RunningChoice) -> None:
         """What a sequence has computed is void: it is admitted anew."""
         sequence_id = choice.sequence.request_id
         self._cache.void(sequence_id)
@@ -312,7 +312,7 @@ class Engine:
                 row += 1
         return logits[drawn]
 
-    def _verify(self, ready: list[Choice], logits: torch.Tensor) -> tuple[list[Choice], torch.Tensor]:
+    def _verify(self, ready: list[RunningChoice], logits: torch.Tensor) -> tuple[list[RunningChoice], torch.Tensor]:
         """Before a first token is drawn from what was loaded: see whether a recompute agrees. Returns those that may
         go on; the others start anew, without it."""
         assert self._verifier is not None
@@ -346,7 +346,7 @@ class Engine:
             prompt_rows=self._choices[sequence.request_id].prompt_rows(first, chunk.num_tokens),
         )
 
-    def _sample(self, ready: list[Choice], logits: torch.Tensor, now: float) -> list[Output]:
+    def _sample(self, ready: list[RunningChoice], logits: torch.Tensor, now: float) -> list[Output]:
         outputs = []
         while ready:
             try:
@@ -370,7 +370,7 @@ class Engine:
             return outputs
         return outputs + [self._accept(choice, token, now) for choice, token in zip(ready, sampled, strict=True)]
 
-    def _accept(self, choice: Choice, sampled: Sampled, now: float) -> Output:
+    def _accept(self, choice: RunningChoice, sampled: Sampled, now: float) -> Output:
         """Append a sampled token; end the choice if that was its last."""
         sequence = choice.sequence
         sequence.token_ids.append(sampled.token_id)
@@ -393,7 +393,7 @@ class Engine:
             return self._end(choice, reason, now, [sampled.token_id], logprobs)
         return self._output(choice, [sampled.token_id], logprobs, now)
 
-    def _truncate(self, choice: Choice) -> bool:
+    def _truncate(self, choice: RunningChoice) -> bool:
         """The window is full in the middle of an answer: go on with less history, if that is allowed and possible."""
         sequence = choice.sequence
         if not choice.may_truncate:
@@ -416,7 +416,7 @@ class Engine:
 
     def _end(
         self,
-        choice: Choice,
+        choice: RunningChoice,
         reason: str,
         now: float,
         token_ids: Iterable[int] = (),
@@ -427,7 +427,7 @@ class Engine:
         self._close(choice, choice.sequence.computed_tokens)
         return self._output(choice, list(token_ids), logprobs, now, finish_reason=reason, timings=timings)
 
-    def _close(self, choice: Choice, num_tokens: int) -> None:
+    def _close(self, choice: RunningChoice, num_tokens: int) -> None:
         """Leave every table; the session's context is the first `num_tokens` tokens, as far as they were computed."""
         sequence = choice.sequence
         self._scheduler.remove(sequence)
@@ -441,7 +441,7 @@ class Engine:
 
     def _output(
         self,
-        choice: Choice,
+        choice: RunningChoice,
         token_ids: list[int],
         logprobs: list[TokenLogprob] | None,
         now: float,

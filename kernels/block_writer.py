@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kernels.attention.base import KvPages
+from kernels.attention.ragged_batch import KvPages
 from kernels.cpu.available import announce_compiling, as_bits, as_stream, decode_kernels, use_torch_threads
 
 log = logging.getLogger(__name__)

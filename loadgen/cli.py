@@ -12,11 +12,11 @@ import httpx
 import typer
 from rich.console import Console
 
-from loadgen.measure import run as load
-from loadgen.measure.client import Loop, Target, TurnResult
-from loadgen.measure.live import Live, progress
-from loadgen.measure.metrics import Prices, Slo
-from loadgen.report import page, tables
+from loadgen.measure import load_run
+from loadgen.measure.progress_line import ProgressLine, progress
+from loadgen.measure.sender import Loop, Target, TurnResult
+from loadgen.measure.summary import Prices, Slo
+from loadgen.report import html_page, tables
 from loadgen.workloads.synthetic import Distribution
 from loadgen.workloads.workload import Conversation
 
@@ -169,7 +169,7 @@ def load_command(
     if source == "trace" and loop != "open":
         raise _refuse("a trace says itself when its requests are sent: leave --loop open")
     try:
-        options = load.Options(
+        options = load_run.Options(
             source=source, path=str(path), conversations=conversations or (100 if source == "synthetic" else 0),
             rate=rate, think=think, loop=cast(Loop, loop), concurrency=concurrency, speed=speed, scale=scale,
             max_context=max_context, answer_tokens=answer_tokens, system_tokens=system_tokens, seed=seed,
@@ -179,10 +179,10 @@ def load_command(
             prices=Prices(gpus, gpu_price, dram_gb, dram_price, ssd_gb, ssd_price),
         )  # fmt: skip
         fields = {"temperature": temperature, **({"ignore_eos": True} if ignore_eos else {}), **_fields(body)}
-        workload = load.workload(options)
+        workload = load_run.workload(options)
         talks = workload.conversations
         target, server = _target(url, model, api_key, fields, max_tokens_field)
-        load.check_writable(out, html, read=(dialogues, trace))
+        load_run.check_writable(out, html, read=(dialogues, trace))
     except (ValueError, OSError) as error:
         raise _refuse(str(error)) from None
     console.print(
@@ -195,7 +195,7 @@ def load_command(
         console.print(
             f"{left_out:,} of {left_out + len(talks):,} left out: already the first turn is longer than --max-context"
         )
-    if repeats := load.repeated(talks):
+    if repeats := load_run.repeated(talks):
         console.print(
             f"{repeats:,} of them say what others said before: what a cache finds of that is no history's reuse"
         )
@@ -203,13 +203,13 @@ def load_command(
     results, finished = _execute(options, talks, target, quiet)
     if finished and not results:
         raise _refuse("nothing was due within --duration")
-    document = load.document(
+    document = load_run.document(
         options, workload, results, command=["reprise", "load", *_shown(context.obj or [])], server=server,
         finished=finished, started=started, token_times=token_times,
     )  # fmt: skip
     tables.show(Console(), document)
     called = out.stem if out else server["model"]
-    for file, write in ((out, load.write), (html, partial(_write_page, called))):
+    for file, write in ((out, load_run.write), (html, partial(_write_page, called))):
         if file is not None:
             try:
                 write(document, file)
@@ -235,10 +235,10 @@ def compare(
     if len(called) != len(files):
         raise _refuse(f"{len(files)} files, {len(called)} names")
     try:
-        load.check_writable(html, read=files)
-        documents = [load.read(file) for file in files]
+        load_run.check_writable(html, read=files)
+        documents = [load_run.read(file) for file in files]
         if html is not None:
-            load.save(page.render(called, documents), html)
+            load_run.save(html_page.render(called, documents), html)
         if len(documents) == 1:
             tables.show(Console(), documents[0])
         else:
@@ -250,13 +250,13 @@ def compare(
 
 
 def _write_page(called: str, document: dict[str, Any], path: Path) -> None:
-    load.save(page.render([called], [document]), path)
+    load_run.save(html_page.render([called], [document]), path)
 
 
 def _execute(
-    options: load.Options, workload: list[Conversation], target: Target, quiet: bool
+    options: load_run.Options, workload: list[Conversation], target: Target, quiet: bool
 ) -> tuple[list[TurnResult], bool]:
-    live = Live(options.slo)
+    live = ProgressLine(options.slo)
     with progress(console, live) as bars:
         bars.disable = quiet
         bar = bars.add_task("", total=sum(len(conversation.turns) for conversation in workload), visible=not quiet)
@@ -265,7 +265,7 @@ def _execute(
             live.on_result(result)
             bars.advance(bar)
 
-        return load.execute(options, workload, target, on_sent=live.on_sent, on_result=on_result)
+        return load_run.execute(options, workload, target, on_sent=live.on_sent, on_result=on_result)
 
 
 def _target(

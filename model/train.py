@@ -39,7 +39,7 @@ CONTEXT = 1024
 
 
 @dataclass(slots=True)
-class Progress:
+class TrainingProgress:
     """Where a run stands. `cpu_s` decides; the rest is for the log."""
 
     step: int = 0
@@ -130,7 +130,7 @@ def validation_loss(
 
 
 def save_checkpoint(
-    path: Path, model: torch.nn.Module, optimizers: list[torch.optim.Optimizer], state: Progress
+    path: Path, model: torch.nn.Module, optimizers: list[torch.optim.Optimizer], state: TrainingProgress
 ) -> None:
     temporary = path.with_suffix(".tmp")
     torch.save(
@@ -155,14 +155,14 @@ def train(data: Path, run: Path, cpu_hours: float, threads: int) -> None:
     model = LlamaForCausalLM(model_config())
     console.print(f"{sum(p.numel() for p in model.parameters()):,} parameters")
     optimizers = make_optimizers(model)
-    state = Progress()
+    state = TrainingProgress()
     checkpoint = run / "checkpoint.pt"
     if checkpoint.exists():
         saved = torch.load(checkpoint, weights_only=True)
         model.load_state_dict(saved["model"])
         for optimizer, optimizer_state in zip(optimizers, saved["optimizers"], strict=True):
             optimizer.load_state_dict(optimizer_state)
-        state = Progress(**{key: saved[key] for key in asdict(state)})
+        state = TrainingProgress(**{key: saved[key] for key in asdict(state)})
 
     stopping = False
 

@@ -11,7 +11,7 @@ import psutil
 import pytest
 from openai import AsyncOpenAI, OpenAI
 
-from benchmarks.harness.servers import Server, serve
+from benchmarks.harness.servers import ServerProcess, serve
 
 SETTINGS = {"model.dtype": "float32", "cache.hbm_tokens": 16_384, "engine.threads": 1}
 TURNS = ["Hello! Do you like music?", "What kind of music do you like?", "Who is your favorite singer?", "Why?"]
@@ -19,22 +19,24 @@ LONG = "Tell me everything you know about it."
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
+def server() -> Iterator[ServerProcess]:
     with serve("e2e", SETTINGS) as running:
         yield running
 
 
 @pytest.fixture(scope="module")
-def recompute() -> Iterator[Server]:
+def recompute() -> Iterator[ServerProcess]:
     with serve("e2e-recompute", {**SETTINGS, "cache.mode": "recompute"}) as running:
         yield running
 
 
-def client_of(server: Server) -> OpenAI:
+def client_of(server: ServerProcess) -> OpenAI:
     return OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60)
 
 
-def converse(server: Server, turns: list[str], **options: object) -> list[tuple[str, openai.types.CompletionUsage]]:
+def converse(
+    server: ServerProcess, turns: list[str], **options: object
+) -> list[tuple[str, openai.types.CompletionUsage]]:
     """A conversation as clients hold it: full history, no session id."""
     client, messages, answers = client_of(server), [], []
     for text in turns:
@@ -48,7 +50,7 @@ def converse(server: Server, turns: list[str], **options: object) -> list[tuple[
     return answers
 
 
-async def stream(server: Server, max_tokens: int) -> list[str | None]:
+async def stream(server: ServerProcess, max_tokens: int) -> list[str | None]:
     """Pieces of an answer that goes on to `max_tokens`; None where the finish reason stood."""
     client = AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60)
     chunks = await client.chat.completions.create(
@@ -61,7 +63,7 @@ async def stream(server: Server, max_tokens: int) -> list[str | None]:
     return [c.choices[0].delta.content if c.choices[0].finish_reason is None else None async for c in chunks]
 
 
-def engine_of(server: Server) -> psutil.Process:
+def engine_of(server: ServerProcess) -> psutil.Process:
     (engine,) = psutil.Process(server.pid).children()
     return engine
 
@@ -73,16 +75,18 @@ def wait_for(condition, timeout_s: float = 60.0) -> None:  # type: ignore[no-unt
         time.sleep(0.05)
 
 
-def is_ready(server: Server) -> bool:
+def is_ready(server: ServerProcess) -> bool:
     return httpx.get(f"{server.url}/ready", timeout=5).status_code == 200
 
 
-def idle(server: Server) -> bool:
+def idle(server: ServerProcess) -> bool:
     metrics = server.metrics()
     return metrics["reprise_running_requests"] == 0 and metrics["reprise_leases"] == 0
 
 
-def test_every_turn_computes_only_its_new_tokens_and_says_the_same(server: Server, recompute: Server) -> None:
+def test_every_turn_computes_only_its_new_tokens_and_says_the_same(
+    server: ServerProcess, recompute: ServerProcess
+) -> None:
     kept, computed = converse(server, TURNS), converse(recompute, TURNS)
     assert [text for text, _ in kept] == [text for text, _ in computed]
     assert all(usage.prompt_tokens_details.cached_tokens == 0 for _, usage in computed)
@@ -95,7 +99,7 @@ def test_every_turn_computes_only_its_new_tokens_and_says_the_same(server: Serve
         before = usage
 
 
-def test_a_fork_keeps_what_both_branches_share(server: Server) -> None:
+def test_a_fork_keeps_what_both_branches_share(server: ServerProcess) -> None:
     converse(server, [*TURNS[:2], "Tell me about dogs."])
     forked = converse(server, [*TURNS[:2], "Tell me about cats."])
     usage = forked[2][1]
@@ -119,7 +123,7 @@ def test_tenants_share_nothing() -> None:
             OpenAI(base_url=f"{server.url}/v1", api_key="wrong-secret-key").models.list()
 
 
-def test_seeded_answers_do_not_depend_on_the_crowd(server: Server) -> None:
+def test_seeded_answers_do_not_depend_on_the_crowd(server: ServerProcess) -> None:
     client = AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60)
 
     async def ask(seed: int) -> str:
@@ -137,7 +141,7 @@ def test_seeded_answers_do_not_depend_on_the_crowd(server: Server) -> None:
     assert len(set(alone)) > 1
 
 
-def test_a_client_that_leaves_frees_its_room(server: Server) -> None:
+def test_a_client_that_leaves_frees_its_room(server: ServerProcess) -> None:
     wait_for(lambda: idle(server))
     body = {
         "model": "bundled",
@@ -151,7 +155,7 @@ def test_a_client_that_leaves_frees_its_room(server: Server) -> None:
     wait_for(lambda: idle(server), timeout_s=10)
 
 
-def test_the_engine_is_killed_during_eight_streams(server: Server) -> None:
+def test_the_engine_is_killed_during_eight_streams(server: ServerProcess) -> None:
     async def run() -> list[object]:
         streams = [asyncio.create_task(stream(server, 900)) for _ in range(8)]
         await asyncio.to_thread(wait_for, lambda: server.metrics()["reprise_running_requests"] == 8)

@@ -19,14 +19,14 @@ ROOT = Path(__file__).parent.parent
 OURS = ("app", "benchmarks", "cache", "engine", "kernels", "loadgen", "model", "scheduler", "tests")
 
 # What the app and whoever else runs without torch may import of the engine.
-OF_ENGINE = ("engine.process.client", "engine.build.machine", "engine.messages", "engine.build.sizes")
+OF_ENGINE = ("engine.process.client", "engine.build.resources", "engine.messages", "engine.build.sizes")
 # Folder -> the modules of ours it may import; a name stands for everything below it.
 ALLOWED = {
     "scheduler": ("scheduler",),
     "kernels": ("kernels",),
     "cache": ("cache", "kernels"),
     "engine": ("engine", "scheduler", "cache", "kernels"),
-    "app": ("app", *OF_ENGINE, "model.places"),
+    "app": ("app", *OF_ENGINE, "model.directories"),
     "loadgen": ("loadgen", "scheduler", "cache"),
     "model": ("model", "engine.gguf"),
 }
@@ -94,7 +94,7 @@ def is_pure(name: str) -> bool:
 
 
 def is_torch_free(name: str) -> bool:
-    return is_pure(name) or is_below(name, ("app", "loadgen", *OF_ENGINE, "model.places"))
+    return is_pure(name) or is_below(name, ("app", "loadgen", *OF_ENGINE, "model.directories"))
 
 
 def complaint(module: Module, line: int, what: str) -> str:

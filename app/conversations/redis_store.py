@@ -18,7 +18,15 @@ from typing import Any
 import msgspec
 
 from app.conversations.breaker import Breaker, State
-from app.conversations.response_store import MAX_CHAIN, MAX_ITEMS, SWEEP_BATCH, Conversation, Item, NotStored, TooLong
+from app.conversations.response_store import (
+    MAX_CHAIN,
+    MAX_ITEMS,
+    SWEEP_BATCH,
+    Item,
+    NotStored,
+    StoredConversation,
+    TooLong,
+)
 from app.conversations.stored_records import BadRecord, conversation_of, item_of, items_of, response_of, text_of
 from app.errors import ApiError, unavailable
 
@@ -260,17 +268,17 @@ class RedisStore:
 
     async def create(
         self, tenant: str, conversation_id: str, metadata: dict[str, str], items: list[Item]
-    ) -> Conversation:
+    ) -> StoredConversation:
         """Items have ids."""
         created = int(time.time())
         key = _conversation(tenant, conversation_id)
         await self._write("create", key, MAX_ITEMS, created, _encode(metadata), *map(_encode, items))
-        return Conversation(conversation_id, created, metadata)
+        return StoredConversation(conversation_id, created, metadata)
 
-    async def conversation(self, tenant: str, conversation_id: str) -> Conversation:
+    async def conversation(self, tenant: str, conversation_id: str) -> StoredConversation:
         return await self._about("touch", tenant, conversation_id)
 
-    async def update(self, tenant: str, conversation_id: str, metadata: dict[str, str]) -> Conversation:
+    async def update(self, tenant: str, conversation_id: str, metadata: dict[str, str]) -> StoredConversation:
         return await self._about("update", tenant, conversation_id, _encode(metadata))
 
     async def forget(self, tenant: str, conversation_id: str) -> None:
@@ -288,14 +296,16 @@ class RedisStore:
                 raise BadRecord("its items are missing")
             return [item_of(item) for item in items]
 
-    async def delete_item(self, tenant: str, conversation_id: str, item_id: str) -> Conversation:
+    async def delete_item(self, tenant: str, conversation_id: str, item_id: str) -> StoredConversation:
         return await self._about("delete item", tenant, conversation_id, item_id)
 
     async def sweep(self) -> None:
         """What nobody has used for its time to live, a bounded number per call."""
         await self._write("sweep", "", SWEEP_BATCH)
 
-    async def _about(self, what: str, tenant: str, conversation_id: str, *values: str | bytes | int) -> Conversation:
+    async def _about(
+        self, what: str, tenant: str, conversation_id: str, *values: str | bytes | int
+    ) -> StoredConversation:
         key = _conversation(tenant, conversation_id)
         async with self._reading(key):
             _, created, metadata = _named(await self._run(what, key, *values), key, 3)

@@ -52,7 +52,7 @@ class TooLong(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Conversation:
+class StoredConversation:
     id: str
     created: int
     metadata: dict[str, str]
@@ -136,27 +136,27 @@ class ResponseStore:
 
     async def create(
         self, tenant: str, conversation_id: str, metadata: dict[str, str], items: list[Item]
-    ) -> Conversation:
+    ) -> StoredConversation:
         """Items have ids."""
 
-        def write() -> Conversation:
+        def write() -> StoredConversation:
             now = time.time()
             values = (conversation_id, tenant, now, int(now), _encode(metadata))
             self._db.execute("INSERT INTO conversations VALUES (?, ?, ?, ?, ?)", values)
             self._append(conversation_id, items)
             self._make_room()
-            return Conversation(conversation_id, int(now), metadata)  # the file shrinks with the next response
+            return StoredConversation(conversation_id, int(now), metadata)  # the file shrinks with the next response
 
         return await self._run(write)
 
-    async def conversation(self, tenant: str, conversation_id: str) -> Conversation:
+    async def conversation(self, tenant: str, conversation_id: str) -> StoredConversation:
         return await self._run(lambda: self._conversation(tenant, conversation_id))
 
-    async def update(self, tenant: str, conversation_id: str, metadata: dict[str, str]) -> Conversation:
-        def write() -> Conversation:
+    async def update(self, tenant: str, conversation_id: str, metadata: dict[str, str]) -> StoredConversation:
+        def write() -> StoredConversation:
             found = self._conversation(tenant, conversation_id)
             self._db.execute("UPDATE conversations SET metadata = ? WHERE id = ?", (_encode(metadata), found.id))
-            return Conversation(found.id, found.created, metadata)
+            return StoredConversation(found.id, found.created, metadata)
 
         return await self._run(write)
 
@@ -185,8 +185,8 @@ class ResponseStore:
 
         return await self._run(read)
 
-    async def delete_item(self, tenant: str, conversation_id: str, item_id: str) -> Conversation:
-        def remove() -> Conversation:
+    async def delete_item(self, tenant: str, conversation_id: str, item_id: str) -> StoredConversation:
+        def remove() -> StoredConversation:
             found = self._conversation(tenant, conversation_id)
             values = (conversation_id, item_id)
             if self._db.execute("DELETE FROM items WHERE conversation = ? AND id = ?", values).rowcount == 0:
@@ -195,7 +195,7 @@ class ResponseStore:
 
         return await self._delete(remove)
 
-    def _conversation(self, tenant: str, conversation_id: str) -> Conversation:
+    def _conversation(self, tenant: str, conversation_id: str) -> StoredConversation:
         """Counts as its use."""
         now = time.time()
         found = self._db.execute(
@@ -204,7 +204,7 @@ class ResponseStore:
         ).fetchone()
         if found is None:
             raise NotStored(conversation_id)
-        return Conversation(conversation_id, found[0], _decode(found[1]))
+        return StoredConversation(conversation_id, found[0], _decode(found[1]))
 
     def _append(self, conversation_id: str, items: list[Item]) -> None:
         (last, count), = self._db.execute(

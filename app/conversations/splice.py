@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from app.conversations.transcript_store import Answer, digest
+from app.conversations.transcript_store import RecordedAnswer, digest
 
 Message = dict[str, Any]
 
@@ -37,7 +37,7 @@ class TextTokenizer(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class RenderedChat:
     tokenizer: TextTokenizer
     messages: list[Message]
     tools: list[dict[str, Any]] | None
@@ -61,7 +61,7 @@ class Splice:
     rest: str
 
 
-def cut(tokenizer: TextTokenizer, answer: Answer, limit: int, shown: str, tail: str) -> Splice:
+def cut(tokenizer: TextTokenizer, answer: RecordedAnswer, limit: int, shown: str, tail: str) -> Splice:
     """Keep the answer's whole tokens within its first `limit` characters, which begin `shown`."""
     ids, ends = answer.token_ids, answer.ends
     if limit == len(answer.text) and (not ends or ends[-1] <= limit):
@@ -88,7 +88,7 @@ def link(chain: bytes, message: Message) -> bytes:
     return digest("message", chain, canonical(message))
 
 
-def tail_of(request: Request, last: int) -> bytes:
+def tail_of(request: RenderedChat, last: int) -> bytes:
     """Of the scope and one message."""
     return digest("tail", request.chain[0], canonical(without_reasoning(request.messages[last])))
 

@@ -4,7 +4,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from app.conversations.response_store import MAX_ITEMS, Conversation, Item
+from app.conversations.response_store import MAX_ITEMS, Item, StoredConversation
 
 MAX_DEPTH = 250  # levels, more than a request may have
 T = TypeVar("T")
@@ -76,9 +76,9 @@ def item_of(data: object) -> Item:
     return item
 
 
-def conversation_of(created: object, metadata: object, conversation_id: str) -> Conversation:
+def conversation_of(created: object, metadata: object, conversation_id: str) -> StoredConversation:
     """Raises BadRecord."""
-    return Conversation(conversation_id, _decode(created, int), _decode(metadata, dict[str, str]))
+    return StoredConversation(conversation_id, _decode(created, int), _decode(metadata, dict[str, str]))
 
 
 def text_of(data: object) -> str:

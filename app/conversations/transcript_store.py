@@ -148,7 +148,7 @@ class NewAnswer:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class RecordedAnswer:
     """A recorded answer, without the ids of its prompt."""
 
     id: int
@@ -219,17 +219,17 @@ class TranscriptStore:
         }
 
     @_forgiving(list)
-    def find_answers(self, *, after: bytes, session_id: str | None, since: float) -> list[Answer]:
+    def find_answers(self, *, after: bytes, session_id: str | None, since: float) -> list[RecordedAnswer]:
         """Answers that end the chain `after`: those of the session first, then the newest first."""
         return self._find(_AFTER, after, session_id, since, MAX_EXACT)
 
     @_forgiving(list)
-    def find_siblings(self, *, before: bytes, session_id: str | None, since: float) -> list[Answer]:
+    def find_siblings(self, *, before: bytes, session_id: str | None, since: float) -> list[RecordedAnswer]:
         """Answers to the prompt with the chain `before`, in the same order."""
         return self._find(_BEFORE, before, session_id, since, MAX_SIBLINGS)
 
     @_forgiving(list)
-    def find_tails(self, *, tail: bytes, session_id: str | None, since: float) -> list[Answer]:
+    def find_tails(self, *, tail: bytes, session_id: str | None, since: float) -> list[RecordedAnswer]:
         """Answers that end any conversation of the scope in these two messages, in the same order."""
         return self._find(_TAIL, tail, session_id, since, MAX_EXACT)
 
@@ -336,13 +336,13 @@ class TranscriptStore:
     def close(self) -> None:
         self._db.close()
 
-    def _find(self, where: str, key: bytes, session_id: str | None, since: float, limit: int) -> list[Answer]:
+    def _find(self, where: str, key: bytes, session_id: str | None, since: float, limit: int) -> list[RecordedAnswer]:
         rows = self._db.execute(
             _FIND.format(where=where), {"key": key, "session": session_id or "", "since": since, "limit": limit}
         )
         # Damage shows when `full_ids` checks the digests; until then a row only has to be readable.
         return [
-            Answer(
+            RecordedAnswer(
                 id=row[0], session_id=row[1], chain=row[2], bare=row[3], digest=row[4],
                 text=row[5].decode("utf-8", "replace"), ends=_ids(row[6]), token_ids=_ids(row[7]),
                 prompt_chars=row[8], prompt_digest=row[9], continues=row[10] is not None,

@@ -30,7 +30,7 @@ from app.conversations.known_chains import RecentChains
 from app.conversations.splice import (
     GENERATED,
     Message,
-    Request,
+    RenderedChat,
     Splice,
     TextTokenizer,
     canonical,
@@ -42,7 +42,15 @@ from app.conversations.splice import (
     tail_of,
     without_reasoning,
 )
-from app.conversations.transcript_store import Answer, Base, NewAnswer, PreparedPrompt, Shifted, TranscriptStore, digest
+from app.conversations.transcript_store import (
+    Base,
+    NewAnswer,
+    PreparedPrompt,
+    RecordedAnswer,
+    Shifted,
+    TranscriptStore,
+    digest,
+)
 from app.text.message_bounds import MessageBounds
 from app.text.template import TemplateError
 from app.text.tokenizer import SHIELD, PromptTooLong
@@ -62,7 +70,7 @@ class _Candidate:
     """A recorded answer to the first `turn` messages of the request; messages[turn] may be that answer."""
 
     turn: int
-    answer: Answer
+    answer: RecordedAnswer
     is_exact: bool  # messages[turn] is the answer as recorded
     is_known: bool  # an answer of ours is in the request: this one, its beginning, or an earlier one
 
@@ -112,17 +120,19 @@ class Transcripts:
                 "scope", tenant, model, tokenizer.template_digest, canonical(tools), canonical(template_args)
             )
             chain = self._chain(scope, messages)
-            request = Request(tokenizer, messages, tools, template_args, text, chain, max_tokens, max_newest_tokens)
+            request = RenderedChat(
+                tokenizer, messages, tools, template_args, text, chain, max_tokens, max_newest_tokens
+            )
             return self._prepare(request, tenant, session_id, now, client_shift)
 
     def _prepare(
-        self, request: Request, tenant: str, session_id: str | None, now: float, client_shift: bool
+        self, request: RenderedChat, tenant: str, session_id: str | None, now: float, client_shift: bool
     ) -> PreparedPrompt:
         text, chain = request.text, request.chain
         ids: list[int] | None = None
         starts: list[int] = []
         base: Base | None = None
-        first: tuple[Answer, array[int]] | None = None
+        first: tuple[RecordedAnswer, array[int]] | None = None
         found_session: str | None = None
         for candidate in self._candidates(request, session_id, since=now - self._ttl_s):
             answer = candidate.answer
@@ -166,7 +176,7 @@ class Transcripts:
             answered=_answered(request),
         )
 
-    def _shifted(self, request: Request, tenant: str, session_id: str | None, now: float) -> PreparedPrompt | None:
+    def _shifted(self, request: RenderedChat, tenant: str, session_id: str | None, now: float) -> PreparedPrompt | None:
         """Leading system messages and the last whole messages of a recorded conversation, and what follows them.
 
         The answer before the new messages finds the conversation, the number of messages tells what was dropped, and
@@ -217,7 +227,7 @@ class Transcripts:
             )
         return None
 
-    def _splice_answer(self, request: Request, turn: int, answer: Answer) -> Splice | None:
+    def _splice_answer(self, request: RenderedChat, turn: int, answer: RecordedAnswer) -> Splice | None:
         """What of the recorded answer is kept where the request has it, and the text behind that."""
         message = request.messages[turn]
         others = {name: value for name, value in message.items() if name not in GENERATED}
@@ -230,7 +240,7 @@ class Transcripts:
             return None
         return cut(request.tokenizer, answer, len(answer.text), answer.text, tails[0])
 
-    def _encode(self, request: Request, rest: str, first: int, *, known: int = 0) -> tuple[list[int], list[int]]:
+    def _encode(self, request: RenderedChat, rest: str, first: int, *, known: int = 0) -> tuple[list[int], list[int]]:
         """The ids of `rest`, with which the request's text ends, and where in them messages[first:] and then the answer
         begin; nowhere if the template does not show it. `known` tokens of the prompt stand in front of them. Raises
         PromptTooLong."""
@@ -310,7 +320,7 @@ class Transcripts:
         self._recent.add(messages, chain, 0 if known is None else turn)
         return chain
 
-    def _known_turns(self, request: Request) -> Iterator[int]:
+    def _known_turns(self, request: RenderedChat) -> Iterator[int]:
         """Indices of the request's answers, the last one first, in front of which a recorded prompt ends."""
         messages = request.messages
         turns = [n for n in range(len(messages) - 1, -1, -1) if messages[n].get("role") == "assistant"][:MAX_LOOKUPS]
@@ -318,7 +328,7 @@ class Transcripts:
         known = self._store.known_prompts([request.chain[turn] for turn in turns[1:]])
         yield from (turn for turn in turns[1:] if request.chain[turn] in known)
 
-    def _candidates(self, request: Request, session_id: str | None, *, since: float) -> Iterator[_Candidate]:
+    def _candidates(self, request: RenderedChat, session_id: str | None, *, since: float) -> Iterator[_Candidate]:
         """Deepest first, one per turn."""
         attempts = 0
         for turn in self._known_turns(request):
@@ -337,7 +347,7 @@ class Transcripts:
                 if attempts == MAX_ATTEMPTS:
                     return
 
-    def _splice(self, request: Request, candidate: _Candidate) -> Splice | None:
+    def _splice(self, request: RenderedChat, candidate: _Candidate) -> Splice | None:
         """None if the stored ids are not those of the beginning of the request's text."""
         answer, text = candidate.answer, request.text
         start = answer.prompt_chars
@@ -356,7 +366,7 @@ class Transcripts:
             return in_place or Splice(0, text[start:])
         return changed
 
-    def _splice_changed(self, request: Request, candidate: _Candidate, *, has_same_prompt: bool) -> Splice | None:
+    def _splice_changed(self, request: RenderedChat, candidate: _Candidate, *, has_same_prompt: bool) -> Splice | None:
         """For templates that do not render an answer's text as it is: a unique word in its place shows what stands
         around it."""
         answer, turn, text = candidate.answer, candidate.turn, request.text
@@ -388,7 +398,7 @@ class Transcripts:
         return cut(request.tokenizer, answer, common_chars(answer.text, shown), shown, tail)
 
 
-def _answered(request: Request) -> bytes:
+def _answered(request: RenderedChat) -> bytes:
     turns = (n for n, message in enumerate(request.messages) if message.get("role") == "assistant")
     last = max(turns, default=0)
     return request.chain[last] if last else b""

@@ -28,7 +28,7 @@ def log_failure(problem: str) -> None:
     log.error("the model cannot be served: %s", problem)
 
 
-class Server(uvicorn.Server):
+class HttpServer(uvicorn.Server):
     """`run` returns when all is over; then `failure` says why a model could not be served, and `force_exit` whether a
     third signal cut the answers off.
     """

@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 
 from app.errors import ApiError
-from app.turn.generation import Choice, Engine, Generation
+from app.turn.generation import Answer, EnginePort, Generation
 from engine.messages import ModelInfo, SessionInfo, SessionRequest, Stats, WaitingInfo
 from engine.process.client import EngineLost, EngineTimeout, EngineUnavailable
 
@@ -35,7 +35,7 @@ TENANT_SHARE = 4  # a tenant may hold so much of the places: one fourth
 class Live:
     """One per app, on its event loop. `places` is how many may watch at once."""
 
-    def __init__(self, *, engine: Engine, places: int) -> None:
+    def __init__(self, *, engine: EnginePort, places: int) -> None:
         self._engine = engine
         self._places = places
         self._watchers: set[Watcher] = set()
@@ -53,7 +53,7 @@ class Live:
         self._watchers.add(watcher)
         return watcher
 
-    def first_token(self, tenant: str, generation: Generation, choice: Choice) -> None:
+    def first_token(self, tenant: str, generation: Generation, choice: Answer) -> None:
         """A choice of an answer has begun."""
         if choice.report is None or choice.first_token_s is None:
             return
@@ -179,7 +179,7 @@ async def events(live: Live, watcher: Watcher, *, is_open: Callable[[], bool]) -
         await watcher.wait(max(0.01, due_s - time.monotonic()))
 
 
-def snapshot(engine: Engine, *, tenant: str, sees_all: bool) -> dict[str, Any]:
+def snapshot(engine: EnginePort, *, tenant: str, sees_all: bool) -> dict[str, Any]:
     """The part of the engine's heartbeat that a tenant may see."""
     stats, model = engine.stats, engine.model
     shown: dict[str, Any] = {

@@ -16,7 +16,7 @@ from engine.messages import SchedulerState
 
 if TYPE_CHECKING:
     from app.conversations.redis_store import RedisStore
-    from app.turn.generation import Choice, Engine
+    from app.turn.generation import Answer, EnginePort
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1, 2.5)
@@ -45,7 +45,7 @@ LOWER_TIERS = ("dram", "disk")
 class Metrics:
     """Of one app. Observed on the event loop only."""
 
-    def __init__(self, *, engine: "Engine", active: Callable[[], int]) -> None:
+    def __init__(self, *, engine: "EnginePort", active: Callable[[], int]) -> None:
         self._registry = CollectorRegistry()
         self.requests = Counter(
             "reprise_requests",
@@ -96,7 +96,7 @@ class Metrics:
         """Tell of it too."""
         self._registry.register(RedisCollector(redis))
 
-    def first_token(self, choice: "Choice", ttft_s: float) -> None:
+    def first_token(self, choice: "Answer", ttft_s: float) -> None:
         """A choice has begun; it paid for what its report says."""
         self.ttft.observe(ttft_s)
         report = choice.report
@@ -117,7 +117,7 @@ class Metrics:
         for outcome, tokens in outcomes.items():
             self.history.labels(outcome).inc(tokens)
 
-    def choice_done(self, choice: "Choice") -> None:
+    def choice_done(self, choice: "Answer") -> None:
         """A choice ended by itself, not by an error or because its client left."""
         if choice.timings is not None:
             self.queue.observe(choice.timings.queue_ms / 1e3)
@@ -155,7 +155,7 @@ class RedisCollector(Collector):
 class EngineCollector(Collector):
     """The engine's last heartbeat. Its totals begin anew with every engine process, as Prometheus counters may."""
 
-    def __init__(self, *, engine: "Engine") -> None:
+    def __init__(self, *, engine: "EnginePort") -> None:
         self._engine = engine
 
     def describe(self) -> Iterator[Metric]:

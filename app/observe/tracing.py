@@ -9,7 +9,7 @@ import time
 from contextvars import ContextVar
 from typing import Any, Protocol
 
-from app.turn.generation import Choice, Generation
+from app.turn.generation import Answer, Generation
 
 traceparent: ContextVar[str] = ContextVar("traceparent", default="")  # W3C header of the request whose task this is
 
@@ -82,7 +82,7 @@ class OtelTracer:
         self._provider.shutdown()
 
 
-def phases(choice: Choice) -> list[tuple[str, float, float]]:
+def phases(choice: Answer) -> list[tuple[str, float, float]]:
     """(name, start, end) on the monotonic clock, one behind the other; what took no time is left out. Empty where the
     engine has not said how long it took."""
     timings, first_s = choice.timings, choice.first_token_s

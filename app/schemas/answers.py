@@ -49,7 +49,7 @@ class CacheUse(_Answer):
     load_ms: float | None
 
 
-class Timings(_Answer):
+class AnswerTimings(_Answer):
     """Milliseconds; null where the engine had no time to say."""
 
     queue_ms: float | None
@@ -76,14 +76,14 @@ class Usage(_Answer):
     completion_tokens_details: CompletionDetails
 
 
-class TokenLogprob(_Answer):
+class ChatLogprob(_Answer):
     token: str
     logprob: float | None
     bytes: list[int]
 
 
-class TokenLogprobs(TokenLogprob):
-    top_logprobs: list[TokenLogprob]
+class TokenLogprobs(ChatLogprob):
+    top_logprobs: list[ChatLogprob]
 
 
 class ChatLogprobs(_Answer):
@@ -127,7 +127,7 @@ class ChatCompletion(_Answer):
     choices: list[ChatChoice]
     usage: Usage
     x_cache: CacheUse | None = None
-    timings: Timings
+    timings: AnswerTimings
 
 
 class FunctionDelta(_Answer):
@@ -166,7 +166,7 @@ class ChatCompletionChunk(_Answer):
     choices: list[ChatChunkChoice]
     usage: Usage | None = None
     x_cache: CacheUse | None = None
-    timings: Timings | None = None
+    timings: AnswerTimings | None = None
 
 
 class CompletionLogprobs(_Answer):
@@ -193,7 +193,7 @@ class Completion(_Answer):
     choices: list[CompletionChoice]
     usage: Usage | None = None
     x_cache: CacheUse | None = None
-    timings: Timings | None = None
+    timings: AnswerTimings | None = None
 
 
 class CachedTokens(_Answer):
@@ -217,7 +217,7 @@ class ResponseError(_Answer):
     message: str
 
 
-class Response(_Answer):
+class ResponseObject(_Answer):
     id: str
     object: Literal["response"]
     created_at: int
@@ -233,7 +233,7 @@ class Response(_Answer):
     usage: ResponseUsage | None
     metadata: dict[str, str]
     x_cache: CacheUse | None = None
-    timings: Timings | None = None
+    timings: AnswerTimings | None = None
 
 
 class ResponseEvent(_Answer):
@@ -243,7 +243,7 @@ class ResponseEvent(_Answer):
     sequence_number: int
 
 
-class Deleted(_Answer):
+class DeletedObject(_Answer):
     id: str
     object: str
     deleted: bool
@@ -257,7 +257,7 @@ class ItemList(_Answer):
     has_more: bool
 
 
-class Conversation(_Answer):
+class ConversationObject(_Answer):
     id: str
     object: Literal["conversation"]
     created_at: int
@@ -291,7 +291,7 @@ class AnthropicMessage(_Answer):
     stop_sequence: str | None
     usage: MessageUsage
     x_cache: CacheUse | None = None
-    timings: Timings
+    timings: AnswerTimings
 
 
 class MessageEvent(_Answer):
@@ -373,7 +373,7 @@ class TierUse(_Answer):
     capacity_bytes: int
 
 
-class CacheStats(_Answer):
+class CacheStatsObject(_Answer):
     object: Literal["cache.stats"]
     mode: str
     sessions: int
@@ -409,7 +409,7 @@ class Health(_Answer):
     redis: Literal["closed", "open", "half_open"] | None = None  # the breaker in front of it: closed, it is asked
 
 
-class Ready(_Answer):
+class ReadyStatus(_Answer):
     status: Literal["ready"]
     model: str
 
@@ -420,7 +420,7 @@ class Version(_Answer):
     python: str
 
 
-class Scheduler(_Answer):
+class SchedulerObject(_Answer):
     object: Literal["scheduler"]
     running: int
     policy: str

@@ -17,7 +17,7 @@ from pydantic_settings import BaseSettings, EnvSettingsSource, SettingsConfigDic
 from app.settings.hints import describe, nearest
 from app.tenancy.keyring import KeyLimits
 from engine.messages import EngineConfig
-from model.places import source_of
+from model.directories import source_of
 
 ENV_PREFIX = "REPRISE_"
 ORIGIN = re.compile(r"[a-z][a-z0-9+.\-]*://[^\s/]+")

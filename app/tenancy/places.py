@@ -18,7 +18,7 @@ MIN_RETRY_S, MAX_RETRY_S = 1.0, 60.0  # clients of OpenAI's kind believe no long
 RATE_WINDOW = 64  # endings
 
 
-class Admission:
+class Places:
     """One per app, on its event loop. `places` of the whole server, of which one tenant may hold `tenant_places`;
     `running` of them can be worked on at once."""
 
@@ -144,24 +144,24 @@ class Admission:
 class Ticket:
     """The places of one request, until it leaves."""
 
-    def __init__(self, admission: Admission, tenant: str, count: int) -> None:
-        self._admission = admission
+    def __init__(self, places: Places, tenant: str, count: int) -> None:
+        self._places = places
         self._tenant = tenant
         self._count = count
 
     @property
     def headers(self) -> dict[str, str]:
-        return self._admission.headers(self._tenant)
+        return self._places.headers(self._tenant)
 
     @property
     def retry_after_s(self) -> float:
-        return self._admission.retry_after_s
+        return self._places.retry_after_s
 
     def leave(self) -> None:
         """Idempotent."""
         count, self._count = self._count, 0
         if count:
-            self._admission.leave(self._tenant, count)
+            self._places.leave(self._tenant, count)
 
 
 def duration(seconds: float) -> str:

@@ -26,14 +26,14 @@ class Call:
 
 
 @dataclass(slots=True)
-class Parts:
+class AnswerParts:
     """What one piece of text added."""
 
     content: str = ""
     reasoning: str = ""
     calls: list[tuple[int, Call | None, str]] = field(default_factory=list)  # index, the call if it is new, arguments
 
-    def add(self, later: "Parts") -> None:
+    def add(self, later: "AnswerParts") -> None:
         self.content += later.content
         self.reasoning += later.reasoning
         self.calls += later.calls
@@ -67,32 +67,32 @@ class AnswerParser:
         self._depth, self._in_string, self._escaped = 0, False, False  # in the arguments of the call under way
         self._dropped = False  # the call under way is one too many
 
-    def push(self, text: str) -> Parts:
+    def push(self, text: str) -> AnswerParts:
         self._read += len(text)
         self._held += text
-        parts = Parts()
+        parts = AnswerParts()
         while self._step(parts, final=False):
             pass
         return self._noted(parts)
 
-    def flush(self) -> Parts:
+    def flush(self) -> AnswerParts:
         """Nothing more will come."""
-        parts = Parts()
+        parts = AnswerParts()
         while self._step(parts, final=True):
             pass
         self._held = ""
         return self._noted(parts)
 
-    def _noted(self, parts: Parts) -> Parts:
+    def _noted(self, parts: AnswerParts) -> AnswerParts:
         self.content += parts.content
         self.reasoning += parts.reasoning
         return parts
 
-    def _step(self, parts: Parts, *, final: bool) -> bool:
+    def _step(self, parts: AnswerParts, *, final: bool) -> bool:
         """Take what is clear off the held text. Whether there may be more to take."""
         return bool(getattr(self, f"_in_{self._state}")(parts, final))
 
-    def _in_start(self, parts: Parts, final: bool) -> bool:
+    def _in_start(self, parts: AnswerParts, final: bool) -> bool:
         text = self._held.lstrip()
         if text.startswith(THINK):
             self._held, self._state = text[len(THINK) :], "thought"
@@ -102,7 +102,7 @@ class AnswerParser:
         self._state = "content"
         return True
 
-    def _in_thought(self, parts: Parts, final: bool) -> bool:
+    def _in_thought(self, parts: AnswerParts, final: bool) -> bool:
         if not self.reasoning and not parts.reasoning:
             self._held = self._held.lstrip("\n")
         before, found, after = self._held.partition(END_THINK)
@@ -116,13 +116,13 @@ class AnswerParser:
         self._held = before[len(shown) :]
         return False
 
-    def _in_behind_thought(self, parts: Parts, final: bool) -> bool:
+    def _in_behind_thought(self, parts: AnswerParts, final: bool) -> bool:
         self._held = self._held.lstrip("\n")
         if self._held:
             self._state = "content"
         return bool(self._held)
 
-    def _in_content(self, parts: Parts, final: bool) -> bool:
+    def _in_content(self, parts: AnswerParts, final: bool) -> bool:
         if self._style == "bare" and not self.content and not parts.content:
             return self._bare(parts, final)
         if self._style != "tags":
@@ -140,7 +140,7 @@ class AnswerParser:
         self._held = "" if final else before[len(shown) :]
         return False
 
-    def _bare(self, parts: Parts, final: bool) -> bool:
+    def _bare(self, parts: AnswerParts, final: bool) -> bool:
         """The whole answer is calls, or none of it is."""
         if _BARE_HEAD.match(self._held):
             self._state = "call"
@@ -155,7 +155,7 @@ class AnswerParser:
         self._style = None
         return True
 
-    def _in_call(self, parts: Parts, final: bool) -> bool:
+    def _in_call(self, parts: AnswerParts, final: bool) -> bool:
         """In front of the arguments."""
         pattern = _BARE_HEAD if self._style == "bare" else _HEAD
         head = pattern.match(self._held)
@@ -179,7 +179,7 @@ class AnswerParser:
             self._style = None
         return True
 
-    def _whole_call(self, parts: Parts) -> bool:
+    def _whole_call(self, parts: AnswerParts) -> bool:
         """A call whose fields stand in another order."""
         text, found, after = self._held.partition(END_CALL)
         try:
@@ -197,7 +197,7 @@ class AnswerParser:
         self._held, self._state = after, "content"
         return True
 
-    def _in_arguments(self, parts: Parts, final: bool) -> bool:
+    def _in_arguments(self, parts: AnswerParts, final: bool) -> bool:
         end = self._end_of_arguments()
         text, self._held = self._held[:end], self._held[end:]
         if text and not self._dropped:
@@ -226,7 +226,7 @@ class AnswerParser:
                     return place + 1
         return len(self._held)
 
-    def _in_closing(self, parts: Parts, final: bool) -> bool:
+    def _in_closing(self, parts: AnswerParts, final: bool) -> bool:
         """Behind the arguments."""
         if self._style == "bare":
             rest = self._held.lstrip()

@@ -19,7 +19,7 @@ from app.errors import (
 )
 from app.observe.metrics import Metrics
 from app.tenancy.places import Ticket
-from app.text.answer_parser import AnswerParser, Call, Parts
+from app.text.answer_parser import AnswerParser, AnswerParts, Call
 from app.text.tokenizer import ChatTokenizer
 from app.turn.deadline import Deadline
 from engine.messages import (
@@ -37,7 +37,7 @@ from engine.messages import (
 from engine.process.client import EngineLost
 
 
-class Outputs(Protocol):
+class OutputSource(Protocol):
     """Of all choices of a request, interleaved; `engine.process.client.OutputStream`."""
 
     def __aiter__(self) -> AsyncIterator[Output]: ...
@@ -47,7 +47,7 @@ class Outputs(Protocol):
     async def aclose(self) -> None: ...
 
 
-class Engine(Protocol):
+class EnginePort(Protocol):
     """The part of `engine.process.client.EngineClient` that the app uses; the tests have a scripted one."""
 
     @property
@@ -64,7 +64,7 @@ class Engine(Protocol):
     async def start(self) -> None: ...
     async def stop(self) -> None: ...
     async def wait_ready(self) -> None: ...
-    async def submit(self, request: Submit) -> Outputs: ...
+    async def submit(self, request: Submit) -> OutputSource: ...
     async def sessions(self, request: SessionRequest, *, timeout_s: float) -> SessionReply: ...
     def finish(self, request_id: str, choice: int, keep_tokens: int) -> None: ...
     def finish_all(self) -> None: ...
@@ -75,12 +75,12 @@ class Delta:
     """What one choice has to say next."""
 
     choice: int
-    parts: Parts
+    parts: AnswerParts
     logprobs: list[dict[str, Any]] | None  # None: not asked for
     finish_reason: str | None
 
 
-class Choice:
+class Answer:
     """The text side of one choice: tokens in, text and logprobs that are safe to show out."""
 
     def __init__(
@@ -241,20 +241,20 @@ class Generation(AsyncIterator[Delta]):
         *,
         request_id: str,
         model: ModelInfo,
-        engine: Engine,
-        outputs: Outputs,
+        engine: EnginePort,
+        outputs: OutputSource,
         metrics: Metrics,
         prompt: PreparedPrompt,
         token_ids: list[int],
         sampling: SamplingParams,
-        choices: list[Choice],
-        record: Callable[[Choice], None],
+        choices: list[Answer],
+        record: Callable[[Answer], None],
         arrived_s: float,
         deadline: Deadline,
         ticket: Ticket,
         service_tier: str,
         grammar_param: str,
-        on_first_token: Callable[["Generation", Choice], None],
+        on_first_token: Callable[["Generation", Answer], None],
         on_close: Callable[["Generation"], None],
     ) -> None:
         self.request_id = request_id
@@ -358,7 +358,7 @@ class Generation(AsyncIterator[Delta]):
                 return delta
         return None
 
-    def _note(self, choice: Choice, output: Output) -> None:
+    def _note(self, choice: Answer, output: Output) -> None:
         choice.report = output.report or choice.report
         choice.timings = output.timings or choice.timings
         if output.prompt_logprobs is not None:
@@ -375,14 +375,14 @@ class Generation(AsyncIterator[Delta]):
             self._metrics.itl.observe((now - choice.last_token_s) / len(output.token_ids))
         choice.last_token_s = now
 
-    def _end(self, choice: Choice, *, by_engine: bool) -> None:
+    def _end(self, choice: Answer, *, by_engine: bool) -> None:
         self._open.discard(choice.index)
         if choice.stopped_by_string and not by_engine:
             self._engine.finish(self.request_id, choice.index, choice.kept_tokens)
         self._end_record(choice)
         self._metrics.choice_done(choice)
 
-    def _end_record(self, choice: Choice) -> None:
+    def _end_record(self, choice: Answer) -> None:
         if choice.token_ids:
             self._record(choice)
 

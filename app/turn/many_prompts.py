@@ -9,7 +9,7 @@ from app.turn.generation import Delta, Generation
 _Item = Delta | Exception | None
 
 
-class Batch(AsyncIterator[Delta]):
+class ManyPrompts(AsyncIterator[Delta]):
     """The choices of all of them, numbered through. The first error ends them all. To be closed."""
 
     def __init__(self, generations: Sequence[Generation]) -> None:

@@ -17,7 +17,7 @@ from app.text.answer_form import AnswerForm
 from app.text.answer_parser import THINK, AnswerParser
 from app.text.grammars import grammar_of, param_of
 from app.text.tokenizer import ChatTokenizer, PromptTooLong, TemplateError
-from app.turn.generation import Choice
+from app.turn.generation import Answer
 from engine.messages import ModelInfo, Shift
 
 MAX_TOKEN_CHARS = 256  # no vocabulary in use has longer tokens, so text beyond that is too long without tokenizing it
@@ -43,7 +43,7 @@ class Prepared:
     prompt: PreparedPrompt
     token_ids: list[int]  # the prompt's, and those of an answer's given beginning
     parser: Callable[[], AnswerParser]  # one for each choice
-    record: Callable[[Choice], None]
+    record: Callable[[Answer], None]
     id_prefix: str
     param: str  # where the prompt stands in the request
     grammar: str = ""
@@ -115,7 +115,7 @@ async def prepare_chat(
     parallel = request.parallel_tool_calls is not False
     in_thought = form.thinks and _ends_in_thought(tokenizer, prompt.token_ids)
 
-    def record(choice: Choice) -> None:
+    def record(choice: Answer) -> None:
         transcripts.record(
             prompt,
             answer=form.answer(prefix + choice.content, choice.reasoning, choice.calls),
@@ -183,7 +183,7 @@ def plain_parser() -> AnswerParser:
     return AnswerParser(style=None, names=(), parallel=True, thinks=False, in_thought=False)
 
 
-def _nothing(choice: Choice) -> None:
+def _nothing(choice: Answer) -> None:
     """There is no conversation to record it in."""
 
 
@@ -233,7 +233,7 @@ def _ends_in_thought(tokenizer: ChatTokenizer, token_ids: list[int]) -> bool:
     return tokenizer.decode(token_ids[-TAIL_TOKENS:], skip_special_tokens=False).rstrip().endswith(THINK)
 
 
-def _text_ends(tokenizer: ChatTokenizer, prefix_ids: list[int], choice: Choice) -> list[int]:
+def _text_ends(tokenizer: ChatTokenizer, prefix_ids: list[int], choice: Answer) -> list[int]:
     if not prefix_ids:
         return choice.text_ends
     detokenizer = tokenizer.detokenizer()

@@ -33,12 +33,12 @@ from app.schemas.completions import CompletionRequest
 from app.schemas.fields import GenerationRequest
 from app.settings.settings import Settings
 from app.tenancy.keyring import Keyring
-from app.tenancy.places import Admission, Ticket
+from app.tenancy.places import Places, Ticket
 from app.tenancy.quotas import Quotas
 from app.tenancy.weights import service_tier
 from app.text.tokenizer import ChatTokenizer, TokenizerError
 from app.turn.deadline import Deadline
-from app.turn.generation import Choice, Engine, Generation
+from app.turn.generation import Answer, EnginePort, Generation
 from app.turn.prepare import (
     MAX_TOKEN_CHARS,
     AnyRequest,
@@ -79,7 +79,7 @@ class Service:
         self,
         *,
         settings: Settings,
-        engine: Engine,
+        engine: EnginePort,
         transcripts: TextThread,
         keyring: Keyring,
         on_answered: Callable[[Generation, str], None],
@@ -93,7 +93,7 @@ class Service:
         self.failure: str | None = None
         self.draining = False
         self.generations: set[Generation] = set()
-        self.admission = Admission(
+        self.places = Places(
             places=settings.places,
             tenant_places=settings.tenant_places,
             running=settings.scheduler.max_seqs,
@@ -167,7 +167,7 @@ class Service:
         """The prompt that `generate` would submit; takes a place for as long. Raises ApiError."""
         self.require_ready()
         model = self.find_model(request.model)
-        ticket = self.admission.enter(caller.tenant, 1)
+        ticket = self.places.enter(caller.tenant, 1)
         try:
             prepared = await self._prepare_chat(request, caller, model, session_id_of(request, caller.session_header))
             return prepared.token_ids
@@ -180,7 +180,7 @@ class Service:
         longest = max(self.settings.limits.prompt_tokens, model.max_context)
         if sum(map(len, texts)) > longest * MAX_TOKEN_CHARS or any(tokenizer.exceeds(text, longest) for text in texts):
             raise prompt_too_long(longest, None, param="prompt")
-        ticket = self.admission.enter(caller.tenant, 1)
+        ticket = self.places.enter(caller.tenant, 1)
         try:
             return await asyncio.to_thread(tokenizer.encode_prompts, texts, add_special_tokens=add_special_tokens)
         finally:
@@ -200,7 +200,7 @@ class Service:
         self.require_ready()
         model = self.find_model(request.model)
         num_choices = request.n or 1
-        self._check_limits(request, model, num_choices, self.admission.places_of(caller.tenant))
+        self._check_limits(request, model, num_choices, self.places.places_of(caller.tenant))
         session_id = session_id_of(request, caller.session_header)
         deadline = Deadline.of(
             arrived_s=caller.arrived_s,
@@ -209,14 +209,14 @@ class Service:
             limit_s=self.settings.limits.request_timeout_s,
         )
         await self.quotas.check(caller.tenant)
-        ticket = self.admission.enter(caller.tenant, num_choices)
+        ticket = self.places.enter(caller.tenant, num_choices)
         try:
             try:
                 async with deadline.limit():
                     prepared = await prepare(request, caller, model, session_id)
             except TimeoutError:
                 raise deadline.error(retry_after_s=ticket.retry_after_s) from None
-            return await self._submit(request, caller, model, prepared, ticket, deadline)
+            return await self._start_turn(request, caller, model, prepared, ticket, deadline)
         except ApiError as error:
             error.headers = ticket.headers | error.headers
             ticket.leave()
@@ -259,7 +259,7 @@ class Service:
     def _truncates(self, request: GenerationRequest) -> bool:
         return (request.truncation or self.settings.cache.truncation) == "auto"
 
-    async def _submit(
+    async def _start_turn(
         self,
         request: GenerationRequest,
         caller: Caller,
@@ -307,7 +307,7 @@ class Service:
             outputs = await self.engine.submit(submit)
         except EngineUnavailable as error:
             raise engine_unavailable(error, str(self.engine.state)) from None
-        self.admission.spend(caller.tenant, len(prepared.token_ids))
+        self.places.spend(caller.tenant, len(prepared.token_ids))
         generation = Generation(
             request_id=request_id,
             model=model,
@@ -318,7 +318,7 @@ class Service:
             token_ids=prepared.token_ids,
             sampling=submit.sampling,
             choices=[
-                Choice(
+                Answer(
                     index=index,
                     tokenizer=tokenizer,
                     stops=tuple(request.stop or ()),
@@ -344,7 +344,7 @@ class Service:
     def _closed(self, generation: Generation, *, keep_s: float | None, tenant: str) -> None:
         self.generations.discard(generation)
         self._on_answered(generation, tenant)
-        self.admission.spend(tenant, sum(len(choice.token_ids) for choice in generation.choices))
+        self.places.spend(tenant, sum(len(choice.token_ids) for choice in generation.choices))
         self.quotas.changed(tenant)
         if keep_s is not None and keep_s != self.settings.cache.ttl_s and any(c.token_ids for c in generation.choices):
             task = asyncio.create_task(self._keep(generation.prompt.session_id, tenant, keep_s))

@@ -48,8 +48,8 @@ from tokenizers import Tokenizer
 
 from benchmarks.harness.measures import show_held
 from benchmarks.harness.models import kv_bytes_per_token, model_directory, result_name
-from benchmarks.harness.servers import Server, serve, write_result
-from benchmarks.harness.streams import Answer, Difference, Message, ask, client_of, first_difference
+from benchmarks.harness.servers import ServerProcess, serve, write_result
+from benchmarks.harness.streams import Difference, Message, StreamedAnswer, ask, client_of, first_difference
 from cache.blocks.keys import BLOCK_TOKENS
 
 MAX_NEAR_TIES = 0.005
@@ -163,7 +163,7 @@ class Arm:
         self._start()
 
     def _start(self) -> None:
-        self.server: Server = self._running.enter_context(
+        self.server: ServerProcess = self._running.enter_context(
             serve(self._name, {**self._settings, "cache.disk_dir": str(self._directory)})
         )
         self._client = client_of(self.server.url)
@@ -176,7 +176,7 @@ class Arm:
         self._running.close()
         self._start()
 
-    async def ask(self, messages: list[Message], max_tokens: int, session_id: str) -> Answer:
+    async def ask(self, messages: list[Message], max_tokens: int, session_id: str) -> StreamedAnswer:
         return await ask(
             self._client, self.server.model["id"], messages, max_tokens=max_tokens, session_id=session_id,
             temperature=0, logprobs=True, top_logprobs=2,
@@ -253,7 +253,11 @@ class Comparison:
         conversation.tokens = tiered.prompt_tokens + tiered.completion_tokens
 
     def _count(
-        self, conversation: Conversation, tiered: Answer, reference: Answer, difference: Difference | None
+        self,
+        conversation: Conversation,
+        tiered: StreamedAnswer,
+        reference: StreamedAnswer,
+        difference: Difference | None,
     ) -> None:
         tally, cache = self.tally, tiered.x_cache
         tally.turns += 1

@@ -33,8 +33,8 @@ from tokenizers import Tokenizer
 
 from benchmarks.harness.measures import show_held
 from benchmarks.harness.models import model_directory, result_name
-from benchmarks.harness.servers import Server, serve, write_result
-from benchmarks.harness.streams import Answer, Difference, Message, ask, client_of, first_difference
+from benchmarks.harness.servers import ServerProcess, serve, write_result
+from benchmarks.harness.streams import Difference, Message, StreamedAnswer, ask, client_of, first_difference
 
 MODES = ("prefix", "recompute")
 MIN_CACHED, MAX_NEAR_TIES = 0.97, 0.005
@@ -48,7 +48,7 @@ class Turn:
 
     dialogue: str
     index: int  # 1 opens the dialogue
-    answers: dict[str, Answer]
+    answers: dict[str, StreamedAnswer]
     difference: Difference | None
 
 
@@ -91,7 +91,9 @@ def read_dialogues(file: Path, count: int, rounds: int, seed: int) -> list[Conve
 class Replay:
     """Both servers, and the conversations that are open."""
 
-    def __init__(self, *, servers: dict[str, Server], tokenizer: Tokenizer, max_tokens: int, at_once: int) -> None:
+    def __init__(
+        self, *, servers: dict[str, ServerProcess], tokenizer: Tokenizer, max_tokens: int, at_once: int
+    ) -> None:
         self._servers = servers
         self._clients = {mode: client_of(server.url) for mode, server in servers.items()}
         self._tokenizer = tokenizer
@@ -125,7 +127,7 @@ class Replay:
         return conversation.is_open(self._tokenizer, self._max_context, self._max_tokens)
 
     async def _step(self, active: list[Conversation], modes: tuple[str, ...]) -> None:
-        answers: dict[str, list[Answer | BaseException]] = {}
+        answers: dict[str, list[StreamedAnswer | BaseException]] = {}
         for mode in modes:
             requests = (self._ask(mode, c.next_messages()) for c in active)
             answers[mode] = await asyncio.gather(*requests, return_exceptions=True)
@@ -134,13 +136,13 @@ class Replay:
             if failed:
                 conversation.error = "; ".join(failed)
                 continue
-            prefix, recompute = (a for a in pair if isinstance(a, Answer))
+            prefix, recompute = (a for a in pair if isinstance(a, StreamedAnswer))
             difference = first_difference(expected=recompute, got=prefix)
             both = {"prefix": prefix, "recompute": recompute}
             conversation.messages = [*conversation.next_messages(), {"role": "assistant", "content": prefix.text}]
             conversation.turns.append(Turn(conversation.dialogue, len(conversation.turns) + 1, both, difference))
 
-    async def _ask(self, mode: str, messages: list[Message]) -> Answer:
+    async def _ask(self, mode: str, messages: list[Message]) -> StreamedAnswer:
         return await ask(
             self._clients[mode], self._servers[mode].model["id"], messages,
             max_tokens=self._max_tokens, temperature=0, logprobs=True, top_logprobs=2,

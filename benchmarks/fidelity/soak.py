@@ -30,8 +30,8 @@ from rich.table import Table
 
 from benchmarks.harness.in_process import kv_bytes_per_token
 from benchmarks.harness.measures import show_held
-from benchmarks.harness.servers import Server, serve, write_result
-from benchmarks.harness.streams import Answer, Message, ask, client_of, first_difference
+from benchmarks.harness.servers import ServerProcess, serve, write_result
+from benchmarks.harness.streams import Message, StreamedAnswer, ask, client_of, first_difference
 
 MIB, GIB = 1 << 20, 1 << 30
 BUNDLED = Path(__file__).parent.parent.parent / "model" / "bundled"
@@ -71,7 +71,7 @@ class Turn:
 
     messages: list[Message]
     parameters: dict[str, Any]
-    answer: Answer
+    answer: StreamedAnswer
     left: bool
 
     @property
@@ -114,7 +114,7 @@ def opening(rng: random.Random) -> list[Message]:
 class Soak:
     """The streams against one server."""
 
-    def __init__(self, *, server: Server, seconds: float, streams: int, seed: int) -> None:
+    def __init__(self, *, server: ServerProcess, seconds: float, streams: int, seed: int) -> None:
         self._server = server
         self._client = client_of(server.url)
         self._seconds = seconds
@@ -206,7 +206,7 @@ def memory_growth(memory: list[tuple[float, int, int]]) -> dict[str, dict[str, A
     return growth
 
 
-def wait_idle(server: Server, timeout_s: float) -> dict[str, float]:
+def wait_idle(server: ServerProcess, timeout_s: float) -> dict[str, float]:
     """The accounts once they are settled, or as they are when the time is up."""
     deadline_s = time.monotonic() + timeout_s
     while True:
@@ -220,7 +220,7 @@ def wait_idle(server: Server, timeout_s: float) -> dict[str, float]:
 
 
 async def compare_alone(
-    server: Server, conversations: list[list[Turn]], turns: int, console: Console
+    server: ServerProcess, conversations: list[list[Turn]], turns: int, console: Console
 ) -> dict[str, Any]:
     """Send the same requests again, one at a time, to a server that computes everything anew.
 

@@ -12,7 +12,7 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
-from benchmarks.harness.results import BLUE, DOCS, GREY, load
+from benchmarks.harness.result_files import BLUE, DOCS, GREY, load
 from benchmarks.scheduling.classes_workload import PLACES, POLICIES
 
 COLORS = {"car": BLUE, "car-hidden": "#16a34a", "priority": "#dc2626", "fcfs": GREY}

@@ -12,7 +12,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 
-from benchmarks.harness.results import BLUE, DOCS, GREY, load
+from benchmarks.harness.result_files import BLUE, DOCS, GREY, load
 
 RESULTS = ("truncation", "truncation_125m", "truncation_text")  # of a part the last counts
 RED = "#dc2626"

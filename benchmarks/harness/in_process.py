@@ -112,7 +112,7 @@ class InProcess:
         now = time.monotonic()
         request = f"{session}/{len(self._turns)}"
         turn = self._turns[request] = Turn(list(prompt), now)
-        refused = self.engine.submit(
+        refused = self.engine.accept(
             Submit(
                 request_id=request,
                 session_id=session,

@@ -23,7 +23,7 @@ BUNDLED = Path(__file__).parent.parent.parent / "model" / "bundled"
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class ModelShape:
     hidden: int
     layers: int
     heads: int
@@ -35,12 +35,12 @@ class Shape:
 
 
 SHAPES = {
-    "125m": Shape(768, 12, 12, 4, 64, 2048, 16_384, 4096),
-    "tiny": Shape(64, 2, 4, 2, 16, 128, 4608, 1024),
+    "125m": ModelShape(768, 12, 12, 4, 64, 2048, 16_384, 4096),
+    "tiny": ModelShape(64, 2, 4, 2, 16, 128, 4608, 1024),
 }
 
 
-def random_llama(shape: Shape, seed: int) -> LlamaForCausalLM:
+def random_llama(shape: ModelShape, seed: int) -> LlamaForCausalLM:
     """In bfloat16; transformers' own initialisation but for the norms."""
     torch.manual_seed(seed)
     config = LlamaConfig(
@@ -79,7 +79,7 @@ def write_tokenizer(source: Path, out: Path, vocab: int, context: int) -> None:
     (out / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
 
 
-def make_model(out: Path, shape: Shape, seed: int) -> int:
+def make_model(out: Path, shape: ModelShape, seed: int) -> int:
     """Write the model directory `out`, replacing it whole; returns the number of parameters."""
     fresh = out.with_name(out.name + ".tmp")
     shutil.rmtree(fresh, ignore_errors=True)

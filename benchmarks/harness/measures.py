@@ -4,13 +4,13 @@ from collections.abc import Mapping, Sequence
 
 from rich.console import Console
 
-from benchmarks.harness.servers import Server
-from loadgen.measure.client import Target, TurnResult
+from benchmarks.harness.servers import ServerProcess
+from loadgen.measure.sender import Target, TurnResult
 
 HEARTBEAT_S = 1.3  # the scheduler's state is as old as the last one
 
 
-def target_of(server: Server) -> Target:
+def target_of(server: ServerProcess) -> Target:
     return Target(server.url, server.model["id"], {}, {"temperature": 0, "ignore_eos": True})
 
 

@@ -33,7 +33,7 @@ class ServerFailed(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Server:
+class ServerProcess:
     """A running server. `pid` is the HTTP process; the engine is its only child."""
 
     name: str
@@ -92,7 +92,7 @@ def free_port() -> int:
 @contextmanager
 def serve(
     name: str, settings: Mapping[str, str | int | float], ready_timeout_s: float = 180.0, port: int | None = None
-) -> Iterator[Server]:
+) -> Iterator[ServerProcess]:
     """A server with `settings` ("cache.mode" -> value) on a loopback port, free unless it is given, state in a
     directory of its own.
 
@@ -123,7 +123,7 @@ def serve(
             .raise_for_status()
             .json()["data"]
         )
-        yield Server(name=name, url=url, pid=process.pid, log=log, ready_s=ready_s, model=models[0])
+        yield ServerProcess(name=name, url=url, pid=process.pid, log=log, ready_s=ready_s, model=models[0])
     except BaseException:
         _stop(process)
         print(f"log of server {name!r}: {log}", file=sys.stderr)

@@ -27,7 +27,7 @@ class Token:
 
 
 @dataclass(slots=True)
-class Answer:
+class StreamedAnswer:
     """What came back. `tokens` is filled when logprobs were asked for."""
 
     text: str = ""
@@ -77,10 +77,10 @@ def client_of(url: str) -> AsyncOpenAI:
 
 async def ask(
     client: AsyncOpenAI, model: str, messages: list[Message], *, leave_after: int | None = None, **parameters: Any
-) -> Answer:
+) -> StreamedAnswer:
     """Stream one answer to its end, or disconnect after `leave_after` chunks. Raises what the client raises, and
     RuntimeError when a stream ends without a finish_reason or a usage."""
-    answer = Answer(sent_s=time.perf_counter())
+    answer = StreamedAnswer(sent_s=time.perf_counter())
     extra = {k: parameters.pop(k) for k in ("top_k", "min_p", "ignore_eos", "session_id") if k in parameters}
     stream = await client.chat.completions.create(
         model=model, messages=messages, stream=True, stream_options={"include_usage": True}, extra_body=extra,
@@ -115,14 +115,14 @@ async def ask(
     return answer
 
 
-async def ask_stamped(http: Http, model: str, messages: list[Message], **parameters: Any) -> Answer:
+async def ask_stamped(http: Http, model: str, messages: list[Message], **parameters: Any) -> StreamedAnswer:
     """`ask` for times: the same answer, without logprobs, stamped where its bytes are received. What the
     official client takes for itself is not in them. Raises RuntimeError when the answer is refused or does not end, and
     what `Http.send` raises."""
     body = {"model": model, "messages": messages, "stream": True, "stream_options": {"include_usage": True}}
     headers = {"content-type": "application/json"}
     request = http.request("POST", "/v1/chat/completions", headers, msgspec.json.encode({**body, **parameters}))
-    answer = Answer()
+    answer = StreamedAnswer()
     events, found = Events(), list[tuple[float, bytes]]()
     refusal = bytearray()
 
@@ -157,7 +157,7 @@ async def ask_stamped(http: Http, model: str, messages: list[Message], **paramet
     return answer
 
 
-def first_difference(expected: Answer, got: Answer) -> Difference | None:
+def first_difference(expected: StreamedAnswer, got: StreamedAnswer) -> Difference | None:
     """None when both answers are the same text and tokens and ended for the same reason. Both were asked for
     `top_logprobs` of 2."""
     for position, (ours, theirs) in enumerate(zip(expected.tokens, got.tokens, strict=False)):

@@ -30,12 +30,11 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.harness.measures import HEARTBEAT_S, fail_on, show_held, target_of
-from benchmarks.harness.servers import Server, serve, write_result
+from benchmarks.harness.servers import ServerProcess, serve, write_result
 from cache.blocks.keys import BLOCK_TOKENS
-from loadgen.measure import metrics
-from loadgen.measure import run as load
-from loadgen.measure.client import TurnResult
-from loadgen.virtual.simulation import Machine, Simulation
+from loadgen.measure import load_run, summary
+from loadgen.measure.sender import TurnResult
+from loadgen.virtual.simulation import Simulation, VirtualServer
 from loadgen.workloads.synthetic import Distribution
 from loadgen.workloads.workload import Conversation, Turn
 
@@ -54,12 +53,12 @@ KV_BYTES = 1536  # of a token of the bundled model: 2 x 6 layers x 2 heads x 32 
 DISTRIBUTION = Distribution(mean_turns=4.0, over_2k=0.02, over_4k=0.002, max_tokens=700, max_turns=16)
 
 
-def options_of(conversations: int, rate: float, think: str, max_context: int, seed: int) -> load.Options:
-    return load.Options(
+def options_of(conversations: int, rate: float, think: str, max_context: int, seed: int) -> load_run.Options:
+    return load_run.Options(
         source="synthetic", path="", conversations=conversations, rate=rate, think=think, loop="open", concurrency=0,
         speed=1.0, scale=1.0, max_context=max_context, answer_tokens=24, system_tokens=0, seed=seed, duration_s=0.0,
         warmup_turns=0, warmup_s=0.0, timeout_s=60.0, retries=0, distribution=DISTRIBUTION,
-        slo=metrics.Slo(1.0, 0.1), prices=metrics.Prices(),
+        slo=summary.Slo(1.0, 0.1), prices=summary.Prices(),
     )  # fmt: skip
 
 
@@ -72,9 +71,9 @@ def settings_of(hbm_tokens: int, dram_tokens: int, disk_tokens: int) -> dict[str
     }  # fmt: skip
 
 
-def played(server: Server, options: load.Options) -> list[TurnResult]:
-    conversations = load.workload(options).conversations
-    results, _ = load.execute(
+def played(server: ServerProcess, options: load_run.Options) -> list[TurnResult]:
+    conversations = load_run.workload(options).conversations
+    results, _ = load_run.execute(
         options, conversations, target_of(server), on_sent=lambda: None, on_result=lambda _: None
     )  # fmt: skip
     fail_on(results)
@@ -102,7 +101,7 @@ def outside_s(results: Sequence[TurnResult]) -> float:
 
 
 @contextmanager
-def sampled(server: Server) -> Iterator[list[dict[str, float]]]:
+def sampled(server: ServerProcess) -> Iterator[list[dict[str, float]]]:
     """/metrics every few seconds, and once more behind the run. What a step costs is learned from the last few seconds
     alone: the mean over a run says more than its idle end."""
     samples: list[dict[str, float]] = []
@@ -133,7 +132,9 @@ def moments(samples: Sequence[dict[str, float]]) -> list[dict[str, float]]:
     return [last | {name: sample[name] for name in terms} for sample in spread]
 
 
-def machine_of(measured: dict[str, float], device: str, hbm_tokens: int, dram_tokens: int, disk_tokens: int) -> Machine:
+def machine_of(
+    measured: dict[str, float], device: str, hbm_tokens: int, dram_tokens: int, disk_tokens: int
+) -> VirtualServer:
     """measured: /metrics of a run. device: as /v1/models says. Raises ValueError where nothing moved."""
 
     def cost(term: str) -> float:
@@ -150,7 +151,7 @@ def machine_of(measured: dict[str, float], device: str, hbm_tokens: int, dram_to
 
     loads = sum(value for name, value in measured.items() if name.startswith("reprise_started_loads_total"))
     fixed_share = min(0.5, loads * LOAD_FIXED_S / measured["reprise_kv_load_seconds_total"])
-    return Machine(
+    return VirtualServer(
         hbm_blocks=hbm_tokens // BLOCK_TOKENS, dram_blocks=dram_tokens // BLOCK_TOKENS,
         disk_blocks=disk_tokens // BLOCK_TOKENS, policy="car-hidden", window=WINDOW, max_seqs=MAX_SEQS,
         step_tokens=STEP_TOKENS, lone_step_tokens=STEP_TOKENS, itl_target_s=ITL_TARGET_MS / 1e3,
@@ -195,13 +196,13 @@ class Tracked(Simulation):
         self.cache.report = report  # type: ignore[method-assign]
 
 
-def played_by(machine: Machine, conversations: Sequence[Conversation]) -> Tracked:
+def played_by(machine: VirtualServer, conversations: Sequence[Conversation]) -> Tracked:
     run = Tracked(machine=machine, conversations=conversations, rng=random.Random(0))
     run.run()
     return run
 
 
-def unknown_s(machines: Sequence[Machine], results: Sequence[TurnResult]) -> float:
+def unknown_s(machines: Sequence[VirtualServer], results: Sequence[TurnResult]) -> float:
     """Of a request's time, what is not simulated: turn by turn, over the machines, the ends cut off."""
     simulated: dict[str, list[list[float]]] = defaultdict(list)  # session -> machines -> turns
     conversations = conversations_of(results)
@@ -221,7 +222,9 @@ def unknown_s(machines: Sequence[Machine], results: Sequence[TurnResult]) -> flo
     return fmean(apart[ends : len(apart) - ends])
 
 
-def foretold(machines: Sequence[Machine], conversations: Sequence[Conversation], unknown_ms: float) -> dict[str, Any]:
+def foretold(
+    machines: Sequence[VirtualServer], conversations: Sequence[Conversation], unknown_ms: float
+) -> dict[str, Any]:
     """Means over the machines. unknown_ms: of every request's time, what is not simulated."""
     ttfts, hits, prompts = [], Counter[str](), 0
     for machine in machines:

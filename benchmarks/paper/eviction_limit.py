@@ -33,7 +33,7 @@ from benchmarks.harness.servers import write_result
 from cache.returns.return_times import ReturnTimes
 from cache.returns.survival import NUM_BINS, ReturnModel, bin_end_s, features
 from loadgen.blocks.replay import BLOCK_TOKENS, SessionFinder, hit_blocks
-from loadgen.workloads.traces import Request, read
+from loadgen.workloads.traces import TraceRequest, read
 
 _PASSES = 10  # over the half, to learn from
 _LATER_TURNS = 3  # turns from this one on lend each other lengths
@@ -64,18 +64,18 @@ class Recorded:
     """What worlds are drawn from."""
 
     model: ReturnModel
-    first: list[Request]  # of sessions, and what is too short to be known again
+    first: list[TraceRequest]  # of sessions, and what is too short to be known again
     later: dict[int, list[tuple[int, int]]]  # turn -> of turns of this index: tokens added to the prompt, answers
     span_s: float
 
 
-def fit(requests: list[Request], passes: int) -> Recorded:
+def fit(requests: list[TraceRequest], passes: int) -> Recorded:
     """The model after so many passes, and the turns of the requests."""
     model = ReturnModel()
     for _ in range(passes):
         hit_blocks(requests, "lru", BLOCK_TOKENS, _Known(model))
-    finder, last, turns = SessionFinder(), dict[int, Request](), defaultdict[int, int](int)
-    first: list[Request] = []
+    finder, last, turns = SessionFinder(), dict[int, TraceRequest](), defaultdict[int, int](int)
+    first: list[TraceRequest] = []
     later: dict[int, list[tuple[int, int]]] = defaultdict(list)
     for request in requests:
         session = finder.find(request.block_names[: request.prompt_tokens // BLOCK_TOKENS])
@@ -91,7 +91,7 @@ def fit(requests: list[Request], passes: int) -> Recorded:
     return Recorded(model, first, dict(later), requests[-1].at_s)
 
 
-def world(recorded: Recorded, seed: int) -> list[Request]:
+def world(recorded: Recorded, seed: int) -> list[TraceRequest]:
     """Requests of twice the recorded time, in their order."""
     rng, found, end_s = random.Random(seed), [], 2 * recorded.span_s
     blocks = iter(range(1, 1 << 62))
@@ -102,7 +102,7 @@ def world(recorded: Recorded, seed: int) -> list[Request]:
         turn, gap_s, grown = 0, None, None
         while at_s < end_s:
             names = (*names, *(next(blocks) for _ in range(-(-prompt // BLOCK_TOKENS) - len(names))))
-            found.append(Request(at_s, prompt, answer, "", names))
+            found.append(TraceRequest(at_s, prompt, answer, "", names))
             if prompt < 2 * BLOCK_TOKENS:
                 break  # as in the trace: not known again
             known = features(turn=turn, prompt_tokens=prompt, grown_tokens=grown, answer_tokens=answer)
@@ -139,7 +139,7 @@ def closed(recorded: Recorded, seed: int, capacity_tokens: int) -> dict[str, flo
     return {name: (found - least) / (most - least) for name, found in ours.items()}
 
 
-def kinds(requests: list[Request]) -> list[str]:
+def kinds(requests: list[TraceRequest]) -> list[str]:
     """Of each request: how it goes on from what was asked before it."""
     finder, seen, turns, found = SessionFinder(), set[int](), defaultdict[int, int](int), []
     for request in requests:
@@ -156,7 +156,7 @@ def kinds(requests: list[Request]) -> list[str]:
     return found
 
 
-def accounts(requests: list[Request], capacity_tokens: int) -> dict[str, dict[str, float]]:
+def accounts(requests: list[TraceRequest], capacity_tokens: int) -> dict[str, dict[str, float]]:
     """Shares of all blocks of the second half that are hit beyond the first block of a prompt, by kind of request and
     policy; `requests` counts them."""
     half, kind = len(requests) // 2, kinds(requests)
@@ -173,14 +173,14 @@ def accounts(requests: list[Request], capacity_tokens: int) -> dict[str, dict[st
     return found
 
 
-def hindsight(requests: list[Request], capacity_tokens: int) -> dict[str, float]:
+def hindsight(requests: list[TraceRequest], capacity_tokens: int) -> dict[str, float]:
     """Shares of the gap on the second half, by what the chances were fitted to."""
     half = len(requests) // 2
 
     def hits(policy: str, returns: ReturnTimes | None = None) -> int:
         return sum(hit_blocks(requests, policy, capacity_tokens, returns)[half:])
 
-    def fitted(to: list[Request]) -> int:
+    def fitted(to: list[TraceRequest]) -> int:
         return hits("default", _Known(_Frozen(fit(to, _PASSES).model)))
 
     least, most = hits("lru"), hits("belady")

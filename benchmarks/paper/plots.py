@@ -9,7 +9,7 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
-from benchmarks.harness.results import BLUE, DOCS, GREY
+from benchmarks.harness.result_files import BLUE, DOCS, GREY
 
 FILES = DOCS / "paper"
 COLOURS = (GREY, BLUE, "#93c5fd", "#f59e0b")

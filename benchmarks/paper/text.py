@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from statistics import fmean
 from typing import Any
 
-from benchmarks.harness.results import DOCS
+from benchmarks.harness.result_files import DOCS
 from benchmarks.paper import plots
 from loadgen.sim import presets
 from loadgen.sim.presets import FIGURE_MODELS

@@ -20,19 +20,19 @@ from rich.table import Table
 
 from benchmarks.harness.measures import mean_of, percentile, rounded
 from benchmarks.harness.servers import write_result
-from loadgen.virtual.simulation import Machine, Simulation
-from loadgen.workloads.workload import Shape, poisson
+from loadgen.virtual.simulation import Simulation, VirtualServer
+from loadgen.workloads.workload import ConversationShape, poisson
 
 ARMS = {"neither": (1.0, False), "offloader": (0.9, False), "scores": (1.0, True), "both": (0.9, True)}
 LOADS = {"one by one": 0.6, "a queue": 1.4}  # conversations begun a second
-SHAPE = Shape(turns=5, prompt_tokens=150, answer_tokens=60, think_s=4.0, spread=0.4)
+SHAPE = ConversationShape(turns=5, prompt_tokens=150, answer_tokens=60, think_s=4.0, spread=0.4)
 CONVERSATIONS, PLACES, BLOCKS = 40, 4, 40
 RESAMPLED = 400
 
 
 def play(high_water: float, scores: bool, rate: float, policy: str, seed: int) -> list[float]:
     """TTFT of every turn, in seconds."""
-    machine = Machine(
+    machine = VirtualServer(
         hbm_blocks=(PLACES + 1) * BLOCKS + 10, dram_blocks=6 * BLOCKS, disk_blocks=10_000, policy=policy, window=8,
         max_seqs=PLACES, itl_target_s=0.1, high_water=high_water, low_water=high_water - 0.05, scores=scores,
         bytes_per_token=12_288,

@@ -33,8 +33,8 @@ from benchmarks.harness.servers import write_result
 from benchmarks.scheduling.classes_workload import PLACES, POLICIES, Mix, Served, arrivals, describe
 from benchmarks.scheduling.foretold import BEGIN_S, LOAD_FACTORS, MEASURED, RESAMPLED, SETTLE_S, machine_of
 from benchmarks.scheduling.legs import Shape
-from cache.stats import Residency
-from loadgen.virtual.simulation import Machine, Simulation
+from cache.stats import ResidencyValue
+from loadgen.virtual.simulation import Simulation, VirtualServer
 from loadgen.workloads.workload import Conversation, Turn
 
 SHARES = (0.8, 1.0)
@@ -47,7 +47,7 @@ MEASURES: dict[str, Callable[[Sequence[float]], float]] = {
 }  # fmt: skip
 
 
-def place_of(residency: Residency) -> str:
+def place_of(residency: ResidencyValue) -> str:
     if residency.bytes_to_load:
         return max(residency.lower_tokens, key=residency.lower_tokens.__getitem__)
     return "hbm" if residency.own_tokens else "new"
@@ -64,7 +64,7 @@ def begun(mix: Mix, later: list[Conversation]) -> tuple[list[Conversation], floa
     return [Conversation(name, "", 0.0, tuple(said)) for name, said in turns.items()], start_s
 
 
-def play(machine: Machine, mix: Mix, later: list[Conversation], seed: int) -> list[Served]:
+def play(machine: VirtualServer, mix: Mix, later: list[Conversation], seed: int) -> list[Served]:
     """The turns behind the beginnings, in order of arrival."""
     conversations, start_s = begun(mix, later)
     simulation = Simulation(machine=machine, conversations=conversations, rng=random.Random(seed))
@@ -76,7 +76,7 @@ def play(machine: Machine, mix: Mix, later: list[Conversation], seed: int) -> li
     ]
 
 
-def service_rate(machine: Machine, mix: Mix) -> float:
+def service_rate(machine: VirtualServer, mix: Mix) -> float:
     """Turns started a second in bursts of one of every old conversation and as many new ones as belong to them, while
     all places are taken."""
     old = mix.shape.conversations
@@ -116,7 +116,7 @@ def compare(mine: list[list[Served]], theirs: list[list[Served]]) -> dict[str, A
     return found
 
 
-def machines(measured: dict[str, Any], mix: Mix, factor: float) -> dict[str, Machine]:
+def machines(measured: dict[str, Any], mix: Mix, factor: float) -> dict[str, VirtualServer]:
     calibration, workload = measured["calibration"], measured["workload"]
     prefill_s = calibration["prefill_s"]
     return {

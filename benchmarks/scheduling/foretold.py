@@ -27,7 +27,7 @@ from benchmarks.harness.servers import write_result
 from benchmarks.scheduling.compare import SHARES
 from benchmarks.scheduling.legs import BLOCK, Shape, arrivals, together
 from benchmarks.scheduling.report import POLICIES
-from loadgen.virtual.simulation import Machine, Simulation
+from loadgen.virtual.simulation import Simulation, VirtualServer
 from loadgen.workloads.workload import Conversation, Turn
 
 MEASURED = Path(__file__).parent.parent / "results" / "schedulers.json"
@@ -41,13 +41,13 @@ RESAMPLED = 400
 
 def machine_of(
     policy: str, shape: Shape, in_hbm: int, in_dram: int, window: int, prefill_s: float, load_s: float
-) -> Machine:
+) -> VirtualServer:
     """As `schedulers_legs.settings_of` sets up a server; `prefill_s` for a turn's new tokens behind a mean history,
     `load_s` for the history from the disk."""
     blocks = shape.mean_tokens // BLOCK
     attended = shape.turn_tokens * (shape.mean_history + shape.turn_tokens / 2) / 1000
     rest_s = prefill_s - FIXED_S - attended * S_PER_KILO_PAIR
-    return Machine(
+    return VirtualServer(
         hbm_blocks=max(in_hbm * blocks, shape.final_tokens // BLOCK + 2) + 1,
         dram_blocks=in_dram * blocks,
         disk_blocks=100 * shape.conversations,
@@ -79,7 +79,7 @@ def begun(shape: Shape, later: list[Conversation]) -> list[Conversation]:
     return found
 
 
-def play(machine: Machine, shape: Shape, later: list[Conversation], seed: int) -> list[tuple[float, float]]:
+def play(machine: VirtualServer, shape: Shape, later: list[Conversation], seed: int) -> list[tuple[float, float]]:
     """(TTFT, when the turn was done, in seconds) of the turns behind the beginnings."""
     simulation = Simulation(machine=machine, conversations=begun(shape, later), rng=random.Random(seed))
     simulation.run()
@@ -91,7 +91,7 @@ def play(machine: Machine, shape: Shape, later: list[Conversation], seed: int) -
     ]
 
 
-def service_rate(machine: Machine, shape: Shape) -> float:
+def service_rate(machine: VirtualServer, shape: Shape) -> float:
     """Turns a second of a burst of all conversations, while all places are taken."""
     later = together(shape, shape.turn_tokens, shape.answer_tokens, "c")
     done_s = sorted(done for _, done in play(machine, shape, later, 0))

@@ -15,8 +15,8 @@ import httpx
 
 from benchmarks.harness.in_process import kv_bytes_per_token
 from benchmarks.harness.measures import HEARTBEAT_S, fail_on, mean_of, target_of
-from benchmarks.harness.servers import Server
-from loadgen.measure.client import Messages, TurnResult, run
+from benchmarks.harness.servers import ServerProcess
+from loadgen.measure.sender import Messages, TurnResult, run
 from loadgen.workloads.workload import Conversation, Turn
 
 TIERS = ("hbm", "dram", "disk", "computed")
@@ -163,7 +163,7 @@ def together(shape: Shape, prompt_tokens: int, answer_tokens: int, prefix: str) 
 class Player:
     """One server and what was said on it."""
 
-    def __init__(self, server: Server, policy: str, shape: Shape) -> None:
+    def __init__(self, server: ServerProcess, policy: str, shape: Shape) -> None:
         self.server, self._policy, self._shape = server, policy, shape
         self._histories: dict[str, Messages] = {}
 

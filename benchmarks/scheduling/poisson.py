@@ -40,8 +40,8 @@ from rich.table import Table
 
 from benchmarks.harness.make_model import SHAPES, make_model
 from benchmarks.harness.measures import fail_on, mean_of, percentile, ratio, rounded, show_held, target_of
-from benchmarks.harness.servers import Server, serve, write_result
-from loadgen.measure.client import TurnResult, run
+from benchmarks.harness.servers import ServerProcess, serve, write_result
+from loadgen.measure.sender import TurnResult, run
 from loadgen.workloads.workload import Conversation, Turn
 
 ARMS = ("car-hidden-auto", "car-hidden-0", "car-hidden-100", "priority-auto", "priority-0", "fcfs-auto", "fcfs-0")
@@ -229,7 +229,7 @@ def measure(
     """`keep` is called with those so far behind every seed. Raises ServerFailed and RuntimeError."""
     played: list[Round] = []
 
-    def play(arm: str, server: Server, seed: int, conversations: Sequence[Conversation]) -> Round:
+    def play(arm: str, server: ServerProcess, seed: int, conversations: Sequence[Conversation]) -> Round:
         results = asyncio.run(run(target_of(server), conversations, seed=seed, timeout_s=TIMEOUT_S))
         return round_of(arm, seed, results)
 

@@ -20,7 +20,7 @@ from rich.progress import track
 
 from benchmarks.scheduling import poisson
 from benchmarks.scheduling.poisson import Round, Workload
-from loadgen.virtual.simulation import Machine, Simulation
+from loadgen.virtual.simulation import Simulation, VirtualServer
 
 ARMS = (
     "car-hidden-auto",
@@ -65,7 +65,7 @@ CASES = {
 def play(case: Case, arm: str, seed: int) -> Round:
     policy, _, target = arm.rpartition("-")
     settings: dict[str, Any] = {**case.costs, **case.sizes}
-    machine = Machine(
+    machine = VirtualServer(
         hbm_blocks=2 * case.workload.tokens // 32, dram_blocks=4000, disk_blocks=0, policy=policy, window=8,
         max_seqs=32, itl_target_s=None if target == "auto" else float(target) / 1e3,
         least_chunk_tokens=case.least_chunk_tokens,

@@ -33,9 +33,9 @@ from rich.table import Table
 
 from benchmarks.harness.make_model import SHAPES, make_model
 from benchmarks.harness.measures import HEARTBEAT_S, fail_on, percentile, ratio, rounded, show_held
-from benchmarks.harness.servers import Server, serve, write_result
+from benchmarks.harness.servers import ServerProcess, serve, write_result
 from benchmarks.speed.itl import split_gaps
-from loadgen.measure.client import Target, TurnResult, run
+from loadgen.measure.sender import Target, TurnResult, run
 from loadgen.workloads.workload import Conversation, Turn
 
 POLICIES = ("car", "fcfs")
@@ -85,7 +85,7 @@ def settings_of(policy: str, model: str, workload: Workload) -> dict[str, Any]:
     }
 
 
-def target_of(server: Server) -> Target:
+def target_of(server: ServerProcess) -> Target:
     return Target(server.url, server.model["id"], KEYS, {"temperature": 0, "ignore_eos": True})
 
 
@@ -96,7 +96,7 @@ def request(workload: Workload, tenant: str, name: str) -> Conversation:
 class Player:
     """Plays rounds on one server."""
 
-    def __init__(self, server: Server, policy: str, workload: Workload) -> None:
+    def __init__(self, server: ServerProcess, policy: str, workload: Workload) -> None:
         self._server, self._policy, self._workload = server, policy, workload
         self._asked = 0
 

@@ -44,8 +44,8 @@ from tokenizers import Tokenizer
 from benchmarks.harness.in_process import kv_bytes_per_token
 from benchmarks.harness.make_model import SHAPES, make_model
 from benchmarks.harness.measures import show_held
-from benchmarks.harness.servers import Server, serve, write_result
-from benchmarks.harness.streams import Answer, Message, ask_stamped
+from benchmarks.harness.servers import ServerProcess, serve, write_result
+from benchmarks.harness.streams import Message, StreamedAnswer, ask_stamped
 from loadgen.measure.http import Http
 
 ARMS = ("attentionstore", "disk", "ample", "prefix", "recompute")
@@ -173,7 +173,7 @@ class Rotation:
         self._template_tokens: dict[str, int] = {}
         self.samples: list[Sample] = []
 
-    async def warm_up(self, server: Server, arm: str) -> None:
+    async def warm_up(self, server: ServerProcess, arm: str) -> None:
         """The first request pays for what a process sets up; and it says how long the template is."""
         http = Http(server.url, silence_s=SILENCE_S)
         answer = await ask_stamped(
@@ -183,7 +183,7 @@ class Rotation:
         http.close()
         self._template_tokens[arm] = answer.prompt_tokens - len(self._tokenizer.encode("Hello").ids)
 
-    async def leg(self, server: Server, arm: str, pass_: int, turn: int, tell: Callable[[], None]) -> None:
+    async def leg(self, server: ServerProcess, arm: str, pass_: int, turn: int, tell: Callable[[], None]) -> None:
         """One turn of every conversation on one server. Raises what the client raises."""
         http = Http(server.url, silence_s=SILENCE_S)
         try:
@@ -193,7 +193,7 @@ class Rotation:
         finally:
             http.close()
 
-    async def _turn(self, http: Http, server: Server, arm: str, pass_: int, number: int, turn: int) -> None:
+    async def _turn(self, http: Http, server: ServerProcess, arm: str, pass_: int, number: int, turn: int) -> None:
         shape = self._shape
         conversation = self._conversations.setdefault(
             (arm, pass_, number), Conversation(f"conversation-{pass_}-{number}")
@@ -212,14 +212,14 @@ class Rotation:
         conversation.length = answer.prompt_tokens + answer.completion_tokens
         self.samples.append(sample_of(answer, arm, pass_, number, turn, history))
 
-    def forget(self, server: Server, pass_: int) -> None:
+    def forget(self, server: ServerProcess, pass_: int) -> None:
         """Delete the conversations of a pass on a server."""
         with httpx.Client(base_url=server.url, timeout=60) as http:
             for number in range(self._shape.conversations):
                 http.delete(f"/v1/sessions/conversation-{pass_}-{number}")
 
 
-def sample_of(answer: Answer, arm: str, pass_: int, number: int, turn: int, history: int) -> Sample:
+def sample_of(answer: StreamedAnswer, arm: str, pass_: int, number: int, turn: int, history: int) -> Sample:
     tokens = {tier: int(answer.x_cache.get(f"{tier}_tokens", 0)) for tier in TIERS}
     return Sample(
         arm, pass_, number, turn, answer.ttft_ms, answer.tpot_ms, answer.prompt_tokens,

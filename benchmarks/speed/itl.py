@@ -37,8 +37,8 @@ from rich.table import Table
 
 from benchmarks.harness.make_model import SHAPES, make_model
 from benchmarks.harness.measures import fail_on, percentile, ratio, rounded, show_held, target_of
-from benchmarks.harness.servers import Server, serve, write_result
-from loadgen.measure.client import TurnResult, run
+from benchmarks.harness.servers import ServerProcess, serve, write_result
+from loadgen.measure.sender import TurnResult, run
 from loadgen.workloads.workload import Conversation, Turn
 
 ARMS = ("target", "auto", "tokens", "whole")
@@ -86,7 +86,7 @@ def newcomer(workload: Workload, name: str) -> Conversation:
     return Conversation(name, "", 0.0, (Turn(workload.prompt_tokens, NEWCOMER_ANSWER, 0.0),))
 
 
-async def play(server: Server, arm: str, workload: Workload, stream_tokens: int, seed: int) -> Round:
+async def play(server: ServerProcess, arm: str, workload: Workload, stream_tokens: int, seed: int) -> Round:
     """Raises RuntimeError if a request fails or the streams end too early."""
     target = target_of(server)
 

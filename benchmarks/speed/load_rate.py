@@ -27,10 +27,10 @@ from rich.console import Console
 
 from benchmarks.harness.measures import show_held
 from benchmarks.harness.servers import ROOT, serve, write_result
-from loadgen.measure import run as load
-from loadgen.measure.client import Target, TurnResult, run
-from loadgen.measure.live import Live, progress
-from loadgen.measure.metrics import Prices, Slo, distribution
+from loadgen.measure import load_run
+from loadgen.measure.progress_line import ProgressLine, progress
+from loadgen.measure.sender import Target, TurnResult, run
+from loadgen.measure.summary import Prices, Slo, distribution
 from loadgen.workloads.synthetic import Distribution
 from loadgen.workloads.workload import Conversation, Turn
 
@@ -39,9 +39,9 @@ PROMPT_TOKENS = 100
 SLO = Slo(1.0, 0.1)
 
 
-def options(seed: int) -> load.Options:
+def options(seed: int) -> load_run.Options:
     """What `execute` asks for: an open loop to its end."""
-    return load.Options(
+    return load_run.Options(
         source="synthetic", path="", conversations=0, rate=1.0, think="fixed:0", loop="open", concurrency=0, speed=1.0,
         scale=1.0, max_context=0, answer_tokens=0, system_tokens=0, seed=seed, duration_s=0.0, warmup_turns=0,
         warmup_s=0.0, timeout_s=30.0, retries=0, distribution=Distribution(), slo=SLO, prices=Prices(),
@@ -78,7 +78,7 @@ def offered(rate: float, seconds: float, tokens: int, gap_ms: float, seed: int, 
     own = min(before)
     others = [core for core in range(os.cpu_count() or 1) if core != own]
     workload = arrivals(rate, seconds, tokens, seed)
-    live = Live(SLO)
+    live = ProgressLine(SLO)
     with stub(others[0] if others else None, tokens, gap_ms) as url, progress(console, live) as bars:
         os.sched_setaffinity(0, {own})
         bar = bars.add_task("", total=len(workload))
@@ -90,7 +90,7 @@ def offered(rate: float, seconds: float, tokens: int, gap_ms: float, seed: int, 
         target = Target(url, "stub", {}, {})
         cpu_s, clock_s = os.times().user + os.times().system, os.times().elapsed
         # The stub's stamps are of the machine's clock; the run's are counted from its beginning.
-        results, _ = load.execute(options(seed), workload, target, on_sent=live.on_sent, on_result=on_result)
+        results, _ = load_run.execute(options(seed), workload, target, on_sent=live.on_sent, on_result=on_result)
         spent_s, took_s = os.times().user + os.times().system - cpu_s, os.times().elapsed - clock_s
         os.sched_setaffinity(0, before)
     good = [result for result in results if result.error is None]

@@ -34,11 +34,11 @@ from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeElapsedC
 from benchmarks.harness.in_process import kv_bytes_per_token
 from benchmarks.harness.make_model import SHAPES, make_model
 from benchmarks.harness.measures import show_held
-from benchmarks.harness.servers import Server, serve, write_result
-from loadgen.measure import run as load
-from loadgen.measure.client import Target, TurnResult
-from loadgen.measure.metrics import Prices, Slo, distribution
-from loadgen.report import page, tables
+from benchmarks.harness.servers import ServerProcess, serve, write_result
+from loadgen.measure import load_run
+from loadgen.measure.sender import Target, TurnResult
+from loadgen.measure.summary import Prices, Slo, distribution
+from loadgen.report import html_page, tables
 from loadgen.workloads.synthetic import Distribution
 from loadgen.workloads.workload import Conversation
 
@@ -56,7 +56,7 @@ PAUSE_S = 1.0  # between a server's rounds, as their requests are put behind eac
 
 @dataclass(slots=True)
 class Arm:
-    server: Server
+    server: ServerProcess
     conversations: list[Conversation] = field(default_factory=list)
     results: list[TurnResult] = field(default_factory=list)
     left_out: int = 0
@@ -65,11 +65,11 @@ class Arm:
     def target(self) -> Target:
         return Target(self.server.url, self.server.model["id"], {}, {"temperature": 0, "ignore_eos": True})
 
-    def play(self, options: load.Options, round_: int) -> None:
+    def play(self, options: load_run.Options, round_: int) -> None:
         """One round behind what was played before."""
-        workload = load.workload(options)
+        workload = load_run.workload(options)
         conversations = workload.conversations
-        results, _ = load.execute(
+        results, _ = load_run.execute(
             options, conversations, self.target, on_sent=lambda: None, on_result=lambda result: None
         )
         later_s = max((result.done_s for result in self.results), default=-PAUSE_S) + PAUSE_S
@@ -85,8 +85,8 @@ def shifted(result: TurnResult, by_s: float, round_: int) -> TurnResult:
     )  # fmt: skip
 
 
-def options_of(arguments: argparse.Namespace, round_: int) -> load.Options:
-    return load.Options(
+def options_of(arguments: argparse.Namespace, round_: int) -> load_run.Options:
+    return load_run.Options(
         source="synthetic", path="", conversations=arguments.conversations, rate=arguments.rate,
         think=f"fixed:{arguments.think_s}", loop="open", concurrency=0, speed=1.0, scale=arguments.scale,
         max_context=arguments.max_tokens, answer_tokens=arguments.answer_tokens, system_tokens=0, seed=round_,
@@ -152,8 +152,8 @@ def play(arguments: argparse.Namespace, model: str, directory: Path, console: Co
                 arms[name].play(options_of(arguments, round_), round_)
                 progress.advance(bar)
         return {
-            name: load.document(
-                options_of(arguments, 0), load.Workload(arm.conversations, arm.left_out), arm.results,
+            name: load_run.document(
+                options_of(arguments, 0), load_run.Workload(arm.conversations, arm.left_out), arm.results,
                 command=["python", "-m", "benchmarks.speed.modes"],
                 server={"url": "", "model": arm.server.model["id"], "max_context": arm.server.max_context,
                         "version": None},
@@ -194,7 +194,7 @@ def main() -> int:
         console.print(f"{name}: TTFT from the second turn on, ms: {numbers}")
     show_held(console, held)
     if arguments.html is not None:
-        arguments.html.write_text(page.render(list(documents), list(documents.values())), encoding="utf-8")
+        arguments.html.write_text(html_page.render(list(documents), list(documents.values())), encoding="utf-8")
     if not arguments.no_result:
         write_result("modes", {"rounds": arguments.rounds, "servers": ARMS, "held": held, "arms": arms})
     return 0 if all(held.values()) else 1

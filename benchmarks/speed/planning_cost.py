@@ -40,7 +40,7 @@ from cache.blocks.keys import BlockKey
 from cache.policies.lookahead import LookaheadPolicy
 from cache.returns.return_times import ReturnTimes
 from engine.process.collector import Collector
-from loadgen.virtual.simulation import Machine, Simulation
+from loadgen.virtual.simulation import Simulation, VirtualServer
 from loadgen.workloads.workload import Conversation, Turn
 
 POLICIES = ("car-hidden", "car", "priority", "fcfs")
@@ -122,10 +122,10 @@ def workload(sessions: int, history: int, returning: int, rng: random.Random) ->
     return conversations
 
 
-def machine_of(policy: str, sessions: int, history: int, places: int) -> Machine:
+def machine_of(policy: str, sessions: int, history: int, places: int) -> VirtualServer:
     """HBM for the batch at its longest, DRAM for a fifth of the sessions, a disk for all of them."""
     blocks = sessions * -(-(history + 1) // BLOCK)
-    return Machine(
+    return VirtualServer(
         hbm_blocks=max(places * 80, 256), dram_blocks=blocks // 5, disk_blocks=2 * blocks, policy=policy, window=32,
         max_seqs=places, itl_target_s=0.1, bytes_per_token=12_288, dram_bytes_per_s=5e9, disk_bytes_per_s=1e9,
         s_per_token=2e-5, s_per_row=1e-4, s_per_kilo_pair=1e-6, s_per_kilo_read=1e-6,

@@ -71,7 +71,7 @@ def measure_engine(model: str, exact: str) -> Measure:
 
     def submit(prompts: list[list[int]], new_tokens: int) -> None:
         for index, prompt in enumerate(prompts):
-            engine.submit(
+            engine.accept(
                 Submit(
                     request_id=str(index),
                     session_id=str(index),

@@ -27,8 +27,8 @@ from rich.progress import track
 from rich.table import Table
 
 from benchmarks.harness.measures import show_held
-from benchmarks.harness.servers import Server, serve, write_result
-from benchmarks.harness.streams import Answer, Message, ask, client_of, first_difference
+from benchmarks.harness.servers import ServerProcess, serve, write_result
+from benchmarks.harness.streams import Message, StreamedAnswer, ask, client_of, first_difference
 from benchmarks.speed.hierarchy import WORDS
 
 LEAST = {"stop": 0.99, "kill": 0.95, "index": 0.95}
@@ -75,7 +75,7 @@ class Talk:
         self._messages: list[Message] = []
         self.history_tokens = 0  # what the last turn ran through the model
 
-    async def turn(self, server: Server) -> Answer:
+    async def turn(self, server: ServerProcess) -> StreamedAnswer:
         words = 12 if self._messages else self._first_words
         self._messages.append({"role": "user", "content": text(self._rng, words)})
         answer = await self.again(server)
@@ -83,7 +83,7 @@ class Talk:
         self.history_tokens = answer.prompt_tokens + answer.completion_tokens - 1
         return answer
 
-    async def again(self, server: Server) -> Answer:
+    async def again(self, server: ServerProcess) -> StreamedAnswer:
         """The request as it stands."""
         async with client_of(server.url) as client:
             return await ask(
@@ -91,7 +91,7 @@ class Talk:
                 session_id=self._session_id, logprobs=True, top_logprobs=2, ignore_eos=True,
             )  # fmt: skip
 
-    async def return_(self, server: Server, reference: Server, how: str, round_: int) -> Return:
+    async def return_(self, server: ServerProcess, reference: ServerProcess, how: str, round_: int) -> Return:
         """The next turn, on a server that was just started, and on one that never reuses anything."""
         before = self.history_tokens
         answer = await self.turn(server)
@@ -112,7 +112,7 @@ class Talk:
 
 
 async def one_round(
-    *, how: str, round_: int, settings: Mapping[str, str | int | float], reference: Server, conversations: int,
+    *, how: str, round_: int, settings: Mapping[str, str | int | float], reference: ServerProcess, conversations: int,
     first_words: int, max_tokens: int,
 ) -> list[Return]:  # fmt: skip
     """Conversations of two turns, the fall, and the turn after it. Raises ServerFailed and what the client raises."""

@@ -37,7 +37,7 @@ from rich.table import Table
 
 from benchmarks.harness.make_model import SHAPES, make_model
 from benchmarks.harness.measures import show_held
-from benchmarks.harness.servers import Server, serve, write_result
+from benchmarks.harness.servers import ServerProcess, serve, write_result
 from benchmarks.harness.streams import client_of
 from benchmarks.speed.hierarchy import WORDS
 
@@ -99,7 +99,7 @@ def cpu_seconds(process: psutil.Process) -> float:
     return float(times.user + times.system)
 
 
-def settle(server: Server) -> None:
+def settle(server: ServerProcess) -> None:
     """Until the engine has had nothing under way for a while. Raises TimeoutError."""
     end = time.monotonic() + SETTLE_S
     quiet_since = None
@@ -115,7 +115,7 @@ def settle(server: Server) -> None:
         time.sleep(0.05)
 
 
-async def complete(server: Server, request: Request) -> tuple[int, int]:
+async def complete(server: ServerProcess, request: Request) -> tuple[int, int]:
     """Returns (tokens that went through the model, tokens found in a cache)."""
     async with client_of(server.url) as client:
         answer = await client.chat.completions.create(
@@ -136,7 +136,7 @@ def arms_of(round_: int) -> list[str]:
     return arms[:: 1 if round_ // 4 % 2 == round_ % 2 else -1]
 
 
-async def one_round(model: str, start: int, round_: int, servers: Mapping[str, Server]) -> list[Cost]:
+async def one_round(model: str, start: int, round_: int, servers: Mapping[str, ServerProcess]) -> list[Cost]:
     """The same request on all servers that take part."""
     costs = []
     for arm in arms_of(round_):

@@ -25,7 +25,7 @@ from cache.tiers.hbm import MAX_HOPS
 from engine.model.batch import BatchInput
 from engine.model.hf_model import load_model
 from engine.model.probe import probe, single_sequence_meta
-from engine.model.rotations import Rotations
+from engine.model.rotations import ModelRotations
 from engine.model.runner import ModelRunner, make_pages
 from kernels.attention import BACKENDS
 from kernels.kv_copy import write_rows
@@ -65,7 +65,7 @@ class Bench:
             raise ValueError(f"{model}: positions cannot be decoupled from keys")
         num_pages = math.ceil(max_tokens / self._page_size)
         self.pages = make_pages(probed.shapes, num_pages, self._page_size, torch.float32, CPU)
-        self.rotations = Rotations(ropes=probed.ropes)
+        self.rotations = ModelRotations(ropes=probed.ropes)
         self._capture = _Capture()
         self._runner = ModelRunner(model=self.model, pages=self.pages, backend=backend, sink=self._capture)
         self.length = 0

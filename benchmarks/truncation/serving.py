@@ -21,8 +21,8 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from benchmarks.harness.servers import Server, serve
-from benchmarks.harness.streams import Answer, Message, ask_stamped
+from benchmarks.harness.servers import ServerProcess, serve
+from benchmarks.harness.streams import Message, StreamedAnswer, ask_stamped
 from loadgen.measure.http import Http
 
 Settings = Mapping[str, str | int | float]
@@ -49,10 +49,10 @@ SENTENCES = (
 class Arm:
     """One server and its side of the conversation."""
 
-    server: Server
+    server: ServerProcess
     http: Http
     messages: list[Message] = field(default_factory=lambda: [SYSTEM])
-    answers: list[Answer] = field(default_factory=list)
+    answers: list[StreamedAnswer] = field(default_factory=list)
 
 
 def user_turns(data: Path | None, count: int, tokens: int, tokenizer: Tokenizer, seed: int) -> list[str]:
@@ -131,7 +131,7 @@ async def run_pair(
         return {name: turns_of(arm.answers) for name, arm in arms.items()}
 
 
-def turns_of(answers: Sequence[Answer]) -> list[dict[str, Any]]:
+def turns_of(answers: Sequence[StreamedAnswer]) -> list[dict[str, Any]]:
     """A row per turn; `cut_tokens` is what left the context in this turn."""
     rows, before = [], 0
     for turn, answer in enumerate(answers, 1):

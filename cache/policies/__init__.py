@@ -1,6 +1,6 @@
 """Eviction policies by name; the settings, the simulator and the property tests find them here."""
 
-from cache.policies.base import PolicyFactory
+from cache.policies.eviction_policy import PolicyFactory
 from cache.policies.fifo import FifoPolicy
 from cache.policies.lookahead import LookaheadPolicy
 from cache.policies.lru import LruPolicy

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from cache.blocks.context import RunningContext
 from cache.blocks.keys import BLOCK_TOKENS, BlockKey
 from cache.moves import AbandonLoad, BlockLoad, LoadBlocks, Loaded, ReleaseLoad
-from cache.rates import Progress, Rates, deadline_s
+from cache.rates import LoadProgress, Rates, deadline_s
 from cache.requests.siblings import Siblings
 from cache.stats import CacheStats
 from cache.tiers.hierarchy import Hierarchy
@@ -37,7 +37,7 @@ class Loads:
         running: Container[str],
         rates: Rates,
         arrived: Callable[[int], float],
-        progress: Callable[[int], Progress | None],
+        progress: Callable[[int], LoadProgress | None],
         bytes_per_token: int,
         stats: CacheStats,
     ) -> None:

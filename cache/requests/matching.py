@@ -6,7 +6,7 @@ from cache.blocks.context import RunningContext
 from cache.blocks.keys import BLOCK_TOKENS, BlockKey
 from cache.blocks.table import BlockRow, CacheTable, common_prefix
 from cache.rates import LoadOption, Rates, choose_load, first_token_s
-from cache.stats import Residency
+from cache.stats import ResidencyValue
 from cache.tiers.hbm import HbmPool, Match
 
 
@@ -124,7 +124,7 @@ class Matcher:
         alone = (context.session,)
         return sum(used for row, used in match.used if row.owners == alone)
 
-    def residency(self, context: RunningContext) -> Residency:
+    def residency(self, context: RunningContext) -> ResidencyValue:
         """Where the KV of a context without pages is, and what has to move or be computed."""
         match = self.choose(context, self.match(context))
         tokens = self.tokens_by_tier(match)
@@ -135,7 +135,7 @@ class Matcher:
         missing = len(context.token_ids) - match.num_tokens
         return self._residency(hbm, tokens, missing, self.own_tokens(context, match), load_s, False)
 
-    def on_the_way(self, context: RunningContext, to_come: dict[str, int], load_s: float) -> Residency:
+    def on_the_way(self, context: RunningContext, to_come: dict[str, int], load_s: float) -> ResidencyValue:
         """The same of one that has its pages. to_come: tier -> tokens of its load, while that is under way; load_s:
         what is left of it."""
         hbm = context.computed - sum(to_come.values())
@@ -144,9 +144,9 @@ class Matcher:
 
     def _residency(
         self, hbm: int, lower: dict[str, int], missing: int, own: int, load_s: float, is_loading: bool
-    ) -> Residency:
+    ) -> ResidencyValue:
         compute_s = self._rates.compute_s(missing)
-        return Residency(
+        return ResidencyValue(
             hbm_tokens=hbm,
             lower_tokens=lower,
             bytes_to_load=sum(lower.values()) * self._bytes_per_token,

@@ -10,7 +10,7 @@ from cache.tiers.hbm import keys_of
 from cache.tiers.hierarchy import Hierarchy
 
 
-class Admission:
+class Placer:
     """Single-threaded, part of the CacheManager."""
 
     def __init__(self, *, tiers: Hierarchy, matcher: Matcher, siblings: Siblings, loads: Loads, reuse: bool) -> None:

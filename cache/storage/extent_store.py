@@ -40,9 +40,9 @@ from cache.storage.extent_format import MAX_EXTENT_ID, ExtentHeader, Layout, che
 from cache.storage.extent_reader import ExtentReader, flat
 from cache.storage.index import DiskIndex
 from cache.storage.io_threads import Beat, IoDeadline, IoThreads
-from cache.storage.priority import WRITING
 from cache.storage.rare_log import RareLog
 from cache.storage.space import DiskSpace
+from cache.storage.thread_priority import WRITING
 from cache.storage.throttle import Throttle
 
 READ_THREADS = 8
@@ -54,7 +54,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-class DiskTier:
+class ExtentStore:
     """Thread-safe. `open` comes first and `close` last; in between every method may be called from any thread, and
     returns or raises within the deadline of the steps it consists of (besides what the bandwidth caps demand).
 

@@ -16,9 +16,9 @@ from typing import Protocol
 from torch import Tensor
 
 from cache.storage.large_pages import LargePages
-from cache.storage.priority import lower_priority
 from cache.storage.slab import Slab
-from kernels.attention.base import KvPages
+from cache.storage.thread_priority import lower_priority
+from kernels.attention.ragged_batch import KvPages
 
 AHEAD_BYTES = 512 << 20  # behind the last slot or page used, while nothing runs: gigabytes may never be needed
 BUSY_AHEAD_BYTES = 64 << 20  # while something does; more than a second of prefill fills

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from cache.storage.priority import lower_priority
+from cache.storage.thread_priority import lower_priority
 
 SIZE = 2 << 20
 CALM_CALLS = 3  # with nothing running, one behind the other, before the work begins

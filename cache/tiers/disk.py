@@ -9,7 +9,7 @@ from cache.blocks.keys import BlockKey
 from cache.blocks.stored import ExtentInfo
 from cache.blocks.table import BlockRow, CacheTable, SessionName
 from cache.moves import DeleteExtents, Move
-from cache.policies.base import EvictionPolicy, enter
+from cache.policies.eviction_policy import EvictionPolicy, enter
 from cache.stats import CacheStats
 
 _AGAIN_S = 5.0  # after a deletion that the disk would not do
@@ -39,7 +39,7 @@ class _Deletion:
     with_record: bool = True  # the session's goes too
 
 
-class Extents:
+class DiskLedger:
     """Single-threaded."""
 
     def __init__(

@@ -16,9 +16,9 @@ from cache.blocks.keys import BlockKey, token_bytes
 from cache.blocks.stored import ExtentInfo, SessionRecord, StoredBlock
 from cache.blocks.table import BlockRow, CacheTable, SessionName
 from cache.moves import FetchBlocks, Move, PutSession, SealSlot, WriteExtent
-from cache.policies.base import EvictionPolicy, enter
+from cache.policies.eviction_policy import EvictionPolicy, enter
 from cache.stats import CacheStats
-from cache.tiers.disk import Extents, Keys
+from cache.tiers.disk import DiskLedger, Keys
 from cache.tiers.slots import SlotPool
 
 _MAX_EXTENT_BLOCKS = 512
@@ -44,7 +44,7 @@ class _Write:
     size_bytes: int
 
 
-class LowerTiers:
+class DramTier:
     """Single-threaded, part of the CacheManager. With no slots everything is a no-op."""
 
     def __init__(
@@ -92,7 +92,7 @@ class LowerTiers:
         self._jobs = 0
         self._immovable = Keys(self.is_immovable)
         self.slots = SlotPool(num_slots)
-        self.extents = Extents(
+        self.extents = DiskLedger(
             table=table,
             capacity_bytes=disk_bytes,
             policy=disk_policy,

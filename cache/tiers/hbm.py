@@ -9,7 +9,7 @@ from cache.blocks.keys import BLOCK_TOKENS, BlockKey
 from cache.blocks.scores import Scores
 from cache.blocks.table import BlockRow, CacheTable
 from cache.moves import BlockLoad, CopyRows
-from cache.policies.base import EvictionPolicy, enter
+from cache.policies.eviction_policy import EvictionPolicy, enter
 from cache.stats import CacheStats
 from cache.tiers.pages import PageAllocator
 

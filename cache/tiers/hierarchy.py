@@ -5,7 +5,7 @@ from cache.blocks.table import BlockRow, CacheTable, SessionName
 from cache.returns.regulars import Regulars
 from cache.returns.return_times import ReturnTimes
 from cache.returns.succession import Succession
-from cache.tiers.dram import LowerTiers
+from cache.tiers.dram import DramTier
 from cache.tiers.hbm import HbmPool
 from cache.tiers.pages import PageAllocator
 
@@ -14,7 +14,7 @@ class Hierarchy:
     """Single-threaded."""
 
     def __init__(
-        self, *, table: CacheTable, pages: PageAllocator, hbm: HbmPool, lower: LowerTiers, returns: ReturnTimes
+        self, *, table: CacheTable, pages: PageAllocator, hbm: HbmPool, lower: DramTier, returns: ReturnTimes
     ) -> None:
         self.table, self.pages, self.hbm, self.lower = table, pages, hbm, lower
         self.policies = (hbm.policy, lower.dram_policy, lower.disk_policy)

@@ -7,15 +7,15 @@ from queue import SimpleQueue
 from cache.blocks.keys import BlockKey
 from cache.moves import FetchBlocks, Fetched, Transferred
 from cache.storage.errors import BlockMissing
-from cache.storage.extent_store import DiskTier
+from cache.storage.extent_store import ExtentStore
 from cache.storage.slab import Slab
-from cache.transfer.completions import Completions
+from cache.transfer.events import Events
 
 
 class FetchStream:
     """`run` is the thread; the other methods are called by the engine's."""
 
-    def __init__(self, *, slab: Slab, disk: DiskTier, completions: Completions) -> None:
+    def __init__(self, *, slab: Slab, disk: ExtentStore, completions: Events) -> None:
         self._slab, self._disk, self._completions = slab, disk, completions
         self._orders: SimpleQueue[FetchBlocks | None] = SimpleQueue()
 

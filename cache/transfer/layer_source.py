@@ -16,7 +16,7 @@ from cache.storage.errors import BlockMissing
 from cache.storage.extent_file import io_buffer
 from cache.storage.extent_format import ALIGNMENT, checksum
 from cache.storage.extent_reader import ExtentReader, Landed
-from cache.storage.extent_store import DiskTier
+from cache.storage.extent_store import ExtentStore
 from cache.storage.slab import Slab
 
 LAYERS_LANDED = 4  # of one load: one is placed, one is read, and two make up for a device that stutters
@@ -113,7 +113,7 @@ class ExtentSource:
     into slots if DRAM is to have it too. Making one raises BlockMissing where there is no memory; leave it by `close`.
     `read` may be called by one thread while another places what was read, up to `layers_landed` layers in all."""
 
-    def __init__(self, blocks: Sequence[BlockLoad], slab: Slab, disk: DiskTier, landings: Landings) -> None:
+    def __init__(self, blocks: Sequence[BlockLoad], slab: Slab, disk: ExtentStore, landings: Landings) -> None:
         self._slab, self._disk, self._landings = slab, disk, landings
         by_extent: dict[int, list[tuple[int, BlockLoad]]] = {}  # extent id -> places in it, and their blocks
         for block in blocks:

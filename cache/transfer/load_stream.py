@@ -10,16 +10,16 @@ import torch
 
 from cache.blocks.keys import BlockKey
 from cache.moves import BlockLoad, Late, LoadBlocks, Loaded, Transferred
-from cache.rates import Progress
+from cache.rates import LoadProgress
 from cache.storage.errors import BlockMissing
-from cache.storage.extent_store import DiskTier
+from cache.storage.extent_store import ExtentStore
 from cache.storage.slab import Slab
 from cache.storage.throttle import Throttle
-from cache.transfer.completions import Completions
+from cache.transfer.events import Events
+from cache.transfer.key_rotations import KeyRotations
 from cache.transfer.layer_source import ExtentSource, Landings, SlotSource, layers_landed
 from cache.transfer.loader import Loader, PagePool
-from cache.transfer.rotations import Rotations
-from kernels.attention.base import KvPages
+from kernels.attention.ragged_batch import KvPages
 
 
 @dataclass(slots=True, eq=False)
@@ -75,11 +75,11 @@ class LoadStream:
         *,
         pages: Sequence[KvPages],
         slab: Slab,
-        disk: DiskTier | None,
-        rotations: Rotations,
+        disk: ExtentStore | None,
+        rotations: KeyRotations,
         read_buffer_layers: int,
         throttle: Throttle,
-        completions: Completions,
+        completions: Events,
     ) -> None:
         """rotations: for the engine's thread. read_buffer_layers: how many may come before the request runs; negative:
         all."""
@@ -142,20 +142,20 @@ class LoadStream:
             self._tell_late(part, progress)
             self._changed.notify_all()
 
-    def progress(self, job_id: int) -> Progress | None:
+    def progress(self, job_id: int) -> LoadProgress | None:
         """Of what a load has on disk. None: nothing, or all of it has come, or the load has failed."""
         load = self._loads.get(job_id)
         with self._changed:
             part = next((part for part in self._parts if part.load is load and part.reads_disk), None)
             return None if part is None else self._progress(part)
 
-    def _progress(self, part: _Part) -> Progress | None:
+    def _progress(self, part: _Part) -> LoadProgress | None:
         if part.load.failed or part.landed == self._slab.num_layers:
             return None
         reading_s = part.reading_s + (time.perf_counter() - part.asked_s if part.reading else 0.0)
-        return Progress(part.landed, part.landed_s, reading_s - part.landed_s)
+        return LoadProgress(part.landed, part.landed_s, reading_s - part.landed_s)
 
-    def _tell_late(self, part: _Part, progress: Progress) -> None:
+    def _tell_late(self, part: _Part, progress: LoadProgress) -> None:
         seconds = progress.whole_s(self._slab.num_layers)
         self._completions.tell(Late("disk_to_hbm", len(part.blocks) * self._slab.slot_bytes, seconds))
 
@@ -293,7 +293,7 @@ class LoadStream:
                 return 0
             return max(1, part.landed - part.placed)
 
-    def place(self, rotations: Rotations) -> None:
+    def place(self, rotations: KeyRotations) -> None:
         """Layers that no step places by itself, until `close`."""
         while (part := self._next_to_place()) is not None:
             if not part.reads_disk and not part.load.failed:
@@ -345,7 +345,7 @@ class LoadStream:
             self._changed.wait(1.0)
         return None
 
-    def _place(self, part: _Part, rotations: Rotations, *, together: bool) -> None:
+    def _place(self, part: _Part, rotations: KeyRotations, *, together: bool) -> None:
         """The next layer, unless the load has failed."""
         if part.load.failed:
             return

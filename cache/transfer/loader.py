@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from cache.blocks.keys import BLOCK_TOKENS, BlockKey
+from cache.transfer.key_rotations import KeyRotations
 from cache.transfer.layer_source import LayerSource
-from cache.transfer.rotations import Rotations
-from kernels.attention.base import KvPages
+from kernels.attention.ragged_batch import KvPages
 from kernels.block_writer import BlockWriter, block_writer
 from kernels.kv_copy import write_rows
 
@@ -40,7 +40,7 @@ class Loader:
         )
         self._rows: tuple[Tensor, Tensor] | None = None
 
-    def place(self, layer: int, failed: dict[BlockKey, str], rotations: Rotations, *, together: bool) -> None:
+    def place(self, layer: int, failed: dict[BlockKey, str], rotations: KeyRotations, *, together: bool) -> None:
         """Write the layer that the source has brought, its keys rotated; done on return, or on CUDA when the current
         stream is. Blocks that are not what they were when their slots were sealed are noted in `failed`, and not
         written. rotations: the calling thread's; together: with torch's team, for the thread that computes, as the
@@ -59,7 +59,7 @@ class Loader:
         if wrong.any():
             failed.update((self._keys[place], "checksum") for place in np.flatnonzero(wrong).tolist())
 
-    def _place_by_torch(self, layer: int, rotations: Rotations) -> None:
+    def _place_by_torch(self, layer: int, rotations: KeyRotations) -> None:
         pages = self._pool.pages[layer]
         heads, k_dim = pages.k.shape[2:]
         memory, chosen = self._source.segments(layer)
@@ -80,7 +80,7 @@ class Loader:
         return rows.to(self._pool.device, non_blocking=True)
 
     def _slots_and_positions(self) -> tuple[Tensor, Tensor]:
-        """Of every row; the same tensors for all layers, by which `Rotations` knows them again."""
+        """Of every row; the same tensors for all layers, by which `KeyRotations` knows them again."""
         if self._rows is None:
             _, counts, slots, positions = self._numbers.T
             within = np.concatenate([np.arange(count) for count in counts])

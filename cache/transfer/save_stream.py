@@ -18,10 +18,10 @@ from cache.moves import CapturePiece, FillFromPage, FillFromSlot, Save, Saved, S
 from cache.storage.slab import Slab
 from cache.storage.throttle import Throttle
 from cache.transfer.capture import Captured, CapturedRows, SavedRows
-from cache.transfer.completions import Completions
-from cache.transfer.rotations import Rotations
+from cache.transfer.events import Events
+from cache.transfer.key_rotations import KeyRotations
 from cache.transfer.row_saver import place_rows
-from kernels.attention.base import KvPages
+from kernels.attention.ragged_batch import KvPages
 from kernels.cpu.available import as_bits
 from kernels.kv_copy import gather_rows
 from kernels.row_copies import save_kernels
@@ -41,8 +41,8 @@ class SaveStream:
         throttle: Throttle,
         synchronous: bool,
         max_backlog_bytes: int,
-        rotations: Rotations,
-        completions: Completions,
+        rotations: KeyRotations,
+        completions: Events,
     ) -> None:
         self._pages, self._slab = pages, slab
         self._device = pages[0].k.device
@@ -158,7 +158,7 @@ class SaveStream:
         self.flush()
         self._orders.put(None)
 
-    def run(self, rotations: Rotations) -> None:
+    def run(self, rotations: KeyRotations) -> None:
         """Saves until `close`."""
         while (order := self._orders.get()) is not None:
             if isinstance(order, list):
@@ -166,7 +166,7 @@ class SaveStream:
             else:
                 self._save_orders(order, rotations)
 
-    def _save_orders(self, orders: Sequence[Save], rotations: Rotations) -> None:
+    def _save_orders(self, orders: Sequence[Save], rotations: KeyRotations) -> None:
         """Slots are sealed together, behind all that fills any: none is filled again before the engine has heard that
         it was saved."""
         sealed, events = [], []
@@ -205,7 +205,7 @@ class SaveStream:
             self._drained.notify_all()
         self._completions.tell(Transferred("hbm_to_dram", size, time.perf_counter() - started))
 
-    def _fill_from_page(self, order: FillFromPage, rotations: Rotations) -> None:
+    def _fill_from_page(self, order: FillFromPage, rotations: KeyRotations) -> None:
         page_size = self._pages[0].k.shape[1]
         rows = torch.arange(order.num_rows, device=self._device)
         slots = rows + (order.page * page_size + order.page_row)

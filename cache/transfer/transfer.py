@@ -33,19 +33,19 @@ from cache.moves import (
     SealSlot,
     WriteExtent,
 )
-from cache.rates import Progress
-from cache.storage.extent_store import DiskTier
-from cache.storage.priority import SAVING, WRITING, lower_priority
+from cache.rates import LoadProgress
+from cache.storage.extent_store import ExtentStore
 from cache.storage.slab import Slab
+from cache.storage.thread_priority import SAVING, WRITING, lower_priority
 from cache.storage.throttle import Throttle
 from cache.transfer.capture import Captured, SavedRows
-from cache.transfer.completions import Completions
+from cache.transfer.events import Events
 from cache.transfer.fetch_stream import FetchStream
+from cache.transfer.key_rotations import KeyRotations
 from cache.transfer.load_stream import LoadStream
-from cache.transfer.rotations import Rotations
 from cache.transfer.save_stream import SaveStream
 from cache.transfer.write_stream import WriteStream
-from kernels.attention.base import KvPages
+from kernels.attention.ragged_batch import KvPages
 from kernels.kv_copy import gather_rows, write_rows
 
 log = logging.getLogger(__name__)
@@ -59,8 +59,8 @@ class Transfer:
         *,
         pages: Sequence[KvPages],
         slab: Slab,
-        disk: DiskTier | None,
-        rotations: Callable[[], Rotations],
+        disk: ExtentStore | None,
+        rotations: Callable[[], KeyRotations],
         read_buffer_layers: int,
         dram_throttle: Throttle,
         save_throttle: Throttle,
@@ -73,7 +73,7 @@ class Transfer:
         self._disk = disk
         self._device = pages[0].k.device
         self._inline = rotations()
-        self._completions = Completions()
+        self._completions = Events()
         self._saves = SaveStream(
             pages=pages,
             slab=slab,
@@ -162,7 +162,7 @@ class Transfer:
         """Of a load; all of them when it has ended."""
         return self._loads.layers_arrived(job_id)
 
-    def progress(self, job_id: int) -> Progress | None:
+    def progress(self, job_id: int) -> LoadProgress | None:
         """See LoadStream."""
         return self._loads.progress(job_id)
 

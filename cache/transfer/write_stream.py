@@ -7,10 +7,10 @@ from queue import Empty, SimpleQueue
 from cache.moves import Deleted, DeleteExtents, Lost, PutSession, Transferred, WriteExtent, Written
 from cache.storage.errors import TierFailed, TierFull
 from cache.storage.extent_file import runs
-from cache.storage.extent_store import DiskTier
+from cache.storage.extent_store import ExtentStore
 from cache.storage.rare_log import RareLog
 from cache.storage.slab import Slab
-from cache.transfer.completions import Completions
+from cache.transfer.events import Events
 
 _TOGETHER = 64  # deletions; what stands behind them waits for as long
 WriteOrder = WriteExtent | DeleteExtents | PutSession
@@ -19,7 +19,7 @@ WriteOrder = WriteExtent | DeleteExtents | PutSession
 class WriteStream:
     """`run` is the thread; the other methods are called by the engine's."""
 
-    def __init__(self, *, slab: Slab, disk: DiskTier, completions: Completions) -> None:
+    def __init__(self, *, slab: Slab, disk: ExtentStore, completions: Events) -> None:
         self._slab, self._disk, self._completions = slab, disk, completions
         self._log = RareLog()
         self._orders: SimpleQueue[WriteOrder | None] = SimpleQueue()

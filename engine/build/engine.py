@@ -15,7 +15,7 @@ from cache.blocks.keys import BLOCK_TOKENS, KeyDomain
 from cache.manager import CacheManager
 from cache.requests.opening import Truncation
 from cache.transfer.capture import CaptureSink
-from engine.build.machine import disk_room, memory
+from engine.build.resources import disk_room, memory
 from engine.build.scheduler import build_scheduler
 from engine.build.sizes import automatic_sizes, dram_warnings
 from engine.build.tiers import build_tiers, policy_factory
@@ -29,12 +29,12 @@ from engine.model.hf_model import ModelRefused, load_model, resolve_files, rope_
 from engine.model.probe import ProbeResult, probe
 from engine.model.runner import ModelRunner, bytes_per_token, fingerprint, make_pages, weights_digest
 from engine.model.warm_up import WarmUp
-from engine.sessions import SessionDirectory
+from engine.session_directory import SessionDirectory
 from engine.step.grammar import GrammarCompiler
 from engine.step.sampler import Sampler
 from engine.step.verify import Verifier
 from kernels.attention import BACKENDS, AttentionUnsupported, BackendUnavailable
-from kernels.attention.base import AttentionBackend
+from kernels.attention.ragged_batch import AttentionBackend
 from kernels.attention.torch_cpu import ExactAttention
 from kernels.cpu.available import flash_kernels, product_kernels, tiles_of_pairs
 

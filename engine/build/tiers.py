@@ -13,24 +13,24 @@ import torch
 from cache.blocks.keys import BLOCK_TOKENS
 from cache.blocks.stored import ExtentInfo, SessionRecord
 from cache.policies import POLICIES
-from cache.policies.base import PolicyFactory
+from cache.policies.eviction_policy import PolicyFactory
 from cache.policies.lookahead import LookaheadPolicy
 from cache.rates import Rates
 from cache.storage.directory_lock import DirectoryLocked
 from cache.storage.extent_format import record_key
-from cache.storage.extent_store import DiskTier
+from cache.storage.extent_store import ExtentStore
 from cache.storage.first_touch import FirstTouch
 from cache.storage.large_pages import LargePages
 from cache.storage.slab import LayerShape, Slab
 from cache.storage.throttle import Throttle
 from cache.transfer.transfer import Transfer
-from engine.build.machine import memory
+from engine.build.resources import memory
 from engine.build.sizes import Sizes
 from engine.messages import EngineConfig
 from engine.model.hf_model import ModelRefused
 from engine.model.probe import ProbeResult
-from engine.model.rotations import Rotations
-from kernels.attention.base import KvPages
+from engine.model.rotations import ModelRotations
+from kernels.attention.ragged_batch import KvPages
 
 log = logging.getLogger(__name__)
 
@@ -88,11 +88,11 @@ def build_tiers(
         staging = config.staging_bytes // slot_bytes or max(_LEAST_STAGING_SLOTS, sizes.staging // slot_bytes)
     _check_memory((dram_slots + staging) * slot_bytes)
     slab = Slab(shapes=shapes, dtype=dtype, num_slots=dram_slots + staging, pinned=pages[0].k.is_cuda)
-    disk: DiskTier | None = None
+    disk: ExtentStore | None = None
     extents: Sequence[ExtentInfo] = ()
     records: Sequence[SessionRecord] = ()
     if disk_bytes:
-        disk = DiskTier(
+        disk = ExtentStore(
             directory=Path(config.disk_dir),
             fingerprint=fingerprint,
             segment_bytes=slab.segment_bytes,
@@ -115,7 +115,7 @@ def build_tiers(
         pages=pages,
         slab=slab,
         disk=disk,
-        rotations=functools.partial(Rotations, ropes=probed.ropes),
+        rotations=functools.partial(ModelRotations, ropes=probed.ropes),
         read_buffer_layers=config.read_buffer_layers,
         dram_throttle=Throttle(bytes_per_s=config.dram_gbps * _GB, clock=time.monotonic, sleep=time.sleep),
         save_throttle=Throttle(bytes_per_s=config.dram_gbps * _GB, clock=time.monotonic, sleep=time.sleep),

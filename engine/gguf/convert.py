@@ -83,7 +83,7 @@ def _write_llama(file: GgufFile, out: Path) -> None:
     _write_weights(file, shape, dtype, out)
 
 
-def _write_weights(file: GgufFile, shape: llama.Shape, dtype: Any, out: Path) -> None:
+def _write_weights(file: GgufFile, shape: llama.LlamaShape, dtype: Any, out: Path) -> None:
     """model.safetensors, or several files of some SHARD_BYTES and their index."""
     shards: list[list[tuple[str, llama.Weight]]] = [[]]
     room = SHARD_BYTES

@@ -32,7 +32,7 @@ class Weight:
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class LlamaShape:
     hidden: int
     layers: int
     heads: int
@@ -90,7 +90,7 @@ class Shape:
         }
 
 
-def read_shape(file: GgufFile) -> Shape:
+def read_shape(file: GgufFile) -> LlamaShape:
     """The shape that the metadata states; that the tensors have it is checked too. Raises GgufRefused."""
 
     def size(key: str, default: int | None = None) -> int:
@@ -116,7 +116,7 @@ def read_shape(file: GgufFile) -> Shape:
     epsilon = file.get(f"{ARCHITECTURE}.attention.layer_norm_rms_epsilon", float)
     if epsilon is None or not 0 < epsilon < 1:
         raise GgufRefused(f"{file.path}: {ARCHITECTURE}.attention.layer_norm_rms_epsilon is missing or odd")
-    shape = Shape(
+    shape = LlamaShape(
         hidden=hidden,
         layers=size("block_count"),
         heads=heads,
@@ -133,7 +133,7 @@ def read_shape(file: GgufFile) -> Shape:
     return shape
 
 
-def _check(file: GgufFile, shape: Shape) -> None:
+def _check(file: GgufFile, shape: LlamaShape) -> None:
     """Every weight is there, in its shape, and no other."""
     if shape.layers > len(file.tensors):
         raise GgufRefused(f"{file.path}: {len(file.tensors)} tensors are too few for {shape.layers} layers")

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 
 from cache.transfer.capture import SavedRows
-from kernels.attention.base import AttentionBackend, AttentionMeta, AttentionParams, KvPages
+from kernels.attention.ragged_batch import AttentionBackend, AttentionMeta, AttentionParams, KvPages
 from kernels.kv_copy import write_rows
 
 _NAME = "reprise"
@@ -262,7 +262,7 @@ def resolve_files(model: str, conversions: Path) -> Path:
     if path.is_dir():
         return path
     if path.suffix == GGUF_SUFFIX and path.exists():
-        from engine.gguf.cache import converted
+        from engine.gguf.converted import converted
         from engine.gguf.reader import GgufRefused
 
         try:

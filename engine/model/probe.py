@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from engine.model.float32 import in_float32
 from engine.model.hf_model import ModelRefused, RopeCall, Step, attention_implementation, forward
 from kernels.attention import AttentionUnsupported
-from kernels.attention.base import AttentionBackend, AttentionMeta, AttentionParams, KvPages
+from kernels.attention.ragged_batch import AttentionBackend, AttentionMeta, AttentionParams, KvPages
 
 _TOKENS = 40
 # A near-tie between two experts, early in a text, moves every row behind it: then another text is asked. What an

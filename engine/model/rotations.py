@@ -9,7 +9,7 @@ from engine.model.hf_model import RopeCall
 from engine.model.probe import RopeSource
 
 
-class Rotations:
+class ModelRotations:
     """Implements `cache.transfer.transfer.Rotations`. The tables of cos and sin are the same in most layers and cost
     more than the rotation, so they are made once per set of positions. Threading: one thread at a time; make one per
     thread."""

@@ -15,7 +15,7 @@ from engine.model.batch import BatchInput
 from engine.model.cpu.layer import saves_rows
 from engine.model.hf_model import KvSink, Step, forward
 from engine.model.probe import KvShape
-from kernels.attention.base import AttentionBackend, KvPages
+from kernels.attention.ragged_batch import AttentionBackend, KvPages
 
 
 def make_pages(

@@ -63,7 +63,7 @@ class StepEngine(Protocol):
 
     model: ModelInfo
 
-    def submit(self, request: Submit, now: float) -> list[Output]:
+    def accept(self, request: Submit, now: float) -> list[Output]:
         """Returns what can be said at once, such as a rejection (finish_reason `error`)."""
         ...
 
@@ -163,7 +163,7 @@ class EngineLoop:
         try:
             match message:
                 case Submit():
-                    return self._submit(message)
+                    return self._accept(message)
                 case Abort():
                     self._engine.abort(message.request_id)
                 case Finish():
@@ -174,10 +174,10 @@ class EngineLoop:
             return self._fail(error)
         return []
 
-    def _submit(self, request: Submit) -> list[Output]:
+    def _accept(self, request: Submit) -> list[Output]:
         """A request that the engine chokes on fails alone: the others have nothing to do with it."""
         try:
-            return self._engine.submit(request, time.monotonic())
+            return self._engine.accept(request, time.monotonic())
         except Exception as error:
             log.exception("submit of request %s failed", request.request_id)
             failed = [_failed(request.request_id, choice, error) for choice in range(request.num_choices)]

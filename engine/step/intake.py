@@ -7,7 +7,7 @@ from cache.manager import CacheManager
 from cache.requests.opening import ClientCut
 from engine.messages import ModelInfo, Output, Shift, Submit
 from engine.step.grammar import BadGrammar, Constraint, GrammarCompiler
-from engine.step.running_choice import Choice, error_output
+from engine.step.running_choice import RunningChoice, error_output
 from engine.step.sampler import PenaltyState, choice_seed
 from scheduler.scheduler import QueueFull, Scheduler
 from scheduler.sequence import Sequence
@@ -25,7 +25,7 @@ class Intake:
         grammars: GrammarCompiler,
         truncation: str,
         is_known: Callable[[str], bool],
-        add: Callable[[Choice], None],
+        add: Callable[[RunningChoice], None],
     ) -> None:
         """is_known: whether a request of that id runs or waits. add: takes the choices that are queued."""
         self._model = model
@@ -36,7 +36,7 @@ class Intake:
         self._is_known = is_known
         self._add = add
 
-    def submit(self, request: Submit, now: float) -> list[Output]:
+    def open_request(self, request: Submit, now: float) -> list[Output]:
         """Queue every choice of a request, as soon as its grammar is compiled if it has one. Returns error outputs for
         those that cannot be taken."""
         problem = self._problem(request)
@@ -105,7 +105,7 @@ class Intake:
     def _may_truncate(self, request: Submit) -> bool:
         return (request.truncation or self._truncation) == "auto"
 
-    def _choice(self, request: Submit, index: int, constraint: Constraint | None, now: float) -> Choice:
+    def _choice(self, request: Submit, index: int, constraint: Constraint | None, now: float) -> RunningChoice:
         """It has a context in the cache and a place in the queue. Raises QueueFull, DoesNotFit."""
         sampling = request.sampling
         sequence_id = f"{request.request_id}/{index}"
@@ -142,7 +142,7 @@ class Intake:
             self._cache.close(sequence.request_id, 0, now)
             raise
         ends = () if sampling.ignore_eos else self._model.eos_token_ids
-        choice = Choice(
+        choice = RunningChoice(
             sequence=sequence,
             request_id=request.request_id,
             index=index,

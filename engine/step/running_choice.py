@@ -10,7 +10,7 @@ from scheduler.sequence import Sequence
 
 
 @dataclass(slots=True)
-class Choice:
+class RunningChoice:
     """A sequence and what the engine alone needs to know of it."""
 
     sequence: Sequence

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from kernels.attention.base import AttentionBackend
+from kernels.attention.ragged_batch import AttentionBackend
 
 
 class BackendUnavailable(Exception):
@@ -26,7 +26,7 @@ def _torch_cpu() -> AttentionBackend:
 
 
 def _flash() -> AttentionBackend:
-    from kernels.attention.flash import FlashAttention
+    from kernels.attention.flash_attn import FlashAttention
 
     return FlashAttention()
 

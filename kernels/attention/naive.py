@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from kernels.attention.base import AttentionMeta, AttentionParams, KvPages
+from kernels.attention.ragged_batch import AttentionMeta, AttentionParams, KvPages
 
 
 class NaiveAttention:

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.attention.base import AttentionMeta, AttentionParams, KvPages
+from kernels.attention.ragged_batch import AttentionMeta, AttentionParams, KvPages
 from kernels.cpu.available import (
     as_bits,
     as_stream,

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kernels.attention import BackendUnavailable
-from kernels.attention.base import AttentionMeta, AttentionParams, KvPages
+from kernels.attention.ragged_batch import AttentionMeta, AttentionParams, KvPages
 
 try:
     import triton

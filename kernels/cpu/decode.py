@@ -286,7 +286,7 @@ class Norm(NamedTuple):
     eps: float
 
 
-class Parts(NamedTuple):
+class AttentionTasks(NamedTuple):
     """The tasks of one step's attention, of every row one after the other. int64 [parts], `starts` [rows + 1]."""
 
     row: np.ndarray

@@ -222,7 +222,7 @@ def _finish_gated(e, gates, ups, rows, out, at, row_bytes):
 # --- compiled ---------------------------------------------------------------------------------------------------------
 
 
-class Product(NamedTuple):
+class ExactProduct(NamedTuple):
     """A linear layer. words: the weight in blocks [blocks, pairs, LANES * len(lanes), 2] of bf16, as flat uint32 [...];
     bias fp32 [outputs], or of size 0; by_tiles: of length 1 where AMX multiplies, else 0."""
 
@@ -439,7 +439,7 @@ def self_test(by_tiles: bool) -> None:
     words = w.reshape(outputs // 32, 32, inputs // 2, 2).transpose(0, 2, 1, 3).copy().reshape(-1).view(np.uint32)
     want = wide_x @ wide_w.T
     for bias, residual in ((np.empty(0, np.float32), nothing), (np.ones(outputs, np.float32), bf16(rows, outputs)[0])):
-        product = Product(words, bias, inputs, outputs, (0, 0), tiles)
+        product = ExactProduct(words, bias, inputs, outputs, (0, 0), tiles)
         out = np.empty((rows, outputs), np.uint16)
         linear(x, product, residual, out)
         wanted = want

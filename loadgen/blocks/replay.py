@@ -12,10 +12,10 @@ from heapq import heappop, heappush
 
 from cache.blocks.keys import BlockKey
 from cache.policies import POLICIES
-from cache.policies.base import EvictionPolicy
 from cache.policies.belady import BeladyPolicy
+from cache.policies.eviction_policy import EvictionPolicy
 from cache.returns.return_times import ReturnTimes
-from loadgen.workloads.traces import Request
+from loadgen.workloads.traces import TraceRequest
 
 BLOCK_TOKENS = 512  # of the published traces
 DEFAULT = "lookahead"  # the server's own for its lower tiers
@@ -81,7 +81,7 @@ class SessionFinder:
 class _Uses:
     """When each block is wanted next."""
 
-    def __init__(self, requests: Sequence[Request]) -> None:
+    def __init__(self, requests: Sequence[TraceRequest]) -> None:
         self._next: dict[BlockKey, float] = {}
         self._behind: list[list[float]] = []  # per request and block: the number of the next request with the block
         for number in range(len(requests) - 1, -1, -1):
@@ -99,7 +99,7 @@ class _Uses:
 
 
 def hit_blocks(
-    requests: Sequence[Request], policy: str, capacity_tokens: int | None, returns: ReturnTimes | None = None
+    requests: Sequence[TraceRequest], policy: str, capacity_tokens: int | None, returns: ReturnTimes | None = None
 ) -> list[int]:
     """Of each request, how many of its blocks were hit; see `hit_rate`. returns: what is known of the sessions; None:
     nothing, but for what is learned on the way."""
@@ -113,7 +113,7 @@ def hit_blocks(
     return list(_replay(requests, chosen, returns, room, uses))
 
 
-def hit_rate(requests: Sequence[Request], policy: str, capacity_tokens: int | None, first: int = 0) -> HitRate:
+def hit_rate(requests: Sequence[TraceRequest], policy: str, capacity_tokens: int | None, first: int = 0) -> HitRate:
     """policy: a key of `POLICIES`, "default" for the server's own, or one of `CEILINGS`. Requests before number `first`
     warm up and are not counted. Raises KeyError for another policy."""
     hits = hit_blocks(requests, policy, capacity_tokens)
@@ -132,7 +132,7 @@ def hit_rate(requests: Sequence[Request], policy: str, capacity_tokens: int | No
 
 
 def _replay(
-    requests: Sequence[Request], policy: EvictionPolicy, returns: ReturnTimes, room: float, uses: _Uses | None
+    requests: Sequence[TraceRequest], policy: EvictionPolicy, returns: ReturnTimes, room: float, uses: _Uses | None
 ) -> Iterator[int]:
     """The hits of each request, in blocks."""
     resident: set[BlockKey] = set()

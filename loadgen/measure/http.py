@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import cast
 from urllib.parse import urlsplit
 
-from loadgen.measure.response import Response
+from loadgen.measure.response import HttpResponse
 
 Take = Callable[[int, float, bytes], None]  # status, time on the performance counter, bytes of the body
 
@@ -58,7 +58,7 @@ class Http:
             raise ValueError("a header with a line end in it")
         return "\r\n".join(lines).encode("latin-1") + b"\r\n\r\n" + body
 
-    async def send(self, request: bytes, take: Take) -> tuple[float, Response]:
+    async def send(self, request: bytes, take: Take) -> tuple[float, HttpResponse]:
         """Send one request; `take` gets the answer's body as it comes. Returns when it was sent, on the performance
         counter, and the answer, complete. Raises ConnectFailed, Silent, Broken, and BadResponse of `response`."""
         while True:
@@ -113,7 +113,7 @@ class _Connection(asyncio.Protocol):
         self._loop = loop
         self._silence_s = silence_s
         self._transport: asyncio.Transport | None = None
-        self.response = Response()
+        self.response = HttpResponse()
         self._done: asyncio.Future[None] | None = None
         self._take: Take | None = None
         self._watch: asyncio.TimerHandle | None = None
@@ -128,7 +128,7 @@ class _Connection(asyncio.Protocol):
     async def exchange(self, request: bytes, take: Take) -> float:
         if self._transport is None or self._transport.is_closing():
             raise Broken("the connection was closed")
-        self.response, self._take, self.heard = Response(), take, False
+        self.response, self._take, self.heard = HttpResponse(), take, False
         done = self._done = self._loop.create_future()
         sent_s = self.heard_s = time.perf_counter()
         self._transport.write(request)

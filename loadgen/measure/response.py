@@ -7,7 +7,7 @@ class BadResponse(Exception):
     """What came is not an HTTP/1.1 response."""
 
 
-class Response:
+class HttpResponse:
     """One response. `feed` it bytes in pieces of any size; it says which of them are body.
 
     `status` is 0 until the head is complete; `done` says that the body is. A body that only the end of the connection

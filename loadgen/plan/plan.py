@@ -19,12 +19,11 @@ from typing import Any
 from rich.table import Table
 
 from loadgen.blocks.replay import BLOCK_TOKENS, hit_blocks
-from loadgen.measure.metrics import Prices
+from loadgen.measure.summary import Prices
 from loadgen.sim import Config, Machine, presets, simulate
-from loadgen.workloads import think
-from loadgen.workloads import traces as replay
+from loadgen.workloads import think, traces
 from loadgen.workloads.synthetic import Distribution
-from loadgen.workloads.traces import Request
+from loadgen.workloads.traces import TraceRequest
 from loadgen.workloads.workload import Conversation, arrive
 
 ROWS = 8
@@ -107,7 +106,7 @@ def of_trace(
 ) -> Plan:
     """Every request by itself: nobody waits for another, however many GPUs that takes. Raises ValueError for a trace
     that cannot be read or names no blocks, OSError."""
-    requests = replay.read(path)
+    requests = traces.read(path)
     blocks = {name for request in requests for name in request.block_names}
     if not blocks:
         raise ValueError(f"{path} names no blocks: nothing is known of what its prompts share")
@@ -230,7 +229,7 @@ def _least(rows: Sequence[Row], target: float) -> Row:
     return next(row for row in rows if row.hit_rate >= target * most - 1e-9)
 
 
-def _trace_hits(requests: Sequence[Request], stored_gb: float, machine: Machine) -> list[int]:
+def _trace_hits(requests: Sequence[TraceRequest], stored_gb: float, machine: Machine) -> list[int]:
     """Tokens, of every request."""
     capacity = int(stored_gb * 1e9 / machine.kv_bytes_per_token)
     if capacity < BLOCK_TOKENS:

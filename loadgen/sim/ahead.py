@@ -6,14 +6,16 @@ from cache.windows import prefetch_window
 from loadgen.sim.disk import Disk
 from loadgen.sim.line import Line
 from loadgen.sim.machine import Config, Machine
-from loadgen.sim.store import Store
+from loadgen.sim.store import SimulatedStore
 from scheduler.queues import WaitingQueue
 
 
-class LookAhead:
+class SimulatedLookAhead:
     """Fetches one session at a time, from disk into DRAM."""
 
-    def __init__(self, machine: Machine, config: Config, store: Store, queue: WaitingQueue, disk: Disk) -> None:
+    def __init__(
+        self, machine: Machine, config: Config, store: SimulatedStore, queue: WaitingQueue, disk: Disk
+    ) -> None:
         self._store, self._queue, self._disk = store, queue, disk
         self._fetches = config.prefetch and {"dram", "disk"} <= store.tiers.keys() and machine.dram_bytes < math.inf
         self._room = int(config.prefetch_share * machine.dram_bytes) if self._fetches else 0

@@ -6,10 +6,10 @@ from loadgen.sim.result import TurnRecord
 from loadgen.sim.store import BrokenBooks
 
 if TYPE_CHECKING:
-    from loadgen.sim.server import Server
+    from loadgen.sim.simulated_server import SimulatedServer
 
 
-def check(server: "Server") -> None:
+def check(server: "SimulatedServer") -> None:
     """Raises BrokenBooks."""
     if server.ahead.fetching is not None:
         server.ahead.fetched()

@@ -4,12 +4,12 @@ import math
 
 from loadgen.sim.machine import Config, Machine
 from loadgen.sim.result import TurnRecord
-from loadgen.sim.store import Store
+from loadgen.sim.store import SimulatedStore
 from loadgen.sim.turn import LiveSession
 
 
 class ContextWindow:
-    def __init__(self, machine: Machine, config: Config, store: Store) -> None:
+    def __init__(self, machine: Machine, config: Config, store: SimulatedStore) -> None:
         self._window = machine.window
         self._config = config
         self._store = store

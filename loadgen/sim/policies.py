@@ -1,7 +1,7 @@
 """Eviction policies by name: the server's own, and what the papers may have compared theirs with."""
 
 from cache.policies import POLICIES as OURS
-from cache.policies.base import PolicyFactory
+from cache.policies.eviction_policy import PolicyFactory
 from loadgen.sim.first_come import FirstComePolicy
 
 POLICIES: dict[str, PolicyFactory] = {**OURS, "first-come": lambda returns: FirstComePolicy()}

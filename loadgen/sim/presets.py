@@ -46,7 +46,7 @@ class Stated:
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class DeployedModel:
     """A model and the GPUs it runs on."""
 
     parameters: float
@@ -60,15 +60,15 @@ class Shape:
 
 
 SHAPES = {
-    "llama-13b": Shape(13.0e9, 40, 5120, 0.78e6, 4096, 2, 24),
-    "llama-65b": Shape(65.2e9, 80, 8192, 2.5e6, 2048, 4, 24),
-    "llama-70b": Shape(69.0e9, 80, 8192, 0.31e6, 4096, 4, 24),
-    "falcon-40b": Shape(41.3e9, 60, 8192, 0.12e6, 4096, 4, 24),
-    "mistral-7b": Shape(7.24e9, 32, 4096, 0.131e6, 32_768, 1, 1, 4096),
+    "llama-13b": DeployedModel(13.0e9, 40, 5120, 0.78e6, 4096, 2, 24),
+    "llama-65b": DeployedModel(65.2e9, 80, 8192, 2.5e6, 2048, 4, 24),
+    "llama-70b": DeployedModel(69.0e9, 80, 8192, 0.31e6, 4096, 4, 24),
+    "falcon-40b": DeployedModel(41.3e9, 60, 8192, 0.12e6, 4096, 4, 24),
+    "mistral-7b": DeployedModel(7.24e9, 32, 4096, 0.131e6, 32_768, 1, 1, 4096),
 }
 _KV_16 = 4.0  # bytes of keys and values, per layer and width of a model whose heads all have their own
 CAR_SHAPES = {
-    name: Shape(parameters, layers, width, _KV_16 * layers * width, 2048, 8, 1)
+    name: DeployedModel(parameters, layers, width, _KV_16 * layers * width, 2048, 8, 1)
     for name, parameters, layers, width in (
         ("opt-6.7b", 6.7e9, 32, 4096),
         ("opt-13b", 12.9e9, 40, 5120),
@@ -127,11 +127,11 @@ TABLE: tuple[Stated, ...] = (
 )  # fmt: skip
 
 
-def one_gpu(shape: Shape) -> Shape:
+def one_gpu(shape: DeployedModel) -> DeployedModel:
     return replace(shape, gpus=1)
 
 
-def costs(shape: Shape, layer_s: float = FITTED.layer_s, hbm_share: float = FITTED.hbm_share) -> Costs:
+def costs(shape: DeployedModel, layer_s: float = FITTED.layer_s, hbm_share: float = FITTED.hbm_share) -> Costs:
     """layer_s, hbm_share: see `Saturation`."""
     flops, bandwidth = shape.gpus * _A100_FLOPS, shape.gpus * hbm_share * _A100_BYTES_PER_S
     weights_s = 2 * shape.parameters / bandwidth

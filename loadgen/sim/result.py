@@ -5,10 +5,10 @@ from dataclasses import dataclass, field
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from loadgen.measure.metrics import Prices
+from loadgen.measure.summary import Prices
 
 if TYPE_CHECKING:
-    from loadgen.sim.server import Server
+    from loadgen.sim.simulated_server import SimulatedServer
 
 
 @dataclass(slots=True)
@@ -93,7 +93,7 @@ def cost(seconds: float, *, gpus: float, dram_bytes: float, disk_bytes: float) -
     return hours * prices.per_hour, hours * (prices.per_hour - prices.gpus * prices.gpu)
 
 
-def summarize(server: "Server") -> Result:
+def summarize(server: "SimulatedServer") -> Result:
     machine, config = server.machine, server.config
     counted = server.records[config.warmup_turns :]
     if not counted:

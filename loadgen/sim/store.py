@@ -10,7 +10,7 @@ from collections.abc import Container
 from dataclasses import dataclass, field
 
 from cache.blocks.keys import BlockKey
-from cache.policies.base import EvictionPolicy, PolicyFactory
+from cache.policies.eviction_policy import EvictionPolicy, PolicyFactory
 from cache.policies.lru import LruPolicy
 from cache.returns.return_times import ReturnTimes
 from loadgen.sim.line import Line
@@ -122,7 +122,7 @@ class _Pinned:
         return key in self.counts
 
 
-class Store:
+class SimulatedStore:
     """All tiers. Sessions by name, `now` in virtual seconds. Single-threaded."""
 
     def __init__(

@@ -21,10 +21,10 @@ from cache.manager import CacheManager
 from cache.policies import POLICIES
 from cache.rates import Rates
 from cache.requests.opening import Truncation
-from cache.stats import Residency
+from cache.stats import ResidencyValue
 from loadgen.virtual.greedy import greedy
-from loadgen.virtual.tiers import DIRECTIONS, VirtualTiers
-from loadgen.workloads.workload import Conversation, Shape, poisson
+from loadgen.virtual.virtual_tiers import DIRECTIONS, VirtualTiers
+from loadgen.workloads.workload import Conversation, ConversationShape, poisson
 from scheduler.budget import StepCost, StepWork
 from scheduler.make_queue import WINDOWED, make_queue
 from scheduler.predictor import LengthPredictor, MaxTokensPredictor, QuantilePredictor
@@ -38,7 +38,7 @@ _MOST_STEPS = 100_000
 
 
 @dataclass(frozen=True, slots=True)
-class Machine:
+class VirtualServer:
     """A server: sizes, settings and what its steps and links cost."""
 
     hbm_blocks: int
@@ -76,7 +76,7 @@ class Machine:
 
 
 @dataclass(slots=True)
-class TurnRecord:
+class VirtualTurn:
     """What became of a turn."""
 
     session_id: str
@@ -85,7 +85,7 @@ class TurnRecord:
     first_token_s: float | None = None
     done_s: float | None = None
     started_s: float | None = None
-    residency: Residency | None = None  # as it came
+    residency: ResidencyValue | None = None  # as it came
     prompt_tokens: int = 0
     cached_tokens: int = 0
     token_s: list[float] = field(default_factory=list)
@@ -102,7 +102,7 @@ class _Live:
     conversation: Conversation
     tokens: list[int] = field(default_factory=list)  # all that was said
     turn: int = 0
-    record: TurnRecord | None = None
+    record: VirtualTurn | None = None
 
 
 class BrokenInvariant(Exception):
@@ -112,9 +112,9 @@ class BrokenInvariant(Exception):
 class Simulation:
     """One run. Deterministic: time is virtual, chance comes from `rng`."""
 
-    def __init__(self, *, machine: Machine, conversations: Items[Conversation], rng: random.Random) -> None:
+    def __init__(self, *, machine: VirtualServer, conversations: Items[Conversation], rng: random.Random) -> None:
         self.machine = machine
-        self.records: list[TurnRecord] = []
+        self.records: list[VirtualTurn] = []
         self.now = 0.0
         self.steps = 0
         self._rng = rng
@@ -221,7 +221,7 @@ class Simulation:
         self._hear()
         self._requeue_failed()
         while self._arrivals and self._arrivals[0][0] <= self.now:
-            self._submit(heapq.heappop(self._arrivals)[2])
+            self._arrive(heapq.heappop(self._arrivals)[2])
         if self._live and self._rng.random() < self.machine.cancels:
             self._cancel(self._rng.choice(sorted(self._live)))
         upcoming = self.scheduler.upcoming()
@@ -292,7 +292,7 @@ class Simulation:
             if live.turn < len(live.conversation.turns):
                 self._push_turn(self.now, live)
 
-    def _submit(self, live: _Live) -> None:
+    def _arrive(self, live: _Live) -> None:
         turn = live.conversation.turns[live.turn]
         room = self.machine.hbm_blocks * BLOCK_TOKENS - turn.answer_tokens
         prompt = (live.tokens + self._rng.choices(range(1000), k=turn.prompt_tokens))[: max(1, room)]
@@ -314,7 +314,7 @@ class Simulation:
             token_ids=tokens,
             prompt_tokens=len(tokens),
         )
-        live.record = TurnRecord(
+        live.record = VirtualTurn(
             conversation.session_id,
             conversation.tenant,
             self.now,
@@ -402,7 +402,7 @@ class Simulation:
 def random_case(seed: int) -> Simulation:
     """A small server under some load, all of it drawn from the seed."""
     rng = random.Random(seed)
-    machine = Machine(
+    machine = VirtualServer(
         hbm_blocks=rng.randint(8, 40),
         dram_blocks=rng.choice([0, 6, 20, 60]),
         disk_blocks=rng.choice([0, 0, 40, 400]),
@@ -426,7 +426,9 @@ def random_case(seed: int) -> Simulation:
         cancels=rng.choice([0.0, 0.0, 0.02]),
         prefer_contiguous=rng.random() < 0.5,
     )
-    shape = Shape(turns=4, prompt_tokens=40, answer_tokens=8, think_s=rng.choice([0.0, 0.1, 1.0]), spread=0.7)
+    shape = ConversationShape(
+        turns=4, prompt_tokens=40, answer_tokens=8, think_s=rng.choice([0.0, 0.1, 1.0]), spread=0.7
+    )
     conversations = poisson(
         rng=rng, count=rng.randint(1, 7), rate_per_s=rng.choice([1.0, 10.0, 1000.0]), shape=shape, tenants=("a", "b")
     )

@@ -40,7 +40,7 @@ class _MooncakeRow(msgspec.Struct):
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class TraceRequest:
     """A row of a trace."""
 
     at_s: float
@@ -50,7 +50,7 @@ class Request:
     block_names: tuple[int, ...] = ()
 
 
-def read(path: Path) -> list[Request]:
+def read(path: Path) -> list[TraceRequest]:
     """In the order of their times, the first at 0. Raises ValueError where a file is none of these, OSError."""
     text = open_text(path)
     try:
@@ -65,9 +65,9 @@ def read(path: Path) -> list[Request]:
     return _spread([replace(request, at_s=request.at_s - first_s) for request in requests])
 
 
-def conversations(requests: list[Request], *, speed: float) -> list[Conversation]:
+def conversations(requests: list[TraceRequest], *, speed: float) -> list[Conversation]:
     """speed: how many times faster than recorded."""
-    sessions: dict[str, list[Request]] = defaultdict(list)
+    sessions: dict[str, list[TraceRequest]] = defaultdict(list)
     for number, request in enumerate(requests):
         sessions[request.session or f"r{number}"].append(request)
     found = []
@@ -86,7 +86,7 @@ def conversations(requests: list[Request], *, speed: float) -> list[Conversation
     return found
 
 
-def _mooncake(text: str) -> list[Request]:
+def _mooncake(text: str) -> list[TraceRequest]:
     decoder = msgspec.json.Decoder(_MooncakeRow)
     found = []
     for number, line in enumerate(text.splitlines(), 1):
@@ -94,7 +94,7 @@ def _mooncake(text: str) -> list[Request]:
             with _in_line(number):
                 row = decoder.decode(line)
                 names = tuple(map(_block_name, row.hash_ids or ()))
-                found.append(Request(row.timestamp / 1e3, row.input_length, row.output_length, "", names))
+                found.append(TraceRequest(row.timestamp / 1e3, row.input_length, row.output_length, "", names))
     return found
 
 
@@ -111,7 +111,7 @@ def _block_name(name: int | str) -> int:
     return name if isinstance(name, int) else xxhash.xxh3_64_intdigest(name.encode()) >> 1
 
 
-def _table(text: str) -> list[Request]:
+def _table(text: str) -> list[TraceRequest]:
     rows = csv.DictReader(StringIO(text))
     try:
         names = rows.fieldnames or ()
@@ -130,13 +130,13 @@ def _table(text: str) -> list[Request]:
     return found
 
 
-def _azure(row: Mapping[str, str | None]) -> Request:
-    return Request(_seconds(row["TIMESTAMP"]), _tokens(row, "ContextTokens"), _tokens(row, "GeneratedTokens"))
+def _azure(row: Mapping[str, str | None]) -> TraceRequest:
+    return TraceRequest(_seconds(row["TIMESTAMP"]), _tokens(row, "ContextTokens"), _tokens(row, "GeneratedTokens"))
 
 
-def _burst(row: Mapping[str, str | None]) -> Request:
+def _burst(row: Mapping[str, str | None]) -> TraceRequest:
     tokens = _tokens(row, "Request tokens"), _tokens(row, "Response tokens")
-    return Request(_number(row, "Timestamp"), *tokens, row.get("Session ID") or "")
+    return TraceRequest(_number(row, "Timestamp"), *tokens, row.get("Session ID") or "")
 
 
 def _tokens(row: Mapping[str, str | None], column: str) -> int:
@@ -164,7 +164,7 @@ def _seconds(stamp: str | None) -> float:
     return (when.replace(tzinfo=None) - datetime(2000, 1, 1)).total_seconds()  # noqa: DTZ001  # only differences matter
 
 
-def _spread(requests: list[Request]) -> list[Request]:
+def _spread(requests: list[TraceRequest]) -> list[TraceRequest]:
     groups = [list(group) for _, group in groupby(requests, key=lambda request: request.at_s)]
     spread = []
     for group, following in zip(groups, [*groups[1:], None], strict=True):

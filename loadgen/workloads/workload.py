@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import msgspec
 
-from loadgen.workloads import text
+from loadgen.workloads import filler_text
 from loadgen.workloads.think import ThinkTime
 
 
@@ -35,7 +35,7 @@ class Conversation:
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class ConversationShape:
     """What conversations are like: medians, each spread log-normally by `spread` (0: all are alike)."""
 
     turns: int
@@ -49,7 +49,7 @@ Script = tuple[Turn, ...]  # a conversation without its times
 
 
 def poisson(
-    *, rng: random.Random, count: int, rate_per_s: float, shape: Shape, tenants: Sequence[str] = ("",)
+    *, rng: random.Random, count: int, rate_per_s: float, shape: ConversationShape, tenants: Sequence[str] = ("",)
 ) -> list[Conversation]:
     """`count` conversations that begin independently of each other, `rate_per_s` of them a second in the mean."""
     start_s = 0.0
@@ -118,8 +118,8 @@ def message(turn: Turn, rng: random.Random, seed: int = 0) -> str:
     if turn.text:
         return turn.text
     if turn.block_names:
-        return text.blocks(seed, turn.block_names, turn.block_tokens, turn.prompt_tokens)
-    return text.words(rng, turn.prompt_tokens)
+        return filler_text.blocks(seed, turn.block_names, turn.block_tokens, turn.prompt_tokens)
+    return filler_text.words(rng, turn.prompt_tokens)
 
 
 def digest(conversations: Sequence[Conversation]) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from app.http.server import Server
+from app.http.server import HttpServer
 from app.main import create_app
 from engine.messages import SchedulerState, Submit
 from tests.app.fakes import STATS, FakeEngine, FakeStream, Script, make_settings
@@ -52,7 +52,7 @@ def main() -> None:
     if model_dir != "bundled":
         engine = ForgetfulEngine(directory=Path(model_dir), script=Script(tokens_per_output=4))
         engine.stats = msgspec.structs.replace(STATS, scheduler=IDLE)
-    server = Server(create_app(settings, engine=engine), settings, on_ready=lambda _, url: print(url, flush=True))
+    server = HttpServer(create_app(settings, engine=engine), settings, on_ready=lambda _, url: print(url, flush=True))
     server.serve_forever()
 
 

@@ -6,7 +6,7 @@ Prints its URL when it is ready, and the way it ended. Every answer is long.
 import sys
 from pathlib import Path
 
-from app.http.server import Server
+from app.http.server import HttpServer
 from app.main import create_app
 from tests.app.fakes import FakeEngine, Script, make_settings
 
@@ -16,7 +16,7 @@ def main() -> None:
     settings = make_settings(Path(state_dir), server={"port": 0, "drain_s": float(drain_s)})
     engine = FakeEngine(directory=Path(model_dir), script=Script(answer="fox " * 40, step_s=float(step_s)))
     app = create_app(settings, engine=engine)
-    server = Server(app, settings, on_ready=lambda model, url: print(url, flush=True))
+    server = HttpServer(app, settings, on_ready=lambda model, url: print(url, flush=True))
     server.serve_forever()
     print("forced" if server.force_exit else "drained", engine.state, flush=True)
 

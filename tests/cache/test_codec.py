@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cache.codec import RawCodec, Segment, SegmentKey
-from kernels.attention.base import KvPages
+from kernels.attention.ragged_batch import KvPages
 from kernels.rope import rotate
 
 HEADS, K_DIM, V_DIM, PAGES, SIZE = 2, 8, 6, 4, 8

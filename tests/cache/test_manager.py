@@ -183,7 +183,7 @@ class Conversations(RuleBasedStateMachine):
             contexts,
             order,
             dict(manager._siblings.coming),
-            list(manager._admission.copies),
+            list(manager._placer.copies),
             pages.num_free,
             pages.num_pinned,
         )

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cache.rates import LoadOption, Progress, Rates, choose_load, deadline_s, first_token_s
+from cache.rates import LoadOption, LoadProgress, Rates, choose_load, deadline_s, first_token_s
 
 MB = 1_000_000
 
@@ -188,7 +188,7 @@ def test_a_late_load_tells_of_its_device_whatever_it_is_read_for():
 
 @given(layers=st.integers(0, 8), num_layers=st.integers(1, 8), reading=st.floats(0, 1e3), silent=st.floats(0, 1e3))
 def test_what_is_left_of_a_load_is_no_less_than_its_pace_and_its_silence(layers, num_layers, reading, silent):
-    progress = Progress(layers, reading, silent)
+    progress = LoadProgress(layers, reading, silent)
     left = progress.left_s(num_layers)
     if layers >= num_layers:
         assert left == 0

@@ -103,7 +103,7 @@ class Driver:
         for index in range(choices):
             self.answers[request_id, index] = Answer(list(prompt))
         self._take(
-            self.engine.submit(
+            self.engine.accept(
                 Submit(
                     request_id=request_id,
                     session_id=request_id if session is None else session,

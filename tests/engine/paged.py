@@ -16,7 +16,7 @@ from engine.model.hf_model import KvSink, prepare
 from engine.model.probe import KvShape, ProbeResult, probe
 from engine.model.runner import ModelRunner, make_pages
 from kernels.attention import BACKENDS
-from kernels.attention.base import AttentionBackend, KvPages
+from kernels.attention.ragged_batch import AttentionBackend, KvPages
 from kernels.kv_copy import gather_rows
 from tests.engine.models import CPU, copied, random_ids
 

@@ -179,7 +179,7 @@ class ScriptedEngine:
         self._aborted = 0
         self._finished: dict[str, int] = {}  # "request/choice" -> keep_tokens
 
-    def submit(self, request: Submit, now: float) -> list[Output]:
+    def accept(self, request: Submit, now: float) -> list[Output]:
         if request.session_id == "reject":
             return [output(request.request_id, 0, [], finish_reason="error", error="too long")]
         for choice in range(request.num_choices):

@@ -18,8 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.attention import BACKENDS, AttentionUnsupported, BackendUnavailable
-from kernels.attention.base import AttentionBackend, AttentionMeta, AttentionParams, KvPages
 from kernels.attention.naive import NaiveAttention
+from kernels.attention.ragged_batch import AttentionBackend, AttentionMeta, AttentionParams, KvPages
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 ON_CUDA = {"flash"} if INTERPRETED else {"flash", "triton"}
@@ -252,7 +252,7 @@ def test_the_oracle_reads_the_kv_head_of_the_group():
 def test_listing_the_backends_loads_nothing():
     script = (
         "import sys, kernels.attention as a; print(sorted(a.BACKENDS), 'triton' in sys.modules, "
-        "[m for m in sys.modules if m.startswith('kernels.attention.') and m != 'kernels.attention.base'])"
+        "[m for m in sys.modules if m.startswith('kernels.attention.') and m != 'kernels.attention.ragged_batch'])"
     )
     ran = subprocess.run(
         [sys.executable, "-c", script], cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=100

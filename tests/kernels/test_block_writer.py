@@ -11,7 +11,7 @@ from torch import Tensor
 from xxhash import xxh3_64_intdigest
 
 from engine.model.hf_model import turn_halves
-from kernels.attention.base import KvPages
+from kernels.attention.ragged_batch import KvPages
 from kernels.block_writer import BlockWriter, block_writer, load_kernels
 from kernels.cpu.available import decode_kernels
 from kernels.kv_copy import write_rows

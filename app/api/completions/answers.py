@@ -8,19 +8,19 @@ from app.errors import ApiError
 from app.http.event_stream import DONE, PING, event
 from app.schemas.completions import CompletionRequest
 from app.turn.generation import Delta
-from app.turn.many_prompts import Batch
+from app.turn.many_prompts import ManyPrompts
 from app.turn.prepare import Prompt
 
 Entry = dict[str, Any]
 """A token's log-probability, as chat answers have it."""
 
 
-class Completions:
+class CompletionFrames:
     """What the answers to one request have in common; also the frames of its stream."""
 
     ping = PING
 
-    def __init__(self, request: CompletionRequest, prompts: Sequence[Prompt], batch: Batch) -> None:
+    def __init__(self, request: CompletionRequest, prompts: Sequence[Prompt], batch: ManyPrompts) -> None:
         self._request = request
         self._prompts = prompts
         self._generations = batch.generations

@@ -8,12 +8,12 @@ from fastapi import APIRouter, Request, Response
 
 from app.api.calls import body_of, caller_of, service_of, stream
 from app.api.chat.answers import cache_header
-from app.api.completions.answers import Completions
+from app.api.completions.answers import CompletionFrames
 from app.errors import invalid
 from app.http.event_stream import until_disconnect
 from app.schemas.completions import CompletionRequest
 from app.turn.generation import Generation
-from app.turn.many_prompts import Batch
+from app.turn.many_prompts import ManyPrompts
 from app.turn.prepare import Caller, Prompt
 from app.turn.service import Service
 
@@ -25,10 +25,10 @@ async def completions(request: Request) -> Response:
     body, headers = await body_of(request, CompletionRequest)
     service, caller = service_of(request), caller_of(request)
     prompts = await _prompts(service, body, caller)
-    batch = Batch(await _submit(service, body, prompts, caller))
+    batch = ManyPrompts(await _start(service, body, prompts, caller))
     first = batch.generations[0]
     headers |= {**first.limit_headers, "x-session-id": first.prompt.session_id}
-    answers = Completions(body, prompts, batch)
+    answers = CompletionFrames(body, prompts, batch)
     if body.stream:
         return stream(request, batch, answers, headers)
     answer = await until_disconnect(request.receive, _complete(batch, answers))
@@ -40,7 +40,7 @@ async def _prompts(service: Service, body: CompletionRequest, caller: Caller) ->
     model = service.find_model(body.model)
     _, tokenizer = service.require_ready()
     texts = [prompt for prompt in body.prompt if isinstance(prompt, str)]
-    if len(body.prompt) * (body.n or 1) > (limit := service.admission.places_of(caller.tenant)):
+    if len(body.prompt) * (body.n or 1) > (limit := service.places.places_of(caller.tenant)):
         raise invalid(f"Invalid 'prompt': this server takes at most {limit} prompts times 'n'.", "prompt")
     if texts:
         special = body.add_special_tokens is not False
@@ -59,7 +59,7 @@ async def _prompts(service: Service, body: CompletionRequest, caller: Caller) ->
     return prompts
 
 
-async def _submit(service: Service, body: CompletionRequest, prompts: list[Prompt], caller: Caller) -> list[Generation]:
+async def _start(service: Service, body: CompletionRequest, prompts: list[Prompt], caller: Caller) -> list[Generation]:
     generations: list[Generation] = []
     try:
         for place, prompt in enumerate(prompts):
@@ -74,7 +74,7 @@ async def _submit(service: Service, body: CompletionRequest, prompts: list[Promp
     return generations
 
 
-async def _complete(batch: Batch, answers: Completions) -> dict[str, Any]:
+async def _complete(batch: ManyPrompts, answers: CompletionFrames) -> dict[str, Any]:
     logprobs: dict[int, list[dict[str, Any]]] = {}
     async with aclosing(batch):
         async for delta in batch:

@@ -6,7 +6,7 @@ from typing import Any
 from app.api.chat.answers import cached_tokens, ours
 from app.errors import ApiError
 from app.http.event_stream import event
-from app.turn.generation import Choice, Delta, Generation
+from app.turn.generation import Answer, Delta, Generation
 
 _REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
@@ -105,7 +105,7 @@ def _head(generation: Generation) -> dict[str, Any]:
     return {"id": f"msg_{name}", "type": "message", "role": "assistant", "model": generation.model.name}
 
 
-def _reason(choice: Choice) -> dict[str, Any]:
+def _reason(choice: Answer) -> dict[str, Any]:
     if choice.stopped_by_string and choice.finish_reason == "stop":
         return {"stop_reason": "stop_sequence", "stop_sequence": choice.stop_string}
     return {"stop_reason": _REASONS.get(choice.finish_reason or "", "end_turn"), "stop_sequence": None}

@@ -73,7 +73,7 @@ async def get_session(request: Request, session_id: str) -> dict[str, Any]:
 
 @router.patch("/v1/sessions/{session_id}")
 async def patch_session(request: Request, session_id: str) -> Response:
-    service_of(request).admission.request(request.state.tenant)
+    service_of(request).places.request(request.state.tenant)
     patch, headers = await parse_body(request, SessionPatch, service_of(request).settings.limits)
     _check(session_id)
     reply = await service_of(request).patch_session(

@@ -7,9 +7,9 @@ from fastapi import APIRouter, Request, Response
 
 from app.api.calls import body_of
 from app.api.responses.as_chat import items_with_ids, new_id
-from app.api.responses.responses import not_found
+from app.api.responses.response_service import not_found
 from app.api.responses.route import listed, page_of, responses_of
-from app.conversations.response_store import Conversation, NotStored, TooLong
+from app.conversations.response_store import NotStored, StoredConversation, TooLong
 from app.errors import ApiError, invalid
 from app.schemas.responses import ConversationRequest, ItemsRequest
 
@@ -102,7 +102,7 @@ async def _items(request: Request, conversation_id: str) -> list[dict[str, Any]]
         raise not_found("conversation", conversation_id) from None
 
 
-def _describe(conversation: Conversation) -> dict[str, Any]:
+def _describe(conversation: StoredConversation) -> dict[str, Any]:
     return {
         "id": conversation.id,
         "object": "conversation",

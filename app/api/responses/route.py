@@ -7,7 +7,7 @@ from fastapi import APIRouter, Request, Response
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from app.api.calls import body_of, caller_of, stream
-from app.api.responses.responses import Responses, not_found
+from app.api.responses.response_service import Responses, not_found
 from app.conversations.response_store import NotStored
 from app.errors import from_validation
 from app.http.event_stream import until_disconnect

@@ -10,7 +10,7 @@ from torch import Tensor
 from engine.model.cpu.many_rows import NOWHERE
 from engine.model.cpu.modules import FEW_ROWS, RmsNorm
 from engine.model.hf_model import Step, current_step
-from kernels.attention.base import AttentionParams, KvPages
+from kernels.attention.ragged_batch import AttentionParams, KvPages
 from kernels.attention.torch_cpu import TorchAttention, fits_kernels
 from kernels.cpu.available import as_bits, decode_kernels, split_contexts, use_torch_threads
 

@@ -7,7 +7,7 @@ from engine.model.cpu.layer import DecoderLayer
 from engine.model.cpu.modules import FEW_ROWS, agree
 from engine.model.hf_model import Step, forward, takes_logit_rows
 from engine.model.probe import ProbeResult, single_sequence_meta
-from kernels.attention.base import AttentionBackend, KvPages
+from kernels.attention.ragged_batch import AttentionBackend, KvPages
 
 _CHECK_TOKENS = FEW_ROWS + 2  # fewer go another way
 

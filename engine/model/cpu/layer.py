@@ -15,7 +15,7 @@ from engine.model.cpu.many_rows import NOWHERE, rotate_and_write
 from engine.model.cpu.modules import ExactGate, ExactLinear, PackedLinear, RmsNorm, agree, few_row_product, pack_weight
 from engine.model.hf_model import Step, attend, current_step, rope_limit, running, turn_halves, turns_halves
 from engine.model.probe import ProbeResult, single_sequence_meta
-from kernels.attention.base import AttentionBackend, AttentionMeta, AttentionParams, KvPages
+from kernels.attention.ragged_batch import AttentionBackend, AttentionMeta, AttentionParams, KvPages
 
 _ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 _LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}

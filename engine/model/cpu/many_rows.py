@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from engine.model.hf_model import turn_halves
-from kernels.attention.base import KvPages
+from kernels.attention.ragged_batch import KvPages
 from kernels.cpu.available import as_bits, as_stream, prefill_kernels, use_torch_threads
 from kernels.kv_copy import write_rows
 

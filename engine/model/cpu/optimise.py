@@ -20,7 +20,7 @@ from engine.model.cpu.modules import (
     packing_works,
 )
 from engine.model.probe import ProbeResult
-from kernels.attention.base import AttentionBackend
+from kernels.attention.ragged_batch import AttentionBackend
 
 _SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 

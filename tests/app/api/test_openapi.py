@@ -69,10 +69,10 @@ def test_what_a_body_may_be_is_described_as_it_is_read():
         ("/v1/chat/completions", {**CHAT, "tools": TOOLS, "max_tokens": 200}, answers.ChatCompletion),
         ("/v1/chat/completions/input_tokens", CHAT, answers.InputTokens),
         ("/v1/completions", {**BASE, "prompt": "x", "echo": True, "logprobs": 2}, answers.Completion),
-        ("/v1/responses", {**BASE, "input": "Hello"}, answers.Response),
-        ("/v1/responses", {**BASE, "input": "Hello", "background": True}, answers.Response),
+        ("/v1/responses", {**BASE, "input": "Hello"}, answers.ResponseObject),
+        ("/v1/responses", {**BASE, "input": "Hello", "background": True}, answers.ResponseObject),
         ("/v1/responses/input_tokens", {**BASE, "input": "Hello"}, answers.InputTokens),
-        ("/v1/conversations", {"items": "Hello"}, answers.Conversation),
+        ("/v1/conversations", {"items": "Hello"}, answers.ConversationObject),
         ("/v1/messages", {**CHAT, "max_tokens": 200}, answers.AnthropicMessage),
         ("/v1/messages/count_tokens", CHAT, answers.InputTokens),
         ("/tokenize", {"prompt": "x", "return_token_strs": True}, answers.Tokens),
@@ -115,18 +115,18 @@ async def test_what_is_asked_for_is_as_described(running: Running):
         ("/v1/models/test-model", answers.Model),
         ("/v1/sessions", answers.SessionList),
         ("/v1/sessions/s", answers.Session),
-        ("/v1/cache/stats", answers.CacheStats),
+        ("/v1/cache/stats", answers.CacheStatsObject),
         ("/v1/cache/sessions", answers.CacheSessionList),
         ("/health", answers.Health),
-        ("/ready", answers.Ready),
+        ("/ready", answers.ReadyStatus),
         ("/version", answers.Version),
-        (f"/v1/responses/{response['id']}", answers.Response),
+        (f"/v1/responses/{response['id']}", answers.ResponseObject),
         (f"/v1/responses/{response['id']}/input_items", answers.ItemList),
-        (f"/v1/conversations/{conversation['id']}", answers.Conversation),
+        (f"/v1/conversations/{conversation['id']}", answers.ConversationObject),
         (f"/v1/conversations/{conversation['id']}/items", answers.ItemList),
         ("/v1/responses/resp_none", answers.Error),
         ("/v1/nothing", answers.Error),
     ):
         model.model_validate((await running.http.get(path)).json(), strict=True)
     for path in (f"/v1/responses/{response['id']}", f"/v1/conversations/{conversation['id']}"):
-        answers.Deleted.model_validate((await running.http.delete(path)).json(), strict=True)
+        answers.DeletedObject.model_validate((await running.http.delete(path)).json(), strict=True)

@@ -8,12 +8,11 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from app.cli import doctor, expected_sizes
-from app.cli import program as cli
+from app.cli import doctor, expected_sizes, program
 from app.cli.doctor import Finding, Level
 from app.settings.settings import GIB, Settings
-from engine.build.machine import Memory
-from model import places
+from engine.build.resources import Memory
+from model import directories
 
 LIBRARIES = {
     "torch": "2.13.0", "transformers": "5.0", "numba": "0.68", "triton": None, "flash_attn": None,
@@ -82,13 +81,13 @@ def test_what_is_wrong_comes_with_what_to_do(
 
 
 def test_without_a_model_of_its_own_it_says_how_to_get_one(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr(places, "SMOLLM2", tmp_path / "models" / "SmolLM2")
-    monkeypatch.setattr(doctor, "SMOLLM2", places.SMOLLM2)
+    monkeypatch.setattr(directories, "SMOLLM2", tmp_path / "models" / "SmolLM2")
+    monkeypatch.setattr(doctor, "SMOLLM2", directories.SMOLLM2)
     assert "make model" in look(tmp_path)["model"].advice
     assert look(tmp_path, model={"source": "bundled"})["model"].advice == ""  # it was asked for
-    places.SMOLLM2.mkdir(parents=True)
+    directories.SMOLLM2.mkdir(parents=True)
     for name in ("config.json", "tokenizer.json", "model.safetensors"):
-        (places.SMOLLM2 / name).write_text("{}")
+        (directories.SMOLLM2 / name).write_text("{}")
     found = look(tmp_path)["model"]
     assert (found.found.split(",")[0], found.advice) == ("SmolLM2", "")
 
@@ -208,12 +207,12 @@ def test_the_command_says_it_all_and_fails_where_something_will_not_work(
 ) -> None:
     monkeypatch.setattr(doctor, "probe_libraries", lambda: {**LIBRARIES, "torch": None})
     arguments = ["doctor", "--cache.disk_dir", str(tmp_path), "--host", "127.0.0.1", "--port", "0"]
-    result = CliRunner().invoke(cli.cli, arguments, env={"COLUMNS": "200"})
+    result = CliRunner().invoke(program.cli, arguments, env={"COLUMNS": "200"})
     assert result.exit_code == 1
     assert "✗  torch" in result.output
     assert "→ pip install" in result.output
     monkeypatch.setattr(doctor, "probe_libraries", lambda: LIBRARIES)
-    result = CliRunner().invoke(cli.cli, [*arguments, "--cache.dram_gib", "0"], env={"COLUMNS": "200"})
+    result = CliRunner().invoke(program.cli, [*arguments, "--cache.dram_gib", "0"], env={"COLUMNS": "200"})
     assert result.exit_code == 0
 
 

@@ -9,14 +9,13 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from app.cli import doctor
-from app.cli import program as cli
+from app.cli import doctor, program
 from app.cli.ready_panel import panel
 from app.settings.help import SECTIONS
 from app.settings.settings import Settings, SettingsError, known_settings, parse_flags
 from app.turn.sampling import SamplingDefaults
-from cache.storage.extent_store import DiskTier
-from model import places
+from cache.storage.extent_store import ExtentStore
+from model import directories
 from tests.app.fakes import model_info
 
 ROOT = Path(__file__).parents[3]
@@ -42,9 +41,9 @@ def test_half_flags_and_strays_are_refused(arguments):
 
 def test_version_help_and_settings():
     runner = CliRunner()
-    assert runner.invoke(cli.cli, ["--version"]).output.strip() == cli.version()
-    assert "--model" in runner.invoke(cli.cli, ["serve", "--help"], env={"COLUMNS": "120", "NO_COLOR": "1"}).output
-    listed = runner.invoke(cli.cli, ["settings"], env={"COLUMNS": "200"}).output
+    assert runner.invoke(program.cli, ["--version"]).output.strip() == program.version()
+    assert "--model" in runner.invoke(program.cli, ["serve", "--help"], env={"COLUMNS": "120", "NO_COLOR": "1"}).output
+    listed = runner.invoke(program.cli, ["settings"], env={"COLUMNS": "200"}).output
     assert [name for name, _ in known_settings() if name not in listed] == []
     assert "attentionstore | prefix | recompute" in " ".join(listed.split())
 
@@ -63,7 +62,7 @@ def test_version_help_and_settings():
 )
 @pytest.mark.parametrize("command", ["serve", "doctor"])
 def test_bad_settings_exit_with_two(command, arguments, environ, says):
-    result = CliRunner().invoke(cli.cli, [command, *arguments], env={"COLUMNS": "200", **environ})
+    result = CliRunner().invoke(program.cli, [command, *arguments], env={"COLUMNS": "200", **environ})
     assert result.exit_code == 2
     output = " ".join(result.output.split())
     assert [part for part in says if part not in output] == []
@@ -71,7 +70,7 @@ def test_bad_settings_exit_with_two(command, arguments, environ, says):
 
 @pytest.mark.parametrize("command", [["serve", "--cache.mode", "x"], ["cache", "ls", "--cache.mode", "x"]])
 def test_a_variable_that_sets_nothing_is_named(command):
-    result = CliRunner().invoke(cli.cli, command, env={"COLUMNS": "200", "REPRISE_PORT": "1"})
+    result = CliRunner().invoke(program.cli, command, env={"COLUMNS": "200", "REPRISE_PORT": "1"})
     assert "reprise: the environment variable REPRISE_PORT is no setting" in result.stderr
     assert "did you mean REPRISE_SERVER__PORT?" in result.stderr
 
@@ -90,7 +89,7 @@ def test_a_port_in_use_is_found_before_a_model_is_loaded(tmp_path):
 
 def serve(*arguments: str) -> str:
     """What is said of settings with which nothing can be started."""
-    result = CliRunner().invoke(cli.cli, ["serve", "--port", "0", *arguments], env={"COLUMNS": "200"})
+    result = CliRunner().invoke(program.cli, ["serve", "--port", "0", *arguments], env={"COLUMNS": "200"})
     assert result.exit_code == 1
     return result.stderr
 
@@ -123,20 +122,20 @@ def test_a_gguf_file_becomes_a_directory_or_a_line_says_why_not(tmp_path):
     from tests.engine.gguf import gguf_files  # loads torch and transformers
 
     source = gguf_files.write(tmp_path / "tiny.gguf", gguf_files.random_llama())
-    done = CliRunner().invoke(cli.cli, ["convert", str(source), str(tmp_path / "out")])
+    done = CliRunner().invoke(program.cli, ["convert", str(source), str(tmp_path / "out")])
     assert done.exit_code == 0
     assert (tmp_path / "out" / "model.safetensors").is_file()
     assert f"reprise serve --model {tmp_path / 'out'}" in done.stderr
     (tmp_path / "bad.gguf").write_bytes(source.read_bytes()[:5000])
     for file in ("bad.gguf", "none.gguf"):
-        done = CliRunner().invoke(cli.cli, ["convert", str(tmp_path / file), str(tmp_path / "other")])
+        done = CliRunner().invoke(program.cli, ["convert", str(tmp_path / file), str(tmp_path / "other")])
         assert (done.exit_code, len(done.stderr.splitlines())) == (1, 1)
         assert file in done.stderr
 
 
 def test_the_demonstration_says_how_to_get_a_model_unless_it_was_asked_for(tmp_path, monkeypatch):
     monkeypatch.setattr(doctor, "SMOLLM2", tmp_path)
-    monkeypatch.setattr(places, "SMOLLM2", tmp_path)
+    monkeypatch.setattr(directories, "SMOLLM2", tmp_path)
     file = tmp_path / "file"
     file.write_text("")
     assert "make model" not in serve("--cache.disk_dir", str(file), "--model", "bundled")
@@ -144,7 +143,7 @@ def test_the_demonstration_says_how_to_get_a_model_unless_it_was_asked_for(tmp_p
 
 
 def test_a_directory_in_use_is_found_before_a_model_is_loaded(tmp_path):
-    tier = DiskTier(
+    tier = ExtentStore(
         directory=tmp_path, fingerprint=b"model", segment_bytes=(64,), key=b"key", capacity_bytes=1 << 20,
         min_free_bytes=0, read_bytes_per_s=0.0, write_bytes_per_s=0.0, deadline_s=5.0,
         owner="a running server (pid 4242)",
@@ -162,7 +161,7 @@ def test_a_number_that_is_none_is_named_with_its_option(tmp_path):
     trace.write_text("")
     for text in ("abc", "", "1,,2"):
         arguments = ["simulate", "--trace", str(trace), "--capacity-tokens", text]
-        result = CliRunner().invoke(cli.cli, arguments, env={"COLUMNS": "200"})
+        result = CliRunner().invoke(program.cli, arguments, env={"COLUMNS": "200"})
         assert result.exit_code == 2
         assert f"--capacity-tokens takes whole numbers with commas between them, not '{text}'" in result.stderr
 
@@ -203,7 +202,7 @@ def test_the_plan_names_url_model_and_memory():
 
 
 def test_help_shows_every_setting_by_section():
-    output = CliRunner().invoke(cli.cli, ["serve", "--help"], env={"COLUMNS": "200", "NO_COLOR": "1"}).output
+    output = CliRunner().invoke(program.cli, ["serve", "--help"], env={"COLUMNS": "200", "NO_COLOR": "1"}).output
     assert [name for name, _ in known_settings() if f"--{name}" not in output] == []
     titles = [output.index(f" {section}: {what}") for section, what in SECTIONS.items()]
     assert titles == sorted(titles)
@@ -222,9 +221,9 @@ def test_help_shows_every_setting_by_section():
 )
 def test_a_shell_completes_settings_and_their_values(words, completed):
     environ = {"_REPRISE_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(words.count(" "))}
-    result = CliRunner().invoke(cli.cli, [], prog_name="reprise", env=environ)
+    result = CliRunner().invoke(program.cli, [], prog_name="reprise", env=environ)
     assert result.output.split() == completed
 
 
 def test_completion_can_be_installed():
-    assert "--install-completion" in CliRunner().invoke(cli.cli, ["--help"], env={"COLUMNS": "120"}).output
+    assert "--install-completion" in CliRunner().invoke(program.cli, ["--help"], env={"COLUMNS": "120"}).output

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from app.conversations import database as transcript_db
+from app.conversations import database
 from app.conversations.database import MAX_SET_ASIDE, Database
 
 SCHEMA = "CREATE TABLE notes (id INTEGER PRIMARY KEY, text BLOB NOT NULL)"
@@ -108,7 +108,7 @@ def test_only_damage_moves_a_file(path, caplog, monkeypatch, number):
         raise OSError(number, os.strerror(number), name)
 
     with monkeypatch.context() as patch:
-        patch.setattr(transcript_db.os, "open", refuse)
+        patch.setattr(database.os, "open", refuse)
         db = open_db(path)
         write(db, "meanwhile")
         assert notes(db) == ["meanwhile"]

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from app.conversations import transcript_store
-from app.conversations.transcript_store import Answer, Base, NewAnswer, PreparedPrompt, TranscriptStore, digest
+from app.conversations.transcript_store import Base, NewAnswer, PreparedPrompt, RecordedAnswer, TranscriptStore, digest
 
 TENANT = "tenant"
 
@@ -33,7 +33,7 @@ def answer_of(name: str, ids, text: str = "text") -> NewAnswer:
     )  # fmt: skip
 
 
-def found(store: TranscriptStore, name: str, session: str | None = None, since: float = 0.0) -> Answer | None:
+def found(store: TranscriptStore, name: str, session: str | None = None, since: float = 0.0) -> RecordedAnswer | None:
     answers = store.find_answers(after=digest(name), session_id=session, since=since)
     return answers[0] if answers else None
 

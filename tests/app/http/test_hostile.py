@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from app.http.server import Server
+from app.http.server import HttpServer
 from app.main import create_app
 from tests.app.fakes import FakeEngine, make_settings, session_info
 
@@ -42,7 +42,7 @@ HEALTH_S = 1.0  # /health answers within it, whatever else is asked
 class Victim:
     """A server in a thread of its own, and somebody who asks for its health all the time."""
 
-    server: Server
+    server: HttpServer
     engine: FakeEngine
     loop: asyncio.AbstractEventLoop
     port: int
@@ -70,7 +70,7 @@ class Victim:
         """What requests hold."""
         return {
             "generations": len(self.service.generations),
-            "places": self.service.admission.taken,
+            "places": self.service.places.taken,
             "watchers": self.service.live.watchers,
             "streams": sum(bool(stream.open) for stream in self.engine.streams),
             "connections": len(self.server.server_state.connections),
@@ -90,7 +90,7 @@ def victim(model_dir, tmp_path_factory) -> Iterator[Victim]:
     settings = make_settings(tmp_path_factory.mktemp("hostile"), server=keys, limits=LIMITS)
     engine = FakeEngine(directory=model_dir)
     ready = threading.Event()
-    server = Server(create_app(settings, engine=engine), settings, on_ready=lambda *_: ready.set())
+    server = HttpServer(create_app(settings, engine=engine), settings, on_ready=lambda *_: ready.set())
     server.capture_signals = nullcontext  # type: ignore[method-assign,assignment]
     loops: list[asyncio.AbstractEventLoop] = []
 

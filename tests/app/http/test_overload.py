@@ -20,7 +20,7 @@ def code(response: httpx.Response) -> tuple[int, str]:
 
 
 def taken(running: Running) -> int:
-    count: int = running.app.state.service.admission.taken
+    count: int = running.app.state.service.places.taken
     return count
 
 

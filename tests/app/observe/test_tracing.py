@@ -60,7 +60,7 @@ async def test_an_exporter_that_fails_harms_no_answer(
     monkeypatch.setattr("app.main.make_tracer", lambda endpoint, version: Broken())
     async with in_process(engine, make_settings(tmp_path)) as running:
         assert (await running.chat()).status_code == 200
-        assert running.app.state.service.admission.taken == 0
+        assert running.app.state.service.places.taken == 0
 
 
 def test_without_the_library_it_is_said_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

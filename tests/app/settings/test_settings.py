@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from app.settings.settings import CacheSettings, Settings, SettingsError, known_settings, load_settings, stray_variables
-from model.places import source_of
+from model.directories import source_of
 
 
 def load(config: Path | None = None, environ: dict[str, str] | None = None, **flags: str) -> Settings:

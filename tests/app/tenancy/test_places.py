@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from app.errors import ApiError
 from app.tenancy.keyring import KeyLimits
-from app.tenancy.places import MAX_RETRY_S, Admission, duration
+from app.tenancy.places import MAX_RETRY_S, Places, duration
 
 
 class Clock:
@@ -17,19 +17,19 @@ class Clock:
         return self.now
 
 
-def admission(*, places: int = 4, tenant_places: int = 3, running: int = 2) -> tuple[Admission, Clock]:
+def make_places(*, places: int = 4, tenant_places: int = 3, running: int = 2) -> tuple[Places, Clock]:
     clock = Clock()
-    return Admission(places=places, tenant_places=tenant_places, running=running, clock=clock), clock
+    return Places(places=places, tenant_places=tenant_places, running=running, clock=clock), clock
 
 
-def refused(gate: Admission, tenant: str, count: int = 1) -> ApiError:
+def refused(gate: Places, tenant: str, count: int = 1) -> ApiError:
     with pytest.raises(ApiError) as error:
         gate.enter(tenant, count)
     return error.value
 
 
 def test_a_greedy_tenant_is_told_so_and_another_is_not():
-    gate, _ = admission()
+    gate, _ = make_places()
     tickets = [gate.enter("a", 1) for _ in range(3)]
     error = refused(gate, "a")
     assert (error.status, error.code, error.type) == (429, "rate_limit_exceeded", "rate_limit_error")
@@ -44,7 +44,7 @@ def test_a_greedy_tenant_is_told_so_and_another_is_not():
 
 
 def test_retry_after_follows_the_rate_of_endings():
-    gate, clock = admission(places=11, tenant_places=10, running=2)
+    gate, clock = make_places(places=11, tenant_places=10, running=2)
     tickets = [gate.enter("a", 1) for _ in range(10)]
     for ticket in tickets[:4]:
         clock.now += 3.0
@@ -57,7 +57,7 @@ def test_retry_after_follows_the_rate_of_endings():
 
 
 def test_before_the_first_ending_those_who_run_are_taken_to_be_half_way():
-    gate, clock = admission(places=320, tenant_places=320, running=64)
+    gate, clock = make_places(places=320, tenant_places=320, running=64)
     tickets = [gate.enter("a", 1) for _ in range(320)]
     clock.now += 2.0
     assert gate.retry_after_s == pytest.approx(256 * 2.0 / 32)  # not one every two seconds: none is done, but 64 run
@@ -67,7 +67,7 @@ def test_before_the_first_ending_those_who_run_are_taken_to_be_half_way():
 
 
 def test_idle_time_does_not_slow_the_rate():
-    gate, clock = admission(places=4, tenant_places=4, running=1)
+    gate, clock = make_places(places=4, tenant_places=4, running=1)
     gate.enter("a", 1).leave()
     clock.now += 3600.0
     tickets = [gate.enter("a", 1) for _ in range(4)]
@@ -78,7 +78,7 @@ def test_idle_time_does_not_slow_the_rate():
 
 
 def test_a_tenant_waits_for_its_own_share_of_the_endings():
-    gate, clock = admission(places=9, tenant_places=2, running=2)
+    gate, clock = make_places(places=9, tenant_places=2, running=2)
     first = gate.enter("a", 1)
     gate.enter("a", 1)
     for tenant in "bcd":
@@ -95,7 +95,7 @@ def test_a_tenant_waits_for_its_own_share_of_the_endings():
     tenant_places=st.integers(1, 12),
 )
 def test_places_are_never_overrun_and_all_come_back(steps, places, tenant_places):
-    gate, clock = admission(places=places, tenant_places=tenant_places)
+    gate, clock = make_places(places=places, tenant_places=tenant_places)
     tickets: list[tuple[str, int, object]] = []
     for tenant, count, leaving, seconds in steps:
         clock.now += seconds
@@ -126,10 +126,10 @@ def test_durations_are_written_as_openai_does(seconds, text):
     assert duration(seconds) == text
 
 
-def limited(**limits: int) -> tuple[Admission, Clock]:
+def limited(**limits: int) -> tuple[Places, Clock]:
     clock = Clock()
     known = {"a": KeyLimits(**limits)}
-    gate = Admission(
+    gate = Places(
         places=9, tenant_places=4, running=2, limits=lambda tenant: known.get(tenant, KeyLimits()), clock=clock
     )
     return gate, clock

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from app.text.tokenizer import ChatTokenizer
-from app.turn.generation import Choice, Delta, tokens_within
+from app.turn.generation import Answer, Delta, tokens_within
 from app.turn.prepare import plain_parser
 from engine.messages import Output, TokenLogprob
 
@@ -40,7 +40,7 @@ def outputs(
     return found
 
 
-def play(choice: Choice, arriving: list[Output]) -> list[Delta]:
+def play(choice: Answer, arriving: list[Output]) -> list[Delta]:
     deltas = []
     for output in arriving:
         if (delta := choice.push(output)) is not None:
@@ -50,8 +50,8 @@ def play(choice: Choice, arriving: list[Output]) -> list[Delta]:
     return deltas
 
 
-def make(tokenizer: ChatTokenizer, *stops: str, min_tokens: int = 0) -> Choice:
-    return Choice(index=0, tokenizer=tokenizer, stops=stops, min_tokens=min_tokens, parser=plain_parser())
+def make(tokenizer: ChatTokenizer, *stops: str, min_tokens: int = 0) -> Answer:
+    return Answer(index=0, tokenizer=tokenizer, stops=stops, min_tokens=min_tokens, parser=plain_parser())
 
 
 TEXTS = st.text("ab Ünï🎉STOP", max_size=30)
@@ -90,7 +90,7 @@ def test_without_stops_the_text_is_that_of_all_tokens(tokenizer, text, sizes):
 
 
 def test_a_stop_string_is_shown_where_that_was_asked_for(tokenizer):
-    choice = Choice(
+    choice = Answer(
         index=0, tokenizer=tokenizer, stops=("STOP", "TOP"), min_tokens=0, parser=plain_parser(), shows_stop=True
     )
     play(choice, outputs([*tokenizer.encode("one STOP two"), 2], []))
@@ -98,7 +98,7 @@ def test_a_stop_string_is_shown_where_that_was_asked_for(tokenizer):
 
 
 def test_special_tokens_are_shown_where_that_was_asked_for(tokenizer):
-    choice = Choice(
+    choice = Answer(
         index=0, tokenizer=tokenizer, stops=(), min_tokens=0, parser=plain_parser(), skip_special_tokens=False
     )
     play(choice, outputs([*tokenizer.encode("one"), 2], []))

@@ -6,16 +6,16 @@ import pytest
 from benchmarks.fidelity import replay_dialogues, soak
 from benchmarks.fidelity.replay_dialogues import Conversation, Turn
 from benchmarks.harness.servers import ROOT, describe_machine
-from benchmarks.harness.streams import NEAR_TIE, Answer, Token, ask, ask_stamped, client_of, first_difference
+from benchmarks.harness.streams import NEAR_TIE, StreamedAnswer, Token, ask, ask_stamped, client_of, first_difference
 from loadgen.measure.http import Http
 from tests.app.fakes import FakeEngine, make_settings, on_loopback, write_tokenizer
 
 
-def answer(words: str, gaps: dict[int, float] | None = None, **fields) -> Answer:
+def answer(words: str, gaps: dict[int, float] | None = None, **fields) -> StreamedAnswer:
     """One token per word; the runner-up is 1 nat behind, or as far as `gaps` says for a position."""
     texts = words.split()
     tokens = [Token(t, t.encode(), -0.5, (-0.5, -0.5 - (gaps or {}).get(i, 1.0))) for i, t in enumerate(texts)]
-    return Answer(
+    return StreamedAnswer(
         text=" ".join(texts), tokens=tokens, **{"finish_reason": "stop", "completion_tokens": len(texts), **fields}
     )
 
@@ -40,7 +40,9 @@ def test_the_limit_of_the_excuse(gap, excused):
 
 
 def test_halves_of_different_characters_are_different_tokens():
-    halves = [Answer(text="\ufffd", tokens=[Token("\ufffd", raw, -0.5, (-0.5, -9.0))]) for raw in (b"\xe4", b"\xe5")]
+    halves = [
+        StreamedAnswer(text="\ufffd", tokens=[Token("\ufffd", raw, -0.5, (-0.5, -9.0))]) for raw in (b"\xe4", b"\xe5")
+    ]
     assert first_difference(*halves).position == 0
 
 

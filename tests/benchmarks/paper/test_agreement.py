@@ -1,8 +1,8 @@
 import pytest
 
 from benchmarks.paper import agreement
-from loadgen.measure.client import TurnResult
-from loadgen.virtual.simulation import Machine
+from loadgen.measure.sender import TurnResult
+from loadgen.virtual.simulation import VirtualServer
 
 
 def result(session, turn, due_s, done_s, prompt, answer, hits=(0, 0, 0)):
@@ -66,7 +66,7 @@ def test_the_machine_is_the_server_as_it_was_measured():
 
 
 def test_the_simulator_plays_it_and_reuses_what_it_has():
-    machine = Machine(hbm_blocks=64, dram_blocks=0, disk_blocks=0, policy="car", window=4, max_seqs=2)
+    machine = VirtualServer(hbm_blocks=64, dram_blocks=0, disk_blocks=0, policy="car", window=4, max_seqs=2)
     found = agreement.foretold([machine, machine], agreement.conversations_of(RESULTS), 10.0)
     assert found["turns"] == 2
     assert found["prompt_tokens"] == 250
@@ -75,7 +75,7 @@ def test_the_simulator_plays_it_and_reuses_what_it_has():
 
 
 def test_a_machine_that_stood_still_is_no_part_of_what_a_request_costs():
-    machine = Machine(hbm_blocks=640, dram_blocks=0, disk_blocks=0, policy="car", window=4, max_seqs=2)
+    machine = VirtualServer(hbm_blocks=640, dram_blocks=0, disk_blocks=0, policy="car", window=4, max_seqs=2)
 
     def results(stalled):
         return [

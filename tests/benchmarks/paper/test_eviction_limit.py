@@ -8,7 +8,7 @@ import pytest
 from benchmarks.paper.eviction_limit import Recorded, _Frozen, accounts, closed, fit, hindsight, kinds, world
 from cache.returns.survival import ReturnModel, bin_end_s, features
 from loadgen.blocks.replay import BLOCK_TOKENS
-from loadgen.workloads.traces import Request
+from loadgen.workloads.traces import TraceRequest
 
 SPAN_S = 3000.0
 
@@ -22,7 +22,7 @@ def model_of(age_bin: int) -> ReturnModel:
 
 
 def recorded(age_bin: int) -> Recorded:
-    first = [Request(float(at_s), 2000, 50, "", (0, 1)) for at_s in range(300)]
+    first = [TraceRequest(float(at_s), 2000, 50, "", (0, 1)) for at_s in range(300)]
     return Recorded(model_of(age_bin), first, {turn: [(100, 600)] for turn in (1, 2, 3)}, SPAN_S)
 
 
@@ -30,7 +30,7 @@ def test_sessions_come_back_when_the_model_says_and_go_on_from_what_was_there():
     requests = world(recorded(8), seed=1)
     assert [request.at_s for request in requests] == sorted(request.at_s for request in requests)
     assert all(len(request.block_names) == -(-request.prompt_tokens // BLOCK_TOKENS) for request in requests)
-    sessions: dict[int, list[Request]] = {}
+    sessions: dict[int, list[TraceRequest]] = {}
     for request in requests:
         assert request.block_names[0] == 0
         sessions.setdefault(request.block_names[1], []).append(request)
@@ -56,10 +56,10 @@ def test_what_is_fitted_are_the_recorded_returns():
     requests = []
     for number in range(400):
         at_s, names = 5.0 * number, (0, 2 * number + 1, 2 * number + 2)
-        requests.append(Request(at_s, 1500, 40, "", names))
+        requests.append(TraceRequest(at_s, 1500, 40, "", names))
         if rng.random() < 0.5:
             names = (*names[:2], *(1000 * more + number for more in (1, 2, 3)))
-            requests.append(Request(at_s + 70.0, 2200, 30, "", names))
+            requests.append(TraceRequest(at_s + 70.0, 2200, 30, "", names))
     requests.sort(key=lambda request: request.at_s)
     found = fit(requests, 5)
     assert len(found.first) == 400
@@ -81,8 +81,8 @@ def test_the_known_chances_are_not_learned_over():
 
 
 def test_requests_are_told_apart_by_what_they_go_on_from():
-    def ask(at_s: float, *names: int) -> Request:
-        return Request(at_s, len(names) * BLOCK_TOKENS, 10, "", (0, *names[1:]))
+    def ask(at_s: float, *names: int) -> TraceRequest:
+        return TraceRequest(at_s, len(names) * BLOCK_TOKENS, 10, "", (0, *names[1:]))
 
     requests = [
         ask(0.0, 0),  # too short to be known again
@@ -99,9 +99,9 @@ def test_hits_are_accounted_for_and_hindsight_is_no_worse_than_nothing():
     rng, requests = random.Random(3), []
     for number in range(300):
         at_s, names = 10.0 * number, (0, *range(10 * number + 1, 10 * number + 4))
-        requests.append(Request(at_s, 2048, 40, "", names))
+        requests.append(TraceRequest(at_s, 2048, 40, "", names))
         if rng.random() < 0.5:
-            requests.append(Request(at_s + 70.0, 2560, 30, "", (*names, 10 * number + 4)))
+            requests.append(TraceRequest(at_s + 70.0, 2560, 30, "", (*names, 10 * number + 4)))
     requests.sort(key=lambda request: request.at_s)
     capacity = 20 * BLOCK_TOKENS
     found = accounts(requests, capacity)

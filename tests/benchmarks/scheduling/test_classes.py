@@ -11,7 +11,7 @@ from benchmarks.figures import classes as classes_figure
 from benchmarks.scheduling import classes, classes_foretold
 from benchmarks.scheduling.classes_workload import PLACES, POLICIES, Mix, Served, arrivals, describe, overtakes
 from benchmarks.scheduling.legs import Shape
-from loadgen.measure.client import TurnResult
+from loadgen.measure.sender import TurnResult
 
 SHAPE = Shape(conversations=6, first_tokens=200, turn_tokens=50, answer_tokens=4, turns=2)
 MIX = Mix(SHAPE, turns=20, new_share=0.25, new_tokens=100)

@@ -9,12 +9,11 @@ import pytest
 from benchmarks.harness import measures
 from benchmarks.scheduling import file as schedulers_file
 from benchmarks.scheduling import legs as schedulers_legs
-from benchmarks.scheduling import report as schedulers_report
-from benchmarks.scheduling import tenants
+from benchmarks.scheduling import report, tenants
 from benchmarks.scheduling.legs import Leg, Sample, Shape
 from benchmarks.speed import itl, planning_cost
 from benchmarks.speed.zero_reuse import BUNDLED
-from loadgen.measure.client import TurnResult
+from loadgen.measure.sender import TurnResult
 
 
 def sample(**changes) -> Sample:
@@ -62,7 +61,7 @@ def test_car_is_held_against_fcfs_by_rate(car, hidden, failed, held):
     legs += [leg("car", share, [ttft_s], finished=hidden - 10, hidden=10, exposed=100 - hidden)
              for share, ttft_s in zip((0.5, 0.95), car, strict=True)]  # fmt: skip
     legs += [leg("priority", 0.5, [None])] if failed else []
-    verdicts = schedulers_report.verdicts(schedulers_report.summarize(legs))
+    verdicts = report.verdicts(report.summarize(legs))
     assert list(verdicts.values()) == held
 
 
@@ -70,15 +69,15 @@ def test_the_median_of_the_rounds_is_judged():
     legs = [leg("fcfs", 0.9, [ttft_s], round_) for round_, ttft_s in enumerate((1.0, 2.0, 1.0))]
     legs += [leg("car", 0.9, [ttft_s], round_, finished=1) for round_, ttft_s in enumerate((0.8, 1.0, 9.0))]
     legs.append(leg("car", 0.9, [0.1], 3, finished=1))  # fcfs has not been there yet
-    found = schedulers_report.summarize(legs)["ratios"]["0.9"]["car/fcfs"]
+    found = report.summarize(legs)["ratios"]["0.9"]["car/fcfs"]
     assert (found["p95_by_round"], found["p95_median"]) == ([0.8, 0.5, 9.0], 0.8)
 
 
 def test_the_control_shows_what_two_servers_of_one_policy_differ_by():
     legs = [leg("fcfs", 0.9, [1.0]), leg("fcfs-again", 0.9, [1.3]), leg("car", 0.9, [0.8], finished=1)]
-    summary = schedulers_report.summarize(legs)
+    summary = report.summarize(legs)
     assert summary["ratios"]["0.9"]["fcfs-again/fcfs"]["p95_median"] == 1.3
-    assert all(schedulers_report.verdicts(summary).values()), "and is not judged"
+    assert all(report.verdicts(summary).values()), "and is not judged"
     shape = Shape(24, 1000, 150, 32, 2)
     fcfs, again = (
         schedulers_legs.settings_of(p, str(BUNDLED), shape, 3, 2, 0, 1.0, Path("d")) for p in ("fcfs", "fcfs-again")
@@ -99,14 +98,14 @@ def test_what_was_measured_is_found_again_and_gone_on_from(tmp_path):
 
 
 def test_no_loads_show_nothing():
-    verdicts = schedulers_report.verdicts(schedulers_report.summarize([leg("car", 0.5, [1.0])]))
+    verdicts = report.verdicts(report.summarize([leg("car", 0.5, [1.0])]))
     assert list(verdicts.values()) == [False, True]
 
 
 def test_a_load_that_nobody_counted_is_not_in_time():
     one = leg("car", 0.5, [1.0], finished=2)
     one.samples += [sample(tier_class=3, loaded=True)] * 4
-    found = schedulers_report.describe([one])
+    found = report.describe([one])
     assert found["loads"] == {"finished": 2, "hidden": 0, "exposed": 0, "uncounted": 2}
     assert found["loads_hidden"] == 0.5
 
@@ -114,14 +113,14 @@ def test_a_load_that_nobody_counted_is_not_in_time():
 def test_goodput_counts_turns_in_time():
     turns = [(1.0, (0.05, 0.15)), (1.0, (0.1,)), (1.1, (0.1,)), (0.5, (0.1, 0.2)), (None, ())]
     samples = [sample(ttft_s=ttft_s, gaps_s=gaps_s) for ttft_s, gaps_s in turns]
-    found = schedulers_report.describe([Leg("car", 0.5, 0, 1.0, 1.0, 10.0, Counter(), 0.0, 0.0, samples)])
+    found = report.describe([Leg("car", 0.5, 0, 1.0, 1.0, 10.0, Counter(), 0.0, 0.0, samples)])
     assert (found["goodput"], found["strict_goodput"], found["throughput"]) == (0.2, 0.1, 0.4)
     assert (found["turns"], found["failed"]) == (5, 1)
 
 
 def test_the_longest_wait_by_class():
     samples = [sample(queue_s=wait_s, tier_class=c) for wait_s, c in ((1.0, 1), (2.0, 3), (0.5, 3))]
-    found = schedulers_report.describe([Leg("car", 0.5, 0, 1.0, 1.0, 10.0, Counter(), 0.0, 0.0, samples)])
+    found = report.describe([Leg("car", 0.5, 0, 1.0, 1.0, 10.0, Counter(), 0.0, 0.0, samples)])
     assert found["max_wait_ms_by_class"] == {"1": 1000.0, "2": 0.0, "3": 2000.0}
 
 

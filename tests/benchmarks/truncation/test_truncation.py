@@ -9,7 +9,7 @@ import torch
 
 from benchmarks.figures import truncation as truncation_figure
 from benchmarks.harness.make_model import BUNDLED, SHAPES, make_model
-from benchmarks.harness.streams import Answer
+from benchmarks.harness.streams import StreamedAnswer
 from benchmarks.truncation import truncation
 from benchmarks.truncation.perplexity import draw_windows, score_window, summarize
 from benchmarks.truncation.quality import ARMS, Bench, kept_rows
@@ -117,8 +117,8 @@ def test_a_question_counts_if_the_dialogue_is_what_answers_it(bench):
     assert answer(bench, swapped)[0] != answer(bench, question)[0]
 
 
-def served(ttft_ms: float, truncated: int = 0, shifted: int = 0) -> Answer:
-    return Answer(
+def served(ttft_ms: float, truncated: int = 0, shifted: int = 0) -> StreamedAnswer:
+    return StreamedAnswer(
         first_token_s=ttft_ms / 1e3, completion_tokens=32, prompt_tokens=500,
         x_cache={"truncated_tokens": truncated, "shifted_tokens": shifted, "computed_tokens": 20},
     )  # fmt: skip

@@ -10,7 +10,7 @@ import pytest
 from cache.blocks.stored import SessionRecord, StoredBlock
 from cache.storage.errors import BlockMissing
 from cache.storage.extent_format import ExtentHeader, checksum, encode_header, header_size
-from cache.storage.extent_store import DiskTier
+from cache.storage.extent_store import ExtentStore
 
 SEGMENTS = (300, 5000, 4096)  # odd, more than a page, exactly a page
 FINGERPRINT = b"a model"
@@ -30,7 +30,7 @@ def make_tier(directory, **changes):
         "deadline_s": 5.0,
         "owner": f"a running server (pid {os.getpid()})",
     }
-    return DiskTier(directory=directory, **{**fields, **changes})
+    return ExtentStore(directory=directory, **{**fields, **changes})
 
 
 def make_blocks(name, count=3):
@@ -60,7 +60,7 @@ def put(tier, name, count=3, session=None):
 
 
 def by_layer(segment, count):
-    """As `DiskTier.write` wants it."""
+    """As `ExtentStore.write` wants it."""
     return lambda layer: [segment(layer, block) for block in range(count)]
 
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cache.storage import extent_store as disk_tier
+from cache.storage import extent_store
 from cache.storage.errors import TierFailed
 from cache.storage.extent_format import FORMAT_VERSION, MAX_EXTENT_ID
 from tests.cache.storage.disk_helpers import (
@@ -148,11 +148,11 @@ def test_an_empty_file_with_the_highest_id_leaves_ids_for_ours(tmp_path, fingerp
 
 
 def test_what_no_record_can_hold_is_not_written_and_ends_nobody(tier, monkeypatch):
-    monkeypatch.setattr(disk_tier, "encode_header", lambda *_: (_ for _ in ()).throw(ValueError("too large")))
+    monkeypatch.setattr(extent_store, "encode_header", lambda *_: (_ for _ in ()).throw(ValueError("too large")))
     with pytest.raises(TierFailed, match="too large"):
         put(tier, "x")
     monkeypatch.undo()
-    monkeypatch.setattr(disk_tier.time, "time_ns", lambda: MAX_EXTENT_ID + 1)
+    monkeypatch.setattr(extent_store.time, "time_ns", lambda: MAX_EXTENT_ID + 1)
     for write in (lambda: put(tier, "x"), lambda: tier.put_session(make_session())):
         with pytest.raises(TierFailed, match="no extent ids are left"):
             write()

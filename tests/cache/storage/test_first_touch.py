@@ -11,7 +11,7 @@ import torch
 from cache.storage import first_touch
 from cache.storage.first_touch import FirstTouch
 from cache.storage.slab import LayerShape, Slab
-from kernels.attention.base import KvPages
+from kernels.attention.ragged_batch import KvPages
 
 SLOTS = 64
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux has the call")

@@ -10,18 +10,18 @@ from torch import Tensor
 
 from cache.blocks.keys import BLOCK_TOKENS, BlockKey
 from cache.moves import BlockLoad, Late, LoadBlocks, Loaded, Transferred
-from cache.rates import Progress
+from cache.rates import LoadProgress
 from cache.storage.errors import BlockMissing
 from cache.storage.extent_format import checksum
 from cache.storage.extent_reader import Landed, in_turn
 from cache.storage.slab import LayerShape, Slab
 from cache.storage.throttle import Throttle
 from cache.transfer import layer_source
-from cache.transfer.completions import Completions
+from cache.transfer.events import Events
 from cache.transfer.layer_source import LAYERS_LANDED
 from cache.transfer.load_stream import LoadStream
 from cache.transfer.loader import Loader
-from kernels.attention.base import KvPages
+from kernels.attention.ragged_batch import KvPages
 from kernels.cpu.available import decode_kernels
 
 needs_team = pytest.mark.skipif(decode_kernels() is None, reason="no team to place blocks with")
@@ -104,7 +104,7 @@ class Stream:
             KvPages(*torch.zeros(2, 2, PAGES, BLOCK_TOKENS, 16).bfloat16().permute(0, 2, 3, 1, 4))
             for _ in range(LAYERS)
         ]
-        self.disk, self.completions = Disk(), Completions()
+        self.disk, self.completions = Disk(), Events()
         self.stream = LoadStream(
             pages=self.pages,
             slab=self.slab,
@@ -356,7 +356,7 @@ def test_a_load_that_is_given_up_before_it_is_read_is_never_opened(stream):
     block = on_disk(0, 0, 4)
     stream.put(block)
     stream.stream.leave_to_threads()
-    assert stream.stream.progress(1) == Progress(0, 0.0, 0.0)
+    assert stream.stream.progress(1) == LoadProgress(0, 0.0, 0.0)
     stream.stream.abandon(1)
     stream.slab.seal(4)
     stream.begin("place")

@@ -17,11 +17,11 @@ from cache.storage.extent_reader import in_turn
 from cache.storage.slab import LayerShape, Slab
 from cache.storage.throttle import Throttle
 from cache.transfer import layer_source, load_stream
-from cache.transfer.completions import Completions
+from cache.transfer.events import Events
 from cache.transfer.layer_source import Landings
 from cache.transfer.load_stream import LoadStream
 from cache.transfer.loader import Loader
-from kernels.attention.base import KvPages
+from kernels.attention.ragged_batch import KvPages
 
 LAYERS, LOADS, MOST_BLOCKS = 6, 6, 5
 SHAPE = LayerShape(2, 16, 16)
@@ -204,7 +204,7 @@ class Engine:
             KvPages(*torch.zeros(2, 2, PAGES, BLOCK_TOKENS, 16).bfloat16().permute(0, 2, 3, 1, 4))
             for _ in range(LAYERS)
         ]
-        self._completions = Completions()
+        self._completions = Events()
         self._completions.changed = Changed()
         self._stream = LoadStream(
             pages=self._pages,

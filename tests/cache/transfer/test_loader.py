@@ -12,7 +12,7 @@ from cache.storage.slab import LayerShape, Slab
 from cache.transfer.layer_source import ExtentSource, Landings, SlotSource
 from cache.transfer.loader import Loader, PagePool
 from engine.model.hf_model import turn_halves
-from kernels.attention.base import KvPages
+from kernels.attention.ragged_batch import KvPages
 from kernels.block_writer import load_kernels
 
 SHAPES = [LayerShape(2, 16, 16), LayerShape(1, 8, 24), LayerShape(3, 32, 8)]

@@ -34,14 +34,14 @@ from cache.moves import (
 )
 from cache.storage.errors import BlockMissing, TierFull
 from cache.storage.extent_format import checksum
-from cache.storage.priority import SAVING, WRITING
 from cache.storage.slab import LayerShape, Slab
+from cache.storage.thread_priority import SAVING, WRITING
 from cache.storage.throttle import Throttle
 from cache.transfer.capture import Captured
-from cache.transfer.completions import Completions
+from cache.transfer.events import Events
 from cache.transfer.save_stream import SaveStream
 from cache.transfer.transfer import Transfer
-from kernels.attention.base import KvPages
+from kernels.attention.ragged_batch import KvPages
 from tests.cache.storage.disk_helpers import make_tier
 
 PAGES, SIZE, LAYERS, HEADS, DIM = 6, 64, 3, 2, 3
@@ -271,7 +271,7 @@ def save_stream(num_slots=2):
         synchronous=False,
         max_backlog_bytes=1 << 20,
         rotations=Shift(),
-        completions=Completions(),
+        completions=Events(),
     )
     return saves, slab
 

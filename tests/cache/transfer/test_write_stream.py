@@ -10,7 +10,7 @@ from cache.blocks.stored import SessionRecord
 from cache.moves import Deleted, DeleteExtents, PutSession
 from cache.storage.errors import TierFailed
 from cache.transfer import write_stream
-from cache.transfer.completions import Completions
+from cache.transfer.events import Events
 from cache.transfer.write_stream import WriteStream
 
 
@@ -44,7 +44,7 @@ class Disk:
 
 
 def run(disk, orders):
-    completions = Completions()
+    completions = Events()
     stream = WriteStream(slab=SimpleNamespace(), disk=disk, completions=completions)
     for order in orders:
         stream.put(order)

@@ -12,7 +12,7 @@ import torch
 from engine.build import engine as build
 from engine.build import tiers
 from engine.build.engine import build_engine
-from engine.build.machine import Memory
+from engine.build.resources import Memory
 from engine.engine import Engine
 from engine.messages import ModelInfo
 from engine.model.hf_model import ModelRefused

@@ -10,7 +10,7 @@ from torch import Tensor
 from engine.model.hf_model import ModelRefused, RopeCall, Step, prepare
 from engine.model.probe import ProbeResult, probe
 from kernels.attention import BACKENDS
-from kernels.attention.base import AttentionBackend, AttentionMeta, AttentionParams, KvPages
+from kernels.attention.ragged_batch import AttentionBackend, AttentionMeta, AttentionParams, KvPages
 from tests.engine.models import FAMILIES, WINDOW, copied, family_model, large_key_biases, tiny_model
 from tests.engine.paged import PAGE
 

@@ -7,7 +7,7 @@ import torch
 
 from engine.model.hf_model import prepare, turn_halves
 from engine.model.probe import ProbeResult, probe
-from engine.model.rotations import Rotations
+from engine.model.rotations import ModelRotations
 from kernels.attention import BACKENDS
 from tests.engine.models import family_model
 from tests.engine.paged import PAGE
@@ -38,7 +38,7 @@ def keys_of(probed: ProbeResult, layer: int, count: int, dtype: torch.dtype = to
 
 
 def test_what_was_rotated_comes_back(probed: ProbeResult) -> None:
-    rotations = Rotations(ropes=probed.ropes)
+    rotations = ModelRotations(ropes=probed.ropes)
     positions = torch.tensor([0, 1, 31, 32, 100, 200])
     for layer, rope in enumerate(probed.ropes):
         k = keys_of(probed, layer, 6)
@@ -48,7 +48,7 @@ def test_what_was_rotated_comes_back(probed: ProbeResult) -> None:
 
 
 def test_keys_that_were_moved_are_those_of_the_place(probed: ProbeResult) -> None:
-    rotations = Rotations(ropes=probed.ropes)
+    rotations = ModelRotations(ropes=probed.ropes)
     before, after = torch.arange(64) + 120, torch.arange(64) + 32
     for layer in range(len(probed.ropes)):
         k = keys_of(probed, layer, 64)
@@ -59,7 +59,7 @@ def test_keys_that_were_moved_are_those_of_the_place(probed: ProbeResult) -> Non
 
 
 def test_half_precision_is_rounded_once(probed: ProbeResult) -> None:
-    rotations = Rotations(ropes=probed.ropes)
+    rotations = ModelRotations(ropes=probed.ropes)
     positions = torch.arange(32) + 50
     for layer, rope in enumerate(probed.ropes):
         if rope is None:
@@ -77,20 +77,20 @@ def test_tables_are_made_once_per_set_of_positions(monkeypatch: pytest.MonkeyPat
     kind = type(probed.ropes[0])
     tables = kind.tables
     monkeypatch.setattr(kind, "tables", lambda self, *arguments: made.append(arguments) or tables(self, *arguments))
-    rotations = Rotations(ropes=probed.ropes)
+    rotations = ModelRotations(ropes=probed.ropes)
     positions = torch.arange(32)
     for layer in range(4):
         rotations.rotate(layer, keys_of(probed, layer, 32), positions)
     assert len(made) == 1
     for layer in range(4):
         again = rotations.rotate(layer, keys_of(probed, layer, 32), positions + 7)
-        fresh = Rotations(ropes=probed.ropes).rotate(layer, keys_of(probed, layer, 32), positions + 7)
+        fresh = ModelRotations(ropes=probed.ropes).rotate(layer, keys_of(probed, layer, 32), positions + 7)
         assert torch.equal(again, fresh), "other positions are other tables"
 
 
 def test_tables_by_position_are_what_keys_are_rotated_by(probed: ProbeResult) -> None:
     """For the compiled way of loading: the same bits, whatever was asked for before."""
-    rotations, by_halves = Rotations(ropes=probed.ropes), 0
+    rotations, by_halves = ModelRotations(ropes=probed.ropes), 0
     for stop in (5, 3, 40, 70):
         for layer in range(len(probed.ropes)):
             tables = rotations.halves(layer, stop)

@@ -10,7 +10,7 @@ from engine.model.hf_model import prepare
 from engine.model.probe import KvShape, probe
 from engine.model.runner import ModelRunner, bytes_per_token, fingerprint, make_pages, weights_digest
 from kernels.attention import BACKENDS
-from kernels.attention.base import KvPages
+from kernels.attention.ragged_batch import KvPages
 from tests.engine.models import CPU, copied, tiny_model
 from tests.engine.paged import PAGE
 

@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kernels.attention import torch_cpu
-from kernels.attention.base import AttentionMeta, AttentionParams, KvPages
 from kernels.attention.naive import NaiveAttention
+from kernels.attention.ragged_batch import AttentionMeta, AttentionParams, KvPages
 from kernels.attention.torch_cpu import ExactAttention, TorchAttention
-from kernels.cpu import available as cpu_support
+from kernels.cpu import available
 from kernels.cpu.available import flash_kernels, use_torch_threads
 
 kernels: Any = flash_kernels(exact=True)
@@ -269,7 +269,7 @@ def test_without_them_the_backend_answers_too(monkeypatch: pytest.MonkeyPatch) -
 
 def test_kernels_that_fail_their_test_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "_attend", lambda *args: args[-1].fill(0))
-    assert cpu_support.flash_kernels.__wrapped__(True) is None
+    assert available.flash_kernels.__wrapped__(True) is None
 
 
 @pytest.mark.parametrize("has", ["_is_amx_tile_supported", "_is_avx512_bf16_supported"])
@@ -277,12 +277,12 @@ def test_they_are_for_processors_with_dot_products_of_pairs_and_no_amx(
     has: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cpu, has, lambda: has == "_is_amx_tile_supported")
-    assert cpu_support.flash_kernels.__wrapped__(False) is None
+    assert available.flash_kernels.__wrapped__(False) is None
 
 
 def test_with_amx_they_are_for_who_wants_no_bit_to_change(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
-    assert cpu_support.flash_kernels.__wrapped__(True) is kernels
+    assert available.flash_kernels.__wrapped__(True) is kernels
 
 
 @pytest.mark.parametrize("group", [1, 3, 9])
@@ -316,7 +316,7 @@ def test_numba_told_to_compile_for_less_is_not_asked(monkeypatch: pytest.MonkeyP
     assert codegen.magic_tuple()[2]
     monkeypatch.setattr(codegen, "magic_tuple", lambda: ("x86_64", "skylake-avx512", "+avx512f,+avx512vl"))
     monkeypatch.setattr(cpu_target.target_context, "codegen", lambda: codegen)
-    assert cpu_support.flash_kernels.__wrapped__(True) is None
+    assert available.flash_kernels.__wrapped__(True) is None
 
 
 @pytest.mark.parametrize("missing", ["numba", "kernels.cpu.flash"])

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kernels.attention.torch_cpu import _merge
-from kernels.cpu import available as cpu_support
+from kernels.cpu import available
 from kernels.cpu.available import as_bits, as_stream, prefill_kernels, use_torch_threads
 
 kernels: Any = prefill_kernels()
@@ -102,7 +102,7 @@ def test_a_stream_holds_every_element_of_a_view() -> None:
 
 def test_kernels_that_fail_their_test_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "merge", lambda *_: None)
-    assert cpu_support.prefill_kernels.__wrapped__() is None
+    assert available.prefill_kernels.__wrapped__() is None
 
 
 @pytest.mark.parametrize("missing", ["numba", "kernels.cpu.prefill"])

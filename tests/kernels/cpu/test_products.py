@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.cpu import available as cpu_support
+from kernels.cpu import available
 from kernels.cpu.available import as_bits, product_kernels, tiles_of_pairs, use_torch_threads
 
 kernels: Any = product_kernels()
@@ -104,9 +104,9 @@ def test_what_is_no_number_stays_in_its_row(by_tiles: bool) -> None:
 
 def test_kernels_that_fail_their_test_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "linear", lambda x, product, residual, out: out.fill(0))
-    assert cpu_support.product_kernels.__wrapped__() is None
+    assert available.product_kernels.__wrapped__() is None
 
 
 def test_they_are_for_processors_with_dot_products_of_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
-    assert cpu_support.product_kernels.__wrapped__() is None
+    assert available.product_kernels.__wrapped__() is None

@@ -8,16 +8,16 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from app.cli.program import cli
-from loadgen.blocks import report as trace_report
+from loadgen.blocks import hit_tables
 from loadgen.blocks.replay import BLOCK_TOKENS, SessionFinder, hit_rate
-from loadgen.workloads import traces as replay
-from loadgen.workloads.traces import Request
+from loadgen.workloads import traces
+from loadgen.workloads.traces import TraceRequest
 
 TRACES = Path(__file__).parents[4] / "shared/data/traces"
 
 
 def ask(at_s, *blocks, rest=0, answer=10):
-    return Request(float(at_s), len(blocks) * BLOCK_TOKENS - rest, answer, block_names=blocks)
+    return TraceRequest(float(at_s), len(blocks) * BLOCK_TOKENS - rest, answer, block_names=blocks)
 
 
 def rate(requests, policy, blocks):
@@ -202,10 +202,10 @@ def test_recorded_traces(name, millions, expected):
     path = TRACES / f"{name}.jsonl.gz"
     if not path.exists():
         pytest.skip("the traces are not at hand")
-    requests = replay.read(path)
+    requests = traces.read(path)
     for policy, rate_expected in expected.items():
         assert hit_rate(requests, policy, int(millions * 1e6)).block_hit_rate == pytest.approx(rate_expected, abs=0.002)
 
 
 def test_the_names_of_policies_are_told():
-    assert {"default", "lru", "fifo", "belady", "unbounded"} <= set(trace_report.KNOWN)
+    assert {"default", "lru", "fifo", "belady", "unbounded"} <= set(hit_tables.KNOWN)

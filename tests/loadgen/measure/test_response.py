@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis.strategies import binary, integers, lists, sampled_from
 
-from loadgen.measure.response import BadResponse, Events, Response
+from loadgen.measure.response import BadResponse, Events, HttpResponse
 
 
 def pieces(data: bytes, cuts: list[int]) -> list[bytes]:
@@ -29,7 +29,7 @@ def until_closed(body: list[bytes]) -> bytes:
 @given(body=lists(binary(max_size=20), max_size=5), cuts=lists(integers(0, 1000)),
        encode=sampled_from([chunked, sized, until_closed]))  # fmt: skip
 def test_a_body_is_the_same_in_whatever_pieces_it_comes(body, cuts, encode):
-    response = Response()
+    response = HttpResponse()
     found = b"".join(response.feed(piece) for piece in pieces(encode(body), cuts))
     assert response.done == (encode is not until_closed)
     assert response.close()
@@ -41,7 +41,7 @@ def test_a_body_is_the_same_in_whatever_pieces_it_comes(body, cuts, encode):
 @given(body=lists(binary(min_size=1, max_size=20), min_size=1, max_size=5), encode=sampled_from([chunked, sized]),
        cut=integers(1, 10))  # fmt: skip
 def test_a_body_cut_short_is_not_complete(body, encode, cut):
-    response = Response()
+    response = HttpResponse()
     response.feed(encode(body)[:-cut])
     assert not response.close()
 
@@ -59,7 +59,7 @@ def test_a_body_cut_short_is_not_complete(body, encode, cut):
 )
 def test_what_is_no_response_is_refused(data):
     with pytest.raises(BadResponse):
-        Response().feed(data)
+        HttpResponse().feed(data)
 
 
 @given(data=lists(binary(max_size=12).filter(lambda b: b"\n" not in b and b"\r" not in b), max_size=5),

@@ -5,9 +5,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from loadgen.measure.metrics import Prices
+from loadgen.measure.summary import Prices
 from loadgen.plan import plan
-from loadgen.plan.cli import cli
+from loadgen.plan.command import cli
 from loadgen.workloads.synthetic import Distribution
 
 PRICES = Prices()

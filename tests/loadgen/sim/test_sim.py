@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from loadgen.sim import Config, Costs, Machine, simulate
 from loadgen.sim.disk import Disk
 from loadgen.sim.policies import POLICIES
-from loadgen.sim.store import Store
+from loadgen.sim.store import SimulatedStore
 from loadgen.workloads.workload import Conversation, Turn
 
 COSTS = Costs(
@@ -201,7 +201,7 @@ def test_look_ahead_keeps_a_part_of_a_rotation_and_lru_nothing():
 @pytest.mark.parametrize(("policy", "left"), [("fifo", "ae"), ("first-come", "de")])
 def test_who_comes_back_is_the_last_in_line_or_has_kept_its_place(policy, left):
     """Room for two: d displaces a, a coming back displaces b, and e the first of d and a."""
-    store = Store(
+    store = SimulatedStore(
         policy=POLICIES[policy], kv_bytes_per_token=1.0, granule_tokens=0, eviction_window=False,
         hbm_bytes=0, dram_bytes=100, disk_bytes=0,
     )  # fmt: skip
@@ -266,7 +266,7 @@ def test_what_cannot_be_simulated_is_refused():
 
 
 def test_a_cut_inside_a_block_is_refused():
-    store = Store(
+    store = SimulatedStore(
         policy=POLICIES["lru"], kv_bytes_per_token=1.0,
         granule_tokens=16, eviction_window=False, hbm_bytes=0, dram_bytes=1000, disk_bytes=0,
     )  # fmt: skip

@@ -5,17 +5,17 @@ from itertools import pairwise
 import pytest
 
 from loadgen.virtual import simulation as simulate
-from loadgen.virtual.simulation import BrokenInvariant, Machine, Simulation, random_case
-from loadgen.workloads.workload import Conversation, Shape, Turn, poisson
+from loadgen.virtual.simulation import BrokenInvariant, Simulation, VirtualServer, random_case
+from loadgen.workloads.workload import Conversation, ConversationShape, Turn, poisson
 
-SHAPE = Shape(turns=4, prompt_tokens=120, answer_tokens=40, think_s=2.0, spread=0.4)
+SHAPE = ConversationShape(turns=4, prompt_tokens=120, answer_tokens=40, think_s=2.0, spread=0.4)
 
 
 def run(policy: str, *, seed: int = 3, rate: float = 2.0, **changes) -> Simulation:
     settings = {"hbm_blocks": 160, "dram_blocks": 600, "disk_blocks": 0, "window": 6, "max_seqs": 4, **changes}
     conversations = poisson(rng=random.Random(seed), count=24, rate_per_s=rate, shape=SHAPE)
     simulation = Simulation(
-        machine=Machine(policy=policy, **settings), conversations=conversations, rng=random.Random(seed)
+        machine=VirtualServer(policy=policy, **settings), conversations=conversations, rng=random.Random(seed)
     )
     simulation.run()
     return simulation
@@ -48,7 +48,7 @@ def test_every_turn_is_answered(policy):
 
 
 def test_a_lone_turn_takes_what_its_steps_take():
-    machine = Machine(hbm_blocks=40, dram_blocks=0, disk_blocks=0, policy="car", window=4, max_seqs=2)
+    machine = VirtualServer(hbm_blocks=40, dram_blocks=0, disk_blocks=0, policy="car", window=4, max_seqs=2)
     conversations = [Conversation("c", "", 1.0, (Turn(100, 3, 0.0),))]
     simulation = Simulation(machine=machine, conversations=conversations, rng=random.Random(0))
     simulation.run()
@@ -79,7 +79,7 @@ def p(share: float, values: list[float]) -> float:
 
 @pytest.mark.parametrize("misjudged", [0.2, 1.0, 5.0])
 def test_streams_go_on_while_long_prompts_arrive(misjudged):
-    machine = Machine(
+    machine = VirtualServer(
         hbm_blocks=2000, dram_blocks=0, disk_blocks=0, policy="car", window=8, max_seqs=8, itl_target_s=0.1,
         misjudged=misjudged,
     )  # fmt: skip
@@ -99,7 +99,7 @@ def test_streams_go_on_while_long_prompts_arrive(misjudged):
 
 
 def test_without_a_target_they_stall():
-    machine = Machine(hbm_blocks=2000, dram_blocks=0, disk_blocks=0, policy="car", window=8, max_seqs=8)
+    machine = VirtualServer(hbm_blocks=2000, dram_blocks=0, disk_blocks=0, policy="car", window=8, max_seqs=8)
     conversations = [
         Conversation("r", "", 0.0, (Turn(50, 200, 0.0),)),
         Conversation("p", "", 0.5, (Turn(4000, 4, 0.0),)),
@@ -114,7 +114,7 @@ def test_a_flood_of_one_tenant_does_not_delay_anothers_single_requests(hbm_block
     """At most three full steps, beyond what the guest waits for when it is alone."""
 
     def guest_ttft(flood: int, policy: str = "car") -> list[float]:
-        machine = Machine(
+        machine = VirtualServer(
             hbm_blocks=hbm_blocks, dram_blocks=2000, disk_blocks=0, policy=policy, window=8, max_seqs=16,
             step_tokens=256, lone_step_tokens=256, dram_bytes_per_s=1e9,
         )  # fmt: skip
@@ -133,7 +133,7 @@ def test_a_flood_of_one_tenant_does_not_delay_anothers_single_requests(hbm_block
 
 
 def test_who_waits_for_room_in_hbm_is_fetched_for_although_places_are_free():
-    machine = Machine(
+    machine = VirtualServer(
         hbm_blocks=40, dram_blocks=30, disk_blocks=400, policy="car", window=4, max_seqs=8, s_per_token=0.004,
         disk_bytes_per_s=1e6,
     )  # fmt: skip
@@ -154,12 +154,12 @@ def test_loads_that_the_timer_starts_end_as_their_turn_comes(policy):
     left and the prompts of those who start first, 42 % were on time."""
     outcomes: Counter[str] = Counter()
     for seed in range(2):
-        machine = Machine(
+        machine = VirtualServer(
             hbm_blocks=210, dram_blocks=80, disk_blocks=10_000, policy=policy, window=8, max_seqs=4, itl_target_s=0.1,
             bytes_per_token=12_288, s_per_token=0.0006, fixed_s=0.006, s_per_row=0.0009, dram_bytes_per_s=2e9,
             disk_bytes_per_s=4e7,
         )  # fmt: skip
-        shape = Shape(turns=5, prompt_tokens=150, answer_tokens=32, think_s=4.0, spread=0.0)
+        shape = ConversationShape(turns=5, prompt_tokens=150, answer_tokens=32, think_s=4.0, spread=0.0)
         conversations = poisson(rng=random.Random(seed), count=40, rate_per_s=2.0, shape=shape)
         simulation = Simulation(machine=machine, conversations=conversations, rng=random.Random(seed))
         simulation.run()

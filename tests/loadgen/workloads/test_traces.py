@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from loadgen.workloads import traces as replay
+from loadgen.workloads import traces
 from loadgen.workloads.workload import message, scaled
 
 MOONCAKE = [
@@ -18,7 +18,7 @@ MOONCAKE = [
 def texts(tmp_path, *, scale: float = 1.0, seed: int = 0) -> list[list[str]]:
     path = tmp_path / "trace.jsonl.gz"
     path.write_bytes(gzip.compress("\n".join(map(json.dumps, MOONCAKE)).encode()))
-    found = replay.conversations(replay.read(path), speed=2.0)
+    found = traces.conversations(traces.read(path), speed=2.0)
     # Requests of one stamp are spread up to the next; the first is at 0; twice as fast.
     assert [c.start_s for c in found] == [0.0, 0.75, 1.5]
     turns = [scaled(c.turns, scale)[0] for c in found]
@@ -50,7 +50,7 @@ def test_azure(tmp_path):
         "TIMESTAMP,ContextTokens,GeneratedTokens\n"
         "2023-11-16 18:15:50.5000000,396,109\n2023-11-16 18:15:46.0000000,374,44\n"
     )
-    first, second = replay.conversations(replay.read(path), speed=1.0)
+    first, second = traces.conversations(traces.read(path), speed=1.0)
     assert (first.start_s, first.turns[0].prompt_tokens, first.turns[0].answer_tokens) == (0.0, 374, 44)
     assert second.start_s == 4.5
 
@@ -59,7 +59,7 @@ def test_sessions_of_burstgpt_become_conversations(tmp_path):
     path = tmp_path / "burst.csv"
     rows = ["10,a,ChatGPT,100,50,150", "20,b,ChatGPT,7,0,7", "30,a,ChatGPT,190,20,210", "45,,GPT-4,60,5,65"]
     path.write_text("\n".join(["Timestamp,Session ID,Model,Request tokens,Response tokens,Total tokens", *rows]))
-    conversation, alone = replay.conversations(replay.read(path), speed=1.0)
+    conversation, alone = traces.conversations(traces.read(path), speed=1.0)
     assert [(t.prompt_tokens, t.answer_tokens, t.due_s) for t in conversation.turns] == [(100, 50, 0), (40, 20, 20)]
     assert (alone.start_s, len(alone.turns)) == (35.0, 1)
 
@@ -90,7 +90,7 @@ def test_what_cannot_be_read_is_named_with_its_line(tmp_path, lines, problem):
     path = tmp_path / "trace"
     path.write_text("\n".join(lines))
     with pytest.raises(ValueError, match=re.escape(f"{path} is not a trace that can be read: {problem}")):
-        replay.read(path)
+        traces.read(path)
 
 
 @pytest.mark.parametrize("text", ["", "a,b\n1,2\n", '{"timestamp": 1}\n', "TIMESTAMP,ContextTokens,GeneratedTokens\n"])
@@ -98,4 +98,4 @@ def test_what_is_no_trace_is_refused(tmp_path, text):
     path = tmp_path / "x"
     path.write_text(text)
     with pytest.raises(ValueError, match=r"trace|requests"):
-        replay.read(path)
+        traces.read(path)

@@ -6,9 +6,19 @@ from hypothesis import given
 from hypothesis.strategies import floats, integers, lists, tuples
 
 from loadgen.workloads import think
-from loadgen.workloads.workload import Conversation, Shape, Turn, arrive, digest, fitted, message, poisson, scaled
+from loadgen.workloads.workload import (
+    Conversation,
+    ConversationShape,
+    Turn,
+    arrive,
+    digest,
+    fitted,
+    message,
+    poisson,
+    scaled,
+)
 
-SHAPE = Shape(turns=3, prompt_tokens=50, answer_tokens=100, think_s=2.0, spread=0.5)
+SHAPE = ConversationShape(turns=3, prompt_tokens=50, answer_tokens=100, think_s=2.0, spread=0.5)
 
 
 def test_conversations_begin_at_random_at_the_rate_asked_for():

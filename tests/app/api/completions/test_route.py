@@ -135,13 +135,13 @@ async def test_a_batch_that_has_no_place_takes_none(engine: FakeEngine, tmp_path
         assert (too_many.status_code, too_many.json()["error"]["param"]) == (400, "prompt")
         engine.script.step_s = 0.01
         service = running.app.state.service
-        held = service.admission.enter("local", 2)
+        held = service.places.enter("local", 2)
         refused = await complete(running, ["a", "b", "c"])
         assert refused.status_code == 503
-        assert service.admission.taken == 2
+        assert service.places.taken == 2
         assert not service.generations
         held.leave()
         engine.script.refuse, engine.script.refuse_after = "overloaded", 2
         broken = await complete(running, ["a", "b", "c"])
         assert broken.status_code == 503
-        assert (service.admission.taken, len(service.generations)) == (0, 0)
+        assert (service.places.taken, len(service.generations)) == (0, 0)

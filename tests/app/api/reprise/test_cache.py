@@ -20,7 +20,7 @@ def keep(engine: FakeEngine) -> None:
 
 async def test_stats_add_up(running: Running):
     answer = (await running.http.get("/v1/cache/stats")).json()
-    answers.CacheStats.model_validate(answer, strict=True)
+    answers.CacheStatsObject.model_validate(answer, strict=True)
     assert answer["prompt_tokens"] == {"hbm": 32, "dram": 0, "disk": 0, "redis": 0, "computed": 9}
     assert answer["hit_rate"] == pytest.approx(32 / 41, abs=1e-6)
     assert sum(answer["hit_rates"].values()) == pytest.approx(1, abs=1e-5)
@@ -42,7 +42,7 @@ async def test_seconds_are_rounded(running: Running):
 async def test_a_server_that_has_answered_nobody_has_no_hit_rate(running: Running):
     running.engine.stats = msgspec.structs.replace(STATS, prompt_tokens={})
     answer = (await running.http.get("/v1/cache/stats")).json()
-    answers.CacheStats.model_validate(answer, strict=True)
+    answers.CacheStatsObject.model_validate(answer, strict=True)
     assert answer["hit_rate"] is None
     running.engine.stats = None
     assert (await running.http.get("/v1/cache/stats")).status_code == 503

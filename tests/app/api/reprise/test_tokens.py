@@ -30,7 +30,7 @@ async def test_messages_make_the_ids_that_a_chat_would_send(running: Running):
         await running.chat(**fields)
         assert answer["tokens"] == running.engine.submitted[-1].token_ids
         assert counted.json()["input_tokens"] == answer["count"]
-    assert running.app.state.service.admission.taken == 0
+    assert running.app.state.service.places.taken == 0
 
 
 @pytest.mark.parametrize(

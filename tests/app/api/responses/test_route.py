@@ -187,7 +187,7 @@ async def test_the_background_is_cancelled(running: Running):
     assert cancelled["status"] == "cancelled"
     assert (await running.http.get(path)).json()["status"] == "cancelled"
     await until(lambda: running.engine.aborted)
-    assert running.app.state.service.admission.taken == 0
+    assert running.app.state.service.places.taken == 0
 
 
 async def test_what_a_stopped_server_had_begun_has_failed(engine: FakeEngine, tmp_path):

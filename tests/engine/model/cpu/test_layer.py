@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from engine.model.cpu import layer as cpu_layer
-from engine.model.cpu import modules as cpu_modules
+from engine.model.cpu import modules
 from engine.model.cpu.modules import FEW_ROWS, packing_works
 from kernels.cpu.available import decode_kernels
 from tests.engine.models import copied, family_model, random_ids, tiny_model, vanilla_logits
@@ -171,7 +171,7 @@ def test_kernels_that_are_wrong_are_not_used(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_without_kernels_layers_are_replaced_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu_modules, "decode_kernels", lambda: None)
+    monkeypatch.setattr(modules, "decode_kernels", lambda: None)
     exact = family_model("llama")
     served = in_bf16(exact)
     assert optimise(served.ours, served.probed).layers == 4

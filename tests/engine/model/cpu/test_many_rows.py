@@ -9,7 +9,7 @@ from torch import Tensor
 
 from engine.model.cpu.many_rows import NOWHERE, rotate_and_write
 from engine.model.hf_model import turn_halves
-from kernels.attention.base import KvPages
+from kernels.attention.ragged_batch import KvPages
 from kernels.cpu.available import as_bits, prefill_kernels
 from kernels.kv_copy import write_rows
 

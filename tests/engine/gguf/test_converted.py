@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.gguf import cache
+from engine.gguf import converted
 from engine.gguf.reader import GgufRefused
 
 
@@ -20,7 +20,7 @@ def conversions(monkeypatch) -> list[Path]:
         out.mkdir(parents=True)
         made.append(out)
 
-    monkeypatch.setattr(cache, "convert", convert)
+    monkeypatch.setattr(converted, "convert", convert)
     return made
 
 
@@ -30,7 +30,7 @@ def file_of(directory: Path, name: str, content: str) -> Path:
 
 
 def test_a_file_is_converted_once_whatever_it_is_called(tmp_path, conversions):
-    found = [cache.converted(file_of(tmp_path, name, text), tmp_path / "made") for name, text in (
+    found = [converted.converted(file_of(tmp_path, name, text), tmp_path / "made") for name, text in (
         ("a", "one"), ("b", "one"), ("a", "other"), ("a", "one"),
     )]  # fmt: skip
     assert found[0] == found[1] == found[3] != found[2]
@@ -39,28 +39,28 @@ def test_a_file_is_converted_once_whatever_it_is_called(tmp_path, conversions):
 
 def test_those_not_used_for_the_longest_time_leave(tmp_path, conversions):
     made = []
-    for number in range(cache.KEPT):
-        made.append(cache.converted(file_of(tmp_path, "a", str(number)), tmp_path / "made"))
+    for number in range(converted.KEPT):
+        made.append(converted.converted(file_of(tmp_path, "a", str(number)), tmp_path / "made"))
         os.utime(made[-1], (number, number))
-    cache.converted(file_of(tmp_path, "a", "0"), tmp_path / "made")  # the oldest is used again
-    newest = cache.converted(file_of(tmp_path, "a", "new"), tmp_path / "made")
+    converted.converted(file_of(tmp_path, "a", "0"), tmp_path / "made")  # the oldest is used again
+    newest = converted.converted(file_of(tmp_path, "a", "new"), tmp_path / "made")
     assert set((tmp_path / "made").iterdir()) == {made[0], *made[2:], newest}
 
 
 def test_what_a_killed_conversion_left_leaves_in_time(tmp_path, conversions):
-    for name, age_s in ((".old.tmp", 2 * cache.ABANDONED_S), (".new.tmp", 0.0)):
+    for name, age_s in ((".old.tmp", 2 * converted.ABANDONED_S), (".new.tmp", 0.0)):
         left = tmp_path / "made" / name
         left.mkdir(parents=True)
         os.utime(left, (left.stat().st_mtime - age_s,) * 2)
-    cache.converted(file_of(tmp_path, "a", "x"), tmp_path / "made")
+    converted.converted(file_of(tmp_path, "a", "x"), tmp_path / "made")
     assert {path.name for path in (tmp_path / "made").iterdir()} == {".new.tmp", conversions[0].name}
 
 
 def test_a_file_that_cannot_be_converted_is_refused(tmp_path, conversions):
     with pytest.raises(GgufRefused):
-        cache.converted(file_of(tmp_path, "a", "bad"), tmp_path / "made")
+        converted.converted(file_of(tmp_path, "a", "bad"), tmp_path / "made")
     with pytest.raises(GgufRefused, match="none"):
-        cache.converted(tmp_path / "none", tmp_path / "made")
+        converted.converted(tmp_path / "none", tmp_path / "made")
 
 
 def test_another_server_may_be_quicker(tmp_path, conversions, monkeypatch):
@@ -68,5 +68,5 @@ def test_another_server_may_be_quicker(tmp_path, conversions, monkeypatch):
         out.mkdir(parents=True)
         raise GgufRefused("is there already")
 
-    monkeypatch.setattr(cache, "convert", beaten)
-    assert cache.converted(file_of(tmp_path, "a", "x"), tmp_path / "made").is_dir()
+    monkeypatch.setattr(converted, "convert", beaten)
+    assert converted.converted(file_of(tmp_path, "a", "x"), tmp_path / "made").is_dir()

@@ -5,8 +5,8 @@ from typing import Protocol
 from torch import Tensor
 
 
-class Rotations(Protocol):
-    """`engine.model.rotations.Rotations`. One per thread."""
+class KeyRotations(Protocol):
+    """`engine.model.rotations.ModelRotations`. One per thread."""
 
     def rotate(self, layer: int, k_plain: Tensor, positions: Tensor) -> Tensor: ...
     def unrotate(self, layer: int, k: Tensor, positions: Tensor) -> Tensor: ...

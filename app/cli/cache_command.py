@@ -25,8 +25,8 @@ cli = typer.Typer(
 Config = Annotated[Path | None, typer.Option(help="TOML file with settings.")]
 
 
-class DiskTier(Protocol):
-    """The part of `cache.storage.extent_store.DiskTier` used here."""
+class CheckedExtents(Protocol):
+    """The part of `cache.storage.extent_store.ExtentStore` used here."""
 
     useless: dict[int, str]
 
@@ -59,7 +59,7 @@ class Store:
     """The records of one fingerprint: one model, its precision and this format. Open while it is looked at."""
 
     fingerprint: str  # hex
-    tier: DiskTier
+    tier: CheckedExtents
     extents: list[Any]  # cache.extent.ExtentInfo
     sessions: list[Any]  # cache.extent.SessionRecord
 

@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from loadgen.measure.client import Target, run
+from loadgen.measure.sender import Target, run
 from loadgen.workloads.workload import Conversation, Turn
 
 

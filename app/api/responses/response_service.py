@@ -26,7 +26,7 @@ SWEEP_S = 60.0  # between two looks for what is too old
 _UNFINISHED = ("queued", "in_progress")
 
 
-class Turn(AsyncIterator[Delta]):
+class ResponseTurn(AsyncIterator[Delta]):
     """One response under way: the source of its stream, and its frames. It is remembered before its last event goes
     out, so that who reads that event can go on from it."""
 
@@ -94,9 +94,11 @@ class Responses:
         self.store = store
         self._service = service
         self._sweep_s = 0.0
-        self._running: dict[tuple[str, str], tuple[Turn, asyncio.Task[None]]] = {}  # (tenant, id) -> in the background
+        self._running: dict[
+            tuple[str, str], tuple[ResponseTurn, asyncio.Task[None]]
+        ] = {}  # (tenant, id) -> in the background
 
-    async def begin(self, request: ResponseRequest, caller: Caller) -> Turn:
+    async def begin(self, request: ResponseRequest, caller: Caller) -> ResponseTurn:
         """Raises ApiError."""
         items = items_with_ids(request.input or [])
         history = await self._history(request, caller.tenant)
@@ -107,7 +109,7 @@ class Responses:
             generation = await self._service.generate(chat, caller)
         except ApiError as error:
             raise renamed(error) from None
-        return Turn(self, request, caller.tenant, items, generation)
+        return ResponseTurn(self, request, caller.tenant, items, generation)
 
     async def tokens(self, request: ResponseRequest, caller: Caller) -> int:
         """Of the prompt that `begin` would submit. Raises ApiError."""
@@ -130,7 +132,7 @@ class Responses:
             raise invalid("The conversation has more items than this server keeps; begin a new one.", "input") from None
         return []
 
-    async def remember(self, turn: Turn) -> None:
+    async def remember(self, turn: ResponseTurn) -> None:
         """A full disk, or a Redis that is away, costs the memory of a response, not the response."""
         if (now := time.monotonic()) >= self._sweep_s:
             self._sweep_s = now + SWEEP_S
@@ -143,7 +145,7 @@ class Responses:
             if request.conversation is not None and builder.status in ("completed", "incomplete"):
                 await self.store.append(turn.tenant, request.conversation.id, [*turn.items, *builder.output])
 
-    async def run_in_background(self, turn: Turn) -> dict[str, Any]:
+    async def run_in_background(self, turn: ResponseTurn) -> dict[str, Any]:
         """Starts it. Returns the response as it is now."""
         await self.remember(turn)
         key = turn.tenant, turn.builder.id
@@ -152,7 +154,7 @@ class Responses:
         task.add_done_callback(lambda _: self._running.pop(key, None))
         return turn.builder.body()
 
-    async def _run(self, turn: Turn) -> None:
+    async def _run(self, turn: ResponseTurn) -> None:
         try:
             await turn.finish()
         except ApiError as error:
@@ -201,7 +203,7 @@ class Responses:
             await self._stop(turn, task)
         await self.store.close()
 
-    async def _stop(self, turn: Turn, task: "asyncio.Task[None]") -> None:
+    async def _stop(self, turn: ResponseTurn, task: "asyncio.Task[None]") -> None:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
         if turn.builder.status == "in_progress":  # else it ended just now

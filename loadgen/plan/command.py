@@ -7,8 +7,8 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from loadgen.measure.metrics import Prices
-from loadgen.measure.run import check_writable, save
+from loadgen.measure.load_run import check_writable, save
+from loadgen.measure.summary import Prices
 from loadgen.options import refuse_given
 from loadgen.plan import plan
 from loadgen.workloads.synthetic import Distribution

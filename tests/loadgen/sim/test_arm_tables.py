@@ -6,10 +6,10 @@ import pytest
 from typer.testing import CliRunner
 
 from app.cli.program import cli
-from loadgen.sim import report
+from loadgen.sim import arm_tables
 
 # Of DRAM so much that look-ahead is not held up by the disk, which reads KV as slowly as two GPUs compute it.
-MACHINE = report.preset("llama-13b", "saturated", dram_bytes=20e9, disk_bytes=40e9)
+MACHINE = arm_tables.preset("llama-13b", "saturated", dram_bytes=20e9, disk_bytes=40e9)
 SMALL = {
     "machine": MACHINE, "load": "saturated", "sessions": 60, "sessions_per_s": None, "truncation": "decoupled",
     "warmup_turns": 20, "seed": 1, "progress": lambda arm: None,
@@ -17,7 +17,7 @@ SMALL = {
 
 
 def test_arms_stand_between_recompute_and_unbounded():
-    result = report.simulate(policies=["lru", "default", "belady", "unbounded"], **SMALL)
+    result = arm_tables.simulate(policies=["lru", "default", "belady", "unbounded"], **SMALL)
     arms = {arm["arm"]: arm for arm in result["arms"]}
     assert arms["recompute"]["token_hit_rate"] == 0
     assert 0 < arms["lru"]["hit_rate_returning"] < arms["belady"]["hit_rate_returning"]
@@ -36,7 +36,7 @@ def test_the_command_writes_what_it_shows(tmp_path):
     assert finished.exit_code == 0, finished.output
     assert "…" not in finished.output.split("What is stated")[0], "every digit is shown, however narrow the terminal"
     result = json.loads(out.read_text(encoding="utf-8"))
-    assert report.read_machine(out) == report.preset("llama-13b", "saturated", dram_bytes=5e9, disk_bytes=10e12)
+    assert arm_tables.read_machine(out) == arm_tables.preset("llama-13b", "saturated", dram_bytes=5e9, disk_bytes=10e12)
     over = CliRunner().invoke(cli, [*words, "--machine", str(out)])
     assert (over.exit_code, json.loads(out.read_text("utf-8"))) == (2, result), (
         "the machine it reads is not written over"
@@ -92,10 +92,10 @@ def test_what_would_have_no_effect_is_refused(words, problem, tmp_path, monkeypa
     [{"disk_to_dram": 0}, {"window": "x"}, {"window": 1}, {"max_seqs": 0}, {"dram_to_hbm": -1}, {"dram_bytes": None}],
 )
 def test_a_machine_that_cannot_run_is_refused(tmp_path, spoilt):
-    fields = report.simulate(policies=[], **SMALL)["machine"]
+    fields = arm_tables.simulate(policies=[], **SMALL)["machine"]
     path = tmp_path / "machine.json"
     path.write_text(json.dumps({"machine": fields}))
-    assert report.read_machine(path) == MACHINE
+    assert arm_tables.read_machine(path) == MACHINE
     path.write_text(json.dumps({"machine": fields | spoilt}))
     with pytest.raises(ValueError, match="holds no machine"):
-        report.read_machine(path)
+        arm_tables.read_machine(path)

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from loadgen.measure.client import TurnResult
+from loadgen.measure.sender import TurnResult
 
 TIERS = ("hbm", "dram", "disk", "redis", "computed")
 SERVER_TIMES = ("ttft_ms", "queue_ms", "load_ms", "prefill_ms")

@@ -6,13 +6,13 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task, TimeElapsedColumn
 from rich.text import Text
 
-from loadgen.measure.client import TurnResult
-from loadgen.measure.metrics import Slo, is_good, percentile, tpot_s
+from loadgen.measure.sender import TurnResult
+from loadgen.measure.summary import Slo, is_good, percentile, tpot_s
 
 _RECENT = 200  # requests that the figures are of
 
 
-class Live:
+class ProgressLine:
     """Fed on the event loop, read by the thread that draws; appends and single reads need no lock."""
 
     def __init__(self, slo: Slo) -> None:
@@ -54,7 +54,7 @@ class Live:
 
 
 class _Figures(ProgressColumn):
-    def __init__(self, live: Live) -> None:
+    def __init__(self, live: ProgressLine) -> None:
         super().__init__()
         self._live = live
 
@@ -62,7 +62,7 @@ class _Figures(ProgressColumn):
         return Text(self._live.line())
 
 
-def progress(console: Console, live: Live) -> Progress:
+def progress(console: Console, live: ProgressLine) -> Progress:
     return Progress(
         BarColumn(bar_width=24), MofNCompleteColumn(), TimeElapsedColumn(), _Figures(live),
         console=console, refresh_per_second=4,

@@ -6,7 +6,7 @@ from collections import deque
 from cache.moves import Event
 
 
-class Completions:
+class Events:
     """Thread-safe. `changed` guards what threads and engine share; who moves something on notifies it."""
 
     def __init__(self) -> None:

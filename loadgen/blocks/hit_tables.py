@@ -8,7 +8,7 @@ from rich.table import Table
 
 from cache.policies import POLICIES
 from loadgen.blocks.replay import BLOCK_TOKENS, CEILINGS, HitRate, hit_rate
-from loadgen.workloads import traces as replay
+from loadgen.workloads import traces
 
 KNOWN = ("default", *POLICIES, *CEILINGS)
 
@@ -28,7 +28,7 @@ def simulate(
         raise ValueError(f"no policy {', '.join(unknown)}; there are {', '.join(KNOWN)}")
     if min(capacities) < BLOCK_TOKENS:
         raise ValueError(f"a capacity is at least one block, {BLOCK_TOKENS} tokens")
-    requests = replay.read(path)
+    requests = traces.read(path)
     if not any(request.block_names for request in requests):
         raise ValueError(f"{path} names no blocks: nothing is known of what its prompts share")
     first = int(score_from * len(requests))

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from loadgen.measure import run as load
-from loadgen.measure.client import TurnResult
-from loadgen.measure.metrics import Prices, Slo
-from loadgen.report import page
+from loadgen.measure import load_run
+from loadgen.measure.sender import TurnResult
+from loadgen.measure.summary import Prices, Slo
+from loadgen.report import html_page
 from loadgen.workloads.synthetic import Distribution
 from loadgen.workloads.workload import Conversation, Turn
 from tests.page.browser import chromium, executable
@@ -42,14 +42,14 @@ def document(seed: int, *, tiers: bool) -> dict[str, Any]:
                 )
             )  # fmt: skip
             due_s = stamps[-1] + 1.0
-    options = load.Options(
+    options = load_run.Options(
         source="synthetic", path="", conversations=40, rate=2.0, think="fixed:1", loop="open", concurrency=0, speed=1.0,
         scale=1.0, max_context=0, answer_tokens=0, system_tokens=0, seed=seed, duration_s=0.0, warmup_turns=0,
         warmup_s=0.0, timeout_s=30.0, retries=0, distribution=Distribution(), slo=Slo(1.0, 0.1), prices=Prices(),
     )  # fmt: skip
     workload = [Conversation(f"c{n}", "", n * 0.5, (Turn(100, 20, 1.0),) * 5) for n in range(40)]
-    return load.document(
-        options, load.Workload(workload), sorted(results, key=lambda r: r.sent_s), command=["reprise", "load"],
+    return load_run.document(
+        options, load_run.Workload(workload), sorted(results, key=lambda r: r.sent_s), command=["reprise", "load"],
         server={"url": "http://x", "model": "m", "max_context": None, "version": None}, finished=True,
         started=datetime(2026, 1, 1, tzinfo=UTC), token_times=False,
     )  # fmt: skip
@@ -84,7 +84,7 @@ def coloured(picture: np.ndarray, place: int, scheme: str) -> np.ndarray:
 def test_plots_are_drawn(browser, tmp_path, runs, scheme):
     names = ["before", "after"][:runs]
     file = tmp_path / "report.html"
-    file.write_text(page.render(names, [document(1 + n, tiers=runs == 1) for n in range(runs)]), encoding="utf-8")
+    file.write_text(html_page.render(names, [document(1 + n, tiers=runs == 1) for n in range(runs)]), encoding="utf-8")
     context = browser.new_context(viewport={"width": 1200, "height": 900}, color_scheme=scheme)
     tab = context.new_page()
     complaints, asked = [], []
@@ -113,7 +113,7 @@ def test_plots_are_drawn(browser, tmp_path, runs, scheme):
 def test_a_later_turn_lies_higher(browser, tmp_path):
     """The p50 of TTFT by turn, read back from the pixels."""
     file = tmp_path / "report.html"
-    file.write_text(page.render(["run"], [document(1, tiers=True)]), encoding="utf-8")
+    file.write_text(html_page.render(["run"], [document(1, tiers=True)]), encoding="utf-8")
     tab = browser.new_page(viewport={"width": 1200, "height": 900}, color_scheme="light")
     tab.goto(file.as_uri())
     plot = tab.get_by_role("img", name="TTFT by turn")
@@ -127,7 +127,7 @@ def test_a_later_turn_lies_higher(browser, tmp_path):
 
 
 def test_the_page_needs_nothing_from_elsewhere():
-    text = page.render(["<script>alert(1)</script>"], [document(1, tiers=True)])
+    text = html_page.render(["<script>alert(1)</script>"], [document(1, tiers=True)])
     assert "<script" not in text
     assert "default-src 'none'" in text
     for word in ("src=", "href=", "@import", "url("):

@@ -14,12 +14,11 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from loadgen.measure import metrics
-from loadgen.measure.client import Loop, Target, TurnResult, run
-from loadgen.workloads import dialogues, think
-from loadgen.workloads import traces as replay
+from loadgen.measure import summary
+from loadgen.measure.sender import Loop, Target, TurnResult, run
+from loadgen.workloads import dialogues, think, traces
+from loadgen.workloads.filler_text import words
 from loadgen.workloads.synthetic import Distribution
-from loadgen.workloads.text import words
 from loadgen.workloads.workload import Conversation, Script, arrive, digest, fitted, scaled
 
 FORMAT = "reprise-load/1"
@@ -57,8 +56,8 @@ class Options:
     timeout_s: float
     retries: int
     distribution: Distribution
-    slo: metrics.Slo
-    prices: metrics.Prices
+    slo: summary.Slo
+    prices: summary.Prices
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,8 +76,8 @@ def workload(options: Options) -> Workload:
     think_time = think.parse(options.think)
     unusable = 0
     if options.source == "trace":
-        requests = replay.read(Path(options.path))[: options.conversations or None]
-        found = replay.conversations(requests, speed=options.speed)
+        requests = traces.read(Path(options.path))[: options.conversations or None]
+        found = traces.conversations(requests, speed=options.speed)
     else:
         scripts, unusable = _scripts(options, rng)
         found = arrive(scripts, rng=rng, rate_per_s=options.rate, think=think_time, system=system)
@@ -172,12 +171,12 @@ def document(
             "new_prompt_tokens": sum(turn.prompt_tokens for turn in turns),
             "answer_tokens": sum(turn.answer_tokens for turn in turns),
         },
-        "summary": metrics.summarize(counted, planned_turns=planned, slo=options.slo, prices=options.prices),
-        "by_turn": metrics.by_turn(counted),
-        "timeline": metrics.timeline(results),
-        "itl_histogram": metrics.histogram(gap * 1e3 for r in counted if r.error is None for gap in r.gaps_s),
+        "summary": summary.summarize(counted, planned_turns=planned, slo=options.slo, prices=options.prices),
+        "by_turn": summary.by_turn(counted),
+        "timeline": summary.timeline(results),
+        "itl_histogram": summary.histogram(gap * 1e3 for r in counted if r.error is None for gap in r.gaps_s),
         "requests": [
-            metrics.request_row(result, counts=counted, token_times=token_times)
+            summary.request_row(result, counts=counted, token_times=token_times)
             for result, counted in zip(results, counts, strict=True)
         ],
     }

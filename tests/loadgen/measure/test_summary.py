@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given
 from hypothesis.strategies import floats, lists
 
-from loadgen.measure import metrics
-from loadgen.measure.client import TurnResult
-from loadgen.measure.metrics import Prices, Slo, distribution, histogram, percentile
+from loadgen.measure import summary as metrics
+from loadgen.measure.sender import TurnResult
+from loadgen.measure.summary import Prices, Slo, distribution, histogram, percentile
 
 SLO = Slo(ttft_s=1.0, tpot_s=0.1)
 VALUES = lists(floats(0.001, 1e4), min_size=1, max_size=60)

@@ -4,11 +4,11 @@ import threading
 import time
 
 from cache.moves import Saved
-from cache.transfer.completions import Completions
+from cache.transfer.events import Events
 
 
 def test_what_is_told_wakes_the_engine_if_it_waits_and_nobody_else(monkeypatch):
-    completions = Completions()
+    completions = Events()
     woken = []
     notify_all = completions.changed.notify_all
     monkeypatch.setattr(completions.changed, "notify_all", lambda: (woken.append(1), notify_all()))

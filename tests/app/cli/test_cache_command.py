@@ -8,11 +8,11 @@ import pytest
 from click.testing import Result
 from typer.testing import CliRunner
 
-from app.cli import program as cli
+from app.cli import program
 from app.state_dir import load_tenant_secret
 from cache.blocks.stored import SessionRecord, StoredBlock
 from cache.storage.extent_format import checksum, record_key
-from cache.storage.extent_store import DiskTier
+from cache.storage.extent_store import ExtentStore
 from tests.cache.storage.disk_helpers import forge, make_tier
 
 SEGMENTS = (512, 512)
@@ -20,12 +20,12 @@ SEGMENTS = (512, 512)
 
 def reprise(state_dir: Path, *arguments: str, answer: str | None = None) -> Result:
     command = ["cache", *arguments, "--cache.disk_dir", str(state_dir)]
-    return CliRunner().invoke(cli.cli, command, input=answer, env={"COLUMNS": "200", "NO_COLOR": "1"})
+    return CliRunner().invoke(program.cli, command, input=answer, env={"COLUMNS": "200", "NO_COLOR": "1"})
 
 
 def store(state_dir: Path, fingerprint: bytes, *names: str, pinned: bool = False) -> None:
     """An extent of two blocks (32 and 8 tokens) for each of these sessions."""
-    tier = DiskTier(
+    tier = ExtentStore(
         directory=state_dir, fingerprint=fingerprint, segment_bytes=SEGMENTS, capacity_bytes=1 << 30, min_free_bytes=0,
         key=record_key(load_tenant_secret(state_dir)),
         read_bytes_per_s=0.0, write_bytes_per_s=0.0, deadline_s=5.0, owner="a running server (pid 4242)",
@@ -195,7 +195,7 @@ def test_a_directory_in_use_without_records_is_no_empty_one(tmp_path: Path):
 def test_ls_shows_whole_ids(tmp_path: Path):
     store(tmp_path, b"one model", "a" * 128)
     command = ["cache", "ls", "--cache.disk_dir", str(tmp_path)]
-    shown = CliRunner().invoke(cli.cli, command, env={"COLUMNS": "60", "NO_COLOR": "1"}).output
+    shown = CliRunner().invoke(program.cli, command, env={"COLUMNS": "60", "NO_COLOR": "1"}).output
     assert "a" * 128 in shown
     assert b"one model".hex()[:12] in shown
 

@@ -12,8 +12,8 @@ import math
 from collections.abc import Sequence
 from typing import cast
 
-from cache.stats import Residency
-from loadgen.sim.ahead import LookAhead
+from cache.stats import ResidencyValue
+from loadgen.sim.ahead import SimulatedLookAhead
 from loadgen.sim.books import check
 from loadgen.sim.context_window import ContextWindow
 from loadgen.sim.disk import Disk
@@ -21,7 +21,7 @@ from loadgen.sim.future import ByNextTurn, NextTurns
 from loadgen.sim.machine import Config, Machine
 from loadgen.sim.policies import POLICIES
 from loadgen.sim.result import Result, TurnRecord, summarize
-from loadgen.sim.store import Store
+from loadgen.sim.store import SimulatedStore
 from loadgen.sim.turn import LiveSession, LiveTurn
 from loadgen.virtual.greedy import greedy
 from loadgen.workloads.workload import Conversation
@@ -36,14 +36,14 @@ _HIDDEN_S = 0.02  # CaR's classes: a load that holds up its step no longer than 
 class _View:
     """What the queues ask of the cache: `scheduler.ports.CacheView`, as far as they do."""
 
-    def __init__(self, server: "Server") -> None:
+    def __init__(self, server: "SimulatedServer") -> None:
         self._server = server
 
-    def residency(self, request_id: str) -> Residency:
+    def residency(self, request_id: str) -> ResidencyValue:
         return self._server.residency(request_id)
 
 
-class Server:
+class SimulatedServer:
     """One run. Deterministic: chance is in the workload alone. future: its policy is the clairvoyant's."""
 
     def __init__(
@@ -62,7 +62,7 @@ class Server:
         self.moved = {"hbm": 0.0, "dram": 0.0, "disk": 0.0}  # bytes into HBM by source
         self.marks: list[tuple[float, float]] = []  # (seconds, busy seconds) at every start
         self._future = future
-        self.store = Store(
+        self.store = SimulatedStore(
             policy=POLICIES[config.policy] if future is None else lambda returns: ByNextTurn(future),
             kv_bytes_per_token=machine.kv_bytes_per_token,
             granule_tokens=config.granule_tokens,
@@ -82,7 +82,7 @@ class Server:
             hidden_s=_HIDDEN_S,
         )
         self.disk = Disk(machine.disk_to_dram, machine.dram_bytes)
-        self.ahead = LookAhead(machine, config, self.store, self.queue, self.disk)
+        self.ahead = SimulatedLookAhead(machine, config, self.store, self.queue, self.disk)
         self._arrivals: list[tuple[float, int, LiveSession]] = []  # a heap
         self._pushed = 0
         self._waiting: dict[str, LiveTurn] = {}  # by request id
@@ -131,7 +131,7 @@ class Server:
                 self.ahead.fetched()
                 self.ahead.fetch(due_s)
             else:
-                self._submit(*heapq.heappop(self._arrivals)[::2])
+                self._arrive(*heapq.heappop(self._arrivals)[::2])
         self._expire(self.now)
         self.ahead.fetch(self.now)
 
@@ -139,7 +139,7 @@ class Server:
         if self.config.ttl_s < math.inf:
             self.store.expire(now - self.config.ttl_s)
 
-    def _submit(self, when_s: float, session: LiveSession) -> None:
+    def _arrive(self, when_s: float, session: LiveSession) -> None:
         self._expire(when_s)  # before what comes is an access to its session
         conversation = session.conversation
         said = conversation.turns[session.turn]
@@ -173,7 +173,7 @@ class Server:
 
     # --- the queue and the tiers --------------------------------------------------------------------------------------
 
-    def residency(self, request_id: str) -> Residency:
+    def residency(self, request_id: str) -> ResidencyValue:
         """Where the KV of a waiting request is."""
         turn = self._waiting[request_id]
         is_loading = turn.loaded_s is not None and turn.loaded_s > self.now
@@ -186,7 +186,7 @@ class Server:
         missing = turn.record.prompt_tokens - hbm - sum(lower.values())
         load_s = self._load_seconds(lower)
         exposed_s = max(0.0, load_s - self.machine.costs.prefill_s(missing, turn.record.prompt_tokens - missing))
-        return Residency(hbm, lower, size, missing, hbm + sum(lower.values()), load_s, exposed_s, is_loading)
+        return ResidencyValue(hbm, lower, size, missing, hbm + sum(lower.values()), load_s, exposed_s, is_loading)
 
     def _found(self, turn: LiveTurn) -> dict[str, int]:
         if not self.config.reuse:

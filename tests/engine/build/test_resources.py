@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from engine.build import machine
-from engine.build.machine import Memory, disk_room, memory, within_groups
+from engine.build import resources
+from engine.build.resources import Memory, disk_room, memory, within_groups
 
 GIB = 1 << 30
 MACHINE = Memory(total=64 * GIB, available=48 * GIB)
@@ -92,14 +92,14 @@ def test_nonsense_is_no_limit(tmp_path: Path, own: str) -> None:
 def test_this_machine_has_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     here = memory()
     assert 0 <= here.available <= here.total
-    monkeypatch.setattr(machine, "_OWN", tmp_path / "none")
+    monkeypatch.setattr(resources, "_OWN", tmp_path / "none")
     assert memory().total >= here.total
 
 
 def test_room_on_disk_counts_what_is_kept_already(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Or a cache would shrink with every start."""
-    usage = machine.shutil.disk_usage(tmp_path)._replace(free=100_000)
-    monkeypatch.setattr(machine.shutil, "disk_usage", lambda path: usage)
+    usage = resources.shutil.disk_usage(tmp_path)._replace(free=100_000)
+    monkeypatch.setattr(resources.shutil, "disk_usage", lambda path: usage)
     directory = tmp_path / "not/yet/there"
     assert disk_room(directory, 30_000) == 70_000
     shard = directory / "kv" / "ab" / "01"

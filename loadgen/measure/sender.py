@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from loadgen.measure.http import Broken, ConnectFailed, Http, Silent
-from loadgen.measure.response import BadResponse, Events, Response
+from loadgen.measure.response import BadResponse, Events, HttpResponse
 from loadgen.workloads.workload import Conversation, Turn, message
 
 Loop = Literal["open", "closed", "sequential"]
@@ -289,7 +289,7 @@ class _Answer:
             if data != b"[DONE]":
                 self._event(_EVENT.decode(data), now_s - self._began_s)
 
-    def end(self, response: Response) -> None:
+    def end(self, response: HttpResponse) -> None:
         """The body is complete."""
         result, status = self._result, response.status
         if status != 200:

@@ -1,6 +1,6 @@
 """Draw the committed results: docs/*.png and docs/RESULTS.md.
 
-python -m benchmarks.figures.results
+python -m benchmarks.figures.draw
 """
 
 from pathlib import Path
@@ -16,7 +16,7 @@ from benchmarks.figures.tiers import tier_sections
 from benchmarks.figures.truncation import all_parts, truncation_results
 from benchmarks.figures.truncation import draw as draw_truncation
 from benchmarks.figures.truncation import section as truncation_section
-from benchmarks.harness.results import BLUE, DOCS, GREY, load
+from benchmarks.harness.result_files import BLUE, DOCS, GREY, load
 
 ROW_POLICIES = ("car", "priority", "fcfs")
 MEASURES = ("mean", "p50", "p95", "p99")
@@ -214,7 +214,7 @@ def poisson_section(title: str, result: dict[str, Any]) -> list[str]:
 
 def main() -> None:
     DOCS.mkdir(exist_ok=True)
-    lines = ["# Results", "", "Drawn from `benchmarks/results/` by `python -m benchmarks.figures.results`.", ""]
+    lines = ["# Results", "", "Drawn from `benchmarks/results/` by `python -m benchmarks.figures.draw`.", ""]
     lines += [
         "What the papers' figures come to on the papers' machines, simulated: [PAPER_FIGURES.md](PAPER_FIGURES.md).",
         "",

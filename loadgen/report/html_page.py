@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from html import escape
 from typing import Any
 
-from loadgen.measure.metrics import TIERS
+from loadgen.measure.summary import TIERS
 from loadgen.report import tables
 from loadgen.report.svg import Axis, Series, lines, stacked
 

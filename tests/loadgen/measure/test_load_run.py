@@ -13,8 +13,8 @@ from typer.testing import CliRunner
 
 from benchmarks.harness.stub_server import Stub
 from loadgen.cli import cli
-from loadgen.measure import run as load
-from loadgen.report import page
+from loadgen.measure import load_run
+from loadgen.report import html_page
 
 DOCS = Path(__file__).parents[3] / "docs" / "LOAD.md"
 QUICK = ["--conversations", "6", "--scale", "0.01", "--think", "fixed:0", "--rate", "500", "--seed", "3"]
@@ -74,7 +74,7 @@ def measure(url: str, tmp_path: Path, name: str, *words: str) -> dict:
     out = tmp_path / f"{name}.json"
     done = call("--url", url, "--out", str(out), "--quiet", *(words or QUICK))
     assert done.exit_code == 0, done.output
-    return load.read(out)
+    return load_run.read(out)
 
 
 def test_a_run_leaves_its_result_and_a_report(stub, tmp_path):
@@ -102,10 +102,10 @@ def test_the_command_line_in_the_result_makes_the_same_requests(stub, tmp_path):
     bodies = list(recorder.bodies)
     recorder.bodies.clear()
     assert "secret" not in json.dumps(first)
-    again = load.read(tmp_path / "a.json")
+    again = load_run.read(tmp_path / "a.json")
     assert call(*again["command"][2:]).exit_code == 0
     assert recorder.bodies == bodies
-    assert load.read(tmp_path / "a.json")["workload"] == first["workload"]
+    assert load_run.read(tmp_path / "a.json")["workload"] == first["workload"]
     other = measure(url, tmp_path, "b", *QUICK, "--seed", "4")
     assert other["workload"]["digest"] != first["workload"]["digest"]
 
@@ -122,7 +122,7 @@ def test_conversations_that_come_again_are_told(stub, tmp_path):
     assert (workload["conversations"], workload["repeated"]) == (2, 0)
     done = call("--url", url, "--quiet", "--out", str(tmp_path / "more.json"), *words, "--conversations", "5")
     assert "3 of them say what others said" in said(done)
-    assert load.read(tmp_path / "more.json")["workload"]["repeated"] == 3
+    assert load_run.read(tmp_path / "more.json")["workload"]["repeated"] == 3
     assert measure(url, tmp_path, "made-up", *QUICK)["workload"]["repeated"] == 0
 
 
@@ -137,15 +137,15 @@ def test_where_results_cannot_go_is_said_before_anything_is_sent(stub, tmp_path)
 
 def test_a_link_is_followed_and_a_pipe_is_written_to(tmp_path):
     (tmp_path / "link").symlink_to(tmp_path / "file")
-    load.save("a", tmp_path / "link")
+    load_run.save("a", tmp_path / "link")
     assert (tmp_path / "link").is_symlink()
     assert (tmp_path / "file").read_text() == "a"
     os.mkfifo(tmp_path / "pipe")
     reader = threading.Thread(target=lambda: read.append((tmp_path / "pipe").read_text()))
     read: list[str] = []
     reader.start()
-    load.check_writable(tmp_path / "pipe")
-    load.save("b", tmp_path / "pipe")
+    load_run.check_writable(tmp_path / "pipe")
+    load_run.save("b", tmp_path / "pipe")
     reader.join()
     assert read == ["b"]
     assert (tmp_path / "pipe").is_fifo()
@@ -163,7 +163,7 @@ def test_a_result_with_other_contents_is_refused(stub, tmp_path, spoilt):
     url, _ = stub
     document = measure(url, tmp_path, "a", *QUICK)
     (tmp_path / "b.json").write_text(json.dumps(document | spoilt))
-    (tmp_path / "c.json").write_text(json.dumps({"format": load.FORMAT}))
+    (tmp_path / "c.json").write_text(json.dumps({"format": load_run.FORMAT}))
     for name in ("b", "c"):
         done = call("compare", str(tmp_path / f"{name}.json"), "--html", str(tmp_path / "r.html"))
         assert done.exit_code == 2, done.output
@@ -205,7 +205,7 @@ def test_conversations_that_fit_no_window_are_counted(stub, tmp_path):
     assert "2 of 4 left out" in said(done)
     assert "1 in the file are unusable" in said(done)
     assert "--max-context" in done.output
-    workload = load.read(tmp_path / "d.json")["workload"]
+    workload = load_run.read(tmp_path / "d.json")["workload"]
     assert (workload["conversations"], workload["left_out"], len(recorder.bodies)) == (2, 2, 2)
     assert workload["unusable"] == 1
     assert measure(url, tmp_path, "all", *words)["workload"]["left_out"] == 0
@@ -237,7 +237,7 @@ def test_what_fails_is_counted_by_kind(stub, tmp_path):
     done = call("--url", url, "--out", str(tmp_path / "a.json"), "--html", str(tmp_path / "a.html"), "--quiet", *QUICK)
     assert done.exit_code == 1
     assert "--max-context" in done.output
-    requests = load.read(tmp_path / "a.json")["summary"]["requests"]
+    requests = load_run.read(tmp_path / "a.json")["summary"]["requests"]
     assert requests["errors"] == {"context_length": 6}
     assert (requests["sent"], requests["finished"]) == (6, 0)
     assert "nothing to draw" in (tmp_path / "a.html").read_text()
@@ -302,7 +302,7 @@ def test_nothing_is_written_over_what_is_read(stub, tmp_path):
     measure(url, tmp_path, "a", *QUICK)
     done = call("compare", str(tmp_path / "a.json"), "--html", str(tmp_path / "a.json"))
     assert done.exit_code == 2
-    load.read(tmp_path / "a.json")
+    load_run.read(tmp_path / "a.json")
     assert call("--url", url, "--quiet", "--out", os.devnull, "--html", os.devnull, *QUICK).exit_code == 0
 
 
@@ -311,31 +311,31 @@ def test_a_file_that_is_no_result_is_refused(tmp_path):
     for text in ("{", "[]", '{"format": "other"}'):
         path.write_text(text)
         with pytest.raises(ValueError, match=r"not JSON|not a result"):
-            load.read(path)
+            load_run.read(path)
 
 
 def test_ctrl_c_leaves_what_there_is(stub, tmp_path, monkeypatch):
     url, _ = stub
 
-    class Stopping(load.asyncio.Runner):
+    class Stopping(load_run.asyncio.Runner):
         def run(self, coroutine, **rest):
             super().run(coroutine, **rest)
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(load.asyncio, "Runner", Stopping)
+    monkeypatch.setattr(load_run.asyncio, "Runner", Stopping)
     done = call("--url", url, "--out", str(tmp_path / "a.json"), "--quiet", *QUICK)
     assert done.exit_code == 1
-    document = load.read(tmp_path / "a.json")
+    document = load_run.read(tmp_path / "a.json")
     assert not document["finished"]
     assert document["summary"]["requests"]["finished"] > 0
-    assert "stopped before its end" in page.render(["a"], [document])
+    assert "stopped before its end" in html_page.render(["a"], [document])
 
 
 def test_what_ctrl_c_interrupts_has_neither_finished_nor_failed(stub, tmp_path, monkeypatch):
     url, recorder = stub
     recorder.answered = 4
 
-    class Stopping(load.asyncio.Runner):
+    class Stopping(load_run.asyncio.Runner):
         def run(self, coroutine, **rest):
             async def stopped() -> None:
                 running = asyncio.ensure_future(coroutine)
@@ -346,10 +346,10 @@ def test_what_ctrl_c_interrupts_has_neither_finished_nor_failed(stub, tmp_path, 
             super().run(stopped(), **rest)
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(load.asyncio, "Runner", Stopping)
+    monkeypatch.setattr(load_run.asyncio, "Runner", Stopping)
     done = call("--url", url, "--out", str(tmp_path / "a.json"), "--quiet", *QUICK)
     assert done.exit_code == 1
-    document = load.read(tmp_path / "a.json")
+    document = load_run.read(tmp_path / "a.json")
     requests = document["summary"]["requests"]
     assert (requests["finished"], requests["failed"], requests["errors"]) == (4, 0, {})
     assert requests["interrupted"] >= 2
