@@ -11,10 +11,11 @@ from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import Scope
 
+from app.api import openapi
 from app.api.chat import route as chat
 from app.api.completions import route as completions
 from app.api.messages import route as messages
-from app.api.reprise import cache, events, models, openapi, ops, page, sessions, tokens
+from app.api.reprise import cache, events, models, ops, page, sessions, tokens
 from app.api.responses import conversations
 from app.api.responses import route as responses
 from app.api.responses.response_service import Responses, Store
@@ -31,7 +32,8 @@ from app.settings.settings import Settings
 from app.state_dir import SecretKeeper, load_tenant_secret, weakness
 from app.tenancy.key_file import follow_keys, load_keys
 from app.tenancy.keyring import Key, Keyring, digest_of
-from app.turn.generation import EnginePort, Generation
+from app.turn.generation import Generation
+from app.turn.ports import EnginePort
 from app.turn.service import Service
 from app.version import version
 from engine.process.client import EngineClient

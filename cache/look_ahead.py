@@ -12,10 +12,20 @@ from cache.rates import Rates
 from cache.requests.running import Requests
 from cache.sessions import SessionStore
 from cache.tiers.hierarchy import Hierarchy
-from cache.windows import prefetch_window
 
 _TRY_AGAIN_S = 0.05  # after which somebody who found no room is looked at again
 _LOOKED_UP = 4096  # tokens of contexts per step: well below a tenth of a millisecond, however many wait
+
+
+def prefetch_window(available_bytes: int, session_bytes: float) -> int:
+    """L_pw = C_mem / S_kv: how many of the next turns may have their KV fetched from disk into DRAM.
+
+    available_bytes: the DRAM available for prefetching; session_bytes: the mean KV of a session in the hierarchy. While
+    nothing is stored (session_bytes 0) there is nothing to fetch, and the window is empty.
+    """
+    if available_bytes <= 0 or session_bytes <= 0:
+        return 0
+    return int(available_bytes / session_bytes)
 
 
 @dataclass(slots=True)

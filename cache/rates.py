@@ -1,6 +1,6 @@
 """What the machine does per second, measured as it runs, and the choice that follows: load a block or compute it."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import NamedTuple
 
 _KEPT = 0.95  # of the evidence after one more sample: about the last twenty count
@@ -215,57 +215,9 @@ class LoadProgress(NamedTuple):
         return max(pace_s, self.silent_s) * num_layers
 
 
-class LoadOption(NamedTuple):
-    """A block behind the resident prefix that a lower tier could deliver."""
-
-    size_bytes: int
-    source: str  # the direction it would take, as in Rates
-    num_tokens: int
-
-
-def first_token_s(load_s: float, compute_s: float, num_layers: int) -> float:
-    """Time of a step whose loads arrive layer by layer behind its computation (AttentionStore §3.2.1): layer i starts
-    when it has arrived, (i+1)/n of the load, and the n-i layers from it on follow. That is worst for the first or the
-    last layer: max(load/n + compute, load + compute/n)."""
-    return max(load_s, compute_s) + min(load_s, compute_s) / num_layers
-
-
 def deadline_s(new_s: float, all_s: float, num_layers: int) -> float:
     """The longest that a load may take for the first token to come no later than if all were computed, which takes
     all_s; new_s: what is computed behind the load. The inverse of `first_token_s`, but never less than what any device
     may take."""
     exposed = all_s - new_s / num_layers
     return max(_LEAST_DEADLINE_S, exposed if exposed >= new_s else num_layers * (all_s - new_s))
-
-
-def choose_load(blocks: Sequence[LoadOption], rates: Rates, new_tokens: int) -> int:
-    """How many leading blocks to load; the rest is computed with the `new_tokens` behind it. All of them, as long as
-    the first token comes no later than if all were computed: it leaves the processors to others. Where the link is
-    slower than that, so many that the first token comes soonest. 0: it is cheaper to recompute all. One more, if that
-    is to show what the link is like by now (`Rates.passed_over`).
-
-    One load stream: times add up over directions. A faster tier never makes it load less, because speed-up gains most
-    where most is loaded.
-    """
-    tokens = new_tokens + sum(block.num_tokens for block in blocks)
-    best, best_s = 0, rates.compute_s(tokens)
-    sizes: dict[str, int] = {}
-    for block in blocks:
-        sizes[block.source] = sizes.get(block.source, 0) + block.size_bytes
-    load_all_s = sum(rates.load_s(source, size) for source, size in sizes.items())
-    if not blocks or first_token_s(load_all_s, rates.compute_s(new_tokens), rates.num_layers) <= best_s:
-        return len(blocks)
-    for count, (load_s, left) in enumerate(_prefixes(blocks, rates, tokens), start=1):
-        total_s = first_token_s(load_s, rates.compute_s(left), rates.num_layers)
-        if total_s <= best_s:
-            best, best_s = count, total_s
-    return best + (best < len(blocks) and rates.is_look_due(blocks[best].source))
-
-
-def _prefixes(blocks: Sequence[LoadOption], rates: Rates, tokens: int) -> Iterable[tuple[float, int]]:
-    """(seconds of loading the first n blocks, tokens left to compute), for n = 1, 2, ..."""
-    sizes: dict[str, int] = {}
-    for block in blocks:
-        sizes[block.source] = sizes.get(block.source, 0) + block.size_bytes
-        tokens -= block.num_tokens
-        yield sum(rates.load_s(source, size) for source, size in sizes.items()), tokens

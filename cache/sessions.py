@@ -5,7 +5,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable
 
 from cache.blocks.context import ExpiredContext, RunningContext, SessionContext, digest_of
-from cache.blocks.keys import BLOCK_TOKENS, BlockKey
+from cache.blocks.keys import BLOCK_TOKENS, BlockKey, tokens_of
 from cache.blocks.stored import ExtentInfo, SessionRecord
 from cache.blocks.table import BlockRow, SessionName
 from cache.requests.opening import DomainOf
@@ -293,7 +293,7 @@ class SessionStore:
                 BlockRow(
                     key=block.key,
                     parent=block.parent,
-                    token_ids=(tokens := self._lower.tokens_of(block.token_ids)),
+                    token_ids=(tokens := tokens_of(block.token_ids)),
                     size_bytes=len(tokens) * self._bytes_per_token,
                     session_id=name[2] if block.is_open else None,
                     owners=(name,),

@@ -6,10 +6,11 @@ from dataclasses import dataclass
 
 from cache.manager import CacheManager
 from cache.transfer.transfer import Transfer
-from engine.build.scheduler import scheduler_state
-from engine.messages import Stats
+from engine.messages import SchedulerState, Stats, WaitingInfo
 from engine.step.verify import Verifier
 from scheduler.scheduler import Scheduler
+from scheduler.sequence import Sequence
+from scheduler.window import ShuffledWindow
 
 
 @dataclass(slots=True)
@@ -60,4 +61,60 @@ def collect(
         offloaded_blocks=stats.offloaded_blocks,
         scheduler=scheduler_state(scheduler, cache, time.monotonic()),
         verify_mismatches=verifier.mismatches if verifier is not None else 0,
+    )
+
+
+_COST_TERMS = ("fixed", "per_token", "per_kilo_pair", "per_row", "per_kilo_read")
+
+
+def scheduler_state(scheduler: Scheduler, cache: CacheManager, now: float) -> SchedulerState:
+    """Costs a look at where the KV of everybody in front lies: for a heartbeat, not for every step."""
+    queue = scheduler.queue
+    window = queue if isinstance(queue, ShuffledWindow) else None
+    outlook = scheduler.outlook(now)
+    front = [_waiting(sequence, wait_s, scheduler, cache, window, now) for sequence, wait_s in outlook]
+    classes = Counter("resumed" if info.transfer_class is None else str(info.transfer_class) for info in front)
+    if window is None:
+        classes = Counter()
+    cost = scheduler.cost
+    predicted = scheduler.predicted_tokens
+    return SchedulerState(
+        policy=queue.policy,
+        window=window.size if window is not None else 0,
+        waiting={**classes, "outside": scheduler.num_waiting - sum(classes.values())},
+        front=front,
+        overtakes=window.overtakes if window is not None else 0,
+        preemptions=scheduler.preemptions,
+        fair_preemptions=scheduler.fair_preemptions,
+        timer=dict(scheduler.timer_outcomes),
+        loads=dict(scheduler.loads),
+        prediction_error=predicted["error"] / max(1, predicted["actual"]),
+        tpot_s=scheduler.tpot_s,
+        step_cost={**dict(zip(_COST_TERMS, cost.current(), strict=True)), "margin": cost.margin},
+    )
+
+
+def _waiting(
+    sequence: Sequence,
+    wait_s: float | None,
+    scheduler: Scheduler,
+    cache: CacheManager,
+    window: ShuffledWindow | None,
+    now: float,
+) -> WaitingInfo:
+    residency = cache.residency(sequence.request_id)
+    member = window.inside.get(sequence) if window is not None else None
+    return WaitingInfo(
+        request_id=sequence.request_id,
+        tenant=sequence.tenant,
+        session_id=sequence.session_id,
+        transfer_class=int(window.class_of(sequence)) if window is not None and member is not None else None,
+        overtaken=member.overtaken if member is not None else 0,
+        hbm_tokens=residency.hbm_tokens,
+        lower_tokens=residency.lower_tokens,
+        bytes_to_load=residency.bytes_to_load,
+        missing_tokens=residency.missing_tokens,
+        has_pages=scheduler.is_ahead(sequence),
+        waiting_s=now - sequence.arrived_s,
+        expected_start_s=wait_s,
     )

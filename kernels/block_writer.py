@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from kernels.attention.ragged_batch import KvPages
-from kernels.cpu.available import announce_compiling, as_bits, as_stream, decode_kernels, use_torch_threads
+from kernels.cpu.available import announce_compiling, decode_kernels, use_torch_threads
+from kernels.views import as_bits, as_stream
 
 log = logging.getLogger(__name__)
 

@@ -54,7 +54,7 @@ def rope_scatter(
         return
     from kernels.rope_triton import rope_reembed_scatter
 
-    rope_reembed_scatter(k_plain, v, cos, sin, slots, k_pool, v_pool, style)
+    rope_reembed_scatter(k_plain, v, cos, sin, slots, k_pool, v_pool, style == "interleaved")
 
 
 def _check(x: Tensor, cos: Tensor, sin: Tensor) -> int:

@@ -9,8 +9,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.rope import RopeStyle
-
 
 @triton.jit
 def _rope_scatter(
@@ -74,9 +72,10 @@ def rope_reembed_scatter(
     slots: Tensor,
     k_pool: Tensor,
     v_pool: Tensor,
-    style: RopeStyle,
+    interleaved: bool,
 ) -> None:
-    """Arguments as for `kernels.rope.rope_scatter`. Raises ValueError on what the kernel cannot address."""
+    """Arguments as for `kernels.rope.rope_scatter`; interleaved: 2i and 2i + 1 turn together. Raises ValueError
+    on what the kernel cannot address."""
     tokens, kv_heads, k_dim = k_plain.shape
     v_dim = v.shape[2]
     pairs = cos.shape[1]
@@ -121,5 +120,5 @@ def rope_reembed_scatter(
         pairs_padded=triton.next_power_of_2(max(pairs, 1)),
         rest_padded=triton.next_power_of_2(max(k_dim - 2 * pairs, 1)),
         v_padded=triton.next_power_of_2(v_dim),
-        interleaved=style == "interleaved",
+        interleaved=interleaved,
     )

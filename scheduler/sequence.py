@@ -1,6 +1,6 @@
 """What the scheduler orders: one Sequence per choice of a request."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
 
 import msgspec
@@ -52,7 +52,6 @@ class Sequence:
     preemptions: int = 0
     scheduled_s: float | None = None  # first time it ran
     first_token_s: float | None = None
-    output_logprobs: list[float] = field(default_factory=list)
 
     @property
     def output_tokens(self) -> int:

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from cache.storage.slab import Slab
-from engine.model.hf_model import ModelRefused
+from engine.model.loading import ModelRefused
 from tests.cache.storage.disk_helpers import forge
 from tests.engine.build.test_tiers import SLOT, converse, reference, tiered
 from tests.engine.driver import Driver

@@ -9,7 +9,7 @@ import os
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,9 +31,9 @@ ALLOWED = {
     "model": ("model", "engine.gguf"),
 }
 TENSOR_LIBRARIES = ("torch", "transformers", "triton", "flash_attn")
-# In cache/ only transfer/ and storage/ touch bytes (and the codec, so far); the rest of it, and scheduler/, know no
-# tensors, files, threads or clock.
-BYTES = ("cache.transfer", "cache.storage", "cache.codec")
+# In cache/ only transfer/ and storage/ touch bytes; the rest of it, and scheduler/, know no tensors, files, threads or
+# clock.
+BYTES = ("cache.transfer", "cache.storage")
 IMPURE = (
     *TENSOR_LIBRARIES,
     *("asyncio", "concurrent", "datetime", "io", "mmap", "multiprocessing", "os", "pathlib", "select", "shutil"),
@@ -146,6 +146,60 @@ def test_folders_import_only_what_they_may():
     assert [c for module in modules(*ALLOWED) for c in forbidden_imports(module)] == []
 
 
+def circles(graph: dict[str, set[str]]) -> list[list[str]]:
+    """Groups of modules each of which imports all others, through whatever stands between them. (Tarjan.)"""
+    order: dict[str, int] = {}
+    lowest: dict[str, int] = {}
+    path: list[str] = []
+    found: list[list[str]] = []
+
+    def visit(name: str) -> None:
+        order[name] = lowest[name] = len(order)
+        path.append(name)
+        for imported in sorted(graph[name]):
+            if imported not in order:
+                visit(imported)
+                lowest[name] = min(lowest[name], lowest[imported])
+            elif imported in path:
+                lowest[name] = min(lowest[name], order[imported])
+        if lowest[name] == order[name]:
+            circle = path[path.index(name) :]
+            del path[path.index(name) :]
+            if len(circle) > 1:
+                found.append(sorted(circle))
+
+    for name in graph:
+        if name not in order:
+            visit(name)
+    return found
+
+
+def import_graph(parsed: Iterable[Module]) -> dict[str, set[str]]:
+    """Module -> the modules of ours it imports, anywhere in its file."""
+    modules_ = {module.name: module for module in parsed}
+    graph: dict[str, set[str]] = {}
+    for name, module in modules_.items():
+        named = (imported.name for imported in module.imports())
+        whole = (full if full in modules_ else full.rpartition(".")[0] for full in named)
+        graph[name] = {full for full in whole if full in modules_ and full != name}
+    return graph
+
+
+def test_no_modules_import_each_other():
+    assert circles(import_graph(modules(*ALLOWED, "benchmarks"))) == []
+
+
+def test_a_circle_is_found_however_long_it_is():
+    sources = {
+        "cache.a": "from cache import b",
+        "cache.b": "def f():\n    import cache.c",
+        "cache.c": "from cache.a import x",
+    }
+    others = {"cache.d": "import cache.a", "cache.e": "from cache.d import y"}
+    parsed = [Module(name, ROOT / "x.py", ast.parse(source)) for name, source in {**sources, **others}.items()]
+    assert circles(import_graph(parsed)) == [["cache.a", "cache.b", "cache.c"]]
+
+
 def test_nothing_runs_code_from_data():
     assert [c for module in modules(*ALLOWED, "benchmarks") for c in forbidden_calls(module)] == []
 
@@ -173,7 +227,7 @@ def test_nothing_runs_code_from_data():
         ("app.cli.program", "def f():\n    import engine.build", 0),
         ("app.cli.program", "import engine.build", 1),
         ("loadgen.virtual.simulation", "from cache.manager import CacheManager\nimport time", 0),
-        ("loadgen.virtual.simulation", "from cache.codec import RawCodec", 1),
+        ("loadgen.virtual.simulation", "from cache.storage.slab import Slab", 1),
         ("engine.model.runner", "import pickle", 1),
         ("engine.model.runner", "eval('1')", 1),
         ("engine.model.runner", "model.eval()", 0),

@@ -1,9 +1,12 @@
 """GET /openapi.json: bodies are read and answers written by hand, so their description is put together here, from the
 models that read the ones and those that tests hold the others against."""
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+from fastapi import APIRouter, Response
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
@@ -16,8 +19,10 @@ from app.schemas.completions import CompletionRequest
 from app.schemas.messages import CountTokensRequest, MessagesRequest
 from app.schemas.responses import ConversationRequest, ItemsRequest, ResponseRequest
 from app.schemas.tokens import DetokenizeRequest, TokenizeRequest
+from app.version import version
 
 Model = type[BaseModel]
+router = APIRouter()
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,3 +162,13 @@ def _query_parameters(model: Model | None) -> list[dict[str, Any]]:
         return []
     properties = model.model_json_schema()["properties"]
     return [{"name": name, "in": "query", "required": False, "schema": schema} for name, schema in properties.items()]
+
+
+@router.get("/openapi.json")
+async def openapi() -> Response:
+    return Response(_document(), media_type="application/json")
+
+
+@functools.cache
+def _document() -> bytes:
+    return msgspec.json.encode(describe(version()))

@@ -105,10 +105,9 @@ class PreparedPrompt:
     chars: int  # of the rendered text
     text_digest: bytes
     base: Base | None
-    starts: tuple[
-        int, ...
-    ]  # token offsets at which the messages begin, in order, and then the answer; ends early where
-    # the template does not show the rest
+    starts: tuple[int, ...]
+    """Token offsets at which the messages begin, in order, and then the answer. It ends early where the template does
+    not show the rest."""
     tail: bytes  # digest of the scope and the last message
     shift: "Shifted | None" = None
     answered: bytes = b""  # `chain` of the prompt whose answer is the request's last one; empty: there is none
@@ -340,7 +339,7 @@ class TranscriptStore:
         rows = self._db.execute(
             _FIND.format(where=where), {"key": key, "session": session_id or "", "since": since, "limit": limit}
         )
-        # Damage shows when `full_ids` checks the digests; until then a row only has to be readable.
+        # Damage shows when the digests are compared with what is rendered; until then a row only has to be readable.
         return [
             RecordedAnswer(
                 id=row[0], session_id=row[1], chain=row[2], bare=row[3], digest=row[4],

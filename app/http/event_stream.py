@@ -11,7 +11,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from app.errors import ApiError, ClientGone
-from app.turn.generation import Delta
+from app.turn.answer import Delta
 
 PING = b": ping\n\n"
 DONE = b"data: [DONE]\n\n"

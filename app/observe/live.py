@@ -18,7 +18,9 @@ from typing import Any
 import msgspec
 
 from app.errors import ApiError
-from app.turn.generation import Answer, EnginePort, Generation
+from app.turn.answer import Answer
+from app.turn.generation import Generation
+from app.turn.ports import EnginePort
 from engine.messages import ModelInfo, SessionInfo, SessionRequest, Stats, WaitingInfo
 from engine.process.client import EngineLost, EngineTimeout, EngineUnavailable
 

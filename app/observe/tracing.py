@@ -9,7 +9,8 @@ import time
 from contextvars import ContextVar
 from typing import Any, Protocol
 
-from app.turn.generation import Answer, Generation
+from app.turn.answer import Answer
+from app.turn.generation import Generation
 
 traceparent: ContextVar[str] = ContextVar("traceparent", default="")  # W3C header of the request whose task this is
 

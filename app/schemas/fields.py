@@ -8,8 +8,7 @@ import msgspec
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from app.turn.deadline import MAX_TIMEOUT_S
-
+MAX_TIMEOUT_S = 86_400.0
 # Not "." or "..": clients take them out of a URL before they send it, and nobody could delete what is called so.
 SESSION_ID = re.compile(r"(?!\.{1,2}\Z)[A-Za-z0-9._:\-]{1,128}")
 SESSION_ID_RULE = "1 to 128 letters, digits, '.', '_', ':' or '-', and neither '.' nor '..'"

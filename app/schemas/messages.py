@@ -6,9 +6,8 @@ from pydantic import BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from app.schemas.chat import MAX_MESSAGES, TemplateArgs
-from app.schemas.fields import JsonSchema, Part, SessionId, unsupported
+from app.schemas.fields import MAX_TIMEOUT_S, JsonSchema, Part, SessionId, unsupported
 from app.schemas.tools import MAX_TOOLS, ToolName
-from app.turn.deadline import MAX_TIMEOUT_S
 
 MAX_BLOCKS = 1024
 

@@ -6,9 +6,18 @@ from pydantic import BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from app.schemas.chat import MAX_MESSAGES, TemplateArgs
-from app.schemas.fields import CacheOptions, JsonSchema, Metadata, Part, SessionId, TextPart, joined_text, unsupported
+from app.schemas.fields import (
+    MAX_TIMEOUT_S,
+    CacheOptions,
+    JsonSchema,
+    Metadata,
+    Part,
+    SessionId,
+    TextPart,
+    joined_text,
+    unsupported,
+)
 from app.schemas.tools import MAX_ARGUMENT_CHARS, MAX_TOOLS, ToolName
-from app.turn.deadline import MAX_TIMEOUT_S
 
 MAX_ITEMS = MAX_MESSAGES
 _TEXT_KINDS = frozenset({"input_text", "output_text", "text", "reasoning_text", "summary_text"})

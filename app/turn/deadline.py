@@ -6,9 +6,9 @@ import time
 from dataclasses import dataclass
 
 from app.errors import ApiError, invalid, overloaded, request_timeout
+from app.schemas.fields import MAX_TIMEOUT_S
 
 HEADER = "X-Request-Timeout"
-MAX_TIMEOUT_S = 86_400.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,8 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 
-from app.turn.generation import Delta, Generation
+from app.turn.answer import Delta
+from app.turn.generation import Generation
 
 _Item = Delta | Exception | None
 

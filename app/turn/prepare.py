@@ -16,8 +16,9 @@ from app.schemas.fields import SESSION_ID, SESSION_ID_RULE, GenerationRequest
 from app.text.answer_form import AnswerForm
 from app.text.answer_parser import THINK, AnswerParser
 from app.text.grammars import grammar_of, param_of
-from app.text.tokenizer import ChatTokenizer, PromptTooLong, TemplateError
-from app.turn.generation import Answer
+from app.text.template import TemplateError
+from app.text.tokenizer import ChatTokenizer, PromptTooLong
+from app.turn.answer import Answer
 from engine.messages import ModelInfo, Shift
 
 MAX_TOKEN_CHARS = 256  # no vocabulary in use has longer tokens, so text beyond that is too long without tokenizing it

@@ -37,8 +37,10 @@ from app.tenancy.places import Places, Ticket
 from app.tenancy.quotas import Quotas
 from app.tenancy.weights import service_tier
 from app.text.tokenizer import ChatTokenizer, TokenizerError
+from app.turn.answer import Answer
 from app.turn.deadline import Deadline
-from app.turn.generation import Answer, EnginePort, Generation
+from app.turn.generation import Generation
+from app.turn.ports import EnginePort
 from app.turn.prepare import (
     MAX_TOKEN_CHARS,
     AnyRequest,

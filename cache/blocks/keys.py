@@ -36,6 +36,14 @@ def token_bytes(token_ids: Sequence[int]) -> bytes:
     return packed.tobytes()
 
 
+def tokens_of(data: bytes) -> "array[int]":
+    """The inverse of `token_bytes`."""
+    tokens = array("I", data)
+    if sys.byteorder == "big":
+        tokens.byteswap()
+    return tokens
+
+
 class KeyDomain:
     """The names of one tenant's blocks for one model: equal tokens have equal keys inside, and only inside."""
 

@@ -51,10 +51,6 @@ class BlockRow:
         )
 
     @property
-    def valid_in_gpu(self) -> bool:
-        return self.page is not None
-
-    @property
     def is_open(self) -> bool:
         return self.session_id is not None
 

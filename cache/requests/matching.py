@@ -5,7 +5,8 @@ from collections.abc import Mapping
 from cache.blocks.context import RunningContext
 from cache.blocks.keys import BLOCK_TOKENS, BlockKey
 from cache.blocks.table import BlockRow, CacheTable, common_prefix
-from cache.rates import LoadOption, Rates, choose_load, first_token_s
+from cache.rates import Rates
+from cache.requests.load_or_compute import LoadOption, choose_load, first_token_s
 from cache.stats import ResidencyValue
 from cache.tiers.hbm import HbmPool, Match
 

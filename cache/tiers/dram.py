@@ -7,7 +7,6 @@ known to `disk.py`. A slot is free again only when the last copy into or out of 
 tickets are for.
 """
 
-from array import array
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
@@ -473,9 +472,3 @@ class DramTier:
             self._attach_slot(row, slot)
         else:
             self.slots.give_back(slot)
-
-    def tokens_of(self, data: bytes) -> "array[int]":
-        """The inverse of `cache.blocks.keys.token_bytes`."""
-        tokens = array("I")
-        tokens.frombytes(data)
-        return tokens

@@ -22,9 +22,9 @@ from cache.transfer.events import Events
 from cache.transfer.key_rotations import KeyRotations
 from cache.transfer.row_saver import place_rows
 from kernels.attention.ragged_batch import KvPages
-from kernels.cpu.available import as_bits
 from kernels.kv_copy import gather_rows
 from kernels.row_copies import save_kernels
+from kernels.views import as_bits
 
 _HELD_STEPS = 32  # decode steps that are saved together, unless a block is full before
 _FEW_ROWS = 64

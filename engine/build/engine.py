@@ -25,7 +25,7 @@ from engine.model.batch import BlockTables
 from engine.model.cpu.optimise import optimise_for_cpu
 from engine.model.exactness import TOKENS as PROOF_TOKENS
 from engine.model.exactness import Exactness, Proof
-from engine.model.hf_model import ModelRefused, load_model, resolve_files, rope_limit
+from engine.model.loading import ModelRefused, load_model, resolve_files, rope_limit
 from engine.model.probe import ProbeResult, probe
 from engine.model.runner import ModelRunner, bytes_per_token, fingerprint, make_pages, weights_digest
 from engine.model.warm_up import WarmUp
@@ -33,8 +33,8 @@ from engine.session_directory import SessionDirectory
 from engine.step.grammar import GrammarCompiler
 from engine.step.sampler import Sampler
 from engine.step.verify import Verifier
-from kernels.attention import BACKENDS, AttentionUnsupported, BackendUnavailable
-from kernels.attention.ragged_batch import AttentionBackend
+from kernels.attention import BACKENDS
+from kernels.attention.ragged_batch import AttentionBackend, AttentionUnsupported, BackendUnavailable
 from kernels.attention.torch_cpu import ExactAttention
 from kernels.cpu.available import flash_kernels, product_kernels, tiles_of_pairs
 

@@ -27,7 +27,7 @@ from cache.transfer.transfer import Transfer
 from engine.build.resources import memory
 from engine.build.sizes import Sizes
 from engine.messages import EngineConfig
-from engine.model.hf_model import ModelRefused
+from engine.model.loading import ModelRefused
 from engine.model.probe import ProbeResult
 from engine.model.rotations import ModelRotations
 from kernels.attention.ragged_batch import KvPages

@@ -7,11 +7,6 @@ and we rotate inside the attention function, after the un-rotated key has been s
 both are what they always were.
 """
 
-import os
-
-# Before transformers is imported: it looks for a package called `kernels` to fetch code from a hub, and ours is none.
-os.environ.setdefault("USE_HUB_KERNELS", "NO")
-
 import contextlib
 import functools
 import inspect
@@ -19,13 +14,11 @@ import sys
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-import transformers
 from torch import Tensor, nn
-from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
+from transformers import AttentionInterface
 
 from cache.transfer.capture import SavedRows
 from kernels.attention.ragged_batch import AttentionBackend, AttentionMeta, AttentionParams, KvPages
@@ -33,11 +26,6 @@ from kernels.kv_copy import write_rows
 
 _NAME = "reprise"
 _ROTARY = "apply_rotary_pos_emb"
-GGUF_SUFFIX = ".gguf"
-
-
-class ModelRefused(Exception):
-    """This model cannot be served correctly; the message says why and what would help."""
 
 
 class KvSink(Protocol):
@@ -252,66 +240,6 @@ def takes_logit_rows(model_forward: Callable[..., Any]) -> bool:
     return "logits_to_keep" in inspect.signature(model_forward).parameters
 
 
-# --- loading ----------------------------------------------------------------------------------------------------------
-
-
-def resolve_files(model: str, conversions: Path) -> Path:
-    """The local directory of a model named by directory, GGUF file or hub id. A file is converted into `conversions`,
-    once; of a hub model what serving needs is downloaded, safetensors only."""
-    path = Path(model).expanduser()
-    if path.is_dir():
-        return path
-    if path.suffix == GGUF_SUFFIX and path.exists():
-        from engine.gguf.converted import converted
-        from engine.gguf.reader import GgufRefused
-
-        try:
-            return converted(path, conversions)
-        except GgufRefused as error:
-            raise ModelRefused(str(error)) from error
-    if path.exists() or model.startswith((".", "/", "~")):
-        raise ModelRefused(f"{model} is neither a directory with a model in it nor a {GGUF_SUFFIX} file")
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HFValidationError
-
-    try:
-        wanted = ["*.safetensors", "*.safetensors.index.json", "*.json", "*.jinja", "tokenizer.model"]
-        return Path(snapshot_download(model, allow_patterns=wanted))
-    except HFValidationError as error:
-        raise ModelRefused(f"{model} is neither a directory nor a hub id: {error}") from error
-    except Exception as error:
-        raise ModelRefused(f"{model} could not be fetched from the hub: {error}") from error
-
-
-def load_model(path: Path, dtype: torch.dtype, device: torch.device) -> nn.Module:
-    """A transformers causal LM in eval mode, attention taken over. Raises ModelRefused."""
-    try:
-        config = AutoConfig.from_pretrained(path, trust_remote_code=False)
-    except Exception as error:
-        if "trust_remote_code" in str(error):
-            raise ModelRefused(f"{path} needs code of its own, which is never run; transformers has none") from error
-        raise ModelRefused(f"{path} has no configuration that transformers can read: {error}") from error
-    _check_config(config)
-    transformers.utils.logging.disable_progress_bar()  # it runs into our log lines
-    if not any(path.glob("*.safetensors")):
-        raise ModelRefused(f"{path} has no safetensors weights; other formats are not read, they can run code")
-    try:
-        with torch.device("cpu"):
-            model, report = AutoModelForCausalLM.from_pretrained(
-                path,
-                dtype=dtype,
-                trust_remote_code=False,
-                use_safetensors=True,
-                attn_implementation="eager",
-                output_loading_info=True,
-            )
-    except Exception as error:
-        raise ModelRefused(f"transformers cannot load {path}: {error}") from error
-    if missing := sorted(report["missing_keys"]):  # transformers has filled them with random numbers
-        raise ModelRefused(f"{len(missing)} weights are missing from {path}, among them {', '.join(missing[:3])}")
-    return prepare(model.to(device))
-
-
 def prepare(model: nn.Module) -> nn.Module:
     """Eval mode, no gradients, attention taken over."""
     model.requires_grad_(False)
@@ -320,33 +248,3 @@ def prepare(model: nn.Module) -> nn.Module:
     config: Any = model.config
     config._attn_implementation = _NAME
     return model
-
-
-def _check_config(config: Any) -> None:
-    name = config.model_type
-    if getattr(config, "quantization_config", None) is not None:
-        method = getattr(config.quantization_config, "quant_method", None) or dict(config.quantization_config).get(
-            "quant_method", "unknown"
-        )
-        raise ModelRefused(f"quantised checkpoints ({method}) cannot be run; use the unquantised one")
-    if getattr(config, "is_encoder_decoder", False):
-        raise ModelRefused(f"{name} is an encoder-decoder model; only causal language models are served")
-    if getattr(config, "attention_chunk_size", None):
-        raise ModelRefused(f"{name} attends in chunks, which is not supported")
-
-
-def rope_limit(config: Any) -> int | None:
-    """The context up to which positions mean the same for every request, or None if there is no such limit. `dynamic`
-    and `longrope` change their frequencies with the length seen, so a cached key would go stale behind that length."""
-    parameters = getattr(config, "rope_parameters", None) or {}
-    kinds = [parameters, *(v for v in parameters.values() if isinstance(v, dict))]
-    if not any(kind.get("rope_type") in ("dynamic", "longrope") for kind in kinds):
-        return None
-    original = [kind.get("original_max_position_embeddings") for kind in kinds]
-    limits = [value for value in original if value]
-    limits.append(getattr(config, "original_max_position_embeddings", None) or config.max_position_embeddings)
-    return min(limits)
-
-
-def version() -> str:
-    return transformers.__version__

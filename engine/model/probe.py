@@ -17,9 +17,15 @@ import torch
 from torch import Tensor, nn
 
 from engine.model.float32 import in_float32
-from engine.model.hf_model import ModelRefused, RopeCall, Step, attention_implementation, forward
-from kernels.attention import AttentionUnsupported
-from kernels.attention.ragged_batch import AttentionBackend, AttentionMeta, AttentionParams, KvPages
+from engine.model.hf_model import RopeCall, Step, attention_implementation, forward
+from engine.model.loading import ModelRefused
+from kernels.attention.ragged_batch import (
+    AttentionBackend,
+    AttentionMeta,
+    AttentionParams,
+    AttentionUnsupported,
+    KvPages,
+)
 
 _TOKENS = 40
 # A near-tie between two experts, early in a text, moves every row behind it: then another text is asked. What an

@@ -347,7 +347,7 @@ def _die_with_app(stdin: int) -> None:
 
 def _build(config: EngineConfig) -> StepEngine | Refused:
     from engine.build.engine import build_engine
-    from engine.model.hf_model import ModelRefused
+    from engine.model.loading import ModelRefused
 
     try:
         return build_engine(config)

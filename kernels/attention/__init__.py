@@ -5,14 +5,6 @@ from collections.abc import Callable
 from kernels.attention.ragged_batch import AttentionBackend
 
 
-class BackendUnavailable(Exception):
-    """A backend cannot run here; the message says what is missing. Raised when it is made."""
-
-
-class AttentionUnsupported(Exception):
-    """A backend cannot do what a layer needs; the message says what. Raised by `forward`, before any work."""
-
-
 def _naive() -> AttentionBackend:
     from kernels.attention.naive import NaiveAttention
 

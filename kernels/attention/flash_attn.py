@@ -7,8 +7,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.attention import AttentionUnsupported, BackendUnavailable
-from kernels.attention.ragged_batch import AttentionMeta, AttentionParams, KvPages
+from kernels.attention.ragged_batch import (
+    AttentionMeta,
+    AttentionParams,
+    AttentionUnsupported,
+    BackendUnavailable,
+    KvPages,
+)
 
 try:
     from flash_attn import flash_attn_varlen_func

@@ -50,3 +50,11 @@ class AttentionBackend(Protocol):
         """q [tokens, heads, k_dim] -> [tokens, heads, v_dim], in q's dtype. heads is a multiple of kv_heads and head h
         reads kv head h // (heads // kv_heads)."""
         ...
+
+
+class BackendUnavailable(Exception):
+    """A backend cannot run here; the message says what is missing. Raised when it is made."""
+
+
+class AttentionUnsupported(Exception):
+    """A backend cannot do what a layer needs; the message says what. Raised by `forward`, before any work."""

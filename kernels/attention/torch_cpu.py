@@ -19,15 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.attention.ragged_batch import AttentionMeta, AttentionParams, KvPages
-from kernels.cpu.available import (
-    as_bits,
-    as_stream,
-    decode_kernels,
-    flash_kernels,
-    prefill_kernels,
-    split_contexts,
-    use_torch_threads,
-)
+from kernels.cpu.available import decode_kernels, flash_kernels, prefill_kernels, split_contexts, use_torch_threads
+from kernels.views import as_bits, as_stream
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 

@@ -17,8 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kernels.attention import BackendUnavailable
-from kernels.attention.ragged_batch import AttentionMeta, AttentionParams, KvPages
+from kernels.attention.ragged_batch import AttentionMeta, AttentionParams, BackendUnavailable, KvPages
 
 try:
     import triton

@@ -28,8 +28,8 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 from torch import Tensor
 
-from kernels.cpu.available import as_stream
 from kernels.cpu.decode import compiled
+from kernels.views import as_stream
 
 LANES = 16
 TILE = 48  # query rows of a task: 3 vectors, which with 8 keys or dimensions leave 24 sums in the 32 registers

@@ -13,12 +13,14 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
+from loadgen.sim.books import check
 from loadgen.sim.future import NextTurns
 from loadgen.sim.machine import Config, Costs, Machine
 from loadgen.sim.policies import POLICIES
-from loadgen.sim.result import Result, TurnRecord
+from loadgen.sim.result import Result, summarize
 from loadgen.sim.simulated_server import SimulatedServer
 from loadgen.sim.store import BrokenBooks
+from loadgen.sim.turn import TurnRecord
 from loadgen.workloads.workload import Conversation
 
 __all__ = ["BrokenBooks", "Config", "Costs", "Machine", "Result", "TurnRecord", "simulate", "simulate_belady"]
@@ -29,12 +31,18 @@ def simulate(workload: Sequence[Conversation], machine: Machine, config: Config)
     no turn is left behind the warm-up, BrokenBooks if bytes, counts or tokens do not add up at the end."""
     if config.policy not in POLICIES:
         raise ValueError(f"no policy {config.policy!r}; there are {', '.join(POLICIES)}")
-    return SimulatedServer(workload, machine, config).run()
+    return _run(SimulatedServer(workload, machine, config))
 
 
 def simulate_belady(workload: Sequence[Conversation], machine: Machine, config: Config) -> Result:
     """A ceiling for policies: what returns last leaves first. The future is that of a run where everything is kept, so
     it is exact where the order of turns does not depend on what is hit."""
     unbounded = replace(machine, dram_bytes=math.inf, disk_bytes=0.0)
-    future = SimulatedServer(workload, unbounded, replace(config, policy="lru", warmup_turns=0)).run()
-    return SimulatedServer(workload, machine, config, future=NextTurns(future.records)).run()
+    future = _run(SimulatedServer(workload, unbounded, replace(config, policy="lru", warmup_turns=0)))
+    return _run(SimulatedServer(workload, machine, config, future=NextTurns(future.records)))
+
+
+def _run(server: SimulatedServer) -> Result:
+    server.run()
+    check(server)
+    return summarize(server)

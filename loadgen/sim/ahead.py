@@ -2,7 +2,7 @@
 
 import math
 
-from cache.windows import prefetch_window
+from cache.look_ahead import prefetch_window
 from loadgen.sim.disk import Disk
 from loadgen.sim.line import Line
 from loadgen.sim.machine import Config, Machine

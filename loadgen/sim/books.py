@@ -1,15 +1,11 @@
 """What must add up at the end of a run: bytes, counts and tokens."""
 
-from typing import TYPE_CHECKING
-
-from loadgen.sim.result import TurnRecord
+from loadgen.sim.simulated_server import SimulatedServer
 from loadgen.sim.store import BrokenBooks
-
-if TYPE_CHECKING:
-    from loadgen.sim.simulated_server import SimulatedServer
+from loadgen.sim.turn import TurnRecord
 
 
-def check(server: "SimulatedServer") -> None:
+def check(server: SimulatedServer) -> None:
     """Raises BrokenBooks."""
     if server.ahead.fetching is not None:
         server.ahead.fetched()

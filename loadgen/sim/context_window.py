@@ -3,9 +3,8 @@
 import math
 
 from loadgen.sim.machine import Config, Machine
-from loadgen.sim.result import TurnRecord
 from loadgen.sim.store import SimulatedStore
-from loadgen.sim.turn import LiveSession
+from loadgen.sim.turn import LiveSession, TurnRecord
 
 
 class ContextWindow:

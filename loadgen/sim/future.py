@@ -6,7 +6,7 @@ from collections.abc import Hashable, Iterable
 
 from cache.blocks.keys import BlockKey
 from cache.policies.belady import BeladyPolicy
-from loadgen.sim.result import TurnRecord
+from loadgen.sim.turn import TurnRecord
 
 
 class NextTurns:

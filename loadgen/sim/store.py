@@ -161,11 +161,6 @@ class SimulatedStore:
 
     # --- what is here -------------------------------------------------------------------------------------------------
 
-    def valid_tokens(self, session: str) -> int:
-        """Tokens whose KV was computed and would still be right, wherever it is."""
-        context = self._contexts.get(session)
-        return context.tokens if context else 0
-
     def found(self, session: str, dropped: int, most: int) -> dict[str, int]:
         """Leading tokens behind the first `dropped` by the fastest tier that has them, `most` at most."""
         tokens = dict.fromkeys(self.tiers, 0)

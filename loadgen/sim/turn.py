@@ -2,9 +2,45 @@
 
 from dataclasses import dataclass, field
 
-from loadgen.sim.result import TurnRecord
 from loadgen.workloads.workload import Conversation
 from scheduler.sequence import Sequence
+
+
+@dataclass(slots=True)
+class TurnRecord:
+    """What became of a turn. Tokens of the prompt as it stood in the context: history_tokens + new_tokens ==
+    prompt_tokens == hit_tokens + what was computed."""
+
+    session_id: str
+    turn: int
+    arrived_s: float
+    new_tokens: int
+    answer_tokens: int
+    history_tokens: int = 0
+    prompt_tokens: int = 0
+    clipped_tokens: int = 0  # of its own words, which alone were longer than the window
+    cut_tokens: int = 0  # of the history, before or while it was answered
+    context_tokens: int = 0  # behind its answer
+    sources: dict[str, int] = field(default_factory=dict)  # tier -> tokens found there when its load began
+    load_s: float = 0.0
+    started_s: float = 0.0
+    first_token_s: float = 0.0
+    done_s: float = 0.0
+    prefill_s: float = 0.0  # from its start to its first token, waiting for loads included
+    stalled_s: float = 0.0  # of that, waiting for loads
+
+    @property
+    def hit_tokens(self) -> int:
+        return sum(self.sources.values())
+
+    @property
+    def hit(self) -> float:
+        """The share of the history's KV that was found: 0 or 1 where sessions move as a whole."""
+        return min(1.0, self.hit_tokens / (self.history_tokens - 1)) if self.history_tokens > 1 else 0.0
+
+    @property
+    def ttft_s(self) -> float:
+        return self.first_token_s - self.arrived_s
 
 
 @dataclass(slots=True)

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cache import look_ahead as ahead
-from cache.look_ahead import LookAhead
+from cache.look_ahead import LookAhead, prefetch_window
 from cache.requests.running import Requests
 from cache.returns.regulars import Regulars
 from cache.returns.return_times import ReturnTimes
@@ -321,3 +321,21 @@ def test_writes_are_planned_only_after_something_has_changed():
     world.running.changes += 1  # a turn has ended
     world.plan([])
     assert planned == [0, 1, 1]
+
+
+def test_windows_worked_by_hand():
+    assert prefetch_window(10_000, 3_000.0) == 3  # 3.33 sessions fit
+    assert prefetch_window(2_999, 3_000.0) == 0  # no session fits
+
+
+def test_nothing_stored_or_no_room_means_no_window():
+    assert prefetch_window(10_000, 0.0) == 0
+    assert prefetch_window(-5, 100.0) == 0  # more is leased than the free buffer leaves
+
+
+@given(available=st.integers(0, 1 << 50), more=st.integers(0, 1 << 50), session=st.floats(1, 1e12))
+def test_what_the_window_holds_fits_and_room_never_shortens_it(available, more, session):
+    window = prefetch_window(available, session)
+    assert window * session <= available * (1 + 1e-9)
+    assert (window + 1) * session >= available * (1 - 1e-9)
+    assert prefetch_window(available + more, session) >= window

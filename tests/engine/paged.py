@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cache.codec import RawCodec, Segment
 from engine.model.batch import BatchItem, BlockTables, build_batch
 from engine.model.cpu.optimise import Optimised, optimise_for_cpu
 from engine.model.hf_model import KvSink, prepare
@@ -19,6 +18,7 @@ from kernels.attention import BACKENDS
 from kernels.attention.ragged_batch import AttentionBackend, KvPages
 from kernels.kv_copy import gather_rows
 from tests.engine.models import CPU, copied, random_ids
+from tests.engine.raw_codec import RawCodec, Segment
 
 PAGE = 32
 NUM_PAGES = 24

@@ -17,9 +17,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.attention import BACKENDS, AttentionUnsupported, BackendUnavailable
+from kernels.attention import BACKENDS
 from kernels.attention.naive import NaiveAttention
-from kernels.attention.ragged_batch import AttentionBackend, AttentionMeta, AttentionParams, KvPages
+from kernels.attention.ragged_batch import (
+    AttentionBackend,
+    AttentionMeta,
+    AttentionParams,
+    AttentionUnsupported,
+    BackendUnavailable,
+    KvPages,
+)
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 ON_CUDA = {"flash"} if INTERPRETED else {"flash", "triton"}

@@ -109,7 +109,7 @@ def scattered(device: str, style: RopeStyle, shape: tuple[int, int, int, int], d
     if fused:
         from kernels.rope_triton import rope_reembed_scatter
 
-        rope_reembed_scatter(k_plain, v, cos, sin, slots, k_pool, v_pool, style)
+        rope_reembed_scatter(k_plain, v, cos, sin, slots, k_pool, v_pool, style == "interleaved")
     else:
         rope_scatter(k_plain, v, cos, sin, slots, k_pool, v_pool, style)
     # One rounding more or less: fused multiply-add on CUDA.
@@ -156,7 +156,7 @@ def test_the_kernel_refuses_what_it_cannot_address():
         (k, k, angle, angle, slots, torch.zeros(4, 2, 1, 8).transpose(0, 1), pool),
     ]:
         with pytest.raises(ValueError, match=r"dense|dtype|belong"):
-            rope_reembed_scatter(*bad, "half")
+            rope_reembed_scatter(*bad, False)
 
 
 @pytest.mark.skipif(INTERPRETED, reason="inside it already")

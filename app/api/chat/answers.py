@@ -6,7 +6,8 @@ from typing import Any
 from app.errors import ApiError
 from app.http.event_stream import DONE, PING, event
 from app.text.answer_parser import AnswerParts
-from app.turn.generation import Answer, Delta, Generation
+from app.turn.answer import Answer, Delta
+from app.turn.generation import Generation
 from engine.messages import CacheReport
 
 

@@ -7,7 +7,7 @@ from app.api.chat.answers import merged_ours, usage_of
 from app.errors import ApiError
 from app.http.event_stream import DONE, PING, event
 from app.schemas.completions import CompletionRequest
-from app.turn.generation import Delta
+from app.turn.answer import Delta
 from app.turn.many_prompts import ManyPrompts
 from app.turn.prepare import Prompt
 

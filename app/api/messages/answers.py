@@ -6,7 +6,8 @@ from typing import Any
 from app.api.chat.answers import cached_tokens, ours
 from app.errors import ApiError
 from app.http.event_stream import event
-from app.turn.generation import Answer, Delta, Generation
+from app.turn.answer import Answer, Delta
+from app.turn.generation import Generation
 
 _REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 

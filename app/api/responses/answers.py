@@ -6,7 +6,8 @@ from app.api.chat.answers import cached_tokens, ours
 from app.api.responses.as_chat import new_id, wants_logprobs
 from app.errors import ApiError
 from app.schemas.responses import ResponseRequest
-from app.turn.generation import Delta, Generation
+from app.turn.answer import Delta
+from app.turn.generation import Generation
 
 Event = dict[str, Any]
 

@@ -15,7 +15,8 @@ from app.conversations.response_store import NotStored, ResponseStore, TooLong
 from app.errors import ApiError, invalid
 from app.http.event_stream import PING, event
 from app.schemas.responses import ResponseRequest
-from app.turn.generation import Delta, Generation
+from app.turn.answer import Delta
+from app.turn.generation import Generation
 from app.turn.prepare import Caller
 from app.turn.service import Service
 

@@ -12,7 +12,8 @@ from engine.model.cpu.modules import FEW_ROWS, RmsNorm
 from engine.model.hf_model import Step, current_step
 from kernels.attention.ragged_batch import AttentionParams, KvPages
 from kernels.attention.torch_cpu import TorchAttention, fits_kernels
-from kernels.cpu.available import as_bits, decode_kernels, split_contexts, use_torch_threads
+from kernels.cpu.available import decode_kernels, split_contexts, use_torch_threads
+from kernels.views import as_bits
 
 
 class FewRows:

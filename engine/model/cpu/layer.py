@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from engine.model.cpu.few_rows import FewRows
 from engine.model.cpu.many_rows import NOWHERE, rotate_and_write
 from engine.model.cpu.modules import ExactGate, ExactLinear, PackedLinear, RmsNorm, agree, few_row_product, pack_weight
-from engine.model.hf_model import Step, attend, current_step, rope_limit, running, turn_halves, turns_halves
+from engine.model.hf_model import Step, attend, current_step, running, turn_halves, turns_halves
+from engine.model.loading import rope_limit
 from engine.model.probe import ProbeResult, single_sequence_meta
 from kernels.attention.ragged_batch import AttentionBackend, AttentionMeta, AttentionParams, KvPages
 

@@ -8,8 +8,9 @@ from torch import Tensor
 
 from engine.model.hf_model import turn_halves
 from kernels.attention.ragged_batch import KvPages
-from kernels.cpu.available import as_bits, as_stream, prefill_kernels, use_torch_threads
+from kernels.cpu.available import prefill_kernels, use_torch_threads
 from kernels.kv_copy import write_rows
+from kernels.views import as_bits, as_stream
 
 _CHECK_ROWS = 5
 NOWHERE = (np.empty((0, 0), np.uint16), np.empty((0, 2), np.int64))  # blocks and spots where nothing is saved

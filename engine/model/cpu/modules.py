@@ -14,14 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kernels.cpu.available import (
-    as_bits,
-    decode_kernels,
-    prefill_kernels,
-    product_kernels,
-    tiles_of_pairs,
-    use_torch_threads,
-)
+from kernels.cpu.available import decode_kernels, prefill_kernels, product_kernels, tiles_of_pairs, use_torch_threads
+from kernels.views import as_bits
 
 # oneDNN lays weights out for a number of rows; the layout for 16 is within 10 % of the best from 1 to 1,124 rows.
 _PACK_FOR_ROWS = 16

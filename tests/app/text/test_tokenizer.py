@@ -8,15 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-from app.text.tokenizer import (
-    COUNT_CHARS,
-    COUNT_SLACK,
-    SHIELD,
-    ChatTokenizer,
-    StopFinder,
-    TemplateError,
-    TokenizerError,
-)
+from app.text.detokenizer import StopFinder
+from app.text.template import TemplateError
+from app.text.tokenizer import COUNT_CHARS, COUNT_SLACK, SHIELD, ChatTokenizer, TokenizerError
 from model.corpus import CHAT_TEMPLATE, SPECIAL_TOKENS
 
 ROOT = Path(__file__).resolve().parents[3]

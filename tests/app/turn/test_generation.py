@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from app.text.tokenizer import ChatTokenizer
-from app.turn.generation import Answer, Delta, tokens_within
+from app.turn.answer import Answer, Delta, tokens_within
 from app.turn.prepare import plain_parser
 from engine.messages import Output, TokenLogprob
 

@@ -15,7 +15,7 @@ from engine.build.engine import build_engine
 from engine.build.resources import Memory
 from engine.engine import Engine
 from engine.messages import ModelInfo
-from engine.model.hf_model import ModelRefused
+from engine.model.loading import ModelRefused
 from tests.engine.driver import Driver, assert_greedy, config
 from tests.engine.models import FAMILIES, family_model, random_ids, save_tiny, tiny_model
 

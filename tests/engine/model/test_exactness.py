@@ -11,7 +11,7 @@ from torch import Tensor
 from engine.build import engine
 from engine.build.engine import build_engine
 from engine.model.exactness import Exactness, Proof
-from engine.model.hf_model import ModelRefused
+from engine.model.loading import ModelRefused
 from kernels.cpu.available import flash_kernels, product_kernels
 from tests.engine.driver import Driver, config
 from tests.engine.models import family_model

@@ -12,7 +12,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
-from engine.model.hf_model import ModelRefused, load_model, resolve_files
+from engine.model.loading import ModelRefused, load_model, resolve_files
 from tests.engine.models import CPU, random_ids, save_tiny, tiny_model, vanilla_logits
 
 

@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.model.hf_model import ModelRefused, RopeCall, Step, prepare
+from engine.model.hf_model import RopeCall, Step, prepare
+from engine.model.loading import ModelRefused
 from engine.model.probe import ProbeResult, probe
 from kernels.attention import BACKENDS
 from kernels.attention.ragged_batch import AttentionBackend, AttentionMeta, AttentionParams, KvPages

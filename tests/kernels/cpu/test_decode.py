@@ -11,7 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.cpu.available import as_bits, decode_kernels, split_contexts, use_torch_threads
+from kernels.cpu.available import decode_kernels, split_contexts, use_torch_threads
+from kernels.views import as_bits
 
 kernels: Any = decode_kernels()
 pytestmark = pytest.mark.skipif(kernels is None, reason="no numba or no AVX-512 here")

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from kernels.attention.torch_cpu import _merge
 from kernels.cpu import available
-from kernels.cpu.available import as_bits, as_stream, prefill_kernels, use_torch_threads
+from kernels.cpu.available import prefill_kernels, use_torch_threads
+from kernels.views import as_bits, as_stream
 
 kernels: Any = prefill_kernels()
 pytestmark = pytest.mark.skipif(kernels is None, reason="no numba or no AVX-512 here")

@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.cpu import available
-from kernels.cpu.available import as_bits, product_kernels, tiles_of_pairs, use_torch_threads
+from kernels.cpu.available import product_kernels, tiles_of_pairs, use_torch_threads
+from kernels.views import as_bits
 
 kernels: Any = product_kernels()
 pytestmark = pytest.mark.skipif(kernels is None, reason="no numba or no AVX512_BF16 here")

@@ -13,7 +13,8 @@ import torch
 from cache.storage.slab import LayerShape, Slab
 from cache.transfer.capture import CaptureSink, SavedRows
 from engine.model.cpu.modules import packing_works
-from kernels.cpu.available import as_bits, decode_kernels
+from kernels.cpu.available import decode_kernels
+from kernels.views import as_bits
 from tests.engine.driver import Driver
 from tests.engine.models import copied, family_model, random_ids
 from tests.engine.paged import Pool, Served, optimise, serve

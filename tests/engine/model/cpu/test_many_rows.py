@@ -10,8 +10,9 @@ from torch import Tensor
 from engine.model.cpu.many_rows import NOWHERE, rotate_and_write
 from engine.model.hf_model import turn_halves
 from kernels.attention.ragged_batch import KvPages
-from kernels.cpu.available import as_bits, prefill_kernels
+from kernels.cpu.available import prefill_kernels
 from kernels.kv_copy import write_rows
+from kernels.views import as_bits
 
 kernels: Any = prefill_kernels()
 pytestmark = pytest.mark.skipif(kernels is None, reason="no numba or no AVX-512 here")

@@ -3,9 +3,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cache.codec import RawCodec, Segment, SegmentKey
 from kernels.attention.ragged_batch import KvPages
 from kernels.rope import rotate
+from tests.engine.raw_codec import RawCodec, Segment, SegmentKey
 
 HEADS, K_DIM, V_DIM, PAGES, SIZE = 2, 8, 6, 4, 8
 DTYPES = st.sampled_from([torch.float32, torch.bfloat16, torch.float16])

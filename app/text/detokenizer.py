@@ -1,0 +1,130 @@
+"""Token ids to text that is safe to show, piece by piece."""
+
+import codecs
+import functools
+import re
+from typing import Protocol
+
+from tokenizers import Tokenizer
+
+BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")  # how a sentencepiece vocabulary spells a single byte
+
+
+class Detokenizer(Protocol):
+    """Token by token to text. Never splits a character; all pushes and `flush` together give what decoding all ids
+    at once gives."""
+
+    text_ends: list[int]  # after each pushed token: number of characters of text complete so far
+
+    def push(self, token_id: int) -> str: ...
+
+    def flush(self) -> str:
+        """What was held back, at the end of the answer."""
+        ...
+
+
+class ByteDetokenizer:
+    """For byte-level vocabularies: tokens are bytes, and UTF-8 knows where a character ends."""
+
+    def __init__(self, token_bytes: "functools._lru_cache_wrapper[bytes]", special_ids: frozenset[int]) -> None:
+        self.text_ends: list[int] = []
+        self._token_bytes = token_bytes
+        self._special_ids = special_ids
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._length = 0
+
+    def push(self, token_id: int) -> str:
+        text = "" if token_id in self._special_ids else self._decoder.decode(self._token_bytes(token_id))
+        self._length += len(text)
+        self.text_ends.append(self._length)
+        return text
+
+    def flush(self) -> str:
+        return self._decoder.decode(b"", final=True)
+
+
+class WindowDetokenizer:
+    """For every other decoder: decodes a short window twice, without and with what is new, and emits the difference.
+
+    Held back are text that ends in U+FFFD and any run of byte tokens, since byte-fallback decoders judge a run as a
+    whole: one bad byte at its end turns all of it into U+FFFD.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, special_ids: frozenset[int]) -> None:
+        self.text_ends: list[int] = []
+        self._tokenizer = tokenizer
+        self._special_ids = special_ids
+        self._context: list[int] = []  # emitted; in front of the window, for decoders that treat a text's start apart
+        self._held: list[int] = []
+        self._length = 0
+
+    def push(self, token_id: int) -> str:
+        token = self._tokenizer.id_to_token(token_id)
+        text = ""
+        # Skipped tokens must not become the context: behind a context without text, a word looks like a text's first.
+        if token is not None and token_id not in self._special_ids:
+            self._held.append(token_id)
+            if not BYTE_TOKEN.fullmatch(token):
+                text = self._emit(final=False)
+        self.text_ends.append(self._length)
+        return text
+
+    def flush(self) -> str:
+        return self._emit(final=True)
+
+    def _emit(self, *, final: bool) -> str:
+        skip = bool(self._special_ids)
+        before = self._tokenizer.decode(self._context, skip_special_tokens=skip)
+        window = self._tokenizer.decode(self._context + self._held, skip_special_tokens=skip)
+        if window.endswith("\ufffd") and not final:
+            return ""
+        text = window[len(before) :]
+        if text:
+            self._context, self._held = self._held, []
+        self._length += len(text)
+        return text
+
+
+class StopFinder:
+    """Finds the stop string that is complete first, however the text is cut into pieces; the longest of those that end
+    at the same character. Holds back what may be the start of one."""
+
+    def __init__(self, stops: tuple[str, ...]) -> None:
+        self.hit = False
+        self.found = ""  # the stop string
+        self.end: int | None = None  # index in the whole text (characters) where the stop string began
+        self._stops = tuple(stop for stop in stops if stop)
+        self._held = ""
+        self._emitted = 0
+
+    def push(self, text: str) -> str:
+        """Text that is safe to show; nothing more once a stop string was found."""
+        if self.hit:
+            return ""
+        if not self._stops:
+            self._emitted += len(text)
+            return text
+        self._held += text
+        found = [(start + len(stop), start) for stop in self._stops if (start := self._held.find(stop)) >= 0]
+        if found:
+            end, start = min(found)
+            self.hit, self.end, self.found = True, self._emitted + start, self._held[start:end]
+            return self._release(start)
+        return self._release(len(self._held) - self._possible_start())
+
+    def flush(self) -> str:
+        """What was held back, at the end of an answer without a hit."""
+        return "" if self.hit else self._release(len(self._held))
+
+    def _release(self, count: int) -> str:
+        text, self._held = self._held[:count], self._held[count:]
+        self._emitted += count
+        return text
+
+    def _possible_start(self) -> int:
+        """Length of the longest end of the held text with which a stop string begins."""
+        longest = min(len(self._held), max(map(len, self._stops)) - 1)
+        for count in range(longest, 0, -1):
+            if any(stop.startswith(self._held[-count:]) for stop in self._stops):
+                return count
+        return 0

@@ -1,0 +1,175 @@
+"""The text side of one answer: tokens in, text and logprobs out."""
+
+from bisect import bisect_left, bisect_right
+from collections import deque
+from dataclasses import dataclass
+from typing import Any
+
+from app.text.answer_parser import AnswerParser, AnswerParts, Call
+from app.text.tokenizer import ChatTokenizer
+from engine.messages import (
+    CacheReport,
+    Output,
+    Timings,
+    TokenLogprob,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """What one choice has to say next."""
+
+    choice: int
+    parts: AnswerParts
+    logprobs: list[dict[str, Any]] | None  # None: not asked for
+    finish_reason: str | None
+
+
+class Answer:
+    """The text side of one choice: tokens in, text and logprobs that are safe to show out."""
+
+    def __init__(
+        self,
+        *,
+        index: int,
+        tokenizer: ChatTokenizer,
+        stops: tuple[str, ...],
+        min_tokens: int,
+        parser: AnswerParser,
+        shows_stop: bool = False,
+        skip_special_tokens: bool = True,
+    ) -> None:
+        self.index = index
+        self.token_ids: list[int] = []
+        self.text = ""  # all of it, whatever it says
+        self.finish_reason: str | None = None
+        self.report: CacheReport | None = None
+        self.timings: Timings | None = None
+        self.prompt_logprobs: list[dict[str, Any]] | None = None
+        self.first_token_s: float | None = None
+        self.last_token_s: float | None = None
+        self._tokenizer = tokenizer
+        self._detokenizer = tokenizer.detokenizer(skip_special_tokens=skip_special_tokens)
+        self._finder = tokenizer.stop_finder(stops)
+        self._shows_stop = shows_stop
+        self._min_tokens = min_tokens
+        self._parser = parser
+        self._unsearched = 0  # characters of the first `min_tokens` tokens, in which no stop string counts
+        self._logprobs: deque[dict[str, Any]] = deque()  # of the tokens whose text is not shown yet
+        self._shown_logprobs = 0
+
+    @property
+    def content(self) -> str:
+        """Of the text, what is said to the user."""
+        return self._parser.content
+
+    @property
+    def reasoning(self) -> str:
+        return self._parser.reasoning
+
+    @property
+    def reasoning_tokens(self) -> int:
+        """Of an answer that is over: tokens of its thought, with the tags around it."""
+        if not self._parser.thought_chars:
+            return 0
+        return min(len(self.token_ids), bisect_right(self.text_ends, self._parser.thought_chars))
+
+    @property
+    def calls(self) -> list[Call]:
+        return self._parser.calls
+
+    @property
+    def text_ends(self) -> list[int]:
+        """Per token, the number of characters complete behind it; goes beyond `text` where a stop string cut it."""
+        return self._detokenizer.text_ends
+
+    @property
+    def stopped_by_string(self) -> bool:
+        return self._finder.hit
+
+    @property
+    def stop_string(self) -> str:
+        return self._finder.found
+
+    @property
+    def kept_tokens(self) -> int:
+        """Leading tokens all of whose text is in the answer."""
+        return tokens_within(self.text_ends, len(self.text)) if self._finder.hit else len(self.token_ids)
+
+    def push(self, output: Output) -> Delta | None:
+        """None while there is nothing to show. Tokens behind a stop string are dropped."""
+        shown_before = len(self.text)
+        for position, token_id in enumerate(output.token_ids):
+            self.token_ids.append(token_id)
+            if output.logprobs is not None:
+                self._logprobs.append(self._logprob(token_id, output.logprobs[position]))
+            self._show(self._detokenizer.push(token_id))
+            if self._finder.hit:
+                self.text += self._finder.found if self._shows_stop else ""
+                break
+        if self._finder.hit:
+            self.finish_reason = "stop"
+        elif output.finish_reason is not None:
+            self.finish_reason = output.finish_reason
+            self._flush_text()
+        logprobs = self._shown() if output.logprobs is not None else None
+        parts = self._parser.push(self.text[shown_before:])
+        if self.finish_reason is not None:
+            parts.add(self._parser.flush())
+            if self.calls and self.finish_reason == "stop":
+                self.finish_reason = "tool_calls"
+        if not parts and not logprobs and self.finish_reason is None:
+            return None
+        return Delta(self.index, parts, logprobs, self.finish_reason)
+
+    def flush(self) -> None:
+        """Nothing more will come: what was held back belongs to the answer."""
+        shown_before = len(self.text)
+        self._flush_text()
+        self._parser.push(self.text[shown_before:])
+        self._parser.flush()
+
+    def note_prompt(self, values: list[TokenLogprob], token_ids: list[int]) -> None:
+        """Log-probabilities of the prompt's tokens behind the first."""
+        self.prompt_logprobs = [
+            self._logprob(token_id, value) for token_id, value in zip(token_ids[1:], values, strict=True)
+        ]
+
+    def _flush_text(self) -> None:
+        self._show(self._detokenizer.flush())
+        if not self._finder.hit:
+            self.text += self._finder.flush()
+
+    def _show(self, piece: str) -> None:
+        if len(self.token_ids) <= self._min_tokens:
+            self._unsearched += len(piece)
+            self.text += piece
+        elif not self._finder.hit:
+            self.text += self._finder.push(piece)
+
+    def token_entry(self, token_id: int, logprob: float | None = None) -> dict[str, Any]:
+        """A token as it is said; without a logprob where nothing stands before it."""
+        text, raw = self._tokenizer.token_text(token_id)
+        # JSON has no infinity; OpenAI reports a token outside the distribution as -9999.
+        value = None if logprob is None else max(logprob, -9999.0)
+        return {"token": text, "logprob": value, "bytes": list(raw)}
+
+    def _logprob(self, token_id: int, value: TokenLogprob) -> dict[str, Any]:
+        top = [self.token_entry(*pair) for pair in value.top]
+        return {**self.token_entry(token_id, value.logprob), "top_logprobs": top}
+
+    def _shown(self) -> list[dict[str, Any]]:
+        """The logprobs that became due: those of tokens whose text is out."""
+        due = self.kept_tokens if self.finish_reason else bisect_right(self.text_ends, len(self.text))
+        count = max(0, due - self._shown_logprobs)
+        self._shown_logprobs += count
+        return [self._logprobs.popleft() for _ in range(count)]
+
+
+def tokens_within(text_ends: list[int], end: int) -> int:
+    """How many leading tokens lie wholly in the first `end` characters.
+
+    A token that added no text may hold the first bytes of a character that is cut off: at the end it does not count.
+    """
+    complete = text_ends[bisect_right(text_ends, end) - 1] if text_ends and text_ends[0] <= end else 0
+    return bisect_left(text_ends, complete) + 1 if complete else 0
