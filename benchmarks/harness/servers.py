@@ -103,7 +103,7 @@ def serve(
     port, log = port or free_port(), directory / "server.log"
     flags = {"model.source": "bundled", "cache.disk_dir": directory / "state", "server.drain_s": 2, **settings}
     # The `reprise` program, also where the project is not installed.
-    command = [sys.executable, "-c", "from app.cli import main; main()", "serve", "--port", str(port)]
+    command = [sys.executable, "-c", "from app.cli.program import main; main()", "serve", "--port", str(port)]
     for key, value in flags.items():
         command += [f"--{key}", str(value)]
     # A server answers to its flags alone, whatever the shell that runs the benchmark has set.

@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[3]
 
 
 def reprise(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", "from app.cli import main; main()", *arguments]
+    command = [sys.executable, "-c", "from app.cli.program import main; main()", *arguments]
     return subprocess.run(
         command, capture_output=True, text=True, timeout=60, cwd=ROOT, env={**os.environ, "COLUMNS": "200", **environ}
     )
