@@ -1,4 +1,4 @@
-"""Draw the committed results: docs/*.png and docs/RESULTS.md.
+"""Draw the committed results: docs/*.png and docs/results.md.
 
 python -m benchmarks.figures.draw
 """
@@ -216,7 +216,7 @@ def main() -> None:
     DOCS.mkdir(exist_ok=True)
     lines = ["# Results", "", "Drawn from `benchmarks/results/` by `python -m benchmarks.figures.draw`.", ""]
     lines += [
-        "What the papers' figures come to on the papers' machines, simulated: [PAPER_FIGURES.md](PAPER_FIGURES.md).",
+        "What the papers' figures come to on the papers' machines, simulated: [paper_figures.md](paper_figures.md).",
         "",
     ]
     names = {"bundled model (5.6 M)": "replay_dialogues", "random model (100 M)": "replay_dialogues_100m"}
@@ -255,8 +255,8 @@ def main() -> None:
         if (result := load(name)) is not None:
             held = "; ".join(f"{what}: {'yes' if value else 'NO'}" for what, value in result["held"].items())
             lines += [f"## {title}", "", held + ".", "", machine(result), ""]
-    (DOCS / "RESULTS.md").write_text("\n".join(lines), encoding="utf-8")
-    print(f"written: {DOCS / 'RESULTS.md'}")
+    (DOCS / "results.md").write_text("\n".join(lines), encoding="utf-8")
+    print(f"written: {DOCS / 'results.md'}")
 
 
 if __name__ == "__main__":

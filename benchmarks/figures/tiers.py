@@ -1,4 +1,4 @@
-"""The sections of docs/RESULTS.md about the tiers below HBM, and their figures."""
+"""The sections of docs/results.md about the tiers below HBM, and their figures."""
 
 from collections.abc import Callable
 from pathlib import Path

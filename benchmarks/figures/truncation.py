@@ -76,7 +76,7 @@ def all_parts(results: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def section(parts: dict[str, Any]) -> list[str]:
-    """Of docs/RESULTS.md, without the machine."""
+    """Of docs/results.md, without the machine."""
     lines = ["## Truncation", "", "![Truncation](truncation.png)", ""]
     if (endless := parts.get("endless")) is not None:
         lines += [

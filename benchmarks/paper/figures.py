@@ -1,5 +1,5 @@
 """The papers' figures out of the simulator, beside the papers' numbers: benchmarks/results/paper_figures.json,
-docs/PAPER_FIGURES.md and its pictures.
+docs/paper_figures.md and its pictures.
 
     python -m benchmarks.paper.figures              every run that is not in the results yet, then tables and pictures
     python -m benchmarks.paper.figures --fresh      all of them again

@@ -1,4 +1,4 @@
-"""What the simulated figures say: docs/PAPER_FIGURES.md and its pictures, of what `figures_paper` has found."""
+"""What the simulated figures say: docs/paper_figures.md and its pictures, of what `figures_paper` has found."""
 
 from collections.abc import Callable, Sequence
 from statistics import fmean
@@ -40,7 +40,7 @@ def write(document: dict[str, Any]) -> None:
     lines += ["## Assumptions", "", "| what | value | from |", "|---|---|---|"]
     lines += [f"| {row['what']} | {row['value']} | {row['source']} |" for row in document["assumptions"]]
     lines += ["", f"`{document['command']}`. {_seconds(document['runs'])}", ""]
-    (DOCS / "PAPER_FIGURES.md").write_text("\n".join(lines), encoding="utf-8")
+    (DOCS / "paper_figures.md").write_text("\n".join(lines), encoding="utf-8")
 
 
 def _seconds(entries: dict[str, Any]) -> str:
@@ -349,7 +349,7 @@ _NOTES = {
     " little is saved.",
     "18": "Note: by the cost model alone; without a read buffer the load of long histories is longer than the "
     "computation of short prompts, which is why AttentionStore begins it before (Fig. 19, 20: measured on the"
-    " real server, see RESULTS.md).",
+    " real server, see results.md).",
     "21": "Note: four lengths and the order of FIFO were fitted to the four points of LRU and FIFO "
     "(`benchmarks/results/fit_paper.json`: no half step from there is better, nor is another share of HBM's "
     "bandwidth), which are met within 2 points of hit rate, means of three workloads, but for FIFO with 10T, by 3.5. "

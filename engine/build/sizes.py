@@ -1,6 +1,6 @@
 """How large the tiers are where the settings leave it open: shares of what machine and model leave free. Pure.
 
-docs/SIZES.md tabulates it.
+docs/sizes.md tabulates it.
 """
 
 from dataclasses import dataclass

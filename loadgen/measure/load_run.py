@@ -147,7 +147,7 @@ def document(
     started: datetime,
     token_times: bool,
 ) -> dict[str, Any]:
-    """The result file; docs/LOAD.md says what is in it."""
+    """The result file; docs/measuring.md says what is in it."""
     conversations = workload.conversations
     counts = warmed_up(results, options)
     counted = [result for result, counted in zip(results, counts, strict=True) if counted]

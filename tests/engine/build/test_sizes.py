@@ -1,4 +1,4 @@
-"""Sizes that fit machine and model, and the table of them in docs/SIZES.md, which is made here:
+"""Sizes that fit machine and model, and the table of them in docs/sizes.md, which is made here:
 
 python -m tests.engine.build.test_sizes
 """
@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from cache.blocks.keys import BLOCK_TOKENS
 from engine.build.sizes import Sizes, automatic_sizes, dram_warnings
 
-DOC = Path(__file__).parents[3] / "docs" / "SIZES.md"
+DOC = Path(__file__).parents[3] / "docs" / "sizes.md"
 GIB = 1 << 30
 RAM_GIB = (8, 24, 32, 64, 256)
 FREE_RAM = 7 / 8

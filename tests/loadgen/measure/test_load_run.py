@@ -16,7 +16,7 @@ from loadgen.cli import cli
 from loadgen.measure import load_run
 from loadgen.report import html_page
 
-DOCS = Path(__file__).parents[3] / "docs" / "LOAD.md"
+DOCS = Path(__file__).parents[3] / "docs" / "measuring.md"
 QUICK = ["--conversations", "6", "--scale", "0.01", "--think", "fixed:0", "--rate", "500", "--seed", "3"]
 
 
