@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-import app.api.calls
+import app.api
 from app.api.openapi import OPERATIONS, describe
 from app.schemas import answers
 from app.schemas.chat import ChatCompletionRequest
@@ -30,12 +30,12 @@ def references(value: Any) -> list[str]:
 
 async def test_every_path_is_described_and_every_description_has_its_path(running: Running):
     document = (await running.http.get("/openapi.json")).json()
-    modules = [
-        importlib.import_module(found.name) for found in pkgutil.iter_modules(app.api.calls.__path__, "app.api.calls.")
-    ]
+    found = pkgutil.walk_packages(app.api.__path__, "app.api.")
+    modules = [importlib.import_module(module.name) for module in found if not module.ispkg]
     served = [
         (method.lower(), route.path.replace(":path}", "}"))
         for module in modules
+        if hasattr(module, "router")
         for route in module.router.routes
         for method in route.methods
         if route.path not in UNDESCRIBED
