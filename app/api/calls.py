@@ -1,4 +1,4 @@
-"""One module per group of paths; what they share is `app.turn.service.Service`."""
+"""Helpers that all endpoints share: the caller, the parsed body, the admin check, the streamed answer."""
 
 from collections.abc import Mapping
 from typing import TypeVar
@@ -12,7 +12,7 @@ from app.turn.deadline import HEADER as TIMEOUT_HEADER
 from app.turn.prepare import Caller
 from app.turn.service import Service
 
-# In which clients name a conversation: ours, Codex's, Claude Code's. (OpenCode's is ours.)
+# Headers in which clients name a conversation: ours (OpenCode uses it too), Codex's, Claude Code's.
 SESSION_HEADERS = ("x-session-id", "session-id", "x-claude-code-session-id")
 
 T = TypeVar("T", bound=RequestModel)
@@ -24,7 +24,8 @@ def service_of(request: Request) -> Service:
 
 
 def require_admin(request: Request) -> None:
-    """For what is everybody's. Raises ApiError 403 where there are keys and this is no admin's."""
+    """Guard an endpoint that shows every tenant's data. Raises ApiError 403 where keys are configured and this one is
+    no admin key."""
     if not request.app.state.keyring.is_admin(request.state.tenant):
         message = "This key may see its own alone; one of server.admin_keys may see everybody's."
         raise ApiError(403, message, code="forbidden")
@@ -40,8 +41,8 @@ def caller_of(request: Request) -> Caller:
 
 
 async def body_of(request: Request, model: type[T]) -> tuple[T, dict[str, str]]:
-    """The body, and headers that the answer must carry. Raises ApiError: 503 and 429 first, since who is told to
-    come back later should not have to upload before."""
+    """Return the parsed body and the headers that the answer must carry. Raises ApiError; 503 and 429 come before the
+    body is read, so that a client told to retry does not upload first."""
     service = service_of(request)
     service.require_ready()
     service.places.request(request.state.tenant)

@@ -1,5 +1,5 @@
-"""GET /openapi.json: bodies are read and answers written by hand, so their description is put together here, from the
-models that read the ones and those that tests hold the others against."""
+"""GET /openapi.json. Bodies are parsed and answers written by hand, so the description is built here from the request
+models and from the answer models that the tests check."""
 
 import functools
 from dataclasses import dataclass
@@ -30,15 +30,15 @@ class Operation:
     method: str
     path: str
     summary: str
-    answer: Model | None  # None: a text, or nothing
+    answer: Model | None  # None: plain text or no body
     body: Model | None = None
     query: Model | None = None
-    events: Model | None = None  # of a stream, where the body asks for one
+    events: Model | None = None  # the events of the stream, if the body can ask for one
     status: int = 200
 
 
 def _both(method: str, path: str, *rest: Any) -> list[Operation]:
-    """Under /v1 and without it."""
+    """The operation with and without the prefix /v1."""
     return [Operation(method, path, *rest), Operation(method, f"/v1{path}", *rest)]
 
 
@@ -47,52 +47,60 @@ OPERATIONS = [
               events=answers.ChatCompletionChunk),
     Operation("post", "/v1/chat/completions/input_tokens", "Count a chat's tokens", answers.InputTokens,
               ChatCompletionRequest),
-    Operation("post", "/v1/completions", "Go on with a text, or score one", answers.Completion, CompletionRequest,
+    Operation("post", "/v1/completions", "Continue a text, or score one", answers.Completion, CompletionRequest,
               events=answers.Completion),
-    Operation("post", "/v1/responses", "Make a response", answers.ResponseObject, ResponseRequest,
+    Operation("post", "/v1/responses", "Create a response", answers.ResponseObject, ResponseRequest,
               events=answers.ResponseEvent),
-    Operation("post", "/v1/responses/input_tokens", "Count its tokens", answers.InputTokens, ResponseRequest),
-    Operation("get", "/v1/responses/{response_id}", "A stored response", answers.ResponseObject),
-    Operation("delete", "/v1/responses/{response_id}", "Forget a response", answers.DeletedObject),
-    Operation("post", "/v1/responses/{response_id}/cancel", "End one in the background", answers.ResponseObject),
-    Operation("get", "/v1/responses/{response_id}/input_items", "What it was asked", answers.ItemList, query=ItemPage),
-    Operation("post", "/v1/conversations", "Begin a conversation", answers.ConversationObject, ConversationRequest),
-    Operation("get", "/v1/conversations/{conversation_id}", "A conversation", answers.ConversationObject),
-    Operation("post", "/v1/conversations/{conversation_id}", "Change its metadata", answers.ConversationObject,
-              ConversationRequest),
-    Operation("delete", "/v1/conversations/{conversation_id}", "Forget it", answers.DeletedObject),
-    Operation("get", "/v1/conversations/{conversation_id}/items", "What was said in it", answers.ItemList,
+    Operation("post", "/v1/responses/input_tokens", "Count a response's prompt tokens", answers.InputTokens,
+              ResponseRequest),
+    Operation("get", "/v1/responses/{response_id}", "Get a stored response", answers.ResponseObject),
+    Operation("delete", "/v1/responses/{response_id}", "Delete a response", answers.DeletedObject),
+    Operation("post", "/v1/responses/{response_id}/cancel", "Cancel a response in the background",
+              answers.ResponseObject),
+    Operation("get", "/v1/responses/{response_id}/input_items", "List a response's input items", answers.ItemList,
               query=ItemPage),
-    Operation("post", "/v1/conversations/{conversation_id}/items", "Add to it", answers.ItemList, ItemsRequest),
-    Operation("get", "/v1/conversations/{conversation_id}/items/{item_id}", "An item of it", answers.OutputItem),
-    Operation("delete", "/v1/conversations/{conversation_id}/items/{item_id}", "Remove an item",
+    Operation("post", "/v1/conversations", "Create a conversation", answers.ConversationObject, ConversationRequest),
+    Operation("get", "/v1/conversations/{conversation_id}", "Get a conversation", answers.ConversationObject),
+    Operation("post", "/v1/conversations/{conversation_id}", "Change a conversation's metadata",
+              answers.ConversationObject, ConversationRequest),
+    Operation("delete", "/v1/conversations/{conversation_id}", "Delete a conversation", answers.DeletedObject),
+    Operation("get", "/v1/conversations/{conversation_id}/items", "List a conversation's items", answers.ItemList,
+              query=ItemPage),
+    Operation("post", "/v1/conversations/{conversation_id}/items", "Add items to a conversation", answers.ItemList,
+              ItemsRequest),
+    Operation("get", "/v1/conversations/{conversation_id}/items/{item_id}", "Get an item", answers.OutputItem),
+    Operation("delete", "/v1/conversations/{conversation_id}/items/{item_id}", "Delete an item",
               answers.ConversationObject),
-    Operation("post", "/v1/messages", "Answer a chat, Anthropic's way", answers.AnthropicMessage, MessagesRequest,
+    Operation("post", "/v1/messages", "Answer a chat in Anthropic's form", answers.AnthropicMessage, MessagesRequest,
               events=answers.MessageEvent),
-    Operation("post", "/v1/messages/count_tokens", "Count its tokens", answers.InputTokens, CountTokensRequest),
-    *_both("post", "/tokenize", "What a text or a chat is in tokens", answers.Tokens, TokenizeRequest),
-    *_both("post", "/detokenize", "What tokens say", answers.Text, DetokenizeRequest),
-    Operation("get", "/v1/models", "The model and its aliases", answers.ModelList),
-    Operation("get", "/v1/models/{name}", "One of them", answers.Model),
-    Operation("get", "/v1/sessions", "Conversations the cache knows", answers.SessionList, query=Page),
-    Operation("get", "/v1/sessions/{session_id}", "One of them", answers.Session),
-    Operation("patch", "/v1/sessions/{session_id}", "Pin it, or set its time to live", answers.Session, SessionPatch),
-    Operation("delete", "/v1/sessions/{session_id}", "Remove it from every tier", None, status=204),
-    Operation("post", "/v1/sessions/{session_id}/prefetch", "Bring its KV up", answers.Session, status=202),
-    Operation("get", "/v1/cache/stats", "What the cache holds and has done", answers.CacheStatsObject),
-    Operation("get", "/v1/cache/sessions", "Everybody's conversations", answers.CacheSessionList, query=CachePage),
-    Operation("delete", "/v1/cache/sessions/{tenant}/{session_id}", "Remove anybody's conversation", None, status=204),
+    Operation("post", "/v1/messages/count_tokens", "Count a message's prompt tokens", answers.InputTokens,
+              CountTokensRequest),
+    *_both("post", "/tokenize", "Convert a text or a chat to tokens", answers.Tokens, TokenizeRequest),
+    *_both("post", "/detokenize", "Convert tokens to text", answers.Text, DetokenizeRequest),
+    Operation("get", "/v1/models", "List the model and its aliases", answers.ModelList),
+    Operation("get", "/v1/models/{name}", "Get a model", answers.Model),
+    Operation("get", "/v1/sessions", "List the conversations in the cache", answers.SessionList, query=Page),
+    Operation("get", "/v1/sessions/{session_id}", "Get a conversation's cache state", answers.Session),
+    Operation("patch", "/v1/sessions/{session_id}", "Pin a conversation or set its time to live", answers.Session,
+              SessionPatch),
+    Operation("delete", "/v1/sessions/{session_id}", "Remove a conversation from every tier", None, status=204),
+    Operation("post", "/v1/sessions/{session_id}/prefetch", "Load a conversation's KV", answers.Session, status=202),
+    Operation("get", "/v1/cache/stats", "Show the cache's contents and counters", answers.CacheStatsObject),
+    Operation("get", "/v1/cache/sessions", "List all tenants' conversations", answers.CacheSessionList,
+              query=CachePage),
+    Operation("delete", "/v1/cache/sessions/{tenant}/{session_id}", "Remove any tenant's conversation", None,
+              status=204),
     Operation("post", "/v1/cache/clear", "Remove the KV of all conversations", answers.CacheCleared, ClearRequest),
-    Operation("get", "/v1/scheduler", "Who waits, and for what", answers.SchedulerObject),
-    *_both("get", "/health", "Whether the process is well", answers.Health),
-    Operation("get", "/ready", "Whether requests are taken", answers.ReadyStatus),
-    Operation("get", "/version", "What runs", answers.Version),
-    Operation("get", "/metrics", "Prometheus' own text", None),
+    Operation("get", "/v1/scheduler", "Show the queue", answers.SchedulerObject),
+    *_both("get", "/health", "Check that the server is alive", answers.Health),
+    Operation("get", "/ready", "Check that the server takes requests", answers.ReadyStatus),
+    Operation("get", "/version", "Show the versions", answers.Version),
+    Operation("get", "/metrics", "Show metrics in Prometheus text format", None),
 ]  # fmt: skip
 
 
 def describe(version: str) -> dict[str, Any]:
-    """The OpenAPI document."""
+    """Build the OpenAPI document."""
     wanted: list[tuple[Model, Any]] = [(answers.Error, "validation"), (answers.AnthropicError, "validation")]
     for operation in OPERATIONS:
         models = (operation.answer, operation.body, operation.events)
@@ -135,8 +143,8 @@ def _operation(operation: Operation, schemas: dict[Model, Any]) -> dict[str, Any
         "operationId": f"{operation.method}_{operation.path.strip('/').replace('/', '_').translate(_PLAIN)}",
         "responses": {
             str(operation.status): good,
-            "4XX": {"description": "What is wrong with the request", **bad},
-            "5XX": {"description": "The server could not, or not now", **bad},
+            "4XX": {"description": "The request cannot be served as sent", **bad},
+            "5XX": {"description": "The server failed or is overloaded; see Retry-After", **bad},
         },
     }
     if parameters := [*_path_parameters(operation.path), *_query_parameters(operation.query)]:

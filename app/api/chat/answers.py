@@ -1,4 +1,4 @@
-"""Generations -> the bodies of OpenAI, plus what is ours: `x_cache` and `timings`."""
+"""Builds OpenAI's chat answers from generations, with Reprise's own fields `x_cache` and `timings`."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -12,7 +12,8 @@ from engine.messages import CacheReport
 
 
 def completion(generation: Generation, logprobs: dict[int, list[dict[str, Any]]]) -> dict[str, Any]:
-    """The plain answer of a finished generation. `logprobs` per choice; empty when none were asked for."""
+    """Return the plain answer of a finished generation. `logprobs` maps choice to entries; empty when none were asked
+    for."""
     choices = [
         {
             "index": choice.index,
@@ -39,7 +40,8 @@ def _message(choice: Answer) -> dict[str, Any]:
 
 
 class Chunks:
-    """The chunks of one streamed answer. With `include_usage` every one of them has the field, OpenAI's way."""
+    """Frames the chunks of one streamed answer. With `include_usage` every chunk has a `usage` field, as in OpenAI's
+    API."""
 
     ping = PING
 
@@ -56,7 +58,7 @@ class Chunks:
         return b"".join(event(self._chunk(choice.index, first, None, None)) for choice in self._generation.choices)
 
     def delta(self, delta: Delta) -> bytes:
-        """The last finish_reason brings the report, unless a usage chunk will."""
+        """The chunk with the last finish_reason also carries `x_cache` and `timings`, unless a usage chunk will."""
         chunk = self._chunk(delta.choice, _said(delta.parts), delta.logprobs, delta.finish_reason)
         if delta.finish_reason is not None:
             self._unfinished -= 1
@@ -71,7 +73,7 @@ class Chunks:
         return event(last) + DONE
 
     def failed(self, error: ApiError) -> bytes:
-        """Without [DONE]: who waits for that knows that something is missing."""
+        """Ends without [DONE], so a client that waits for it knows that the answer is incomplete."""
         return b"data: " + error.body() + b"\n\n"
 
     def _chunk(
@@ -116,7 +118,7 @@ def usage(generation: Generation) -> dict[str, Any]:
 
 
 def usage_of(generations: Sequence[Generation], *, generated: int | None = None) -> dict[str, Any]:
-    """Of several prompts together. `generated` stands in for the tokens that were."""
+    """Return the usage of several prompts together. `generated` replaces the count of generated tokens."""
     prompt_tokens = sum(len(generation.token_ids) for generation in generations)
     choices = [choice for generation in generations for choice in generation.choices]
     if generated is None:
@@ -137,7 +139,8 @@ def cached_tokens(generation: Generation) -> int:
 
 
 def _cached_tokens(report: CacheReport | None, prompt_tokens: int) -> int:
-    """Of the tokens sent. Where a client's truncation is rounded to blocks, more than it sent is in the context."""
+    """Count the cached tokens among those the client sent. When its truncation is rounded to whole blocks, the context
+    keeps more tokens than the client sent; the report counts those too."""
     if report is None:
         return 0
     cached = report.hbm_tokens + report.dram_tokens + report.disk_tokens + report.redis_tokens
@@ -145,7 +148,7 @@ def _cached_tokens(report: CacheReport | None, prompt_tokens: int) -> int:
 
 
 def ours(generation: Generation) -> dict[str, Any]:
-    """Where the prompt's KV came from and where the time went; of the first choice, which pays for the prompt."""
+    """Return `timings` and `x_cache` of the first choice, which alone pays for the prompt."""
     fields: dict[str, Any] = {"timings": timings(generation)}
     if (report := generation.report) is not None:
         fields["x_cache"] = {
@@ -165,7 +168,7 @@ def ours(generation: Generation) -> dict[str, Any]:
 
 
 def cache_header(generations: Sequence[Generation]) -> dict[str, str]:
-    """`x-cache` of a plain answer: its prompt tokens by where their KV came from."""
+    """Return the `x-cache` header of a plain answer: its prompt tokens by the source of their KV."""
     reports = [generation.report for generation in generations]
     sources = ("hbm", "dram", "disk", "redis", "computed")
     counts = {
@@ -176,7 +179,7 @@ def cache_header(generations: Sequence[Generation]) -> dict[str, str]:
 
 
 def merged_ours(generations: Sequence[Generation]) -> dict[str, Any]:
-    """Of several prompts: their counts together; session and timings are the first one's."""
+    """Combine several prompts: counts are summed, session and timings are those of the first."""
     all_of = [ours(generation) for generation in generations]
     merged = all_of[0]
     for other in all_of[1:]:
@@ -194,14 +197,14 @@ def merged_ours(generations: Sequence[Generation]) -> dict[str, Any]:
 
 
 def timings(generation: Generation) -> dict[str, float | None]:
-    """Milliseconds. The engine tells its own with the first token; null where there was none."""
+    """Return times in milliseconds; null where no token was generated."""
     choice = generation.choices[0]
     engine = choice.timings
     ttft_ms = decode_ms = tokens_per_s = None
     if choice.first_token_s is not None and choice.last_token_s is not None:
         ttft_ms = round((choice.first_token_s - generation.arrived_s) * 1e3, 3)
         decode_ms = round((choice.last_token_s - choice.first_token_s) * 1e3, 3)
-    if engine is not None and not choice.stopped_by_string:  # else they are as of some token before
+    if engine is not None and not choice.stopped_by_string:  # after a stop string, they are of an earlier token
         decode_ms = round(engine.decode_ms, 3)
     if decode_ms:
         tokens_per_s = round((len(choice.token_ids) - 1) / decode_ms * 1e3, 3)

@@ -1,4 +1,4 @@
-"""Generations -> the bodies of text completions."""
+"""Builds OpenAI's text-completion answers from generations."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -12,11 +12,11 @@ from app.turn.many_prompts import ManyPrompts
 from app.turn.prepare import Prompt
 
 Entry = dict[str, Any]
-"""A token's log-probability, as chat answers have it."""
+"""The log-probability entry of one token, in the form of chat answers."""
 
 
 class CompletionFrames:
-    """What the answers to one request have in common; also the frames of its stream."""
+    """Builds the answer to one completions request, plain or as the frames of a stream."""
 
     ping = PING
 
@@ -40,7 +40,8 @@ class CompletionFrames:
         self._unfinished = len(self._choices)
 
     def answer(self, logprobs: dict[int, list[Entry]]) -> dict[str, Any]:
-        """When all are finished. `logprobs` of the generated tokens, by choice."""
+        """Return the plain answer once all generations are finished. `logprobs` maps choice to entries of generated
+        tokens."""
         choices = [self._choice(index, logprobs.get(index)) for index in range(len(self._choices))]
         return {**self._head, "choices": choices, "usage": self._usage(), **merged_ours(self._generations)}
 
@@ -57,18 +58,19 @@ class CompletionFrames:
 
     @property
     def _hides_answer(self) -> bool:
-        """The one token that is drawn where none was asked for."""
+        """Whether to drop the answer: max_tokens=0 asks for no token, but the engine generates one."""
         return self._request.max_tokens == 0
 
     def _echoed(self, prompt: Prompt) -> str:
         return prompt.text or "" if self._request.echo else ""
 
     def _with_prompt(self, index: int, prompt: Prompt, entries: list[Entry]) -> list[Entry]:
-        """Entries of all tokens in the text; the prompt's first has none, since nothing stands before it."""
+        """Return the entries of all tokens in the text. The prompt's first token has no probability: nothing precedes
+        it."""
         generated: list[Entry] = [] if self._hides_answer else list(entries)
         if not self._request.echo:
             return generated
-        first = self._choices[index - index % (self._request.n or 1)][1]  # its siblings share the prompt
+        first = self._choices[index - index % (self._request.n or 1)][1]  # all choices of a prompt share its entries
         return [first.token_entry(prompt.token_ids[0]), *(first.prompt_logprobs or ()), *generated]
 
     def opening(self) -> bytes:
@@ -109,7 +111,7 @@ class CompletionFrames:
 
 
 def _logprobs(entries: list[Entry], offset: int) -> dict[str, Any]:
-    """OpenAI's older shape. `offset` is the length of the text in front of them."""
+    """Return log-probabilities in OpenAI's older form. `offset`: characters of text before these tokens."""
     tokens, offsets = [], []
     values: list[float | None] = []
     tops: list[dict[str, float] | None] = []
@@ -121,13 +123,14 @@ def _logprobs(entries: list[Entry], offset: int) -> dict[str, Any]:
         if entry["logprob"] is None:
             tops.append(None)
         else:
-            # The token itself is always among them, as it is in OpenAI's answers.
+            # As in OpenAI's answers, the chosen token is always listed too.
             tops.append({_name(other): other["logprob"] for other in (*entry["top_logprobs"], entry)})
     return {"tokens": tokens, "token_logprobs": values, "top_logprobs": tops, "text_offset": offsets}
 
 
 def _name(entry: Entry) -> str:
-    """A token as a key: its text, or its bytes where those are no whole character, as several tokens' may be."""
+    """Return a token as a dictionary key: its text, or its bytes if those are not whole characters. (As text, several
+    such tokens would be the same key.)"""
     if "\ufffd" not in entry["token"]:
         return str(entry["token"])
     return "bytes:" + "".join(f"\\x{byte:02x}" for byte in entry["bytes"])

@@ -63,7 +63,7 @@ async def _start(service: Service, body: CompletionRequest, prompts: list[Prompt
     generations: list[Generation] = []
     try:
         for place, prompt in enumerate(prompts):
-            # The request's session is the first prompt's: two at once would be two histories of one conversation.
+            # Only the first prompt keeps the request's session: two at once would be two histories of one conversation.
             request = body if place == 0 else body.model_copy(update={"session_id": None, "prompt_cache_key": None})
             whose = caller if place == 0 else Caller(caller.tenant, caller.arrived_s, None, caller.timeout_header)
             generations.append(await service.complete(request, prompt, whose))

@@ -1,4 +1,4 @@
-"""A generation -> a message of Anthropic's kind, plain or as typed events."""
+"""Builds Anthropic's messages from generations, plain or as typed events."""
 
 import json
 from typing import Any
@@ -13,7 +13,7 @@ _REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"
 
 
 def message(generation: Generation) -> dict[str, Any]:
-    """The plain answer of a finished generation."""
+    """Return the plain answer of a finished generation."""
     (choice,) = generation.choices
     content: list[dict[str, Any]] = []
     if choice.reasoning:
@@ -34,13 +34,13 @@ def message(generation: Generation) -> dict[str, Any]:
 
 
 class MessageFrames:
-    """The events of one streamed message."""
+    """Frames the events of one streamed message."""
 
     ping = b'event: ping\ndata: {"type": "ping"}\n\n'
 
     def __init__(self, generation: Generation) -> None:
         self._generation = generation
-        self._kind: str | None = None  # of the block that is open
+        self._kind: str | None = None  # kind of the open content block
         self._index = -1
 
     def opening(self) -> bytes:
@@ -63,7 +63,7 @@ class MessageFrames:
         return data
 
     def closing(self) -> bytes:
-        """The counts are final here; what the opening said of the cache was known if the first token was."""
+        """Sends the final counts. The opening can report cached tokens only if the first token was there already."""
         (choice,) = self._generation.choices
         last = _event("message_delta", delta=_reason(choice), usage=usage(self._generation), **ours(self._generation))
         return self._close() + last + _event("message_stop")
@@ -90,7 +90,7 @@ class MessageFrames:
 
 
 def usage(generation: Generation) -> dict[str, Any]:
-    """What was read is told apart: `input_tokens` does not count what came from the cache."""
+    """Return Anthropic's usage, in which `input_tokens` excludes the tokens read from the cache."""
     cached = cached_tokens(generation)
     return {
         "input_tokens": len(generation.token_ids) - cached,
@@ -113,7 +113,7 @@ def _reason(choice: Answer) -> dict[str, Any]:
 
 
 def _object(arguments: str) -> dict[str, Any]:
-    """Arguments that were cut are none."""
+    """Parse a call's arguments; arguments cut short by the token limit become an empty object."""
     try:
         value = json.loads(arguments)
     except ValueError:

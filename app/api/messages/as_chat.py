@@ -1,4 +1,4 @@
-"""A request of Anthropic's kind -> the chat request it stands for."""
+"""Converts a request in Anthropic's form into the equivalent chat request."""
 
 import json
 from typing import Any
@@ -23,7 +23,7 @@ _SAME_OF_ANSWERS = ("stream", "temperature", "top_p", "top_k", "seed", "timeout"
 
 
 def chat_request(request: CountTokensRequest) -> ChatCompletionRequest:
-    """Raises ApiError."""
+    """Raises ApiError if the chat request that results is invalid."""
     body: dict[str, Any] = {name: value for name in _SAME if (value := getattr(request, name)) is not None}
     system = _without_billing(request.system or [])
     messages = [{"role": "system", "content": _joined(system)}] if system else []
@@ -31,7 +31,7 @@ def chat_request(request: CountTokensRequest) -> ChatCompletionRequest:
         messages += _messages(message)
     body["messages"] = messages
     if request.messages[-1].role == "assistant":
-        body["continue_final_message"] = True  # an answer that the client has begun
+        body["continue_final_message"] = True  # the client has begun the answer
     if request.tools:
         body["tools"] = [
             {
@@ -57,8 +57,8 @@ def chat_request(request: CountTokensRequest) -> ChatCompletionRequest:
 
 
 def _without_billing(system: list[TextBlock]) -> list[TextBlock]:
-    """Claude Code writes what is Anthropic's to count into the first line of the system prompt, another one with every
-    request: nothing for a model, and behind it no request would find anything of the one before."""
+    """Drop the billing line that Claude Code puts first in the system prompt. It differs in every request and means
+    nothing to a model, but a different first line would keep a request from reusing anything of the one before."""
     kept = []
     for block in system:
         if not block.text.startswith(BILLING):
@@ -69,7 +69,7 @@ def _without_billing(system: list[TextBlock]) -> list[TextBlock]:
 
 
 def _messages(message: MessageParam) -> list[dict[str, Any]]:
-    """Results of tools are messages of their own in a chat, in front of what the user says to them."""
+    """Return one message as chat messages. Tool results become messages of their own, before the user's text."""
     texts = [block for block in message.content if isinstance(block, TextBlock)]
     if message.role == "assistant":
         said: dict[str, Any] = {"role": "assistant", "content": "".join(block.text for block in texts)}

@@ -1,4 +1,4 @@
-"""/v1/cache: the cache as a whole, whosever it is: for `server.admin_keys` where there are keys."""
+"""/v1/cache: the whole cache, across tenants. Where keys are configured, only `server.admin_keys` may use it."""
 
 import asyncio
 import secrets
@@ -14,13 +14,13 @@ from app.observe.live import tiers_of
 from app.schemas.fields import SESSION_ID, Part
 from engine.messages import SessionReply, SessionRequest
 
-CLEAR_AT_ONCE = 32  # each waits for the disk; the engine has answers to go on with meanwhile
-CLEAR_PAGE = 200  # sessions asked for at once: the engine walks over all their blocks
+CLEAR_AT_ONCE = 32  # sessions deleted concurrently: each waits for the disk while the engine keeps answering
+CLEAR_PAGE = 200  # sessions per listing: the engine walks all their blocks for one
 router = APIRouter()
 
 
 class CachePage(BaseModel):
-    """Query parameters of the list, so strings."""
+    """Query parameters of the list. (They arrive as strings, so validation is not strict.)"""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
@@ -29,13 +29,13 @@ class CachePage(BaseModel):
 
 
 class ClearRequest(Part):
-    """Nothing to say. That it is JSON says that no page in somebody's browser has sent it."""
+    """A body without fields. Requiring JSON keeps web pages in a browser from sending this request."""
 
 
 @router.get("/v1/cache/stats")
 async def stats(request: Request) -> dict[str, Any]:
-    """As of the engine's last heartbeat, a second ago at most; what is counted is counted since the engine started. A
-    hit rate is in tokens: those of prompts whose KV was not computed."""
+    """Statistics of the engine's last heartbeat, at most a second old. Counters start with the engine. Hit rates are
+    shares of prompt tokens whose KV was not computed."""
     require_admin(request)
     service = service_of(request)
     model, _ = service.require_ready()
@@ -71,7 +71,7 @@ async def stats(request: Request) -> dict[str, Any]:
 
 @router.get("/v1/cache/sessions")
 async def list_sessions(request: Request) -> dict[str, Any]:
-    """Everybody's, in the order of tenant and id; `after` is the `cursor` of the last one of the page before."""
+    """Lists all tenants' sessions by tenant and id. `after`: the `cursor` of the last entry of the previous page."""
     require_admin(request)
     try:
         page = CachePage.model_validate(dict(request.query_params))
@@ -87,7 +87,7 @@ async def list_sessions(request: Request) -> dict[str, Any]:
 
 @router.delete("/v1/cache/sessions/{tenant}/{session_id}", status_code=204, response_class=Response)
 async def delete_session(request: Request, tenant: str, session_id: str) -> None:
-    """As DELETE /v1/sessions/{id}, of any tenant."""
+    """Deletes a session of any tenant, like DELETE /v1/sessions/{id}."""
     require_admin(request)
     if not SESSION_ID.fullmatch(session_id) or not SESSION_ID.fullmatch(tenant):
         raise session_not_found(session_id)
@@ -97,8 +97,9 @@ async def delete_session(request: Request, tenant: str, session_id: str) -> None
 
 @router.post("/v1/cache/clear")
 async def clear(request: Request) -> dict[str, Any]:
-    """Remove the KV of every conversation from every tier; those that a request runs in stay. What was said stays too:
-    the next turn of each is computed anew. Answered when the bytes are gone; 503 if the disk keeps some."""
+    """Removes the KV of every conversation from every tier, except where a request is running. Transcripts stay, so the
+    next turn of a conversation computes its KV again. Answers when the bytes are gone; 503 if the disk could not delete
+    some."""
     require_admin(request)
     await body_of(request, ClearRequest)
     names: dict[tuple[str, str], None] = {}
@@ -124,7 +125,7 @@ async def clear(request: Request) -> dict[str, Any]:
 
 
 async def _remove(request: Request, tenant: str, session_id: str) -> str:
-    """removed | running | gone: by somebody else, meanwhile."""
+    """Returns "removed", "running", or "gone" if another request has deleted it meanwhile."""
     try:
         await _ask(request, tenant=tenant, action="delete", session_id=session_id)
     except ApiError as error:

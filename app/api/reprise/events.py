@@ -1,4 +1,4 @@
-"""GET /v1/events: what the page's live view shows, as server-sent events."""
+"""GET /v1/events: server-sent events for the live view of the page."""
 
 from collections.abc import AsyncIterator
 from contextlib import aclosing
@@ -18,16 +18,16 @@ router = APIRouter()
 
 @router.get("/v1/events")
 async def watch(request: Request) -> Response:
-    """`state` once a second while anything changes, else four times a minute; `turns` when answers begin. Where there
-    are keys, `server.admin_keys` see everybody's requests and the tiers as a whole; others their own."""
+    """Sends `state` once a second while something changes, else every 15 s, and `turns` when answers begin. Where keys
+    are configured, `server.admin_keys` see all requests and the tiers; other keys see their own requests."""
     service, keyring = service_of(request), request.app.state.keyring
     sees_all = keyring.is_admin(request.state.tenant)
     return LiveStream(service, keyring, service.live.watch(request.state.tenant, sees_all=sees_all))
 
 
 class LiveStream(Response):
-    """Ends when the client leaves or reads nothing, when its key is no more what it was, and when the server drains: it
-    must not hold up the end."""
+    """A stream that ends when the client disconnects or stops reading, when its key's rights change, or when the server
+    drains: it must not delay the shutdown."""
 
     def __init__(self, service: Service, keyring: Keyring, watcher: Watcher) -> None:
         super().__init__(headers=HEADERS)

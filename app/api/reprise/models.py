@@ -67,7 +67,7 @@ def _describe(service: Service, model: ModelInfo, name: str) -> dict[str, Any]:
 
 
 def _truncation(service: Service, model: ModelInfo) -> str:
-    """What becomes of the kept KV when a window is full; `disabled` where a request must ask for it."""
+    """Return how truncation treats the cached KV when a window is full; `disabled` if only a request can turn it on."""
     cache = service.settings.cache
     if cache.truncation == "disabled":
         return "disabled"

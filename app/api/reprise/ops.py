@@ -20,19 +20,19 @@ router = APIRouter()
 @router.get("/health")
 @router.get("/v1/health")
 async def health(request: Request) -> dict[str, Any]:
-    """Liveness: a load or a restart needs patience, not a new process. 503 only when nothing will come any more."""
+    """Reports liveness. Loading and restarting are healthy; 503 means that the engine will not come back by itself."""
     status = service_of(request).status
     if status in (Status.FAILED, Status.STOPPED):
         raise unavailable(f"The engine is {status}.", code=str(status), retry_after_s=60.0)
     answer = {"status": "ok", "engine": str(status)}
     if isinstance(store := request.app.state.responses.store, RedisStore):
-        answer["redis"] = store.state  # that it is away costs memories, not answers
+        answer["redis"] = store.state  # without Redis, answers still work; stored responses do not
     return answer
 
 
 @router.get("/ready")
 async def ready(request: Request) -> dict[str, Any]:
-    """Whether requests are taken right now."""
+    """Reports whether the server accepts requests right now."""
     model, _ = service_of(request).require_ready()
     return {"status": "ready", "model": model.name}
 
@@ -44,8 +44,8 @@ async def metrics(request: Request) -> Response:
 
 @router.get("/v1/scheduler")
 async def scheduler(request: Request) -> dict[str, Any]:
-    """The engine's queue as of its last heartbeat, a second ago at most. It names everybody's requests: where there are
-    keys, `server.admin_keys` alone open it."""
+    """Describes the engine's queue as of its last heartbeat, at most a second old. It lists all tenants' requests, so
+    where keys are configured only `server.admin_keys` may read it."""
     require_admin(request)
     service = service_of(request)
     service.require_ready()

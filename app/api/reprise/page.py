@@ -1,5 +1,5 @@
-"""GET /, /docs and /page/...: the chat page, and the API for people. Files read once, at start; the browser may load
-nothing from anywhere else."""
+"""GET /, /docs and /page/...: the chat page and the API documentation for people. Files are read once, at start. The
+headers forbid the browser to load anything from another origin."""
 
 import hashlib
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ HEADERS = {
     "cross-origin-opener-policy": "same-origin",
     "cross-origin-resource-policy": "same-origin",
     "permissions-policy": "camera=(), microphone=(), geolocation=()",
-    "cache-control": "no-cache",  # asked for anew, answered 304 unless the server was updated
+    "cache-control": "no-cache",  # the browser revalidates each time and gets 304 unless the file has changed
 }
 
 router = APIRouter()
@@ -58,7 +58,7 @@ async def docs(request: Request) -> Response:
 
 @router.get("/page/{name}")
 async def file(request: Request, name: str) -> Response:
-    """By its name in a table: no path of a request ever reaches the file system."""
+    """Looks the name up in a table, so no path from a request reaches the file system."""
     if name not in FILES:
         raise HTTPException(404)
     return _answer(request, FILES[name])

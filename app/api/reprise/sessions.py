@@ -1,4 +1,4 @@
-"""/v1/sessions: the conversations of the tenant that asks, and what the cache holds of them."""
+"""/v1/sessions: the asking tenant's conversations, and what the cache holds of them."""
 
 import secrets
 import time
@@ -20,7 +20,7 @@ router = APIRouter()
 
 
 class Page(BaseModel):
-    """Query parameters of a list, so strings."""
+    """Query parameters of a list. (They arrive as strings, so validation is not strict.)"""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
@@ -30,7 +30,7 @@ class Page(BaseModel):
 
 
 class SessionPatch(BaseModel):
-    """What may be changed. A field that is absent or null stays as it is."""
+    """The fields that may be changed. An absent or null field stays as it is."""
 
     model_config = ConfigDict(strict=True, frozen=True, extra="ignore", allow_inf_nan=False)
 
@@ -50,7 +50,7 @@ class SessionPatch(BaseModel):
 
 @router.get("/v1/sessions")
 async def list_sessions(request: Request) -> dict[str, Any]:
-    """In the order of their ids; `after` is the last id of the page before, be that session there any more or not."""
+    """Lists sessions by id. `after`: the last id of the previous page; that session may have been deleted since."""
     try:
         page = Page.model_validate(dict(request.query_params))
     except ValidationError as error:
@@ -85,14 +85,15 @@ async def patch_session(request: Request, session_id: str) -> Response:
 
 @router.delete("/v1/sessions/{session_id}", status_code=204, response_class=Response)
 async def delete_session(request: Request, session_id: str) -> None:
-    """Answered when the bytes have left every tier, and the transcript the file. Blocks of other sessions stay."""
+    """Answers when the session's bytes have left every tier and its transcript is deleted. Blocks shared with other
+    sessions stay."""
     _check(session_id)
     await service_of(request).delete_session(_question(request, action="delete", session_id=session_id))
 
 
 @router.post("/v1/sessions/{session_id}/prefetch", status_code=202)
 async def prefetch_session(request: Request, session_id: str) -> dict[str, Any]:
-    """Bring the session's KV up, as if its next turn were in the queue. Answered before it is there."""
+    """Starts loading the session's KV as if its next turn were queued. Answers before loading is done."""
     return _only(session_id, await _ask(request, action="prefetch", session_id=session_id))
 
 
@@ -108,13 +109,14 @@ def _question(request: Request, *, action: str, **fields: Any) -> SessionRequest
 
 
 def _check(session_id: str) -> None:
-    """What is no session id names no session."""
+    """Raises ApiError 404 for a string that cannot be a session id."""
     if not SESSION_ID.fullmatch(session_id):
         raise session_not_found(session_id)
 
 
 def _only(session_id: str, reply: SessionReply) -> dict[str, Any]:
-    """Of several that differ in their cache salt the one used last; the list has them all."""
+    """Return the session. Sessions of the same id with different cache salts may exist; the list shows all, this one
+    the last used."""
     if not reply.sessions:
         raise session_not_found(session_id)
     return describe_session(max(reply.sessions, key=lambda info: info.last_used_s))

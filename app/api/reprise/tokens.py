@@ -1,4 +1,4 @@
-"""POST /tokenize and /detokenize, and how many tokens a chat makes: what the model reads, without asking it."""
+"""POST /tokenize and /detokenize, and the token count of a chat. None of them runs the model."""
 
 import asyncio
 from typing import Any
@@ -18,7 +18,8 @@ router = APIRouter()
 @router.post("/tokenize")
 @router.post("/v1/tokenize")
 async def tokenize(request: Request) -> Response:
-    """Messages make the very ids that a chat request would send, recorded answers included."""
+    """Messages become the very ids that a chat request would send; recorded answers keep the ids they were generated
+    with."""
     body, headers = await body_of(request, TokenizeRequest)
     service = service_of(request)
     loaded, tokenizer = service.require_ready()
@@ -54,7 +55,7 @@ async def detokenize(request: Request) -> Response:
 
 @router.post("/v1/chat/completions/input_tokens")
 async def chat_input_tokens(request: Request) -> Response:
-    """How many tokens the prompt of this chat request has."""
+    """Counts the tokens of this chat request's prompt."""
     body, headers = await body_of(request, ChatCompletionRequest)
     ids = await service_of(request).chat_tokens(body, caller_of(request))
     answer = {"object": "chat.completion.input_tokens", "input_tokens": len(ids)}

@@ -1,4 +1,4 @@
-"""A generation -> a response: its items, and the events of its stream."""
+"""Builds a response from a generation: its items, and the events of its stream."""
 
 from typing import Any
 
@@ -13,8 +13,8 @@ Event = dict[str, Any]
 
 
 class ResponseBuilder:
-    """Items in the order in which they begin. What `take` and the others return are the events that say so; a plain
-    answer drops them."""
+    """Collects the items of one response in the order in which they begin. Methods return the events that announce each
+    change; a plain answer ignores them."""
 
     def __init__(self, request: ResponseRequest, generation: Generation, *, response_id: str) -> None:
         self.id = response_id
@@ -28,7 +28,7 @@ class ResponseBuilder:
         self._sequence = 0
 
     def body(self) -> dict[str, Any]:
-        """The response as it stands."""
+        """Return the response as it is now."""
         request, generation = self._request, self._generation
         incomplete = {"reason": "max_output_tokens"} if self.status == "incomplete" else None
         conversation = None if request.conversation is None else {"id": request.conversation.id}
@@ -111,7 +111,7 @@ class ResponseBuilder:
         return events
 
     def end(self, finish_reason: str | None) -> list[Event]:
-        """`finish_reason` of the only choice."""
+        """`finish_reason`: that of the only choice."""
         events: list[Event] = []
         is_cut = finish_reason == "length"
         self._close(events, status="incomplete" if is_cut else "completed")
@@ -130,7 +130,7 @@ class ResponseBuilder:
     # --- items --------------------------------------------------------------------------------------------------------
 
     def _item(self, kind: str, events: list[Event]) -> dict[str, Any]:
-        """The item of this kind that is open; begun now if another is, or none."""
+        """Return the open item if it is of this kind; otherwise close it and begin a new one."""
         if self._open is not None and self._open["type"] == kind:
             return self._open
         self._close(events)

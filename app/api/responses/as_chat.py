@@ -1,4 +1,4 @@
-"""A request for a response -> the chat request it stands for."""
+"""Converts a request for a response into the equivalent chat request."""
 
 import secrets
 from collections.abc import Sequence
@@ -26,14 +26,14 @@ def new_id(kind: str) -> str:
 
 
 def items_with_ids(items: Sequence[InputItem]) -> list[Item]:
-    """As they are stored, and listed."""
+    """Return items as they are stored and listed, with ids."""
     prefixes = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
     stored = [item.as_stored() for item in items]
     return [{"id": new_id(prefixes[item["type"]]), **item} for item in stored]
 
 
 def chat_request(request: ResponseRequest, items: list[Item]) -> ChatCompletionRequest:
-    """`items` are the history and the request's own. Raises ApiError."""
+    """Build the chat request. `items`: the history and then the request's own items. Raises ApiError."""
     body: dict[str, Any] = {name: value for name in _SAME if (value := getattr(request, name)) is not None}
     messages = messages_of(items)
     if request.instructions is not None:
@@ -68,7 +68,7 @@ def wants_logprobs(request: ResponseRequest) -> bool:
 
 
 def _tool_choice(value: Any) -> Any:
-    """A named function stands flat here, inside an object in a chat."""
+    """Convert a tool choice: a function's name is a field of the choice here, of a nested object in a chat."""
     if isinstance(value, dict) and value.get("type") == "function" and "name" in value:
         return {"type": "function", "function": {"name": value["name"]}}
     if isinstance(value, dict) and value.get("type") == "allowed_tools" and isinstance(value.get("tools"), list):
@@ -78,7 +78,7 @@ def _tool_choice(value: Any) -> Any:
 
 
 def renamed(error: ApiError) -> ApiError:
-    """What is wrong with the chat request, in the words of this one."""
+    """Rewrite an error about the chat request with the field names of the Responses API."""
     for chat_name, name in _NAMES.items():
         if error.param is not None and error.param.startswith(chat_name):
             error.message = error.message.replace(chat_name, name)
@@ -87,7 +87,7 @@ def renamed(error: ApiError) -> ApiError:
 
 
 def messages_of(items: list[Item]) -> list[dict[str, Any]]:
-    """What an assistant thinks, says and calls in one go is one message of a chat."""
+    """Convert items to chat messages. Consecutive thoughts, texts and calls of the assistant become one message."""
     messages: list[dict[str, Any]] = []
     open_answer: dict[str, Any] | None = None
     for item in items:
@@ -100,7 +100,7 @@ def messages_of(items: list[Item]) -> list[dict[str, Any]]:
             messages.append({"role": item["role"], "content": _text(item["content"])})
             open_answer = None
             continue
-        # A thought opens an answer; so does a text behind another answer's text.
+        # A thought begins a new answer; so does a text that follows another answer's text.
         follows_text = kind == "message" and open_answer is not None and open_answer["content"] is not None
         if open_answer is None or kind == "reasoning" or (follows_text and not open_answer.get("tool_calls")):
             open_answer = {"role": "assistant", "content": None}

@@ -1,4 +1,4 @@
-"""/v1/conversations: what was said, kept for the responses that go on with it. A conversation is a session, too."""
+"""/v1/conversations: stored items that later responses continue. Each conversation is a session too."""
 
 from typing import Any
 
@@ -88,7 +88,7 @@ async def get_item(request: Request, conversation_id: str, item_id: str) -> dict
 
 @router.delete("/v1/conversations/{conversation_id}/items/{item_id}")
 async def delete_item(request: Request, conversation_id: str, item_id: str) -> dict[str, Any]:
-    await _items(request, conversation_id)  # whose 404 is the conversation's
+    await _items(request, conversation_id)  # raises 404 if there is no such conversation
     try:
         return _describe(await responses_of(request).store.delete_item(request.state.tenant, conversation_id, item_id))
     except NotStored:

@@ -1,4 +1,4 @@
-"""Responses: made, remembered, run in the background, and found again."""
+"""Creates, stores, runs in the background and finds responses."""
 
 import asyncio
 import contextlib
@@ -23,13 +23,13 @@ from app.turn.service import Service
 log = logging.getLogger(__name__)
 
 Store = ResponseStore | RedisStore
-SWEEP_S = 60.0  # between two looks for what is too old
+SWEEP_S = 60.0  # between two deletions of expired entries
 _UNFINISHED = ("queued", "in_progress")
 
 
 class ResponseTurn(AsyncIterator[Delta]):
-    """One response under way: the source of its stream, and its frames. It is remembered before its last event goes
-    out, so that who reads that event can go on from it."""
+    """One response in progress: both the source and the frames of its stream. It is stored before its last event is
+    sent, so that a client that reads this event can continue from the response."""
 
     ping = PING
 
@@ -42,7 +42,7 @@ class ResponseTurn(AsyncIterator[Delta]):
         generation: Generation,
     ) -> None:
         self.generation = generation
-        self.items = items  # the request's own
+        self.items = items  # of this request, without the history
         self.builder = ResponseBuilder(request, generation, response_id=new_id("resp"))
         self.request = request
         self.tenant = tenant
@@ -50,7 +50,7 @@ class ResponseTurn(AsyncIterator[Delta]):
         self._last: list[Event] = []
 
     async def finish(self) -> dict[str, Any]:
-        """To the end. Raises ApiError."""
+        """Generate to the end and return the response. Raises ApiError."""
         async with aclosing(self):
             async for delta in self:
                 self.builder.take(delta)
@@ -89,18 +89,17 @@ class ResponseTurn(AsyncIterator[Delta]):
 
 
 class Responses:
-    """One per app, on its event loop."""
+    """Serves /v1/responses. One per app; to be used on its event loop."""
 
     def __init__(self, service: Service, store: Store) -> None:
         self.store = store
         self._service = service
         self._sweep_s = 0.0
-        self._running: dict[
-            tuple[str, str], tuple[ResponseTurn, asyncio.Task[None]]
-        ] = {}  # (tenant, id) -> in the background
+        # Responses in the background, by (tenant, id).
+        self._running: dict[tuple[str, str], tuple[ResponseTurn, asyncio.Task[None]]] = {}
 
     async def begin(self, request: ResponseRequest, caller: Caller) -> ResponseTurn:
-        """Raises ApiError."""
+        """Start generating. Raises ApiError."""
         items = items_with_ids(request.input or [])
         history = await self._history(request, caller.tenant)
         chat = chat_request(request, [*history, *items])
@@ -113,7 +112,7 @@ class Responses:
         return ResponseTurn(self, request, caller.tenant, items, generation)
 
     async def tokens(self, request: ResponseRequest, caller: Caller) -> int:
-        """Of the prompt that `begin` would submit. Raises ApiError."""
+        """Count the tokens of the prompt that `begin` would submit. Raises ApiError."""
         history = await self._history(request, caller.tenant)
         chat = chat_request(request, [*history, *items_with_ids(request.input or [])])
         return len(await self._service.chat_tokens(chat, caller))
@@ -134,7 +133,8 @@ class Responses:
         return []
 
     async def remember(self, turn: ResponseTurn) -> None:
-        """A full disk, or a Redis that is away, costs the memory of a response, not the response."""
+        """Store the response. With a full disk or an unreachable Redis, only the stored copy is lost, not the
+        response."""
         if (now := time.monotonic()) >= self._sweep_s:
             self._sweep_s = now + SWEEP_S
             with contextlib.suppress(NotStored, ApiError):
@@ -147,7 +147,7 @@ class Responses:
                 await self.store.append(turn.tenant, request.conversation.id, [*turn.items, *builder.output])
 
     async def run_in_background(self, turn: ResponseTurn) -> dict[str, Any]:
-        """Starts it. Returns the response as it is now."""
+        """Start a task that generates the response. Returns the response as it is now."""
         await self.remember(turn)
         key = turn.tenant, turn.builder.id
         task = asyncio.create_task(self._run(turn))
@@ -174,13 +174,13 @@ class Responses:
             body = await self.store.get(tenant, response_id)
         except NotStored:
             raise not_found("response", response_id) from None
-        if body["status"] in _UNFINISHED:  # a server before this one began it
+        if body["status"] in _UNFINISHED:  # an earlier run of the server began it
             error = {"code": "server_error", "message": "The server stopped while it was generated."}
             body = {**body, "status": "failed", "error": error}
         return body
 
     async def cancel(self, tenant: str, response_id: str) -> dict[str, Any]:
-        """Of one in the background; what is over stays as it is. Raises ApiError."""
+        """Cancel a response in the background; a finished one stays as it is. Raises ApiError."""
         running = self._running.get((tenant, response_id))
         if running is not None:
             await self._stop(*running)
@@ -207,7 +207,7 @@ class Responses:
     async def _stop(self, turn: ResponseTurn, task: "asyncio.Task[None]") -> None:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
-        if turn.builder.status == "in_progress":  # else it ended just now
+        if turn.builder.status == "in_progress":  # else it has just ended
             turn.builder.cancel()
             await turn.aclose()
             await self.remember(turn)

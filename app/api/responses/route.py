@@ -17,7 +17,7 @@ router = APIRouter()
 
 
 class ItemPage(BaseModel):
-    """Query parameters of a list, so strings."""
+    """Query parameters of a list. (They arrive as strings, so validation is not strict.)"""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
@@ -89,7 +89,7 @@ def page_of(request: Request) -> ItemPage:
 
 
 def listed(items: list[dict[str, Any]], page: ItemPage) -> dict[str, Any]:
-    """Raises ApiError 404 when the item to go on behind is not there."""
+    """Return one page of `items`. Raises ApiError 404 if `page.after` names no item."""
     if page.order == "desc":
         items = items[::-1]
     if page.after:
