@@ -1,11 +1,13 @@
 """What benchmarks share: where requests go, figures made of samples, and how what was expected is said."""
 
-from collections.abc import Mapping, Sequence
+import random
+from collections.abc import Callable, Mapping, Sequence
 
 from rich.console import Console
 
 from benchmarks.harness.servers import ServerProcess
 from loadgen.measure.sender import Target, TurnResult
+from loadgen.percentile import percentile
 
 HEARTBEAT_S = 1.3  # the scheduler's state is as old as the last one
 
@@ -25,10 +27,11 @@ def mean_of(values: Sequence[float]) -> float:
     return sum(values) / len(values) if values else 0.0
 
 
-def percentile(values: Sequence[float], share: float) -> float:
-    """The least value that `share` of them do not exceed; nan of none."""
-    ordered = sorted(values)
-    return ordered[max(0, -(-int(share * 1e6) * len(ordered) // 1_000_000) - 1)] if ordered else float("nan")
+def interval(figure: Callable[[random.Random], float], draws: int) -> tuple[float, float]:
+    """The 95 % interval of a figure by bootstrap. `figure` computes it from a resample that it draws itself."""
+    rng = random.Random(0)
+    found = [figure(rng) for _ in range(draws)]
+    return percentile(found, 0.025), percentile(found, 0.975)
 
 
 def rounded(value: float | None, digits: int = 2) -> float | None:

@@ -18,8 +18,9 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from benchmarks.harness.measures import mean_of, percentile, rounded
+from benchmarks.harness.measures import interval, mean_of, rounded
 from benchmarks.harness.servers import write_result
+from loadgen.percentile import percentile
 from loadgen.virtual.simulation import Simulation, VirtualServer
 from loadgen.workloads.workload import ConversationShape, poisson
 
@@ -47,7 +48,6 @@ def play(high_water: float, scores: bool, rate: float, policy: str, seed: int) -
 
 def compare(mine: Sequence[list[float]], theirs: Sequence[list[float]], share: float | None) -> dict[str, Any]:
     """Of two arms' seeds: a percentile, or the mean, mine in units of theirs, and its 95 % interval."""
-    rng = random.Random(0)
 
     def figure(rounds: Sequence[list[float]]) -> float:
         pooled = [ttft_s for each in rounds for ttft_s in each]
@@ -57,8 +57,7 @@ def compare(mine: Sequence[list[float]], theirs: Sequence[list[float]], share: f
         return figure([mine[n] for n in chosen]) / figure([theirs[n] for n in chosen])
 
     seeds = range(len(mine))
-    resampled = sorted(ratio(rng.choices(seeds, k=len(mine))) for _ in range(RESAMPLED))
-    low, high = (resampled[int(at * (RESAMPLED - 1))] for at in (0.025, 0.975))
+    low, high = interval(lambda rng: ratio(rng.choices(seeds, k=len(mine))), RESAMPLED)
     return {"ratio": rounded(ratio(seeds), 4), "interval": [rounded(low, 4), rounded(high, 4)]}
 
 

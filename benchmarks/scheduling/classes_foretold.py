@@ -28,12 +28,13 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from benchmarks.harness.measures import mean_of, percentile, rounded
+from benchmarks.harness.measures import interval, mean_of, rounded
 from benchmarks.harness.servers import write_result
 from benchmarks.scheduling.classes_workload import PLACES, POLICIES, Mix, Served, arrivals, describe
 from benchmarks.scheduling.foretold import BEGIN_S, LOAD_FACTORS, MEASURED, RESAMPLED, SETTLE_S, machine_of
 from benchmarks.scheduling.legs import Shape
 from cache.stats import ResidencyValue
+from loadgen.percentile import percentile
 from loadgen.virtual.simulation import Simulation, VirtualServer
 from loadgen.workloads.workload import Conversation, Turn
 
@@ -98,8 +99,7 @@ def service_rate(machine: VirtualServer, mix: Mix) -> float:
 
 def compare(mine: list[list[Served]], theirs: list[list[Served]]) -> dict[str, Any]:
     """TTFT of mine in units of theirs over all rounds, each measure with its interval."""
-    rng = random.Random(0)
-    found = {}
+    found, everything = {}, range(len(mine))
     for name, measure in MEASURES.items():
 
         def of(
@@ -109,9 +109,7 @@ def compare(mine: list[list[Served]], theirs: list[list[Served]]) -> dict[str, A
             over, under = ([turn.ttft_s for n in rounds for turn in side[n]] for side in sides)
             return measure(over) / measure(under)
 
-        everything = range(len(mine))
-        resampled = sorted(of(rng.choices(everything, k=len(mine))) for _ in range(RESAMPLED))
-        low, high = (resampled[int(share * (RESAMPLED - 1))] for share in (0.025, 0.975))
+        low, high = interval(lambda rng, of=of: of(rng.choices(everything, k=len(mine))), RESAMPLED)
         found[name] = [rounded(of(everything), 3), rounded(low, 3), rounded(high, 3)]
     return found
 

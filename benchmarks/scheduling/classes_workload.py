@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.harness.measures import mean_of, percentile, rounded
+from benchmarks.harness.measures import mean_of, rounded
 from benchmarks.scheduling.legs import Shape
+from loadgen.percentile import percentile
 from loadgen.workloads.workload import Conversation, Turn
 
 POLICIES = ("car", "car-hidden", "priority", "fcfs")

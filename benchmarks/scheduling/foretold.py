@@ -22,11 +22,12 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from benchmarks.harness.measures import mean_of, percentile, rounded
+from benchmarks.harness.measures import interval, mean_of, rounded
 from benchmarks.harness.servers import write_result
 from benchmarks.scheduling.compare import SHARES
 from benchmarks.scheduling.legs import BLOCK, Shape, arrivals, together
 from benchmarks.scheduling.report import POLICIES
+from loadgen.percentile import percentile
 from loadgen.virtual.simulation import Simulation, VirtualServer
 from loadgen.workloads.workload import Conversation, Turn
 
@@ -99,7 +100,7 @@ def service_rate(machine: VirtualServer, shape: Shape) -> float:
     return (len(done_s) - 2 * places) / (done_s[-1 - places] - done_s[places - 1])
 
 
-def compare(mine: list[list[float]], theirs: list[list[float]], rng: random.Random) -> dict[str, Any]:
+def compare(mine: list[list[float]], theirs: list[list[float]]) -> dict[str, Any]:
     """TTFT p95 over all rounds, mine in units of theirs, and between what it lies in 95 of 100 resamples of rounds."""
 
     def ratio(rounds: list[int]) -> float:
@@ -107,8 +108,7 @@ def compare(mine: list[list[float]], theirs: list[list[float]], rng: random.Rand
         return percentile(over, 0.95) / percentile(under, 0.95)
 
     everything = range(len(mine))
-    resampled = sorted(ratio(rng.choices(everything, k=len(mine))) for _ in range(RESAMPLED))
-    low, high = (resampled[int(share * (RESAMPLED - 1))] for share in (0.025, 0.975))
+    low, high = interval(lambda rng: ratio(rng.choices(everything, k=len(mine))), RESAMPLED)
     return {"p95": rounded(ratio(list(everything)), 3), "interval": [rounded(low, 3), rounded(high, 3)]}
 
 
@@ -132,7 +132,6 @@ def foretell(arguments: argparse.Namespace, measured: dict[str, Any], console: C
             later = arrivals(shape, rate, f"{seed} {share}", "c")
             for policy in POLICIES:
                 ttft_s[policy].append([ttft for ttft, _ in play(machines[policy], shape, later, seed)])
-        rng = random.Random(0)
         rows.append(
             {
                 "load_factor": factor, "share": share, "rate": rounded(rate, 3),
@@ -143,8 +142,8 @@ def foretell(arguments: argparse.Namespace, measured: dict[str, Any], console: C
                     }
                     for policy, found in ttft_s.items() if (pooled := [ttft for each in found for ttft in each])
                 },
-                "car/fcfs": compare(ttft_s["car"], ttft_s["fcfs"], rng),
-                "car/priority": compare(ttft_s["car"], ttft_s["priority"], rng),
+                "car/fcfs": compare(ttft_s["car"], ttft_s["fcfs"]),
+                "car/priority": compare(ttft_s["car"], ttft_s["priority"]),
             }
         )  # fmt: skip
     return rows

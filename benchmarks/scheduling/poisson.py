@@ -39,9 +39,10 @@ from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeElapsedC
 from rich.table import Table
 
 from benchmarks.harness.make_model import SHAPES, make_model
-from benchmarks.harness.measures import fail_on, mean_of, percentile, ratio, rounded, show_held, target_of
+from benchmarks.harness.measures import fail_on, mean_of, ratio, rounded, show_held, target_of
 from benchmarks.harness.servers import ServerProcess, serve, write_result
 from loadgen.measure.sender import TurnResult, run
+from loadgen.percentile import percentile
 from loadgen.workloads.workload import Conversation, Turn
 
 ARMS = ("car-hidden-auto", "car-hidden-0", "car-hidden-100", "priority-auto", "priority-0", "fcfs-auto", "fcfs-0")

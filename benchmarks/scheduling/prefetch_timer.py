@@ -30,10 +30,11 @@ from rich.table import Table
 
 from benchmarks.harness.in_process import kv_bytes_per_token
 from benchmarks.harness.make_model import SHAPES, make_model
-from benchmarks.harness.measures import fail_on, mean_of, percentile, rounded, show_held
+from benchmarks.harness.measures import fail_on, mean_of, rounded, show_held
 from benchmarks.harness.servers import serve, write_result
 from benchmarks.scheduling.legs import GIB, Player
 from benchmarks.scheduling.legs import Shape as Begun
+from loadgen.percentile import percentile
 from loadgen.workloads.workload import Conversation, Turn
 
 WORKLOADS = ("equal", "spread")

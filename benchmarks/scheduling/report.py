@@ -8,8 +8,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.harness.measures import mean_of, percentile, ratio, rounded, show_held
+from benchmarks.harness.measures import mean_of, ratio, rounded, show_held
 from benchmarks.scheduling.legs import TIERS, Leg
+from loadgen.percentile import percentile
 
 POLICIES = ("car", "priority", "fcfs")
 CONTROL = "fcfs-again"  # another server of the same policy: what two of them differ by is no policy's merit

@@ -32,10 +32,11 @@ from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeElapsedC
 from rich.table import Table
 
 from benchmarks.harness.make_model import SHAPES, make_model
-from benchmarks.harness.measures import HEARTBEAT_S, fail_on, percentile, ratio, rounded, show_held
+from benchmarks.harness.measures import HEARTBEAT_S, fail_on, ratio, rounded, show_held
 from benchmarks.harness.servers import ServerProcess, serve, write_result
 from benchmarks.speed.itl import split_gaps
 from loadgen.measure.sender import Target, TurnResult, run
+from loadgen.percentile import percentile
 from loadgen.workloads.workload import Conversation, Turn
 
 POLICIES = ("car", "fcfs")

@@ -47,6 +47,7 @@ from benchmarks.harness.measures import show_held
 from benchmarks.harness.servers import ServerProcess, serve, write_result
 from benchmarks.harness.streams import Message, StreamedAnswer, ask_stamped
 from loadgen.measure.http import Http
+from loadgen.percentile import percentile
 
 ARMS = ("attentionstore", "disk", "ample", "prefix", "recompute")
 RETURNING = ("attentionstore", "ample", "recompute")  # those that play the turn behind the restart
@@ -228,12 +229,11 @@ def sample_of(answer: StreamedAnswer, arm: str, pass_: int, number: int, turn: i
 
 
 def spread(values: list[float]) -> dict[str, float]:
-    ordered = sorted(values)
     return {
-        "p50": round(median(ordered), 2),
-        "p90": round(ordered[min(len(ordered) - 1, int(0.9 * len(ordered)))], 2),
-        "min": round(ordered[0], 2),
-        "max": round(ordered[-1], 2),
+        "p50": round(median(values), 2),
+        "p90": round(percentile(values, 0.9), 2),
+        "min": round(min(values), 2),
+        "max": round(max(values), 2),
     }
 
 

@@ -36,9 +36,10 @@ from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeElapsedC
 from rich.table import Table
 
 from benchmarks.harness.make_model import SHAPES, make_model
-from benchmarks.harness.measures import fail_on, percentile, ratio, rounded, show_held, target_of
+from benchmarks.harness.measures import fail_on, ratio, rounded, show_held, target_of
 from benchmarks.harness.servers import ServerProcess, serve, write_result
 from loadgen.measure.sender import TurnResult, run
+from loadgen.percentile import percentile
 from loadgen.workloads.workload import Conversation, Turn
 
 ARMS = ("target", "auto", "tokens", "whole")

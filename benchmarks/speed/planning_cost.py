@@ -34,12 +34,13 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from benchmarks.harness.measures import mean_of, percentile, show_held
+from benchmarks.harness.measures import mean_of, show_held
 from benchmarks.harness.servers import ROOT, write_result
 from cache.blocks.keys import BlockKey
 from cache.policies.lookahead import LookaheadPolicy
 from cache.returns.return_times import ReturnTimes
 from engine.process.collector import Collector
+from loadgen.percentile import percentile
 from loadgen.virtual.simulation import Simulation, VirtualServer
 from loadgen.workloads.workload import Conversation, Turn
 

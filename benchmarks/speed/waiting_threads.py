@@ -22,7 +22,7 @@ import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from statistics import geometric_mean, mean, median, quantiles
+from statistics import geometric_mean, mean, median
 from typing import Any
 
 import msgspec
@@ -31,10 +31,11 @@ from rich.progress import track
 from rich.table import Table
 
 from benchmarks.harness.in_process import InProcess, as_engine_process, config, vocabulary_of
-from benchmarks.harness.measures import percentile, show_held
+from benchmarks.harness.measures import show_held
 from benchmarks.harness.servers import write_result
 from benchmarks.speed.zero_reuse import BUNDLED
 from engine.process.child import SPIN
+from loadgen.percentile import percentile
 
 NAME = "GOMP_SPINCOUNT"
 OURS = int(SPIN[NAME])
@@ -129,11 +130,10 @@ def summarize(samples: Sequence[Sample]) -> list[dict[str, Any]]:
     rows = []
     for (beside, count, streams), steps in sorted(groups.items()):
         walls = [one.wall_ms for one in steps]
-        quarters = quantiles(walls, n=4, method="inclusive") if len(walls) > 1 else walls * 3
         rows.append(
             {"beside": beside, "count": count, "streams": streams, "processes": len(steps)}
             | {name: round(value, 3) for name, value in asdict(middle(steps)).items() if name != "streams"}
-            | {"wall_ms_p25": round(quarters[0], 3), "wall_ms_p75": round(quarters[2], 3)}
+            | {"wall_ms_p25": round(percentile(walls, 0.25), 3), "wall_ms_p75": round(percentile(walls, 0.75), 3)}
         )
     return rows
 

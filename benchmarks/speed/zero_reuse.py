@@ -26,8 +26,9 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
-from statistics import median, quantiles
+from statistics import median
 from typing import Any
 
 import psutil
@@ -36,10 +37,11 @@ from rich.progress import track
 from rich.table import Table
 
 from benchmarks.harness.make_model import SHAPES, make_model
-from benchmarks.harness.measures import show_held
+from benchmarks.harness.measures import interval, show_held
 from benchmarks.harness.servers import ServerProcess, serve, write_result
 from benchmarks.harness.streams import client_of
 from benchmarks.speed.hierarchy import WORDS
+from loadgen.percentile import percentile
 
 ARMS: dict[str, dict[str, str | int]] = {
     "attentionstore": {"cache.mode": "attentionstore"},
@@ -149,11 +151,8 @@ async def one_round(model: str, start: int, round_: int, servers: Mapping[str, S
     return costs
 
 
-def interval(ratios: Sequence[float]) -> tuple[float, float]:
-    """Of 95 % for the median, by bootstrap."""
-    rng = random.Random(0)
-    medians = sorted(median(rng.choices(ratios, k=len(ratios))) for _ in range(RESAMPLES))
-    return medians[RESAMPLES // 40], medians[-1 - RESAMPLES // 40]
+def resampled_median(values: Sequence[float], rng: random.Random) -> float:
+    return median(rng.choices(values, k=len(values)))
 
 
 def summarize(costs: list[Cost]) -> list[dict[str, Any]]:
@@ -168,12 +167,11 @@ def summarize(costs: list[Cost]) -> list[dict[str, Any]]:
         if not rounds:
             continue
         ratios = [cost / per_token[COMPUTING][r] for r, cost in per_token[STORING].items()]
-        spread = quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
         row: dict[str, Any] = {"model": model, "rounds": len(rounds), "ratio_p50": round(median(ratios), 4)}
         by_start = [[ratio for (of, _), ratio in zip(rounds, ratios, strict=True) if of == start] for start in starts]
         row["ratio_p50_by_start"] = [round(median(of_start), 4) for of_start in by_start]
-        low, high = interval(ratios)
-        row |= {"ratio_p25": round(spread[0], 4), "ratio_p75": round(spread[2], 4)}
+        low, high = interval(partial(resampled_median, ratios), RESAMPLES)
+        row |= {"ratio_p25": round(percentile(ratios, 0.25), 4), "ratio_p75": round(percentile(ratios, 0.75), 4)}
         row |= {"ratio_p50_low": round(low, 4), "ratio_p50_high": round(high, 4)}
         for arm in arms:
             row[f"{arm}_cpu_ms_per_token_p50"] = round(median(per_token[arm].values()), 4)

@@ -32,7 +32,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from statistics import mean, quantiles
+from statistics import mean
 from typing import Any
 
 import msgspec
@@ -42,11 +42,12 @@ from rich.table import Table
 
 from benchmarks.harness.in_process import InProcess, Turn, as_engine_process, config, vocabulary_of
 from benchmarks.harness.make_model import SHAPES, make_model
-from benchmarks.harness.measures import show_held
+from benchmarks.harness.measures import interval, show_held
 from benchmarks.harness.servers import write_result
 from benchmarks.speed.zero_reuse import ARMS, BUNDLED, COMPUTING, HBM_TOKENS, LIMIT, MODELS, STORING
 from engine.process.collector import Collector
 from engine.process.loop import MOVING_POLL_MS
+from loadgen.percentile import percentile
 
 STAGES = ("submit", "prompt", "answer", "rest")
 WARM_UP = 3  # requests that do not count
@@ -164,15 +165,11 @@ def ratio_of_sums(pairs: Sequence[tuple[float, float]]) -> float:
     return sum(ours for ours, _ in pairs) / sum(theirs for _, theirs in pairs)
 
 
-def interval(starts: Sequence[Pairs]) -> tuple[float, float]:
-    """Of 95 % for the ratio of the sums over all starts, by bootstrap over these and the requests of each."""
-    rng = random.Random(0)
-
-    def resampled() -> Pairs:
-        return [pair for pairs in rng.choices(starts, k=len(starts)) for pair in rng.choices(pairs, k=len(pairs))]
-
-    found = sorted(ratio_of_sums(resampled()) for _ in range(RESAMPLES))
-    return found[RESAMPLES // 40], found[-1 - RESAMPLES // 40]
+def resampled_ratio(starts: Sequence[Pairs], rng: random.Random) -> float:
+    """The ratio of the sums over starts drawn anew, and over requests drawn anew within each."""
+    return ratio_of_sums(
+        [pair for pairs in rng.choices(starts, k=len(starts)) for pair in rng.choices(pairs, k=len(pairs))]
+    )
 
 
 def summarize(spent: Sequence[Spent]) -> list[dict[str, Any]]:
@@ -188,13 +185,12 @@ def summarize(spent: Sequence[Spent]) -> list[dict[str, Any]]:
                 by_start[one.start].append((one.total_ms, arms[COMPUTING][place].total_ms))
             pairs = [pair for start in by_start.values() for pair in start]
             ratios = [ours / theirs for ours, theirs in pairs]
-            low, high = interval([*by_start.values()])
+            low, high = interval(partial(resampled_ratio, [*by_start.values()]), RESAMPLES)
             stages = {f"{stage}_ms": round(mean(one.ms[stage] for one in rounds.values()), 3) for stage in STAGES}
-            quarters = quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
             rows.append(
                 {"model": model, "arm": arm, "requests": len(pairs), "ratio": round(ratio_of_sums(pairs), 4)}
                 | {"ratio_low": round(low, 4), "ratio_high": round(high, 4)}
-                | dict(zip(("ratio_p25", "ratio_p50", "ratio_p75"), (round(q, 4) for q in quarters), strict=True))
+                | {f"ratio_p{share}": round(percentile(ratios, share / 100), 4) for share in (25, 50, 75)}
                 | {"ratio_by_start": [round(ratio_of_sums(start), 4) for start in by_start.values()]}
                 | stages
                 | {"cached_tokens": sum(one.cached_tokens for one in rounds.values())}

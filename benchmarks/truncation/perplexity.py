@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer
 
+from benchmarks.harness.measures import interval
 from benchmarks.truncation.quality import ARMS, Bench, kept_rows
 from model.corpus import documents, is_held_out
 
@@ -71,7 +72,7 @@ def score_window(bench: Bench, token_ids: Sequence[int], history: int, keep_firs
     return losses
 
 
-def summarize(windows: Sequence[dict[str, float]], seed: int) -> dict[str, Any]:
+def summarize(windows: Sequence[dict[str, float]]) -> dict[str, Any]:
     """Perplexity per arm, and its ratio to TT's, with 95 % bootstrap intervals over windows. A ratio's is of the
     differences window by window."""
     arms = {}
@@ -80,9 +81,9 @@ def summarize(windows: Sequence[dict[str, float]], seed: int) -> dict[str, Any]:
         apart = [window[arm] - window["TT"] for window in windows]
         arms[arm] = {
             "ppl": math.exp(_mean(losses)),
-            "ppl_95": _interval(losses, seed),
+            "ppl_95": _interval(losses),
             "ratio_to_tt": math.exp(_mean(apart)),
-            "ratio_to_tt_95": _interval(apart, seed),
+            "ratio_to_tt_95": _interval(apart),
         }
     return {"windows": len(windows), "arms": arms}
 
@@ -91,11 +92,10 @@ def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values)
 
 
-def _interval(values: Sequence[float], seed: int) -> tuple[float, float]:
+def _interval(values: Sequence[float]) -> tuple[float, float]:
     """exp of the mean: 2.5 % and 97.5 % of the bootstrap."""
-    rng = random.Random(seed)
-    means = sorted(_mean(rng.choices(values, k=len(values))) for _ in range(DRAWS))
-    return math.exp(means[int(0.025 * DRAWS)]), math.exp(means[int(0.975 * DRAWS)])
+    low, high = interval(lambda rng: _mean(rng.choices(values, k=len(values))), DRAWS)
+    return math.exp(low), math.exp(high)
 
 
 def measure(
@@ -120,5 +120,5 @@ def measure(
         for ids in draw_windows(found, bench.window + scored + 1, windows, seed):
             losses.append(score_window(bench, ids, bench.window, keep_first))
             advance()
-        out["texts"][name] = summarize(losses, seed)
+        out["texts"][name] = summarize(losses)
     return out

@@ -7,7 +7,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColum
 from rich.text import Text
 
 from loadgen.measure.sender import TurnResult
-from loadgen.measure.summary import Slo, is_good, percentile, tpot_s
+from loadgen.measure.summary import Slo, is_good, tpot_s
+from loadgen.percentile import percentile
 
 _RECENT = 200  # requests that the figures are of
 
@@ -40,7 +41,7 @@ class ProgressLine:
 
     def line(self) -> str:
         """The last requests' figures."""
-        ttft, tpot, good = sorted(self._ttft_s.copy()), sorted(self._tpot_s.copy()), self._good.copy()
+        ttft, tpot, good = self._ttft_s.copy(), self._tpot_s.copy(), self._good.copy()
         parts = [f"{self.sent - self.ended} running"]
         if ttft:
             parts.append(f"TTFT p50 {_ms(percentile(ttft, 0.5))} p95 {_ms(percentile(ttft, 0.95))}")

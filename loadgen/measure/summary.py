@@ -1,8 +1,7 @@
 """What a run's results say: percentiles, throughput, goodput, hit rates and cost. Pure.
 
-A distribution is `{count, mean, min, p50, p90, p95, p99, max}` of its values; a percentile is the least value that so
-many do not exceed. An empty one has a count of 0 and nulls. Latencies begin when a request was due: a late client
-counts.
+A distribution is `{count, mean, min, p50, p90, p95, p99, max}` of its values. An empty one has
+a count of 0 and nulls. Latencies begin when a request was due: a late client counts.
 """
 
 import math
@@ -13,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from loadgen.measure.sender import TurnResult
+from loadgen.percentile import percentile
 
 TIERS = ("hbm", "dram", "disk", "redis", "computed")
 SERVER_TIMES = ("ttft_ms", "queue_ms", "load_ms", "prefill_ms")
@@ -44,11 +44,6 @@ class Prices:
     @property
     def per_hour(self) -> float:
         return self.gpus * self.gpu + self.dram_gb * self.dram + self.ssd_gb * self.ssd
-
-
-def percentile(ordered: Sequence[float], share: float) -> float:
-    """The least value that `share` of them do not exceed; nan of none."""
-    return ordered[max(0, math.ceil(share * len(ordered) - 1e-9) - 1)] if ordered else math.nan
 
 
 def distribution(values: Iterable[float], digits: int = 3) -> dict[str, float | int | None]:
@@ -169,7 +164,7 @@ def timeline(results: Sequence[TurnResult]) -> list[dict[str, Any]]:
             running[place] += min(result.done_s, begins_s + width_s) - max(result.sent_s, begins_s)
     rows = []
     for place, some in enumerate(due):
-        ttft_ms = sorted(r.ttft_s * 1e3 for r in some if r.ttft_s is not None)
+        ttft_ms = [r.ttft_s * 1e3 for r in some if r.ttft_s is not None]
         rows.append(
             {
                 "from_s": round(place * width_s, 3),

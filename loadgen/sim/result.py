@@ -1,11 +1,11 @@
 """What a simulated run came to: hit rates three ways, times, bytes and costs."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any
 
 from loadgen.measure.summary import Prices
+from loadgen.percentile import percentile
 from loadgen.sim.simulated_server import SimulatedServer
 from loadgen.sim.turn import TurnRecord
 
@@ -67,7 +67,7 @@ def summarize(server: SimulatedServer) -> Result:
     found = {tier: sum(record.sources.get(tier, 0) for record in counted) for tier in ("hbm", "dram", "disk")}
     hits = sum(found.values())
     returning = [record for record in counted if record.turn]
-    ttfts = sorted(record.ttft_s for record in counted)
+    ttfts = [record.ttft_s for record in counted]
     prefill_s = sum(record.prefill_s for record in counted)
     by_turn: dict[int, list[float]] = {}
     for record in counted:
@@ -95,8 +95,8 @@ def summarize(server: SimulatedServer) -> Result:
         computed_tokens=prompts - hits,
         answer_tokens=sum(record.answer_tokens for record in counted),
         ttft_mean_s=fmean(ttfts),
-        ttft_p50_s=_quantile(ttfts, 0.5),
-        ttft_p95_s=_quantile(ttfts, 0.95),
+        ttft_p50_s=percentile(ttfts, 0.5),
+        ttft_p95_s=percentile(ttfts, 0.95),
         prefill_mean_s=prefill_s / len(counted),
         queue_mean_s=fmean(record.started_s - record.arrived_s for record in counted),
         stalled_s=sum(record.stalled_s for record in counted),
@@ -112,7 +112,3 @@ def summarize(server: SimulatedServer) -> Result:
         bytes=moved,
         records=server.records,
     )
-
-
-def _quantile(values: Sequence[float], share: float) -> float:
-    return values[min(len(values) - 1, int(share * len(values)))]

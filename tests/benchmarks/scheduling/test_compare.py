@@ -1,12 +1,10 @@
 """What the benchmarks of the scheduler conclude from what they measured."""
 
-import random
 from collections import Counter
 from pathlib import Path
 
 import pytest
 
-from benchmarks.harness import measures
 from benchmarks.scheduling import file as schedulers_file
 from benchmarks.scheduling import legs as schedulers_legs
 from benchmarks.scheduling import report, tenants
@@ -32,18 +30,6 @@ def leg(policy: str, share: float, ttft_s: list[float | None], round_: int = 0, 
         for s in ttft_s
     ]
     return Leg(policy, share, round_, 1.0, 1.0, 10.0, counts, 0.0, 0.0, samples)
-
-
-@pytest.mark.parametrize(("share", "rank"), [(0.5, 50), (0.95, 95), (0.99, 99), (1.0, 100), (0.001, 1)])
-def test_a_percentile_is_the_least_value_that_enough_do_not_exceed(share, rank):
-    values = [float(n) for n in range(1, 101)]
-    random.Random(0).shuffle(values)
-    assert measures.percentile(values, share) == rank
-
-
-def test_percentiles_of_few():
-    assert [measures.percentile([3.0, 1.0, 2.0], share) for share in (0.3, 0.5, 0.95)] == [1.0, 2.0, 3.0]
-    assert measures.percentile([], 0.5) != measures.percentile([], 0.5)
 
 
 @pytest.mark.parametrize(

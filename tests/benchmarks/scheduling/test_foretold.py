@@ -43,7 +43,7 @@ def test_ratios_lie_in_their_interval():
     rng = random.Random(0)
     theirs = [[rng.uniform(1, 2) for _ in range(20)] for _ in range(10)]
     mine = [[2 * value for value in each] for each in theirs]
-    assert compare(mine, theirs, rng) == {"p95": 2.0, "interval": [2.0, 2.0]}
+    assert compare(mine, theirs) == {"p95": 2.0, "interval": [2.0, 2.0]}
     mixed = [[value * rng.uniform(0.5, 1.5) for value in each] for each in theirs]
-    found = compare(mixed, theirs, rng)
+    found = compare(mixed, theirs)
     assert found["interval"][0] < found["p95"] < found["interval"][1]

@@ -5,7 +5,7 @@ import time
 
 import psutil
 
-from benchmarks.speed.zero_reuse import ARMS, Cost, arms_of, cpu_seconds, interval, request_of, summarize, verdicts
+from benchmarks.speed.zero_reuse import ARMS, Cost, arms_of, cpu_seconds, request_of, summarize, verdicts
 
 
 def cost(arm: str, round_: int, cpu_s: float, cached: int = 0) -> Cost:
@@ -48,16 +48,6 @@ def test_cpu_time_is_counted_finely() -> None:
 def test_too_dear_or_not_without_reuse_is_seen() -> None:
     costs = [cost("recompute", 1, 1.0), cost("attentionstore", 1, 1.04, cached=32)]
     assert not any(verdicts(summarize(costs)).values())
-
-
-def test_the_interval_of_a_median_gets_narrow_with_many_rounds() -> None:
-    rng = random.Random(2)
-    few, many = ([rng.gauss(1.02, 0.05) for _ in range(count)] for count in (5, 200))
-    assert interval([1.5] * 4) == (1.5, 1.5)
-    widths = [high - low for low, high in (interval(few), interval(many))]
-    assert 0 < 3 * widths[1] < widths[0]
-    low, high = interval(many)
-    assert low < 1.02 < high
 
 
 def test_requests_are_new_and_repeatable() -> None:

@@ -1,0 +1,27 @@
+"""What is made of samples, worked by hand."""
+
+import random
+from functools import partial
+
+from benchmarks.harness.measures import interval, ratio, rounded
+from benchmarks.speed.zero_reuse import resampled_median
+
+
+def test_the_interval_of_a_median_gets_narrow_with_many_samples() -> None:
+    rng = random.Random(2)
+    few, many = ([rng.gauss(1.02, 0.05) for _ in range(count)] for count in (5, 200))
+    assert interval(partial(resampled_median, [1.5] * 4), 100) == (1.5, 1.5)
+    low, high = interval(partial(resampled_median, many), 500)
+    assert low < 1.02 < high
+    lower, higher = interval(partial(resampled_median, few), 500)
+    assert 0 < 3 * (high - low) < higher - lower
+
+
+def test_an_interval_leaves_out_a_fortieth_at_either_end() -> None:
+    ranks = iter(random.Random(0).sample(range(1, 1001), 1000))
+    assert interval(lambda rng: next(ranks), 1000) == (25, 975)
+
+
+def test_what_cannot_be_said_is_none() -> None:
+    assert (rounded(float("nan")), rounded(None), rounded(1.234)) == (None, None, 1.23)
+    assert (ratio(1.0, 0.0), ratio(None, 1.0), ratio(1.0, 3.0)) == (None, None, 0.3333)
