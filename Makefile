@@ -21,7 +21,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.setup-$(EXTRAS)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help setup model serve test test-api test-clients test-gpu check format bench figures screenshots sim clean
+.PHONY: help setup model serve test test-api test-clients test-gpu check format bench figures screenshots sim house coverage lock clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 12
@@ -86,6 +86,9 @@ figures: setup  ## the papers' figures from the simulator, and all pictures of d
 
 screenshots: setup  ## the page's pictures in docs/; needs Chromium
 	@$(BIN)/python -m tests.page.screenshots
+
+lock:  ## write uv.lock anew: all of constraints.txt, and what CUDA's torch adds, with hashes; needs uv
+	@uv lock --quiet $$(sed -n 's/^[A-Za-z]/--upgrade-package &/p' constraints.txt)
 
 clean:  ## caches and build output, not the virtual environment
 	@rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -4,4 +4,4 @@ transformers probes for a distribution called `kernels` and parses its version, 
 it to use. `engine.model.hf_model` also turns the probe's own switch off.
 """
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"

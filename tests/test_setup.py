@@ -9,12 +9,23 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parent.parent
 PLATFORM = "manylinux_2_28_x86_64"
 ON_LINUX = {"sys_platform": "linux", "platform_system": "Linux", "platform_machine": "x86_64", "os_name": "posix"}
+
+
+def project() -> dict:
+    return tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+
+
+def requirements() -> list[str]:
+    """Those of the program and of all its extras."""
+    asked = project()
+    return [*asked["dependencies"], *(text for extra in asked["optional-dependencies"].values() for text in extra)]
 
 
 def constraints() -> dict[str, str]:
@@ -85,10 +96,8 @@ def test_a_contradiction_is_seen() -> None:
 
 
 def test_our_own_requirements_admit_our_versions() -> None:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    extras = project["optional-dependencies"]
-    asked = [*project["dependencies"], *(text for extra in extras.values() for text in extra)]
-    assert contradictions(asked, constraints()) == []
+    extras = project()["optional-dependencies"]
+    assert contradictions(requirements(), constraints()) == []
     # Its build needs torch, and CUDA's compiler: whoever asks for anything else must not get it.
     with_it = [extra for extra, texts in extras.items() if any("flash" in text for text in texts)]
     assert with_it == ["flash-attn"]
@@ -108,11 +117,33 @@ def advised() -> list[tuple[str, str]]:
 
 
 def test_nobody_is_told_to_install_what_is_not_there() -> None:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    extras = project["optional-dependencies"]
-    asked = [*project["dependencies"], *(text for extra in extras.values() for text in extra)]
-    known = {canonicalize_name(Requirement(text).name) for text in asked} | {"wheel", "ninja"}
-    known |= {"."} | {f"'.[{extra}]'" for extra in extras}
+    known = {canonicalize_name(Requirement(text).name) for text in requirements()} | {"wheel", "ninja"}
+    known |= {"."} | {f"'.[{extra}]'" for extra in project()["optional-dependencies"]}
     words = advised()
     assert ("redis_store.py", "redis") in words
     assert [(file, word) for file, word in words if word not in known] == []
+
+
+def test_the_lock_has_our_versions_and_all_that_is_asked_for() -> None:
+    packages = tomllib.loads((ROOT / "uv.lock").read_text(encoding="utf-8"))["package"]
+    locked = {package["name"]: package["version"] for package in packages}
+    pins = constraints()
+    assert {name: locked.get(name) for name in pins} == pins, "run `make lock`"
+    assert locked["reprise"] == project()["version"], "run `make lock`"
+    (ours,) = (package["metadata"]["requires-dist"] for package in packages if package["name"] == "reprise")
+    asked = {(canonicalize_name(r.name), str(r.specifier)) for r in map(Requirement, requirements())}
+    assert {(r["name"], str(Requirement(r["name"] + r["specifier"]).specifier)) for r in ours} == asked, (
+        "run `make lock`"
+    )
+
+
+def test_commits_are_checked_by_the_linter_that_checks_the_tree() -> None:
+    (local,) = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text(encoding="utf-8"))["repos"]
+    wanted = [text for hook in local["hooks"] for text in hook.get("additional_dependencies", [])]
+    assert "ruff" in {Requirement(text).name for text in wanted}
+    assert contradictions(wanted, constraints()) == []
+
+
+def test_the_changelog_tells_of_this_version_first() -> None:
+    headings = re.findall(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.MULTILINE)
+    assert headings[:2] == ["Unreleased", project()["version"]]
