@@ -1,1 +1,1 @@
-"""Blocks: their keys, the table of them, and the contexts made of them."""
+"""Blocks of KV: their keys, the table that finds them, and the contexts made of them."""

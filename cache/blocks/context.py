@@ -1,4 +1,4 @@
-"""What KV a session has, and what a running request stands on."""
+"""The KV context of a session between turns, and of a request while it waits or runs."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -13,46 +13,50 @@ from cache.blocks.truncate import CutRules, Range, subtract
 
 @dataclass(slots=True)
 class Lineage:
-    """The keys of a context's full blocks. As long as nothing was cut they are a chain from the domain's root. Behind a
-    cut a new block's KV depends on which blocks stand before it, so it chains on all their keys: the `joint`."""
+    """The keys of a context's full blocks, in order. Until something is cut, they are one chain from the domain's root.
+    The first block computed after a cut depends on exactly which blocks remain before it, so its key chains on all of
+    their keys; this block is the `joint`."""
 
     domain: KeyDomain
     keys: list[BlockKey] = field(default_factory=list)
-    plain: int = 0  # how many leading keys are a chain from the root; meaningful once there is a joint
-    joint: int | None = None  # the block that chains on all before it
+    plain: int = 0  # number of leading keys that chain from the root; used only if there is a joint
+    joint: int | None = None  # index of the block whose key chains on all blocks before it
     joint_parent: BlockKey | None = None
 
     def extend(self, token_ids: Sequence[int]) -> list[BlockKey]:
-        """The keys of all full blocks of `token_ids`, whose first blocks are those known already."""
+        """Add the keys of all full blocks of `token_ids`, which begins with the blocks already known. Returns all
+        keys."""
         for block in range(len(self.keys), len(token_ids) // BLOCK_TOKENS):
             start = block * BLOCK_TOKENS
             self.keys.append(self.domain.child(self.parent(block), token_ids[start : start + BLOCK_TOKENS]))
         return self.keys
 
     def parent(self, block: int) -> BlockKey:
-        """What the key of a block, known or the next one, chains on."""
+        """Return the key on which the key of `block` chains. `block` is a known one or the next one."""
         if block == self.joint:
             assert self.joint_parent is not None
             return self.joint_parent
         return self.keys[block - 1] if block else self.domain.root
 
     def first(self, count: int) -> "Lineage":
-        """The lineage of a context that begins with the first `count` blocks of this one and goes on by itself."""
+        """Return the lineage of a context that shares the first `count` blocks with this one and then continues by
+        itself."""
         if self.joint is not None and count >= self.joint:
             return Lineage(self.domain, self.keys[:count], self.plain, self.joint, self.joint_parent)
         return self.anew(count)
 
     def anew(self, count: int) -> "Lineage":
-        """The lineage of a context of which no more than the first `count` blocks are left, so that all behind them is
-        computed on them alone."""
+        """Return the lineage of a context that keeps at most the first `count` blocks and computes the rest after them
+        anew."""
         keys, plain = self.keys[:count], self.num_plain
         if count <= plain:
             return Lineage(self.domain, keys)
         return Lineage(self.domain, keys, plain, count, self.domain.lineage(keys))
 
     def without(self, cuts: Sequence[Range], tail: BlockKey | None) -> "Lineage":
-        """The lineage behind a truncation that drops these token ranges, all of whole blocks. tail: an open block that
-        stood behind the last key and stays: the block that it becomes was begun in the longer context."""
+        """Return the lineage after a truncation that drops these token ranges, which consist of whole blocks. tail: the
+        key of an open block after the last full one that stays; the block it grows into was begun in the longer
+        context."""
         keys, start = [], 0
         for a, b in cuts:
             keys += self.keys[start : a // BLOCK_TOKENS]
@@ -66,8 +70,8 @@ class Lineage:
         return Lineage(self.domain, keys, plain, len(keys), self.domain.lineage(keys))
 
     def is_held_by(self, num_blocks: int, has_tail: bool) -> bool:
-        """Whether what is computed behind its first `num_blocks` blocks (and rows of an open one) belongs under its
-        names. If less is left than a truncation had kept, it does not."""
+        """Whether KV computed after the first `num_blocks` blocks (and, with `has_tail`, the rows of an open one) may
+        use this lineage's keys. It may not if fewer blocks are left than the truncation had kept."""
         if self.joint is None or num_blocks > self.joint:
             return True
         if num_blocks < self.joint:
@@ -80,7 +84,7 @@ class Lineage:
 
 
 class SavedContext(msgspec.Struct, frozen=True, array_like=True):
-    """A session's context as it is stored beside its blocks."""
+    """A session's context in the form in which it is stored next to its blocks."""
 
     keys: tuple[bytes, ...]
     plain: int
@@ -100,20 +104,24 @@ _decode = msgspec.msgpack.Decoder(SavedContext).decode
 
 @dataclass(slots=True)
 class SessionContext:
-    """The context a session's last turn ended with: full blocks in order, then the open one. A claim, not a promise:
-    the blocks themselves may be gone, which the cache table knows."""
+    """The context at the end of a session's last turn: full blocks in order, then the open block. It does not guarantee
+    that the blocks still exist; the cache table knows that."""
 
     lineage: Lineage
     open_key: BlockKey | None
-    open_tokens: tuple[int, ...]  # of the open block; also its place in a comparison when its bytes are gone
+    open_tokens: tuple[int, ...]  # tokens of the open block, kept for comparison even if its bytes are gone
     last_used_s: float
-    cuts: list[Range] = field(default_factory=list)  # of the whole conversation, what is no longer in the context
-    client_cuts: list[Range] = field(default_factory=list)  # of these, what the client dropped and may send again
-    cut_digest: bytes = b""  # of the conversation up to the end of the last cut
-    cut_conversation: list[BlockKey] = field(default_factory=list)  # keys of all of it, where something is cut
+    # ranges of the whole conversation that are no longer in the context
+    cuts: list[Range] = field(default_factory=list)
+    # the part of `cuts` that the client dropped and may send again
+    client_cuts: list[Range] = field(default_factory=list)
+    cut_digest: bytes = b""  # digest of the conversation up to the end of the last cut
+    # keys of the whole conversation; filled only if something is cut
+    cut_conversation: list[BlockKey] = field(default_factory=list)
     pinned: bool = False
-    ttl_s: float | None = None  # None: the server's
-    owned: dict[BlockKey, None] = field(default_factory=dict)  # every block that is in the table because of it
+    ttl_s: float | None = None  # None: the server's default applies
+    # every block that is in the table because of this session
+    owned: dict[BlockKey, None] = field(default_factory=dict)
 
     @property
     def keys(self) -> list[BlockKey]:
@@ -121,18 +129,18 @@ class SessionContext:
 
     @property
     def all_keys(self) -> list[BlockKey]:
-        """The open block's too."""
+        """Keys of the full blocks and of the open block."""
         return [*self.keys, *((self.open_key,) if self.open_key else ())]
 
     @property
     def conversation_keys(self) -> list[BlockKey]:
-        """Of the full blocks of the conversation as if nothing were cut: cuts are of whole blocks, so they would stand
-        where the context's would."""
+        """Keys of the conversation's full blocks as if nothing were cut. (Cuts consist of whole blocks, so block
+        boundaries are the same in both.)"""
         return self.cut_conversation if self.cuts else self.keys
 
     @property
     def own_cuts(self) -> list[Range]:
-        """Of the cuts, what was dropped because the window was full."""
+        """The part of `cuts` that was dropped because the window was full."""
         return subtract(self.cuts, self.client_cuts)
 
     @property
@@ -144,7 +152,7 @@ class SessionContext:
         return sum(b - a for a, b in self.cuts)
 
     def pack(self) -> bytes:
-        """For a tier that outlives the process."""
+        """Encode the context for a tier that outlives the process."""
         lineage = self.lineage
         return _encode(
             SavedContext(
@@ -163,7 +171,7 @@ class SessionContext:
 
     @classmethod
     def unpack(cls, data: bytes, domain: KeyDomain, last_used_s: float) -> "SessionContext":
-        """Raises msgspec.DecodeError."""
+        """Decode a stored context. Raises msgspec.DecodeError."""
         saved = _decode(data)
         keys = [BlockKey(key) for key in saved.keys]
         parent = None if saved.joint_parent is None else BlockKey(saved.joint_parent)
@@ -181,10 +189,10 @@ class SessionContext:
 
 @dataclass(frozen=True, slots=True)
 class ExpiredContext:
-    """What is known of a context whose time to live was over: enough to know it again."""
+    """What is kept of a context after its time to live: enough to recognise the conversation when it returns."""
 
-    num_blocks: int  # full ones of its conversation, nothing cut
-    last_key: BlockKey  # of these
+    num_blocks: int  # full blocks of its conversation, with nothing cut
+    last_key: BlockKey  # key of the last of these blocks
 
     @classmethod
     def of(cls, session: SessionContext) -> "ExpiredContext | None":
@@ -197,58 +205,62 @@ class ExpiredContext:
 
 
 def digest_of(token_ids: Sequence[int]) -> bytes:
-    """What a conversation begins with, in 16 bytes."""
+    """Return a 16-byte digest of the conversation's beginning."""
     return blake2b(token_bytes(token_ids), digest_size=16).digest()
 
 
 @dataclass(slots=True)
 class RunningContext:
-    """The pages of one running or waiting request. Context row p is row p % page_size of pages[p // page_size]."""
+    """The context of one running or waiting request. Its row p is row p % page_size of pages[p // page_size]."""
 
     request_id: str
     session: SessionName
-    token_ids: list[int]  # the sequence's own list: grows as tokens are sampled, shrinks where it is cut
+    token_ids: list[int]  # the sequence's own list: grows with sampled tokens, shrinks when it is truncated
     prompt_tokens: int
     lineage: Lineage
     rules: CutRules
-    stream: list[int]  # the conversation as it was sent, nothing cut; what was generated is not in it
-    cuts: list[Range] = field(default_factory=list)  # of the stream and what was generated behind it
-    client_cuts: list[Range] = field(default_factory=list)  # of these, what the client dropped itself
-    open_hint: BlockKey | None = None  # an open block it can go on from, whatever that chains on
-    open_place: int = 0  # how many full blocks stand before that
-    sent_keys: list[BlockKey] = field(default_factory=list)  # of the stream's full blocks; filled where cuts are made
-    cut_now: bool = False  # by this turn; what stood behind the last full block in front of a cut is lost to it
-    moved_behind: bool = False  # history cannot be used where it is now, or behind what it is behind now
-    lost_lineage: bool = False  # a block that was kept in a cut is gone, and with it all behind it
-    shifted_tokens: int = 0  # history that the client itself had dropped from where it was
+    stream: list[int]  # the conversation as the client sent it, without generated tokens and with nothing cut
+    cuts: list[Range] = field(default_factory=list)  # ranges of the stream and the tokens generated after it
+    client_cuts: list[Range] = field(default_factory=list)  # the part of `cuts` that the client dropped itself
+    open_hint: BlockKey | None = None  # an open block that the request can continue, whatever its key chains on
+    open_place: int = 0  # number of full blocks before `open_hint`
+    # keys of the stream's full blocks; filled only if there are cuts
+    sent_keys: list[BlockKey] = field(default_factory=list)
+    cut_now: bool = False  # this turn makes a cut; tokens between the last full block and the cut are lost
+    moved_behind: bool = False  # history cannot be used: its position, or what precedes it, has changed
+    lost_lineage: bool = False  # a block that a truncation kept is gone, and with it all blocks after it
+    shifted_tokens: int = 0  # tokens of history that moved because the client dropped some before them
     pages: list[int] = field(default_factory=list)  # pinned, in order; empty while waiting
-    computed: int = 0  # leading rows that hold KV, or will by the time they are read
+    computed: int = 0  # leading rows that hold KV now, or will before they are read
     sealed: int = 0  # leading blocks already considered for publishing
-    trusted: bool = True  # False: it shares blocks that gave an impossible result, so nothing of it is published
-    awaited: BlockKey | None = None  # the block it waits for while another request computes it
-    reached: int = 0  # the most it had computed when it was preempted; its KV may be gone, its tokens are known
+    trusted: bool = True  # False: it shares blocks that gave an impossible result, so none of its blocks are published
+    awaited: BlockKey | None = None  # the block that it waits for while another request computes it
+    reached: int = 0  # most rows it had computed when it was preempted; the tokens are known, the KV may be gone
     slots: dict[int, int] = field(default_factory=dict)  # block -> the DRAM slot it is being saved to
-    unsaved: set[int] = field(default_factory=set)  # blocks that found no slot
-    job: int | None = None  # the load under way for it
-    sources: dict[str, int] = field(default_factory=dict)  # tier -> tokens, as they were admitted
-    own_tokens: int = 0  # of these, what only its session had
-    recompute_from: int | None = None  # loading from here on was judged slower, or failed
-    outlived: int | None = None  # the load that was late for it; it waits for the end of that outside of the batch
-    brought: dict[BlockKey, str] = field(default_factory=dict)  # what that has brought: block -> the tier it came from
-    fetch_due_s: float | None = None  # its turn has come and a fetch for it has not; until then it is waited for
-    skips_disk: bool = False  # a load or fetch was late for it once, so what is on disk alone by now is computed
-    miss_reason: str | None = None  # why, for what lies behind recompute_from
-    owned: dict[BlockKey, None] = field(default_factory=dict)  # what it has put into the table
+    unsaved: set[int] = field(default_factory=set)  # blocks for which no slot was free
+    job: int | None = None  # number of the load under way for it
+    # tier -> prompt tokens whose KV came from it, counted at admission
+    sources: dict[str, int] = field(default_factory=dict)
+    own_tokens: int = 0  # part of these tokens that only its own session had
+    # first token to compute instead of load, because loading it was judged slower or failed
+    recompute_from: int | None = None
+    outlived: int | None = None  # number of a load that was too late; the request leaves the batch until that load ends
+    # blocks that the late load has brought -> the tier they came from
+    brought: dict[BlockKey, str] = field(default_factory=dict)
+    fetch_due_s: float | None = None  # until when it waits for a fetch that was not done when its turn came
+    skips_disk: bool = False  # a load or fetch was too late once, so blocks that are only on disk are computed instead
+    miss_reason: str | None = None  # reason why blocks from `recompute_from` on are computed
+    owned: dict[BlockKey, None] = field(default_factory=dict)  # blocks that it has put into the table
     published: dict[int, tuple[BlockKey, int]] = field(default_factory=dict)  # moved copies: block -> (key, page)
 
     @property
     def conversation(self) -> list[int]:
-        """All of it, nothing cut: what was sent, and what was generated behind that."""
+        """All tokens with nothing cut: those sent, then those generated."""
         sent = len(self.stream) - sum(b - a for a, b in self.cuts)
         return self.stream + self.token_ids[sent:]
 
     def conversation_keys(self) -> list[BlockKey]:
-        """Of the full blocks of the stream: see SessionContext.conversation_keys."""
+        """Keys of the stream's full blocks, as in `SessionContext.conversation_keys`."""
         if not self.cuts:
             return self.chain()[: self.prompt_tokens // BLOCK_TOKENS]
         self.sent_keys = self.domain.chain(self.stream, self.sent_keys)
@@ -271,5 +283,5 @@ class RunningContext:
         return self.lineage.keys
 
     def chain(self) -> list[BlockKey]:
-        """Keys of all full blocks known so far."""
+        """Return the keys of all full blocks so far."""
         return self.lineage.extend(self.token_ids)

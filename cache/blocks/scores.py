@@ -1,4 +1,4 @@
-"""CaR's score of a block (CaR §III-B-3): how much those who wait and run need it."""
+"""CaR's score of a block (CaR §III-B-3): how much waiting and running requests need it."""
 
 from cache.blocks.context import RunningContext
 from cache.blocks.keys import BlockKey
@@ -6,12 +6,10 @@ from cache.blocks.table import CacheTable
 
 
 class Scores:
-    """+1 while a request that needs the block stands in the window, 2 while it runs, summed over all that share it.
-
-    The paper counts +1 on entering, +1 on dispatch, -2 on completion; setting a request's part instead of adding to it
-    comes to the same, and takes it back exactly when a request is aborted or preempted. Single-threaded, part of the
-    CacheManager. A change costs the length of the request's context.
-    """
+    """Sums over all requests that need a block: 1 while the request is in the window, 2 while it runs.
+    The paper adds 1 when a request enters, adds 1 on dispatch and subtracts 2 on completion. Setting a request's share
+    instead gives the same sums, and takes it back exactly when a request is aborted or preempted. Single-threaded, part
+    of the CacheManager. A change costs time linear in the length of the request's context."""
 
     def __init__(self, *, table: CacheTable) -> None:
         self._table = table
@@ -19,7 +17,7 @@ class Scores:
         self._given: dict[str, tuple[int, list[BlockKey]]] = {}  # request -> what it adds, and to which blocks
 
     def set(self, context: RunningContext, score: int) -> None:
-        """What a request adds to the score of each block of its context, from now on."""
+        """Set what a request adds to the score of each block of its context."""
         self.clear(context.request_id)
         if score:
             hint = [context.open_hint] if context.open_hint is not None else []
@@ -28,7 +26,7 @@ class Scores:
             self._add(keys, score)
 
     def clear(self, request_id: str) -> None:
-        """A request needs nothing any more. Forgives unknown ones."""
+        """Remove a request's share. An unknown request is ignored."""
         score, keys = self._given.pop(request_id, (0, []))
         self._add(keys, -score)
 
@@ -37,7 +35,7 @@ class Scores:
 
     @property
     def levels(self) -> list[int]:
-        """The scores that there are, 0 among them, ascending."""
+        """All scores in use and 0, ascending."""
         return sorted({0, *self._scores.values()})
 
     def _add(self, keys: list[BlockKey], score: int) -> None:

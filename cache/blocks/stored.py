@@ -1,4 +1,4 @@
-"""What the cache and its storage tell each other: blocks that are stored, the sessions they belong to, and extents."""
+"""Values that the cache and its storage exchange: stored blocks, session records and extents."""
 
 import math
 from dataclasses import dataclass
@@ -28,12 +28,12 @@ class StoredBlock:
 
 @dataclass(frozen=True, slots=True)
 class SessionRecord:
-    """What is known of a session besides its blocks."""
+    """What is stored about a session besides its blocks."""
 
     tenant: str
     salt: str
     session_id: str
-    context: bytes  # opaque here: the cache's own record; at most 4 MiB
+    context: bytes  # the cache's own record, opaque here; at most 4 MiB
     last_used_s: float  # unix time
     pinned: bool
     ttl_s: float | None
@@ -48,15 +48,15 @@ class SessionRecord:
 
     @property
     def names(self) -> tuple[str, str, str]:
-        """(tenant, salt, session id): what tells sessions apart."""
+        """(tenant, salt, session id), which identifies the session."""
         return self.tenant, self.salt, self.session_id
 
 
 @dataclass(frozen=True, slots=True)
 class ExtentInfo:
-    """What the tier tells about an extent."""
+    """What storage reports about an extent."""
 
-    extent_id: int  # unique in the directory for ever, increasing in order of writing
+    extent_id: int  # never used twice in a directory; increases in order of writing
     session: SessionRecord  # as it was when the extent was written
     blocks: tuple[StoredBlock, ...]
     size_bytes: int  # on disk, header and padding included

@@ -1,4 +1,4 @@
-"""The cache table (CaR §III-B): one row per block that is stored somewhere, and the tree of prefixes they form."""
+"""The cache table (CaR §III-B): one row per stored block, and the tree of prefixes that the blocks form."""
 
 from array import array
 from bisect import bisect_left, insort
@@ -14,9 +14,9 @@ SessionName = tuple[str, str, str]
 
 @dataclass(slots=True)
 class BlockRow:
-    """NodeID, address per tier, size, validity, score and owners of one block. A row exists only while the block's
-    bytes are complete somewhere: an address is set after the bytes behind it are written, and cleared before they may
-    be overwritten. What is under way is known to whoever ordered it, never to the table."""
+    """The NodeID, address in each tier, size, validity, score and owners of one block. A row exists only while the
+    block's bytes are complete somewhere: an address is set after its bytes are written, and cleared before they may be
+    overwritten. Transfers under way are known to the part that ordered them, never to the table."""
 
     key: BlockKey
     parent: BlockKey
@@ -25,17 +25,18 @@ class BlockRow:
     session_id: str | None  # set while the block is open: private to that session
     page: int | None = None  # its address in HBM
     offset: int = 0  # first row of the block inside the page, a multiple of the block
-    position: int = 0  # of its first token: keys in HBM are rotated for it
+    position: int = 0  # position of its first token in HBM, for which its keys are rotated
     slot: int | None = None  # its address in DRAM
     extent: tuple[int, int] | None = None  # its address on disk: extent id, index in the extent
     origin: int | None = None  # position of its first token when it was computed
-    place: int | None = None  # in its owners' contexts, in blocks
-    hops: int = 0  # times its keys were un-rotated; each time costs a rounding
+    place: int | None = None  # index of the block in its owners' contexts
+    hops: int = 0  # number of times its keys were un-rotated; each time costs a rounding
     owners: tuple[SessionName, ...] = ()
-    score: int = 0  # CaR's (`cache.blocks.scores`): small leaves HBM first
+    score: int = 0  # CaR's (`cache.blocks.scores`): blocks with a low score leave HBM first
 
     def unstored(self) -> "BlockRow":
-        """The same block with no address. Written out: `dataclasses.replace` takes ten times as long."""
+        """Return the same block without an address. Written out because `dataclasses.replace` takes ten times as
+        long."""
         return BlockRow(
             key=self.key,
             parent=self.parent,
@@ -56,7 +57,7 @@ class BlockRow:
 
     @property
     def is_saved(self) -> bool:
-        """Whether it would survive leaving HBM."""
+        """Whether the block would survive leaving HBM."""
         return self.slot is not None or self.extent is not None
 
     @property
@@ -68,11 +69,12 @@ class CacheTable:
     """BlockKey -> row, and parent -> children. Single-threaded; holds no bytes."""
 
     def __init__(self) -> None:
-        self.scores: dict[BlockKey, int] = {}  # of blocks that somebody needs, stored or not (`cache.blocks.scores`)
+        self.scores: dict[BlockKey, int] = {}  # scores of needed blocks, stored or not (`cache.blocks.scores`)
         self._rows: dict[BlockKey, BlockRow] = {}
-        # Sorted by tokens: behind a system prompt stand thousands, and the two beside a text are those most like it.
+        # Sorted by tokens: a system prompt has thousands of children, and those next to a text are the most similar.
         self._children: dict[BlockKey, list[tuple[array[int], BlockKey]]] = {}
-        self._open: dict[tuple[BlockKey, str], dict[BlockKey, None]] = {}  # (parent, session): a few at most
+        # (parent, session) -> open blocks, a few at most
+        self._open: dict[tuple[BlockKey, str], dict[BlockKey, None]] = {}
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -87,7 +89,7 @@ class CacheTable:
         return self._rows.get(key)
 
     def publish(self, row: BlockRow) -> None:
-        """Make a complete block findable. Raises KeyError if the key is there already."""
+        """Make a complete block findable. Raises KeyError if the key is already there."""
         if row.key in self._rows:
             raise KeyError(row.key)
         self._rows[row.key] = row
@@ -98,7 +100,7 @@ class CacheTable:
             self._open.setdefault((row.parent, row.session_id), {})[row.key] = None
 
     def drop(self, key: BlockKey) -> BlockRow:
-        """Raises KeyError on an unknown key."""
+        """Remove and return a row. Raises KeyError on an unknown key."""
         row = self._rows.pop(key)
         if row.session_id is None:
             siblings = self._children[row.parent]
@@ -113,12 +115,12 @@ class CacheTable:
         return row
 
     def forget(self, row: BlockRow) -> None:
-        """A block has left its last tier."""
+        """Remove the row of a block that has left its last tier, if it is still there."""
         if row.key in self._rows:
             self.drop(row.key)
 
     def matched(self, keys: Sequence[BlockKey]) -> list[BlockRow]:
-        """The rows of the longest prefix of a chain that is stored, in whatever tier."""
+        """Return the rows of the longest stored prefix of a chain, in whatever tier each block is."""
         rows: list[BlockRow] = []
         for key in keys:
             row = self._rows.get(key)
@@ -128,7 +130,7 @@ class CacheTable:
         return rows
 
     def resident(self, keys: Sequence[BlockKey]) -> int:
-        """How many leading blocks of a chain are in HBM."""
+        """Count the leading blocks of a chain that are in HBM."""
         for count, key in enumerate(keys):
             row = self._rows.get(key)
             if row is None or row.page is None:
@@ -138,15 +140,16 @@ class CacheTable:
     def closest_child(
         self, parent: BlockKey, token_ids: Sequence[int], session_id: str, limit: int
     ) -> tuple[BlockRow, int] | None:
-        """The child of `parent` that shares the most leading tokens with `token_ids` (at most `limit`, at least one)
-        and that many. Open blocks of other sessions do not count. Equal candidates: the session's own open block."""
+        """Return the child of `parent` that shares the most leading tokens with `token_ids` (at least one, at most
+        `limit`), and how many it shares. Open blocks of other sessions are ignored. On a tie, the session's own open
+        block wins."""
         siblings = self._children.get(parent, [])
         place = bisect_left(siblings, (array("I", token_ids),))
-        before, behind = range(place - 1, -1, -1), range(place, len(siblings))
+        before, after = range(place - 1, -1, -1), range(place, len(siblings))
         candidates = (
             *self._rows_of(self._open.get((parent, session_id), ())),
             *islice(self._rows_of(siblings[index][1] for index in before), 1),
-            *islice(self._rows_of(siblings[index][1] for index in behind), 1),
+            *islice(self._rows_of(siblings[index][1] for index in after), 1),
         )
         best: tuple[BlockRow, int] | None = None
         for row in candidates:
@@ -160,7 +163,7 @@ class CacheTable:
 
 
 def common_prefix(left: Sequence[int], right: Sequence[int], limit: int) -> int:
-    """How many leading tokens two sequences share, counting at most `limit`."""
+    """Count the leading tokens that two sequences share, up to `limit`."""
     bound = min(len(left), len(right), limit)
     for index in range(bound):
         if left[index] != right[index]:

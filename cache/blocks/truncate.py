@@ -1,4 +1,4 @@
-"""What a context loses when it outgrows the window (AttentionStore §3.4, DESIGN "Truncation"). Pure arithmetic."""
+"""Plans what a context drops when it outgrows the window (AttentionStore §3.4). Pure arithmetic."""
 
 from bisect import bisect_left
 from collections.abc import Sequence
@@ -7,25 +7,25 @@ from dataclasses import dataclass
 from cache.blocks.keys import BLOCK_TOKENS
 
 Range = tuple[int, int]
-"""Half open, in tokens."""
+"""A half-open range of tokens."""
 
 
 class DoesNotFit(Exception):
-    """What must stay is longer than the window."""
+    """The tokens that must stay are more than the window holds."""
 
 
 @dataclass(frozen=True, slots=True)
 class CutRules:
-    """What one request says about truncation. Offsets count in the request's tokens as they were sent."""
+    """One request's rules for truncation. Offsets count tokens of the request as it was sent."""
 
     allowed: bool
-    keep_first: int  # leading tokens that stay
+    keep_first: int  # number of leading tokens that stay
     message_starts: tuple[int, ...]  # increasing
     important: tuple[Range, ...]
 
 
 def reserved(max_tokens: int, window: int) -> int:
-    """Room kept for the answer when a turn begins."""
+    """Return the room, in tokens, that a turn needs for its answer when it begins."""
     return max(1, min(max_tokens, window // 8))
 
 
@@ -40,11 +40,13 @@ def plan_cut(
     starts: Sequence[int],
     marked: Sequence[Range],
 ) -> list[Range]:
-    """What to drop of a context of `length` tokens so that it and `reserve` more fit into `window`. Whole blocks of the
-    earliest history behind `keep_first`: `ratio` of the window, up to where a message begins (a block may hold the end
-    of the one before), or more if that is not enough; `marked` ranges stay, if that can be. Never reaches behind
-    `newest`, where the newest message begins: where that leaves less than `reserve`, all before it goes and the answer
-    has what room there is. Nothing if it fits as it is. Raises DoesNotFit: there is no room for a single token."""
+    """Choose what to drop of a context of `length` tokens so that it and `reserve` more fit into `window`; nothing if
+    it fits as it is.
+    Drops whole blocks of the earliest history after `keep_first`: `ratio` of the window, extended to where a message
+    begins (a block may hold the end of the message before), or more if that is not enough. `marked` ranges stay if
+    possible. Never drops anything from `newest` on, where the newest message begins; if that leaves less than
+    `reserve`, everything droppable before it goes and the answer gets the room that is left. Raises DoesNotFit if there
+    is no room for a single token."""
     head = _up(keep_first)
     needed = length + reserve - window
     if needed <= 0:
@@ -52,7 +54,7 @@ def plan_cut(
     limit = _down(min(newest, length - 1))
     droppable = _without((head, limit), [(_down(a), _up(b)) for a, b in marked])
     if sum(b - a for a, b in droppable) < needed:
-        droppable = _without((head, limit), [])  # marks are wishes, and so is the reserve
+        droppable = _without((head, limit), [])  # marks and the reserve are wishes, not conditions
         stays = length - max(0, limit - head)
         if stays >= window:
             raise DoesNotFit(f"{stays} tokens have to stay, the window holds {window}")
@@ -87,12 +89,13 @@ def _without(whole: Range, holes: Sequence[Range]) -> list[Range]:
 
 
 def subtract(ranges: Sequence[Range], holes: Sequence[Range]) -> list[Range]:
-    """What of the ranges lies in none of the holes."""
+    """Return the parts of the ranges that lie in none of the holes."""
     return [part for whole in ranges for part in _without(whole, holes)]
 
 
 def _end_of(ranges: Sequence[Range], amount: int) -> int:
-    """Where `amount` tokens of the ranges end, in whole blocks; the last one's end if there are not so many."""
+    """Return where `amount` tokens of the ranges end, rounded up to whole blocks; the end of the last range if they
+    have fewer."""
     end = ranges[0][0]
     for a, b in ranges:
         end = min(b, _up(a + amount))
@@ -107,7 +110,7 @@ def _dropped(ranges: Sequence[Range], end: int) -> int:
 
 
 def apply_cuts(tokens: list[int], cuts: Sequence[Range]) -> list[int]:
-    """The tokens outside the cuts; a new list."""
+    """Return the tokens outside the cuts, as a new list."""
     kept, start = [], 0
     for a, b in cuts:
         kept += tokens[start:a]
@@ -116,12 +119,14 @@ def apply_cuts(tokens: list[int], cuts: Sequence[Range]) -> list[int]:
 
 
 def map_offset(offset: int, cuts: Sequence[Range]) -> int:
-    """Where a place of the uncut text is once the cuts are made; inside of one: where it was."""
+    """Map an offset of the uncut text to the text after the cuts. An offset inside a cut maps to the place of the
+    cut."""
     return offset - sum(min(offset, b) - a for a, b in cuts if a < offset)
 
 
 def merge_cuts(cuts: Sequence[Range], more: Sequence[Range]) -> list[Range]:
-    """Cuts of the uncut text that have the effect of `cuts`, then of `more`, which counts in what `cuts` left."""
+    """Combine `cuts` with the later cuts `more`, whose offsets count in the text that `cuts` left, into cuts of the
+    uncut text."""
     ranges = list(cuts)
     for a, b in more:
         ranges.append((_unmap(a, cuts, False), _unmap(b, cuts, True)))
@@ -135,7 +140,7 @@ def merge_cuts(cuts: Sequence[Range], more: Sequence[Range]) -> list[Range]:
 
 
 def _unmap(offset: int, cuts: Sequence[Range], is_end: bool) -> int:
-    """The inverse of map_offset; an end at a cut stays in front of it."""
+    """Invert map_offset. The end of a range that lies at a cut is placed before the cut."""
     for a, b in cuts:
         if offset > a or (offset == a and not is_end):
             offset += b - a

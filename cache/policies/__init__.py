@@ -1,4 +1,4 @@
-"""Eviction policies by name; the settings, the simulator and the property tests find them here."""
+"""Eviction policies by name; the settings, the simulator and the property tests read this table."""
 
 from cache.policies.eviction_policy import PolicyFactory
 from cache.policies.fifo import FifoPolicy

@@ -1,4 +1,4 @@
-"""The ceiling: what is needed farthest in the future leaves first (Belady). For simulations, which know the future."""
+"""Belady's optimal policy: the block needed farthest in the future leaves first. Only simulations know the future."""
 
 from collections.abc import Collection, Container, Hashable, Sequence
 from heapq import heappop, heappush
@@ -8,24 +8,25 @@ from cache.blocks.keys import BlockKey
 
 
 class Future(Protocol):
-    """What is to come, as of now."""
+    """What will be used from now on."""
 
     def next_use(self, key: BlockKey) -> float:
-        """The later, the farther; math.inf: never again."""
+        """Return when the block is used next; a larger value is later, math.inf means never."""
         ...
 
 
 class BeladyPolicy:
-    """Asks for a block's next use when it is touched, so the future must be as of behind that touch. Among blocks of
-    the same next use the newest touch leaves first: the head of a context that is touched from its tail. The published
-    ceilings were measured so; tail-first would be better by up to 0.013 of the blocks. What arrives may be the first
-    to leave (bypass)."""
+    """Evicts the block whose next use is latest; the upper bound for the other policies.
+    The next use is asked when a block is touched, so `future` must already describe what comes after that touch. Among
+    blocks with the same next use, the newest touch leaves first, which is the head of a context touched from its tail.
+    The published bounds were measured this way; evicting the tail first would raise block hit rates by up to 0.013. A
+    newcomer may itself be the first victim (bypass)."""
 
     def __init__(self, future: Future) -> None:
         self._future = future
         self._touches = 0
-        self._rank: dict[BlockKey, tuple[float, int]] = {}  # of resident blocks, ascending: first to leave first
-        self._heap: list[tuple[float, int, BlockKey]] = []  # with ranks that have been replaced since
+        self._rank: dict[BlockKey, tuple[float, int]] = {}  # resident blocks; the smallest rank leaves first
+        self._heap: list[tuple[float, int, BlockKey]] = []  # also holds outdated ranks
 
     def touch(self, key: BlockKey) -> None:
         self._touches += 1
@@ -36,13 +37,13 @@ class BeladyPolicy:
         del self._rank[key]
 
     def own(self, key: BlockKey, session: Hashable, place: int) -> None:
-        """The future is known block by block."""
+        """Ignored: the future is known block by block."""
 
     def forget(self, session: Hashable) -> None:
-        """The future is known block by block."""
+        """Ignored: the future is known block by block."""
 
     def look_ahead(self, upcoming: Sequence[Hashable], changed: Collection[Hashable] | None = None) -> None:
-        """The queue is part of the future."""
+        """Ignored: the queue is part of the future."""
 
     def victims(
         self,

@@ -1,4 +1,4 @@
-"""How a tier chooses what leaves."""
+"""The interface by which a tier chooses what to evict."""
 
 from collections.abc import Callable, Collection, Container, Hashable, Sequence
 from typing import Protocol
@@ -9,37 +9,35 @@ from cache.returns.return_times import ReturnTimes
 
 
 class EvictionPolicy(Protocol):
-    """Ranks the blocks of one tier for eviction. Holds keys, never bytes. Single-threaded, pure. When sessions are
-    expected back is worked out once for all tiers, by the `ReturnTimes` that a policy is made with. A policy that
-    judges by the past alone ignores these, and what it is told of sessions, the queue and the newcomer: for it a
-    newcomer is always admitted and no queued session is spared."""
+    """Ranks the blocks of one tier for eviction. Holds keys, never bytes. Single-threaded, pure.
+    The times at which sessions are expected back are computed once for all tiers, by the `ReturnTimes` given to a
+    policy's factory. A policy that judges by past touches alone ignores them, and also what it is told of sessions, the
+    queue and the newcomer: it always admits a newcomer and spares no queued session."""
 
     def touch(self, key: BlockKey) -> None:
-        """An insert or a hit."""
+        """Record an insert or a hit."""
         ...
 
     def remove(self, key: BlockKey) -> None:
-        """The block has left the tier. KeyError if it was not there."""
+        """Record that the block has left the tier. Raises KeyError if it was not there."""
         ...
 
     def own(self, key: BlockKey, session: Hashable, place: int) -> None:
-        """The block stands at `place` of the session's context, counted in blocks from its head; whatever stood there
-        before belongs to the session no more. Idempotent. A block may have several owners, and be owned before it
-        enters the tier and after it left."""
+        """Record that the block stands at `place` of the session's context, counted in blocks from the head. It
+        replaces the block that was there before. Idempotent. A block may have several owners, and may be owned before
+        it enters the tier and after it has left."""
         ...
 
     def forget(self, session: Hashable) -> None:
-        """The session is gone or expired: its blocks have one owner less. Forgives a session never heard of."""
+        """Remove a session that is gone or expired from its blocks' owners. An unknown session is ignored."""
         ...
 
     def look_ahead(self, upcoming: Sequence[Hashable], changed: Collection[Hashable] | None = None) -> None:
-        """The sessions of queued turns, next first, each once. The sequence is kept: it must not change any more.
-        changed: who has come in or gone out since the last call, None to have it found.
-
-        Best without the turns that run already: their blocks are pinned as long as they are needed, and what they add
-        is for the session's next return. Named here, they are let in before all that is not queued, whenever that is
-        expected back: harmless, but a rotation through half of the room it needs then hits 42 % instead of 50.
-        """
+        """Set the sessions of queued turns, next first, each once. The sequence is kept and must not change afterwards.
+        changed: sessions that joined or left since the last call; None: find them by comparison.
+        Best called without the running turns. Their blocks are pinned anyway, and the blocks they add serve the
+        session's next return. Naming running turns admits those blocks before all that is not queued, however late they
+        return. This is harmless, but a rotation with half of the room it needs then hits 42 % instead of 50 %."""
         ...
 
     def victims(
@@ -50,23 +48,21 @@ class EvictionPolicy(Protocol):
         newcomer: Hashable | None = None,
         spare_queued: bool = False,
     ) -> list[BlockKey]:
-        """Up to `count` blocks that are not pinned, first to leave first; changes nothing.
-
-        newcomer: only blocks that should leave before a block of that session would. Fewer than asked, or none, means
-        that the newcomer had better bypass the tier.
-        spare_queued: the sessions given to `look_ahead` are exempt (AttentionStore §3.3.2: what leaves the whole
-        hierarchy spares the window).
-        """
+        """Choose up to `count` unpinned blocks, first to leave first. Changes nothing.
+        newcomer: return only blocks that should leave before a block of this session. Fewer than `count`, or none,
+        means that the newcomer had better bypass the tier.
+        spare_queued: exempt the sessions given to `look_ahead` (AttentionStore §3.3.2: what leaves the whole hierarchy
+        spares the window)."""
         ...
 
 
 PolicyFactory = Callable[[ReturnTimes], EvictionPolicy]
-"""A new policy for one tier, of those of a hierarchy that share the returns."""
+"""Makes the policy of one tier. All policies of a hierarchy share the ReturnTimes."""
 
 
 def enter(policy: EvictionPolicy, row: BlockRow) -> None:
-    """Tell a policy that a block is in its tier now, and whose it is: that first, for by itself a block that enters
-    takes its place among those that nobody owns."""
+    """Tell a policy which block has entered its tier and who owns it. Owners come first, because a block that enters
+    without owners is ranked among those that nobody owns."""
     if row.place is not None:
         for owner in row.owners:
             policy.own(row.key, owner, row.place)

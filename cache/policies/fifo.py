@@ -1,11 +1,11 @@
-"""The oldest insert leaves first."""
+"""First in, first out."""
 
 from cache.blocks.keys import BlockKey
 from cache.policies.lru import LruPolicy
 
 
 class FifoPolicy(LruPolicy):
-    """First in, first out: a hit does not count as a touch."""
+    """Evicts the oldest insert first; a hit does not count as a touch."""
 
     def touch(self, key: BlockKey) -> None:
         self._order.setdefault(key, None)

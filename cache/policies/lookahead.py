@@ -1,4 +1,5 @@
-"""What is needed last leaves first, by the queue and by when sessions are expected back (AttentionStore §3.3.2)."""
+"""Evicts last what is needed next, judged by the queue and by when sessions are expected back (AttentionStore
+§3.3.2)."""
 
 import math
 from bisect import bisect_left, insort
@@ -12,30 +13,31 @@ from cache.returns.ranking import Ranking
 from cache.returns.return_times import ReturnTimes, SessionReturn, shared_rank
 
 _MOST_STALE = 128  # blocks or sessions: half a millisecond
-_MOST_SUMMED = 8  # owners: a prompt that all begin with has them by the thousand
+_MOST_SUMMED = 8  # owners to sum over; a prompt that all sessions begin with has thousands
 
 _Rank = tuple[int, tuple[float, ...]]
-"""Of a session: (1 if it is queued, its rank in `ReturnTimes`). Leaves in ascending order, among the queued from the
-tail of the queue, which moves too often to be part of what is sorted."""
+"""The rank of a session: (1 if it is queued else 0, its rank in `ReturnTimes`). Smaller ranks leave first. Queued
+sessions are ordered by their place in the queue instead, which changes too often to be part of a sorted key."""
 
 _Entry = tuple[Any, ...]
-"""A block that could leave next, in order of leaving. Owned by nobody who is queued: 0; -place for block granularity
-and 0 otherwise; the rank of its owners together; and the block. Else: 1, 0, -place in the queue of the first of its
-owners, 0, and the block. Flat, for they are compared by the thousand."""
+"""A block that could leave next, as a tuple that sorts in order of leaving. Without a queued owner: (0, -place for
+block granularity else 0, the rank of its owners together, block). With one: (1, 0, -place in the queue of its first
+owner in line, 0, block). The tuple is flat because thousands are compared."""
 
 
 class _Session:
-    """What the policy knows of one live session."""
+    """What the policy knows about one live session."""
 
     __slots__ = ("context", "name", "rank", "resident", "returns", "waits_at")
 
     def __init__(self, name: Hashable, queued: bool, returns: SessionReturn) -> None:
         self.name = name
         self.returns = returns
-        self.rank: _Rank = (int(queued), returns.rank)  # as of when it was last put in order
+        self.rank: _Rank = (int(queued), returns.rank)  # as of the last time it was sorted in
         self.context: dict[int, BlockKey] = {}
-        self.resident: list[int] = []  # the places whose block is in the tier, ascending
-        self.waits_at: BlockKey | None = None  # the tail as `_at_tail` has it, unless that is to be put in order
+        self.resident: list[int] = []  # ascending places in the context whose block is in the tier
+        # the block under which `_at_tail` lists it; None if that must be worked out
+        self.waits_at: BlockKey | None = None
 
     @property
     def tail(self) -> BlockKey | None:
@@ -43,52 +45,52 @@ class _Session:
 
 
 _Waiting = tuple[_Rank, _Session]
-"""A session with nothing resident behind a block, and its rank. Ranks are unique."""
+"""A session whose last resident block is a given one, with its rank. Ranks are unique."""
 
 
 class LookaheadPolicy:
-    """Order of leaving: (a) blocks without a live owner, least recently touched first; (b) sessions that are not
-    queued, the one expected back last first (`cache.returns.return_times`), oldest use first where nothing is known;
+    """Evicts in this order: (a) blocks without a live owner, least recently touched first; (b) sessions that are not
+    queued, those expected back last first (`cache.returns.return_times`), or oldest use first where nothing is known;
     (c) queued sessions, from the tail of the queue to its head.
 
-    A session leaves tail-first. A shared block leaves only when all that is resident behind it, in the context of
-    whichever owner, has left (or is pinned), so what stays is always a usable prefix. It then ranks as its owners do
-    together, for any of them may come for it; once one is queued, as the first of those in line.
-    A newcomer is admitted at the expense of what ranks before its session, never of the session's own blocks; in a
-    rotation the newcomer is the last to return, so a tier that is too small keeps what it has instead of collapsing.
+    A session leaves tail-first. A shared block leaves only after everything resident that follows it in any owner's
+    context has left (or is pinned), so what stays is always a usable prefix. Its rank combines the ranks of its owners,
+    since any of them may come for it; once an owner is queued, it ranks like the owner first in line. A newcomer is
+    admitted at the expense of blocks that rank before its session, never of the session's own. In a rotation the
+    newcomer is the last to return, so a tier that is too small keeps what it has instead of thrashing.
 
-    granularity "session" empties one session after the other. "block" interleaves those of (b): the largest place goes
-    first and the expected return only breaks ties, so all keep their heads a while longer. The queue's order in (c) and
-    the terms for newcomers are the same.
+    granularity: "session" empties one session after the other. "block" interleaves the sessions of (b): the block with
+    the largest place goes first and the expected return only breaks ties, so all sessions keep their heads longer. The
+    order of (c) and the terms for newcomers are the same for both.
 
-    Cost: an event touches only the sessions it concerns, in logarithmic time plus a short memmove, `look_ahead` those
-    that have come into the queue or left it. What is queued is not in the order of the rest, and sorted only as far as
-    `victims` comes to it. `victims` costs what it returns plus the pinned blocks it passes over (for "block" with a
-    newcomer also those that it may not displace). Memory: resident blocks plus the contexts of live sessions: ownership
-    outlives the block's stay in the tier, so that a fetched block knows its owners, until `forget` or until another
-    block stands at its place.
-    """
+    Cost: an event touches only the sessions it concerns, in logarithmic time plus a short memmove; `look_ahead` touches
+    the sessions that joined or left the queue. Queued sessions are kept apart from the sorted rest and sorted only as
+    far as `victims` reaches them. `victims` costs what it returns plus the pinned blocks it skips (for "block" with a
+    newcomer also the blocks that it may not displace). Memory: the resident blocks and the contexts of live sessions.
+    Ownership outlives a block's stay in the tier, so that a fetched block knows its owners, until `forget` or until
+    another block takes its place."""
 
     def __init__(self, returns: ReturnTimes, granularity: Literal["session", "block"] = "session") -> None:
         self._by_place = granularity == "block"
         self._touched: dict[BlockKey, int] = {}  # every resident block -> number of its last touch
         self._touches = 0
-        self._ownerless: dict[BlockKey, None] = {}  # resident, in the order of the last touch unless `_unsorted`
+        self._ownerless: dict[BlockKey, None] = {}  # resident blocks in order of their last touch, unless `_unsorted`
         self._unsorted = False
         self._sessions: dict[Hashable, _Session] = {}
-        self._owners: dict[BlockKey, dict[_Session, int]] = {}  # with the block's place in each owner's context
-        # Whose last resident block it is, with the rank of each, sorted: the best is last.
+        # block -> owners, with the block's place in each one's context
+        self._owners: dict[BlockKey, dict[_Session, int]] = {}
+        # Block -> the sessions whose last resident block it is, sorted by rank; the session that returns first is last.
         self._at_tail: dict[BlockKey, list[_Waiting]] = {}
-        # A leaf has nothing resident behind it: it is the tail of all its owners. The others become leaves in turn.
-        # With its entry in `_order`; None: one of its owners is queued.
+        # Leaves have nothing resident after them in any owner's context; other blocks become leaves as those leave. The
+        # value is the leaf's entry in `_order`, or None if one of its owners is queued.
         self._leaves: dict[BlockKey, _Entry | None] = {}
         self._order: Ranking[_Entry] = Ranking()
-        self._stale: set[BlockKey] = set()  # not in their places yet, in these two
-        self._moved: set[_Session] = set()  # nor are these in `_at_tail`: their tail is another one
+        self._stale: set[BlockKey] = set()  # blocks whose state in `_leaves` and `_order` is out of date
+        self._moved: set[_Session] = set()  # sessions whose tail has changed since `_at_tail` was updated
         self._returns = returns
         returns.listen(self._returns_changed)
         self._queue = Line()
-        self._absent = 0  # so many at the tail of the queue are known to have nothing in the tier
+        self._absent = 0  # this many sessions at the tail of the queue are known to have nothing in the tier
 
     # --- events -------------------------------------------------------------------------------------------------------
 
@@ -113,7 +115,7 @@ class LookaheadPolicy:
     def own(self, key: BlockKey, session: Hashable, place: int) -> None:
         owner = self._sessions.get(session) or self._session(session)
         if owner.context.get(place) == key:
-            return  # as most are that enter a tier, for whatever a session has is its own in all
+            return  # the usual case: most blocks enter several tiers and are owned the same in each
         if key in self._owners and owner in self._owners[key]:
             self._disown(key, owner)
         if place in owner.context:
@@ -123,7 +125,7 @@ class LookaheadPolicy:
         if key in self._touched:
             self._ownerless.pop(key, None)
             self._set_resident(owner, place, True)
-            self._refresh(key)  # it may be a leaf no more: the new owner has something behind it
+            self._refresh(key)  # it may no longer be a leaf: the new owner may have resident blocks after it
 
     def forget(self, session: Hashable) -> None:
         owner = self._sessions.pop(session, None)
@@ -132,7 +134,7 @@ class LookaheadPolicy:
         for place in sorted(owner.context, reverse=True):
             self._disown(owner.context[place], owner)
         self._moved.discard(owner)
-        self._move(owner)  # at once: another session may come by its name, and rank as it did
+        self._move(owner)  # at once, because a new session may come with the same name and rank
 
     def look_ahead(self, upcoming: Sequence[Hashable], changed: Collection[Hashable] | None = None) -> None:
         for name in self._queue.become(upcoming, changed):
@@ -154,7 +156,7 @@ class LookaheadPolicy:
         return session
 
     def _rerank(self, session: _Session) -> None:
-        """It is expected at another time, or has come into the queue or left it."""
+        """Update the rank of a session that is expected at another time, or has joined or left the queue."""
         before, session.rank = session.rank, (int(session.name in self._queue), session.returns.rank)
         key = session.waits_at
         if key is not None and before != session.rank:
@@ -176,10 +178,10 @@ class LookaheadPolicy:
                 self._ownerless[key] = None
                 self._unsorted = True
         if resident:
-            self._refresh(key)  # it may have become a leaf: this owner was the one with something behind it
+            self._refresh(key)  # it may have become a leaf: only this owner may have had blocks after it
 
     def _set_resident(self, session: _Session, place: int, resident: bool) -> None:
-        """A block of the session's context entered the tier or left it."""
+        """Record that a block of the session's context has entered or left the tier."""
         places = session.resident
         if resident:
             if places and place < places[-1]:
@@ -191,13 +193,14 @@ class LookaheadPolicy:
         else:
             del places[bisect_left(places, place)]
             return
-        # A turn brings and takes a session's blocks one behind the other: where it waits is worked out once for all.
+        # A turn adds and removes many blocks of a session in a row, so its new tail is worked out once for all of them.
         self._moved.add(session)
         if len(self._moved) > _MOST_STALE:
             self._put_in_order()
 
     def _move(self, session: _Session) -> None:
-        """To the last of its blocks in the tier, where there is one. Most blocks are their session's alone."""
+        """List the session in `_at_tail` under its last resident block, if it has one. Most blocks have a single
+        owner."""
         at_tail, before, after = self._at_tail, session.waits_at, session.tail
         if before == after:
             return
@@ -220,8 +223,8 @@ class LookaheadPolicy:
             self._stale.add(after)
 
     def _refresh(self, key: BlockKey) -> None:
-        """It may have become a leaf, or be one no more, or one of another rank. What an event does to many blocks, and
-        the next one undoes, is put in order once."""
+        """Note that the block may have become a leaf, ceased to be one, or changed rank. Collected, because an event
+        often changes many blocks and the next one undoes it."""
         self._stale.add(key)
         if len(self._stale) > _MOST_STALE:
             self._put_in_order()
@@ -256,7 +259,8 @@ class LookaheadPolicy:
         spare_queued: bool = False,
     ) -> list[BlockKey]:
         self._put_in_order()
-        # A pinned tail is most often that of a request that runs, with all before it pinned too: not worth the walk.
+        # A pinned tail mostly belongs to a running request, whose other blocks are pinned too, so do not look before
+        # it.
         chosen = self._victims(count, pinned, newcomer, spare_queued, behind_pinned=False)
         if len(chosen) < count:
             chosen = self._victims(count, pinned, newcomer, spare_queued, behind_pinned=True)
@@ -282,7 +286,7 @@ class LookaheadPolicy:
             key = entry[-1]
             if limit is not None and (entry[0], entry[2:-1]) >= limit:
                 if entry[0] or not self._by_place:
-                    break  # all the others rank behind it
+                    break  # all later entries rank after it
                 walk.drop()
             elif key not in pinned:
                 chosen.append(key)
@@ -293,21 +297,22 @@ class LookaheadPolicy:
                 walk.drop()
         everything = len(self._ownerless) + walk.num_left == len(self._touched)
         if len(chosen) < count and newcomer is None and not spare_queued and behind_pinned and not everything:
-            # Contexts hold blocks in the order they were computed in. If two ever disagree, neither block is a leaf
-            # before the other, and there is no right order; but nothing may be stuck in the tier.
+            # Contexts hold blocks in the order they were computed in. If two contexts ever disagreed, each block would
+            # wait for the other and neither would be a leaf. No order is right then, but no block may stay in the tier
+            # for ever.
             rest = self._touched.keys() - set(chosen)
             stuck = sorted((key for key in rest if key not in pinned), key=self._touched.__getitem__)
             chosen += stuck[: count - len(chosen)]
         return chosen
 
     def _ownerless_in_order(self) -> dict[BlockKey, None]:
-        if self._unsorted:  # two sorted runs, most often: cheap
+        if self._unsorted:  # usually two sorted runs, so sorting is cheap
             self._ownerless = dict.fromkeys(sorted(self._ownerless, key=self._touched.__getitem__))
             self._unsorted = False
         return self._ownerless
 
     def _limit(self, newcomer: Hashable | None, spare_queued: bool) -> _Rank | None:
-        """Of what may leave: what ranks below it. None: all."""
+        """Return the rank below which blocks may leave; None: all may."""
         if spare_queued and (newcomer is None or newcomer in self._queue):
             return (1, (-math.inf, 0))
         if newcomer is None:
@@ -317,7 +322,7 @@ class LookaheadPolicy:
         return (0, self._returns.rank(newcomer))
 
     def _unqueued(self, key: BlockKey, waiting: Sequence[_Waiting]) -> _Entry:
-        """Of a block with these owners, sorted, nobody queued among them."""
+        """Return the entry of a block whose owners, given sorted, are all unqueued."""
         place = -self._owners[key][waiting[-1][1]] if self._by_place else 0
         if len(waiting) == 1:
             return (0, place, *waiting[0][0][1], key)
@@ -333,25 +338,27 @@ class LookaheadPolicy:
 
 
 class _Walk:
-    """Takes leaves off in order, without changing anything."""
+    """Removes leaves in order of eviction, without changing the policy."""
 
     def __init__(self, policy: LookaheadPolicy) -> None:
         self._policy = policy
         self._order = iter(policy._order)
         self._head = next(self._order, None)
-        # Who is queued is looked at from the tail on, when it is their turn; so many are left.
+        # Queued sessions are examined from the tail of the queue, only when reached; this many are left to examine.
         self._left_in_line = len(policy._queue) - policy._absent
-        self._offered: list[_Entry] = []  # a heap: those that became leaves on the walk, and those of the queued
-        self._seen: set[BlockKey] = set()  # leaves of the queued that have been offered
-        self.num_left = 0  # blocks taken off
-        self._left: dict[_Session, int] = {}  # how many resident blocks of a session have left on the walk
-        # How many owners have nothing left behind a block, and the best of them, sorted, if that has changed here.
+        # a heap of blocks that became leaves during the walk, and of leaves of queued sessions
+        self._offered: list[_Entry] = []
+        self._seen: set[BlockKey] = set()  # leaves of queued sessions that have been offered
+        self.num_left = 0  # number of blocks removed so far
+        self._left: dict[_Session, int] = {}  # session -> number of its resident blocks removed so far
+        # Block -> how many owners have nothing left after it, and the first of them to return, sorted; only blocks
+        # where the walk changed this.
         self._waiting: dict[BlockKey, tuple[int, list[_Waiting]]] = {}
 
     def peek(self) -> _Entry | None:
-        """The next leaf."""
+        """Return the next leaf."""
         if self._head is None:
-            # Nobody in line before `_left_in_line` has a leaf that leaves before the first of the heap.
+            # Until no session left to examine can have a leaf that leaves before the first of the heap.
             while self._left_in_line and not (self._offered and self._offered[0] < (1, 0, 1 - self._left_in_line, 0)):
                 self._look_at_the_last_in_line()
         elif not (self._offered and self._offered[0] < self._head):
@@ -371,14 +378,14 @@ class _Walk:
             heappush(self._offered, policy._queued(tail))
 
     def drop(self) -> None:
-        """Pass over what `peek` showed; all that stands before it stays too."""
+        """Skip the leaf that `peek` returned. It stays, and with it all blocks before it."""
         if self._head is not None and not (self._offered and self._offered[0] < self._head):
             self._head = next(self._order, None)
         else:
             heappop(self._offered)
 
     def leave(self, entry: _Entry) -> None:
-        """Take off the leaf that `peek` showed; the blocks that become leaves by it come in their turn."""
+        """Remove the leaf that `peek` returned. Blocks that become leaves thereby are offered in their turn."""
         policy = self._policy
         owners = policy._owners[entry[-1]]
         self.num_left += 1
@@ -387,16 +394,16 @@ class _Walk:
             for session in owners:
                 self._leave(session)
             return
-        (session,) = owners  # as nearly all are: the block before it ranks as it did
+        (session,) = owners  # the usual case: the block before it has the same single owner, so it has the same rank
         left = self._left[session] = self._left.get(session, 0) + 1
         resident = session.resident
-        behind = None if left == len(resident) else session.context[resident[-1 - left]]
-        if behind is not None and len(policy._owners[behind]) == 1:
-            self._replace((*entry[:-1], behind))
+        tail = None if left == len(resident) else session.context[resident[-1 - left]]
+        if tail is not None and len(policy._owners[tail]) == 1:
+            self._replace((*entry[:-1], tail))
             return
         self.drop()
-        if behind is not None:
-            self._wait(behind, session)
+        if tail is not None:
+            self._wait(tail, session)
 
     def _leave(self, session: _Session) -> None:
         left = self._left[session] = self._left.get(session, 0) + 1
@@ -404,7 +411,7 @@ class _Walk:
             self._wait(session.context[session.resident[-1 - left]], session)
 
     def _wait(self, before: BlockKey, session: _Session) -> None:
-        """The session has nothing left behind this block of its."""
+        """Record that the session has nothing left after this block."""
         policy = self._policy
         if (known := self._waiting.get(before)) is not None:
             count, best = known
@@ -419,7 +426,7 @@ class _Walk:
             heappush(self._offered, entry)
 
     def _replace(self, entry: _Entry) -> None:
-        """As `drop`, and offer this one."""
+        """Like `drop`, but offer this entry instead."""
         if self._head is not None and not (self._offered and self._offered[0] < self._head):
             self._head = next(self._order, None)
             heappush(self._offered, entry)

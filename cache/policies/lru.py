@@ -1,4 +1,4 @@
-"""The oldest touch leaves first."""
+"""Least recently used."""
 
 from collections.abc import Collection, Container, Hashable, Sequence
 
@@ -6,8 +6,8 @@ from cache.blocks.keys import BlockKey
 
 
 class LruPolicy:
-    """Least recently used. A context is touched from its tail to its head, so tails leave first and what stays of a
-    prefix is always usable. Judges by the past alone: owners, the queue and the newcomer count for nothing."""
+    """Evicts the block with the oldest touch. A context is touched from its tail to its head, so tails leave first and
+    what stays is a usable prefix. Ignores owners, the queue and the newcomer."""
 
     def __init__(self) -> None:
         self._order: dict[BlockKey, None] = {}  # dict order is last-touch order
@@ -20,13 +20,13 @@ class LruPolicy:
         del self._order[key]
 
     def own(self, key: BlockKey, session: Hashable, place: int) -> None:
-        """Whose a block is does not count."""
+        """Ignored: ownership does not matter."""
 
     def forget(self, session: Hashable) -> None:
-        """Whose a block was does not count."""
+        """Ignored: ownership does not matter."""
 
     def look_ahead(self, upcoming: Sequence[Hashable], changed: Collection[Hashable] | None = None) -> None:
-        """The queue does not count."""
+        """Ignored: the queue does not matter."""
 
     def victims(
         self,
