@@ -334,8 +334,8 @@ def test_foreign_files_are_left_alone(path: Path, tmp_path: Path, expected: list
 
 def test_a_second_engine_is_told_that_the_directory_is_in_use(path: Path, tmp_path: Path) -> None:
     code = (
-        "import sys; from pathlib import Path; from engine.hf_model import ModelRefused\n"
-        "from tests.engine.test_tiers import tiered\n"
+        "import sys; from pathlib import Path; from engine.model.loading import ModelRefused\n"
+        "from tests.engine.build.test_tiers import tiered\n"
         "try: tiered(Path(sys.argv[1]), disk_bytes=1 << 28, disk_dir=sys.argv[2])\n"
         "except ModelRefused as error: print(error)\n"
     )

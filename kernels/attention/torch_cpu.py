@@ -162,7 +162,7 @@ def _decode_plan(kernels: ModuleType, meta: AttentionMeta, window: int | None) -
     if plan is None:
         rows = [row for row, query_len in enumerate(meta.query_lens) if query_len == 1]
         contexts = [meta.context_lens[row] for row in rows]
-        parts = kernels.Parts(*split_contexts(contexts, window, kernels.PART))
+        parts = kernels.AttentionTasks(*split_contexts(contexts, window, kernels.PART))
         plan = meta.scratch[key] = (rows, meta.query_start[rows].long(), parts)
     return plan
 

@@ -102,6 +102,6 @@ class FewRows:
             lens = list(zip(meta.query_lens, meta.context_lens, strict=True))
             contexts = [context - query + row + 1 for query, context in lens for row in range(query)]
             table = np.repeat(meta.block_table.numpy(), meta.query_lens, axis=0)
-            parts = self._kernels.Parts(*split_contexts(contexts, self._params.window, self._kernels.PART))
+            parts = self._kernels.AttentionTasks(*split_contexts(contexts, self._params.window, self._kernels.PART))
             plan = meta.scratch[key] = (table, meta.slots.numpy(), parts)
         return plan

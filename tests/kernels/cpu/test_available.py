@@ -33,7 +33,7 @@ def test_compiled_kernels_leave_the_number_of_threads_as_it_was(threads: int) ->
         pytest.skip("kernels are not compiled on this machine")
     script = (
         f"import torch; torch.set_num_threads({threads});"
-        "from kernels.cpu_support import decode_kernels, prefill_kernels, use_torch_threads;"
+        "from kernels.cpu.available import decode_kernels, prefill_kernels, use_torch_threads;"
         "decode_kernels(), prefill_kernels(), use_torch_threads(); print(torch.get_num_threads())"
     )
     ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100, cwd=ROOT)

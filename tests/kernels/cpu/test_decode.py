@@ -43,7 +43,7 @@ def a_pool(pages: int, heads: int, dim: int, heads_outermost: bool) -> Tensor:
 
 def attend(q: Tensor, k: Tensor, v: Tensor, table: Tensor, contexts: list[int], window: int | None = None) -> Tensor:
     out = torch.empty(*q.shape[:2], v.shape[3])
-    parts = kernels.Parts(*split_contexts(contexts, window, kernels.PART))
+    parts = kernels.AttentionTasks(*split_contexts(contexts, window, kernels.PART))
     group, k_lanes, v_lanes = q.shape[1] // k.shape[2], k.shape[3] // 16, v.shape[3] // 16
     queries = (q.float() * (kernels.LOG2_E * q.shape[2] ** -0.5)).numpy()
     sizes = ((0,) * group, (0,) * k_lanes, (0,) * v_lanes)
@@ -158,7 +158,7 @@ def test_one_pool_of_threads_serves_torch_and_numba() -> None:
     script = (
         "import os, torch; torch.set_num_threads(2); torch.ones(1 << 20).sum();"
         "before = len(os.listdir('/proc/self/task'));"
-        "from kernels.cpu_support import decode_kernels; assert decode_kernels() is not None;"
+        "from kernels.cpu.available import decode_kernels; assert decode_kernels() is not None;"
         "print(len(os.listdir('/proc/self/task')) - before)"
     )
     ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100, cwd=ROOT)
@@ -169,7 +169,7 @@ def test_one_pool_of_threads_serves_torch_and_numba() -> None:
 def test_without_numba_there_are_no_kernels_and_no_error(missing: str) -> None:
     script = (
         f"import sys; sys.modules[{missing!r}] = None;"
-        "from kernels.cpu_support import decode_kernels; assert decode_kernels() is None;"
+        "from kernels.cpu.available import decode_kernels; assert decode_kernels() is None;"
         "from kernels.attention import BACKENDS; BACKENDS['torch_cpu'](); print('ok')"
     )
     ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100, cwd=ROOT)

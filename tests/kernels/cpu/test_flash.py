@@ -323,7 +323,7 @@ def test_numba_told_to_compile_for_less_is_not_asked(monkeypatch: pytest.MonkeyP
 def test_without_them_there_is_no_error(missing: str) -> None:
     script = (
         f"import sys; sys.modules[{missing!r}] = None;"
-        "from kernels.cpu_support import flash_kernels; assert flash_kernels(False) is None; print('ok')"
+        "from kernels.cpu.available import flash_kernels; assert flash_kernels(False) is None; print('ok')"
     )
     ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100, cwd=ROOT)
     assert ran.stdout.strip() == "ok", ran.stderr

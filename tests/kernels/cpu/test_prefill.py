@@ -110,7 +110,7 @@ def test_kernels_that_fail_their_test_are_not_used(monkeypatch: pytest.MonkeyPat
 def test_without_kernels_there_is_no_error(missing: str) -> None:
     script = (
         f"import sys; sys.modules[{missing!r}] = None;"
-        "from kernels.cpu_support import prefill_kernels; assert prefill_kernels() is None; print('ok')"
+        "from kernels.cpu.available import prefill_kernels; assert prefill_kernels() is None; print('ok')"
     )
     ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100, cwd=ROOT)
     assert ran.stdout.strip() == "ok", ran.stderr
