@@ -25,7 +25,7 @@ from cache.requests.saving import Saver
 from cache.requests.siblings import Siblings
 from cache.returns.return_times import ReturnTimes
 from cache.sessions import SessionStore
-from cache.stats import CacheStats, PromptReport, ResidencyValue
+from cache.stats import CacheStats, ResidencyValue, TokensBySource
 from cache.tiers.dram import DramTier
 from cache.tiers.hbm import HbmPool
 from cache.tiers.hierarchy import Hierarchy
@@ -245,7 +245,7 @@ class CacheManager:
         """A step wrote the next `num_tokens` rows; blocks that are full now become findable."""
         self._publisher.commit(self._running[request_id], num_tokens)
 
-    def report(self, request_id: str) -> PromptReport:
+    def report(self, request_id: str) -> TokensBySource:
         """Explains the prompt of a request that was just admitted for the first time."""
         context = self._running[request_id]
         name = context.session

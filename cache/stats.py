@@ -4,24 +4,28 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import msgspec
 
-@dataclass(frozen=True, slots=True)
-class PromptReport:
-    """One prompt, token by token, as it stands in the context: hbm + dram + disk + computed == prompt_tokens;
-    miss_reasons adds up to computed_tokens. Reasons: `new` (never computed for this session), `evicted` (was, has
-    left), `expired` (its time to live was over), `diverged` (behind the place where the prompt leaves the session's
-    history), `last_token` (present, but its logits are needed), `load_failed`, `load_late` (the disk took longer than
-    computing does), `cheaper_to_recompute`, `lineage_reset` (behind a block that a truncation had kept and that is
-    gone), `truncated` (recomputed because of a truncation), `disabled` (cache.mode = recompute)."""
+
+class TokensBySource(msgspec.Struct, frozen=True, kw_only=True):
+    """Where the KV of one prompt came from, as the prompt stands in the context. The cache makes it, the engine sends
+    it as it is, and the app shows it to clients.
+
+    The three tiers and computed_tokens add up to prompt_tokens, and miss_reasons to computed_tokens. Reasons: `new`
+    (never computed for this session), `evicted` (was, has left), `expired` (its time to live was over), `diverged`
+    (after the place where the prompt leaves the session's history), `last_token` (present, but its logits are needed),
+    `load_failed`, `load_late` (the disk took longer than computing does), `cheaper_to_recompute`, `lineage_reset`
+    (after a block that a truncation had kept and that is gone), `truncated` (recomputed because of a truncation),
+    `prompt_logprobs` (the logits of all of them are wanted), `disabled` (cache.mode = recompute)."""
 
     prompt_tokens: int
-    history_tokens: int
+    history_tokens: int  # of the prompt, that the session (or a sibling) had computed before
     hbm_tokens: int
-    miss_reasons: dict[str, int]
-    dram_tokens: int = 0
-    disk_tokens: int = 0
-    truncated_tokens: int = 0  # of the conversation, not in the context
-    shifted_tokens: int = 0
+    dram_tokens: int
+    disk_tokens: int
+    truncated_tokens: int  # of the conversation, not in the context
+    shifted_tokens: int  # cached ones that stand at another position than when they were computed
+    miss_reasons: dict[str, int]  # reason -> tokens
 
     @property
     def cached_tokens(self) -> int:
@@ -30,6 +34,15 @@ class PromptReport:
     @property
     def computed_tokens(self) -> int:
         return self.prompt_tokens - self.cached_tokens
+
+    def by_source(self) -> dict[str, int]:
+        """Tokens of the prompt by tier, and those computed."""
+        return {
+            "hbm": self.hbm_tokens,
+            "dram": self.dram_tokens,
+            "disk": self.disk_tokens,
+            "computed": self.computed_tokens,
+        }
 
 
 class ResidencyValue(NamedTuple):
@@ -63,11 +76,8 @@ class CacheStats:
     moved_seconds: dict[str, float] = field(default_factory=dict)
     truncated_tokens: int = 0
 
-    def count_prompt(self, report: PromptReport) -> None:
-        self.prompt_tokens["hbm"] += report.hbm_tokens
-        self.prompt_tokens["dram"] += report.dram_tokens
-        self.prompt_tokens["disk"] += report.disk_tokens
-        self.prompt_tokens["computed"] += report.computed_tokens
+    def count_prompt(self, report: TokensBySource) -> None:
+        self.prompt_tokens.update(report.by_source())
         self.miss_tokens.update(report.miss_reasons)
 
     def count_move(self, direction: str, num_bytes: int, seconds: float) -> None:

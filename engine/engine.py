@@ -4,8 +4,8 @@ import logging
 import math
 import time
 from collections.abc import Container, Iterable
-from dataclasses import replace
 
+import msgspec
 import torch
 
 from cache.blocks.truncate import DoesNotFit
@@ -32,7 +32,7 @@ from engine.step.arrival import Arrival
 from engine.step.grammar import GrammarCompiler
 from engine.step.held_moves import Moves
 from engine.step.intake import Intake
-from engine.step.running_choice import RunningChoice, cache_report
+from engine.step.running_choice import RunningChoice
 from engine.step.sampler import BadLogits, Sampled, Sampler, token_logprobs
 from engine.step.verify import Verifier
 from scheduler.scheduler import Chunk, Scheduler
@@ -407,7 +407,8 @@ class Engine:
             return False
         sequence.dropped_tokens += dropped
         if choice.report is not None:  # said again with the last output
-            choice.report = replace(choice.report, truncated_tokens=choice.report.truncated_tokens + dropped)
+            truncated = choice.report.truncated_tokens + dropped
+            choice.report = msgspec.structs.replace(choice.report, truncated_tokens=truncated)
         self._scheduler.requeue(sequence)
         self._tables.drop(sequence.request_id)
         return True
@@ -455,10 +456,10 @@ class Engine:
             if token_ids:
                 prompt_logprobs = choice.take_prompt_logprobs()
             self._cache.stats.count_prompt(choice.report)
-            report = cache_report(choice.report)
+            report = choice.report
             timings = timings or choice.timings(now)
         elif choice.report is not None and finish_reason is not None and choice.sequence.dropped_tokens:
-            report = cache_report(choice.report)
+            report = choice.report
         return choice.output(token_ids, logprobs, finish_reason, report, timings, prompt_logprobs)
 
     # --- sessions -----------------------------------------------------------------------------------------------------

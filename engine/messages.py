@@ -5,9 +5,10 @@ Token ids and small structs only: never tensors, never pickle. Every message is 
 
 import msgspec
 
-from scheduler.sequence import SamplingParams
+from cache.stats import TokensBySource as TokensBySource  # the app has it from here
+from scheduler.sequence import SamplingParams as SamplingParams
 
-WIRE_VERSION = 4
+WIRE_VERSION = 5
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -204,21 +205,6 @@ class TokenLogprob(msgspec.Struct, frozen=True, kw_only=True):
     top: list[tuple[int, float]]  # (token id, logprob), most likely first
 
 
-class CacheReport(msgspec.Struct, frozen=True, kw_only=True):
-    """Where the prompt's KV came from. hbm + dram + disk + redis + computed = prompt_tokens."""
-
-    prompt_tokens: int
-    history_tokens: int  # prompt tokens that the session (or a sibling) had computed before
-    hbm_tokens: int
-    dram_tokens: int
-    disk_tokens: int
-    redis_tokens: int
-    computed_tokens: int
-    truncated_tokens: int
-    shifted_tokens: int
-    miss_reasons: dict[str, int]  # reason -> tokens; adds up to computed_tokens
-
-
 class Timings(msgspec.Struct, frozen=True, kw_only=True):
     """Milliseconds inside the engine."""
 
@@ -237,7 +223,7 @@ class Output(msgspec.Struct, frozen=True, kw_only=True):
     token_ids: list[int]
     logprobs: list[TokenLogprob] | None
     finish_reason: str | None  # stop | length | error
-    report: CacheReport | None
+    report: TokensBySource | None
     timings: Timings | None
     error: str | None  # with finish_reason error
     error_code: str | None  # context_length_exceeded | overloaded | invalid_grammar | internal_error

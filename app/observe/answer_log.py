@@ -5,6 +5,7 @@ import time
 from typing import Any
 
 from app.turn.generation import Generation
+from app.turn.kv_sources import source_fields
 
 log = logging.getLogger("reprise.answers")
 
@@ -29,8 +30,8 @@ def fields_of(generation: Generation, tenant: str) -> dict[str, Any]:
     }
     if report is not None:
         fields["prompt_tokens"] = report.prompt_tokens
-        for name in ("hbm", "dram", "disk", "redis", "computed", "truncated"):
-            fields[f"{name}_tokens"] = getattr(report, f"{name}_tokens")
+        fields.update(source_fields(report))
+        fields["truncated_tokens"] = report.truncated_tokens
     if first.timings is not None:
         fields["queue_ms"] = round(first.timings.queue_ms, 3)
         fields["load_ms"] = round(first.timings.load_ms, 3)

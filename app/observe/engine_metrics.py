@@ -6,13 +6,12 @@ from typing import TYPE_CHECKING
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from app.turn.kv_sources import SOURCES
 from engine.messages import SchedulerState
 
 if TYPE_CHECKING:
     from app.turn.ports import EnginePort
 
-
-CACHED = ("hbm", "dram", "disk", "redis")
 MISS_REASONS = (
     *(
         "new",
@@ -93,7 +92,7 @@ class EngineCollector(Collector):
                 "prompt_tokens",
                 "Prompt tokens by where their KV was.",
                 "outcome",
-                _from_zero((*CACHED, "computed"), stats.prompt_tokens),
+                _from_zero(SOURCES, stats.prompt_tokens),
             ),
             ("miss_tokens", "Computed prompt tokens by reason.", "reason", _from_zero(MISS_REASONS, stats.miss_tokens)),
             ("moved_bytes", "KV moved between tiers.", "direction", _from_zero(DIRECTIONS, stats.moved_bytes)),

@@ -20,6 +20,7 @@ import msgspec
 from app.errors import ApiError
 from app.turn.answer import Answer
 from app.turn.generation import Generation
+from app.turn.kv_sources import source_fields
 from app.turn.ports import EnginePort
 from engine.messages import ModelInfo, SessionInfo, SessionRequest, Stats, WaitingInfo
 from engine.process.client import EngineLost, EngineTimeout, EngineUnavailable
@@ -68,11 +69,7 @@ class Live:
             "at": round(time.time(), 3),
             "ttft_ms": round((choice.first_token_s - generation.arrived_s) * 1e3, 3),
             "load_ms": None if choice.timings is None else round(choice.timings.load_ms, 3),
-            "hbm_tokens": report.hbm_tokens,
-            "dram_tokens": report.dram_tokens,
-            "disk_tokens": report.disk_tokens,
-            "redis_tokens": report.redis_tokens,
-            "computed_tokens": report.computed_tokens,
+            **source_fields(report),
             "truncated_tokens": report.truncated_tokens,
             "history_tokens": report.history_tokens,
         }

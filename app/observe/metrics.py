@@ -11,7 +11,8 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from app.observe.engine_metrics import CACHED, EngineCollector, _labelled
+from app.observe.engine_metrics import EngineCollector, _labelled
+from app.turn.kv_sources import CACHED, SOURCES, tokens_by_source
 from app.version import version
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1, 2.5)
 TOKENS = (1, 8, 32, 128, 256, 512, 1024, 2048, 4096, 8192, 16_384, 32_768, 65_536, 131_072)
-HISTORY_OUTCOMES = (*CACHED, "computed", "truncated", "shifted")
+HISTORY_OUTCOMES = (*SOURCES, "truncated", "shifted")
 
 
 class Metrics:
@@ -57,7 +58,7 @@ class Metrics:
             ("outcome",),
             registry=self._registry,
         )
-        for source in (*CACHED, "computed"):
+        for source in SOURCES:
             self.ttft_by_source.labels(source)
         for outcome in HISTORY_OUTCOMES:
             self.history.labels(outcome)
@@ -85,15 +86,14 @@ class Metrics:
         report = choice.report
         if report is None:
             return
-        found = {tier: getattr(report, f"{tier}_tokens") for tier in CACHED}
-        largest = max(found, key=lambda tier: found[tier])
-        cached = sum(found.values())
-        self.ttft_by_source.labels(largest if cached >= report.computed_tokens else "computed").observe(ttft_s)
+        found = tokens_by_source(report)
+        largest = max(CACHED, key=lambda tier: found[tier])
+        computed_most = report.computed_tokens > report.cached_tokens
+        self.ttft_by_source.labels("computed" if computed_most else largest).observe(ttft_s)
         self.prompts.observe(report.prompt_tokens)
-        computed = max(0, report.history_tokens - cached)
         outcomes = {
             **found,
-            "computed": computed,
+            "computed": max(0, report.history_tokens - report.cached_tokens),  # of the history; new tokens are not lost
             "truncated": report.truncated_tokens,
             "shifted": report.shifted_tokens,
         }

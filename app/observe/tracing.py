@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 from app.turn.answer import Answer
 from app.turn.generation import Generation
+from app.turn.kv_sources import source_fields
 
 traceparent: ContextVar[str] = ContextVar("traceparent", default="")  # W3C header of the request whose task this is
 
@@ -115,8 +116,12 @@ def _attributes(generation: Generation, tenant: str) -> dict[str, Any]:
     }
     if report is not None:
         attributes["gen_ai.usage.input_tokens"] = report.prompt_tokens
-        for name in ("hbm", "dram", "disk", "redis", "computed", "truncated", "history"):
-            attributes[f"reprise.cache.{name}_tokens"] = getattr(report, f"{name}_tokens")
+        fields = {
+            **source_fields(report),
+            "truncated_tokens": report.truncated_tokens,
+            "history_tokens": report.history_tokens,
+        }
+        attributes.update({f"reprise.cache.{name}": tokens for name, tokens in fields.items()})
     return attributes
 
 

@@ -8,10 +8,10 @@ from typing import Any
 from app.text.answer_parser import AnswerParser, AnswerParts, Call
 from app.text.tokenizer import ChatTokenizer
 from engine.messages import (
-    CacheReport,
     Output,
     Timings,
     TokenLogprob,
+    TokensBySource,
 )
 
 
@@ -43,7 +43,7 @@ class Answer:
         self.token_ids: list[int] = []
         self.text = ""  # all of it, whatever it says
         self.finish_reason: str | None = None
-        self.report: CacheReport | None = None
+        self.report: TokensBySource | None = None
         self.timings: Timings | None = None
         self.prompt_logprobs: list[dict[str, Any]] | None = None
         self.first_token_s: float | None = None

@@ -19,10 +19,10 @@ from app.turn.answer import Answer, Delta
 from app.turn.deadline import Deadline
 from app.turn.ports import EnginePort, OutputSource
 from engine.messages import (
-    CacheReport,
     ModelInfo,
     Output,
     SamplingParams,
+    TokensBySource,
 )
 from engine.process.client import EngineLost
 
@@ -79,7 +79,7 @@ class Generation(AsyncIterator[Delta]):
         self._upcoming: asyncio.Task[Delta | None] | None = None
 
     @property
-    def report(self) -> CacheReport | None:
+    def report(self) -> TokensBySource | None:
         """Of the first choice that has one: it paid for the prompt, its siblings found it cached."""
         return next((choice.report for choice in self.choices if choice.report is not None), None)
 

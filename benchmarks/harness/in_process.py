@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from engine.build.engine import build_engine
-from engine.messages import CacheReport, EngineConfig, Output, Stats, Submit, Timings
+from engine.messages import EngineConfig, Output, Stats, Submit, Timings, TokensBySource
 from engine.process.child import MALLOC, SPIN, engine_environment
 from scheduler.sequence import SamplingParams
 
@@ -79,7 +79,7 @@ class Turn:
     prompt: list[int]
     submitted_s: float
     token_ids: list[int] = field(default_factory=list)
-    report: CacheReport | None = None
+    report: TokensBySource | None = None
     timings: Timings | None = None
     first_s: float | None = None  # when the first token was there
     done_s: float | None = None

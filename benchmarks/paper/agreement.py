@@ -190,7 +190,7 @@ class Tracked(Simulation):
 
         def report(request_id: str) -> Any:
             found = explain(request_id)
-            self.sources.update({tier: getattr(found, f"{tier}_tokens") for tier in TIERS})
+            self.sources.update(found.by_source())
             return found
 
         self.cache.report = report  # type: ignore[method-assign]

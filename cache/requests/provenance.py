@@ -4,7 +4,7 @@ from cache.blocks.context import ExpiredContext, RunningContext, SessionContext
 from cache.blocks.keys import BLOCK_TOKENS
 from cache.blocks.table import CacheTable, common_prefix
 from cache.blocks.truncate import map_offset
-from cache.stats import PromptReport
+from cache.stats import TokensBySource
 
 
 def report_prompt(
@@ -14,7 +14,7 @@ def report_prompt(
     *,
     reuse: bool,
     expired: ExpiredContext | None = None,
-) -> PromptReport:
+) -> TokensBySource:
     """Explains the prompt of a request that was just admitted for the first time. session: as its last turn left it;
     expired: as it was when its time to live was over."""
     prompt = context.prompt_tokens
@@ -37,7 +37,7 @@ def report_prompt(
         reasons["diverged"] = diverged
     if new := prompt - history - diverged:
         reasons["new"] = new
-    return PromptReport(
+    return TokensBySource(
         prompt_tokens=prompt,
         history_tokens=history,
         hbm_tokens=tiers.get("hbm", 0),

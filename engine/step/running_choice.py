@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass, field
 
-from cache.stats import PromptReport
-from engine.messages import CacheReport, Output, Timings, TokenLogprob
+from cache.stats import TokensBySource
+from engine.messages import Output, Timings, TokenLogprob
 from engine.step.grammar import Constraint
 from engine.step.sampler import PenaltyState, SampleRow
 from scheduler.sequence import Sequence
@@ -23,7 +23,7 @@ class RunningChoice:
     constraint: Constraint | None = None
     prompt_logprobs: int | None = None  # most likely tokens wanted beside each of the prompt's; None: no logprobs of it
     prompt_known: dict[int, TokenLogprob] = field(default_factory=dict)  # by place in the prompt
-    report: PromptReport | None = None
+    report: TokensBySource | None = None
     reported: bool = False
     load_wait_s: float = 0.0  # it waited for KV that was being loaded, in its steps and outside of them
     has_run: bool = False
@@ -85,7 +85,7 @@ class RunningChoice:
         token_ids: list[int],
         logprobs: list[TokenLogprob] | None,
         finish_reason: str | None,
-        report: CacheReport | None,
+        report: TokensBySource | None,
         timings: Timings | None,
         prompt_logprobs: list[TokenLogprob] | None = None,
     ) -> Output:
@@ -120,20 +120,4 @@ def error_output(request_id: str, choice: int, code: str, message: str) -> Outpu
         timings=None,
         error=message,
         error_code=code,
-    )
-
-
-def cache_report(report: PromptReport) -> CacheReport:
-    """As the app is told."""
-    return CacheReport(
-        prompt_tokens=report.prompt_tokens,
-        history_tokens=report.history_tokens,
-        hbm_tokens=report.hbm_tokens,
-        dram_tokens=report.dram_tokens,
-        disk_tokens=report.disk_tokens,
-        redis_tokens=0,
-        computed_tokens=report.computed_tokens,
-        truncated_tokens=report.truncated_tokens,
-        shifted_tokens=report.shifted_tokens,
-        miss_reasons=report.miss_reasons,
     )

@@ -18,7 +18,6 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from app.main import create_app
 from app.settings.settings import Settings
 from engine.messages import (
-    CacheReport,
     ModelInfo,
     Output,
     SessionInfo,
@@ -28,6 +27,7 @@ from engine.messages import (
     Submit,
     Timings,
     TokenLogprob,
+    TokensBySource,
 )
 from engine.process.client import EngineFailed, EngineLost, EngineUnavailable
 
@@ -296,19 +296,17 @@ class FakeEngine:
         script, request = self.script, stream.request
         prompt = len(request.token_ids)
         cached = prompt // 2 if choice == 0 else prompt - 1
-        first_report = CacheReport(
+        first_report = TokensBySource(
             prompt_tokens=prompt,
             history_tokens=cached,
             hbm_tokens=cached,
             dram_tokens=0,
             disk_tokens=0,
-            redis_tokens=0,
-            computed_tokens=prompt - cached,
             truncated_tokens=0,
             shifted_tokens=0,
             miss_reasons={"new": prompt - cached},
         )
-        report: CacheReport | None = msgspec.structs.replace(first_report, **(script.report or {}))
+        report: TokensBySource | None = msgspec.structs.replace(first_report, **(script.report or {}))
         last_report = msgspec.structs.replace(first_report, **script.last_report) if script.last_report else None
         ids = [*self.tokenizer.encode(script.answer).ids, 2] if script.token_ids is None else script.token_ids
         limited = ids[: request.sampling.max_tokens]

@@ -10,7 +10,7 @@ import torch
 
 from engine.build.engine import build_engine
 from engine.engine import Engine
-from engine.messages import CacheReport, EngineConfig, Output, Submit, Timings, TokenLogprob
+from engine.messages import EngineConfig, Output, Submit, Timings, TokenLogprob, TokensBySource
 from tests.conftest import greedy
 from tests.engine import scripted_engine
 from tests.engine.models import vanilla_logits
@@ -39,7 +39,7 @@ class Answer:
     logprobs: list[TokenLogprob] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprob] | None = None
     finish_reason: str | None = None
-    report: CacheReport | None = None
+    report: TokensBySource | None = None
     timings: list[Timings | None] = field(default_factory=list)  # of each output
     error: str | None = None
     error_code: str | None = None

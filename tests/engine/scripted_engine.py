@@ -14,7 +14,6 @@ import msgspec
 
 import engine.process.loop
 from engine.messages import (
-    CacheReport,
     EngineConfig,
     ModelInfo,
     Output,
@@ -25,18 +24,17 @@ from engine.messages import (
     Stats,
     Submit,
     Timings,
+    TokensBySource,
 )
 from engine.process.loop import StepEngine
 from scheduler.sequence import SamplingParams
 
-REPORT = CacheReport(
+REPORT = TokensBySource(
     prompt_tokens=3,
     history_tokens=0,
     hbm_tokens=0,
     dram_tokens=0,
     disk_tokens=0,
-    redis_tokens=0,
-    computed_tokens=3,
     truncated_tokens=0,
     shifted_tokens=0,
     miss_reasons={"new": 3},

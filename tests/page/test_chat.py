@@ -29,7 +29,7 @@ def composer(page: Any) -> Any:
 
 def test_an_answer_streams_in_and_says_where_its_history_came_from(page: Any, server: Served) -> None:
     server.engine.script.report = {
-        "hbm_tokens": 10, "dram_tokens": 20, "disk_tokens": 30, "computed_tokens": 5, "truncated_tokens": 7,
+        "prompt_tokens": 65, "hbm_tokens": 10, "dram_tokens": 20, "disk_tokens": 30, "truncated_tokens": 7,
         "miss_reasons": {"new": 4, "last_token": 1},
     }  # fmt: skip
     server.engine.script.step_s = 0.02
@@ -470,7 +470,7 @@ def test_axe_finds_nothing_serious(page: Any, server: Served, axe: str) -> None:
     server.engine.script.answer = (
         "# Title\n\n- a\n- b\n\n`code` [link](https://example.org)\n\n```\nx\n```\n\n|a|b|\n|-|-|\n|1|2|"
     )
-    server.engine.script.report = {"truncated_tokens": 9, "disk_tokens": 20}
+    server.engine.script.report = {"prompt_tokens": 40, "hbm_tokens": 10, "disk_tokens": 20, "truncated_tokens": 9}
     send(page, "Hello")
     page.evaluate(axe)
 

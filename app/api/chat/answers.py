@@ -8,7 +8,8 @@ from app.http.event_stream import DONE, PING, event
 from app.text.answer_parser import AnswerParts
 from app.turn.answer import Answer, Delta
 from app.turn.generation import Generation
-from engine.messages import CacheReport
+from app.turn.kv_sources import SOURCES, source_fields, tokens_by_source
+from engine.messages import TokensBySource
 
 
 def completion(generation: Generation, logprobs: dict[int, list[dict[str, Any]]]) -> dict[str, Any]:
@@ -138,13 +139,12 @@ def cached_tokens(generation: Generation) -> int:
     return _cached_tokens(generation.report, len(generation.token_ids))
 
 
-def _cached_tokens(report: CacheReport | None, prompt_tokens: int) -> int:
+def _cached_tokens(report: TokensBySource | None, prompt_tokens: int) -> int:
     """Count the cached tokens among those the client sent. When its truncation is rounded to whole blocks, the context
     keeps more tokens than the client sent; the report counts those too."""
     if report is None:
         return 0
-    cached = report.hbm_tokens + report.dram_tokens + report.disk_tokens + report.redis_tokens
-    return max(0, min(cached, prompt_tokens - report.computed_tokens))
+    return max(0, min(report.cached_tokens, prompt_tokens - report.computed_tokens))
 
 
 def ours(generation: Generation) -> dict[str, Any]:
@@ -153,11 +153,7 @@ def ours(generation: Generation) -> dict[str, Any]:
     if (report := generation.report) is not None:
         fields["x_cache"] = {
             "session_id": generation.prompt.session_id,
-            "hbm_tokens": report.hbm_tokens,
-            "dram_tokens": report.dram_tokens,
-            "disk_tokens": report.disk_tokens,
-            "redis_tokens": report.redis_tokens,
-            "computed_tokens": report.computed_tokens,
+            **source_fields(report),
             "history_tokens": report.history_tokens,
             "truncated_tokens": report.truncated_tokens,
             "shifted_tokens": report.shifted_tokens,
@@ -169,13 +165,11 @@ def ours(generation: Generation) -> dict[str, Any]:
 
 def cache_header(generations: Sequence[Generation]) -> dict[str, str]:
     """Return the `x-cache` header of a plain answer: its prompt tokens by the source of their KV."""
-    reports = [generation.report for generation in generations]
-    sources = ("hbm", "dram", "disk", "redis", "computed")
-    counts = {
-        source: sum(getattr(report, f"{source}_tokens") for report in reports if report is not None)
-        for source in sources
-    }
-    return {"x-cache": ", ".join(f"{source}={count}" for source, count in counts.items())} if any(reports) else {}
+    found = [tokens_by_source(generation.report) for generation in generations if generation.report is not None]
+    if not found:
+        return {}
+    counts = {source: sum(tokens[source] for tokens in found) for source in SOURCES}
+    return {"x-cache": ", ".join(f"{source}={count}" for source, count in counts.items())}
 
 
 def merged_ours(generations: Sequence[Generation]) -> dict[str, Any]:

@@ -34,7 +34,7 @@ async def text(engine: FakeEngine, tmp_path: Path) -> str:
     engine.stats = msgspec.structs.replace(STATS, scheduler=state)
     async with in_process(engine, make_settings(tmp_path)) as running:
         engine.script.report = {
-            "hbm_tokens": 0, "disk_tokens": 20, "computed_tokens": 5, "history_tokens": 22, "truncated_tokens": 64,
+            "hbm_tokens": 0, "disk_tokens": 20, "history_tokens": 22, "truncated_tokens": 64,
             "prompt_tokens": 25, "shifted_tokens": 8,
         }  # fmt: skip
         await running.chat()

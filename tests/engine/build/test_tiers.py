@@ -65,8 +65,7 @@ def converse(
             assert answer.error is None, answer.error
             assert answer.report is not None
             assert sum(answer.report.miss_reasons.values()) == answer.report.computed_tokens
-            for tier in ("hbm", "dram", "disk", "computed"):
-                tiers[tier] += getattr(answer.report, f"{tier}_tokens")
+            tiers.update(answer.report.by_source())
             tiers.update(answer.report.miss_reasons)
         texts = [answer.text for answer in answers]
     return texts, tiers

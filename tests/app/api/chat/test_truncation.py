@@ -144,12 +144,13 @@ async def test_what_does_not_fit_even_alone_is_refused_by_the_engine(running: Ru
 
 
 async def test_the_report_has_every_tier_and_cached_tokens_are_of_what_was_sent(running: Running):
-    tiers = {"hbm_tokens": 4, "dram_tokens": 5, "disk_tokens": 6, "redis_tokens": 0, "computed_tokens": 3}
-    running.engine.script.report = {
-        "prompt_tokens": 18, **tiers, "truncated_tokens": 2, "shifted_tokens": 1, "miss_reasons": {"load_failed": 3}
+    told = {
+        "hbm_tokens": 4, "dram_tokens": 5, "disk_tokens": 6, "truncated_tokens": 2, "shifted_tokens": 1,
+        "miss_reasons": {"load_failed": 3},
     }  # fmt: skip
+    running.engine.script.report = {"prompt_tokens": 18, **told}
     answer = (await running.chat()).json()
-    expected = {**tiers, "truncated_tokens": 2, "shifted_tokens": 1, "miss_reasons": {"load_failed": 3}, "load_ms": 0.0}
+    expected = {**told, "redis_tokens": 0, "computed_tokens": 3, "load_ms": 0.0}
     assert {name: answer["x_cache"][name] for name in expected} == expected
     assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 15
     prompt_tokens = answer["usage"]["prompt_tokens"]
@@ -157,9 +158,10 @@ async def test_the_report_has_every_tier_and_cached_tokens_are_of_what_was_sent(
         prompt_tokens + 5
     )  # before it was sent, or from inside the answer
     assert (await running.chat()).json()["usage"]["prompt_tokens_details"]["cached_tokens"] == 15
-    running.engine.script.report["hbm_tokens"] = 1000  # what the client dropped from inside a block is still there
+    # What the client dropped from inside a block is still there.
+    running.engine.script.report |= {"hbm_tokens": 1000, "prompt_tokens": 1000 + 5 + 6 + 3}
     assert (await running.chat()).json()["usage"]["prompt_tokens_details"]["cached_tokens"] == prompt_tokens - 3
-    running.engine.script.report["computed_tokens"] = 1000
+    running.engine.script.report["prompt_tokens"] = 1000 + 5 + 6 + 1000
     assert (await running.chat()).json()["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
 
 
