@@ -12,12 +12,6 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import Scope
 
 from app.api import openapi
-from app.api.chat import route as chat
-from app.api.completions import route as completions
-from app.api.messages import route as messages
-from app.api.reprise import cache, events, models, ops, page, sessions, tokens
-from app.api.responses import conversations
-from app.api.responses import route as responses
 from app.api.responses.response_service import Responses, Store
 from app.conversations.redis_store import RedisStore
 from app.conversations.response_store import ResponseStore
@@ -110,21 +104,7 @@ def create_app(settings: Settings, *, engine: EnginePort | None = None) -> FastA
     app = FastAPI(title="Reprise", lifespan=lifespan, openapi_url=None, redirect_slashes=False)
     app.state.service = service
     app.state.responses = remembered
-    modules = (
-        chat,
-        completions,
-        responses,
-        conversations,
-        messages,
-        tokens,
-        models,
-        openapi,
-        ops,
-        sessions,
-        cache,
-        events,
-        page,
-    )
+    modules = (*openapi.MODULES, openapi)
     for module in modules:
         app.include_router(module.router)
     install_handlers(app, [route for module in modules for route in module.router.routes])

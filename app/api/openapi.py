@@ -2,109 +2,49 @@
 models and from the answer models that the tests check."""
 
 import functools
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 from fastapi import APIRouter, Response
-from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
-from app.api.reprise.cache import CachePage, ClearRequest
-from app.api.reprise.sessions import Page, SessionPatch
-from app.api.responses.route import ItemPage
+from app.api.chat import route as chat
+from app.api.completions import route as completions
+from app.api.messages import route as messages
+from app.api.operation import Model, Operation, operations_of
+from app.api.reprise import cache, events, models, ops, page, sessions, tokens
+from app.api.responses import conversations
+from app.api.responses import route as responses
 from app.schemas import answers
-from app.schemas.chat import ChatCompletionRequest
-from app.schemas.completions import CompletionRequest
-from app.schemas.messages import CountTokensRequest, MessagesRequest
-from app.schemas.responses import ConversationRequest, ItemsRequest, ResponseRequest
-from app.schemas.tokens import DetokenizeRequest, TokenizeRequest
 from app.version import version
 
-Model = type[BaseModel]
 router = APIRouter()
 
+MODULES = (
+    chat,
+    completions,
+    responses,
+    conversations,
+    messages,
+    tokens,
+    models,
+    sessions,
+    cache,
+    ops,
+    events,
+    page,
+)
+"""All modules with a router, in the order of the document. Routes that are not described serve the page alone."""
 
-@dataclass(frozen=True, slots=True)
-class Operation:
-    method: str
-    path: str
-    summary: str
-    answer: Model | None  # None: plain text or no body
-    body: Model | None = None
-    query: Model | None = None
-    events: Model | None = None  # the events of the stream, if the body can ask for one
-    status: int = 200
-
-
-def _both(method: str, path: str, *rest: Any) -> list[Operation]:
-    """The operation with and without the prefix /v1."""
-    return [Operation(method, path, *rest), Operation(method, f"/v1{path}", *rest)]
-
-
-OPERATIONS = [
-    Operation("post", "/v1/chat/completions", "Answer a chat", answers.ChatCompletion, ChatCompletionRequest,
-              events=answers.ChatCompletionChunk),
-    Operation("post", "/v1/chat/completions/input_tokens", "Count a chat's tokens", answers.InputTokens,
-              ChatCompletionRequest),
-    Operation("post", "/v1/completions", "Continue a text, or score one", answers.Completion, CompletionRequest,
-              events=answers.Completion),
-    Operation("post", "/v1/responses", "Create a response", answers.ResponseObject, ResponseRequest,
-              events=answers.ResponseEvent),
-    Operation("post", "/v1/responses/input_tokens", "Count a response's prompt tokens", answers.InputTokens,
-              ResponseRequest),
-    Operation("get", "/v1/responses/{response_id}", "Get a stored response", answers.ResponseObject),
-    Operation("delete", "/v1/responses/{response_id}", "Delete a response", answers.DeletedObject),
-    Operation("post", "/v1/responses/{response_id}/cancel", "Cancel a response in the background",
-              answers.ResponseObject),
-    Operation("get", "/v1/responses/{response_id}/input_items", "List a response's input items", answers.ItemList,
-              query=ItemPage),
-    Operation("post", "/v1/conversations", "Create a conversation", answers.ConversationObject, ConversationRequest),
-    Operation("get", "/v1/conversations/{conversation_id}", "Get a conversation", answers.ConversationObject),
-    Operation("post", "/v1/conversations/{conversation_id}", "Change a conversation's metadata",
-              answers.ConversationObject, ConversationRequest),
-    Operation("delete", "/v1/conversations/{conversation_id}", "Delete a conversation", answers.DeletedObject),
-    Operation("get", "/v1/conversations/{conversation_id}/items", "List a conversation's items", answers.ItemList,
-              query=ItemPage),
-    Operation("post", "/v1/conversations/{conversation_id}/items", "Add items to a conversation", answers.ItemList,
-              ItemsRequest),
-    Operation("get", "/v1/conversations/{conversation_id}/items/{item_id}", "Get an item", answers.OutputItem),
-    Operation("delete", "/v1/conversations/{conversation_id}/items/{item_id}", "Delete an item",
-              answers.ConversationObject),
-    Operation("post", "/v1/messages", "Answer a chat in Anthropic's form", answers.AnthropicMessage, MessagesRequest,
-              events=answers.MessageEvent),
-    Operation("post", "/v1/messages/count_tokens", "Count a message's prompt tokens", answers.InputTokens,
-              CountTokensRequest),
-    *_both("post", "/tokenize", "Convert a text or a chat to tokens", answers.Tokens, TokenizeRequest),
-    *_both("post", "/detokenize", "Convert tokens to text", answers.Text, DetokenizeRequest),
-    Operation("get", "/v1/models", "List the model and its aliases", answers.ModelList),
-    Operation("get", "/v1/models/{name}", "Get a model", answers.Model),
-    Operation("get", "/v1/sessions", "List the conversations in the cache", answers.SessionList, query=Page),
-    Operation("get", "/v1/sessions/{session_id}", "Get a conversation's cache state", answers.Session),
-    Operation("patch", "/v1/sessions/{session_id}", "Pin a conversation or set its time to live", answers.Session,
-              SessionPatch),
-    Operation("delete", "/v1/sessions/{session_id}", "Remove a conversation from every tier", None, status=204),
-    Operation("post", "/v1/sessions/{session_id}/prefetch", "Load a conversation's KV", answers.Session, status=202),
-    Operation("get", "/v1/cache/stats", "Show the cache's contents and counters", answers.CacheStatsObject),
-    Operation("get", "/v1/cache/sessions", "List all tenants' conversations", answers.CacheSessionList,
-              query=CachePage),
-    Operation("delete", "/v1/cache/sessions/{tenant}/{session_id}", "Remove any tenant's conversation", None,
-              status=204),
-    Operation("post", "/v1/cache/clear", "Remove the KV of all conversations", answers.CacheCleared, ClearRequest),
-    Operation("get", "/v1/scheduler", "Show the queue", answers.SchedulerObject),
-    *_both("get", "/health", "Check that the server is alive", answers.Health),
-    Operation("get", "/ready", "Check that the server takes requests", answers.ReadyStatus),
-    Operation("get", "/version", "Show the versions", answers.Version),
-    Operation("get", "/metrics", "Show metrics in Prometheus text format", None),
-]  # fmt: skip
+OPERATIONS = [operation for module in MODULES for operation in operations_of(module.router)]
 
 
 def describe(version: str) -> dict[str, Any]:
     """Build the OpenAPI document."""
     wanted: list[tuple[Model, Any]] = [(answers.Error, "validation"), (answers.AnthropicError, "validation")]
     for operation in OPERATIONS:
-        models = (operation.answer, operation.body, operation.events)
-        wanted += [(model, "validation") for model in models if model is not None]
+        used = (operation.described.answer, operation.described.body, operation.described.events)
+        wanted += [(model, "validation") for model in used if model is not None]
     refs, definitions = models_json_schema(list(dict.fromkeys(wanted)), ref_template="#/components/schemas/{model}")
     schemas: dict[Any, Any] = {model: schema for (model, _), schema in refs.items()}
     paths: dict[str, dict[str, Any]] = {}
@@ -127,19 +67,20 @@ def describe(version: str) -> dict[str, Any]:
 
 
 def _operation(operation: Operation, schemas: dict[Model, Any]) -> dict[str, Any]:
+    said = operation.described
     is_anthropic = operation.path.startswith("/v1/messages")
     error = schemas[answers.AnthropicError if is_anthropic else answers.Error]
     content: dict[str, Any] = {}
-    if operation.answer is not None:
-        content["application/json"] = {"schema": schemas[operation.answer]}
+    if said.answer is not None:
+        content["application/json"] = {"schema": schemas[said.answer]}
     elif operation.status == 200:
         content["text/plain"] = {"schema": {"type": "string"}}
-    if operation.events is not None:
-        content["text/event-stream"] = {"schema": {"type": "string"}, "x-event-schema": schemas[operation.events]}
+    if said.events is not None:
+        content["text/event-stream"] = {"schema": {"type": "string"}, "x-event-schema": schemas[said.events]}
     good: dict[str, Any] = {"description": "Done"} | ({"content": content} if content else {})
     bad = {"content": {"application/json": {"schema": error}}}
     described: dict[str, Any] = {
-        "summary": operation.summary,
+        "summary": said.summary,
         "operationId": f"{operation.method}_{operation.path.strip('/').replace('/', '_').translate(_PLAIN)}",
         "responses": {
             str(operation.status): good,
@@ -147,12 +88,14 @@ def _operation(operation: Operation, schemas: dict[Model, Any]) -> dict[str, Any
             "5XX": {"description": "The server failed or is overloaded; see Retry-After", **bad},
         },
     }
-    if parameters := [*_path_parameters(operation.path), *_query_parameters(operation.query)]:
+    if operation.detail:
+        described["description"] = operation.detail
+    if parameters := [*_path_parameters(operation.path), *_query_parameters(said.query)]:
         described["parameters"] = parameters
-    if operation.body is not None:
+    if said.body is not None:
         described["requestBody"] = {
             "required": True,
-            "content": {"application/json": {"schema": schemas[operation.body]}},
+            "content": {"application/json": {"schema": schemas[said.body]}},
         }
     return described
 

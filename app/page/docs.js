@@ -52,7 +52,7 @@ function fields(schema, depth = 0) {
   if (!known || depth > MAX_DEPTH) return null;
   const required = new Set(known.required ?? []);
   return h("ul", { class: "schema" }, Object.entries(known.properties).map(([name, property]) => {
-    const line = [h("code", {}, name), h("span", { class: "small muted" }, ` ${kind(property)}${required.has(name) ? ", required" : ""}${bounds(property) ? `; ${bounds(property)}` : ""}`)];
+    const line = [h("code", {}, name), h("span", { class: "small muted" }, ` ${kind(property)}${required.has(name) ? ", required" : ""}${bounds(property) ? `; ${bounds(property)}` : ""}${property.description ? `: ${property.description}` : ""}`)];
     if (!objectOf(property)) return h("li", {}, line);
     return h("li", {}, unfolding(h("details", {}, h("summary", {}, line)), () => fields(property, depth + 1)));
   }));
@@ -71,7 +71,7 @@ function content(media) {
 }
 
 function body(operation) {
-  const parts = [];
+  const parts = operation.description ? [h("p", {}, operation.description)] : [];
   const section = (title, ...nodes) => parts.push(h("h2", {}, title), ...nodes.flat(2).filter(Boolean));
   if (operation.parameters) {
     section("Parameters", h("ul", { class: "schema" }, operation.parameters.map(({ name, in: place, schema }) =>

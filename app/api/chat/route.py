@@ -8,14 +8,21 @@ from fastapi import APIRouter, Request, Response
 
 from app.api.calls import body_of, caller_of, service_of, stream
 from app.api.chat.answers import Chunks, cache_header, completion
+from app.api.operation import described
 from app.http.event_stream import until_disconnect
+from app.schemas import answers
 from app.schemas.chat import ChatCompletionRequest
 from app.turn.generation import Generation
 
 router = APIRouter()
 
 
-@router.post("/v1/chat/completions")
+@router.post(
+    "/v1/chat/completions",
+    **described(
+        "Answer a chat", answers.ChatCompletion, body=ChatCompletionRequest, events=answers.ChatCompletionChunk
+    ),
+)
 async def chat_completions(request: Request) -> Response:
     body, headers = await body_of(request, ChatCompletionRequest)
     generation = await service_of(request).generate(body, caller_of(request))

@@ -9,8 +9,10 @@ from fastapi import APIRouter, Request, Response
 from app.api.calls import body_of, caller_of, service_of, stream
 from app.api.chat.answers import cache_header
 from app.api.completions.answers import CompletionFrames
+from app.api.operation import described
 from app.errors import invalid
 from app.http.event_stream import until_disconnect
+from app.schemas import answers
 from app.schemas.completions import CompletionRequest
 from app.turn.generation import Generation
 from app.turn.many_prompts import ManyPrompts
@@ -20,18 +22,23 @@ from app.turn.service import Service
 router = APIRouter()
 
 
-@router.post("/v1/completions")
+@router.post(
+    "/v1/completions",
+    **described("Continue a text, or score one", answers.Completion, body=CompletionRequest, events=answers.Completion),
+)
 async def completions(request: Request) -> Response:
+    """Texts or token ids, one or many. `echo` with `logprobs` scores the prompt, which is computed anew for it
+    (`miss_reasons.prompt_logprobs`)."""
     body, headers = await body_of(request, CompletionRequest)
     service, caller = service_of(request), caller_of(request)
     prompts = await _prompts(service, body, caller)
     batch = ManyPrompts(await _start(service, body, prompts, caller))
     first = batch.generations[0]
     headers |= {**first.limit_headers, "x-session-id": first.prompt.session_id}
-    answers = CompletionFrames(body, prompts, batch)
+    frames = CompletionFrames(body, prompts, batch)
     if body.stream:
-        return stream(request, batch, answers, headers)
-    answer = await until_disconnect(request.receive, _complete(batch, answers))
+        return stream(request, batch, frames, headers)
+    answer = await until_disconnect(request.receive, _complete(batch, frames))
     headers |= cache_header(batch.generations)
     return Response(msgspec.json.encode(answer), headers=headers, media_type="application/json")
 
@@ -74,10 +81,10 @@ async def _start(service: Service, body: CompletionRequest, prompts: list[Prompt
     return generations
 
 
-async def _complete(batch: ManyPrompts, answers: CompletionFrames) -> dict[str, Any]:
+async def _complete(batch: ManyPrompts, frames: CompletionFrames) -> dict[str, Any]:
     logprobs: dict[int, list[dict[str, Any]]] = {}
     async with aclosing(batch):
         async for delta in batch:
             if delta.logprobs is not None:
                 logprobs.setdefault(delta.choice, []).extend(delta.logprobs)
-        return answers.answer(logprobs)
+        return frames.answer(logprobs)

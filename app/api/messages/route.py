@@ -10,15 +10,23 @@ from app.api.calls import body_of, caller_of, service_of, stream
 from app.api.chat.answers import cache_header
 from app.api.messages.answers import MessageFrames, message
 from app.api.messages.as_chat import chat_request
+from app.api.operation import described
 from app.http.event_stream import until_disconnect
+from app.schemas import answers
 from app.schemas.messages import CountTokensRequest, MessagesRequest
 from app.turn.generation import Generation
 
 router = APIRouter()
 
 
-@router.post("/v1/messages")
+@router.post(
+    "/v1/messages",
+    **described(
+        "Answer a chat in Anthropic's form", answers.AnthropicMessage, body=MessagesRequest, events=answers.MessageEvent
+    ),
+)
 async def create_message(request: Request) -> Response:
+    """`usage` counts cached tokens apart, as Anthropic does. The key may come as `x-api-key`."""
     body, headers = await body_of(request, MessagesRequest)
     generation = await service_of(request).generate(chat_request(body), caller_of(request))
     headers |= {**generation.limit_headers, "x-session-id": generation.prompt.session_id}
@@ -29,7 +37,10 @@ async def create_message(request: Request) -> Response:
     return Response(msgspec.json.encode(answer), headers=headers, media_type="application/json")
 
 
-@router.post("/v1/messages/count_tokens")
+@router.post(
+    "/v1/messages/count_tokens",
+    **described("Count a message's prompt tokens", answers.InputTokens, body=CountTokensRequest),
+)
 async def count_tokens(request: Request) -> Response:
     body, headers = await body_of(request, CountTokensRequest)
     ids = await service_of(request).chat_tokens(chat_request(body), caller_of(request))

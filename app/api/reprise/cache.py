@@ -8,9 +8,11 @@ from fastapi import APIRouter, Request, Response
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from app.api.calls import body_of, require_admin, service_of
+from app.api.operation import described
 from app.api.reprise.sessions import MAX_LISTED, describe_session
 from app.errors import ApiError, from_validation, session_not_found, unavailable
 from app.observe.live import tiers_of
+from app.schemas import answers
 from app.schemas.fields import SESSION_ID, Part
 from engine.messages import SessionReply, SessionRequest
 
@@ -32,10 +34,10 @@ class ClearRequest(Part):
     """A body without fields. Requiring JSON keeps web pages in a browser from sending this request."""
 
 
-@router.get("/v1/cache/stats")
+@router.get("/v1/cache/stats", **described("Show the cache's contents and counters", answers.CacheStatsObject))
 async def stats(request: Request) -> dict[str, Any]:
     """Statistics of the engine's last heartbeat, at most a second old. Counters start with the engine. Hit rates are
-    shares of prompt tokens whose KV was not computed."""
+    shares of prompt tokens whose KV was not computed. For `server.admin_keys` where there are keys."""
     require_admin(request)
     service = service_of(request)
     model, _ = service.require_ready()
@@ -69,9 +71,12 @@ async def stats(request: Request) -> dict[str, Any]:
     }
 
 
-@router.get("/v1/cache/sessions")
+@router.get(
+    "/v1/cache/sessions", **described("List all tenants' conversations", answers.CacheSessionList, query=CachePage)
+)
 async def list_sessions(request: Request) -> dict[str, Any]:
-    """Lists all tenants' sessions by tenant and id. `after`: the `cursor` of the last entry of the previous page."""
+    """Lists them by tenant and id. `after`: the `cursor` of the last entry of the previous page. For
+    `server.admin_keys` where there are keys."""
     require_admin(request)
     try:
         page = CachePage.model_validate(dict(request.query_params))
@@ -85,9 +90,14 @@ async def list_sessions(request: Request) -> dict[str, Any]:
     return {"object": "list", "data": data, "has_more": reply.more}
 
 
-@router.delete("/v1/cache/sessions/{tenant}/{session_id}", status_code=204, response_class=Response)
+@router.delete(
+    "/v1/cache/sessions/{tenant}/{session_id}",
+    status_code=204,
+    response_class=Response,
+    **described("Remove any tenant's conversation", None),
+)
 async def delete_session(request: Request, tenant: str, session_id: str) -> None:
-    """Deletes a session of any tenant, like DELETE /v1/sessions/{id}."""
+    """Like `DELETE /v1/sessions/{session_id}`. For `server.admin_keys` where there are keys."""
     require_admin(request)
     if not SESSION_ID.fullmatch(session_id) or not SESSION_ID.fullmatch(tenant):
         raise session_not_found(session_id)
@@ -95,11 +105,14 @@ async def delete_session(request: Request, tenant: str, session_id: str) -> None
     await service_of(request).delete_session(question)
 
 
-@router.post("/v1/cache/clear")
+@router.post(
+    "/v1/cache/clear", **described("Remove the KV of all conversations", answers.CacheCleared, body=ClearRequest)
+)
 async def clear(request: Request) -> dict[str, Any]:
-    """Removes the KV of every conversation from every tier, except where a request is running. Transcripts stay, so the
-    next turn of a conversation computes its KV again. Answers when the bytes are gone; 503 if the disk could not delete
-    some."""
+    """The body is `{}`. Pinned conversations lose their KV too; those with a running request keep it, and KV that
+    another model left in the same directory stays (`reprise cache clear` removes all). Transcripts stay, so the next
+    turn of a conversation is recognised and computes its KV again; until then its session is 404. Answers when the
+    bytes are gone; 503 if the disk could not delete some. For `server.admin_keys` where there are keys."""
     require_admin(request)
     await body_of(request, ClearRequest)
     names: dict[tuple[str, str], None] = {}

@@ -6,14 +6,18 @@ import msgspec
 from fastapi import APIRouter, Request
 
 from app.api.calls import service_of
+from app.api.operation import described
+from app.schemas import answers
 from app.turn.service import Service
 from engine.messages import ModelInfo
 
 router = APIRouter()
 
 
-@router.get("/v1/models")
+@router.get("/v1/models", **described("List the model and its aliases", answers.ModelList))
 async def list_models(request: Request) -> dict[str, Any]:
+    """The same model under each of its names, with its default sampling, its capabilities and what was proven of it
+    at start."""
     service = service_of(request)
     if service.model is None:
         service.require_ready()
@@ -22,7 +26,7 @@ async def list_models(request: Request) -> dict[str, Any]:
     return {"object": "list", "data": [_describe(service, service.model, name) for name in dict.fromkeys(names)]}
 
 
-@router.get("/v1/models/{name:path}")
+@router.get("/v1/models/{name:path}", **described("Get a model", answers.Model))
 async def get_model(request: Request, name: str) -> dict[str, Any]:
     service = service_of(request)
     return _describe(service, service.find_model(name), name)

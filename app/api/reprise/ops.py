@@ -8,8 +8,10 @@ from fastapi import APIRouter, Request, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from app.api.calls import require_admin, service_of
+from app.api.operation import described
 from app.conversations.redis_store import RedisStore
 from app.errors import unavailable
+from app.schemas import answers
 from app.turn.service import Status
 from app.version import version
 from engine.messages import WIRE_VERSION
@@ -17,10 +19,10 @@ from engine.messages import WIRE_VERSION
 router = APIRouter()
 
 
-@router.get("/health")
-@router.get("/v1/health")
+@router.get("/health", **described("Check that the server is alive", answers.Health))
+@router.get("/v1/health", **described("Check that the server is alive", answers.Health))
 async def health(request: Request) -> dict[str, Any]:
-    """Reports liveness. Loading and restarting are healthy; 503 means that the engine will not come back by itself."""
+    """Loading and restarting are healthy; 503 means that the engine will not come back by itself. No key needed."""
     status = service_of(request).status
     if status in (Status.FAILED, Status.STOPPED):
         raise unavailable(f"The engine is {status}.", code=str(status), retry_after_s=60.0)
@@ -30,22 +32,23 @@ async def health(request: Request) -> dict[str, Any]:
     return answer
 
 
-@router.get("/ready")
+@router.get("/ready", **described("Check that the server takes requests", answers.ReadyStatus))
 async def ready(request: Request) -> dict[str, Any]:
-    """Reports whether the server accepts requests right now."""
+    """200 while the server accepts requests. No key needed."""
     model, _ = service_of(request).require_ready()
     return {"status": "ready", "model": model.name}
 
 
-@router.get("/metrics")
+@router.get("/metrics", **described("Show metrics in Prometheus text format", None))
 async def metrics(request: Request) -> Response:
     return Response(service_of(request).metrics.render(), media_type=CONTENT_TYPE_LATEST)
 
 
-@router.get("/v1/scheduler")
+@router.get("/v1/scheduler", **described("Show the queue", answers.SchedulerObject))
 async def scheduler(request: Request) -> dict[str, Any]:
-    """Describes the engine's queue as of its last heartbeat, at most a second old. It lists all tenants' requests, so
-    where keys are configured only `server.admin_keys` may read it."""
+    """Who waits, in which class and order, where its KV is, and what the prefetch timer did, as of the engine's last
+    heartbeat, at most a second ago. It lists all tenants' requests, so where keys are configured only
+    `server.admin_keys` may read it."""
     require_admin(request)
     service = service_of(request)
     service.require_ready()
@@ -56,6 +59,6 @@ async def scheduler(request: Request) -> dict[str, Any]:
     return {"object": "scheduler", "running": stats.running, **answer}
 
 
-@router.get("/version")
+@router.get("/version", **described("Show the versions", answers.Version))
 async def get_version() -> dict[str, Any]:
     return {"version": version(), "wire_version": WIRE_VERSION, "python": platform.python_version()}

@@ -10,8 +10,10 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from pydantic_core import PydanticCustomError
 
 from app.api.calls import service_of
+from app.api.operation import described
 from app.errors import from_validation, session_not_found
 from app.http.body import parse_body
+from app.schemas import answers
 from app.schemas.fields import SESSION_ID
 from engine.messages import SessionInfo, SessionReply, SessionRequest
 
@@ -48,9 +50,10 @@ class SessionPatch(BaseModel):
         return [name for name, value in body.items() if value is not None and name not in cls.model_fields]
 
 
-@router.get("/v1/sessions")
+@router.get("/v1/sessions", **described("List the conversations in the cache", answers.SessionList, query=Page))
 async def list_sessions(request: Request) -> dict[str, Any]:
-    """Lists sessions by id. `after`: the last id of the previous page; that session may have been deleted since."""
+    """Lists the sessions of this key by id. `after`: the `last_id` of the previous page; that session may have been
+    deleted since."""
     try:
         page = Page.model_validate(dict(request.query_params))
     except ValidationError as error:
@@ -66,13 +69,19 @@ async def list_sessions(request: Request) -> dict[str, Any]:
     }
 
 
-@router.get("/v1/sessions/{session_id}")
+@router.get("/v1/sessions/{session_id}", **described("Get a conversation's cache state", answers.Session))
 async def get_session(request: Request, session_id: str) -> dict[str, Any]:
+    """404 until its first turn has ended."""
     return _only(session_id, await _ask(request, action="get", session_id=session_id))
 
 
-@router.patch("/v1/sessions/{session_id}")
+@router.patch(
+    "/v1/sessions/{session_id}",
+    **described("Pin a conversation or set its time to live", answers.Session, body=SessionPatch),
+)
 async def patch_session(request: Request, session_id: str) -> Response:
+    """A pinned session does not expire. An expired one leaves every tier within a second or so, or at a hundred
+    sessions a second where more expire together."""
     service_of(request).places.request(request.state.tenant)
     patch, headers = await parse_body(request, SessionPatch, service_of(request).settings.limits)
     _check(session_id)
@@ -83,17 +92,28 @@ async def patch_session(request: Request, session_id: str) -> Response:
     return Response(body, headers=headers, media_type="application/json")
 
 
-@router.delete("/v1/sessions/{session_id}", status_code=204, response_class=Response)
+@router.delete(
+    "/v1/sessions/{session_id}",
+    status_code=204,
+    response_class=Response,
+    **described("Remove a conversation from every tier", None),
+)
 async def delete_session(request: Request, session_id: str) -> None:
-    """Answers when the session's bytes have left every tier and its transcript is deleted. Blocks shared with other
-    sessions stay."""
+    """Answers 204 when the session's bytes have left every tier and its transcript is deleted. Blocks shared with other
+    sessions stay, and KV that another model left in the same directory stays until its room is needed or
+    `reprise cache clear`. 409 while a request of it runs. 503 `not_deleted` if the disk keeps some of it; the server
+    keeps trying."""
     _check(session_id)
     await service_of(request).delete_session(_question(request, action="delete", session_id=session_id))
 
 
-@router.post("/v1/sessions/{session_id}/prefetch", status_code=202)
+@router.post(
+    "/v1/sessions/{session_id}/prefetch",
+    status_code=202,
+    **described("Load a conversation's KV", answers.Session),
+)
 async def prefetch_session(request: Request, session_id: str) -> dict[str, Any]:
-    """Starts loading the session's KV as if its next turn were queued. Answers before loading is done."""
+    """Starts bringing the session's KV up to DRAM, as if its next turn were queued. Answers before that is done."""
     return _only(session_id, await _ask(request, action="prefetch", session_id=session_id))
 
 

@@ -8,15 +8,17 @@ from fastapi import APIRouter, Request, Response
 from pydantic import ValidationError
 
 from app.api.calls import body_of, caller_of, service_of
+from app.api.operation import described
 from app.errors import from_validation, invalid
+from app.schemas import answers
 from app.schemas.chat import ChatCompletionRequest
 from app.schemas.tokens import DetokenizeRequest, TokenizeRequest
 
 router = APIRouter()
 
 
-@router.post("/tokenize")
-@router.post("/v1/tokenize")
+@router.post("/tokenize", **described("Convert a text or a chat to tokens", answers.Tokens, body=TokenizeRequest))
+@router.post("/v1/tokenize", **described("Convert a text or a chat to tokens", answers.Tokens, body=TokenizeRequest))
 async def tokenize(request: Request) -> Response:
     """Messages become the very ids that a chat request would send; recorded answers keep the ids they were generated
     with."""
@@ -40,8 +42,8 @@ async def tokenize(request: Request) -> Response:
     return Response(msgspec.json.encode(answer), headers=headers, media_type="application/json")
 
 
-@router.post("/detokenize")
-@router.post("/v1/detokenize")
+@router.post("/detokenize", **described("Convert tokens to text", answers.Text, body=DetokenizeRequest))
+@router.post("/v1/detokenize", **described("Convert tokens to text", answers.Text, body=DetokenizeRequest))
 async def detokenize(request: Request) -> Response:
     body, headers = await body_of(request, DetokenizeRequest)
     service = service_of(request)
@@ -53,7 +55,10 @@ async def detokenize(request: Request) -> Response:
     return Response(msgspec.json.encode({"prompt": text}), headers=headers, media_type="application/json")
 
 
-@router.post("/v1/chat/completions/input_tokens")
+@router.post(
+    "/v1/chat/completions/input_tokens",
+    **described("Count a chat's tokens", answers.InputTokens, body=ChatCompletionRequest),
+)
 async def chat_input_tokens(request: Request) -> Response:
     """Counts the tokens of this chat request's prompt."""
     body, headers = await body_of(request, ChatCompletionRequest)

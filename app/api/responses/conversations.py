@@ -6,18 +6,23 @@ import msgspec
 from fastapi import APIRouter, Request, Response
 
 from app.api.calls import body_of
+from app.api.operation import described
 from app.api.responses.as_chat import items_with_ids, new_id
 from app.api.responses.response_service import not_found
-from app.api.responses.route import listed, page_of, responses_of
+from app.api.responses.route import ItemPage, listed, page_of, responses_of
 from app.conversations.response_store import NotStored, StoredConversation, TooLong
 from app.errors import ApiError, invalid
+from app.schemas import answers
 from app.schemas.responses import ConversationRequest, ItemsRequest
 
 router = APIRouter()
 
 
-@router.post("/v1/conversations")
+@router.post(
+    "/v1/conversations", **described("Create a conversation", answers.ConversationObject, body=ConversationRequest)
+)
 async def create_conversation(request: Request) -> Response:
+    """A conversation is also a session of the same name."""
     body, headers = await body_of(request, ConversationRequest)
     items = items_with_ids(body.items or [])
     store = responses_of(request).store
@@ -30,7 +35,7 @@ async def create_conversation(request: Request) -> Response:
     return Response(msgspec.json.encode(_describe(made)), headers=headers, media_type="application/json")
 
 
-@router.get("/v1/conversations/{conversation_id}")
+@router.get("/v1/conversations/{conversation_id}", **described("Get a conversation", answers.ConversationObject))
 async def get_conversation(request: Request, conversation_id: str) -> dict[str, Any]:
     try:
         return _describe(await responses_of(request).store.conversation(request.state.tenant, conversation_id))
@@ -38,7 +43,10 @@ async def get_conversation(request: Request, conversation_id: str) -> dict[str, 
         raise not_found("conversation", conversation_id) from None
 
 
-@router.post("/v1/conversations/{conversation_id}")
+@router.post(
+    "/v1/conversations/{conversation_id}",
+    **described("Change a conversation's metadata", answers.ConversationObject, body=ConversationRequest),
+)
 async def update_conversation(request: Request, conversation_id: str) -> Response:
     body, headers = await body_of(request, ConversationRequest)
     try:
@@ -48,7 +56,7 @@ async def update_conversation(request: Request, conversation_id: str) -> Respons
     return Response(msgspec.json.encode(_describe(made)), headers=headers, media_type="application/json")
 
 
-@router.delete("/v1/conversations/{conversation_id}")
+@router.delete("/v1/conversations/{conversation_id}", **described("Delete a conversation", answers.DeletedObject))
 async def delete_conversation(request: Request, conversation_id: str) -> dict[str, Any]:
     try:
         await responses_of(request).store.forget(request.state.tenant, conversation_id)
@@ -57,13 +65,19 @@ async def delete_conversation(request: Request, conversation_id: str) -> dict[st
     return {"id": conversation_id, "object": "conversation.deleted", "deleted": True}
 
 
-@router.get("/v1/conversations/{conversation_id}/items")
+@router.get(
+    "/v1/conversations/{conversation_id}/items",
+    **described("List a conversation's items", answers.ItemList, query=ItemPage),
+)
 async def list_items(request: Request, conversation_id: str) -> dict[str, Any]:
     page = page_of(request)
     return listed(await _items(request, conversation_id), page)
 
 
-@router.post("/v1/conversations/{conversation_id}/items")
+@router.post(
+    "/v1/conversations/{conversation_id}/items",
+    **described("Add items to a conversation", answers.ItemList, body=ItemsRequest),
+)
 async def add_items(request: Request, conversation_id: str) -> Response:
     body, headers = await body_of(request, ItemsRequest)
     items = items_with_ids(body.items)
@@ -78,7 +92,7 @@ async def add_items(request: Request, conversation_id: str) -> Response:
     return Response(msgspec.json.encode(answer), headers=headers, media_type="application/json")
 
 
-@router.get("/v1/conversations/{conversation_id}/items/{item_id}")
+@router.get("/v1/conversations/{conversation_id}/items/{item_id}", **described("Get an item", answers.OutputItem))
 async def get_item(request: Request, conversation_id: str, item_id: str) -> dict[str, Any]:
     found = next((item for item in await _items(request, conversation_id) if item["id"] == item_id), None)
     if found is None:
@@ -86,7 +100,9 @@ async def get_item(request: Request, conversation_id: str, item_id: str) -> dict
     return found
 
 
-@router.delete("/v1/conversations/{conversation_id}/items/{item_id}")
+@router.delete(
+    "/v1/conversations/{conversation_id}/items/{item_id}", **described("Delete an item", answers.ConversationObject)
+)
 async def delete_item(request: Request, conversation_id: str, item_id: str) -> dict[str, Any]:
     await _items(request, conversation_id)  # raises 404 if there is no such conversation
     try:

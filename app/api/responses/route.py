@@ -7,10 +7,12 @@ from fastapi import APIRouter, Request, Response
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from app.api.calls import body_of, caller_of, stream
+from app.api.operation import described
 from app.api.responses.response_service import Responses, not_found
 from app.conversations.response_store import NotStored
 from app.errors import from_validation
 from app.http.event_stream import until_disconnect
+from app.schemas import answers
 from app.schemas.responses import ResponseRequest
 
 router = APIRouter()
@@ -31,8 +33,13 @@ def responses_of(request: Request) -> Responses:
     return responses
 
 
-@router.post("/v1/responses")
+@router.post(
+    "/v1/responses",
+    **described("Create a response", answers.ResponseObject, body=ResponseRequest, events=answers.ResponseEvent),
+)
 async def create_response(request: Request) -> Response:
+    """OpenAI's Responses, with typed events. Goes on from `previous_response_id` or `conversation`; `background`
+    answers at once."""
     body, headers = await body_of(request, ResponseRequest)
     responses = responses_of(request)
     turn = await responses.begin(body, caller_of(request))
@@ -46,7 +53,10 @@ async def create_response(request: Request) -> Response:
     return Response(msgspec.json.encode(answer), headers=headers, media_type="application/json")
 
 
-@router.post("/v1/responses/input_tokens")
+@router.post(
+    "/v1/responses/input_tokens",
+    **described("Count a response's prompt tokens", answers.InputTokens, body=ResponseRequest),
+)
 async def input_tokens(request: Request) -> Response:
     body, headers = await body_of(request, ResponseRequest)
     count = await responses_of(request).tokens(body, caller_of(request))
@@ -54,23 +64,28 @@ async def input_tokens(request: Request) -> Response:
     return Response(msgspec.json.encode(answer), headers=headers, media_type="application/json")
 
 
-@router.get("/v1/responses/{response_id}")
+@router.get("/v1/responses/{response_id}", **described("Get a stored response", answers.ResponseObject))
 async def get_response(request: Request, response_id: str) -> dict[str, Any]:
     return await responses_of(request).get(request.state.tenant, response_id)
 
 
-@router.delete("/v1/responses/{response_id}")
+@router.delete("/v1/responses/{response_id}", **described("Delete a response", answers.DeletedObject))
 async def delete_response(request: Request, response_id: str) -> dict[str, Any]:
     await responses_of(request).delete(request.state.tenant, response_id)
     return {"id": response_id, "object": "response", "deleted": True}
 
 
-@router.post("/v1/responses/{response_id}/cancel")
+@router.post(
+    "/v1/responses/{response_id}/cancel", **described("Cancel a response in the background", answers.ResponseObject)
+)
 async def cancel_response(request: Request, response_id: str) -> dict[str, Any]:
     return await responses_of(request).cancel(request.state.tenant, response_id)
 
 
-@router.get("/v1/responses/{response_id}/input_items")
+@router.get(
+    "/v1/responses/{response_id}/input_items",
+    **described("List a response's input items", answers.ItemList, query=ItemPage),
+)
 async def list_input_items(request: Request, response_id: str) -> dict[str, Any]:
     page = page_of(request)
     try:

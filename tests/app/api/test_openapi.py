@@ -28,10 +28,13 @@ def references(value: Any) -> list[str]:
     return []
 
 
-async def test_every_path_is_described_and_every_description_has_its_path(running: Running):
+async def test_every_path_is_described_or_known_not_to_be(running: Running):
     document = (await running.http.get("/openapi.json")).json()
-    found = pkgutil.walk_packages(app.api.__path__, "app.api.")
-    modules = [importlib.import_module(module.name) for module in found if not module.ispkg]
+    modules = [
+        module
+        for found in pkgutil.walk_packages(app.api.__path__, "app.api.")
+        if hasattr(module := importlib.import_module(found.name), "router")
+    ]
     served = [
         (method.lower(), route.path.replace(":path}", "}"))
         for module in modules
@@ -42,9 +45,15 @@ async def test_every_path_is_described_and_every_description_has_its_path(runnin
     ]
     described = [(method, path) for path, methods in document["paths"].items() for method in methods]
     assert sorted(described) == sorted(served)
-    assert len(described) == len(OPERATIONS)
+    assert len(described) == len(OPERATIONS) > 30
     names = [operation["operationId"] for methods in document["paths"].values() for operation in methods.values()]
     assert len(set(names)) == len(names)
+
+
+def test_the_docstring_of_a_route_is_its_description():
+    described = describe("1")["paths"]["/v1/sessions/{session_id}"]["get"]
+    assert described["summary"] == "Get a conversation's cache state"
+    assert described["description"] == "404 until its first turn has ended."
 
 
 def test_all_references_lead_somewhere_and_names_are_plain():

@@ -1,0 +1,55 @@
+"""How an endpoint is described: in the decorator of its route and the docstring below it, from where /openapi.json and
+docs/api.md have it. The docstring is for callers, in Markdown.
+
+    @router.post("/v1/things", **described("Make a thing", answers.Thing, body=ThingRequest))
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from fastapi import APIRouter
+from fastapi.routing import APIRoute
+from pydantic import BaseModel
+
+Model = type[BaseModel]
+_KEY = "x-description"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Description:
+    summary: str
+    answer: Model | None  # None: a text, or nothing
+    body: Model | None
+    query: Model | None
+    events: Model | None  # of a stream, where the body asks for one
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    method: str  # lower case
+    path: str  # with {names}
+    status: int  # of a good answer
+    detail: str  # one paragraph; may be empty
+    described: Description
+
+
+def described(
+    summary: str,
+    answer: Model | None,
+    *,
+    body: Model | None = None,
+    query: Model | None = None,
+    events: Model | None = None,
+) -> dict[str, Any]:
+    """Arguments for the decorator of a route. The router keeps them; FastAPI's own description of the API is off."""
+    return {"openapi_extra": {_KEY: Description(summary=summary, answer=answer, body=body, query=query, events=events)}}
+
+
+def operations_of(router: APIRouter) -> Iterator[Operation]:
+    """Every path and method of the router that is described, in the order of the code."""
+    for route in router.routes:
+        if isinstance(route, APIRoute) and (found := (route.openapi_extra or {}).get(_KEY)) is not None:
+            path, detail = route.path.replace(":path}", "}"), " ".join(route.description.split())
+            for method in sorted(route.methods):
+                yield Operation(method.lower(), path, route.status_code or 200, detail, found)
