@@ -87,6 +87,9 @@ figures: setup  ## the papers' figures from the simulator, and all pictures of d
 screenshots: setup  ## the page's pictures in docs/; needs Chromium
 	@$(BIN)/python -m tests.page.screenshots
 
+house: setup  ## what a reader of the sources stumbles over: circles, wide folders, long classes, names used twice
+	@$(BIN)/python -m tools.house $(ARGS)
+
 lock:  ## write uv.lock anew: all of constraints.txt, and what CUDA's torch adds, with hashes; needs uv
 	@uv lock --quiet $$(sed -n 's/^[A-Za-z]/--upgrade-package &/p' constraints.txt)
 

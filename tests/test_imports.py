@@ -9,13 +9,12 @@ import os
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
+from tools.import_graph import ROOT, Module, circles, import_graph, is_below, modules
+
 OURS = ("app", "benchmarks", "cache", "engine", "kernels", "loadgen", "model", "scheduler", "tests")
 
 # What the app and whoever else runs without torch may import of the engine.
@@ -40,53 +39,6 @@ IMPURE = (
     *("signal", "socket", "sqlite3", "subprocess", "tempfile", "threading", "time", "zmq"),
 )
 CODE_FROM_DATA = ("pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib")
-
-
-@dataclass(frozen=True)
-class Import:
-    """One imported name: `from a import b` is `a.b`, since b may be a module."""
-
-    name: str
-    line: int
-    lazy: bool  # inside a function
-
-
-@dataclass(frozen=True)
-class Module:
-    name: str
-    path: Path
-    tree: ast.Module
-
-    def imports(self) -> list[Import]:
-        found = []
-        lazy_nodes = {
-            id(inner)
-            for node in ast.walk(self.tree)
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
-            for inner in ast.walk(node)
-        }
-        for node in ast.walk(self.tree):
-            if isinstance(node, ast.Import):
-                names = [alias.name for alias in node.names]
-            elif isinstance(node, ast.ImportFrom):
-                assert node.level == 0, f"{self.path}:{node.lineno}: relative import"
-                names = [f"{node.module}.{alias.name}" for alias in node.names]
-            else:
-                continue
-            found += [Import(name, node.lineno, id(node) in lazy_nodes) for name in names]
-        return found
-
-
-def is_below(name: str, prefixes: tuple[str, ...]) -> bool:
-    return any(name == prefix or name.startswith(prefix + ".") for prefix in prefixes)
-
-
-def modules(*folders: str) -> Iterator[Module]:
-    for folder in folders:
-        for path in sorted((ROOT / folder).rglob("*.py")):
-            parts = path.relative_to(ROOT).with_suffix("").parts
-            name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-            yield Module(name, path, ast.parse(path.read_text(encoding="utf-8")))
 
 
 def is_pure(name: str) -> bool:
@@ -146,58 +98,8 @@ def test_folders_import_only_what_they_may():
     assert [c for module in modules(*ALLOWED) for c in forbidden_imports(module)] == []
 
 
-def circles(graph: dict[str, set[str]]) -> list[list[str]]:
-    """Groups of modules each of which imports all others, through whatever stands between them. (Tarjan.)"""
-    order: dict[str, int] = {}
-    lowest: dict[str, int] = {}
-    path: list[str] = []
-    found: list[list[str]] = []
-
-    def visit(name: str) -> None:
-        order[name] = lowest[name] = len(order)
-        path.append(name)
-        for imported in sorted(graph[name]):
-            if imported not in order:
-                visit(imported)
-                lowest[name] = min(lowest[name], lowest[imported])
-            elif imported in path:
-                lowest[name] = min(lowest[name], order[imported])
-        if lowest[name] == order[name]:
-            circle = path[path.index(name) :]
-            del path[path.index(name) :]
-            if len(circle) > 1:
-                found.append(sorted(circle))
-
-    for name in graph:
-        if name not in order:
-            visit(name)
-    return found
-
-
-def import_graph(parsed: Iterable[Module]) -> dict[str, set[str]]:
-    """Module -> the modules of ours it imports, anywhere in its file."""
-    modules_ = {module.name: module for module in parsed}
-    graph: dict[str, set[str]] = {}
-    for name, module in modules_.items():
-        named = (imported.name for imported in module.imports())
-        whole = (full if full in modules_ else full.rpartition(".")[0] for full in named)
-        graph[name] = {full for full in whole if full in modules_ and full != name}
-    return graph
-
-
 def test_no_modules_import_each_other():
     assert circles(import_graph(modules(*ALLOWED, "benchmarks"))) == []
-
-
-def test_a_circle_is_found_however_long_it_is():
-    sources = {
-        "cache.a": "from cache import b",
-        "cache.b": "def f():\n    import cache.c",
-        "cache.c": "from cache.a import x",
-    }
-    others = {"cache.d": "import cache.a", "cache.e": "from cache.d import y"}
-    parsed = [Module(name, ROOT / "x.py", ast.parse(source)) for name, source in {**sources, **others}.items()]
-    assert circles(import_graph(parsed)) == [["cache.a", "cache.b", "cache.c"]]
 
 
 def test_nothing_runs_code_from_data():
