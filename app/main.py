@@ -19,14 +19,16 @@ from app.conversations.text_thread import TextThread
 from app.conversations.transcripts import Transcripts
 from app.errors import install_handlers
 from app.http.middleware import Authentication, RequestContext
-from app.observe import answer_log
+from app.observe.answer_log import AnswerLog
+from app.observe.live import Live
 from app.observe.logs import EngineOutput
+from app.observe.metrics import Metrics
 from app.observe.tracing import make_tracer
 from app.settings.settings import Settings
 from app.state_dir import SecretKeeper, load_tenant_secret, weakness
 from app.tenancy.key_file import follow_keys, load_keys
 from app.tenancy.keyring import Key, Keyring, digest_of
-from app.turn.generation import Generation
+from app.turn.observer import Observers, TurnObserver
 from app.turn.ports import EnginePort
 from app.turn.service import Service
 from app.version import version
@@ -69,18 +71,17 @@ def create_app(settings: Settings, *, engine: EnginePort | None = None) -> FastA
     )
     text_thread = TextThread(transcripts)
 
-    def answered(generation: Generation, tenant: str) -> None:
-        try:
-            tracer.answered(generation, tenant)
-            if settings.server.access_log:
-                answer_log.note(generation, tenant)
-        except Exception:
-            log.exception("an answer could not be noted")  # nobody's answer fails for that
-
-    service = Service(settings=settings, engine=engine, transcripts=text_thread, keyring=keyring, on_answered=answered)
+    metrics = Metrics(engine=engine, active=lambda: len(service.generations))
+    live = Live(engine=engine, places=settings.limits.watchers)
+    observers: list[TurnObserver] = [metrics, live, tracer]
+    if settings.server.access_log:
+        observers.append(AnswerLog())
+    service = Service(
+        settings=settings, engine=engine, transcripts=text_thread, keyring=keyring, observer=Observers(observers)
+    )
     remembered = Responses(service, make_store(settings))
     if isinstance(remembered.store, RedisStore):
-        service.metrics.follow(remembered.store)
+        metrics.follow(remembered.store)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -94,15 +95,17 @@ def create_app(settings: Settings, *, engine: EnginePort | None = None) -> FastA
             await remembered.close()
             await service.stop()
             await asyncio.to_thread(keeper.look)
-            await asyncio.to_thread(tracer.close)
+            await asyncio.to_thread(tracer.shut_down)
 
     def count(scope: Scope, status: int) -> None:
         # The path of the route, not of the request: a scanner must not fill the metrics with labels.
-        service.metrics.requests.labels(getattr(scope.get("route"), "path", "unknown"), str(status)).inc()
+        metrics.requests.labels(getattr(scope.get("route"), "path", "unknown"), str(status)).inc()
 
     # Bodies are read and validated by hand, so a generated description of them would be wrong.
     app = FastAPI(title="Reprise", lifespan=lifespan, openapi_url=None, redirect_slashes=False)
     app.state.service = service
+    app.state.metrics = metrics
+    app.state.live = live
     app.state.responses = remembered
     modules = (*openapi.MODULES, openapi)
     for module in modules:

@@ -4,29 +4,29 @@ import logging
 import time
 from typing import Any
 
-from app.turn.generation import Generation
 from app.turn.kv_sources import source_fields
+from app.turn.observer import ObservedTurn, TurnObserver
 
 log = logging.getLogger("reprise.answers")
 
 
-def note(generation: Generation, tenant: str) -> None:
-    """Once per generation, when it is over."""
-    log.info("answer", extra={"fields": fields_of(generation, tenant)})
+class AnswerLog(TurnObserver):
+    def closed(self, turn: ObservedTurn) -> None:
+        log.info("answer", extra={"fields": fields_of(turn)})
 
 
-def fields_of(generation: Generation, tenant: str) -> dict[str, Any]:
-    report, first = generation.report, generation.choices[0]
+def fields_of(turn: ObservedTurn) -> dict[str, Any]:
+    report, first = turn.report, turn.choices[0]
     fields: dict[str, Any] = {
-        "answer_id": generation.request_id,
-        "session_id": generation.prompt.session_id,
-        "tenant": tenant,
-        "model": generation.model.name,
-        "choices": len(generation.choices),
-        "completion_tokens": sum(len(choice.token_ids) for choice in generation.choices),
+        "answer_id": turn.request_id,
+        "session_id": turn.session_id,
+        "tenant": turn.tenant,
+        "model": turn.model.name,
+        "choices": len(turn.choices),
+        "completion_tokens": sum(len(answer.token_ids) for answer in turn.choices),
         "finish_reason": first.finish_reason or "abandoned",
-        "ttft_ms": None if first.first_token_s is None else _ms(first.first_token_s - generation.arrived_s),
-        "total_ms": _ms(time.monotonic() - generation.arrived_s),
+        "ttft_ms": None if first.first_token_s is None else _ms(first.first_token_s - turn.arrived_s),
+        "total_ms": _ms(time.monotonic() - turn.arrived_s),
     }
     if report is not None:
         fields["prompt_tokens"] = report.prompt_tokens

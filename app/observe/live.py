@@ -19,8 +19,8 @@ import msgspec
 
 from app.errors import ApiError
 from app.turn.answer import Answer
-from app.turn.generation import Generation
 from app.turn.kv_sources import source_fields
+from app.turn.observer import ObservedTurn, TurnObserver
 from app.turn.ports import EnginePort
 from engine.messages import ModelInfo, SessionInfo, SessionRequest, Stats, WaitingInfo
 from engine.process.client import EngineLost, EngineTimeout, EngineUnavailable
@@ -35,7 +35,7 @@ MAX_TURNS = 240  # remembered for pages that are opened later, or read slowly
 TENANT_SHARE = 4  # a tenant may hold so much of the places: one fourth
 
 
-class Live:
+class Live(TurnObserver):
     """One per app, on its event loop. `places` is how many may watch at once."""
 
     def __init__(self, *, engine: EnginePort, places: int) -> None:
@@ -56,27 +56,26 @@ class Live:
         self._watchers.add(watcher)
         return watcher
 
-    def first_token(self, tenant: str, generation: Generation, choice: Answer) -> None:
-        """A choice of an answer has begun."""
-        if choice.report is None or choice.first_token_s is None:
+    def first_token(self, turn: ObservedTurn, answer: Answer) -> None:
+        if answer.report is None or answer.first_token_s is None:
             return
-        if sum(other.first_token_s is not None for other in generation.choices) > 1:
+        if sum(other.first_token_s is not None for other in turn.choices) > 1:
             return  # the first one paid for the prompt
-        report = choice.report
-        turn = {
-            "request_id": generation.request_id,
-            "session_id": generation.prompt.session_id,
+        report = answer.report
+        shown = {
+            "request_id": turn.request_id,
+            "session_id": turn.session_id,
             "at": round(time.time(), 3),
-            "ttft_ms": round((choice.first_token_s - generation.arrived_s) * 1e3, 3),
-            "load_ms": None if choice.timings is None else round(choice.timings.load_ms, 3),
+            "ttft_ms": round((answer.first_token_s - turn.arrived_s) * 1e3, 3),
+            "load_ms": None if answer.timings is None else round(answer.timings.load_ms, 3),
             **source_fields(report),
             "truncated_tokens": report.truncated_tokens,
             "history_tokens": report.history_tokens,
         }
-        self._turns.append((tenant, turn))
+        self._turns.append((turn.tenant, shown))
         for watcher in self._watchers:
-            if watcher.sees_all or watcher.tenant == tenant:
-                watcher.hear(turn)
+            if watcher.sees_all or watcher.tenant == turn.tenant:
+                watcher.hear(shown)
 
     @property
     def watchers(self) -> int:

@@ -4,21 +4,21 @@ Labels whose values are known are there from the start, at zero: a rate over a c
 first increase.
 """
 
+import time
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from app.conversations.redis_store import RedisStore
+from app.errors import ApiError
 from app.observe.engine_metrics import EngineCollector, _labelled
+from app.turn.answer import Answer
 from app.turn.kv_sources import CACHED, SOURCES, tokens_by_source
+from app.turn.observer import ObservedTurn, TurnObserver
+from app.turn.ports import EnginePort
 from app.version import version
-
-if TYPE_CHECKING:
-    from app.conversations.redis_store import RedisStore
-    from app.turn.answer import Answer
-    from app.turn.ports import EnginePort
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1, 2.5)
@@ -26,10 +26,10 @@ TOKENS = (1, 8, 32, 128, 256, 512, 1024, 2048, 4096, 8192, 16_384, 32_768, 65_53
 HISTORY_OUTCOMES = (*SOURCES, "truncated", "shifted")
 
 
-class Metrics:
-    """Of one app. Observed on the event loop only."""
+class Metrics(TurnObserver):
+    """The metrics of one app. Used on the event loop only."""
 
-    def __init__(self, *, engine: "EnginePort", active: Callable[[], int]) -> None:
+    def __init__(self, *, engine: EnginePort, active: Callable[[], int]) -> None:
         self._registry = CollectorRegistry()
         self.requests = Counter(
             "reprise_requests",
@@ -76,14 +76,16 @@ class Metrics:
         ProcessCollector("reprise", registry=self._registry)  # the app's processor time, memory and open files
         self._registry.register(EngineCollector(engine=engine))
 
-    def follow(self, redis: "RedisStore") -> None:
+    def follow(self, redis: RedisStore) -> None:
         """Tell of it too."""
         self._registry.register(RedisCollector(redis))
 
-    def first_token(self, choice: "Answer", ttft_s: float) -> None:
-        """A choice has begun; it paid for what its report says."""
+    def first_token(self, turn: ObservedTurn, answer: Answer) -> None:
+        """An answer has begun; it paid for what its report says."""
+        assert answer.first_token_s is not None
+        ttft_s = answer.first_token_s - turn.arrived_s
         self.ttft.observe(ttft_s)
-        report = choice.report
+        report = answer.report
         if report is None:
             return
         found = tokens_by_source(report)
@@ -100,15 +102,23 @@ class Metrics:
         for outcome, tokens in outcomes.items():
             self.history.labels(outcome).inc(tokens)
 
-    def choice_done(self, choice: "Answer") -> None:
-        """A choice ended by itself, not by an error or because its client left."""
-        if choice.timings is not None:
-            self.queue.observe(choice.timings.queue_ms / 1e3)
-            self.load.observe(choice.timings.load_ms / 1e3)
-            self.prefill.observe(choice.timings.prefill_ms / 1e3)
-        self.answers.observe(len(choice.token_ids))
-        if len(choice.token_ids) > 1 and choice.first_token_s is not None and choice.last_token_s is not None:
-            self.tpot.observe((choice.last_token_s - choice.first_token_s) / (len(choice.token_ids) - 1))
+    def gap(self, turn: ObservedTurn, seconds: float) -> None:
+        self.itl.observe(seconds)
+
+    def failed(self, turn: ObservedTurn, error: ApiError) -> None:
+        self.failures.labels(error.code).inc()
+
+    def closed(self, turn: ObservedTurn) -> None:
+        self.e2e.observe(time.monotonic() - turn.arrived_s)
+
+    def ended(self, turn: ObservedTurn, answer: Answer) -> None:
+        if answer.timings is not None:
+            self.queue.observe(answer.timings.queue_ms / 1e3)
+            self.load.observe(answer.timings.load_ms / 1e3)
+            self.prefill.observe(answer.timings.prefill_ms / 1e3)
+        self.answers.observe(len(answer.token_ids))
+        if len(answer.token_ids) > 1 and answer.first_token_s is not None and answer.last_token_s is not None:
+            self.tpot.observe((answer.last_token_s - answer.first_token_s) / (len(answer.token_ids) - 1))
 
     def render(self) -> bytes:
         """The text exposition format."""
@@ -121,7 +131,7 @@ class Metrics:
 class RedisCollector(Collector):
     """The Redis that keeps responses, as its breaker knows it."""
 
-    def __init__(self, store: "RedisStore") -> None:
+    def __init__(self, store: RedisStore) -> None:
         self._store = store
 
     def describe(self) -> Iterator[Metric]:

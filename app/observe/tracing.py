@@ -7,11 +7,11 @@ Spans are made when an answer is over, out of the engine's own timings: a reques
 import logging
 import time
 from contextvars import ContextVar
-from typing import Any, Protocol
+from typing import Any
 
 from app.turn.answer import Answer
-from app.turn.generation import Generation
 from app.turn.kv_sources import source_fields
+from app.turn.observer import ObservedTurn, TurnObserver
 
 traceparent: ContextVar[str] = ContextVar("traceparent", default="")  # W3C header of the request whose task this is
 
@@ -22,23 +22,14 @@ class TracingUnavailable(Exception):
     """Traces are asked for and OpenTelemetry is not installed."""
 
 
-class Tracer(Protocol):
-    def answered(self, generation: Generation, tenant: str) -> None: ...
-
-    def close(self) -> None: ...
-
-
-class NoTracer:
+class NoTracer(TurnObserver):
     """Traces are off."""
 
-    def answered(self, generation: Generation, tenant: str) -> None:
-        """Nobody wants to know."""
-
-    def close(self) -> None:
-        """Nothing is open."""
+    def shut_down(self) -> None:
+        """Nothing is left to send."""
 
 
-class OtelTracer:
+class OtelTracer(TurnObserver):
     """Sends spans in batches from a thread of its own; what does not fit its queue is dropped."""
 
     def __init__(self, exporter: Any, version: str) -> None:
@@ -52,8 +43,7 @@ class OtelTracer:
         self._provider.add_span_processor(BatchSpanProcessor(exporter))
         self._tracer = self._provider.get_tracer("reprise")
 
-    def answered(self, generation: Generation, tenant: str) -> None:
-        """Once per generation, when it is over."""
+    def closed(self, turn: ObservedTurn) -> None:
         from opentelemetry import trace
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
@@ -64,30 +54,30 @@ class OtelTracer:
 
         parent = TraceContextTextMapPropagator().extract({"traceparent": traceparent.get()})
         root = self._tracer.start_span(
-            f"chat {generation.model.name}",
+            f"chat {turn.model.name}",
             context=parent,
             kind=trace.SpanKind.SERVER,
-            start_time=unix_ns(generation.arrived_s),
-            attributes=_attributes(generation, tenant),
+            start_time=unix_ns(turn.arrived_s),
+            attributes=_attributes(turn),
         )
         inside = trace.set_span_in_context(root)
-        for choice in generation.choices:
-            for name, start_s, end_s in phases(choice):
+        for answer in turn.choices:
+            for name, start_s, end_s in phases(answer):
                 span = self._tracer.start_span(
-                    name, context=inside, start_time=unix_ns(start_s), attributes={"reprise.choice": choice.index}
+                    name, context=inside, start_time=unix_ns(start_s), attributes={"reprise.choice": answer.index}
                 )
                 span.end(unix_ns(end_s))
         root.end(now_ns)
 
-    def close(self) -> None:
+    def shut_down(self) -> None:
         """Send what is left, for some seconds at most."""
         self._provider.shutdown()
 
 
-def phases(choice: Answer) -> list[tuple[str, float, float]]:
+def phases(answer: Answer) -> list[tuple[str, float, float]]:
     """(name, start, end) on the monotonic clock, one behind the other; what took no time is left out. Empty where the
     engine has not said how long it took."""
-    timings, first_s = choice.timings, choice.first_token_s
+    timings, first_s = answer.timings, answer.first_token_s
     if timings is None or first_s is None:
         return []
     found = []
@@ -97,22 +87,22 @@ def phases(choice: Answer) -> list[tuple[str, float, float]]:
             found.append((name, end_s - ms / 1e3, end_s))
             end_s -= ms / 1e3
     found.reverse()
-    if choice.last_token_s is not None and choice.last_token_s > first_s:
-        found.append(("decode", first_s, choice.last_token_s))
+    if answer.last_token_s is not None and answer.last_token_s > first_s:
+        found.append(("decode", first_s, answer.last_token_s))
     return found
 
 
-def _attributes(generation: Generation, tenant: str) -> dict[str, Any]:
+def _attributes(turn: ObservedTurn) -> dict[str, Any]:
     """OpenTelemetry's names for generative models, and our own for the cache."""
-    report = generation.report
+    report = turn.report
     attributes: dict[str, Any] = {
         "gen_ai.operation.name": "chat",
-        "gen_ai.response.model": generation.model.name,
-        "gen_ai.response.id": generation.request_id,
-        "gen_ai.conversation.id": generation.prompt.session_id,
-        "gen_ai.response.finish_reasons": [choice.finish_reason or "abandoned" for choice in generation.choices],
-        "gen_ai.usage.output_tokens": sum(len(choice.token_ids) for choice in generation.choices),
-        "reprise.tenant": tenant,
+        "gen_ai.response.model": turn.model.name,
+        "gen_ai.response.id": turn.request_id,
+        "gen_ai.conversation.id": turn.session_id,
+        "gen_ai.response.finish_reasons": [answer.finish_reason or "abandoned" for answer in turn.choices],
+        "gen_ai.usage.output_tokens": sum(len(answer.token_ids) for answer in turn.choices),
+        "reprise.tenant": turn.tenant,
     }
     if report is not None:
         attributes["gen_ai.usage.input_tokens"] = report.prompt_tokens
@@ -125,7 +115,7 @@ def _attributes(generation: Generation, tenant: str) -> dict[str, Any]:
     return attributes
 
 
-def make_tracer(endpoint: str, version: str) -> Tracer:
+def make_tracer(endpoint: str, version: str) -> NoTracer | OtelTracer:
     """endpoint: where an OTLP collector takes traces over HTTP, such as http://127.0.0.1:4318/v1/traces; empty: none.
     Raises TracingUnavailable."""
     if not endpoint:

@@ -13,10 +13,10 @@ from app.errors import (
     invalid_grammar,
     overloaded,
 )
-from app.observe.metrics import Metrics
 from app.tenancy.places import Ticket
 from app.turn.answer import Answer, Delta
 from app.turn.deadline import Deadline
+from app.turn.observer import TurnObserver
 from app.turn.ports import EnginePort, OutputSource
 from engine.messages import (
     ModelInfo,
@@ -37,10 +37,10 @@ class Generation(AsyncIterator[Delta]):
         self,
         *,
         request_id: str,
+        tenant: str,
         model: ModelInfo,
         engine: EnginePort,
         outputs: OutputSource,
-        metrics: Metrics,
         prompt: PreparedPrompt,
         token_ids: list[int],
         sampling: SamplingParams,
@@ -51,10 +51,11 @@ class Generation(AsyncIterator[Delta]):
         ticket: Ticket,
         service_tier: str,
         grammar_param: str,
-        on_first_token: Callable[["Generation", Answer], None],
+        observer: TurnObserver,
         on_close: Callable[["Generation"], None],
     ) -> None:
         self.request_id = request_id
+        self.tenant = tenant
         self.created = int(time.time())
         self.model = model
         self.sampling = sampling
@@ -67,16 +68,19 @@ class Generation(AsyncIterator[Delta]):
         self._closed = False
         self._deadline = deadline
         self._ticket = ticket
-        self._on_first_token = on_first_token
+        self._observer = observer
         self._on_close = on_close
         self._grammar_param = grammar_param  # the field that says what the answer must be
         self._engine = engine
         self._outputs = outputs
         self._record = record
-        self._metrics = metrics
         self.closed = asyncio.Event()  # what was generated is recorded, or soon will be: before whatever follows
         self._open = set(range(len(choices)))
         self._upcoming: asyncio.Task[Delta | None] | None = None
+
+    @property
+    def session_id(self) -> str:
+        return self.prompt.session_id
 
     @property
     def report(self) -> TokensBySource | None:
@@ -116,7 +120,7 @@ class Generation(AsyncIterator[Delta]):
         finally:
             self._open.clear()
             self._ticket.leave()
-            self._metrics.e2e.observe(time.monotonic() - self.arrived_s)
+            self._observer.closed(self)
             self._on_close(self)
             self.closed.set()
 
@@ -165,11 +169,10 @@ class Generation(AsyncIterator[Delta]):
         now = time.monotonic()
         if choice.first_token_s is None:
             choice.first_token_s = now
-            self._metrics.first_token(choice, now - self.arrived_s)
-            self._on_first_token(self, choice)
+            self._observer.first_token(self, choice)
         else:
             assert choice.last_token_s is not None
-            self._metrics.itl.observe((now - choice.last_token_s) / len(output.token_ids))
+            self._observer.gap(self, (now - choice.last_token_s) / len(output.token_ids))
         choice.last_token_s = now
 
     def _end(self, choice: Answer, *, by_engine: bool) -> None:
@@ -177,14 +180,14 @@ class Generation(AsyncIterator[Delta]):
         if choice.stopped_by_string and not by_engine:
             self._engine.finish(self.request_id, choice.index, choice.kept_tokens)
         self._end_record(choice)
-        self._metrics.choice_done(choice)
+        self._observer.ended(self, choice)
 
     def _end_record(self, choice: Answer) -> None:
         if choice.token_ids:
             self._record(choice)
 
     def _failed(self, error: ApiError) -> ApiError:
-        self._metrics.failures.labels(error.code).inc()
+        self._observer.failed(self, error)
         error.headers = self._ticket.headers | error.headers
         return error
 

@@ -5,7 +5,6 @@ import contextlib
 import logging
 import secrets
 import time
-from collections.abc import Callable
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
@@ -26,8 +25,6 @@ from app.errors import (
     session_error,
     unavailable,
 )
-from app.observe.live import Live
-from app.observe.metrics import Metrics
 from app.schemas.chat import ChatCompletionRequest
 from app.schemas.completions import CompletionRequest
 from app.schemas.fields import GenerationRequest
@@ -40,6 +37,7 @@ from app.text.tokenizer import ChatTokenizer, TokenizerError
 from app.turn.answer import Answer
 from app.turn.deadline import Deadline
 from app.turn.generation import Generation
+from app.turn.observer import TurnObserver
 from app.turn.ports import EnginePort
 from app.turn.prepare import (
     MAX_TOKEN_CHARS,
@@ -84,9 +82,8 @@ class Service:
         engine: EnginePort,
         transcripts: TextThread,
         keyring: Keyring,
-        on_answered: Callable[[Generation, str], None],
+        observer: TurnObserver,
     ) -> None:
-        """`on_answered` hears of every generation that is over, and whose it was."""
         self.settings = settings
         self.engine = engine
         self.model: ModelInfo | None = None  # once loaded it stays, also while the engine restarts
@@ -102,10 +99,8 @@ class Service:
             limits=keyring.limits,
         )
         self.quotas = Quotas(limits=keyring.limits, ask=self.ask_sessions, delete=self.delete_session)
-        self.metrics = Metrics(engine=engine, active=lambda: len(self.generations))
-        self.live = Live(engine=engine, places=settings.limits.watchers)
         self._transcripts = transcripts
-        self._on_answered = on_answered
+        self._observer = observer
         self._tokenizer: ChatTokenizer | None = None
         self._ready = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
@@ -312,10 +307,10 @@ class Service:
         self.places.spend(caller.tenant, len(prepared.token_ids))
         generation = Generation(
             request_id=request_id,
+            tenant=caller.tenant,
             model=model,
             engine=self.engine,
             outputs=outputs,
-            metrics=self.metrics,
             prompt=prepared.prompt,
             token_ids=prepared.token_ids,
             sampling=submit.sampling,
@@ -337,19 +332,19 @@ class Service:
             ticket=ticket,
             service_tier=tier,
             grammar_param=prepared.grammar_param,
-            on_first_token=partial(self.live.first_token, caller.tenant),
-            on_close=partial(self._closed, keep_s=request.keep_s, tenant=caller.tenant),
+            observer=self._observer,
+            on_close=partial(self._closed, keep_s=request.keep_s),
         )
         self.generations.add(generation)
         return generation
 
-    def _closed(self, generation: Generation, *, keep_s: float | None, tenant: str) -> None:
+    def _closed(self, generation: Generation, *, keep_s: float | None) -> None:
+        tenant = generation.tenant
         self.generations.discard(generation)
-        self._on_answered(generation, tenant)
         self.places.spend(tenant, sum(len(choice.token_ids) for choice in generation.choices))
         self.quotas.changed(tenant)
         if keep_s is not None and keep_s != self.settings.cache.ttl_s and any(c.token_ids for c in generation.choices):
-            task = asyncio.create_task(self._keep(generation.prompt.session_id, tenant, keep_s))
+            task = asyncio.create_task(self._keep(generation.session_id, tenant, keep_s))
             self._keeping.add(task)
             task.add_done_callback(self._keeping.discard)
 

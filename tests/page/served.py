@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from app.observe.live import Live
 from tests.app.fakes import FakeEngine, make_settings, on_loopback, write_tokenizer
 
 
@@ -17,7 +18,7 @@ class Served:
 
     url: str
     engine: FakeEngine
-    service: Any
+    live: Live
 
 
 @contextlib.contextmanager
@@ -32,7 +33,7 @@ def served(directory: Path, **sections: dict[str, Any]) -> Iterator[Served]:
         ends.append(lambda: loop.call_soon_threadsafe(stop.set))  # type: ignore[arg-type,return-value]
         engine = FakeEngine(directory=directory / "model")
         async with on_loopback(engine, make_settings(directory / "state", **sections)) as running:
-            found.append(Served(running.base_url, engine, running.app.state.service))
+            found.append(Served(running.base_url, engine, running.app.state.live))
             started.set()
             await stop.wait()
 

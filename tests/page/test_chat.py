@@ -425,10 +425,10 @@ def test_a_tab_that_nobody_sees_is_told_nothing(page: Any, server: Served) -> No
 
     def watched(wanted: int) -> None:
         for _ in range(200):
-            if server.service.live.watchers == wanted:
+            if server.live.watchers == wanted:
                 return
             page.wait_for_timeout(25)
-        raise AssertionError(server.service.live.watchers)
+        raise AssertionError(server.live.watchers)
 
     watched(1)
     hide(True)

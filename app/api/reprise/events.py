@@ -22,17 +22,18 @@ async def watch(request: Request) -> Response:
     are configured, `server.admin_keys` see all requests and the tiers; other keys see their own requests."""
     service, keyring = service_of(request), request.app.state.keyring
     sees_all = keyring.is_admin(request.state.tenant)
-    return LiveStream(service, keyring, service.live.watch(request.state.tenant, sees_all=sees_all))
+    live: Live = request.app.state.live
+    return LiveStream(service, keyring, live, live.watch(request.state.tenant, sees_all=sees_all))
 
 
 class LiveStream(Response):
     """A stream that ends when the client disconnects or stops reading, when its key's rights change, or when the server
     drains: it must not delay the shutdown."""
 
-    def __init__(self, service: Service, keyring: Keyring, watcher: Watcher) -> None:
+    def __init__(self, service: Service, keyring: Keyring, live: Live, watcher: Watcher) -> None:
         super().__init__(headers=HEADERS)
         del self.headers["content-length"]
-        self._live: Live = service.live
+        self._live = live
         self._watcher = watcher
         self._service = service
         self._keyring = keyring

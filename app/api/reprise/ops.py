@@ -41,7 +41,7 @@ async def ready(request: Request) -> dict[str, Any]:
 
 @router.get("/metrics", **described("Show metrics in Prometheus text format", None))
 async def metrics(request: Request) -> Response:
-    return Response(service_of(request).metrics.render(), media_type=CONTENT_TYPE_LATEST)
+    return Response(request.app.state.metrics.render(), media_type=CONTENT_TYPE_LATEST)
 
 
 @router.get("/v1/scheduler", **described("Show the queue", answers.SchedulerObject))

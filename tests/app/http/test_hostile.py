@@ -71,7 +71,7 @@ class Victim:
         return {
             "generations": len(self.service.generations),
             "places": self.service.places.taken,
-            "watchers": self.service.live.watchers,
+            "watchers": self.server.config.app.state.live.watchers,
             "streams": sum(bool(stream.open) for stream in self.engine.streams),
             "connections": len(self.server.server_state.connections),
             "requests": len(self.server.server_state.tasks),

@@ -54,7 +54,7 @@ async def test_an_exporter_that_fails_harms_no_answer(
     engine: FakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Broken(NoTracer):
-        def answered(self, generation: Any, tenant: str) -> None:
+        def closed(self, turn: Any) -> None:
             raise RuntimeError("no collector")
 
     monkeypatch.setattr("app.main.make_tracer", lambda endpoint, version: Broken())

@@ -106,7 +106,7 @@ async def test_a_key_that_is_taken_away_opens_nothing_any_more(keyed: Running, t
 
 
 async def test_who_watches_with_a_key_that_is_taken_away_is_told_no_more(keyed: Running, tmp_path):
-    live = keyed.app.state.service.live
+    live = keyed.app.state.live
     keyed.http.headers["authorization"] = f"Bearer {ADMIN}"
     watching = asyncio.create_task(keyed.http.get("/v1/events"))
     await until(lambda: live.watchers == 1)

@@ -134,7 +134,7 @@ async def test_tenants_see_their_own_and_the_admin_all(engine: FakeEngine, tmp_p
 async def test_who_may_watch_is_bounded_and_places_come_back(engine: FakeEngine, tmp_path: Any) -> None:
     sections = {"server": {"api_keys": ("key-of-the-first", "key-of-the-other")}, "limits": {"watchers": 8}}
     async with on_loopback(engine, make_settings(tmp_path, **sections)) as running:
-        live = running.app.state.service.live
+        live = running.app.state.live
         async with watching(running, "key-of-the-first") as one, watching(running, "key-of-the-first") as two:
             assert await next_of(one, "state")
             assert await next_of(two, "state")
