@@ -38,6 +38,20 @@ IMPURE = (
     *("asyncio", "concurrent", "datetime", "io", "mmap", "multiprocessing", "os", "pathlib", "select", "shutil"),
     *("signal", "socket", "sqlite3", "subprocess", "tempfile", "threading", "time", "zmq"),
 )
+# The floors of app/, from the top: a module imports from its own folder and from the floors below. Two folders on one
+# floor do not know each other.
+APP_FLOORS = (
+    ("cli",),
+    ("main",),
+    ("api",),
+    ("http",),
+    ("observe",),
+    ("turn",),
+    ("conversations",),
+    ("text", "tenancy"),
+    ("schemas",),
+    ("settings", "errors", "state_dir", "version"),
+)
 CODE_FROM_DATA = ("pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib")
 
 
@@ -96,6 +110,37 @@ def forbidden_calls(module: Module) -> list[str]:
 
 def test_folders_import_only_what_they_may():
     assert [c for module in modules(*ALLOWED) for c in forbidden_imports(module)] == []
+
+
+def climbing_imports(module: Module) -> list[str]:
+    """Imports inside app/ that do not go down."""
+    floors = {name: floor for floor, names in enumerate(APP_FLOORS) for name in names}
+    own = module.name.split(".")[1]
+    complaints = []
+    for imported in module.imports():
+        folder, _, rest = imported.name.partition(".")
+        other = rest.split(".")[0]
+        if folder == "app" and other != own and floors[other] <= floors[own]:
+            complaints.append(complaint(module, imported.line, f"app.{own} is not above app.{other}"))
+    return complaints
+
+
+def test_imports_inside_app_go_down():
+    assert [c for module in modules("app") if module.name != "app" for c in climbing_imports(module)] == []
+
+
+@pytest.mark.parametrize(
+    ("name", "source", "complaints"),
+    [
+        ("app.turn.service", "from app.observe.live import Live", 1),
+        ("app.turn.service", "def f():\n    import app.api.calls", 1),
+        ("app.text.template", "from app.tenancy import quotas", 1),
+        ("app.main", "from app.api import openapi\nfrom app.settings.settings import Settings", 0),
+        ("app.turn.service", "from app.turn import prepare\nfrom engine.messages import Submit", 0),
+    ],
+)
+def test_an_import_that_climbs_is_found(name, source, complaints):
+    assert len(climbing_imports(Module(name, ROOT / "x.py", ast.parse(source)))) == complaints
 
 
 def test_no_modules_import_each_other():
