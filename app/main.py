@@ -24,10 +24,10 @@ from app.observe.live import Live
 from app.observe.logs import EngineOutput
 from app.observe.metrics import Metrics
 from app.observe.tracing import make_tracer
-from app.settings.settings import Settings
+from app.settings.settings import GIB, Settings
 from app.state_dir import SecretKeeper, load_tenant_secret, weakness
 from app.tenancy.key_file import follow_keys, load_keys
-from app.tenancy.keyring import Key, Keyring, digest_of
+from app.tenancy.keyring import Key, KeyLimits, Keyring, digest_of
 from app.turn.observer import Observers, TurnObserver
 from app.turn.ports import EnginePort
 from app.turn.service import Service
@@ -139,13 +139,25 @@ def make_store(settings: Settings) -> Store:
 
 def make_keyring(settings: Settings) -> Keyring:
     """Every key there is. Raises KeyFileError."""
-    server, limits = settings.server, settings.limits.key
+    server, limits = settings.server, limits_of_keys(settings)
     keys = [] if server.keys_file is None else load_keys(server.keys_file.expanduser(), limits)
     return Keyring([*keys, *_keys_of_settings(settings)], local=limits)
 
 
+def limits_of_keys(settings: Settings) -> KeyLimits:
+    """What a key may have that says nothing else in its file."""
+    limits = settings.limits
+    return KeyLimits(
+        requests=limits.key_requests,
+        requests_per_minute=limits.key_requests_per_minute,
+        tokens_per_minute=limits.key_tokens_per_minute,
+        sessions=limits.key_sessions,
+        cache_bytes=int(limits.key_cache_gib * GIB),
+    )
+
+
 def _keys_of_settings(settings: Settings) -> list[Key]:
-    server, limits = settings.server, settings.limits.key
+    server, limits = settings.server, limits_of_keys(settings)
     keys = [Key(digest_of(key), limits=limits) for key in server.api_keys]
     return keys + [Key(digest_of(key), is_admin=True, limits=limits) for key in server.admin_keys]
 
@@ -155,7 +167,7 @@ async def _follow_keys(settings: Settings, keyring: Keyring) -> None:
     if settings.server.keys_file is not None:
         fixed = _keys_of_settings(settings)
         path = settings.server.keys_file.expanduser()
-        await follow_keys(path, settings.limits.key, lambda keys: keyring.use([*keys, *fixed]))
+        await follow_keys(path, limits_of_keys(settings), lambda keys: keyring.use([*keys, *fixed]))
 
 
 def _write(text: str) -> None:

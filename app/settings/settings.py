@@ -15,7 +15,6 @@ from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, EnvSettingsSource, SettingsConfigDict, TomlConfigSettingsSource
 
 from app.settings.hints import describe, nearest
-from app.tenancy.keyring import KeyLimits
 from engine.messages import EngineConfig
 from model.directories import source_of
 
@@ -276,16 +275,6 @@ class LimitSettings(_Section):
     key_cache_gib: float = Field(
         0.0, ge=0, le=1 << 20, description="KV kept for one key in all tiers, likewise; 0: any amount"
     )
-
-    @property
-    def key(self) -> KeyLimits:
-        return KeyLimits(
-            requests=self.key_requests,
-            requests_per_minute=self.key_requests_per_minute,
-            tokens_per_minute=self.key_tokens_per_minute,
-            sessions=self.key_sessions,
-            cache_bytes=int(self.key_cache_gib * GIB),
-        )
 
 
 class Settings(_Section, BaseSettings):
