@@ -1,4 +1,4 @@
-"""Which files of the disk tier's directory are whose."""
+"""Finds the disk tier's files and the model that each belongs to."""
 
 import contextlib
 import os
@@ -24,7 +24,7 @@ _RECORD = re.compile(r"([0-9a-f]{16})\.(kv|tmp)")
 
 @dataclass(frozen=True, slots=True)
 class Foreign:
-    """A record of another fingerprint, or one of ours that cannot be read or believed."""
+    """A record of another fingerprint, or one of ours that cannot be read or trusted."""
 
     extent_id: int
     path: Path
@@ -32,8 +32,8 @@ class Foreign:
 
 
 def scan(root: Path, own: Path, beat: Beat) -> tuple[dict[int, int], list[Foreign]]:
-    """The sizes of our records by id, and the others' records. Temporary files are deleted: nobody writes now. What
-    has a name that is none of ours is left alone. Raises OSError."""
+    """Return the sizes of our records by id, and the records of others. Deletes temporary files, since nobody is
+    writing now. Ignores files whose names do not follow the scheme. Raises OSError."""
     ours: dict[int, int] = {}
     foreign: list[Foreign] = []
     for directory in _directories(root, _FINGERPRINT):
@@ -55,7 +55,8 @@ def scan(root: Path, own: Path, beat: Beat) -> tuple[dict[int, int], list[Foreig
 
 
 def stored_bytes(directory: Path) -> int:
-    """What the records in a disk tier's directory take, whosoever they are; 0 where there is none. Raises OSError."""
+    """Return the size of all records in a disk tier's directory, of whatever model; 0 if there are none. Raises
+    OSError."""
     root = directory / "kv"
     models = _directories(root, _FINGERPRINT) if root.is_dir() else ()
     shards = (shard for model in models for shard in _directories(model, _SHARD))
@@ -63,8 +64,8 @@ def stored_bytes(directory: Path) -> int:
 
 
 def stored_models(directory: Path, key: bytes) -> dict[bytes, tuple[int, ...]]:
-    """Fingerprint -> segment_bytes of every model that has an intact record in a disk tier's directory: what a tool
-    needs to open the tier when no model is at hand. key: `cache.storage.extent_format.record_key`. Raises OSError."""
+    """Map fingerprint to segment_bytes for every model with an intact record in a disk tier's directory. Tools need
+    this to open the tier without the model. key: `cache.storage.extent_format.record_key`. Raises OSError."""
     models: dict[bytes, tuple[int, ...]] = {}
     root = directory / "kv"
     for model in _directories(root, _FINGERPRINT) if root.is_dir() else ():
@@ -78,7 +79,7 @@ def stored_models(directory: Path, key: bytes) -> dict[bytes, tuple[int, ...]]:
 
 def _header_of(path: Path, key: bytes) -> ExtentHeader | None:
     with contextlib.suppress(BlockMissing, OSError):
-        # Not blocking: a FIFO in the way would wait for a writer for ever.
+        # Non-blocking: opening a FIFO in the file's place would wait for a writer for ever.
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         try:
             status = os.fstat(fd)
@@ -90,8 +91,8 @@ def _header_of(path: Path, key: bytes) -> ExtentHeader | None:
 
 
 def nameless_records(directory: Path, key: bytes) -> list[Foreign]:
-    """The records in a disk tier's directory whose model has no intact one: nobody can tell any more what they hold.
-    Raises OSError."""
+    """Return the records of models without any intact record; their contents cannot be identified any more. Raises
+    OSError."""
     root = directory / "kv"
     intact = {fingerprint.hex() for fingerprint in stored_models(directory, key)}
     models = _directories(root, _FINGERPRINT) if root.is_dir() else ()
@@ -100,7 +101,8 @@ def nameless_records(directory: Path, key: bytes) -> list[Foreign]:
 
 
 def drop_foreign(record: Foreign, *, own: Path | None) -> bool:
-    """Delete it, and with the last one all that its fingerprint had, unless that is `own`. Whether it is gone."""
+    """Delete a record. With the last record of a fingerprint, delete its whole directory too, unless it is `own`.
+    Returns whether the record is gone."""
     try:
         remove_extent(str(record.path))
     except OSError:
@@ -110,14 +112,14 @@ def drop_foreign(record: Foreign, *, own: Path | None) -> bool:
         return True
     with contextlib.suppress(OSError):
         shard.rmdir()  # fails while it holds other records
-        for other in _directories(directory, _SHARD):  # most never held any
+        for other in _directories(directory, _SHARD):  # most are empty
             other.rmdir()
         shutil.rmtree(directory, ignore_errors=True)
     return True
 
 
 class HeaderCache:
-    """Parsed headers, least recently used first to go. Thread-safe."""
+    """Parsed headers; the least recently used are dropped first. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

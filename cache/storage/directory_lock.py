@@ -1,4 +1,4 @@
-"""One server to a directory: a lock that goes with the process, and says who holds it."""
+"""Allows one server per directory, by a lock that ends with the process and names its holder."""
 
 import contextlib
 import fcntl
@@ -7,21 +7,21 @@ from pathlib import Path
 
 
 class DirectoryLocked(Exception):
-    """Somebody else uses this directory. The message is for people and says who."""
+    """Another process uses this directory. The message is for people and names the process."""
 
 
 class DirectoryLock:
     """The lock on `DIRECTORY/kv`. Not thread-safe."""
 
     def __init__(self, directory: Path, owner: str) -> None:
-        """owner: who uses the directory meanwhile, for people that want it too."""
+        """owner: name of this process, shown to people who find the directory locked."""
         self._directory, self._owner = directory, owner
-        self._path = os.path.join(directory, "kv", "lock")  # asked of in every write
+        self._path = os.path.join(directory, "kv", "lock")  # a plain string, because every write checks it
         self._fd: int | None = None
 
     @property
     def is_held(self) -> bool:
-        """Whether the name still is the file's that is locked."""
+        """Whether the locked file still exists under its name."""
         if self._fd is None:
             return False
         try:
@@ -30,12 +30,12 @@ class DirectoryLock:
             return False
 
     def take(self) -> None:
-        """For the first time, or once more after the file was deleted: the next server would make another one and lock
-        that. Raises DirectoryLocked, OSError."""
+        """Take the lock, also again after its file was deleted: the next server would otherwise create and lock another
+        file. Raises DirectoryLocked, OSError."""
         fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            with contextlib.suppress(OSError):  # a full disk has no room for the name; the lock holds without
+            with contextlib.suppress(OSError):  # a full disk has no room for the name; the lock works without it
                 os.ftruncate(fd, 0)
                 os.pwrite(fd, self._owner.encode(), 0)
         except BlockingIOError as error:
@@ -45,7 +45,7 @@ class DirectoryLock:
         except BaseException:
             os.close(fd)
             raise
-        self.release()  # a file without a name
+        self.release()  # the previous file, which has no name any more
         self._fd = fd
 
     def release(self) -> None:
@@ -55,8 +55,8 @@ class DirectoryLock:
 
 
 def used_by(directory: Path) -> str | None:
-    """The owner of a disk tier that is open in this directory, in this process or another; None: there is none. Raises
-    OSError."""
+    """Return the owner of a disk tier that is open in this directory, in this process or another; None if none is.
+    Raises OSError."""
     try:
         fd = os.open(directory / "kv" / "lock", os.O_RDONLY | os.O_CLOEXEC)
     except (FileNotFoundError, NotADirectoryError):

@@ -1,19 +1,20 @@
-"""What can go wrong in a tier."""
+"""The ways in which a tier can fail."""
 
 from typing import Literal
 
 Reason = Literal["missing", "checksum", "forged", "short_read", "deadline", "fingerprint", "format", "io"]
-"""Why stored bytes could not be had or kept: gone; altered; not written with this server's secret; cut off; the device
-did not answer; another model's; not a record of this layout and version, or of other blocks; the device or the file
-system said no."""
+"""Why stored bytes could not be read or kept. missing: gone. checksum: altered. forged: not written with this server's
+secret. short_read: cut off. deadline: the device did not answer in time. fingerprint: of another model. format: not a
+record of this layout and version, or of other blocks. io: the device or the file system reported an error."""
 
 
 class TierFull(Exception):
-    """There is no room, or the entry alone is larger than the tier. A normal outcome: the entry is not stored."""
+    """There is no room, or the entry alone is larger than the tier. This is a normal outcome: the entry is not
+    stored."""
 
 
 class TierFailed(Exception):
-    """The tier could not do it: the device is read-only, broken or hangs. What was asked for did not happen."""
+    """The tier could not do what was asked, because its device is read-only, broken or hangs."""
 
     def __init__(self, message: str, *, reason: Reason) -> None:
         super().__init__(message)
@@ -21,7 +22,7 @@ class TierFailed(Exception):
 
 
 class BlockMissing(Exception):
-    """Nothing complete and intact is stored under this key. The caller computes instead."""
+    """Nothing complete and intact is stored under this key, so the caller must compute it."""
 
     def __init__(self, message: str, *, reason: Reason = "missing") -> None:
         super().__init__(message)

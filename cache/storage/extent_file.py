@@ -1,5 +1,5 @@
-"""One extent as a file: written all or nothing, read with every byte checked. The blocking calls of the disk tier; they
-run in its I/O threads."""
+"""Writes one extent to a file, all or nothing, and reads it with every byte checked. These calls block, so the I/O
+threads of the disk tier run them."""
 
 import contextlib
 import errno
@@ -16,18 +16,18 @@ from cache.storage.errors import BlockMissing
 from cache.storage.extent_format import ALIGNMENT, ExtentHeader, Layout, aligned, decode_header, header_size
 from cache.storage.io_threads import Beat
 
-CHUNK_BYTES = 4 << 20  # of one read or write call, so that a deadline is about a device and not about an extent's size
-SYNC_BYTES = 64 << 20  # what one fdatasync may have to write
-_MAX_PIECES = 512  # of one write call
+CHUNK_BYTES = 4 << 20  # of one read or write call, so that a deadline measures the device and not the size of an extent
+SYNC_BYTES = 64 << 20  # the most that one fdatasync may have to write
+_MAX_PIECES = 512  # buffers in one write call
 _O_DIRECT: int = getattr(os, "O_DIRECT", 0)
 
 Stamp = tuple[int, int, int]
-"""(inode, size, mtime in ns): the same as when its header was parsed, or another file."""
+"""(inode, size, mtime in ns) of a file. If they differ, it is not the file whose header was parsed."""
 
 
 @dataclass(frozen=True, slots=True)
 class ParsedExtent:
-    """A header that was checked, and the file it was read from."""
+    """A verified header and the file it was read from."""
 
     header: ExtentHeader
     layout: Layout
@@ -43,15 +43,15 @@ def write_extent(
     buffer: mmap.mmap,
     beat: Beat,
 ) -> None:
-    """Write the encoded header and segments[layer][block] under a temporary name, make it durable, then give it its
-    name. Whatever fails, no file stays behind. buffer: for the bytes on their way, CHUNK_BYTES. Raises OSError."""
+    """Write the encoded header and segments[layer][block] to a temporary file, make it durable, then rename it. If
+    anything fails, no file is left. buffer: at least CHUNK_BYTES of scratch memory. Raises OSError."""
     try:
         with _shard(path) as (shard, name):
             temporary = temporary_of(name)
             fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600, dir_fd=shard)
             try:
-                # Past the page cache: what is written is still in DRAM. 7.5 MB take 1.2 ms of CPU instead of 3.3, and
-                # 20 where the cache has to grow for them.
+                # Bypass the page cache, since what is written is still in DRAM. 7.5 MB then take 1.2 ms of CPU instead
+                # of 3.3, or 20 where the cache has to grow for them.
                 _set_direct(fd, True)
                 _write_parts(fd, _parts(header, layout, segments), memoryview(buffer)[:CHUNK_BYTES], beat)
                 beat()
@@ -68,12 +68,12 @@ def write_extent(
 
 
 def temporary_of(path: str) -> str:
-    """What an extent is called while it is being written. No pathlib here: every turn would pay for it."""
+    """Return the name of an extent's file while it is written. Avoids pathlib, whose cost every turn would pay."""
     return f"{os.path.splitext(path)[0]}.tmp"
 
 
 def remove_extent(path: str) -> None:
-    """The file and what a write left of it. Forgives what is not there; raises OSError."""
+    """Delete the file and whatever an unfinished write left. A missing file is ignored. Raises OSError."""
     with contextlib.suppress(FileNotFoundError), _shard(path) as (shard, name):
         for each in (temporary_of(name), name):
             with contextlib.suppress(FileNotFoundError):
@@ -82,8 +82,8 @@ def remove_extent(path: str) -> None:
 
 @contextlib.contextmanager
 def _shard(path: str) -> Iterator[tuple[int, str]]:
-    """The directory of a file, as a descriptor, and the file's name in it. A link in its place is not followed: what
-    it leads to is not ours to write or delete. Raises OSError."""
+    """Open the directory of a file; yields a descriptor and the file's name in it. Does not follow a link in the
+    directory's place, because its target is not ours to write or delete. Raises OSError."""
     directory, name = os.path.split(path)
     fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
@@ -93,7 +93,7 @@ def _shard(path: str) -> Iterator[tuple[int, str]]:
 
 
 def sync_directory(path: str | Path) -> None:
-    """Names in it survive a power failure."""
+    """Make the names in a directory survive a power failure."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(fd)
@@ -110,11 +110,11 @@ def open_extent(
     extent_id: int,
     known: ParsedExtent | None,
 ) -> tuple[int, ParsedExtent]:
-    """A descriptor and the checked header; `known` saves parsing it again. key:
-    `cache.storage.extent_format.record_key`. Raises BlockMissing."""
+    """Open an extent and verify its header, unless `known` is still the same file. Returns the descriptor and the
+    parsed extent. key: `cache.storage.extent_format.record_key`. Raises BlockMissing."""
     try:
         with _shard(path) as (shard, name):
-            # Not blocking: a FIFO in the way would wait for a writer for ever.
+            # Non-blocking: opening a FIFO in the file's place would wait for a writer for ever.
             fd = os.open(name, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW, dir_fd=shard)
     except FileNotFoundError as error:
         raise BlockMissing(f"extent {extent_id:016x} is gone", reason="missing") from error
@@ -128,8 +128,8 @@ def open_extent(
         if known is None or known.stamp != stamp:
             known = _parse(fd, stamp, fingerprint, segment_bytes, key, extent_id)
         if not any(size % ALIGNMENT for size in segment_bytes):
-            # Past the page cache: what is read here will lie in HBM or DRAM. 19 MB take 2 ms of CPU instead of 8, or 50
-            # where the cache has to grow for them.
+            # Bypass the page cache, since what is read will lie in HBM or DRAM. 19 MB then take 2 ms of CPU instead of
+            # 8, or 50 where the cache has to grow for them.
             _set_direct(fd, True)
         return fd, known
     except OSError as error:
@@ -141,25 +141,25 @@ def open_extent(
 
 
 def io_buffer(size: int) -> mmap.mmap:
-    """Memory that bytes can go to and from past the page cache."""
+    """Allocate memory that direct I/O can use."""
     buffer = mmap.mmap(-1, size)
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        with contextlib.suppress(OSError):  # a kernel without them
-            buffer.madvise(mmap.MADV_HUGEPAGE)  # a device is given few long pieces instead of many short ones
+        with contextlib.suppress(OSError):  # the kernel has no large pages
+            buffer.madvise(mmap.MADV_HUGEPAGE)  # the device gets few long pieces instead of many short ones
     return buffer
 
 
 def read_segments(fd: int, extent: ParsedExtent, layer: int, blocks: Sequence[int], buffer: memoryview) -> None:
-    """Fill `buffer` with the segments, one behind the other. One call per run of consecutive blocks.
-    Raises BlockMissing."""
+    """Fill `buffer` with the segments, back to back, with one read per run of consecutive blocks. Raises
+    BlockMissing."""
     size = extent.layout.segment_bytes[layer]
     for start, stop in runs(blocks):
         _read(fd, extent, [buffer[start * size : stop * size]], extent.layout.offset(layer, blocks[start]))
 
 
 def read_layers(fd: int, extent: ParsedExtent, first_layer: int, buffers: Sequence[memoryview]) -> None:
-    """Fill each of `buffers` with all of a layer's segments, from that layer on: one call, where nothing lies between
-    layers. Raises BlockMissing."""
+    """Fill each of `buffers` with all segments of one layer, beginning with `first_layer`, in one read if no gaps
+    separate the layers. Raises BlockMissing."""
     layout = extent.layout
     layers = range(first_layer, first_layer + len(buffers))
     ends = [layout.layer_starts[layer] + len(buffer) for layer, buffer in zip(layers, buffers, strict=True)]
@@ -180,7 +180,7 @@ def _read(fd: int, extent: ParsedExtent, parts: Sequence[memoryview], offset: in
 
 
 def check_segments(extent: ParsedExtent, layer: int, blocks: Sequence[int], buffer: memoryview) -> None:
-    """Raises BlockMissing for the first segment that is not what was stored."""
+    """Raises BlockMissing for the first segment that differs from what was stored."""
     size = extent.layout.segment_bytes[layer]
     for i, block in enumerate(blocks):
         if not extent.header.matches(layer, block, buffer[i * size : (i + 1) * size]):
@@ -193,7 +193,7 @@ def altered(extent: ParsedExtent, layer: int, block: int) -> BlockMissing:
 
 
 def read_header(fd: int, file_bytes: int, key: bytes) -> tuple[ExtentHeader, int]:
-    """The header of whichever model's record this is, and its length. Raises BlockMissing, OSError."""
+    """Read the header of a record of any model; returns it and its length. Raises BlockMissing, OSError."""
     start = bytearray(ALIGNMENT)
     got = _read_all(fd, [memoryview(start)], 0)
     size = header_size(bytes(start[:got]))
@@ -205,9 +205,9 @@ def read_header(fd: int, file_bytes: int, key: bytes) -> tuple[ExtentHeader, int
 
 
 def runs(blocks: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Half-open ranges of places in `blocks` that hold consecutive numbers."""
+    """Yield half-open ranges of indices into `blocks` that hold consecutive numbers."""
     if blocks and list(blocks) == list(range(blocks[0], blocks[0] + len(blocks))):
-        yield 0, len(blocks)  # as most are: without a look at each
+        yield 0, len(blocks)  # the usual case, without looking at each block
         return
     start = 0
     for i in range(1, len(blocks) + 1):
@@ -232,7 +232,7 @@ def _parse(
 
 
 def _parts(header: bytes, layout: Layout, segments: Sequence[Sequence[memoryview]]) -> Iterator[memoryview]:
-    """All bytes of the file, in order."""
+    """Yield all bytes of the file in order."""
     yield memoryview(header)
     for views in segments:
         yield from views
@@ -242,8 +242,8 @@ def _parts(header: bytes, layout: Layout, segments: Sequence[Sequence[memoryview
 
 
 def _write_parts(fd: int, parts: Iterable[memoryview], buffer: memoryview, beat: Beat) -> None:
-    """One behind the other from the start of the file. What begins and ends as devices want it goes from where it lies,
-    the rest by way of the buffer."""
+    """Write the parts back to back from the start of the file. Parts aligned for direct I/O are written from where they
+    are, others through the buffer."""
     pieces: list[memoryview] = []
     offset = filled = unsynced = 0
     for part in parts:
@@ -270,7 +270,7 @@ def _write_parts(fd: int, parts: Iterable[memoryview], buffer: memoryview, beat:
 
 
 def _is_aligned(view: memoryview) -> bool:
-    """Whether it lies as devices want it. What cannot be written to is a header, and lies anywhere."""
+    """Whether direct I/O can use this memory. Read-only memory is a header, which is never aligned."""
     return len(view) > 0 and not view.readonly and addressof(c_char.from_buffer(view)) % ALIGNMENT == 0
 
 
@@ -280,7 +280,7 @@ def _write_all(fd: int, pieces: Sequence[memoryview], offset: int) -> None:
         try:
             written = _pwritev(fd, left, offset)
         except OSError as error:
-            # A device with larger blocks, or the rest of a short write, which may begin anywhere.
+            # EINVAL: the device has larger blocks, or this is the rest of a short write, which may begin anywhere.
             if error.errno != errno.EINVAL or not _set_direct(fd, False):
                 raise
             continue
@@ -291,7 +291,7 @@ def _write_all(fd: int, pieces: Sequence[memoryview], offset: int) -> None:
 
 
 def _drop_front(parts: list[memoryview], count: int) -> None:
-    """So many bytes of them are done."""
+    """Remove the first `count` bytes, which are done."""
     while parts and count >= len(parts[0]):
         count -= len(parts.pop(0))
     if count:
@@ -299,7 +299,8 @@ def _drop_front(parts: list[memoryview], count: int) -> None:
 
 
 def _set_direct(fd: int, direct: bool) -> bool:
-    """Let bytes go past the page cache, or not. Whether that has changed anything; some file systems cannot."""
+    """Turn bypassing the page cache on or off. Returns whether that changed anything; some file systems cannot do
+    it."""
     flags = fcntl.fcntl(fd, fcntl.F_GETFL)
     wanted = flags | _O_DIRECT if direct else flags & ~_O_DIRECT
     try:
@@ -310,13 +311,13 @@ def _set_direct(fd: int, direct: bool) -> bool:
 
 
 def _read_all(fd: int, parts: Sequence[memoryview], offset: int) -> int:
-    """Bytes of a file into parts, one behind the other; fewer at its end."""
+    """Read into the parts, back to back. Returns the number of bytes, which is smaller at the end of the file."""
     left, got = [part for part in parts if len(part)], 0
     while left:
         try:
             count = _preadv(fd, left, offset + got)
         except OSError as error:
-            # A device with larger blocks, memory that begins anywhere, or the rest of a short read.
+            # EINVAL: the device has larger blocks, the memory is not aligned, or this is the rest of a short read.
             if error.errno != errno.EINVAL or not _set_direct(fd, False):
                 raise
             continue

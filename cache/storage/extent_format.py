@@ -1,13 +1,13 @@
-"""The stored extent: a run of blocks of one session in one file, layer-major, with a checksum per block and layer.
+"""The format of a stored extent: a run of blocks of one session in one file, with a checksum per block and layer.
 
     header    magic, version, length, xxh3 and MAC of the header; msgpack: fingerprint, id, session, keys, checksums
     layer 0   one segment per block: [K of 32 rows][V of 32 rows]
     layer 1   ...
 
-The header and every layer start at a multiple of 4 KiB (so O_DIRECT stays possible), gaps are zeros. The header alone
-says everything about its extent: an index can always be rebuilt from the headers (DESIGN "The cache"). The xxh3 finds
-damage. The MAC finds what somebody else wrote: its key is derived from the installation's secret, so who can write to
-the directory, and no more, can give no block another's KV. Segments have an xxh3 alone, which finds damage, not intent.
+The header and every layer start at a multiple of 4 KiB, so that O_DIRECT is possible; gaps are zeros. A header
+describes its extent completely, so an index can always be rebuilt from the headers. The xxh3 detects damage. The MAC,
+whose key is derived from the installation's secret, detects headers written by others: write access to the directory is
+not enough to pass off one block's KV as another's. Segments have only an xxh3, which detects damage but not intent.
 """
 
 import hmac
@@ -24,7 +24,7 @@ from cache.blocks.stored import SessionRecord, StoredBlock
 from cache.storage.errors import BlockMissing
 
 ALIGNMENT = 4096
-FORMAT_VERSION = 2  # 1 had no MAC: a record of it is a miss, and the next start sweeps it
+FORMAT_VERSION = 2  # version 1 had no MAC: its records are misses, and the next start deletes them
 MAX_BLOCKS = 4096
 MAX_LAYERS = 1024
 MAX_SEGMENT_BYTES = 1 << 28
@@ -34,20 +34,21 @@ DIGEST_BYTES = 8
 MAC_BYTES = 16
 
 _MAGIC = b"REPRISEK"
-_PREFIX = struct.Struct("<8sII8s16s")  # magic, version, length of the msgpack, xxh3 of all else, MAC of all but both
+# magic, version, length of the msgpack, xxh3 of the rest, MAC of everything except these two
+_PREFIX = struct.Struct("<8sII8s16s")
 _DIGEST_AT = _PREFIX.size - DIGEST_BYTES - MAC_BYTES
 _MAC_AT = _PREFIX.size - MAC_BYTES
 
 
 @dataclass(frozen=True, slots=True)
 class ExtentHeader:
-    """What stands in the first bytes of the file. Checked when made, so also when decoded."""
+    """The contents of the file's first bytes. Validated on creation, and therefore also when decoded."""
 
     fingerprint: bytes
     extent_id: int
     session: SessionRecord
     blocks: tuple[StoredBlock, ...]
-    segment_bytes: tuple[int, ...]  # of one block, by layer
+    segment_bytes: tuple[int, ...]  # bytes of one block's segment, by layer
     checksums: bytes  # xxh3_64, 8 bytes each (canonical, big-endian), layer-major
 
     def __post_init__(self) -> None:
@@ -60,11 +61,11 @@ class ExtentHeader:
             raise ValueError(f"{len(self.checksums)} bytes are not a checksum per block and layer")
 
     def matches(self, layer: int, block: int, data: memoryview) -> bool:
-        """Are these the bytes that were stored?"""
+        """Whether `data` is what was stored."""
         return checksum(data) == self._checksum(layer, block)
 
     def checksums_of(self, block: int) -> tuple[bytes, ...]:
-        """By layer."""
+        """Return the block's checksums, by layer."""
         return tuple(self._checksum(layer, block) for layer in range(len(self.segment_bytes)))
 
     def _checksum(self, layer: int, block: int) -> bytes:
@@ -74,7 +75,7 @@ class ExtentHeader:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Where things are in the file."""
+    """Where everything lies in the file."""
 
     header_bytes: int
     segment_bytes: tuple[int, ...]
@@ -94,7 +95,7 @@ class Layout:
 
 
 def aligned(size: int) -> int:
-    """Rounded up to 4 KiB."""
+    """Round up to 4 KiB."""
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
@@ -107,17 +108,17 @@ def check_segments(segment_bytes: Sequence[int]) -> None:
 
 
 def checksum(data: memoryview) -> bytes:
-    """xxh3_64, 8 bytes."""
+    """Return the xxh3_64 of `data`, 8 bytes."""
     return xxh3_64_digest(data)
 
 
 def record_key(secret: bytes) -> bytes:
-    """What keys the MACs of an installation's records: its persistent secret, in a domain of its own."""
+    """Derive the key of the record MACs from the installation's persistent secret."""
     return blake2b(typed_fields("reprise-records"), key=blake2b(secret).digest(), digest_size=32).digest()
 
 
 def encode_header(header: ExtentHeader, key: bytes) -> bytes:
-    """Padded to 4 KiB. key: `record_key`. Raises ValueError when too large."""
+    """Encode the header, padded to 4 KiB. key: `record_key`. Raises ValueError if it is too large."""
     body = msgspec.msgpack.encode(header)
     size = aligned(_PREFIX.size + len(body))
     if size > MAX_HEADER_BYTES:
@@ -131,7 +132,7 @@ def encode_header(header: ExtentHeader, key: bytes) -> bytes:
 
 
 def header_size(start: bytes) -> int:
-    """The length of the header in bytes, from the first bytes of the file. Raises BlockMissing."""
+    """Return the length of the header in bytes, from the first bytes of the file. Raises BlockMissing."""
     if len(start) < _PREFIX.size:
         raise BlockMissing("the record ends inside its header", reason="short_read")
     magic, version, length, *_ = _PREFIX.unpack_from(start)
@@ -146,8 +147,8 @@ def header_size(start: bytes) -> int:
 
 
 def decode_header(data: bytes, key: bytes) -> ExtentHeader:
-    """The header in `data`, which is as long as `header_size` said. Raises BlockMissing (short_read, format, checksum,
-    forged): nothing in it is believed before its hash and its MAC are right, nor after that without its bounds."""
+    """Decode `data`, which has exactly `header_size` bytes. Raises BlockMissing (short_read, format, checksum, forged).
+    Nothing in the header is used before its hash and MAC are verified, and its values are still checked after that."""
     if len(data) != header_size(data):
         raise BlockMissing("the record ends inside its header", reason="short_read")
     *_, length, digest, mac = _PREFIX.unpack_from(data)

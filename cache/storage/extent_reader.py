@@ -1,4 +1,4 @@
-"""Reading a stored extent into memory that belongs to others."""
+"""Reads a stored extent into the caller's memory."""
 
 import contextlib
 import mmap
@@ -17,11 +17,11 @@ from cache.storage.throttle import Throttle
 
 T = TypeVar("T")
 Landed = Callable[[int], int]
-"""Told that so many more layers are there, in whatever thread; says how many to bring next, 0: no more."""
+"""Called in any thread with the number of layers that have arrived. Returns how many to read next; 0: stop."""
 
 
 class ExtentReader:
-    """Reads one extent; a context manager. One thread at a time."""
+    """Reads one extent; a context manager. Must be used by one thread at a time."""
 
     def __init__(
         self,
@@ -50,21 +50,21 @@ class ExtentReader:
 
     def close(self) -> None:
         if self._fd is not None:
-            with contextlib.suppress(OSError):  # of a network's file system; nothing was written
+            with contextlib.suppress(OSError):  # a network file system may fail; nothing was written
                 os.close(self._fd)
             self._fd = None
 
     def read(self, layer: int, blocks: Sequence[int], out: Sequence[memoryview]) -> None:
-        """Fill out[i] with the segment of blocks[i] in this layer; each is as long as the layer's segments. Only bytes
-        whose checksum was right get there, and only before this returns or raises. Raises BlockMissing."""
+        """Fill out[i] with the segment of blocks[i] in this layer; each is as long as the layer's segments. Only
+        verified bytes are copied to `out`, and never after this has returned or raised. Raises BlockMissing."""
         size = self._extent.layout.segment_bytes[layer]
         targets = [flat(view) for view in out]
         if len(targets) != len(blocks) or any(len(view) != size for view in targets):
             raise ValueError(f"one buffer of {size} bytes per block")
         if not all(0 <= block < len(self._extent.header.blocks) for block in blocks):
             raise ValueError("no such block in this extent")
-        # Through a buffer of our own: the kernel cannot be called back from a read that hangs, and the memory of `out`
-        # may belong to another conversation when it answers at last. The copy is made by the caller, who has not left.
+        # Read into a buffer of our own. A read that hangs cannot be cancelled, and when it finishes at last, the memory
+        # of `out` may belong to another conversation. The caller's thread copies, so `out` is still valid then.
         step = max(1, self._buffer_bytes // size)
         for start in range(0, len(blocks), step):
             self._read_some(layer, blocks[start : start + step], targets[start : start + step])
@@ -76,12 +76,14 @@ class ExtentReader:
         outs: Sequence[memoryview],
         landed: Landed,
     ) -> int:
-        """Fill each of `outs` with a layer, from that one on: the segments of these blocks of readers of the same tier,
-        one behind the other, as they are: nothing is checked. The first by itself; `landed` is told of what is there
-        while there is more to come, and says how many at once, or that it is enough. Returns how many have come. One
-        call of an I/O thread, if there is no cap, for each costs more processor time than the device's bytes. Past the
-        page cache where `outs` begin at pages and segments are whole pages. Raises BlockMissing; after one for its
-        `deadline` the kernel may still write to `outs`, and `landed` may be called once more."""
+        """Fill each of `outs` with one layer, beginning with `first_layer`, without verifying anything.
+        A layer consists of the given blocks' segments, back to back, in the order of `wanted`; all readers must belong
+        to the same tier. The first layer is read alone. `landed` is called as layers arrive while more are to come, and
+        returns how many to read next, or that it is enough. Returns the number of layers read.
+        Without a bandwidth cap this is a single call of an I/O thread, because each such call costs more processor time
+        than the transfer. Bypasses the page cache where `outs` begin at pages and segments are whole pages. Raises
+        BlockMissing; if its reason is `deadline`, the kernel may still write to `outs`, and `landed` may be called once
+        more."""
         layers = range(first_layer, first_layer + len(outs))
         sizes = self._extent.layout.segment_bytes
         count = sum(len(blocks) for _, blocks in wanted)
@@ -90,7 +92,7 @@ class ExtentReader:
         open_readers = [(reader, reader._descriptor(), blocks) for reader, blocks in wanted]
 
         def bring(at: int, number: int, beat: Beat) -> None:
-            before = 0  # blocks of readers that were read
+            before = 0  # blocks of the readers read before
             for reader, fd, blocks in open_readers:
                 pieces = [
                     out[before * sizes[layer] : (before + len(blocks)) * sizes[layer]]
@@ -105,14 +107,14 @@ class ExtentReader:
         def bring_slowly(at: int, number: int) -> None:
             due = self._throttle.book(sum(map(len, outs[at : at + number])))
             self._call(lambda beat: bring(at, number, beat), readers)
-            self._throttle.wait(due)  # not in the I/O thread, whose deadline is about the device
+            self._throttle.wait(due)  # not in the I/O thread, whose deadline measures the device
 
         if self._throttle.is_capped:
             return in_turn(len(outs), bring_slowly, landed)
         return self._call(lambda beat: in_turn(len(outs), lambda at, number: bring(at, number, beat), landed), readers)
 
     def _land(self, fd: int, first_layer: int, blocks: Sequence[int], outs: Sequence[memoryview], beat: Beat) -> None:
-        """In an I/O thread: as much in one call as a deadline is meant for. Raises BlockMissing."""
+        """Run in an I/O thread; reads at most as much per call as a deadline allows for. Raises BlockMissing."""
         sizes = self._extent.layout.segment_bytes
         is_whole = list(blocks) == list(range(len(self._extent.header.blocks)))
         at = 0
@@ -137,19 +139,19 @@ class ExtentReader:
             at += together
 
     def tell_altered(self, layer: int, block: int) -> None:
-        """A segment that was landed is not what was stored."""
+        """Report that a segment read by `land` differs from what was stored."""
         self._on_damage(altered(self._extent, layer, block))
 
     def checksums(self, block: int, key: BlockKey) -> tuple[bytes, ...]:
-        """Of the segments, by layer, of the block that the cache's table has in this place, by its key. Raises
-        BlockMissing where the record has another there, or none: the table may have been told wrongly."""
+        """Return the checksums, by layer, of the segments of the block at this place. Raises BlockMissing if the record
+        has no block of this key there: the cache's table may be wrong."""
         header = self._extent.header
         if not 0 <= block < len(header.blocks) or header.blocks[block].key != key:
             raise BlockMissing(f"extent {header.extent_id:016x} has no such block {block}", reason="format")
         return header.checksums_of(block)
 
     def check(self) -> None:
-        """Read everything and keep nothing. Raises BlockMissing."""
+        """Read and verify everything. Raises BlockMissing."""
         num_blocks = len(self._extent.header.blocks)
         for layer, size in enumerate(self._extent.layout.segment_bytes):
             scratch = memoryview(bytearray(size))
@@ -177,7 +179,7 @@ class ExtentReader:
             for i, target in enumerate(targets):
                 target[:] = view[i * size : (i + 1) * size]
         finally:
-            if self._fd is not None:  # else somebody may still write to it
+            if self._fd is not None:  # otherwise an abandoned read may still write to it
                 self._buffers.append(buffer)
         self._throttle.wait(due)
 
@@ -195,7 +197,8 @@ class ExtentReader:
             raise
 
     def _call(self, work: Callable[[Beat], T], readers: "Sequence[ExtentReader]") -> T:
-        """In an I/O thread, within the deadline; work: uses the descriptors of `readers`. Raises BlockMissing."""
+        """Run `work` in an I/O thread, within the deadline. readers: those whose descriptors it uses. Raises
+        BlockMissing."""
         descriptors = [reader._descriptor() for reader in readers]
 
         def close_late() -> None:
@@ -207,12 +210,14 @@ class ExtentReader:
         except IoDeadline as error:
             if error.began:
                 for reader in readers:
-                    reader._fd = None  # the thread that is still in it closes it: the number must not become another's
+                    # the thread that still uses it closes it, so that its number cannot be reused meanwhile
+                    reader._fd = None
             raise BlockMissing(f"extent {self._extent.header.extent_id:016x}: {error}", reason="deadline") from error
 
 
 def in_turn(count: int, bring: Callable[[int, int], None], landed: Landed) -> int:
-    """One, then as many as `landed` says, until it says none. It is not told of the last. Returns how many."""
+    """Bring one, then as many at a time as `landed` returns, until it returns 0 or all are there. Calls `landed` after
+    every step but the last. Returns how many were brought."""
     at, number = 0, 1
     while True:
         number = min(number, count - at)
@@ -223,5 +228,5 @@ def in_turn(count: int, bring: Callable[[int, int], None], landed: Landed) -> in
 
 
 def flat(view: memoryview) -> memoryview:
-    """The same memory as bytes."""
+    """Return the same memory as a view of bytes."""
     return view if view.format == "B" and view.ndim == 1 else view.cast("B")

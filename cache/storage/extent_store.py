@@ -1,11 +1,11 @@
-"""The disk tier: one file per extent, every byte checked when it is read, every blocking call with a deadline.
+"""The disk tier: one file per extent, every byte verified on reading, every blocking call with a deadline.
 
-    DIRECTORY/kv/lock                           held while a server runs here; says which
+    DIRECTORY/kv/lock                           held while a server runs here; names the server
     DIRECTORY/kv/<fingerprint>/index.sqlite     see cache/storage/index.py
     DIRECTORY/kv/<fingerprint>/<xx>/<id>.kv     see cache/storage/extent_format.py; xx are the id's last two digits
 
-Other fingerprints' directories are left alone until their room is needed: starting with another model by mistake costs
-nothing. Their bytes count towards the cap.
+Directories of other fingerprints count towards the cap and stay until their room is needed, so starting with another
+model by mistake loses nothing.
 """
 
 import contextlib
@@ -46,7 +46,8 @@ from cache.storage.thread_priority import WRITING
 from cache.storage.throttle import Throttle
 
 READ_THREADS = 8
-WRITE_THREADS = 4  # their own, so that reads do not stand behind what hangs while it writes, nor the other way round
+# separate from the read threads, so that reads do not wait for writes that hang, nor writes for reads
+WRITE_THREADS = 4
 MAX_FINGERPRINT_BYTES = 64
 NUM_SHARDS = 256
 _NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
@@ -55,10 +56,10 @@ T = TypeVar("T")
 
 
 class ExtentStore:
-    """Thread-safe. `open` comes first and `close` last; in between every method may be called from any thread, and
-    returns or raises within the deadline of the steps it consists of (besides what the bandwidth caps demand).
+    """Stores, reads and deletes extents. Thread-safe: between `open` and `close`, every method may be called from any
+    thread, and returns or raises within the deadlines of its steps (plus the time that the bandwidth caps demand).
 
-    Source: AttentionStore (arXiv 2403.19708) §3.3, the disk below DRAM; that it outlives the process is ours.
+    Source: AttentionStore (arXiv 2403.19708) §3.3, the disk below DRAM. Unlike there, it outlives the process.
     """
 
     name = "disk"
@@ -77,9 +78,9 @@ class ExtentStore:
         deadline_s: float,
         owner: str,
     ) -> None:
-        """segment_bytes: of one block, by layer. key: `cache.storage.extent_format.record_key`. min_free_bytes of the
-        file system are left alone. Caps of 0: none. owner: who uses the directory meanwhile, for people that want it
-        too."""
+        """segment_bytes: of one block, by layer. key: `cache.storage.extent_format.record_key`. min_free_bytes: what
+        the file system always keeps free. Bandwidth caps of 0: none. owner: name of this process, shown to people who
+        find the directory locked."""
         if not 0 < len(fingerprint) <= MAX_FINGERPRINT_BYTES:
             raise ValueError(f"a fingerprint has 1 to {MAX_FINGERPRINT_BYTES} bytes")
         check_segments(segment_bytes)
@@ -98,26 +99,26 @@ class ExtentStore:
         self._reading = Throttle(bytes_per_s=read_bytes_per_s, clock=time.monotonic, sleep=time.sleep)
         self._writing = Throttle(bytes_per_s=write_bytes_per_s, clock=time.monotonic, sleep=time.sleep)
         self._reads: IoThreads | None = None
-        self._writes: IoThreads | None = None  # and deletions, and the index
+        self._writes: IoThreads | None = None  # also deletes and updates the index
         self._headers = HeaderCache()
         self._log = RareLog()
-        self._making = threading.Lock()  # held by who makes the directory again; taken before `_lock`
+        self._making = threading.Lock()  # held while the directory is made again; taken before `_lock`
         self._buffers: deque[mmap.mmap] = deque(maxlen=READ_THREADS)
         self._write_buffers: deque[mmap.mmap] = deque(maxlen=WRITE_THREADS)
         self._buffer_bytes = max(CHUNK_BYTES, *segment_bytes)
 
         self._lock = threading.Lock()  # guards what follows; never held during I/O
         self._last_id = 0
-        self._unsynced: set[str] = set()  # directories in which something was deleted
-        self._lost: list[int] = []  # extents that somebody deleted
-        self._damaged: set[int] = set()  # extents of which that was said
-        # Records that `open` found to be none, or missing, and why; those it could read are gone.
+        self._unsynced: set[str] = set()  # directories in which something was deleted since their last sync
+        self._lost: list[int] = []  # extents found to be deleted by another process
+        self._damaged: set[int] = set()  # extents whose damage has been logged
+        # What `open` could not use -> why: files without a valid record (deleted if readable), rows without a file.
         self.useless: dict[int, str] = {}
 
     def open(self) -> tuple[list[ExtentInfo], list[SessionRecord]]:
-        """Take the lock, sweep what a crash left, and tell what is there: extents in order of writing, sessions as they
-        were known last. More than capacity_bytes may be there, when the cap was lowered: delete down to it.
-        Raises DirectoryLocked, OSError."""
+        """Take the lock, delete what a crash left, and report what is stored: extents in order of writing, and the last
+        record of each session. It may be more than capacity_bytes, if the cap was lowered; the caller then deletes down
+        to it. Raises DirectoryLocked, OSError."""
         deadline_s = self._deadline_s
         self._reads = IoThreads(name="disk-read", num_threads=READ_THREADS, deadline_s=deadline_s, lower_by=0)
         self._writes = IoThreads(name="disk-write", num_threads=WRITE_THREADS, deadline_s=deadline_s, lower_by=WRITING)
@@ -133,8 +134,8 @@ class ExtentStore:
             raise
 
     def close(self) -> None:
-        """What runs is given its deadline. Then another server may use the directory, unless something hangs in it: the
-        lock then goes with the process."""
+        """Give running operations their deadline, then release the directory. If an operation hangs in it, the lock is
+        kept until the process ends."""
         if self._writes is None:
             return
         if self._close_threads():
@@ -143,16 +144,16 @@ class ExtentStore:
                 last.call(lambda _: self._release(), late=lambda: None)
             last.close()
         else:
-            log.warning("the disk tier closes while an operation hangs in %s", self._directory)
+            log.warning("closing the disk tier while an operation hangs in %s", self._directory)
 
     def _close_threads(self) -> bool:
-        """Whether all have ended."""
+        """Returns whether all have ended."""
         pools, self._reads, self._writes = (self._reads, self._writes), None, None
         ended = [pool.close() for pool in pools if pool is not None]
         return all(ended)
 
     def used_bytes(self) -> int:
-        """The sizes of all files of records, whole pages, including those being written."""
+        """Return the sizes of all record files in whole pages, including files being written."""
         return self._space.used_bytes
 
     def write(
@@ -162,12 +163,12 @@ class ExtentStore:
         checksums: bytes,
         segments: Callable[[int], Sequence[memoryview]],
     ) -> ExtentInfo:
-        """Store the blocks as one extent, all or nothing; durable on return. checksums: of all segments, layer by layer
-        (`cache.storage.extent_format.checksum`); they are not compared with the bytes before these are read again.
-        segments(layer) -> the bytes of its blocks, in their order and cut wherever they do not lie side by side; read
-        until this returns or raises (after a deadline perhaps later, but nothing comes of it).
-        Raises TierFull (the cap, the floor, no space) or TierFailed (read-only, broken, deadline, or more than a record
-        may hold: whatever it is, nobody's answer depends on it)."""
+        """Store the blocks as one extent, all or nothing; durable on return.
+        checksums: of all segments, layer by layer (`cache.storage.extent_format.checksum`); compared with the bytes
+        only on reading. segments(layer) -> the bytes of the layer's blocks in order, in any number of pieces; they are
+        read until this returns or raises (after a missed deadline perhaps later, but the result is discarded).
+        Raises TierFull (the cap, the file system's floor, no space) or TierFailed (read-only, broken, deadline, or more
+        than a record may hold). No answer depends on success."""
         views = [[flat(view) for view in segments(layer)] for layer in range(len(self._segment_bytes))]
         extent_id = self._new_id()
         try:
@@ -206,18 +207,19 @@ class ExtentStore:
         return info
 
     def reader(self, extent_id: int) -> ExtentReader:
-        """Checks the header. Raises BlockMissing."""
+        """Open an extent and verify its header. Raises BlockMissing."""
         return self._open_reader(extent_id, self._headers.get(extent_id))
 
     def delete(self, *extent_ids: int) -> None:
-        """The bytes are gone when this returns; open readers may go on. Unknown ids are forgiven. Raises TierFailed:
-        those in front may be gone."""
+        """Delete extents; their bytes are gone on return, but open readers may continue. Unknown ids are ignored.
+        Raises TierFailed; some of the first extents may be gone then."""
         here = [extent_id for extent_id in extent_ids if extent_id in self._space]
         if here:
             self._do("delete", lambda beat: self._forget(here, beat))
 
     def put_session(self, record: SessionRecord) -> None:
-        """The newest record of a session wins, be it this or one that came with an extent. Raises TierFailed."""
+        """Store a session's record. The newest record of a session wins, whether stored here or with an extent. Raises
+        TierFailed."""
         stamp = self._new_id()
 
         def put(beat: Beat) -> None:
@@ -227,8 +229,9 @@ class ExtentStore:
         self._do("put_session", put)
 
     def delete_sessions(self, *names: tuple[str, str, str]) -> None:
-        """Forget them (tenant, salt, session id); their extents are deleted before. Afterwards these deletions outlive
-        a power failure: that is most of the price, so many at once cost little more than one. Raises TierFailed."""
+        """Delete the records of sessions (tenant, salt, session id) whose extents are deleted already. On return all
+        these deletions survive a power failure, which is most of the cost; deleting many sessions at once costs little
+        more than one. Raises TierFailed."""
 
         def forget(beat: Beat) -> None:
             self._index.delete_sessions(names)
@@ -241,7 +244,7 @@ class ExtentStore:
         self._do("delete_sessions", forget)
 
     def verify(self) -> Iterator[tuple[int, str | None]]:
-        """Read everything: (extent id, None or what is wrong with it)."""
+        """Read and verify everything. Yields (extent id, None or a description of the damage)."""
         for extent_id in self._space.extent_ids():
             try:
                 with self._open_reader(extent_id, None) as reader:
@@ -251,7 +254,7 @@ class ExtentStore:
                 yield extent_id, f"{missing.reason}: {missing}"
 
     def take_lost(self) -> list[int]:
-        """Extents found since the last call to have been deleted by somebody else, all together."""
+        """Return the extents found since the last call to have been deleted by another process."""
         with self._lock:
             lost, self._lost = self._lost, []
         return lost
@@ -278,8 +281,8 @@ class ExtentStore:
         return f"{self._own}/{name[-2:]}/{name}.kv"
 
     def _new_id(self) -> int:
-        # From the clock, so that ids are never used twice even if index and records are both lost; from the last one,
-        # so that they increase although the clock may not.
+        # Ids come from the clock, so that they are never reused even if index and records are lost, and exceed the last
+        # id, so that they increase even if the clock does not.
         with self._lock:
             self._last_id = max(self._last_id + 1, time.time_ns())
             if self._last_id > MAX_EXTENT_ID:
@@ -291,7 +294,7 @@ class ExtentStore:
     ) -> None:
         path, stored = self._path(extent_id), False
         try:
-            if not _is_directory(os.path.dirname(path)):  # somebody took it away, or put a link there
+            if not _is_directory(os.path.dirname(path)):  # it was deleted, or a link took its place
                 self._make_shards(beat)
             beat()
             self._write_file(path, header, layout, views, beat)
@@ -301,7 +304,8 @@ class ExtentStore:
             self._space.settle(extent_id, layout.size_bytes, stored=stored, stays=stays)
 
     def _make_shards(self, beat: Beat) -> None:
-        """All at once: a directory costs a write as much as its file does."""
+        """Make all shard directories at once: each would otherwise cost a write like the file's own when it is first
+        used."""
         made = False
         for number in range(NUM_SHARDS):
             beat()
@@ -336,7 +340,7 @@ class ExtentStore:
                 beat()
                 self._remove(extent_id)
                 gone.append(extent_id)
-        finally:  # whatever stopped it, those in front are gone, and nobody will ask for them again
+        finally:  # whatever failed, the extents before it are gone and nobody will ask for them again
             try:
                 self._index.remove(gone)
             except sqlite3.Error as error:
@@ -386,23 +390,23 @@ class ExtentStore:
         )
 
     def _tell_damage(self, extent_id: int, missing: BlockMissing) -> None:
-        """Once for each extent: who reads it computes instead, and says so of every load."""
+        """Log the damage once per extent. Every reader of it computes instead, and would report it again."""
         with self._lock:
             if extent_id in self._damaged:
                 return
             self._damaged.add(extent_id)
-        log.warning("a record is damaged, its KV will be computed: %s (%s)", missing, missing.reason)
+        log.warning("a stored record is damaged, its KV will be computed again: %s (%s)", missing, missing.reason)
 
     def _ensure_directory(self, beat: Beat) -> None:
-        """Whoever deletes the directory under a running server means its contents: begin anew, and go on. The lock is
-        taken again too, since the next server would make another file and lock that. Raises DirectoryLocked, OSError.
-        """
+        """Make the directory again if it was deleted under the running server; its contents were meant to go. The lock
+        is taken again too, because the next server would otherwise create and lock another file. Raises
+        DirectoryLocked, OSError."""
         with self._making:
             has_lock = self._held.is_held
             if has_lock and self._index.is_there():
                 return
             beat()
-            log.warning("%s was deleted while a server runs here; what it held is lost and it is made again", self._own)
+            log.warning("%s was deleted while the server runs; its contents are lost and it is made again", self._own)
             self._root.mkdir(mode=0o700, parents=True, exist_ok=True)
             _make_directory(str(self._own))
             for directory in (self._root, self._own):
@@ -436,14 +440,16 @@ class ExtentStore:
             if row is not None and row.size_bytes == size:
                 extents[extent_id] = row
                 continue
-            # No row, as a crash can fall between the two: the header decides, and a record that is none goes.
+            # The file has no row, because a crash can happen between the two writes. Its header decides; a file without
+            # a valid one is deleted.
             beat()
             try:
                 info = self._adopt(extent_id)
             except BlockMissing as missing:
-                log.warning("a record is of no use: %s", missing)
+                log.warning("ignoring an unusable record: %s", missing)
                 self.useless[extent_id] = f"{missing.reason}: {missing}"
-                # Perhaps only today, or with this secret; it goes when its room is needed.
+                # The failure may be temporary, or the secret may have changed: delete such files only when their room
+                # is needed.
                 if missing.reason in {"io", "forged"}:
                     foreign.append(Foreign(extent_id, Path(self._path(extent_id)), size))
                 else:
@@ -456,7 +462,8 @@ class ExtentStore:
         self.useless.update((extent_id, "missing: its file is gone") for extent_id in known.keys() - files.keys())
         self._index.remove(known.keys() - extents.keys())
         with self._lock:
-            # Not those that only a file's name has: anybody may have given it, and the highest leaves none to come.
+            # Ids known from file names alone do not count: anybody could have chosen the highest one, which would leave
+            # no ids.
             self._last_id = max([*extents, *known, *(stamp for stamp, _ in sessions.values())], default=0)
         self._space.open({extent_id: info.size_bytes for extent_id, info in extents.items()}, foreign, beat)
         return list(extents.values()), [record for _, record in sessions.values()]
@@ -483,10 +490,10 @@ def _is_directory(path: str) -> bool:
 
 
 def _make_directory(path: str) -> bool:
-    """Whether it was missing. A link in its place goes: what it leads to is not ours, and a start would not look for
-    records there. Raises OSError."""
+    """Returns whether the directory was missing. Replaces a link by a directory, because its target is not ours and a
+    start would not look for records there. Raises OSError."""
     if os.path.islink(path):
-        log.warning("%s is a link, which is not followed; a directory takes its place", path)
+        log.warning("%s is a link, which is not followed; a directory replaces it", path)
         os.unlink(path)
     try:
         os.mkdir(path, mode=0o700)

@@ -1,8 +1,9 @@
-"""Memory that the kernel has handed out before somebody computes into it.
+"""Makes the kernel provide memory before a computation first writes to it.
 
-An allocation has no memory until it is first written: then each 4 KiB page stops whoever writes, a worker of the step's
-team as a rule, and the others wait for it. On a virtual machine whose host has to find the page too that took 15 us,
-with three pages to a token of the 125 M model 4 % of all processor time, for as long as DRAM was filling.
+Allocated memory has no physical pages until it is first written. Then every 4 KiB page stops the writer, usually a
+worker of the step's team, while the other workers wait for it. On a virtual machine whose host had to find the page
+too, that took 15 us; with three pages per token of the 125 M model this was 4 % of all processor time for as long as
+DRAM was filling.
 """
 
 import ctypes
@@ -20,26 +21,28 @@ from cache.storage.slab import Slab
 from cache.storage.thread_priority import lower_priority
 from kernels.attention.ragged_batch import KvPages
 
-AHEAD_BYTES = 512 << 20  # behind the last slot or page used, while nothing runs: gigabytes may never be needed
-BUSY_AHEAD_BYTES = 64 << 20  # while something does; more than a second of prefill fills
-_PIECE_BYTES = 128 << 20  # at a time
-_CALL_BYTES = 256 << 10  # of one call, which holds up whoever maps memory meanwhile
+# beyond the last slot or page used, while nothing runs; not all of it, since gigabytes may never be needed
+AHEAD_BYTES = 512 << 20
+BUSY_AHEAD_BYTES = 64 << 20  # the same while something runs; more than a second of prefill fills
+_PIECE_BYTES = 128 << 20  # touched at once, beyond what is needed soon
+_CALL_BYTES = 256 << 10  # per system call, which blocks all other threads that map memory
 _LOWEST = 19
-_POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, Linux 5.14: as if every page were written, with what is in it
+# MADV_POPULATE_WRITE, Linux 5.14: acts as if every page were written, without changing its contents
+_POPULATE_WRITE = 23
 Span = tuple[int, int]
-"""Address and bytes."""
+"""Address and size in bytes."""
 log = logging.getLogger(__name__)
 
 
 class _Memory(Protocol):
-    """Places of equal size, used from the first one on, as far as that can be."""
+    """Places of equal size, mostly used from the first one on."""
 
     count: int
-    size: int  # bytes of one
-    ready: int  # leading ones that were touched
+    size: int  # size of one place in bytes
+    ready: int  # number of leading places that are in memory
 
     def spans(self, start: int, stop: int) -> list[Span]:
-        """Where the bytes of some places lie."""
+        """Return where the bytes of places start..stop lie."""
         ...
 
 
@@ -68,7 +71,7 @@ class _Pages:
     def _of(x: Tensor, start: int, stop: int) -> list[Span]:
         _, rows, heads, dim = x.shape
         per_page, per_row, per_head, _ = x.stride()
-        # Heads are outermost, or pages are: then all of a page lies in one piece.
+        # Either heads or pages are the outermost dimension; if pages are, all of a page lies in one piece.
         starts = [head * per_head for head in range(heads)] if per_head > per_page else [0]
         length = (stop - start - 1) * per_page + (rows - 1) * per_row + dim
         if per_head <= per_page:
@@ -77,12 +80,12 @@ class _Pages:
 
 
 class FirstTouch:
-    """Called by the engine's thread; the work is done on short-lived threads of the lowest priority, one at a time.
-    Contents never change, so it may go on beside anything. Does nothing where the kernel cannot do it, and with
-    memory that is page-locked or a device's."""
+    """Touches memory ahead of its use. Called by the engine's thread; short-lived threads of the lowest priority do the
+    work, one at a time. Contents never change, so this may run at any time. Does nothing where the kernel does not
+    support it, and for memory that is page-locked or on a device."""
 
     def __init__(self, *, pages: Sequence[KvPages], slab: Slab, large_pages: LargePages | None = None) -> None:
-        """large_pages: who makes them of what is there, when there is nothing to be touched."""
+        """large_pages: called when there is nothing left to touch."""
         self._large_pages = large_pages
         self._slots: _Slots | None = None
         if slab.num_slots and not any(slab.segments(layer).is_pinned() for layer in range(slab.num_layers)):
@@ -94,16 +97,17 @@ class FirstTouch:
 
     @property
     def pages_ready(self) -> int:
-        """The leading pages of HBM's pool that are in memory; all, where that is not for us to see to."""
+        """The number of leading pages of the HBM pool that are in memory; all of them if touching is not done here."""
         return self._num_pages if self._pages is None or self._populate is None else self._pages.ready
 
     def go_on(self, slots_used: int, pages_used: int, is_busy: Callable[[], bool]) -> None:
-        """Begin with what is to be ready next, if anything is. slots_used, pages_used: the leading ones that were ever
-        taken; is_busy: whether something runs, asked by the thread too: then it leaves what can wait to another time,
-        for it takes a processor from who computes whatever its priority."""
+        """Start touching the next memory that will be needed, if any.
+        slots_used, pages_used: how many leading ones were ever used. is_busy: whether anything runs; the thread asks it
+        too and then leaves work that can wait for later, because whatever its priority, it takes a processor from the
+        computation."""
         if self._populate is None or (self._thread is not None and self._thread.is_alive()):
             return
-        if self._slots is not None:  # these are taken one after the other, and have been written
+        if self._slots is not None:  # slots are used in order, so these have been written
             self._slots.ready = max(self._slots.ready, slots_used)
         work = []
         for memory, used in ((self._pages, pages_used), (self._slots, slots_used)):
@@ -121,7 +125,7 @@ class FirstTouch:
             self._large_pages.go_on(is_busy)
 
     def wait(self) -> None:
-        """Until nothing is under way."""
+        """Wait until no thread is running."""
         if self._thread is not None:
             self._thread.join()
 
@@ -134,12 +138,12 @@ class FirstTouch:
                     for address, size in memory.spans(memory.ready, stop):
                         self._touch(address, size)
                     memory.ready = stop
-        except OSError as error:  # an older kernel, or no memory left: it will be touched by whoever needs it
-            log.debug("memory is not touched ahead: %s", error)
+        except OSError as error:  # an older kernel, or no memory left: memory is then provided on first use, as usual
+            log.debug("memory cannot be touched ahead of its use: %s", error)
             self._populate = None
 
     def _touch(self, address: int, size: int) -> None:
-        """The page at either end belongs to neighbours too."""
+        """Touch all pages of this span; the first and the last page may also belong to neighbours."""
         assert self._populate is not None
         page = os.sysconf("SC_PAGE_SIZE")
         first, last = address // page * page, (address + size) // page * page
@@ -148,7 +152,7 @@ class FirstTouch:
 
 
 def _madvise() -> "ctypes._NamedFuncPointer | None":
-    """libc's; None where there is no such advice."""
+    """Return libc's madvise, or None where there is none."""
     if sys.platform != "linux":
         return None
     function = ctypes.CDLL(None, use_errno=True).madvise

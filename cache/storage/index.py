@@ -1,9 +1,10 @@
-"""What the disk tier holds, in SQLite, so that a start need not read every record.
+"""An index of the disk tier in SQLite, so that a start need not read every record.
 
-The records are the truth: a row that is wrong or missing is made again from the header of its file. Every row has a
-MAC, as every header has: a row that somebody else wrote would name blocks in the wrong place. Rows of extents are
-written some together: behind a turn, one by itself takes 0.3 ms. A crash leaves a few headers to be read. Only what was
-said of a session after its last extent is nowhere else: that is written at once."""
+The records are authoritative: a wrong or missing row is rebuilt from the header of its file. Every row has a MAC, like
+every header, because a row written by others could name blocks in the wrong place. Rows of extents are written in
+batches, since one alone takes 0.3 ms after a turn; after a crash, the headers of a few extents must be read. What is
+recorded of a session after its last extent exists only here, so it is written at once.
+"""
 
 import hmac
 import logging
@@ -21,8 +22,8 @@ from cache.blocks.stored import ExtentInfo, SessionRecord
 from cache.storage.extent_format import MAC_BYTES
 from cache.storage.io_threads import Beat
 
-SCHEMA_VERSION = 2  # 1 had digests without a key
-_TOGETHER = 32  # extents
+SCHEMA_VERSION = 2  # version 1 had digests without a key
+_TOGETHER = 32  # extents per batch
 _SCHEMA = """
 CREATE TABLE extents (extent_id INTEGER PRIMARY KEY, info BLOB NOT NULL, mac BLOB NOT NULL);
 CREATE TABLE sessions (tenant TEXT, salt TEXT, session_id TEXT, stamp INTEGER NOT NULL, record BLOB NOT NULL,
@@ -33,14 +34,15 @@ _PUT_SESSION = """
 INSERT INTO sessions VALUES (?, ?, ?, ?, ?, ?) ON CONFLICT DO UPDATE
 SET stamp = excluded.stamp, record = excluded.record, mac = excluded.mac WHERE excluded.stamp > stamp
 """
-# Primary codes that speak of the disk's room, its rights or its device; the file may be well.
+# Primary error codes about the disk's room, permissions or device; the file itself may be intact.
 _NO_DAMAGE = {sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_READONLY}
 log = logging.getLogger(__name__)
 Row = TypeVar("Row", ExtentInfo, SessionRecord)
 
 
 class DiskIndex:
-    """Thread-safe. Methods raise sqlite3.Error. `stamp` orders what is said of a session: extent ids and the like."""
+    """The index of one fingerprint. Thread-safe. Methods raise sqlite3.Error. `stamp`: orders the records of a session;
+    extent ids come from the same sequence."""
 
     def __init__(self, *, path: Path, key: bytes) -> None:
         """key: `cache.storage.extent_format.record_key`."""
@@ -50,44 +52,44 @@ class DiskIndex:
         self._db: sqlite3.Connection | None = None
         self._inode = 0
         self._extents: list[tuple[object, ...]] = []  # rows to be written with the next change
-        self._sessions: list[tuple[object, ...]] = []  # and those of their sessions
+        self._sessions: list[tuple[object, ...]] = []  # rows of these extents' sessions
 
     def open(self, beat: Beat) -> tuple[dict[int, ExtentInfo], dict[tuple[str, str, str], tuple[int, SessionRecord]]]:
-        """Extents by id, and sessions by name with their stamps: all rows that are intact. An index that is damaged or
-        of another schema is moved aside, and only that: on a full disk it stays, and is read if it can be."""
+        """Return all intact rows: extents by id, and sessions by name with their stamps. Moves an index aside that is
+        damaged or of another schema, but not one that a full disk makes unusable; that is read if possible."""
         try:
             return self._load(beat)
         except (sqlite3.Error, UnicodeError) as error:
-            beat()  # not because nobody waits any more
+            beat()  # not raised because the deadline has passed
             self.close()
             if getattr(error, "sqlite_errorcode", 0) & 0xFF in _NO_DAMAGE and not self._path.is_dir():
-                log.warning("the disk tier's index can be read at best: %s", error)
+                log.warning("the disk tier's index cannot be written: %s", error)
                 return self._load(beat, alone=True)
-            log.warning("the disk tier's index is set aside and made again from the records: %s", error)
+            log.warning("the disk tier's index is set aside and rebuilt from the records: %s", error)
             self._move_aside()
             return self._load(beat)
 
     def make_again(self, beat: Beat) -> None:
-        """Go on with an empty one: the file was deleted."""
+        """Start with an empty index, after its file was deleted."""
         self.close()
-        self._move_aside()  # what is left of it would be applied to the new one
+        self._move_aside()  # SQLite would apply the remaining log to the new file
         self._load(beat)
 
     def is_there(self) -> bool:
-        """Whether the file that is open still has its name."""
+        """Whether the open file still exists under its name."""
         try:
             return self._path.stat().st_ino == self._inode
         except OSError:
             return False
 
     def add(self, info: ExtentInfo, *, stamp: int) -> None:
-        """A row for the extent, now or with one of the next changes; its session record is the session's newest too,
-        unless one has a later stamp or it says nothing yet. After an error the rows that have waited are lost with it,
-        and their extents are known by their headers alone."""
+        """Add a row for the extent, now or with a later change. Its session record becomes the session's newest, unless
+        one has a later stamp or it is empty. After an error the batched rows are lost, and their extents are known only
+        by their headers."""
         data = msgspec.msgpack.encode(info)
         with self._lock:
             self._extents.append((info.extent_id, data, self._mac(info.extent_id, data)))
-            if info.session.context:  # else a first turn that is not at its end: nobody knows the session yet
+            if info.session.context:  # else it is a first turn that has not ended: nobody knows the session yet
                 self._sessions.append(self._session_row(info.session, stamp))
             if len(self._extents) >= _TOGETHER:
                 with self._connection() as db:
@@ -104,13 +106,13 @@ class DiskIndex:
             db.execute(_PUT_SESSION, self._session_row(record, stamp))
 
     def delete_sessions(self, names: Iterable[tuple[str, str, str]]) -> None:
-        """By tenant, salt and session id. Their bytes are gone from the files of the index too."""
+        """Delete sessions by (tenant, salt, session id). Their bytes are erased from the files of the index too."""
         with self._lock:
             with self._connection() as db:
                 self._catch_up(db)
                 where = "tenant = ? AND salt = ? AND session_id = ?"
                 db.executemany(f"DELETE FROM sessions WHERE {where}", names)
-            db.execute("PRAGMA wal_checkpoint(TRUNCATE)")  # the log still had them
+            db.execute("PRAGMA wal_checkpoint(TRUNCATE)")  # erases them from the log too
             _remove(self._aside)
 
     def close(self) -> None:
@@ -127,7 +129,8 @@ class DiskIndex:
             self._db = None
 
     def _catch_up(self, db: sqlite3.Connection) -> None:
-        """Inside a transaction, before what else is in it: that may be about these very rows."""
+        """Write the batched rows. Called inside a transaction before its own changes, which may be about the same
+        rows."""
         extents, self._extents = self._extents, []
         sessions, self._sessions = self._sessions, []
         db.executemany(_PUT_EXTENT, extents)
@@ -141,7 +144,7 @@ class DiskIndex:
     def _load(
         self, beat: Beat, *, alone: bool = False
     ) -> tuple[dict[int, ExtentInfo], dict[tuple[str, str, str], tuple[int, SessionRecord]]]:
-        """alone: no other connection may open it, which needs no memory shared through a file."""
+        """alone: allow no other connection, which avoids the shared-memory file."""
         db = self._db = sqlite3.connect(self._path, timeout=1.0, check_same_thread=False)
         self._path.chmod(0o600)
         self._inode = self._path.stat().st_ino
@@ -155,7 +158,7 @@ class DiskIndex:
             db.executescript(f"BEGIN; {_SCHEMA} PRAGMA user_version = {SCHEMA_VERSION}; COMMIT;")
         elif version != SCHEMA_VERSION:
             raise sqlite3.DatabaseError(f"schema {version}, not {SCHEMA_VERSION}")
-        db.set_progress_handler(beat, 100_000)  # a large index is not a device that hangs
+        db.set_progress_handler(beat, 100_000)  # loading a large index is slow, but the device does not hang
         (state,) = db.execute("PRAGMA quick_check(1)").fetchone()
         if state != "ok":
             raise sqlite3.DatabaseError(state)
@@ -174,7 +177,7 @@ class DiskIndex:
         return extents, sessions
 
     def _move_aside(self) -> None:
-        """At most one is kept. Its log goes: it would be applied to the new one."""
+        """Keep at most one old index. Delete its log, which SQLite would apply to the new file."""
         for suffix in ("-wal", "-shm"):
             _remove(self._path.with_name(self._path.name + suffix))
         _remove(self._aside)
@@ -186,7 +189,7 @@ class DiskIndex:
         return (*record.names, stamp, data, self._mac(stamp, data))
 
     def _mac(self, number: int, data: bytes) -> bytes:
-        # SQLite has no checksums of its own either: a flipped bit in a row would be believed.
+        # Detects damage too: SQLite has no checksums, so a flipped bit in a row would go unnoticed.
         return blake2b(
             number.to_bytes(8, "little") + data, key=self._key, digest_size=MAC_BYTES, person=b"index row"
         ).digest()

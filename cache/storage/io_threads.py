@@ -1,4 +1,4 @@
-"""Blocking calls with a deadline. A thread inside a system call cannot be stopped, only no longer waited for."""
+"""Blocking calls with a deadline. A thread inside a system call cannot be stopped; its caller can only stop waiting."""
 
 import contextlib
 import logging
@@ -15,11 +15,12 @@ MAX_WAITING = 256
 log = logging.getLogger(__name__)
 
 Beat = Callable[[], None]
-"""Work of several steps calls it between them: the deadline is of one step. Raises IoDeadline when nobody waits."""
+"""Called between the steps of a longer operation, because the deadline applies to one step. Raises IoDeadline if the
+caller has stopped waiting."""
 
 
 class IoDeadline(Exception):
-    """The work did not come back in time, or no thread was there to do it. `began`: it may still be running."""
+    """The work did not finish in time, or no thread was free for it. `began`: it may still be running."""
 
     def __init__(self, message: str, *, began: bool) -> None:
         super().__init__(message)
@@ -31,7 +32,7 @@ class _Job(Generic[T]):
 
     def __init__(self, work: Callable[[Beat], T], late: Callable[[], None], until: float) -> None:
         self.work, self.late, self.until = work, late, until
-        self.done = threading.Lock()  # free when it is over: a fifth of an Event's price
+        self.done = threading.Lock()  # unlocked when the job is over; costs a fifth of an Event
         self.done.acquire()
         self.begun = self.withdrawn = self.abandoned = self.is_over = False
         self.result: T | None = None
@@ -43,8 +44,8 @@ class _Job(Generic[T]):
 
 
 class IoThreads:
-    """A fixed number of daemon threads. One whose work is overdue counts as lost until it comes back; when all are lost
-    every call fails at once, so a device that hangs costs neither callers nor memory."""
+    """A fixed number of daemon threads. A thread whose work is overdue counts as lost until the work ends. When all
+    threads are lost, every call fails at once, so a device that hangs costs its callers no time and no memory."""
 
     def __init__(self, *, name: str, num_threads: int, deadline_s: float, lower_by: int) -> None:
         """lower_by: see `lower_priority`."""
@@ -53,9 +54,9 @@ class IoThreads:
         self._num_threads = num_threads
         self._lost = 0
         self._closed = False
-        self._lock = threading.Lock()  # guards these and what jobs say of themselves
+        self._lock = threading.Lock()  # guards the fields here and the state of jobs
         self._num_waiting = 0
-        self._jobs: SimpleQueue[_Job[object] | None] = SimpleQueue()  # None: the thread that gets it ends
+        self._jobs: SimpleQueue[_Job[object] | None] = SimpleQueue()  # None ends the thread that gets it
         self._threads = [
             threading.Thread(target=self._run, name=f"{name}-{i}", daemon=True) for i in range(num_threads)
         ]
@@ -64,15 +65,15 @@ class IoThreads:
 
     @property
     def lost(self) -> int:
-        """Threads inside work that nobody waits for any more."""
+        """The number of threads inside work whose caller has stopped waiting."""
         with self._lock:
             return self._lost
 
     def call(self, work: Callable[[Beat], T], late: Callable[[], None]) -> T:
-        """What `work` returns or raises, or IoDeadline when one of its steps takes longer than the deadline.
+        """Return or raise what `work` does; raises IoDeadline if one of its steps takes longer than the deadline.
 
-        After an IoDeadline that says `began`, `late` is called in the I/O thread when the work has ended after all,
-        however it ended. So whoever gets IoDeadline hands over what the work uses (descriptors, buffers) to `late`.
+        After an IoDeadline with `began`, `late` is called in the I/O thread once the work has ended, however it ended.
+        Until then the work may use its descriptors and buffers, so `late` must release them, not the caller.
         """
         job = _Job(work, late, time.monotonic() + self._deadline_s)
         with self._lock:
@@ -98,7 +99,8 @@ class IoThreads:
         return job.result  # type: ignore[return-value]
 
     def close(self) -> bool:
-        """Calls that wait for a thread fail; running ones are given the deadline. Whether all have ended."""
+        """Fail the calls that wait for a thread, and give running ones their deadline. Returns whether all threads have
+        ended."""
         with self._lock:
             self._closed = True
             with contextlib.suppress(Empty):
@@ -121,10 +123,10 @@ class IoThreads:
                 is_wanted = self._begin(job)
             if is_wanted:
                 self._do(job)
-            del job  # or its buffers would live until the next one comes
+            del job  # its buffers would otherwise live until the next job
 
     def _begin(self, job: _Job[object]) -> bool:
-        """Whether somebody waits for it still. With the lock."""
+        """Mark the job as begun; returns False if its caller has stopped waiting. Called with the lock held."""
         if job.withdrawn:
             return False
         self._num_waiting -= 1

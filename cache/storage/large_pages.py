@@ -1,10 +1,10 @@
-"""Memory in large pages, once it is there: weights, the pool, slots.
+"""Moves the process's memory into large pages: weights, the HBM pool, slots.
 
-In pages of 4 KiB the weights alone are more than a processor remembers the places of. In one trial, with everything
-moved at the start, requests took 2.5 % less processor time and 5 % where they were saved too; in another, as it is
-done here, less than could be told from the spread. To ask for large pages where memory is allocated
-(glibc.malloc.hugetlb, MADV_HUGEPAGE) makes whoever first writes there wait until the kernel has tidied up, 85 ms where
-memory is in pieces; here that wait is a thread's, and a step waits at most for the one page that is being moved.
+With pages of 4 KiB, the weights alone exceed the processor's TLB. In one trial that moved everything at the start,
+requests took 2.5 % less processor time, and 5 % less where they were saved too; in another that worked as here, the
+difference was within the spread. Requesting large pages at allocation (glibc.malloc.hugetlb, MADV_HUGEPAGE) makes the
+first writer wait until the kernel has compacted memory, 85 ms where it is fragmented. Here a background thread waits
+instead, and a step waits for at most the one page that is being moved.
 """
 
 import ctypes
@@ -20,31 +20,32 @@ from pathlib import Path
 from cache.storage.thread_priority import lower_priority
 
 SIZE = 2 << 20
-CALM_CALLS = 3  # with nothing running, one behind the other, before the work begins
-_AGAIN_S = 60.0  # after the end of a round: what was written meanwhile
-_MAX_FAILURES = 64  # in a row: then there are no large pages to be had
-_COLLAPSE = 25  # MADV_COLLAPSE, Linux 6.1: move what is there into one page
+CALM_CALLS = 3  # consecutive calls with nothing running before the work begins
+_AGAIN_S = 60.0  # between rounds, for memory written meanwhile
+_MAX_FAILURES = 64  # in a row; then no large pages are available
+_COLLAPSE = 25  # MADV_COLLAPSE, Linux 6.1: moves existing pages into one large page
 _ANONYMOUS = re.compile(r"([0-9a-f]+)-([0-9a-f]+) rw-p [0-9a-f]+ 00:00 0\s*(\[heap\])?")
 _LOWEST = 19
 log = logging.getLogger(__name__)
 
 
 class LargePages:
-    """Called by the engine's thread; the work is done on a short-lived thread of the lowest priority. Contents never
-    change. Memory of which a part was never written stays as it is, so that nothing grows. Does nothing where the
-    kernel cannot do it."""
+    """Moves memory into large pages while nothing runs. Called by the engine's thread; a short-lived thread of the
+    lowest priority does the work. Contents never change. Memory that is only partly in use is left alone, so that the
+    process does not grow. Does nothing where the kernel does not support it."""
 
     def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._calm = 0
-        self._left: list[int] = []  # addresses of this round, the next one last
+        self._left: list[int] = []  # addresses left in this round; the next is last
         self._next_s = float("-inf")
         self._failures = 0
         self._thread: threading.Thread | None = None
         self._libc = _libc()
 
     def go_on(self, is_busy: Callable[[], bool]) -> None:
-        """Begin or go on, if it is calm. is_busy: whether something runs, asked by the thread too: then it stops."""
+        """Start or continue if nothing has run for a while. is_busy: whether anything runs; the thread asks it too, and
+        then stops."""
         self._calm = 0 if is_busy() else self._calm + 1
         if self._libc is None or self._calm < CALM_CALLS or (self._thread is not None and self._thread.is_alive()):
             return
@@ -54,7 +55,7 @@ class LargePages:
         self._thread.start()
 
     def wait(self) -> None:
-        """Until nothing is under way."""
+        """Wait until no thread is running."""
         if self._thread is not None:
             self._thread.join()
 
@@ -80,7 +81,7 @@ class LargePages:
 
 
 def _candidates() -> Iterator[int]:
-    """Addresses of pages to be, in private memory that is no file's."""
+    """Yield the addresses of possible large pages in private anonymous memory."""
     for line in Path("/proc/self/maps").read_text().splitlines():
         if found := _ANONYMOUS.fullmatch(line):
             start, end = int(found[1], 16), int(found[2], 16)

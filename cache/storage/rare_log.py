@@ -1,4 +1,5 @@
-"""Warnings of a device that fails again and again: the first of a kind at once, then one in a while with a count."""
+"""Limits warnings about a device that fails again and again: the first of a kind at once, later ones rarely, with a
+count."""
 
 import logging
 import threading
@@ -9,15 +10,16 @@ log = logging.getLogger(__name__)
 
 
 class RareLog:
-    """Thread-safe."""
+    """Logs each kind of warning at most once per interval. Thread-safe."""
 
     def __init__(self, *, every_s: float = EVERY_S) -> None:
         self._every_s = every_s
         self._lock = threading.Lock()
-        self._kinds: dict[str, tuple[float, int]] = {}  # kind -> when it was said last, how often it was not said since
+        # kind -> time of the last message, number of messages left out since
+        self._kinds: dict[str, tuple[float, int]] = {}
 
     def warn(self, kind: str, message: str, *values: object) -> None:
-        """`kind` is one of a few. `message` with `values` as for a logger."""
+        """Log a warning, or count it. `kind`: one of a few. `message` and `values`: as for a logger."""
         now = time.monotonic()
         with self._lock:
             said_s, count = self._kinds.get(kind, (float("-inf"), 0))

@@ -1,8 +1,7 @@
-"""The DRAM tier: one slab of slots, each the KV of a block, keys without position.
+"""The DRAM tier: one slab of slots, each with the KV of one block, keys without position.
 
-Memory is layer-major: all slots of a layer lie together, and a slot's share of it, its *segment*, is [K of 32 rows]
-[V of 32 rows], as it is on disk. So a layer of many blocks is gathered, read and written in one call (AttentionStore
-§3.2.1).
+Memory is layer-major: all slots of a layer lie together. A slot's part of a layer is its *segment*, [K of 32 rows][V of
+32 rows], as on disk. So one call gathers, reads or writes a layer of many blocks (AttentionStore §3.2.1).
 """
 
 from collections.abc import Sequence
@@ -18,7 +17,7 @@ from cache.storage.extent_format import ALIGNMENT, checksum
 
 @dataclass(frozen=True, slots=True)
 class LayerShape:
-    """Of one token's KV in one layer."""
+    """The shape of one token's KV in one layer."""
 
     kv_heads: int
     k_dim: int
@@ -26,8 +25,8 @@ class LayerShape:
 
 
 class Slab:
-    """Threading: any, as long as nobody reads a slot that somebody writes; who may do what is decided elsewhere.
-    pinned: page-locked memory, for asynchronous copies to and from CUDA."""
+    """The memory of the DRAM tier and its checksums. Any thread may use it, as long as no slot is read while it is
+    written; callers see to that. pinned: use page-locked memory, for asynchronous copies to and from CUDA."""
 
     def __init__(self, *, shapes: Sequence[LayerShape], dtype: torch.dtype, num_slots: int, pinned: bool) -> None:
         self.num_slots = num_slots
@@ -45,7 +44,7 @@ class Slab:
             self._v.append(elements[:, split:].view(num_slots, BLOCK_TOKENS, shape.kv_heads, shape.v_dim))
         self.slot_bytes = sum(self.segment_bytes)  # of all layers
         self._views = [memoryview(memory.view(-1).numpy().data) for memory in self._memory]
-        self._checksums = np.zeros((num_slots, self.num_layers), ">u8")  # as an extent's header has them
+        self._checksums = np.zeros((num_slots, self.num_layers), ">u8")  # in the byte order of an extent's header
         self._is_sealed = bytearray(num_slots)
 
     def k(self, layer: int) -> Tensor:
@@ -57,31 +56,31 @@ class Slab:
         return self._v[layer]
 
     def segments(self, layer: int) -> Tensor:
-        """[slots, elements of a segment]: K and behind it V of each slot."""
+        """[slots, elements of a segment]: the K of each slot, then its V."""
         return self._memory[layer].view(self.dtype)
 
     def segment(self, layer: int, slot: int) -> memoryview:
-        """A slot's bytes of one layer."""
+        """Return a slot's bytes of one layer."""
         return self.span(layer, slot, slot + 1)
 
     def span(self, layer: int, first: int, stop: int) -> memoryview:
-        """The bytes of one layer of the slots from `first` to before `stop`, one behind the other."""
+        """Return the bytes of one layer of the slots `first` to before `stop`, back to back."""
         size = self.segment_bytes[layer]
         return self._views[layer][first * size : stop * size]
 
     def clear_behind(self, slot: int, num_rows: int) -> None:
-        """Zero the rows an open block does not have yet: they are somebody else's."""
+        """Zero the rows from `num_rows` on, which an open block does not have yet: they hold another block's data."""
         if num_rows == BLOCK_TOKENS:
             return
         for layer, row_bytes in enumerate(self._row_bytes):
             segment, begin = self.segment(layer, slot), 0
-            for size in row_bytes:  # of K, and behind all of it V
+            for size in row_bytes:  # the rows of K, then all rows of V
                 end = begin + BLOCK_TOKENS * size
                 segment[begin + num_rows * size : end] = bytes((BLOCK_TOKENS - num_rows) * size)
                 begin = end
 
     def seal(self, *slots: int) -> None:
-        """The slots are complete: from here on their bytes are vouched for."""
+        """Mark slots as complete and compute their checksums."""
         layers = list(zip(self._views, self.segment_bytes, strict=True))
         sums = [checksum(view[slot * size : (slot + 1) * size]) for slot in slots for view, size in layers]
         self._checksums[list(slots)] = np.frombuffer(b"".join(sums), ">u8").reshape(len(slots), self.num_layers)
@@ -89,19 +88,19 @@ class Slab:
             self._is_sealed[slot] = True
 
     def seal_as(self, slot: int, checksums: Sequence[bytes]) -> None:
-        """The slot is complete and its bytes were compared with these checksums, by layer."""
+        """Mark a slot as complete whose bytes were compared with these checksums, by layer."""
         self._checksums[slot] = np.frombuffer(b"".join(checksums), ">u8")
         self._is_sealed[slot] = True
 
     def unseal(self, slot: int) -> None:
-        """The slot is about to be filled."""
+        """Mark a slot as about to be filled."""
         self._is_sealed[slot] = False
 
     def is_sealed(self, slot: int | None) -> bool:
         return slot is not None and bool(self._is_sealed[slot])
 
     def sums(self, slots: Sequence[int]) -> np.ndarray:
-        """Of sealed slots, the checksums as numbers: uint64 [layers, slots]."""
+        """Return the checksums of sealed slots as numbers, uint64 [layers, slots]."""
         return self._checksums[list(slots)].T.astype(np.uint64)
 
     def is_intact(self, layer: int, slot: int) -> bool:

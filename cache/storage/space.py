@@ -1,4 +1,4 @@
-"""What the records on disk take, and who makes room for another."""
+"""Counts the bytes that records take on disk, and makes room for new ones."""
 
 import os
 import threading
@@ -12,21 +12,22 @@ from cache.storage.io_threads import Beat
 
 
 class DiskSpace:
-    """All files count towards the cap, those being written and other fingerprints' too. Thread-safe; the lock is never
-    held during I/O."""
+    """Enforces the cap. All files count, including files being written and those of other fingerprints. Thread-safe;
+    the lock is never held during I/O."""
 
     def __init__(self, *, root: Path, own: Path, capacity_bytes: int, min_free_bytes: int) -> None:
-        """root: on the file system of which min_free_bytes are left alone; own: of our model, which stays."""
+        """root: a path on the file system that must keep min_free_bytes free. own: the directory of our model, which is
+        kept."""
         self._root, self._own = root, own
         self._capacity_bytes, self._min_free_bytes = capacity_bytes, min_free_bytes
         self._lock = threading.Lock()  # guards what follows
-        self._sizes: dict[int, int] = {}  # extent id -> bytes; ours, complete and durable
+        self._sizes: dict[int, int] = {}  # extent id -> bytes, of our complete and durable records
         self._foreign: deque[Foreign] = deque()  # oldest first
         self._used = 0
-        self._unwritten = 0  # of these, what the file system may not have been asked for yet
+        self._unwritten = 0  # the part of `_used` that may not have been taken from the file system yet
 
     def open(self, sizes: Mapping[int, int], foreign: Iterable[Foreign], beat: Beat) -> None:
-        """What was found. Others' records leave while all are more than the cap."""
+        """Start with the records found. Deletes records of other fingerprints while the total exceeds the cap."""
         with self._lock:
             self._sizes = dict(sizes)
             self._foreign = deque(sorted(foreign, key=lambda record: record.extent_id))
@@ -45,13 +46,13 @@ class DiskSpace:
             return extent_id in self._sizes
 
     def extent_ids(self) -> list[int]:
-        """Ours, in order of writing."""
+        """Return the ids of our extents, in order of writing."""
         with self._lock:
             return sorted(self._sizes)
 
     def reserve(self, size: int) -> None:
-        """For a record that will be written; `settle` follows. Others' records leave for it. Raises TierFull,
-        OSError."""
+        """Reserve room for a record that will be written; `settle` must follow. Deletes records of other fingerprints
+        to make room. Raises TierFull, OSError."""
         while True:
             status = os.statvfs(self._root)
             free = status.f_bavail * status.f_frsize
@@ -70,8 +71,8 @@ class DiskSpace:
             self._drop(foreign)
 
     def settle(self, extent_id: int, size: int, *, stored: bool, stays: bool) -> None:
-        """What was reserved has been tried. stays: something of it is there, and be it half a file that cannot even be
-        removed."""
+        """End a reservation. stays: some of the bytes are on disk, even if only as a partial file that cannot be
+        deleted."""
         with self._lock:
             self._unwritten -= size
             if stored:
@@ -80,7 +81,7 @@ class DiskSpace:
                 self._used -= size
 
     def release(self, *extent_ids: int) -> None:
-        """Their files are gone. Unknown ids are forgiven."""
+        """Stop counting extents whose files are gone. Unknown ids are ignored."""
         with self._lock:
             self._used -= sum(self._sizes.pop(extent_id, 0) for extent_id in extent_ids)
 

@@ -1,4 +1,4 @@
-"""How much of the processors a thread gets while the engine computes."""
+"""Gives background threads less processor time than the engine's computations."""
 
 import contextlib
 import os
@@ -10,7 +10,8 @@ WRITING = 10  # nobody waits for the disk
 
 
 def lower_priority(by: int) -> None:
-    """Of the calling thread, in steps of niceness, which Linux counts per thread. Elsewhere it stays as it is."""
+    """Lower the priority of the calling thread by this many steps of niceness. Linux counts niceness per thread; on
+    other systems this does nothing."""
     if sys.platform == "linux":
         with contextlib.suppress(OSError):
             nice = os.getpriority(os.PRIO_PROCESS, 0)

@@ -3,14 +3,14 @@
 import threading
 from collections.abc import Callable
 
-CREDIT_S = 0.02  # what an idle link may save up: a sleep that came back late is caught up, a burst is not let through
+CREDIT_S = 0.02  # how much an idle link may save up: enough to make up for a late wake-up, too little for a burst
 
 
 class Throttle:
-    """A token bucket for one direction of one link, shared by all threads that use it, served in order of asking.
+    """A token bucket for one direction of one link. All threads share it and are served in order of asking.
 
-    A transfer is booked before it starts and waited for after it is done, so the link takes the longer of the two:
-    what the cap demands or what the device takes. Rate 0 is no cap.
+    A transfer is booked before it starts and waited for after it is done, so it takes the longer of the time that the
+    cap demands and the time that the device takes. Rate 0: no cap.
     """
 
     def __init__(self, *, bytes_per_s: float, clock: Callable[[], float], sleep: Callable[[float], None]) -> None:
@@ -19,14 +19,15 @@ class Throttle:
         self._bytes_per_s = bytes_per_s
         self._clock, self._sleep = clock, sleep
         self._lock = threading.Lock()
-        self._free_at = float("-inf")  # when all that was booked has passed the link
+        self._free_at = float("-inf")  # time at which all booked transfers have passed the link
 
     @property
     def is_capped(self) -> bool:
         return self._bytes_per_s > 0
 
     def book(self, num_bytes: int) -> float:
-        """When this transfer will have passed the link, on the injected clock; give it to `wait`."""
+        """Book a transfer. Returns the time at which it will have passed the link, on the injected clock, to give to
+        `wait`."""
         now = self._clock()
         if self._bytes_per_s == 0:
             return now
@@ -35,7 +36,7 @@ class Throttle:
             return self._free_at
 
     def wait(self, until: float) -> None:
-        """Sleep until then, if it has not passed."""
+        """Sleep until this time, if it is still to come."""
         left = until - self._clock()
         if left > 0:
             self._sleep(left)
