@@ -62,7 +62,7 @@ def test_a_session_is_not_there_before_its_first_turn_has_ended(tier, tmp_path, 
 ON_A_FULL_DISK = """
 import resource, sys
 from pathlib import Path
-from tests.cache.tiers.disk_helpers import make_tier
+from tests.cache.storage.disk_helpers import make_tier
 
 resource.setrlimit(resource.RLIMIT_FSIZE, (0, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
 tier = make_tier(Path(sys.argv[1]))

@@ -471,7 +471,7 @@ def test_the_threads_have_no_teams_of_their_own() -> None:
     """In a process of its own, as the tests run on one thread."""
     script = """
 import os, torch
-from tests.cache.test_transfer import *
+from tests.cache.transfer.test_transfer import *
 torch.set_num_threads(2)
 torch.ones(1 << 22).mul(2)
 before = len(os.listdir("/proc/self/task"))
