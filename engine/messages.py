@@ -6,56 +6,10 @@ Token ids and small structs only: never tensors, never pickle. Every message is 
 import msgspec
 
 from cache.stats import TokensBySource as TokensBySource  # the app has it from here
+from engine.config import EngineConfig
 from scheduler.sequence import SamplingParams as SamplingParams
 
 WIRE_VERSION = 5
-
-
-class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """What the engine process is told at its start. Zero means automatic, resolved in `engine.build.engine`."""
-
-    model: str  # local directory, GGUF file or hub id
-    dtype: str  # auto | float32 | bfloat16 | float16
-    device: str  # auto | cpu | cuda
-    max_context: int  # 0: what the model was trained for
-    threads: int  # 0: all cores
-    cache_mode: str  # attentionstore | prefix | recompute
-    cache_policy: str  # a key of cache.policies.POLICIES
-    hbm_tokens: int  # KV rows in HBM; 0: from free memory
-    session_ttl_s: float
-    max_sessions: int
-    scheduler_policy: str  # car | car-hidden | priority | fcfs
-    max_seqs: int  # running at once
-    max_queued: int  # waiting at once
-    step_tokens: int  # token budget of one step; 0: automatic
-    chunked_prefill: bool
-    tenant_secret: bytes  # keys every block hash
-    dram_bytes: int | None = 0  # KV below HBM; 0 turns the tier off, None: from free memory
-    disk_bytes: int | None = 0  # 0 turns the tier off, None: from the free space of the file system
-    disk_dir: str = ""  # absolute; the engine owns its subdirectories `kv` and `models` (conversions)
-    disk_min_free_bytes: int = 0  # of the file system, left alone
-    dram_free_buffer: float = 0.1  # share of DRAM kept free in the background
-    staging_bytes: int = 0  # DRAM for blocks on their way to and from disk, besides dram_bytes; 0: automatic
-    read_buffer_layers: int = -1  # layers a job may hold before it is admitted; -1: all
-    granularity: str = "session"  # session | block
-    truncation: str = "auto"  # auto | disabled: what a request that says nothing gets
-    truncation_mode: str = "decoupled"  # decoupled | recompute | naive
-    truncation_ratio: float = 0.5  # of the window, dropped at an overflow
-    verify_rate: float = 0.0  # share of loads that are compared with a recompute
-    dram_gbps: float = 0.0  # GB/s, a cap that stands in for a slower link; 0: none
-    disk_gbps: float = 0.0  # GB/s, read and write each; 0: none
-    io_deadline_s: float = 5.0  # of one read or write
-    sync_save: bool = False  # save before the next step instead of during it: for comparison
-    window: int = 0  # places of the shuffled window; 0: from HBM and the mean session
-    scores: bool = False  # CaR's, of blocks that who waits in the window or runs needs
-    class_ordered_entry: bool = False  # requests enter the window by class, not by fair share and arrival
-    # Of a step in which somebody decodes; 0: no target, a fixed number of tokens; None: what suits all who wait.
-    itl_target_s: float | None = 0.0
-    length_predictor: str = "quantile"  # quantile | max_tokens
-    hbm_high_water: float = 1.0  # share of HBM in use above which saved KV leaves it in the background; 1: never
-    hbm_low_water: float = 0.85  # until no more than this is in use
-    exact: str = "auto"  # auto | on | off: rows that depend on their own tokens alone, whatever that costs
-    max_pinned_share: float = 0.5  # of disk (or DRAM, without disk) that pinned sessions may hold, per tenant
 
 
 class Launch(msgspec.Struct, frozen=True, kw_only=True):

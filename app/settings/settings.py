@@ -8,20 +8,22 @@ import ipaddress
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
+import msgspec
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, EnvSettingsSource, SettingsConfigDict, TomlConfigSettingsSource
 
 from app.settings.hints import describe, nearest
-from engine.messages import EngineConfig
+from engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from model.directories import source_of
 
 ENV_PREFIX = "REPRISE_"
 ORIGIN = re.compile(r"[a-z][a-z0-9+.\-]*://[^\s/]+")
 GIB = 1 << 30
 MIB = 1 << 20
+Config = TypeVar("Config", ModelConfig, CacheConfig, SchedulerConfig)
 
 
 class SettingsError(Exception):
@@ -310,51 +312,35 @@ class Settings(_Section, BaseSettings):
         return self.cache.disk_dir.expanduser()
 
     def engine_config(self, tenant_secret: bytes) -> EngineConfig:
-        """What the engine process is told."""
-        itl_target_ms = self.scheduler.itl_target_ms
+        """What the engine process is told. A value of the same name and unit is handed on as it is."""
+        cache, target = self.cache, self.scheduler.itl_target_ms
         return EngineConfig(
-            model=source_of(self.model.source),
-            dtype=self.model.dtype,
-            exact=self.model.exact,
+            model=_told(ModelConfig, self.model, source=source_of(self.model.source)),
+            cache=_told(
+                CacheConfig,
+                cache,
+                dram_bytes=_bytes(cache.dram_gib),
+                staging_bytes=cache.staging_mib * MIB,
+                disk_bytes=_bytes(cache.disk_gib),
+                disk_dir=str(self.state_dir.absolute()),
+                disk_min_free_bytes=_bytes(cache.disk_min_free_gib),
+            ),
+            scheduler=_told(
+                SchedulerConfig,
+                self.scheduler,
+                itl_target_s=None if target == "auto" else target / 1e3,
+                max_queued=self.places,  # a burst waits, all of it, until the next step; who may wait is decided here
+            ),
             device=self.engine.device,
-            max_context=self.model.max_context,
             threads=self.engine.threads,
-            cache_mode=self.cache.mode,
-            cache_policy=self.cache.policy,
-            hbm_tokens=self.cache.hbm_tokens,
-            session_ttl_s=self.cache.ttl_s,
-            max_sessions=self.cache.max_sessions,
-            scheduler_policy=self.scheduler.policy,
-            window=self.scheduler.window,
-            class_ordered_entry=self.scheduler.class_ordered_entry,
-            scores=self.scheduler.scores,
-            itl_target_s=None if itl_target_ms == "auto" else itl_target_ms / 1e3,
-            length_predictor=self.scheduler.length_predictor,
-            max_seqs=self.scheduler.max_seqs,
-            max_queued=self.places,  # a burst waits, all of it, until the next step; who may wait is decided here
             step_tokens=self.engine.step_tokens,
-            chunked_prefill=self.scheduler.chunked_prefill,
             tenant_secret=tenant_secret,
-            dram_bytes=_bytes(self.cache.dram_gib),
-            disk_bytes=_bytes(self.cache.disk_gib),
-            disk_dir=str(self.state_dir.absolute()),
-            disk_min_free_bytes=int(self.cache.disk_min_free_gib * GIB),
-            dram_free_buffer=self.cache.dram_free_buffer,
-            hbm_high_water=self.cache.hbm_high_water,
-            hbm_low_water=self.cache.hbm_low_water,
-            staging_bytes=self.cache.staging_mib * MIB,
-            read_buffer_layers=self.cache.read_buffer_layers,
-            granularity=self.cache.granularity,
-            truncation=self.cache.truncation,
-            truncation_mode=self.cache.truncation_mode,
-            truncation_ratio=self.cache.truncation_ratio,
-            verify_rate=self.cache.verify_rate,
-            dram_gbps=self.cache.dram_gbps,
-            disk_gbps=self.cache.disk_gbps,
-            io_deadline_s=self.cache.io_deadline_s,
-            sync_save=self.cache.sync_save,
-            max_pinned_share=self.cache.max_pinned_share,
         )
+
+
+def _told(config: type[Config], section: _Section, **others: Any) -> Config:
+    """The fields that `config` shares with a section of the settings, and `others` in place of or besides these."""
+    return msgspec.convert({**section.model_dump(), **others}, config)
 
 
 def _bytes(gib: float | Literal["auto"]) -> int | None:

@@ -3,15 +3,23 @@
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from app.settings.settings import load_settings
 from engine.build.engine import build_engine
-from engine.messages import EngineConfig, Output, Stats, Submit, Timings, TokensBySource
+from engine.config import EngineConfig
+from engine.messages import (
+    Output,
+    Stats,
+    Submit,
+    Timings,
+    TokensBySource,
+)
 from engine.process.child import MALLOC, SPIN, engine_environment
 from scheduler.sequence import SamplingParams
 
@@ -22,32 +30,21 @@ class TurnFailed(Exception):
     """The engine refused a turn or did not come to an end."""
 
 
-def config(model: str, **changes: object) -> EngineConfig:
-    """An engine for one conversation turn at a time, all tiers but HBM off, and what `changes` says."""
-    base = EngineConfig(
-        model=model,
-        dtype="bfloat16",
-        device="cpu",
-        max_context=0,
-        threads=0,
-        cache_mode="attentionstore",
-        cache_policy="lookahead",
-        hbm_tokens=0,
-        session_ttl_s=86_400.0,
-        max_sessions=10_000,
-        scheduler_policy="fcfs",
-        max_seqs=1,
-        max_queued=64,
-        step_tokens=0,
-        chunked_prefill=True,
-        tenant_secret=bytes(32),
-    )
-    return msgspec.structs.replace(base, **changes)
+def config(model: str, settings: Mapping[str, str | int | float]) -> EngineConfig:
+    """An engine for one conversation turn at a time, all tiers but HBM off and no step bound by time, and what
+    `settings` ("cache.mode" -> value) say."""
+    flags = {
+        "model.source": model, "model.dtype": "bfloat16", "engine.device": "cpu", "cache.dram_gib": 0,
+        "cache.disk_gib": 0, "cache.disk_min_free_gib": 0, "scheduler.policy": "fcfs", "scheduler.max_seqs": 1,
+        "scheduler.itl_target_ms": 0, **settings,
+    }  # fmt: skip
+    texts = {name: str(value) for name, value in flags.items()}
+    return load_settings(flags=texts, environ={}, config=None).engine_config(bytes(32))
 
 
 def as_engine_process(model: str) -> None:
     """Start this program again in the environment that a server's engine process has, unless that was done."""
-    environment = engine_environment(config(model), os.environ)
+    environment = engine_environment(config(model, {}), os.environ)
     if any(name in environment and name not in os.environ for name in (*MALLOC, *SPIN)):
         os.execve(sys.executable, sys.orig_argv, environment)
 

@@ -44,7 +44,7 @@ TARGET_ARM = (0.4, 100, 5)  # GB/s, new tokens, layers
 HISTORIES = (1000, 1500)
 PROMPTS = (1000, 1600)
 WAYS = ("asynchronous", "synchronous", "not saved")
-STAGING_BYTES = 10 << 20  # for what a job computes; too little to fetch a conversation into
+STAGING_MIB = 10  # for what a job computes; too little to fetch a conversation into
 BLOCK = 32
 GIB = 1 << 30
 
@@ -58,16 +58,19 @@ class Loading:
 
     def __init__(self, model: str, jobs: int, directory: Path) -> None:
         rng = random.Random(0)
-        self._model, self._directory, self._vocabulary = model, directory, vocabulary_of(model)
+        self._model, self._vocabulary = model, vocabulary_of(model)
         self._rounds = 0
         self._longest = HISTORIES[1] + max(NEW_TOKENS) + DECODE_STEPS + 2 * BLOCK
+        self._settings: dict[str, str | int | float] = {
+            "model.max_context": self._longest,
+            "cache.hbm_tokens": 3 * self._longest,
+            "cache.disk_gib": 2,
+            "cache.disk_dir": str(directory),
+        }
         low, high = HISTORIES
         lengths = [low + (high - low) * job // max(1, jobs - 1) for job in range(jobs)]
         self._histories = [random_tokens(rng, self._vocabulary, length) for length in lengths]
-        engine = InProcess(
-            config(model, max_context=self._longest, hbm_tokens=3 * self._longest, disk_bytes=2 * GIB,
-                   disk_dir=str(directory))
-        )  # fmt: skip
+        engine = InProcess(config(model, self._settings))
         for job, history in enumerate(self._histories):
             engine.submit(f"history {job}", history, 1)
             engine.run()
@@ -79,10 +82,15 @@ class Loading:
         self._rounds += 1
         engine = InProcess(
             config(
-                self._model, max_context=self._longest, hbm_tokens=3 * self._longest, disk_bytes=2 * GIB,
-                disk_dir=str(self._directory), staging_bytes=STAGING_BYTES, disk_gbps=gbps, read_buffer_layers=buffer,
+                self._model,
+                {
+                    **self._settings,
+                    "cache.staging_mib": STAGING_MIB,
+                    "cache.disk_gbps": gbps,
+                    "cache.read_buffer_layers": buffer,
+                },
             )
-        )  # fmt: skip
+        )
         rng = random.Random(self._rounds)
         try:
             # In front of the first job stands one without a history, so that each has somebody to hide behind.
@@ -126,12 +134,17 @@ class Saving:
         everything = 4 * (self._jobs + 1) * longest * kv_bytes_per_token(self._model)  # float32, and room to spare
         engine = InProcess(
             config(
-                self._model, dtype="float32", max_context=longest, hbm_tokens=4 * longest,
-                sync_save=way == "synchronous",
-                dram_bytes=0 if way == "not saved" else everything,
-                dram_gbps=gbps,
+                self._model,
+                {
+                    "model.dtype": "float32",
+                    "model.max_context": longest,
+                    "cache.hbm_tokens": 4 * longest,
+                    "cache.sync_save": way == "synchronous",
+                    "cache.dram_gib": 0 if way == "not saved" else everything / GIB,
+                    "cache.dram_gbps": gbps,
+                },
             )
-        )  # fmt: skip
+        )
         rng = random.Random(self._seed)
         try:
             prompts = [random_tokens(rng, self._vocabulary, prompt_tokens) for _ in range(self._jobs + 1)]

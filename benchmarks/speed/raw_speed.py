@@ -28,9 +28,11 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
+from app.settings.settings import load_settings
 from benchmarks.harness.make_model import SHAPES, make_model
 from benchmarks.harness.servers import ROOT, write_result
-from engine.messages import EngineConfig, Submit
+from engine.config import EngineConfig
+from engine.messages import Submit
 from engine.process.child import MALLOC, engine_environment
 from scheduler.sequence import SamplingParams
 
@@ -43,25 +45,12 @@ Measure = Callable[[list[list[int]]], tuple[float, float]]
 
 
 def engine_config(model: str, exact: str = "off") -> EngineConfig:
-    return EngineConfig(
-        model=model,
-        dtype="bfloat16",
-        exact=exact,
-        device="cpu",
-        max_context=0,
-        threads=0,
-        cache_mode="recompute",
-        cache_policy="lru",
-        hbm_tokens=0,
-        session_ttl_s=3600.0,
-        max_sessions=1000,
-        scheduler_policy="fcfs",
-        max_seqs=max(STREAMS),
-        max_queued=64,
-        step_tokens=0,
-        chunked_prefill=True,
-        tenant_secret=bytes(32),
-    )
+    flags = {
+        "model.source": model, "model.dtype": "bfloat16", "model.exact": exact, "engine.device": "cpu",
+        "cache.mode": "recompute", "scheduler.policy": "fcfs", "scheduler.max_seqs": str(max(STREAMS)),
+        "scheduler.itl_target_ms": "0",
+    }  # fmt: skip
+    return load_settings(flags=flags, environ={}, config=None).engine_config(bytes(32))
 
 
 def measure_engine(model: str, exact: str) -> Measure:

@@ -33,6 +33,7 @@ POLICIES = ("lookahead", "lru", "fifo")
 COUNTED_FROM = 3
 TARGET = 0.8
 BLOCK = 32
+GIB = 1 << 30
 IS_HIT = 0.99  # of a turn's history
 
 
@@ -128,12 +129,14 @@ def measure(model: str, workload: Workload, capacity: int, in_hbm: int, policy: 
         engine = InProcess(
             config(
                 model,
-                cache_policy=policy,
-                hbm_tokens=in_hbm * workload.final_tokens + BLOCK,
-                max_context=workload.final_tokens,
-                dram_bytes=(capacity - in_hbm) * workload.final_tokens * kv_bytes_per_token(model),
-                disk_bytes=(1 << 30) if disk else 0,
-                disk_dir=directory,
+                {
+                    "model.max_context": workload.final_tokens,
+                    "cache.policy": policy,
+                    "cache.hbm_tokens": in_hbm * workload.final_tokens + BLOCK,
+                    "cache.dram_gib": (capacity - in_hbm) * workload.final_tokens * kv_bytes_per_token(model) / GIB,
+                    "cache.disk_gib": 1 if disk else 0,
+                    "cache.disk_dir": directory,
+                },
             )
         )
         try:

@@ -91,10 +91,17 @@ def measure() -> list[Steps]:
     """In this process, with the count it was started with."""
     engine = InProcess(
         config(
-            str(BUNDLED), max_context=1024, hbm_tokens=32_768, scheduler_policy="car-hidden", max_seqs=max(STREAMS),
-            itl_target_s=0.1, cache_mode="recompute",
+            str(BUNDLED),
+            {
+                "model.max_context": 1024,
+                "cache.mode": "recompute",
+                "cache.hbm_tokens": 32_768,
+                "scheduler.policy": "car-hidden",
+                "scheduler.max_seqs": max(STREAMS),
+                "scheduler.itl_target_ms": 100,
+            },
         )
-    )  # fmt: skip
+    )
     rng, vocabulary = random.Random(0), vocabulary_of(str(BUNDLED))
     found = []
     for streams in STREAMS:

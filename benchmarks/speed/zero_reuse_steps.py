@@ -44,7 +44,7 @@ from benchmarks.harness.in_process import InProcess, Turn, as_engine_process, co
 from benchmarks.harness.make_model import SHAPES, make_model
 from benchmarks.harness.measures import interval, show_held
 from benchmarks.harness.servers import write_result
-from benchmarks.speed.zero_reuse import ARMS, BUNDLED, COMPUTING, HBM_TOKENS, LIMIT, MODELS, STORING
+from benchmarks.speed.zero_reuse import ARMS, BUNDLED, COMPUTING, HBM_TOKENS, LIMIT, MODELS, SETTINGS, STORING
 from engine.process.collector import Collector
 from engine.process.loop import MOVING_POLL_MS
 from loadgen.percentile import percentile
@@ -54,7 +54,6 @@ WARM_UP = 3  # requests that do not count
 SPIN_S = 0.02  # in which threads that wait for a next step have gone to sleep
 IDLE_S = 6.0  # before the first, in which memory is made ready
 RESAMPLES = 2000
-DRAM_BYTES, DISK_BYTES = 256 << 20, 4 << 30
 WINDOW = 1024
 
 
@@ -129,15 +128,21 @@ def measure(model: str, path: str, start: int, rounds: int, directory: Path, con
     """In this process. Raises TurnFailed."""
     arms: dict[str, InProcess] = {}
     for arm, differs in ARMS.items():
-        stores = differs["cache.mode"] != COMPUTING
         arms[arm] = InProcess(
             config(
-                path, max_context=WINDOW, hbm_tokens=HBM_TOKENS, scheduler_policy="car-hidden", max_seqs=32,
-                itl_target_s=0.1, cache_mode=str(differs["cache.mode"]), dram_bytes=DRAM_BYTES if stores else 0,
-                disk_bytes=DISK_BYTES if stores and differs.get("cache.disk_gib") != 0 else 0,
-                disk_dir=str(directory / arm),
+                path,
+                {
+                    **SETTINGS,
+                    "model.max_context": WINDOW,
+                    "cache.hbm_tokens": HBM_TOKENS,
+                    "cache.disk_dir": str(directory / arm),
+                    "scheduler.policy": "car-hidden",
+                    "scheduler.max_seqs": 32,
+                    "scheduler.itl_target_ms": 100,
+                    **differs,
+                },
             )
-        )  # fmt: skip
+        )
         arms[arm].share_weights(next(iter(arms.values())))
     gc.collect()
     collector = Collector()

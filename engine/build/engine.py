@@ -19,8 +19,9 @@ from engine.build.resources import disk_room, memory
 from engine.build.scheduler import build_scheduler
 from engine.build.sizes import automatic_sizes, dram_warnings
 from engine.build.tiers import build_tiers, policy_factory
+from engine.config import CacheConfig, EngineConfig, ModelConfig
 from engine.engine import Engine
-from engine.messages import EngineConfig, ModelInfo
+from engine.messages import ModelInfo
 from engine.model.batch import BlockTables
 from engine.model.cpu.optimise import optimise_for_cpu
 from engine.model.exactness import TOKENS as PROOF_TOKENS
@@ -51,8 +52,8 @@ def build_engine(config: EngineConfig) -> Engine:
     device = _device(config.device)
     if config.threads:
         torch.set_num_threads(config.threads)
-    dtype = _dtype(config.dtype, device)
-    path = resolve_files(config.model, Path(config.disk_dir) / "models")
+    dtype = _dtype(config.model.dtype, device)
+    path = resolve_files(config.model.source, Path(config.cache.disk_dir) / "models")
     free = memory().available  # before the weights, which are a mapped file first and copies of it later
     model = load_model(path, dtype, device)
     backend, page_size, probed = _probe(model, device)
@@ -62,7 +63,7 @@ def build_engine(config: EngineConfig) -> Engine:
         probed.logit_tolerance,
         probed.decouplable,
     )
-    exact = config.exact == "on" and device.type == "cpu" and dtype == torch.bfloat16
+    exact = config.model.exact == "on" and device.type == "cpu" and dtype == torch.bfloat16
     if exact:
         backend = _exact_attention()
     digest = fingerprint(model, weights_digest(model), backend.name)
@@ -75,18 +76,20 @@ def build_engine(config: EngineConfig) -> Engine:
     warnings: list[str] = []
     if not probed.decouplable:
         warnings.append("positions cannot be decoupled from keys: after truncation the history is recomputed")
-    max_context = _max_context(config, text, warnings)
+    max_context = _max_context(config.model, text, warnings)
     kv_bytes = bytes_per_token(probed.shapes, dtype)
     sizes = automatic_sizes(
         memory=free,
         device_memory=torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None,
-        disk=_disk_room(config),
+        disk=_disk_room(config.cache),
         weights=parameters * dtype.itemsize,
         kv_bytes_per_token=kv_bytes,
         window_tokens=max_context,
-        hbm_tokens=config.hbm_tokens,
+        hbm_tokens=config.cache.hbm_tokens,
     )
-    num_pages, max_context = _num_pages(config.hbm_tokens, sizes.hbm // kv_bytes, page_size, max_context, warnings)
+    num_pages, max_context = _num_pages(
+        config.cache.hbm_tokens, sizes.hbm // kv_bytes, page_size, max_context, warnings
+    )
     pages = make_pages(probed.shapes, num_pages, page_size, dtype, device)
 
     domain_of = functools.lru_cache(maxsize=4096)(
@@ -94,47 +97,47 @@ def build_engine(config: EngineConfig) -> Engine:
     )
     tiers = build_tiers(config, probed, dtype, pages, digest, parameters, sizes)
     hbm_tokens, dram_tokens = num_pages * page_size, tiers.dram_slots * BLOCK_TOKENS
-    if config.cache_mode == "attentionstore":
-        if config.dram_bytes != 0:
+    if config.cache.mode == "attentionstore":
+        if config.cache.dram_bytes != 0:
             warnings += dram_warnings(dram_tokens, hbm_tokens, max_context)
-        if config.disk_bytes is None and not tiers.disk_bytes:
+        if config.cache.disk_bytes is None and not tiers.disk_bytes:
             warnings.append("nothing is kept on disk: no space is free above cache.disk_min_free_gib")
-    mode = config.truncation_mode if probed.decouplable else "recompute"
+    mode = config.cache.truncation_mode if probed.decouplable else "recompute"
     unix_offset_s = time.time() - time.monotonic()
     cache = CacheManager(
         num_pages=num_pages,
         page_size=page_size,
         bytes_per_token=kv_bytes,
         prefer_contiguous=device.type == "cpu",
-        reuse=config.cache_mode != "recompute",
-        policy=policy_factory(config.cache_policy, config.granularity),
+        reuse=config.cache.mode != "recompute",
+        policy=policy_factory(config.cache.policy, config.cache.granularity),
         domain_of=domain_of,
-        session_ttl_s=config.session_ttl_s,
-        max_sessions=config.max_sessions,
-        truncation=Truncation(max_context, config.truncation_ratio, mode),
+        session_ttl_s=config.cache.ttl_s,
+        max_sessions=config.cache.max_sessions,
+        truncation=Truncation(max_context, config.cache.truncation_ratio, mode),
         num_slots=tiers.num_slots,
         dram_slots=tiers.dram_slots,
         disk_bytes=tiers.disk_bytes,
-        free_buffer=config.dram_free_buffer,
-        hbm_high_water=config.hbm_high_water,
-        hbm_low_water=min(config.hbm_low_water, config.hbm_high_water),
+        free_buffer=config.cache.dram_free_buffer,
+        hbm_high_water=config.cache.hbm_high_water,
+        hbm_low_water=min(config.cache.hbm_low_water, config.cache.hbm_high_water),
         rates=tiers.rates,
         arrived=tiers.arrived,
         progress=tiers.transfer.progress,
         unix_offset_s=unix_offset_s,
-        exact=config.exact == "on",
+        exact=config.model.exact == "on",
     )
     cache.restore(tiers.extents, tiers.records, time.monotonic())
     step_tokens = config.step_tokens or (_CPU_STEP_TOKENS if device.type == "cpu" else _CUDA_STEP_TOKENS)
     sink = CaptureSink() if tiers.num_slots else None
     runner = ModelRunner(model=model, pages=pages, backend=backend, sink=sink)
-    tables = BlockTables(max_seqs=config.max_seqs, max_pages=-(-max_context // page_size))
+    tables = BlockTables(max_seqs=config.scheduler.max_seqs, max_pages=-(-max_context // page_size))
     most_rows = min(num_pages * page_size, max_context)
     warm_up = WarmUp(runner=runner, most_rows=most_rows, page_size=page_size, device=device)
     step_s, token_s = warm_up.step_times()
     tiers.rates.expect_steps(step_s, token_s)
     # With a target, or none at all, nobody asks for it.
-    least_chunk_tokens = warm_up.efficient_tokens(step_tokens) if config.itl_target_s is None else 0
+    least_chunk_tokens = warm_up.efficient_tokens(step_tokens) if config.scheduler.itl_target_s is None else 0
     scheduler = build_scheduler(config, cache, tiers.rates, step_tokens, least_chunk_tokens, max_context)
     proof = Proof(
         runner=runner,
@@ -144,9 +147,9 @@ def build_engine(config: EngineConfig) -> Engine:
         vocab_size=text.vocab_size,
         device=device,
     )
-    exactness = _exactness(config.exact, proof, PROOF_TOKENS * token_s)
+    exactness = _exactness(config.model.exact, proof, PROOF_TOKENS * token_s)
     info = ModelInfo(
-        name=_name(config.model, path),
+        name=_name(config.model.source, path),
         path=str(path.resolve()),
         architecture=type(model).__name__,
         parameters=parameters,
@@ -179,18 +182,18 @@ def build_engine(config: EngineConfig) -> Engine:
     )
     directory = SessionDirectory(
         cache=cache,
-        max_pinned_bytes=int(config.max_pinned_share * (tiers.disk_bytes or dram_tokens * kv_bytes)),
-        session_ttl_s=config.session_ttl_s,
+        max_pinned_bytes=int(config.cache.max_pinned_share * (tiers.disk_bytes or dram_tokens * kv_bytes)),
+        session_ttl_s=config.cache.ttl_s,
         unix_offset_s=unix_offset_s,
     )
     verifier = None
-    if config.verify_rate and tiers.num_slots:
+    if config.cache.verify_rate and tiers.num_slots:
         verifier = Verifier(
             runner=runner,
             cache=cache,
             page_size=page_size,
             device=device,
-            rate=config.verify_rate,
+            rate=config.cache.verify_rate,
             logit_tolerance=probed.logit_tolerance,
             chunk_tokens=step_tokens,
             rng=random.Random(),
@@ -211,14 +214,14 @@ def build_engine(config: EngineConfig) -> Engine:
         grammars=GrammarCompiler(
             tokenizer=path / "tokenizer.json", vocab_size=text.vocab_size, end_ids=info.eos_token_ids
         ),
-        truncation=config.truncation,
+        truncation=config.cache.truncation,
         close_timeout_s=_CLOSE_TIMEOUT_S,
     )
 
 
-def _disk_room(config: EngineConfig) -> int:
+def _disk_room(config: CacheConfig) -> int:
     """Where the config leaves its size open; 0 where it does not, or the disk is not used."""
-    if config.disk_bytes is not None or config.cache_mode != "attentionstore":
+    if config.disk_bytes is not None or config.mode != "attentionstore":
         return 0
     try:
         return disk_room(Path(config.disk_dir), config.disk_min_free_bytes)
@@ -278,7 +281,7 @@ def _exactness(wanted: str, proof: Proof, proof_s: float) -> Exactness:
     return found
 
 
-def _max_context(config: EngineConfig, text: Any, warnings: list[str]) -> int:
+def _max_context(config: ModelConfig, text: Any, warnings: list[str]) -> int:
     trained: int = text.max_position_embeddings
     limit = rope_limit(text)
     if limit is not None and limit < trained:

@@ -2,7 +2,7 @@
 
 from cache.manager import CacheManager
 from cache.rates import Rates
-from engine.messages import EngineConfig
+from engine.config import EngineConfig
 from scheduler.budget import StepCost
 from scheduler.make_queue import WINDOWED, make_queue
 from scheduler.predictor import LengthPredictor, MaxTokensPredictor, QuantilePredictor
@@ -27,14 +27,14 @@ def build_scheduler(
 ) -> Scheduler:
     """least_chunk_tokens: of a prompt, below which products are inefficient on this machine."""
     predictor: LengthPredictor = MaxTokensPredictor()
-    if config.length_predictor == "quantile":
+    if config.scheduler.length_predictor == "quantile":
         predictor = QuantilePredictor(quantile=_QUANTILE)
     queue = make_queue(
-        config.scheduler_policy,
+        config.scheduler.policy,
         cache=cache,
         predictor=predictor,
-        window=config.window or _window(cache, max_context),
-        class_ordered_entry=config.class_ordered_entry,
+        window=config.scheduler.window or _window(cache, max_context),
+        class_ordered_entry=config.scheduler.class_ordered_entry,
         hidden_s=_STALL_BUDGET_S,
     )
     per_token = rates.prefill_s_per_token
@@ -49,16 +49,16 @@ def build_scheduler(
             s_per_kilo_pair=per_token * _TOKENS_PER_KILO_PAIR,
             s_per_kilo_read=per_token * _TOKENS_PER_KILO_READ,
         ),
-        max_seqs=config.max_seqs,
-        max_queued=config.max_queued,
+        max_seqs=config.scheduler.max_seqs,
+        max_queued=config.scheduler.max_queued,
         step_tokens=step_tokens,
         lone_step_tokens=step_tokens * (1 if config.step_tokens else _LONE_STEP_FACTOR),
-        itl_target_s=config.itl_target_s,
+        itl_target_s=config.scheduler.itl_target_s,
         least_chunk_tokens=least_chunk_tokens,
-        chunked_prefill=config.chunked_prefill,
+        chunked_prefill=config.scheduler.chunked_prefill,
         stall_budget_s=_STALL_BUDGET_S,
-        fair_places=config.scheduler_policy in WINDOWED,
-        scores=config.scores,
+        fair_places=config.scheduler.policy in WINDOWED,
+        scores=config.scheduler.scores,
     )
 
 

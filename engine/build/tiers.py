@@ -26,7 +26,7 @@ from cache.storage.throttle import Throttle
 from cache.transfer.transfer import Transfer
 from engine.build.resources import memory
 from engine.build.sizes import Sizes
-from engine.messages import EngineConfig
+from engine.config import EngineConfig
 from engine.model.loading import ModelRefused
 from engine.model.probe import ProbeResult
 from engine.model.rotations import ModelRotations
@@ -81,11 +81,11 @@ def build_tiers(
     shapes = [LayerShape(s.kv_heads, s.k_dim, s.v_dim) for s in probed.shapes]
     slot_bytes = sum(BLOCK_TOKENS * s.kv_heads * (s.k_dim + s.v_dim) * dtype.itemsize for s in shapes)
     dram_slots, disk_bytes, staging = 0, 0, 0
-    if config.cache_mode == "attentionstore":
-        dram_slots = (sizes.dram if config.dram_bytes is None else config.dram_bytes) // slot_bytes
-        disk_bytes = sizes.disk if config.disk_bytes is None else config.disk_bytes
+    if config.cache.mode == "attentionstore":
+        dram_slots = (sizes.dram if config.cache.dram_bytes is None else config.cache.dram_bytes) // slot_bytes
+        disk_bytes = sizes.disk if config.cache.disk_bytes is None else config.cache.disk_bytes
     if dram_slots or disk_bytes:
-        staging = config.staging_bytes // slot_bytes or max(_LEAST_STAGING_SLOTS, sizes.staging // slot_bytes)
+        staging = config.cache.staging_bytes // slot_bytes or max(_LEAST_STAGING_SLOTS, sizes.staging // slot_bytes)
     _check_memory((dram_slots + staging) * slot_bytes)
     slab = Slab(shapes=shapes, dtype=dtype, num_slots=dram_slots + staging, pinned=pages[0].k.is_cuda)
     disk: ExtentStore | None = None
@@ -93,15 +93,15 @@ def build_tiers(
     records: Sequence[SessionRecord] = ()
     if disk_bytes:
         disk = ExtentStore(
-            directory=Path(config.disk_dir),
+            directory=Path(config.cache.disk_dir),
             fingerprint=fingerprint,
             segment_bytes=slab.segment_bytes,
             key=record_key(config.tenant_secret),
             capacity_bytes=disk_bytes,
-            min_free_bytes=config.disk_min_free_bytes,
-            read_bytes_per_s=config.disk_gbps * _GB,
-            write_bytes_per_s=config.disk_gbps * _GB,
-            deadline_s=config.io_deadline_s,
+            min_free_bytes=config.cache.disk_min_free_bytes,
+            read_bytes_per_s=config.cache.disk_gbps * _GB,
+            write_bytes_per_s=config.cache.disk_gbps * _GB,
+            deadline_s=config.cache.io_deadline_s,
             owner=f"a running server (pid {os.getppid()})",  # who is to be stopped is the app, not its engine
         )
         try:
@@ -109,17 +109,17 @@ def build_tiers(
         except DirectoryLocked as error:
             raise ModelRefused(f"{error}; stop it, or give this server another cache.disk_dir") from error
         except OSError as error:
-            raise ModelRefused(f"the cache directory {config.disk_dir} cannot be used: {error}") from error
+            raise ModelRefused(f"the cache directory {config.cache.disk_dir} cannot be used: {error}") from error
         log.debug("disk: %d extents, %d sessions found", len(extents), len(records))
     transfer = Transfer(
         pages=pages,
         slab=slab,
         disk=disk,
         rotations=functools.partial(ModelRotations, ropes=probed.ropes),
-        read_buffer_layers=config.read_buffer_layers,
-        dram_throttle=Throttle(bytes_per_s=config.dram_gbps * _GB, clock=time.monotonic, sleep=time.sleep),
-        save_throttle=Throttle(bytes_per_s=config.dram_gbps * _GB, clock=time.monotonic, sleep=time.sleep),
-        synchronous=config.sync_save,
+        read_buffer_layers=config.cache.read_buffer_layers,
+        dram_throttle=Throttle(bytes_per_s=config.cache.dram_gbps * _GB, clock=time.monotonic, sleep=time.sleep),
+        save_throttle=Throttle(bytes_per_s=config.cache.dram_gbps * _GB, clock=time.monotonic, sleep=time.sleep),
+        synchronous=config.cache.sync_save,
         max_backlog_bytes=_BACKLOG_BYTES,
     )
     rates = Rates(

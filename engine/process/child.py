@@ -15,7 +15,8 @@ from typing import cast
 import zmq
 import zmq.asyncio
 
-from engine.messages import WIRE_VERSION, EngineConfig, Launch, ToEngine, encode
+from engine.config import EngineConfig
+from engine.messages import WIRE_VERSION, Launch, ToEngine, encode
 from engine.process.loop import FRAME_LENGTH, HIGH_WATER_MARK
 
 TAIL_LINES = 50

@@ -14,9 +14,9 @@ from typing import NamedTuple
 import zmq
 import zmq.asyncio
 
+from engine.config import EngineConfig
 from engine.messages import (
     Abort,
-    EngineConfig,
     Finish,
     FinishAll,
     ModelInfo,

@@ -19,10 +19,10 @@ from typing import Protocol
 import msgspec
 import zmq
 
+from engine.config import EngineConfig
 from engine.messages import (
     WIRE_VERSION,
     Abort,
-    EngineConfig,
     Finish,
     FinishAll,
     FromEngine,

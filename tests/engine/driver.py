@@ -9,16 +9,44 @@ import msgspec
 import torch
 
 from engine.build.engine import build_engine
+from engine.config import EngineConfig
 from engine.engine import Engine
-from engine.messages import EngineConfig, Output, Submit, Timings, TokenLogprob, TokensBySource
+from engine.messages import (
+    Output,
+    Submit,
+    Timings,
+    TokenLogprob,
+    TokensBySource,
+)
 from tests.conftest import greedy
 from tests.engine import scripted_engine
 from tests.engine.models import vanilla_logits
 
-CONFIG = msgspec.structs.replace(
+_SECTIONS = ("model", "cache", "scheduler")
+
+
+def changed(base: EngineConfig, **changes: Any) -> EngineConfig:
+    """`base` with some values replaced by their names alone, whatever section they are in: max_seqs, dram_bytes. A name
+    that two sections have is said with its section: cache_policy, scheduler_policy."""
+    sections = {name: msgspec.structs.asdict(getattr(base, name)) for name in _SECTIONS}
+    top = {name: changes.pop(name) for name in msgspec.structs.asdict(base).keys() & changes.keys() - {*_SECTIONS}}
+    for given, value in changes.items():
+        places = [
+            (section, name)
+            for section, fields in sections.items()
+            if (name := given.removeprefix(f"{section}_")) in fields
+        ]
+        if len(places) != 1:
+            raise TypeError(f"{given} is in {len(places)} sections of the config")
+        section, name = places[0]
+        sections[section][name] = value
+    return msgspec.convert({**msgspec.structs.asdict(base), **sections, **top}, EngineConfig)
+
+
+CONFIG = changed(
     scripted_engine.config(),
     hbm_tokens=2048,
-    session_ttl_s=3600.0,
+    ttl_s=3600.0,
     max_sessions=100,
     max_queued=64,
     truncation="disabled",
@@ -27,7 +55,7 @@ CONFIG = msgspec.structs.replace(
 
 def config(model: Path, **changes: Any) -> EngineConfig:
     """fp32 on one thread, 64 pages, 8 sequences at once, nothing truncated, and what `changes` says."""
-    return msgspec.structs.replace(CONFIG, model=str(model), **changes)
+    return changed(CONFIG, source=str(model), **changes)
 
 
 @dataclass

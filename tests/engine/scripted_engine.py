@@ -13,8 +13,8 @@ from typing import Any
 import msgspec
 
 import engine.process.loop
+from engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from engine.messages import (
-    EngineConfig,
     ModelInfo,
     Output,
     Refused,
@@ -70,21 +70,47 @@ MODEL = ModelInfo(
 def config(model: str = "") -> EngineConfig:
     """`model` is the load script: see `build`."""
     return EngineConfig(
-        model=model,
-        dtype="float32",
+        model=ModelConfig(source=model, max_context=0, dtype="float32", exact="auto"),
+        cache=CacheConfig(
+            mode="prefix",
+            policy="lru",
+            granularity="session",
+            ttl_s=60.0,
+            max_sessions=10,
+            hbm_tokens=0,
+            hbm_high_water=1.0,
+            hbm_low_water=0.85,
+            dram_bytes=0,
+            dram_free_buffer=0.1,
+            staging_bytes=0,
+            disk_bytes=0,
+            disk_dir="",
+            disk_min_free_bytes=0,
+            read_buffer_layers=-1,
+            sync_save=False,
+            io_deadline_s=5.0,
+            dram_gbps=0.0,
+            disk_gbps=0.0,
+            verify_rate=0.0,
+            max_pinned_share=0.5,
+            truncation="auto",
+            truncation_mode="decoupled",
+            truncation_ratio=0.5,
+        ),
+        scheduler=SchedulerConfig(
+            policy="fcfs",
+            window=0,
+            class_ordered_entry=False,
+            scores=False,
+            itl_target_s=0.0,
+            length_predictor="quantile",
+            max_seqs=8,
+            max_queued=8,
+            chunked_prefill=True,
+        ),
         device="cpu",
-        max_context=0,
         threads=1,
-        cache_mode="prefix",
-        cache_policy="lru",
-        hbm_tokens=0,
-        session_ttl_s=60.0,
-        max_sessions=10,
-        scheduler_policy="fcfs",
-        max_seqs=8,
-        max_queued=8,
         step_tokens=0,
-        chunked_prefill=True,
         tenant_secret=b"secret",
     )
 
@@ -303,7 +329,7 @@ class ScriptedEngine:
 def build(config: EngineConfig) -> StepEngine | Refused:
     """What happens is the first word of the model's name; with a path behind it, it happens until that file exists, but
     for `refuse-while`, which is while it exists."""
-    script, _, path = config.model.partition(" ")
+    script, _, path = config.model.source.partition(" ")
     if script == "refuse-while":
         return Refused("no memory for it") if Path(path).exists() else ScriptedEngine(step_s=0.002)
     if path and Path(path).exists():

@@ -581,7 +581,7 @@ def test_totals_add_up(driver: Driver) -> None:
 
 
 def test_sessions_are_forgotten_after_their_time(path: Path) -> None:
-    driver = Driver(path, session_ttl_s=5.0)
+    driver = Driver(path, ttl_s=5.0)
     driver.ask("a", random_ids(50, 1), session="s")
     assert driver.engine.stats().sessions == 1
     driver.engine.idle(now=float("inf"))

@@ -74,10 +74,10 @@ def test_a_size_is_a_number_or_automatic(tmp_path: Path, text: str | None, size:
     flags = {} if text is None else {"cache.dram_gib": text}
     environ = {} if text is None else {"REPRISE_CACHE__DISK_GIB": text}
     config = load_settings(flags=flags, environ=environ, config=None).engine_config(b"")
-    assert (config.dram_bytes, config.disk_bytes) == (size, size)
+    assert (config.cache.dram_bytes, config.cache.disk_bytes) == (size, size)
     file = tmp_path / "settings.toml"
     file.write_text("[cache]\ndram_gib = " + ('"auto"' if size is None else str(text)))
-    assert load_settings(flags={}, environ={}, config=file).engine_config(b"").dram_bytes == size
+    assert load_settings(flags={}, environ={}, config=file).engine_config(b"").cache.dram_bytes == size
 
 
 def test_variables_that_look_like_settings_are_named():
@@ -169,32 +169,31 @@ def test_every_setting_reaches_something_and_is_described():
 
 def test_the_engine_is_told_what_was_set():
     config = load(cache__mode="recompute", engine__threads="2", model__dtype="float32").engine_config(b"s" * 32)
-    assert (config.cache_mode, config.threads, config.dtype, config.tenant_secret) == (
+    assert (config.cache.mode, config.threads, config.model.dtype, config.tenant_secret) == (
         "recompute",
         2,
         "float32",
         b"s" * 32,
     )
-    assert config.model == source_of("")
+    assert config.model.source == source_of("")
     cache = {
         "dram_gib": 0.5, "disk_gib": 3, "disk_min_free_gib": 1, "dram_free_buffer": 0.2, "staging_mib": 7,
         "read_buffer_layers": 5, "granularity": "block", "truncation": "disabled", "truncation_mode": "naive",
         "truncation_ratio": 0.25, "verify_rate": 0.125, "dram_gbps": 3, "disk_gbps": 0.4, "io_deadline_s": 2,
         "sync_save": "true", "max_pinned_share": 0.75, "disk_dir": "some/where", "policy": "fifo",
     }  # fmt: skip
-    config = load(**{f"cache__{name}": str(value) for name, value in cache.items()}).engine_config(b"")
-    assert (config.dram_bytes, config.disk_bytes, config.disk_min_free_bytes) == (1 << 29, 3 << 30, 1 << 30)
-    assert (config.staging_bytes, config.disk_dir) == (7 << 20, str(Path.cwd() / "some/where"))
-    assert (config.sync_save, config.cache_policy) == (True, "fifo")
-    told_as_set = cache.keys() & {field.name for field in msgspec.structs.fields(config)} - {"disk_dir", "sync_save"}
-    assert {name: getattr(config, name) for name in told_as_set} == {name: cache[name] for name in told_as_set}
-    assert len(told_as_set) == 11
-    assert load(model__source="org/name").engine_config(b"").model == "org/name"
+    told = load(**{f"cache__{name}": str(value) for name, value in cache.items()}).engine_config(b"").cache
+    assert (told.dram_bytes, told.disk_bytes, told.disk_min_free_bytes) == (1 << 29, 3 << 30, 1 << 30)
+    assert (told.staging_bytes, told.disk_dir, told.sync_save) == (7 << 20, str(Path.cwd() / "some/where"), True)
+    told_as_set = cache.keys() & {field.name for field in msgspec.structs.fields(told)} - {"disk_dir", "sync_save"}
+    assert {name: getattr(told, name) for name in told_as_set} == {name: cache[name] for name in told_as_set}
+    assert len(told_as_set) == 12
+    assert load(model__source="org/name").engine_config(b"").model.source == "org/name"
 
 
 def test_a_burst_fits_into_the_engines_queue():
     settings = load(scheduler__max_seqs="4", scheduler__max_queued="6")
-    assert settings.engine_config(b"").max_queued == settings.places == 10
+    assert settings.engine_config(b"").scheduler.max_queued == settings.places == 10
 
 
 def test_settings_are_frozen():
@@ -222,4 +221,4 @@ def test_several_keys_share_the_places():
 @pytest.mark.parametrize(("given", "told"), [(None, None), ("auto", None), ("250", 0.25), ("0", 0.0)])
 def test_a_target_for_gaps_is_a_number_or_left_to_the_engine(given, told):
     settings = load() if given is None else load(scheduler__itl_target_ms=given)
-    assert settings.engine_config(b"").itl_target_s == told
+    assert settings.engine_config(b"").scheduler.itl_target_s == told

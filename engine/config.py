@@ -1,0 +1,63 @@
+"""What the engine is told at its start: the sections of the settings that it needs, under the settings' own names.
+
+`app.settings` makes it, and has every default. Sizes are bytes and times are seconds here, so those fields have other
+units, and names, than their settings. Zero and None mean automatic: `engine.build.engine` resolves them, once.
+"""
+
+import msgspec
+
+
+class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
+    source: str  # local directory, GGUF file or hub id
+    max_context: int  # tokens; 0: what the model was trained for
+    dtype: str  # auto | float32 | bfloat16 | float16
+    exact: str  # auto | on | off: rows that depend on their own tokens alone, whatever that costs
+
+
+class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
+    mode: str  # attentionstore | prefix | recompute
+    policy: str  # a key of cache.policies.POLICIES
+    granularity: str  # session | block
+    ttl_s: float
+    max_sessions: int
+    hbm_tokens: int  # KV rows in HBM; 0: from free memory
+    hbm_high_water: float  # share of HBM in use above which saved KV leaves it in the background; 1: never
+    hbm_low_water: float  # until no more than this is in use
+    dram_bytes: int | None  # KV below HBM; 0 turns the tier off, None: from free memory
+    dram_free_buffer: float  # share of DRAM kept free in the background
+    staging_bytes: int  # DRAM for blocks on their way to and from disk, besides dram_bytes; 0: automatic
+    disk_bytes: int | None  # 0 turns the tier off, None: from the free space of the file system
+    disk_dir: str  # absolute; the engine owns its subdirectories `kv` and `models` (conversions)
+    disk_min_free_bytes: int  # of the file system, left alone
+    read_buffer_layers: int  # layers a job may hold before it is admitted; -1: all
+    sync_save: bool  # save before the next step instead of during it: for comparison
+    io_deadline_s: float  # of one read or write
+    dram_gbps: float  # GB/s, a cap that stands in for a slower link; 0: none
+    disk_gbps: float  # GB/s, read and write each; 0: none
+    verify_rate: float  # share of loads that are compared with a recompute
+    max_pinned_share: float  # of disk (or DRAM, without disk) that pinned sessions may hold, per tenant
+    truncation: str  # auto | disabled: what a request that says nothing gets
+    truncation_mode: str  # decoupled | recompute | naive
+    truncation_ratio: float  # of the window, dropped at an overflow
+
+
+class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
+    policy: str  # car | car-hidden | priority | fcfs
+    window: int  # places of the shuffled window; 0: from HBM and the mean session
+    class_ordered_entry: bool  # requests enter the window by class, not by fair share and arrival
+    scores: bool  # CaR's, of blocks that somebody who waits in the window or runs needs
+    itl_target_s: float | None  # of a step in which somebody decodes; 0: no target; None: what suits all who wait
+    length_predictor: str  # quantile | max_tokens
+    max_seqs: int  # running at once
+    max_queued: int  # waiting at once
+    chunked_prefill: bool
+
+
+class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
+    model: ModelConfig
+    cache: CacheConfig
+    scheduler: SchedulerConfig
+    device: str  # auto | cpu | cuda
+    threads: int  # 0: all cores
+    step_tokens: int  # token budget of one step; 0: automatic
+    tenant_secret: bytes  # keys every block hash
