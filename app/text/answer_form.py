@@ -1,4 +1,4 @@
-"""How tools get into a prompt and out of an answer: in the words of the model's template, else in ours."""
+"""How tools appear in a prompt and in an answer: in the form of the model's template, or else in our own."""
 
 import json
 from collections.abc import Sequence
@@ -25,15 +25,15 @@ For each call write a JSON object with the function's name and its arguments wit
 
 @dataclass(frozen=True, slots=True)
 class AnswerForm:
-    """How a model writes what is no plain text, as far as its chat template shows it."""
+    """How a model writes calls and thoughts, as far as its chat template shows."""
 
     knows_tools: bool = False  # the template renders tools, calls and their results
-    style: str = "tags"  # of calls: see `AnswerParser`
+    style: str = "tags"  # how the model writes calls: see `AnswerParser`
     thinks: bool = False
 
     @classmethod
     def of(cls, template: str) -> "AnswerForm":
-        """`template` is the text of all templates of a model."""
+        """`template`: the text of all of a model's templates."""
         knows_tools = "tools" in template
         return cls(
             knows_tools=knows_tools,
@@ -42,8 +42,8 @@ class AnswerForm:
         )
 
     def prompt(self, messages: list[Message], tools: list[dict[str, Any]] | None) -> tuple[list[Message], Any]:
-        """Messages and tools for the template. Where it knows none, tools stand in the system prompt, in front of which
-        there may be no message: then one is added."""
+        """Return messages and tools for the template. If it does not support tools, they are described in the system
+        prompt, which is added if there is none, because no message may precede it."""
         if self.knows_tools:
             return messages, tools
         if any("tool_calls" in message or message["role"] == "tool" for message in messages):
@@ -58,7 +58,7 @@ class AnswerForm:
         return messages, None
 
     def parser(self, names: Sequence[str], *, parallel: bool, in_thought: bool) -> AnswerParser:
-        """`names` of the functions that may be called."""
+        """`names`: the functions that may be called."""
         return AnswerParser(
             style=self.style if names else None,
             names=frozenset(names),
@@ -68,7 +68,7 @@ class AnswerForm:
         )
 
     def answer(self, content: str, reasoning: str, calls: Sequence[Call]) -> Message:
-        """The message as it will stand in the next prompt, when the client has sent it back."""
+        """Return the message as it will stand in the next prompt, once the client has sent it back."""
         message: Message = {"role": "assistant", "content": content}
         if reasoning:
             message["reasoning_content"] = reasoning
@@ -78,7 +78,7 @@ class AnswerForm:
 
 
 def _as_text(message: Message) -> Message:
-    """For a template that has no place for calls and results."""
+    """Write calls and results as plain text, for a template that does not support them."""
     if message["role"] == "tool":
         return {"role": "user", "content": f"<tool_response>\n{message['content']}\n</tool_response>"}
     calls = message.get("tool_calls")
@@ -94,7 +94,7 @@ def _as_text(message: Message) -> Message:
 
 
 def call_text(style: str, name: str, arguments: str) -> str:
-    """A call as a model of this style writes it."""
+    """Write a call as a model of this style does."""
     if style == "bare":
         return f'{{"name": {json.dumps(name)}, "parameters": {arguments}}}'
     return f'{CALL}\n{{"name": {json.dumps(name)}, "arguments": {arguments}}}\n{END_CALL}'

@@ -1,5 +1,8 @@
-"""What an answer's text says: content, thoughts, calls of tools. Text comes in pieces, cut anywhere; parts go out as
-soon as it is clear what they belong to, the arguments of a call while they are written."""
+"""Splits an answer's text into content, thoughts and tool calls.
+
+Text arrives in pieces cut anywhere. A part is passed on as soon as it is clear what it belongs to; the arguments of a
+call are passed on while they are written.
+"""
 
 import json
 import re
@@ -9,8 +12,8 @@ from dataclasses import dataclass, field
 
 THINK, END_THINK = "<think>", "</think>"
 CALL, END_CALL = "<tool_call>", "</tool_call>"
-MAX_HEAD_CHARS = 16_384  # behind a tag, while it is not clear that this is a call
-MAX_BARE_HEAD_CHARS = 512  # the same without tags, where nothing of an answer is shown meanwhile
+MAX_HEAD_CHARS = 16_384  # after a tag, before it is clear that this is a call
+MAX_BARE_HEAD_CHARS = 512  # the same without tags, where no text is shown meanwhile
 _HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.){1,256}")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
 _BARE_HEAD = re.compile(r"[\s;,\[]*" + _HEAD.pattern)
 _BARE_BEGINNING = '{"name":"'
@@ -18,7 +21,7 @@ _BARE_BEGINNING = '{"name":"'
 
 @dataclass(slots=True)
 class Call:
-    """A call of a tool, as far as it is known."""
+    """A tool call, as far as it is known."""
 
     id: str
     name: str
@@ -27,11 +30,12 @@ class Call:
 
 @dataclass(slots=True)
 class AnswerParts:
-    """What one piece of text added."""
+    """What one piece of text added to the answer."""
 
     content: str = ""
     reasoning: str = ""
-    calls: list[tuple[int, Call | None, str]] = field(default_factory=list)  # index, the call if it is new, arguments
+    # (index, the call if it is new, more of its arguments)
+    calls: list[tuple[int, Call | None, str]] = field(default_factory=list)
 
     def add(self, later: "AnswerParts") -> None:
         self.content += later.content
@@ -43,11 +47,11 @@ class AnswerParts:
 
 
 class AnswerParser:
-    """Of one choice.
+    """Parses the answer of one choice.
 
-    `style` is how the model writes calls: "tags" (<tool_call> around JSON), "bare" (the text is JSON), None: it has no
-    tools. Calls of functions that are not in `names` are content: nobody could answer them. `thinks` says whether a
-    leading <think> block is thought, `in_thought` that the prompt has opened it.
+    `style`: how the model writes calls: "tags" (JSON inside <tool_call>), "bare" (the whole text is JSON), None (no
+    tools). Calls of functions outside `names` are treated as content, because no client could answer them. `thinks`: a
+    leading <think> block is thought. `in_thought`: the prompt has already opened that block.
     """
 
     def __init__(
@@ -56,16 +60,17 @@ class AnswerParser:
         self.calls: list[Call] = []
         self.content = ""
         self.reasoning = ""
-        self.thought_chars = 0  # of the text pushed, up to the end of the thought
+        self.thought_chars = 0  # characters pushed up to the end of the thought
         self._read = 0  # characters pushed
         self._style = style
         self._names = names
         self._parallel = parallel
-        self._held = ""  # read, and not clear yet what it is
-        self._gap = ""  # white space in front of the tag that was read last
+        self._held = ""  # read, but not yet clear what it belongs to
+        self._gap = ""  # white space before the last tag
         self._state = "thought" if in_thought else "start" if thinks else "content"
-        self._depth, self._in_string, self._escaped = 0, False, False  # in the arguments of the call under way
-        self._dropped = False  # the call under way is one too many
+        # position inside the arguments of the current call
+        self._depth, self._in_string, self._escaped = 0, False, False
+        self._dropped = False  # whether the current call exceeds the permitted number
 
     def push(self, text: str) -> AnswerParts:
         self._read += len(text)
@@ -76,7 +81,7 @@ class AnswerParser:
         return self._noted(parts)
 
     def flush(self) -> AnswerParts:
-        """Nothing more will come."""
+        """Return the rest, at the end of the answer."""
         parts = AnswerParts()
         while self._step(parts, final=True):
             pass
@@ -89,7 +94,7 @@ class AnswerParser:
         return parts
 
     def _step(self, parts: AnswerParts, *, final: bool) -> bool:
-        """Take what is clear off the held text. Whether there may be more to take."""
+        """Move what is clear from the held text into `parts`. Returns whether more may be moved."""
         return bool(getattr(self, f"_in_{self._state}")(parts, final))
 
     def _in_start(self, parts: AnswerParts, final: bool) -> bool:
@@ -129,7 +134,7 @@ class AnswerParser:
             parts.content, self._held = parts.content + self._held, ""
             return False
         before, found, after = self._held.partition(CALL)
-        # White space in front of a call belongs to its tag.
+        # White space before a call belongs to the tag.
         shown = before[: len(before) - (0 if found or final else _possible(before, CALL))].rstrip()
         if final and not found and not self.calls:
             shown = before
@@ -141,7 +146,7 @@ class AnswerParser:
         return False
 
     def _bare(self, parts: AnswerParts, final: bool) -> bool:
-        """The whole answer is calls, or none of it is."""
+        """Decide whether the whole answer consists of calls; otherwise none of it does."""
         if _BARE_HEAD.match(self._held):
             self._state = "call"
             return True
@@ -149,14 +154,14 @@ class AnswerParser:
         could_be = compact.startswith(_BARE_BEGINNING) or _BARE_BEGINNING.startswith(compact)
         if could_be and len(self._held) < MAX_BARE_HEAD_CHARS and not final:
             return False
-        if self.calls:  # brackets and separators around them
+        if self.calls:  # only brackets and separators surround the calls
             self._held = ""
             return False
         self._style = None
         return True
 
     def _in_call(self, parts: AnswerParts, final: bool) -> bool:
-        """In front of the arguments."""
+        """Read the text between a call's tag and its arguments."""
         pattern = _BARE_HEAD if self._style == "bare" else _HEAD
         head = pattern.match(self._held)
         name = _name(head[1]) if head is not None else None
@@ -180,7 +185,7 @@ class AnswerParser:
         return True
 
     def _whole_call(self, parts: AnswerParts) -> bool:
-        """A call whose fields stand in another order."""
+        """Parse a complete call whose fields are in another order."""
         text, found, after = self._held.partition(END_CALL)
         try:
             value = json.loads(text) if found else None
@@ -209,7 +214,7 @@ class AnswerParser:
         return False
 
     def _end_of_arguments(self) -> int:
-        """Characters of the held text up to the end of the object under way."""
+        """Return how many characters of the held text belong to the current arguments object."""
         for place, char in enumerate(self._held):
             if self._escaped:
                 self._escaped = False
@@ -227,7 +232,7 @@ class AnswerParser:
         return len(self._held)
 
     def _in_closing(self, parts: AnswerParts, final: bool) -> bool:
-        """Behind the arguments."""
+        """Read the text after the arguments."""
         if self._style == "bare":
             rest = self._held.lstrip()
             if not rest:
@@ -242,7 +247,7 @@ class AnswerParser:
 
 
 def _possible(text: str, tag: str) -> int:
-    """Length of the longest end of `text` with which `tag` begins."""
+    """Return the length of the longest suffix of `text` that is a prefix of `tag`."""
     return next((n for n in range(min(len(text), len(tag) - 1), 0, -1) if tag.startswith(text[-n:])), 0)
 
 

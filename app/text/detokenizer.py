@@ -1,4 +1,4 @@
-"""Token ids to text that is safe to show, piece by piece."""
+"""Turns token ids into text that is safe to show, piece by piece."""
 
 import codecs
 import functools
@@ -7,24 +7,24 @@ from typing import Protocol
 
 from tokenizers import Tokenizer
 
-BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")  # how a sentencepiece vocabulary spells a single byte
+BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")  # a single byte in a sentencepiece vocabulary
 
 
 class Detokenizer(Protocol):
-    """Token by token to text. Never splits a character; all pushes and `flush` together give what decoding all ids
-    at once gives."""
+    """Turns tokens into text one by one. Never splits a character; the results of all `push` calls and `flush` together
+    equal the result of decoding all ids at once."""
 
-    text_ends: list[int]  # after each pushed token: number of characters of text complete so far
+    text_ends: list[int]  # for each pushed token, the number of characters of text complete after it
 
     def push(self, token_id: int) -> str: ...
 
     def flush(self) -> str:
-        """What was held back, at the end of the answer."""
+        """Return what was held back, at the end of the answer."""
         ...
 
 
 class ByteDetokenizer:
-    """For byte-level vocabularies: tokens are bytes, and UTF-8 knows where a character ends."""
+    """For byte-level vocabularies: tokens are bytes, and UTF-8 shows where a character ends."""
 
     def __init__(self, token_bytes: "functools._lru_cache_wrapper[bytes]", special_ids: frozenset[int]) -> None:
         self.text_ends: list[int] = []
@@ -44,24 +44,26 @@ class ByteDetokenizer:
 
 
 class WindowDetokenizer:
-    """For every other decoder: decodes a short window twice, without and with what is new, and emits the difference.
+    """For all other decoders: decodes a short window with and without the new tokens, and emits the difference.
 
-    Held back are text that ends in U+FFFD and any run of byte tokens, since byte-fallback decoders judge a run as a
-    whole: one bad byte at its end turns all of it into U+FFFD.
+    Holds back text that ends in U+FFFD, and any run of byte tokens: byte-fallback decoders judge a run as a whole, and
+    one bad byte at its end turns all of it into U+FFFD.
     """
 
     def __init__(self, tokenizer: Tokenizer, special_ids: frozenset[int]) -> None:
         self.text_ends: list[int] = []
         self._tokenizer = tokenizer
         self._special_ids = special_ids
-        self._context: list[int] = []  # emitted; in front of the window, for decoders that treat a text's start apart
+        # tokens already emitted, before the window: decoders treat the start of a text differently
+        self._context: list[int] = []
         self._held: list[int] = []
         self._length = 0
 
     def push(self, token_id: int) -> str:
         token = self._tokenizer.id_to_token(token_id)
         text = ""
-        # Skipped tokens must not become the context: behind a context without text, a word looks like a text's first.
+        # Skipped tokens must not become the context: after a context without text, a word looks like the first of a
+        # text.
         if token is not None and token_id not in self._special_ids:
             self._held.append(token_id)
             if not BYTE_TOKEN.fullmatch(token):
@@ -86,19 +88,19 @@ class WindowDetokenizer:
 
 
 class StopFinder:
-    """Finds the stop string that is complete first, however the text is cut into pieces; the longest of those that end
-    at the same character. Holds back what may be the start of one."""
+    """Finds the stop string that is complete first, however the text is cut into pieces; if several end at the same
+    character, the longest. Holds back text that may be the start of a stop string."""
 
     def __init__(self, stops: tuple[str, ...]) -> None:
         self.hit = False
-        self.found = ""  # the stop string
-        self.end: int | None = None  # index in the whole text (characters) where the stop string began
+        self.found = ""  # the stop string found
+        self.end: int | None = None  # character index in the whole text where the stop string began
         self._stops = tuple(stop for stop in stops if stop)
         self._held = ""
         self._emitted = 0
 
     def push(self, text: str) -> str:
-        """Text that is safe to show; nothing more once a stop string was found."""
+        """Return text that is safe to show; nothing once a stop string was found."""
         if self.hit:
             return ""
         if not self._stops:
@@ -113,7 +115,7 @@ class StopFinder:
         return self._release(len(self._held) - self._possible_start())
 
     def flush(self) -> str:
-        """What was held back, at the end of an answer without a hit."""
+        """Return what was held back, at the end of an answer without a stop string."""
         return "" if self.hit else self._release(len(self._held))
 
     def _release(self, count: int) -> str:
@@ -122,7 +124,7 @@ class StopFinder:
         return text
 
     def _possible_start(self) -> int:
-        """Length of the longest end of the held text with which a stop string begins."""
+        """Return the length of the longest suffix of the held text that a stop string begins with."""
         longest = min(len(self._held), max(map(len, self._stops)) - 1)
         for count in range(longest, 0, -1):
             if any(stop.startswith(self._held[-count:]) for stop in self._stops):

@@ -1,5 +1,5 @@
-"""The grammar an answer keeps to: of its response format, of the calls it must make. Checked here, before anything is
-queued; the engine follows it."""
+"""Builds the grammar that an answer must follow, from its response format and the calls it must make. Grammars are
+checked here before a request is queued; the engine enforces them."""
 
 import asyncio
 import json
@@ -18,14 +18,15 @@ MAX_GRAMMAR_BYTES = 1 << 20
 _LISTING = re.compile(r"^\s*\d+ \| ", re.MULTILINE)
 _PLACE = re.compile(r"^(?:at )?\d+\(\d+\): (?:failed to compile JSON schema: )?")
 _LIMITS = LLParserLimits(verbose_errors=False)
-# JSON in one line, as models are taught to write it; free white space is where small models lose their way.
+# JSON on one line, as models are taught to write it; with free white space, small models lose track.
 _LAYOUT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _ANY_OBJECT: dict[str, Any] = {"type": "object"}
 _NO_ARGUMENTS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
 async def grammar_of(request: ChatCompletionRequest, style: str) -> str:
-    """In llguidance's form; "" where the answer is free. `style` is how calls are written. Raises ApiError 400."""
+    """Return the grammar in llguidance's form; "" if the answer is free. `style`: how the model writes calls. Raises
+    ApiError 400."""
     answer, calls = _answer_rules(request), _call_rules(request, style)
     lark = _own_grammar(request)
     if lark is None:
@@ -52,8 +53,8 @@ async def grammar_of(request: ChatCompletionRequest, style: str) -> str:
 
 
 def _shown(problem: str, *, hide_place: bool) -> str:
-    """What llguidance says, in one line and without the grammar that it shows below it. Places in a grammar that we
-    wrote mean nothing to whoever sent a schema."""
+    """Return llguidance's error as one line, without the grammar listing below it. Positions are removed if the grammar
+    is ours, because they mean nothing to the sender of a schema."""
     said = _LISTING.split(problem, maxsplit=1)[0]
     if hide_place:
         said = _PLACE.sub("", said)
@@ -61,7 +62,7 @@ def _shown(problem: str, *, hide_place: bool) -> str:
 
 
 def param_of(request: ChatCompletionRequest) -> str:
-    """The field that says what the answer must be."""
+    """Return the name of the request field that constrains the answer."""
     if _must_call(request):
         return "tools"
     if request.response_format is not None and request.response_format.type != "text":
@@ -82,7 +83,7 @@ def _own_grammar(request: ChatCompletionRequest) -> str | None:
 
 
 def _answer_rules(request: ChatCompletionRequest) -> list[str]:
-    """What the answer is if it calls nothing."""
+    """Return the rules for an answer without calls."""
     if _must_call(request):
         return []
     schema: dict[str, Any] | None = request.guided_json
@@ -123,7 +124,7 @@ def _call_rules(request: ChatCompletionRequest, style: str) -> list[str]:
 
 
 def _parameters(tool: Tool) -> dict[str, Any]:
-    """Arguments are an object, whether the schema says so or not."""
+    """Return the schema of a tool's arguments, which are an object even if the schema does not say so."""
     schema = tool.function.parameters
     if not schema:
         return _NO_ARGUMENTS
@@ -135,7 +136,7 @@ def _parameters(tool: Tool) -> dict[str, Any]:
 
 
 def _json(schema: dict[str, Any], *, lenient: bool) -> str:
-    """`lenient` passes over keywords that cannot be enforced, instead of refusing them."""
+    """`lenient`: ignore keywords that cannot be enforced, instead of refusing them."""
     return "%json " + json.dumps({**schema, "x-guidance": {**_LAYOUT, "lenient": lenient}})
 
 

@@ -1,10 +1,12 @@
-"""Where messages begin in a rendered conversation.
+"""Finds where messages begin in a rendered conversation.
 
-A template is a program, so its output does not say. It is rendered once more with a mark in place of every content:
-what stands between two marks also stands between the two contents. How much of that still belongs to the message in
-front is what the template writes when that message is the last one; this is looked up once per text in between.
+A template is a program, so its output does not show message boundaries. The conversation is rendered again with a mark
+in place of every content; the text between two marks is then also the text between the two contents. Part of this gap
+closes the message before it: the part that the template writes when that message is the last one. It is determined once
+per gap.
 
-What was found once is tried first where other messages of the same kind end a conversation: they need no second render.
+Gaps found once are tried first for later conversations that end in messages of the same kind, which saves the second
+render.
 """
 
 from collections import OrderedDict
@@ -14,8 +16,8 @@ from typing import Any
 from app.text.template import TemplateError
 
 Message = dict[str, Any]
-Render = Callable[[list[Message], bool], str]  # messages, whether to open the answer
-Ending = tuple[bytes, tuple[tuple[str, ...], ...]]  # template, and of each message its role and the fields it has
+Render = Callable[[list[Message], bool], str]  # (messages, whether to open the answer) -> text
+Ending = tuple[bytes, tuple[tuple[str, ...], ...]]  # template digest; role and field names of each message
 
 MAX_TAILS = 1024
 MAX_ENDINGS = 256
@@ -24,18 +26,21 @@ MAX_GAP_CHARS = 1024
 
 
 class MessageBounds:
-    """For one thread. `mark` is text that no message holds and no filter changes."""
+    """Finds message boundaries and remembers gaps. Must be used by one thread. `mark`: a text that no message contains
+    and no template filter changes."""
 
     def __init__(self, *, mark: str) -> None:
         self._mark = mark
-        self._tails: OrderedDict[tuple[bytes, str, bool], int] = OrderedDict()  # least recently used first
-        self._endings: OrderedDict[Ending, list[tuple[str, int]]] = OrderedDict()  # gaps, and what of each is its tail
+        # length of a gap's closing part; least recently used first
+        self._tails: OrderedDict[tuple[bytes, str, bool], int] = OrderedDict()
+        # the gaps, and the length of each one's closing part
+        self._endings: OrderedDict[Ending, list[tuple[str, int]]] = OrderedDict()
 
     def find(
         self, text: str, messages: list[Message], *, first: int, render: Render, template: bytes
     ) -> list[int] | None:
-        """Characters in `text`, rendered from `messages`, at which messages[first:] and then the answer begin.
-        None where the template does not show it. `template` is its digest."""
+        """Return the character offsets in `text`, rendered from `messages`, where each of messages[first:] and then the
+        answer begin; None if the template does not allow to tell. `template`: its digest."""
         ending = _ending(messages, first, template)
         known = self._endings.get(ending) if ending is not None else None
         if ending is not None and known is not None:
@@ -51,9 +56,9 @@ class MessageBounds:
         if len(gaps) != len(messages) + 1:
             return None
         bounds, tails = [], []
-        end = len(text)  # from the back, since what is new is there
+        end = len(text)  # from the back, because new messages are there
         for index in range(len(messages), first - 1, -1):
-            gap = gaps[index]  # in front of messages[index], or behind the last one
+            gap = gaps[index]  # before messages[index], or after the last message
             if not text.endswith(gap, 0, end):
                 return None
             begin = end - len(gap)
@@ -65,7 +70,7 @@ class MessageBounds:
             before, content = gaps[index - 1], _content(messages[index - 1])
             if text.endswith(before + content, 0, begin):
                 end = begin - len(content)
-            elif index > first:  # the template changes the content: look for what stands before it
+            elif index > first:  # the template changes the content: search for the text before it
                 found = text.rfind(before, 0, begin) if before else -1
                 if found < 0:
                     return None
@@ -78,19 +83,19 @@ class MessageBounds:
         return bounds[::-1]
 
     def _tail(self, skeleton: list[Message], gaps: list[str], index: int, render: Render, template: bytes) -> int:
-        """Leading characters of gaps[index] that close the message in front of it."""
+        """Return how many leading characters of gaps[index] close the message before it."""
         gap, is_last = gaps[index], index == len(skeleton)
         key = (template, gap, is_last)
         if (known := self._tails.get(key)) is not None:
             self._tails.move_to_end(key)
             return known
-        place = index if is_last else gaps.index(gap, 1)  # the shortest conversation that shows it
+        place = index if is_last else gaps.index(gap, 1)  # the shortest conversation that shows this gap
         try:
             tail = render(skeleton[:place], False).rpartition(self._mark)[2]
         except TemplateError:
             tail = ""
         if not gap.startswith(tail):
-            tail = ""  # what closes the message in front counts as the next one's then
+            tail = ""  # then the text that closes a message is counted to the next one
         if len(gap) <= MAX_GAP_CHARS:
             self._tails[key] = len(tail)
             if len(self._tails) > MAX_TAILS:
@@ -99,14 +104,15 @@ class MessageBounds:
 
 
 def _ending(messages: list[Message], first: int, template: bytes) -> Ending | None:
-    """The kind of messages[first:] and the one in front of them. None where these are too many, or all there are."""
+    """Return the kind of messages[first:] and of the message before them. None if they are too many, or if none is
+    before them."""
     if not 0 < first < len(messages) <= first + MAX_ENDING_MESSAGES:
         return None
     return template, tuple((str(message.get("role")), *sorted(message)) for message in messages[first - 1 :])
 
 
 def _bounds_by(gaps: list[tuple[str, int]], text: str, messages: list[Message], first: int) -> list[int] | None:
-    """The bounds if `text` ends in messages[first:] between these gaps, with nothing changed."""
+    """Return the bounds if `text` ends in messages[first:], unchanged, with these gaps between them; else None."""
     pieces = [gaps[0][0]]
     for message, (gap, _) in zip(messages[first:], gaps[1:], strict=True):
         pieces += (_content(message), gap)

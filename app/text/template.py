@@ -1,4 +1,4 @@
-"""Chat templates: Jinja programs that come with a model and turn messages into the text it was trained on."""
+"""Chat templates: Jinja programs that come with a model and turn messages into the text form it was trained on."""
 
 import json
 from collections.abc import Callable
@@ -17,15 +17,15 @@ _MAX_EXPONENT = 64
 
 
 class TemplateError(Exception):
-    """The template refused these messages, or failed on them. The message may be shown to the client."""
+    """The template refused these messages or failed on them. The message may be shown to the client."""
 
 
 class ChatTemplate:
-    """The templates of a model, compiled: "default", and "tool_use" for requests with tools where there is one.
+    """A model's compiled templates: "default" and, if the model has one, "tool_use" for requests with tools.
 
-    They are set up as transformers sets them up, so a model's template renders the same here. The operator chose the
-    template with the model and clients choose the data: the sandbox keeps both from Python, and the size of the output
-    is bounded; the running time is not.
+    Set up as in transformers, so that a model's template renders the same text here. The operator chose the template
+    with the model, but clients choose the data: the sandbox keeps both from Python, and the size of the output is
+    bounded. The running time is not.
     """
 
     def __init__(self, *, sources: dict[str, str], special_tokens: dict[str, Any]) -> None:
@@ -49,7 +49,8 @@ class ChatTemplate:
         template_args: dict[str, Any],
         add_generation_prompt: bool,
     ) -> str:
-        """Raises TemplateError. `template_args` cannot replace the arguments that have names of their own."""
+        """Render a conversation. `template_args` cannot replace the arguments with names of their own. Raises
+        TemplateError."""
         template = self._templates.get("tool_use") if tools else None
         template = template or self._templates.get("default")
         if template is None:
@@ -70,16 +71,16 @@ class ChatTemplate:
                     raise TemplateError("The chat template's output is too long.")
                 pieces.append(piece)
             text = "".join(pieces)
-            text.encode()  # a lone surrogate is no text and would fail later, inside the tokenizer
+            text.encode()  # a lone surrogate cannot be encoded and would fail later, inside the tokenizer
         except TemplateError:
             raise
-        except Exception as error:  # whatever a program from elsewhere may raise
+        except Exception as error:  # a template may raise anything
             raise TemplateError(f"The chat template refused the messages: {error}"[:1000]) from error
         return text
 
 
 class _Environment(ImmutableSandboxedEnvironment):
-    """Refuses the operators with which a short program makes a huge value."""
+    """A sandbox that also refuses operators with which a short program makes a huge value."""
 
     intercepted_binops = frozenset(("*", "**"))
 
@@ -94,7 +95,8 @@ class _Environment(ImmutableSandboxedEnvironment):
 
 
 class _GenerationTag(Extension):
-    """{% generation %} ... {% endgeneration %} marks the assistant's text for training code. Here it is a scope."""
+    """Supports {% generation %} ... {% endgeneration %}, which marks the assistant's text for training code. Here it is
+    only a scope."""
 
     tags = {"generation"}  # noqa: RUF012 - jinja2 declares it so
 
@@ -108,9 +110,9 @@ class _GenerationTag(Extension):
 
 
 class _Namespace(Namespace):
-    """Without names that begin with an underscore: those are Python's."""
+    """A namespace that refuses names with a leading underscore, because those are Python's own."""
 
-    def __init__(*args: Any, **kwargs: Any) -> None:  # no named `self`: a template may use the name
+    def __init__(*args: Any, **kwargs: Any) -> None:  # not called `self`, because a template may use that name
         self, *rest = args
         for name in (attributes := dict(*rest, **kwargs)):
             _check_name(name)
@@ -141,5 +143,6 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """jinja2's own escapes what HTML would read; a model should not see that."""
+    """Encode as JSON. Unlike jinja2's own filter, this does not escape HTML characters, which a model should see as
+    they are."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)

@@ -1,6 +1,6 @@
 """The text side of a model: chat template, token ids, incremental detokenizing, stop strings.
 
-Built on the `tokenizers` library alone, so that the HTTP process needs neither torch nor transformers.
+Uses only the `tokenizers` library, so that the HTTP process needs neither torch nor transformers.
 """
 
 import functools
@@ -17,19 +17,19 @@ from tokenizers import AddedToken, Encoding, Tokenizer
 from app.text.detokenizer import BYTE_TOKEN, ByteDetokenizer, Detokenizer, StopFinder, WindowDetokenizer
 from app.text.template import ChatTemplate, TemplateError
 
-# Put into special tokens that stand in a message, so that they are encoded as the text they are: only the template may
-# open and close turns. A noncharacter, which no text for exchange contains; it never gets past `encode`.
+# Inserted into special tokens inside messages so that they are encoded as plain text: only the template may open and
+# close turns. The character is a noncharacter, which no text for exchange contains; `encode` removes it.
 SHIELD = "\ufdd0"
-COUNT_CHARS = 1 << 16  # of a piece that is tokenized only to be counted: a tenth of a second
-COUNT_SLACK = 256  # tokens that cutting a text in two may add; they are a handful
+COUNT_CHARS = 1 << 16  # longest piece tokenized only to be counted; takes a tenth of a second
+COUNT_SLACK = 256  # tokens that cutting a text in two may add; in fact only a few
 
 
 class TokenizerError(Exception):
-    """The directory holds no usable tokenizer; the message says what is missing."""
+    """The directory holds no usable tokenizer. The message says what is missing."""
 
 
 class PromptTooLong(Exception):
-    """The text, or its newest message alone, makes more than `max_tokens`. Nobody counted how many."""
+    """The text, or its newest message alone, exceeds `max_tokens`. The actual count is not known."""
 
     def __init__(self, max_tokens: int) -> None:
         super().__init__(f"more than {max_tokens} tokens")
@@ -44,11 +44,11 @@ class ChatTokenizer:
         tokenizer.no_padding()
         self._tokenizer = tokenizer
         self._template = template
-        self.template_digest = digest  # of everything that decides which ids a message list becomes
+        self.template_digest = digest  # covers everything that decides which ids a message list becomes
         self.has_chat_template = template is not None
         self.template_text = template.text if template is not None else ""
         self.vocab_size: int = tokenizer.get_vocab_size(with_added_tokens=True)
-        # What decoding skips, asked of the decoder: the flag in the file is not all that makes a token special.
+        # Ask the decoder what decoding skips: a token can be special without the flag in the file.
         self.special_ids = frozenset(
             token_id
             for token_id, token in tokenizer.get_added_tokens_decoder().items()
@@ -61,19 +61,20 @@ class ChatTokenizer:
         longest_first = sorted((token for token in specials if len(token) > 1), key=len, reverse=True)
         self._special = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
         self._openings = frozenset(token[0] for token in longest_first)
-        # Nothing takes characters away in front of such a vocabulary, so what its longest token says bounds every text.
+        # A byte-level vocabulary drops no character unless a normalizer or a token does, so its longest token bounds
+        # how much text a number of tokens can hold.
         longest = max((len(token.encode()) for token in tokenizer.get_vocab(with_added_tokens=True)), default=1)
         swallows = any(token.lstrip or token.rstrip for token in tokenizer.get_added_tokens_decoder().values())
         self._max_token_bytes = None if tokenizer.normalizer or swallows or not self._byte_level else longest
-        # Vocabularies of the sentencepiece kind put a space before every text they encode, but not behind a newline.
+        # sentencepiece vocabularies put a space before every text they encode, but not after a newline.
         self._adds_prefix = False
         self._newline_ids = self.encode("\n")
         self._adds_prefix = self.encode("\na") != self._newline_ids + self.encode("a")
 
     @classmethod
     def load(cls, directory: Path) -> "ChatTokenizer":
-        """From tokenizer.json, tokenizer_config.json, special_tokens_map.json and the chat template files; all but the
-        first are optional. Raises TokenizerError."""
+        """Load from tokenizer.json, tokenizer_config.json, special_tokens_map.json and the chat template files. All but
+        the first are optional. Raises TokenizerError."""
         path = directory / "tokenizer.json"
         try:
             raw = path.read_bytes()
@@ -82,7 +83,7 @@ class ChatTokenizer:
             raise TokenizerError(
                 f"{directory} has no tokenizer.json (convert the tokenizer to the fast format)"
             ) from None
-        except Exception as error:  # the library raises bare Exception on a file that it cannot read
+        except Exception as error:  # the library raises bare Exception on an unreadable file
             raise TokenizerError(f"{path} is not a tokenizer: {error}") from error
         config = {
             **_read_json(directory / "special_tokens_map.json"),
@@ -108,7 +109,7 @@ class ChatTokenizer:
         template_args: dict[str, Any],
         add_generation_prompt: bool,
     ) -> str:
-        """Raises TemplateError, also when the model has no chat template."""
+        """Render messages with the chat template. Raises TemplateError, also if the model has no template."""
         if self._template is None:
             raise TemplateError("This model has no chat template.")
         return self._template.render(
@@ -119,15 +120,15 @@ class ChatTokenizer:
         )
 
     def _has_no_special(self, messages: list[dict[str, Any]]) -> bool:
-        """A quick look at all of a history; False where it takes a closer one."""
+        """Check a whole history quickly. False means that a closer look is needed."""
         try:
             text = "".join([value for message in messages for value in message.values()])
-        except TypeError:  # a value is no string
+        except TypeError:  # a value is not a string
             return False
         return not any(opening in text for opening in self._openings)
 
     def _shielded(self, value: Any) -> Any:
-        """A message, or a part of one, in whose strings no special token is left whole."""
+        """Return a copy of the message, or part of one, with every special token in its strings broken up."""
         if isinstance(value, str):
             return self._special.sub(lambda match: match[0][0] + SHIELD + match[0][1:], value)
         if isinstance(value, dict):
@@ -137,31 +138,32 @@ class ChatTokenizer:
         return value
 
     def encode(self, text: str) -> list[int]:
-        """Recognises special tokens in `text`, but for those that `render` found in a message; adds none."""
+        """Encode text. Special tokens are recognised, except those that `render` found in a message; none are added."""
         return self._encode(text, behind=False)
 
     def encode_continuation(self, text: str) -> list[int]:
-        """Like `encode`, for text that stands behind other text: without the space that some vocabularies put first."""
+        """Like `encode`, for text that follows other text: omits the space that some vocabularies put first."""
         return self._encode(text, behind=True)
 
     def encode_prompts(self, texts: list[str], *, add_special_tokens: bool) -> list[list[int]]:
-        """Whole texts as they are: special tokens in them are special, and those that the model expects around a text
-        are added if asked for. Releases the GIL."""
+        """Encode whole texts as they are. Special tokens in them are special; with `add_special_tokens`, those that the
+        model expects around a text are added. Releases the GIL."""
         return [found.ids for found in self._tokenizer.encode_batch(texts, add_special_tokens=add_special_tokens)]
 
     def encode_plain(self, text: str, *, behind: bool) -> list[int]:
-        """As text and nothing else: a special token in it is spelled out. `behind` as in `encode_continuation`."""
+        """Encode text literally: special tokens in it are spelled out. `behind`: the text follows other text, as in
+        `encode_continuation`."""
         return self._encode(self._shielded(text), behind=behind)
 
     def encode_marked(self, text: str, marks: Sequence[int], *, behind: bool) -> tuple[list[int], list[int]]:
-        """The ids, and for each of the increasing character offsets `marks` the index of the first token that begins
-        there or later. `behind` as in `encode_continuation`."""
+        """Return the ids, and for each of the increasing character offsets `marks` the index of the first token that
+        begins there or later. `behind`: the text follows other text."""
         places: list[int] = []
         return self._encode(text, behind=behind, marks=marks, places=places), places
 
     def exceeds(self, text: str, max_tokens: int) -> bool:
-        """Whether `text` makes more tokens than that, without tokenizing much more of it: by its length if that is
-        enough, else piece by piece. False for a text that is a few tokens longer, or short."""
+        """Whether `text` has more than `max_tokens` tokens, without tokenizing much more than that: by its length if
+        possible, else piece by piece. May be False for short texts and for texts only a few tokens over the limit."""
         shown = text.replace(SHIELD, "")
         if self._max_token_bytes is not None and len(shown) > max_tokens * self._max_token_bytes:
             return True
@@ -179,7 +181,7 @@ class ChatTokenizer:
     ) -> list[int]:
         pieces = text.split(SHIELD)
         bare = [self._adds_prefix and piece != "" and (behind or place > 0) for place, piece in enumerate(pieces)]
-        # The batch call releases the GIL, the single one does not: 2 MB of text held up all other requests for 4 s.
+        # The batch call releases the GIL, the single call does not: tokenizing 2 MB held up all other requests for 4 s.
         texts = ["\n" + piece if b else piece for piece, b in zip(pieces, bare, strict=True)]
         ids: list[int] = []
         offset = 0  # of the piece in the text
@@ -202,18 +204,19 @@ class ChatTokenizer:
         return self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
 
     def token_text(self, token_id: int) -> tuple[str, bytes]:
-        """A token's own text, with U+FFFD where it is no whole character, and its bytes. Empty for an unknown id."""
+        """Return a token's own text, with U+FFFD where it is no whole character, and its bytes. Both are empty for an
+        unknown id."""
         if self._byte_level:
             raw = self._token_bytes(token_id)
             return raw.decode("utf-8", "replace"), raw
-        # The first token of a text may lose its leading space, so look at it where it comes second.
+        # The first token of a text may lose its leading space, so decode it in second place.
         once = self.decode([token_id], skip_special_tokens=False)
         text = self.decode([token_id, token_id], skip_special_tokens=False)[len(once) :]
         byte = BYTE_TOKEN.fullmatch(self._tokenizer.id_to_token(token_id) or "")
         return text, bytes.fromhex(byte[1]) if byte else text.encode()
 
     def detokenizer(self, *, skip_special_tokens: bool = True) -> Detokenizer:
-        """A fresh one, for one choice."""
+        """Return a new detokenizer, for one choice."""
         skipped = self.special_ids if skip_special_tokens else frozenset[int]()
         if self._byte_level:
             return ByteDetokenizer(self._token_bytes, skipped)
@@ -224,18 +227,19 @@ class ChatTokenizer:
 
     def _read_token_bytes(self, token_id: int) -> bytes:
         token = self._tokenizer.id_to_token(token_id)
-        if token is None:  # a row of the embedding matrix that the tokenizer has no word for
+        if token is None:  # the embedding matrix may have rows without a token
             return b""
         byte_of = _byte_alphabet()
         try:
             return bytes([byte_of[char] for char in token])
-        except KeyError:  # an added token with characters outside the byte alphabet stands for itself
+        except KeyError:  # an added token outside the byte alphabet stands for itself
             return token.encode()
 
 
 @functools.cache
 def _byte_alphabet() -> dict[str, int]:
-    """How byte-level vocabularies spell bytes: printable Latin-1 as itself, the rest in order from U+0100."""
+    """Map characters to bytes as byte-level vocabularies do: printable Latin-1 as itself, the rest in order from
+    U+0100."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(0x100 + n): byte for n, byte in enumerate(others)}
@@ -264,13 +268,14 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _content(token: Any) -> str | None:
-    """A token as the config files spell it: a string, or an object with its flags."""
+    """Return the text of a token given as a string or as an object with flags."""
     token = token.get("content") if isinstance(token, dict) else token
     return token if isinstance(token, str) else None
 
 
 def _special_tokens(config: dict[str, Any]) -> dict[str, Any]:
-    """The variables a template finds them under: bos_token, eos_token, ..., additional_special_tokens."""
+    """Return the special tokens under the names that templates use: bos_token, eos_token, ...,
+    additional_special_tokens."""
     extra = config.get("extra_special_tokens")
     named = {**config, **extra} if isinstance(extra, dict) else config
     found: dict[str, Any] = {
@@ -283,12 +288,12 @@ def _special_tokens(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _add_missing_tokens(tokenizer: Tokenizer, config: dict[str, Any], special_tokens: dict[str, Any]) -> None:
-    """Tokens that only the config declares, in the order of their ids, and the special ones among those there."""
+    """Add tokens that only the config declares, in the order of their ids, and mark special ones."""
     declared = config.get("added_tokens_decoder")
     if isinstance(declared, dict):
         for token_id, flags in sorted((int(key), value) for key, value in declared.items() if key.isdecimal()):
             content = _content(flags)
-            # The library numbers what it adds; one that would get another id than the model was trained with stays out.
+            # The library assigns ids itself; a token that would get another id than in training is left out.
             if content and tokenizer.token_to_id(content) is None and token_id == tokenizer.get_vocab_size(True):
                 names = ("single_word", "lstrip", "rstrip", "normalized", "special")
                 tokenizer.add_tokens([AddedToken(content, **{n: bool(flags[n]) for n in names if n in flags})])
@@ -299,7 +304,7 @@ def _add_missing_tokens(tokenizer: Tokenizer, config: dict[str, Any], special_to
 
 
 def _template_sources(directory: Path, config: dict[str, Any]) -> dict[str, str]:
-    """Template name -> text. Files win over the config, in which several may be given as a list."""
+    """Map template names to texts. Files override the config, which may list several templates."""
     given = config.get("chat_template")
     if isinstance(given, list):
         sources = {str(entry["name"]): str(entry["template"]) for entry in given if isinstance(entry, dict)}
