@@ -27,7 +27,7 @@ def require_admin(request: Request) -> None:
     """Guard an endpoint that shows every tenant's data. Raises ApiError 403 where keys are configured and this one is
     no admin key."""
     if not request.app.state.keyring.is_admin(request.state.tenant):
-        message = "This key may see its own alone; one of server.admin_keys may see everybody's."
+        message = "This key may see only its own data; server.admin_keys may see everybody's."
         raise ApiError(403, message, code="forbidden")
 
 

@@ -1,1 +1,1 @@
-"""What lies below the endpoints: the server, connections, bodies, event streams."""
+"""The layers below the endpoints: server, connections, bodies, event streams."""

@@ -1,4 +1,4 @@
-"""From bytes on the wire to a validated request, within limits of size, time and depth."""
+"""Reads a request body and validates it, within limits of size, time and depth."""
 
 import asyncio
 import re
@@ -28,7 +28,7 @@ T = TypeVar("T", bound=RequestModel)
 
 
 async def parse_body(request: Request, model: type[T], limits: LimitSettings) -> tuple[T, dict[str, str]]:
-    """The request and the headers its answer must carry. Raises ApiError, or ClientGone."""
+    """Return the parsed request and the headers that its answer must carry. Raises ApiError or ClientGone."""
     body = parse_json(await read_body(request, max_bytes=limits.body_bytes, timeout_s=limits.body_timeout_s))
     check_body(body, limits)
     try:
@@ -40,7 +40,7 @@ async def parse_body(request: Request, model: type[T], limits: LimitSettings) ->
 
 
 async def read_body(request: Request, *, max_bytes: int, timeout_s: float) -> bytes:
-    # A page in a browser can send other types to a loopback port without being asked; JSON it cannot.
+    # Web pages may send other content types to a loopback port without permission, but not JSON.
     if not _JSON_TYPE.match(request.headers.get("content-type", "")):
         raise ApiError(415, "The content type must be application/json.", code="unsupported_media_type")
     message = f"The request body is larger than {max_bytes} bytes (limits.body_bytes)."
@@ -53,7 +53,7 @@ async def read_body(request: Request, *, max_bytes: int, timeout_s: float) -> by
         async with asyncio.timeout(timeout_s):
             async for chunk in request.stream():
                 body += chunk
-                if len(body) > max_bytes:  # counted while reading: a chunked body declares nothing
+                if len(body) > max_bytes:  # counted while reading, because a chunked body declares no length
                     raise too_large
     except TimeoutError:
         raise ApiError(408, f"No complete request body within {timeout_s:g} s.", code="request_timeout") from None
@@ -63,7 +63,7 @@ async def read_body(request: Request, *, max_bytes: int, timeout_s: float) -> by
 
 
 def parse_json(data: bytes) -> dict[str, object]:
-    """Refuses what is no JSON object: bad UTF-8, lone surrogates, NaN, and more than 200 levels."""
+    """Raises ApiError for anything but a JSON object: bad UTF-8, lone surrogates, NaN, or more than 200 levels."""
     try:
         body = from_json(data, allow_inf_nan=False)
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""What a body may hold, beyond the types and ranges of its schema: counted before anything is built from it."""
+"""Limits what a body may hold beyond the types and ranges of its schema. Checked before anything is built from it."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -8,7 +8,7 @@ import msgspec
 from app.errors import ApiError, invalid
 from app.settings.settings import LimitSettings
 
-# field -> the limit of its number, or of how many it holds
+# field -> the setting that limits its number, or the number of its items
 _NUMBERS = {"n": "choices", "logprobs": "logprobs", "top_logprobs": "logprobs"}
 _COUNTS = {
     "messages": "messages",
@@ -21,7 +21,7 @@ _COUNTS = {
 
 
 def check_body(body: dict[str, Any], limits: LimitSettings) -> None:
-    """Raises ApiError 400. What has the wrong type altogether is the schema's to name."""
+    """Raises ApiError 400. Wrong types are left to the schema."""
     if _is_deeper(body, limits.json_depth):
         raise invalid(f"The body has more than {limits.json_depth} levels.", code="invalid_json")
     for name, limit in _NUMBERS.items():
@@ -44,7 +44,7 @@ def _too_much(param: str, allowed: str, limit: str) -> ApiError:
 
 
 def _schemas(body: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The JSON schemas in a body, with the field that holds them."""
+    """Yield the JSON schemas in a body, each with the name of the field that holds it."""
     found: list[tuple[str, object]] = [
         ("response_format", _at(body, "response_format", "json_schema", "schema")),
         ("structured_outputs", _at(body, "structured_outputs", "json")),
@@ -66,7 +66,7 @@ def _at(value: object, *path: str) -> object:
 
 
 def _is_deeper(value: object, levels: int) -> bool:
-    """Whether objects and lists stand in each other more than `levels` deep. Level by level: no recursion."""
+    """Whether objects and lists are nested more than `levels` deep. Works level by level, without recursion."""
     layer = [value] if isinstance(value, dict | list) else []
     for _ in range(levels):
         if not layer:

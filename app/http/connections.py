@@ -1,4 +1,5 @@
-"""What a connection may do before there is a request: bounded in number, in time, and answered in the envelope."""
+"""Bounds the number of connections and the time each may take before its request is complete, and reports violations in
+the error envelope."""
 
 import asyncio
 import resource
@@ -9,14 +10,15 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from app.errors import ApiError, overloaded
 
-SPARE_FILES = 64  # kept for what the server opens itself, and for telling those who come that it has no more
+SPARE_FILES = 64  # kept free for files that the server opens, and for connections that are accepted only to be refused
 
 
 class BoundedConnection(H11Protocol):
-    """uvicorn's connection with the time limits it lacks. On the event loop, as all protocols are."""
+    """uvicorn's connection with the time limits it lacks. Runs on the event loop, like all protocols."""
 
     def __init__(self, *, most: int, header_timeout_s: float, **uvicorns: Any) -> None:
-        """`most` connections at once, this one included; so long may a request's headers take to arrive."""
+        """most: connections allowed at once, including this one. header_timeout_s: how long a request's headers may
+        take."""
         super().__init__(**uvicorns)
         self._most = most
         self._header_timeout_s = header_timeout_s
@@ -25,7 +27,7 @@ class BoundedConnection(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         if len(self.connections) > self._most or _is_among_the_last(transport.get_extra_info("socket").fileno()):
-            self._end(overloaded(1.0, message="The server has as many connections as it takes; try again shortly."))
+            self._end(overloaded(1.0, message="The server has reached its limit of connections; try again shortly."))
         self._watch()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -43,20 +45,22 @@ class BoundedConnection(H11Protocol):
         self._watch()
 
     def timeout_keep_alive_handler(self) -> None:
-        if self.transport.get_write_buffer_size():  # an answer that nobody reads: closing would wait for its reader
+        # the client does not read its answer, so a clean close would wait for it
+        if self.transport.get_write_buffer_size():
             self.transport.abort()
         super().timeout_keep_alive_handler()
 
     def send_400_response(self, msg: str) -> None:
-        """uvicorn's name for what is no HTTP."""
+        """Answer bytes that are not HTTP. (The name is uvicorn's.)"""
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             self._end(ApiError(400, msg, code="invalid_http"))
-        else:  # in the middle of an answer
+        else:  # an answer has begun
             self.transport.close()
 
     def _watch(self) -> None:
-        """A time limit while the client's part of a request is missing: at first, between its headers, and where an
-        answer came before the end of the body. While one is under way others keep the time; between two, keep-alive."""
+        """Keep a time limit running while the client's part of a request is incomplete: before the first request,
+        between headers, and where an answer came before the end of the body. While a request is handled, other limits
+        apply; between requests, keep-alive does."""
         answering = self.cycle is not None and not self.cycle.response_complete
         resting = self.timeout_keep_alive_task is not None and self.conn.their_state is h11.IDLE
         if answering or resting or self.transport.is_closing():
@@ -80,7 +84,7 @@ class BoundedConnection(H11Protocol):
             self.transport.abort()
 
     def _end(self, error: ApiError) -> None:
-        """Say why, and hang up."""
+        """Send the error and close the connection."""
         body = error.body()
         headers = {
             **error.headers,
@@ -95,7 +99,7 @@ class BoundedConnection(H11Protocol):
 
 
 def raise_file_limit(connections: int) -> None:
-    """Let this process open what so many connections take, as far as the system allows it."""
+    """Let this process open the files that this many connections need, as far as the system permits."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = connections + 2 * SPARE_FILES
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -105,7 +109,7 @@ def raise_file_limit(connections: int) -> None:
 
 
 def _is_among_the_last(descriptor: int) -> bool:
-    """Whether nearly all files that the process may open are open: a new one gets the lowest number that is free. Where
-    none is left, a connection cannot even be accepted to be told so."""
+    """Whether nearly all files that the process may open are in use. A new file gets the lowest free number. When none
+    is left, a connection cannot even be accepted in order to be refused."""
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return limit != resource.RLIM_INFINITY and descriptor >= limit - min(SPARE_FILES, limit // 4)

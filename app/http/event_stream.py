@@ -1,4 +1,4 @@
-"""Server-sent events, and what happens when nobody listens any more."""
+"""Server-sent events, and the end of work whose client has gone."""
 
 import asyncio
 import time
@@ -18,7 +18,7 @@ DONE = b"data: [DONE]\n\n"
 HEADERS = {
     "content-type": "text/event-stream; charset=utf-8",
     "cache-control": "no-cache",
-    "x-accel-buffering": "no",  # a proxy that buffers would turn a stream into one late answer
+    "x-accel-buffering": "no",  # a buffering proxy would turn the stream into one late answer
 }
 
 T = TypeVar("T")
@@ -26,10 +26,10 @@ _encode = msgspec.json.Encoder().encode
 
 
 async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """Run `work`; when the client closes the connection first, cancel it and raise ClientGone.
+    """Run `work`; if the client disconnects first, cancel it and raise ClientGone.
 
-    The request's body must have been read. Servers tell a handler only if it asks: plain answers need this as much as
-    streams do.
+    The request's body must have been read. A server reports a disconnect only to a handler that waits for it, so plain
+    answers need this as much as streams do.
     """
 
     async def hang_up() -> None:
@@ -50,13 +50,13 @@ async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
 
 
 def event(data: object, name: str | None = None) -> bytes:
-    """One server-sent event; `name` is its type, for protocols that have types."""
+    """Encode one server-sent event; `name` is its type, for protocols that have types."""
     head = b"" if name is None else b"event: " + name.encode() + b"\n"
     return head + b"data: " + _encode(data) + b"\n\n"
 
 
 class Deltas(Protocol):
-    """`generation.Generation`, or several as one."""
+    """A `Generation`, or several of them as one."""
 
     async def wait_first(self, timeout_s: float) -> None: ...
 
@@ -68,25 +68,25 @@ class Deltas(Protocol):
 
 
 class Frames(Protocol):
-    """How a protocol says a generation, in whole events."""
+    """Encodes a generation as complete events of one protocol."""
 
     ping: bytes
 
     def opening(self) -> bytes: ...
 
     def delta(self, delta: Delta) -> bytes:
-        """May be empty."""
+        """May return no bytes."""
         ...
 
     def closing(self) -> bytes: ...
 
     def failed(self, error: ApiError) -> bytes:
-        """The last events of a stream that an error ends."""
+        """Encode the last events of a stream that ends with an error."""
         ...
 
 
 async def send_within(send: Send, data: bytes, timeout_s: float) -> None:
-    """A part of a body. Raises ClientGone when the client does not take it in time."""
+    """Send a part of a body. Raises ClientGone if the client does not take it in time."""
     try:
         async with asyncio.timeout(timeout_s):
             await send({"type": "http.response.body", "body": data, "more_body": True})
@@ -95,10 +95,10 @@ async def send_within(send: Send, data: bytes, timeout_s: float) -> None:
 
 
 class EventStream(Response):
-    """A generation as a stream of events.
+    """Streams a generation as events.
 
-    An error before the first token is still an ordinary error answer; a later one is the stream's last event. A slow
-    client slows only itself: `send` waits, and the engine's outputs merge meanwhile.
+    An error before the first token is answered like any other error; a later one becomes the stream's last event. A
+    slow client slows only itself: `send` waits, and the engine's outputs are merged meanwhile.
     """
 
     def __init__(
@@ -147,7 +147,7 @@ class EventStream(Response):
         await send_within(send, data, self._send_timeout_s)
 
     async def _keep_alive(self, send: Send) -> None:
-        """A comment when nothing was sent for a while: proxies cut silent connections."""
+        """Send a ping whenever nothing was sent for a while, because proxies cut silent connections."""
         while True:
             await asyncio.sleep(self._sent_s + self._ping_s - time.monotonic())
             if time.monotonic() - self._sent_s >= self._ping_s:

@@ -1,7 +1,7 @@
-"""The name by which a server is asked, where no key says who asks.
+"""Checks the host name under which a server without API keys is addressed.
 
-A page on the internet can have its own name resolve to a loopback address; the browser then takes our server for that
-page's own and lets it read every answer. Such a name has a dot, and none of ours has.
+A web page can have its own host name resolve to a loopback address. The browser then treats our server as that page's
+own and lets the page read every answer. Such a name contains a dot; the names that we accept by default do not.
 """
 
 import ipaddress
@@ -9,8 +9,9 @@ from collections.abc import Collection
 
 
 def is_ours(host_header: str, names: Collection[str]) -> bool:
-    """host_header: `name`, `name:port` or `[address]:port`; empty where a client sent none, which no browser does.
-    Ours are addresses, names without a dot, those below `localhost`, and `names` (lower case)."""
+    """Whether a Host header names this server. host_header: `name`, `name:port` or `[address]:port`, or empty if the
+    client sent none, which no browser does. Accepted are addresses, names without a dot, names below `localhost`, and
+    `names` (lower case)."""
     name = _name(host_header).lower().removesuffix(".")
     return "." not in name or name in names or name.endswith(".localhost") or _is_address(name)
 

@@ -1,4 +1,5 @@
-"""Around every request: an id, a status in the metrics, keys checked, no exception that leaves without an envelope."""
+"""Wraps every request: assigns an id, counts its status, checks keys, and answers every exception with the error
+envelope."""
 
 import logging
 import re
@@ -15,7 +16,7 @@ from app.observe import logs, tracing
 from app.tenancy.keyring import Keyring
 
 OPEN_PATHS = frozenset({"/health", "/v1/health", "/ready", "/", "/docs"})
-OPEN_BELOW = "/page/"  # the pages' files, which hold no data; what the pages ask for needs a key
+OPEN_BELOW = "/page/"  # the page's files, which hold no data; the requests that the page makes need a key
 CLIENT_CLOSED_REQUEST = 499
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._\-]{1,128}")
 
@@ -24,7 +25,7 @@ access_log = logging.getLogger("reprise.access")
 
 
 class RequestContext:
-    """Outermost. `on_done(scope, status)` hears about every request once."""
+    """The outermost layer. Calls `on_done(scope, status)` once for every request."""
 
     def __init__(self, app: ASGIApp, *, on_done: Callable[[Scope, int], None], log_access: bool) -> None:
         self._app = app
@@ -75,16 +76,17 @@ class RequestContext:
 
 
 def _two_lengths() -> ApiError:
-    """A proxy in front may believe the other one: what it takes for the body's end would be somebody's next request."""
+    """Refuse a request with both lengths. A proxy may use the other one, and would then take part of the body for
+    another client's next request."""
     message = "A request has either Content-Length or Transfer-Encoding."
     return ApiError(400, message, code="invalid_request", headers={"connection": "close"})
 
 
 class Authentication:
-    """Every path but health and the page needs a key, unknown ones too. Sets the tenant."""
+    """Requires a key for every path except health and the page, also for unknown paths. Sets the tenant."""
 
     def __init__(self, app: ASGIApp, *, keyring: Keyring, hostnames: Collection[str]) -> None:
-        """hostnames: further names by which a server without keys may be asked."""
+        """hostnames: further host names accepted by a server without keys."""
         self._app = app
         self._keyring = keyring
         self._hostnames = {name.lower() for name in hostnames}
@@ -96,7 +98,7 @@ class Authentication:
                 await _unknown_host().response(scope["path"])(scope, receive, send)
                 return
             authorization = headers.get("authorization")
-            if authorization is None and "x-api-key" in headers:  # as Anthropic's clients send it
+            if authorization is None and "x-api-key" in headers:  # sent by Anthropic's clients
                 authorization = f"Bearer {headers['x-api-key']}"
             tenant = self._keyring.tenant(authorization)
             if tenant is None:
@@ -113,9 +115,7 @@ class Authentication:
 
 
 def _unknown_host() -> ApiError:
-    message = (
-        "This server is not known by this name, and no key says who asks: set server.hostnames or server.api_keys."
-    )
+    message = "Without API keys, this server does not accept this host name: set server.hostnames or server.api_keys."
     return ApiError(403, message, code="unknown_host")
 
 

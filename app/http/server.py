@@ -1,4 +1,4 @@
-"""uvicorn with a drain: at SIGTERM or SIGINT running answers go on, new ones are told to come back."""
+"""uvicorn with a graceful end: after SIGTERM or SIGINT, running answers continue and new requests are told to retry."""
 
 import asyncio
 import logging
@@ -17,7 +17,7 @@ from app.turn.service import Service
 from engine.messages import ModelInfo
 from engine.process.client import EngineFailed
 
-LAST_WORDS_S = 5.0  # after drain_s: for the engine to end its answers, and for the last bytes to leave
+LAST_WORDS_S = 5.0  # after drain_s, for the engine to end its answers and for the last bytes to be sent
 KEEP_ALIVE_S = 75  # longer than the minute after which clients' pools drop idle connections
 
 
@@ -29,9 +29,8 @@ def log_failure(problem: str) -> None:
 
 
 class HttpServer(uvicorn.Server):
-    """`run` returns when all is over; then `failure` says why a model could not be served, and `force_exit` whether a
-    third signal cut the answers off.
-    """
+    """Serves the app. When `run` has returned, `failure` says why a model could not be served, and `force_exit` whether
+    a third signal cut the answers off."""
 
     def __init__(
         self,
@@ -41,7 +40,7 @@ class HttpServer(uvicorn.Server):
         on_ready: Callable[[ModelInfo, str], None],
         on_failure: Callable[[str], None] = log_failure,
     ) -> None:
-        """One of the two is called, as soon as it is known whether the model can be served."""
+        """One of the two callbacks is called, as soon as it is known whether the model can be served."""
         config = uvicorn.Config(
             app,
             host=settings.server.host,
@@ -71,7 +70,7 @@ class HttpServer(uvicorn.Server):
         self._announcing: asyncio.Task[None] | None = None
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """The first signal drains, the second ends running answers where they are, the third leaves at once."""
+        """Drain after the first signal, end running answers early after the second, exit at once after the third."""
         if self._drain_started_s is None:
             self._drain_started_s = time.monotonic()
             self._service.draining = True
@@ -91,7 +90,7 @@ class HttpServer(uvicorn.Server):
         return await super().on_tick(counter)
 
     def serve_forever(self) -> None:
-        """Listen first: a port that is taken is no reason to load a model. Raises OSError."""
+        """Bind the port before loading the model, so that an occupied port is reported at once. Raises OSError."""
         raise_file_limit(self._most_connections)
         host, port = self.config.host, self.config.port
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]

@@ -1,1 +1,1 @@
-"""Who may do how much: keys, places, rates, quotas and weights."""
+"""Limits what each client may do: keys, places, rates, quotas and weights."""

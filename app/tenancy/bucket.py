@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class Bucket:
-    """Holds up to a minute's worth. What is taken need not be there: its cost may be known only afterwards, and what
-    was overdrawn is waited for."""
+    """Holds up to one minute's allowance. More may be taken than is there, because a cost may be known only afterwards;
+    later callers then wait until the overdraft is made up."""
 
     per_minute: int
     level: float
@@ -21,7 +21,8 @@ class Bucket:
         self.level -= amount
 
     def wait_s(self, amount: float, now: float) -> float:
-        """Seconds until `amount` is there, of which there is never more than the whole."""
+        """Return the seconds until `amount` is available; an amount above the allowance counts as the whole
+        allowance."""
         self._fill(now)
         return max(0.0, min(amount, self.per_minute) - self.level) * 60.0 / self.per_minute
 

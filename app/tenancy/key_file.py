@@ -1,15 +1,15 @@
-"""The file of API keys: TOML, a table per key, hashed, readable by its owner alone.
+"""The file of API keys: TOML, one table per key, keys stored as hashes, accessible to its owner only.
 
-[alice]
-sha256 = "9f86d081..."
-admin = true                  # also /v1/scheduler and everybody's events
-requests = 8                  # limits.key_requests and so on, for this key
-requests_per_minute = 600
-tokens_per_minute = 1000000
-sessions = 500
-cache_gib = 4.0
+    [alice]
+    sha256 = "9f86d081..."
+    admin = true                  # also /v1/scheduler and everybody's events
+    requests = 8                  # limits.key_requests and so on, for this key
+    requests_per_minute = 600
+    tokens_per_minute = 1000000
+    sessions = 500
+    cache_gib = 4.0
 
-The server follows the file: a key that is taken out of it opens nothing a second later.
+The server follows changes: a key removed from the file is refused a second later.
 """
 
 import asyncio
@@ -30,13 +30,13 @@ from app.tenancy.keyring import Key, KeyLimits, digest_of
 NAME = re.compile(r"[A-Za-z0-9_\-]{1,64}")
 _HEADER = re.compile(r"""\s*\[\s*([A-Za-z0-9_\-]+|"[^"\\]*"|'[^']*')\s*\]\s*(#.*)?$""")
 MAX_FILE_BYTES = 1 << 22
-LOOK_S = 1.0  # between two looks whether the file has changed
+LOOK_S = 1.0  # between checks whether the file has changed
 
 log = logging.getLogger(__name__)
 
 
 class KeyFileError(Exception):
-    """The file cannot be used. The message names it, the key and what is wrong; never a hash."""
+    """The file cannot be used. The message names the file, the key and the problem, but never a hash."""
 
 
 class _Entry(BaseModel):
@@ -65,7 +65,7 @@ class _Entry(BaseModel):
 
 
 def load_keys(path: Path, default: KeyLimits) -> list[Key]:
-    """At least one: a file without keys must not open the server to everybody. Raises KeyFileError."""
+    """Return the keys, at least one: a file without keys must not open the server to everybody. Raises KeyFileError."""
     keys = _keys(path, default)
     if not keys:
         raise KeyFileError(f"{path} has no keys; `reprise keys add NAME` makes one")
@@ -75,11 +75,11 @@ def load_keys(path: Path, default: KeyLimits) -> list[Key]:
 async def follow_keys(
     path: Path, default: KeyLimits, use: Callable[[list[Key]], None], *, look_s: float = LOOK_S
 ) -> None:
-    """Hand the file's keys over whenever it has changed, and once at the beginning; until cancelled. There may be none
-    left. A file that cannot be used changes nothing, and the log says why."""
+    """Call `use` with the file's keys at the start and after every change, until cancelled. The list may be empty. A
+    file that cannot be used changes nothing and is reported in the log."""
     seen: tuple[int, ...] | None = None
     while True:
-        # On a thread: the file may lie on a network.
+        # in a thread, because the file may be on a network file system
         stamp = await asyncio.to_thread(_stamp, path)
         if stamp != seen:
             try:
@@ -95,7 +95,8 @@ async def follow_keys(
 
 
 def _stamp(path: Path) -> tuple[int, ...]:
-    """Another one when the file was written, replaced, or its mode changed; empty while it is not there."""
+    """Return a value that differs after the file was written, replaced, or had its mode changed; empty if there is no
+    file."""
     try:
         status = path.stat()
     except OSError:
@@ -116,7 +117,7 @@ def _keys(path: Path, default: KeyLimits) -> list[Key]:
 
 
 def add_key(path: Path, name: str, *, admin: bool) -> str:
-    """A new key, of which the file keeps the hash alone. Makes the file where there is none. Raises KeyFileError."""
+    """Add a new key and return it; the file keeps only its hash. Creates the file if necessary. Raises KeyFileError."""
     if not NAME.fullmatch(name):
         raise KeyFileError(f"{name[:64]!r}: a name has 1 to 64 letters, digits, '_' or '-'")
     if path.exists() and name in _read(path):
@@ -133,7 +134,7 @@ def add_key(path: Path, name: str, *, admin: bool) -> str:
 
 
 def remove_key(path: Path, name: str) -> None:
-    """Take a key out, and leave the rest of the file as somebody wrote it. Raises KeyFileError."""
+    """Remove a key and leave the rest of the file as its author wrote it. Raises KeyFileError."""
     before = _read(path)
     if name not in before:
         raise KeyFileError(f"{path} has no key of the name {name[:64]!r}")
@@ -145,7 +146,7 @@ def remove_key(path: Path, name: str) -> None:
         if not is_out:
             kept.append(line)
     text = "".join(kept)
-    # Whoever wrote the table in another of TOML's ways has to take it out by hand.
+    # A table written in another of TOML's forms must be removed by hand.
     try:
         is_right = tomllib.loads(text) == {other: table for other, table in before.items() if other != name}
     except ValueError:
@@ -166,7 +167,8 @@ def remove_key(path: Path, name: str) -> None:
 
 def _read(path: Path) -> dict[str, object]:
     try:
-        # Not blocking: a FIFO would wait for a writer for ever, and with it the next look and the end of the server.
+        # Non-blocking: opening a FIFO would wait for a writer for ever, and so would the next check and the server's
+        # end.
         with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
             status = os.fstat(file.fileno())
             if not stat.S_ISREG(status.st_mode):

@@ -1,8 +1,8 @@
-"""Who may have how many answers under way, and when to come back who was turned away.
+"""Limits how many answers each tenant may run at once, and tells refused clients when to retry.
 
-Places are counted in choices, running and waiting: what the engine would refuse is refused before it is tokenized. A
-tenant beyond its share gets 429, whatever the others do; a server without a place gets 503. A key may have allowances
-per minute, too: of requests, and of the tokens of its prompts and answers.
+Places are counted in choices, running and waiting, so a request that the engine would refuse is refused before it is
+tokenized. A tenant beyond its share gets 429, whatever the others do; a server without a free place answers 503. A key
+may also have allowances per minute: of requests, and of the tokens of its prompts and answers.
 """
 
 import math
@@ -14,13 +14,14 @@ from app.errors import overloaded, too_fast, too_many_requests
 from app.tenancy.bucket import Bucket
 from app.tenancy.keyring import NO_LIMITS, KeyLimits
 
-MIN_RETRY_S, MAX_RETRY_S = 1.0, 60.0  # clients of OpenAI's kind believe no longer wait
-RATE_WINDOW = 64  # endings
+MIN_RETRY_S, MAX_RETRY_S = 1.0, 60.0  # OpenAI's clients ignore longer waits
+RATE_WINDOW = 64  # number of recent endings from which the rate is computed
 
 
 class Places:
-    """One per app, on its event loop. `places` of the whole server, of which one tenant may hold `tenant_places`;
-    `running` of them can be worked on at once."""
+    """Counts the places in use. One per app; to be used on its event loop.
+    places: of the whole server. tenant_places: the most that one tenant may hold. running: how many the engine works on
+    at once."""
 
     def __init__(
         self,
@@ -38,16 +39,18 @@ class Places:
         self._clock = clock
         self._limits = limits
         self._tenants: dict[str, int] = {}  # tenant -> places it holds
-        self._requests: dict[str, Bucket] = {}  # of tenants with an allowance; there are no more tenants than keys
+        self._requests: dict[str, Bucket] = {}  # of tenants with an allowance, so at most one per key
         self._tokens: dict[str, Bucket] = {}
-        self._endings = deque((clock(),), RATE_WINDOW)  # since the server was last idle, then of each place
+        # time at which the server was last idle, then the time each place was left
+        self._endings = deque((clock(),), RATE_WINDOW)
 
     def places_of(self, tenant: str) -> int:
-        """Those that a tenant may hold."""
+        """Return how many places a tenant may hold."""
         return min(self._limits(tenant).requests or self.tenant_places, self.places)
 
     def request(self, tenant: str) -> None:
-        """Count a request that has a body. Raises ApiError 429 for a tenant that has had all of its minute's."""
+        """Count a request that has a body. Raises ApiError 429 for a tenant whose allowance for the minute is used
+        up."""
         bucket = self._requests_of(tenant)
         if bucket is not None:
             if wait_s := bucket.wait_s(1, self._clock()):
@@ -56,7 +59,7 @@ class Places:
             bucket.take(1, self._clock())
 
     def spend(self, tenant: str, tokens: int) -> None:
-        """Count tokens, there or not: `enter` waits for what was overdrawn."""
+        """Count tokens, even beyond the allowance; `enter` then waits until the overdraft is made up."""
         if (bucket := self._tokens_of(tenant)) is not None:
             bucket.take(tokens, self._clock())
 
@@ -70,7 +73,7 @@ class Places:
             raise too_fast("tokens", bucket.per_minute, retry_after_s=_bounded(wait_s), headers=headers)
         tenant_places = self.places_of(tenant)
         if held + count > tenant_places < self.places:
-            # Its own places become free at its share of the rate.
+            # A tenant's places become free at its share of the server's rate.
             wait_s = _bounded(self.taken / held * self._gap_s if held else 0.0)
             raise too_many_requests(tenant_places, retry_after_s=wait_s, headers=self.headers(tenant))
         if self.taken + count > self.places:
@@ -83,7 +86,7 @@ class Places:
         return Ticket(self, tenant, count)
 
     def leave(self, tenant: str, count: int) -> None:
-        """For `Ticket`."""
+        """Free places. Called by `Ticket`."""
         self.taken -= count
         self._tenants[tenant] -= count
         if not self._tenants[tenant]:
@@ -92,12 +95,12 @@ class Places:
 
     @property
     def retry_after_s(self) -> float:
-        """Seconds until those that wait now will run, as fast as places have become free of late."""
+        """Seconds until the answers now waiting will run, if places become free at the recent rate."""
         return _bounded(max(1, self.taken - self._running) * self._gap_s)
 
     def headers(self, tenant: str) -> dict[str, str]:
-        """What is left to a tenant, OpenAI's way: of its minute's requests where they are limited, else of its places,
-        of which a request with n choices takes n."""
+        """Return OpenAI's rate-limit headers: the requests left in the minute if they are limited, else the places
+        left, of which a request with n choices takes n."""
         if (bucket := self._requests_of(tenant)) is not None:
             said = self._left("requests", bucket)
         else:
@@ -127,14 +130,14 @@ class Places:
     def _bucket(self, buckets: dict[str, Bucket], tenant: str, per_minute: int) -> Bucket | None:
         if not per_minute:
             return None
-        if tenant not in buckets or buckets[tenant].per_minute != per_minute:  # new, or limited otherwise since
+        if tenant not in buckets or buckets[tenant].per_minute != per_minute:  # new, or its limit has changed
             buckets[tenant] = Bucket.full(per_minute, self._clock())
         return buckets[tenant]
 
     @property
     def _gap_s(self) -> float:
-        """Mean time between two endings. While few are known: those that run began together, and are taken to end
-        together after as long again, so that half of them count as done."""
+        """Mean time between two endings. While few are known, running answers are assumed to have begun together and to
+        end together after as long again, so half of them count as done."""
         done = len(self._endings) - 1.0
         if len(self._endings) < RATE_WINDOW:
             done = max(1.0, done, min(self.taken, self._running) / 2)
@@ -142,7 +145,7 @@ class Places:
 
 
 class Ticket:
-    """The places of one request, until it leaves."""
+    """The places that one request holds until it leaves."""
 
     def __init__(self, places: Places, tenant: str, count: int) -> None:
         self._places = places
@@ -158,14 +161,14 @@ class Ticket:
         return self._places.retry_after_s
 
     def leave(self) -> None:
-        """Idempotent."""
+        """Free the places. Idempotent."""
         count, self._count = self._count, 0
         if count:
             self._places.leave(self._tenant, count)
 
 
 def duration(seconds: float) -> str:
-    """As OpenAI writes it: 0s, 120ms, 7s, 6m0s, 1h2m3s."""
+    """Format a time as OpenAI does: 0s, 120ms, 7s, 6m0s, 1h2m3s."""
     if 0 < seconds < 1:
         return f"{math.ceil(seconds * 1e3)}ms"
     minutes, rest = divmod(math.ceil(seconds), 60)

@@ -1,5 +1,8 @@
-"""How many conversations a key may keep, and how much KV: the longest unused leave, and what cannot leave stops new
-answers. Looked at behind each answer, so that running ones may exceed it for as long as they run."""
+"""Limits how many conversations a key may keep and how much KV.
+
+Sessions unused for longest are deleted first; if what cannot be deleted still exceeds a quota, new answers are refused.
+Checked after each answer, so running answers may exceed a quota until they end.
+"""
 
 import asyncio
 import secrets
@@ -10,12 +13,12 @@ from app.errors import ApiError, quota_exceeded
 from app.tenancy.keyring import KeyLimits
 from engine.messages import SessionInfo, SessionReply, SessionRequest
 
-PAGE = 1000  # sessions asked for at once
-LOOK_S = 1.0  # between two looks at the sessions of one tenant: the engine walks over all their blocks
+PAGE = 1000  # sessions per listing
+LOOK_S = 1.0  # between two checks of one tenant, because the engine walks all blocks of its sessions
 
 
 class Quotas:
-    """One per app, on its event loop."""
+    """Enforces the quotas. One per app; to be used on its event loop."""
 
     def __init__(
         self,
@@ -30,15 +33,17 @@ class Quotas:
         self._ask = ask
         self._delete = delete
         self._look_s = look_s
-        self._over: dict[str, str] = {}  # tenant -> what it has too much of although all that could leave has left
-        self._looks: dict[str, asyncio.Task[None]] = {}  # tenant -> the look that is under way or due
+        # tenant -> what exceeds its quota even after all deletable sessions were deleted
+        self._over: dict[str, str] = {}
+        self._looks: dict[str, asyncio.Task[None]] = {}  # tenant -> its running or scheduled check
         self._looked_s: dict[str, float] = {}
 
     async def check(self, tenant: str) -> None:
-        """Before an answer. Raises ApiError 429 for a tenant that has too much, unless another look finds less."""
+        """Admit an answer. Raises ApiError 429 for a tenant over its quota, unless a new check finds that it is not any
+        more."""
         if tenant in self._over:
             self.changed(tenant)
-            if (look := self._looks.get(tenant)) is None:  # it has no quotas any more
+            if (look := self._looks.get(tenant)) is None:  # its quotas were removed
                 del self._over[tenant]
             else:
                 await asyncio.shield(look)
@@ -46,7 +51,7 @@ class Quotas:
             raise quota_exceeded(self._over[tenant], retry_after_s=self._look_s)
 
     def changed(self, tenant: str) -> None:
-        """Have a look soon, if the tenant has quotas at all."""
+        """Schedule a check, if the tenant has quotas."""
         limits = self._limits(tenant)
         if (limits.sessions or limits.cache_bytes) and tenant not in self._looks:
             task = asyncio.create_task(self._look(tenant, limits))
@@ -68,13 +73,13 @@ class Quotas:
                 try:
                     await self._delete(_question(tenant, "delete", session_id=info.session_id))
                 except ApiError as error:
-                    if error.status not in (404, 409):  # gone already; or running again, so it stays
+                    if error.status not in (404, 409):  # deleted already, or running again and therefore kept
                         raise
                     if error.status == 409:
                         continue
                 kept.remove(info)
         except ApiError:
-            return  # the engine cannot say right now; the next answer asks again
+            return  # the engine cannot answer now; the next answer triggers another check
         if excess := excess_of(kept, limits):
             self._over[tenant] = excess
         else:
@@ -91,7 +96,7 @@ class Quotas:
 
 
 def excess_of(kept: list[SessionInfo], limits: KeyLimits) -> str:
-    """What there is too much of; empty: nothing."""
+    """Describe what exceeds a quota; empty if nothing does."""
     if limits.sessions and len(kept) > limits.sessions:
         return f"{len(kept)} conversations, of at most {limits.sessions}"
     if limits.cache_bytes and (held := sum(map(_size, kept))) > limits.cache_bytes:
@@ -100,8 +105,8 @@ def excess_of(kept: list[SessionInfo], limits: KeyLimits) -> str:
 
 
 def leaving(kept: list[SessionInfo], limits: KeyLimits) -> list[SessionInfo]:
-    """Those that have to leave, the longest unused first. Pinned and running ones stay, and so does the newest: it is
-    the one just used."""
+    """Return the sessions to delete, those unused for longest first. Pinned and running sessions stay, and so does the
+    newest, which was just used."""
     oldest_first = sorted(kept, key=lambda info: info.last_used_s)
     stays = len(kept)
     held = sum(map(_size, kept))

@@ -1,4 +1,4 @@
-"""What share of the engine a request asks for, by `service_tier` and `priority`."""
+"""The share of the engine that a request asks for, by `service_tier` and `priority`."""
 
 from app.schemas.fields import GenerationRequest
 
@@ -7,8 +7,8 @@ MIN_WEIGHT = 1 / 16
 
 
 def service_tier(request: GenerationRequest, *, max_weight: float) -> tuple[str, float]:
-    """The tier it is served in, which its answer names, and its weight: twice as much for every step of `priority`
-    below 0, half for every step above. Where more is asked for than `max_weight`, it is served as the others are."""
+    """Return the tier that the answer names, and the weight: doubled for every step of `priority` below 0, halved for
+    every step above. A tier that weighs more than `max_weight` becomes the default tier; every weight is capped."""
     asked = request.service_tier if request.service_tier in WEIGHTS else "default"
     tier = asked if WEIGHTS[asked] <= max_weight else "default"
     weight = WEIGHTS[tier] * 2.0 ** -(request.priority or 0)

@@ -132,7 +132,7 @@ def test_only_damage_moves_a_file_in_use(path, code):
 ON_A_FULL_DISK = """
 import logging, resource, sqlite3, sys
 from pathlib import Path
-from app.transcript_db import Database
+from app.conversations.database import Database
 
 logging.basicConfig(stream=sys.stdout, format="%(message)s")
 _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)

@@ -282,7 +282,7 @@ def test_what_is_missing_or_broken_is_named(tmp_path):
 
 
 def test_no_tensor_library_is_loaded():
-    program = "import sys, app.tokenizer; print({'torch', 'transformers'} & set(sys.modules))"
+    program = "import sys, app.text.tokenizer; print({'torch', 'transformers'} & set(sys.modules))"
     done = subprocess.run(
         [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True
     )
