@@ -3,7 +3,7 @@ hold against these."""
 
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 
 
 class _Answer(BaseModel):
@@ -36,28 +36,32 @@ class AnthropicError(_Answer):
 class CacheUse(_Answer):
     """Where the prompt's KV came from. hbm + dram + disk + redis + computed tokens are the prompt in the window."""
 
-    session_id: str
-    hbm_tokens: int
-    dram_tokens: int
-    disk_tokens: int
-    redis_tokens: int
-    computed_tokens: int
-    history_tokens: int
-    truncated_tokens: int
-    shifted_tokens: int
-    miss_reasons: dict[str, int]
-    load_ms: float | None
+    session_id: str = Field(description="the conversation that the request was found to be")
+    hbm_tokens: int = Field(description="prompt tokens whose KV was in HBM")
+    dram_tokens: int = Field(description="prompt tokens whose KV was loaded from DRAM")
+    disk_tokens: int = Field(description="prompt tokens whose KV was loaded from disk")
+    redis_tokens: int = Field(description="0: Redis keeps no KV yet")
+    computed_tokens: int = Field(description="prompt tokens computed now")
+    history_tokens: int = Field(
+        description="prompt tokens that earlier turns had computed, of this conversation or another of the same key"
+    )
+    truncated_tokens: int = Field(description="history tokens that are no longer in the context")
+    shifted_tokens: int = Field(
+        description="tokens found at another position, since the client had dropped what stood before them"
+    )
+    miss_reasons: dict[str, int] = Field(description="why tokens were computed: reason to number of tokens")
+    load_ms: float | None = Field(description="how long loading the request's KV took")
 
 
 class AnswerTimings(_Answer):
     """Milliseconds; null where the engine had no time to say."""
 
-    queue_ms: float | None
-    load_ms: float | None
-    prefill_ms: float | None
-    ttft_ms: float | None
-    decode_ms: float | None
-    tokens_per_s: float | None
+    queue_ms: float | None = Field(description="from the arrival in the engine to the first step")
+    load_ms: float | None = Field(description="loading KV into HBM")
+    prefill_ms: float | None = Field(description="from the first step to the first token")
+    ttft_ms: float | None = Field(description="from the arrival to the first token")
+    decode_ms: float | None = Field(description="from the first token to the last")
+    tokens_per_s: float | None = Field(description="tokens after the first, by `decode_ms`")
 
 
 class PromptDetails(_Answer):
@@ -339,14 +343,14 @@ class ModelList(_Answer):
 class Session(_Answer):
     id: str
     object: Literal["session"]
-    tokens: int
-    truncated_tokens: int
-    blocks: dict[str, int]
-    bytes: dict[str, int]
-    last_used_at: float
-    expires_at: float | None
-    pinned: bool
-    running: bool
+    tokens: int = Field(description="tokens in the context")
+    truncated_tokens: int = Field(description="tokens no longer in the context")
+    blocks: dict[str, int] = Field(description="blocks by tier")
+    bytes: dict[str, int] = Field(description="bytes of KV by tier")
+    last_used_at: float = Field(description="Unix time")
+    expires_at: float | None = Field(description="Unix time; null while pinned")
+    pinned: bool = Field(description="a pinned session does not expire")
+    running: bool = Field(description="a request of it runs")
 
 
 class SessionList(_Answer):

@@ -49,7 +49,7 @@ class CacheMark(Part):
 
     may_be_marked = True
 
-    important: bool = False  # a truncation keeps it
+    important: bool = Field(False, description="a truncation keeps this message")
 
 
 class Message(Part):
@@ -61,7 +61,9 @@ class Message(Part):
     reasoning_content: str | None = None
     tool_calls: list[ToolCall] | None = Field(None, max_length=MAX_TOOLS)
     tool_call_id: str | None = Field(None, max_length=128)
-    x_cache: CacheMark | None = None
+    x_cache: CacheMark | None = Field(
+        None, description="what the cache is to know about the message; the model does not see it"
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -139,23 +141,29 @@ class ChatCompletionRequest(GenerationRequest):
     messages: Messages
     max_completion_tokens: int | None = Field(None, ge=1, le=1 << 31)
     add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
+    continue_final_message: bool | None = Field(
+        None, description="the last message is the beginning of the answer, which goes on from there"
+    )
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
-    chat_template_kwargs: TemplateArgs | None = None
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    chat_template_kwargs: TemplateArgs | None = Field(None, description="arguments of the model's chat template")
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = Field(
+        None, description="an argument of the model's chat template"
+    )
     tools: list[Tool] | None = Field(None, max_length=MAX_TOOLS)
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     function_call: Any = None
     response_format: ResponseFormat | None = None
-    structured_outputs: StructuredOutputs | None = None
-    guided_json: GivenSchema = None
-    guided_regex: Regex | None = None
-    guided_choice: Choices | None = None
-    guided_grammar: LarkGrammar | None = None
+    structured_outputs: StructuredOutputs | None = Field(None, description="vLLM's: the form of the answer")
+    guided_json: GivenSchema = Field(None, description="vLLM's: a JSON schema of the answer")
+    guided_regex: Regex | None = Field(None, description="vLLM's: a regular expression of the answer")
+    guided_choice: Choices | None = Field(None, description="vLLM's: the answers to choose from")
+    guided_grammar: LarkGrammar | None = Field(None, description="vLLM's: a Lark grammar of the answer")
     modalities: list[str] | None = Field(None, max_length=8)
-    client_shift: bool | None = None
+    client_shift: bool | None = Field(
+        None, description="serve a history that the client shortened from saved KV; default: `cache.client_shift`"
+    )
 
     @model_validator(mode="after")
     def _fits_together(self) -> "ChatCompletionRequest":

@@ -33,7 +33,9 @@ class CompletionRequest(GenerationRequest):
         BeforeValidator(_prompts, json_schema_input_type=str | list[str] | list[int] | list[list[int]]),
     ]
     max_tokens: int | None = Field(None, ge=0, le=1 << 31)
-    echo: bool | None = None
+    echo: bool | None = Field(
+        None, description="the answer begins with the prompt; with `logprobs` the prompt is scored"
+    )
     logprobs: int | None = Field(None, ge=0, le=20)
     add_special_tokens: bool | None = None
 

@@ -159,7 +159,9 @@ class GenerationRequest(Part):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     max_tokens: int | None = Field(None, ge=1, le=1 << 31)
-    min_tokens: int | None = Field(None, ge=0, le=1 << 31)
+    min_tokens: int | None = Field(
+        None, ge=0, le=1 << 31, description="the answer does not end before this many tokens"
+    )
     best_of: Literal[1] | None = None
     n: int | None = Field(None, ge=1, le=128)
     temperature: float | None = Field(None, ge=0, le=2)
@@ -179,22 +181,60 @@ class GenerationRequest(Part):
         BeforeValidator(one_or_many, json_schema_input_type=str | list[str] | None),
     ] = Field(None, max_length=16)
     stop_token_ids: list[TokenId] | None = Field(None, max_length=128)
-    ignore_eos: bool | None = None
-    skip_special_tokens: bool | None = None
-    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = Field(None, description="the answer goes on past the model's end of text")
+    skip_special_tokens: bool | None = Field(None, description="false: special tokens are shown")
+    include_stop_str_in_output: bool | None = Field(
+        None, description="true: the stop string that ended the answer is shown"
+    )
     user: str | None = Field(None, max_length=1024)
     safety_identifier: str | None = Field(None, max_length=1024)
     metadata: Metadata | None = None
-    service_tier: Literal["auto", "default", "flex", "scale", "priority"] | None = None
-    priority: int | None = Field(None, ge=-100, le=100)  # a lower number goes first, as in vLLM
-    timeout: float | None = Field(None, gt=0, le=MAX_TIMEOUT_S)  # seconds from the arrival to the last byte
-    session_id: SessionId | None = None
-    prompt_cache_key: str | None = Field(None, min_length=1, max_length=1024)
-    prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None
-    prompt_cache_options: CacheOptions | None = None
-    cache_salt: str | None = Field(None, max_length=256)
-    truncation: Literal["auto", "disabled"] | None = None
-    keep_first_tokens: int | None = Field(None, ge=0, le=1 << 24)
+    service_tier: Literal["auto", "default", "flex", "scale", "priority"] | None = Field(
+        None,
+        description="`flex` asks for half the usual share of the engine, `priority` for four times as much, within "
+        "`server.max_weight`",
+    )
+    priority: int | None = Field(
+        None,
+        ge=-100,
+        le=100,
+        description="each step below 0 doubles the share of the engine asked for, each step above halves it, within "
+        "`server.max_weight`",
+    )
+    timeout: float | None = Field(
+        None,
+        gt=0,
+        le=MAX_TIMEOUT_S,
+        description="seconds from the arrival to the last byte, then 408; also as the header `X-Request-Timeout`",
+    )
+    session_id: SessionId | None = Field(
+        None,
+        description=f"names the conversation: {SESSION_ID_RULE}; default: the header `X-Session-ID`, then "
+        "`prompt_cache_key`, then the conversation with the same messages",
+    )
+    prompt_cache_key: str | None = Field(
+        None,
+        min_length=1,
+        max_length=1024,
+        description="names the conversation where neither `session_id` nor `X-Session-ID` does",
+    )
+    prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = Field(
+        None, description="`24h`: how long the session is kept after this turn"
+    )
+    prompt_cache_options: CacheOptions | None = Field(
+        None, description="`ttl`: how long the session is kept after this turn, such as `30m`"
+    )
+    cache_salt: str | None = Field(
+        None, max_length=256, description="cached KV is shared only with requests of the same salt"
+    )
+    truncation: Literal["auto", "disabled"] | None = Field(
+        None,
+        description="a full window: `auto` drops the earliest history, `disabled` answers 400; default: "
+        "`cache.truncation`",
+    )
+    keep_first_tokens: int | None = Field(
+        None, ge=0, le=1 << 24, description="leading tokens that a truncation keeps; default: the system prompt"
+    )
 
     @model_validator(mode="after")
     def _goes_together(self) -> "GenerationRequest":

@@ -60,7 +60,6 @@ async def detokenize(request: Request) -> Response:
     **described("Count a chat's tokens", answers.InputTokens, body=ChatCompletionRequest),
 )
 async def chat_input_tokens(request: Request) -> Response:
-    """Counts the tokens of this chat request's prompt."""
     body, headers = await body_of(request, ChatCompletionRequest)
     ids = await service_of(request).chat_tokens(body, caller_of(request))
     answer = {"object": "chat.completion.input_tokens", "input_tokens": len(ids)}
