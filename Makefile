@@ -58,11 +58,11 @@ test-clients: setup  ## other people's clients against a real server; installs t
 	@! command -v npm >/dev/null || npm --prefix tests/clients/node install --silent --no-package-lock
 	@$(VENV)/clients/bin/python -m pytest -c tests/clients/pytest.ini --confcutdir tests/clients tests/clients $(ARGS)
 
-check: setup  ## formatting, lint, types, import rules
+check: setup  ## formatting, lint, types, import rules, documents
 	@$(BIN)/ruff format --check --quiet .
 	@$(BIN)/ruff check --quiet .
 	@$(BIN)/mypy --no-error-summary
-	@$(BIN)/python -m pytest tests/test_imports.py
+	@$(BIN)/python -m pytest tests/test_imports.py tests/test_docs.py
 	@echo "check: ok"
 
 format: setup  ## rewrite the sources as `check` wants them

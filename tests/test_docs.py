@@ -1,0 +1,59 @@
+"""The documents are true of the tree: generated tables are up to date, and every path and link leads somewhere."""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tools.reference import PAGES, with_tables
+
+ROOT = Path(__file__).parent.parent
+WRITTEN = [ROOT / name for name in ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "SECURITY.md")]
+WRITTEN += sorted((ROOT / "docs").rglob("*.md"))
+FOLDERS = "app|benchmarks|cache|docker|docs|engine|examples|kernels|loadgen|model|scheduler|tests|tools"
+# Files and folders in backquotes, and those that begin a line of a drawing. NAME in capitals stands for any.
+NAMED = re.compile(rf"(?:`|^ *)((?:{FOLDERS})/[a-z0-9_./-]*)(?=[` :]|$)", re.MULTILINE)
+LINK = re.compile(r"\]\((?!https?:|mailto:|#)([^)#\s]+)(?:#[^)]*)?\)")
+MODULE = re.compile(rf"python -m ((?:{FOLDERS})(?:\.\w+)+)")
+
+
+def name_of(page: Path) -> str:
+    return page.relative_to(ROOT).as_posix()
+
+
+def missing(page: Path, text: str) -> Iterator[str]:
+    """What the text names that is not there."""
+    for path in NAMED.findall(text):
+        if not (ROOT / path).exists():
+            yield path
+    for link in LINK.findall(text):
+        if not (page.parent / link).exists():
+            yield f"link to {link}"
+    for module in MODULE.findall(text):
+        path = ROOT / module.replace(".", "/")
+        if not (path.with_suffix(".py").exists() or path.is_dir()):
+            yield f"module {module}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_tables_are_what_the_code_says(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    assert text.count("<!-- generated: ") == text.count("<!-- end -->") > 0
+    assert with_tables(text) == text, "write them anew: python -m tools.reference"
+
+
+@pytest.mark.parametrize("page", WRITTEN, ids=name_of)
+def test_what_a_document_names_is_there(page: Path) -> None:
+    assert list(missing(page, page.read_text(encoding="utf-8"))) == []
+
+
+def test_what_is_not_there_is_found() -> None:
+    lines = (
+        "`app/main.py`, `app/none.py` and [a](docs/none.md#x), [b](docs/api.md), [c](https://example.org)",
+        "    app/turn/   its folder",
+        "    cache/none/ none",
+        "`python -m benchmarks.none`, `python -m tools.reference`, `benchmarks/results/NAME.json`",
+    )
+    expected = ["app/none.py", "cache/none/", "link to docs/none.md", "module benchmarks.none"]
+    assert list(missing(ROOT / "README.md", "\n".join(lines))) == expected

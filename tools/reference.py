@@ -1,0 +1,139 @@
+"""Write the tables of docs/api.md and docs/settings.md from the code: `python -m tools.reference`.
+
+A page holds its tables between two comments, `<!-- generated: NAME ARGUMENT -->` and `<!-- end -->`; all else there is
+written by hand. tests/test_docs.py fails when a table is not what the code says.
+"""
+
+import re
+from collections.abc import Callable, Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from pydantic.fields import FieldInfo
+
+from app.api.openapi import describe
+from app.settings.help import SECTIONS, choices, default
+from app.settings.settings import known_settings
+
+DOCS = Path(__file__).parent.parent / "docs"
+PAGES = (DOCS / "api.md", DOCS / "settings.md")
+BLOCK = re.compile(r"(<!-- generated: ([a-z]+) ?(\w*) -->\n).*?(<!-- end -->)", re.DOTALL)
+PREFIX = "#/components/schemas/"
+MAX_BOUND = 1e9  # a larger bound tells nobody anything
+
+Schema = dict[str, Any]
+
+
+def with_tables(page: str) -> str:
+    """The page with its tables written anew."""
+    document = describe("")
+    tables: dict[str, Callable[[str], str]] = {
+        "operations": lambda _: operations(document["paths"]),
+        "fields": lambda name: fields(name, document["components"]["schemas"]),
+        "settings": lambda _: settings(),
+    }
+    return BLOCK.sub(lambda found: f"{found[1]}\n{tables[found[2]](found[3])}\n\n{found[4]}", page)
+
+
+def operations(paths: dict[str, dict[str, Any]]) -> str:
+    """Every endpoint, one line each. A path that is also there under /v1 is said once."""
+    rows = []
+    for path, methods in paths.items():
+        if f"/v1{path}" in paths:
+            continue
+        also = f", `{path.removeprefix('/v1')}`" if path.startswith("/v1") and path.removeprefix("/v1") in paths else ""
+        for method, said in methods.items():
+            text = ". ".join(filter(None, (said["summary"], said.get("description", ""))))
+            rows.append((f"`{method.upper()} {path}`{also}", text))
+    return _table(("request", "what it does"), rows)
+
+
+def fields(name: str, schemas: dict[str, Schema]) -> str:
+    """The fields of one object, in the order of its class."""
+    required = schemas[name].get("required", [])
+    rows = [
+        (f"`{field}`", _kind(schema, schemas) + (", required" if field in required else ""), _meaning(schema))
+        for field, schema in schemas[name]["properties"].items()
+    ]
+    return _table(("field", "type", "meaning"), rows)
+
+
+def _kind(schema: Schema, schemas: dict[str, Schema]) -> str:
+    """The type in a few words: `string`, `list of integer`. Does not say that a field may be null: nearly all may."""
+    if "$ref" in schema:
+        named = schema["$ref"].removeprefix(PREFIX)
+        return "object" if "properties" in schemas[named] else _kind(schemas[named], schemas)
+    if "const" in schema:
+        return f"`{schema['const']}`"
+    if "enum" in schema:
+        return " or ".join(f"`{word}`" for word in schema["enum"])
+    if parts := schema.get("anyOf") or schema.get("oneOf"):
+        kinds = [_kind(part, schemas) for part in parts if part.get("type") != "null"]
+        return " or ".join(dict.fromkeys(kinds))
+    if schema.get("type") == "array":
+        return f"list of {_kind(schema.get('items', {}), schemas)}"
+    return str(schema.get("type", "anything"))
+
+
+def _meaning(schema: Schema) -> str:
+    bounds = _bounds(schema)
+    said = schema.get("description", "")
+    return f"{said} ({bounds})" if said and bounds else said or bounds
+
+
+def _bounds(schema: Schema) -> str:
+    """`0 to 2`, `at least 1`, `default false`; empty where nothing is said."""
+    parts = [schema, *schema.get("anyOf", ())]
+    found = {name: part[name] for part in reversed(parts) for name in ("minimum", "maximum") if name in part}
+    low, high = found.get("minimum"), found.get("maximum")
+    if low is not None and abs(low) >= MAX_BOUND:
+        low = None
+    if high is not None and abs(high) >= MAX_BOUND:
+        high = None
+    said = ""
+    if low is not None and high is not None:
+        said = f"{low:g} to {high:g}"
+    elif low is not None:
+        said = f"at least {low:g}"
+    elif high is not None:
+        said = f"at most {high:g}"
+    if (value := schema.get("default")) is not None:
+        said += f"{', ' if said else ''}default {str(value).lower()}"
+    return said
+
+
+def settings() -> str:
+    """A heading and a table for every section."""
+    parts = []
+    for section, members in groupby(known_settings(), key=lambda pair: pair[0].split(".")[0]):
+        rows = [(f"`{name}`", _default(field), _setting_meaning(field)) for name, field in members]
+        parts.append(f"## {section}: {SECTIONS[section]}\n\n" + _table(("setting", "default", "meaning"), rows))
+    return "\n\n".join(parts)
+
+
+def _default(field: FieldInfo) -> str:
+    value = default(field)
+    return f"`{value}`" if value else ""
+
+
+def _setting_meaning(field: FieldInfo) -> str:
+    words = choices(field) if field.annotation is not bool else ()
+    allowed = " (" + ", ".join(f"`{word}`" for word in words) + ")" if words else ""
+    return f"{field.description}{allowed}"
+
+
+def _table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
+    cells = [" | ".join(cell.replace("|", "\\|") for cell in row) for row in (head, *rows)]
+    lines = [f"| {line} |" for line in cells]
+    return "\n".join([lines[0], "|" + "---|" * len(head), *lines[1:]])
+
+
+def main() -> None:
+    for page in PAGES:
+        page.write_text(with_tables(page.read_text(encoding="utf-8")), encoding="utf-8")
+        print(f"written: {page}")
+
+
+if __name__ == "__main__":
+    main()
