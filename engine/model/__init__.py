@@ -1,6 +1,7 @@
-"""The model: loading it, proving it and running it."""
+"""Loads a model, checks that it can be served correctly, and runs it."""
 
 import os
 
-# Before transformers is imported: it looks for a package called `kernels` to fetch code from a hub, and ours is none.
+# Must be set before transformers is imported: it looks for a package called `kernels` to fetch code from a hub, and
+# would find ours.
 os.environ.setdefault("USE_HUB_KERNELS", "NO")

@@ -1,4 +1,4 @@
-"""From the chunks of a step to flat tensors, with block tables that persist between steps."""
+"""Turns the chunks of a step into flat tensors, with block tables that persist between steps."""
 
 from dataclasses import dataclass
 from itertools import pairwise
@@ -12,14 +12,14 @@ from kernels.attention.ragged_batch import AttentionMeta
 
 @dataclass(frozen=True, slots=True)
 class BatchItem:
-    """One sequence's share of a step: `token_ids` go to context rows first_row, first_row + 1, ..."""
+    """One sequence's part of a step. Its `token_ids` go to context rows first_row, first_row + 1, ..."""
 
     request_id: str
     token_ids: list[int]
     first_row: int
     pages: list[int]  # of the whole context; only grows while the sequence runs
-    wants_logits: bool  # of its last row
-    prompt_rows: int = 0  # leading rows whose logits are wanted as well
+    wants_logits: bool  # whether the logits of its last row are wanted
+    prompt_rows: int = 0  # number of leading rows whose logits are wanted too
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,13 +28,13 @@ class BatchInput:
 
     token_ids: Tensor  # [tokens] int64
     positions: Tensor  # [tokens] int64
-    logit_rows: Tensor  # [rows whose logits are wanted, item by item] int64, indices into the batch
+    logit_rows: Tensor  # [rows whose logits are wanted, in order of items] int64, indices into the batch
     meta: AttentionMeta
 
 
 class BlockTables:
-    """One row of page numbers per running sequence, appended in place: turning lists of pages into a tensor in every
-    step was the larger half of scheduling (ENGINE_FACTS §5)."""
+    """One row of page numbers per running sequence, extended in place. Converting lists of pages to a tensor in every
+    step took more than half of the scheduling time."""
 
     def __init__(self, *, max_seqs: int, max_pages: int) -> None:
         self._table = np.zeros((max_seqs, max_pages), dtype=np.int32)
@@ -43,7 +43,7 @@ class BlockTables:
         self._free = list(range(max_seqs))
 
     def row(self, request_id: str, pages: list[int]) -> int:
-        """The sequence's row, brought up to date with `pages`."""
+        """Return the sequence's row, after updating it with `pages`."""
         row = self._rows.get(request_id)
         if row is None:
             row = self._rows[request_id] = self._free.pop()
@@ -55,18 +55,19 @@ class BlockTables:
         return row
 
     def drop(self, request_id: str) -> None:
-        """The sequence has left the batch: finished, aborted or preempted. Forgives unknown ids."""
+        """Free the row of a sequence that was finished, aborted or preempted. An unknown id is ignored."""
         row = self._rows.pop(request_id, None)
         if row is not None:
             self._free.append(row)
 
     def select(self, rows: list[int], num_pages: int) -> np.ndarray:
-        """[rows, num_pages] int32, a copy; behind a sequence's last page stands whatever, but a valid page."""
+        """Return a copy, int32 [rows, num_pages]. Entries after a sequence's last page are arbitrary valid page
+        numbers."""
         return self._table[rows, :num_pages]
 
 
 def build_batch(items: list[BatchItem], tables: BlockTables, page_size: int, device: torch.device) -> BatchInput:
-    """Everything a forward pass needs. Cost is a few microseconds per item plus numpy on the tokens."""
+    """Build the input of a forward pass. Costs a few microseconds per item, plus numpy work on the tokens."""
     query_lens = [len(item.token_ids) for item in items]
     context_lens = [item.first_row + len(item.token_ids) for item in items]
     rows = [tables.row(item.request_id, item.pages) for item in items]

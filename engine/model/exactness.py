@@ -1,9 +1,9 @@
-"""What was proven at load: that a row's result depends on nothing but its own tokens, bit for bit.
+"""Proves at load that a row's result depends on its own tokens alone, bit for bit.
 
-One text is computed at once, cut into chunks of as many rows as serving may cut it into, and token by token beside
-other sequences. If keys, values and logits agree in every bit, then so do the text of a returning conversation and that
-of a recompute. The loaded model is run on its own shapes, with the threads that it will be served with: what picks a
-kernel by the number of rows shows here.
+One text is computed at once, in chunks of every size that serving uses, and token by token next to other sequences. If
+keys, values and logits agree in every bit, then a returning conversation and its recomputation give the same text. The
+proof runs the loaded model in its own shapes, with the threads that will serve it, so any kernel that is chosen by the
+number of rows shows up.
 """
 
 from dataclasses import dataclass
@@ -14,21 +14,21 @@ from torch import Tensor
 from engine.model.batch import BatchItem, BlockTables, build_batch
 from engine.model.runner import ModelRunner
 
-ROWS = (1, 2, 8, 9, 41, 300)  # one decoder, few, the last and first of a kernel's kind, a short turn, a long prompt
+ROWS = (1, 2, 8, 9, 41, 300)  # one stream, few rows, the last and first counts of a kernel, a short turn, a long prompt
 _LEAST_ROWS = 32
-TOKENS = 4 * ROWS[-1]  # that the proof computes, about
+TOKENS = 4 * ROWS[-1]  # approximate number of tokens that the proof computes
 
 
 @dataclass(frozen=True, slots=True)
 class Exactness:
-    """What is known of a loaded model."""
+    """The result of the proof."""
 
     proven: bool
     detail: str  # for people
 
 
 class Proof:
-    """Writes to pages from 0 on, which nobody may own yet."""
+    """Runs the proof. Writes to pages from 0 on, which must not be in use."""
 
     def __init__(
         self,
@@ -47,7 +47,7 @@ class Proof:
         last = max(0, last)
         self._ids = torch.randint(0, vocab_size, (2, last), generator=generator).tolist()
         half = -(-last // page_size)
-        # Backwards, so that pages of a context do not lie in a row.
+        # in reverse, so that the pages of a context are not adjacent
         self._pages, self._others = list(range(half))[::-1], list(range(half, num_pages))[: half + 1]
 
     def run(self) -> Exactness:
@@ -58,7 +58,7 @@ class Proof:
         few = [count for count in self._counts[:-1] if count < last // 2]
         while sum(few) >= last:
             few.pop()
-        # Row counts from few to many and from many to few, and single rows in batches of each size.
+        # Chunk sizes increasing and decreasing, and single rows in batches of each size.
         single = [(1, count - 1) for count in self._counts]
         cases = {
             "in short chunks": [(count, 0) for count in (*few, last - sum(few))],
@@ -75,16 +75,17 @@ class Proof:
         return Exactness(True, f"the same bits for {', '.join(map(str, self._counts))} rows at once, in any chunks")
 
     def _compute(self, steps: list[tuple[int, int]], *, all_logits: bool) -> tuple[list[Tensor], Tensor]:
-        """Keys and values of the text, layer by layer, and logits: of all rows or of the last one of each step.
-        steps: rows of the text, and rows of others beside them."""
+        """Return the text's keys and values, layer by layer, and the logits of all rows or of the last row of each
+        step. steps: for each step, rows of the text and rows of other sequences."""
         for layer in self._runner.pages:
-            layer.k[self._pages] = layer.v[self._pages] = float("nan")  # whatever reads ahead shall show
+            layer.k[self._pages] = layer.v[self._pages] = float("nan")  # so that any read of an unwritten row shows
         tables = BlockTables(max_seqs=3, max_pages=len(self._others))
         done, logits = 0, []
         for count, beside in steps:
             prompt_rows = count - 1 if all_logits else 0
             items = [BatchItem("text", self._ids[0][done : done + count], done, self._pages, True, prompt_rows)]
-            # The others stand ahead of it: one of many rows and, of several, one of a single row on a page of its own.
+            # Other sequences come before the text in the batch: one of many rows and, if there are several rows, one of
+            # a single row on its own page.
             for name, rows, pages in (("long", beside - 1, self._others[:-1]), ("short", 1, self._others[-1:])):
                 if beside and rows:
                     items.insert(0, BatchItem(name, self._ids[1][:rows], 0, pages, False))

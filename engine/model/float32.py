@@ -1,6 +1,6 @@
-"""Runs a model of low precision in fp32 without a second copy of it: the weights of each layer are fp32 while it runs.
+"""Runs a low-precision model in fp32 without a second copy: a layer's weights are fp32 only while that layer runs.
 
-The result is what the model says without its own rounding: a yardstick for how much of a difference is rounding.
+The result has no rounding to the model's own precision, so it shows how much of a difference is rounding.
 """
 
 import contextlib
@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 @contextlib.contextmanager
 def in_float32(model: nn.Module) -> Iterator[None]:
-    """Until the end of the block, calls of `model` compute in fp32. Takes memory for one decoder layer in fp32, or for
-    the embedding or the head if that is larger. Afterwards the parameters are the very objects they were."""
+    """Compute calls of `model` in fp32 until the end of the block. Needs memory for one decoder layer in fp32, or for
+    the embedding or the head if that is larger. Afterwards the parameters are the original objects again."""
     units = [unit for unit in map(_Unit, _parts(model)) if unit.is_narrow]
     handles = []
     try:
@@ -25,12 +25,12 @@ def in_float32(model: nn.Module) -> Iterator[None]:
     finally:
         for handle in handles:
             handle.remove()
-        for unit in units:  # of a call that raised
+        for unit in units:  # after a call that raised
             unit.restore()
 
 
 class _Unit:
-    """Modules whose weights are made fp32 together, for the time of a call of the first."""
+    """Modules whose weights are widened together while the first of them is called."""
 
     def __init__(self, parts: list[nn.Module]) -> None:
         self.module = parts[0]
@@ -56,7 +56,7 @@ class _Unit:
 
 
 def _parts(module: nn.Module) -> Iterator[list[nn.Module]]:
-    """An element of a list of layers with all that is in it; of everything else each module by itself."""
+    """Yield each element of a layer list together with all its submodules, and every other module alone."""
     for child in module.children():
         if isinstance(module, nn.ModuleList):
             yield list(child.modules())

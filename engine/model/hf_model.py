@@ -1,10 +1,10 @@
-"""Unmodified transformers models, driven by our attention.
+"""Drives unmodified transformers models with our attention.
 
-transformers calls a registered attention function in every layer; with no mask function registered under that name it
-builds no mask, so causality, windows and packing are ours. Its models rotate queries and keys just before that call, by
-a function of their modelling module: while a step of ours runs, that function passes its arguments through untouched
-and we rotate inside the attention function, after the un-rotated key has been seen (ENGINE_FACTS §1). Outside a step
-both are what they always were.
+transformers calls a registered attention function in every layer. No mask function is registered under its name, so
+transformers builds no mask, and causality, windows and packing are up to us. The models rotate queries and keys just
+before that call, by a function of their modelling module. While one of our steps runs, that function returns its
+arguments unchanged, and the attention function rotates after it has seen the un-rotated key. Outside a step both behave
+as usual.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ _ROTARY = "apply_rotary_pos_emb"
 
 
 class KvSink(Protocol):
-    """Sees the KV of a step before positions are rotated into it: what is saved below HBM."""
+    """Receives the KV of a step before keys are rotated, for saving below HBM."""
 
     def write(self, layer: int, k_plain: Tensor, v: Tensor) -> None:
         """k_plain [tokens, kv_heads, k_dim], v [tokens, kv_heads, v_dim]; views that are valid during the call."""
@@ -38,22 +38,22 @@ class KvSink(Protocol):
 
 @dataclass(slots=True)
 class RopeCall:
-    """A rotation that a layer asked for and that we have yet to do."""
+    """A rotation that a layer has requested and that is still to be done."""
 
     function: Callable[..., tuple[Tensor, Tensor]]
     cos: Tensor
     sin: Tensor
     extra: tuple[Any, ...]
     keywords: dict[str, Any]
-    width: int  # how many leading dims were handed in: partial rotary embeddings slice before the call
+    width: int  # leading dims given to the call: with partial rotary embeddings, the model slices before it
 
     @property
     def is_by_halves(self) -> bool:
-        """Whether `turn_halves` does what the layer asked for."""
+        """Whether `turn_halves` gives the requested rotation."""
         return turns_halves(self.function) and self.cos.shape[-1] == self.width and not self.extra and not self.keywords
 
     def rotate(self, *rows: Tensor) -> list[Tensor]:
-        """Each of `rows` [tokens, heads, dim], rotated in its first `width` dims; new tensors."""
+        """Rotate the first `width` dims of each of `rows` [tokens, heads, dim]; returns new tensors."""
         if self.is_by_halves:
             cos, sin = self.cos[0][:, None], self.sin[0][:, None]
             return [turn_halves(x, cos, sin) for x in rows]
@@ -69,8 +69,8 @@ class RopeCall:
 
 
 def turn_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding as most models have it: dims i and i + R / 2 turn together. x [tokens, heads, dim], cos and sin
-    [tokens, 1, R]. Three passes instead of six; the sums are rounded once."""
+    """Apply the rotary embedding of most models, in which dims i and i + R / 2 turn together. x [tokens, heads, dim];
+    cos, sin [tokens, 1, R]. Takes three passes over memory instead of six and rounds the sums once."""
     width, half = cos.shape[-1], cos.shape[-1] // 2
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     if width < x.shape[-1]:
@@ -83,7 +83,7 @@ def turn_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 @functools.cache
 def turns_halves(function: Callable[..., Any]) -> bool:
-    """Whether a model's own rotation is the one of `turn_halves`; found out by trying."""
+    """Whether a model's own rotation is that of `turn_halves`, determined by a trial."""
     generator = torch.Generator().manual_seed(0)
     x, angles = torch.randn(5, 2, 8, generator=generator), torch.randn(5, 8, generator=generator)
     cos, sin = angles.cos(), angles.sin()
@@ -97,20 +97,21 @@ def turns_halves(function: Callable[..., Any]) -> bool:
 
 @dataclass(slots=True)
 class Step:
-    """What the attention function finds while a step of ours runs."""
+    """What the attention function needs while one of our steps runs."""
 
     meta: AttentionMeta
-    pages: Callable[[int], KvPages]  # of a layer
+    pages: Callable[[int], KvPages]  # layer -> its pages
     backend: AttentionBackend
     sink: KvSink | None
-    saved: SavedRows | None = None  # where a layer may save its rows by itself, instead of showing them to the sink
-    arrive: Callable[[int], None] | None = None  # waits until the KV that is being loaded into a layer is there
-    logit_rows: Tensor | None = None  # [rows] int64, ascending: whose logits somebody wants; None: unknown
+    # where layers that can may save their rows themselves instead of passing them to the sink
+    saved: SavedRows | None = None
+    arrive: Callable[[int], None] | None = None  # waits until the KV being loaded into a layer is there
+    logit_rows: Tensor | None = None  # [rows] int64, ascending: rows whose logits are wanted; None: unknown
     layers_called: list[int] = field(default_factory=list)
     layers_rotated: list[int] = field(default_factory=list)
-    params: dict[int, AttentionParams] = field(default_factory=dict)  # what each layer asked for
+    params: dict[int, AttentionParams] = field(default_factory=dict)  # what each layer requested
     pending_rope: RopeCall | None = None
-    rope_seen: Callable[[int, RopeCall], None] | None = None  # the probe's ear
+    rope_seen: Callable[[int, RopeCall], None] | None = None  # called for every rotation; used by the probe
 
 
 _STEP: ContextVar[Step | None] = ContextVar("reprise_step", default=None)
@@ -118,7 +119,7 @@ _STEP: ContextVar[Step | None] = ContextVar("reprise_step", default=None)
 
 @contextlib.contextmanager
 def running(step: Step) -> Iterator[None]:
-    """`step` is the one that attention finds, in this thread, until the end of the block."""
+    """Make `step` the current step of this thread until the end of the block."""
     token = _STEP.set(step)
     try:
         yield
@@ -127,7 +128,7 @@ def running(step: Step) -> Iterator[None]:
 
 
 def current_step() -> Step:
-    """The step that runs. Raises RuntimeError outside of one."""
+    """Return the current step. Raises RuntimeError outside a step."""
     step = _STEP.get()
     if step is None:
         raise RuntimeError("our attention runs inside a step only")
@@ -135,8 +136,8 @@ def current_step() -> Step:
 
 
 def attend(step: Step, layer: int, queries: Tensor, keys: Tensor, values: Tensor, params: AttentionParams) -> Tensor:
-    """Write one layer's rows to their slots and attend. queries, keys [tokens, heads, k_dim], rotated; values [tokens,
-    kv_heads, v_dim]. Returns [tokens, heads, v_dim]."""
+    """Write one layer's rows to their slots, then attend. queries, keys [tokens, heads, k_dim], rotated; values
+    [tokens, kv_heads, v_dim]. Returns [tokens, heads, v_dim]."""
     step.params[layer] = params
     pages = step.pages(layer)
     write_rows(pages.k, step.meta.slots, keys)
@@ -184,7 +185,7 @@ def _attention(
 
 
 def _passing_through(original: Callable[..., Any]) -> Callable[..., Any]:
-    """`original`, but while a step runs it only notes that a rotation was asked for."""
+    """Wrap the model's rotation so that, while a step runs, it only records the request."""
 
     @functools.wraps(original)
     def rotary(*args: Any, **keywords: Any) -> Any:
@@ -200,7 +201,7 @@ def _passing_through(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def take_over_attention(model: nn.Module) -> None:
-    """Make a transformers model call us while a step runs. Other models of the process are unaffected."""
+    """Make a transformers model call our attention while a step runs. Other models of the process are unaffected."""
     AttentionInterface.register(_NAME, _attention)
     for module_name in {type(m).__module__ for m in model.modules()}:
         modelling = sys.modules[module_name]
@@ -211,7 +212,7 @@ def take_over_attention(model: nn.Module) -> None:
 
 @contextlib.contextmanager
 def attention_implementation(model: nn.Module, name: str) -> Iterator[None]:
-    """Let the model attend by the implementation `name` for a while."""
+    """Let the model use the attention implementation `name` until the end of the block."""
     config: Any = model.config
     before = config._attn_implementation
     config._attn_implementation = name
@@ -222,8 +223,8 @@ def attention_implementation(model: nn.Module, name: str) -> Iterator[None]:
 
 
 def forward(model: nn.Module, step: Step, token_ids: Tensor, positions: Tensor, logit_rows: Tensor) -> Tensor:
-    """One flat ragged batch. token_ids, positions [tokens] int64; logit_rows [rows] int64 into the batch, ascending.
-    Returns logits [rows, vocab]. The KV of every token is in its slot afterwards."""
+    """Run one flat ragged batch. token_ids, positions [tokens] int64; logit_rows [rows] int64, ascending indices into
+    the batch. Returns logits [rows, vocab]. Afterwards the KV of every token is in its slot."""
     keep_rows = takes_logit_rows(type(model).forward)
     extra = {"logits_to_keep": logit_rows} if keep_rows else {}
     step.logit_rows = logit_rows
@@ -236,12 +237,12 @@ def forward(model: nn.Module, step: Step, token_ids: Tensor, positions: Tensor, 
 
 @functools.cache
 def takes_logit_rows(model_forward: Callable[..., Any]) -> bool:
-    """Whether a model projects to its vocabulary only the rows that it is told to."""
+    """Whether a model can project only given rows to its vocabulary."""
     return "logits_to_keep" in inspect.signature(model_forward).parameters
 
 
 def prepare(model: nn.Module) -> nn.Module:
-    """Eval mode, no gradients, attention taken over."""
+    """Put the model into eval mode without gradients and take over its attention."""
     model.requires_grad_(False)
     model.eval()
     take_over_attention(model)

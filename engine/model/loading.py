@@ -1,4 +1,4 @@
-"""A model off the disk: its files, its checks, its refusals."""
+"""Loads a model from disk, and refuses models that cannot be served."""
 
 from pathlib import Path
 from typing import Any
@@ -14,12 +14,12 @@ GGUF_SUFFIX = ".gguf"
 
 
 class ModelRefused(Exception):
-    """This model cannot be served correctly; the message says why and what would help."""
+    """This model cannot be served correctly. The message says why and what would help."""
 
 
 def resolve_files(model: str, conversions: Path) -> Path:
-    """The local directory of a model named by directory, GGUF file or hub id. A file is converted into `conversions`,
-    once; of a hub model what serving needs is downloaded, safetensors only."""
+    """Return the local directory of a model given as a directory, a GGUF file or a hub id. A GGUF file is converted
+    once, into `conversions`. From the hub, only what serving needs is downloaded, and weights only as safetensors."""
     path = Path(model).expanduser()
     if path.is_dir():
         return path
@@ -46,7 +46,7 @@ def resolve_files(model: str, conversions: Path) -> Path:
 
 
 def load_model(path: Path, dtype: torch.dtype, device: torch.device) -> nn.Module:
-    """A transformers causal LM in eval mode, attention taken over. Raises ModelRefused."""
+    """Load a transformers causal LM in eval mode, with our attention. Raises ModelRefused."""
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=False)
     except Exception as error:
@@ -54,7 +54,7 @@ def load_model(path: Path, dtype: torch.dtype, device: torch.device) -> nn.Modul
             raise ModelRefused(f"{path} needs code of its own, which is never run; transformers has none") from error
         raise ModelRefused(f"{path} has no configuration that transformers can read: {error}") from error
     _check_config(config)
-    transformers.utils.logging.disable_progress_bar()  # it runs into our log lines
+    transformers.utils.logging.disable_progress_bar()  # it would mix with our log lines
     if not any(path.glob("*.safetensors")):
         raise ModelRefused(f"{path} has no safetensors weights; other formats are not read, they can run code")
     try:
@@ -69,7 +69,7 @@ def load_model(path: Path, dtype: torch.dtype, device: torch.device) -> nn.Modul
             )
     except Exception as error:
         raise ModelRefused(f"transformers cannot load {path}: {error}") from error
-    if missing := sorted(report["missing_keys"]):  # transformers has filled them with random numbers
+    if missing := sorted(report["missing_keys"]):  # transformers has filled these with random numbers
         raise ModelRefused(f"{len(missing)} weights are missing from {path}, among them {', '.join(missing[:3])}")
     return prepare(model.to(device))
 
@@ -88,8 +88,8 @@ def _check_config(config: Any) -> None:
 
 
 def rope_limit(config: Any) -> int | None:
-    """The context up to which positions mean the same for every request, or None if there is no such limit. `dynamic`
-    and `longrope` change their frequencies with the length seen, so a cached key would go stale behind that length."""
+    """Return the context length up to which a position means the same for every request; None if there is no limit.
+    `dynamic` and `longrope` change their frequencies with the length seen, so beyond it cached keys would be wrong."""
     parameters = getattr(config, "rope_parameters", None) or {}
     kinds = [parameters, *(v for v in parameters.values() if isinstance(v, dict))]
     if not any(kind.get("rope_type") in ("dynamic", "longrope") for kind in kinds):

@@ -1,9 +1,9 @@
-"""The load-time probe: does this architecture do what our attention assumes? Three questions (ENGINE_FACTS §1):
+"""The load-time probe: checks that an architecture does what our attention assumes.
 
-1. Is our attention function called exactly once per layer? (falcon, gptj, bloom never call it, without an error.)
-2. Are our logits, computed in chunks over pages, those of the model's own eager attention? In a type that rounds, the
-   model's own error is the measure: how far its eager attention in this type is from itself in fp32.
-3. Is the key that we see free of position, so that it may be saved and re-embedded elsewhere?
+1. Is our attention function called exactly once per layer? (falcon, gptj and bloom never call it, without an error.)
+2. Do our logits, computed in chunks over pages, equal those of the model's own eager attention? In a type that rounds,
+the allowed difference is the model's own error: the distance of its eager attention in this type from that in fp32.
+3. Is the key that we see independent of position, so that it may be saved and rotated for another position later?
 
 The first two decide whether a model is served at all, the third whether its saved KV survives truncation.
 """
@@ -28,33 +28,33 @@ from kernels.attention.ragged_batch import (
 )
 
 _TOKENS = 40
-# A near-tie between two experts, early in a text, moves every row behind it: then another text is asked. What an
-# architecture does differently shows in all of them.
+# A near-tie between two experts early in a text changes every later row; then another text is tried. A real difference
+# of the architecture shows in all of them.
 _TEXTS = 3
-# Relative RMS error of logits. In fp32 other orders of sums make 1e-5; a missed rotation or window is off by a tenth.
+# Relative RMS error of logits. In fp32, another order of sums gives 1e-5; a missed rotation or window gives about 0.1.
 _FLOAT32_TOLERANCE = 1e-3
-# Of what the model's own rounding is. That is 6 % in SmolLM2-135M and 11.5 % in Qwen2.5-0.5B, whose keys have channels
-# of 200 and more; another order of the same sums differs from fp32 by 0.7 to 1.0 of it.
+# Allowed share of the model's own rounding error. That error is 6 % in SmolLM2-135M and 11.5 % in Qwen2.5-0.5B, whose
+# keys have channels of 200 and more. Another order of the same sums differs from fp32 by 0.7 to 1.0 times as much.
 _NOISE_SHARE = 1.5
 
 
 @dataclass(frozen=True, slots=True)
 class RopeSource:
-    """Where a layer's cos and sin come from, so that saved keys can be re-embedded at any position."""
+    """The origin of a layer's cos and sin, with which saved keys can be rotated for any position."""
 
     module: nn.Module
-    arguments: tuple[Any, ...]  # behind (x, position_ids)
+    arguments: tuple[Any, ...]  # after (x, position_ids)
     keywords: dict[str, Any]
     call: RopeCall
 
     def tables(self, like: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin [1, tokens, R] for positions [tokens] int64, in the dtype and on the device of `like`."""
+        """Return cos and sin [1, tokens, R] for positions [tokens] int64, in the dtype and on the device of `like`."""
         cos, sin = self.module(like, positions[None], *self.arguments, **self.keywords)
         return cos, sin
 
     def rotate(self, k_plain: Tensor, positions: Tensor) -> Tensor:
-        """k_plain [tokens, kv_heads, dim] un-rotated, positions [tokens] int64 -> keys as the model would cache them,
-        bit for bit: the model's own tables and its own function."""
+        """Rotate k_plain [tokens, kv_heads, dim] for positions [tokens] int64. The result equals, bit for bit, the keys
+        that the model would cache, because it comes from the model's own tables and function."""
         cos, sin = self.tables(k_plain, positions)
         call = RopeCall(self.call.function, cos, sin, self.call.extra, self.call.keywords, self.call.width)
         return call.rotate(k_plain)[0]
@@ -62,7 +62,7 @@ class RopeSource:
 
 @dataclass(frozen=True, slots=True)
 class KvShape:
-    """Of one layer's KV row."""
+    """The shape of one token's KV in one layer."""
 
     kv_heads: int
     k_dim: int
@@ -71,18 +71,18 @@ class KvShape:
 
 @dataclass(frozen=True, slots=True)
 class ProbeResult:
-    """What was found out about a model."""
+    """What the probe found out about a model."""
 
     shapes: list[KvShape]  # per layer
     decouplable: bool
     ropes: list[RopeSource | None]  # per layer; None: the layer does not rotate
     params: list[AttentionParams]  # per layer
     logit_error: float  # relative RMS error of our logits against the model's own attention in fp32
-    logit_tolerance: float  # up to which that is the model's own rounding
+    logit_tolerance: float  # the part of `logit_error` that the model's own rounding explains
 
 
 class _ShapeFinder:
-    """Stands in for pages and backend during the first pass: learns shapes, attends to nothing."""
+    """Stands in for pages and backend during the first pass: records shapes and attends to nothing."""
 
     def __init__(self) -> None:
         self.keys: dict[int, Tensor] = {}
@@ -94,7 +94,7 @@ class _ShapeFinder:
 
 
 def single_sequence_meta(device: torch.device, done: int, num_tokens: int, page_size: int) -> AttentionMeta:
-    """Rows done .. done + num_tokens of one sequence that owns pages 0, 1, 2, ..."""
+    """Describe rows done .. done + num_tokens of one sequence that owns pages 0, 1, 2, ..."""
     total = done + num_tokens
     pages = torch.arange(-(-total // page_size), dtype=torch.int32, device=device)
     return AttentionMeta(
@@ -109,7 +109,7 @@ def single_sequence_meta(device: torch.device, done: int, num_tokens: int, page_
 
 @torch.inference_mode()
 def probe(model: nn.Module, backend: AttentionBackend, page_size: int) -> ProbeResult:
-    """Run the three questions. Raises ModelRefused on the first two; the third is an answer."""
+    """Run the three checks. Raises ModelRefused if one of the first two fails; the third is part of the result."""
     config: Any = model.config
     text = config.get_text_config()
     layers: int = text.num_hidden_layers
@@ -161,18 +161,18 @@ def probe(model: nn.Module, backend: AttentionBackend, page_size: int) -> ProbeR
     run(same, [8], None)
     keys = sink.keys[0].float()
     spread = (keys - keys[:1]).abs().max() / keys.abs().max().clamp_min(1e-20)
-    # Rows of one product may round apart, positions move a key by about its own size.
+    # Rows of one product may be rounded differently, but position changes a key by about its own size.
     decouplable = bool(spread < 1e-2) and all(ropes[layer] is not None for layer in layers_rotated)
     params = [step.params[layer] for layer in range(layers)]
     return ProbeResult(shapes, decouplable, ropes, params, error, tolerance)
 
 
 def _find_shapes(model: nn.Module, backend: AttentionBackend, layers: int, ids: Tensor) -> list[KvShape]:
-    """Question 1, and the shape of each layer's KV, with the model's own attention doing the work."""
+    """Run check 1 and find the shape of each layer's KV, while the model's own attention computes."""
     sink = _ShapeFinder()
 
     def pages(layer: int) -> KvPages:
-        """Room for one token, made when the layer has shown its shape."""
+        """Return room for one token, once the layer has shown its shape."""
         k, v = sink.keys[layer], sink.values[layer]
         size = (1, backend.page_multiple)
         return KvPages(k.new_zeros(*size, *k.shape[1:]), v.new_zeros(*size, *v.shape[1:]))
@@ -193,7 +193,7 @@ def _find_shapes(model: nn.Module, backend: AttentionBackend, layers: int, ids: 
 
 
 def _yardstick(model: nn.Module, ids: Tensor) -> tuple[Tensor, float]:
-    """(logits [tokens, vocab] of the model's own attention in fp32, the error that is rounding)."""
+    """Return the logits [tokens, vocab] of the model's own attention in fp32, and the error that rounding causes."""
     dtype = next(model.parameters()).dtype
     with attention_implementation(model, "eager"):
         theirs = model(input_ids=ids[None], use_cache=False).logits[0]
@@ -211,14 +211,15 @@ def _yardstick(model: nn.Module, ids: Tensor) -> tuple[Tensor, float]:
 
 
 def relative_error(ours: Tensor, theirs: Tensor) -> float:
-    """Of the median row: in bf16 a near-tie between two experts moves a few rows as a whole."""
+    """Return the relative error of the median row. (In bf16, a near-tie between two experts changes whole rows.)"""
     ours, theirs = ours.float(), theirs.float()
     centred = theirs - theirs.mean(dim=-1, keepdim=True)
     return ((ours - theirs).square().mean(dim=-1).sqrt().median() / centred.square().mean().sqrt()).item()
 
 
 def _check_windows(config: Any, seen: dict[int, int]) -> None:
-    """The probe's text is shorter than real windows, so compare what was asked for with what the config promises."""
+    """Compare the windows that layers requested with those in the config, because the probe's text is shorter than real
+    windows."""
     window = getattr(config, "sliding_window", None)
     types = getattr(config, "layer_types", None)
     if not window or types is None:
@@ -233,11 +234,11 @@ def _check_windows(config: Any, seen: dict[int, int]) -> None:
 def _find_ropes(
     model: nn.Module, run: Callable[..., tuple[Tensor, Step]], ids: Tensor, layers: int
 ) -> tuple[list[RopeSource | None], list[int]]:
-    """Listen to one pass: which rotary module made the tables that each layer rotated by."""
+    """Find which rotary module made the tables of each layer, by listening to one pass."""
     made: list[tuple[Tensor, nn.Module, tuple[Any, ...], dict[str, Any]]] = []
 
     def hook(module: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any], out: Any) -> None:
-        # x and position_ids come first, by position or by name; what is left is a layer type and the like.
+        # x and position_ids come first, by position or by name; the rest is a layer type and the like.
         rest = {k: v for k, v in keywords.items() if k not in ("x", "position_ids")}
         if isinstance(out, tuple) and len(out) == 2:
             made.append((out[0], module, args[2:], rest))

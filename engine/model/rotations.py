@@ -1,4 +1,4 @@
-"""Keys in and out of position, for all layers of a model: what `cache.transfer.transfer` is given."""
+"""Rotates keys for their positions and back, for all layers of a model. `cache.transfer.transfer` is given this."""
 
 from collections.abc import Sequence
 
@@ -10,8 +10,8 @@ from engine.model.probe import RopeSource
 
 
 class ModelRotations:
-    """Implements `cache.transfer.transfer.Rotations`. The tables of cos and sin are the same in most layers and cost
-    more than the rotation, so they are made once per set of positions. Threading: one thread at a time; make one per
+    """Implements `cache.transfer.transfer.Rotations`. Most layers share their tables of cos and sin, which cost more
+    than the rotation itself, so they are made once per set of positions. Threading: one thread at a time; make one per
     thread."""
 
     def __init__(self, *, ropes: Sequence[RopeSource | None]) -> None:
@@ -21,7 +21,7 @@ class ModelRotations:
         self._by_position: dict[tuple[object, ...], tuple[Tensor, Tensor]] = {}
 
     def rotate(self, layer: int, k_plain: Tensor, positions: Tensor) -> Tensor:
-        """k_plain [tokens, kv_heads, dim] -> keys as the model caches them at positions [tokens] int64, bit for bit."""
+        """Return k_plain [tokens, kv_heads, dim] as the model caches keys at positions [tokens] int64, bit for bit."""
         rope = self._ropes[layer]
         if rope is None:
             return k_plain
@@ -29,9 +29,9 @@ class ModelRotations:
         return self._call(rope, cos, sin).rotate(k_plain)[0]
 
     def halves(self, layer: int, stop: int) -> tuple[Tensor, Tensor] | None:
-        """cos and sin bf16 [positions, R] on CPU, for at least all positions before `stop`: what `rotate` multiplies
-        keys in bf16 by, where it turns dims i and i + R / 2 together and leaves those behind R; None where it does
-        something else. R is 0 if the layer does not rotate."""
+        """Return cos and sin bf16 [positions, R] on CPU for at least all positions before `stop`. `rotate` multiplies
+        bf16 keys by them if it turns dims i and i + R / 2 together and copies those from R on; otherwise None is
+        returned. R is 0 if the layer does not rotate."""
         rope = self._ropes[layer]
         if rope is None:
             empty = torch.empty(stop, 0, dtype=torch.bfloat16)
@@ -42,7 +42,7 @@ class ModelRotations:
         known = self._by_position.get(key)
         done = len(known[0]) if known is not None else 0
         if done < stop:
-            # Never a position more than is asked for: some models' tables depend on the longest.
+            # Never compute more positions than requested: some models' tables depend on the longest.
             cos, sin = rope.tables(torch.empty(0, dtype=torch.bfloat16), torch.arange(done, stop))
             fresh = cos[0].contiguous(), sin[0].contiguous()
             known = fresh if known is None else (torch.cat((known[0], fresh[0])), torch.cat((known[1], fresh[1])))
@@ -51,7 +51,7 @@ class ModelRotations:
         return known
 
     def unrotate(self, layer: int, k: Tensor, positions: Tensor) -> Tensor:
-        """The inverse, in fp32 with one rounding at the end."""
+        """Invert `rotate`, in fp32 with one rounding at the end."""
         rope = self._ropes[layer]
         if rope is None:
             return k
@@ -59,7 +59,7 @@ class ModelRotations:
         cos, sin = self._tables_of(rope, wide, positions)
         plain = self._call(rope, cos, -sin).rotate(wide)[0]
         width = rope.call.width
-        scale = (cos.square() + sin.square()).mean()  # some models scale cos and sin, so twice turned is twice scaled
+        scale = (cos.square() + sin.square()).mean()  # some models scale cos and sin, so two rotations scale twice
         plain[..., :width] /= scale
         return plain.to(k.dtype)
 
@@ -78,5 +78,5 @@ class ModelRotations:
 
 
 def _source(rope: RopeSource) -> tuple[object, ...]:
-    """Equal for layers that have the same tables."""
+    """Return a key that is equal for layers with the same tables."""
     return (id(rope.module), *rope.arguments, *sorted(rope.keywords.items()))

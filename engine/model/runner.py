@@ -1,4 +1,4 @@
-"""ModelRunner: weights and KV pool on one device, and the forward pass over them."""
+"""ModelRunner: a model's weights and KV pool on one device, and the forward pass."""
 
 import hashlib
 import json
@@ -21,13 +21,13 @@ from kernels.attention.ragged_batch import AttentionBackend, KvPages
 def make_pages(
     shapes: Sequence[KvShape], num_pages: int, page_size: int, dtype: torch.dtype, device: torch.device
 ) -> list[KvPages]:
-    """The KV pool: per layer K and V [pages, page_size, kv_heads, dim]. On CPU the kernel hands out the memory as it is
-    first written. Raises torch's out-of-memory error on CUDA."""
+    """Allocate the KV pool: for each layer K and V [pages, page_size, kv_heads, dim]. On CPU, memory becomes resident
+    when it is first written. Raises torch's out-of-memory error on CUDA."""
 
     def pool(heads: int, dim: int) -> Tensor:
         if device.type != "cpu":
             return torch.empty(num_pages, page_size, heads, dim, dtype=dtype, device=device)
-        # Heads outermost in memory: attention reads one head's rows in one stream, as far as pages lie in a row.
+        # Heads are outermost in memory: attention then reads one head's rows as one stream where pages are adjacent.
         memory = torch.empty(heads, num_pages, page_size, dim, dtype=dtype)
         return memory.permute(1, 2, 0, 3)
 
@@ -35,13 +35,13 @@ def make_pages(
 
 
 def bytes_per_token(shapes: Sequence[KvShape], dtype: torch.dtype) -> int:
-    """KV bytes of one token over all layers."""
+    """Return the KV bytes of one token over all layers."""
     return sum(s.kv_heads * (s.k_dim + s.v_dim) for s in shapes) * dtype.itemsize
 
 
 def weights_digest(model: nn.Module) -> bytes:
-    """Names, shapes and bytes of all weights: another checkpoint of the same architecture is another model. Reads the
-    weights once, at memory speed; call it before they are packed."""
+    """Hash the names, shapes and bytes of all weights, which tell checkpoints of one architecture apart. Reads the
+    weights once, at memory speed; must be called before they are packed."""
     digest = xxhash.xxh3_128()
     for name, tensor in sorted(model.state_dict().items()):
         data = tensor.detach().cpu().contiguous()
@@ -51,8 +51,8 @@ def weights_digest(model: nn.Module) -> bytes:
 
 
 def fingerprint(model: nn.Module, weights: bytes, backend: str) -> bytes:
-    """16 bytes that name everything a KV row depends on besides its tokens. The attention backend is part of it: its
-    rounding is, and nothing is lost but a cache when it changes."""
+    """Return 16 bytes that identify everything a KV row depends on besides its tokens. The attention backend is
+    included because its rounding matters; changing it only costs the cached KV."""
     text = model.config.to_json_string(use_diff=False)  # type: ignore[operator,union-attr]
     config = json.dumps(json.loads(text, object_hook=_without_path), sort_keys=True)
     dtype = str(next(model.parameters()).dtype)
@@ -61,12 +61,12 @@ def fingerprint(model: nn.Module, weights: bytes, backend: str) -> bytes:
 
 
 def _without_path(config: dict[str, Any]) -> dict[str, Any]:
-    """A model that was moved is the same model: transformers notes in the config where it was loaded from."""
+    """Drop the path that transformers notes in the config: a model that was moved is still the same model."""
     return {name: value for name, value in config.items() if name != "_name_or_path"}
 
 
 class ModelRunner:
-    """One model on one device. Not thread-safe: the engine's loop is the only caller."""
+    """One model on one device. Not thread-safe: only the engine's loop calls it."""
 
     def __init__(
         self, *, model: nn.Module, pages: list[KvPages], backend: AttentionBackend, sink: KvSink | None
@@ -74,16 +74,16 @@ class ModelRunner:
         self.model = model
         self.pages = pages
         self.backend = backend
-        self.sink = sink  # the save path's ear; None while there is no tier below HBM
-        self.saves_rows = saves_rows(model, len(pages))  # the layers can save what they compute by themselves
+        self.sink = sink  # receives KV to be saved; None if there is no tier below HBM
+        self.saves_rows = saves_rows(model, len(pages))  # whether the layers can save their own rows
 
     @torch.inference_mode()
     def forward(
         self, batch: BatchInput, arrive: Callable[[int], None] | None, saved: SavedRows | None = None
     ) -> Tensor:
-        """Logits [logit_rows, vocab] in the model's dtype. Writes the KV of every token of the batch to its slot.
-        arrive(layer) is called before a layer attends: it returns when what the batch stands on there is loaded. saved:
-        where layers that can may save their rows by themselves; the others show them to the sink."""
+        """Return logits [logit_rows, vocab] in the model's dtype, and write the KV of every token of the batch to its
+        slot. arrive(layer) is called before a layer attends and returns when the KV that the batch needs there is
+        loaded. saved: where layers that can save their own rows write them; other layers pass theirs to the sink."""
         step = Step(
             meta=batch.meta,
             pages=self.pages.__getitem__,

@@ -1,4 +1,4 @@
-"""The first steps of an engine, before anybody waits for one: they choose kernels, and tell what steps take."""
+"""The first steps of an engine, before any request: they choose kernels and measure how long steps take."""
 
 import time
 from collections.abc import Callable
@@ -10,12 +10,12 @@ from engine.model.runner import ModelRunner
 
 _CUDA_ROWS, _CPU_ROWS = 2048, 128
 _LEAST_TOKENS = 32
-_EFFICIENT = 2 / 3  # of the most tokens a second
-_LONG_S = 0.5  # after a step that took longer none larger is tried
+_EFFICIENT = 2 / 3  # of the best rate in tokens per second
+_LONG_S = 0.5  # after a step that took longer, no larger one is tried
 
 
 class WarmUp:
-    """Writes to pages from 0 on, which nobody owns yet. most_rows: that a sequence may have."""
+    """Runs steps on pages from 0 on, which must not be in use. most_rows: the most rows a sequence may have."""
 
     def __init__(self, *, runner: ModelRunner, most_rows: int, page_size: int, device: torch.device) -> None:
         self._runner, self._most_rows, self._page_size, self._device = runner, most_rows, page_size, device
@@ -24,16 +24,17 @@ class WarmUp:
         self._table = list(range(num_pages))
 
     def step_times(self) -> tuple[float, float]:
-        """What a step takes: (seconds however small it is, seconds a token)."""
+        """Return (seconds for a step of any size, additional seconds per token)."""
         rows = min(self._most_rows - 1, _CUDA_ROWS if self._device.type == "cuda" else _CPU_ROWS)
         for first, count in ((0, min(rows, self._page_size - 1)), (0, rows), (rows, 1)):
             self._seconds(first, count)
         many_s, one_s = (min(self._seconds(*step) for _ in range(2)) for step in ((0, rows), (rows, 1)))
-        per_token_s = max(many_s - one_s, 0.1 * many_s) / (rows - 1)  # a device for which a step is no work: a guess
+        # At least a tenth counts as per token: a guess for devices on which many rows take no longer than one.
+        per_token_s = max(many_s - one_s, 0.1 * many_s) / (rows - 1)
         return max(0.0, one_s - per_token_s), per_token_s
 
     def efficient_tokens(self, most_tokens: int) -> int:
-        """Of a prompt in a step, as `efficient_tokens` finds them."""
+        """Return the number of prompt tokens per step that `efficient_tokens` finds for this model."""
 
         def seconds(tokens: int) -> float:
             return min(self._seconds(0, tokens) for _ in range(2))
@@ -49,9 +50,9 @@ class WarmUp:
 
 
 def efficient_tokens(seconds: Callable[[int], float], most_tokens: int) -> int:
-    """The fewest tokens in a step, of the powers of 2 from 32 to most_tokens, whose products are efficient: with them
-    the model computes at least two thirds of the tokens a second that it does with the best of these. seconds: what a
-    step of so many takes."""
+    """Return the smallest efficient number of tokens per step: the fewest, among the powers of 2 from 32 to
+    most_tokens, with which the model computes at least two thirds of its best rate. seconds: returns how long a step
+    with that many takes."""
     rates: dict[int, float] = {}
     tokens = min(_LEAST_TOKENS, most_tokens)
     while True:

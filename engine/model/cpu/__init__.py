@@ -1,1 +1,1 @@
-"""Faster ways through a model on a CPU, each proven before it is used."""
+"""Faster implementations of a model's parts on CPU. Each is checked against the original before it is used."""

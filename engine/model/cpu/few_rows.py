@@ -1,4 +1,4 @@
-"""A decoder layer for a few rows by compiled kernels: what one decode step of up to four streams is."""
+"""A decoder layer for a few rows by compiled kernels, as needed by a decode step of up to four streams."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -17,8 +17,8 @@ from kernels.views import as_bits
 
 
 class FewRows:
-    """hidden [rows, width] -> the same, inside a step. Five parallel loops instead of some twenty calls of torch; sums
-    that the layer's own way rounds to bf16 stay in fp32."""
+    """Computes hidden [rows, width] -> the same shape, inside a step. Uses five parallel loops instead of some twenty
+    torch calls. Sums that the layer's own code rounds to bf16 stay in fp32."""
 
     def __init__(
         self,
@@ -47,7 +47,7 @@ class FewRows:
         return self._kernels.Norm(norm.weight.numpy(), norm.eps)
 
     def takes(self, hidden: Tensor, cos: Tensor, sin: Tensor) -> bool:
-        """Whether this way is right for these rows and faster."""
+        """Whether this implementation is correct and faster for these rows."""
         step = current_step()
         return (
             0 < len(hidden) <= FEW_ROWS
@@ -71,7 +71,7 @@ class FewRows:
         if step.saved is not None:
             saved = step.saved.blocks[self._index], step.saved.spots
         elif step.sink is not None:
-            _, keys, values = rows.split_with_sizes(self._heads, 1)  # half the time of two slices
+            _, keys, values = rows.split_with_sizes(self._heads, 1)  # takes half the time of two slices
             step.sink.write(self._index, keys, values)
         step.layers_called.append(self._index)
         step.layers_rotated.append(self._index)
@@ -87,14 +87,14 @@ class FewRows:
         return out
 
     def _memory(self, pages: KvPages) -> tuple[np.ndarray, np.ndarray]:
-        """The layer's pool, which is the same in every step of an engine."""
+        """Return the layer's pool as arrays, made once, because an engine uses the same pool in every step."""
         if self._pool is None or self._pool[0] is not pages:
             self._pool = (pages, as_bits(pages.k), as_bits(pages.v))
         return self._pool[1:]
 
     def _plan(self, step: Step) -> tuple[np.ndarray, np.ndarray, Any]:
-        """Pages and slots of each row and the tasks of attention, once per step and window. A row that is not the last
-        of its sequence has a context of its own: up to itself."""
+        """Return each row's pages and slots and the attention tasks, computed once per step and window. A row before
+        the last of its sequence is treated as having a context of its own, up to itself."""
         key, meta = f"few rows {self._params.window}", step.meta
         plan: tuple[np.ndarray, np.ndarray, Any] | None = meta.scratch.get(key)
         if plan is None:

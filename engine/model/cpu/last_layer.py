@@ -1,4 +1,4 @@
-"""Of a model's last layer, only rows whose logits somebody wants are finished: of a prompt, one."""
+"""Lets a model's last layer finish only the rows whose logits are wanted, which is one row of a prompt."""
 
 import torch
 from torch import nn
@@ -9,12 +9,12 @@ from engine.model.hf_model import Step, forward, takes_logit_rows
 from engine.model.probe import ProbeResult, single_sequence_meta
 from kernels.attention.ragged_batch import AttentionBackend, KvPages
 
-_CHECK_TOKENS = FEW_ROWS + 2  # fewer go another way
+_CHECK_TOKENS = FEW_ROWS + 2  # fewer rows take another path
 
 
 def finish_wanted_rows_only(model: nn.Module, probed: ProbeResult, backend: AttentionBackend) -> bool:
-    """Whether the last layer is ours and now leaves out what nobody reads. Both ways have to give the same logits, for
-    what stands behind the layers may be anything."""
+    """Returns whether the last layer is one of ours and now skips unwanted rows. Both variants must give the same
+    logits, because the modules after the layers may do anything."""
     layers = [module for module in model.modules() if isinstance(module, DecoderLayer)]
     if not layers or layers[-1].index != len(probed.shapes) - 1 or not takes_logit_rows(type(model).forward):
         return False

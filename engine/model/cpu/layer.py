@@ -1,8 +1,8 @@
-"""A whole decoder layer in bf16 on CPU: the Llama kind, as Llama, Mistral, Qwen2, Qwen3 and others have it.
+"""A whole decoder layer in bf16 on CPU, of the kind used by Llama, Mistral, Qwen2, Qwen3 and others.
 
-What the model's own code does in some sixty calls of torch is done here in about twenty: queries and keys rotated
-together, residual sums and the gate inside the matrix products. A layer is replaced only if its replacement answers as
-it does; anything unusual in it (another norm, a scale, no rotation) shows there and leaves it as it is.
+The model's own code makes some sixty torch calls; this makes about twenty, with queries and keys rotated together, and
+residual sums and the gate computed inside the matrix products. A layer is replaced only if the replacement gives the
+same result. Anything unusual (another norm, a scale, no rotation) makes them differ, and the layer is left as it is.
 """
 
 from typing import Any
@@ -24,11 +24,11 @@ _CHECK_TOKENS = 6  # half of them near the end of the window
 
 
 class DecoderLayer(nn.Module):
-    """hidden [1, tokens, width] -> the same, inside a step. Takes what transformers hands a layer, uses the rotary
-    tables and the step."""
+    """Computes hidden [1, tokens, width] -> the same shape, inside a step. Takes the arguments of a transformers layer;
+    uses the rotary tables and the current step."""
 
     def __init__(self, layer: nn.Module, index: int, params: AttentionParams, exact: bool) -> None:
-        """exact: rows shall not depend on how many there are, whatever that costs."""
+        """exact: rows must not depend on how many there are, at any cost in speed."""
         super().__init__()
         attention: Any = layer.self_attn
         mlp: Any = layer.mlp
@@ -48,7 +48,7 @@ class DecoderLayer(nn.Module):
         self._gate: Any = (ExactGate if exact else _Gate)(mlp.gate_proj, mlp.up_proj)
         self._out, self._down = (_summed(linear, exact) for linear in (attention.o_proj, mlp.down_proj))
         self.few = None if exact else self._few_rows()
-        self.is_last = False  # then only rows whose logits somebody wants get an answer
+        self.is_last = False  # if True, only rows whose logits are wanted are finished
 
     @property
     def saves_rows(self) -> bool:
@@ -72,7 +72,7 @@ class DecoderLayer(nn.Module):
         mixed = self._attend(self._input_norm(hidden), *position_embeddings, wanted)
         if wanted is None:
             return self._finish(mixed, hidden)[None]
-        out = torch.full_like(hidden, float("nan"))  # whoever reads what he did not want shall notice
+        out = torch.full_like(hidden, float("nan"))  # so that a read of an unwanted row shows
         if len(wanted):
             out[wanted] = self._finish(mixed, hidden[wanted])
         return out[None]
@@ -83,7 +83,8 @@ class DecoderLayer(nn.Module):
         return out
 
     def _attend(self, x: Tensor, cos: Tensor, sin: Tensor, wanted: Tensor | None) -> Tensor:
-        """Keys and values of all rows go to their slots; [rows, width] for all of them or for those that are wanted."""
+        """Write the keys and values of all rows to their slots; return [rows, width] for all rows or for the wanted
+        ones."""
         step = current_step()
         tokens = x.shape[0]
         num_q, num_k, _ = self._heads
@@ -115,15 +116,15 @@ class DecoderLayer(nn.Module):
 
 
 def saves_rows(model: nn.Module, num_layers: int) -> bool:
-    """Whether kernels that write rows to where they are saved are in every one of the model's layers."""
+    """Whether every layer of the model has kernels that write rows to where they are saved."""
     layers = [module for module in model.modules() if isinstance(module, DecoderLayer)]
     return len(layers) == num_layers and all(layer.saves_rows for layer in layers)
 
 
 def single_rows(meta: AttentionMeta, rows: Tensor) -> AttentionMeta:
-    """Some rows of a step [n] int64, each as a sequence with one query row."""
+    """Describe some rows of a step [n] int64 as sequences with one query row each."""
     sequence = torch.searchsorted(meta.query_start, rows, right=True) - 1
-    behind = meta.query_start[sequence + 1] - 1 - rows  # rows of the same sequence that come after
+    behind = meta.query_start[sequence + 1] - 1 - rows  # number of later rows of the same sequence
     context_len = (meta.context_len[sequence] - behind).to(torch.int32)
     return AttentionMeta(
         query_lens=[1] * len(rows),
@@ -136,7 +137,7 @@ def single_rows(meta: AttentionMeta, rows: Tensor) -> AttentionMeta:
 
 
 class _Summed(nn.Module):
-    """A linear layer that adds to a residual: x [tokens, in], residual [tokens, out] -> [tokens, out]."""
+    """A linear layer that adds a residual: x [tokens, in], residual [tokens, out] -> [tokens, out]."""
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
@@ -153,7 +154,7 @@ def _summed(linear: nn.Linear, exact: bool) -> Any:
 
 
 class _Gate(nn.Module):
-    """silu(gate(x)) * up(x), with the activation and the product inside the two matrix products."""
+    """Computes silu(gate(x)) * up(x), with the activation and the product inside the two matrix products."""
 
     def __init__(self, gate: nn.Linear, up: nn.Linear) -> None:
         super().__init__()
@@ -175,7 +176,7 @@ def _norm(module: Any) -> RmsNorm:
 
 
 def replace_layers(model: nn.Module, probed: ProbeResult, backend: AttentionBackend, exact: bool) -> int:
-    """Replace the decoder layers that we know, in place; returns how many."""
+    """Replace the decoder layers of the known kind, in place; returns how many."""
     replaced = 0
     text: Any = model.config.get_text_config()  # type: ignore[operator,union-attr]
     last = rope_limit(text) or text.max_position_embeddings
@@ -196,7 +197,7 @@ def replace_layers(model: nn.Module, probed: ProbeResult, backend: AttentionBack
 
 
 def _few_agree(ours: DecoderLayer, probed: ProbeResult, backend: AttentionBackend, positions: Tensor) -> bool:
-    """Whether a layer says the same of a few rows by either of its ways, and leaves the same keys and values."""
+    """Whether a layer's two implementations agree on a few rows: same answer, same keys and values."""
     few, index = ours.few, ours.index
     assert few is not None
     positions = positions[1::2]
@@ -208,7 +209,7 @@ def _few_agree(ours: DecoderLayer, probed: ProbeResult, backend: AttentionBacken
     answers = []
     for way in (few, None):
         ours.few = way
-        # Heads outermost, as the engine has them: kernels are compiled for a kind of strides.
+        # Heads outermost, as in the engine: kernels are compiled for a kind of strides.
         k, v = (hidden.new_zeros(shape.kv_heads, 1, backend.page_multiple, dim) for dim in (shape.k_dim, shape.v_dim))
         pages = KvPages(k.permute(1, 2, 0, 3), v.permute(1, 2, 0, 3))
         meta = single_sequence_meta(hidden.device, 0, len(positions), backend.page_multiple)
@@ -248,7 +249,7 @@ def _children(module: nn.Module) -> set[str]:
 
 
 def is_gated_mlp(module: nn.Module) -> bool:
-    """down(silu(gate(x)) * up(x)), as far as its parts tell."""
+    """Whether the parts of a module are those of down(silu(gate(x)) * up(x))."""
     linears = [child for child in module.children() if type(child) is nn.Linear]
     return (
         len(linears) == 3
@@ -260,7 +261,7 @@ def is_gated_mlp(module: nn.Module) -> bool:
 
 
 class _Listening:
-    """A backend that keeps the queries it was given."""
+    """A backend that records the queries it was given."""
 
     def __init__(self, backend: AttentionBackend) -> None:
         self.name, self.page_multiple = backend.name, backend.page_multiple
@@ -280,8 +281,8 @@ def _same_answer(
     backend: AttentionBackend,
     positions: Tensor,
 ) -> bool:
-    """Both layers over the same few random rows, each over pages of its own. Their queries are compared too: what
-    changes with the position may be too little for the sum to tell."""
+    """Run both layers on the same few random rows, each with its own pages. Queries are compared too, because the
+    effect of positions on the result may be too small to show."""
     weight = next(theirs.parameters())
     shape, rope = probed.shapes[index], probed.ropes[index]
     assert rope is not None
@@ -299,8 +300,8 @@ def _same_answer(
             try:
                 out = layer(hidden, position_embeddings=tables, position_ids=positions[None], attention_mask=None)
             except Exception:
-                return False  # it needs more than layers of this kind are given
+                return False  # it needs more arguments than this kind of layer gets
         if not isinstance(out, Tensor):
-            return False  # what stands around it would take ours apart
+            return False  # the code around it would unpack our result
         answers.append((listening.queries, out - hidden))
     return all(agree(got, want) for got, want in zip(*answers, strict=True))

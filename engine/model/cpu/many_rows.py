@@ -1,4 +1,4 @@
-"""Rotation of many rows, and the writing of their keys and values to the pool, as one compiled pass."""
+"""Rotates many rows and writes their keys and values to the pool in one compiled pass."""
 
 from typing import Any
 
@@ -13,18 +13,18 @@ from kernels.kv_copy import write_rows
 from kernels.views import as_bits, as_stream
 
 _CHECK_ROWS = 5
-NOWHERE = (np.empty((0, 0), np.uint16), np.empty((0, 2), np.int64))  # blocks and spots where nothing is saved
+NOWHERE = (np.empty((0, 0), np.uint16), np.empty((0, 2), np.int64))  # blocks and spots if nothing is saved
 
 
 class RotateAndWrite:
-    """The same, to the bit, as `turn_halves` and `write_rows`. heads: how many of queries and of keys."""
+    """Gives the same bits as `turn_halves` and `write_rows`. heads: the number of query heads and of key heads."""
 
     def __init__(self, kernels: Any, heads: tuple[int, int], head_dim: int) -> None:
         self._kernels, self._heads, self._head_dim = kernels, heads, head_dim
         self._pool: tuple[KvPages, tuple[Any, ...]] | None = None
 
     def takes(self, turning: Tensor, cos: Tensor, sin: Tensor, pages: KvPages) -> bool:
-        """Whether this way is right for these rows."""
+        """Whether this implementation is correct for these rows."""
         return cos.shape[-1] == self._head_dim and all(
             x.dtype == torch.bfloat16 and x.device.type == "cpu" and x.stride(-1) == 1
             for x in (turning, cos, sin, pages.k, pages.v)
@@ -41,10 +41,10 @@ class RotateAndWrite:
         blocks: np.ndarray,
         spots: np.ndarray,
     ) -> Tensor:
-        """turning [rows, q and k heads, head_dim] and values [rows, k heads, head_dim], their heads side by side; cos,
-        sin [rows, head_dim]; slots [rows] int64, different and inside the pool; blocks, spots: where they are saved
-        before rotation, as in `SavedRows`. Returns the rotated queries [rows, q heads, head_dim]; what came in stays as
-        it is."""
+        """turning [rows, q and k heads, head_dim] and values [rows, k heads, head_dim], with adjacent heads; cos, sin
+        [rows, head_dim]; slots [rows] int64, all different and inside the pool; blocks, spots: where un-rotated rows
+        are saved, as in `SavedRows`. Returns the rotated queries [rows, q heads, head_dim]; the inputs are not
+        changed."""
         use_torch_threads()
         queries = turning.new_empty(len(turning), self._heads[0], self._head_dim)
         if len(turning):
@@ -56,7 +56,7 @@ class RotateAndWrite:
         return queries
 
     def _memory(self, pages: KvPages) -> tuple[Any, ...]:
-        """The layer's pool, which is the same in every step of an engine."""
+        """Return the layer's pool as arrays, made once, because an engine uses the same pool in every step."""
         if self._pool is None or self._pool[0] is not pages:
             k, v = pages.k, pages.v
             self._pool = (pages, (as_stream(k), k.stride()[:3], as_stream(v), v.stride()[:3], k.shape[1]))
@@ -64,7 +64,7 @@ class RotateAndWrite:
 
 
 def rotate_and_write(num_q: int, num_k: int, head_dim: int) -> RotateAndWrite | None:
-    """None where it cannot run, or does not say the same as torch."""
+    """Return the compiled rotation, or None if it cannot run here or differs from torch."""
     kernels = prefill_kernels()
     if kernels is None or head_dim % 2:
         return None
@@ -77,7 +77,7 @@ def rotate_and_write(num_q: int, num_k: int, head_dim: int) -> RotateAndWrite | 
     rows, turns = random(_CHECK_ROWS, num_q + 2 * num_k, head_dim), random(2, _CHECK_ROWS, head_dim)
     turning, values = rows[:, : num_q + num_k], rows[:, num_q + num_k :]
     slots = torch.randperm(2 * _CHECK_ROWS, generator=generator)[:_CHECK_ROWS]
-    # Heads outermost, as the engine has them.
+    # Heads outermost, as in the engine.
     pools = torch.zeros(4, num_k, 2, _CHECK_ROWS, head_dim, dtype=torch.bfloat16).transpose(1, 2).transpose(2, 3)
     got, want = KvPages(pools[0], pools[1]), KvPages(pools[2], pools[3])
     queries = ours(turning, values, turns[0], turns[1], slots, got, *NOWHERE)

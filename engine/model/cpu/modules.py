@@ -1,9 +1,9 @@
-"""Faster stand-ins for a model's modules on CPU, put under the model's own code, which calls them as before.
+"""Faster replacements for a model's modules on CPU, installed under the model's own code, which calls them as before.
 
 Measured on one core with AVX-512 and AMX in bf16, us before -> after: linear 4096x768 on one row 470 -> 290, 1280x768
-148 -> 94, lm_head 16384x768 2,665 -> 1,113; RMSNorm of 1,124x768 1,291 -> 769, compiled 230; the gated product of
-1,124 rows 12,500 -> 9,800. fp32 weights are not packed: it gains nothing on one row.
-Every replacement is compared with what it replaces before it is used.
+148 -> 94, lm_head 16384x768 2,665 -> 1,113; RMSNorm of 1,124x768 1,291 -> 769, compiled 230; the gated product of 1,124
+rows 12,500 -> 9,800. fp32 weights are not packed, because that gains nothing on one row. Every replacement is compared
+with the original before it is used.
 """
 
 import ctypes
@@ -17,24 +17,25 @@ from torch import Tensor, nn
 from kernels.cpu.available import decode_kernels, prefill_kernels, product_kernels, tiles_of_pairs, use_torch_threads
 from kernels.views import as_bits
 
-# oneDNN lays weights out for a number of rows; the layout for 16 is within 10 % of the best from 1 to 1,124 rows.
+# oneDNN lays weights out for a given number of rows; the layout for 16 is within 10 % of the best from 1 to 1,124 rows.
 _PACK_FOR_ROWS = 16
-# Up to here the compiled products are faster than oneDNN's, which use AMX. All layers of the 125 M model, two
+# Up to this many rows the compiled products are faster than oneDNN's, which use AMX. All layers of the 125 M model, two
 # threads, ms for 1 / 4 / 8 rows: 4.3 / 5.0 / 5.7 against 6.3 / 6.8 / 6.2.
 FEW_ROWS = 8
 _NOTHING = np.empty((0, 0), np.uint16)
-_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.02, torch.float16: 0.003}  # relative, of another order of sums
+# relative error of another order of sums
+_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.02, torch.float16: 0.003}
 
 
 def pack_weight(weight: Tensor) -> Tensor:
-    """In oneDNN's blocked layout."""
+    """Return the weight in oneDNN's blocked layout."""
     packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _PACK_FOR_ROWS)
     return packed
 
 
 def few_row_product(packed: Tensor, weight: Tensor, bias: Tensor | None) -> Any:
-    """The same linear layer for the compiled kernels, over the memory of `packed`, which must outlive it. None where
-    there are no such kernels, or oneDNN packs in another way than they read."""
+    """Return the same linear layer for the compiled kernels, using the memory of `packed`, which must outlive it. None
+    if there are no such kernels, or oneDNN's layout is not the one they read."""
     kernels = decode_kernels()
     if kernels is None:
         return None
@@ -55,7 +56,7 @@ def few_row_product(packed: Tensor, weight: Tensor, bias: Tensor | None) -> Any:
 
 
 class PackedLinear(nn.Module):
-    """A linear layer whose weight lies in oneDNN's blocked layout. x [..., in] -> [..., out]."""
+    """A linear layer whose weight is in oneDNN's blocked layout. x [..., in] -> [..., out]."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         super().__init__()
@@ -76,9 +77,9 @@ class PackedLinear(nn.Module):
 
 
 class ExactLinear(nn.Module):
-    """A linear layer that computes a row in one way, however many rows there are (`kernels.cpu.products`); slower than
-    `PackedLinear` for one row and for hundreds. x [..., in], and [tokens, out] that is added -> [..., out]. Raises
-    RuntimeError where there are no such kernels."""
+    """A linear layer that computes each row in the same way however many there are (`kernels.cpu.products`). Slower
+    than `PackedLinear` for one row and for hundreds. x [..., in], plus a residual [tokens, out] to add -> [..., out].
+    Raises RuntimeError if there are no such kernels."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         super().__init__()
@@ -101,7 +102,7 @@ class ExactLinear(nn.Module):
 
 
 class ExactGate(nn.Module):
-    """silu(gate(x)) * up(x) of the same kind. x [tokens, in] -> [tokens, out]."""
+    """Computes silu(gate(x)) * up(x) with products like `ExactLinear`'s. x [tokens, in] -> [tokens, out]."""
 
     def __init__(self, gate: nn.Linear, up: nn.Linear) -> None:
         super().__init__()
@@ -134,8 +135,8 @@ class PlainLinear(nn.Module):
 
 
 class SharedProduct:
-    """The one product behind several projections. The first that is asked computes all; the others of the same input
-    take their part. Holds the input until the last part was taken, so that an input is recognised by identity."""
+    """One product shared by several projections of the same input. The first projection called computes all; the others
+    take their parts. Keeps the input until the last part is taken, so that it can be recognised by identity."""
 
     def __init__(self, linear: nn.Module, sizes: list[int]) -> None:
         self._linear, self._sizes = linear, sizes
@@ -156,7 +157,7 @@ class SharedProduct:
 
 
 class SharedPart(nn.Module):
-    """Stands where one of the projections stood."""
+    """Takes the place of one of the projections."""
 
     def __init__(self, shared: SharedProduct, index: int) -> None:
         super().__init__()
@@ -167,7 +168,7 @@ class SharedPart(nn.Module):
 
 
 class GatedMlp(nn.Module):
-    """down(silu(gate(x)) * up(x)), with the activation and the product inside the two matrix products."""
+    """Computes down(silu(gate(x)) * up(x)), with the activation and the product inside the two matrix products."""
 
     def __init__(self, gate: nn.Linear, up: nn.Linear, down: nn.Linear) -> None:
         super().__init__()
@@ -183,8 +184,8 @@ class GatedMlp(nn.Module):
 
 
 class RmsNorm(nn.Module):
-    """weight * x / rms(x), in fp32 with one rounding at the end. In bf16 one compiled pass over x where that can run,
-    else four passes instead of seven."""
+    """Computes weight * x / rms(x) in fp32 with one rounding at the end. In bf16 this is one compiled pass over x where
+    available, else four passes instead of seven."""
 
     def __init__(self, weight: Tensor, eps: float) -> None:
         super().__init__()
@@ -216,7 +217,7 @@ class RmsNorm(nn.Module):
 
 
 def packing_works() -> bool:
-    """oneDNN's packed linear is a private operator: used only if it is there and right."""
+    """Whether oneDNN's packed linear, a private operator, exists and is correct."""
     try:
         weight, x = torch.randn(48, 32).bfloat16(), torch.randn(3, 32).bfloat16()
         return agree(PackedLinear(weight, None)(x), F.linear(x, weight))
@@ -225,6 +226,6 @@ def packing_works() -> bool:
 
 
 def agree(got: Tensor, want: Tensor) -> bool:
-    """Whether two results differ by rounding only."""
+    """Whether two results differ only by rounding."""
     error = (got.float() - want.float()).square().mean().sqrt()
     return bool(error <= _TOLERANCE[want.dtype] * want.float().square().mean().sqrt())

@@ -1,4 +1,4 @@
-"""Put the faster modules of `cpu_modules` and `cpu_layer` under a loaded model."""
+"""Installs the faster modules of `modules` and `layer` in a loaded model."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -27,21 +27,21 @@ _SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 @dataclass(slots=True)
 class Optimised:
-    """What was replaced, for the log."""
+    """Counts what was replaced, for the log."""
 
     layers: int = 0
     fused: int = 0
     packed: int = 0
     gated: int = 0
     norms: int = 0
-    last: bool = False  # whether the last layer leaves out rows whose logits nobody wants
+    last: bool = False  # whether the last layer skips rows whose logits are not wanted
 
 
 @torch.inference_mode()
 def optimise_for_cpu(model: nn.Module, probed: ProbeResult, backend: AttentionBackend, exact: bool) -> Optimised:
-    """Replace modules in place, whole decoder layers where we know their kind, else what is known inside them.
-    Embeddings keep their own copy of a tied weight. exact: bf16 products whose rows do not depend on how many there
-    are; raises RuntimeError where there are none."""
+    """Replace modules in place: whole decoder layers of the known kind, else known parts of them. Embeddings keep their
+    own copy of a tied weight. exact: use bf16 products whose rows do not depend on how many there are; raises
+    RuntimeError if there are none."""
     done = Optimised()
     pack = next(model.parameters()).dtype == torch.bfloat16 and packing_works()
     linear = (ExactLinear if exact else PackedLinear) if pack else PlainLinear
@@ -67,7 +67,7 @@ def optimise_for_cpu(model: nn.Module, probed: ProbeResult, backend: AttentionBa
 
 
 def _replace(parent: nn.Module, name: str, width: int, replacement: nn.Module) -> bool:
-    """Put `replacement` in place of a child if both say the same of random rows [1, 5, width]."""
+    """Replace a child if both give the same result for random rows [1, 5, width]. Returns whether it was replaced."""
     child: nn.Module = getattr(parent, name)
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(1, 5, width, generator=generator).to(next(child.parameters()).dtype)
@@ -78,7 +78,7 @@ def _replace(parent: nn.Module, name: str, width: int, replacement: nn.Module) -
 
 
 def _fuse(module: nn.Module, names: tuple[str, ...], linear: Callable[[Tensor, Tensor | None], nn.Module]) -> bool:
-    """Make sibling projections of one input one product."""
+    """Combine sibling projections of one input into one product."""
     group = [m for m in (getattr(module, name, None) for name in names) if type(m) is nn.Linear]
     if len(group) < len(names) or len({m.in_features for m in group}) != 1:
         return False
