@@ -1,1 +1,1 @@
-"""GGUF files made into what is served: a directory with safetensors, a tokenizer and a configuration."""
+"""Converts GGUF files into directories that can be served: safetensors, tokenizer and configuration."""

@@ -1,7 +1,7 @@
-"""`reprise convert FILE.gguf DIR`: a GGUF file made into a directory with safetensors, tokenizer and configuration.
+"""`reprise convert FILE.gguf DIR`: writes a GGUF file as a directory with safetensors, tokenizer and configuration.
 
-Files of Llama's shape with a vocabulary that is known here are read by code of ours, layer by layer. Any other goes
-through transformers' own reader, which takes the whole model into memory.
+Files with Llama's architecture and a known vocabulary are read by our own code, layer by layer. All others go through
+transformers' reader, which loads the whole model into memory.
 """
 
 import contextlib
@@ -18,8 +18,8 @@ from safetensors.torch import save_file
 from engine.gguf import llama, vocabulary
 from engine.gguf.reader import GgufFile, GgufRefused
 
-SHARD_BYTES = 2 << 30  # what is held in memory of a model that is being converted
-# generation_config.json's names for what a file may say of sampling.
+SHARD_BYTES = 2 << 30  # of a model that is held in memory while it is converted
+# The names in generation_config.json of a file's sampling parameters.
 _SAMPLING = {"temperature": "temp", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p"}
 _SAMPLING |= {"repetition_penalty": "penalty_repeat"}
 
@@ -27,8 +27,8 @@ _SAMPLING |= {"repetition_penalty": "penalty_repeat"}
 def convert(
     source: Path, out: Path, *, sampling: Mapping[str, float] | None = None, chat_template: str | None = None
 ) -> None:
-    """Write the directory `out`, whole or not at all. `sampling` (for its generation_config.json) and `chat_template`
-    stand in front of what the file says. Raises GgufRefused."""
+    """Write the directory `out`, completely or not at all. `sampling` (for generation_config.json) and `chat_template`
+    override what the file says. Raises GgufRefused."""
     if out.exists():
         raise GgufRefused(f"{out} is there already; name another directory, or delete it")
     file = GgufFile(source)
@@ -50,12 +50,13 @@ def convert(
 
 @contextlib.contextmanager
 def fresh_directory(out: Path) -> Iterator[Path]:
-    """A directory that becomes `out` at the end of the block, or is gone if the block raises. Raises OSError."""
+    """Create a temporary directory that is renamed to `out` at the end of the block, or deleted if the block raises.
+    Raises OSError."""
     out.parent.mkdir(parents=True, exist_ok=True)
     fresh = Path(tempfile.mkdtemp(prefix=f".{out.name}-", suffix=".tmp", dir=out.parent))
     try:
         yield fresh
-        fresh.chmod(0o755)  # mkdtemp's is for its owner alone
+        fresh.chmod(0o755)  # mkdtemp gives access to the owner only
         for path in fresh.iterdir():
             path.chmod(0o644)
             with path.open("rb") as written:
@@ -84,7 +85,7 @@ def _write_llama(file: GgufFile, out: Path) -> None:
 
 
 def _write_weights(file: GgufFile, shape: llama.LlamaShape, dtype: Any, out: Path) -> None:
-    """model.safetensors, or several files of some SHARD_BYTES and their index."""
+    """Write model.safetensors, or several files of about SHARD_BYTES with their index."""
     shards: list[list[tuple[str, llama.Weight]]] = [[]]
     room = SHARD_BYTES
     for name, weight in shape.weights():
@@ -118,7 +119,8 @@ def _tell_sampling(path: Path, sampling: Mapping[str, float]) -> None:
 
 
 def _set_template(directory: Path, template: str) -> None:
-    (directory / "chat_template.jinja").unlink(missing_ok=True)  # transformers', which would count for more
+    # the file that transformers wrote, which would take precedence
+    (directory / "chat_template.jinja").unlink(missing_ok=True)
     path = directory / "tokenizer_config.json"
     _write_json(path, {**json.loads(path.read_text(encoding="utf-8")), "chat_template": template})
 

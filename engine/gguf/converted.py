@@ -1,4 +1,4 @@
-"""Conversions of the GGUF files that servers were started with, kept for their next start."""
+"""Keeps conversions of GGUF files for later starts of the server."""
 
 import hashlib
 import logging
@@ -10,16 +10,16 @@ from pathlib import Path
 from engine.gguf.convert import convert
 from engine.gguf.reader import GgufRefused
 
-KEPT = 3  # conversions; those not used for the longest time are deleted
-ABANDONED_S = 86_400.0  # nobody converts for that long
-_WRITTEN_BY = 1  # raised when files of an older converter should not be used any more
+KEPT = 3  # number of conversions; the least recently used are deleted
+ABANDONED_S = 86_400.0  # no conversion takes that long
+_WRITTEN_BY = 1  # version of the converter; increase it to discard older conversions
 
 log = logging.getLogger(__name__)
 
 
 def converted(source: Path, directory: Path) -> Path:
-    """The model directory made of a file, now or at an earlier start; named by the file's content. Raises
-    GgufRefused."""
+    """Return the model directory for a file, converting it if no earlier start has. The directory is named after the
+    file's content. Raises GgufRefused."""
     try:
         with source.open("rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
@@ -29,7 +29,7 @@ def converted(source: Path, directory: Path) -> Path:
             try:
                 convert(source, found)
             except GgufRefused:
-                if not found.is_dir():  # else another server was quicker
+                if not found.is_dir():  # else another server has made it meanwhile
                     raise
         os.utime(found)
         _forget(directory)
@@ -39,7 +39,7 @@ def converted(source: Path, directory: Path) -> Path:
 
 
 def _forget(directory: Path) -> None:
-    """All but the last ones, and what a conversion that was killed has left."""
+    """Delete all but the most recent conversions, and what killed conversions have left."""
     made = [(path.stat().st_mtime, path) for path in directory.iterdir() if path.is_dir()]
     finished = sorted((entry for entry in made if not entry[1].name.startswith(".")), reverse=True)
     abandoned = [entry for entry in made if entry[1].name.startswith(".") and entry[0] < time.time() - ABANDONED_S]

@@ -1,4 +1,4 @@
-"""GGUF files of other architectures, by transformers' own reader."""
+"""Converts GGUF files of other architectures with transformers' reader."""
 
 import logging
 from math import prod
@@ -14,7 +14,7 @@ log = logging.getLogger(__name__)
 
 
 def write(file: GgufFile, out: Path) -> None:
-    """The model in bfloat16, its tokenizer and configuration. Raises GgufRefused, OSError."""
+    """Write the model in bfloat16, its tokenizer and configuration. Raises GgufRefused, OSError."""
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
     from transformers.utils.logging import disable_progress_bar
 
@@ -23,7 +23,7 @@ def write(file: GgufFile, out: Path) -> None:
     disable_progress_bar()
     where: dict[str, Any] = {"gguf_file": file.path.name}
     try:
-        # Not dequantised, the weights would stay packed, and could not be saved.
+        # Without dequantising, the weights would stay packed and could not be saved.
         model = AutoModelForCausalLM.from_pretrained(
             file.path.parent, dtype=torch.bfloat16, quantization_config=GgufConfig(dequantize=True), **where
         )
@@ -33,7 +33,7 @@ def write(file: GgufFile, out: Path) -> None:
         raise GgufRefused(f"{file.path}: transformers does not read {what}: {error}"[:1000]) from error
     stored = sum(prod(info.shape) for info in file.tensors.values())
     known = sum(parameter.numel() for parameter in model.parameters())
-    if stored != known:  # its reader passes over tensors that it has no name for
+    if stored != known:  # transformers' reader skips tensors that it has no name for
         raise GgufRefused(f"{file.path} holds {stored:,} weights, transformers' model of it {known:,}")
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
@@ -42,7 +42,8 @@ def write(file: GgufFile, out: Path) -> None:
 
 
 def _refuse_what_would_be_lost(file: GgufFile, architecture: str) -> None:
-    """Its reader knows nothing of scaled positions, and would give a model that reads other ones."""
+    """Refuse files with scaled positions: transformers' reader ignores the scaling, so the model would compute other
+    positions."""
     scaling = file.metadata.get(f"{architecture}.rope.scaling.type", "none")
     factors = [name for name in file.tensors if name.startswith("rope_f")]
     if scaling != "none" or factors:

@@ -1,7 +1,7 @@
-"""Llama-shaped GGUF files: which weight is which, and the configuration that goes with them.
+"""Llama-shaped GGUF files: the names of their weights and the matching configuration.
 
-llama.cpp keeps the rows of `attn_q` and `attn_k` in another order than transformers: its rotation turns neighbours, the
-one of transformers halves. The order is undone here; nothing else is changed.
+llama.cpp stores the rows of `attn_q` and `attn_k` in another order than transformers, because its rotation turns
+neighbouring dims and transformers' turns halves. Reading restores the order; nothing else is changed.
 """
 
 import math
@@ -17,18 +17,18 @@ from engine.gguf.reader import GgufFile, GgufRefused, TensorInfo
 
 ARCHITECTURE = "llama"
 _ROPE_FACTORS = "rope_freqs.weight"
-# Llama 3's way to reach further, but for the factor: what all of its models have.
+# Llama 3's scaling of positions, except for the factor; all of its models share these values.
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 _F32, _F16 = 0, 1
 
 
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """A weight as transformers names it, and what the file must have for it."""
+    """A weight under transformers' name, and what the file must have for it."""
 
     name: str
     shape: tuple[int, ...]
-    rotated_heads: int = 0  # heads whose rows stand in llama.cpp's order; 0: rows are as they should be
+    rotated_heads: int = 0  # heads whose rows are in llama.cpp's order; 0: keep the order
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class LlamaShape:
     tied: bool
 
     def weights(self) -> Iterator[tuple[str, Weight]]:
-        """(its name in the file, the weight) for all there are."""
+        """Yield (name in the file, weight) for all weights."""
         hidden, queries, keys = self.hidden, self.heads * self.head_dim, self.kv_heads * self.head_dim
         yield "token_embd.weight", Weight("model.embed_tokens.weight", (self.vocab, hidden))
         for layer in range(self.layers):
@@ -68,7 +68,7 @@ class LlamaShape:
             yield "output.weight", Weight("lm_head.weight", (self.vocab, hidden))
 
     def config(self, dtype: torch.dtype) -> dict[str, Any]:
-        """config.json, without token ids."""
+        """Return the content of config.json, without token ids."""
         return {
             "architectures": ["LlamaForCausalLM"],
             "model_type": "llama",
@@ -91,7 +91,7 @@ class LlamaShape:
 
 
 def read_shape(file: GgufFile) -> LlamaShape:
-    """The shape that the metadata states; that the tensors have it is checked too. Raises GgufRefused."""
+    """Return the shape given by the metadata, after checking that the tensors have it. Raises GgufRefused."""
 
     def size(key: str, default: int | None = None) -> int:
         value = file.get(f"{ARCHITECTURE}.{key}", int, default)
@@ -134,7 +134,7 @@ def read_shape(file: GgufFile) -> LlamaShape:
 
 
 def _check(file: GgufFile, shape: LlamaShape) -> None:
-    """Every weight is there, in its shape, and no other."""
+    """Check that every weight is there in its shape, and no other. Raises GgufRefused."""
     if shape.layers > len(file.tensors):
         raise GgufRefused(f"{file.path}: {len(file.tensors)} tensors are too few for {shape.layers} layers")
     wanted = dict(shape.weights())
@@ -150,7 +150,7 @@ def _check(file: GgufFile, shape: LlamaShape) -> None:
 
 
 def _rope(file: GgufFile, head_dim: int) -> dict[str, Any]:
-    """transformers' rope_parameters. Raises GgufRefused for a scaling that could not be carried over exactly."""
+    """Return transformers' rope_parameters. Raises GgufRefused for a scaling that cannot be represented exactly."""
     theta = _short(file.get(f"{ARCHITECTURE}.rope.freq_base", float, 10_000.0))
     scaling = file.get(f"{ARCHITECTURE}.rope.scaling.type", str, "none")
     if not (math.isfinite(theta) and theta > 0):
@@ -170,7 +170,7 @@ def _rope(file: GgufFile, head_dim: int) -> dict[str, Any]:
 
 
 def _llama3_factor(file: GgufFile, info: TensorInfo, theta: float, head_dim: int) -> float:
-    """The factor of Llama 3's scaling, of which the file has only what comes of it, by frequency."""
+    """Return the factor of Llama 3's scaling. The file has only the resulting factor of each frequency."""
     if info.shape != (head_dim // 2,):
         raise GgufRefused(f"{file.path}: {_ROPE_FACTORS} has the shape {list(info.shape)}")
     given = np.concatenate([rows[0] for _, rows in file.rows(info)])
@@ -184,18 +184,19 @@ def _llama3_factor(file: GgufFile, info: TensorInfo, theta: float, head_dim: int
 
 
 def _short(value: float) -> float:
-    """A float32 of the file as the number that its author wrote: 1e-05 instead of 9.999999747378752e-06."""
+    """Return a float32 of the file as its author wrote it: 1e-05 instead of 9.999999747378752e-06."""
     return float(str(np.float32(value)))
 
 
 def dtype_of(file: GgufFile) -> torch.dtype:
-    """float32 or float16 where all matrices are stored so; else bfloat16: 4 to 8 bits that were rounded before."""
+    """Return float32 or float16 if all matrices are stored so, else bfloat16 for weights already rounded to 4 to 8
+    bits."""
     kinds = {info.kind for info in file.tensors.values() if len(info.shape) > 1}
     return {frozenset({_F32}): torch.float32, frozenset({_F16}): torch.float16}.get(frozenset(kinds), torch.bfloat16)
 
 
 def read_weight(file: GgufFile, info: TensorInfo, weight: Weight, dtype: torch.dtype) -> Tensor:
-    """Raises GgufRefused."""
+    """Read a weight, with its rows in transformers' order. Raises GgufRefused."""
     out = torch.empty(info.shape, dtype=dtype)
     flat = out.view(-1, info.shape[-1])
     for first, rows in file.rows(info):

@@ -1,7 +1,7 @@
-"""The GGUF format: metadata, where each tensor lies, and its numbers.
+"""Reads the GGUF format: metadata, the position of each tensor, and its numbers.
 
-A file comes from anywhere, so nothing in it is believed: every length is held against the bytes that are there before
-anything of that length is made, and whatever does not fit together raises `GgufRefused`. Format:
+Files come from anywhere, so nothing in them is trusted: every length is checked against the bytes that are there before
+anything of that length is allocated, and any inconsistency raises `GgufRefused`. Format:
 https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
 
@@ -18,10 +18,10 @@ import numpy as np
 
 MAX_METADATA_BYTES = 256 << 20  # a vocabulary of 262,144 tokens takes 9 MB
 MAX_KEYS = MAX_TENSORS = 1 << 16
-MAX_ITEMS = 1 << 22  # of one array
+MAX_ITEMS = 1 << 22  # in one array
 MAX_DIMS = 4
 MAX_ALIGNMENT = 1 << 16
-CHUNK_ELEMENTS = 1 << 24  # dequantised at once: 64 MiB
+CHUNK_ELEMENTS = 1 << 24  # dequantised together: 64 MiB
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
 _STRING, _ARRAY = 8, 9
@@ -44,17 +44,17 @@ Value = int | float | bool | str | list[Any]
 
 
 class GgufRefused(Exception):
-    """This file cannot be converted; the message says why."""
+    """This file cannot be converted. The message says why."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """Where a tensor lies in the file, and how it is stored."""
+    """The position of a tensor in the file, and how it is stored."""
 
     name: str
     shape: tuple[int, ...]  # outermost dimension first
-    kind: int  # ggml's number of the way it is stored
-    offset: int  # from the beginning of the file
+    kind: int  # ggml's number of the storage type
+    offset: int  # in bytes from the beginning of the file
     size_bytes: int
 
     @property
@@ -63,12 +63,12 @@ class TensorInfo:
 
 
 class GgufFile:
-    """An open file. Its header is read and checked by the constructor, tensors when they are asked for."""
+    """An open file. The constructor reads and checks its header; tensors are read on request."""
 
     def __init__(self, path: Path) -> None:
         """Raises GgufRefused."""
         self.path = path
-        if path.exists() and not path.is_file():  # a pipe would be waited for
+        if path.exists() and not path.is_file():  # reading a pipe would wait for its writer
             raise GgufRefused(f"{path} is no file")
         try:
             with path.open("rb") as file:
@@ -79,7 +79,7 @@ class GgufFile:
         self.metadata, self.tensors = header.read()
 
     def rows(self, info: TensorInfo) -> Iterator[tuple[int, np.ndarray]]:
-        """(first row, float32 [rows, last dimension]), in order, a bounded number of rows at a time. Raises
+        """Yield (first row, float32 [rows, last dimension]) in order, a bounded number of rows at a time. Raises
         GgufRefused."""
         from gguf.quants import dequantize
 
@@ -90,8 +90,8 @@ class GgufFile:
         step = max(1, CHUNK_ELEMENTS // width)
         for first in range(0, count, step):
             try:
-                with np.errstate(all="ignore"):  # numbers that are not finite are found below
-                    # A copy: mapped bytes need not be aligned for what they are viewed as.
+                with np.errstate(all="ignore"):  # numbers that are not finite are reported below
+                    # Copy, because mapped bytes need not be aligned for the type they are viewed as.
                     found = dequantize(np.array(stored[first : first + step]), _kind(info.kind))
             except (NotImplementedError, ValueError) as error:
                 raise GgufRefused(f"{self.path}: tensor {info.name}: {error}") from None
@@ -100,7 +100,7 @@ class GgufFile:
             yield first, found
 
     def get(self, key: str, kind: type, default: Any = None) -> Any:
-        """The value of a key, which must be of that type if it is there. Raises GgufRefused."""
+        """Return the value of a key. If it is there, it must be of the given type. Raises GgufRefused."""
         value = self.metadata.get(key, default)
         fits = isinstance(value, kind) and isinstance(value, bool) == (kind is bool)
         if value is not default and not fits:
@@ -115,7 +115,7 @@ def _kind(number: int) -> Any:
 
 
 def _block(number: int) -> tuple[int, int]:
-    """(elements, bytes) of the blocks of a way to store; (0, 0) for an unknown one."""
+    """Return (elements, bytes) of one block of a storage type; (0, 0) for an unknown type."""
     from gguf.constants import GGML_QUANT_SIZES
 
     return {int(kind): size for kind, size in GGML_QUANT_SIZES.items()}.get(number, (0, 0))
@@ -126,7 +126,7 @@ def _shown(value: object) -> str:
 
 
 class _Header:
-    """Reads a header from its beginning to its end."""
+    """Parses a header from beginning to end."""
 
     def __init__(self, data: mmap.mmap, path: Path) -> None:
         self._data = data
@@ -169,7 +169,7 @@ class _Header:
         return [item for (item,) in _SCALARS[of].iter_unpack(self._take(count * size))]
 
     def _tensor(self) -> tuple[str, tuple[int, ...], int, int]:
-        """Its name, its shape, how it is stored, and where, from the beginning of all tensors."""
+        """Return a tensor's name, shape, storage type, and offset from the beginning of the tensor data."""
         name = self._string("a tensor's name")
         num_dims = self._number(_U32)
         if not 1 <= num_dims <= MAX_DIMS:
@@ -178,8 +178,8 @@ class _Header:
         return name, shape, self._number(_U32), self._number(_U64)
 
     def _placed(self, entries: list[tuple[str, tuple[int, ...], int, int]], alignment: Any) -> dict[str, TensorInfo]:
-        """By name. Each lies within the file and apart from the others: what is written cannot be many times what is
-        there."""
+        """Return tensors by name. Each must lie within the file and not overlap another, so that the output cannot be
+        many times as large as the file."""
         if not (isinstance(alignment, int) and 1 <= alignment <= MAX_ALIGNMENT and alignment & (alignment - 1) == 0):
             raise self._refused(f"an alignment of {_shown(alignment)} is no power of two")
         start = -(-self._at // alignment) * alignment

@@ -1,7 +1,7 @@
-"""Byte-level vocabularies of GGUF files: the tokenizer's files, as transformers and the `tokenizers` library read them.
+"""Byte-level vocabularies of GGUF files, converted to the tokenizer files that transformers and `tokenizers` read.
 
-A file names the way its text is split before merges apply (`tokenizer.ggml.pre`) and nothing more, so only names that
-are known here are taken: a wrong split gives other tokens, and nobody would notice.
+A file gives only the name of the rule by which text is split before merges apply (`tokenizer.ggml.pre`). Only names
+known here are accepted, because a wrong rule would give other tokens without any error.
 """
 
 from typing import Any
@@ -10,7 +10,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 
 from engine.gguf.reader import GgufFile, GgufRefused
 
-_CONTROL, _USER_DEFINED = 3, 4  # what tokenizer.ggml.token_type says of tokens that are found whole in a text
+_CONTROL, _USER_DEFINED = 3, 4  # values of tokenizer.ggml.token_type for tokens that are matched as a whole in a text
 _LLAMA3_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
     r"|\s+(?!\S)|\s+"
@@ -36,12 +36,12 @@ SPLITS = {"gpt-2": _gpt2, "smollm": _smollm, "llama-bpe": _llama3}
 
 
 def is_known(file: GgufFile) -> bool:
-    """Whether `Vocabulary` reads this file's."""
+    """Whether `Vocabulary` can read the file's vocabulary."""
     return file.metadata.get("tokenizer.ggml.model") == "gpt2" and file.metadata.get("tokenizer.ggml.pre") in SPLITS
 
 
 class Vocabulary:
-    """Of a file for which `is_known`. Raises GgufRefused."""
+    """The vocabulary of a file for which `is_known` is true. Methods raise GgufRefused."""
 
     def __init__(self, file: GgufFile) -> None:
         self._file = file
@@ -81,7 +81,7 @@ class Vocabulary:
         return made
 
     def config(self, context: int) -> dict[str, Any]:
-        """tokenizer_config.json."""
+        """Return the content of tokenizer_config.json."""
         config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": context}
         config["clean_up_tokenization_spaces"] = False
         for name, token_id in self.special.items():
