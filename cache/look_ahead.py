@@ -2,12 +2,12 @@
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any, Protocol, Self
 
 from cache.blocks.keys import BLOCK_TOKENS, BlockKey
 from cache.blocks.table import SessionName
-from cache.policies.queue_line import common_ends
 from cache.rates import Rates
 from cache.requests.running import Requests
 from cache.sessions import SessionStore
@@ -15,6 +15,43 @@ from cache.tiers.hierarchy import Hierarchy
 
 _TRY_AGAIN_S = 0.05  # after which somebody who found no room is looked at again
 _LOOKED_UP = 4096  # tokens of contexts per step: well below a tenth of a millisecond, however many wait
+
+
+class LineChange(Protocol):
+    """What tells a waiting line from the one that was seen before."""
+
+    @property
+    def joined(self) -> Sequence[str]:
+        """Request ids that are new in the line."""
+        ...
+
+    @property
+    def left(self) -> Sequence[str]:
+        """Those that are in it no more."""
+        ...
+
+    def apply(self, values: list[Any], value_of: Callable[[str], Any]) -> None:
+        """Bring a list with one value per request up to date, in place. value_of: of whoever came."""
+        ...
+
+
+class WaitingLine(Protocol):
+    """Who waits, as the scheduler hands it over: a value that never changes, and knows what has changed since an
+    earlier one. `scheduler.line.Line` implements it."""
+
+    @property
+    def version(self) -> int:
+        """0 is the empty line that all begin with; another order has a higher version."""
+        ...
+
+    @property
+    def members(self) -> Sequence[str]:
+        """Request ids, next first."""
+        ...
+
+    def since(self, before: Self | None) -> LineChange:
+        """What has changed since an earlier line; None: since nobody waited."""
+        ...
 
 
 def prefetch_window(available_bytes: int, session_bytes: float) -> int:
@@ -47,29 +84,28 @@ class LookAhead:
         self._running = running
         self._rates = rates
         self._reuse = reuse
-        self._waiting: Sequence[str] = []
+        self._line: WaitingLine | None = None  # as it was seen last; None: nobody has waited yet
         self._names: list[SessionName] = []  # the session of each of those who wait
         self._session_of: dict[str, SessionName] = {}  # and by request
         self._brought: dict[str, set[BlockKey]] = {}  # request -> blocks that were fetched for it while it waits
         self._turns: Counter[SessionName] = Counter()  # session -> how many of them are its
         self._told = False  # whether the policies know of all of them
         self._unseen: set[str] = set()  # of those who wait: has not been looked at for what to fetch
-        self._seen: tuple[Sequence[str], int, int] = (), 0, 0  # who waits, from where to where: all have been looked at
+        self._seen = 0, 0, 0  # version of the line, from where to where: all of these have been looked at
         self._next = 0  # whose turn it is to be looked at again
         self._try_regulars_s = self._try_successor_s = -math.inf
         self._regular, self._successor = _Errand(), _Errand()
         self._look: BlockKey | None = None  # the last block that was fetched to see what a slow disk is like by now
         self._changes = (-1, -1)  # of tiers and requests, when writes were planned last
 
-    def plan(self, waiting: Sequence[str], starting: int, now: float) -> None:
+    def plan(self, line: WaitingLine, starting: int, now: float) -> None:
         """Look ahead (AttentionStore §3.3): tell the policies what comes, fetch for it, write what is behind. The first
-        `starting` of those who wait have a place in the batch: they load for themselves, layer by layer. `waiting` is
-        kept: it must not change any more."""
-        if waiting is not self._waiting and waiting != self._waiting:
-            self._tell_policies(self._become(waiting), now)
+        `starting` in line have a place in the batch: they load for themselves, layer by layer."""
+        if line.version != (0 if self._line is None else self._line.version):
+            self._tell_policies(self._follow(line), now)
         if self._lower.disk_bytes and self._reuse and self._sessions.mean_bytes:
-            if waiting:
-                self._fetch_ahead(starting)
+            if line.members:
+                self._fetch_ahead(line, starting)
             else:
                 if not self._running:
                     self._fetch_for_regulars(now)
@@ -98,42 +134,35 @@ class LookAhead:
             policy.look_ahead(upcoming, changed if told else None)
         self._tiers.returns.advance(now)
 
-    def _become(self, waiting: Sequence[str]) -> set[SessionName]:
+    def _follow(self, line: WaitingLine) -> set[SessionName]:
         """Returns the sessions that have come into the queue or left it."""
-        before, self._waiting = self._waiting, waiting
-        head, tail = common_ends(before, waiting)
-        left, entered = before[head : len(before) - tail], waiting[head : len(waiting) - tail]
-        known, gone = self._session_of, []
-        fresh = [request_id for request_id in entered if request_id not in known]
-        if len(entered) - len(fresh) < len(left):  # as a rule they have only changed places
-            still = set(entered)
-            gone = [request_id for request_id in left if request_id not in still]
-        known.update((request_id, self._running[request_id].session) for request_id in fresh)
-        self._names[head : len(before) - tail] = map(known.__getitem__, entered)
-        self._unseen.update(fresh)
-        self._unseen.difference_update(gone)
-        touched = {known[request_id] for request_id in (*fresh, *gone)}
+        change, self._line = line.since(self._line), line
+        joined, left, known = change.joined, change.left, self._session_of
+        known.update((request_id, self._running[request_id].session) for request_id in joined)
+        change.apply(self._names, known.__getitem__)
+        self._unseen.update(joined)
+        self._unseen.difference_update(left)
+        touched = {known[request_id] for request_id in (*joined, *left)}
         were = {session for session in touched if session in self._turns}
-        self._turns.update(known[request_id] for request_id in fresh)
-        self._turns.subtract(known.pop(request_id) for request_id in gone)
-        for request_id in gone:
+        self._turns.update(known[request_id] for request_id in joined)
+        self._turns.subtract(known.pop(request_id) for request_id in left)
+        for request_id in left:
             self._brought.pop(request_id, None)
         for session in touched:
             if not self._turns[session]:
                 del self._turns[session]
         return {session for session in touched if (session in self._turns) != (session in were)}
 
-    def _fetch_ahead(self, starting: int) -> None:
+    def _fetch_ahead(self, line: WaitingLine, starting: int) -> None:
         """Disk -> DRAM for the next turns: for those who are new in the window first, then for the others in turn, who
         may have found no room for all of theirs."""
         window = prefetch_window(self._lower.room_bytes, self._sessions.mean_bytes)
-        end = min(
-            len(self._waiting), starting + window + 1
-        )  # of the last, what there is room for: it begins at its head
+        waiting = line.members
+        end = min(len(waiting), starting + window + 1)  # of the last, what there is room for: it begins at its head
         left = _LOOKED_UP
-        waiting, first, last = self._seen
-        if self._unseen and not (waiting is self._waiting and first <= starting and end <= last):
-            for request_id in self._waiting[starting:end]:
+        version, first, last = self._seen
+        if self._unseen and not (version == line.version and first <= starting and end <= last):
+            for request_id in waiting[starting:end]:
                 if request_id in self._unseen:
                     left -= len(self._running[request_id].token_ids)
                     if not self._fetch_for(request_id):
@@ -141,12 +170,12 @@ class LookAhead:
                     self._unseen.discard(request_id)
                     if left <= 0:
                         return
-            self._seen = self._waiting, starting, end
+            self._seen = line.version, starting, end
         for _ in range(starting, end):
             if left <= 0:
                 return
             self._next = self._next + 1 if starting <= self._next < end - 1 else starting
-            request_id = self._waiting[self._next]
+            request_id = waiting[self._next]
             left -= len(self._running[request_id].token_ids)
             if not self._fetch_for(request_id):
                 return

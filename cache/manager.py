@@ -10,7 +10,7 @@ from cache.blocks.scores import Scores
 from cache.blocks.stored import ExtentInfo, SessionRecord
 from cache.blocks.table import CacheTable, SessionName
 from cache.blocks.truncate import CutRules
-from cache.look_ahead import LookAhead
+from cache.look_ahead import LookAhead, WaitingLine
 from cache.moves import CapturePiece, Deleted, Event, Fetched, Late, Loaded, Lost, Move, Saved, Transferred, Written
 from cache.policies.eviction_policy import PolicyFactory
 from cache.rates import LoadProgress, Rates
@@ -423,14 +423,14 @@ class CacheManager:
         if self._sessions.deleting:
             self._sessions.go_on()
 
-    def plan(self, waiting: Sequence[str], starting: int, now: float) -> None:
+    def plan(self, line: WaitingLine, starting: int, now: float) -> None:
         """Look ahead (AttentionStore §3.3): tell the policies what comes, fetch for it, write what is behind, and give
-        up loads that have come to be dearer than computing. The first `starting` of those who wait have a place in the
-        batch: they load for themselves, layer by layer."""
+        up loads that have come to be dearer than computing. The first `starting` in line have a place in the batch:
+        they load for themselves, layer by layer."""
         self._now = now
         self._loads.give_up()
         self._saver.catch_up()
-        self._ahead.plan(waiting, starting, now)
+        self._ahead.plan(line, starting, now)
         self.hbm.offload()
 
     def take_moves(self) -> list[Move]:

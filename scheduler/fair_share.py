@@ -4,6 +4,7 @@ from bisect import bisect_left, insort
 from collections.abc import Callable, Container
 from dataclasses import dataclass, field
 
+from scheduler.line import Line
 from scheduler.sequence import Sequence
 
 _PER_STEP = 128  # requests in line for each step that their order may be out of date
@@ -48,8 +49,9 @@ class FairShare:
         self._tenants: dict[str, _Tenant] = {}
         self._entries: dict[Sequence, _Waiting] = {}
         self._charged: dict[Sequence, float] = {}  # those who went and have not ended
-        self._order: list[Sequence] | None = None
-        self._outdated = 0  # steps since a clock was put right, and `_order` was not; 0: it is up to date
+        self._line: Line[Sequence] = Line()
+        self._is_current = True  # the line, or but for clocks that were put right:
+        self._outdated = 0  # steps since the first of these; 0: there is none
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -65,7 +67,7 @@ class FairShare:
         tenant.last_tag[sequence.weight] = begin + cost
         entry = self._entries[sequence] = _Waiting(sequence, self._arrivals, cost, begin)
         insort(tenant.waiting, (entry.tag, entry.number, entry))
-        tenant.starts = self._order = None
+        tenant.starts, self._is_current = None, False
 
     def remove(self, sequence: Sequence) -> None:
         """A waiting request was cancelled."""
@@ -77,17 +79,18 @@ class FairShare:
         entry = self._entries.pop(sequence)
         # Whoever goes out of turn does not take the common time past those who wait for theirs.
         self._now = max(self._now, min(tenant.served for tenant in self._tenants.values() if tenant.waiting))
-        tenant, order = self._tenants[sequence.tenant], self._order
+        tenant, was_current = self._tenants[sequence.tenant], self._is_current
         is_first = tenant.waiting[0][2] is entry
         starts = tenant.starts[1:] if tenant.starts is not None and is_first else None
         self._leave(entry)
         self._charged[sequence] = entry.cost
         self._settle(sequence.tenant, entry.cost)
         tenant.starts = starts
-        if order is not None and (starts is not None or self._outdated):
+        if was_current and (starts is not None or self._outdated):
             # Its tenant's others start when they would have started: nothing moves.
+            order = self._line.members
             place = order.index(sequence)
-            self._order = order[:place] + order[place + 1 :]
+            self._line, self._is_current = self._line.followed_by(order[:place] + order[place + 1 :]), True
 
     def refund(self, sequence: Sequence) -> None:
         """A request that went has been cancelled before it started."""
@@ -95,11 +98,11 @@ class FairShare:
 
     def finished(self, sequence: Sequence) -> None:
         """A request that went has ended, and has cost what it has cost. Forgives unknown ones."""
-        charged, order = self._charged.pop(sequence, None), self._order
+        charged, was_current = self._charged.pop(sequence, None), self._is_current
         if charged is not None:
             self._settle(sequence.tenant, max(1.0, self._cost(sequence)) / sequence.weight - charged)
-            if order is not None and len(self._entries) >= _PER_STEP:
-                self._order, self._outdated = order, max(1, self._outdated)
+            if was_current and len(self._entries) >= _PER_STEP:
+                self._is_current, self._outdated = True, max(1, self._outdated)
 
     def first(self, excluded: Container[str]) -> Sequence | None:
         """The next of a tenant that is not excluded."""
@@ -111,21 +114,22 @@ class FairShare:
         best = min(heads, default=None, key=lambda head: head[:2])
         return best[2] if best is not None else None
 
-    def upcoming(self) -> list[Sequence]:
+    def upcoming(self) -> Line[Sequence]:
         """In the order in which they would go if nothing else happened."""
-        if self._order is None:
+        if not self._is_current:
             starts: list[tuple[float, int, Sequence]] = []
             for tenant in self._tenants.values():
                 starts += self._starts(tenant)
             starts.sort()  # sorted runs, one of each tenant; numbers are unique, so sequences are not compared
-            self._order, self._outdated = [sequence for _, _, sequence in starts], 0
-        return self._order
+            self._line = self._line.followed_by(tuple([sequence for _, _, sequence in starts]))
+            self._is_current, self._outdated = True, 0
+        return self._line
 
     def refresh(self) -> None:
         if self._outdated:
             self._outdated += 1
             if self._outdated > len(self._entries) // _PER_STEP:
-                self._order = None
+                self._is_current = False
 
     def _starts(self, tenant: _Tenant) -> list[tuple[float, int, Sequence]]:
         """When each waiting request of a tenant would start, in virtual time."""
@@ -143,8 +147,8 @@ class FairShare:
     def _settle(self, name: str, cost: float) -> None:
         """Something of a tenant's has changed, and its clock with it."""
         if not (self._entries or self._charged):
-            self._tenants, self._now, self._order = {}, 0.0, None  # nobody owes anybody anything
+            self._tenants, self._now, self._is_current = {}, 0.0, False  # nobody owes anybody anything
             return
         tenant = self._tenants[name]
         tenant.served = max(tenant.served + cost, self._now)
-        tenant.starts = self._order = None
+        tenant.starts, self._is_current = None, False

@@ -41,7 +41,7 @@ class HiddenWindow(ShuffledWindow):
             self._hidden = hidden
             self._changed()
 
-    def once_loaded(self) -> list[Sequence]:
+    def once_loaded(self) -> tuple[Sequence, ...]:
         """Loads that count for nothing change nothing when they end; who has to load stands where it will start."""
         return self.front()
 

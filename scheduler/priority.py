@@ -6,6 +6,7 @@ from collections.abc import Sequence as Items
 from enum import IntEnum
 from typing import NamedTuple
 
+from scheduler.line import Line
 from scheduler.ports import CacheView, Residency
 from scheduler.queues import FRONT
 from scheduler.sequence import Sequence
@@ -106,7 +107,8 @@ class PriorityQueue:
         self._arrivals = 0
         self._numbers: dict[Sequence, int] = {}
         self._order: list[tuple[Standing, int, Sequence]] = []  # numbers are unique, so sequences are not compared
-        self._listed: list[Sequence] | None = None  # in this order; None: to be listed
+        self._line: Line[Sequence] = Line()
+        self._is_current = True  # the line
 
     def __len__(self) -> int:
         return len(self._order)
@@ -141,19 +143,20 @@ class PriorityQueue:
     def finished(self, sequence: Sequence) -> None:
         """Nobody has a share here."""
 
-    def front(self) -> list[Sequence]:
-        return [sequence for _, _, sequence in self._order[:FRONT]]
+    def front(self) -> tuple[Sequence, ...]:
+        return tuple([sequence for _, _, sequence in self._order[:FRONT]])
 
-    def once_loaded(self) -> list[Sequence]:
+    def once_loaded(self) -> tuple[Sequence, ...]:
         return self.front()
 
     def near(self) -> None:
         return None
 
-    def upcoming(self) -> list[Sequence]:
-        if self._listed is None:
-            self._listed = [sequence for _, _, sequence in self._order]
-        return self._listed
+    def upcoming(self) -> Line[Sequence]:
+        if not self._is_current:
+            order = tuple([sequence for _, _, sequence in self._order])
+            self._line, self._is_current = self._line.followed_by(order), True
+        return self._line
 
     # --- as the order of entry into the shuffled window ---------------------------------------------------------------
 
@@ -168,8 +171,8 @@ class PriorityQueue:
 
     def _put_in(self, sequence: Sequence) -> None:
         insort(self._order, (self._standings[sequence], self._numbers[sequence], sequence))
-        self._listed = None
+        self._is_current = False
 
     def _take_out(self, sequence: Sequence, where: Standing) -> None:
         del self._order[bisect_left(self._order, (where, self._numbers[sequence]))]
-        self._listed = None
+        self._is_current = False

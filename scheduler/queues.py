@@ -5,6 +5,7 @@ from collections.abc import Sequence as Items
 from itertools import islice
 from typing import Protocol
 
+from scheduler.line import Line
 from scheduler.sequence import Sequence
 
 FRONT = 8  # where the order has no window, so many are told to the cache as the next
@@ -55,11 +56,11 @@ class WaitingQueue(Protocol):
         """A request that had started has ended, with `output_tokens` as they are now. Forgives unknown ones."""
         ...
 
-    def front(self) -> list[Sequence]:
+    def front(self) -> tuple[Sequence, ...]:
         """Those whose order is settled, next first: they start before all others."""
         ...
 
-    def once_loaded(self) -> list[Sequence]:
+    def once_loaded(self) -> tuple[Sequence, ...]:
         """The front in the order in which they would start if their loads had ended: by the place that it has here, a
         load is begun in time."""
         ...
@@ -68,10 +69,9 @@ class WaitingQueue(Protocol):
         """Those whose KV should stay in HBM for them: CaR's window. None: the order has none."""
         ...
 
-    def upcoming(self) -> list[Sequence]:
+    def upcoming(self) -> Line[Sequence]:
         """All of them, next first: the front once it is loaded, and then the others as they would come to stand there.
-        The same list as long as nothing has changed, and another when something has: not to be changed by the caller.
-        """
+        Answers at once while nothing has changed."""
         ...
 
 
@@ -83,18 +83,19 @@ class FcfsQueue:
 
     def __init__(self) -> None:
         self._waiting: dict[Sequence, None] = {}
-        self._order: list[Sequence] | None = None  # None: to be listed
+        self._line: Line[Sequence] = Line()
+        self._is_current = True  # the line
 
     def __len__(self) -> int:
         return len(self._waiting)
 
     def add(self, sequence: Sequence) -> None:
         self._waiting[sequence] = None
-        self._order = None
+        self._is_current = False
 
     def remove(self, sequence: Sequence) -> None:
         del self._waiting[sequence]
-        self._order = None
+        self._is_current = False
 
     def foresee(self, opens_s: Items[float], loading_s: float) -> None:
         """Nor on how long it will take."""
@@ -113,16 +114,16 @@ class FcfsQueue:
     def finished(self, sequence: Sequence) -> None:
         """Nobody has a share here."""
 
-    def front(self) -> list[Sequence]:
-        return list(islice(self._waiting, FRONT))
+    def front(self) -> tuple[Sequence, ...]:
+        return tuple(islice(self._waiting, FRONT))
 
-    def once_loaded(self) -> list[Sequence]:
+    def once_loaded(self) -> tuple[Sequence, ...]:
         return self.front()
 
     def near(self) -> None:
         return None
 
-    def upcoming(self) -> list[Sequence]:
-        if self._order is None:
-            self._order = list(self._waiting)
-        return self._order
+    def upcoming(self) -> Line[Sequence]:
+        if not self._is_current:
+            self._line, self._is_current = self._line.followed_by(tuple(self._waiting)), True
+        return self._line

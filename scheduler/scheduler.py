@@ -10,6 +10,7 @@ from scheduler import timer
 from scheduler.budget import StepBudget, StepCost, StepWork, TimeBudget, TokenBudget
 from scheduler.early_loads import AheadLoads
 from scheduler.forecast import Forecast
+from scheduler.line import Line
 from scheduler.ports import CacheView
 from scheduler.predictor import LengthPredictor
 from scheduler.priced import PricedBudget
@@ -113,8 +114,8 @@ class Scheduler:
         self._opens: tuple[int, list[float]] = -1, []  # of this step: changes, and when places will be free
         self._is_full = False  # the last step left somebody waiting
         self._lacks_room = False  # of HBM, for one of those, and nobody has ended since
-        # The order of the queue, those before it, and the ids of all, as they were told last.
-        self._told: tuple[list[Sequence], list[Sequence], list[str]] = [], [], []
+        self._line: Line[str] = Line()  # the ids of all who wait
+        self._made_of: tuple[int, tuple[Sequence, ...]] = 0, ()  # version of the queue's line, and those before it
         self._work = StepWork()  # of the step that was scheduled last
         self._began_s = 0.0  # and when
         self._ran: tuple[float, float] | None = None  # its seconds, and those of them waited for loads; None: learned
@@ -167,18 +168,18 @@ class Scheduler:
         self._tenants.arrived(sequence)
         self._queue.add(sequence)
 
-    def upcoming(self) -> list[str]:
-        """Request ids in the order in which their KV is needed, next first; the cache plans by it. The same list while
-        nothing has changed, and another when something has: not to be changed by the caller.
-        """
-        order = self._queue.upcoming()
-        first = [*self._resumed]
-        if (starved := self._starved()) is not None:
-            first.append(starved)
-        if order is not self._told[0] or first != self._told[1]:
-            others = order if starved is None else [sequence for sequence in order if sequence is not starved]
-            self._told = order, first, [sequence.request_id for sequence in (*first, *others)]
-        return self._told[2]
+    def upcoming(self) -> Line[str]:
+        """Request ids in the order in which their KV is needed, next first; the cache plans by it. The version tells
+        whether anything has changed."""
+        queued, starved = self._queue.upcoming(), self._starved()
+        first = tuple(self._resumed) if starved is None else (*self._resumed, starved)
+        if (made_of := (queued.version, first)) != self._made_of:
+            self._made_of = made_of
+            others = queued.members if starved is None else [s for s in queued.members if s is not starved]
+            ids = tuple([sequence.request_id for sequence in (*first, *others)])
+            if ids != self._line.members:
+                self._line = self._line.followed_by(ids)
+        return self._line
 
     def completed(self, sequence: Sequence) -> None:
         """Its answer has come to its own end; call it before `remove`."""

@@ -6,6 +6,7 @@ from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from typing import Protocol
 
+from scheduler.line import Line
 from scheduler.priority import Standing, Standings, TransferClass
 from scheduler.sequence import Sequence
 
@@ -39,7 +40,7 @@ class EntryOrder(Protocol):
         ...
 
     def refresh(self) -> None: ...
-    def upcoming(self) -> list[Sequence]: ...
+    def upcoming(self) -> Line[Sequence]: ...
 
 
 @dataclass(slots=True)
@@ -78,10 +79,11 @@ class ShuffledWindow:
         self._entries = 0
         self._arrived: dict[Sequence, int] = {}  # of all who wait
         self._members: dict[Sequence, Member] = {}  # in order of entry
-        self._order: list[Sequence] | None = None  # of the members; None: to be found
-        self._once_loaded: list[Sequence] | None = None  # the same
-        # The members once loaded, the others, and both, as they were told last.
-        self._told: tuple[list[Sequence], list[Sequence], list[Sequence]] = [], [], []
+        self._order: tuple[Sequence, ...] | None = None  # of the members; None: to be found
+        self._once_loaded: tuple[Sequence, ...] | None = None  # the same
+        self._orders = 0  # counts how often these two have changed
+        self._line: Line[Sequence] = Line()  # the members once loaded, and then the others
+        self._made_of = 0, 0  # the order of the members, and the version of the others' line, that it was made of
 
     def __len__(self) -> int:
         return len(self._arrived)
@@ -131,13 +133,13 @@ class ShuffledWindow:
     def finished(self, sequence: Sequence) -> None:
         self._entry.finished(sequence)
 
-    def front(self) -> list[Sequence]:
+    def front(self) -> tuple[Sequence, ...]:
         """In the order in which they start if nothing else happens."""
         if self._order is None:
             self._order = self._in_order(self._rank)
         return self._order
 
-    def once_loaded(self) -> list[Sequence]:
+    def once_loaded(self) -> tuple[Sequence, ...]:
         if self._once_loaded is None:
             self._once_loaded = self._in_order(self._rank_once_loaded)
         return self._once_loaded
@@ -145,11 +147,12 @@ class ShuffledWindow:
     def near(self) -> Iterable[Sequence]:
         return self._members
 
-    def upcoming(self) -> list[Sequence]:
-        front, others = self.once_loaded(), self._entry.upcoming()
-        if front is not self._told[0] or others is not self._told[1]:
-            self._told = front, others, [*front, *others]
-        return self._told[2]
+    def upcoming(self) -> Line[Sequence]:
+        others = self._entry.upcoming()
+        if (made_of := (self._orders, others.version)) != self._made_of:
+            self._made_of = made_of
+            self._line = self._line.followed_by((*self.once_loaded(), *others.members))
+        return self._line
 
     @property
     def inside(self) -> Mapping[Sequence, Member]:
@@ -174,11 +177,11 @@ class ShuffledWindow:
     def _rank_once_loaded(self, sequence: Sequence) -> tuple[Standing, int]:
         return self._standings.without_load(sequence), self._members[sequence].arrived
 
-    def _in_order(self, rank: Callable[[Sequence], tuple[Standing, int]]) -> list[Sequence]:
+    def _in_order(self, rank: Callable[[Sequence], tuple[Standing, int]]) -> tuple[Sequence, ...]:
         """Plays what `best` and `dispatch` would do."""
         left = sorted(self._members, key=rank)
         if left == [*self._members]:
-            return left  # in order of entry nobody is passed
+            return tuple(left)  # in order of entry nobody is passed
         overtaken = {s: m.overtaken for s, m in self._members.items()}
         order: list[Sequence] = []
         while left:
@@ -193,7 +196,7 @@ class ShuffledWindow:
                 if self._members[other].entered > self._members[chosen].entered:
                     break
                 overtaken[other] += 1
-        return order
+        return tuple(order)
 
     def _leave(self, sequence: Sequence) -> None:
         del self._members[sequence]
@@ -202,6 +205,7 @@ class ShuffledWindow:
 
     def _changed(self) -> None:
         self._order = self._once_loaded = None
+        self._orders += 1
 
     def _refill(self) -> None:
         while (free := self.size - len(self._members)) > 0:

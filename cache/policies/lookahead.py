@@ -8,7 +8,7 @@ from heapq import heappop, heappush, heapreplace
 from typing import Any, Literal
 
 from cache.blocks.keys import BlockKey
-from cache.policies.queue_line import Line
+from cache.policies.queue_line import QueueLine
 from cache.returns.ranking import Ranking
 from cache.returns.return_times import ReturnTimes, SessionReturn, shared_rank
 
@@ -89,7 +89,7 @@ class LookaheadPolicy:
         self._moved: set[_Session] = set()  # sessions whose tail has changed since `_at_tail` was updated
         self._returns = returns
         returns.listen(self._returns_changed)
-        self._queue = Line()
+        self._queue = QueueLine()
         self._absent = 0  # this many sessions at the tail of the queue are known to have nothing in the tier
 
     # --- events -------------------------------------------------------------------------------------------------------

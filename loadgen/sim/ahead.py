@@ -1,13 +1,15 @@
 """What the queue says about the next turns: told to the policies, and fetched for (AttentionStore §3.3)."""
 
 import math
+from operator import attrgetter
 
 from cache.look_ahead import prefetch_window
 from loadgen.sim.disk import Disk
-from loadgen.sim.line import Line
 from loadgen.sim.machine import Config, Machine
 from loadgen.sim.store import SimulatedStore
+from scheduler.line import Line
 from scheduler.queues import WaitingQueue
+from scheduler.sequence import Sequence
 
 
 class SimulatedLookAhead:
@@ -19,7 +21,8 @@ class SimulatedLookAhead:
         self._store, self._queue, self._disk = store, queue, disk
         self._fetches = config.prefetch and {"dram", "disk"} <= store.tiers.keys() and machine.dram_bytes < math.inf
         self._room = int(config.prefetch_share * machine.dram_bytes) if self._fetches else 0
-        self._line = Line()
+        self._line: Line[Sequence] = Line()  # as it was seen last
+        self._names: list[str] = []  # the session of each of those in it
         self._news = False  # for the policies
         self._settled = False  # there is nothing to fetch for this line
         self.fetching: tuple[float, str] | None = None  # (end, session)
@@ -32,7 +35,7 @@ class SimulatedLookAhead:
         self._follow()
         if self._news and self._store.mean_session_bytes:
             self._news = False
-            self._store.look_ahead(self._line, now)
+            self._store.look_ahead(self._names, now)
 
     def fetch(self, now: float) -> None:
         """Begin to bring the next session of the prefetch window that lies on disk alone into DRAM."""
@@ -42,7 +45,7 @@ class SimulatedLookAhead:
         if self._settled:
             return
         self._settled = True
-        for name in self._line.first(prefetch_window(self._room, mean)):
+        for name in self._names[: prefetch_window(self._room, mean)]:
             if not self._store.is_missing_in_dram(name):
                 continue
             self.tell(now)
@@ -65,5 +68,7 @@ class SimulatedLookAhead:
         self.fetching = None
 
     def _follow(self) -> None:
-        if self._line.follow(self._queue.upcoming()):
-            self._news, self._settled = True, False
+        line = self._queue.upcoming()
+        if line.version != self._line.version:
+            line.since(self._line).apply(self._names, attrgetter("session_id"))
+            self._line, self._news, self._settled = line, True, False

@@ -6,14 +6,14 @@ whole session (AttentionStore's item) or so many tokens of it (the server's bloc
 """
 
 import math
-from collections.abc import Container
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 
 from cache.blocks.keys import BlockKey
 from cache.policies.eviction_policy import EvictionPolicy, PolicyFactory
 from cache.policies.lru import LruPolicy
 from cache.returns.return_times import ReturnTimes
-from loadgen.sim.line import Line
+from scheduler.line import Line
 
 TIERS = ("hbm", "dram", "disk")
 _TOLD = 3  # times the sessions that fit into an upper tier
@@ -46,6 +46,7 @@ class Tier:
         self.name = name
         self.capacity = capacity
         self.policy = policy
+        self.told: Line[str] = Line()  # of the queued sessions, those that the policy knows of
         self.used = 0.0
         self.evicted = 0.0
         self.refused = 0.0
@@ -335,15 +336,16 @@ class SimulatedStore:
         """Whether the queue counts for what leaves."""
         return any(not isinstance(tier.policy, LruPolicy) for tier in self.tiers.values())
 
-    def look_ahead(self, line: Line, now: float) -> None:
-        """Tell the policies who waits. A tier that is not the lowest is told of no more than a few times what it holds:
-        those behind have no place in it either way, and a policy walks all that it is told of."""
+    def look_ahead(self, waiting: Sequence[str], now: float) -> None:
+        """Tell the policies which sessions wait, next first. A tier above the lowest is told of no more than a few
+        times what it holds: those behind have no place in it either way, and a policy walks all that it is told of."""
         mean = self.mean_session_bytes
         for name, tier in self.tiers.items():
             told_bytes = _TOLD * tier.capacity + mean if name != self._lowest else self._window_bytes
             most = int(told_bytes / mean) if told_bytes < math.inf else None
-            names, changed = line.news(name, most)
-            tier.policy.look_ahead(names, changed)
+            before, tier.told = tier.told, tier.told.followed_by(waiting[:most])
+            change = tier.told.since(before)
+            tier.policy.look_ahead(tier.told.members, (*change.joined, *change.left))
         self._returns.advance(now)
 
     def leave_hbm(self, session: str) -> None:

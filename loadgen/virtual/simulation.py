@@ -227,7 +227,8 @@ class Simulation:
         upcoming = self.scheduler.upcoming()
         self.cache.plan(upcoming, self.scheduler.num_starting, self.now)
         self.tiers.carry_out(self.cache.take_moves(), self.now)
-        self._check(len(set(upcoming)) == len(upcoming) == self.scheduler.num_waiting, "the order lies about who waits")
+        waiting = upcoming.members
+        self._check(len(set(waiting)) == len(waiting) == self.scheduler.num_waiting, "the order lies about who waits")
         fresh = {s.request_id for s, _ in self._live.values() if s.scheduled_s is None}
         schedule = self.scheduler.schedule(self.now)
         self.tiers.carry_out(self.cache.take_moves(), self.now)
@@ -363,7 +364,7 @@ class Simulation:
 
     def _settle(self) -> None:
         for _ in range(1000):
-            self.cache.plan([], 0, self.now)
+            self.cache.plan(self.scheduler.upcoming(), 0, self.now)
             self.tiers.carry_out(self.cache.take_moves(), self.now)
             if self.tiers.last_event_s is None:
                 return

@@ -38,6 +38,7 @@ from cache.moves import (
 from cache.policies import POLICIES
 from cache.rates import Rates
 from cache.requests.opening import ClientCut, Truncation
+from scheduler.line import Line
 
 EMPTY = -1
 GARBAGE = -2
@@ -107,6 +108,7 @@ class PoolModel:
 
     def __init__(self, manager: CacheManager) -> None:
         self.manager = manager
+        self.line: Line[str] = Line()  # as the manager was told last who waits
         self.exact: bool = manager._saver._exact
         self.rows: list[tuple[int, int]] = [(EMPTY, 0)] * (manager.pages.num_pages * manager.page_size)
         self.slots = [[EMPTY] * BLOCK_TOKENS for _ in range(manager.lower.num_slots)]
@@ -247,11 +249,17 @@ class PoolModel:
         self.check()
         return cached
 
+    def plan(self, waiting: Sequence[str], now: float) -> None:
+        """Look ahead by a queue in which these requests wait, next first."""
+        if tuple(waiting) != self.line.members:
+            self.line = self.line.followed_by(waiting)
+        self.manager.plan(self.line, 0, now)
+
     def settle(self, now: float = 0.0) -> None:
         """Let everything that is under way end, and what follows from it."""
         for _ in range(1000):
             self.hear(now)
-            self.manager.plan([], 0, now)
+            self.plan([], now)
             self.move()
             if not (self.saves or self.loads or self.io or self.events):
                 return

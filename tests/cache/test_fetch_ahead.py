@@ -42,7 +42,7 @@ class Queue:
         """Returns how many blocks were ordered."""
         self.now += 0.1
         self.model.hear(self.now)
-        self.manager.plan(list(waiting), 0, self.now)
+        self.model.plan(waiting, self.now)
         before = len(self.model.io)
         self.model.move()
         orders = islice(self.model.io, before, None)

@@ -12,6 +12,7 @@ from cache.requests.running import Requests
 from cache.returns.regulars import Regulars
 from cache.returns.return_times import ReturnTimes
 from cache.returns.succession import Succession
+from scheduler.line import Line
 from tests.cache.test_rates import make_rates
 
 
@@ -53,6 +54,7 @@ class World:
         self.contexts = {}
         self.sessions = SimpleNamespace(mean_bytes=1.0, contexts=self.contexts)
         self.rates = make_rates(prefill_s_per_token=1e-3, disk_to_dram=1e9)
+        self.line = Line()
         self.ahead = LookAhead(tiers=tiers, sessions=self.sessions, running=self.running, rates=self.rates, reuse=True)
 
     def fetch(self, rows, session):
@@ -74,7 +76,9 @@ class World:
         )
 
     def plan(self, waiting, starting=0, now=0.0):
-        self.ahead.plan(list(waiting), starting, now)
+        if (waiting := tuple(waiting)) != self.line.members:
+            self.line = self.line.followed_by(waiting)
+        self.ahead.plan(self.line, starting, now)
 
     def regular(self, name, *times, page=None):
         """A session that came at these times and left something on disk, or in HBM."""

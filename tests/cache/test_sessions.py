@@ -68,7 +68,7 @@ def test_a_session_that_goes_on_at_once_does_not_wait_for_the_end_of_its_next_tu
     model.open("b", tokens(1, 90))
     assert model.manager.admit("b", 20) is not None
     orders = listen(model)
-    model.manager.plan([], 0, 0.0)
+    model.plan([], 0.0)
     model.move()
     assert orders == [PutSession]
 

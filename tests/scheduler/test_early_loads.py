@@ -24,7 +24,7 @@ def test_the_next_one_loads_while_others_take_all_places():
     second = loop.add("b", 8)
     assert loop.step() == [("a", 1)]
     assert set(loop.cache.held) == {"a", "b"}
-    assert (loop.running, loop.scheduler.upcoming()) == (["a"], ["b"]), "it has its pages, but not its turn"
+    assert (loop.running, loop.upcoming) == (["a"], ["b"]), "it has its pages, but not its turn"
     assert second.computed_tokens == 4
     assert second.scheduled_s is None
     loop.step()
@@ -140,7 +140,7 @@ def test_who_is_ahead_keeps_its_place_when_its_load_fails():
     del loop.cache.held["b"]  # the cache has taken its pages
     loop.cache.resident["b"] = loop.cache.to_load["b"] = 0
     loop.scheduler.requeue(second)
-    assert loop.scheduler.upcoming() == ["b", "c"]
+    assert loop.upcoming == ["b", "c"]
     assert (second.computed_tokens, second.preemptions) == (0, 0)
     for _ in range(2):
         loop.step()

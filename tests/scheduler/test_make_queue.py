@@ -36,7 +36,7 @@ def told_anew(scheduler):
         order = [sequence for _, _, sequence in queue._order]
     else:
         rank = queue._rank if isinstance(queue, HiddenWindow) else queue._rank_once_loaded
-        order = [*queue._in_order(rank), *queue._entry.upcoming()]
+        order = [*queue._in_order(rank), *queue._entry.upcoming().members]
     first = [*scheduler._resumed, *([starved] if starved is not None else [])]
     return [sequence.request_id for sequence in (*first, *(s for s in order if s is not starved))]
 
@@ -55,6 +55,7 @@ def play(policy, requests, *, room, max_seqs, chunked, itl, seed, cancel):
     )
     pending = list(enumerate(requests))
     due, added, trace = 0, [], []
+    version, told = 0, []
     for step in range(1500):
         while pending and due + pending[0][1][0] <= step:
             number, (gap, prompt, answer, tenant, size, leaves) = pending.pop(0)
@@ -71,10 +72,11 @@ def play(policy, requests, *, room, max_seqs, chunked, itl, seed, cancel):
                 loop.scheduler.remove(sequence)
         if not pending and not loop.scheduler.has_work():
             break
-        upcoming = loop.scheduler.upcoming()
+        line, upcoming = loop.scheduler.upcoming(), loop.upcoming
         assert len(upcoming) == len(set(upcoming)) == loop.scheduler.num_waiting
         assert upcoming == told_anew(loop.scheduler)
-        assert upcoming is loop.scheduler.upcoming()
+        assert (line.version == version) == (upcoming == told), "another version says another order, and nothing else"
+        version, told = line.version, upcoming
         trace.append(loop.step())
         loop.scheduler.ran(rng.uniform(0.001, 0.05), 0.0)
         assert len(loop.running) <= max_seqs
@@ -138,9 +140,9 @@ def test_a_preempted_request_goes_before_the_window():
     for name, arrived_s in (("a", 0.0), ("b", 1.0), ("c", 2.0), ("d", 3.0)):
         loop.add(name, 4, arrived_s=arrived_s)
     loop.step()
-    assert loop.scheduler.upcoming() == ["d"]
+    assert loop.upcoming == ["d"]
     loop.step()
-    assert loop.scheduler.upcoming() == ["c", "d"]
+    assert loop.upcoming == ["c", "d"]
 
 
 def test_a_long_prompt_is_cut_to_what_the_target_has_room_for():

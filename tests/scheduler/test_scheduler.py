@@ -127,6 +127,10 @@ class Loop:
     def running(self):
         return [sequence.request_id for sequence in self.scheduler.running]
 
+    @property
+    def upcoming(self):
+        return list(self.scheduler.upcoming().members)
+
 
 def make_cost():
     return StepCost(fixed_s=0.01, s_per_token=0.001, s_per_kilo_pair=0.0001, s_per_row=0.001, s_per_kilo_read=0.0001)
@@ -223,7 +227,7 @@ def test_no_more_run_than_allowed():
     for name in "abc":
         loop.add(name, 2, max_tokens=2)
     assert loop.step() == [("a", 2), ("b", 2)]
-    assert loop.scheduler.upcoming() == ["c"]
+    assert loop.upcoming == ["c"]
     assert loop.step() == [("a", 1), ("b", 1)]
     assert loop.step() == [("c", 2)]
 
@@ -245,7 +249,7 @@ def test_who_does_not_fit_is_not_passed_over():
     loop.add("big", 15)
     loop.add("small", 1)
     assert loop.step() == [("a", 10)]
-    assert loop.scheduler.upcoming() == ["big", "small"]
+    assert loop.upcoming == ["big", "small"]
     assert loop.step() == [("a", 1)]
     assert loop.step() == [("big", 15), ("small", 1)]
 
@@ -260,7 +264,7 @@ def test_the_latest_arrival_gives_way_and_stands_first_in_line_again():
     assert [chunk.sequence for chunk in schedule.chunks] == [a, b]
     assert schedule.preempted == [c]
     assert (c.state, c.computed_tokens, c.preemptions) == (SequenceState.WAITING, 0, 1)
-    assert loop.scheduler.upcoming() == ["c", "d"], "and its room is not given away in the same step"
+    assert loop.upcoming == ["c", "d"], "and its room is not given away in the same step"
     assert loop.scheduler.preemptions == 1
     assert c.token_ids == [0, 1, 2, 3, 0], "it keeps what it said"
 
@@ -275,7 +279,7 @@ def test_several_that_give_way_keep_their_order():
     schedule = loop.schedule()
     assert [chunk.sequence.request_id for chunk in schedule.chunks] == ["a"]
     assert [sequence.request_id for sequence in schedule.preempted] == ["c", "b"]
-    assert loop.scheduler.upcoming() == ["b", "c"]
+    assert loop.upcoming == ["b", "c"]
 
 
 def test_a_chunk_already_given_to_the_one_that_gives_way_is_taken_back():
@@ -298,7 +302,7 @@ def test_a_prefill_that_cannot_grow_gives_way_itself_if_it_came_last():
     assert loop.step() == [("a", 1), ("b", 4)]
     assert loop.step() == [("a", 1)]
     assert loop.running == ["a"]
-    assert loop.scheduler.upcoming() == ["b"]
+    assert loop.upcoming == ["b"]
 
 
 # --- the queue --------------------------------------------------------------------------------------------------------
@@ -321,7 +325,7 @@ def test_who_waits_for_a_sibling_keeps_the_place_but_lets_others_pass():
     loop.cache.waiting_for_siblings = {"copy1", "copy2"}
     assert loop.step() == [("a", 2), ("b", 2)]
     loop.add("c", 2)
-    assert loop.scheduler.upcoming() == ["copy1", "copy2", "c"]
+    assert loop.upcoming == ["copy1", "copy2", "c"]
     loop.cache.waiting_for_siblings = set()
     assert loop.step() == [("a", 1), ("b", 1), ("copy1", 2)]
 
@@ -332,7 +336,7 @@ def test_a_held_back_request_stands_before_one_that_found_no_room():
         loop.add(name, prompt)
     loop.cache.waiting_for_siblings = {"copy"}
     assert loop.step() == [("a", 3)]
-    assert loop.scheduler.upcoming() == ["copy", "big"]
+    assert loop.upcoming == ["copy", "big"]
 
 
 def test_a_sequence_is_removed_in_whatever_state_it_is():
@@ -340,7 +344,7 @@ def test_a_sequence_is_removed_in_whatever_state_it_is():
     running, waiting = loop.add("a", 4), loop.add("b", 4)
     loop.step()
     loop.remove(waiting)
-    assert loop.scheduler.upcoming() == []
+    assert loop.upcoming == []
     loop.remove(running)
     assert not loop.scheduler.has_work()
     loop.remove(running)

@@ -169,7 +169,9 @@ def test_loads_are_begun_by_the_places_that_they_lead_to():
     ):
         add(window, where, name, transfer_class, size=size)
     assert names(window.front()) == ["here", "new", "few words", "near", "far"]
-    assert names(window.once_loaded()) == names(window.upcoming()) == ["far", "here", "near", "new", "few words"]
+    assert (
+        names(window.once_loaded()) == names(window.upcoming().members) == ["far", "here", "near", "new", "few words"]
+    )
 
 
 def test_a_load_comes_while_new_conversations_are_computed():
@@ -250,7 +252,7 @@ def test_nobody_outside_starts_before_those_inside():
     add(window, where, "a", LOADS, tenant="x")
     add(window, where, "b", LOADS, tenant="y")
     add(window, where, "here", IN_HBM)
-    assert names(window.upcoming()) == ["a", "b", "here"]
+    assert names(window.upcoming().members) == ["a", "b", "here"]
     assert drain(window) == ["a", "here", "b"], "it came in behind a, and went before b"
 
 
@@ -303,8 +305,8 @@ def test_cancelling_frees_the_place():
     first = window.front()[0]
     window.remove(first)
     assert names(window.inside) == ["b"]
-    window.remove(window.upcoming()[1])
-    assert names(window.upcoming()) == ["b"]
+    window.remove(window.upcoming().members[1])
+    assert names(window.upcoming().members) == ["b"]
     assert len(window) == 1
 
 
@@ -338,7 +340,7 @@ def test_the_scheduler_says_when_places_will_be_free():
     for _ in range(3):  # a second each
         loop.scheduler.ran(1.0, 0.0)
         loop.step()
-    assert loop.scheduler.upcoming() == ["far", "here"], "it has ended long before the place is free"
+    assert loop.upcoming == ["far", "here"], "it has ended long before the place is free"
     loop.remove(running)
     assert loop.step() == [("here", 4)]
 
@@ -391,8 +393,8 @@ def test_nobody_inside_is_overtaken_more_than_w_minus_one_times(steps, size, by_
         for sequence in window.inside:
             entered.setdefault(sequence, len(entered))
             found.setdefault(sequence, number)
-        assert len(window) == len(waiting) == len(window.upcoming())
-        assert set(window.upcoming()) == set(waiting)
+        assert len(window) == len(waiting) == len(window.upcoming().members)
+        assert set(window.upcoming().members) == set(waiting)
         front = window.front()
         assert set(front) == set(window.inside) == set(window.once_loaded())
         assert window.best(()) is (front[0] if front else None), "the order that is told is the order that is kept"
@@ -417,7 +419,7 @@ def test_without_newcomers_the_order_that_was_told_comes_true(steps, size, polic
             best = window.best(set(order[: what % len(order)]))
             if best is not None:
                 window.dispatch(best)
-    for sequence in window.upcoming():
+    for sequence in window.upcoming().members:
         if sequence not in window.inside:
             window.remove(sequence)
     told = names(window.front())
@@ -466,11 +468,11 @@ def test_a_queue_knows_who_is_in_it(policy):
     queue.remove(sequences[1])
     with pytest.raises(KeyError):
         queue.remove(sequences[1])
-    assert names(queue.upcoming()) == ["a", "c"]
+    assert names(queue.upcoming().members) == ["a", "c"]
     queue.dispatch(queue.best(()))
     queue.finished(sequences[0])
     queue.finished(sequences[1])
-    assert (len(queue), names(queue.upcoming()), names(queue.front())) == (1, ["c"], ["c"])
+    assert (len(queue), names(queue.upcoming().members), names(queue.front())) == (1, ["c"], ["c"])
 
 
 def test_a_member_that_is_cancelled_is_not_charged():
@@ -479,6 +481,6 @@ def test_a_member_that_is_cancelled_is_not_charged():
     first = add(window, where, "a0", tenant="a")
     for name, tenant in (("a1", "a"), ("b0", "b"), ("a2", "a"), ("b1", "b")):
         add(window, where, name, tenant=tenant)
-    assert names(window.upcoming()) == ["a0", "b0", "a1", "b1", "a2"]
+    assert names(window.upcoming().members) == ["a0", "b0", "a1", "b1", "a2"]
     window.remove(first)
     assert drain(window) == ["a1", "b0", "a2", "b1"], "a1 and b0 start at 0 both, and a1 came first"

@@ -101,7 +101,7 @@ class Server:
         self.model.check()
         running = {sequence.request_id for sequence in self.scheduler.running}
         assert running == {name for name, context in self.model.contexts.items() if context.pages}
-        assert running | set(self.scheduler.upcoming()) == set(self.live)
+        assert running | set(self.scheduler.upcoming().members) == set(self.live)
 
 
 @pytest.mark.parametrize("page_size", [32, 64, 256])

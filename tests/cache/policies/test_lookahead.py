@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from cache.policies.lookahead import LookaheadPolicy
 from cache.policies.lru import LruPolicy
-from cache.policies.queue_line import Line
+from cache.policies.queue_line import QueueLine
 from cache.returns.ranking import Ranking
 from cache.returns.return_times import ReturnTimes, shared_rank
 
@@ -502,7 +502,7 @@ def test_who_stands_in_line_is_looked_at_from_the_tail_and_no_further_than_neede
     line = list(range(1000))
     policy.look_ahead(line, 20.0)
     seen = []
-    monkeypatch.setattr(Line, "__getitem__", lambda line, place: seen.append(place) or line._sessions[place])
+    monkeypatch.setattr(QueueLine, "__getitem__", lambda line, place: seen.append(place) or line._sessions[place])
     assert policy.victims(1, ()) == [name(9, 1)]
     assert len(seen) == 991
     assert policy.victims(3, ()) == [name(9, 1), name(9, 0), name(8, 1)]

@@ -280,7 +280,7 @@ class Hierarchy(RuleBasedStateMachine):
         """As between two steps."""
         self.model.hear(self.now)
         self.model.void_failed()
-        self.manager.plan(self.waiting, 0, self.now)
+        self.model.plan(self.waiting, self.now)
 
     @rule(seconds=st.sampled_from([1.0, 5.0, 10.0, 300.0]))
     def sweep(self, seconds):

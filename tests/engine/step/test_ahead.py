@@ -46,7 +46,7 @@ def submit(driver: Driver, histories: list[Answer]) -> list[Answer]:
 
 def ahead(driver: Driver) -> list[str]:
     """Those that wait and have pages."""
-    return [name for name in driver.engine._scheduler.upcoming() if driver.cache.context(name).pages]
+    return [name for name in driver.engine._scheduler.upcoming().members if driver.cache.context(name).pages]
 
 
 def test_the_read_buffer_fills_while_another_request_runs(path: Path, vanilla: Any, tmp_path: Path) -> None:
