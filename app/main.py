@@ -28,9 +28,13 @@ from app.settings.settings import GIB, Settings
 from app.state_dir import SecretKeeper, load_tenant_secret, weakness
 from app.tenancy.key_file import follow_keys, load_keys
 from app.tenancy.keyring import Key, KeyLimits, Keyring, digest_of
+from app.tenancy.places import Places
+from app.tenancy.quotas import Quotas
 from app.turn.observer import Observers, TurnObserver
 from app.turn.ports import EnginePort
-from app.turn.service import Service
+from app.turn.readiness import Readiness
+from app.turn.service import TurnService
+from app.turn.sessions import SessionCommands
 from app.version import version
 from engine.process.client import EngineClient
 
@@ -76,8 +80,25 @@ def create_app(settings: Settings, *, engine: EnginePort | None = None) -> FastA
     observers: list[TurnObserver] = [metrics, live, tracer]
     if settings.server.access_log:
         observers.append(AnswerLog())
-    service = Service(
-        settings=settings, engine=engine, transcripts=text_thread, keyring=keyring, observer=Observers(observers)
+    readiness = Readiness(engine=engine, aliases=settings.model.aliases)
+    sessions = SessionCommands(
+        engine=engine, readiness=readiness, transcripts=text_thread, timeout_s=settings.limits.sessions_timeout_s
+    )
+    quotas = Quotas(limits=keyring.limits, sessions=sessions)
+    service = TurnService(
+        settings=settings,
+        engine=engine,
+        readiness=readiness,
+        sessions=sessions,
+        transcripts=text_thread,
+        places=Places(
+            places=settings.places,
+            tenant_places=settings.tenant_places,
+            running=settings.scheduler.max_seqs,
+            limits=keyring.limits,
+        ),
+        quotas=quotas,
+        observer=Observers(observers),
     )
     remembered = Responses(service, make_store(settings))
     if isinstance(remembered.store, RedisStore):
@@ -85,15 +106,21 @@ def create_app(settings: Settings, *, engine: EnginePort | None = None) -> FastA
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        await service.start()
-        tasks = [asyncio.create_task(work) for work in (_follow_keys(settings, keyring), keeper.run())]
+        await engine.start()
+        background = (readiness.load(), text_thread.sweep_forever(), _follow_keys(settings, keyring), keeper.run())
+        tasks = [asyncio.create_task(work) for work in background]
         try:
             yield
         finally:
             for task in tasks:
                 task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
             await remembered.close()
-            await service.stop()
+            await service.close()
+            await sessions.close()
+            await quotas.close()
+            await engine.stop()
+            await text_thread.close()
             await asyncio.to_thread(keeper.look)
             await asyncio.to_thread(tracer.shut_down)
 
@@ -103,7 +130,12 @@ def create_app(settings: Settings, *, engine: EnginePort | None = None) -> FastA
 
     # Bodies are read and validated by hand, so a generated description of them would be wrong.
     app = FastAPI(title="Reprise", lifespan=lifespan, openapi_url=None, redirect_slashes=False)
+    app.state.settings = settings
+    app.state.engine = engine
+    app.state.readiness = readiness
     app.state.service = service
+    app.state.sessions = sessions
+    app.state.quotas = quotas
     app.state.metrics = metrics
     app.state.live = live
     app.state.responses = remembered

@@ -8,9 +8,13 @@ from fastapi import Request
 from app.errors import ApiError
 from app.http.body import RequestModel, parse_body
 from app.http.event_stream import Deltas, EventStream, Frames
+from app.settings.settings import Settings
 from app.turn.deadline import HEADER as TIMEOUT_HEADER
+from app.turn.ports import EnginePort
 from app.turn.prepare import Caller
-from app.turn.service import Service
+from app.turn.readiness import Readiness
+from app.turn.service import TurnService
+from app.turn.sessions import SessionCommands
 
 # Headers in which clients name a conversation: ours (OpenCode uses it too), Codex's, Claude Code's.
 SESSION_HEADERS = ("x-session-id", "session-id", "x-claude-code-session-id")
@@ -18,9 +22,29 @@ SESSION_HEADERS = ("x-session-id", "session-id", "x-claude-code-session-id")
 T = TypeVar("T", bound=RequestModel)
 
 
-def service_of(request: Request) -> Service:
-    service: Service = request.app.state.service
+def service_of(request: Request) -> TurnService:
+    service: TurnService = request.app.state.service
     return service
+
+
+def readiness_of(request: Request) -> Readiness:
+    readiness: Readiness = request.app.state.readiness
+    return readiness
+
+
+def sessions_of(request: Request) -> SessionCommands:
+    sessions: SessionCommands = request.app.state.sessions
+    return sessions
+
+
+def engine_of(request: Request) -> EnginePort:
+    engine: EnginePort = request.app.state.engine
+    return engine
+
+
+def settings_of(request: Request) -> Settings:
+    settings: Settings = request.app.state.settings
+    return settings
 
 
 def require_admin(request: Request) -> None:
@@ -43,13 +67,12 @@ def caller_of(request: Request) -> Caller:
 async def body_of(request: Request, model: type[T]) -> tuple[T, dict[str, str]]:
     """Return the parsed body and the headers that the answer must carry. Raises ApiError; 503 and 429 come before the
     body is read, so that a client told to retry does not upload first."""
-    service = service_of(request)
-    service.require_ready()
-    service.places.request(request.state.tenant)
-    return await parse_body(request, model, service.settings.limits)
+    readiness_of(request).require()
+    service_of(request).places.request(request.state.tenant)
+    return await parse_body(request, model, settings_of(request).limits)
 
 
 def stream(request: Request, generation: Deltas, frames: Frames, headers: Mapping[str, str]) -> EventStream:
-    settings = service_of(request).settings
+    settings = settings_of(request)
     timeout_s = settings.limits.send_timeout_s
     return EventStream(generation, frames, headers=headers, ping_s=settings.server.ping_s, send_timeout_s=timeout_s)

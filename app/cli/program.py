@@ -78,7 +78,7 @@ def serve(
 
     def on_ready(model: ModelInfo, url: str) -> None:
         if as_panel:
-            sampling = app.state.service.sampling_defaults
+            sampling = app.state.readiness.sampling_defaults
             console.print(panel(settings, model, url, keys=len(app.state.keyring), sampling=sampling))
         else:
             log.info("ready", extra={"fields": {"url": url, "model": model.name, "memory_plan": model.memory_plan}})

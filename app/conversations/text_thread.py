@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any
@@ -9,6 +10,7 @@ from weakref import WeakValueDictionary
 
 from app.conversations.transcripts import PreparedPrompt, Transcripts
 
+SWEEP_S = 60.0
 LONG_CHARS = 1 << 18  # of messages; fewer are tokenized in half a second at most
 
 log = logging.getLogger(__name__)
@@ -53,6 +55,12 @@ class TextThread:
 
     def sweep(self, now: float) -> None:
         self._executor.submit(self._transcripts.sweep, now).add_done_callback(_log_failure)
+
+    async def sweep_forever(self) -> None:
+        """Delete expired transcripts every SWEEP_S, until cancelled."""
+        while True:
+            await asyncio.sleep(SWEEP_S)
+            self.sweep(time.time())
 
     async def close(self) -> None:
         """After all that was recorded is written."""

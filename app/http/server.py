@@ -13,7 +13,9 @@ from fastapi import FastAPI
 
 from app.http.connections import BoundedConnection, raise_file_limit
 from app.settings.settings import Settings
-from app.turn.service import Service
+from app.turn.ports import EnginePort
+from app.turn.readiness import Readiness
+from app.turn.service import TurnService
 from engine.messages import ModelInfo
 from engine.process.client import EngineFailed
 
@@ -61,7 +63,9 @@ class HttpServer(uvicorn.Server):
         )
         super().__init__(config)
         self.failure: str | None = None
-        self._service: Service = app.state.service
+        self._service: TurnService = app.state.service
+        self._readiness: Readiness = app.state.readiness
+        self._engine: EnginePort = app.state.engine
         self._most_connections = settings.limits.connections
         self._drain_s = settings.server.drain_s
         self._on_ready, self._on_failure = on_ready, on_failure
@@ -73,7 +77,7 @@ class HttpServer(uvicorn.Server):
         """Drain after the first signal, end running answers early after the second, exit at once after the third."""
         if self._drain_started_s is None:
             self._drain_started_s = time.monotonic()
-            self._service.draining = True
+            self._readiness.draining = True
         elif self._drain_s > 0:
             self._drain_started_s, self._drain_s = time.monotonic(), 0.0
         else:
@@ -86,7 +90,7 @@ class HttpServer(uvicorn.Server):
                 self.should_exit = True
             elif waited_s >= self._drain_s and not self._ended_all:
                 self._ended_all = True
-                self._service.engine.finish_all()
+                self._engine.finish_all()
         return await super().on_tick(counter)
 
     def serve_forever(self) -> None:
@@ -105,7 +109,7 @@ class HttpServer(uvicorn.Server):
 
     async def _announce(self, url: str) -> None:
         try:
-            self._on_ready(await self._service.wait_loaded(), url)
+            self._on_ready(await self._readiness.wait_loaded(), url)
         except EngineFailed as error:
             self.failure = str(error)
             self._on_failure(self.failure)

@@ -5,16 +5,23 @@ Checked after each answer, so running answers may exceed a quota until they end.
 """
 
 import asyncio
-import secrets
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
+from typing import Any, Protocol
 
 from app.errors import ApiError, quota_exceeded
 from app.tenancy.keyring import KeyLimits
-from engine.messages import SessionInfo, SessionReply, SessionRequest
+from engine.messages import SessionInfo, SessionReply
 
 PAGE = 1000  # sessions per listing
 LOOK_S = 1.0  # between two checks of one tenant, because the engine walks all blocks of its sessions
+
+
+class SessionAccess(Protocol):
+    """The part of `app.turn.sessions.SessionCommands` used here. Both raise ApiError."""
+
+    async def ask(self, action: str, *, tenant: str, **fields: Any) -> SessionReply: ...
+    async def delete(self, session_id: str, *, tenant: str) -> None: ...
 
 
 class Quotas:
@@ -24,14 +31,11 @@ class Quotas:
         self,
         *,
         limits: Callable[[str], KeyLimits],
-        ask: Callable[[SessionRequest], Awaitable[SessionReply]],
-        delete: Callable[[SessionRequest], Awaitable[None]],
+        sessions: SessionAccess,
         look_s: float = LOOK_S,
     ) -> None:
-        """`ask` and `delete` raise ApiError."""
         self._limits = limits
-        self._ask = ask
-        self._delete = delete
+        self._sessions = sessions
         self._look_s = look_s
         # tenant -> what exceeds its quota even after all deletable sessions were deleted
         self._over: dict[str, str] = {}
@@ -68,10 +72,10 @@ class Quotas:
         await asyncio.sleep(self._looked_s.get(tenant, 0.0) + self._look_s - time.monotonic())
         self._looked_s[tenant] = time.monotonic()
         try:
-            kept = await self._sessions(tenant)
+            kept = await self._sessions_of(tenant)
             for info in leaving(kept, limits):
                 try:
-                    await self._delete(_question(tenant, "delete", session_id=info.session_id))
+                    await self._sessions.delete(info.session_id, tenant=tenant)
                 except ApiError as error:
                     if error.status not in (404, 409):  # deleted already, or running again and therefore kept
                         raise
@@ -85,11 +89,11 @@ class Quotas:
         else:
             self._over.pop(tenant, None)
 
-    async def _sessions(self, tenant: str) -> list[SessionInfo]:
+    async def _sessions_of(self, tenant: str) -> list[SessionInfo]:
         kept: list[SessionInfo] = []
         while True:
             after = kept[-1].session_id if kept else ""
-            reply = await self._ask(_question(tenant, "list", after=after, limit=PAGE))
+            reply = await self._sessions.ask("list", tenant=tenant, after=after, limit=PAGE)
             kept += reply.sessions
             if not reply.more or not reply.sessions:
                 return kept
@@ -126,8 +130,3 @@ def leaving(kept: list[SessionInfo], limits: KeyLimits) -> list[SessionInfo]:
 
 def _size(info: SessionInfo) -> int:
     return sum(info.bytes.values())
-
-
-def _question(tenant: str, action: str, **fields: str | int) -> SessionRequest:
-    request_id = f"sessions-{secrets.token_hex(12)}"
-    return SessionRequest(request_id=request_id, tenant=tenant, action=action, **fields)  # type: ignore[arg-type]

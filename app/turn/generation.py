@@ -3,8 +3,8 @@
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
 
-from app.conversations.transcripts import PreparedPrompt
 from app.errors import (
     ApiError,
     cannot_be_shortened,
@@ -18,13 +18,27 @@ from app.turn.answer import Answer, Delta
 from app.turn.deadline import Deadline
 from app.turn.observer import TurnObserver
 from app.turn.ports import EnginePort, OutputSource
+from app.turn.prepare import Prepared
 from engine.messages import (
     ModelInfo,
     Output,
-    SamplingParams,
+    Submit,
     TokensBySource,
 )
 from engine.process.client import EngineLost
+
+
+@dataclass(frozen=True, slots=True)
+class Admitted:
+    """A request that holds its places."""
+
+    tenant: str
+    arrived_s: float  # monotonic clock
+    model: ModelInfo
+    ticket: Ticket  # for its places
+    deadline: Deadline
+    service_tier: str  # in which it is served
+    weight: float  # share of the engine that it gets, against requests of weight 1
 
 
 class Generation(AsyncIterator[Delta]):
@@ -36,45 +50,36 @@ class Generation(AsyncIterator[Delta]):
     def __init__(
         self,
         *,
-        request_id: str,
-        tenant: str,
-        model: ModelInfo,
+        admitted: Admitted,
+        prepared: Prepared,
+        submit: Submit,
+        choices: list[Answer],
         engine: EnginePort,
         outputs: OutputSource,
-        prompt: PreparedPrompt,
-        token_ids: list[int],
-        sampling: SamplingParams,
-        choices: list[Answer],
-        record: Callable[[Answer], None],
-        arrived_s: float,
-        deadline: Deadline,
-        ticket: Ticket,
-        service_tier: str,
-        grammar_param: str,
         observer: TurnObserver,
         on_close: Callable[["Generation"], None],
     ) -> None:
-        self.request_id = request_id
-        self.tenant = tenant
+        """`outputs` answer `submit`, which was made of `prepared`. `on_close` is called once, when all is over."""
+        self.request_id = submit.request_id
+        self.tenant = admitted.tenant
         self.created = int(time.time())
-        self.model = model
-        self.sampling = sampling
-        self.prompt = prompt
-        self.token_ids = token_ids  # of the prompt, and of the answer's beginning where the client gave one
-        self.arrived_s = arrived_s
-        self.service_tier = service_tier
-        self.limit_headers = ticket.headers
+        self.model = admitted.model
+        self.sampling = submit.sampling
+        self.prompt = prepared.prompt
+        self.token_ids = prepared.token_ids  # of the prompt, and of the answer's beginning where the client gave one
+        self.arrived_s = admitted.arrived_s
+        self.service_tier = admitted.service_tier
+        self.limit_headers = admitted.ticket.headers
         self.choices = choices
+        self.closed = asyncio.Event()  # what was generated is recorded, or soon will be: before whatever follows
         self._closed = False
-        self._deadline = deadline
-        self._ticket = ticket
-        self._observer = observer
-        self._on_close = on_close
-        self._grammar_param = grammar_param  # the field that says what the answer must be
+        self._deadline = admitted.deadline
+        self._ticket = admitted.ticket
+        self._prepared = prepared
         self._engine = engine
         self._outputs = outputs
-        self._record = record
-        self.closed = asyncio.Event()  # what was generated is recorded, or soon will be: before whatever follows
+        self._observer = observer
+        self._on_close = on_close
         self._open = set(range(len(choices)))
         self._upcoming: asyncio.Task[Delta | None] | None = None
 
@@ -184,7 +189,7 @@ class Generation(AsyncIterator[Delta]):
 
     def _end_record(self, choice: Answer) -> None:
         if choice.token_ids:
-            self._record(choice)
+            self._prepared.record(choice)
 
     def _failed(self, error: ApiError) -> ApiError:
         self._observer.failed(self, error)
@@ -198,7 +203,7 @@ class Generation(AsyncIterator[Delta]):
                 kept = "what has to stay, the system prompt (or keep_first_tokens) and your newest message, is"
                 return cannot_be_shortened(self.model.max_context, kept)
             case "invalid_grammar":
-                return invalid_grammar(output.error or "", self._grammar_param)
+                return invalid_grammar(output.error or "", self._prepared.grammar_param)
             case "overloaded":
                 return overloaded(self._ticket.retry_after_s)
             case _:

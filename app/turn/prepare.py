@@ -5,26 +5,26 @@ import secrets
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 from app.conversations.text_thread import TextThread
 from app.conversations.transcripts import PreparedPrompt
-from app.errors import cannot_be_shortened, context_length_exceeded, invalid, prompt_too_long
+from app.errors import cannot_be_shortened, invalid
 from app.schemas.chat import ChatCompletionRequest
 from app.schemas.completions import CompletionRequest
 from app.schemas.fields import SESSION_ID, SESSION_ID_RULE, GenerationRequest
+from app.settings.settings import CacheSettings
 from app.text.answer_form import AnswerForm
 from app.text.answer_parser import THINK, AnswerParser
 from app.text.grammars import grammar_of, param_of
 from app.text.template import TemplateError
 from app.text.tokenizer import ChatTokenizer, PromptTooLong
 from app.turn.answer import Answer
-from engine.messages import ModelInfo, Shift
+from app.turn.token_limits import TokenLimits
+from engine.messages import ModelInfo, SamplingParams, Shift, Submit
 
 MAX_TOKEN_CHARS = 256  # no vocabulary in use has longer tokens, so text beyond that is too long without tokenizing it
 TAIL_TOKENS = 8  # of a prompt, in which a template may open a thought
-
-AnyRequest = TypeVar("AnyRequest", bound=GenerationRequest)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +39,9 @@ class Caller:
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A request as the engine will see it."""
+    """A request with its prompt, as the engine will see it."""
 
+    request: GenerationRequest
     prompt: PreparedPrompt
     token_ids: list[int]  # the prompt's, and those of an answer's given beginning
     parser: Callable[[], AnswerParser]  # one for each choice
@@ -55,9 +56,46 @@ class Prepared:
     shift: Shift | None = None
     prompt_logprobs: int | None = None
 
+    def as_submit(self, *, tenant: str, sampling: SamplingParams, weight: float) -> Submit:
+        """`weight`: the share of the engine that the request gets, against requests of weight 1."""
+        request = self.request
+        return Submit(
+            request_id=f"{self.id_prefix}-{secrets.token_hex(12)}",
+            session_id=self.prompt.session_id,
+            tenant=tenant,
+            cache_salt=request.cache_salt or "",
+            token_ids=self.token_ids,
+            num_choices=request.n or 1,
+            sampling=sampling,
+            truncation="disabled" if self.prompt_logprobs is not None else request.truncation or "",
+            keep_first_tokens=min(self.keep_first_tokens, len(self.token_ids)),
+            message_starts=self.message_starts,
+            important=self.important,
+            shift=self.shift,
+            weight=weight,
+            grammar=self.grammar,
+            prompt_logprobs=self.prompt_logprobs,
+        )
 
-Prepare = Callable[[AnyRequest, Caller, ModelInfo, str | None], Awaitable[Prepared]]
-"""(request, caller, model, session id) -> what goes to the engine. Raises ApiError."""
+    def answers(self, tokenizer: ChatTokenizer) -> list[Answer]:
+        """One for each choice that the request asks for, empty."""
+        request = self.request
+        return [
+            Answer(
+                index=index,
+                tokenizer=tokenizer,
+                stops=tuple(request.stop or ()),
+                min_tokens=request.min_tokens or 0,
+                parser=self.parser(),
+                shows_stop=bool(request.include_stop_str_in_output),
+                skip_special_tokens=request.skip_special_tokens is not False,
+            )
+            for index in range(request.n or 1)
+        ]
+
+
+Prepare = Callable[[ModelInfo, str | None], Awaitable[Prepared]]
+"""(model, session id) -> what goes to the engine. Raises ApiError."""
 
 
 async def prepare_chat(
@@ -68,16 +106,12 @@ async def prepare_chat(
     model: ModelInfo,
     tenant: str,
     session_id: str | None,
-    longest: int,
-    truncates: bool,
-    client_shift: bool,
-    keep_first_tokens: int,
+    limits: TokenLimits,
+    cache: CacheSettings,
 ) -> Prepared:
-    """`longest` prompt, in tokens, that is taken; `truncates` says that history beyond the window is dropped. Raises
-    ApiError."""
-    too_long = prompt_too_long if truncates else context_length_exceeded
-    if sum(len(message.content) for message in request.messages) > longest * MAX_TOKEN_CHARS:
-        raise too_long(longest, None)
+    """Render and tokenize a chat, with the recorded ids of its answers. Raises ApiError."""
+    if sum(len(message.content) for message in request.messages) > limits.prompt * MAX_TOKEN_CHARS:
+        raise limits.too_long(None)
     if not tokenizer.has_chat_template:
         raise invalid("This model has no chat template.", code="no_chat_template", param="model")
     form = AnswerForm.of(tokenizer.template_text)
@@ -99,15 +133,15 @@ async def prepare_chat(
             template_args=args,
             session_id=session_id,
             now=time.time(),
-            client_shift=client_shift if request.client_shift is None else request.client_shift,
-            max_tokens=longest - 1,
-            max_newest_tokens=min(longest, model.max_context) - 1,
+            client_shift=cache.client_shift if request.client_shift is None else request.client_shift,
+            max_tokens=limits.prompt - 1,
+            max_newest_tokens=min(limits.prompt, model.max_context) - 1,
         )
     except PromptTooLong as error:
-        alone = error.max_tokens < longest - 1  # where history makes room, the newest message has to fit
+        alone = error.max_tokens < limits.prompt - 1  # where history makes room, the newest message has to fit
         if alone:
             raise cannot_be_shortened(model.max_context, "your newest message alone is") from None
-        raise too_long(longest, None) from None
+        raise limits.too_long(None) from None
     except TemplateError as error:
         raise invalid(str(error)[:500], "messages") from None
     prefix = request.messages[-1].content if request.continue_final_message else ""
@@ -129,6 +163,7 @@ async def prepare_chat(
     added = len(messages) - len(kept)  # a system message of ours, with the tools
     cut = prompt.shift
     return Prepared(
+        request=request,
         prompt=prompt,
         token_ids=prompt.token_ids + prefix_ids,
         parser=lambda: form.parser(names, parallel=parallel, in_thought=in_thought),
@@ -137,7 +172,7 @@ async def prepare_chat(
         param="messages",
         grammar=grammar,
         grammar_param=param_of(request),
-        keep_first_tokens=_keep_first_tokens(request, messages, prompt, keep_first_tokens),
+        keep_first_tokens=_keep_first_tokens(request, messages, prompt, cache.keep_first_tokens),
         message_starts=tuple(dict.fromkeys(prompt.starts[: len(messages)])),  # one may have no token
         important=important_ranges(request, prompt.starts[added:]),
         shift=None if cut is None else Shift(stream=cut.stream + prefix_ids, keep=cut.keep, resume=cut.resume),
@@ -168,6 +203,7 @@ def prepare_text(request: CompletionRequest, prompt: Prompt, session_id: str | N
         tail=b"",
     )
     return Prepared(
+        request=request,
         prompt=empty,
         token_ids=prompt.token_ids,
         parser=plain_parser,

@@ -379,7 +379,7 @@ async def in_process(engine: FakeEngine, settings: Settings, *, wait: bool = Tru
     app = create_app(settings, engine=engine)
     async with app.router.lifespan_context(app):
         if wait:
-            await app.state.service.wait_loaded()
+            await app.state.readiness.wait_loaded()
         transport = httpx.ASGITransport(app=app)
         async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:
             yield Running(app, engine, "http://test", http)
@@ -393,7 +393,7 @@ async def on_loopback(engine: FakeEngine, settings: Settings) -> AsyncIterator[R
     server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign,assignment]
     task = asyncio.create_task(server.serve())
     await until(lambda: server.started, timeout_s=10)
-    await app.state.service.wait_loaded()
+    await app.state.readiness.wait_loaded()
     port = server.servers[0].sockets[0].getsockname()[1]
     base_url = f"http://127.0.0.1:{port}"
     try:

@@ -26,7 +26,7 @@ router = APIRouter()
 async def chat_completions(request: Request) -> Response:
     body, headers = await body_of(request, ChatCompletionRequest)
     generation = await service_of(request).generate(body, caller_of(request))
-    headers |= {**generation.limit_headers, "x-session-id": generation.prompt.session_id}
+    headers |= {**generation.limit_headers, "x-session-id": generation.session_id}
     if body.stream:
         return stream(request, generation, Chunks(generation, include_usage=body.include_usage), headers)
     answer = await until_disconnect(request.receive, _complete(generation))

@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 from fastapi import APIRouter, Request, Response
 
-from app.api.calls import body_of, caller_of, service_of, stream
+from app.api.calls import body_of, caller_of, readiness_of, service_of, stream
 from app.api.chat.answers import cache_header
 from app.api.completions.answers import CompletionFrames
 from app.api.operation import described
@@ -17,7 +17,8 @@ from app.schemas.completions import CompletionRequest
 from app.turn.generation import Generation
 from app.turn.many_prompts import ManyPrompts
 from app.turn.prepare import Caller, Prompt
-from app.turn.service import Service
+from app.turn.readiness import Readiness
+from app.turn.service import TurnService
 
 router = APIRouter()
 
@@ -31,10 +32,10 @@ async def completions(request: Request) -> Response:
     (`miss_reasons.prompt_logprobs`)."""
     body, headers = await body_of(request, CompletionRequest)
     service, caller = service_of(request), caller_of(request)
-    prompts = await _prompts(service, body, caller)
+    prompts = await _prompts(service, readiness_of(request), body, caller)
     batch = ManyPrompts(await _start(service, body, prompts, caller))
     first = batch.generations[0]
-    headers |= {**first.limit_headers, "x-session-id": first.prompt.session_id}
+    headers |= {**first.limit_headers, "x-session-id": first.session_id}
     frames = CompletionFrames(body, prompts, batch)
     if body.stream:
         return stream(request, batch, frames, headers)
@@ -43,9 +44,9 @@ async def completions(request: Request) -> Response:
     return Response(msgspec.json.encode(answer), headers=headers, media_type="application/json")
 
 
-async def _prompts(service: Service, body: CompletionRequest, caller: Caller) -> list[Prompt]:
-    model = service.find_model(body.model)
-    _, tokenizer = service.require_ready()
+async def _prompts(service: TurnService, readiness: Readiness, body: CompletionRequest, caller: Caller) -> list[Prompt]:
+    model = readiness.find_model(body.model)
+    _, tokenizer = readiness.require()
     texts = [prompt for prompt in body.prompt if isinstance(prompt, str)]
     if len(body.prompt) * (body.n or 1) > (limit := service.places.places_of(caller.tenant)):
         raise invalid(f"Invalid 'prompt': this server takes at most {limit} prompts times 'n'.", "prompt")
@@ -66,7 +67,9 @@ async def _prompts(service: Service, body: CompletionRequest, caller: Caller) ->
     return prompts
 
 
-async def _start(service: Service, body: CompletionRequest, prompts: list[Prompt], caller: Caller) -> list[Generation]:
+async def _start(
+    service: TurnService, body: CompletionRequest, prompts: list[Prompt], caller: Caller
+) -> list[Generation]:
     generations: list[Generation] = []
     try:
         for place, prompt in enumerate(prompts):

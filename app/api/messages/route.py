@@ -29,7 +29,7 @@ async def create_message(request: Request) -> Response:
     """`usage` counts cached tokens apart, as Anthropic does. The key may come as `x-api-key`."""
     body, headers = await body_of(request, MessagesRequest)
     generation = await service_of(request).generate(chat_request(body), caller_of(request))
-    headers |= {**generation.limit_headers, "x-session-id": generation.prompt.session_id}
+    headers |= {**generation.limit_headers, "x-session-id": generation.session_id}
     if body.stream:
         return stream(request, generation, MessageFrames(generation), headers)
     answer = await until_disconnect(request.receive, _complete(generation))

@@ -1,20 +1,18 @@
 """/v1/cache: the whole cache, across tenants. Where keys are configured, only `server.admin_keys` may use it."""
 
 import asyncio
-import secrets
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from app.api.calls import body_of, require_admin, service_of
+from app.api.calls import body_of, engine_of, readiness_of, require_admin, sessions_of, settings_of
 from app.api.operation import described
 from app.api.reprise.sessions import MAX_LISTED, describe_session
 from app.errors import ApiError, from_validation, session_not_found, unavailable
 from app.observe.live import tiers_of
 from app.schemas import answers
 from app.schemas.fields import SESSION_ID, Part
-from engine.messages import SessionReply, SessionRequest
 
 CLEAR_AT_ONCE = 32  # sessions deleted concurrently: each waits for the disk while the engine keeps answering
 CLEAR_PAGE = 200  # sessions per listing: the engine walks all their blocks for one
@@ -39,16 +37,15 @@ async def stats(request: Request) -> dict[str, Any]:
     """Statistics of the engine's last heartbeat, at most a second old. Counters start with the engine. Hit rates are
     shares of prompt tokens whose KV was not computed. For `server.admin_keys` where there are keys."""
     require_admin(request)
-    service = service_of(request)
-    model, _ = service.require_ready()
-    stats = service.engine.stats
+    model, _ = readiness_of(request).require()
+    stats = engine_of(request).stats
     if stats is None:
         raise unavailable("The engine has not reported yet.", code="unavailable", retry_after_s=1.0)
     prompt_tokens = {"hbm": 0, "dram": 0, "disk": 0, "redis": 0, "computed": 0} | stats.prompt_tokens
     total = sum(prompt_tokens.values())
     return {
         "object": "cache.stats",
-        "mode": service.settings.cache.mode,
+        "mode": settings_of(request).cache.mode,
         "sessions": stats.sessions,
         "tiers": tiers_of(stats, model),
         "prompt_tokens": prompt_tokens,
@@ -82,7 +79,7 @@ async def list_sessions(request: Request) -> dict[str, Any]:
         page = CachePage.model_validate(dict(request.query_params))
     except ValidationError as error:
         raise from_validation(error) from None
-    reply = await _ask(request, action="list_all", after=page.after, limit=page.limit)
+    reply = await sessions_of(request).ask("list_all", after=page.after, limit=page.limit)
     data = [
         {"tenant": info.tenant, "cursor": f"{info.tenant}/{info.session_id}"} | describe_session(info)
         for info in reply.sessions
@@ -101,8 +98,7 @@ async def delete_session(request: Request, tenant: str, session_id: str) -> None
     require_admin(request)
     if not SESSION_ID.fullmatch(session_id) or not SESSION_ID.fullmatch(tenant):
         raise session_not_found(session_id)
-    question = _question(tenant=tenant, action="delete", session_id=session_id)
-    await service_of(request).delete_session(question)
+    await sessions_of(request).delete(session_id, tenant=tenant)
 
 
 @router.post(
@@ -118,7 +114,7 @@ async def clear(request: Request) -> dict[str, Any]:
     names: dict[tuple[str, str], None] = {}
     after, more = "", True
     while more:
-        reply = await _ask(request, action="list_all", after=after, limit=CLEAR_PAGE)
+        reply = await sessions_of(request).ask("list_all", after=after, limit=CLEAR_PAGE)
         names |= {(info.tenant, info.session_id): None for info in reply.sessions}
         more = reply.more and bool(reply.sessions)
         after = f"{reply.sessions[-1].tenant}/{reply.sessions[-1].session_id}" if reply.sessions else ""
@@ -140,17 +136,9 @@ async def clear(request: Request) -> dict[str, Any]:
 async def _remove(request: Request, tenant: str, session_id: str) -> str:
     """Returns "removed", "running", or "gone" if another request has deleted it meanwhile."""
     try:
-        await _ask(request, tenant=tenant, action="delete", session_id=session_id)
+        await sessions_of(request).ask("delete", tenant=tenant, session_id=session_id)
     except ApiError as error:
         if error.status not in (404, 409):
             raise
         return "gone" if error.status == 404 else "running"
     return "removed"
-
-
-async def _ask(request: Request, **fields: Any) -> SessionReply:
-    return await service_of(request).ask_sessions(_question(**fields))
-
-
-def _question(*, tenant: str = "", **fields: Any) -> SessionRequest:
-    return SessionRequest(request_id=f"sessions-{secrets.token_hex(12)}", tenant=tenant, **fields)

@@ -7,11 +7,11 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 from starlette.types import Receive, Scope, Send
 
-from app.api.calls import service_of
+from app.api.calls import readiness_of, settings_of
 from app.http.event_stream import HEADERS, event, send_within, until_disconnect
 from app.observe.live import Live, Watcher, events
 from app.tenancy.keyring import Keyring
-from app.turn.service import Service, Status
+from app.turn.readiness import Readiness, Status
 
 router = APIRouter()
 
@@ -20,22 +20,30 @@ router = APIRouter()
 async def watch(request: Request) -> Response:
     """Sends `state` once a second while something changes, else every 15 s, and `turns` when answers begin. Where keys
     are configured, `server.admin_keys` see all requests and the tiers; other keys see their own requests."""
-    service, keyring = service_of(request), request.app.state.keyring
-    sees_all = keyring.is_admin(request.state.tenant)
+    keyring: Keyring = request.app.state.keyring
     live: Live = request.app.state.live
-    return LiveStream(service, keyring, live, live.watch(request.state.tenant, sees_all=sees_all))
+    return LiveStream(
+        readiness_of(request),
+        keyring,
+        live,
+        live.watch(request.state.tenant, sees_all=keyring.is_admin(request.state.tenant)),
+        send_timeout_s=settings_of(request).limits.send_timeout_s,
+    )
 
 
 class LiveStream(Response):
     """A stream that ends when the client disconnects or stops reading, when its key's rights change, or when the server
     drains: it must not delay the shutdown."""
 
-    def __init__(self, service: Service, keyring: Keyring, live: Live, watcher: Watcher) -> None:
+    def __init__(
+        self, readiness: Readiness, keyring: Keyring, live: Live, watcher: Watcher, *, send_timeout_s: float
+    ) -> None:
         super().__init__(headers=HEADERS)
         del self.headers["content-length"]
         self._live = live
         self._watcher = watcher
-        self._service = service
+        self._readiness = readiness
+        self._send_timeout_s = send_timeout_s
         self._keyring = keyring
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -46,15 +54,14 @@ class LiveStream(Response):
 
     async def _run(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        timeout_s = self._service.settings.limits.send_timeout_s
         source: AsyncIterator[tuple[str, Any]] = events(self._live, self._watcher, is_open=self._is_open)
         async with aclosing(source) as named:  # type: ignore[type-var]
             async for name, data in named:
-                await send_within(send, b"event: " + name.encode() + b"\n" + event(data), timeout_s)
+                await send_within(send, b"event: " + name.encode() + b"\n" + event(data), self._send_timeout_s)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     def _is_open(self) -> bool:
-        if self._service.status in (Status.DRAINING, Status.FAILED, Status.STOPPED):
+        if self._readiness.status in (Status.DRAINING, Status.FAILED, Status.STOPPED):
             return False
         tenant = self._watcher.tenant
         return self._keyring.knows(tenant) and self._keyring.is_admin(tenant) == self._watcher.sees_all

@@ -5,10 +5,11 @@ from typing import Any
 import msgspec
 from fastapi import APIRouter, Request
 
-from app.api.calls import service_of
+from app.api.calls import readiness_of, settings_of
 from app.api.operation import described
 from app.schemas import answers
-from app.turn.service import Service
+from app.settings.settings import Settings
+from app.turn.readiness import Readiness
 from engine.messages import ModelInfo
 
 router = APIRouter()
@@ -18,25 +19,23 @@ router = APIRouter()
 async def list_models(request: Request) -> dict[str, Any]:
     """The same model under each of its names, with its default sampling, its capabilities and what was proven of it
     at start."""
-    service = service_of(request)
-    if service.model is None:
-        service.require_ready()
-    assert service.model is not None
-    names = [service.model.name, *service.settings.model.aliases]
-    return {"object": "list", "data": [_describe(service, service.model, name) for name in dict.fromkeys(names)]}
+    readiness, settings = readiness_of(request), settings_of(request)
+    model = readiness.require_loaded()
+    names = dict.fromkeys((model.name, *settings.model.aliases))
+    return {"object": "list", "data": [_describe(readiness, settings, model, name) for name in names]}
 
 
 @router.get("/v1/models/{name:path}", **described("Get a model", answers.Model))
 async def get_model(request: Request, name: str) -> dict[str, Any]:
-    service = service_of(request)
-    return _describe(service, service.find_model(name), name)
+    readiness = readiness_of(request)
+    return _describe(readiness, settings_of(request), readiness.find_model(name), name)
 
 
-def _describe(service: Service, model: ModelInfo, name: str) -> dict[str, Any]:
+def _describe(readiness: Readiness, settings: Settings, model: ModelInfo, name: str) -> dict[str, Any]:
     return {
         "id": name,
         "object": "model",
-        "created": service.loaded_s,
+        "created": readiness.loaded_s,
         "owned_by": "reprise",
         "root": model.name,
         "max_model_len": model.max_context,
@@ -47,15 +46,15 @@ def _describe(service: Service, model: ModelInfo, name: str) -> dict[str, Any]:
         "dtype": model.dtype,
         "device": model.device,
         "attention_backend": model.attention_backend,
-        "default_sampling": msgspec.structs.asdict(service.sampling_defaults),
-        "max_seqs": service.settings.scheduler.max_seqs,
+        "default_sampling": msgspec.structs.asdict(readiness.sampling_defaults),
+        "max_seqs": settings.scheduler.max_seqs,
         "capabilities": {
             "chat_completions": True,
             "streaming": True,
             "logprobs": True,
-            "prefix_reuse": service.settings.cache.mode != "recompute",
+            "prefix_reuse": settings.cache.mode != "recompute",
             "positions_decoupled": model.decouplable,
-            "truncation": _truncation(service, model),
+            "truncation": _truncation(settings, model),
         },
         "cache": {
             "fingerprint": model.fingerprint,
@@ -70,9 +69,9 @@ def _describe(service: Service, model: ModelInfo, name: str) -> dict[str, Any]:
     }
 
 
-def _truncation(service: Service, model: ModelInfo) -> str:
+def _truncation(settings: Settings, model: ModelInfo) -> str:
     """Return how truncation treats the cached KV when a window is full; `disabled` if only a request can turn it on."""
-    cache = service.settings.cache
+    cache = settings.cache
     if cache.truncation == "disabled":
         return "disabled"
     if cache.truncation_mode == "decoupled" and (cache.mode == "recompute" or not model.decouplable):

@@ -7,12 +7,12 @@ import msgspec
 from fastapi import APIRouter, Request, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 
-from app.api.calls import require_admin, service_of
+from app.api.calls import engine_of, readiness_of, require_admin
 from app.api.operation import described
 from app.conversations.redis_store import RedisStore
 from app.errors import unavailable
 from app.schemas import answers
-from app.turn.service import Status
+from app.turn.readiness import Status
 from app.version import version
 from engine.messages import WIRE_VERSION
 
@@ -23,7 +23,7 @@ router = APIRouter()
 @router.get("/v1/health", **described("Check that the server is alive", answers.Health))
 async def health(request: Request) -> dict[str, Any]:
     """Loading and restarting are healthy; 503 means that the engine will not come back by itself. No key needed."""
-    status = service_of(request).status
+    status = readiness_of(request).status
     if status in (Status.FAILED, Status.STOPPED):
         raise unavailable(f"The engine is {status}.", code=str(status), retry_after_s=60.0)
     answer = {"status": "ok", "engine": str(status)}
@@ -35,7 +35,7 @@ async def health(request: Request) -> dict[str, Any]:
 @router.get("/ready", **described("Check that the server takes requests", answers.ReadyStatus))
 async def ready(request: Request) -> dict[str, Any]:
     """200 while the server accepts requests. No key needed."""
-    model, _ = service_of(request).require_ready()
+    model, _ = readiness_of(request).require()
     return {"status": "ready", "model": model.name}
 
 
@@ -50,9 +50,8 @@ async def scheduler(request: Request) -> dict[str, Any]:
     heartbeat, at most a second ago. It lists all tenants' requests, so where keys are configured only
     `server.admin_keys` may read it."""
     require_admin(request)
-    service = service_of(request)
-    service.require_ready()
-    stats = service.engine.stats
+    readiness_of(request).require()
+    stats = engine_of(request).stats
     if stats is None or stats.scheduler is None:
         raise unavailable("The engine has not reported yet.", code="unavailable", retry_after_s=1.0)
     answer: dict[str, Any] = msgspec.to_builtins(stats.scheduler)

@@ -1,6 +1,5 @@
 """/v1/sessions: the asking tenant's conversations, and what the cache holds of them."""
 
-import secrets
 import time
 from typing import Annotated, Any, Literal
 
@@ -9,13 +8,13 @@ from fastapi import APIRouter, Request, Response
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
-from app.api.calls import service_of
+from app.api.calls import service_of, sessions_of, settings_of
 from app.api.operation import described
 from app.errors import from_validation, session_not_found
 from app.http.body import parse_body
 from app.schemas import answers
 from app.schemas.fields import SESSION_ID
-from engine.messages import SessionInfo, SessionReply, SessionRequest
+from engine.messages import SessionInfo, SessionReply
 
 MAX_LISTED = 1000
 router = APIRouter()
@@ -57,7 +56,7 @@ async def list_sessions(request: Request) -> dict[str, Any]:
         page = Page.model_validate(dict(request.query_params))
     except ValidationError as error:
         raise from_validation(error) from None
-    reply = await _ask(request, action="list", after=page.after, limit=page.limit)
+    reply = await _ask(request, "list", after=page.after, limit=page.limit)
     data = [describe_session(info) for info in reply.sessions]
     return {
         "object": "list",
@@ -71,7 +70,7 @@ async def list_sessions(request: Request) -> dict[str, Any]:
 @router.get("/v1/sessions/{session_id}", **described("Get a conversation's cache state", answers.Session))
 async def get_session(request: Request, session_id: str) -> dict[str, Any]:
     """404 until its first turn has ended."""
-    return _only(session_id, await _ask(request, action="get", session_id=session_id))
+    return _only(session_id, await _ask(request, "get", session_id=session_id))
 
 
 @router.patch(
@@ -82,10 +81,10 @@ async def patch_session(request: Request, session_id: str) -> Response:
     """A pinned session does not expire. An expired one leaves every tier within a second or so, or at a hundred
     sessions a second where more expire together."""
     service_of(request).places.request(request.state.tenant)
-    patch, headers = await parse_body(request, SessionPatch, service_of(request).settings.limits)
+    patch, headers = await parse_body(request, SessionPatch, settings_of(request).limits)
     _check(session_id)
-    reply = await service_of(request).patch_session(
-        _question(request, action="patch", session_id=session_id, pinned=patch.pinned, ttl_s=patch.ttl_s)
+    reply = await sessions_of(request).patch(
+        session_id, tenant=request.state.tenant, pinned=patch.pinned, ttl_s=patch.ttl_s
     )
     body = msgspec.json.encode(_only(session_id, reply))
     return Response(body, headers=headers, media_type="application/json")
@@ -103,7 +102,7 @@ async def delete_session(request: Request, session_id: str) -> None:
     `reprise cache clear`. 409 while a request of it runs. 503 `not_deleted` if the disk keeps some of it; the server
     keeps trying."""
     _check(session_id)
-    await service_of(request).delete_session(_question(request, action="delete", session_id=session_id))
+    await sessions_of(request).delete(session_id, tenant=request.state.tenant)
 
 
 @router.post(
@@ -113,18 +112,13 @@ async def delete_session(request: Request, session_id: str) -> None:
 )
 async def prefetch_session(request: Request, session_id: str) -> dict[str, Any]:
     """Starts bringing the session's KV up to DRAM, as if its next turn were queued. Answers before that is done."""
-    return _only(session_id, await _ask(request, action="prefetch", session_id=session_id))
+    return _only(session_id, await _ask(request, "prefetch", session_id=session_id))
 
 
-async def _ask(request: Request, *, action: str, **fields: Any) -> SessionReply:
+async def _ask(request: Request, action: str, **fields: Any) -> SessionReply:
     if "session_id" in fields:
         _check(fields["session_id"])
-    return await service_of(request).ask_sessions(_question(request, action=action, **fields))
-
-
-def _question(request: Request, *, action: str, **fields: Any) -> SessionRequest:
-    request_id = f"sessions-{secrets.token_hex(12)}"
-    return SessionRequest(request_id=request_id, tenant=request.state.tenant, action=action, **fields)
+    return await sessions_of(request).ask(action, tenant=request.state.tenant, **fields)
 
 
 def _check(session_id: str) -> None:

@@ -7,7 +7,7 @@ import msgspec
 from fastapi import APIRouter, Request, Response
 from pydantic import ValidationError
 
-from app.api.calls import body_of, caller_of, service_of
+from app.api.calls import body_of, caller_of, readiness_of, service_of
 from app.api.operation import described
 from app.errors import from_validation, invalid
 from app.schemas import answers
@@ -23,9 +23,9 @@ async def tokenize(request: Request) -> Response:
     """Messages become the very ids that a chat request would send; recorded answers keep the ids they were generated
     with."""
     body, headers = await body_of(request, TokenizeRequest)
-    service = service_of(request)
-    loaded, tokenizer = service.require_ready()
-    model = service.find_model(body.model or loaded.name)
+    service, readiness = service_of(request), readiness_of(request)
+    loaded, tokenizer = readiness.require()
+    model = readiness.find_model(body.model or loaded.name)
     if body.prompt is not None:
         special = body.add_special_tokens is not False
         (ids,) = await service.text_tokens([body.prompt], caller_of(request), add_special_tokens=special)
@@ -46,9 +46,9 @@ async def tokenize(request: Request) -> Response:
 @router.post("/v1/detokenize", **described("Convert tokens to text", answers.Text, body=DetokenizeRequest))
 async def detokenize(request: Request) -> Response:
     body, headers = await body_of(request, DetokenizeRequest)
-    service = service_of(request)
-    loaded, tokenizer = service.require_ready()
-    model = service.find_model(body.model or loaded.name)
+    readiness = readiness_of(request)
+    loaded, tokenizer = readiness.require()
+    model = readiness.find_model(body.model or loaded.name)
     if body.tokens and max(body.tokens) >= model.vocab_size:
         raise invalid(f"Invalid 'tokens': the vocabulary has {model.vocab_size} tokens.", "tokens")
     text = await asyncio.to_thread(tokenizer.decode, body.tokens, skip_special_tokens=False)

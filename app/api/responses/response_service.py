@@ -18,7 +18,7 @@ from app.schemas.responses import ResponseRequest
 from app.turn.answer import Delta
 from app.turn.generation import Generation
 from app.turn.prepare import Caller
-from app.turn.service import Service
+from app.turn.service import TurnService
 
 log = logging.getLogger(__name__)
 
@@ -91,7 +91,7 @@ class ResponseTurn(AsyncIterator[Delta]):
 class Responses:
     """Serves /v1/responses. One per app; to be used on its event loop."""
 
-    def __init__(self, service: Service, store: Store) -> None:
+    def __init__(self, service: TurnService, store: Store) -> None:
         self.store = store
         self._service = service
         self._sweep_s = 0.0

@@ -43,7 +43,7 @@ async def create_response(request: Request) -> Response:
     body, headers = await body_of(request, ResponseRequest)
     responses = responses_of(request)
     turn = await responses.begin(body, caller_of(request))
-    headers |= {**turn.generation.limit_headers, "x-session-id": turn.generation.prompt.session_id}
+    headers |= {**turn.generation.limit_headers, "x-session-id": turn.generation.session_id}
     if body.stream:
         return stream(request, turn, turn, headers)
     if body.background:

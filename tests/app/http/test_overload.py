@@ -76,7 +76,7 @@ async def test_no_first_token_in_time(engine: FakeEngine, tmp_path, by, stream):
         response = await running.chat(stream=stream, **fields)
         assert code(response) == ((503, "overloaded") if by == "setting" else (408, "request_timeout"))
         assert ("retry-after" in response.headers) == (by == "setting")
-        assert response.headers["x-ratelimit-limit-requests"] == str(running.app.state.service.settings.places)
+        assert response.headers["x-ratelimit-limit-requests"] == str(running.app.state.settings.places)
         assert engine.aborted == [engine.submitted[0].request_id]
         assert (running.app.state.service.generations, taken(running)) == (set(), 0)
 

@@ -11,7 +11,6 @@ from app.errors import ApiError, from_validation
 from app.http.body import parse_json
 from app.schemas.chat import ChatCompletionRequest, Message
 from app.turn.sampling import OPENAI, sampling
-from app.turn.service import answer_limit
 from tests.app.fakes import FakeEngine, Running, in_process, make_settings
 
 HELLO = [{"role": "user", "content": "Hello"}]
@@ -213,25 +212,6 @@ def test_how_long_a_session_is_to_be_kept(fields, keep_s):
 def test_max_completion_tokens_wins():
     assert parse(max_tokens=5, max_completion_tokens=3).answer_tokens == 3
     assert parse(max_tokens=5).answer_tokens == 5
-
-
-@pytest.mark.parametrize(
-    ("asked", "room", "beyond_window", "limit"),
-    [
-        (3, 100, 0, 3),
-        (500, 100, 0, 100),
-        (None, 100, 0, 100),
-        (500, 100, 1000, 500),  # history makes room while the answer grows
-        (5000, 100, 1000, 1000),
-        (5000, 2000, 1000, 2000),  # what the window holds is always allowed
-        (None, 100, 1000, 100),
-        (None, 3, 1000, 50),  # an eighth of the window is left free by a truncation
-        (None, -900, 1000, 50),
-        (7, -900, 1000, 7),
-    ],
-)
-def test_the_longest_answer(asked, room, beyond_window, limit):
-    assert answer_limit(asked, room=room, window=400, beyond_window=beyond_window) == limit
 
 
 def test_sampling_takes_what_was_asked():

@@ -59,7 +59,7 @@ def test_as_many_leave_as_have_to_and_no_more(sessions, limit, size):
 @pytest.fixture
 async def limited(engine: FakeEngine, tmp_path) -> AsyncIterator[Running]:
     async with in_process(engine, make_settings(tmp_path, limits={"key_sessions": 2})) as running:
-        running.app.state.service.quotas._look_s = 0.01
+        running.app.state.quotas._look_s = 0.01
         yield running
 
 
@@ -77,7 +77,7 @@ async def test_who_pins_too_much_is_told_so_until_it_unpins(limited: Running):
     for number in range(3):
         limited.engine.kept[TENANT, f"s{number}"] = kept(number, pinned=True)
     assert (await limited.chat()).status_code == 200  # nobody had looked
-    quotas = limited.app.state.service.quotas
+    quotas = limited.app.state.quotas
     await until(lambda: quotas._over, timeout_s=5)
     refused = await limited.chat()
     assert (refused.status_code, refused.json()["error"]["code"]) == (429, "quota_exceeded")
@@ -113,16 +113,16 @@ async def test_many_sessions_are_seen_page_by_page(limited: Running, monkeypatch
 
 async def test_a_conversation_that_is_running_again_still_counts(limited: Running, monkeypatch):
     """It was to leave, and its deletion is answered 409."""
-    delete = limited.app.state.service.quotas._delete
+    delete = limited.app.state.sessions.delete
 
-    async def refuse(question):
-        if question.session_id == "s0":
+    async def refuse(session_id, *, tenant):
+        if session_id == "s0":
             raise ApiError(409, "a request of it runs", code="session_busy")
-        await delete(question)
+        await delete(session_id, tenant=tenant)
 
-    monkeypatch.setattr(limited.app.state.service.quotas, "_delete", refuse)
+    monkeypatch.setattr(limited.app.state.sessions, "delete", refuse)
     for number in range(3):
         limited.engine.kept[TENANT, f"s{number}"] = kept(number)
-    limited.app.state.service.quotas.changed(TENANT)
-    await until(lambda: limited.app.state.service.quotas._over, timeout_s=5)
-    assert limited.app.state.service.quotas._over[TENANT] == "3 conversations, of at most 2"
+    limited.app.state.quotas.changed(TENANT)
+    await until(lambda: limited.app.state.quotas._over, timeout_s=5)
+    assert limited.app.state.quotas._over[TENANT] == "3 conversations, of at most 2"

@@ -132,13 +132,6 @@ async def test_an_answer_is_gone_on_with(running: Running):
     assert running.engine.submitted[1].token_ids[: len(known)] == known
 
 
-async def test_retention_reaches_the_session(running: Running):
-    await running.chat(session_id="s", prompt_cache_options={"ttl": "30m"})
-    await running.chat(session_id="t", prompt_cache_retention="in_memory")
-    (question,) = [question for question in running.engine.questions if question.action == "patch"]
-    assert (question.session_id, question.ttl_s, question.pinned) == ("s", 1800.0, None)
-
-
 @pytest.mark.parametrize("name", ["session-id", "x-claude-code-session-id", "x-session-id"])
 async def test_clients_name_their_sessions_in_headers_of_their_own(running: Running, name):
     running.http.headers[name] = "abc-1"

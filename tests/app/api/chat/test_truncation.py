@@ -55,7 +55,7 @@ async def test_an_important_newest_message_ends_where_the_answer_begins(running:
 
 
 async def test_a_message_of_no_tokens_begins_nowhere_of_its_own(running: Running):
-    tokenizer = running.app.state.service._tokenizer
+    tokenizer = running.app.state.readiness._tokenizer
     bare = "{% for message in messages %}{{ message.content }}{% endfor %}"
     tokenizer._template = ChatTemplate(sources={"default": bare}, special_tokens={})
     empty = {"role": "user", "content": ""}
@@ -108,7 +108,7 @@ async def test_the_longest_prompt_is_bounded(engine: FakeEngine, tmp_path):
 async def test_what_is_far_too_long_is_refused_before_it_is_tokenized(engine: FakeEngine, tmp_path, truncation):
     settings = make_settings(tmp_path, limits={"prompt_tokens": 1000}, cache={"truncation": truncation})
     async with in_process(engine, settings) as running:
-        tokenizer = running.app.state.service._tokenizer
+        tokenizer = running.app.state.readiness._tokenizer
         tokenized: list[int] = []
         encode = tokenizer._encode_batch
         tokenizer._encode_batch = lambda texts: tokenized.extend(map(len, texts)) or encode(texts)
@@ -121,7 +121,7 @@ async def test_what_is_far_too_long_is_refused_before_it_is_tokenized(engine: Fa
 
 
 async def test_a_newest_message_that_cannot_fit_is_refused_before_it_is_tokenized(running: Running):
-    tokenizer = running.app.state.service._tokenizer
+    tokenizer = running.app.state.readiness._tokenizer
     tokenized: list[int] = []
     encode = tokenizer._encode_batch
     tokenizer._encode_batch = lambda texts: tokenized.extend(map(len, texts)) or encode(texts)

@@ -160,7 +160,7 @@ async def test_the_engine_is_asked_once_a_period_and_may_be_away(server: Running
 async def test_a_drain_ends_the_stream(server: Running) -> None:
     async with watching(server) as stream:
         await next_of(stream, "state")
-        server.app.state.service.draining = True
+        server.app.state.readiness.draining = True
         async with asyncio.timeout(5):
             assert [name async for name, _ in stream if name == "turns"] == []
     with contextlib.suppress(httpx.HTTPError):

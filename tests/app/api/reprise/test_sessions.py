@@ -4,7 +4,7 @@ import httpx
 import pytest
 
 from engine.process.client import EngineLost, EngineTimeout, EngineUnavailable
-from tests.app.fakes import FakeEngine, Running, in_process, make_settings, session_info, until
+from tests.app.fakes import FakeEngine, Running, in_process, make_settings, session_info
 
 KEYS = ("sk-first-0001", "sk-second-002")
 
@@ -93,18 +93,6 @@ async def test_a_patch_that_says_nothing_or_nonsense(running: Running, body: dic
     response = await running.http.patch("/v1/sessions/a", json=body)
     assert (response.status_code, response.json()["error"]["type"]) == (400, "invalid_request_error")
     assert running.engine.questions == []
-
-
-async def test_the_transcript_stays_as_long_as_the_session(running: Running, monkeypatch: pytest.MonkeyPatch):
-    kept: list[tuple[str, str, float | None]] = []
-    transcripts = running.app.state.service._transcripts._transcripts
-    monkeypatch.setattr(transcripts, "keep", lambda name, tenant, ttl_s: kept.append((name, tenant, ttl_s)))
-    keep(running.engine, "a")
-    await running.http.patch("/v1/sessions/a", json={"ttl_s": 60})
-    await running.http.patch("/v1/sessions/a", json={"pinned": True})
-    await running.http.patch("/v1/sessions/b", json={"pinned": True})
-    await until(lambda: len(kept) == 2)
-    assert kept == [("a", "local", 60.0), ("a", "local", None)]
 
 
 async def test_prefetch_is_accepted(running: Running):

@@ -1,0 +1,105 @@
+"""Whether requests are taken, and what loading the model has left for them."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Collection
+from enum import StrEnum
+from pathlib import Path
+
+import msgspec
+
+from app.errors import model_not_found, unavailable
+from app.text.tokenizer import ChatTokenizer, TokenizerError
+from app.turn.ports import EnginePort
+from app.turn.sampling import OPENAI, SamplingDefaults, read_defaults
+from engine.messages import ModelInfo
+from engine.process.client import EngineFailed
+
+RETRY_S = {"loading": 5.0, "restarting": 5.0, "draining": 30.0}
+
+log = logging.getLogger(__name__)
+
+
+class Status(StrEnum):
+    """What /ready says. Requests are taken in `ready` only."""
+
+    LOADING = "loading"
+    READY = "ready"
+    RESTARTING = "restarting"
+    DRAINING = "draining"
+    FAILED = "failed"
+    STOPPED = "stopped"
+
+
+class Readiness:
+    """One per app, on its event loop."""
+
+    def __init__(self, *, engine: EnginePort, aliases: Collection[str]) -> None:
+        """aliases: further names of the model."""
+        self.model: ModelInfo | None = None  # once loaded it stays, also while the engine restarts
+        self.sampling_defaults: SamplingDefaults = OPENAI  # the model's own, once it is loaded
+        self.loaded_s: int = 0  # unix time
+        self.failure: str | None = None
+        self.draining = False
+        self._engine = engine
+        self._aliases = aliases
+        self._tokenizer: ChatTokenizer | None = None
+        self._loaded = asyncio.Event()
+
+    async def load(self) -> None:
+        """Wait for the engine to load the model, then read what the app needs of it. Failures are kept, not raised."""
+        try:
+            await self._engine.wait_ready()
+            model = self._engine.model
+            assert model is not None
+            directory = Path(model.path)
+            self._tokenizer = await asyncio.to_thread(ChatTokenizer.load, directory)
+            self.sampling_defaults, problems = await asyncio.to_thread(read_defaults, directory)
+            for problem in problems:
+                log.warning("%s", problem)
+            self.model = msgspec.structs.replace(model, warnings=(*model.warnings, *problems))
+            self.loaded_s = int(time.time())
+        except (EngineFailed, TokenizerError) as error:
+            self.failure = str(error)  # `wait_loaded` tells
+        except Exception:
+            self.failure = "the model could not be set up; the log has the reason"
+            log.exception("setting up the model failed")
+        finally:
+            self._loaded.set()
+
+    async def wait_loaded(self) -> ModelInfo:
+        """Raises EngineFailed when the model cannot be served."""
+        await self._loaded.wait()
+        if self.model is None:
+            raise EngineFailed(self.failure or "the engine failed")
+        return self.model
+
+    @property
+    def status(self) -> Status:
+        if self.failure is not None:
+            return Status.FAILED
+        if self.draining:
+            return Status.DRAINING
+        if self._engine.state == "ready" and self._tokenizer is None:
+            return Status.LOADING
+        return Status(str(self._engine.state))
+
+    def require(self) -> tuple[ModelInfo, ChatTokenizer]:
+        """The model and its tokenizer. Raises ApiError 503 with Retry-After unless requests are taken."""
+        status = self.status
+        if status is not Status.READY or self.model is None or self._tokenizer is None:
+            message = f"The server takes no requests right now: it is {status}."
+            raise unavailable(message, code=str(status), retry_after_s=RETRY_S.get(status, 60.0))
+        return self.model, self._tokenizer
+
+    def require_loaded(self) -> ModelInfo:
+        """The model, also while no requests are taken. Raises ApiError 503 until it has been loaded once."""
+        return self.model if self.model is not None else self.require()[0]
+
+    def find_model(self, name: str) -> ModelInfo:
+        """The model by its name or an alias. Raises ApiError 404, or 503 until it has been loaded once."""
+        model = self.require_loaded()
+        if name != model.name and name not in self._aliases:
+            raise model_not_found(name)
+        return model

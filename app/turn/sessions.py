@@ -1,0 +1,82 @@
+"""Commands on sessions: the KV that the engine holds of a conversation, and the transcript that the app holds."""
+
+import asyncio
+import contextlib
+import secrets
+from typing import Any
+
+from app.conversations.text_thread import TextThread
+from app.errors import ApiError, engine_lost, engine_timeout, engine_unavailable, session_error
+from app.turn.ports import EnginePort
+from app.turn.readiness import Readiness
+from engine.messages import SessionReply, SessionRequest
+from engine.process.client import EngineLost, EngineTimeout, EngineUnavailable
+
+
+class SessionCommands:
+    """One per app, on its event loop."""
+
+    def __init__(self, *, engine: EnginePort, readiness: Readiness, transcripts: TextThread, timeout_s: float) -> None:
+        """timeout_s: how long the engine may take to reply."""
+        self._engine = engine
+        self._readiness = readiness
+        self._transcripts = transcripts
+        self._timeout_s = timeout_s
+        self._under_way: set[asyncio.Task[None]] = set()  # of `keep`
+
+    async def ask(self, action: str, *, tenant: str = "", **fields: Any) -> SessionReply:
+        """`action` and `fields` are those of `engine.messages.SessionRequest`. Raises ApiError."""
+        request_id = f"sessions-{secrets.token_hex(12)}"
+        request = SessionRequest(request_id=request_id, tenant=tenant, action=action, **fields)
+        self._readiness.require()
+        try:
+            reply = await self._engine.sessions(request, timeout_s=self._timeout_s)
+        except EngineUnavailable as error:
+            raise engine_unavailable(error, str(self._engine.state)) from None
+        except EngineTimeout:
+            raise engine_timeout() from None
+        except EngineLost:
+            raise engine_lost() from None
+        if reply.error_code is not None:
+            raise session_error(reply.error_code, request.session_id or request.after)
+        return reply
+
+    async def patch(
+        self, session_id: str, *, tenant: str, pinned: bool | None = None, ttl_s: float | None = None
+    ) -> SessionReply:
+        """Change the KV's time to live and the transcript's, without which the KV would not be found. Raises
+        ApiError."""
+        reply = await self.ask("patch", tenant=tenant, session_id=session_id, pinned=pinned, ttl_s=ttl_s)
+        for info in reply.sessions:
+            kept_s = None if info.expires_s is None else info.expires_s - info.last_used_s
+            self._transcripts.keep(info.session_id, tenant=tenant, ttl_s=kept_s)
+        return reply
+
+    async def delete(self, session_id: str, *, tenant: str) -> None:
+        """Delete the KV, then the transcript, which may be there without KV. Raises ApiError."""
+        missing: ApiError | None = None
+        try:
+            await self.ask("delete", tenant=tenant, session_id=session_id)
+        except ApiError as error:
+            if error.status != 404:
+                raise
+            missing = error
+        if await self._transcripts.forget(session_id, tenant=tenant) == 0 and missing is not None:
+            raise missing
+
+    def keep(self, session_id: str, *, tenant: str, ttl_s: float) -> None:
+        """Set a session's time to live soon. A client's wish, no promise: what goes wrong is left at that."""
+        task = asyncio.create_task(self._keep(session_id, tenant, ttl_s))
+        self._under_way.add(task)
+        task.add_done_callback(self._under_way.discard)
+
+    async def close(self) -> None:
+        """Give up what `keep` has not done yet."""
+        tasks = list(self._under_way)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _keep(self, session_id: str, tenant: str, ttl_s: float) -> None:
+        with contextlib.suppress(ApiError):
+            await self.patch(session_id, tenant=tenant, ttl_s=ttl_s)

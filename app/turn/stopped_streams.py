@@ -1,0 +1,38 @@
+"""Answers whose client has hung up and sends their beginning back at once, in its next request.
+
+Their tokens are recorded when their stream closes. A prompt that is prepared before that would be tokenized anew, and
+the KV of the answer would be lost.
+"""
+
+import asyncio
+from collections.abc import Iterable, Sequence
+
+from app.conversations.transcript_store import PreparedPrompt
+from app.schemas.chat import ChatCompletionRequest
+from app.turn.generation import Generation
+
+CLOSING_S = 1.0  # until a stream whose client has hung up is closed; one that goes on is not waited for longer
+
+
+def sent_back(
+    under_way: Iterable[Generation], request: ChatCompletionRequest, prompt: PreparedPrompt
+) -> list[Generation]:
+    """The generations `under_way` whose answer so far begins with the last answer in the request."""
+    if not prompt.answered:
+        return []
+    said = next(message.content for message in reversed(request.messages) if message.role == "assistant")
+    return [
+        generation
+        for generation in under_way
+        if said and generation.prompt.chain == prompt.answered and generation.may_have_said(said)
+    ]
+
+
+async def wait_closed(generations: Sequence[Generation]) -> None:
+    """Until all of them are recorded, or CLOSING_S is over."""
+    closing = [asyncio.create_task(generation.closed.wait()) for generation in generations]
+    try:
+        await asyncio.wait(closing, timeout=CLOSING_S)
+    finally:
+        for task in closing:
+            task.cancel()
