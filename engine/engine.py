@@ -1,46 +1,34 @@
-"""Engine: requests in, tokens out. One step schedules, plans, runs, samples and commits."""
+"""Engine: requests in, tokens out. One step schedules, moves, computes, settles and draws."""
 
 import logging
 import math
 import time
-from collections.abc import Container, Iterable
+from collections.abc import Iterable
 
 import msgspec
-import torch
 
 from cache.blocks.truncate import DoesNotFit
 from cache.manager import CacheManager
-from cache.moves import CapturePiece, CopyRows, Transferred
+from cache.moves import CopyRows, Transferred
 from cache.storage.first_touch import FirstTouch
-from cache.transfer.capture import CaptureSink
 from cache.transfer.transfer import Transfer
 from engine.counters import Counters, collect
-from engine.messages import (
-    ModelInfo,
-    Output,
-    SessionReply,
-    SessionRequest,
-    Stats,
-    Submit,
-    Timings,
-    TokenLogprob,
-)
-from engine.model.batch import BatchItem, BlockTables, build_batch
-from engine.model.runner import ModelRunner
+from engine.messages import ModelInfo, Output, SessionReply, SessionRequest, Stats, Submit, Timings, TokenLogprob
 from engine.session_directory import SessionDirectory
-from engine.step.arrival import Arrival
-from engine.step.grammar import GrammarCompiler
+from engine.step.choices import RunningChoices
+from engine.step.clock import StepClock
+from engine.step.compute import Computed, StepCompute
 from engine.step.held_moves import Moves
 from engine.step.intake import Intake
 from engine.step.running_choice import RunningChoice
-from engine.step.sampler import BadLogits, Sampled, Sampler, token_logprobs
+from engine.step.sampler import BadLogits, Sampled, Sampler
 from engine.step.verify import Verifier
-from scheduler.scheduler import Chunk, Scheduler
+from scheduler.scheduler import Schedule, Scheduler
 
 log = logging.getLogger(__name__)
 
-_LOGPROB_ROWS = 64  # of a prompt at a time: 40 MB of a vocabulary of 150k, in fp32
 _LOAD_WAIT_S = 0.005  # when there is nothing to do but wait for KV; new requests wait no longer than that
+_CLOSE_TIMEOUT_S = 8.0  # for what was computed to reach the disk
 
 
 class Engine:
@@ -54,49 +42,32 @@ class Engine:
         self,
         *,
         model: ModelInfo,
-        runner: ModelRunner,
         cache: CacheManager,
         scheduler: Scheduler,
-        sampler: Sampler,
-        tables: BlockTables,
-        device: torch.device,
         transfer: Transfer,
-        first_touch: FirstTouch,
-        sink: CaptureSink | None,
-        directory: SessionDirectory,
+        choices: RunningChoices,
+        intake: Intake,
+        compute: StepCompute,
         verifier: Verifier | None,
-        grammars: GrammarCompiler,
-        truncation: str,
-        close_timeout_s: float,
+        directory: SessionDirectory,
+        first_touch: FirstTouch,
     ) -> None:
+        """intake: adds to `choices`. verifier: None if nothing that was loaded is to be recomputed."""
         self.model = model
-        self._runner = runner
         self._cache = cache
         self._scheduler = scheduler
-        self._sampler = sampler
-        self._tables = tables
-        self._device = device
         self._transfer = transfer
-        self._moves = Moves(transfer)
-        self._first_touch = first_touch
-        self._sink = sink
-        self._directory = directory
+        self._choices = choices
+        self._intake = intake
+        self._compute = compute
         self._verifier = verifier
-        self._intake = Intake(
-            model=model,
-            cache=cache,
-            scheduler=scheduler,
-            grammars=grammars,
-            truncation=truncation,
-            is_known=lambda request_id: request_id in self._requests,
-            add=self._add,
-        )
-        self._close_timeout_s = close_timeout_s
-        self._choices: dict[str, RunningChoice] = {}  # by the id of the sequence
-        self._requests: dict[str, list[str]] = {}  # the app's request id -> its unfinished sequences
+        self._directory = directory
+        self._first_touch = first_touch
+        self._moves = Moves(transfer)
+        self._sampler = Sampler()
         self._counters = Counters()
         self._replies: list[SessionReply] = []
-        self._changes = 0  # of the requests that the cache knows, when was looked last
+        self._changes = 0  # of the requests that the cache knows, as of the last look
         self._seals_may_wait = False
 
     # --- requests -----------------------------------------------------------------------------------------------------
@@ -106,16 +77,10 @@ class Engine:
         those that cannot be taken."""
         return self._intake.open_request(request, now)
 
-    def _add(self, choice: RunningChoice) -> None:
-        sequence_id = choice.sequence.request_id
-        self._choices[sequence_id] = choice
-        self._requests.setdefault(choice.request_id, []).append(sequence_id)
-
     def abort(self, request_id: str) -> None:
         """The client is gone: every choice ends now, what it computed stays cached. Forgives unknown ids."""
         self._intake.cancel(request_id)
-        for sequence_id in list(self._requests.get(request_id, ())):
-            choice = self._choices[sequence_id]
+        for choice in self._choices.of_request(request_id):
             self._close(choice, choice.sequence.computed_tokens)
             self._counters.aborted += 1
 
@@ -132,12 +97,12 @@ class Engine:
         """End everything with finish_reason `length`."""
         refused = self._intake.queue_uncompiled(now)
         # Of those queued just now, nothing is drawn any more.
-        return refused + [self._end(choice, "length", now) for choice in list(self._choices.values())]
+        return refused + [self._end(choice, "length", now) for choice in self._choices]
 
     def fail_all(self, message: str) -> list[Output]:
         """End everything with an error. Nothing of the failed step is kept: half of it may have been written."""
         outputs = self._intake.fail_uncompiled(message)
-        for choice in list(self._choices.values()):
+        for choice in self._choices:
             outputs.append(choice.failed(message))
             self._close(choice, 0)
         self._moves.carry_out([move for move in self._cache.take_moves() if not isinstance(move, CopyRows)])
@@ -198,177 +163,99 @@ class Engine:
         sequence_id = choice.sequence.request_id
         self._cache.void(sequence_id)
         self._scheduler.requeue(choice.sequence)
-        self._tables.drop(sequence_id)
+        self._compute.tables.drop(sequence_id)
         if not choice.reported:
             choice.report = None
 
     def step(self, now: float) -> list[Output]:
-        """One batch: schedule, carry out moves, forward, commit, sample. When it raises, call `fail_all`."""
-        called = time.monotonic()
+        """Run one batch. When it raises, call `fail_all`."""
+        clock = StepClock(now)
         refused = self._intake.queue_compiled(now)
-        schedule = self._scheduler.schedule(now)
-        for sequence in schedule.preempted:
-            self._tables.drop(sequence.request_id)
-        chunks = schedule.chunks
-        self._moves.carry_out(
-            self._cache.take_moves(),
-            {chunk.sequence.request_id for chunk in chunks},
-            seals_may_wait=self._seals_may_wait and not schedule.preempted,
-        )
-        if not chunks:
+        schedule = self._schedule(now)
+        self._move(schedule)
+        if not schedule.chunks:
             self._transfer.wait(_LOAD_WAIT_S)  # everything that could run waits for its KV
             return refused
-        for chunk in chunks:
+        clock.begin_computing()
+        computed = self._compute.run(schedule.chunks, self._choices)
+        self._settle(computed, clock)
+        outputs = self._draw(computed, clock.now())
+        self._learn(computed, clock.computing_s())
+        return refused + outputs
+
+    def _schedule(self, now: float) -> Schedule:
+        """Who runs, and how many tokens of each. Those who run for the first time learn where their KV was found."""
+        schedule = self._scheduler.schedule(now)
+        for sequence in schedule.preempted:
+            self._compute.tables.drop(sequence.request_id)
+        for chunk in schedule.chunks:
             choice = self._choices[chunk.sequence.request_id]
             choice.begin_step(now)
             if choice.report is None:
                 choice.report = self._cache.report(chunk.sequence.request_id)
                 chunk.sequence.cached_tokens = choice.report.cached_tokens
-        started = time.monotonic()
-        items = [self._item(chunk) for chunk in chunks]
-        logits, arrival, pieces = self._forward(items, chunks)
-        waited_s = arrival.waited_s
-        logits = self._note_prompts(items, logits)
-        self._hear(now)
-        failed = self._requeue_failed()
-        for sequence_id in arrival.late - failed:
-            # It goes on when the load has ended, in whatever way; until then its pages may still be written to.
-            self._restart(self._choices[sequence_id])
-        failed |= arrival.late
-        for sequence_id in failed:
-            self._choices[sequence_id].load_wait_s += waited_s
-            self._choices[sequence_id].void_s = now + (time.monotonic() - called)
-        if pieces is None or failed:
-            pieces = self._capture(chunks, failed)
-        captured = self._sink.end() if self._sink is not None else None
+        return schedule
+
+    def _move(self, schedule: Schedule) -> None:
+        """Order what the step needs, and what was held back until now."""
+        self._moves.carry_out(
+            self._cache.take_moves(),
+            {chunk.sequence.request_id for chunk in schedule.chunks},
+            seals_may_wait=self._seals_may_wait and not schedule.preempted,
+        )
+
+    def _settle(self, computed: Computed, clock: StepClock) -> None:
+        """Count what was computed and have it saved. Those whose KV did not come, or was not right, start anew."""
+        failed = self._restart_failed(computed, clock)
+        captured, pieces = self._compute.capture(computed, failed)
         self._moves.hold(self._cache.take_moves(), captured, pieces)
-        for chunk in chunks:
+        for chunk in computed.chunks:
             if chunk.sequence.request_id not in failed:
                 self._cache.commit(chunk.sequence.request_id, chunk.num_tokens)
                 chunk.sequence.computed_tokens += chunk.num_tokens
-                self._choices[chunk.sequence.request_id].load_wait_s += waited_s
-        ready = [self._choices[item.request_id] for item in items if item.wants_logits]
-        if failed:
-            keep = [row for row, choice in enumerate(ready) if choice.sequence.request_id not in failed]
-            ready, logits = [ready[row] for row in keep], logits[keep]
+                self._choices[chunk.sequence.request_id].load_wait_s += computed.waited_s
+        computed.drop(failed)
         if self._verifier is not None:
-            ready, logits = self._verify(ready, logits)
-        outputs = self._sample(ready, logits, now + (time.monotonic() - called)) if ready else []
+            contradicted = set()
+            for choice in self._verifier.disagreeing(computed.ready, computed.logits):
+                self._restart(choice)
+                contradicted.add(choice.sequence.request_id)
+            computed.drop(contradicted)
+
+    def _restart_failed(self, computed: Computed, clock: StepClock) -> set[str]:
+        """Hear of the loads, and have everybody start anew whose has failed or was too late. Returns their ids."""
+        self._hear(clock.called)
+        failed = self._requeue_failed()
+        for sequence_id in computed.late - failed:
+            # It goes on when the load has ended, in whatever way; until then its pages may still be written to.
+            self._restart(self._choices[sequence_id])
+        failed |= computed.late
+        for sequence_id in failed:
+            self._choices[sequence_id].load_wait_s += computed.waited_s
+            self._choices[sequence_id].void_s = clock.now()
+        return failed
+
+    def _learn(self, computed: Computed, seconds: float) -> None:
+        """What the step took, for those who expect what the next ones take."""
         self._counters.steps += 1
-        seconds = time.monotonic() - started
         self._counters.step_seconds += seconds
-        self._cache.rates.computed(sum(chunk.num_tokens for chunk in chunks), seconds - waited_s)
-        self._scheduler.ran(seconds, waited_s)
-        return refused + outputs
+        self._cache.rates.computed(computed.num_tokens, seconds - computed.waited_s)
+        self._scheduler.ran(seconds, computed.waited_s)
 
-    def _capture(self, chunks: list[Chunk], failed: Container[str]) -> list[CapturePiece]:
-        """Where the rows of a step are to be saved, but for requests that have failed."""
-        pieces: list[CapturePiece] = []
-        batch_row = 0
-        for chunk in chunks:
-            if chunk.sequence.request_id not in failed:
-                pieces += self._cache.capture(chunk.sequence.request_id, chunk.num_tokens, batch_row)
-            batch_row += chunk.num_tokens
-        return pieces
-
-    def _forward(
-        self, items: list[BatchItem], chunks: list[Chunk]
-    ) -> tuple[torch.Tensor, Arrival, list[CapturePiece] | None]:
-        """The logits, how the KV arrived that was on its way, and where rows are saved to if that is decided by now."""
-        batch = build_batch(items, self._tables, self._cache.page_size, self._device)
-        jobs = {i.request_id: job for i in items if (job := self._cache.context(i.request_id).job) is not None}
-        arrival = Arrival(
-            self._transfer, jobs, patience_s=self._cache.patience_s, has_bystanders=len(jobs) < len(items)
-        )
-        if self._sink is not None:
-            self._sink.begin()
-        if self._sink is None or jobs or not self._runner.saves_rows:
-            return self._runner.forward(batch, arrival if jobs else None), arrival, None
-        # What stands on nothing under way is written to its slots by the kernels that compute it.
-        pieces = self._capture(chunks, ())
-        saved = self._transfer.places(pieces, batch.token_ids.shape[0])
-        return self._runner.forward(batch, None, saved), arrival, pieces
-
-    def _note_prompts(self, items: list[BatchItem], logits: torch.Tensor) -> torch.Tensor:
-        """Keep what was asked for of prompts. Returns the rows to draw from, one per item that wants logits."""
-        if not any(item.prompt_rows for item in items):
-            return logits
-        row, drawn = 0, []
-        for item in items:
-            if item.prompt_rows:
-                choice = self._choices[item.request_id]
-                assert choice.prompt_logprobs is not None
-                place = item.first_row + 1
-                for start in range(0, item.prompt_rows, _LOGPROB_ROWS):
-                    count = min(_LOGPROB_ROWS, item.prompt_rows - start)
-                    tokens = choice.sequence.token_ids[place + start : place + start + count]
-                    found = token_logprobs(
-                        logits[row + start : row + start + count], tokens, [choice.prompt_logprobs] * count
-                    )
-                    choice.prompt_known.update(enumerate(found, place + start))
-                row += item.prompt_rows
-            if item.wants_logits:
-                drawn.append(row)
-                row += 1
-        return logits[drawn]
-
-    def _verify(self, ready: list[RunningChoice], logits: torch.Tensor) -> tuple[list[RunningChoice], torch.Tensor]:
-        """Before a first token is drawn from what was loaded: see whether a recompute agrees. Returns those that may
-        go on; the others start anew, without it."""
-        assert self._verifier is not None
-        keep = []
-        for row, choice in enumerate(ready):
-            report, sequence = choice.report, choice.sequence
-            tiers: list[str] = []
-            # Behind a cut a recompute is another text.
-            if report is not None and not (choice.reported or sequence.output_tokens or report.truncated_tokens):
-                loaded = {"dram": report.dram_tokens, "disk": report.disk_tokens}
-                tiers = [tier for tier, tokens in loaded.items() if tokens]
-            if not tiers or self._verifier.agrees(sequence.token_ids, logits[row]):
-                keep.append(row)
-                continue
-            log.error("a recompute disagrees with what came from %s: not used any more", " and ".join(tiers))
-            for tier in tiers:
-                self._cache.lower.quarantine(tier)
-            self._cache.distrust(sequence.request_id)
-            self._restart(choice)
-        return [ready[row] for row in keep], logits[keep]
-
-    def _item(self, chunk: Chunk) -> BatchItem:
-        sequence = chunk.sequence
-        first = sequence.computed_tokens
-        return BatchItem(
-            request_id=sequence.request_id,
-            token_ids=sequence.token_ids[first : first + chunk.num_tokens],
-            first_row=first,
-            pages=self._cache.context(sequence.request_id).pages,
-            wants_logits=chunk.is_last,
-            prompt_rows=self._choices[sequence.request_id].prompt_rows(first, chunk.num_tokens),
-        )
-
-    def _sample(self, ready: list[RunningChoice], logits: torch.Tensor, now: float) -> list[Output]:
-        outputs = []
-        while ready:
+    def _draw(self, computed: Computed, now: float) -> list[Output]:
+        """A token for everybody who is ready. A choice whose logits are no distribution ends."""
+        outputs: list[Output] = []
+        while computed.ready:
             try:
-                sampled = self._sampler.sample(logits, [choice.sample_row() for choice in ready])
-                break
+                sampled = self._sampler.sample(computed.logits, [choice.sample_row() for choice in computed.ready])
             except BadLogits as error:
-                bad = set(error.rows)
-                for row in bad:
-                    choice = ready[row]
-                    if choice.constraint is not None and choice.constraint.is_failed:
-                        outputs.append(choice.failed("it has become too costly to follow", "invalid_grammar"))
-                        self._close(choice, choice.sequence.computed_tokens)
-                        continue
-                    message = "the model produced no valid distribution for the next token"
-                    outputs.append(choice.failed(message))
-                    self._cache.distrust(choice.sequence.request_id)
-                    self._close(choice, 0)
-                keep = [row for row in range(len(ready)) if row not in bad]
-                ready, logits = [ready[row] for row in keep], logits[keep]
-        else:
-            return outputs
-        return outputs + [self._accept(choice, token, now) for choice, token in zip(ready, sampled, strict=True)]
+                bad = [computed.ready[row] for row in error.rows]
+                outputs += [self._end_unusable(choice) for choice in bad]
+                computed.drop({choice.sequence.request_id for choice in bad})
+                continue
+            pairs = zip(computed.ready, sampled, strict=True)
+            return outputs + [self._accept(choice, token, now) for choice, token in pairs]
+        return outputs
 
     def _accept(self, choice: RunningChoice, sampled: Sampled, now: float) -> Output:
         """Append a sampled token; end the choice if that was its last."""
@@ -410,7 +297,7 @@ class Engine:
             truncated = choice.report.truncated_tokens + dropped
             choice.report = msgspec.structs.replace(choice.report, truncated_tokens=truncated)
         self._scheduler.requeue(sequence)
-        self._tables.drop(sequence.request_id)
+        self._compute.tables.drop(sequence.request_id)
         return True
 
     # --- endings ------------------------------------------------------------------------------------------------------
@@ -428,17 +315,22 @@ class Engine:
         self._close(choice, choice.sequence.computed_tokens)
         return self._output(choice, list(token_ids), logprobs, now, finish_reason=reason, timings=timings)
 
+    def _end_unusable(self, choice: RunningChoice) -> Output:
+        """No token can be drawn for it: its grammar has failed, or its logits are no numbers."""
+        if choice.constraint is not None and choice.constraint.is_failed:
+            self._close(choice, choice.sequence.computed_tokens)
+            return choice.failed("it has become too costly to follow", "invalid_grammar")
+        self._cache.distrust(choice.sequence.request_id)
+        self._close(choice, 0)
+        return choice.failed("the model produced no valid distribution for the next token")
+
     def _close(self, choice: RunningChoice, num_tokens: int) -> None:
         """Leave every table; the session's context is the first `num_tokens` tokens, as far as they were computed."""
         sequence = choice.sequence
         self._scheduler.remove(sequence)
         self._cache.close(sequence.request_id, num_tokens, time.monotonic())
-        self._tables.drop(sequence.request_id)
-        del self._choices[sequence.request_id]
-        remaining = self._requests[choice.request_id]
-        remaining.remove(sequence.request_id)
-        if not remaining:
-            del self._requests[choice.request_id]
+        self._compute.tables.drop(sequence.request_id)
+        self._choices.remove(choice)
 
     def _output(
         self,
@@ -482,8 +374,8 @@ class Engine:
 
     def close(self) -> None:
         """Let what was computed reach the disk, within a deadline. Nothing else may be called afterwards."""
-        end = time.monotonic() + self._close_timeout_s
-        for choice in list(self._choices.values()):
+        end = time.monotonic() + _CLOSE_TIMEOUT_S
+        for choice in self._choices:
             self._close(choice, choice.sequence.computed_tokens)
         self._intake.close()
         self._cache.lower.extents.go_on(math.inf)  # the next process would find what the disk would not delete

@@ -102,7 +102,7 @@ class InProcess:
 
     def share_weights(self, other: "InProcess") -> None:
         """Compute with another engine's, of the same model: what differs between the two is not where those lie."""
-        self.engine._runner.model = other.engine._runner.model
+        self.engine._compute.runner.model = other.engine._compute.runner.model
 
     def submit(self, session: str, prompt: Sequence[int], new_tokens: int) -> Turn:
         """Queue a turn. Raises TurnFailed."""

@@ -31,8 +31,10 @@ from engine.model.probe import ProbeResult, probe
 from engine.model.runner import ModelRunner, bytes_per_token, fingerprint, make_pages, weights_digest
 from engine.model.warm_up import WarmUp
 from engine.session_directory import SessionDirectory
+from engine.step.choices import RunningChoices
+from engine.step.compute import StepCompute
 from engine.step.grammar import GrammarCompiler
-from engine.step.sampler import Sampler
+from engine.step.intake import Intake
 from engine.step.verify import Verifier
 from kernels.attention import BACKENDS
 from kernels.attention.ragged_batch import AttentionBackend, AttentionUnsupported, BackendUnavailable
@@ -44,7 +46,6 @@ log = logging.getLogger(__name__)
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _CPU_STEP_TOKENS, _CUDA_STEP_TOKENS = 512, 4096
 _FREE_PROOF_S = 3.0  # a start may take so much longer where nobody asked for the proof
-_CLOSE_TIMEOUT_S = 8.0  # for what was computed to reach the disk
 
 
 def build_engine(config: EngineConfig) -> Engine:
@@ -198,24 +199,30 @@ def build_engine(config: EngineConfig) -> Engine:
             chunk_tokens=step_tokens,
             rng=random.Random(),
         )
-    return Engine(
+    choices = RunningChoices()
+    intake = Intake(
         model=info,
-        runner=runner,
         cache=cache,
         scheduler=scheduler,
-        sampler=Sampler(),
-        tables=tables,
-        device=device,
-        transfer=tiers.transfer,
-        first_touch=tiers.first_touch,
-        sink=sink,
-        directory=directory,
-        verifier=verifier,
         grammars=GrammarCompiler(
             tokenizer=path / "tokenizer.json", vocab_size=text.vocab_size, end_ids=info.eos_token_ids
         ),
+        choices=choices,
         truncation=config.cache.truncation,
-        close_timeout_s=_CLOSE_TIMEOUT_S,
+    )
+    return Engine(
+        model=info,
+        cache=cache,
+        scheduler=scheduler,
+        transfer=tiers.transfer,
+        choices=choices,
+        intake=intake,
+        compute=StepCompute(
+            runner=runner, cache=cache, transfer=tiers.transfer, tables=tables, device=device, sink=sink
+        ),
+        verifier=verifier,
+        directory=directory,
+        first_touch=tiers.first_touch,
     )
 
 

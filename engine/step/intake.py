@@ -1,11 +1,10 @@
 """Requests on their way in: checked, their grammars compiled, queued as one choice or several."""
 
-from collections.abc import Callable
-
 from cache.blocks.truncate import CutRules, DoesNotFit, reserved
 from cache.manager import CacheManager
 from cache.requests.opening import ClientCut
 from engine.messages import ModelInfo, Output, Shift, Submit
+from engine.step.choices import RunningChoices
 from engine.step.grammar import BadGrammar, Constraint, GrammarCompiler
 from engine.step.running_choice import RunningChoice, error_output
 from engine.step.sampler import PenaltyState, choice_seed
@@ -23,18 +22,17 @@ class Intake:
         cache: CacheManager,
         scheduler: Scheduler,
         grammars: GrammarCompiler,
+        choices: RunningChoices,
         truncation: str,
-        is_known: Callable[[str], bool],
-        add: Callable[[RunningChoice], None],
     ) -> None:
-        """is_known: whether a request of that id runs or waits. add: takes the choices that are queued."""
+        """choices: those that are queued are added to it. truncation: auto or disabled, for a request that says
+        nothing."""
         self._model = model
         self._cache = cache
         self._scheduler = scheduler
         self._grammars = grammars
         self._truncation = truncation
-        self._is_known = is_known
-        self._add = add
+        self._choices = choices
 
     def open_request(self, request: Submit, now: float) -> list[Output]:
         """Queue every choice of a request, as soon as its grammar is compiled if it has one. Returns error outputs for
@@ -81,7 +79,7 @@ class Intake:
         refused = []
         for index in range(request.num_choices):
             try:
-                self._add(self._choice(request, index, constraint, now))
+                self._choices.add(self._choice(request, index, constraint, now))
             except QueueFull as error:
                 refused.append(error_output(request.request_id, index, "overloaded", f"the queue is full: {error}"))
             except DoesNotFit:
@@ -98,7 +96,7 @@ class Intake:
             return _too_long(length, self._model.max_context)
         if min(request.token_ids) < 0 or max(request.token_ids) >= self._model.vocab_size:
             return "invalid_prompt", f"token ids must be between 0 and {self._model.vocab_size - 1}"
-        if self._is_known(request.request_id) or self._grammars.holds(request.request_id):
+        if self._choices.of_request(request.request_id) or self._grammars.holds(request.request_id):
             return "invalid_prompt", "this request id is in use"
         return None
 

@@ -4,8 +4,9 @@ Checksums say that bytes are those that were written. This says that they were t
 key that does not mean what it says shows in the logits.
 """
 
+import logging
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -13,6 +14,9 @@ from torch import Tensor
 from cache.manager import CacheManager
 from engine.model.batch import BatchItem, BlockTables, build_batch
 from engine.model.runner import ModelRunner
+from engine.step.running_choice import RunningChoice
+
+log = logging.getLogger(__name__)
 
 # Of the load-time probe's tolerance, which is of a median row. Single rows scatter: of 600 loads into the bundled model
 # in bf16 the median differed by 0.6 of it, the largest by 1.9. A wrong block differs by about as much as there is.
@@ -40,6 +44,20 @@ class Verifier:
         self._tolerance = _ROW_SHARE * logit_tolerance
         self.compared = 0
         self.mismatches = 0
+
+    def disagreeing(self, ready: Sequence[RunningChoice], logits: Tensor) -> Iterator[RunningChoice]:
+        """Those whose first token would be drawn from KV that was loaded, and that a recompute contradicts: a tier it
+        came from is not used any more. logits [len(ready), vocab]. Each has to start anew before the next is asked for,
+        which may need its room."""
+        for row, choice in enumerate(ready):
+            tiers = _loaded_from(choice)
+            if not tiers or self.agrees(choice.sequence.token_ids, logits[row]):
+                continue
+            log.error("a recompute disagrees with what came from %s: not used any more", " and ".join(tiers))
+            for tier in tiers:
+                self._cache.lower.quarantine(tier)
+            self._cache.distrust(choice.sequence.request_id)
+            yield choice
 
     def agrees(self, token_ids: Sequence[int], logits: Tensor) -> bool:
         """Whether a recompute of all tokens ends with these logits [vocab]; True too if it was not asked, which is so
@@ -71,3 +89,13 @@ class Verifier:
             logits = self._runner.forward(build_batch([item], tables, self._page_size, self._device), None)
         assert logits is not None
         return logits[0]
+
+
+def _loaded_from(choice: RunningChoice) -> list[str]:
+    """The tiers that the KV of a choice came from, while its first token is not drawn. None after a cut, where a
+    recompute is another text."""
+    report = choice.report
+    if report is None or choice.reported or choice.sequence.output_tokens or report.truncated_tokens:
+        return []
+    loaded = {"dram": report.dram_tokens, "disk": report.disk_tokens}
+    return [tier for tier, tokens in loaded.items() if tokens]

@@ -108,7 +108,7 @@ class Driver:
 
     @property
     def model(self) -> Any:
-        return self.engine._runner.model
+        return self.engine._compute.runner.model
 
     def submit(
         self,
@@ -231,9 +231,10 @@ class Driver:
             len(resident - pinned),
         )
         assert stats.leases + stats.hbm_pages_free + stats.hbm_pages_cached == stats.hbm_pages_total
-        unfinished = sum(len(ids) for ids in self.engine._requests.values())
-        assert stats.running + stats.waiting == unfinished == len(self.engine._choices) == len(self.cache._running)
-        assert set(self.engine._tables._rows) <= {s.request_id for s in self.engine._scheduler.running}
+        choices = self.engine._choices
+        unfinished = sum(len(choices.of_request(request_id)) for request_id in {c.request_id for c in choices})
+        assert stats.running + stats.waiting == unfinished == len(choices) == len(self.cache._running)
+        assert set(self.engine._compute.tables._rows) <= {s.request_id for s in self.engine._scheduler.running}
 
     def _take(self, outputs: list[Output]) -> None:
         for output in outputs:

@@ -1,0 +1,143 @@
+"""What a step computes: its batch, the forward pass, where the KV is saved to, and the logprobs of prompts."""
+
+from collections.abc import Container, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from cache.manager import CacheManager
+from cache.moves import CapturePiece
+from cache.transfer.capture import Captured, CaptureSink
+from cache.transfer.transfer import Transfer
+from engine.model.batch import BatchItem, BlockTables, build_batch
+from engine.model.runner import ModelRunner
+from engine.step.arrival import Arrival
+from engine.step.choices import RunningChoices
+from engine.step.running_choice import RunningChoice
+from engine.step.sampler import token_logprobs
+from scheduler.scheduler import Chunk
+
+_LOGPROB_ROWS = 64  # of a prompt at a time: 40 MB of a vocabulary of 150k, in fp32
+
+
+@dataclass(slots=True)
+class Computed:
+    """A batch after its forward pass."""
+
+    chunks: list[Chunk]
+    ready: list[RunningChoice]  # that a token may be drawn for
+    logits: Tensor  # [len(ready), vocab]
+    late: set[str]  # requests whose load was not there in time: what was computed for them is void
+    waited_s: float  # for loads
+    pieces: list[CapturePiece] | None  # where the rows are saved to, if that had to be decided before
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(chunk.num_tokens for chunk in self.chunks)
+
+    def drop(self, request_ids: Container[str]) -> None:
+        """Nothing is drawn for these."""
+        keep = [row for row, choice in enumerate(self.ready) if choice.sequence.request_id not in request_ids]
+        if len(keep) < len(self.ready):
+            self.ready, self.logits = [self.ready[row] for row in keep], self.logits[keep]
+
+
+class StepCompute:
+    """Part of the Engine, and as single-threaded."""
+
+    def __init__(
+        self,
+        *,
+        runner: ModelRunner,
+        cache: CacheManager,
+        transfer: Transfer,
+        tables: BlockTables,
+        device: torch.device,
+        sink: CaptureSink | None,
+    ) -> None:
+        """sink: None while there is no tier below HBM."""
+        self.runner = runner
+        self.tables = tables
+        self._cache = cache
+        self._transfer = transfer
+        self._device = device
+        self._sink = sink
+
+    def run(self, chunks: list[Chunk], choices: RunningChoices) -> Computed:
+        """One forward pass. `capture` follows, and once only."""
+        found = [choices[chunk.sequence.request_id] for chunk in chunks]
+        items = [self._item(chunk, choice) for chunk, choice in zip(chunks, found, strict=True)]
+        batch = build_batch(items, self.tables, self._cache.page_size, self._device)
+        jobs = {i.request_id: job for i in items if (job := self._cache.context(i.request_id).job) is not None}
+        arrival = Arrival(
+            self._transfer, jobs, patience_s=self._cache.patience_s, has_bystanders=len(jobs) < len(items)
+        )
+        if self._sink is not None:
+            self._sink.begin()
+        pieces, saved = None, None
+        if self._sink is not None and self.runner.saves_rows and not jobs:
+            # What stands on nothing under way is written to its slots by the kernels that compute it.
+            pieces = self._pieces(chunks, ())
+            saved = self._transfer.places(pieces, batch.token_ids.shape[0])
+        logits = self.runner.forward(batch, arrival if jobs else None, saved)
+        return Computed(
+            chunks=chunks,
+            ready=[choice for choice, item in zip(found, items, strict=True) if item.wants_logits],
+            logits=note_prompts(items, found, logits),
+            late=arrival.late,
+            waited_s=arrival.waited_s,
+            pieces=pieces,
+        )
+
+    def capture(self, computed: Computed, failed: Container[str]) -> tuple[Captured | None, list[CapturePiece]]:
+        """The KV that the layers have shown, and where the rows of all but `failed` are saved to."""
+        pieces = computed.pieces
+        if pieces is None or failed:
+            pieces = self._pieces(computed.chunks, failed)
+        return self._sink.end() if self._sink is not None else None, pieces
+
+    def _pieces(self, chunks: list[Chunk], failed: Container[str]) -> list[CapturePiece]:
+        pieces: list[CapturePiece] = []
+        batch_row = 0
+        for chunk in chunks:
+            if chunk.sequence.request_id not in failed:
+                pieces += self._cache.capture(chunk.sequence.request_id, chunk.num_tokens, batch_row)
+            batch_row += chunk.num_tokens
+        return pieces
+
+    def _item(self, chunk: Chunk, choice: RunningChoice) -> BatchItem:
+        sequence = chunk.sequence
+        first = sequence.computed_tokens
+        return BatchItem(
+            request_id=sequence.request_id,
+            token_ids=sequence.token_ids[first : first + chunk.num_tokens],
+            first_row=first,
+            pages=self._cache.context(sequence.request_id).pages,
+            wants_logits=chunk.is_last,
+            prompt_rows=choice.prompt_rows(first, chunk.num_tokens),
+        )
+
+
+def note_prompts(items: Sequence[BatchItem], choices: Sequence[RunningChoice], logits: Tensor) -> Tensor:
+    """Keep the logprobs that were asked for of prompts with the choices of the same places. Returns the rows to draw
+    from, one for each item that wants logits."""
+    if not any(item.prompt_rows for item in items):
+        return logits
+    row, drawn = 0, []
+    for item, choice in zip(items, choices, strict=True):
+        if item.prompt_rows:
+            assert choice.prompt_logprobs is not None
+            place = item.first_row + 1
+            for start in range(0, item.prompt_rows, _LOGPROB_ROWS):
+                count = min(_LOGPROB_ROWS, item.prompt_rows - start)
+                tokens = choice.sequence.token_ids[place + start : place + start + count]
+                found = token_logprobs(
+                    logits[row + start : row + start + count], tokens, [choice.prompt_logprobs] * count
+                )
+                choice.prompt_known.update(enumerate(found, place + start))
+            row += item.prompt_rows
+        if item.wants_logits:
+            drawn.append(row)
+            row += 1
+    return logits[drawn]
