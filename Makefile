@@ -21,7 +21,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.setup-$(EXTRAS)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help setup model serve test test-api test-clients test-gpu check format bench figures screenshots sim house coverage lock clean
+.PHONY: help setup model serve test test-api test-clients test-gpu check docs format bench figures screenshots sim house coverage lock clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 12
@@ -63,7 +63,12 @@ check: setup  ## formatting, lint, types, import rules, documents
 	@$(BIN)/ruff check --quiet .
 	@$(BIN)/mypy --no-error-summary
 	@$(BIN)/python -m pytest tests/test_imports.py tests/test_docs.py
+	@$(MAKE) --no-print-directory docs
 	@echo "check: ok"
+
+docs:  ## the documents as a site in build/site, strictly
+	@$(MAKE) --no-print-directory setup EXTRAS='$(EXTRAS),docs'
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 
 format: setup  ## rewrite the sources as `check` wants them
 	@$(BIN)/ruff format --quiet .

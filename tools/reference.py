@@ -37,16 +37,17 @@ def with_tables(page: str) -> str:
 
 
 def operations(paths: dict[str, dict[str, Any]]) -> str:
-    """Every endpoint, one line each. A path that is also there under /v1 is said once."""
-    rows = []
+    """List every endpoint. A path that is also served without its /v1 is listed once."""
+    lines = []
     for path, methods in paths.items():
+        short = path.removeprefix("/v1")
         if f"/v1{path}" in paths:
             continue
-        also = f", `{path.removeprefix('/v1')}`" if path.startswith("/v1") and path.removeprefix("/v1") in paths else ""
+        also = f" (also `{short}`)" if short != path and short in paths else ""
         for method, said in methods.items():
-            text = ". ".join(filter(None, (said["summary"], said.get("description", ""))))
-            rows.append((f"`{method.upper()} {path}`{also}", text))
-    return _table(("request", "what it does"), rows)
+            text = ". ".join(filter(None, (said["summary"], said.get("description", "").rstrip("."))))
+            lines.append(f"- `{method.upper()} {path}`{also}: {text}.")
+    return "\n".join(lines)
 
 
 def fields(name: str, schemas: dict[str, Schema]) -> str:

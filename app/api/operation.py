@@ -51,5 +51,5 @@ def operations_of(router: APIRouter) -> Iterator[Operation]:
     for route in router.routes:
         if isinstance(route, APIRoute) and (found := (route.openapi_extra or {}).get(_KEY)) is not None:
             path, detail = route.path.replace(":path}", "}"), " ".join(route.description.split())
-            for method in sorted(route.methods):
+            for method in sorted(route.methods or ()):
                 yield Operation(method.lower(), path, route.status_code or 200, detail, found)
