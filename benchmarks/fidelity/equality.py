@@ -26,15 +26,15 @@ reference, in at most 0.5 % of the turns; the same cuts; and the history did com
 what HBM keeps behind a cut was rotated twice in the reference. The exit status says so.
 """
 
-import argparse
 import asyncio
 import gzip
 import json
 import random
 import tempfile
 import time
+from argparse import ArgumentParser, ArgumentTypeError
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, fields
 from itertools import islice
@@ -42,13 +42,12 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from tokenizers import Tokenizer
 
-from benchmarks.harness.measures import show_held
+from benchmarks.harness.experiment import Experiment, Quick, Run
 from benchmarks.harness.models import kv_bytes_per_token, model_directory, result_name
-from benchmarks.harness.servers import ServerProcess, serve, write_result
+from benchmarks.harness.servers import ServerProcess, serve
 from benchmarks.harness.streams import Difference, Message, StreamedAnswer, ask, client_of, first_difference
 from cache.blocks.keys import BLOCK_TOKENS
 
@@ -136,6 +135,10 @@ class Tally:
         return sum(self.history_tokens[tier] for tier in tiers) / max(1, self.history_tokens.total())
 
 
+def dialogues_in(data: Path) -> Path:
+    return data / "dialogues" / "topical_chat.jsonl.gz"
+
+
 def read_conversations(file: Path, seed: int, opening_words: int) -> Iterator[Conversation]:
     """The dialogues of the file in a drawn order, for ever. Every utterance, whoever made it, is one turn of the user;
     the first turn is as many of them as have `opening_words` together."""
@@ -195,12 +198,18 @@ class Comparison:
     """One mode on its server, beside the reference."""
 
     def __init__(
-        self, *, mode: Mode, tiered: Arm, reference: Arm, tokenizer: Tokenizer, progress: Progress, bar: TaskID
+        self,
+        *,
+        mode: Mode,
+        tiered: Arm,
+        reference: Arm,
+        tokenizer: Tokenizer,
+        on_returning: Callable[[], None],
     ) -> None:
         self.tally = Tally()
         self._mode, self._tiered, self._reference = mode, tiered, reference
         self._tokenizer = tokenizer
-        self._progress, self._bar = progress, bar
+        self._on_returning = on_returning
 
     async def run(self, conversations: Iterator[Conversation], returning: int) -> None:
         """Rounds of conversations until `returning` turns have been compared."""
@@ -270,7 +279,7 @@ class Comparison:
             tally.history_tokens.update(found)
             tally.history_tokens["computed"] += max(0, int(cache["history_tokens"]) - sum(found.values()))
             tally.miss_reasons.update(cache["miss_reasons"])
-            self._progress.advance(self._bar)
+            self._on_returning()
         if difference is not None:
             tally.differences.append(
                 {
@@ -322,49 +331,31 @@ def summarize(tallies: Mapping[str, Tally]) -> list[dict[str, Any]]:
     return rows
 
 
-def show(console: Console, tallies: Mapping[str, Tally], held: Mapping[str, bool]) -> None:
+def show(console: Console, result: dict[str, Any]) -> None:
     table = Table(title="Greedy text against its reference", title_justify="left")
     headings = ("mode", "returning turns", "differences", "near-ties", *(f"from {t}" for t in TIERS), "computed", "cut",
                 "restarts", "errors", "s")  # fmt: skip
     for heading in headings:
         table.add_column(heading, justify="right")
-    for name, tally in tallies.items():
+    for row in result["modes"]:
+        shares = (f"{row['history_shares'].get(tier, 0.0):.1%}" for tier in (*TIERS, "computed"))
         table.add_row(
-            name, str(tally.returning), str(len(tally.differences)), str(sum(d["excused"] for d in tally.differences)),
-            *(f"{tally.share(tier):.1%}" for tier in (*TIERS, "computed")), str(tally.truncated_tokens),
-            str(tally.restarts), str(len(tally.errors)), f"{tally.seconds:.0f}",
+            row["mode"], str(row["returning"]), str(len(row["differences"])), str(row["near_ties"]), *shares,
+            str(row["truncated_tokens"]), str(row["restarts"]), str(len(row["errors"])), f"{row['seconds']:.0f}",
         )  # fmt: skip
     console.print(table)
-    for name, tally in tallies.items():
-        for difference in tally.differences:
-            console.print("difference", name, difference)
-        for error in tally.errors:
-            console.print("[red]error[/red]", name, error)
-    show_held(console, held)
+    for row in result["modes"]:
+        for difference in row["differences"]:
+            console.print("difference", row["mode"], difference)
+        for error in row["errors"]:
+            console.print("[red]error[/red]", row["mode"], error)
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, required=True, help="directory with dialogues/topical_chat.jsonl.gz")
-    parser.add_argument("--model", type=model_directory, default="bundled", help="bundled, smollm2, or a directory")
-    parser.add_argument("--turns", type=int, default=2100, help="returning turns of contexts never cut, over all modes")
-    parser.add_argument("--cut-turns", type=int, default=540, help="returning turns of cut contexts, over both modes")
-    parser.add_argument("--modes", help="comma-separated; default: all, with --exact on those never cut")
-    parser.add_argument("--seed", type=int, default=0, help="draws the dialogues")
-    parser.add_argument("--no-result", action="store_true", help="only try it: write no result file")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of weights and KV")
-    parser.add_argument(
-        "--exact", choices=("off", "on"), default="off", help="model.exact; on: no difference is excused"
-    )
-    arguments = parser.parse_args()
-    console = Console()
-    file = arguments.data / "dialogues" / "topical_chat.jsonl.gz"
-    wanted = [mode.name for mode in MODES if not (mode.cuts and arguments.exact == "on")]
-    if arguments.modes:
-        wanted = arguments.modes.split(",")
-    if unknown := set(wanted) - {mode.name for mode in MODES}:
-        parser.error(f"unknown modes: {', '.join(sorted(unknown))}")
-    planned = plan(wanted, arguments.turns, arguments.cut_turns)
+def measure(run: Run) -> dict[str, Any]:
+    """The result is written after every mode."""
+    arguments = run.arguments
+    wanted = arguments.modes or [mode.name for mode in MODES if not (mode.cuts and arguments.exact == "on")]
+    planned, exact = plan(wanted, arguments.turns, arguments.cut_turns), arguments.exact == "on"
     # Sums depend on the number of threads; and so the two servers of a mode can work at the same time.
     settings: dict[str, str | int | float] = {
         "model.source": str(arguments.model),
@@ -374,57 +365,75 @@ def main() -> int:
     }
     tokenizer = Tokenizer.from_file(str(arguments.model / "tokenizer.json"))
     kv_bytes = kv_bytes_per_token(arguments.model, value_bytes=4 if arguments.dtype == "float32" else 2)
-    exact = arguments.exact == "on"
-    result_file = result_name("equality_exact" if exact else "equality", arguments.model)
     tallies: dict[str, Tally] = {}
     model: dict[str, Any] = {}
 
-    def held() -> dict[str, bool]:
-        found = verdicts(tallies, planned, exact)
-        return {**found, "proven at start": bool(model["exact"]["proven"])} if exact else found
-
-    def report() -> dict[str, Any]:
+    def result() -> dict[str, Any]:
+        held = verdicts(tallies, planned, exact)
+        if exact:
+            held["proven at start"] = bool(model["exact"]["proven"])
         return {
             "model": model,
             "settings": settings,
             "modes_settings": {m.name: m.settings_for(kv_bytes) for m in MODES if m.name in wanted},
             "planned": planned,
-            "held": held(),
+            "held": held,
             "modes": summarize(tallies),
         }
 
-    columns = (TextColumn("{task.description}"), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console) as progress:
-        for mode in MODES:
-            if mode.name not in wanted:
-                continue
-            bar = progress.add_task(mode.name, total=planned[mode.name])
-            own = {**settings, **mode.settings_for(kv_bytes)}
-            apart: dict[str, str | int | float] = {
-                **settings,
-                "model.max_context": mode.window,
-                "cache.hbm_tokens": min(65_536, (1 << 30) // kv_bytes),
-            }
-            apart["cache.mode"] = "prefix" if mode.cuts else "recompute"
-            with ExitStack() as stack:
-                arms = []
-                for name, arm_settings in ((f"equality-{mode.name}", own), ("equality-reference", apart)):
-                    arms.append(Arm(name, arm_settings))
-                    stack.callback(arms[-1].close)
-                model = arms[0].server.model
-                comparison = Comparison(
-                    mode=mode, tiered=arms[0], reference=arms[1], tokenizer=tokenizer, progress=progress, bar=bar
-                )
-                tallies[mode.name] = comparison.tally
-                words = 60 if mode.name == "mixed" else 0  # two short conversations would both fit
-                asyncio.run(comparison.run(read_conversations(file, arguments.seed, words), planned[mode.name]))
-            if not arguments.no_result:
-                write_result(result_file, report())
-    show(console, tallies, held())
-    if not arguments.no_result:
-        console.print(f"written to {write_result(result_file, report())}")
-    return 0 if all(held().values()) else 1
+    for mode in (mode for mode in MODES if mode.name in wanted):
+        run.expect(planned[mode.name], mode.name)
+        own = {**settings, **mode.settings_for(kv_bytes)}
+        apart: dict[str, str | int | float] = {
+            **settings,
+            "model.max_context": mode.window,
+            "cache.hbm_tokens": min(65_536, (1 << 30) // kv_bytes),
+            "cache.mode": "prefix" if mode.cuts else "recompute",
+        }
+        with ExitStack() as stack:
+            arms = []
+            for name, arm_settings in ((f"equality-{mode.name}", own), ("equality-reference", apart)):
+                arms.append(Arm(name, arm_settings))
+                stack.callback(arms[-1].close)
+            model = arms[0].server.model
+            comparison = Comparison(
+                mode=mode, tiered=arms[0], reference=arms[1], tokenizer=tokenizer, on_returning=run.advance
+            )
+            tallies[mode.name] = comparison.tally
+            words = 60 if mode.name == "mixed" else 0  # two short conversations would both fit
+            conversations = read_conversations(dialogues_in(arguments.data), arguments.seed, words)
+            asyncio.run(comparison.run(conversations, planned[mode.name]))
+        run.keep(result())
+    return result()
 
+
+def options(parser: ArgumentParser) -> None:
+    parser.add_argument("--data", type=Path, required=True, help="directory with dialogues/topical_chat.jsonl.gz")
+    parser.add_argument("--model", type=model_directory, default="bundled", help="bundled, smollm2, or a directory")
+    parser.add_argument("--turns", type=int, default=2100, help="returning turns of contexts never cut, over all modes")
+    parser.add_argument("--cut-turns", type=int, default=540, help="returning turns of cut contexts, over both modes")
+    parser.add_argument(
+        "--modes", type=mode_names, help="comma-separated; default: all, with --exact on those never cut"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="draws the dialogues")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of weights and KV")
+    parser.add_argument(
+        "--exact", choices=("off", "on"), default="off", help="model.exact; on: no difference is excused"
+    )
+
+
+def mode_names(text: str) -> list[str]:
+    """For argparse. Raises argparse.ArgumentTypeError."""
+    if unknown := set(text.split(",")) - {mode.name for mode in MODES}:
+        raise ArgumentTypeError(f"unknown modes: {', '.join(sorted(unknown))}")
+    return text.split(",")
+
+
+EXPERIMENT = Experiment(
+    name=lambda words: result_name("equality_exact" if words.exact == "on" else "equality", words.model),
+    about=__doc__, measure=measure, show=show, options=options,
+    quick=Quick(options={"turns": 40, "cut_turns": 0, "modes": ["dram", "disk", "crowd", "rotation"]}),
+)  # fmt: skip
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(EXPERIMENT.main())

@@ -14,12 +14,13 @@ Held: no error; every difference is a near-tie, and they are at most 0.5 % of th
 least 97 % of the history tokens (prompt and answer of the turn before) come from the cache. The exit status says so.
 """
 
-import argparse
 import asyncio
 import gzip
 import json
 import random
+from argparse import ArgumentParser
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -27,13 +28,12 @@ from statistics import median
 from typing import Any
 
 from rich.console import Console
-from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from tokenizers import Tokenizer
 
-from benchmarks.harness.measures import show_held
+from benchmarks.harness.experiment import Experiment, Figure, Quick, Run
 from benchmarks.harness.models import model_directory, result_name
-from benchmarks.harness.servers import ServerProcess, serve, write_result
+from benchmarks.harness.servers import ServerProcess, serve
 from benchmarks.harness.streams import Difference, Message, StreamedAnswer, ask, client_of, first_difference
 
 MODES = ("prefix", "recompute")
@@ -92,7 +92,13 @@ class Replay:
     """Both servers, and the conversations that are open."""
 
     def __init__(
-        self, *, servers: dict[str, ServerProcess], tokenizer: Tokenizer, max_tokens: int, at_once: int
+        self,
+        *,
+        servers: dict[str, ServerProcess],
+        tokenizer: Tokenizer,
+        max_tokens: int,
+        at_once: int,
+        advance: Callable[[int], None],
     ) -> None:
         self._servers = servers
         self._clients = {mode: client_of(server.url) for mode, server in servers.items()}
@@ -100,25 +106,25 @@ class Replay:
         self._max_context = min(server.max_context for server in servers.values())
         self._max_tokens = max_tokens
         self._at_once = at_once
+        self._advance = advance
 
-    async def run(self, conversations: list[Conversation], progress: Progress) -> None:
+    async def run(self, conversations: list[Conversation]) -> None:
         """Play all of them, always `at_once` of them open."""
         for mode in MODES:  # the first request of a process pays for what it sets up
             await self._ask(mode, [{"role": "user", "content": "Hello"}])
-        bar = progress.add_task("turns", total=sum(len(c.user_turns) for c in conversations))
         waiting = iter(conversations)
         active: list[Conversation] = []
         step = 0
         while True:
             for conversation in active:
                 if not self._is_open(conversation):
-                    progress.advance(bar, len(conversation.user_turns) - len(conversation.turns))
+                    self._advance(len(conversation.user_turns) - len(conversation.turns))
             active = [c for c in active if self._is_open(c)]
             active += islice((c for c in waiting if self._is_open(c)), self._at_once - len(active))
             if not active:
                 break
             await self._step(active, MODES if step % 2 else MODES[::-1])
-            progress.advance(bar, len(active))
+            self._advance(len(active))
             step += 1
         for client in self._clients.values():
             await client.close()
@@ -203,7 +209,7 @@ def verdicts(summary: dict[str, Any]) -> dict[str, bool]:
     }
 
 
-def show(console: Console, summary: dict[str, Any], held: dict[str, bool]) -> None:
+def show(console: Console, summary: dict[str, Any]) -> None:
     table = Table(title="Time to first token by turn, p50, ms", title_justify="left")
     for heading in ("turn", "conversations", "prompt tokens", "cached of history", *MODES, "recompute / prefix"):
         table.add_column(heading, justify="right")
@@ -224,47 +230,47 @@ def show(console: Console, summary: dict[str, Any], held: dict[str, bool]) -> No
         f"{summary['dialogues']} dialogues, {summary['turns']} turns, {summary['generated_tokens']} tokens generated, "
         f"{cached} of history tokens cached"
     )
-    show_held(console, held)
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, required=True, help="directory with dialogues/topical_chat.jsonl.gz")
-    parser.add_argument("--model", type=model_directory, default="bundled", help="bundled, smollm2, or a directory")
-    parser.add_argument("--dialogues", type=int, default=40)
-    parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--max-tokens", type=int, default=32)
-    parser.add_argument("--at-once", type=int, default=8, help="conversations open at the same time")
-    parser.add_argument("--seed", type=int, default=0, help="draws the dialogues")
-    parser.add_argument("--result", help="name of the result file; default: replay_dialogues, and the model's")
-    arguments = parser.parse_args()
-    console = Console()
+def measure(run: Run) -> dict[str, Any]:
+    arguments = run.arguments
     file = arguments.data / "dialogues" / "topical_chat.jsonl.gz"
     conversations = read_dialogues(file, arguments.dialogues, arguments.rounds, arguments.seed)
     settings = {"model.source": str(arguments.model), "model.dtype": "float32"}
     with (
         serve("prefix", {**settings, "cache.mode": "prefix"}) as prefix,
         serve("recompute", {**settings, "cache.mode": "recompute"}) as recompute,
-        Progress(
-            TextColumn("{task.description}"), MofNCompleteColumn(), TimeElapsedColumn(), console=console
-        ) as progress,
     ):
         replay = Replay(
             servers={"prefix": prefix, "recompute": recompute},
             tokenizer=Tokenizer.from_file(str(arguments.model / "tokenizer.json")),
             max_tokens=arguments.max_tokens,
             at_once=arguments.at_once,
+            advance=run.advance,
         )
-        asyncio.run(replay.run(conversations, progress))
-        model = prefix.model
+        run.expect(sum(len(conversation.user_turns) for conversation in conversations), "turns")
+        asyncio.run(replay.run(conversations))
     summary = summarize(conversations)
-    held = verdicts(summary)
-    show(console, summary, held)
-    name = arguments.result or result_name("replay_dialogues", arguments.model)
-    result = write_result(name, {"model": model, "settings": settings, "held": held, **summary})
-    console.print(f"written to {result}")
-    return 0 if all(held.values()) else 1
+    return {"model": prefix.model, "settings": settings, "held": verdicts(summary), **summary}
 
+
+def options(parser: ArgumentParser) -> None:
+    parser.add_argument("--data", type=Path, required=True, help="directory with dialogues/topical_chat.jsonl.gz")
+    parser.add_argument("--model", type=model_directory, default="bundled", help="bundled, smollm2, or a directory")
+    parser.add_argument("--dialogues", type=int, default=40)
+    parser.add_argument("--max-tokens", type=int, default=32)
+    parser.add_argument("--at-once", type=int, default=8, help="conversations open at the same time")
+    parser.add_argument("--seed", type=int, default=0, help="draws the dialogues")
+
+
+EXPERIMENT = Experiment(
+    name=lambda arguments: result_name("replay_dialogues", arguments.model),
+    about=__doc__, measure=measure, show=show, options=options, rounds=10, rounds_help="turns of the user",
+    quick=Quick(
+        options={"dialogues": 8, "rounds": 6},
+        figures=[Figure("history tokens cached", lambda r: r["cached_ratio"], 1.02, more_is_better=True)],
+    ),
+)  # fmt: skip
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(EXPERIMENT.main())

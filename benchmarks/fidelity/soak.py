@@ -13,10 +13,10 @@ gives to the same requests one at a time (a difference is excused where that ser
 end nothing runs, waits, is leased or on its way, and every page is free or cached. History came from all three tiers.
 """
 
-import argparse
 import asyncio
 import random
 import time
+from argparse import ArgumentParser
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,16 +25,15 @@ from typing import Any
 import numpy as np
 from openai import OpenAIError
 from rich.console import Console
-from rich.progress import Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn, track
 from rich.table import Table
 
+from benchmarks.harness.experiment import Experiment, Figure, Quick, Result, Run
 from benchmarks.harness.in_process import kv_bytes_per_token
-from benchmarks.harness.measures import show_held
-from benchmarks.harness.servers import ServerProcess, serve, write_result
+from benchmarks.harness.servers import ServerProcess, serve
 from benchmarks.harness.streams import Message, StreamedAnswer, ask, client_of, first_difference
+from model.directories import BUNDLED
 
 MIB, GIB = 1 << 20, 1 << 30
-BUNDLED = Path(__file__).parent.parent.parent / "model" / "bundled"
 HBM_TOKENS, DRAM_TOKENS, DISK_TOKENS = 8_192, 6_144, 65_536  # 64 streams hold more at once than the first two
 STAGING_TOKENS = 4_096
 SETTINGS: dict[str, str | int | float] = {
@@ -76,7 +75,7 @@ class Turn:
 
     @property
     def is_greedy(self) -> bool:
-        return self.parameters["temperature"] == 0
+        return bool(self.parameters["temperature"] == 0)
 
 
 @dataclass(slots=True)
@@ -123,9 +122,9 @@ class Soak:
         self._started_s = 0.0
         self.tally = Tally()
 
-    async def run(self, progress: Progress) -> Tally:
+    async def run(self, run: Run) -> Tally:
         self._started_s = time.monotonic()
-        watch = asyncio.create_task(self._watch_memory(progress))
+        watch = asyncio.create_task(self._watch_memory(run))
         streams = (self._stream(random.Random(self._seed * 1000 + number)) for number in range(self._streams))
         await asyncio.gather(*streams)
         await watch
@@ -180,14 +179,16 @@ class Soak:
         kinds["cached tokens"] += answer.cached_tokens
         return Turn(messages, parameters, answer, left)
 
-    async def _watch_memory(self, progress: Progress) -> None:
-        bar = progress.add_task(f"{self._streams} streams", total=self._seconds)
+    async def _watch_memory(self, run: Run) -> None:
+        shown_s = 0.0
         while not self._over():
             elapsed_s = time.monotonic() - self._started_s
             sizes = self._server.resident_bytes()
             self.tally.memory.append((elapsed_s, sizes["app"], sizes["engine"]))
             done, errors = self.tally.kinds["requests"], len(self.tally.errors)
-            progress.update(bar, completed=elapsed_s, description=f"{done} requests, {errors} errors")
+            run.describe(f"{done} requests, {errors} errors")
+            run.advance(elapsed_s - shown_s)
+            shown_s = elapsed_s
             await asyncio.sleep(1)
 
 
@@ -219,9 +220,7 @@ def wait_idle(server: ServerProcess, timeout_s: float) -> dict[str, float]:
         time.sleep(0.5)
 
 
-async def compare_alone(
-    server: ServerProcess, conversations: list[list[Turn]], turns: int, console: Console
-) -> dict[str, Any]:
+async def compare_alone(server: ServerProcess, conversations: list[list[Turn]], turns: int, run: Run) -> dict[str, Any]:
     """Send the same requests again, one at a time, to a server that computes everything anew.
 
     Whole conversations are replayed, from their first turn to the one the client left: the exact tokens of an answer
@@ -235,7 +234,7 @@ async def compare_alone(
             chosen.append(conversation[:complete])
     differences: list[dict[str, Any]] = []
     compared: Counter[str] = Counter()
-    for conversation in track(chosen, "the same alone", console=console):
+    for conversation in run.track(chosen, "the same alone"):
         for turn in conversation:
             alone = await ask(client, server.model["id"], turn.messages, **turn.parameters)
             kind = "greedy" if turn.is_greedy else "seeded"
@@ -296,58 +295,67 @@ def verdicts(
     }
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def measure(run: Run) -> dict[str, Any]:
+    arguments = run.arguments
+    settings = {**SETTINGS, "model.source": str(arguments.model)}
+    run.expect(arguments.seconds, f"{arguments.streams} streams")
+    with serve("soak", {**settings, **tier_settings(str(arguments.model))}) as server:
+        soak = Soak(server=server, seconds=arguments.seconds, streams=arguments.streams, seed=arguments.seed)
+        tally = asyncio.run(soak.run(run))
+        idle = wait_idle(server, timeout_s=15)
+        metrics = server.metrics()
+        model = server.model
+    history = history_by_tier(metrics)
+    with serve("alone", {**settings, "cache.mode": "recompute"}) as server:
+        alone = asyncio.run(compare_alone(server, tally.conversations, arguments.check, run))
+    growth = memory_growth(tally.memory)
+    return {
+        "model": model, "settings": settings, "held": verdicts(tally.errors, growth, idle, alone, history),
+        "seconds": arguments.seconds,
+        "streams": arguments.streams, "counts": dict(tally.kinds), "errors": tally.errors[:100],
+        "memory": growth, "idle": idle, "alone": alone, "history": history,
+        "metrics": {name: value for name, value in metrics.items() if "_total" in name},
+    }  # fmt: skip
+
+
+def show(console: Console, result: dict[str, Any]) -> None:
+    table = Table(title=f"{result['streams']} streams for {result['seconds']:g} s", title_justify="left")
+    table.add_column("what")
+    table.add_column("how many", justify="right")
+    rows: dict[str, Any] = {**result["counts"], "errors": len(result["errors"])}
+    rows |= {f"history from {tier}, tokens": tokens for tier, tokens in result["history"].items()}
+    rows |= {f"compared alone, {kind}": result["alone"][kind] for kind in ("greedy", "seeded")}
+    rows |= {f"{name} memory, MiB": size["mean_mib"] for name, size in result["memory"].items()}
+    rows |= {f"{name} memory growth, MiB/min": size["mib_per_min"] for name, size in result["memory"].items()}
+    for what, value in {**rows, **{f"idle: {k}": v for k, v in result["idle"].items()}}.items():
+        table.add_row(what, f"{value:,}")
+    console.print(table)
+    for entry in (*result["errors"][:20], *result["alone"]["differences"]):
+        console.print(entry)
+
+
+def answered(result: Result) -> float:
+    """The share of requests."""
+    failed, requests = len(result["errors"]), int(result["counts"]["requests"])
+    return 1.0 - failed / max(1, requests)
+
+
+def options(parser: ArgumentParser) -> None:
     parser.add_argument("--seconds", type=float, default=300)
     parser.add_argument("--streams", type=int, default=64)
     parser.add_argument("--check", type=int, default=200, help="answers to compare with the same requests alone")
     parser.add_argument("--model", type=Path, default=BUNDLED, help="model directory")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--result", default="soak", help="name of the result file")
-    arguments = parser.parse_args()
-    console = Console()
-    settings = {**SETTINGS, "model.source": str(arguments.model)}
-    columns = (TextColumn("{task.description}"), TimeElapsedColumn(), TimeRemainingColumn())
-    with serve("soak", {**settings, **tier_settings(str(arguments.model))}) as server:
-        with Progress(*columns, console=console) as progress:
-            soak = Soak(server=server, seconds=arguments.seconds, streams=arguments.streams, seed=arguments.seed)
-            tally = asyncio.run(soak.run(progress))
-        idle = wait_idle(server, timeout_s=15)
-        metrics = server.metrics()
-        totals = {k: v for k, v in metrics.items() if "_total" in k}
-        history = history_by_tier(metrics)
-        model = server.model
-    with serve("alone", {**settings, "cache.mode": "recompute"}) as server:
-        alone = asyncio.run(compare_alone(server, tally.conversations, arguments.check, console))
 
-    growth = memory_growth(tally.memory)
-    held = verdicts(tally.errors, growth, idle, alone, history)
-    table = Table(title=f"{arguments.streams} streams for {arguments.seconds:g} s", title_justify="left")
-    table.add_column("what")
-    table.add_column("how many", justify="right")
-    rows: dict[str, Any] = {**tally.kinds, "errors": len(tally.errors)}
-    rows |= {f"history from {tier}, tokens": tokens for tier, tokens in history.items()}
-    rows |= {f"compared alone, {kind}": alone[kind] for kind in ("greedy", "seeded")}
-    rows |= {f"{name} memory, MiB": size["mean_mib"] for name, size in growth.items()}
-    rows |= {f"{name} memory growth, MiB/min": size["mib_per_min"] for name, size in growth.items()}
-    for what, value in {**rows, **{f"idle: {k}": v for k, v in idle.items()}}.items():
-        table.add_row(what, f"{value:,}")
-    console.print(table)
-    for entry in (*tally.errors[:20], *alone["differences"]):
-        console.print(entry)
-    show_held(console, held)
-    result = write_result(
-        arguments.result,
-        {
-            "model": model, "settings": settings, "held": held, "seconds": arguments.seconds,
-            "streams": arguments.streams, "counts": dict(tally.kinds), "errors": tally.errors[:100],
-            "memory": growth, "idle": idle, "alone": alone, "history": history,
-            "metrics": totals,
-        },
-    )  # fmt: skip
-    console.print(f"written to {result}")
-    return 0 if all(held.values()) else 1
 
+EXPERIMENT = Experiment(
+    name="soak", about=__doc__, measure=measure, show=show, options=options,
+    quick=Quick(
+        options={"seconds": 30.0, "check": 40},
+        holds=False,  # caps fill up, and memory becomes flat, in minutes
+        figures=[Figure("requests without an error", answered, 1.0, more_is_better=True)],
+    ),
+)  # fmt: skip
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(EXPERIMENT.main())

@@ -42,9 +42,9 @@ def config(model: str, settings: Mapping[str, str | int | float]) -> EngineConfi
     return load_settings(flags=texts, environ={}, config=None).engine_config(bytes(32))
 
 
-def as_engine_process(model: str) -> None:
+def as_engine_process() -> None:
     """Start this program again in the environment that a server's engine process has, unless that was done."""
-    environment = engine_environment(config(model, {}), os.environ)
+    environment = engine_environment(config("bundled", {}), os.environ)
     if any(name in environment and name not in os.environ for name in (*MALLOC, *SPIN)):
         os.execve(sys.executable, sys.orig_argv, environment)
 

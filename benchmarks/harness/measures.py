@@ -1,9 +1,7 @@
-"""What benchmarks share: where requests go, figures made of samples, and how what was expected is said."""
+"""What benchmarks share: where requests go and figures made of samples."""
 
 import random
-from collections.abc import Callable, Mapping, Sequence
-
-from rich.console import Console
+from collections.abc import Callable, Sequence
 
 from benchmarks.harness.servers import ServerProcess
 from loadgen.measure.sender import Target, TurnResult
@@ -40,9 +38,3 @@ def rounded(value: float | None, digits: int = 2) -> float | None:
 
 def ratio(over: float | None, under: float | None) -> float | None:
     return round(over / under, 4) if over is not None and under else None
-
-
-def show_held(console: Console, held: Mapping[str, bool]) -> None:
-    """What was expected, a line each, and whether it holds."""
-    for line, holds in held.items():
-        console.print(f"[green]held[/green]     {line}" if holds else f"[red]NOT held[/red] {line}")

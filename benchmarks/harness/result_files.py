@@ -1,15 +1,93 @@
-"""Where committed results lie, and the colours they are drawn in."""
+"""Result files: where committed ones lie, what is said in each about the machine that made it, and the colours they are
+drawn in.
+"""
 
 import json
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Mapping
+from contextlib import suppress
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
 
-from benchmarks.harness.servers import RESULTS, ROOT
+import psutil
 
+ROOT = Path(__file__).parent.parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+QUICK = ROOT / "build" / "quick"  # results of small forms; never committed
 DOCS = ROOT / "docs"
+PACKAGES = ("reprise", "torch", "transformers", "openai", "fastapi", "uvicorn", "pyzmq")
 BLUE, GREY = "#2563eb", "#9ca3af"
 
 
 def load(name: str) -> dict[str, Any] | None:
     """A committed result, or None if there is none yet."""
-    file = RESULTS / f"{name}.json"
-    return json.loads(file.read_text(encoding="utf-8")) if file.exists() else None
+    return read_result(RESULTS / f"{name}.json")
+
+
+def read_result(file: Path) -> dict[str, Any] | None:
+    """None where there is no such file."""
+    if not file.exists():
+        return None
+    found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    return found
+
+
+def write_result(file: Path, result: Mapping[str, Any]) -> None:
+    """The command, the time, the machine, and the result, with paths relative to the checkout; the file's folder is
+    made."""
+    record = {
+        "benchmark": file.stem,
+        "command": command_line(sys.argv),
+        "finished": datetime.now(UTC).isoformat(timespec="seconds"),
+        "machine": describe_machine(),
+        **result,
+    }
+    text = json.dumps(record, indent=2, ensure_ascii=False).replace(f"{ROOT}{os.sep}", "")
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(text + "\n", encoding="utf-8")
+
+
+def command_line(words: list[str]) -> str:
+    """As it would be typed in the checkout, for `words` as `sys.argv` has them after `python -m`."""
+    relative = [os.path.relpath(word, ROOT) if os.path.isabs(word) else word for word in words]
+    module = relative[0].removesuffix(".py").replace(os.sep, ".")
+    return " ".join(["python", "-m", module, *relative[1:]])
+
+
+def describe_machine() -> dict[str, Any]:
+    """Hardware, versions and commit."""
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text(encoding="utf-8").splitlines() if cpuinfo.exists() else []
+    models = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return {
+        "cpu": models[0] if models else platform.processor(),
+        "cores": os.cpu_count(),
+        "usable_cores": len(os.sched_getaffinity(0)),
+        "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
+        "gpu": _output("nvidia-smi", "--query-gpu=name", "--format=csv,noheader"),
+        "load_average": [round(value, 2) for value in os.getloadavg()],
+        "kernel": platform.release(),
+        "python": platform.python_version(),
+        "packages": {name: _installed(name) for name in PACKAGES},
+        "commit": _output("git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12"),
+    }
+
+
+def _installed(package: str) -> str | None:
+    with suppress(PackageNotFoundError):
+        return version(package)
+    return None
+
+
+def _output(*command: str) -> str | None:
+    """What a program prints, or None where there is no such program."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip()

@@ -1,10 +1,6 @@
-"""Servers for benchmarks: start `reprise serve` with given settings, wait until it is ready, stop it; and what a result
-file says about the machine that made it.
-"""
+"""Servers for benchmarks: start `reprise serve` with given settings, wait until it is ready, stop it."""
 
-import json
 import os
-import platform
 import shutil
 import socket
 import subprocess
@@ -14,8 +10,6 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +17,7 @@ import httpx
 import psutil
 from prometheus_client.parser import text_string_to_metric_families
 
-ROOT = Path(__file__).parent.parent.parent
-RESULTS = ROOT / "benchmarks" / "results"
-PACKAGES = ("reprise", "torch", "transformers", "openai", "fastapi", "uvicorn", "pyzmq")
+from benchmarks.harness.result_files import ROOT
 
 
 class ServerFailed(Exception):
@@ -91,10 +83,14 @@ def free_port() -> int:
 
 @contextmanager
 def serve(
-    name: str, settings: Mapping[str, str | int | float], ready_timeout_s: float = 180.0, port: int | None = None
+    name: str,
+    settings: Mapping[str, str | int | float],
+    ready_timeout_s: float = 180.0,
+    port: int | None = None,
+    environment: Mapping[str, str] | None = None,
 ) -> Iterator[ServerProcess]:
     """A server with `settings` ("cache.mode" -> value) on a loopback port, free unless it is given, state in a
-    directory of its own.
+    directory of its own; `environment` is added to this process's.
 
     Stopped with SIGTERM at the end, and killed with all its children when that takes longer than 20 s. The log is kept
     only if something went wrong. Raises ServerFailed.
@@ -107,11 +103,11 @@ def serve(
     for key, value in flags.items():
         command += [f"--{key}", str(value)]
     # A server answers to its flags alone, whatever the shell that runs the benchmark has set.
-    environment = {k: v for k, v in os.environ.items() if not k.startswith("REPRISE_")}
+    own = {k: v for k, v in os.environ.items() if not k.startswith("REPRISE_")} | dict(environment or {})
     started_s = time.monotonic()
     with log.open("wb") as sink:
         process = subprocess.Popen(
-            command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=sink, stderr=subprocess.STDOUT
+            command, cwd=ROOT, env=own, stdin=subprocess.DEVNULL, stdout=sink, stderr=subprocess.STDOUT
         )
     try:
         url = f"http://127.0.0.1:{port}"
@@ -154,55 +150,3 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
         with suppress(psutil.NoSuchProcess):
             survivor.kill()
     process.wait(timeout=10)
-
-
-def describe_machine() -> dict[str, Any]:
-    """Hardware and versions, for result files."""
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text(encoding="utf-8").splitlines() if cpuinfo.exists() else []
-    models = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return {
-        "cpu": models[0] if models else platform.processor(),
-        "cores": os.cpu_count(),
-        "usable_cores": len(os.sched_getaffinity(0)),
-        "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
-        "gpu": _output("nvidia-smi", "--query-gpu=name", "--format=csv,noheader"),
-        "load_average": [round(value, 2) for value in os.getloadavg()],
-        "kernel": platform.release(),
-        "python": platform.python_version(),
-        "packages": {name: _installed(name) for name in PACKAGES},
-        "commit": _output("git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12"),
-    }
-
-
-def _installed(package: str) -> str | None:
-    with suppress(PackageNotFoundError):
-        return version(package)
-    return None
-
-
-def _output(*command: str) -> str | None:
-    """What a program prints, or None where there is no such program."""
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return done.stdout.strip()
-
-
-def write_result(name: str, result: Mapping[str, Any]) -> Path:
-    """`results/<name>.json`: the command, the time, the machine, and the result; paths relative to the checkout.
-    Returns the file."""
-    words = [os.path.relpath(word, ROOT) if os.path.isabs(word) else word for word in sys.argv[1:]]
-    record = {
-        "benchmark": name,
-        "command": " ".join(["python", "-m", f"benchmarks.{Path(sys.argv[0]).stem}", *words]),
-        "finished": datetime.now(UTC).isoformat(timespec="seconds"),
-        "machine": describe_machine(),
-        **result,
-    }
-    text = json.dumps(record, indent=2, ensure_ascii=False).replace(f"{ROOT}{os.sep}", "")
-    RESULTS.mkdir(parents=True, exist_ok=True)
-    file = RESULTS / f"{name}.json"
-    file.write_text(text + "\n", encoding="utf-8")
-    return file

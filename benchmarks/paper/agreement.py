@@ -15,10 +15,10 @@ within the difference between the two runs if that is more. The server's hits ar
 point or two; the simulator's figures are means over what a step cost at several moments of the calibrating run.
 """
 
-import argparse
 import random
 import threading
 import time
+from argparse import ArgumentParser
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -29,8 +29,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.harness.measures import HEARTBEAT_S, fail_on, show_held, target_of
-from benchmarks.harness.servers import ServerProcess, serve, write_result
+from benchmarks.harness.experiment import Experiment, Run
+from benchmarks.harness.measures import HEARTBEAT_S, fail_on, target_of
+from benchmarks.harness.servers import ServerProcess, serve
 from cache.blocks.keys import BLOCK_TOKENS
 from loadgen.measure import load_run, summary
 from loadgen.measure.sender import TurnResult
@@ -254,17 +255,45 @@ def verdicts(first: dict[str, Any], second: dict[str, Any], simulated: dict[str,
     return held
 
 
-def show(console: Console, runs: dict[str, dict[str, Any]], held: dict[str, bool]) -> None:
+def show(console: Console, result: dict[str, Any]) -> None:
     table = Table("", "turns", "prompt tokens", "TTFT ms", *(f"{tier}, %" for tier in TIERS))
-    for name, run in runs.items():
+    for name, run in result["runs"].items():
         hits = [f"{run['hit_points'][tier]:.2f}" for tier in TIERS]
         table.add_row(name, str(run["turns"]), f"{run['prompt_tokens']:,}", f"{run['ttft_ms']:.1f}", *hits)
     console.print(table)
-    show_held(console, held)
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def measure(run: Run) -> dict[str, Any]:
+    """Raises ValueError where the model's KV is not as large as is assumed."""
+    arguments = run.arguments
+    tiers = (arguments.hbm_tokens, arguments.dram_tokens, arguments.disk_tokens)
+    runs, results, measured, device, settings = [], [], [], "", settings_of(*tiers)
+    for number in run.track(range(2), "runs"):
+        with serve(f"agreement-{number}", settings) as server:
+            kv_bytes = server.model["cache"]["kv_bytes_per_token"]
+            if kv_bytes != KV_BYTES:
+                raise ValueError(f"{KV_BYTES} bytes of KV a token are assumed, and it has {kv_bytes}")
+            most = min(server.max_context, arguments.hbm_tokens)
+            load = options_of(arguments.conversations, arguments.rate, arguments.think, most, arguments.seed)
+            with sampled(server) as samples:
+                results.append(played(server, load))
+            if not number:
+                measured, device = moments(samples), server.model["device"]
+        runs.append(figures_of(results[-1]))
+    machines = [machine_of(moment, device, *tiers) for moment in measured]
+    simulated = foretold(machines, conversations_of(results[1]), 1e3 * unknown_s(machines, results[0]))
+    return {
+        "settings": {name: getattr(arguments, name) for name in SETTINGS},
+        "held": verdicts(runs[0], runs[1], simulated),
+        "runs": {"server, first run": runs[0], "server, second run": runs[1], "simulator": simulated},
+        "calibration": [asdict(machine) for machine in machines],
+    }
+
+
+SETTINGS = ("conversations", "rate", "think", "hbm_tokens", "dram_tokens", "disk_tokens", "seed")
+
+
+def options(parser: ArgumentParser) -> None:
     parser.add_argument("--conversations", type=int, default=200)
     parser.add_argument("--rate", type=float, default=4.0, help="conversations a second")
     parser.add_argument("--think", default="lognormal:4,0.5")
@@ -272,36 +301,9 @@ def main() -> int:
     parser.add_argument("--dram-tokens", type=int, default=8192)
     parser.add_argument("--disk-tokens", type=int, default=1 << 20)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--no-result", action="store_true", help="do not write the result file")
-    arguments = parser.parse_args()
-    console = Console(width=120)
-    tiers = (arguments.hbm_tokens, arguments.dram_tokens, arguments.disk_tokens)
-    runs, results, measured, device, settings = [], [], [], "", settings_of(*tiers)
-    for number in range(2):
-        with serve(f"agreement-{number}", settings) as server:
-            kv_bytes = server.model["cache"]["kv_bytes_per_token"]
-            if kv_bytes != KV_BYTES:
-                raise SystemExit(f"{KV_BYTES} bytes of KV a token are assumed, and it has {kv_bytes}")
-            most = min(server.max_context, arguments.hbm_tokens)
-            options = options_of(
-                arguments.conversations, arguments.rate, arguments.think, most, arguments.seed
-            )  # fmt: skip
-            with sampled(server) as samples:
-                results.append(played(server, options))
-            if not number:
-                measured, device = moments(samples), server.model["device"]
-        runs.append(figures_of(results[-1]))
-    machines = [machine_of(moment, device, *tiers) for moment in measured]
-    simulated = foretold(machines, conversations_of(results[1]), 1e3 * unknown_s(machines, results[0]))
-    held = verdicts(runs[0], runs[1], simulated)
-    named = {"server, first run": runs[0], "server, second run": runs[1], "simulator": simulated}
-    show(console, named, held)
-    if not arguments.no_result:
-        calibration = [asdict(machine) for machine in machines]
-        result = {"settings": vars(arguments), "held": held, "runs": named, "calibration": calibration}
-        console.print(f"written: {write_result('sim_agreement', result)}")
-    return 0 if all(held.values()) else 1
 
+
+EXPERIMENT = Experiment(name="sim_agreement", about=__doc__, measure=measure, show=show, options=options)
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(EXPERIMENT.main())

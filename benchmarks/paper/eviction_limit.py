@@ -16,9 +16,9 @@ the worlds know nothing of. And what hindsight is worth: the chances fitted, ove
 scored, and to the whole trace. That is no policy, and chooses none: it bounds what better learning could win.
 """
 
-import argparse
 import os
 import random
+from argparse import ArgumentParser
 from bisect import bisect
 from collections import defaultdict
 from concurrent.futures import ProcessPoolExecutor
@@ -27,9 +27,9 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
-from rich.progress import track
+from rich.console import Console
 
-from benchmarks.harness.servers import write_result
+from benchmarks.harness.experiment import Experiment, Run
 from cache.returns.return_times import ReturnTimes
 from cache.returns.survival import NUM_BINS, ReturnModel, bin_end_s, features
 from loadgen.blocks.replay import BLOCK_TOKENS, SessionFinder, hit_blocks
@@ -188,15 +188,11 @@ def hindsight(requests: list[TraceRequest], capacity_tokens: int) -> dict[str, f
     return {name: round((found - least) / (most - least), 4) for name, found in ours.items()}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--trace", type=Path, required=True)
-    parser.add_argument("--worlds", type=int, default=16)
-    parser.add_argument("--capacities", default="1000000,2000000", help="tokens")
-    words = parser.parse_args()
+def measure(run: Run) -> dict[str, Any]:
+    words = run.arguments
     requests = read(words.trace)
     recorded = fit(requests[: len(requests) // 2], _PASSES)
-    capacities = list(map(int, words.capacities.split(",")))
+    capacities = words.capacities
     rows: list[dict[str, Any]] = []
     with ProcessPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         jobs = {
@@ -206,7 +202,7 @@ def main() -> None:
         }
         lies = {capacity: pool.submit(accounts, requests, capacity) for capacity in capacities}
         known = {capacity: pool.submit(hindsight, requests, capacity) for capacity in capacities}
-        for (capacity, seed), job in track(jobs.items(), "worlds"):
+        for (capacity, seed), job in run.track(list(jobs.items()), "worlds"):
             shares = {name: round(share, 4) for name, share in job.result().items()}
             rows.append({"capacity_tokens": capacity, "seed": seed, **shares})
     means = []
@@ -215,15 +211,32 @@ def main() -> None:
             found = [row[name] for row in rows if row["capacity_tokens"] == capacity]
             mean, spread = fmean(found), stdev(found) if len(found) > 1 else 0.0
             means.append({"capacity_tokens": capacity, "who": name, "mean": round(mean, 4), "sd": round(spread, 4)})
-            print(f"{capacity:>12,} tokens, chances {name}: {mean:.1%} of the gap, a world {spread:.1%} off")
     halves = [
         {"capacity_tokens": capacity, "fitted_to": known[capacity].result(), "hits": lies[capacity].result()}
         for capacity in capacities
     ]
-    for half in halves:
-        print(half)
-    write_result("eviction_limit", {"bins": NUM_BINS, "means": means, "second_half": halves, "worlds": rows})
+    return {"bins": NUM_BINS, "means": means, "second_half": halves, "worlds": rows}
 
+
+def show(console: Console, result: dict[str, Any]) -> None:
+    for row in result["means"]:
+        capacity, who = row["capacity_tokens"], row["who"]
+        gap = f"{row['mean']:.1%} of the gap, a world {row['sd']:.1%} off"
+        console.print(f"{capacity:>12,} tokens, chances {who}: {gap}")
+    for half in result["second_half"]:
+        console.print(half)
+
+
+def options(parser: ArgumentParser) -> None:
+    parser.add_argument("--trace", type=Path, required=True)
+    parser.add_argument("--worlds", type=int, default=16)
+    parser.add_argument(
+        "--capacities", type=lambda text: [int(word) for word in text.split(",")], default=[1_000_000, 2_000_000],
+        help="tokens, comma-separated",
+    )  # fmt: skip
+
+
+EXPERIMENT = Experiment(name="eviction_limit", about=__doc__, measure=measure, show=show, options=options)
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(EXPERIMENT.main())

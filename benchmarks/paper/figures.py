@@ -14,7 +14,7 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, replace
 from typing import Any
 
-from benchmarks.harness.servers import RESULTS, describe_machine
+from benchmarks.harness.result_files import RESULTS, describe_machine
 from benchmarks.paper.text import write
 from loadgen.sim import Config, Machine, presets, simulate
 from loadgen.sim.presets import FIGURE_MODELS

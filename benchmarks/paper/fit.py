@@ -10,8 +10,8 @@ workloads drawn alike. A walk: one unknown one step up or down at a time, whiche
 window of 4K make no smooth slope. Look-ahead and the other models are not run.
 """
 
-import argparse
 import os
+from argparse import ArgumentParser, ArgumentTypeError
 from collections.abc import Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor
 from dataclasses import asdict, replace
@@ -20,7 +20,7 @@ from typing import Any
 
 from rich.console import Console
 
-from benchmarks.harness.servers import write_result
+from benchmarks.harness.experiment import Experiment, Run
 from benchmarks.paper.figures import PAPER, SEEDS
 from loadgen.sim import presets, simulate
 from loadgen.sim.presets import FITTED, Saturation
@@ -45,7 +45,7 @@ def hit_rate(shape: Saturation, policy: str, terabytes: int, seed: int) -> float
     return simulate(workload, machine, replace(PAPER, policy=policy, prefetch=False)).hit_rate
 
 
-def measure(pool: Executor, shapes: Sequence[Saturation], seeds: Sequence[int]) -> dict[Saturation, Rates]:
+def hit_rates(pool: Executor, shapes: Sequence[Saturation], seeds: Sequence[int]) -> dict[Saturation, Rates]:
     jobs = {
         (shape, point, seed): pool.submit(hit_rate, shape, *point, seed)
         for shape in shapes
@@ -74,37 +74,24 @@ def beside(shape: Saturation, names: Sequence[str], stride: float) -> list[Satur
     return found
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=1, help="at most")
-    parser.add_argument("--stride", type=float, default=1.0, help="times what STEPS says")
-    parser.add_argument("--free", default="opening_tokens,turn_tokens,prompt_share,spread", help=", ".join(STEPS))
-    parser.add_argument("--start", default="", help="other than FITTED: opening_tokens=4500,spread=0.3")
-    parser.add_argument("--seeds", default=",".join(map(str, SEEDS)), help="of the workloads")
-    parser.add_argument("--result", default="fit_paper", help="name of the result file")
-    parser.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)))
-    words = parser.parse_args()
-    names, seeds = words.free.split(","), [int(seed) for seed in words.seeds.split(",")]
-    if not STEPS.keys() >= set(names):
-        parser.error(f"what may change is some of {', '.join(STEPS)}")
-    here = replace(
-        FITTED, **{name: float(value) for name, value in (w.split("=") for w in words.start.split(",") if w)}
-    )
-    console = Console()
+def measure(run: Run) -> dict[str, Any]:
+    """The result is written after every step."""
+    arguments, here = run.arguments, replace(FITTED, **run.arguments.start)
     tried: dict[Saturation, Rates] = {}
-    with ProcessPoolExecutor(max(1, words.workers)) as pool, console.status("simulating"):
-        for _ in range(words.steps):
-            new = [shape for shape in (here, *beside(here, names, words.stride)) if shape not in tried]
-            for shape, rates in measure(pool, new, seeds).items():
+    with ProcessPoolExecutor(max(1, arguments.workers)) as pool, run.console.status("simulating"):
+        for _ in range(arguments.steps):
+            shapes = (here, *beside(here, arguments.free, arguments.stride))
+            new = [shape for shape in shapes if shape not in tried]
+            for shape, rates in hit_rates(pool, new, arguments.seeds).items():
                 tried[shape] = rates
                 shown = ", ".join(f"{fmean(values):.1%}" for values in rates.values())
-                console.print(f"{squares(rates):6.1f}  {shown}  {shape}", highlight=False, soft_wrap=True)
-            write_result(words.result, _figures(tried, seeds))
+                run.console.print(f"{squares(rates):6.1f}  {shown}  {shape}", highlight=False, soft_wrap=True)
+            run.keep(_figures(tried, arguments.seeds))
             best = min(tried, key=lambda shape: squares(tried[shape]))
             if best == here:
                 break
             here = best
-    console.print("best:", here)
+    return _figures(tried, arguments.seeds)
 
 
 def _figures(tried: dict[Saturation, Rates], seeds: Sequence[int]) -> dict[str, Any]:
@@ -119,5 +106,36 @@ def _figures(tried: dict[Saturation, Rates], seeds: Sequence[int]) -> dict[str, 
     return {"points": [[*point, rate] for point, rate in POINTS.items()], "seeds": list(seeds), "tried": rows}
 
 
+def show(console: Console, result: dict[str, Any]) -> None:
+    console.print("best:", result["tried"][0]["shape"])
+
+
+def unknowns(text: str) -> list[str]:
+    """For argparse. Raises argparse.ArgumentTypeError."""
+    if not set(text.split(",")) <= STEPS.keys():
+        raise ArgumentTypeError(f"what may change is some of {', '.join(STEPS)}")
+    return text.split(",")
+
+
+def values(text: str) -> dict[str, float]:
+    """Of `name=value,name=value`, for argparse."""
+    return {name: float(value) for name, value in (word.split("=") for word in text.split(",") if word)}
+
+
+def options(parser: ArgumentParser) -> None:
+    names = ", ".join(STEPS)
+    parser.add_argument("--steps", type=int, default=1, help="at most")
+    parser.add_argument("--stride", type=float, default=1.0, help="times what STEPS says")
+    parser.add_argument("--free", type=unknowns, default="opening_tokens,turn_tokens,prompt_share,spread", help=names)
+    parser.add_argument("--start", type=values, default="", help="other than FITTED: opening_tokens=4500,spread=0.3")
+    parser.add_argument(
+        "--seeds", type=lambda text: [int(word) for word in text.split(",")], default=list(SEEDS),
+        help="of the workloads",
+    )  # fmt: skip
+    parser.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)))
+
+
+EXPERIMENT = Experiment(name="fit_paper", about=__doc__, measure=measure, show=show, options=options)
+
 if __name__ == "__main__":
-    main()
+    raise SystemExit(EXPERIMENT.main())

@@ -9,17 +9,16 @@ without either, all turns of all seeds together, with a bootstrap interval over 
 lies below 1.
 """
 
-import argparse
 import random
-from collections.abc import Sequence
+from argparse import ArgumentParser
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from rich.console import Console
-from rich.progress import track
 from rich.table import Table
 
+from benchmarks.harness.experiment import Experiment, Figure, Quick, Result, Run
 from benchmarks.harness.measures import interval, mean_of, rounded
-from benchmarks.harness.servers import write_result
 from loadgen.percentile import percentile
 from loadgen.virtual.simulation import Simulation, VirtualServer
 from loadgen.workloads.workload import ConversationShape, poisson
@@ -61,12 +60,13 @@ def compare(mine: Sequence[list[float]], theirs: Sequence[list[float]], share: f
     return {"ratio": rounded(ratio(seeds), 4), "interval": [rounded(low, 4), rounded(high, 4)]}
 
 
-def measure(seeds: int, policy: str, console: Console) -> list[dict[str, Any]]:
+def measure(run: Run) -> dict[str, Any]:
     """A row per load."""
+    seeds, policy = run.arguments.seeds, run.arguments.policy
     rows = []
     for load, rate in LOADS.items():
         ttft_s: dict[str, list[list[float]]] = {arm: [] for arm in ARMS}
-        for seed in track(range(seeds), description=load, console=console):
+        for seed in run.track(range(seeds), load):
             for arm, (high_water, scores) in ARMS.items():
                 ttft_s[arm].append(play(high_water, scores, rate, policy, seed))
         pooled = [ttft for each in ttft_s["neither"] for ttft in each]
@@ -79,30 +79,38 @@ def measure(seeds: int, policy: str, console: Console) -> list[dict[str, Any]]:
                    for arm in ARMS if arm != "neither"},
             }
         )  # fmt: skip
-    return rows
+    return {"seeds": seeds, "policy": policy, "rows": rows}
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, default=20)
-    parser.add_argument("--policy", default="car-hidden")
-    parser.add_argument("--no-result", action="store_true", help="do not write the result file")
-    arguments = parser.parse_args()
-    console = Console()
-    rows = measure(arguments.seeds, arguments.policy, console)
+def show(console: Console, result: dict[str, Any]) -> None:
     table = Table(title="TTFT in units of an arm with neither (95 % interval)")
     for heading in ("load", "arm", "mean", "p50", "p95"):
         table.add_column(heading)
-    for row in rows:
+    for row in result["rows"]:
         for arm in ARMS:
             if arm in row:
                 cells = (f"{v['ratio']} ({v['interval'][0]} to {v['interval'][1]})" for v in row[arm].values())
                 table.add_row(row["load"], arm, *cells)
     console.print(table)
-    if not arguments.no_result:
-        write_result("ablation", {"seeds": arguments.seeds, "policy": arguments.policy, "rows": rows})
-    return 0
 
+
+def options(parser: ArgumentParser) -> None:
+    parser.add_argument("--seeds", type=int, default=20)
+    parser.add_argument("--policy", default="car-hidden")
+
+
+def mean_ratio(arm: str) -> Callable[[Result], float | None]:
+    """With a queue."""
+    return lambda result: result["rows"][-1][arm]["mean"]["ratio"]
+
+
+EXPERIMENT = Experiment(
+    name="ablation", about=__doc__, measure=measure, show=show, options=options,
+    quick=Quick(
+        options={"seeds": 3},
+        figures=[Figure(f"mean TTFT, {arm} / neither", mean_ratio(arm), 1.1) for arm in ("offloader", "scores")],
+    ),
+)  # fmt: skip
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(EXPERIMENT.main())

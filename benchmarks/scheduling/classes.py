@@ -13,19 +13,14 @@ TTFT in ms from when a turn was due. Where its history was is told by its answer
 fetched for it meanwhile counts as DRAM.
 """
 
-import argparse
-import tempfile
+from argparse import ArgumentParser
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
+from benchmarks.harness.experiment import Experiment, Run, turned
 from benchmarks.harness.in_process import kv_bytes_per_token
-from benchmarks.harness.make_model import SHAPES, make_model
 from benchmarks.harness.measures import fail_on, rounded
-from benchmarks.harness.servers import serve, write_result
+from benchmarks.harness.servers import serve
 from benchmarks.scheduling.classes_foretold import NEW_SHARE, NEW_TOKENS, SHARES, TURNS, compare, show
 from benchmarks.scheduling.classes_workload import POLICIES, Mix, Served, arrivals, describe
 from benchmarks.scheduling.compare import bursts, throttle
@@ -46,13 +41,12 @@ def served(result: TurnResult) -> Served:
     return Served(place, result.due_s, started_s, result.ttft_s or 0.0)
 
 
-def measure(model: str, mix: Mix, rounds: int, directory: Path, console: Console) -> dict[str, Any]:
+def play(run: Run, mix: Mix) -> dict[str, Any]:
     """Raises ServerFailed, and RuntimeError where a turn fails."""
+    rounds, model, directory = run.arguments.rounds, str(run.random_model()), run.directory
     shape = mix.shape
-    with Progress(
-        TextColumn("{task.description}"), MofNCompleteColumn(), TimeElapsedColumn(), console=console
-    ) as progress, ExitStack() as stack:  # fmt: skip
-        bar = progress.add_task("calibrating", total=rounds * len(SHARES) * len(POLICIES))
+    run.expect(rounds * len(SHARES) * len(POLICIES), "calibrating")
+    with ExitStack() as stack:
         prefill_s, gbps = throttle(model, shape, IN_HBM, IN_DRAM, 1.0, directory)
         players = {}
         for policy in POLICIES:
@@ -68,8 +62,8 @@ def measure(model: str, mix: Mix, rounds: int, directory: Path, console: Console
         for number in range(rounds * len(SHARES)):
             share = SHARES[number % len(SHARES)]
             pace = None
-            for policy in (*POLICIES[number % len(POLICIES) :], *POLICIES[: number % len(POLICIES)]):
-                progress.update(bar, description=f"round {number // len(SHARES) + 1}, {share:.0%}, {policy}")
+            for policy in turned(POLICIES, number):
+                run.describe(f"round {number // len(SHARES) + 1}, {share:.0%}, {policy}")
                 player = players[policy]
                 took_s = player.begin(f"leg-{number}", number)
                 pace = pace or begin_s / took_s
@@ -84,7 +78,7 @@ def measure(model: str, mix: Mix, rounds: int, directory: Path, console: Console
                 counted.subtract(before)
                 counts[share][policy].append(dict(counted))
                 player.forget()
-                progress.advance(bar)
+                run.advance()
         window = players["car"].state()["window"]
     return {
         "calibration": {
@@ -104,26 +98,22 @@ def measure(model: str, mix: Mix, rounds: int, directory: Path, console: Console
     }  # fmt: skip
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=1, help="of some ten minutes each; intervals need several")
+def measure(run: Run) -> dict[str, Any]:
+    shape = Shape(conversations=24, first_tokens=1000, turn_tokens=150, answer_tokens=8, turns=3)
+    mix = Mix(shape, run.arguments.turns, NEW_SHARE, run.arguments.new_tokens)
+    workload = {"turns": mix.turns, "new_share": mix.new_share, "new_tokens": mix.new_tokens}
+    return {"rounds": run.arguments.rounds, "workload": workload, **play(run, mix)}
+
+
+def options(parser: ArgumentParser) -> None:
     parser.add_argument("--turns", type=int, default=TURNS, help="of a leg")
     parser.add_argument("--new-tokens", type=int, default=NEW_TOKENS[0], help="of prompts that begin conversations")
-    parser.add_argument("--no-result", action="store_true", help="do not write the result file")
-    arguments = parser.parse_args()
-    console = Console()
-    shape = Shape(conversations=24, first_tokens=1000, turn_tokens=150, answer_tokens=8, turns=3)
-    mix = Mix(shape, arguments.turns, NEW_SHARE, arguments.new_tokens)
-    with tempfile.TemporaryDirectory(prefix="reprise-classes-") as name:
-        directory = Path(name)
-        make_model(directory / "model", SHAPES["125m"], seed=0)
-        result = measure(str(directory / "model"), mix, arguments.rounds, directory, console)
-    workload = {"turns": mix.turns, "new_share": mix.new_share, "new_tokens": mix.new_tokens}
-    show(console, result["rows"])
-    if not arguments.no_result:
-        write_result("classes", {"rounds": arguments.rounds, "workload": workload, **result})
-    return 0
 
+
+EXPERIMENT = Experiment(
+    name="classes", about=__doc__, measure=measure, show=show, options=options, rounds=1,
+    rounds_help="of some ten minutes each; intervals need several", takes_model=True,
+)  # fmt: skip
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(EXPERIMENT.main())

@@ -14,7 +14,6 @@ when it came; a wait ends with the first step; an overtake is a start before som
 95 % intervals by bootstrap over rounds.
 """
 
-import argparse
 import json
 import random
 from collections.abc import Callable, Sequence
@@ -25,11 +24,10 @@ from itertools import product
 from typing import Any
 
 from rich.console import Console
-from rich.progress import track
 from rich.table import Table
 
+from benchmarks.harness.experiment import Experiment, Run
 from benchmarks.harness.measures import interval, mean_of, rounded
-from benchmarks.harness.servers import write_result
 from benchmarks.scheduling.classes_workload import PLACES, POLICIES, Mix, Served, arrivals, describe
 from benchmarks.scheduling.foretold import BEGIN_S, LOAD_FACTORS, MEASURED, RESAMPLED, SETTLE_S, machine_of
 from benchmarks.scheduling.legs import Shape
@@ -102,14 +100,14 @@ def compare(mine: list[list[Served]], theirs: list[list[Served]]) -> dict[str, A
     found, everything = {}, range(len(mine))
     for name, measure in MEASURES.items():
 
-        def of(
-            rounds: Sequence[int], sides: tuple[list[list[Served]], ...] = (mine, theirs),
-            measure: Callable[[Sequence[float]], float] = measure,
-        ) -> float:  # fmt: skip
-            over, under = ([turn.ttft_s for n in rounds for turn in side[n]] for side in sides)
+        def of(rounds: Sequence[int], measure: Callable[[Sequence[float]], float] = measure) -> float:
+            over, under = ([turn.ttft_s for n in rounds for turn in side[n]] for side in (mine, theirs))
             return measure(over) / measure(under)
 
-        low, high = interval(lambda rng, of=of: of(rng.choices(everything, k=len(mine))), RESAMPLED)
+        def resampled(rng: random.Random, of: Callable[[Sequence[int]], float] = of) -> float:
+            return of(rng.choices(everything, k=len(mine)))
+
+        low, high = interval(resampled, RESAMPLED)
         found[name] = [rounded(of(everything), 3), rounded(low, 3), rounded(high, 3)]
     return found
 
@@ -153,7 +151,8 @@ def row(rounds: int, measured: dict[str, Any], leg: tuple[int, float, float]) ->
     }  # fmt: skip
 
 
-def show(console: Console, rows: list[dict[str, Any]]) -> None:
+def show(console: Console, result: dict[str, Any]) -> None:
+    rows = result["rows"]
     table = Table(title="TTFT by policy: mean / p50 / p95, longest wait, in ms")
     for head in ("new prompts", "load / new tokens", "rate", "policy", "all", *PLACES, "most overtakes"):
         table.add_column(head, overflow="fold")
@@ -173,24 +172,20 @@ def show(console: Console, rows: list[dict[str, Any]]) -> None:
             console.print(f"{found['new_tokens']}, {found['load_factor']:g}, {found['share']:.0%}: {name} {ratios}")
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=40)
-    parser.add_argument("--processes", type=int, default=2)
-    parser.add_argument("--no-result", action="store_true", help="do not write the result file")
-    arguments = parser.parse_args()
-    console = Console()
+def measure(run: Run) -> dict[str, Any]:
     measured = json.loads(MEASURED.read_text(encoding="utf-8"))
     legs = list(product(NEW_TOKENS, LOAD_FACTORS, SHARES))
-    with ProcessPoolExecutor(arguments.processes) as pool:
-        found = pool.map(partial(row, arguments.rounds, measured), legs)
-        rows = list(track(found, description="simulating", total=len(legs), console=console))
-    show(console, rows)
-    if not arguments.no_result:
-        workload = {"turns": TURNS, "new_share": NEW_SHARE, "calibration": measured["calibration"]}
-        write_result("classes_foretold", {"rounds": arguments.rounds, "workload": workload, "rows": rows})
-    return 0
+    with ProcessPoolExecutor(run.arguments.processes) as pool:
+        found = pool.map(partial(row, run.arguments.rounds, measured), legs)
+        rows = [next(found) for _ in run.track(legs, "simulating")]
+    workload = {"turns": TURNS, "new_share": NEW_SHARE, "calibration": measured["calibration"]}
+    return {"rounds": run.arguments.rounds, "workload": workload, "rows": rows}
 
+
+EXPERIMENT = Experiment(
+    name="classes_foretold", about=__doc__, measure=measure, show=show, rounds=40,
+    options=lambda parser: parser.add_argument("--processes", type=int, default=2),
+)  # fmt: skip
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(EXPERIMENT.main())

@@ -39,21 +39,16 @@ Expected of `car`: at least 95 % of loads finished or hidden; at the highest rat
 the lower ones never above 1.05 x.
 """
 
-import argparse
-import tempfile
-from collections.abc import Callable
+from argparse import ArgumentParser, Namespace
 from contextlib import ExitStack
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from rich.console import Console
-from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
+from benchmarks.harness.experiment import Experiment, Run, turned
 from benchmarks.harness.in_process import kv_bytes_per_token
-from benchmarks.harness.make_model import SHAPES, make_model
 from benchmarks.harness.measures import fail_on
-from benchmarks.harness.servers import serve, write_result
+from benchmarks.harness.servers import serve
 from benchmarks.scheduling.file import Calibration, load, next_round, save
 from benchmarks.scheduling.legs import ITL_S, TTFT_S, Leg, Player, Shape, settings_of, together
 from benchmarks.scheduling.report import ARMS, show, summarize, verdicts
@@ -70,7 +65,7 @@ def prefill_seconds(model: str, shape: Shape, directory: Path) -> float:
     settings = settings_of("fcfs", model, shape, 3, 0, 0, 0.0, directory)
     with serve("probe", settings) as server:
         player = Player(server, "fcfs", shape)
-        seconds = []
+        seconds: list[float] = []
         for number in range(6):
             history, turn = Turn(shape.mean_history, 1, 0.0), Turn(shape.turn_tokens, 2, 0.5)
             results = player.play([Conversation(f"probe-{number}", "", 0.0, (history, turn))], number)
@@ -123,24 +118,54 @@ def throttle(
     return prefill_s, gbps * target_s / max(0.2 * target_s, target_s - beside_s)
 
 
-def measure(
-    model: str, shape: Shape, shares: tuple[float, ...], policies: tuple[str, ...], rounds: int, in_hbm: int,
-    in_dram: int, load_factor: float, window: int, directory: Path, console: Console,
-    known: tuple[Calibration, list[Leg]] | None, keep: Callable[[Calibration, list[Leg]], None],
-) -> tuple[Calibration, list[Leg]]:  # fmt: skip
-    """`keep` is called with what there is behind every leg. Raises ServerFailed, and RuntimeError where conversations
-    cannot begin."""
+def workload_of(arguments: Namespace, shape: Shape) -> dict[str, Any]:
+    return {
+        "conversations": shape.conversations, "first_tokens": shape.first_tokens, "turn_tokens": shape.turn_tokens,
+        "answer_tokens": shape.answer_tokens, "turns_per_leg": shape.turns, "mean_history": shape.mean_history,
+        "mean_tokens": shape.mean_tokens, "final_tokens": shape.final_tokens, "in_hbm": arguments.in_hbm,
+        "in_dram": arguments.in_dram, "load_factor": arguments.load_factor, "window": arguments.window,
+        "max_seqs": max(1, arguments.in_hbm - 1), "shares": arguments.shares, "policies": arguments.policies,
+    }  # fmt: skip
+
+
+def result_of(workload: dict[str, Any], calibration: Calibration, legs: list[Leg]) -> dict[str, Any]:
+    summary = summarize(legs)
+    return {
+        "workload": {**workload, "rounds": next_round(legs, len(workload["shares"]) * len(workload["policies"]))},
+        "slo": {"ttft_s": TTFT_S, "itl_s": ITL_S},
+        "calibration": {
+            "prefill_s": round(calibration.prefill_s, 4), "disk_gbps": round(calibration.disk_gbps, 4),
+            "load_s": round(calibration.load_s, 4), "service_rate": round(calibration.service_rate, 3),
+            "begin_s": round(calibration.begin_s, 3),
+            "window": calibration.window,
+        },
+        "held": verdicts(summary),
+        **summary,
+    }  # fmt: skip
+
+
+def measure(run: Run) -> dict[str, Any]:
+    """The result is written after every leg. Raises ServerFailed, and RuntimeError where conversations cannot begin."""
+    arguments, model, directory = run.arguments, str(run.random_model()), run.directory
+    shape = Shape(
+        arguments.conversations, arguments.first_tokens, arguments.turn_tokens, arguments.answer_tokens,
+        arguments.turns,
+    )  # fmt: skip
+    arguments.policies = [policy for policy in ARMS if policy in arguments.policies]
+    arguments.shares = sorted(arguments.shares)
+    policies, shares, in_hbm, in_dram = arguments.policies, arguments.shares, arguments.in_hbm, arguments.in_dram
+    workload = workload_of(arguments, shape)
+    known = load(arguments.file, workload) if arguments.file else None
     calibration, legs = known or (None, [])
-    columns = (TextColumn("{task.description}"), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console) as progress, ExitStack() as stack:
-        bar = progress.add_task("calibrating", total=rounds * len(shares) * len(policies))
+    run.expect(arguments.rounds * len(shares) * len(policies), "calibrating")
+    with ExitStack() as stack:
         if calibration is None:
-            prefill_s, gbps = throttle(model, shape, in_hbm, in_dram, load_factor, directory)
+            prefill_s, gbps = throttle(model, shape, in_hbm, in_dram, arguments.load_factor, directory)
         else:
             prefill_s, gbps = calibration.prefill_s, calibration.disk_gbps
         players = {}
         for policy in dict.fromkeys((*policies, "fcfs")):
-            settings = settings_of(policy, model, shape, in_hbm, in_dram, window, gbps, directory / policy)
+            settings = settings_of(policy, model, shape, in_hbm, in_dram, arguments.window, gbps, directory / policy)
             players[policy] = Player(stack.enter_context(serve(policy, settings)), policy, shape)
             players[policy].warm_up()
         if calibration is None:
@@ -150,27 +175,25 @@ def measure(
         done = {(leg.policy, leg.share, leg.round_) for leg in legs}
         paces = {(leg.share, leg.round_): leg.pace for leg in legs}
         first = next_round(legs, len(shares) * len(policies))
-        for round_ in range(first, first + rounds):
-            for place in range(len(shares)):
-                share = shares[(place + round_) % len(shares)]
-                seed, shift = 100 * (round_ + 1) + place, (round_ + place) % len(policies)
-                for policy in policies[shift:] + policies[:shift]:
-                    progress.update(bar, description=f"round {round_ + 1}, {share:.0%}, {policy}")
+        for round_ in range(first, first + arguments.rounds):
+            for place, share in enumerate(turned(shares, round_)):
+                seed = 100 * (round_ + 1) + place
+                for policy in turned(policies, round_ + place):
+                    run.describe(f"round {round_ + 1}, {share:.0%}, {policy}")
                     if (policy, share, round_) not in done:
                         begin_s = players[policy].begin(f"leg-{seed}", seed)
                         pace = paces.setdefault((share, round_), calibration.begin_s / begin_s)
                         rate = share * calibration.service_rate * pace
                         legs.append(players[policy].leg(share, rate, pace, round_, f"leg-{seed}", seed))
                         players[policy].forget()
-                        keep(calibration, legs)
-                    progress.advance(bar)
-    return calibration, legs
+                        if arguments.file:
+                            save(arguments.file, workload, calibration, legs)
+                        run.keep(result_of(workload, calibration, legs))
+                    run.advance()
+    return result_of(workload, calibration, legs)
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", help="directory of another model; default: the 125 M-shape random one, made anew")
-    parser.add_argument("--rounds", type=int, default=3)
+def options(parser: ArgumentParser) -> None:
     parser.add_argument("--conversations", type=int, default=24)
     parser.add_argument("--first-tokens", type=int, default=1000)
     parser.add_argument("--turn-tokens", type=int, default=150)
@@ -188,59 +211,17 @@ def main() -> int:
     parser.add_argument("--window", type=int, default=0, help="places of car's window; 0: what the server makes of it")
     parser.add_argument("--policies", nargs="+", choices=ARMS, default=list(ARMS))
     parser.add_argument("--file", type=Path, help="keep every turn in it, and add to the rounds that it has")
-    parser.add_argument("--no-result", action="store_true", help="do not write the result file")
-    arguments = parser.parse_args()
-    console = Console()
-    shape = Shape(
-        arguments.conversations, arguments.first_tokens, arguments.turn_tokens, arguments.answer_tokens,
-        arguments.turns,
-    )  # fmt: skip
-    policies = tuple(p for p in ARMS if p in arguments.policies)
-    shares = tuple(sorted(arguments.shares))
-    workload = {
-        "conversations": shape.conversations, "first_tokens": shape.first_tokens, "turn_tokens": shape.turn_tokens,
-        "answer_tokens": shape.answer_tokens, "turns_per_leg": shape.turns, "mean_history": shape.mean_history,
-        "mean_tokens": shape.mean_tokens, "final_tokens": shape.final_tokens, "in_hbm": arguments.in_hbm,
-        "in_dram": arguments.in_dram, "load_factor": arguments.load_factor, "window": arguments.window,
-        "max_seqs": max(1, arguments.in_hbm - 1), "shares": list(shares), "policies": list(policies),
-    }  # fmt: skip
-    known = load(arguments.file, workload) if arguments.file else None
 
-    def result(calibration: Calibration, legs: list[Leg]) -> dict[str, Any]:
-        summary = summarize(legs)
-        return {
-            "workload": {**workload, "rounds": next_round(legs, len(shares) * len(policies))},
-            "slo": {"ttft_s": TTFT_S, "itl_s": ITL_S},
-            "calibration": {
-                "prefill_s": round(calibration.prefill_s, 4), "disk_gbps": round(calibration.disk_gbps, 4),
-                "load_s": round(calibration.load_s, 4), "service_rate": round(calibration.service_rate, 3),
-                "begin_s": round(calibration.begin_s, 3),
-                "window": calibration.window,
-            },
-            "held": verdicts(summary),
-            **summary,
-        }  # fmt: skip
 
-    def keep(calibration: Calibration, legs: list[Leg]) -> None:
-        if arguments.file:
-            save(arguments.file, workload, calibration, legs)
-        if not arguments.no_result:
-            factor = arguments.load_factor
-            write_result("schedulers" if factor == 1 else f"schedulers_load_x{factor:g}", result(calibration, legs))
+def file_name(arguments: Namespace) -> str:
+    return "schedulers" if arguments.load_factor == 1 else f"schedulers_load_x{arguments.load_factor:g}"
 
-    with tempfile.TemporaryDirectory(prefix="reprise-schedulers-") as name:
-        directory = Path(name)
-        model = arguments.model or str(directory / "model")
-        if not arguments.model:
-            make_model(Path(model), SHAPES["125m"], seed=0)
-        calibration, legs = measure(
-            model, shape, shares, policies, arguments.rounds, arguments.in_hbm, arguments.in_dram,
-            arguments.load_factor, arguments.window, directory, console, known, keep,
-        )  # fmt: skip
-    final = result(calibration, legs)
-    show(console, final)
-    return 0 if final["held"] and all(final["held"].values()) else 1
 
+# No small form: a p95 takes its seventy turns at each rate, and `foretold` and `ablation` play the same scheduler on a
+# virtual clock.
+EXPERIMENT = Experiment(
+    name=file_name, about=__doc__, measure=measure, show=show, options=options, rounds=3, takes_model=True
+)
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(EXPERIMENT.main())

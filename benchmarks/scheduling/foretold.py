@@ -12,18 +12,16 @@ Many rounds, each with arrivals of its own that all policies share. Shown: TTFT 
 units of FCFS, with a bootstrap interval over rounds.
 """
 
-import argparse
 import json
 import random
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import track
 from rich.table import Table
 
+from benchmarks.harness.experiment import Experiment, Run
 from benchmarks.harness.measures import interval, mean_of, rounded
-from benchmarks.harness.servers import write_result
 from benchmarks.scheduling.compare import SHARES
 from benchmarks.scheduling.legs import BLOCK, Shape, arrivals, together
 from benchmarks.scheduling.report import POLICIES
@@ -112,14 +110,15 @@ def compare(mine: list[list[float]], theirs: list[list[float]]) -> dict[str, Any
     return {"p95": rounded(ratio(list(everything)), 3), "interval": [rounded(low, 3), rounded(high, 3)]}
 
 
-def foretell(arguments: argparse.Namespace, measured: dict[str, Any], console: Console) -> list[dict[str, Any]]:
+def measure(run: Run) -> dict[str, Any]:
     """A row per load factor and rate."""
+    measured = json.loads(MEASURED.read_text(encoding="utf-8"))
     calibration, workload = measured["calibration"], measured["workload"]
     shape = Shape(workload["conversations"], workload["first_tokens"], workload["turn_tokens"],
                   workload["answer_tokens"], workload["turns_per_leg"])  # fmt: skip
     rows: list[dict[str, Any]] = []
     legs = [(factor, share) for factor in LOAD_FACTORS for share in SHARES]
-    for factor, share in track(legs, description="simulating", console=console):
+    for factor, share in run.track(legs, "simulating"):
         prefill_s = calibration["prefill_s"]
         machines = {
             policy: machine_of(policy, shape, workload["in_hbm"], workload["in_dram"], calibration["window"],
@@ -128,7 +127,7 @@ def foretell(arguments: argparse.Namespace, measured: dict[str, Any], console: C
         }  # fmt: skip
         rate = share * service_rate(machines["fcfs"], shape)
         ttft_s: dict[str, list[list[float]]] = {policy: [] for policy in POLICIES}
-        for seed in range(arguments.rounds):
+        for seed in range(run.arguments.rounds):
             later = arrivals(shape, rate, f"{seed} {share}", "c")
             for policy in POLICIES:
                 ttft_s[policy].append([ttft for ttft, _ in play(machines[policy], shape, later, seed)])
@@ -146,31 +145,22 @@ def foretell(arguments: argparse.Namespace, measured: dict[str, Any], console: C
                 "car/priority": compare(ttft_s["car"], ttft_s["priority"]),
             }
         )  # fmt: skip
-    return rows
+    return {"rounds": run.arguments.rounds, "calibration": calibration, "rows": rows}
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=40)
-    parser.add_argument("--no-result", action="store_true", help="do not write the result file")
-    arguments = parser.parse_args()
-    console = Console()
-    measured = json.loads(MEASURED.read_text(encoding="utf-8"))
-    rows = foretell(arguments, measured, console)
+def show(console: Console, result: dict[str, Any]) -> None:
     table = Table(title="TTFT without a machine's moods")
     for head in ("load / new tokens", "rate", *(f"{policy} p50 / p95 ms" for policy in POLICIES), "car / fcfs p95"):
         table.add_column(head)
-    for row in rows:
+    for row in result["rows"]:
         low, high = row["car/fcfs"]["interval"]
         cells = (f"{row['ttft_ms'][policy]['p50']:.0f} / {row['ttft_ms'][policy]['p95']:.0f}" for policy in POLICIES)
         ratio = f"{row['car/fcfs']['p95']} ({low} to {high})"
         table.add_row(f"{row['load_factor']:g}", f"{row['share']:.0%}", *cells, ratio)
     console.print(table)
-    if not arguments.no_result:
-        calibration = measured["calibration"]
-        write_result("schedulers_foretold", {"rounds": arguments.rounds, "calibration": calibration, "rows": rows})
-    return 0
 
+
+EXPERIMENT = Experiment(name="schedulers_foretold", about=__doc__, measure=measure, show=show, rounds=40)
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(EXPERIMENT.main())

@@ -23,25 +23,23 @@ first ones at most 1.0 x, TPOT p50 at most 1.05 x, over at least four seeds. Wha
 figure that is worse than there. A machine with hardly a queue at this rate tells them hardly apart: raise `--rate`.
 """
 
-import argparse
 import asyncio
 import random
-import tempfile
+from argparse import ArgumentParser
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 from rich.console import Console
-from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from benchmarks.harness.make_model import SHAPES, make_model
-from benchmarks.harness.measures import fail_on, mean_of, ratio, rounded, show_held, target_of
-from benchmarks.harness.servers import ServerProcess, serve, write_result
-from loadgen.measure.sender import TurnResult, run
+from benchmarks.harness.experiment import Experiment, Figure, Quick, Result, Run
+from benchmarks.harness.measures import fail_on, mean_of, ratio, rounded, target_of
+from benchmarks.harness.servers import ServerProcess, serve
+from loadgen.measure.sender import TurnResult
+from loadgen.measure.sender import run as run_workload
 from loadgen.percentile import percentile
 from loadgen.workloads.workload import Conversation, Turn
 
@@ -216,49 +214,41 @@ def show(console: Console, result: dict[str, Any]) -> None:
             f"{v['itl']['p99']:.0f}", f"{v['tokens_per_s']:.1f}",
         )  # fmt: skip
     console.print(table)
-    show_held(console, result["held"])
     for name, (value, most) in result.get("aims", {}).items():
         console.print(f"aim      {name}: {most} x, reached {value}")
     for line in result["lost"]:
         console.print(f"[yellow]lost[/yellow]     {line}")
 
 
-def measure(
-    model: str, workload: Workload, arms: Sequence[str], seeds: Sequence[int], console: Console,
-    keep: Callable[[list[Round]], None],
-) -> list[Round]:  # fmt: skip
-    """`keep` is called with those so far behind every seed. Raises ServerFailed and RuntimeError."""
+def measure(run: Run) -> dict[str, Any]:
+    """Raises ServerFailed and RuntimeError."""
+    arguments, model = run.arguments, str(run.random_model())
+    workload = Workload(**{name: getattr(arguments, name) for name in asdict(Workload())})
+    seeds = range(arguments.first_seed, arguments.first_seed + arguments.seeds)
     played: list[Round] = []
 
     def play(arm: str, server: ServerProcess, seed: int, conversations: Sequence[Conversation]) -> Round:
-        results = asyncio.run(run(target_of(server), conversations, seed=seed, timeout_s=TIMEOUT_S))
+        results = asyncio.run(run_workload(target_of(server), conversations, seed=seed, timeout_s=TIMEOUT_S))
         return round_of(arm, seed, results)
 
-    columns = (TextColumn("{task.description}"), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console) as progress, ExitStack() as stack:
-        bar = progress.add_task("starting", total=len(seeds) * len(arms))
-        servers = {arm: stack.enter_context(serve(arm, settings_of(arm, model, workload))) for arm in arms}
+    def result() -> dict[str, Any]:
+        return {"workload": asdict(workload), "seeds": sorted({r.seed for r in played}), **summarize(played)}
+
+    with ExitStack() as stack:
+        servers = {arm: stack.enter_context(serve(arm, settings_of(arm, model, workload))) for arm in arguments.arms}
         for arm, server in servers.items():  # what a server sets up, and learns, at its first requests
-            progress.update(bar, description=f"warm-up, {arm}")
             warm_up = Workload(3, 2.0, 2, workload.first_tokens, workload.more_tokens, workload.answer_tokens, 0.5)
             play(arm, server, -1, warm_up.arrivals(-1))
-        for number, seed in enumerate(seeds):
-            shift = number % len(arms)
-            for arm in (*arms[shift:], *arms[:shift]):
-                progress.update(bar, description=f"seed {seed}, {arm}")
-                played.append(play(arm, servers[arm], seed, workload.arrivals(seed)))
-                progress.advance(bar)
-            keep(played)
-    return played
+        for seed, order in run.rounds(arguments.arms, seeds, "seed"):
+            played += [play(arm, servers[arm], seed, workload.arrivals(seed)) for arm in order]
+            run.keep(result())
+    return result()
 
 
-def main() -> int:
+def options(parser: ArgumentParser) -> None:
     usual = Workload()
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", help="directory of another model; default: the 125 M-shape random one, made anew")
     parser.add_argument("--seeds", type=int, default=SEEDS, help="rounds, each with other arrivals")
     parser.add_argument("--first-seed", type=int, default=1)
-    parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
     parser.add_argument("--conversations", type=int, default=usual.conversations, help="in a round")
     parser.add_argument("--rate", type=float, default=usual.rate, help="conversations a second")
     parser.add_argument("--turns", type=int, default=usual.turns)
@@ -266,29 +256,23 @@ def main() -> int:
     parser.add_argument("--more-tokens", type=int, default=usual.more_tokens, help="of each later one")
     parser.add_argument("--answer-tokens", type=int, default=usual.answer_tokens)
     parser.add_argument("--think-s", type=float, default=usual.think_s)
-    parser.add_argument("--name", default="poisson", help="of the result file")
-    parser.add_argument("--no-result", action="store_true", help="do not write the result file")
-    arguments = parser.parse_args()
-    console = Console()
-    workload = Workload(**{name: getattr(arguments, name) for name in asdict(usual)})
-    seeds = range(arguments.first_seed, arguments.first_seed + arguments.seeds)
 
-    def result(rounds: list[Round]) -> dict[str, Any]:
-        return {"workload": asdict(workload), "seeds": sorted({r.seed for r in rounds}), **summarize(rounds)}
 
-    def keep(rounds: list[Round]) -> None:
-        if not arguments.no_result:
-            write_result(arguments.name, result(rounds))
+def over_fcfs(name: str) -> Callable[[Result], float | None]:
+    return lambda result: result[f"over_{OTHER}"][MINE][name]["p50"]
 
-    with tempfile.TemporaryDirectory(prefix="reprise-poisson-") as name:
-        model = arguments.model or str(Path(name) / "model")
-        if not arguments.model:
-            make_model(Path(model), SHAPES["125m"], seed=0)
-        rounds = measure(model, workload, [arm for arm in ARMS if arm in arguments.arms], seeds, console, keep)
-    final = result(rounds)
-    show(console, final)
-    return 0 if final["held"] and all(final["held"].values()) else 1
 
+EXPERIMENT = Experiment(
+    name="poisson", about=__doc__, measure=measure, show=show, options=options, arms=ARMS, takes_model=True,
+    quick=Quick(
+        options={"seeds": 1, "conversations": 8, "rate": 1.0, "think_s": 1.0, "arms": [MINE, OTHER]},
+        figures=[
+            Figure("returning TTFT p50, x fcfs", over_fcfs("returning"), 1.3),
+            Figure("TPOT p50, x fcfs", over_fcfs("tpot"), 1.2),
+        ],
+        holds=False,  # one seed decides nothing
+    ),
+)  # fmt: skip
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(EXPERIMENT.main())

@@ -18,6 +18,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import track
 
+from benchmarks.harness.experiment import show_held
 from benchmarks.scheduling import poisson
 from benchmarks.scheduling.poisson import Round, Workload
 from loadgen.virtual.simulation import Simulation, VirtualServer
@@ -98,7 +99,9 @@ def main(words: Sequence[str] | None = None) -> int:
         case = CASES[name]
         runs = [(arm, seed) for seed in range(1, arguments.seeds + 1) for arm in arguments.arms]
         rounds = [play(case, *run) for run in track(runs, description=name, console=console, transient=True)]
-        poisson.show(console, poisson.summarize(rounds))
+        summary = poisson.summarize(rounds)
+        poisson.show(console, summary)
+        show_held(console, summary["held"])
     return 0
 
 

@@ -16,9 +16,8 @@ CaR's scores, and shows TTFT beside: what each gains.
 Expected: at least 70 % on time where all answers are as long.
 """
 
-import argparse
 import random
-import tempfile
+from argparse import ArgumentParser
 from collections import Counter
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
@@ -28,10 +27,10 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.harness.experiment import Experiment, Run
 from benchmarks.harness.in_process import kv_bytes_per_token
-from benchmarks.harness.make_model import SHAPES, make_model
-from benchmarks.harness.measures import fail_on, mean_of, rounded, show_held
-from benchmarks.harness.servers import serve, write_result
+from benchmarks.harness.measures import fail_on, mean_of, rounded
+from benchmarks.harness.servers import serve
 from benchmarks.scheduling.legs import GIB, Player
 from benchmarks.scheduling.legs import Shape as Begun
 from loadgen.percentile import percentile
@@ -89,34 +88,31 @@ def settings_of(model: str, arm: str, directory: Path) -> dict[str, Any]:
     }
 
 
-def measure(model: str, arguments: argparse.Namespace, directory: Path, console: Console) -> list[Leg]:
+def play(run: Run) -> list[Leg]:
     """All workloads on all servers, which take turns. Raises RuntimeError if a turn fails."""
-    legs = []
+    legs, arguments, model = [], run.arguments, str(run.random_model())
     shape = Begun(arguments.conversations, FIRST_TOKENS, TURN_TOKENS, ANSWER_TOKENS, arguments.turns)
     with ExitStack() as stack:
         players = {}
         for arm in arguments.arms:
-            server = stack.enter_context(serve(arm, settings_of(model, arm, directory / arm)))
+            server = stack.enter_context(serve(arm, settings_of(model, arm, run.directory / arm)))
             players[arm] = Player(server, arm, shape)
             players[arm].warm_up()
-        for round_ in range(arguments.rounds):
-            for workload in WORKLOADS:
-                for arm, player in players.items():
-                    console.print(f"round {round_ + 1}, {workload}, {arm}")
-                    player.rest()
-                    before = player.counts()
-                    results = player.play(
-                        conversations(workload, arguments.conversations, arguments.turns, round_), round_
-                    )
-                    fail_on(results)
-                    player.rest()
-                    counts = player.counts()
-                    counts.subtract(before)
-                    timer = {name.split()[1]: n for name, n in counts.items() if name.startswith("timer ")}
-                    returning = sorted(results, key=lambda result: result.sent_s)[arguments.conversations :]
-                    ttft_s = [result.ttft_s for result in returning if result.ttft_s is not None]
-                    legs.append(Leg(arm, workload, round_, timer, ttft_s))
-                    player.forget()
+        for round_, order in run.rounds([(w, arm) for w in WORKLOADS for arm in arguments.arms], arguments.rounds):
+            for workload, arm in order:
+                player = players[arm]
+                player.rest()
+                before = player.counts()
+                results = player.play(conversations(workload, arguments.conversations, arguments.turns, round_), round_)
+                fail_on(results)
+                player.rest()
+                counts = player.counts()
+                counts.subtract(before)
+                timer = {name.split()[1]: n for name, n in counts.items() if name.startswith("timer ")}
+                returning = sorted(results, key=lambda result: result.sent_s)[arguments.conversations :]
+                ttft_s = [result.ttft_s for result in returning if result.ttft_s is not None]
+                legs.append(Leg(arm, workload, round_, timer, ttft_s))
+                player.forget()
     return legs
 
 
@@ -135,46 +131,46 @@ def describe(legs: list[Leg]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", help="directory of another model; default: the 125 M-shape random one, made anew")
-    parser.add_argument("--conversations", type=int, default=16)
-    parser.add_argument("--turns", type=int, default=5, help="of each, behind the first")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--arms", nargs="+", choices=ARMS, default=["neither"])
-    parser.add_argument("--no-result", action="store_true", help="do not write the result file")
-    arguments = parser.parse_args()
-    console = Console()
-    with tempfile.TemporaryDirectory(prefix="reprise-timer-") as name:
-        model = arguments.model or str(Path(name) / "model")
-        if not arguments.model:
-            make_model(Path(model), SHAPES["125m"], seed=0)
-        legs = measure(model, arguments, Path(name), console)
+def verdicts(arms: dict[str, Any]) -> dict[str, bool]:
+    """What is held -> whether it holds."""
+    shares = {arm: by_workload[JUDGED]["shares"]["on_time"] for arm, by_workload in arms.items()}
+    return {
+        f"{arm}, {JUDGED}: at least {LEAST_ON_TIME:.0%} on time": share is not None and share >= LEAST_ON_TIME
+        for arm, share in shares.items()
+    }
+
+
+def measure(run: Run) -> dict[str, Any]:
+    legs = play(run)
     arms: dict[str, Any] = {
         arm: {w: describe([leg for leg in legs if (leg.arm, leg.workload) == (arm, w)]) for w in WORKLOADS}
-        for arm in arguments.arms
-    }  # fmt: skip
+        for arm in run.arguments.arms
+    }
+    return {"arms": arms, "held": verdicts(arms), "legs": [asdict(leg) for leg in legs]}
+
+
+def show(console: Console, result: dict[str, Any]) -> None:
     table = Table(title="Loads that the timer started")
     for heading in ("arm", "answers", "on time", "early", "late", "counts", "TTFT mean", "p50", "p95 ms"):
         table.add_column(heading)
-    held = {}
-    for arm, by_workload in arms.items():
+    for arm, by_workload in result["arms"].items():
         for workload, found in by_workload.items():
             shares = [f"{value or 0:.0%}" for value in found["shares"].values()]
             times = [str(value) for value in found["ttft_ms"].values()]
             table.add_row(arm, workload, *shares, str(found["timer"]), *times)
-            if workload == JUDGED:
-                on_time = found["shares"]["on_time"]
-                held[f"{arm}, {workload}: at least {LEAST_ON_TIME:.0%} on time"] = (
-                    on_time is not None and on_time >= LEAST_ON_TIME
-                )
     console.print(table)
-    show_held(console, held)
-    if not arguments.no_result:
-        name = "prefetch_timer" if len(arms) == 1 else "prefetch_timer_ablation"
-        write_result(name, {"arms": arms, "held": held, "legs": [asdict(leg) for leg in legs]})
-    return 0 if all(held.values()) else 1
 
+
+def options(parser: ArgumentParser) -> None:
+    parser.add_argument("--conversations", type=int, default=16)
+    parser.add_argument("--turns", type=int, default=5, help="of each, behind the first")
+    parser.add_argument("--arms", nargs="+", choices=ARMS, default=["neither"])
+
+
+EXPERIMENT = Experiment(
+    name=lambda arguments: "prefetch_timer" if len(arguments.arms) == 1 else "prefetch_timer_ablation",
+    about=__doc__, measure=measure, show=show, options=options, rounds=3, takes_model=True,
+)  # fmt: skip
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(EXPERIMENT.main())

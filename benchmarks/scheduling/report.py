@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.harness.measures import mean_of, ratio, rounded, show_held
+from benchmarks.harness.measures import mean_of, ratio, rounded
 from benchmarks.scheduling.legs import TIERS, Leg
 from loadgen.percentile import percentile
 
@@ -157,4 +157,3 @@ def show(console: Console, result: dict[str, Any]) -> None:
         for name, values in found.items():
             numbers = ", ".join(f"{p} {values[p]}" for p in ("mean", *PERCENTILES))
             console.print(f"{float(share):.0%}, {name}: {numbers}; p95 by round {values['p95_by_round']}")
-    show_held(console, result["held"])

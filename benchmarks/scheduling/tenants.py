@@ -14,28 +14,27 @@ Expected of `car`: the quiet tenant's TTFT p95 beside the flood is at most its T
 full-budget steps.
 """
 
-import argparse
 import asyncio
-import tempfile
 import time
+from argparse import ArgumentParser
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 import httpx
 from rich.console import Console
-from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from benchmarks.harness.make_model import SHAPES, make_model
-from benchmarks.harness.measures import HEARTBEAT_S, fail_on, ratio, rounded, show_held
-from benchmarks.harness.servers import ServerProcess, serve, write_result
+from benchmarks.harness.experiment import Experiment, Figure, Quick, Run
+from benchmarks.harness.make_model import SHAPES
+from benchmarks.harness.measures import HEARTBEAT_S, fail_on, ratio, rounded
+from benchmarks.harness.servers import ServerProcess, serve
 from benchmarks.speed.itl import split_gaps
-from loadgen.measure.sender import Target, TurnResult, run
+from loadgen.measure.sender import Target, TurnResult
+from loadgen.measure.sender import run as run_workload
 from loadgen.percentile import percentile
 from loadgen.workloads.workload import Conversation, Turn
 
@@ -103,7 +102,7 @@ class Player:
 
     async def _play(self, *conversations: Conversation) -> list[TurnResult]:
         self._asked += 1  # no prompt comes twice
-        return await run(target_of(self._server), conversations, seed=self._asked, timeout_s=TIMEOUT_S)
+        return await run_workload(target_of(self._server), conversations, seed=self._asked, timeout_s=TIMEOUT_S)
 
     async def warm_up(self) -> None:
         fail_on(await self._play(*(request(self._workload, "quiet", f"warm-up-{n}") for n in range(3))))
@@ -209,74 +208,57 @@ def show(console: Console, result: dict[str, Any]) -> None:
             str(v["fair_preemptions"]), str(sum(v["errors"].values())),
         )  # fmt: skip
     console.print(table)
-    show_held(console, result["held"])
 
 
-def measure(
-    model: str, workload: Workload, policies: tuple[str, ...], rounds: int, console: Console,
-    keep: Callable[[list[Round]], None],
-) -> list[Round]:  # fmt: skip
-    """`keep` is called with those so far behind every round. Raises ServerFailed, and RuntimeError where the quiet
-    tenant fails alone."""
+def measure(run: Run) -> dict[str, Any]:
+    """Raises ServerFailed, and RuntimeError where the quiet tenant fails alone."""
+    arguments, model = run.arguments, str(run.random_model())
+    workload = Workload(
+        arguments.flood, arguments.prompt_tokens, arguments.answer_tokens, arguments.alone, arguments.places
+    )
+    policies = [policy for policy in POLICIES if policy in arguments.policies]
     played: list[Round] = []
-    columns = (TextColumn("{task.description}"), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console) as progress, ExitStack() as stack:
-        bar = progress.add_task("starting", total=rounds * len(policies))
+
+    def result() -> dict[str, Any]:
+        return {
+            "workload": {
+                "flood": workload.flood, "prompt_tokens": workload.prompt_tokens,
+                "answer_tokens": workload.answer_tokens, "places": workload.places, "rounds": arguments.rounds,
+            },
+            **summarize(played),
+        }  # fmt: skip
+
+    with ExitStack() as stack:
         players = {
             policy: Player(stack.enter_context(serve(policy, settings_of(policy, model, workload))), policy, workload)
             for policy in policies
         }
         for player in players.values():
             asyncio.run(player.warm_up())
-        for number in range(rounds):
-            for policy in policies[:: -1 if number % 2 else 1]:
-                progress.update(bar, description=f"round {number + 1}, {policy}")
-                played.append(asyncio.run(players[policy].round()))
-                progress.advance(bar)
-            keep(played)
-    return played
+        for _, order in run.rounds(policies, arguments.rounds):
+            played += [asyncio.run(players[policy].round()) for policy in order]
+            run.keep(result())
+    return result()
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", help="directory of another model; default: the 125 M-shape random one, made anew")
-    parser.add_argument("--rounds", type=int, default=2)
+def options(parser: ArgumentParser) -> None:
     parser.add_argument("--flood", type=int, default=200, help="requests at once")
     parser.add_argument("--prompt-tokens", type=int, default=200)
     parser.add_argument("--answer-tokens", type=int, default=32)
     parser.add_argument("--alone", type=int, default=20, help="requests of the quiet tenant before the flood")
     parser.add_argument("--places", type=int, default=8, help="in the batch")
     parser.add_argument("--policies", nargs="+", choices=POLICIES, default=list(POLICIES))
-    parser.add_argument("--no-result", action="store_true", help="do not write the result file")
-    arguments = parser.parse_args()
-    console = Console()
-    workload = Workload(
-        arguments.flood, arguments.prompt_tokens, arguments.answer_tokens, arguments.alone, arguments.places
-    )
 
-    def result(rounds: list[Round]) -> dict[str, Any]:
-        return {
-            "workload": {
-                "flood": workload.flood, "prompt_tokens": workload.prompt_tokens,
-                "answer_tokens": workload.answer_tokens, "places": workload.places, "rounds": arguments.rounds,
-            },
-            **summarize(rounds),
-        }  # fmt: skip
 
-    def keep(rounds: list[Round]) -> None:
-        if not arguments.no_result:
-            write_result("tenants", result(rounds))
-
-    with tempfile.TemporaryDirectory(prefix="reprise-tenants-") as name:
-        model = arguments.model or str(Path(name) / "model")
-        if not arguments.model:
-            make_model(Path(model), SHAPES["125m"], seed=0)
-        policies = tuple(policy for policy in POLICIES if policy in arguments.policies)
-        rounds = measure(model, workload, policies, arguments.rounds, console, keep)
-    final = result(rounds)
-    show(console, final)
-    return 0 if final["held"] and all(final["held"].values()) else 1
-
+EXPERIMENT = Experiment(
+    name="tenants", about=__doc__, measure=measure, show=show, options=options, rounds=2, takes_model=True,
+    quick=Quick(
+        options={"rounds": 1, "flood": 60, "alone": 8, "policies": ["car"]},
+        figures=[
+            Figure("TTFT p95 beside a flood, x bound", lambda r: r["policies"]["car"]["beside_p95_to_bound"], 1.3)
+        ],
+    ),
+)  # fmt: skip
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(EXPERIMENT.main())

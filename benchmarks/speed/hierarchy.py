@@ -24,11 +24,10 @@ due (`cache/returns/regulars.py`): into DRAM, as far as that has room.
 Expected: at turn 4 attentionstore takes at most 0.15 x recompute, and at most 1.25 x ample: its loads are hidden.
 """
 
-import argparse
 import asyncio
 import random
-import tempfile
-from collections.abc import Callable, Iterator
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -37,14 +36,12 @@ from typing import Any
 
 import httpx
 from rich.console import Console
-from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from tokenizers import Tokenizer
 
+from benchmarks.harness.experiment import Experiment, Figure, Quick, Result, Run, turned
 from benchmarks.harness.in_process import kv_bytes_per_token
-from benchmarks.harness.make_model import SHAPES, make_model
-from benchmarks.harness.measures import show_held
-from benchmarks.harness.servers import ServerProcess, serve, write_result
+from benchmarks.harness.servers import ServerProcess, serve
 from benchmarks.harness.streams import Message, StreamedAnswer, ask_stamped
 from loadgen.measure.http import Http
 from loadgen.percentile import percentile
@@ -304,7 +301,8 @@ def verdicts(summary: dict[str, Any], turns: int) -> dict[str, bool]:
     return held
 
 
-def show(console: Console, summary: dict[str, Any], held: dict[str, bool], turns: int) -> None:
+def show(console: Console, summary: dict[str, Any]) -> None:
+    turns = summary["workload"]["turns"]
     table = Table(title="Time to first token, p50, ms", title_justify="left")
     later = f"turns 2-{turns}"
     for heading in ("server", *(f"turn {t}" for t in range(1, turns + 1)), later, "p90", "TPOT", "history reused",
@@ -324,7 +322,6 @@ def show(console: Console, summary: dict[str, Any], held: dict[str, bool], turns
     for turn, ratios in summary["ratios"].items():
         line = ", ".join(f"{name} {ratio['of_medians']:.3f}" for name, ratio in ratios.items())
         console.print(f"turn {turn}: {line}")
-    show_held(console, held)
 
 
 def _tail(values: dict[str, Any]) -> list[str]:
@@ -335,28 +332,43 @@ def _tail(values: dict[str, Any]) -> list[str]:
     ]  # fmt: skip
 
 
-def legs(passes: int, turns: int, arms: tuple[str, ...]) -> Iterator[tuple[int, int, tuple[str, ...]]]:
+def legs(passes: int, turns: int, arms: Sequence[str]) -> Iterator[tuple[int, int, tuple[str, ...]]]:
     """(pass, turn, the servers in their order): whoever was first is last next time."""
     for pass_ in range(passes):
         for turn in range(1, turns + 1):
-            shift = (pass_ * turns + turn) % len(arms)
-            yield pass_, turn, arms[shift:] + arms[:shift]
+            yield pass_, turn, turned(arms, pass_ * turns + turn)
 
 
-def measure(
-    model: str, shape: Shape, passes: int, arms: tuple[str, ...], few: int, dram: int, directory: Path,
-    console: Console, keep: Callable[[list[Sample]], None],
-) -> list[Sample]:  # fmt: skip
-    """All samples; `keep` is called with those so far behind every pass. Raises ServerFailed, and what the client
-    raises."""
+def result_of(samples: list[Sample], shape: Shape, arguments: Namespace) -> dict[str, Any]:
+    summary = summarize(samples, shape.turns)
+    return {
+        "workload": {
+            "conversations": shape.conversations, "first_tokens": shape.first_tokens,
+            "turn_tokens": shape.turn_tokens, "answer_tokens": shape.answer_tokens,
+            "final_tokens": shape.final_tokens, "turns": shape.turns,
+            "in_hbm": arguments.in_hbm, "in_dram": arguments.in_dram,
+        },
+        "held": verdicts(summary, shape.turns),
+        **summary,
+    }  # fmt: skip
+
+
+def measure(run: Run) -> dict[str, Any]:
+    """Raises ServerFailed, and what the client raises."""
+    options = run.arguments
+    shape = Shape(
+        options.conversations, options.first_tokens, options.turn_tokens, options.answer_tokens, options.turns
+    )
+    model, arms, passes = str(run.random_model()), options.arms, options.passes
     rotation = Rotation(Tokenizer.from_file(f"{model}/tokenizer.json"), shape, seed=0)
     kv_bytes = kv_bytes_per_token(model)
-    settings = {arm: settings_of(arm, model, shape, kv_bytes, directory, few, dram) for arm in arms}
-    columns = (TextColumn("{task.description}"), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console) as progress, ExitStack() as stack, ExitStack() as first:
-        total = (passes * shape.turns * len(arms) + sum(arm in RETURNING for arm in arms)) * shape.conversations
-        bar = progress.add_task("turns", total=total)
-        tell = lambda: progress.advance(bar)  # noqa: E731
+    settings = {
+        arm: settings_of(arm, model, shape, kv_bytes, run.directory, options.in_hbm, options.in_dram) for arm in arms
+    }
+    run.expect(
+        (passes * shape.turns * len(arms) + sum(arm in RETURNING for arm in arms)) * shape.conversations, "turns"
+    )
+    with ExitStack() as stack, ExitStack() as first:
         servers = {
             arm: (first if arm == "attentionstore" else stack).enter_context(serve(arm, settings[arm])) for arm in arms
         }
@@ -364,9 +376,9 @@ def measure(
             asyncio.run(rotation.warm_up(server, arm))
         for pass_, turn, order in legs(passes, shape.turns, arms):
             for arm in order:
-                asyncio.run(rotation.leg(servers[arm], arm, pass_, turn, tell))
+                asyncio.run(rotation.leg(servers[arm], arm, pass_, turn, run.advance))
             if turn == shape.turns:
-                keep(rotation.samples)
+                run.keep(result_of(rotation.samples, shape, options))
                 for arm in arms if pass_ < passes - 1 else ():
                     rotation.forget(servers[arm], pass_)
         if "attentionstore" in arms:
@@ -375,14 +387,11 @@ def measure(
             # Not the model's first computation, but the first turn of a known conversation.
             asyncio.run(rotation.warm_up(servers["attentionstore"], "attentionstore"))
             for arm in (arm for arm in RETURNING if arm in arms):
-                asyncio.run(rotation.leg(servers[arm], arm, passes - 1, shape.turns + 1, tell))
-            keep(rotation.samples)
-    return rotation.samples
+                asyncio.run(rotation.leg(servers[arm], arm, passes - 1, shape.turns + 1, run.advance))
+    return result_of(rotation.samples, shape, options)
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", help="directory of another model; default: the 125 M-shape random one, made anew")
+def options(parser: ArgumentParser) -> None:
     parser.add_argument("--passes", type=int, default=3, help="a pass is 8 pairs of every turn")
     parser.add_argument("--conversations", type=int, default=8)
     parser.add_argument("--first-tokens", type=int, default=1000)
@@ -391,44 +400,28 @@ def main() -> int:
     parser.add_argument("--turns", type=int, default=TURNS)
     parser.add_argument("--in-hbm", type=int, default=2, help="conversations that HBM holds")
     parser.add_argument("--in-dram", type=int, default=3, help="conversations that DRAM holds")
-    parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
-    parser.add_argument("--no-result", action="store_true", help="do not write the result file")
-    arguments = parser.parse_args()
-    console = Console()
-    shape = Shape(
-        arguments.conversations, arguments.first_tokens, arguments.turn_tokens, arguments.answer_tokens, arguments.turns
-    )
-    with tempfile.TemporaryDirectory(prefix="reprise-hierarchy-") as name:
-        directory = Path(name)
-        model = arguments.model or str(directory / "model")
-        if not arguments.model:
-            make_model(Path(model), SHAPES["125m"], seed=0)
 
-        def result(samples: list[Sample]) -> dict[str, Any]:
-            summary = summarize(samples, shape.turns)
-            return {
-                "workload": {
-                    "conversations": shape.conversations, "first_tokens": shape.first_tokens,
-                    "turn_tokens": shape.turn_tokens, "answer_tokens": shape.answer_tokens,
-                    "final_tokens": shape.final_tokens, "turns": shape.turns,
-                    "in_hbm": arguments.in_hbm, "in_dram": arguments.in_dram,
-                },
-                "held": verdicts(summary, shape.turns),
-                **summary,
-            }  # fmt: skip
 
-        def keep(samples: list[Sample]) -> None:
-            if not arguments.no_result:
-                write_result("hierarchy", result(samples))
+def last_turn(over: str, under: str) -> Callable[[Result], float | None]:
+    """The ratio that is held, at whichever turn is the last."""
 
-        samples = measure(
-            model, shape, arguments.passes, tuple(a for a in ARMS if a in arguments.arms), arguments.in_hbm,
-            arguments.in_dram, directory, console, keep,
-        )  # fmt: skip
-    final = result(samples)
-    show(console, final, final["held"], shape.turns)
-    return 0 if final["held"] and all(final["held"].values()) else 1
+    def read(result: Result) -> float | None:
+        ratios: dict[str, dict[str, float]] = list(result["ratios"].values())[-1]
+        return ratios[f"{over}/{under}"]["of_medians"] if f"{over}/{under}" in ratios else None
 
+    return read
+
+
+EXPERIMENT = Experiment(
+    name="hierarchy", about=__doc__, measure=measure, show=show, options=options, arms=ARMS, takes_model=True,
+    quick=Quick(
+        options={"passes": 1, "answer_tokens": 24, "arms": ["attentionstore", "ample", "recompute"]},
+        figures=[
+            Figure("TTFT at turn 4, x recompute", last_turn("attentionstore", "recompute"), 1.6),
+            Figure("TTFT at turn 4, x ample", last_turn("attentionstore", "ample"), 1.3),
+        ],
+    ),
+)  # fmt: skip
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(EXPERIMENT.main())

@@ -18,27 +18,24 @@ token; the first newcomer of a server counts like the others.
 Expected: on `target`, the 99th percentile of these gaps is at most 1.2 x `scheduler.itl_target_ms`.
 """
 
-import argparse
 import asyncio
-import dataclasses
-import tempfile
 import time
-from collections.abc import Callable, Sequence
+from argparse import ArgumentParser
+from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import pairwise
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 from rich.console import Console
-from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from benchmarks.harness.make_model import SHAPES, make_model
-from benchmarks.harness.measures import fail_on, ratio, rounded, show_held, target_of
-from benchmarks.harness.servers import ServerProcess, serve, write_result
-from loadgen.measure.sender import TurnResult, run
+from benchmarks.harness.experiment import Experiment, Figure, Quick, Run
+from benchmarks.harness.measures import fail_on, ratio, rounded, target_of
+from benchmarks.harness.servers import ServerProcess, serve
+from loadgen.measure.sender import TurnResult
+from loadgen.measure.sender import run as run_workload
 from loadgen.percentile import percentile
 from loadgen.workloads.workload import Conversation, Turn
 
@@ -92,7 +89,7 @@ async def play(server: ServerProcess, arm: str, workload: Workload, stream_token
     target = target_of(server)
 
     async def ask(name: str) -> TurnResult:
-        (result,) = await run(target, [newcomer(workload, name)], seed=seed, timeout_s=TIMEOUT_S)
+        (result,) = await run_workload(target, [newcomer(workload, name)], seed=seed, timeout_s=TIMEOUT_S)
         fail_on([result])
         return result
 
@@ -102,7 +99,7 @@ async def play(server: ServerProcess, arm: str, workload: Workload, stream_token
         for number in range(workload.streams)
     ]
     began_s = time.perf_counter()
-    running = asyncio.create_task(run(target, streams, seed=seed, timeout_s=TIMEOUT_S))
+    running = asyncio.create_task(run_workload(target, streams, seed=seed, timeout_s=TIMEOUT_S))
     await asyncio.sleep(PAUSE_S * 2)
     arrived: list[tuple[float, TurnResult]] = []  # each with the start of its run, as the streams count time
     for number in range(workload.newcomers):
@@ -193,70 +190,55 @@ def show(console: Console, result: dict[str, Any]) -> None:
     console.print(table)
     for name, cost in result["newcomer_ttft_ratios"].items():
         console.print(f"newcomers' TTFT, {name}: {cost}")
-    show_held(console, result["held"])
 
 
-def measure(
-    model: str, workload: Workload, arms: tuple[str, ...], rounds: int, target_ms: float, stream_tokens: int,
-    console: Console, keep: Callable[[list[Round]], None],
-) -> list[Round]:  # fmt: skip
-    """`keep` is called with those so far behind every round. Raises ServerFailed and RuntimeError."""
+def measure(run: Run) -> dict[str, Any]:
+    """Raises ServerFailed and RuntimeError."""
+    arguments, model = run.arguments, str(run.random_model(context=WINDOW))
+    workload = Workload(arguments.streams, arguments.prompt_tokens, arguments.newcomers)
     played: list[Round] = []
-    columns = (TextColumn("{task.description}"), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console) as progress, ExitStack() as stack:
-        bar = progress.add_task("starting", total=rounds * len(arms))
-        servers = {arm: stack.enter_context(serve(arm, settings_of(arm, model, workload, target_ms))) for arm in arms}
+
+    def result() -> dict[str, Any]:
+        return {
+            "workload": {**asdict(workload), "window": WINDOW, "rounds": arguments.rounds},
+            "itl_target_ms": arguments.target_ms,
+            **summarize(played, arguments.target_ms),
+        }
+
+    with ExitStack() as stack:
+        servers = {
+            arm: stack.enter_context(serve(arm, settings_of(arm, model, workload, arguments.target_ms)))
+            for arm in arguments.arms
+        }
         for server in servers.values():
-            warm_up = run(target_of(server), [newcomer(workload, "warm-up")], seed=0, timeout_s=TIMEOUT_S)
+            warm_up = run_workload(target_of(server), [newcomer(workload, "warm-up")], seed=0, timeout_s=TIMEOUT_S)
             fail_on(asyncio.run(warm_up))
-        for number in range(rounds):
-            shift = number % len(arms)
-            for arm in arms[shift:] + arms[:shift]:
-                progress.update(bar, description=f"round {number + 1}, {arm}")
-                played.append(asyncio.run(play(servers[arm], arm, workload, stream_tokens, number + 1)))
-                progress.advance(bar)
-            keep(played)
-    return played
+        for number, order in run.rounds(arguments.arms, arguments.rounds):
+            played += [
+                asyncio.run(play(servers[arm], arm, workload, arguments.stream_tokens, number + 1)) for arm in order
+            ]
+            run.keep(result())
+    return result()
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", help="directory of another model; default: the 125 M-shape random one, made anew")
-    parser.add_argument("--rounds", type=int, default=3)
+def options(parser: ArgumentParser) -> None:
     parser.add_argument("--streams", type=int, default=4)
     parser.add_argument("--stream-tokens", type=int, default=900, help="answers of the streams; they outlast newcomers")
     parser.add_argument("--prompt-tokens", type=int, default=4000)
     parser.add_argument("--newcomers", type=int, default=4, help="per server and round")
     parser.add_argument("--target-ms", type=float, default=100.0)
-    parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
-    parser.add_argument("--no-result", action="store_true", help="do not write the result file")
-    arguments = parser.parse_args()
-    console = Console()
-    workload = Workload(arguments.streams, arguments.prompt_tokens, arguments.newcomers)
 
-    def result(rounds: list[Round]) -> dict[str, Any]:
-        return {
-            "workload": {**dataclasses.asdict(workload), "window": WINDOW, "rounds": arguments.rounds},
-            "itl_target_ms": arguments.target_ms,
-            **summarize(rounds, arguments.target_ms),
-        }
 
-    def keep(rounds: list[Round]) -> None:
-        if not arguments.no_result:
-            write_result("itl", result(rounds))
-
-    with tempfile.TemporaryDirectory(prefix="reprise-itl-") as name:
-        model = arguments.model or str(Path(name) / "model")
-        if not arguments.model:
-            make_model(Path(model), dataclasses.replace(SHAPES["125m"], context=WINDOW), seed=0)
-        arms = tuple(arm for arm in ARMS if arm in arguments.arms)
-        rounds = measure(
-            model, workload, arms, arguments.rounds, arguments.target_ms, arguments.stream_tokens, console, keep
-        )
-    final = result(rounds)
-    show(console, final)
-    return 0 if final["held"] and all(final["held"].values()) else 1
-
+EXPERIMENT = Experiment(
+    name="itl", about=__doc__, measure=measure, show=show, options=options, rounds=3, arms=ARMS, takes_model=True,
+    quick=Quick(
+        options={"rounds": 1, "newcomers": 2, "stream_tokens": 500, "arms": ["target"]},
+        figures=[
+            Figure("ITL p99, x target", lambda r: ratio(r["arms"]["target"]["itl_ms"]["p99"], r["itl_target_ms"]), 1.3),
+            Figure("newcomers' TTFT, x alone", lambda r: r["arms"]["target"]["newcomer_ttft_to_alone"], 1.4),
+        ],
+    ),
+)  # fmt: skip
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(EXPERIMENT.main())

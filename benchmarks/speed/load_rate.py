@@ -13,23 +13,25 @@ by the server's clock, counted from the request's arrival: the client's TTFT, fr
 Held: the error p99 is below 5 ms, on both sides; no request fails; the TTFT's p50 is within 5 ms of the server's.
 """
 
-import argparse
 import asyncio
 import os
 import random
 import subprocess
 import sys
+from argparse import ArgumentParser
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from rich.console import Console
 
-from benchmarks.harness.measures import show_held
-from benchmarks.harness.servers import ROOT, serve, write_result
+from benchmarks.harness.experiment import Experiment, Figure, Quick, Run
+from benchmarks.harness.result_files import ROOT
+from benchmarks.harness.servers import serve
 from loadgen.measure import load_run
 from loadgen.measure.progress_line import ProgressLine, progress
-from loadgen.measure.sender import Target, TurnResult, run
+from loadgen.measure.sender import Target, TurnResult
+from loadgen.measure.sender import run as run_workload
 from loadgen.measure.summary import Prices, Slo, distribution
 from loadgen.workloads.synthetic import Distribution
 from loadgen.workloads.workload import Conversation, Turn
@@ -39,7 +41,7 @@ PROMPT_TOKENS = 100
 SLO = Slo(1.0, 0.1)
 
 
-def options(seed: int) -> load_run.Options:
+def open_loop(seed: int) -> load_run.Options:
     """What `execute` asks for: an open loop to its end."""
     return load_run.Options(
         source="synthetic", path="", conversations=0, rate=1.0, think="fixed:0", loop="open", concurrency=0, speed=1.0,
@@ -90,7 +92,7 @@ def offered(rate: float, seconds: float, tokens: int, gap_ms: float, seed: int, 
         target = Target(url, "stub", {}, {})
         cpu_s, clock_s = os.times().user + os.times().system, os.times().elapsed
         # The stub's stamps are of the machine's clock; the run's are counted from its beginning.
-        results, _ = load_run.execute(options(seed), workload, target, on_sent=live.on_sent, on_result=on_result)
+        results, _ = load_run.execute(open_loop(seed), workload, target, on_sent=live.on_sent, on_result=on_result)
         spent_s, took_s = os.times().user + os.times().system - cpu_s, os.times().elapsed - clock_s
         os.sched_setaffinity(0, before)
     good = [result for result in results if result.error is None]
@@ -112,7 +114,7 @@ def beside_the_server(conversations: int, turns: int) -> dict[str, Any]:
         target = Target(server.url, server.model["id"], {}, {"temperature": 0, "ignore_eos": True})
         workload = [Conversation(f"c{n}", "", 0.0, (Turn(40, 16, 0.0),) * turns) for n in range(conversations)]
         results = asyncio.run(
-            run(target, workload, seed=1, timeout_s=60, loop="sequential", concurrency=conversations)
+            run_workload(target, workload, seed=1, timeout_s=60, loop="sequential", concurrency=conversations)
         )  # fmt: skip
     good = [r for r in results if r.error is None]
     mine = [(r.token_s[0] - r.sent_s) * 1e3 for r in good]
@@ -139,27 +141,32 @@ def verdicts(rate: dict[str, Any], server: dict[str, Any]) -> dict[str, bool]:
     }
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def measure(run: Run) -> dict[str, Any]:
+    arguments = run.arguments
+    rate = offered(arguments.rate, arguments.seconds, arguments.tokens, arguments.gap_ms, 1, run.console)
+    server = beside_the_server(arguments.conversations, 4)
+    return {"held": verdicts(rate, server), "rate": rate, "server": server}
+
+
+def show(console: Console, result: dict[str, Any]) -> None:
+    console.print_json(data={"rate": result["rate"], "server": result["server"]})
+
+
+def options(parser: ArgumentParser) -> None:
     parser.add_argument("--rate", type=float, default=200.0)
     parser.add_argument("--seconds", type=float, default=30.0)
     parser.add_argument("--tokens", type=int, default=16)
     parser.add_argument("--gap-ms", type=float, default=20.0)
     parser.add_argument("--conversations", type=int, default=20, help="to the real server, of 4 turns")
-    parser.add_argument("--no-result", action="store_true", help="do not write the result file")
-    arguments = parser.parse_args()
-    console = Console()
-    rate = offered(arguments.rate, arguments.seconds, arguments.tokens, arguments.gap_ms, 1, console)
-    server = beside_the_server(arguments.conversations, 4)
-    held = verdicts(rate, server)
-    console.print_json(data={"rate": rate, "server": server})
-    show_held(console, held)
-    if not arguments.no_result:
-        console.print(
-            f"wrote {write_result('load_rate', {'held': held, 'rate': rate, 'server': server}).relative_to(ROOT)}"
-        )
-    return 0 if all(held.values()) else 1
 
+
+EXPERIMENT = Experiment(
+    name="load_rate", about=__doc__, measure=measure, show=show, options=options,
+    quick=Quick(
+        options={"seconds": 8.0, "conversations": 4},
+        figures=[Figure("generator's share of a core", lambda result: result["rate"]["generator_cpu"], 1.4)],
+    ),
+)  # fmt: skip
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(EXPERIMENT.main())

@@ -19,9 +19,8 @@ Written: benchmarks/results/modes.json, and with `--html FILE` the servers' repo
 answered, and from the second turn on attentionstore's TTFT p50 is below that of prefix and of recompute.
 """
 
-import argparse
-import sys
-import tempfile
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
@@ -29,12 +28,11 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from benchmarks.harness.experiment import Experiment, Figure, Quick, Result, Run
 from benchmarks.harness.in_process import kv_bytes_per_token
-from benchmarks.harness.make_model import SHAPES, make_model
-from benchmarks.harness.measures import show_held
-from benchmarks.harness.servers import ServerProcess, serve, write_result
+from benchmarks.harness.measures import ratio
+from benchmarks.harness.servers import ServerProcess, serve
 from loadgen.measure import load_run
 from loadgen.measure.sender import Target, TurnResult
 from loadgen.measure.summary import Prices, Slo, distribution
@@ -85,7 +83,7 @@ def shifted(result: TurnResult, by_s: float, round_: int) -> TurnResult:
     )  # fmt: skip
 
 
-def options_of(arguments: argparse.Namespace, round_: int) -> load_run.Options:
+def options_of(arguments: Namespace, round_: int) -> load_run.Options:
     return load_run.Options(
         source="synthetic", path="", conversations=arguments.conversations, rate=arguments.rate,
         think=f"fixed:{arguments.think_s}", loop="open", concurrency=0, speed=1.0, scale=arguments.scale,
@@ -123,34 +121,29 @@ def verdicts(arms: dict[str, Any]) -> dict[str, bool]:
     return held
 
 
-def play(arguments: argparse.Namespace, model: str, directory: Path, console: Console) -> dict[str, dict[str, Any]]:
+def play(run: Run) -> dict[str, dict[str, Any]]:
     """Server -> its result as `reprise load` writes it."""
-    started = datetime.now(UTC)
+    started, arguments, model = datetime.now(UTC), run.arguments, str(run.random_model())
     settings = {
         "model.source": model, "model.dtype": "bfloat16", "model.max_context": arguments.max_tokens + 64,
     }  # fmt: skip
     memory = {name: memory_of(name, arguments.max_tokens, kv_bytes_per_token(model)) for name in ARMS}
-    columns = (TextColumn("{task.description}"), MofNCompleteColumn(), TimeElapsedColumn())
-    with ExitStack() as stack, Progress(*columns, console=console) as progress:
-        names = list(arguments.arms)
-        bar = progress.add_task("starting", total=arguments.rounds * len(names))
+    with ExitStack() as stack:
         arms = {
             name: Arm(
                 stack.enter_context(
-                    serve(name, {**settings, **ARMS[name], **memory[name], "cache.disk_dir": directory / name})
+                    serve(name, {**settings, **ARMS[name], **memory[name], "cache.disk_dir": run.directory / name})
                 )
             )
-            for name in names
+            for name in arguments.arms
         }
         warm_up = replace(options_of(arguments, -1), conversations=2, rate=10.0, duration_s=5.0)
         for arm in arms.values():  # what a server sets up at its first requests
             arm.play(warm_up, -1)
             arm.conversations, arm.results, arm.left_out = [], [], 0
-        for round_ in range(arguments.rounds):
-            for name in names[round_ % len(names) :] + names[: round_ % len(names)]:
-                progress.update(bar, description=f"round {round_ + 1}, {name}")
+        for round_, order in run.rounds(arguments.arms, arguments.rounds):
+            for name in order:
                 arms[name].play(options_of(arguments, round_), round_)
-                progress.advance(bar)
         return {
             name: load_run.document(
                 options_of(arguments, 0), load_run.Workload(arm.conversations, arm.left_out), arm.results,
@@ -163,42 +156,46 @@ def play(arguments: argparse.Namespace, model: str, directory: Path, console: Co
         }  # fmt: skip
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", help="directory of another model; default: the 125 M-shape random one, made anew")
-    parser.add_argument("--rounds", type=int, default=3)
+def measure(run: Run) -> dict[str, Any]:
+    documents = play(run)
+    if run.arguments.html is not None:
+        run.arguments.html.write_text(html_page.render(list(documents), list(documents.values())), encoding="utf-8")
+    kept = ("workload", "summary", "by_turn", "later_ttft_ms")
+    arms = {name: {part: document[part] for part in kept} for name, document in documents.items()}
+    tables.compare(run.console, list(documents), list(documents.values()))
+    return {"rounds": run.arguments.rounds, "servers": ARMS, "held": verdicts(arms), "arms": arms}
+
+
+def show(console: Console, result: dict[str, Any]) -> None:
+    """Beside the comparison that `measure` prints, for which the whole documents are needed."""
+    for name, arm in result["arms"].items():
+        found = arm["later_ttft_ms"]
+        numbers = ", ".join(f"{p} {tables.number(found[p])}" for p in ("p50", "p95", "p99"))
+        console.print(f"{name}: TTFT from the second turn on, ms: {numbers}")
+
+
+def options(parser: ArgumentParser) -> None:
     parser.add_argument("--conversations", type=int, default=16, help="in a round")
     parser.add_argument("--rate", type=float, default=1.0, help="conversations a second")
     parser.add_argument("--think-s", type=float, default=1.0)
     parser.add_argument("--scale", type=float, default=0.6, help="of the lengths in the paper")
     parser.add_argument("--max-tokens", type=int, default=3000, help="of a conversation")
     parser.add_argument("--answer-tokens", type=int, default=32)
-    parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
     parser.add_argument("--html", type=Path, help="write the servers' reports side by side")
-    parser.add_argument("--no-result", action="store_true", help="do not write the result file")
-    arguments = parser.parse_args()
-    console = Console()
-    with tempfile.TemporaryDirectory(prefix="reprise-modes-") as name:
-        directory = Path(name)
-        model = arguments.model or str(directory / "model")
-        if not arguments.model:
-            make_model(Path(model), SHAPES["125m"], seed=0)
-        documents = play(arguments, model, directory, console)
-    kept = ("workload", "summary", "by_turn", "later_ttft_ms")
-    arms = {name: {part: document[part] for part in kept} for name, document in documents.items()}
-    held = verdicts(arms)
-    tables.compare(console, list(documents), list(documents.values()))
-    for name, arm in arms.items():
-        found = arm["later_ttft_ms"]
-        numbers = ", ".join(f"{p} {tables.number(found[p])}" for p in ("p50", "p95", "p99"))
-        console.print(f"{name}: TTFT from the second turn on, ms: {numbers}")
-    show_held(console, held)
-    if arguments.html is not None:
-        arguments.html.write_text(html_page.render(list(documents), list(documents.values())), encoding="utf-8")
-    if not arguments.no_result:
-        write_result("modes", {"rounds": arguments.rounds, "servers": ARMS, "held": held, "arms": arms})
-    return 0 if all(held.values()) else 1
 
+
+def later_over(other: str) -> Callable[[Result], float | None]:
+    return lambda result: ratio(*(result["arms"][arm]["later_ttft_ms"]["p50"] for arm in ("attentionstore", other)))
+
+
+EXPERIMENT = Experiment(
+    name="modes", about=__doc__, measure=measure, show=show, options=options, rounds=3, arms=tuple(ARMS),
+    takes_model=True,
+    quick=Quick(
+        options={"rounds": 1, "conversations": 8, "think_s": 0.5, "arms": ["attentionstore", "recompute"]},
+        figures=[Figure("TTFT p50 of later turns, x recompute", later_over("recompute"), 2.0)],
+    ),
+)  # fmt: skip
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(EXPERIMENT.main())

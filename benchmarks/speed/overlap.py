@@ -18,22 +18,18 @@ Arms take turns, round by round. The engine runs in this process. Expected: at l
 0.4 GB/s; a thread saved wherever something was saved, without which the comparison would be void.
 """
 
-import argparse
 import random
-import tempfile
+from argparse import ArgumentParser
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from rich.console import Console
-from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from benchmarks.harness.experiment import Experiment, Figure, Quick, Result, Run
 from benchmarks.harness.in_process import InProcess, Turn, as_engine_process, config, kv_bytes_per_token, vocabulary_of
-from benchmarks.harness.make_model import SHAPES, make_model
-from benchmarks.harness.measures import show_held
-from benchmarks.harness.servers import write_result
 
 NEW_TOKENS = (100, 20)
 DECODE_STEPS = 20
@@ -238,50 +234,25 @@ def show(console: Console, result: dict[str, Any]) -> None:
             "below the noise" if gain["hidden"] is None else f"{gain['hidden']:.0%}",
         )  # fmt: skip
     console.print(table)
-    show_held(console, result["held"])
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", help="directory of another model; default: the 125 M-shape random one, made anew")
-    parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--jobs", type=int, default=10, help="back to back, per arm and round")
-    parser.add_argument("--saving-rounds", type=int, default=5)
-    parser.add_argument("--saving-jobs", type=int, default=3)
-    parser.add_argument("--prompts", type=int, nargs="*", default=list(PROMPTS), help="prompt lengths to save")
-    parser.add_argument("--slow-link", type=float, default=0.1, help="GB/s of the link that stands in for the paper's")
-    parser.add_argument("--no-result", action="store_true", help="do not write the result file")
-    arguments = parser.parse_args()
-    as_engine_process(arguments.model or "")
-    console = Console()
-    columns = (TextColumn("{task.description}"), MofNCompleteColumn(), TimeElapsedColumn())
-    with (
-        tempfile.TemporaryDirectory(prefix="reprise-overlap-") as name,
-        Progress(*columns, console=console) as progress,
-    ):
-        directory = Path(name)
-        model = arguments.model or str(directory / "model")
-        if not arguments.model:
-            make_model(Path(model), SHAPES["125m"], seed=0)
-        loads: dict[tuple[float, int, int], list[dict[str, float]]] = {
-            (g, n, b): [] for g in DISK_GBPS for n in NEW_TOKENS for b in BUFFERS
-        }
-        saves: dict[tuple[int, float, str], list[dict[str, float]]] = {
-            (p, g, w): [] for p in arguments.prompts for g in (0.0, arguments.slow_link) for w in WAYS
-        }
-        total = arguments.rounds * len(loads) + arguments.saving_rounds * len(saves)
-        bar = progress.add_task("arms", total=total)
-        loading = Loading(model, arguments.jobs, directory / "state") if arguments.rounds else None
-        for _ in range(arguments.rounds):
-            for (gbps, new_tokens, buffer), results in loads.items():
-                assert loading is not None
-                results.append(loading.run(gbps, new_tokens, buffer))
-                progress.advance(bar)
-        saving = Saving(model, arguments.saving_jobs)
-        for _ in range(arguments.saving_rounds):
-            for (prompt_tokens, gbps, way), results in saves.items():
-                results.append(saving.run(way, prompt_tokens, gbps))
-                progress.advance(bar)
+def measure(run: Run) -> dict[str, Any]:
+    arguments, model = run.arguments, str(run.random_model())
+    loads: dict[tuple[float, int, int], list[dict[str, float]]] = {
+        (g, n, b): [] for g in DISK_GBPS for n in NEW_TOKENS for b in arguments.buffers
+    }
+    saves: dict[tuple[int, float, str], list[dict[str, float]]] = {
+        (p, g, w): [] for p in arguments.prompts for g in (0.0, arguments.slow_link) for w in WAYS
+    }
+    loading = Loading(model, arguments.jobs, run.directory / "state") if arguments.rounds else None
+    for _, order in run.rounds(list(loads), arguments.rounds, "loading, round"):
+        for arm in order:
+            assert loading is not None
+            loads[arm].append(loading.run(*arm))
+    saving = Saving(model, arguments.saving_jobs)
+    for _, order_of_saves in run.rounds(list(saves), arguments.saving_rounds, "saving, round"):
+        for prompt_tokens, gbps, way in order_of_saves:
+            saves[prompt_tokens, gbps, way].append(saving.run(way, prompt_tokens, gbps))
     loaded = [
         {"disk_gbps": gbps, "new_tokens": new_tokens, "read_buffer_layers": buffer, **medians(rounds)}
         for (gbps, new_tokens, buffer), rounds in loads.items()
@@ -292,7 +263,7 @@ def main() -> int:
         for (prompt, gbps, way), rounds in saves.items()
         if rounds
     ]
-    result: dict[str, Any] = {
+    return {
         "settings": {
             "rounds": arguments.rounds, "jobs": arguments.jobs, "history_tokens": HISTORIES, "new_tokens": NEW_TOKENS,
             "decode_steps": DECODE_STEPS, "saving_rounds": arguments.saving_rounds,
@@ -301,11 +272,34 @@ def main() -> int:
         "held": verdicts(loaded, saved), "loading": loaded, "saving": saved,
         "saving_gains": saving_gains(saves) if saved else [],
     }  # fmt: skip
-    show(console, result)
-    if not arguments.no_result:
-        console.print(f"written: {write_result('overlap', result)}")
-    return 0 if all(result["held"].values()) else 1
 
+
+def options(parser: ArgumentParser) -> None:
+    parser.add_argument("--jobs", type=int, default=10, help="back to back, per arm and round")
+    parser.add_argument(
+        "--buffers", type=int, nargs="+", choices=BUFFERS, default=list(BUFFERS), help="layers; -1: all"
+    )
+    parser.add_argument("--saving-rounds", type=int, default=5)
+    parser.add_argument("--saving-jobs", type=int, default=3)
+    parser.add_argument("--prompts", type=int, nargs="*", default=list(PROMPTS), help="prompt lengths to save")
+    parser.add_argument("--slow-link", type=float, default=0.1, help="GB/s of the link that stands in for the paper's")
+
+
+def hidden_in_target_arm(result: Result) -> float | None:
+    """The share of load time that is hidden in the arm that is held."""
+    keys = ("disk_gbps", "new_tokens", "read_buffer_layers")
+    found = [arm["hidden"]["median"] for arm in result["loading"] if tuple(arm[key] for key in keys) == TARGET_ARM]
+    return found[0] if found else None
+
+
+EXPERIMENT = Experiment(
+    name="overlap", about=__doc__, measure=measure, show=show, options=options, rounds=2, takes_model=True,
+    quick=Quick(
+        options={"rounds": 1, "jobs": 4, "buffers": [5], "saving_rounds": 0},
+        figures=[Figure("load time hidden", hidden_in_target_arm, 1.1, more_is_better=True)],
+    ),
+)  # fmt: skip
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    as_engine_process()
+    raise SystemExit(EXPERIMENT.main())

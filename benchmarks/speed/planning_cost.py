@@ -19,23 +19,23 @@ Expected: at most 2 ms a step in the mean, by scheduling and planning alone and 
 that costs more than 10 ms when all sessions are due together.
 """
 
-import argparse
 import cProfile
 import os
 import pstats
 import random
 import time
+from argparse import ArgumentParser
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import track
 from rich.table import Table
 
-from benchmarks.harness.measures import mean_of, show_held
-from benchmarks.harness.servers import ROOT, write_result
+from benchmarks.harness.experiment import Experiment, Figure, Quick, Result, Run
+from benchmarks.harness.measures import mean_of
+from benchmarks.harness.result_files import ROOT
 from cache.blocks.keys import BlockKey
 from cache.policies.lookahead import LookaheadPolicy
 from cache.returns.return_times import ReturnTimes
@@ -158,7 +158,7 @@ def spread(values_s: list[float]) -> dict[str, float]:
     }
 
 
-def measure(
+def play(
     policy: str, sessions: int, history: int, places: int, waiting: int, steps: int, profiled: int
 ) -> dict[str, Any]:
     rng = random.Random(1)
@@ -238,7 +238,8 @@ def verdicts(arms: list[dict[str, Any]], due: dict[str, Any], steps: int) -> dic
     return held
 
 
-def show(console: Console, arms: list[dict[str, Any]], due: dict[str, Any], held: dict[str, bool]) -> None:
+def show(console: Console, result: dict[str, Any]) -> None:
+    arms, due = result["arms"], result["due_together"]
     table = Table(title="CPU time a step, ms", title_justify="left")
     for heading in ("policy", "mean", *PERCENTILES, *COUNTED, "beside it", "running", "waiting", "sessions", "steps"):
         table.add_column(heading, justify="right")
@@ -259,38 +260,52 @@ def show(console: Console, arms: list[dict[str, Any]], due: dict[str, Any], held
             for row in arm[name][:8]:
                 figures = f"{row['own_ms']:7.3f} {row['with_callees_ms']:7.3f} {row['calls']:8.1f}"
                 console.print(f"  {figures}  {row['function']}", highlight=False)
-    show_held(console, held)
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def measure(run: Run) -> dict[str, Any]:
+    arguments = run.arguments
+    Collector()  # as in the engine's process
+    sizes = (arguments.sessions, arguments.history, arguments.places, arguments.waiting)
+    runs: dict[str, list[dict[str, Any]]] = {policy: [] for policy in arguments.policies}
+    for _, order in run.rounds(arguments.policies, arguments.rounds, "run"):
+        for policy in order:
+            runs[policy].append(play(policy, *sizes, arguments.steps, arguments.profiled_steps))
+    arms = [median_run(runs[policy]) for policy in arguments.policies]
+    due = burst(arguments.sessions, arguments.history, arguments.waiting)
+    return {
+        "settings": dict(zip(("sessions", "history_tokens", "places", "waiting"), sizes, strict=True)),
+        "limit_ms": LIMIT_MS,
+        "held": verdicts(arms, due, arguments.steps),
+        "arms": arms,
+        "due_together": due,
+    }
+
+
+def options(parser: ArgumentParser) -> None:
     parser.add_argument("--sessions", type=int, default=20_000)
     parser.add_argument("--history", type=int, default=256, help="tokens of every session")
     parser.add_argument("--places", type=int, default=64, help="requests that run")
     parser.add_argument("--waiting", type=int, default=1000)
-    parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--runs", type=int, default=5, dest="rounds", help="of which the median counts")
     parser.add_argument("--steps", type=int, default=400, help="that count")
     parser.add_argument("--profiled-steps", type=int, default=100)
     parser.add_argument("--policies", nargs="+", choices=POLICIES, default=[POLICIES[0]])
-    parser.add_argument("--no-result", action="store_true", help="do not write the result file")
-    arguments = parser.parse_args()
-    console = Console(width=140)
-    Collector()  # as in the engine's process
-    sizes = (arguments.sessions, arguments.history, arguments.places, arguments.waiting)
-    runs: dict[str, list[dict[str, Any]]] = {policy: [] for policy in arguments.policies}
-    for _ in track(range(arguments.runs), "runs", console=console):
-        for policy in arguments.policies:
-            runs[policy].append(measure(policy, *sizes, arguments.steps, arguments.profiled_steps))
-    arms = [median_run(runs[policy]) for policy in arguments.policies]
-    due = burst(arguments.sessions, arguments.history, arguments.waiting)
-    held = verdicts(arms, due, arguments.steps)
-    show(console, arms, due, held)
-    if not arguments.no_result:
-        settings = dict(zip(("sessions", "history_tokens", "places", "waiting"), sizes, strict=True))
-        result = {"settings": settings, "limit_ms": LIMIT_MS, "held": held, "arms": arms, "due_together": due}
-        console.print(f"written: {write_result('planning_cost', result)}")
-    return 0 if all(held.values()) else 1
 
+
+def mean_ms(what: str) -> Callable[[Result], float | None]:
+    return lambda result: result["arms"][0][what]["mean"]
+
+
+EXPERIMENT = Experiment(
+    name="planning_cost", about=__doc__, measure=measure, show=show, options=options,
+    quick=Quick(
+        options={"rounds": 1, "steps": 60, "profiled_steps": 10},
+        figures=[
+            Figure("planning, ms a step", mean_ms("ms_per_step"), 1.5),
+            Figure("with events and saving, ms a step", mean_ms("ms_per_step_with_the_rest"), 1.5),
+        ],
+    ),
+)  # fmt: skip
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(EXPERIMENT.main())

@@ -12,33 +12,32 @@ Medians over rounds, the spread beside them. The rate at which both cores read m
 to be read once a decode step, so they bound TPOT from below.
 """
 
-import argparse
 import json
 import os
+import random
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Callable
+from argparse import ArgumentParser
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from rich.console import Console
-from rich.progress import track
 from rich.table import Table
 
 from app.settings.settings import load_settings
-from benchmarks.harness.make_model import SHAPES, make_model
-from benchmarks.harness.servers import ROOT, write_result
+from benchmarks.harness.experiment import Experiment, Figure, Quick, Result, Run, turned
+from benchmarks.harness.result_files import ROOT
 from engine.config import EngineConfig
 from engine.messages import Submit
 from engine.process.child import MALLOC, engine_environment
-from scheduler.sequence import SamplingParams
 
 STREAMS = (1, 4, 16)
 NEW_TOKENS = 33
 EXACT = "reprise exact"
+WORKER = "--worker"  # the first word of an arm's process
 ARMS = ("reprise", EXACT, "transformers", "transformers+malloc")
 Measure = Callable[[list[list[int]]], tuple[float, float]]
 """Prompts -> (seconds to all first tokens, seconds of a decode step)."""
@@ -53,7 +52,9 @@ def engine_config(model: str, exact: str = "off") -> EngineConfig:
     return load_settings(flags=flags, environ={}, config=None).engine_config(bytes(32))
 
 
-def measure_engine(model: str, exact: str) -> Measure:
+def engine_arm(model: str, exact: str) -> Measure:
+    # Here and not above: the process of vanilla transformers does not load our engine.
+    from benchmarks.harness.in_process import greedy
     from engine.build.engine import build_engine
 
     engine = build_engine(engine_config(model, exact))
@@ -93,26 +94,7 @@ def measure_engine(model: str, exact: str) -> Measure:
     return measure
 
 
-def greedy(new_tokens: int) -> SamplingParams:
-    return SamplingParams(
-        temperature=0.0,
-        top_p=1.0,
-        top_k=0,
-        min_p=0.0,
-        presence_penalty=0.0,
-        frequency_penalty=0.0,
-        repetition_penalty=1.0,
-        logit_bias={},
-        seed=0,
-        max_tokens=new_tokens,
-        min_tokens=0,
-        stop_token_ids=(),
-        ignore_eos=True,
-        logprobs=None,
-    )
-
-
-def measure_transformers(model: str) -> Measure:
+def transformers_arm(model: str) -> Measure:
     import torch
     from transformers import AutoModelForCausalLM
     from transformers.generation import StoppingCriteriaList
@@ -147,9 +129,9 @@ def measure_transformers(model: str) -> Measure:
 def work(arm: str, model: str) -> None:
     """A worker's life: a line of prompts in, a line of seconds out."""
     if arm.startswith("reprise"):
-        measure = measure_engine(model, "on" if arm == EXACT else "off")
+        measure = engine_arm(model, "on" if arm == EXACT else "off")
     else:
-        measure = measure_transformers(model)
+        measure = transformers_arm(model)
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # what libraries print must not end up among the answers
     answers.write("ready\n")
@@ -169,7 +151,7 @@ class Worker:
             "transformers+malloc": {**base, **MALLOC},
         }
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.speed.raw_speed", "--worker", arm, "--model", model],
+            [sys.executable, "-m", "benchmarks.speed.raw_speed", WORKER, arm, model],
             cwd=ROOT,
             env=environments[arm],
             stdin=subprocess.PIPE,
@@ -196,21 +178,19 @@ class Worker:
         self._process.wait(timeout=10)
 
 
-def run(model: str, rounds: int, context: int) -> dict[str, Any]:
-    """Interleaved rounds; the order of the arms turns with every round."""
-    import random
-
-    rng = random.Random(0)
+def measure(run: Run) -> dict[str, Any]:
+    """The first round warms up and does not count."""
+    rng, context = random.Random(0), run.arguments.context
+    model = str(run.random_model())
     vocab = json.loads((Path(model) / "config.json").read_text(encoding="utf-8"))["vocab_size"]
-    workers = start(model)
+    workers = start(run.arguments.arms, model)
     arms = tuple(workers)
     samples: dict[str, dict[str, list[float]]] = {arm: {} for arm in arms}
     try:
-        for round_ in track(range(-1, rounds), description="rounds"):  # the first warms up
-            for streams in STREAMS:
+        for round_ in run.track(range(-1, run.arguments.rounds), "rounds"):
+            for streams in run.arguments.streams:
                 prompts = [[rng.randrange(vocab) for _ in range(context)] for _ in range(streams)]
-                turn = round_ % len(arms)
-                for arm in arms[turn:] + arms[:turn]:
+                for arm in turned(arms, round_):
                     first_s, step_s = workers[arm].measure(prompts)
                     if round_ >= 0:
                         samples[arm].setdefault(f"prefill_tok_s@{streams}", []).append(streams * context / first_s)
@@ -219,6 +199,7 @@ def run(model: str, rounds: int, context: int) -> dict[str, Any]:
         for worker in workers.values():
             worker.close()
     return {
+        "context": context,
         "memory_read_gb_s": read_rate(),
         "arms": {
             arm: {
@@ -232,15 +213,16 @@ def run(model: str, rounds: int, context: int) -> dict[str, Any]:
                 name: round(median(samples["reprise"][name]) / median(samples[against][name]), 3)
                 for name in samples["reprise"]
             }
-            for against in arms[1:]
+            for against in arms
+            if against != "reprise" and "reprise" in arms
         },
     }
 
 
-def start(model: str) -> dict[str, Worker]:
+def start(arms: Sequence[str], model: str) -> dict[str, Worker]:
     """A worker for each arm that can be had here."""
     workers = {}
-    for arm in ARMS:
+    for arm in arms:
         try:
             workers[arm] = Worker(arm, model)
         except RuntimeError:
@@ -262,46 +244,48 @@ def read_rate() -> float:
     return round(data.nbytes / best / 1e9, 1)
 
 
-def show(result: dict[str, Any], console: Console) -> None:
+def show(console: Console, result: dict[str, Any]) -> None:
     table = Table(title="bf16, medians (least to most)")
     table.add_column("")
     arms = list(result["arms"])
     for arm in arms:
         table.add_column(arm, justify="right")
-    for against in arms[1:]:
+    for against in result["ratios"]:
         table.add_column(f"ratio to {against}", justify="right")
-    for name in result["arms"]["reprise"]:
+    for name in next(iter(result["arms"].values())):
         cells = [result["arms"][arm][name] for arm in arms]
         table.add_row(
             name,
             *(f"{c['median']:,.1f} ({c['min']:,.1f} to {c['max']:,.1f})" for c in cells),
-            *(f"{result['ratios'][against][name]:.2f}" for against in arms[1:]),
+            *(f"{over[name]:.2f}" for over in result["ratios"].values()),
         )
     console.print(table)
     console.print(f"memory read by all cores: {result['memory_read_gb_s']} GB/s")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--context", type=int, default=1124, help="prompt tokens of every stream")
-    parser.add_argument("--model", help="directory of another model; default: the 125 M-shape random one, made anew")
-    parser.add_argument("--worker", choices=ARMS, help=argparse.SUPPRESS)
-    parser.add_argument("--no-result", action="store_true", help="do not write benchmarks/results/raw_speed.json")
-    arguments = parser.parse_args()
-    if arguments.worker:
-        work(arguments.worker, arguments.model)
-        return
-    console = Console()
-    with tempfile.TemporaryDirectory() as directory:
-        model = arguments.model or f"{directory}/model"
-        if not arguments.model:
-            make_model(Path(model), SHAPES["125m"], seed=0)
-        result = run(model, arguments.rounds, arguments.context)
-    show(result, console)
-    if not arguments.no_result:
-        console.print(f"written: {write_result('raw_speed', {'context': arguments.context, **result})}")
+def over_transformers(name: str) -> Callable[[Result], float | None]:
+    return lambda result: result["ratios"]["transformers"][name]
 
+
+def options(parser: ArgumentParser) -> None:
+    parser.add_argument("--context", type=int, default=1124, help="prompt tokens of every stream")
+    parser.add_argument("--streams", type=int, nargs="+", choices=STREAMS, default=list(STREAMS))
+
+
+EXPERIMENT = Experiment(
+    name="raw_speed", about=__doc__, measure=measure, show=show, options=options, rounds=5, arms=ARMS, takes_model=True,
+    quick=Quick(
+        options={"rounds": 1, "streams": [1, 4], "arms": ["reprise", "transformers"]},
+        figures=[
+            Figure("prefill of 4, x transformers", over_transformers("prefill_tok_s@4"), 1.3, more_is_better=True),
+            Figure("TPOT of 1, x transformers", over_transformers("tpot_ms@1"), 1.3),
+            Figure("TPOT of 4, x transformers", over_transformers("tpot_ms@4"), 1.3),
+        ],
+    ),
+)  # fmt: skip
 
 if __name__ == "__main__":
-    main()
+    if sys.argv[1:2] == [WORKER]:
+        work(*sys.argv[2:])
+    else:
+        raise SystemExit(EXPERIMENT.main())

@@ -12,22 +12,21 @@ Held: no error; at least 99 % of it comes from the cache after `stop`, at least 
 conversation; and the answers are those of a server that recomputes everything, near-ties excused.
 """
 
-import argparse
 import asyncio
 import random
 import tempfile
-from collections.abc import Mapping
+from argparse import ArgumentParser
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from rich.console import Console
-from rich.progress import track
 from rich.table import Table
 
-from benchmarks.harness.measures import show_held
-from benchmarks.harness.servers import ServerProcess, serve, write_result
+from benchmarks.harness.experiment import Experiment, Figure, Quick, Result, Run
+from benchmarks.harness.servers import ServerProcess, serve
 from benchmarks.harness.streams import Message, StreamedAnswer, ask, client_of, first_difference
 from benchmarks.speed.hierarchy import WORDS
 
@@ -168,56 +167,60 @@ def verdicts(rows: list[dict[str, Any]]) -> dict[str, bool]:
     return held
 
 
-def show(console: Console, rows: list[dict[str, Any]], held: Mapping[str, bool]) -> None:
+def show(console: Console, result: dict[str, Any]) -> None:
     table = Table(title="The first returning turn on a new server", title_justify="left")
     headings = ("how", "conversations", "history", "reused, least", "reused, p50", "TTFT p50, ms", "ready p50, s")
     for heading in headings:
         table.add_column(heading, justify="right")
-    for row in rows:
+    for row in result["summary"]:
         table.add_row(
             row["how"], str(row["conversations"]), f">= {row['history_tokens_min']}", f"{row['reused_min']:.2%}",
             f"{row['reused_p50']:.2%}", f"{row['ttft_ms_p50']:.1f}", f"{row['ready_s_p50']:.1f}",
         )  # fmt: skip
     console.print(table)
-    show_held(console, held)
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def measure(run: Run) -> dict[str, Any]:
+    arguments = run.arguments
+    returns: list[Return] = []
+
+    def result() -> dict[str, Any]:
+        rows = summarize(returns)
+        return {
+            "settings": SETTINGS, "held": verdicts(rows), "summary": rows, "turns": [asdict(one) for one in returns],
+        }  # fmt: skip
+
+    with serve("restart-reference", {**SETTINGS, "cache.mode": "recompute"}) as reference:
+        for round_, order in run.rounds(tuple(LEAST), arguments.rounds):
+            for how in order:
+                returns += asyncio.run(
+                    one_round(
+                        how=how, round_=round_, settings=SETTINGS, reference=reference,
+                        conversations=arguments.conversations, first_words=arguments.first_words,
+                        max_tokens=arguments.max_tokens,
+                    )
+                )  # fmt: skip
+            run.keep(result())
+    return result()
+
+
+def options(parser: ArgumentParser) -> None:
     parser.add_argument("--conversations", type=int, default=10)
-    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--first-words", type=int, default=560, help="of the first message: about as many tokens")
     parser.add_argument("--max-tokens", type=int, default=48)
-    parser.add_argument("--no-result", action="store_true", help="only try it: write no result file")
-    arguments = parser.parse_args()
-    console = Console()
-    returns: list[Return] = []
-    with serve("restart-reference", {**SETTINGS, "cache.mode": "recompute"}) as reference:
-        legs = [(round_, how) for round_ in range(arguments.rounds) for how in LEAST]
-        for round_, how in track(legs, "falls", console=console):
-            returns += asyncio.run(
-                one_round(
-                    how=how, round_=round_, settings=SETTINGS, reference=reference,
-                    conversations=arguments.conversations, first_words=arguments.first_words,
-                    max_tokens=arguments.max_tokens,
-                )
-            )  # fmt: skip
-            if not arguments.no_result:
-                rows = summarize(returns)
-                write_result(
-                    "restart",
-                    {
-                        "settings": SETTINGS,
-                        "held": verdicts(rows),
-                        "summary": rows,
-                        "turns": [asdict(r) for r in returns],
-                    },
-                )
-    rows = summarize(returns)
-    held = verdicts(rows)
-    show(console, rows, held)
-    return 0 if all(held.values()) else 1
 
+
+def least_reused(how: str) -> Callable[[Result], float | None]:
+    return lambda result: next((row["reused_min"] for row in result["summary"] if row["how"] == how), None)
+
+
+EXPERIMENT = Experiment(
+    name="restart", about=__doc__, measure=measure, show=show, options=options, rounds=3,
+    quick=Quick(
+        options={"rounds": 1, "conversations": 2},
+        figures=[Figure(f"reused after {how}", least_reused(how), 1.05, more_is_better=True) for how in LEAST],
+    ),
+)  # fmt: skip
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(EXPERIMENT.main())

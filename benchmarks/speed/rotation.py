@@ -13,21 +13,20 @@ turn on. Held, for the default policy: with the disk off at least 0.8 x capacity
 turn is a hit (99 % of its history; nothing runs between two turns, so nothing hides behind a pause).
 """
 
-import argparse
 import random
 import tempfile
+from argparse import ArgumentParser
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from rich.console import Console
-from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from benchmarks.harness.experiment import Experiment, Figure, Quick, Result, Run
 from benchmarks.harness.in_process import InProcess, as_engine_process, config, kv_bytes_per_token, vocabulary_of
-from benchmarks.harness.make_model import BUNDLED
-from benchmarks.harness.measures import show_held
-from benchmarks.harness.servers import write_result
+from model.directories import BUNDLED
 
 POLICIES = ("lookahead", "lru", "fifo")
 COUNTED_FROM = 3
@@ -122,7 +121,7 @@ def verdicts(arms: list[dict[str, Any]], conversations: int) -> dict[str, bool]:
     return held
 
 
-def measure(model: str, workload: Workload, capacity: int, in_hbm: int, policy: str, disk: bool) -> dict[str, Any]:
+def play_arm(model: str, workload: Workload, capacity: int, in_hbm: int, policy: str, disk: bool) -> dict[str, Any]:
     """One arm. `capacity` and `in_hbm` count conversations of final length; HBM has a page more, into which the first
     rows of a turn may have to be copied."""
     with tempfile.TemporaryDirectory(prefix="reprise-rotation-") as directory:
@@ -148,12 +147,13 @@ def measure(model: str, workload: Workload, capacity: int, in_hbm: int, policy: 
     return {**arm, "evictions": stats.evictions, "load_failures": stats.load_failures}
 
 
-def show(console: Console, arms: list[dict[str, Any]], held: dict[str, bool], conversations: int) -> None:
+def show(console: Console, result: dict[str, Any]) -> None:
+    conversations = result["settings"]["conversations"]
     table = Table(title="Hit rate in tokens, turns from the third on", title_justify="left")
     for heading in ("HBM + DRAM hold", "of them HBM", "disk", "policy", "hit rate", "last turn", "turns hit",
                     "hbm / dram / disk", "missed"):  # fmt: skip
         table.add_column(heading, justify="right")
-    for arm in arms:
+    for arm in result["arms"]:
         split = " / ".join(str(arm["tokens_by_tier"].get(tier, 0)) for tier in ("hbm", "dram", "disk"))
         table.add_row(
             f"{arm['capacity']} of {conversations}", str(arm["in_hbm"]), "on" if arm["disk"] else "off", arm["policy"],
@@ -162,11 +162,25 @@ def show(console: Console, arms: list[dict[str, Any]], held: dict[str, bool], co
             ", ".join(f"{reason} {tokens}" for reason, tokens in arm["missed_tokens"].items()) or "-",
         )  # fmt: skip
     console.print(table)
-    show_held(console, held)
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def measure(run: Run) -> dict[str, Any]:
+    arguments = run.arguments
+    workload = Workload(arguments.conversations, arguments.turns, arguments.user_tokens, arguments.new_tokens)
+    wanted = [(c, d, p) for c in arguments.capacities for d in (False, True) for p in arguments.policies]
+    arms = [
+        play_arm(arguments.model, workload, capacity, arguments.in_hbm, policy, disk)
+        for capacity, disk, policy in run.track(wanted, "arms")
+    ]
+    settings = {
+        "model": arguments.model, "conversations": workload.conversations, "turns": workload.turns,
+        "user_tokens": workload.user_tokens, "new_tokens": workload.new_tokens,
+        "final_tokens": workload.final_tokens, "counted_from_turn": COUNTED_FROM,
+    }  # fmt: skip
+    return {"settings": settings, "held": verdicts(arms, workload.conversations), "arms": arms}
+
+
+def options(parser: ArgumentParser) -> None:
     parser.add_argument("--model", default=str(BUNDLED), help="model directory; default: the bundled one")
     parser.add_argument("--conversations", type=int, default=8)
     parser.add_argument("--turns", type=int, default=12)
@@ -175,28 +189,22 @@ def main() -> int:
     parser.add_argument("--capacities", type=int, nargs="+", default=[4, 6, 7], help="conversations in HBM + DRAM")
     parser.add_argument("--in-hbm", type=int, default=2, help="conversations of these in HBM")
     parser.add_argument("--policies", nargs="+", choices=POLICIES, default=list(POLICIES))
-    parser.add_argument("--no-result", action="store_true", help="do not write the result file")
-    arguments = parser.parse_args()
-    as_engine_process(arguments.model)
-    console = Console()
-    workload = Workload(arguments.conversations, arguments.turns, arguments.user_tokens, arguments.new_tokens)
-    arms: list[dict[str, Any]] = []
-    wanted = [(c, d, p) for c in arguments.capacities for d in (False, True) for p in arguments.policies]
-    columns = (TextColumn("{task.description}"), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console) as progress:
-        for capacity, disk, policy in progress.track(wanted, description="arms"):
-            arms.append(measure(arguments.model, workload, capacity, arguments.in_hbm, policy, disk))
-    held = verdicts(arms, workload.conversations)
-    show(console, arms, held, workload.conversations)
-    if not arguments.no_result:
-        settings = {
-            "model": arguments.model, "conversations": workload.conversations, "turns": workload.turns,
-            "user_tokens": workload.user_tokens, "new_tokens": workload.new_tokens,
-            "final_tokens": workload.final_tokens, "counted_from_turn": COUNTED_FROM,
-        }  # fmt: skip
-        console.print(f"written: {write_result('rotation', {'settings': settings, 'held': held, 'arms': arms})}")
-    return 0 if all(held.values()) else 1
 
+
+def hit_rate(capacity: int) -> Callable[[Result], float | None]:
+    """Of the default policy with the disk off."""
+    wanted = {"policy": POLICIES[0], "disk": False, "capacity": capacity}
+    return lambda result: next((arm["hit_rate"] for arm in result["arms"] if wanted.items() <= arm.items()), None)
+
+
+EXPERIMENT = Experiment(
+    name="rotation", about=__doc__, measure=measure, show=show, options=options,
+    quick=Quick(
+        options={"policies": [POLICIES[0]]},
+        figures=[Figure(f"hit rate, {n} of 8, no disk", hit_rate(n), 1.03, more_is_better=True) for n in (4, 6, 7)],
+    ),
+)  # fmt: skip
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    as_engine_process()
+    raise SystemExit(EXPERIMENT.main())

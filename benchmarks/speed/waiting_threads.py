@@ -13,7 +13,6 @@ others does, in the geometric mean over the streams; and beside a program the lo
 shorter than with the runtime's own count.
 """
 
-import argparse
 import os
 import random
 import subprocess
@@ -27,16 +26,15 @@ from typing import Any
 
 import msgspec
 from rich.console import Console
-from rich.progress import track
 from rich.table import Table
 
+from benchmarks.harness.experiment import Experiment, Run
 from benchmarks.harness.in_process import InProcess, as_engine_process, config, vocabulary_of
-from benchmarks.harness.measures import show_held
-from benchmarks.harness.servers import write_result
-from benchmarks.speed.zero_reuse import BUNDLED
 from engine.process.child import SPIN
 from loadgen.percentile import percentile
+from model.directories import BUNDLED
 
+CHILD = "--child"  # the only word of a process that measures one count, and prints it as JSON
 NAME = "GOMP_SPINCOUNT"
 OURS = int(SPIN[NAME])
 COUNTS = (2_500, 5_000, OURS, 40_000, 300_000)  # the last is the runtime's own
@@ -87,7 +85,7 @@ def middle(tries: Sequence[Steps]) -> Steps:
     return Steps(tries[0].streams, *figures)
 
 
-def measure() -> list[Steps]:
+def measure_here() -> list[Steps]:
     """In this process, with the count it was started with."""
     engine = InProcess(
         config(
@@ -117,7 +115,7 @@ def measure_apart(count: int, *, beside: bool) -> list[Sample]:
     busy = subprocess.Popen((sys.executable, "-c", "while True: pass")) if beside else None
     try:
         done = subprocess.run(
-            (sys.executable, "-m", "benchmarks.speed.waiting_threads", "--child"),
+            (sys.executable, "-m", "benchmarks.speed.waiting_threads", CHILD),
             env={**os.environ, NAME: str(count)}, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, check=True,
             timeout=CHILD_S,
         )  # fmt: skip
@@ -165,44 +163,42 @@ def verdicts(rows: Sequence[Mapping[str, Any]]) -> dict[str, bool]:
     return held
 
 
-def show(console: Console, rows: Sequence[Mapping[str, Any]], held: Mapping[str, bool]) -> None:
+def show(console: Console, result: dict[str, Any]) -> None:
     table = Table(title="Decode steps by how long threads wait awake", title_justify="left")
     for heading in ("", NAME, "streams", "wall ms", "quartiles", "p99", "processor ms"):
         table.add_column(heading, justify="right")
-    for row in rows:
+    for row in result["rows"]:
         table.add_row(
             "beside" if row["beside"] else "alone", f"{row['count']:,}", str(row["streams"]),
             f"{row['wall_ms']:.2f}", f"{row['wall_ms_p25']:.2f} {row['wall_ms_p75']:.2f}", f"{row['wall_p99_ms']:.2f}",
             f"{row['cpu_ms']:.2f}",
         )  # fmt: skip
     console.print(table)
-    show_held(console, held)
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=5, help="processes of each count, alone on the machine")
-    parser.add_argument("--beside-rounds", type=int, default=2, help="and beside a busy program; 0: none")
-    parser.add_argument("--no-result", action="store_true", help="only try it: write no result file")
-    parser.add_argument("--child", action="store_true", help="one count, in this process, as JSON on standard output")
-    arguments = parser.parse_args()
-    if arguments.child:
-        as_engine_process(str(BUNDLED))
-        sys.stdout.buffer.write(msgspec.json.encode(measure()) + b"\n")
-        return 0
-    console, rng = Console(), random.Random(0)
-    rounds = [False] * arguments.rounds + [True] * arguments.beside_rounds
-    orders = [(count, beside) for beside in rounds for count in rng.sample(COUNTS, len(COUNTS))]
+def measure(run: Run) -> dict[str, Any]:
+    """A process of each count a round, in a random order: first alone on the machine, then beside a busy program."""
+    rng = random.Random(0)
+    rounds = [False] * run.arguments.rounds + [True] * run.arguments.beside_rounds
+    processes = [(count, beside) for beside in rounds for count in rng.sample(COUNTS, len(COUNTS))]
     samples: list[Sample] = []
-    for count, beside in track(orders, "processes", console=console):
+    for count, beside in run.track(processes, "processes"):
         samples += measure_apart(count, beside=beside)
     rows = summarize(samples)
-    held = verdicts(rows)
-    if not arguments.no_result:
-        write_result("waiting_threads", {"held": held, "rows": rows, "samples": [asdict(one) for one in samples]})
-    show(console, rows, held)
-    return 0 if all(held.values()) else 1
+    return {"held": verdicts(rows), "rows": rows, "samples": [asdict(one) for one in samples]}
 
+
+EXPERIMENT = Experiment(
+    name="waiting_threads", about=__doc__, measure=measure, show=show, rounds=5,
+    rounds_help="processes of each count, alone on the machine",
+    options=lambda parser: parser.add_argument(
+        "--beside-rounds", type=int, default=2, help="and beside a busy program; 0: none"
+    ),
+)  # fmt: skip
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    if sys.argv[1:] == [CHILD]:
+        as_engine_process()
+        sys.stdout.buffer.write(msgspec.json.encode(measure_here()) + b"\n")
+    else:
+        raise SystemExit(EXPERIMENT.main())

@@ -17,31 +17,29 @@ is. Where a process happens to lie in memory is worth some per cent, so the serv
 the medians of the starts are reported as well.
 """
 
-import argparse
 import asyncio
 import platform
 import random
-import tempfile
 import time
+from argparse import ArgumentParser
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from functools import partial
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 import psutil
 from rich.console import Console
-from rich.progress import track
 from rich.table import Table
 
-from benchmarks.harness.make_model import SHAPES, make_model
-from benchmarks.harness.measures import interval, show_held
-from benchmarks.harness.servers import ServerProcess, serve, write_result
+from benchmarks.harness.experiment import Experiment, Run
+from benchmarks.harness.measures import interval
+from benchmarks.harness.servers import ServerProcess, serve
 from benchmarks.harness.streams import client_of
 from benchmarks.speed.hierarchy import WORDS
 from loadgen.percentile import percentile
+from model.directories import BUNDLED
 
 ARMS: dict[str, dict[str, str | int]] = {
     "attentionstore": {"cache.mode": "attentionstore"},
@@ -50,7 +48,6 @@ ARMS: dict[str, dict[str, str | int]] = {
 }
 STORING, COMPUTING = "attentionstore", "recompute"  # the two that are held against each other
 LIMIT = 1.03
-BUNDLED = Path(__file__).parent.parent.parent / "model" / "bundled"
 SETTLE_S, QUIET_S = 20.0, 0.2
 SETTINGS: dict[str, str | int | float] = {"cache.dram_gib": 0.25, "cache.disk_gib": 4}
 HBM_TOKENS = 4096
@@ -191,11 +188,11 @@ def verdicts(rows: list[dict[str, Any]]) -> dict[str, bool]:
     return held
 
 
-def show(console: Console, rows: list[dict[str, Any]], held: Mapping[str, bool]) -> None:
+def show(console: Console, result: dict[str, Any]) -> None:
     table = Table(title="Engine CPU time per token without any reuse, ms, p50", title_justify="left")
     for heading in ("model", "rounds", *ARMS, "ratio", "95 % interval", "quartiles", "of each start", "without disk"):
         table.add_column(heading, justify="right")
-    for row in rows:
+    for row in result["summary"]:
         table.add_row(
             row["model"], str(row["rounds"]), *(f"{row[f'{arm}_cpu_ms_per_token_p50']:.3f}" for arm in ARMS),
             f"{row['ratio_p50']:.3f}", f"{row['ratio_p50_low']:.3f} - {row['ratio_p50_high']:.3f}",
@@ -203,49 +200,45 @@ def show(console: Console, rows: list[dict[str, Any]], held: Mapping[str, bool])
             " ".join(f"{ratio:.3f}" for ratio in row["ratio_p50_by_start"]), f"{row['no-disk_ratio_p50']:.3f}",
         )  # fmt: skip
     console.print(table)
-    show_held(console, held)
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, help="directory of the 125 M model; made when it is not given")
+def measure(run: Run) -> dict[str, Any]:
+    arguments = run.arguments
+    costs: list[Cost] = []
+
+    def result() -> dict[str, Any]:
+        rows = summarize(costs)
+        return {
+            "settings": SETTINGS, "hbm_tokens": HBM_TOKENS, "rarely": RARELY, "held": verdicts(rows), "summary": rows,
+            "rounds": [asdict(cost) for cost in costs],
+        }  # fmt: skip
+
+    for model in [arguments.only] if arguments.only else MODELS:
+        source = BUNDLED if model == "bundled" else run.random_model()
+        own = {**SETTINGS, "model.source": str(source), "cache.hbm_tokens": HBM_TOKENS}
+        for start in range(arguments.starts):
+            with ExitStack() as running:
+                servers = {
+                    arm: running.enter_context(serve(f"{model}-{arm}", {**own, **differs}))
+                    for arm, differs in ARMS.items()
+                }
+                label = f"rounds of {model}, start {start + 1} of {arguments.starts}"
+                time.sleep(CALM_S)
+                for round_ in run.track(range(arguments.rounds + 1), label):
+                    costs += asyncio.run(one_round(model, start, round_, servers))
+        run.keep(result())
+    return result()
+
+
+def options(parser: ArgumentParser) -> None:
     parser.add_argument("--only", choices=MODELS, help="measure one of the two models")
     parser.add_argument("--starts", type=int, default=4, help="of the servers of a model")
-    parser.add_argument("--rounds", type=int, default=50, help="of a start, that count; one more warms up")
-    parser.add_argument("--no-result", action="store_true", help="only try it: write no result file")
-    arguments = parser.parse_args()
-    console = Console()
-    costs: list[Cost] = []
-    with ExitStack() as stack:
-        models = {"bundled": BUNDLED}
-        if arguments.only != "bundled":
-            models["125m"] = arguments.model or Path(
-                stack.enter_context(tempfile.TemporaryDirectory(prefix="reprise-125m-"))
-            )
-            if arguments.model is None:
-                make_model(models["125m"], SHAPES["125m"], seed=0)
-        for model in [arguments.only] if arguments.only else list(models):
-            own = {**SETTINGS, "model.source": str(models[model]), "cache.hbm_tokens": HBM_TOKENS}
-            for start in range(arguments.starts):
-                with ExitStack() as running:
-                    servers = {
-                        arm: running.enter_context(serve(f"{model}-{arm}", {**own, **differs}))
-                        for arm, differs in ARMS.items()
-                    }
-                    label = f"rounds of {model}, start {start + 1} of {arguments.starts}"
-                    time.sleep(CALM_S)
-                    for round_ in track(range(arguments.rounds + 1), label, console=console):
-                        costs += asyncio.run(one_round(model, start, round_, servers))
-            rows = summarize(costs)
-            held = verdicts(rows)
-            if not arguments.no_result:
-                shared = {"settings": SETTINGS, "hbm_tokens": HBM_TOKENS, "rarely": RARELY}
-                write_result(
-                    "zero_reuse", {**shared, "held": held, "summary": rows, "rounds": [asdict(cost) for cost in costs]}
-                )
-    show(console, rows, held)
-    return 0 if all(held.values()) else 1
 
+
+EXPERIMENT = Experiment(
+    name="zero_reuse", about=__doc__, measure=measure, show=show, options=options, rounds=50,
+    rounds_help="of a start, that count; one more warms up", takes_model=True,
+)  # fmt: skip
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(EXPERIMENT.main())

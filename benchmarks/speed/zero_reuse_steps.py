@@ -20,13 +20,13 @@ Held: of the sums over all starts and rounds, attentionstore / recompute is at m
 bootstrap over the starts, and over the requests of each.
 """
 
-import argparse
 import gc
 import random
 import subprocess
 import sys
 import tempfile
 import time
+from argparse import ArgumentParser
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -37,18 +37,19 @@ from typing import Any
 
 import msgspec
 from rich.console import Console
-from rich.progress import track
 from rich.table import Table
 
+from benchmarks.harness.experiment import Experiment, Figure, Quick, Result, Run
 from benchmarks.harness.in_process import InProcess, Turn, as_engine_process, config, vocabulary_of
 from benchmarks.harness.make_model import SHAPES, make_model
-from benchmarks.harness.measures import interval, show_held
-from benchmarks.harness.servers import write_result
-from benchmarks.speed.zero_reuse import ARMS, BUNDLED, COMPUTING, HBM_TOKENS, LIMIT, MODELS, SETTINGS, STORING
+from benchmarks.harness.measures import interval
+from benchmarks.speed.zero_reuse import ARMS, COMPUTING, HBM_TOKENS, LIMIT, MODELS, SETTINGS, STORING
 from engine.process.collector import Collector
 from engine.process.loop import MOVING_POLL_MS
 from loadgen.percentile import percentile
+from model.directories import BUNDLED
 
+PART = "--part"  # a process that does one start: its number, the file it writes, the rounds of each model
 STAGES = ("submit", "prompt", "answer", "rest")
 WARM_UP = 3  # requests that do not count
 SPIN_S = 0.02  # in which threads that wait for a next step have gone to sleep
@@ -124,7 +125,7 @@ def come_to_rest(engine: InProcess) -> None:
         time.sleep(MOVING_POLL_MS / 1e3)
 
 
-def measure(model: str, path: str, start: int, rounds: int, directory: Path, console: Console) -> list[Spent]:
+def play(model: str, path: str, start: int, rounds: int, directory: Path) -> list[Spent]:
     """In this process. Raises TurnFailed."""
     arms: dict[str, InProcess] = {}
     for arm, differs in ARMS.items():
@@ -153,7 +154,7 @@ def measure(model: str, path: str, start: int, rounds: int, directory: Path, con
         time.sleep(0.05)
     rng, vocabulary = random.Random(f"{model} {start}"), vocabulary_of(path)
     spent: list[Spent] = []
-    for round_ in track(range(rounds + WARM_UP), f"{model}, start {start + 1}", console=console):
+    for round_ in range(rounds + WARM_UP):
         found = serve_all(model, arms, request_of(rng, vocabulary, round_), start, round_)
         spent += found if round_ >= WARM_UP else []
         collector.idle(time.monotonic())
@@ -211,7 +212,8 @@ def verdicts(rows: Sequence[Mapping[str, Any]]) -> dict[str, bool]:
     return held
 
 
-def show(console: Console, rows: Sequence[Mapping[str, Any]], held: Mapping[str, bool]) -> None:
+def show(console: Console, result: dict[str, Any]) -> None:
+    rows = result["summary"]
     table = Table(title="Processor time without any reuse, ms a request", title_justify="left")
     for heading in ("", "requests", *STAGES, "ratio", "95 % interval", "quartiles"):
         table.add_column(heading, justify="right")
@@ -226,10 +228,9 @@ def show(console: Console, rows: Sequence[Mapping[str, Any]], held: Mapping[str,
         if row["arm"] != COMPUTING:
             each = ", ".join(f"{ratio:.3f}" for ratio in row["ratio_by_start"])
             console.print(f"{row['model']} {row['arm']}, by start: {each}", highlight=False)
-    show_held(console, held)
 
 
-def measure_start(start: int, rounds: Mapping[str, int], console: Console) -> list[Spent]:
+def measure_start(start: int, rounds: Mapping[str, int]) -> list[Spent]:
     """All models that get requests, in this process."""
     spent: list[Spent] = []
     with tempfile.TemporaryDirectory(prefix="reprise-zero-reuse-") as name:
@@ -239,51 +240,54 @@ def measure_start(start: int, rounds: Mapping[str, int], console: Console) -> li
             if count and model != "bundled":
                 path = directory / "model"
                 make_model(path, SHAPES[model], seed=0)
-            spent += measure(model, str(path), start, count, directory / model, console) if count else []
+            spent += play(model, str(path), start, count, directory / model) if count else []
     return spent
 
 
-def measure_apart(start: int, rounds: Mapping[str, int]) -> list[Spent]:
+def measure_apart(start: int, rounds: Mapping[str, int], directory: Path) -> list[Spent]:
     """In a process of its own. Raises CalledProcessError."""
-    with tempfile.TemporaryDirectory(prefix="reprise-zero-reuse-") as name:
-        part = Path(name) / "part.json"
-        counts = (str(rounds["bundled"]), "--large-rounds", str(rounds["125m"]))
-        command = (
-            sys.executable,
-            "-m",
-            "benchmarks.speed.zero_reuse_steps",
-            "--part",
-            f"{start}",
-            f"{part}",
-            "--rounds",
-        )
-        subprocess.run((*command, *counts), check=True)
-        return msgspec.json.decode(part.read_bytes(), type=list[Spent])
+    part = directory / "part.json"
+    counts = [str(rounds[model]) for model in MODELS]
+    command = (sys.executable, "-m", "benchmarks.speed.zero_reuse_steps", PART, f"{start}", f"{part}", *counts)
+    subprocess.run(command, check=True)
+    return msgspec.json.decode(part.read_bytes(), type=list[Spent])
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--starts", type=int, default=16, help="processes, one after the other")
-    parser.add_argument("--rounds", type=int, default=25, help="requests to each engine of the bundled model in each")
-    parser.add_argument("--large-rounds", type=int, default=2, help="and of the 125 M shape; 0: leave it out")
-    parser.add_argument("--no-result", action="store_true", help="only try it: write no result file")
-    parser.add_argument("--part", nargs=2, metavar=("NUMBER", "FILE"), help="one start, in this process, into a file")
-    arguments = parser.parse_args()
-    console = Console()
+def measure(run: Run) -> dict[str, Any]:
+    arguments = run.arguments
     rounds = dict(zip(MODELS, (arguments.rounds, arguments.large_rounds), strict=True))
-    if arguments.part:
-        as_engine_process(str(BUNDLED))
-        number, file = arguments.part
-        Path(file).write_bytes(msgspec.json.encode(measure_start(int(number), rounds, console)))
-        return 0
-    spent = [one for start in range(arguments.starts) for one in measure_apart(start, rounds)]
+    spent: list[Spent] = []
+    for start in run.track(range(arguments.starts), "starts"):
+        spent += measure_apart(start, rounds, run.directory)
     rows = summarize(spent)
-    held = verdicts(rows)
-    if not arguments.no_result:
-        write_result("zero_reuse_steps", {"held": held, "summary": rows, "requests": [asdict(one) for one in spent]})
-    show(console, rows, held)
-    return 0 if all(held.values()) else 1
+    return {"held": verdicts(rows), "summary": rows, "requests": [asdict(one) for one in spent]}
 
+
+def options(parser: ArgumentParser) -> None:
+    parser.add_argument("--starts", type=int, default=16, help="processes, one after the other")
+    parser.add_argument("--large-rounds", type=int, default=2, help="and of the 125 M shape; 0: leave it out")
+
+
+def ratio_of_bundled(result: Result) -> float | None:
+    wanted = {"model": "bundled", "arm": STORING}
+    return next((row["ratio"] for row in result["summary"] if wanted.items() <= row.items()), None)
+
+
+EXPERIMENT = Experiment(
+    name="zero_reuse_steps", about=__doc__, measure=measure, show=show, options=options, rounds=25,
+    rounds_help="requests to each engine of the bundled model in each",
+    quick=Quick(
+        options={"starts": 2, "rounds": 8, "large_rounds": 0},
+        figures=[Figure("processor time, x recompute", ratio_of_bundled, 1.03)],
+        holds=False,  # from one process to the next it differs by one or two per cent
+    ),
+)  # fmt: skip
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    if sys.argv[1:2] == [PART]:
+        as_engine_process()
+        number, file, *counts = sys.argv[2:]
+        found = measure_start(int(number), dict(zip(MODELS, map(int, counts), strict=True)))
+        Path(file).write_bytes(msgspec.json.encode(found))
+    else:
+        raise SystemExit(EXPERIMENT.main())

@@ -203,4 +203,4 @@ def summarize_shortened(turns: Mapping[str, Sequence[dict[str, Any]]]) -> dict[s
 
 
 def _p50(rows: Sequence[dict[str, Any]]) -> float:
-    return median(row["ttft_ms"] for row in rows)
+    return float(median(row["ttft_ms"] for row in rows))

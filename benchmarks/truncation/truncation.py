@@ -14,24 +14,20 @@ not, and turns do not become dearer; a shortened history takes at most 0.4 x of 
 perplexity and NKVT at least 10 % behind it. The result is written after every part.
 """
 
-import argparse
 import asyncio
-import tempfile
+from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Awaitable, Callable, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
-from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from tokenizers import Tokenizer
 
+from benchmarks.harness.experiment import Experiment, Figure, Quick, Result, Run
 from benchmarks.harness.make_model import SHAPES, make_model
-from benchmarks.harness.measures import show_held
 from benchmarks.harness.models import model_directory, name_of, result_name
-from benchmarks.harness.servers import write_result
 from benchmarks.truncation import perplexity as truncation_perplexity
 from benchmarks.truncation import retrieval as truncation_retrieval
 from benchmarks.truncation import serving
@@ -45,7 +41,7 @@ MAX_OVERFLOW, MAX_LATE, MAX_SHIFTED, MAX_APART, MIN_NAIVE = 1.3, 1.3, 0.4, 0.01,
 Advance = Callable[[], None]
 
 
-def run_serving(part: str, arguments: argparse.Namespace, model: Path, advance: Advance) -> dict[str, Any]:
+def run_serving(part: str, arguments: Namespace, model: Path, advance: Advance) -> dict[str, Any]:
     endless, large = part == "endless", part == "shortened-125m"
     turns = arguments.turns if endless else serving.FIRST_SHORTENED - 1 + arguments.rounds
     tokens = 0 if endless else LARGE_USER_TOKENS if large else SMALL_USER_TOKENS
@@ -68,7 +64,7 @@ def run_serving(part: str, arguments: argparse.Namespace, model: Path, advance: 
     return {"settings": {"common": common, **pair}, "summary": summary, "by_turn": rows}
 
 
-def run_quality(part: str, arguments: argparse.Namespace, advance: Advance) -> dict[str, Any] | None:
+def run_quality(part: str, arguments: Namespace, advance: Advance) -> dict[str, Any] | None:
     torch.set_num_threads(arguments.threads or torch.get_num_threads())
     tokenizer = Tokenizer.from_file(str(arguments.model / "tokenizer.json"))
     bench = Bench(arguments.model, window=WINDOW, max_tokens=2 * WINDOW)
@@ -115,7 +111,7 @@ def table(title: str, *headings: str) -> Table:
     return made
 
 
-def show(console: Console, part: str, found: dict[str, Any]) -> None:
+def show_part(console: Console, part: str, found: dict[str, Any]) -> None:
     if part == "endless":
         shown = table(
             "TTFT of turns, ms: median (least to most)", "", "ordinary turns", "turns that overflow", "ratio", "cuts",
@@ -164,70 +160,84 @@ def _spread(values: dict[str, float]) -> str:
     return f"{values['p50']:,.1f} ({values['min']:,.1f} to {values['max']:,.1f})"
 
 
-def total_of(part: str, arguments: argparse.Namespace) -> int:
-    rounds = serving.FIRST_SHORTENED - 1 + arguments.rounds
-    return {
+def total_of(part: str, arguments: Namespace) -> int:
+    totals: dict[str, int] = {
         "endless": arguments.turns,
         "perplexity": arguments.windows * len(truncation_perplexity.TEXTS),
         "retrieval": arguments.questions,
-    }.get(part, rounds)
+    }
+    rounds: int = arguments.rounds
+    return totals.get(part, serving.FIRST_SHORTENED - 1 + rounds)
 
 
-def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def measure(run: Run) -> dict[str, Any]:
+    """The result is written after every part."""
+    arguments = run.arguments
+    parts: dict[str, Any] = {}
+
+    def result() -> dict[str, Any]:
+        return {"seed": arguments.seed, "held": verdicts(parts), "parts": parts}
+
+    for part in arguments.parts:
+        run.expect(total_of(part, arguments), part)
+        if part in ("perplexity", "retrieval"):
+            found = run_quality(part, arguments, run.advance)
+        else:
+            model = large_model(run) if part == "shortened-125m" else arguments.model
+            found = run_serving(part, arguments, model, run.advance)
+        if found is None:
+            run.console.print(f"[yellow]{part}: its text is missing in {arguments.data}[/yellow]")
+            continue
+        parts[part] = found
+        run.keep(result())
+    return result()
+
+
+def large_model(run: Run) -> Path:
+    if run.arguments.model_125m is not None:
+        return Path(run.arguments.model_125m)
+    make_model(run.directory / "m125", SHAPES["125m"], seed=0)
+    return run.directory / "m125"
+
+
+def show(console: Console, result: dict[str, Any]) -> None:
+    for part, found in result["parts"].items():
+        show_part(console, part, found)
+
+
+def options(parser: ArgumentParser) -> None:
     parser.add_argument("--data", type=Path, required=True, help="directory with dialogues/, long_docs/ and text/")
-    parser.add_argument("--parts", default=",".join(PARTS), help="which parts to run, comma-separated")
+    parser.add_argument("--parts", type=part_names, default=list(PARTS), help="which parts to run, comma-separated")
     parser.add_argument("--model", type=model_directory, default="bundled", help="bundled, smollm2, or a directory")
     parser.add_argument("--model-125m", type=Path, help="that model's directory; made in a temporary one if not given")
     parser.add_argument("--turns", type=int, default=200, help="of the endless conversation")
-    parser.add_argument("--rounds", type=int, default=20, help="turns with a shortened history")
     parser.add_argument("--max-tokens", type=int, default=32, help="generated per turn")
     parser.add_argument("--windows", type=int, default=48, help="per text, for perplexity")
     parser.add_argument("--scored", type=int, default=384, help="tokens scored behind a cut")
     parser.add_argument("--questions", type=int, default=60)
     parser.add_argument("--threads", type=int, default=0, help="of the parts without a server; 0: torch's choice")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--result", help="name of the result file; default: truncation, and the model's")
-    parser.add_argument("--no-result", action="store_true", help="write no result file")
-    arguments = parser.parse_args()
-    arguments.parts = arguments.parts.split(",")
-    if unknown := set(arguments.parts) - set(PARTS):
-        parser.error(f"unknown parts: {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
-    return arguments
 
 
-def main() -> int:
-    arguments = parse()
-    console = Console()
-    result = arguments.result or result_name("truncation", arguments.model)
-    parts: dict[str, Any] = {}
-    with tempfile.TemporaryDirectory(prefix="reprise-model-") as scratch:
-        for part in arguments.parts:
-            with Progress(
-                TextColumn("{task.description}"), MofNCompleteColumn(), TimeElapsedColumn(), console=console
-            ) as progress:
-                bar = progress.add_task(part, total=total_of(part, arguments))
-                advance = partial(progress.advance, bar)
-                if part in ("perplexity", "retrieval"):
-                    found = run_quality(part, arguments, advance)
-                else:
-                    model = arguments.model
-                    if part == "shortened-125m":
-                        model = arguments.model_125m or Path(scratch) / "m125"
-                        if not model.exists():
-                            make_model(model, SHAPES["125m"], seed=0)
-                    found = run_serving(part, arguments, model, advance)
-            if found is None:
-                console.print(f"[yellow]{part}: its text is missing in {arguments.data}[/yellow]")
-                continue
-            parts[part] = found
-            show(console, part, found)
-            if not arguments.no_result:
-                write_result(result, {"seed": arguments.seed, "held": verdicts(parts), "parts": parts})
-    held = verdicts(parts)
-    show_held(console, held)
-    return 0 if all(held.values()) else 1
+def part_names(text: str) -> list[str]:
+    """For argparse. Raises argparse.ArgumentTypeError."""
+    if unknown := set(text.split(",")) - set(PARTS):
+        raise ArgumentTypeError(f"unknown parts: {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
+    return text.split(",")
 
+
+def overflow_ratio(result: Result) -> float | None:
+    return result["parts"]["endless"]["summary"]["AS"]["overflow_ratio"] if "endless" in result["parts"] else None
+
+
+EXPERIMENT = Experiment(
+    name=lambda arguments: result_name("truncation", arguments.model),
+    about=__doc__, measure=measure, show=show, options=options, rounds=20, rounds_help="turns with a shortened history",
+    quick=Quick(
+        options={"parts": ["endless"], "turns": 60},
+        figures=[Figure("TTFT of a cut, x an ordinary turn's", overflow_ratio, 1.3)],
+    ),
+)  # fmt: skip
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(EXPERIMENT.main())

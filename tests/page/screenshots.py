@@ -8,7 +8,8 @@ from typing import Any
 
 import httpx
 
-from benchmarks.harness.servers import ROOT, ServerProcess, free_port, serve
+from benchmarks.harness.result_files import ROOT
+from benchmarks.harness.servers import ServerProcess, free_port, serve
 from model.directories import SMOLLM2
 from tests.page.browser import chromium, send
 

@@ -1,13 +1,15 @@
 """The workload of all three classes, and what is made of its turns."""
 
+from argparse import Namespace
 from collections import Counter
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 
 import pytest
 from rich.console import Console
 
 from benchmarks.figures import classes as classes_figure
+from benchmarks.harness.experiment import Run
 from benchmarks.scheduling import classes, classes_foretold
 from benchmarks.scheduling.classes_workload import PLACES, POLICIES, Mix, Served, arrivals, describe, overtakes
 from benchmarks.scheduling.legs import Shape
@@ -129,7 +131,12 @@ def test_four_servers_play_the_same_legs(tmp_path, monkeypatch):
     monkeypatch.setattr(classes, "throttle", lambda *rest: (0.1, 0.5))
     monkeypatch.setattr(classes, "kv_bytes_per_token", lambda model: 1)
     monkeypatch.setattr(classes, "bursts", lambda *rest: (0.1, 4.0, 3.0))
-    found = classes.measure("model", MIX, 2, tmp_path, Console(quiet=True))
+    with ExitStack() as stack:
+        run = Run(
+            arguments=Namespace(rounds=2, model="model"), console=Console(quiet=True), stack=stack, directory=tmp_path,
+            write=lambda result: None,
+        )  # fmt: skip
+        found = classes.play(run, MIX)
     assert set(players) == set(POLICIES)
     played = [player.played for player in players.values()]
     assert all(each == played[0] for each in played)

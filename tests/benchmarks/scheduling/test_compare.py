@@ -10,8 +10,8 @@ from benchmarks.scheduling import legs as schedulers_legs
 from benchmarks.scheduling import report, tenants
 from benchmarks.scheduling.legs import Leg, Sample, Shape
 from benchmarks.speed import itl, planning_cost
-from benchmarks.speed.zero_reuse import BUNDLED
 from loadgen.measure.sender import TurnResult
+from model.directories import BUNDLED
 
 
 def sample(**changes) -> Sample:
@@ -190,7 +190,7 @@ def test_the_median_run_of_planning_counts():
 
 
 def test_planning_is_measured_with_as_many_as_asked_for():
-    arm = planning_cost.measure("car", sessions=60, history=40, places=4, waiting=20, steps=5, profiled=5)
+    arm = planning_cost.play("car", sessions=60, history=40, places=4, waiting=20, steps=5, profiled=5)
     assert (arm["steps"], arm["profiled_steps"]) == (5, 5)
     assert arm["sessions"] == 60
     assert arm["ms_per_step"]["mean"] == pytest.approx(sum(v["mean"] for v in arm["of_it_ms"].values()), abs=0.01)

@@ -67,7 +67,7 @@ def test_what_the_modes_conclude(mine, failed, held):
 
 def test_every_round_is_another_workload():
     words = argparse.Namespace(conversations=3, rate=1.0, think_s=1.0, scale=0.6, max_tokens=3000, answer_tokens=32)
-    first, second = (modes.load.workload(modes.options_of(words, round_)).conversations for round_ in range(2))
+    first, second = (modes.load_run.workload(modes.options_of(words, round_)).conversations for round_ in range(2))
     assert first != second
     assert all(len(c.turns) <= modes.MOST_TURNS for c in first)
     assert {turn.answer_tokens for c in first for turn in c.turns} == {32}

@@ -196,8 +196,7 @@ def test_a_result_can_be_shown_and_drawn(tmp_path):
 
     parts = json.loads(json.dumps(result()))  # as it is read back
     console = Console(record=True, width=200)
-    for name, part in parts.items():
-        truncation.show(console, name, part)
+    truncation.show(console, {"parts": parts})
     text = console.export_text()
     for shown in ("missing in the data directory: wikitext2", "0.30", "50%"):
         assert shown in text

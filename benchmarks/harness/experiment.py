@@ -1,0 +1,203 @@
+"""One run of a benchmark, whichever: its options, its arms in rounds, its progress, its result file, what must hold.
+
+A benchmark is a module with an `EXPERIMENT`: how to measure (`measure` returns what the result file says), how to show
+it, and its own options. Everything else is the same for all:
+
+    --rounds N     how often every arm is measured
+    --name NAME    of the result file, benchmarks/results/NAME.json
+    --no-result    write no result file
+    --quick        the small form, for `benchmarks.harness.quick`; its result goes to build/quick/
+
+The exit status is 1 if something under `held` in the result does not hold.
+"""
+
+import argparse
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, TypeVar
+
+from rich.console import Console
+from rich.progress import MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+
+from benchmarks.harness.result_files import QUICK, RESULTS, write_result
+
+Arm = TypeVar("Arm")
+Item = TypeVar("Item")
+Result = Mapping[str, Any]
+WIDTH = 140
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """A number that the small form of a benchmark has in common with the committed result."""
+
+    label: str
+    read: Callable[[Result], float | None]
+    tolerance: float  # now / committed, or the inverse where more is better, may be that much
+    more_is_better: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Quick:
+    """The small form: other defaults of options, and what of its result is compared. `holds`: the result's `held` is
+    judged too; not where fewer samples cannot hold it."""
+
+    options: Mapping[str, Any]
+    figures: Sequence[Figure] = ()
+    holds: bool = True
+
+
+class Run:
+    """What `measure` works with. Single-threaded; `directory` is deleted when the run is over."""
+
+    def __init__(
+        self, *, arguments: argparse.Namespace, console: Console, stack: ExitStack, directory: Path,
+        write: Callable[[Result], None],
+    ) -> None:  # fmt: skip
+        self.arguments, self.console, self.directory = arguments, console, directory
+        self._stack, self._write = stack, write
+        self._bar: TaskID | None = None
+
+    @cached_property
+    def _progress(self) -> Progress:
+        columns = (TextColumn("{task.description}"), MofNCompleteColumn(), TimeElapsedColumn())
+        return self._stack.enter_context(Progress(*columns, console=self.console))
+
+    def expect(self, total: float, description: str) -> None:
+        """Begin a bar; a run may have several, one after the other."""
+        self._bar = self._progress.add_task(description, total=total)
+
+    def describe(self, description: str) -> None:
+        """What is done now."""
+        if self._bar is not None:
+            self._progress.update(self._bar, description=description)
+
+    def advance(self, steps: float = 1) -> None:
+        if self._bar is not None:
+            self._progress.advance(self._bar, steps)
+
+    def track(self, items: Sequence[Item], description: str) -> Iterator[Item]:
+        """The items, with a bar of their own."""
+        self.expect(len(items), description)
+        for item in items:
+            yield item
+            self.advance()
+
+    def rounds(
+        self, arms: Sequence[Arm], rounds: int | Sequence[int], label: str = "round"
+    ) -> Iterator[tuple[int, Iterator[Arm]]]:
+        """(number, the arms in that round's order) for each round; whoever was first is last next time. `rounds` are
+        how many, from 0, or their numbers."""
+        numbers = range(rounds) if isinstance(rounds, int) else rounds
+        self.expect(len(numbers) * len(arms), "starting")
+        for place, number in enumerate(numbers):
+            shown = number + 1 if isinstance(rounds, int) else number
+            yield number, self._in_order(turned(arms, place), f"{label} {shown}")
+
+    def _in_order(self, arms: Sequence[Arm], label: str) -> Iterator[Arm]:
+        for arm in arms:
+            self.describe(f"{label}, {arm if isinstance(arm, str) else ' '.join(map(str, arm))}")  # type: ignore[call-overload]
+            yield arm
+            self.advance()
+
+    def random_model(self, **changes: int) -> Path:
+        """`--model`, or the random one of the 125 M shape, made anew, with these changes to its shape."""
+        from benchmarks.harness.make_model import SHAPES, make_model  # loads torch, which not every benchmark needs
+
+        if self.arguments.model is not None:
+            return Path(self.arguments.model)
+        made = self.directory / "model"
+        if not made.exists():
+            make_model(made, replace(SHAPES["125m"], **changes), seed=0)
+        return made
+
+    def keep(self, result: Result) -> None:
+        """Write what is known so far: a run that is cut short leaves that."""
+        self._write(result)
+
+
+def turned(arms: Sequence[Arm], by: int) -> tuple[Arm, ...]:
+    """The arms in order, begun at another one each time `by` grows by one."""
+    shift = by % len(arms) if arms else 0
+    return (*arms[shift:], *arms[:shift])
+
+
+@dataclass(frozen=True, slots=True)
+class Experiment:
+    """A benchmark. `about` is its module's docstring; `name` is of its result file, or says which by its arguments."""
+
+    name: str | Callable[[argparse.Namespace], str]
+    about: str | None
+    measure: Callable[[Run], Result]
+    show: Callable[[Console, Any], None]
+    options: Callable[[argparse.ArgumentParser], object] = lambda parser: None
+    rounds: int | None = None  # the default of --rounds; None: it has none
+    rounds_help: str | None = None
+    arms: Sequence[str] = ()  # choices of --arms, all by default
+    takes_model: bool = False  # `Run.random_model`
+    quick: Quick | None = field(default=None)
+
+    def parser(self) -> argparse.ArgumentParser:
+        parser = argparse.ArgumentParser(
+            description=self.about, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+        )
+        if self.takes_model:
+            parser.add_argument("--model", help="directory of a model; default: the 125 M-shape random one, made anew")
+        if self.rounds is not None:
+            parser.add_argument("--rounds", type=int, default=self.rounds, help=self.rounds_help)
+        if self.arms:
+            parser.add_argument("--arms", nargs="+", choices=self.arms, default=list(self.arms))
+        self.options(parser)
+        parser.add_argument("--name", "--result", help="of the result file")
+        parser.add_argument("--no-result", action="store_true", help="write no result file")
+        if self.quick is not None:
+            parser.add_argument("--quick", action="store_true", help="the small form; its result goes to build/quick/")
+        return parser
+
+    def parse(self, words: Sequence[str] | None) -> argparse.Namespace:
+        """The arguments. With --quick its options are the defaults; those that are given count."""
+        parser = self.parser()
+        if self.quick is not None and parser.parse_known_args(words)[0].quick:
+            parser.set_defaults(**self.quick.options)
+        arguments = parser.parse_args(words)
+        if self.arms:
+            arguments.arms = [arm for arm in self.arms if arm in arguments.arms]
+        return arguments
+
+    def file_name(self, arguments: argparse.Namespace) -> str:
+        if arguments.name is not None:
+            return str(arguments.name)
+        return self.name if isinstance(self.name, str) else self.name(arguments)
+
+    def main(self, words: Sequence[str] | None = None) -> int:
+        """Run it. Returns the exit status; raises what `measure` raises."""
+        arguments = self.parse(words)
+        console = Console() if Console().is_terminal else Console(width=WIDTH)
+        folder = QUICK if getattr(arguments, "quick", False) else RESULTS
+        file = folder / f"{self.file_name(arguments)}.json"
+
+        def write(result: Result) -> None:
+            if not arguments.no_result:
+                write_result(file, result)
+
+        with ExitStack() as stack:
+            directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix=f"reprise-{file.stem}-")))
+            run = Run(arguments=arguments, console=console, stack=stack, directory=directory, write=write)
+            result = self.measure(run)
+        write(result)
+        self.show(console, result)
+        held: Mapping[str, bool] = result.get("held", {})
+        show_held(console, held)
+        if not arguments.no_result:
+            console.print(f"written: {file}", highlight=False)
+        return 0 if all(held.values()) else 1
+
+
+def show_held(console: Console, held: Mapping[str, bool]) -> None:
+    """What was expected, a line each, and whether it holds."""
+    for line, holds in held.items():
+        console.print(f"[green]held[/green]     {line}" if holds else f"[red]NOT held[/red] {line}")

@@ -1,0 +1,135 @@
+"""What all benchmarks have in common, on arms that take no time."""
+
+import io
+import json
+from argparse import ArgumentParser
+from collections import Counter
+
+import pytest
+from rich.console import Console
+
+from benchmarks.harness import experiment
+from benchmarks.harness.experiment import Experiment, Figure, Quick, Run, show_held, turned
+from benchmarks.harness.result_files import ROOT, command_line, write_result
+
+
+@pytest.fixture(autouse=True)
+def folders(tmp_path, monkeypatch):
+    monkeypatch.setattr(experiment, "RESULTS", tmp_path / "results")
+    monkeypatch.setattr(experiment, "QUICK", tmp_path / "quick")
+    return tmp_path
+
+
+def play(run: Run) -> dict:
+    played = []
+    for number, order in run.rounds(run.arguments.arms, run.arguments.rounds):
+        played += [(number, arm) for arm in order]
+        run.keep({"played": played})
+    return {
+        "played": played,
+        "limit": run.arguments.limit,
+        "held": {"short enough": len(played) <= run.arguments.limit},
+    }
+
+
+def options(parser: ArgumentParser) -> None:
+    parser.add_argument("--limit", type=int, default=9)
+
+
+STUB = Experiment(
+    name="stub", about="A stub.", measure=play, show=lambda console, result: None, options=options, rounds=3,
+    arms=("a", "b", "c"),
+    quick=Quick(options={"rounds": 1, "limit": 2}, figures=[Figure("x", lambda result: 1.0, 1.1)]),
+)  # fmt: skip
+
+
+def test_every_arm_plays_in_every_round_and_each_is_first_in_its_turn(folders):
+    assert STUB.main([]) == 0
+    result = json.loads((folders / "results" / "stub.json").read_text())
+    assert result["played"] == [
+        [0, "a"],
+        [0, "b"],
+        [0, "c"],
+        [1, "b"],
+        [1, "c"],
+        [1, "a"],
+        [2, "c"],
+        [2, "a"],
+        [2, "b"],
+    ]
+
+
+def test_a_result_says_where_and_how_it_was_made(folders):
+    STUB.main(["--rounds", "1"])
+    result = json.loads((folders / "results" / "stub.json").read_text())
+    assert list(result)[:4] == ["benchmark", "command", "finished", "machine"]
+    assert result["benchmark"] == "stub"
+    assert {"cpu", "cores", "python", "packages", "commit"} <= result["machine"].keys()
+
+
+def test_what_does_not_hold_is_the_exit_status(folders):
+    assert STUB.main(["--limit", "8"]) == 1
+    assert json.loads((folders / "results" / "stub.json").read_text())["held"] == {"short enough": False}
+
+
+def test_arms_keep_their_order_and_can_be_left_out(folders):
+    STUB.main(["--arms", "c", "a", "--rounds", "1", "--name", "other"])
+    assert json.loads((folders / "results" / "other.json").read_text())["played"] == [[0, "a"], [0, "c"]]
+    assert not (folders / "results" / "stub.json").exists()
+
+
+def test_without_a_result_nothing_is_written(folders):
+    assert STUB.main(["--no-result"]) == 0
+    assert list(folders.rglob("*.json")) == []
+
+
+def test_the_small_form_has_its_own_defaults_and_never_touches_a_committed_result(folders):
+    assert STUB.main(["--quick"]) == 1, "three arms in one round, and a limit of two"
+    assert [file.relative_to(folders).as_posix() for file in folders.rglob("*.json")] == ["quick/stub.json"]
+    assert json.loads((folders / "quick" / "stub.json").read_text())["limit"] == 2
+    assert STUB.main(["--quick", "--limit", "3"]) == 0, "what is given counts"
+
+
+def test_what_a_run_had_before_it_failed_is_kept(folders):
+    def fails(run: Run) -> dict:
+        for number, order in run.rounds(["a"], 2):
+            if number:
+                raise RuntimeError("the server is gone")
+            run.keep({"played": list(order)})
+        return {}
+
+    broken = Experiment(name="broken", about=None, measure=fails, show=lambda console, result: None)
+    with pytest.raises(RuntimeError, match="gone"):
+        broken.main([])
+    assert json.loads((folders / "results" / "broken.json").read_text())["played"] == ["a"]
+
+
+def test_a_name_may_depend_on_the_arguments():
+    named = Experiment(
+        name=lambda arguments: f"stub_x{arguments.limit}", about=None, measure=play, show=lambda *_: None,
+        options=options,
+    )  # fmt: skip
+    assert named.file_name(named.parse(["--limit", "4"])) == "stub_x4"
+
+
+def test_whoever_was_first_is_last_next_time():
+    orders = [turned("abc", by) for by in range(6)]
+    assert orders[:3] == [("a", "b", "c"), ("b", "c", "a"), ("c", "a", "b")]
+    assert Counter(order[0] for order in orders) == {"a": 2, "b": 2, "c": 2}
+    assert turned([], 3) == ()
+
+
+def test_what_is_expected_is_said_line_by_line():
+    console = Console(file=io.StringIO(), width=100)
+    show_held(console, {"fast": True, "right": False})
+    assert console.file.getvalue() == "held     fast\nNOT held right\n"  # type: ignore[attr-defined]
+
+
+def test_a_command_is_as_it_would_be_typed_in_the_checkout():
+    words = [str(ROOT / "benchmarks" / "speed" / "itl.py"), "--model", str(ROOT / "model" / "bundled"), "--rounds", "2"]
+    assert command_line(words) == "python -m benchmarks.speed.itl --model model/bundled --rounds 2"
+
+
+def test_paths_in_a_result_are_those_of_the_checkout(tmp_path):
+    write_result(tmp_path / "new" / "r.json", {"settings": {"model.source": str(ROOT / "model" / "bundled")}})
+    assert json.loads((tmp_path / "new" / "r.json").read_text())["settings"] == {"model.source": "model/bundled"}
