@@ -1,0 +1,96 @@
+"""What is counted of a traced turn, worked by hand; and that a process does log what it enters."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+
+from benchmarks.harness import call_log
+from benchmarks.harness.call_log import LANDMARKS, ROOT
+from benchmarks.harness.trace_turn import HANDED_OVER, STEP, ProcessLog, decode_steps, leg, moves, read_logs, summarize
+
+LOOP, ENGINE, MODEL = "engine/process/loop.py", "engine/engine.py", "engine/model/runner.py"
+
+
+def step(*inner: tuple[str, str]) -> list[tuple[int, str, str]]:
+    return [(1, ENGINE, STEP), *((1, file, function) for file, function in inner)]
+
+
+def test_a_move_is_from_one_file_to_another_in_one_thread():
+    entries = [(1, "a", "f"), (1, "a", "g"), (2, "b", "f"), (1, "a", "f"), (1, "b", "f"), (2, "b", "f"), (1, "a", "f")]
+    assert moves(entries) == 2
+    assert leg(entries) == {"files": 2, "calls": 7, "moves": 2, "by_file": {"a": 4, "b": 3}}
+
+
+def test_decode_steps_lie_between_the_prompts_step_and_the_last():
+    entries = [(1, LOOP, "run"), *step((MODEL, "prefill")), *step((MODEL, "one")), *step((MODEL, "two")), *step()]
+    assert [[function for _, _, function in part] for part in decode_steps(entries)] == [[STEP, "one"], [STEP, "two"]]
+
+
+def test_the_turn_its_legs_and_its_spine():
+    http = ProcessLog(
+        [(1, "app/api/chat/route.py", "chat"), (1, "app/turn/service.py", "post"),
+         (1, "engine/process/child.py", HANDED_OVER), (1, "app/http/event_stream.py", "send")],
+        {LANDMARKS[1]: ["app/cli/program.py", "app/api/chat/route.py", "app/turn/service.py"]},
+    )  # fmt: skip
+    engine = ProcessLog(
+        [*step((MODEL, "forward")), *step((MODEL, "forward")), *step((MODEL, "forward"), ("cache/manager.py", "grow")),
+         *step((MODEL, "forward")), *step()],
+        {LANDMARKS[-1]: [LOOP, ENGINE]},
+    )  # fmt: skip
+    found = summarize(http, engine)
+    assert found["turn_files"] == 4 + 3
+    assert (found["to_the_engine"]["files"], found["http_process"]["files"]) == (3, 4)
+    assert found["decode_step_files"] == [2, 3, 2]
+    assert found["decode_step"]["files"] == 2
+    assert found["spine"] == ["app/api/chat/route.py", "app/turn/service.py", LOOP, ENGINE]
+    assert found["not_entered"] == [name for name in LANDMARKS if name not in (LANDMARKS[1], LANDMARKS[-1])]
+
+
+def test_a_turn_without_a_decode_step_is_none():
+    with pytest.raises(ValueError, match="no token was decoded"):
+        summarize(ProcessLog([], {}), ProcessLog(step(), {}))
+
+
+def test_a_landmark_is_a_function_that_there_is():
+    for landmark in LANDMARKS:
+        file, function = landmark.split(":")
+        assert f"def {function.split('.')[-1]}(" in (ROOT / file).read_text(encoding="utf-8"), landmark
+
+
+def test_processes_log_what_they_enter_while_the_switch_is_on(tmp_path):
+    code = """
+import sys, time
+from cache.blocks.keys import token_bytes
+token_bytes([1])
+print("ready", flush=True)
+for _ in sys.stdin:
+    token_bytes([2])
+    print("done", flush=True)
+"""
+    environment = {**os.environ, **call_log.prepare(tmp_path)}
+    with subprocess.Popen(
+        [sys.executable, "-c", code], env=environment, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        call_log.turn(tmp_path, call_log.ON)
+        process.stdin.write("go\n")
+        process.stdin.flush()
+        assert process.stdout.readline() == "done\n"
+        call_log.turn(tmp_path, call_log.WRITE)
+        while not (files := list(tmp_path.glob("*.json"))):
+            assert process.poll() is None
+            time.sleep(0.01)
+        process.stdin.close()
+    content = json.loads(files[0].read_text())
+    assert [(file, function) for _, file, function in content["entries"]] == [("cache/blocks/keys.py", "token_bytes")]
+    # It is told apart from the engine by its command.
+    engine = tmp_path / "1.json"
+    engine.write_text(json.dumps({**content, "command": ["python", "-m", "engine.process.loop"], "entries": []}))
+    http_log, engine_log = read_logs(tmp_path)
+    assert (len(http_log.entries), len(engine_log.entries)) == (1, 0)
