@@ -21,7 +21,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.setup-$(EXTRAS)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help setup model serve test test-api test-clients test-gpu check docs format bench figures screenshots sim house coverage lock clean
+.PHONY: help setup model serve test test-api test-clients test-gpu check docs format bench bench-quick figures screenshots sim house coverage lock clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 12
@@ -81,6 +81,9 @@ bench: setup  ## the standing benchmarks; results in benchmarks/results/
 	if [ -d '$(DATA)/dialogues' ]; then $(BIN)/python -m benchmarks.fidelity.replay_dialogues --data '$(DATA)' || missed="$$missed replay_dialogues"; \
 	else echo "no dialogues under $(DATA): replay skipped (make bench DATA=...)"; fi; \
 	if [ -n "$$missed" ]; then echo "did not reach what they expect:$$missed"; exit 1; fi
+
+bench-quick: setup  ## a small form of each benchmark beside the committed results, in ten minutes
+	@$(BIN)/python -m benchmarks.harness.quick $(if $(wildcard $(DATA)/dialogues),--data '$(DATA)') $(ARGS)
 
 sim: setup  ## scheduler and cache without a model, on a virtual clock: 10,000 random servers
 	@$(BIN)/python -m loadgen.virtual.simulation $(ARGS)
