@@ -45,6 +45,16 @@ serve: setup  ## the server on 127.0.0.1:8000
 test: setup  ## every test that needs no GPU
 	@$(BIN)/python -m pytest -m 'not gpu and not api' --durations=5 -n $(WORKERS) --dist loadfile $(ARGS)
 
+coverage: setup  ## branches that the tests have not run, in all processes; fails where a folder has less than 90 %
+	@$(BIN)/coverage erase
+	@$(BIN)/coverage run -m pytest -m 'not gpu and not api' -n $(WORKERS) --dist loadfile $(ARGS)
+	@$(BIN)/coverage combine --quiet
+	@$(BIN)/coverage report --sort=cover
+	@for folder in app cache engine scheduler; do \
+	  echo "$$folder: $$($(BIN)/coverage report --include="$$folder/*" --format=total) %"; \
+	  $(BIN)/coverage report --include="$$folder/*" --fail-under=90 >/dev/null; \
+	done
+
 test-api:  ## thousands of requests made from /openapi.json; the server's answers are as it says
 	@$(MAKE) --no-print-directory setup EXTRAS='$(EXTRAS),api'
 	@$(BIN)/python -m pytest -m api tests/api $(ARGS)
@@ -102,4 +112,4 @@ lock:  ## write uv.lock anew: all of constraints.txt, and what CUDA's torch adds
 	@uv lock --quiet $$(sed -n 's/^[A-Za-z]/--upgrade-package &/p' constraints.txt)
 
 clean:  ## caches and build output, not the virtual environment
-	@rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	@rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage
