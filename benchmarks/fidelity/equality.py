@@ -20,10 +20,10 @@ that every history has left HBM by the time it is needed again. Where histories 
 The reference of contexts never cut is a server with `cache.mode` recompute. Cutting changes what a context is, so the
 reference of the others is a server that keeps everything in HBM and cuts the same way (`cache.mode` prefix).
 
-Held: no error; at least --turns returning turns (--cut-turns behind a cut); every difference is a near-tie of the
+Held: no error; at least --turns returning turns (--cut-turns after a cut); every difference is a near-tie of the
 reference, in at most 0.5 % of the turns; the same cuts; and the history did come from where the mode says. With
 --exact on (`model.exact`): no difference at all, and the server says that it has proven it; of contexts never cut, for
-what HBM keeps behind a cut was rotated twice in the reference. The exit status says so.
+what HBM keeps after a cut was rotated twice in the reference. The exit status says so.
 """
 
 import asyncio
@@ -120,7 +120,7 @@ class Tally:
     """What one mode has shown."""
 
     turns: int = 0
-    returning: int = 0  # turns with a history that count: behind a cut where the mode is about cuts
+    returning: int = 0  # turns with a history that count: after a cut where the mode is about cuts
     history_tokens: Counter[str] = field(default_factory=Counter)  # tier, or "computed" -> tokens
     miss_reasons: Counter[str] = field(default_factory=Counter)
     differences: list[dict[str, Any]] = field(default_factory=list)
@@ -131,7 +131,7 @@ class Tally:
     seconds: float = 0.0
 
     def share(self, *tiers: str) -> float:
-        """Of the history tokens of returning turns."""
+        """The share of the history tokens of returning turns that these tiers served."""
         return sum(self.history_tokens[tier] for tier in tiers) / max(1, self.history_tokens.total())
 
 

@@ -185,7 +185,7 @@ def rotation_section(result: Result, footer: str) -> list[str]:
 
 
 def tier_sections(load: Callable[[str], Result | None], footer: Callable[[Result], str], docs: Path) -> list[str]:
-    """Of the results that are there; draws their figures into `docs`."""
+    """Sections about the results that are there; draws their figures into `docs`."""
     lines: list[str] = []
     if (result := load("hierarchy")) is not None:
         draw_hierarchy(result, docs / "hierarchy.png")

@@ -63,7 +63,7 @@ def _bars(axis: Axes, perplexity: dict[str, Any]) -> None:
         where = [index + 0.27 * (place - 1) for index in range(len(texts))]
         axis.bar(where, ratios, 0.25, yerr=errors, color=COLORS[arm], label=arm, error_kw={"lw": 0.8})
     axis.set_xticks(range(len(texts)), list(texts))
-    axis.set(title="Perplexity behind a cut", ylabel="of TT's")
+    axis.set(title="Perplexity after a cut", ylabel="of TT's")
 
 
 def truncation_results() -> list[dict[str, Any]]:
@@ -76,7 +76,7 @@ def all_parts(results: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def section(parts: dict[str, Any]) -> list[str]:
-    """Of docs/results.md, without the machine."""
+    """The section of docs/results.md, without the machine."""
     lines = ["## Truncation", "", "![Truncation](truncation.png)", ""]
     if (endless := parts.get("endless")) is not None:
         lines += [
@@ -105,7 +105,7 @@ def section(parts: dict[str, Any]) -> list[str]:
     if (perplexity := parts.get("perplexity")) is not None:
         arms = list(next(iter(perplexity["texts"].values()))["arms"])
         lines += [
-            f"Perplexity of the {perplexity['scored_tokens']} tokens behind a cut of a full window, bundled model, "
+            f"Perplexity of the {perplexity['scored_tokens']} tokens after a cut of a full window, bundled model, "
             "float32; in brackets the 95 % interval of the ratio to TT's.",
             "",
             "| text | " + " | ".join(arms) + " |",
@@ -121,7 +121,7 @@ def section(parts: dict[str, Any]) -> list[str]:
         lines.append("")
     if (retrieval := parts.get("retrieval")) is not None:
         lines += [
-            f"{retrieval['questions']} names given before the cut and asked for behind it, of "
+            f"{retrieval['questions']} names given before the cut and asked for after it, of "
             f"{retrieval['candidates']} candidates each: "
             + ", ".join(f"{name} {arm['accuracy']:.0%}" for name, arm in retrieval["arms"].items())
             + ".",

@@ -3,9 +3,9 @@
     python -m benchmarks.harness.make_model --out DIR [--tiny]
 
 The same seed gives the same bytes. Norm weights are drawn around 1 instead of being exactly 1, for with ones a
-normalisation in the wrong order goes unnoticed. The tokenizer is the bundled one with filler tokens behind it, so the
-model takes text and a chat template like any other; it answers gibberish. Both end tokens are real, but an answer of
-random weights rarely meets them: measure with `ignore_eos` where lengths must agree.
+normalisation in the wrong order goes unnoticed. The tokenizer is the bundled one with filler tokens after its own, so
+the model takes text and a chat template like any other; it answers gibberish. Both end tokens are real, but an answer
+of random weights rarely meets them: measure with `ignore_eos` where lengths must agree.
 
 The shape is the usual "125 M" one, which has that many parameters with 32 k tokens; with 16 k it has 100.7 million.
 """

@@ -24,7 +24,7 @@ def name_of(directory: Path) -> str:
 
 
 def result_name(benchmark: str, directory: Path) -> str:
-    """Of the result file: the benchmark's own name is the bundled model's."""
+    """Name the result file: the bundled model has the benchmark's own name."""
     return benchmark if directory == BUNDLED else f"{benchmark}_{name_of(directory).lower()}"
 
 

@@ -61,7 +61,7 @@ def moves(entries: Sequence[Entry]) -> int:
 
 
 def leg(entries: Sequence[Entry]) -> dict[str, Any]:
-    """Of a part of a log; files by entries, most first."""
+    """Count a part of a log; files by entries, most first."""
     files = Counter(file for _, file, _ in entries)
     return {"files": len(files), "calls": len(entries), "moves": moves(entries), "by_file": dict(files.most_common())}
 
@@ -111,7 +111,7 @@ async def second_turn(server: ServerProcess, directory: Path, max_tokens: int) -
 
 
 def read_logs(directory: Path) -> tuple[ProcessLog, ProcessLog]:
-    """Those of the HTTP process and of the engine. Raises TimeoutError."""
+    """Read the logs of the HTTP process and of the engine. Raises TimeoutError."""
     until = time.monotonic() + WRITTEN_S
     while len(files := list(directory.glob("*.json"))) < 2:
         if time.monotonic() > until:

@@ -82,7 +82,7 @@ def played(server: ServerProcess, options: load_run.Options) -> list[TurnResult]
 
 
 def figures_of(results: Sequence[TurnResult]) -> dict[str, Any]:
-    """Of a run on a server."""
+    """Figures of a run on a server."""
     prompts = sum(result.prompt_tokens for result in results)
     hits = {tier: sum(result.extra["x_cache"][f"{tier}_tokens"] for result in results) for tier in TIERS}
     ttfts = [result.ttft_s for result in results if result.ttft_s is not None]
@@ -103,7 +103,7 @@ def outside_s(results: Sequence[TurnResult]) -> float:
 
 @contextmanager
 def sampled(server: ServerProcess) -> Iterator[list[dict[str, float]]]:
-    """/metrics every few seconds, and once more behind the run. What a step costs is learned from the last few seconds
+    """/metrics every few seconds, and once more after the run. What a step costs is learned from the last few seconds
     alone: the mean over a run says more than its idle end."""
     samples: list[dict[str, float]] = []
     over = threading.Event()
@@ -204,7 +204,7 @@ def played_by(machine: VirtualServer, conversations: Sequence[Conversation]) -> 
 
 
 def unknown_s(machines: Sequence[VirtualServer], results: Sequence[TurnResult]) -> float:
-    """Of a request's time, what is not simulated: turn by turn, over the machines, the ends cut off."""
+    """The part of a request's time that is not simulated: turn by turn, over the machines, the ends cut off."""
     simulated: dict[str, list[list[float]]] = defaultdict(list)  # session -> machines -> turns
     conversations = conversations_of(results)
     for machine in machines:

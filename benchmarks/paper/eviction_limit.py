@@ -42,7 +42,7 @@ _LEAST_GAP_S = 0.05
 
 
 class _Known(ReturnTimes):
-    """By a model that is there from the beginning."""
+    """Return times by a model that is there from the beginning."""
 
     def __init__(self, model: ReturnModel) -> None:
         super().__init__()
@@ -140,7 +140,7 @@ def closed(recorded: Recorded, seed: int, capacity_tokens: int) -> dict[str, flo
 
 
 def kinds(requests: list[TraceRequest]) -> list[str]:
-    """Of each request: how it goes on from what was asked before it."""
+    """How each request goes on from what was asked before it."""
     finder, seen, turns, found = SessionFinder(), set[int](), defaultdict[int, int](int), []
     for request in requests:
         session = finder.find(request.block_names[: request.prompt_tokens // BLOCK_TOKENS])

@@ -58,7 +58,7 @@ def hit_rates(pool: Executor, shapes: Sequence[Saturation], seeds: Sequence[int]
 
 
 def squares(rates: Rates) -> float:
-    """Of percentage points missed."""
+    """The sum of squares of percentage points missed."""
     return sum((100 * (fmean(rates[point]) - rate)) ** 2 for point, rate in POINTS.items())
 
 
@@ -118,7 +118,7 @@ def unknowns(text: str) -> list[str]:
 
 
 def values(text: str) -> dict[str, float]:
-    """Of `name=value,name=value`, for argparse."""
+    """Read `name=value,name=value`, for argparse."""
     return {name: float(value) for name, value in (word.split("=") for word in text.split(",") if word)}
 
 

@@ -14,7 +14,7 @@ Figures = dict[str, Any]  # of `loadgen.sim.result.Result`
 
 
 def write(document: dict[str, Any]) -> None:
-    """Of the runs that there are; a figure whose runs are missing is left out."""
+    """Write about the runs that there are; a figure whose runs are missing is left out."""
     runs = {name: _whole(entry["figures"], entry["run"]["share"]) for name, entry in document["runs"].items()}
     share = min((entry["run"]["share"] for entry in document["runs"].values()), default=1.0)
     lines = [
@@ -53,8 +53,8 @@ def _seconds(entries: dict[str, Any]) -> str:
 
 
 def _whole(figures: Figures, share: float) -> Figures:
-    """Of a run with a share of the sessions on that share of a machine: seconds and dollars as of the whole. Its decode
-    steps take as long, its prefills are as many times fewer, and it pays for as many times less storage."""
+    """Scale a run with a share of the sessions on that share of a machine to the whole, in seconds and dollars. Its
+    decode steps take as long, its prefills are as many times fewer, and it pays for as many times less storage."""
     gpu_s = figures["decode_gpu_s"] + figures["prefill_gpu_s"] / share
     longer = gpu_s / (figures["decode_gpu_s"] + figures["prefill_gpu_s"])
     storage = figures["cost_storage"] / share * longer
@@ -239,7 +239,7 @@ def _mediums(runs: dict[str, Figures]) -> list[str]:
 
 
 def _ratios(_: dict[str, Figures]) -> list[str]:
-    """By the cost model alone: a batch of 16 prompts of 1,000 tokens on one GPU."""
+    """What the cost model alone says: a batch of 16 prompts of 1,000 tokens on one GPU."""
     shape = presets.SHAPES["llama-13b"]
     costs = presets.costs(presets.one_gpu(shape))
     again_s = 16 * costs.prefill_s(1000, 0)
@@ -339,7 +339,7 @@ _NOTES = {
     "Fig. 21 tell only roughly: many settings a step away meet these about as well. With 1,000 tokens a turn "
     "for 975 (squares of 16.6 for 16.1) the means were 88, 73, 92.1 and 88 %. LLaMA-70B "
     "and Falcon-40B need so little KV that all of it fits: their misses are first turns alone.",
-    "14": "Note: of the turns behind the first, a third of the 975 tokens is new, and hits compute no less.",
+    "14": "Note: of the turns after the first, a third of the 975 tokens is new, and hits compute no less.",
     "15": "Note: the same numbers as Fig. 14, as a ratio.",
     "16": "Note: here most of the GPU time is decoding, which caching does not shorten. 4.0 times with prefills 6.8"
     " times as fast means that recomputing takes seven times as long as decoding. At the stated prefill rate "

@@ -46,7 +46,7 @@ def play(high_water: float, scores: bool, rate: float, policy: str, seed: int) -
 
 
 def compare(mine: Sequence[list[float]], theirs: Sequence[list[float]], share: float | None) -> dict[str, Any]:
-    """Of two arms' seeds: a percentile, or the mean, mine in units of theirs, and its 95 % interval."""
+    """Divide a percentile (or the mean: None) of my seeds by that of theirs; with its 95 % interval."""
 
     def figure(rounds: Sequence[list[float]]) -> float:
         pooled = [ttft_s for each in rounds for ttft_s in each]

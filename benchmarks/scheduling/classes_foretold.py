@@ -64,7 +64,7 @@ def begun(mix: Mix, later: list[Conversation]) -> tuple[list[Conversation], floa
 
 
 def play(machine: VirtualServer, mix: Mix, later: list[Conversation], seed: int) -> list[Served]:
-    """The turns behind the beginnings, in order of arrival."""
+    """The turns after the beginnings, in order of arrival."""
     conversations, start_s = begun(mix, later)
     simulation = Simulation(machine=machine, conversations=conversations, rng=random.Random(seed))
     simulation.run()

@@ -74,7 +74,7 @@ def overtakes(served: Sequence[Served]) -> list[int]:
 
 
 def describe(rounds: Sequence[Sequence[Served]]) -> dict[str, Any]:
-    """Of one policy at one rate. Times in ms."""
+    """Figures of one policy at one rate. Times in ms."""
     served = [turn for each in rounds for turn in each]
     passed = [count for each in rounds for count in overtakes(each)]
     return {

@@ -61,7 +61,7 @@ SHARES = (0.5, 0.75, 1.0)  # of the service rate: at the last there is a queue t
 
 
 def prefill_seconds(model: str, shape: Shape, directory: Path) -> float:
-    """Of a turn's new tokens behind a mean history in HBM, alone on a server of its own; the median of some."""
+    """How long a turn's new tokens take after a mean history in HBM, alone on a server: the median of some."""
     settings = settings_of("fcfs", model, shape, 3, 0, 0, 0.0, directory)
     with serve("probe", settings) as server:
         player = Player(server, "fcfs", shape)

@@ -12,7 +12,7 @@ from benchmarks.scheduling.legs import Leg, Sample
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    prefill_s: float  # of a turn's new tokens behind a mean history in HBM, nobody else running
+    prefill_s: float  # for a turn's new tokens after a mean history in HBM, nobody else running
     disk_gbps: float
     load_s: float  # of a mean history from the throttled disk, as measured
     service_rate: float  # turns a second

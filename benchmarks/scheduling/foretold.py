@@ -41,7 +41,7 @@ RESAMPLED = 400
 def machine_of(
     policy: str, shape: Shape, in_hbm: int, in_dram: int, window: int, prefill_s: float, load_s: float
 ) -> VirtualServer:
-    """As `schedulers_legs.settings_of` sets up a server; `prefill_s` for a turn's new tokens behind a mean history,
+    """As `legs.settings_of` sets up a server; `prefill_s` for a turn's new tokens after a mean history,
     `load_s` for the history from the disk."""
     blocks = shape.mean_tokens // BLOCK
     attended = shape.turn_tokens * (shape.mean_history + shape.turn_tokens / 2) / 1000
@@ -79,7 +79,7 @@ def begun(shape: Shape, later: list[Conversation]) -> list[Conversation]:
 
 
 def play(machine: VirtualServer, shape: Shape, later: list[Conversation], seed: int) -> list[tuple[float, float]]:
-    """(TTFT, when the turn was done, in seconds) of the turns behind the beginnings."""
+    """(TTFT, when the turn was done, in seconds) of the turns after the beginnings."""
     simulation = Simulation(machine=machine, conversations=begun(shape, later), rng=random.Random(seed))
     simulation.run()
     first_s = shape.conversations * BEGIN_S + SETTLE_S

@@ -32,7 +32,7 @@ TIMEOUT_S = 120.0
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Of the workload."""
+    """The workload."""
 
     conversations: int
     first_tokens: int
@@ -46,27 +46,27 @@ class Shape:
 
     @property
     def begun_tokens(self) -> int:
-        """Of a conversation before a leg."""
+        """Tokens of a conversation before a leg."""
         return self.first_tokens + BEGIN_ANSWER + TEMPLATE_TOKENS
 
     @property
     def mean_history(self) -> int:
-        """Of a turn in a leg."""
+        """Tokens of history before a turn in a leg."""
         return self.begun_tokens + (self.turns - 1) * self.growth_tokens // 2
 
     @property
     def mean_tokens(self) -> int:
-        """Of a conversation behind a turn."""
+        """Tokens of a conversation after a turn."""
         return -(-(self.mean_history + self.growth_tokens) // BLOCK) * BLOCK
 
     @property
     def most_turns(self) -> int:
-        """Of a conversation in a leg."""
+        """The most turns that a conversation has in a leg."""
         return 2 * self.turns
 
     @property
     def final_tokens(self) -> int:
-        """At most."""
+        """The most tokens that a conversation comes to."""
         tokens = self.begun_tokens + self.most_turns * self.growth_tokens
         return -(-tokens // BLOCK) * BLOCK
 

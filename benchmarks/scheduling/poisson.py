@@ -77,7 +77,7 @@ class Workload:
 
     @property
     def tokens(self) -> int:
-        """Of all conversations at their ends, with some for the template."""
+        """All conversations' tokens at their ends, with some for the template."""
         turn = self.more_tokens + self.answer_tokens + 32
         return self.conversations * (self.first_tokens + self.turns * turn)
 
@@ -124,7 +124,7 @@ def round_of(arm: str, seed: int, results: Sequence[TurnResult]) -> Round:
 
 
 def describe(rounds: Sequence[Round]) -> dict[str, Any]:
-    """Of one server, in ms."""
+    """Figures of one server, in ms."""
     found: dict[str, Any] = {}
     for name in NAMES:
         values = [1e3 * value for r in rounds for value in getattr(r, "gaps_s" if name == "itl" else f"{name}_s")]

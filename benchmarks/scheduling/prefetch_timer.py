@@ -117,7 +117,7 @@ def play(run: Run) -> list[Leg]:
 
 
 def describe(legs: list[Leg]) -> dict[str, Any]:
-    """Of one workload on one server."""
+    """Figures of one workload on one server."""
     timer: Counter[str] = Counter()
     for leg in legs:
         timer.update(leg.timer)
@@ -163,7 +163,7 @@ def show(console: Console, result: dict[str, Any]) -> None:
 
 def options(parser: ArgumentParser) -> None:
     parser.add_argument("--conversations", type=int, default=16)
-    parser.add_argument("--turns", type=int, default=5, help="of each, behind the first")
+    parser.add_argument("--turns", type=int, default=5, help="of each, after the first")
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=["neither"])
 
 

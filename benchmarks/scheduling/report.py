@@ -22,7 +22,7 @@ PERCENTILES = {"p50": 0.50, "p95": 0.95, "p99": 0.99}
 
 
 def describe(legs: Sequence[Leg]) -> dict[str, Any]:
-    """Of one server at one rate."""
+    """Figures of one server at one rate."""
     samples = [sample for leg in legs for sample in leg.samples]
     ttft_ms = [s.ttft_s * 1e3 for s in samples if s.ttft_s is not None]
     gaps_ms = [gap * 1e3 for s in samples for gap in s.gaps_s]

@@ -4,11 +4,11 @@
 
 A random 125 M-shape model in bf16, 8 places in the batch, everything else as it comes. Requests of both tenants bring
 200 tokens and get 32. The quiet tenant sends a request, waits for the end of its answer and sends the next: alone
-first, then from a second behind the flood until that has ended. The policies `car` and, for comparison, `fcfs` take
+first, then from a second after the flood began until it has ended. The policies `car` and, for comparison, `fcfs` take
 turns, round by round.
 
 A full-budget step is measured as what a running stream waits between two tokens while a prompt of 3,000 tokens is
-computed beside it in chunks, before and behind every flood: the median.
+computed beside it in chunks, before and after every flood: the median.
 
 Expected of `car`: the quiet tenant's TTFT p95 beside the flood is at most its TTFT alone (the median) plus three
 full-budget steps.
@@ -153,7 +153,7 @@ class Player:
 
 
 def describe(rounds: Sequence[Round]) -> dict[str, Any]:
-    """Of one policy."""
+    """Figures of one policy."""
     alone, beside, flood, steps = (
         [value * 1e3 for r in rounds for value in getattr(r, name)]
         for name in ("alone_s", "beside_s", "flood_s", "step_gaps_s")

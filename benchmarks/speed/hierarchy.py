@@ -14,7 +14,7 @@ that bring about 140 new tokens a turn, answers of 100. The servers, side by sid
 A leg is one turn of all eight conversations on one server, back to back, so that saving and evicting one conversation
 falls into the time of the next. The servers take turns leg by leg, in an order that moves on with every turn; only one
 works at a time. A pair is the same turn of the same conversation on two servers; a pass is four turns, and what a pass
-has left is deleted before the next. Behind the last pass the attentionstore server is stopped and started again on its
+has left is deleted before the next. After the last pass the attentionstore server is stopped and started again on its
 directory, and every conversation returns once more, on `ample` and `recompute` as well. A TTFT runs from the request
 handed to the socket to the bytes that bring the first token; what a client makes of them is not in it.
 
@@ -47,7 +47,7 @@ from loadgen.measure.http import Http
 from loadgen.percentile import percentile
 
 ARMS = ("attentionstore", "disk", "ample", "prefix", "recompute")
-RETURNING = ("attentionstore", "ample", "recompute")  # those that play the turn behind the restart
+RETURNING = ("attentionstore", "ample", "recompute")  # those that play the turn after the restart
 TIERS = ("hbm", "dram", "disk", "computed")
 TURNS = 4
 SILENCE_S = 120.0
@@ -81,7 +81,7 @@ WORDS = (
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Of the workload, in tokens."""
+    """The workload, in tokens."""
 
     conversations: int
     first_tokens: int
@@ -91,7 +91,7 @@ class Shape:
 
     @property
     def final_tokens(self) -> int:
-        """Of a conversation behind the last turn that is measured, in whole blocks."""
+        """Tokens of a conversation after the last turn that is measured, in whole blocks."""
         tokens = self.first_tokens + (self.turns - 1) * self.turn_tokens + self.turns * self.answer_tokens
         return -(-tokens // BLOCK) * BLOCK
 
@@ -103,7 +103,7 @@ class Sample:
     arm: str
     pass_: int
     conversation: int
-    turn: int  # from 1; one more than a pass has: behind the restart
+    turn: int  # from 1; one more than a pass has: after the restart
     ttft_ms: float
     tpot_ms: float
     prompt_tokens: int
@@ -235,7 +235,7 @@ def spread(values: list[float]) -> dict[str, float]:
 
 
 def describe(samples: list[Sample]) -> dict[str, Any]:
-    """Of the same turn, or turns, on one server."""
+    """Figures of the same turn, or turns, on one server."""
     history = sum(s.history_tokens for s in samples)
     found = sum(min(s.history_tokens, s.prompt_tokens - s.tokens["computed"]) for s in samples)
     return {

@@ -136,7 +136,7 @@ def split_gaps(
 
 
 def describe(rounds: Sequence[Round]) -> dict[str, Any]:
-    """Of one server."""
+    """Figures of one server."""
     busy, calm, ttft, alone = (
         [value * 1e3 for r in rounds for value in getattr(r, name)]
         for name in ("busy_gaps_s", "calm_gaps_s", "ttft_s", "alone_s")

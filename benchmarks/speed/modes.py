@@ -49,7 +49,7 @@ ARMS: dict[str, dict[str, str]] = {
 IN_HBM, IN_DRAM, IN_STAGING = 2, 3, 1  # conversations of the largest size
 MIB, GIB = 1 << 20, 1 << 30
 MOST_TURNS = 12  # of a conversation: a round should not wait for a single one
-PAUSE_S = 1.0  # between a server's rounds, as their requests are put behind each other
+PAUSE_S = 1.0  # between a server's rounds, as their requests are put one after the other
 
 
 @dataclass(slots=True)
@@ -64,7 +64,7 @@ class Arm:
         return Target(self.server.url, self.server.model["id"], {}, {"temperature": 0, "ignore_eos": True})
 
     def play(self, options: load_run.Options, round_: int) -> None:
-        """One round behind what was played before."""
+        """One round, timed after what was played before."""
         workload = load_run.workload(options)
         conversations = workload.conversations
         results, _ = load_run.execute(

@@ -170,8 +170,8 @@ def medians(rounds: Sequence[dict[str, float]]) -> dict[str, Any]:
 
 
 def saving_gains(saves: Mapping[tuple[int, float, str], Sequence[dict[str, float]]]) -> list[dict[str, Any]]:
-    """By prompt length and link: what asynchronous saving takes off a job, round by round, and the share of saving that
-    it hides; None where saving costs less than runs differ by."""
+    """For each prompt length and link: what asynchronous saving takes off a job, round by round, and the share of
+    saving that it hides; None where saving costs less than runs differ by."""
     gains = []
     for tokens, gbps in sorted({(tokens, gbps) for tokens, gbps, _ in saves}):
         sync, done, never = ([r["job_ms"] for r in saves[tokens, gbps, way]] for way in

@@ -7,7 +7,7 @@ are known, with histories of 256 tokens whose KV fills HBM and DRAM and lies on 
 return at once with 200 to 2,000 new tokens: 64 requests run, about 1,000 wait, most with KV to fetch and load. Per
 step: `Scheduler.upcoming`, `CacheManager.plan` (look-ahead, fetches, writes, the offloader) and `Scheduler.schedule`,
 in CPU time of their thread; beside it what else a step asks of the cache: events of transfers (at which blocks are
-chosen to leave DRAM), captures and commits. Behind the steps that count, some more run under a profiler: the result
+chosen to leave DRAM), captures and commits. After the steps that count, some more run under a profiler: the result
 names the functions in which the time goes, at the higher figures that a profiler makes. All of it several times, a
 minute each: a shared machine is up to twice as slow from one minute to the next, so the run with the median mean is
 what counts.

@@ -45,7 +45,7 @@ class Workload:
 
     @property
     def final_tokens(self) -> int:
-        """Of a conversation when its last turn has ended, in whole blocks."""
+        """Tokens of a conversation when its last turn has ended, in whole blocks."""
         tokens = self.turns * (self.user_tokens + self.new_tokens)
         return -(-tokens // BLOCK) * BLOCK
 
@@ -192,7 +192,7 @@ def options(parser: ArgumentParser) -> None:
 
 
 def hit_rate(capacity: int) -> Callable[[Result], float | None]:
-    """Of the default policy with the disk off."""
+    """The default policy's with the disk off."""
     wanted = {"policy": POLICIES[0], "disk": False, "capacity": capacity}
     return lambda result: next((arm["hit_rate"] for arm in result["arms"] if wanted.items() <= arm.items()), None)
 

@@ -47,7 +47,7 @@ CHILD_S = 300.0  # for all the streams of one count, beside a busy program too
 
 @dataclass(frozen=True, slots=True)
 class Steps:
-    """Of one process with so many streams: milliseconds a step."""
+    """One process with so many streams: milliseconds a step."""
 
     streams: int
     wall_ms: float
@@ -128,7 +128,7 @@ def measure_apart(count: int, *, beside: bool) -> list[Sample]:
 
 
 def summarize(samples: Sequence[Sample]) -> list[dict[str, Any]]:
-    """By company, count and streams: medians of the processes, and quartiles of the wall time."""
+    """For each company, count and number of streams: medians of the processes, and quartiles of the wall time."""
     groups: dict[tuple[bool, int, int], list[Steps]] = defaultdict(list)
     for sample in samples:
         groups[sample.beside, sample.count, sample.steps.streams].append(sample.steps)

@@ -53,13 +53,13 @@ SETTINGS: dict[str, str | int | float] = {"cache.dram_gib": 0.25, "cache.disk_gi
 HBM_TOKENS = 4096
 MODELS = ("bundled", "125m")
 RARELY = {"no-disk": 4}  # arms that take part in every so manieth round
-CALM_S = 10.0  # behind a start: until memory is there, in large pages
+CALM_S = 10.0  # after a start: until memory is there, in large pages
 RESAMPLES = 2000
 
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Of one round on one server."""
+    """What one round on one server took."""
 
     model: str
     arm: str
@@ -90,7 +90,7 @@ def request_of(rng: random.Random) -> Request:
 
 
 def cpu_seconds(process: psutil.Process) -> float:
-    """Of all its threads, dead ones too."""
+    """User and system time of all its threads, dead ones too."""
     if platform.system() == "Linux":
         # The clock that clock_getcpuclockid(3) names; /proc counts in hundredths of a second, 2 % of a round.
         return time.clock_gettime((~process.pid << 3) | 2)

@@ -10,10 +10,10 @@ fifth of the spread. What each engine has for itself lies elsewhere too, for goo
 process, either may be dearer by one or two per cent. So it is all done in many processes, one after the other.
 
 What is left out is what all modes do alike: messages between the processes, the heartbeat, and how long the threads of
-the kernels spin behind the last step before they sleep, which here would be charged to whoever still has to write.
+the kernels spin after the last step before they sleep, which here would be charged to whoever still has to write.
 Processor time is that of the whole process: one engine works at a time, and each is waited for until it has written all
 it wants to. `submit`: the request arrives. `prompt`, `answer`: steps to the first token, and the others. `rest`: saves
-and writes behind the last step, in turns as far apart as a server's that is idle but for them. What is saved to is in
+and writes after the last step, in turns as far apart as a server's that is idle but for them. What is saved to is in
 memory beforehand, as after some idle seconds of a server.
 
 Held: of the sums over all starts and rounds, attentionstore / recompute is at most 1.03. The interval is of 95 %, by
@@ -164,7 +164,7 @@ def play(model: str, path: str, start: int, rounds: int, directory: Path) -> lis
 
 
 Pairs = list[tuple[float, float]]
-"""Of each request what it has cost an engine, and what it has cost recompute."""
+"""What each request has cost an engine, and what it has cost recompute."""
 
 
 def ratio_of_sums(pairs: Sequence[tuple[float, float]]) -> float:

@@ -1,6 +1,6 @@
-"""Perplexity behind a truncation, on text the model was not trained on (AttentionStore Table 1).
+"""Perplexity after a truncation, on text the model was not trained on (AttentionStore Table 1).
 
-Windows of running text: the first `history` tokens fill the window, half of it is dropped behind the first
+Windows of running text: the first `history` tokens fill the window, half of it is dropped after the first
 `keep_first` tokens, and the tokens that follow are scored on what is left.
 """
 
@@ -56,7 +56,7 @@ def draw_windows(documents_ids: Sequence[Sequence[int]], length: int, count: int
 
 
 def score_window(bench: Bench, token_ids: Sequence[int], history: int, keep_first: int) -> dict[str, float]:
-    """Mean NLL per arm of the tokens behind the first `history` + 1 (the one at `history` is given, not scored)."""
+    """Mean NLL per arm of the tokens after the first `history` + 1 (the one at `history` is given, not scored)."""
     following, targets = token_ids[history:-1], torch.tensor(token_ids[history + 1 :])
     rows = kept_rows(bench.window, history, len(following), keep_first)
     kept = [token_ids[row] for row in rows.tolist()]

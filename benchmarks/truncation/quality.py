@@ -54,7 +54,7 @@ class _Capture:
 
 class Bench:
     """A model in float32 with pages for one sequence. Single-threaded; every call of `compute` begins at row 0 of the
-    pages, every call of `go_on` behind the rows that the last `compute` or `place` has left."""
+    pages, every call of `go_on` after the rows that the last `compute` or `place` has left."""
 
     def __init__(self, model: Path, window: int, max_tokens: int) -> None:
         self.model: Any = load_model(model, torch.float32, CPU)
@@ -85,7 +85,7 @@ class Bench:
         return [self._capture.layers[layer] for layer in range(len(self.pages))]
 
     def go_on(self, token_ids: Sequence[int]) -> Tensor:
-        """Log-probabilities [tokens, vocab] behind each of these tokens."""
+        """Log-probabilities [tokens, vocab] after each of these tokens."""
         return self._run(token_ids, torch.arange(len(token_ids))).float().log_softmax(-1)
 
     @torch.inference_mode()

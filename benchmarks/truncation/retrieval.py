@@ -1,4 +1,4 @@
-"""Words given before a cut and asked for behind it (after AttentionStore Table 2), as far as a model of 5.6 million
+"""Words given before a cut and asked for after it (after AttentionStore Table 2), as far as a model of 5.6 million
 parameters can do that: real task dialogues, held out from training, in which the assistant repeats a name (a city, an
 airline, a street) that was said in an earlier message.
 
@@ -77,7 +77,7 @@ def name_tokens(tokenizer: Tokenizer, seen: set[int]) -> set[int]:
 
 
 def answer(bench: Bench, question: Question) -> tuple[bool, float]:
-    """Behind the present context: whether the right name is first among the candidates, and its log-probability among
+    """After the present context: whether the right name is first among the candidates, and its log-probability among
     all tokens."""
     logprobs = bench.go_on(question.message)[-1]
     among = logprobs[torch.tensor(question.candidates)]

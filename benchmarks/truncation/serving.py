@@ -158,7 +158,7 @@ def spread(values: Sequence[float]) -> dict[str, float]:
 
 
 def summarize_endless(turns: Mapping[str, Sequence[dict[str, Any]]], max_tokens: int) -> dict[str, Any]:
-    """TTFT of turns that cut against those behind the first cut that do not, and whether the price of a turn grows:
+    """TTFT of turns that cut against those after the first cut that do not, and whether the price of a turn grows:
     the last quarter of the ordinary turns against the first one of them. Raises ValueError if nothing overflowed."""
     out: dict[str, Any] = {}
     for name, rows in turns.items():

@@ -6,8 +6,8 @@ endless         200 turns on a window of 1,024 tokens; the server truncates, wit
                 computing the kept text again (TT).
 shortened       the client itself drops its oldest exchange each turn from turn 9 on: cache.client_shift against
                 recompute; -125m: the same at about 1,650 tokens on the 125 M shape.
-perplexity      of the text behind a cut, AS, TT and NKVT (keys left as they were rotated).
-retrieval       names given before a cut and asked for behind it, the same.
+perplexity      of the text after a cut, AS, TT and NKVT (keys left as they were rotated).
+retrieval       names given before a cut and asked for after it, the same.
 
 Held, or the exit status is 1: every turn is served, a turn that overflows has at most 1.3 x the TTFT of one that does
 not, and turns do not become dearer; a shortened history takes at most 0.4 x of a recompute; AS within 1 % of TT's
@@ -131,7 +131,7 @@ def show_part(console: Console, part: str, found: dict[str, Any]) -> None:
         shown.caption = f"ratio {found['summary']['ratio']:.2f}"
     elif part == "perplexity":
         shown = table(
-            "Perplexity behind a cut, and its ratio to TT's (95 %)", "text", "windows", *truncation_arms(found)
+            "Perplexity after a cut, and its ratio to TT's (95 %)", "text", "windows", *truncation_arms(found)
         )
         for text, row in found["texts"].items():
             cells = [
@@ -213,7 +213,7 @@ def options(parser: ArgumentParser) -> None:
     parser.add_argument("--turns", type=int, default=200, help="of the endless conversation")
     parser.add_argument("--max-tokens", type=int, default=32, help="generated per turn")
     parser.add_argument("--windows", type=int, default=48, help="per text, for perplexity")
-    parser.add_argument("--scored", type=int, default=384, help="tokens scored behind a cut")
+    parser.add_argument("--scored", type=int, default=384, help="tokens scored after a cut")
     parser.add_argument("--questions", type=int, default=60)
     parser.add_argument("--threads", type=int, default=0, help="of the parts without a server; 0: torch's choice")
     parser.add_argument("--seed", type=int, default=0)
