@@ -6,6 +6,8 @@ from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
+STALL_BUDGET_S = 0.02
+"""What those who decode wait for the KV of one who joins. A load that holds up a step no longer is taken as hidden."""
 _TERMS = 5
 _KEPT = 0.96  # of the evidence after one more step of its kind: about the last twenty-five count
 _ASIDE = 0.1  # the weight of steps that only decode, or only compute prompts: others are what is asked for

@@ -3,16 +3,16 @@ Not what CaR's §III-B-1 says; the policy `car-hidden`, to compare with."""
 
 from collections.abc import Sequence as Items
 
+from scheduler.budget import STALL_BUDGET_S
 from scheduler.ports import Residency
 from scheduler.priority import Standing, Standings, standing, without_load
 from scheduler.sequence import Sequence
 from scheduler.window import EntryOrder, ShuffledWindow
 
 
-def standing_if_exposed(residency: Residency, hidden_s: float) -> Standing:
-    """A load that is under way, or would hold up its step no longer than `hidden_s`, is none, and its bytes do not
-    count either."""
-    if residency.is_loading or residency.exposed_s <= hidden_s:
+def standing_if_exposed(residency: Residency) -> Standing:
+    """A load that is under way, or would hardly hold up its step, is none, and its bytes do not count either."""
+    if residency.is_loading or residency.exposed_s <= STALL_BUDGET_S:
         return without_load(residency)
     return standing(residency)
 

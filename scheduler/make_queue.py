@@ -21,12 +21,10 @@ def make_queue(
     predictor: LengthPredictor,
     window: int,
     class_ordered_entry: bool,
-    hidden_s: float,
 ) -> WaitingQueue:
-    """policy: car | car-hidden | priority | fcfs. window, class_ordered_entry: of the first two. hidden_s: for
-    `car-hidden`, a load that holds up its step no longer is no load."""
+    """policy: car | car-hidden | priority | fcfs. window, class_ordered_entry: of the first two."""
     by_residency = partial(Standings, cache=cache, standing=standing)
-    by_exposure = partial(Standings, cache=cache, standing=partial(standing_if_exposed, hidden_s=hidden_s))
+    by_exposure = partial(Standings, cache=cache, standing=standing_if_exposed)
     if policy == "fcfs":
         return FcfsQueue()
     if policy == "priority":

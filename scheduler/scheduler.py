@@ -7,7 +7,7 @@ from itertools import islice
 from typing import NamedTuple
 
 from scheduler import timer
-from scheduler.budget import StepBudget, StepCost, StepWork, TimeBudget, TokenBudget
+from scheduler.budget import STALL_BUDGET_S, StepBudget, StepCost, StepWork, TimeBudget, TokenBudget
 from scheduler.early_loads import AheadLoads
 from scheduler.forecast import Forecast
 from scheduler.line import Line
@@ -79,7 +79,6 @@ class Scheduler:
         itl_target_s: float | None,
         least_chunk_tokens: int,
         chunked_prefill: bool,
-        stall_budget_s: float,
         fair_places: bool,
         scores: bool,
     ) -> None:
@@ -94,7 +93,6 @@ class Scheduler:
         self._itl_target_s = itl_target_s
         self._least_chunk_tokens = least_chunk_tokens  # below which products are inefficient
         self._chunked_prefill = chunked_prefill
-        self._stall_budget_s = stall_budget_s  # what those who decode may wait for the KV of one who joins
         self._scoring = scores  # the cache is told who needs its KV soon
         self._tenants = Tenants(fair_places=fair_places)
         self._resumed: deque[Sequence] = deque()  # lost their room, and stand before the queue
@@ -257,7 +255,7 @@ class Scheduler:
         for sequence in prefills:
             if sequence.state is not SequenceState.RUNNING:
                 continue
-            if decoding and loading.get(sequence.request_id, 0.0) > self._stall_budget_s:
+            if decoding and loading.get(sequence.request_id, 0.0) > STALL_BUDGET_S:
                 continue  # its KV is still on its way, and those who decode don't wait for it
             budget.wait(loading.get(sequence.request_id, 0.0))
             num_tokens = self._chunk_tokens(budget, sequence.pending_tokens, sequence.computed_tokens)
@@ -402,7 +400,7 @@ class Scheduler:
         if reserved:
             if not self.free_places:
                 self._give_way(chunks, preempted)
-            if aside and self._cache.stall_s(sequence.request_id) <= self._stall_budget_s:
+            if aside and self._cache.stall_s(sequence.request_id) <= STALL_BUDGET_S:
                 chunks[:] = [chunk for chunk in chunks if chunk.sequence not in aside]
                 self._sat_out, budget = aside, beside
             self._start(sequence, reserved, chunks, budget, now)
@@ -540,7 +538,7 @@ class Scheduler:
         stall_s = self._cache.stall_s(sequence.request_id)
         if was_ahead or stall_s:
             self._loaders.add(sequence)
-        if chunks and stall_s > self._stall_budget_s:
+        if chunks and stall_s > STALL_BUDGET_S:
             return  # it loads meanwhile, and joins when that is nearly done
         self._count_load(sequence, num_tokens, stall_s)
         self._spend(sequence, num_tokens, chunks, budget)
@@ -558,7 +556,7 @@ class Scheduler:
             return
         self._loaders.remove(sequence)
         work = StepWork().plus_chunk(num_tokens, sequence.computed_tokens)
-        is_hidden = stall_s - self._cost.seconds(work) <= self._stall_budget_s
+        is_hidden = stall_s - self._cost.seconds(work) <= STALL_BUDGET_S
         self.loads["finished" if not stall_s else "hidden" if is_hidden else "exposed"] += 1
 
     def _tell_scores(self) -> None:

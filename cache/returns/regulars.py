@@ -6,9 +6,12 @@ from itertools import count
 from typing import NamedTuple
 
 from cache.blocks.table import SessionName
+from cache.returns.return_times import PUNCTUAL
 
-_SHORTEST_GAP_S = 0.05  # what comes sooner is a parallel branch of the same turn, not a return
-_OFF = 0.25  # of a gap: the next one may be so much shorter or longer and still is like it
+# What comes sooner is seen as part of the turn before it: it may be a parallel branch, which is no return, and whoever
+# returns so soon has left no tier, nor would a fetch have ended in time. `ReturnTimes` learns from shorter gaps too:
+# a program that asks fifty times a second does return.
+_SHORTEST_GAP_S = 0.05
 
 
 @dataclass(slots=True)
@@ -45,10 +48,10 @@ class Regulars:
         gap_s = now - past.used_s
         if gap_s < _SHORTEST_GAP_S:
             return
-        is_regular = past.gap_s is not None and abs(gap_s - past.gap_s) <= _OFF * past.gap_s
+        is_regular = past.gap_s is not None and abs(gap_s - past.gap_s) <= PUNCTUAL * past.gap_s
         past.used_s, past.gap_s = now, gap_s
         if is_regular:
-            due_s, until_s = now + (1 - _OFF) * gap_s, now + (1 + _OFF) * gap_s
+            due_s, until_s = now + (1 - PUNCTUAL) * gap_s, now + (1 + PUNCTUAL) * gap_s
             heappush(self._coming, _Coming(due_s, next(self._numbers), name, now, until_s))
 
     def forget(self, name: SessionName) -> None:

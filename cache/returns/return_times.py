@@ -9,10 +9,10 @@ from cache.returns.survival import NUM_BINS, ReturnModel, bin_end_s, features
 _SHORTEST_GAP_S = 0.01  # what comes sooner is a parallel branch of the same turn, not a return
 _OWN_WEIGHT = 0.3  # of the newest gap in a session's own mean, and of whether it was punctual
 _COMMON_WEIGHT = 0.05  # of whether the newest return of any session was punctual
-_PUNCTUAL = 0.25  # of the gap: so far off is still punctual
+PUNCTUAL = 0.25  # of the gap: so far off is still punctual
 _GIVEN_UP = 4.0  # gaps after which a session is not merely late with all others
 # Ages, in gaps, at which the nearness of a punctual return is reconsidered.
-_CHECKS = (0.5, 1 - _PUNCTUAL, 1 + _PUNCTUAL)
+_CHECKS = (0.5, 1 - PUNCTUAL, 1 + PUNCTUAL)
 _STEPS = 4  # by which values are told apart, per doubling: estimates are no better
 _NEVER = -inf
 _AT_ONCE = 8  # sessions reconsidered per event: the rest waits, in order, for the next ones
@@ -32,7 +32,7 @@ class _Rhythm:
         if self.gap is None:
             self.gap, self.punctual = gap, usual
             return None
-        was_punctual = abs(gap - self.gap) <= _PUNCTUAL * self.gap
+        was_punctual = abs(gap - self.gap) <= PUNCTUAL * self.gap
         self.punctual += _OWN_WEIGHT * (was_punctual - self.punctual)
         self.gap = exp(log(self.gap) + _OWN_WEIGHT * (log(gap) - log(self.gap)))
         return was_punctual
@@ -252,7 +252,7 @@ class ReturnTimes:
                     # Squared: the better of two guesses is the one that is too high, and one gap in five of people's is
                     # as long as those before it by chance.
                     sure = rhythm.punctual * rhythm.punctual
-                    session.value = max(session.value, sure / (gap_s * max(1 - age, _PUNCTUAL)))
+                    session.value = max(session.value, sure / (gap_s * max(1 - age, PUNCTUAL)))
                     check = next(check for check in _CHECKS if check > age)
                     again_s = min(again_s, self._now_s + (check - age) * gap_s)
         # Far from zero a short wait may be lost to rounding; the clock must get past it all the same.

@@ -8,7 +8,6 @@ from scheduler.make_queue import WINDOWED, make_queue
 from scheduler.predictor import LengthPredictor, MaxTokensPredictor, QuantilePredictor
 from scheduler.scheduler import Scheduler
 
-_STALL_BUDGET_S = 0.02  # what those who decode wait for one whose KV is still on its way
 _LONE_STEP_FACTOR = 4  # larger products are faster, and with nobody decoding nobody is held up by a long step
 _LEAST_WINDOW, _MOST_WINDOW = 4, 32  # below there is nothing to choose from; above the wait may be long
 _QUANTILE = 0.5  # of answer lengths: a load that starts at the median is as often early as late
@@ -35,7 +34,6 @@ def build_scheduler(
         predictor=predictor,
         window=config.scheduler.window or _window(cache, max_context),
         class_ordered_entry=config.scheduler.class_ordered_entry,
-        hidden_s=_STALL_BUDGET_S,
     )
     per_token = rates.prefill_s_per_token
     return Scheduler(
@@ -56,7 +54,6 @@ def build_scheduler(
         itl_target_s=config.scheduler.itl_target_s,
         least_chunk_tokens=least_chunk_tokens,
         chunked_prefill=config.scheduler.chunked_prefill,
-        stall_budget_s=_STALL_BUDGET_S,
         fair_places=config.scheduler.policy in WINDOWED,
         scores=config.scheduler.scores,
     )

@@ -28,8 +28,6 @@ from scheduler.ports import CacheView
 from scheduler.predictor import MaxTokensPredictor
 from scheduler.sequence import Sequence as QueuedSequence
 
-_HIDDEN_S = 0.02  # CaR's classes: a load that holds up its step no longer than that is hidden
-
 
 class _View:
     """What the queues ask of the cache: `scheduler.ports.CacheView`, as far as they do."""
@@ -77,7 +75,6 @@ class SimulatedServer:
             predictor=MaxTokensPredictor(),
             window=config.car_window,
             class_ordered_entry=False,
-            hidden_s=_HIDDEN_S,
         )
         self.disk = Disk(machine.disk_to_dram, machine.dram_bytes)
         self.ahead = SimulatedLookAhead(machine, config, self.store, self.queue, self.disk)

@@ -33,7 +33,6 @@ from scheduler.sequence import Sequence, SequenceState
 from scheduler.window import ShuffledWindow
 
 _NO_CUTS = CutRules(allowed=False, keep_first=0, message_starts=(), important=())
-_STALL_BUDGET_S = 0.02
 _MOST_STEPS = 100_000
 
 
@@ -165,7 +164,6 @@ class Simulation:
             predictor=predictor,
             window=machine.window,
             class_ordered_entry=machine.class_ordered_entry,
-            hidden_s=_STALL_BUDGET_S,
         )
         costs = {
             "fixed_s": machine.fixed_s,
@@ -187,7 +185,6 @@ class Simulation:
             itl_target_s=machine.itl_target_s,
             least_chunk_tokens=machine.least_chunk_tokens,
             chunked_prefill=machine.chunked_prefill,
-            stall_budget_s=_STALL_BUDGET_S,
             fair_places=machine.policy in WINDOWED,
             scores=machine.scores,
         )

@@ -161,7 +161,6 @@ def make_loop(
         predictor=predictor,
         window=window,
         class_ordered_entry=class_ordered_entry,
-        hidden_s=0.02,
     )
     scheduler = Scheduler(
         cache=cache,
@@ -175,7 +174,6 @@ def make_loop(
         itl_target_s=itl_target_s,
         least_chunk_tokens=least_chunk_tokens,
         chunked_prefill=chunked_prefill,
-        stall_budget_s=0.02,
         scores=scores,
         fair_places=policy in WINDOWED,
     )

@@ -44,9 +44,7 @@ class Where:
 def make_window(size, *, by_class=False, policy="car"):
     """Loads that hold up their step by no more than 20 ms are hidden, where that counts."""
     where = Where()
-    window = make_queue(
-        policy, cache=where, predictor=MaxTokensPredictor(), window=size, class_ordered_entry=by_class, hidden_s=0.02
-    )
+    window = make_queue(policy, cache=where, predictor=MaxTokensPredictor(), window=size, class_ordered_entry=by_class)
     return window, where
 
 
@@ -459,9 +457,7 @@ def test_the_plain_priority_queue_lets_it_wait_for_ever():
 
 @pytest.mark.parametrize("policy", ["fcfs", "priority", *WINDOWED])
 def test_a_queue_knows_who_is_in_it(policy):
-    queue = make_queue(
-        policy, cache=Where(), predictor=MaxTokensPredictor(), window=2, class_ordered_entry=False, hidden_s=0.02
-    )
+    queue = make_queue(policy, cache=Where(), predictor=MaxTokensPredictor(), window=2, class_ordered_entry=False)
     sequences = [make_sequence(name, 4) for name in "abc"]
     for sequence in sequences:
         queue.add(sequence)

@@ -127,9 +127,7 @@ def test_conversations_in_a_memory_too_small_for_them(
     predictor = QuantilePredictor(quantile=0.5)
     scheduler = Scheduler(
         cache=manager,
-        queue=make_queue(
-            order, cache=manager, predictor=predictor, window=3, class_ordered_entry=rng.random() < 0.3, hidden_s=0.02
-        ),
+        queue=make_queue(order, cache=manager, predictor=predictor, window=3, class_ordered_entry=rng.random() < 0.3),
         predictor=predictor,
         cost=make_cost(),
         itl_target_s=rng.choice([0.0, 0.05, None]),
@@ -141,7 +139,6 @@ def test_conversations_in_a_memory_too_small_for_them(
         step_tokens=step_tokens,
         lone_step_tokens=2 * step_tokens,
         chunked_prefill=chunked,
-        stall_budget_s=0.02,
     )
     server = Server(PoolModel(manager), scheduler, rng, limit=num_pages * page_size)
     system_prompt = rng.choices([0, 1], k=rng.choice([0, 40, 300]))
