@@ -1,4 +1,4 @@
-"""LookAhead: what the queue and the clock say about the next turns, as hints to the policies, fetches and writes."""
+"""LookAhead: what the queue and the clock say about the next turns, as hints to the policies and fetches."""
 
 import math
 from collections import Counter
@@ -79,7 +79,7 @@ class LookAhead:
     def __init__(
         self, *, tiers: Hierarchy, sessions: SessionStore, running: Requests, rates: Rates, reuse: bool
     ) -> None:
-        self._tiers, self._table, self._lower = tiers, tiers.table, tiers.lower
+        self._tiers, self._table, self._dram, self._fetches = tiers, tiers.table, tiers.dram, tiers.fetches
         self._sessions = sessions
         self._running = running
         self._rates = rates
@@ -96,14 +96,13 @@ class LookAhead:
         self._try_regulars_s = self._try_successor_s = -math.inf
         self._regular, self._successor = _Errand(), _Errand()
         self._look: BlockKey | None = None  # the last block that was fetched to see what a slow disk is like by now
-        self._changes = (-1, -1)  # of tiers and requests, when writes were planned last
 
     def plan(self, line: WaitingLine, starting: int, now: float) -> None:
-        """Look ahead (AttentionStore §3.3): tell the policies what comes, fetch for it, write what is behind. The first
-        `starting` in line have a place in the batch: they load for themselves, layer by layer."""
+        """Look ahead (AttentionStore §3.3): tell the policies what comes, and fetch for it. The first `starting` in
+        line have a place in the batch: they load for themselves, layer by layer."""
         if line.version != (0 if self._line is None else self._line.version):
             self._tell_policies(self._follow(line), now)
-        if self._lower.disk_bytes and self._reuse and self._sessions.mean_bytes:
+        if self._tiers.disk.capacity_bytes and self._reuse and self._sessions.mean_bytes:
             if line.members:
                 self._fetch_ahead(line, starting)
             else:
@@ -111,16 +110,6 @@ class LookAhead:
                     self._fetch_for_regulars(now)
                 if self._tiers.succession.is_foretold:
                     self._fetch_for_successor(now)
-        changes = (self._lower.changes, self._running.changes)
-        if changes != self._changes and self._lower.may_write(now):
-            self._changes = changes  # while a turn runs, all that waits to be written is its own as a rule
-            self._lower.plan_writes(
-                self._sessions.contexts, self._running.has_pages, self._running.changes, self._sessions.record, now
-            )
-        self._lower.extents.go_on(now)
-        if self._lower.must_record:
-            self._lower.record_sessions(self._sessions.contexts, self._running.has_pages, self._sessions.record)
-        self._lower.trim()
 
     def _tell_policies(self, changed: set[SessionName], now: float) -> None:
         """Of all who wait, not only of as many as the tiers can hold: whoever waits behind those will come for certain,
@@ -156,7 +145,7 @@ class LookAhead:
     def _fetch_ahead(self, line: WaitingLine, starting: int) -> None:
         """Disk -> DRAM for the next turns: for those who are new in the window first, then for the others in turn, who
         may have found no room for all of theirs."""
-        window = prefetch_window(self._lower.room_bytes, self._sessions.mean_bytes)
+        window = prefetch_window(self._dram.room_bytes, self._sessions.mean_bytes)
         waiting = line.members
         end = min(len(waiting), starting + window + 1)  # of the last, what there is room for: it begins at its head
         left = _LOOKED_UP
@@ -184,7 +173,7 @@ class LookAhead:
         """Disk -> DRAM while nobody is served, for who comes like clockwork and is due: one at a time, at the expense
         of what is expected later. Beside a step it would take from the step what it is to save the next one. Who finds
         no room is tried again: it may be made by the turn of one before it."""
-        if now < self._try_regulars_s or not self._lower.dram_slots:
+        if now < self._try_regulars_s or not self._dram.dram_slots:
             return
         regulars = self._tiers.regulars
         name = regulars.due(now)
@@ -201,7 +190,7 @@ class LookAhead:
         somebody waits already."""
         succession = self._tiers.succession
         name = succession.next()
-        if name is None or now < self._try_successor_s or not self._lower.dram_slots:
+        if name is None or now < self._try_successor_s or not self._dram.dram_slots:
             return
         if any(len(context.token_ids) > context.computed + 1 for context in self._running.values()):
             return
@@ -231,23 +220,23 @@ class LookAhead:
         """Fetch what of these blocks is on disk alone, as far as there is room, and note it. False: there was none for
         all of it, so far. If something that was fetched has had to leave again, DRAM is for others: without an end to
         it the disk would be read for as long as somebody waits, or may come."""
-        lower = self._lower
+        fetches = self._fetches
         missing = [
             row
             for row in self._table.matched(keys)
-            if row.page is None and row.slot is None and not lower.is_fetching(row.key)
+            if row.page is None and row.slot is None and not fetches.is_fetching(row.key)
         ]
         if not missing or any(row.key in brought for row in missing):
             return True
-        size_bytes, direction = len(missing) * lower.slot_bytes, "disk_to_dram"
+        size_bytes, direction = len(missing) * self._dram.slot_bytes, "disk_to_dram"
         if not self._rates.is_worth_fetching(direction, size_bytes, len(missing) * BLOCK_TOKENS):
             brought.update(row.key for row in missing)
             if not self._rates.is_look_due(direction):
                 self._rates.passed_over(direction)
-            elif self._look is None or not lower.is_fetching(self._look):
+            elif self._look is None or not fetches.is_fetching(self._look):
                 self._look = missing[0].key
-                lower.fetch(missing[:1], name)
+                fetches.fetch(missing[:1], name)
             return True
-        has_room = lower.fetch(missing, name)
-        brought.update(row.key for row in missing if lower.is_fetching(row.key))
+        has_room = fetches.fetch(missing, name)
+        brought.update(row.key for row in missing if fetches.is_fetching(row.key))
         return has_room

@@ -8,6 +8,7 @@ from cache.blocks.context import ExpiredContext, RunningContext, SessionContext,
 from cache.blocks.keys import BLOCK_TOKENS, BlockKey, tokens_of
 from cache.blocks.stored import ExtentInfo, SessionRecord
 from cache.blocks.table import BlockRow, SessionName
+from cache.options import CacheOptions
 from cache.requests.opening import DomainOf
 from cache.requests.running import Requests
 from cache.tiers.hierarchy import Hierarchy
@@ -21,37 +22,48 @@ class SessionStore:
     def __init__(
         self,
         *,
+        options: CacheOptions,
         tiers: Hierarchy,
         running: Requests,
         domain_of: DomainOf,
-        session_ttl_s: float,
-        max_sessions: int,
-        bytes_per_token: int,
-        unix_offset_s: float,
     ) -> None:
-        self.contexts: OrderedDict[SessionName, SessionContext] = OrderedDict()  # oldest use first
+        self.contexts: OrderedDict[SessionName, SessionContext] = OrderedDict()  # oldest use first; others only read it
         self._with_own_ttl: set[SessionName] = set()  # of those in `contexts`; others may be left over
         self.mean_bytes = 0.0  # of a session's context, the latest counting most
-        self.deleting: dict[SessionName, str | None] = {}
+        self._deleting: dict[SessionName, str | None] = {}
         """Session -> who waits, None if it has expired. A save or a write of it has to end first."""
         self.expired: OrderedDict[SessionName, ExpiredContext] = OrderedDict()
         """To say why it is not there. No more than there may be sessions."""
-        self._tiers, self._table, self._lower = tiers, tiers.table, tiers.lower
+        self._tiers, self._table = tiers, tiers.table
         self._running = running
         self._domain_of = domain_of
-        self._session_ttl_s = session_ttl_s
-        self._max_sessions = max_sessions
-        self._bytes_per_token = bytes_per_token
-        self._unix_offset_s = unix_offset_s
+        self._session_ttl_s, self._max_sessions = options.session_ttl_s, options.max_sessions
+        self._bytes_per_token = options.bytes_per_token
+        self._unix_offset_s = options.unix_offset_s
 
     def is_running(self, name: SessionName) -> bool:
+        """Whether a request of a session runs or waits."""
         return bool(self._running.of(name))
 
     def is_conversing(self, tenant: str, session_id: str) -> bool:
+        """The same of a session by this id, whatever its salt, if only its first request."""
         return any((c.session[0], c.session[2]) == (tenant, session_id) for c in self._running.values())
 
-    def per_tier(self, name: SessionName, weight: Callable[[BlockRow], int]) -> dict[str, int]:
-        """tier -> the weight of those blocks of a session\'s context that are there."""
+    @property
+    def mean_tokens(self) -> float:
+        """Of a session's context, the latest counting most; 0 while there is none."""
+        return self.mean_bytes / self._bytes_per_token
+
+    def blocks_of(self, name: SessionName) -> dict[str, int]:
+        """tier -> blocks of a session's context that are there."""
+        return self._per_tier(name, lambda row: 1)
+
+    def bytes_of(self, name: SessionName) -> dict[str, int]:
+        """The same in bytes."""
+        return self._per_tier(name, lambda row: row.size_bytes)
+
+    def _per_tier(self, name: SessionName, weight: Callable[[BlockRow], int]) -> dict[str, int]:
+        """tier -> the weight of those blocks of a session's context that are there."""
         counts = {"hbm": 0, "dram": 0, "disk": 0}
         session = self.contexts[name]
         for key in session.all_keys:
@@ -66,18 +78,18 @@ class SessionStore:
         session = self.contexts[name]
         if pinned is not None:
             session.pinned = pinned
-            (self._lower.pinned_sessions.add if pinned else self._lower.pinned_sessions.discard)(name)
+            (self._tiers.pinned.add if pinned else self._tiers.pinned.discard)(name)
         if ttl_s is not None:
             session.ttl_s = ttl_s
             self._with_own_ttl.add(name)
-        self._lower.session_changed(name)
+        self._tiers.writes.session_changed(name)
 
     def prefetch(self, name: SessionName, now: float) -> None:
         """A turn of this session is expected: bring it up to DRAM."""
         session = self.contexts[name]
         self._tiers.used(name, now)
         rows = self._table.matched(session.all_keys)
-        self._lower.fetch((row for row in rows if row.page is None), name)
+        self._tiers.fetches.fetch((row for row in rows if row.page is None), name)
 
     # --- a turn ends --------------------------------------------------------------------------------------------------
 
@@ -102,7 +114,7 @@ class SessionStore:
             owned={
                 key: None
                 for key in (*(before.owned if before else ()), *context.owned)
-                if key in self._table or self._lower.is_saving(key)
+                if key in self._table or self._tiers.dram.is_saving(key)
             },
         )
         if session.cuts:
@@ -117,7 +129,7 @@ class SessionStore:
         self._take_over(name, session)
         self._tiers.answered(name, now, num_tokens)
         self._count_size(num_tokens)
-        self._lower.session_changed(name)
+        self._tiers.writes.session_changed(name)
         if len(self.contexts) > self._max_sessions:
             self.sweep(now)
 
@@ -133,10 +145,15 @@ class SessionStore:
                 session.owned[key] = None
                 self._tiers.own(row, name, place)
 
-    def record(self, name: SessionName, session: SessionContext | None) -> SessionRecord:
-        """What outlives the process of a session."""
+    def write_behind(self, now: float) -> None:
+        """Order what can be written to disk now, of blocks and of sessions."""
+        running = self._running
+        self._tiers.writes.plan(running.has_pages, running.changes, self._record, now)
+
+    def _record(self, name: SessionName) -> SessionRecord | None:
+        session = self.contexts.get(name)
         if session is None:
-            return SessionRecord(*name, context=b"", last_used_s=0.0, pinned=False, ttl_s=None)
+            return None
         return SessionRecord(
             *name,
             context=session.pack(),
@@ -169,7 +186,7 @@ class SessionStore:
         over: list[SessionName] = []
         for name, session in self.contexts.items():
             if before - len(forgotten) > self._max_sessions:
-                if not session.pinned and name not in self.deleting:
+                if not session.pinned and name not in self._deleting:
                     forgotten.append(name)
             elif self._may_expire(name, session, now):
                 if len(over) >= most:
@@ -192,7 +209,7 @@ class SessionStore:
 
     def _may_expire(self, name: SessionName, session: SessionContext, now: float) -> bool:
         """What runs waits for a later sweep."""
-        return self._is_over(session, now) and name not in self.deleting and not self.is_running(name)
+        return self._is_over(session, now) and name not in self._deleting and not self.is_running(name)
 
     def _is_over(self, session: SessionContext, now: float) -> bool:
         ttl_s = self._session_ttl_s if session.ttl_s is None else session.ttl_s
@@ -201,17 +218,17 @@ class SessionStore:
     def _forget(self, name: SessionName) -> None:
         """Its blocks leave as space is needed, unless it was the only one to find them."""
         session = self.contexts.pop(name)
-        self._lower.pinned_sessions.discard(name)
+        self._tiers.pinned.discard(name)
         if session.open_key is not None:
             self._tiers.forget(session.open_key)
         self._tiers.forget_session(name)
         private = self._disown(name, session.owned)
-        self._lower.delete_session(name, [row for row in private if row.extent is not None], None)
+        self._tiers.delete_session(name, [row for row in private if row.extent is not None], None)
 
     def _disown(self, name: SessionName, keys: Iterable[BlockKey]) -> list[BlockRow]:
         """Take a session's name off its blocks; those that nobody else has."""
         private = []
-        self._lower.disown_saves(name)
+        self._tiers.dram.disown_saves(name)
         for key in keys:
             row = self._table.get(key)
             if row is None:
@@ -226,9 +243,9 @@ class SessionStore:
         Returns why not: `not_found`, or `busy` while a request of it runs."""
         session = self.contexts.get(name)
         self.expired.pop(name, None)
-        if session is None and self._lower.extents.delete_again(name, waiter):
+        if session is None and self._tiers.disk.delete_again(name, waiter):
             return None
-        if session is None or self.deleting.get(name) is not None:
+        if session is None or self._deleting.get(name) is not None:
             return "not_found"
         if self.is_running(name):
             return "busy"
@@ -237,19 +254,20 @@ class SessionStore:
 
     def _begin_to_delete(self, name: SessionName, waiter: str | None) -> None:
         # What others have in the same extents is read first, to be written anew.
-        self._lower.fetch(self._sharers_of(name), name)
+        self._tiers.fetches.fetch(self._sharers_of(name), name)
         if self._has_to_wait(name):
-            self.deleting[name] = waiter
+            self._deleting[name] = waiter
         else:
             self._delete_now(name, waiter)
 
     def _sharers_of(self, name: SessionName) -> list[BlockRow]:
         rows = (self._table.get(key) for key in self.contexts[name].owned)
-        return self._lower.extents.sharers_of([row for row in rows if row is not None and row.owners == (name,)])
+        return self._tiers.disk.sharers_of([row for row in rows if row is not None and row.owners == (name,)])
 
     def _has_to_wait(self, name: SessionName) -> bool:
         """Whether a deletion would come between a copy and its end."""
-        return self._lower.is_busy(name) or any(self._lower.is_fetching(row.key) for row in self._sharers_of(name))
+        fetches = self._tiers.fetches
+        return self._tiers.is_busy(name) or any(fetches.is_fetching(row.key) for row in self._sharers_of(name))
 
     def _delete_now(self, name: SessionName, waiter: str | None) -> None:
         session = self.contexts.pop(name)
@@ -257,29 +275,33 @@ class SessionStore:
             self.expired[name] = expired
             if len(self.expired) > self._max_sessions:
                 self.expired.popitem(last=False)
-        self._lower.pinned_sessions.discard(name)
+        self._tiers.pinned.discard(name)
         self._tiers.forget_session(name)
         private = self._disown(name, session.owned)
-        self._lower.delete_session(name, private, waiter)
+        self._tiers.delete_session(name, private, waiter)
         for row in private:
             self._tiers.forget(row.key)
 
     def take_deleted(self) -> list[str]:
         """Those who waited for a deletion that is done."""
-        extents = self._lower.extents
-        done, extents.done = extents.done, []
-        return done
+        return self._tiers.disk.take_done()
 
     def take_undeleted(self) -> list[str]:
-        """Those who waited for one that the disk would not do."""
-        extents = self._lower.extents
-        refused, extents.refused = extents.refused, []
-        return refused
+        """Those who waited for one that the disk would not do: bytes may still be there. It is tried again."""
+        return self._tiers.disk.take_refused()
+
+    def undeleted(self, tenant: str, session_id: str) -> list[SessionName]:
+        """Deleted sessions of this name, with their salts, of which the disk has not deleted all."""
+        return self._tiers.disk.undone(tenant, session_id)
+
+    def retry_deletions(self) -> None:
+        """Ask the disk once more for all that it would not delete, however short ago that was."""
+        self._tiers.disk.go_on(math.inf)
 
     def go_on(self) -> None:
-        """A copy has ended: delete what waited for it."""
-        for name in [name for name in self.deleting if not self._has_to_wait(name)]:
-            waiter = self.deleting.pop(name)
+        """A copy may have ended: delete what waited for it."""
+        for name in [name for name in self._deleting if not self._has_to_wait(name)]:
+            waiter = self._deleting.pop(name)
             if waiter is not None or not self.is_running(name):  # it had expired, and was asked for again
                 self._delete_now(name, waiter)
 
@@ -300,7 +322,7 @@ class SessionStore:
                 )
                 for block in extent.blocks
             ]
-            self._lower.extents.adopt(extent, rows)
+            self._tiers.disk.adopt(extent, rows)
         for record in sorted(records, key=lambda r: r.last_used_s):
             self._restore(record)
         for row in self._table:
@@ -323,4 +345,4 @@ class SessionStore:
         self.contexts[name] = session
         self._count_size(session.num_tokens)
         if session.pinned:
-            self._lower.pinned_sessions.add(name)
+            self._tiers.pinned.add(name)

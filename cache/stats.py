@@ -59,6 +59,20 @@ class ResidencyValue(NamedTuple):
     is_loading: bool
 
 
+@dataclass(frozen=True, slots=True)
+class CacheGauges:
+    """How full the cache is at one moment."""
+
+    sessions: int
+    leases: int  # pages pinned by requests and transfers
+    in_flight: int  # transfers and deletions under way
+    hbm_pages_total: int
+    hbm_pages_free: int
+    hbm_pages_cached: int  # they could be freed by evicting blocks
+    tier_bytes: dict[str, int]  # dram, disk
+    tier_capacity: dict[str, int]
+
+
 @dataclass(slots=True)
 class CacheStats:
     """Running totals since the start."""

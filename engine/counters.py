@@ -28,15 +28,15 @@ def collect(
     counters: Counters, *, scheduler: Scheduler, cache: CacheManager, transfer: Transfer, verifier: Verifier | None
 ) -> Stats:
     """All that the parts of an engine know, as of now."""
-    pages, stats, lower = cache.pages, cache.stats, cache.lower
+    gauges, stats = cache.gauges(), cache.stats
     return Stats(
         running=len(scheduler.running),
         waiting=scheduler.num_waiting,
-        sessions=cache.num_sessions,
-        leases=cache.num_leases,
-        hbm_pages_total=pages.num_pages,
-        hbm_pages_free=pages.num_free,
-        hbm_pages_cached=pages.num_cached,
+        sessions=gauges.sessions,
+        leases=gauges.leases,
+        hbm_pages_total=gauges.hbm_pages_total,
+        hbm_pages_free=gauges.hbm_pages_free,
+        hbm_pages_cached=gauges.hbm_pages_cached,
         steps=counters.steps,
         step_seconds=counters.step_seconds,
         prompt_tokens=dict(stats.prompt_tokens),
@@ -45,8 +45,8 @@ def collect(
         evicted_blocks=stats.evicted_blocks,
         preemptions=scheduler.preemptions,
         aborted=counters.aborted,
-        tier_bytes={"dram": lower.resident * lower.slot_bytes, "disk": lower.extents.used_bytes},
-        tier_capacity={"dram": lower.dram_slots * lower.slot_bytes, "disk": lower.disk_bytes},
+        tier_bytes=gauges.tier_bytes,
+        tier_capacity=gauges.tier_capacity,
         moved_bytes=dict(stats.moved_bytes + Counter(hbm_to_dram=transfer.placed_bytes)),
         moved_seconds=dict(stats.moved_seconds),
         load_wait_seconds=transfer.waited_s,
@@ -56,7 +56,7 @@ def collect(
         load_failures=dict(stats.load_failures),
         write_failures=dict(stats.write_failures),
         truncated_tokens=stats.truncated_tokens,
-        in_flight=cache.in_flight,
+        in_flight=gauges.in_flight,
         verified_loads=verifier.compared if verifier is not None else 0,
         offloaded_blocks=stats.offloaded_blocks,
         scheduler=scheduler_state(scheduler, cache, time.monotonic()),
@@ -102,7 +102,7 @@ def _waiting(
     window: ShuffledWindow | None,
     now: float,
 ) -> WaitingInfo:
-    residency = cache.residency(sequence.request_id)
+    residency = cache.view.residency(sequence.request_id)
     member = window.inside.get(sequence) if window is not None else None
     return WaitingInfo(
         request_id=sequence.request_id,

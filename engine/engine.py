@@ -1,7 +1,6 @@
 """Engine: requests in, tokens out. One step schedules, moves, computes, settles and draws."""
 
 import logging
-import math
 import time
 from collections.abc import Iterable
 
@@ -124,8 +123,9 @@ class Engine:
             # What a turn has left may have been saved at once: then it is written while nobody waits, instead of beside
             # the next request, with which the loop would hear of it.
             self._order_what_comes_next(now)
-        self._replies += [SessionReply(request_id=waiter, sessions=[]) for waiter in self._cache.take_deleted()]
-        for waiter in self._cache.take_undeleted():
+        sessions = self._cache.sessions
+        self._replies += [SessionReply(request_id=waiter, sessions=[]) for waiter in sessions.take_deleted()]
+        for waiter in sessions.take_undeleted():
             self._replies.append(SessionReply(request_id=waiter, sessions=[], error_code="undeleted"))
         replies, self._replies = self._replies, []
         return replies
@@ -153,7 +153,7 @@ class Engine:
 
     def _requeue_failed(self) -> set[str]:
         """Sequences whose load has failed start anew with what is left of their history. Returns their ids."""
-        failed = set(self._cache.take_failed())
+        failed = set(self._cache.requests.take_failed())
         for sequence_id in failed:
             self._restart(self._choices[sequence_id])
         return failed
@@ -161,7 +161,7 @@ class Engine:
     def _restart(self, choice: RunningChoice) -> None:
         """What a sequence has computed is void: it is admitted anew."""
         sequence_id = choice.sequence.request_id
-        self._cache.void(sequence_id)
+        self._cache.requests.void(sequence_id)
         self._scheduler.requeue(choice.sequence)
         self._compute.tables.drop(sequence_id)
         if not choice.reported:
@@ -192,7 +192,7 @@ class Engine:
             choice = self._choices[chunk.sequence.request_id]
             choice.begin_step(now)
             if choice.report is None:
-                choice.report = self._cache.report(chunk.sequence.request_id)
+                choice.report = self._cache.requests.report(chunk.sequence.request_id)
                 chunk.sequence.cached_tokens = choice.report.cached_tokens
         return schedule
 
@@ -211,7 +211,7 @@ class Engine:
         self._moves.hold(self._cache.take_moves(), captured, pieces)
         for chunk in computed.chunks:
             if chunk.sequence.request_id not in failed:
-                self._cache.commit(chunk.sequence.request_id, chunk.num_tokens)
+                self._cache.requests.commit(chunk.sequence.request_id, chunk.num_tokens)
                 chunk.sequence.computed_tokens += chunk.num_tokens
                 self._choices[chunk.sequence.request_id].load_wait_s += computed.waited_s
         computed.drop(failed)
@@ -289,7 +289,7 @@ class Engine:
         self._moves.carry_out()
         self._hear(time.monotonic())
         try:
-            dropped = self._cache.truncate(sequence.request_id)
+            dropped = self._cache.requests.truncate(sequence.request_id)
         except DoesNotFit:
             return False
         sequence.dropped_tokens += dropped
@@ -320,7 +320,7 @@ class Engine:
         if choice.constraint is not None and choice.constraint.is_failed:
             self._close(choice, choice.sequence.computed_tokens)
             return choice.failed("it has become too costly to follow", "invalid_grammar")
-        self._cache.distrust(choice.sequence.request_id)
+        self._cache.requests.distrust(choice.sequence.request_id)
         self._close(choice, 0)
         return choice.failed("the model produced no valid distribution for the next token")
 
@@ -328,7 +328,7 @@ class Engine:
         """Leave every table; the session's context is the first `num_tokens` tokens, as far as they were computed."""
         sequence = choice.sequence
         self._scheduler.remove(sequence)
-        self._cache.close(sequence.request_id, num_tokens, time.monotonic())
+        self._cache.requests.close(sequence.request_id, num_tokens, time.monotonic())
         self._compute.tables.drop(sequence.request_id)
         self._choices.remove(choice)
 
@@ -365,10 +365,9 @@ class Engine:
 
     def idle(self, now: float) -> None:
         """TTL sweep, memory for what comes, and the invariant that must hold when nothing runs."""
-        self._cache.sweep(now)
-        pages = self._cache.pages
-        self._first_touch.go_on(self._cache.lower.slots.reached, pages.reached, lambda: bool(self._choices))
-        pages.ready = self._first_touch.pages_ready
+        self._cache.sessions.sweep(now)
+        self._first_touch.go_on(*self._cache.reached, lambda: bool(self._choices))
+        self._cache.pages_are_ready(self._first_touch.pages_ready)
         if not self._choices and self._cache.num_leases and not self._cache.in_flight:
             log.error("%d pages are pinned although nothing runs", self._cache.num_leases)
 
@@ -378,7 +377,7 @@ class Engine:
         for choice in self._choices:
             self._close(choice, choice.sequence.computed_tokens)
         self._intake.close()
-        self._cache.lower.extents.go_on(math.inf)  # the next process would find what the disk would not delete
+        self._cache.sessions.retry_deletions()  # the next process would find what the disk would not delete
         self.poll(time.monotonic())
         while self._cache.in_flight and time.monotonic() < end:
             self._transfer.wait(0.05)

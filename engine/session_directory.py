@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from cache.blocks.context import SessionContext
 from cache.blocks.table import SessionName
-from cache.manager import CacheManager
+from cache.sessions import SessionStore
 from engine.messages import SessionInfo, SessionReply, SessionRequest
 
 
@@ -13,9 +13,9 @@ class SessionDirectory:
     """Single-threaded, in the engine's loop."""
 
     def __init__(
-        self, *, cache: CacheManager, max_pinned_bytes: int, session_ttl_s: float, unix_offset_s: float
+        self, *, sessions: SessionStore, max_pinned_bytes: int, session_ttl_s: float, unix_offset_s: float
     ) -> None:
-        self._cache = cache
+        self._sessions = sessions
         self._max_pinned_bytes = max_pinned_bytes  # per tenant
         self._session_ttl_s = session_ttl_s
         self._unix_offset_s = unix_offset_s
@@ -29,11 +29,11 @@ class SessionDirectory:
         if request.action == "recent":
             return self._recent(request)
         # The first turn of a session is under way before there is a session.
-        if request.action == "delete" and self._cache.is_conversing(request.tenant, request.session_id):
+        if request.action == "delete" and self._sessions.is_conversing(request.tenant, request.session_id):
             return _refused(request, "busy", "a request of this session is running")
         found = [name for name, _ in self._of(request.tenant) if name[2] == request.session_id]
         if request.action == "delete":
-            found = list(dict.fromkeys((*self._cache.undeleted(request.tenant, request.session_id), *found)))
+            found = list(dict.fromkeys((*self._sessions.undeleted(request.tenant, request.session_id), *found)))
         if not found:
             return _refused(request, "not_found", f"there is no session {request.session_id!r}")
         match request.action:
@@ -45,13 +45,13 @@ class SessionDirectory:
                 return self._delete(request, found)
             case "prefetch":
                 for name in found:
-                    self._cache.prefetch(name, now)
+                    self._sessions.prefetch(name, now)
             case _:
                 return _refused(request, "unavailable", f"unknown action {request.action!r}")
         return SessionReply(request_id=request.request_id, sessions=[self._info(name) for name in found])
 
     def _of(self, tenant: str) -> Iterator[tuple[SessionName, SessionContext]]:
-        return ((name, session) for name, session in self._cache.sessions.items() if name[0] == tenant)
+        return ((name, session) for name, session in self._sessions.contexts.items() if name[0] == tenant)
 
     def _list(self, request: SessionRequest) -> SessionReply:
         names = sorted((name for name, _ in self._of(request.tenant)), key=lambda name: (name[2], name[1]))
@@ -61,7 +61,7 @@ class SessionDirectory:
     def _list_all(self, request: SessionRequest) -> SessionReply:
         """Of all tenants: who asks must have been let in to see that. The session it goes on behind may be gone."""
         tenant, _, session_id = request.after.partition("/")
-        names = sorted(self._cache.sessions, key=lambda name: (name[0], name[2], name[1]))
+        names = sorted(self._sessions.contexts, key=lambda name: (name[0], name[2], name[1]))
         return self._page(request, [name for name in names if (name[0], name[2]) > (tenant, session_id)])
 
     def _page(self, request: SessionRequest, names: list[SessionName]) -> SessionReply:
@@ -82,7 +82,7 @@ class SessionDirectory:
     def _patch(self, request: SessionRequest, found: list[SessionName]) -> SessionReply:
         if request.pinned:
             held = {name for name, session in self._of(request.tenant) if session.pinned} | set(found)
-            size = sum(sum(self._cache.bytes_of(name).values()) for name in held)
+            size = sum(sum(self._sessions.bytes_of(name).values()) for name in held)
             if size > self._max_pinned_bytes:
                 return _refused(
                     request,
@@ -90,19 +90,19 @@ class SessionDirectory:
                     f"pinned sessions would hold {size} bytes, the limit is {self._max_pinned_bytes}",
                 )
         for name in found:
-            self._cache.configure(name, pinned=request.pinned, ttl_s=request.ttl_s)
+            self._sessions.configure(name, pinned=request.pinned, ttl_s=request.ttl_s)
         return SessionReply(request_id=request.request_id, sessions=[self._info(name) for name in found])
 
     def _delete(self, request: SessionRequest, found: list[SessionName]) -> SessionReply | None:
         # The last one is waited for: deletions are carried out in order.
         for name in found:
-            problem = self._cache.delete(name, request.request_id if name == found[-1] else "")
+            problem = self._sessions.delete(name, request.request_id if name == found[-1] else "")
             if problem is not None:
                 return _refused(request, problem, "the session is being deleted")
         return None
 
     def _info(self, name: SessionName) -> SessionInfo:
-        session = self._cache.sessions[name]
+        session = self._sessions.contexts[name]
         ttl_s = self._session_ttl_s if session.ttl_s is None else session.ttl_s
         last_used_s = session.last_used_s + self._unix_offset_s
         return SessionInfo(
@@ -110,12 +110,12 @@ class SessionDirectory:
             cache_salt=name[1],
             tokens=session.num_tokens,
             truncated_tokens=session.truncated_tokens,
-            blocks=self._cache.blocks_of(name),
-            bytes=self._cache.bytes_of(name),
+            blocks=self._sessions.blocks_of(name),
+            bytes=self._sessions.bytes_of(name),
             last_used_s=last_used_s,
             expires_s=None if session.pinned else last_used_s + ttl_s,
             pinned=session.pinned,
-            running=self._cache.is_running(name),
+            running=self._sessions.is_running(name),
             tenant=name[0],
         )
 

@@ -67,10 +67,10 @@ def settle_without_writes(driver: Driver) -> None:
 def assert_at_rest(driver: Driver) -> None:
     stats = driver.engine.stats()
     assert (stats.leases, stats.in_flight, stats.running, stats.waiting) == (0, 0, 0, 0)
-    lower = driver.cache.lower
-    assert not any(lower.slots._pins)
-    assert not lower._held
-    assert lower.slots.num_free + lower.resident == lower.num_slots
+    dram = driver.cache.tiers.dram
+    assert not any(dram._slots._pins)
+    assert not dram._sources
+    assert dram.num_free + dram.resident == dram.num_slots
 
 
 # --- stored bytes -----------------------------------------------------------------------------------------------------
@@ -399,7 +399,7 @@ def test_what_was_on_a_deleted_disk_is_written_again_from_dram(path: Path, tmp_p
     converse(driver, turns=1, first=2, texts=[text[:] for text in texts])  # the first write finds out
     driver.settle()
     on_disk = sum(record.stat().st_size for record in records(tmp_path))
-    assert driver.cache.lower.extents.used_bytes == on_disk > before
+    assert driver.cache.tiers.disk.used_bytes == on_disk > before
     driver.close()
     driver = tiered(path, **{**DISK, "dram_bytes": 0}, disk_dir=str(tmp_path))
     _, tiers = converse(driver, turns=1, first=2, texts=texts)
@@ -529,8 +529,8 @@ def test_a_read_that_hangs_holds_up_nobody_else(
     deadline_s = 1.0 if end == "it fails at its deadline" else 20.0
     driver = tiered(path, **{**DISK, "io_deadline_s": deadline_s}, disk_dir=str(tmp_path), hbm_tokens=640)
     first = driver.ask("first", random_ids(150, 1), session="s", ignore_eos=True)
-    for key in driver.cache.sessions["t", "", "s"].keys:
-        driver.cache.hbm.evict(key)
+    for key in driver.cache.sessions.contexts["t", "", "s"].keys:
+        driver.cache.tiers.hbm.evict(key)
     released, real = threading.Event(), os.preadv
     decoding = driver.submit("decoding", random_ids(40, 2), max_tokens=40, ignore_eos=True)
     while not decoding.token_ids:

@@ -187,14 +187,14 @@ class Tracked(Simulation):
     def __init__(self, **arguments: Any) -> None:
         super().__init__(**arguments)
         self.sources: Counter[str] = Counter()
-        explain = self.cache.report
+        explain = self.cache.requests.report
 
         def report(request_id: str) -> Any:
             found = explain(request_id)
             self.sources.update(found.by_source())
             return found
 
-        self.cache.report = report  # type: ignore[method-assign]
+        self.cache.requests.report = report  # type: ignore[method-assign]
 
 
 def played_by(machine: VirtualServer, conversations: Sequence[Conversation]) -> Tracked:

@@ -66,9 +66,10 @@ class Observed(Simulation):
         self.profilers: dict[bool, cProfile.Profile] = {}  # of what counts, and of what stands beside it; empty: off
         self._places, self._wanted = places, waiting
         self._now_s: Counter[str] = Counter()
-        for owner, names in ((self.scheduler, ("upcoming", "schedule")), (self.cache, ("plan", *BESIDE))):
-            for name in names:
-                setattr(owner, name, self._timed(name, getattr(owner, name)))
+        owners = (self.scheduler, self.cache, self.cache.requests)
+        for name in (*COUNTED, *BESIDE):
+            owner = next(owner for owner in owners if hasattr(owner, name))
+            setattr(owner, name, self._timed(name, getattr(owner, name)))
 
     @property
     def counts(self) -> bool:
@@ -168,12 +169,12 @@ def play(
         conversations=workload(sessions, history, returning, rng), rng=rng,
     )  # fmt: skip
     counted = run.play(steps)
-    lower = run.cache.lower
+    tiers, gauges = run.cache.tiers, run.cache.gauges()
     arm = {
-        "policy": policy, "sessions": run.cache.num_sessions, "blocks": sum(1 for _ in run.cache.table),
+        "policy": policy, "sessions": gauges.sessions, "blocks": len(tiers.table),
         "running": len(run.scheduler.running), "waiting": run.scheduler.num_waiting,
-        "dram_full": round(lower.resident / max(1, lower.num_slots), 3),
-        "disk_full": round(lower.extents.used_bytes / max(1, lower.disk_bytes), 3), "steps": len(counted),
+        "dram_full": round(tiers.dram.resident / max(1, tiers.dram.num_slots), 3),
+        "disk_full": round(tiers.disk.used_bytes / max(1, tiers.disk.capacity_bytes), 3), "steps": len(counted),
         "ms_per_step": spread([sum(spent.get(name, 0.0) for name in COUNTED) for spent in counted]),
         "ms_per_step_with_the_rest": spread([sum(spent.values()) for spent in counted]),
         "of_it_ms": {name: spread([spent.get(name, 0.0) for spent in counted]) for name in COUNTED},

@@ -9,7 +9,6 @@ from cache.blocks.keys import BLOCK_TOKENS, BlockKey
 from cache.moves import AbandonLoad, BlockLoad, LoadBlocks, Loaded, ReleaseLoad
 from cache.rates import LoadProgress, Rates, deadline_s
 from cache.requests.siblings import Siblings
-from cache.stats import CacheStats
 from cache.tiers.hierarchy import Hierarchy
 
 _WAVERS = 2  # what a load is expected to take may double without anything having happened
@@ -39,17 +38,18 @@ class Loads:
         arrived: Callable[[int], float],
         progress: Callable[[int], LoadProgress | None],
         bytes_per_token: int,
-        stats: CacheStats,
     ) -> None:
         self.under_way: dict[int, Load] = {}
-        self._table, self._pages, self._hbm, self._lower = tiers.table, tiers.pages, tiers.hbm, tiers.lower
+        self._table, self._pages, self._hbm = tiers.table, tiers.pages, tiers.hbm
+        self._dram, self._disk, self._fetches, self._orders = tiers.dram, tiers.disk, tiers.fetches, tiers.orders
         self._siblings = siblings
         self._running = running
         self._rates = rates
         self._arrived = arrived  # the share of a load that is in HBM
         self._progress = progress  # of what a load reads off the disk
         self._bytes_per_token = bytes_per_token
-        self._stats = stats
+        self._stats = tiers.stats
+        self._now = -math.inf  # as of `give_up`
         self._given_up: set[int] = set()  # loads that were, and have not ended
         self._failed: dict[str, None] = {}  # requests whose load failed, until `take_failed`
 
@@ -58,18 +58,18 @@ class Loads:
         blocks = []
         for load in loads:
             if load.slot is not None:
-                self._lower.slots.pin(load.slot)
-            elif self._lower.has_room() and load.num_rows == BLOCK_TOKENS:
-                load = replace(load, slot=self._lower.take_slot(None))
+                self._dram.pin(load.slot)
+            elif self._fetches.has_room() and load.num_rows == BLOCK_TOKENS:
+                load = replace(load, slot=self._dram.take_slot(None))
             self._pages.pin(load.page)
             if load.num_rows == BLOCK_TOKENS:
                 self._siblings.claim(load.key, context.request_id)
             blocks.append(load)
-        self._lower.extents.hold(load.key for load in blocks if load.extent is not None)
-        context.job = self._lower.next_job()
+        self._disk.hold(load.key for load in blocks if load.extent is not None)
+        context.job = self._orders.next_job()
         noted = self._noted(context, blocks)
         self.under_way[context.job] = replace(noted, seemed_fast=self._expected_s(noted) <= self._deadline_s(noted))
-        self._lower.moves.append(LoadBlocks(context.job, context.request_id, tuple(blocks)))
+        self._orders.add(LoadBlocks(context.job, context.request_id, tuple(blocks)))
 
     def _noted(self, context: RunningContext, blocks: Sequence[BlockLoad]) -> Load:
         on_disk = [load.position for load in blocks if load.extent is not None]
@@ -77,9 +77,10 @@ class Loads:
         first = min(on_disk) if on_disk and context.lineage.joint is None else None
         return Load(context, tuple(blocks), first, False, context.request_id)
 
-    def give_up(self) -> None:
+    def give_up(self, now: float) -> None:
         """Give up what has come to be dearer than to compute it: the disk has become slow, or stands still. All blocks
         of a load come layer by layer, so all that the disk was to bring is computed; what came out of DRAM is kept."""
+        self._now = now
         for job_id, load in self.under_way.items():
             progress = self._progress(job_id) if load.first is not None and job_id not in self._given_up else None
             if progress is None:
@@ -90,7 +91,7 @@ class Loads:
                 left_s = max(left_s, self._expected_s(load) / _WAVERS)
             if left_s > self._deadline_s(load):
                 self._given_up.add(job_id)
-                self._lower.moves.append(AbandonLoad(job_id))
+                self._orders.add(AbandonLoad(job_id))
 
     def patience_s(self, context: RunningContext) -> float:
         """How much longer a step may wait for the next layer of a request's load before that is given up."""
@@ -100,18 +101,19 @@ class Loads:
             return math.inf
         return self._deadline_s(load) - progress.silent_s
 
-    def is_fetch_late(self, context: RunningContext, now: float) -> bool:
+    def is_fetch_late(self, context: RunningContext) -> bool:
         """A request whose turn has come waits for a fetch into DRAM. Whether it has waited for as long as computing
         would take: then it skips what is on disk. Behind a cut it waits on, for what is stored cannot be computed."""
-        if context.awaited is None or not self._lower.is_fetching(context.awaited) or context.lineage.joint is not None:
+        is_fetching = self._fetches.is_fetching
+        if context.awaited is None or not is_fetching(context.awaited) or context.lineage.joint is not None:
             return False
-        coming = [block for block, key in enumerate(context.chain()) if self._lower.is_fetching(key)]
+        coming = [block for block, key in enumerate(context.chain()) if is_fetching(key)]
         tokens, first, end = len(context.token_ids), coming[0] * BLOCK_TOKENS, (coming[-1] + 1) * BLOCK_TOKENS
         # No layer of a fetch is of use before its last one.
         allowed_s = deadline_s(self._rates.compute_s(tokens - end), self._rates.compute_s(tokens - first), 1)
         if context.fetch_due_s is None:
-            context.fetch_due_s = now + allowed_s
-        if now < context.fetch_due_s:
+            context.fetch_due_s = self._now + allowed_s
+        if self._now < context.fetch_due_s:
             return False
         self._rates.late("disk_to_dram", len(coming) * BLOCK_TOKENS * self._bytes_per_token, allowed_s)
         self._stats.load_failures["late"] += 1
@@ -134,7 +136,7 @@ class Loads:
         """A request gives its pages back: whether its load is still under way, and goes on for nobody."""
         if context.job is None or context.job not in self.under_way:
             return False
-        self._lower.moves.append(ReleaseLoad(context.job))
+        self._orders.add(ReleaseLoad(context.job))
         return True
 
     def outlive(self, context: RunningContext) -> None:
@@ -158,16 +160,16 @@ class Loads:
         load = self.under_way.pop(event.job_id)
         self._given_up.discard(event.job_id)
         context = load.context
-        self._lower.extents.release(block.key for block in load.blocks if block.extent is not None)
+        self._disk.release(block.key for block in load.blocks if block.extent is not None)
         for block in load.blocks:
             self._siblings.settle(block.key, load.claimant)
             if block.slot is not None and block.extent is None:
-                self._lower.slots.unpin(block.slot)
+                self._dram.unpin(block.slot)
             elif block.slot is not None:
                 if event.failed:
-                    self._lower.slots.give_back(block.slot)
+                    self._dram.give_back(block.slot)
                 else:
-                    self._lower.keep(block.key, block.slot)
+                    self._dram.keep(block.key, block.slot)
             row = self._table.get(block.key)
             is_here = not event.failed or block.key in event.whole
             if is_here and block.num_rows == BLOCK_TOKENS and row is not None and not row.is_open:
@@ -198,9 +200,9 @@ class Loads:
         if row is None:
             return
         if load.extent is not None and row.extent == load.extent:
-            self._lower.extents.drop(row)
+            self._disk.drop(row)
         elif load.extent is None and row.slot == load.slot:
-            self._lower.drop_slot(row)
+            self._dram.drop_slot(row)
         if row.is_nowhere:
             self._table.forget(row)
 

@@ -4,27 +4,26 @@ from collections.abc import Mapping
 
 from cache.blocks.context import RunningContext
 from cache.blocks.keys import BLOCK_TOKENS, BlockKey
-from cache.blocks.table import BlockRow, CacheTable, common_prefix
+from cache.blocks.table import BlockRow, common_prefix
+from cache.options import CacheOptions
 from cache.rates import Rates
 from cache.requests.load_or_compute import LoadOption, choose_load, first_token_s
 from cache.stats import ResidencyValue
-from cache.tiers.hbm import HbmPool, Match
+from cache.tiers.hbm import Match
+from cache.tiers.hierarchy import Hierarchy
 
 
 class Matcher:
     """Changes nothing but a context's notes on why it misses."""
 
-    def __init__(
-        self, *, table: CacheTable, hbm: HbmPool, rates: Rates, reuse: bool, bytes_per_token: int, only_slots: bool
-    ) -> None:
-        """only_slots: a part of a block is used only if a slot has it, from which its rows can be saved once more; else
-        they would have to be un-rotated. At most 31 rows are computed again for that."""
-        self._table = table
-        self._hbm = hbm
+    def __init__(self, *, tiers: Hierarchy, rates: Rates, options: CacheOptions) -> None:
+        self._table, self._hbm = tiers.table, tiers.hbm
         self._rates = rates
-        self._reuse = reuse
-        self._bytes_per_token = bytes_per_token
-        self._only_slots = only_slots
+        self._reuse = options.reuse
+        self._bytes_per_token = options.bytes_per_token
+        # A part of a block is used only if a slot has it, from which its rows can be saved once more; else they would
+        # have to be un-rotated. At most 31 rows are computed again for that.
+        self._only_slots = options.exact and tiers.dram.is_on
 
     def match(self, context: RunningContext) -> Match:
         """The longest stored prefix; the last token is always left to compute, for its logits."""

@@ -6,23 +6,15 @@ from dataclasses import dataclass
 
 from cache.blocks.context import Lineage, RunningContext, SessionContext, digest_of
 from cache.blocks.keys import BLOCK_TOKENS, BlockKey, KeyDomain
-from cache.blocks.table import CacheTable, SessionName
+from cache.blocks.table import SessionName
 from cache.blocks.truncate import CutRules, DoesNotFit, Range, apply_cuts, map_offset, merge_cuts, plan_cut, subtract
-from cache.stats import CacheStats
+from cache.options import Truncation
+from cache.tiers.hierarchy import Hierarchy
 
 DomainOf = Callable[[str, str], KeyDomain]
 """(tenant, cache salt) -> the domain of its keys."""
 
 _MIN_SHIFTED_BLOCKS = 4  # below that a client's own truncation is not worth the echo of what it dropped
-
-
-@dataclass(frozen=True, slots=True)
-class Truncation:
-    """The server's side of truncation (AttentionStore §3.4)."""
-
-    window: int  # tokens a context may have
-    ratio: float  # of the window, dropped at an overflow
-    mode: str  # decoupled | recompute | naive
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,17 +33,15 @@ class ContextOpener:
     def __init__(
         self,
         *,
-        table: CacheTable,
+        tiers: Hierarchy,
         sessions: Mapping[SessionName, SessionContext],
         truncation: Truncation,
         domain_of: DomainOf,
-        stats: CacheStats,
     ) -> None:
-        self._table = table
+        self._table, self._stats = tiers.table, tiers.stats
         self._sessions = sessions
         self._truncation = truncation
         self._domain_of = domain_of
-        self._stats = stats
 
     def open(
         self,

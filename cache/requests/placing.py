@@ -2,7 +2,6 @@
 
 from cache.blocks.context import RunningContext
 from cache.blocks.keys import BLOCK_TOKENS
-from cache.moves import Move
 from cache.requests.loading import Loads
 from cache.requests.matching import Matcher
 from cache.requests.siblings import Siblings
@@ -14,7 +13,6 @@ class Placer:
     """Single-threaded, part of the CacheManager."""
 
     def __init__(self, *, tiers: Hierarchy, matcher: Matcher, siblings: Siblings, loads: Loads, reuse: bool) -> None:
-        self.copies: list[Move] = []  # ordered inside HBM, to be carried out before the next step
         self._tiers = tiers
         self._table, self._pages, self._hbm = tiers.table, tiers.pages, tiers.hbm
         self._matcher = matcher
@@ -43,7 +41,8 @@ class Placer:
             self._matcher.own_tokens(context, match),
         )
         context.published = placement.moved
-        self.copies += placement.copies
+        for copy in placement.copies:
+            self._tiers.orders.add(copy)
         if placement.taken_over is not None:
             taken = self._table.get(placement.taken_over)
             assert taken is not None

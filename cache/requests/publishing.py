@@ -4,6 +4,7 @@ from cache.blocks.context import RunningContext
 from cache.blocks.keys import BLOCK_TOKENS, BlockKey
 from cache.blocks.table import BlockRow
 from cache.requests.loading import Loads
+from cache.requests.running import Requests
 from cache.requests.saving import Saver
 from cache.requests.siblings import Siblings
 from cache.tiers.hierarchy import Hierarchy
@@ -13,14 +14,15 @@ class Publisher:
     """Single-threaded, part of the CacheManager."""
 
     def __init__(
-        self, *, tiers: Hierarchy, siblings: Siblings, saver: Saver, loads: Loads, page_size: int, reuse: bool
+        self, *, tiers: Hierarchy, running: Requests, siblings: Siblings, saver: Saver, loads: Loads, reuse: bool
     ) -> None:
         self._tiers = tiers
+        self._running = running
         self._table, self._pages, self._hbm = tiers.table, tiers.pages, tiers.hbm
         self._siblings = siblings
         self._saver = saver
         self._loads = loads
-        self._page_size = page_size
+        self._page_size = tiers.hbm.page_size
         self._reuse = reuse
 
     def commit(self, context: RunningContext, num_tokens: int) -> None:
@@ -84,6 +86,14 @@ class Publisher:
             self._pages.unpin(page)
         return open_key
 
+    def preempt(self, context: RunningContext) -> None:
+        """Give a request's room back and keep what it computed findable, its open block too: if it is resumed early it
+        computes nothing again."""
+        context.open_hint, context.open_place = self.release(context), context.computed // BLOCK_TOKENS
+        context.reached = max(context.reached, context.computed)
+        context.pages, context.computed, context.sealed = [], 0, 0
+        self._running.gave_way()
+
     def void(self, context: RunningContext) -> None:
         """Give a request's room back and publish nothing of it: its load has failed, or takes too long."""
         context.computed = context.sealed * BLOCK_TOKENS
@@ -94,3 +104,4 @@ class Publisher:
             self._pages.unpin(page)
         context.published, context.job = {}, None
         context.pages, context.computed, context.sealed = [], 0, 0
+        self._running.gave_way()

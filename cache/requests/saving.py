@@ -5,7 +5,7 @@ from dataclasses import replace
 from cache.blocks.context import RunningContext
 from cache.blocks.keys import BLOCK_TOKENS, BlockKey
 from cache.blocks.table import BlockRow
-from cache.moves import CapturePiece, FillFromPage, FillFromSlot
+from cache.moves import CapturePiece, FillFromPage
 from cache.tiers.hbm import MAX_HOPS
 from cache.tiers.hierarchy import Hierarchy
 
@@ -13,18 +13,18 @@ from cache.tiers.hierarchy import Hierarchy
 class Saver:
     """Single-threaded, part of the CacheManager."""
 
-    def __init__(self, *, tiers: Hierarchy, page_size: int, exact: bool) -> None:
+    def __init__(self, *, tiers: Hierarchy, exact: bool) -> None:
         """exact: what is saved is as it was computed, bit for bit. Then rows that only a page still has are not saved:
         un-rotating their keys would round them once more."""
-        self._table, self._pages, self._hbm, self._lower = tiers.table, tiers.pages, tiers.hbm, tiers.lower
-        self._page_size, self._exact = page_size, exact
+        self._table, self._pages, self._dram = tiers.table, tiers.pages, tiers.dram
+        self._page_size, self._exact = tiers.hbm.page_size, exact
         # In HBM alone, because there was no slot for them; or they have left it since. The first has waited longest.
         self._put_off: dict[BlockKey, None] = {}
 
     def capture(self, context: RunningContext, num_tokens: int, batch_row: int) -> list[CapturePiece]:
         """Where the KV of the next `num_tokens` rows, which a step has just computed as rows batch_row.. of its batch,
         is to be saved."""
-        if not self._lower.is_on:
+        if not self._dram.is_on:
             return []
         if num_tokens == 1:  # asked of every stream in every step
             block, place = divmod(context.computed, BLOCK_TOKENS)
@@ -48,15 +48,14 @@ class Saver:
         if rows_before and self._exact and (older is None or older.slot is None):
             context.unsaved.add(block)
             return None
-        slot = self._lower.take_slot(None)
+        slot = self._dram.take_slot(None)
         if slot is None:
             context.unsaved.add(block)
             return None
         context.slots[block] = slot
         if rows_before:
             if older is not None and older.slot is not None:
-                self._lower.hold_slot(slot, older.slot)
-                self._lower.moves.append(FillFromSlot(older.slot, slot, rows_before))
+                self._dram.fill_from_slot(older.slot, slot, rows_before)
             else:
                 self._fill_from_page(context, block, slot, 0, rows_before)
         return slot
@@ -64,31 +63,26 @@ class Saver:
     def _fill_from_page(self, context: RunningContext, block: int, slot: int, first: int, num_rows: int) -> None:
         row = block * BLOCK_TOKENS + first
         page = context.pages[row // self._page_size]
-        self._fill(FillFromPage(page, row % self._page_size, slot, first, num_rows, row))
-
-    def _fill(self, move: FillFromPage) -> None:
-        self._pages.pin(move.page)
-        self._lower.hold_page(move.slot, move.page)
-        self._lower.moves.append(move)
+        self._dram.fill_from_page(FillFromPage(page, row % self._page_size, slot, first, num_rows, row))
 
     def seal(self, context: RunningContext, block: int, row: BlockRow | None, num_rows: int) -> None:
         """A block is complete, or as complete as it gets. row: as it is to be found; None: it must not be."""
         context.unsaved.discard(block)
         slot = context.slots.pop(block, None)
         if slot is None:
-            if row is not None and self._lower.is_on:
+            if row is not None and self._dram.is_on:
                 self._save_later(row.key)
             return
         known = self._table.get(row.key) if row is not None else None
-        wanted = row is not None and not self._lower.is_saving(row.key) and (known is None or known.slot is None)
-        self._lower.seal(slot, row.unstored() if row is not None and wanted else None, num_rows)
+        wanted = row is not None and not self._dram.is_saving(row.key) and (known is None or known.slot is None)
+        self._dram.seal(slot, row.unstored() if row is not None and wanted else None, num_rows)
 
     def save_late(self, context: RunningContext, block: int) -> None:
         """A block that found no slot while it was computed: save it out of its page, now if a slot can be had."""
         row = self._table.get(context.keys[block])
-        if row is None or not self._lower.is_on or not context.trusted or not self._is_wanted(row):
+        if row is None or not self._dram.is_on or not context.trusted or not self._is_wanted(row):
             return
-        slot = self._lower.take_slot(context.session)
+        slot = self._dram.take_slot(context.session)
         if slot is None:
             self._save_later(row.key)
         else:
@@ -96,11 +90,11 @@ class Saver:
 
     def catch_up(self) -> None:
         """Save what has found no slot before, as far as slots are free now: a busy minute must cost no history."""
-        while self._put_off and self._lower.slots.num_free:
+        while self._put_off and self._dram.num_free:
             key = next(iter(self._put_off))
             row = self._table.get(key)
             if row is not None and self._is_wanted(row):
-                slot = self._lower.take_slot(None)
+                slot = self._dram.take_slot(None)
                 if slot is None:
                     return
                 self._save(row, slot)
@@ -112,18 +106,18 @@ class Saver:
             del self._put_off[next(iter(self._put_off))]  # more than HBM holds: some have left
 
     def _is_wanted(self, row: BlockRow) -> bool:
-        saved = row.is_saved or self._lower.is_saving(row.key)
+        saved = row.is_saved or self._dram.is_saving(row.key)
         return row.page is not None and not saved and not self._exact and row.hops < MAX_HOPS
 
     def _save(self, row: BlockRow, slot: int) -> None:
         """Out of its page, whoever has that."""
         assert row.page is not None
         num_rows = len(row.token_ids)
-        self._fill(FillFromPage(row.page, row.offset, slot, 0, num_rows, row.position))
-        self._lower.seal(slot, replace(row, hops=row.hops + 1), num_rows)
+        self._dram.fill_from_page(FillFromPage(row.page, row.offset, slot, 0, num_rows, row.position))
+        self._dram.seal(slot, replace(row, hops=row.hops + 1), num_rows)
 
     def abandon(self, context: RunningContext) -> None:
         """Give back the slots of blocks that were not completed."""
         for slot in context.slots.values():
-            self._lower.seal(slot, None, 0)
+            self._dram.seal(slot, None, 0)
         context.slots, context.unsaved = {}, set()

@@ -10,7 +10,7 @@ class Siblings:
 
     def __init__(self, *, tiers: Hierarchy) -> None:
         self.coming: dict[BlockKey, str] = {}  # blocks being computed or loaded -> the request that does it
-        self._table, self._hbm, self._lower = tiers.table, tiers.hbm, tiers.lower
+        self._table, self._hbm, self._dram, self._fetches = tiers.table, tiers.hbm, tiers.dram, tiers.fetches
 
     def claim(self, key: BlockKey, request_id: str) -> None:
         """A request is about to compute or load a block, unless another does."""
@@ -31,12 +31,13 @@ class Siblings:
         if context.awaited is not None and self._is_coming(context.awaited, context):
             return True  # a prompt may have many waiters, asked in every step: none walks it again for nothing
         context.awaited = None
-        coming, lower, row_of = self.coming, self._lower, self._table.get
+        coming, row_of = self.coming, self._table.get
+        is_saving, is_fetching = self._dram.is_saving, self._fetches.is_fetching
         for block, key in enumerate(context.chain()):
             row = row_of(key)
             # Asked of every block of those next in line, in every step; with few of them anything happens.
             if (
-                (key in coming or lower.is_moving(key))
+                (key in coming or is_saving(key) or is_fetching(key))
                 and self._is_coming(key, context)
                 and (row is None or not self._hbm.is_ready(row, block))
             ):
@@ -49,8 +50,8 @@ class Siblings:
     def _is_coming(self, key: BlockKey, context: RunningContext) -> bool:
         if self.coming.get(key, context.request_id) != context.request_id:
             return True
-        if self._lower.is_fetching(key):
+        if self._fetches.is_fetching(key):
             return not context.skips_disk
         row = self._table.get(key)
         # Moving keys that are being saved would cost them a rounding, or a computation; the save ends in milliseconds.
-        return row is not None and not row.is_saved and self._lower.is_saving(key) and row.page is None
+        return row is not None and not row.is_saved and self._dram.is_saving(key) and row.page is None

@@ -1,28 +1,20 @@
-"""Extents: what is on disk, which copy of a block counts, and what leaves. Part of the LowerTiers; touches no bytes."""
+"""DiskLedger: what is on disk, which copy of a block counts, and what leaves. Touches no bytes."""
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from cache.blocks.keys import BlockKey
 from cache.blocks.stored import ExtentInfo
 from cache.blocks.table import BlockRow, CacheTable, SessionName
-from cache.moves import DeleteExtents, Move
+from cache.moves import DeleteExtents
 from cache.policies.eviction_policy import EvictionPolicy, enter
 from cache.stats import CacheStats
+from cache.tiers.holds import DirtyBlocks, KeysWhere, PinnedSessions
+from cache.tiers.orders import Orders
 
 _AGAIN_S = 5.0  # after a deletion that the disk would not do
-
-
-class Keys:
-    """The blocks of which something is true, as a container."""
-
-    def __init__(self, contains: Callable[[BlockKey], bool]) -> None:
-        self._contains = contains
-
-    def __contains__(self, key: object) -> bool:
-        return self._contains(key)  # type: ignore[arg-type]
 
 
 @dataclass(slots=True)
@@ -40,7 +32,7 @@ class _Deletion:
 
 
 class DiskLedger:
-    """Single-threaded."""
+    """Single-threaded, part of the CacheManager."""
 
     def __init__(
         self,
@@ -48,27 +40,25 @@ class DiskLedger:
         table: CacheTable,
         capacity_bytes: int,
         policy: EvictionPolicy,
+        pinned: PinnedSessions,
+        dirty: DirtyBlocks,
+        orders: Orders,
         stats: CacheStats,
-        gone: Callable[[BlockRow], None],
-        is_kept: Callable[[BlockRow], bool],
-        write_again: Callable[[BlockRow], None],
-        order: Callable[[Move], None],
-        next_job: Callable[[], int],
     ) -> None:
-        """is_kept: the block's copy must not leave now. write_again: it has lost its copy, and DRAM has it."""
+        self.capacity_bytes = capacity_bytes  # 0: there is no disk
+        self.policy = policy
         self.used_bytes = 0  # as far as writes and deletions have been ordered
-        self.done: list[str] = []  # who waited for a deletion that is done
-        self.refused: list[str] = []  # who waited for one that the disk would not do
-        self._table, self._policy, self._stats, self._gone = table, policy, stats, gone
-        self._capacity_bytes = capacity_bytes
-        self._is_kept, self._write_again = is_kept, write_again
-        self._order, self._next_job = order, next_job
+        self.is_quarantined = False
+        self._table, self._stats = table, stats
+        self._pinned, self._dirty, self._orders = pinned, dirty, orders
         self._extents: dict[int, _Extent] = {}
         self._deletions: dict[int, _Deletion] = {}  # under way, by job
         self._undone: list[_Deletion] = []  # refused by the disk: asked for again, for nobody shall find those bytes
         self._again_s = math.inf
-        self._read: Counter[BlockKey] = Counter()  # blocks that loads read off the disk
-        self._held = Keys(self._is_held)
+        self._done: list[str] = []  # who waited for a deletion that is done
+        self._refused: list[str] = []  # who waited for one that the disk would not do
+        self._read: Counter[BlockKey] = Counter()  # blocks that loads and fetches read off the disk
+        self._held = KeysWhere(self._is_held)
 
     @property
     def in_flight(self) -> int:
@@ -106,14 +96,14 @@ class DiskLedger:
     def _attach(self, row: BlockRow, extent_id: int, index: int) -> None:
         row.extent = (extent_id, index)
         self._extents[extent_id].keys[row.key] = None
-        enter(self._policy, row)
+        enter(self.policy, row)
 
     def _detach(self, row: BlockRow) -> int | None:
         """The copy on disk does not count any more; the extent's id if that was the last in it."""
         if row.extent is None:
             return None
         extent_id, row.extent = row.extent[0], None
-        self._policy.remove(row.key)
+        self.policy.remove(row.key)
         extent = self._extents[extent_id]
         extent.keys.pop(row.key, None)
         return None if extent.keys else extent_id
@@ -138,14 +128,25 @@ class DiskLedger:
 
     def _is_held(self, key: BlockKey) -> bool:
         row = self._table.get(key)
-        return row is None or self._is_kept(row) or self._read[key] > 0
+        return row is None or self._pinned.own(row) or self._read[key] > 0
 
     # --- what leaves --------------------------------------------------------------------------------------------------
 
-    def make_room(self, size: int) -> bool:
-        """Let extents leave until this many bytes fit in; False if what may leave is not enough."""
-        while self.used_bytes + size > self._capacity_bytes:
-            victims = self._policy.victims(1, self._held, spare_queued=True)
+    def reserve(self, size: int) -> bool:
+        """Room for an extent of at most so many bytes, until `give_back`: others leave for it. False if what may leave
+        is not enough."""
+        if not self._make_room(size):
+            return False
+        self.used_bytes += size
+        return True
+
+    def give_back(self, size: int) -> None:
+        """What was reserved is not needed, or is counted by what was written."""
+        self.used_bytes -= size
+
+    def _make_room(self, size: int) -> bool:
+        while self.used_bytes + size > self.capacity_bytes:
+            victims = self.policy.victims(1, self._held, spare_queued=True)
             if not victims:
                 return False
             row = self._table.get(victims[0])
@@ -165,11 +166,11 @@ class DiskLedger:
     def delete(
         self, extent_ids: list[int], session: SessionName | None, waiter: str | None, *, write_again: bool = True
     ) -> None:
-        """With all that is in them; `waiter` is named in `done` when the bytes are gone. session: its record too.
+        """With all that is in them; `waiter` is named when the bytes are gone. session: its record too.
         write_again: what DRAM still has comes back to disk in another extent."""
         self._take_out(extent_ids, write_again)
-        if not self._capacity_bytes:
-            self.done += [waiter] if waiter else []
+        if not self.capacity_bytes:
+            self._done += [waiter] if waiter else []
             return
         self._delete(_Deletion(tuple(extent_ids), session, waiter))
 
@@ -186,17 +187,17 @@ class DiskLedger:
                 if row is None:
                     continue
                 row.extent = None
-                self._policy.remove(key)
+                self.policy.remove(key)
                 if write_again and row.slot is not None and row.owners:
-                    self._write_again(row)
+                    self._dirty.add(row)
                 if row.is_nowhere:
-                    self._gone(row)
+                    self._table.forget(row)
 
     def _delete(self, deletion: _Deletion) -> None:
-        job = self._next_job()
+        job = self._orders.next_job()
         self._deletions[job] = deletion
         session = deletion.session if deletion.with_record else None
-        self._order(DeleteExtents(job, deletion.extent_ids, session))
+        self._orders.add(DeleteExtents(job, deletion.extent_ids, session))
 
     def on_deleted(self, job: int, problem: str | None, now: float) -> None:
         """problem: bytes may still be there. Whoever waits is told so, and it is tried again."""
@@ -205,11 +206,21 @@ class DiskLedger:
         if problem is None:
             # One that waits may do so for its session's other salts too, whose deletions came before.
             name = deletion.session
-            (self.refused if name is not None and self.undone(name[0], name[2]) else self.done).extend(waiters)
+            (self._refused if name is not None and self.undone(name[0], name[2]) else self._done).extend(waiters)
             return
-        self.refused += waiters
+        self._refused += waiters
         self._undone.append(replace(deletion, waiter=None))
         self._again_s = now + _AGAIN_S
+
+    def take_done(self) -> list[str]:
+        """Who waited for a deletion that is done, since the last call."""
+        done, self._done = self._done, []
+        return done
+
+    def take_refused(self) -> list[str]:
+        """Who waited for one that the disk would not do, since the last call. It is tried again."""
+        refused, self._refused = self._refused, []
+        return refused
 
     def undone(self, tenant: str, session_id: str) -> list[SessionName]:
         """The sessions of this name, with their salts, of which the disk would not delete all."""
@@ -232,8 +243,17 @@ class DiskLedger:
             self._delete(replace(found, waiter=waiter))
         return found is not None
 
+    def quarantine(self) -> None:
+        """What came off the disk was wrong although it was intact: nothing on it is believed, and it is not used again
+        by this process."""
+        for row in list(self._table):
+            self.drop(row)
+            if row.is_nowhere:
+                self._table.forget(row)
+        self.is_quarantined = True
+
     def go_on(self, now: float) -> None:
-        """Ask the disk again for what it would not do."""
+        """Ask the disk again for what it would not do, some seconds after it would not."""
         if now >= self._again_s:
             undone, self._undone, self._again_s = self._undone, [], math.inf
             for deletion in undone:

@@ -1,7 +1,7 @@
 """HbmPool: the pages, what lies in them, and how a context gets its own. Part of the CacheManager; touches no bytes."""
 
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from cache.blocks.context import RunningContext
@@ -86,20 +86,19 @@ class HbmPool:
         bytes_per_token: int,
         policy: EvictionPolicy,
         naive_positions: bool,
-        has_lower: bool,
+        has_slots: bool,
         scores: Scores,
         high_water: float,
         low_water: float,
         stats: CacheStats,
-        gone: Callable[[BlockRow], None],
     ) -> None:
+        """has_slots: blocks are saved below, so that what leaves need not be lost."""
         self.table, self.pages, self.page_size, self.policy = table, pages, page_size, policy
         self._bytes_per_token = bytes_per_token
         self._naive_positions = naive_positions
         self._stats = stats
-        self._gone = gone
         self._scores = scores
-        self._has_lower = has_lower
+        self._has_slots = has_slots
         self._high_pages = int(high_water * pages.num_pages)
         self._low_pages = int(low_water * pages.num_pages)
 
@@ -202,6 +201,26 @@ class HbmPool:
                 extent = row.extent if row.slot is None else None
                 placement.loads.append(BlockLoad(row.key, used, row.slot, extent, page, offset, position))
 
+    def grow(self, context: RunningContext, num_tokens: int) -> bool:
+        """Room for so many rows behind those that a context has computed. False changes nothing."""
+        missing = self.num_pages(context.computed + num_tokens) - len(context.pages)
+        if missing <= 0:
+            return True
+        if not self.make_room(missing):
+            return False
+        for done in range(missing):
+            context.pages.append(self.pages.take(last_page(context), missing - done))
+        return True
+
+    def borrow(self, num_pages: int) -> list[int] | None:
+        """Pages for nobody's context, pinned. None if there is no room."""
+        if not self.make_room(num_pages):
+            return None
+        pages: list[int] = []
+        for done in range(num_pages):
+            pages.append(self.pages.take(pages[-1] if pages else None, num_pages - done))
+        return pages
+
     def settle(self, key: BlockKey, page: int, offset: int, position: int, *, hop: bool) -> None:
         """A block has arrived in a page that somebody runs on: this is its address in HBM now."""
         row = self.table.get(key)
@@ -237,7 +256,7 @@ class HbmPool:
         next only those that lie in the way: if all did, a full pool would soon be in pieces too small to make a run."""
         pages = self.pages
         run, budget = pages.longest_run, num_pages + pages.num_pages - self._low_pages - pages.num_free
-        if not (pages.prefer_contiguous and self._has_lower) or run >= num_pages + spare or budget <= 0:
+        if not (pages.prefer_contiguous and self._has_slots) or run >= num_pages + spare or budget <= 0:
             return
         sizes = [size for size in (num_pages + spare, num_pages, -(-num_pages // 2)) if size > run]
         more = max(budget, min(_RUN_CHOICE * budget, _MOST_CHOICE))
@@ -259,7 +278,7 @@ class HbmPool:
 
     def _victims(self, count: int) -> list[BlockKey]:
         for most in self._scores.levels:
-            for saved_only in (True, False) if self._has_lower else (False,):
+            for saved_only in (True, False) if self._has_slots else (False,):
                 pinned = _Pinned(self.table, self.pages, most, saved_only)
                 if victims := self.policy.victims(count, pinned):
                     return victims
@@ -270,7 +289,7 @@ class HbmPool:
         low one, a few blocks at a time, between steps. Only what is saved below: it leaves without a copy, because it
         was copied while it was computed."""
         pages = self.pages
-        if not self._has_lower or pages.num_pages - pages.num_free <= self._high_pages or not pages.num_cached:
+        if not self._has_slots or pages.num_pages - pages.num_free <= self._high_pages or not pages.num_cached:
             return
         count = min(_OFFLOAD_BLOCKS, pages.num_pages - pages.num_free - self._low_pages)
         for key in self.policy.victims(count, _Pinned(self.table, pages, 0, saved_only=True)):
@@ -283,7 +302,7 @@ class HbmPool:
         self.leave(row)
         self._stats.evicted_blocks += 1
         if row.is_nowhere:
-            self._gone(row)
+            self.table.forget(row)
 
     def leave(self, row: BlockRow) -> None:
         """The block is not in HBM any more. Does not look whether it is anywhere else."""

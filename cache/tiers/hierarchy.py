@@ -1,26 +1,84 @@
-"""Hierarchy: the tiers of a block side by side, for what is done in all of them at once. Part of the CacheManager."""
+"""Hierarchy: the tiers of a block side by side, and what is done in all of them at once."""
 
-from cache.blocks.keys import BlockKey
+from collections.abc import Iterable
+
+from cache.blocks.keys import BLOCK_TOKENS, BlockKey
+from cache.blocks.scores import Scores
 from cache.blocks.table import BlockRow, CacheTable, SessionName
+from cache.options import CacheOptions
+from cache.policies.eviction_policy import PolicyFactory
 from cache.returns.regulars import Regulars
 from cache.returns.return_times import ReturnTimes
 from cache.returns.succession import Succession
+from cache.stats import CacheStats
+from cache.tiers.disk import DiskLedger
 from cache.tiers.dram import DramTier
+from cache.tiers.fetches import Fetches
 from cache.tiers.hbm import HbmPool
+from cache.tiers.holds import DirtyBlocks, PinnedSessions
+from cache.tiers.orders import Orders
 from cache.tiers.pages import PageAllocator
+from cache.tiers.write_behind import WriteBehind
 
 
 class Hierarchy:
-    """Single-threaded."""
+    """Single-threaded, part of the CacheManager.
 
-    def __init__(
-        self, *, table: CacheTable, pages: PageAllocator, hbm: HbmPool, lower: DramTier, returns: ReturnTimes
-    ) -> None:
-        self.table, self.pages, self.hbm, self.lower = table, pages, hbm, lower
-        self.policies = (hbm.policy, lower.dram_policy, lower.disk_policy)
-        self.returns = returns  # what these go by
+    hbm, dram, disk     who lies where in a tier, and what leaves it
+    fetches, writes     what is on its way between the last two
+    orders              what all of them, and whoever loads and saves, want moved
+    """
+
+    def __init__(self, *, options: CacheOptions, policy: PolicyFactory, stats: CacheStats) -> None:
+        self.stats = stats
+        self.table, self.orders = CacheTable(), Orders()
+        self.pages = PageAllocator(num_pages=options.num_pages, prefer_contiguous=options.prefer_contiguous)
+        self.scores = Scores(table=self.table)
+        self.pinned = PinnedSessions()
+        self.returns = ReturnTimes()  # what the policies go by
         self.regulars = Regulars()
         self.succession = Succession()
+        dirty = DirtyBlocks(has_disk=options.disk_bytes > 0)
+        self.hbm = HbmPool(
+            table=self.table,
+            pages=self.pages,
+            page_size=options.page_size,
+            bytes_per_token=options.bytes_per_token,
+            policy=policy(self.returns),
+            naive_positions=options.truncation.mode == "naive",
+            has_slots=options.num_slots > 0,
+            scores=self.scores,
+            high_water=options.hbm_high_water,
+            low_water=options.hbm_low_water,
+            stats=stats,
+        )
+        self.dram = DramTier(
+            table=self.table,
+            pages=self.pages,
+            num_slots=options.num_slots,
+            dram_slots=options.dram_slots,
+            slot_bytes=options.bytes_per_token * BLOCK_TOKENS,
+            free_buffer=options.dram_free_buffer if options.disk_bytes else 0.0,
+            policy=policy(self.returns),
+            pinned=self.pinned,
+            dirty=dirty,
+            orders=self.orders,
+            stats=stats,
+        )
+        self.disk = DiskLedger(
+            table=self.table,
+            capacity_bytes=options.disk_bytes,
+            policy=policy(self.returns),
+            pinned=self.pinned,
+            dirty=dirty,
+            orders=self.orders,
+            stats=stats,
+        )
+        self.fetches = Fetches(table=self.table, dram=self.dram, disk=self.disk, orders=self.orders, stats=stats)
+        self.writes = WriteBehind(
+            table=self.table, dram=self.dram, disk=self.disk, dirty=dirty, orders=self.orders, stats=stats
+        )
+        self.policies = (self.hbm.policy, self.dram.policy, self.disk.policy)
 
     def used(self, name: SessionName, now: float, num_tokens: int | None = None) -> None:
         """A turn of a session arrived with a prompt of so many tokens; None: it soon will, or did before a restart."""
@@ -59,11 +117,36 @@ class Hierarchy:
 
     def forget(self, key: BlockKey) -> None:
         """Nobody may find it again, in any tier."""
-        self.lower.cancel_save(key)
+        self.dram.cancel_save(key)
         row = self.table.get(key)
         if row is None:
             return
         self.hbm.leave(row)
-        self.lower.drop_slot(row)
-        self.lower.extents.drop(row)
+        self.dram.drop_slot(row)
+        self.disk.drop(row)
         self.table.forget(row)
+
+    def quarantine(self, tier: str) -> None:
+        """What came out of `dram` or `disk` was wrong although it was intact: nothing in that tier is believed, and it
+        is not used again by this process."""
+        (self.dram if tier == "dram" else self.disk).quarantine()
+
+    def is_busy(self, name: SessionName) -> bool:
+        """Whether blocks of a session are being saved, fetched or written."""
+        return self.writes.is_writing(name) or name in self.dram.owners_saving() or self.fetches.concern(name)
+
+    def delete_session(self, name: SessionName, rows: Iterable[BlockRow], waiter: str | None) -> None:
+        """Remove these blocks from DRAM and disk, and the extents they are in; `waiter` is named when it is done. Other
+        blocks of those extents lose their copy on disk, and are written again if DRAM has them."""
+        extent_ids: dict[int, None] = {}
+        for row in rows:
+            self.dram.drop_slot(row)
+            if row.extent is not None:
+                extent_ids[row.extent[0]] = None
+        self.writes.forget(name)
+        self.disk.delete(list(extent_ids), name, waiter)
+
+    @property
+    def in_flight(self) -> int:
+        """Saves, fetches, writes and deletions under way, and sessions to be recorded; zero at idle."""
+        return self.dram.in_flight + self.fetches.in_flight + self.writes.in_flight + self.disk.in_flight

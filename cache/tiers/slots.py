@@ -1,4 +1,4 @@
-"""SlotPool: which DRAM slots are free, and who reads the others. Part of the LowerTiers; touches no bytes."""
+"""SlotPool: which DRAM slots are free, and who reads the others. Part of the DramTier; touches no bytes."""
 
 
 class SlotPool:

@@ -13,7 +13,7 @@ from torch import nn
 
 from cache.blocks.keys import BLOCK_TOKENS, KeyDomain
 from cache.manager import CacheManager
-from cache.requests.opening import Truncation
+from cache.options import CacheOptions, Truncation
 from cache.transfer.capture import CaptureSink
 from engine.build.resources import disk_room, memory
 from engine.build.scheduler import build_scheduler
@@ -106,29 +106,31 @@ def build_engine(config: EngineConfig) -> Engine:
     mode = config.cache.truncation_mode if probed.decouplable else "recompute"
     unix_offset_s = time.time() - time.monotonic()
     cache = CacheManager(
-        num_pages=num_pages,
-        page_size=page_size,
-        bytes_per_token=kv_bytes,
-        prefer_contiguous=device.type == "cpu",
-        reuse=config.cache.mode != "recompute",
+        options=CacheOptions(
+            num_pages=num_pages,
+            page_size=page_size,
+            bytes_per_token=kv_bytes,
+            prefer_contiguous=device.type == "cpu",
+            num_slots=tiers.num_slots,
+            dram_slots=tiers.dram_slots,
+            disk_bytes=tiers.disk_bytes,
+            hbm_high_water=config.cache.hbm_high_water,
+            hbm_low_water=min(config.cache.hbm_low_water, config.cache.hbm_high_water),
+            dram_free_buffer=config.cache.dram_free_buffer,
+            reuse=config.cache.mode != "recompute",
+            exact=config.model.exact == "on",
+            truncation=Truncation(max_context, config.cache.truncation_ratio, mode),
+            session_ttl_s=config.cache.ttl_s,
+            max_sessions=config.cache.max_sessions,
+            unix_offset_s=unix_offset_s,
+        ),
         policy=policy_factory(config.cache.policy, config.cache.granularity),
         domain_of=domain_of,
-        session_ttl_s=config.cache.ttl_s,
-        max_sessions=config.cache.max_sessions,
-        truncation=Truncation(max_context, config.cache.truncation_ratio, mode),
-        num_slots=tiers.num_slots,
-        dram_slots=tiers.dram_slots,
-        disk_bytes=tiers.disk_bytes,
-        free_buffer=config.cache.dram_free_buffer,
-        hbm_high_water=config.cache.hbm_high_water,
-        hbm_low_water=min(config.cache.hbm_low_water, config.cache.hbm_high_water),
         rates=tiers.rates,
         arrived=tiers.arrived,
         progress=tiers.transfer.progress,
-        unix_offset_s=unix_offset_s,
-        exact=config.model.exact == "on",
     )
-    cache.restore(tiers.extents, tiers.records, time.monotonic())
+    cache.sessions.restore(tiers.extents, tiers.records, time.monotonic())
     step_tokens = config.step_tokens or (_CPU_STEP_TOKENS if device.type == "cpu" else _CUDA_STEP_TOKENS)
     sink = CaptureSink() if tiers.num_slots else None
     runner = ModelRunner(model=model, pages=pages, backend=backend, sink=sink)
@@ -182,7 +184,7 @@ def build_engine(config: EngineConfig) -> Engine:
         },
     )
     directory = SessionDirectory(
-        cache=cache,
+        sessions=cache.sessions,
         max_pinned_bytes=int(config.cache.max_pinned_share * (tiers.disk_bytes or dram_tokens * kv_bytes)),
         session_ttl_s=config.cache.ttl_s,
         unix_offset_s=unix_offset_s,

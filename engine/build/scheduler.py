@@ -30,14 +30,14 @@ def build_scheduler(
         predictor = QuantilePredictor(quantile=_QUANTILE)
     queue = make_queue(
         config.scheduler.policy,
-        cache=cache,
+        cache=cache.view,
         predictor=predictor,
         window=config.scheduler.window or _window(cache, max_context),
         class_ordered_entry=config.scheduler.class_ordered_entry,
     )
     per_token = rates.prefill_s_per_token
     return Scheduler(
-        cache=cache,
+        cache=cache.view,
         queue=queue,
         predictor=predictor,
         cost=StepCost(
@@ -61,6 +61,5 @@ def build_scheduler(
 
 def _window(cache: CacheManager, max_context: int) -> int:
     """As many turns as HBM holds sessions: those whose KV can be there, or on its way, at the same time."""
-    hbm_tokens = cache.pages.num_pages * cache.page_size
-    session_tokens = cache.mean_session_tokens or max_context / 4
-    return min(_MOST_WINDOW, max(_LEAST_WINDOW, int(hbm_tokens / session_tokens)))
+    session_tokens = cache.sessions.mean_tokens or max_context / 4
+    return min(_MOST_WINDOW, max(_LEAST_WINDOW, int(cache.hbm_tokens / session_tokens)))

@@ -69,9 +69,9 @@ class StepCompute:
         found = [choices[chunk.sequence.request_id] for chunk in chunks]
         items = [self._item(chunk, choice) for chunk, choice in zip(chunks, found, strict=True)]
         batch = build_batch(items, self.tables, self._cache.page_size, self._device)
-        jobs = {i.request_id: job for i in items if (job := self._cache.context(i.request_id).job) is not None}
+        jobs = {i.request_id: job for i in items if (job := self._cache.requests.context(i.request_id).job) is not None}
         arrival = Arrival(
-            self._transfer, jobs, patience_s=self._cache.patience_s, has_bystanders=len(jobs) < len(items)
+            self._transfer, jobs, patience_s=self._cache.requests.patience_s, has_bystanders=len(jobs) < len(items)
         )
         if self._sink is not None:
             self._sink.begin()
@@ -102,7 +102,7 @@ class StepCompute:
         batch_row = 0
         for chunk in chunks:
             if chunk.sequence.request_id not in failed:
-                pieces += self._cache.capture(chunk.sequence.request_id, chunk.num_tokens, batch_row)
+                pieces += self._cache.requests.capture(chunk.sequence.request_id, chunk.num_tokens, batch_row)
             batch_row += chunk.num_tokens
         return pieces
 
@@ -113,7 +113,7 @@ class StepCompute:
             request_id=sequence.request_id,
             token_ids=sequence.token_ids[first : first + chunk.num_tokens],
             first_row=first,
-            pages=self._cache.context(sequence.request_id).pages,
+            pages=self._cache.requests.context(sequence.request_id).pages,
             wants_logits=chunk.is_last,
             prompt_rows=choice.prompt_rows(first, chunk.num_tokens),
         )

@@ -113,7 +113,7 @@ class Intake:
             message_starts=request.message_starts,
             important=request.important,
         )
-        tokens = self._cache.open(
+        tokens = self._cache.requests.open(
             sequence_id,
             request.tenant,
             request.cache_salt,
@@ -137,7 +137,7 @@ class Intake:
         try:
             self._scheduler.add(sequence)
         except QueueFull:
-            self._cache.close(sequence.request_id, 0, now)
+            self._cache.requests.close(sequence.request_id, 0, now)
             raise
         ends = () if sampling.ignore_eos else self._model.eos_token_ids
         choice = RunningChoice(
@@ -152,7 +152,7 @@ class Intake:
             prompt_logprobs=request.prompt_logprobs if index == 0 else None,
         )
         if choice.prompt_logprobs is not None:
-            self._cache.compute_all(sequence.request_id)
+            self._cache.requests.compute_all(sequence.request_id)
         return choice
 
 

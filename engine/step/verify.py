@@ -55,8 +55,8 @@ class Verifier:
                 continue
             log.error("a recompute disagrees with what came from %s: not used any more", " and ".join(tiers))
             for tier in tiers:
-                self._cache.lower.quarantine(tier)
-            self._cache.distrust(choice.sequence.request_id)
+                self._cache.quarantine(tier)
+            self._cache.requests.distrust(choice.sequence.request_id)
             yield choice
 
     def agrees(self, token_ids: Sequence[int], logits: Tensor) -> bool:

@@ -18,9 +18,9 @@ from hashlib import blake2b
 from cache.blocks.keys import BLOCK_TOKENS, KeyDomain
 from cache.blocks.truncate import CutRules
 from cache.manager import CacheManager
+from cache.options import CacheOptions, Truncation
 from cache.policies import POLICIES
 from cache.rates import Rates
-from cache.requests.opening import Truncation
 from cache.stats import ResidencyValue
 from loadgen.virtual.greedy import greedy
 from loadgen.virtual.virtual_tiers import DIRECTIONS, VirtualTiers
@@ -135,32 +135,34 @@ class Simulation:
             bytes_per_s={name: self.tiers.speed(name) for name in DIRECTIONS},
         )
         self.cache = CacheManager(
-            num_pages=machine.hbm_blocks,
-            page_size=BLOCK_TOKENS,
-            bytes_per_token=machine.bytes_per_token,
-            prefer_contiguous=machine.prefer_contiguous,
-            reuse=True,
+            options=CacheOptions(
+                num_pages=machine.hbm_blocks,
+                page_size=BLOCK_TOKENS,
+                bytes_per_token=machine.bytes_per_token,
+                prefer_contiguous=machine.prefer_contiguous,
+                num_slots=machine.dram_blocks + machine.dram_blocks // 4,
+                dram_slots=machine.dram_blocks,
+                disk_bytes=machine.disk_blocks * BLOCK_TOKENS * machine.bytes_per_token,
+                hbm_high_water=machine.high_water,
+                hbm_low_water=machine.low_water,
+                dram_free_buffer=0.1,
+                reuse=True,
+                exact=False,
+                truncation=Truncation(machine.hbm_blocks * BLOCK_TOKENS, 0.5, "decoupled"),
+                session_ttl_s=1e9,
+                max_sessions=1_000_000,
+                unix_offset_s=0.0,
+            ),
             policy=POLICIES[machine.cache_policy],
             domain_of=lambda tenant, salt: KeyDomain(secret=b"", fingerprint=b"", tenant=tenant, salt=salt),
-            session_ttl_s=1e9,
-            max_sessions=1_000_000,
-            truncation=Truncation(machine.hbm_blocks * BLOCK_TOKENS, 0.5, "decoupled"),
-            num_slots=machine.dram_blocks + machine.dram_blocks // 4,
-            dram_slots=machine.dram_blocks,
-            disk_bytes=machine.disk_blocks * BLOCK_TOKENS * machine.bytes_per_token,
-            free_buffer=0.1,
-            hbm_high_water=machine.high_water,
-            hbm_low_water=machine.low_water,
             rates=self._rates,
             arrived=lambda job_id: self.tiers.arrived(job_id, self.now),
             progress=lambda job_id: None,  # its disks never stutter
-            unix_offset_s=0.0,
-            exact=False,
         )
         predictor: LengthPredictor = MaxTokensPredictor() if machine.oracle else QuantilePredictor(quantile=0.5)
         self._queue = make_queue(
             machine.policy,
-            cache=self.cache,
+            cache=self.cache.view,
             predictor=predictor,
             window=machine.window,
             class_ordered_entry=machine.class_ordered_entry,
@@ -174,7 +176,7 @@ class Simulation:
         }
         self._truth = StepCost(**costs)
         self.scheduler = Scheduler(
-            cache=self.cache,
+            cache=self.cache.view,
             queue=self._queue,
             predictor=predictor,
             cost=StepCost(**{name: machine.misjudged * value for name, value in costs.items()}),
@@ -209,7 +211,8 @@ class Simulation:
         self._settle()
         self._check(self.cache.num_leases == 0, "pages are pinned at idle")
         self._check(self.cache.in_flight == 0, "transfers are under way at idle")
-        self._check(not any(row.score for row in self.cache.table), "a block is needed by nobody, and has a score")
+        is_needed = any(row.score for row in self.cache.tiers.table)
+        self._check(not is_needed, "a block is needed by nobody, and has a score")
 
     # --- a step, as the engine takes it -------------------------------------------------------------------------------
 
@@ -243,7 +246,7 @@ class Simulation:
             context = chunk.sequence.computed_tokens
             work = work.plus_row(context) if chunk.num_tokens == 1 else work.plus_chunk(chunk.num_tokens, context)
         seconds = self._truth.seconds(work) + (self.machine.chunk_fixed_s if work.prefill_tokens else 0.0)
-        jobs = [job for c in chunks if (job := self.cache.context(c.sequence.request_id).job) is not None]
+        jobs = [job for c in chunks if (job := self.cache.requests.context(c.sequence.request_id).job) is not None]
         loaded_s = max(map(self.tiers.loaded_s, jobs), default=0.0)
         # Layer by layer: the last layer's computation follows the last layer's arrival.
         end_s = max(self.now + seconds, loaded_s + seconds / self.machine.num_layers)
@@ -255,7 +258,7 @@ class Simulation:
         for chunk in chunks:
             request_id = chunk.sequence.request_id
             if request_id not in failed:
-                pieces = self.cache.capture(request_id, chunk.num_tokens, row)
+                pieces = self.cache.requests.capture(request_id, chunk.num_tokens, row)
                 saved_rows += sum(piece.num_rows for piece in pieces)
             row += chunk.num_tokens
         self.tiers.save(saved_rows, self.now)
@@ -265,7 +268,7 @@ class Simulation:
             if sequence.request_id in failed:
                 continue
             is_last = chunk.is_last
-            self.cache.commit(sequence.request_id, chunk.num_tokens)
+            self.cache.requests.commit(sequence.request_id, chunk.num_tokens)
             sequence.computed_tokens += chunk.num_tokens
             if is_last:
                 self._sample(sequence)
@@ -280,7 +283,7 @@ class Simulation:
         if sequence.first_token_s is None:
             sequence.first_token_s = live.record.first_token_s = self.now
             live.record.started_s = sequence.scheduled_s
-            live.record.cached_tokens = self.cache.report(sequence.request_id).cached_tokens
+            live.record.cached_tokens = self.cache.requests.report(sequence.request_id).cached_tokens
         if sequence.output_tokens == sequence.sampling.max_tokens:
             live.record.done_s = self.now
             self.scheduler.completed(sequence)
@@ -300,7 +303,7 @@ class Simulation:
         self._requests += 1
         request_id = f"{self._requests:05}"
         conversation = live.conversation
-        tokens = self.cache.open(
+        tokens = self.cache.requests.open(
             request_id, conversation.tenant, "", conversation.session_id, prompt, _NO_CUTS, 1, None, self.now
         )
         sequence = Sequence(
@@ -316,7 +319,7 @@ class Simulation:
             conversation.session_id,
             conversation.tenant,
             self.now,
-            residency=self.cache.residency(request_id),
+            residency=self.cache.view.residency(request_id),
             prompt_tokens=len(tokens),
         )
         self.records.append(live.record)
@@ -329,13 +332,13 @@ class Simulation:
 
     def _close(self, sequence: Sequence, num_tokens: int) -> None:
         self.scheduler.remove(sequence)
-        self.cache.close(sequence.request_id, num_tokens, self.now)
+        self.cache.requests.close(sequence.request_id, num_tokens, self.now)
         del self._live[sequence.request_id]
 
     def _requeue_failed(self) -> set[str]:
-        failed = set(self.cache.take_failed())
+        failed = set(self.cache.requests.take_failed())
         for request_id in sorted(failed):
-            self.cache.void(request_id)
+            self.cache.requests.void(request_id)
             self.scheduler.requeue(self._live[request_id][0])
         return failed
 
@@ -376,14 +379,14 @@ class Simulation:
             raise BrokenInvariant(f"{what} (step {self.steps}, {self.now:.3f} s)")
 
     def _check_invariants(self, started: set[str]) -> None:
-        cache, pages, lower = self.cache, self.cache.pages, self.cache.lower
-        total = pages.num_free + pages.num_cached + pages.num_pinned
-        self._check(total == pages.num_pages, "a page is lost")
-        self._check(0 <= lower.resident <= lower.num_slots, "DRAM holds more than there is")
-        self._check(lower.extents.used_bytes <= lower.disk_bytes, "the disk holds more than it may")
+        gauges, dram = self.cache.gauges(), self.cache.tiers.dram
+        total = gauges.hbm_pages_free + gauges.hbm_pages_cached + gauges.leases
+        self._check(total == gauges.hbm_pages_total, "a page is lost")
+        self._check(0 <= dram.resident <= dram.num_slots, "DRAM holds more than there is")
+        self._check(gauges.tier_bytes["disk"] <= gauges.tier_capacity["disk"], "the disk holds more than it may")
         self._check(len(self.scheduler.running) <= self.machine.max_seqs, "more run than may")
         for sequence, _ in self._live.values():
-            context = cache.context(sequence.request_id)
+            context = self.cache.requests.context(sequence.request_id)
             if sequence.state is SequenceState.RUNNING:
                 self._check(bool(context.pages), "somebody runs without pages")
                 self._check(context.computed == sequence.computed_tokens, "scheduler and cache disagree")

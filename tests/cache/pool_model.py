@@ -35,9 +35,10 @@ from cache.moves import (
     WriteExtent,
     Written,
 )
+from cache.options import CacheOptions, Truncation
 from cache.policies import POLICIES
 from cache.rates import Rates
-from cache.requests.opening import ClientCut, Truncation
+from cache.requests.opening import ClientCut
 from scheduler.line import Line
 
 EMPTY = -1
@@ -73,22 +74,26 @@ def make_manager(
 ) -> CacheManager:
     directions = ("dram_to_hbm", "disk_to_hbm", "disk_to_dram", "hbm_to_dram", "dram_to_disk")
     return CacheManager(
-        num_pages=num_pages,
-        page_size=page_size,
-        bytes_per_token=BYTES_PER_TOKEN,
-        prefer_contiguous=contiguous,
-        reuse=reuse,
+        options=CacheOptions(
+            num_pages=num_pages,
+            page_size=page_size,
+            bytes_per_token=BYTES_PER_TOKEN,
+            prefer_contiguous=contiguous,
+            num_slots=dram_slots + staging_slots,
+            dram_slots=dram_slots,
+            disk_bytes=disk_bytes,
+            hbm_high_water=high_water,
+            hbm_low_water=low_water,
+            dram_free_buffer=free_buffer,
+            reuse=reuse,
+            exact=exact,
+            truncation=Truncation(window, ratio, truncation_mode),
+            session_ttl_s=ttl_s,
+            max_sessions=max_sessions,
+            unix_offset_s=1000.0,
+        ),
         policy=POLICIES[policy],
         domain_of=domain_of,
-        session_ttl_s=ttl_s,
-        max_sessions=max_sessions,
-        truncation=Truncation(window, ratio, truncation_mode),
-        num_slots=dram_slots + staging_slots,
-        dram_slots=dram_slots,
-        disk_bytes=disk_bytes,
-        free_buffer=free_buffer,
-        hbm_high_water=high_water,
-        hbm_low_water=low_water,
         rates=Rates(
             num_layers=2,
             step_fixed_s=1e-3,
@@ -98,8 +103,6 @@ def make_manager(
         ),
         arrived=lambda job_id: 0.0,
         progress=lambda job_id: None,
-        unix_offset_s=1000.0,
-        exact=exact,
     )
 
 
@@ -110,8 +113,8 @@ class PoolModel:
         self.manager = manager
         self.line: Line[str] = Line()  # as the manager was told last who waits
         self.exact: bool = manager._saver._exact
-        self.rows: list[tuple[int, int]] = [(EMPTY, 0)] * (manager.pages.num_pages * manager.page_size)
-        self.slots = [[EMPTY] * BLOCK_TOKENS for _ in range(manager.lower.num_slots)]
+        self.rows: list[tuple[int, int]] = [(EMPTY, 0)] * (manager.tiers.pages.num_pages * manager.page_size)
+        self.slots = [[EMPTY] * BLOCK_TOKENS for _ in range(manager.tiers.dram.num_slots)]
         self.disk: dict[int, dict[BlockKey, list[int]]] = {}  # extent id -> what is in it
         self.extents: dict[int, ExtentInfo] = {}
         self.records: dict[tuple[str, str, str], SessionRecord] = {}
@@ -147,13 +150,13 @@ class PoolModel:
         """Returns the sequence's own list, to which is appended what is sampled."""
         stream = list(tokens)
         self._learn(domain_of(tenant, salt), stream if client_cut is None else client_cut.stream)
-        context = self.manager.open(request_id, tenant, salt, session, stream, rules, reserve, client_cut, now)
-        self.contexts[request_id] = self.manager.context(request_id)
+        context = self.manager.requests.open(request_id, tenant, salt, session, stream, rules, reserve, client_cut, now)
+        self.contexts[request_id] = self.manager.requests.context(request_id)
         return context
 
     def close(self, request_id: str, num_tokens: int | None = None, now: float = 0.0) -> None:
         context = self.contexts.pop(request_id)
-        self.manager.close(request_id, len(context.token_ids) if num_tokens is None else num_tokens, now)
+        self.manager.requests.close(request_id, len(context.token_ids) if num_tokens is None else num_tokens, now)
 
     def move(self) -> None:
         """Carry out what the manager ordered inside HBM, hand the rest to its queue."""
@@ -196,13 +199,13 @@ class PoolModel:
         """What follows a forward pass that stands on sound rows."""
         context = self.contexts[request_id]
         size = self.manager.page_size
-        pieces = self.manager.capture(request_id, num_tokens, 0)
+        pieces = self.manager.requests.capture(request_id, num_tokens, 0)
         first = context.computed
         step = [self.rows[context.pages[p // size] * size + p % size][0] for p in range(first, first + num_tokens)]
         self.move()
         if pieces:
             self.saves.append((step, pieces))
-        self.manager.commit(request_id, num_tokens)
+        self.manager.requests.commit(request_id, num_tokens)
 
     def forward(self, request_id: str, num_tokens: int) -> None:
         self.move()
@@ -225,9 +228,9 @@ class PoolModel:
             self._name(context, values)
 
     def void_failed(self) -> list[str]:
-        failed = self.manager.take_failed()
+        failed = self.manager.requests.take_failed()
         for request_id in failed:
-            self.manager.void(request_id)
+            self.manager.requests.void(request_id)
         return failed
 
     def run(self, request_id: str, tokens: Iterable[int], *, answer: Iterable[int] = (), session: str = "s") -> int:
@@ -235,13 +238,13 @@ class PoolModel:
         were found."""
         self.open(request_id, tokens, session=session)
         context = self.contexts[request_id]
-        pending = len(context.token_ids) - self.manager.resident_tokens(request_id)
-        cached = self.manager.admit(request_id, pending)
+        pending = len(context.token_ids) - self.manager.view.resident_tokens(request_id)
+        cached = self.manager.view.admit(request_id, pending)
         assert cached is not None
         assert self.step(request_id, pending)
         for place, token in enumerate(answer):
             if place:
-                assert self.manager.grow(request_id, 1)
+                assert self.manager.view.grow(request_id, 1)
                 assert self.step(request_id, 1)
             context.token_ids.append(token)
         self.check()
@@ -277,7 +280,7 @@ class PoolModel:
     def hear(self, now: float = 0.0) -> None:
         while self.events:
             self.manager.on_event(self.events.popleft(), now)
-        self.deleted += self.manager.take_deleted()
+        self.deleted += self.manager.sessions.take_deleted()
 
     # --- the threads' part --------------------------------------------------------------------------------------------
 
@@ -291,7 +294,7 @@ class PoolModel:
                 self.slots[order.slot][: order.num_rows] = rows
             case FillFromPage():
                 assert not self.exact, "a key was rounded twice"
-                assert self.manager.pages.pins(order.page)
+                assert self.manager.tiers.pages.pins(order.page)
                 start = order.page * size + order.page_row
                 rows = self.rows[start : start + order.num_rows]
                 assert [p for _, p in rows] == list(range(order.position, order.position + order.num_rows))
@@ -317,7 +320,7 @@ class PoolModel:
         if reason is not None:
             failed[order.blocks[0].key] = reason
         for block in order.blocks:
-            assert self.manager.pages.pins(block.page), "loaded into a page that is not held"
+            assert self.manager.tiers.pages.pins(block.page), "loaded into a page that is not held"
             if block.extent is not None:
                 stored = self.disk.get(block.extent[0])
                 if stored is None:
@@ -471,21 +474,23 @@ class PoolModel:
                 assert values == self.pure(context.domain, context.token_ids)[: context.computed], context
             self._name(context, values)
         assert len(set(context.pages)) == len(context.pages)
-        published = {(row.page, row.offset // BLOCK_TOKENS) for row in self.manager.table if row.page is not None}
-        saved_from = [page for pages, _ in self.manager.lower._held.values() for page in pages]
+        published = {(row.page, row.offset // BLOCK_TOKENS) for row in self.manager.tiers.table if row.page is not None}
+        saved_from = [page for pages, _ in self.manager.tiers.dram._sources.values() for page in pages]
         for place in range(context.computed // BLOCK_TOKENS, len(context.pages) * size // BLOCK_TOKENS):
             page = context.pages[place * BLOCK_TOKENS // size]
             block = place * BLOCK_TOKENS % size // BLOCK_TOKENS
             loading = sum(load.page == page for job in self.manager._loads.under_way.values() for load in job.blocks)
             saving = saved_from.count(page)
-            assert self.manager.pages.pins(page) == 1 + loading + saving, "somebody else runs on a page to be written"
+            assert self.manager.tiers.pages.pins(page) == 1 + loading + saving, (
+                "somebody else runs on a page to be written"
+            )
             assert (page, block) not in published, "a block is findable where rows will be written"
 
     def _check_blocks(self) -> None:
         """Every block that can be found holds what its name says, in every tier that it is said to be in."""
         size = self.manager.page_size
         places, slots = set(), set()
-        for row in self.manager.table:
+        for row in self.manager.tiers.table:
             count = len(row.token_ids)
             assert not row.is_nowhere, row
             assert row.is_open == (count < BLOCK_TOKENS)
@@ -513,7 +518,7 @@ class PoolModel:
 
     def _check_pages(self) -> None:
         """A page is free, cached or pinned, and for a reason; a free one is wiped, so that no luck hides a mistake."""
-        manager, pages = self.manager, self.manager.pages
+        manager, pages = self.manager, self.manager.tiers.pages
         pins, residents = [0] * pages.num_pages, [0] * pages.num_pages
         for context in self.contexts.values():
             for page in context.pages:
@@ -521,10 +526,10 @@ class PoolModel:
         for load in manager._loads.under_way.values():
             for block in load.blocks:
                 pins[block.page] += 1
-        for held, _ in manager.lower._held.values():
+        for held, _ in manager.tiers.dram._sources.values():
             for page in held:
                 pins[page] += 1
-        resident = [row for row in manager.table if row.page is not None]
+        resident = [row for row in manager.tiers.table if row.page is not None]
         for row in resident:
             residents[row.page] += 1
         for page in range(pages.num_pages):
@@ -536,58 +541,56 @@ class PoolModel:
         assert pages.num_free == sum(pages.is_free(page) for page in range(pages.num_pages))
         assert pages.num_pinned == manager.num_leases == sum(count > 0 for count in pins)
         assert pages.num_free + pages.num_cached + pages.num_pinned == pages.num_pages
-        ranked = manager.hbm.policy.victims(len(manager.table) + 1, ())
+        ranked = manager.tiers.hbm.policy.victims(len(manager.tiers.table) + 1, ())
         assert sorted(ranked) == sorted(row.key for row in resident)
 
     def _check_slots(self) -> None:
         """A slot is free or has one use; whoever copies out of it keeps it. Free ones are wiped."""
-        manager, lower = self.manager, self.manager.lower
-        resident = [row.slot for row in manager.table if row.slot is not None]
+        manager, dram = self.manager, self.manager.tiers.dram
+        resident = [row.slot for row in manager.tiers.table if row.slot is not None]
         filling = [slot for context in self.contexts.values() for slot in context.slots.values()]
-        filling += [ticket.slot for ticket in lower._tickets.values()]
-        filling += [slot for blocks in lower._fetches.values() for _, _, slot in blocks]
+        filling += [ticket.slot for ticket in dram._tickets.values()]
+        filling += [slot for blocks in manager.tiers.fetches._under_way.values() for _, _, slot in blocks]
         loading = [block for load in manager._loads.under_way.values() for block in load.blocks]
         passing = [block for block in loading if block.extent and block.slot is not None]
         filling += [block.slot for block in passing]
-        uses = [*resident, *filling, *lower.slots._free, *lower.slots._doomed]
-        assert sorted(uses) == list(range(lower.num_slots)), "a slot is lost, or used twice"
-        assert lower.resident == len(resident)
-        pins = [0] * lower.num_slots
+        uses = [*resident, *filling, *dram._slots._free, *dram._slots._doomed]
+        assert sorted(uses) == list(range(dram.num_slots)), "a slot is lost, or used twice"
+        assert dram.resident == len(resident)
+        pins = [0] * dram.num_slots
         for load in manager._loads.under_way.values():
             for block in load.blocks:
                 if block.extent is None:
                     pins[block.slot] += 1
-        for _, sources in lower._held.values():
+        for _, sources in dram._sources.values():
             for slot in sources:
                 pins[slot] += 1
-        for write in lower._writes.values():
+        for write in manager.tiers.writes._writes.values():
             for slot in write.slots:
                 pins[slot] += 1
-        assert lower.slots._pins == pins
-        assert all(pins[slot] for slot in lower.slots._doomed)
-        for slot in lower.slots._free:
+        assert dram._slots._pins == pins
+        assert all(pins[slot] for slot in dram._slots._doomed)
+        for slot in dram._slots._free:
             assert not pins[slot]
             self.slots[slot] = [EMPTY] * BLOCK_TOKENS
-        ranked = lower.dram_policy.victims(len(manager.table) + 1, ())
-        assert sorted(ranked) == sorted(row.key for row in manager.table if row.slot is not None)
-        if not lower.num_slots:
-            assert not lower.in_flight
+        ranked = dram.policy.victims(len(manager.tiers.table) + 1, ())
+        assert sorted(ranked) == sorted(row.key for row in manager.tiers.table if row.slot is not None)
+        if not dram.num_slots:
+            assert not manager.tiers.in_flight
 
     def _check_disk(self) -> None:
-        lower = self.manager.lower
-        live = {extent_id: extent.size_bytes for extent_id, extent in lower.extents._extents.items()}
-        assert lower.extents.used_bytes == sum(live.values()) + sum(
-            write.size_bytes for write in lower._writes.values()
-        )
-        assert lower.extents.used_bytes <= lower.disk_bytes
+        disk, writes = self.manager.tiers.disk, self.manager.tiers.writes
+        live = {extent_id: extent.size_bytes for extent_id, extent in disk._extents.items()}
+        assert disk.used_bytes == sum(live.values()) + sum(write.size_bytes for write in writes._writes.values())
+        assert disk.used_bytes <= disk.capacity_bytes
         going = {i for order in self.io if isinstance(order, DeleteExtents) for i in order.extent_ids}
         unheard = {e.extent.extent_id for e in self.events if isinstance(e, Written) and e.extent is not None}
         assert set(self.disk) == set(live) | going | unheard, "an extent is lost"
-        on_disk = {row.key: row.extent[0] for row in self.manager.table if row.extent is not None}
-        for extent_id, extent in lower.extents._extents.items():
+        on_disk = {row.key: row.extent[0] for row in self.manager.tiers.table if row.extent is not None}
+        for extent_id, extent in disk._extents.items():
             assert set(extent.keys) == {key for key, place in on_disk.items() if place == extent_id}
             assert extent.keys, "an extent that nobody needs"
-        ranked = lower.disk_policy.victims(len(self.manager.table) + 1, ())
+        ranked = disk.policy.victims(len(self.manager.tiers.table) + 1, ())
         assert sorted(ranked) == sorted(on_disk)
 
     def _check_in_flight(self) -> None:
@@ -601,4 +604,4 @@ class PoolModel:
             assert key in context.chain()[context.computed // BLOCK_TOKENS :]
 
     def rows_of(self, key: BlockKey) -> BlockRow | None:
-        return self.manager.table.get(key)
+        return self.manager.tiers.table.get(key)

@@ -66,18 +66,22 @@ def test_a_queue_that_does_not_change_is_fetched_for_once(dram, staging):
     PoolModel.check(queue.model)
     assert len(queue.fetched) == len(set(queue.fetched)) <= 0.9 * dram
     # Those in front have all of theirs above the disk, as far as DRAM may keep it beside what is in HBM.
-    held = [sum(queue.manager.blocks_of(("", "", str(n)))[tier] > 0 for tier in ("hbm", "dram")) for n in range(12)]
+    held = [
+        sum(queue.manager.sessions.blocks_of(("", "", str(n)))[tier] > 0 for tier in ("hbm", "dram")) for n in range(12)
+    ]
     assert all(held[: int(0.9 * dram) // 5])
 
 
 def test_a_session_longer_than_dram_has_its_head_fetched():
     queue = Queue(dram=10, staging=60, sessions=3, blocks=30, pages=31)
-    assert queue.manager.blocks_of(("", "", "0")) == {"hbm": 0, "dram": 0, "disk": 30}
+    assert queue.manager.sessions.blocks_of(("", "", "0")) == {"hbm": 0, "dram": 0, "disk": 30}
     waiting = [queue.wait(0)]
     for _ in range(5):
         queue.plan(waiting)
         queue.transfer()
-    assert queue.manager.blocks_of(("", "", "0"))["dram"] == len(queue.fetched) == 9  # what `trim` leaves there
+    assert (
+        queue.manager.sessions.blocks_of(("", "", "0"))["dram"] == len(queue.fetched) == 9
+    )  # what `trim` leaves there
 
 
 def test_sizes_of_an_8b_model_on_a_small_host():
@@ -115,8 +119,7 @@ def test_no_block_is_fetched_twice_for_one_waiting_request(dram, staging, blocks
             case "plan":
                 before = len(queue.fetched)
                 if queue.plan(waiting):
-                    lower = queue.manager.lower
-                    assert lower.resident + len(lower._fetching) <= 0.9 * dram
+                    assert queue.manager.tiers.fetches._kept <= 0.9 * dram
                 for key in queue.fetched[before:]:
                     (request_id,) = (r for r in waiting if key in queue.model.contexts[r].chain())
                     fetched_for[request_id].append(key)

@@ -34,22 +34,19 @@ class World:
         self.fetched = []
         self.under_way = set()
         self.slots = slots
-        lower = SimpleNamespace(
-            room_bytes=slots, dram_slots=slots, slot_bytes=1_000_000, disk_bytes=1, fetch=self.fetch,
-            is_fetching=lambda key: key in self.under_way,
-            may_write=lambda now: False, changes=0, must_record=False, trim=lambda: None,
-            extents=SimpleNamespace(go_on=lambda now: None),
-        )  # fmt: skip
+        self.dram = SimpleNamespace(room_bytes=slots, dram_slots=slots, slot_bytes=1_000_000)
+        self.fetches = SimpleNamespace(fetch=self.fetch, is_fetching=lambda key: key in self.under_way)
         self.regulars, self.succession = Regulars(), Succession()
         tiers = SimpleNamespace(
             table=SimpleNamespace(matched=lambda keys: keys),
-            lower=lower,
+            dram=self.dram,
+            disk=SimpleNamespace(capacity_bytes=1),
+            fetches=self.fetches,
             policies=[self.policy],
             returns=ReturnTimes(),
             regulars=self.regulars,
             succession=self.succession,
         )
-        self.lower = lower
         self.running = Requests()
         self.contexts = {}
         self.sessions = SimpleNamespace(mean_bytes=1.0, contexts=self.contexts)
@@ -166,7 +163,7 @@ def test_who_found_no_room_is_tried_again_when_there_is_some():
     world.plan("ab")
     world.plan("ab")
     assert world.fetched == ["a"]
-    world.slots = world.lower.room_bytes = 2
+    world.slots = world.dram.room_bytes = 2
     world.plan("ab")
     assert world.fetched == ["a", "b"]
 
@@ -248,7 +245,7 @@ def test_where_sessions_take_turns_the_next_is_fetched_for_while_others_decode()
 
 def test_a_successor_that_found_no_room_is_tried_again():
     world = World(slots=0)
-    world.lower.dram_slots = 1
+    world.dram.dram_slots = 1
     rotation(world, "a", "b", "c")
     world.plan([], now=1.0)
     world.slots = 1
@@ -276,7 +273,7 @@ def test_what_was_fetched_and_had_to_leave_is_not_fetched_without_end(why):
         world.under_way.update(row.key for row in rows[:1])
         return not rows[1:]
 
-    world.lower.fetch, world.lower.dram_slots = fetch, 1
+    world.fetches.fetch, world.dram.dram_slots = fetch, 1
     for step in range(100):
         world.plan([], now=2900.0 + step)
         for block in blocks:
@@ -302,29 +299,9 @@ def test_nothing_is_fetched_for_a_successor_that_runs_is_gone_or_in_hbm_or_witho
         elif case == "in HBM":
             world.regular("a", page=7)
         elif case == "no DRAM":
-            world.lower.dram_slots = 0
+            world.dram.dram_slots = 0
         world.plan([])
         assert world.fetched == (["a"] if case == "nothing wrong" else []), case
-
-
-def test_writes_are_planned_only_after_something_has_changed():
-    world = World()
-    planned = []
-    world.lower.may_write = lambda now: True
-    world.lower.plan_writes = lambda *_: planned.append(world.lower.changes)
-    world.sessions.record = None
-    for _ in range(3):
-        world.plan([])
-    assert planned == [0]
-    world.lower.changes += 1  # a block was saved
-    world.lower.may_write = lambda now: False  # two writes are under way
-    world.plan([])
-    world.lower.may_write = lambda now: True
-    world.plan([])
-    assert planned == [0, 1]
-    world.running.changes += 1  # a turn has ended
-    world.plan([])
-    assert planned == [0, 1, 1]
 
 
 def test_windows_worked_by_hand():

@@ -45,7 +45,7 @@ def test_what_has_no_extent_to_come_is_recorded_by_itself():
     model.run("a", tokens(1, 70))
     model.settle()
     orders = listen(model)
-    model.manager.configure(NAME, pinned=True, ttl_s=5.0)
+    model.manager.sessions.configure(NAME, pinned=True, ttl_s=5.0)
     model.settle()
     assert orders == [PutSession]
     assert (model.records[NAME].pinned, model.records[NAME].ttl_s) == (True, 5.0)
@@ -66,7 +66,7 @@ def test_a_session_that_goes_on_at_once_does_not_wait_for_the_end_of_its_next_tu
     model = stored()
     model.run("a", tokens(1, 70))
     model.open("b", tokens(1, 90))
-    assert model.manager.admit("b", 20) is not None
+    assert model.manager.view.admit("b", 20) is not None
     orders = listen(model)
     model.plan([], 0.0)
     model.move()
@@ -77,8 +77,8 @@ def test_what_is_deleted_is_no_eviction():
     model = stored()
     model.run("a", tokens(1, 70))
     model.settle()
-    assert model.manager.blocks_of(NAME)["disk"]
-    assert model.manager.delete(NAME, "waiter") is None
+    assert model.manager.sessions.blocks_of(NAME)["disk"]
+    assert model.manager.sessions.delete(NAME, "waiter") is None
     model.settle()
     assert model.manager.stats.evictions["disk"] == 0, "nothing had to make room"
 
@@ -87,7 +87,7 @@ def test_a_session_that_is_deleted_is_not_recorded_any_more():
     model = stored()
     model.run("a", tokens(1, 70))
     orders = listen(model)
-    assert model.manager.delete(NAME, "waiter") is None
+    assert model.manager.sessions.delete(NAME, "waiter") is None
     model.settle()
     assert model.deleted == ["waiter"]
     assert NAME not in model.records

@@ -180,7 +180,7 @@ class Driver:
         """Until every save, load and write has ended, and what a busy disk refused was written at a later try."""
         end = time.monotonic() + 30
         self.engine.poll(self.now)
-        while self.cache.in_flight or self.cache.lower._dirty:
+        while self.cache.in_flight or self.cache.tiers.writes._dirty.sessions:
             assert time.monotonic() < end, "the transfers do not come to an end"
             if not self.cache.in_flight:
                 self.now += 1.0
@@ -215,11 +215,11 @@ class Driver:
 
     def check(self) -> None:
         """Every page is what the tables say it is, and the gauges count them so."""
-        pages = self.cache.pages
+        pages = self.cache.tiers.pages
         running = [page for context in self.cache._running.values() for page in context.pages]
         running += [block.page for load in self.cache._loads.under_way.values() for block in load.blocks]
-        running += [page for held, _ in self.cache.lower._held.values() for page in held]
-        resident = {row.page for row in self.cache.table if row.page is not None}
+        running += [page for held, _ in self.cache.tiers.dram._sources.values() for page in held]
+        resident = {row.page for row in self.cache.tiers.table if row.page is not None}
         pinned = set(running)
         assert all(pages.pins(page) == running.count(page) for page in range(pages.num_pages))
         free = set(range(pages.num_pages)) - pinned - resident

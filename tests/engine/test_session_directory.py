@@ -120,7 +120,7 @@ def test_a_pin_keeps_a_session_within_the_tenants_quota(path: Path, tmp_path: Pa
     refused = now(driver, "patch", "large", pinned=True)
     assert refused.error_code == "pin_quota"
     assert not now(driver, "get", "large").sessions[0].pinned
-    driver.cache.sweep(driver.cache.sessions["t", "", "large"].last_used_s + 11.0)
+    driver.cache.sessions.sweep(driver.cache.sessions.contexts["t", "", "large"].last_used_s + 11.0)
     driver.settle()
     assert [info.session_id for info in now(driver, "list").sessions] == ["small"]
     (info,) = now(driver, "patch", "small", pinned=False, ttl_s=500.0).sessions
@@ -136,7 +136,7 @@ def test_pins_and_times_to_live_survive_a_restart(path: Path, tmp_path: Path) ->
     driver = start(path, tmp_path)
     after = now(driver, "get", "s").sessions[0]
     assert after.pinned
-    assert driver.cache.sessions["t", "", "s"].ttl_s == 77.0
+    assert driver.cache.sessions.contexts["t", "", "s"].ttl_s == 77.0
     assert after.last_used_s == pytest.approx(before.last_used_s, abs=1.0)
     assert (after.tokens, after.blocks["disk"]) == (before.tokens, before.blocks["disk"])
     driver.close()
@@ -147,7 +147,7 @@ def test_what_is_deleted_is_gone_from_every_tier(driver: Driver, tmp_path: Path)
     assert files(tmp_path)
     assert delete(driver, "s").error_code is None
     assert not files(tmp_path), "before the answer, not behind it"
-    assert len(driver.cache.table) == 0
+    assert len(driver.cache.tiers.table) == 0
     stats = driver.engine.stats()
     assert (stats.tier_bytes["dram"], stats.sessions, stats.hbm_pages_cached) == (0, 0, 0)
     assert now(driver, "get", "s").error_code == "not_found"

@@ -54,15 +54,15 @@ def first_turns(driver: Driver, count: int) -> list[list[int]]:
         driver.ask(f"a{i}", random_ids(HISTORY, i), session=f"s{i}", max_tokens=ANSWER, ignore_eos=True).text
         for i in range(count)
     ]
-    for session in driver.cache.sessions.values():
+    for session in driver.cache.sessions.contexts.values():
         for key in session.all_keys:
-            row = driver.cache.table.get(key)
+            row = driver.cache.tiers.table.get(key)
             assert row is not None
             assert row.extent is not None
             if row.slot is not None:
-                driver.cache.lower.drop_slot(row)
+                driver.cache.tiers.dram.drop_slot(row)
             if row.page is not None:
-                driver.cache.hbm.evict(key)
+                driver.cache.tiers.hbm.evict(key)
     return texts
 
 
@@ -96,7 +96,7 @@ def test_a_load_that_is_dearer_than_to_compute_is_given_up(path: Path, tmp_path:
     assert is_a_recompute(path, answer)
     # What is on disk is as good as before.
     reads.is_slow = False
-    rows = [driver.cache.table.get(key) for key in driver.cache.sessions["t", "", "s0"].keys]
+    rows = [driver.cache.tiers.table.get(key) for key in driver.cache.sessions.contexts["t", "", "s0"].keys]
     assert all(row is not None and row.extent is not None for row in rows)
     driver.close()
 
@@ -171,7 +171,7 @@ def test_a_turn_that_has_come_waits_for_a_fetch_no_longer_than_computing_takes(
         assert answer.report.miss_reasons["load_late"] == HISTORY + ANSWER - 1
         assert is_a_recompute(path, answer)
     # A disk of which this is known is asked by nobody who waits, and one that is quick again soon is.
-    assert not driver.cache.rates.is_worth_fetching("disk_to_dram", 4 * driver.cache.lower.slot_bytes, 128)
+    assert not driver.cache.rates.is_worth_fetching("disk_to_dram", 4 * driver.cache.tiers.dram.slot_bytes, 128)
     driver.close()
 
 

@@ -23,18 +23,18 @@ def stored(pages=10, sessions=3, **changes):
 
 
 def in_hbm(model, seed):
-    keys = model.manager.open("peek", "", "", "peek", tokens(seed, 65), NO_CUTS, 1, None, 0.0)
+    keys = model.manager.requests.open("peek", "", "", "peek", tokens(seed, 65), NO_CUTS, 1, None, 0.0)
     assert keys
-    context = model.manager.context("peek")
-    count = model.manager.table.resident(context.chain())
-    model.manager.close("peek", 0, 0.0)
+    context = model.manager.requests.context("peek")
+    count = model.manager.tiers.table.resident(context.chain())
+    model.manager.requests.close("peek", 0, 0.0)
     return count
 
 
 def test_what_a_waiting_request_needs_leaves_after_all_else():
     model = stored(pages=9)
     model.open("next", tokens(0, 70), session="s0")
-    model.manager.expect("next", 1)
+    model.manager.view.expect("next", 1)
     assert model.manager.borrow(5) is not None
     assert in_hbm(model, 0) == 2, "although it was used longest ago"
     assert in_hbm(model, 1) == 0
@@ -51,36 +51,36 @@ def test_sharers_add_up():
     model = stored(sessions=1)
     for n in range(3):
         model.open(f"next{n}", [*tokens(0, 65), n], session="s0")
-        model.manager.expect(f"next{n}", 1)
-    row = model.manager.table.get(model.contexts["next0"].chain()[0])
+        model.manager.view.expect(f"next{n}", 1)
+    row = model.manager.tiers.table.get(model.contexts["next0"].chain()[0])
     assert row.score == 3
-    model.manager.expect("next0", 2)
+    model.manager.view.expect("next0", 2)
     assert row.score == 4
-    model.manager.expect("next0", 1)
+    model.manager.view.expect("next0", 1)
     assert row.score == 3, "preempted"
     model.close("next1")
-    model.manager.expect("next2", 0)
+    model.manager.view.expect("next2", 0)
     assert row.score == 1
     model.close("next0")
     assert row.score == 0
-    assert not model.manager._scores._scores
+    assert not model.manager.tiers.scores._scores
 
 
 def test_a_block_that_comes_later_has_the_score_that_awaits_it():
     model = stored(sessions=0)
     for name in ("first", "second"):
         model.open(name, tokens(7, 65), session=name)
-        model.manager.expect(name, 1)
-    model.manager.admit("first", 65)
+        model.manager.view.expect(name, 1)
+    model.manager.view.admit("first", 65)
     model.step("first", 65)
-    assert model.manager.table.get(model.contexts["first"].chain()[0]).score == 2
+    assert model.manager.tiers.table.get(model.contexts["first"].chain()[0]).score == 2
 
 
 def test_the_offloader_takes_what_is_saved_and_not_needed():
     model = stored(sessions=4, pages=12, dram_slots=20, high_water=0.9, low_water=0.5)
     model.open("next", tokens(0, 70), session="s0")
-    model.manager.expect("next", 1)
-    assert model.manager.pages.num_free == 12 - 12 // 2, "a third page of each session has left, then the oldest"
+    model.manager.view.expect("next", 1)
+    assert model.manager.tiers.pages.num_free == 12 - 12 // 2, "a third page of each session has left, then the oldest"
     assert in_hbm(model, 0) + in_hbm(model, 1) + in_hbm(model, 2) + in_hbm(model, 3) <= 6
     assert model.manager.stats.offloaded_blocks == model.manager.stats.evicted_blocks > 0
 
@@ -105,15 +105,15 @@ def test_no_more_leaves_for_a_new_context_than_would_behind_it(sizes, needed, dr
     low_water, kept_free = 0.75, 8
     slots = 100 if dram else 0
     model = PoolModel(make_manager(num_pages=32, policy="lookahead", dram_slots=slots, low_water=low_water))
-    pages, evicted = model.manager.pages, 0
+    pages, evicted = model.manager.tiers.pages, 0
     for number, size in enumerate(sizes):
         text = [100 + number, *tokens(number, size * 32 - 1)]
         model.open(f"new{number}", text, session=f"s{number}")
         if number == needed:
             model.open("needed", [*text, 1], session=f"s{number}")
-            model.manager.expect("needed", 1)
+            model.manager.view.expect("needed", 1)
         free = pages.num_free
-        assert model.manager.admit(f"new{number}", size * 32) == 0
+        assert model.manager.view.admit(f"new{number}", size * 32) == 0
         missing = max(0, size - free)
         more, evicted = model.manager.stats.evicted_blocks - evicted, model.manager.stats.evicted_blocks
         if dram:
@@ -125,7 +125,7 @@ def test_no_more_leaves_for_a_new_context_than_would_behind_it(sizes, needed, dr
         model.step(f"new{number}", size * 32)
         model.close(f"new{number}")
         model.settle()
-    assert model.manager.table.resident(model.contexts["needed"].chain()) == sizes[needed]
+    assert model.manager.tiers.table.resident(model.contexts["needed"].chain()) == sizes[needed]
 
 
 def test_a_new_context_lies_in_a_row_for_the_price_of_a_page():
@@ -133,10 +133,10 @@ def test_a_new_context_lies_in_a_row_for_the_price_of_a_page():
     for number in range(4):  # two pages each
         model.run(f"old{number}", [number, *tokens(number, 63)], session=f"s{number}")
         model.settle()
-    pages, before = model.manager.pages, model.manager.stats.evicted_blocks
+    pages, before = model.manager.tiers.pages, model.manager.stats.evicted_blocks
     assert [page for page in range(8) if pages.is_free(page)] == [2, 3, 6, 7]
     model.open("new", tokens(9, 96), session="new")
-    assert model.manager.admit("new", 96) == 0
+    assert model.manager.view.admit("new", 96) == 0
     # The oldest session lies in pages 0 and 1. Three blocks may leave, so that half of the pages stays free.
     assert model.contexts["new"].pages == [1, 2, 3]
     assert model.manager.stats.evicted_blocks == before + 1
@@ -153,13 +153,13 @@ def test_no_block_leaves_that_is_needed_more_than_one_that_stays(seed, waiting, 
     model = stored(pages=18, sessions=6, dram_slots=dram, policy="lookahead")
     for number, (session, score) in enumerate(waiting):
         model.open(f"next{number}", [*tokens(session, 65), number], session=f"s{session}")
-        model.manager.expect(f"next{number}", score)
+        model.manager.view.expect(f"next{number}", score)
     manager = model.manager
-    before = {row.key: row.score for row in manager.table if row.page is not None}
+    before = {row.key: row.score for row in manager.tiers.table if row.page is not None}
     borrowed = manager.borrow(wanted)
     if borrowed is None:
         return
-    staying = {row.key for row in manager.table if row.page is not None}
+    staying = {row.key for row in manager.tiers.table if row.page is not None}
     left = [score for key, score in before.items() if key not in staying]
     stayed = [score for key, score in before.items() if key in staying]
     assert not left or not stayed or max(left) <= min(stayed)
@@ -169,11 +169,11 @@ def test_no_block_leaves_that_is_needed_more_than_one_that_stays(seed, waiting, 
 
 def test_the_mean_session_is_known_after_a_restart_too():
     model = stored(sessions=3, dram_slots=20, disk_bytes=1 << 20)
-    before = model.manager.mean_session_tokens
+    before = model.manager.sessions.mean_tokens
     assert before == 65
     again = make_manager(num_pages=10, page_size=32, dram_slots=20, disk_bytes=1 << 20)
-    again.restore(model.extents.values(), model.records.values(), 0.0)
-    assert again.mean_session_tokens == before
+    again.sessions.restore(model.extents.values(), model.records.values(), 0.0)
+    assert again.sessions.mean_tokens == before
 
 
 def test_a_pool_that_stays_full_does_not_fall_to_pieces():
@@ -182,7 +182,7 @@ def test_a_pool_that_stays_full_does_not_fall_to_pieces():
     for number in range(80):
         size = rng.randint(10, 30) * 32
         model.open(f"new{number}", [100 + number, *tokens(number, size - 1)], session=f"s{number}")
-        assert model.manager.admit(f"new{number}", size) == 0
+        assert model.manager.view.admit(f"new{number}", size) == 0
         model.step(f"new{number}", size)
         taken = model.contexts[f"new{number}"].pages
         pieces.append(1 + sum(page != before + 1 for before, page in pairwise(taken)))

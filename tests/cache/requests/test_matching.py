@@ -24,10 +24,10 @@ def test_behind_a_cut_all_is_loaded_however_slow_the_link_is(rules, new, loaded)
     model.settle()
     model.open("second", [*text, *tokens(3, new)], session="s", rules=rules)
     # Without a cut, what a slow link would bring is computed again, and the text is the same. Behind one it is not.
-    assert model.manager.resident_tokens("second") == loaded
-    assert model.manager.admit("second", len(model.contexts["second"].token_ids) - loaded) == loaded
+    assert model.manager.view.resident_tokens("second") == loaded
+    assert model.manager.view.admit("second", len(model.contexts["second"].token_ids) - loaded) == loaded
     model.settle()
-    assert model.manager.report("second").dram_tokens == loaded
+    assert model.manager.requests.report("second").dram_tokens == loaded
 
 
 @pytest.mark.parametrize("shared", [0, 64])
@@ -42,13 +42,13 @@ def test_kv_on_its_way_to_hbm_is_not_in_hbm_until_it_has_come(shared):
     model.run("other", tokens(2, 256 - 1), session="other")  # all that HBM holds
     model.settle()
     model.open("second", [*text, *tokens(3, 30)], session="s")
-    before = model.manager.residency("second")
+    before = model.manager.view.residency("second")
     assert (before.hbm_tokens, before.lower_tokens, before.is_loading) == (0, {"dram": 200}, False)
     assert before.own_tokens == 200 - shared
-    model.manager.admit("second", 30)
-    on_the_way = model.manager.residency("second")
+    model.manager.view.admit("second", 30)
+    on_the_way = model.manager.view.residency("second")
     assert on_the_way == before._replace(is_loading=True), "its pages are given, and its KV is still below"
     model.settle()
-    there = model.manager.residency("second")
+    there = model.manager.view.residency("second")
     assert (there.hbm_tokens, there.lower_tokens, there.bytes_to_load, there.load_s) == (200, {}, 0, 0.0)
     assert (there.own_tokens, there.is_loading) == (200 - shared, False)

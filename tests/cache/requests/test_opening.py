@@ -20,9 +20,9 @@ def turn(world, request_id, stream, *, cut=None, reserve=1):
     client_cut = None if cut is None else ClientCut(stream, *cut)
     rules = CutRules(allowed=True, keep_first=0, message_starts=tuple(range(0, len(sent), 10)), important=())
     context = list(world.open(request_id, sent, rules=rules, reserve=reserve, client_cut=client_cut))
-    pending = len(context) - world.manager.resident_tokens(request_id)
-    cached = world.manager.admit(request_id, pending)
-    report = world.manager.report(request_id)
+    pending = len(context) - world.manager.view.resident_tokens(request_id)
+    cached = world.manager.view.admit(request_id, pending)
+    report = world.manager.requests.report(request_id)
     assert world.step(request_id, pending)
     world.check()
     world.close(request_id)
@@ -90,7 +90,7 @@ def test_who_made_a_cut_outlives_the_process():
     world = make_world()
     text = [*TEXT, 1, 2]
     turn(world, "shorter", text, cut=(0, 128))
-    (session,) = world.manager.sessions.values()
+    (session,) = world.manager.sessions.contexts.values()
     read = type(session).unpack(session.pack(), session.lineage.domain, 0.0)
     assert read.client_cuts == session.client_cuts == [(0, 128)]
     assert read.own_cuts == []

@@ -11,7 +11,7 @@ def test_what_leaves_a_full_disk_is_not_written_again_at_the_expense_of_others()
         model.run(f"r{n}", tokens(n, 65), session=f"s{n}")
     model.settle()  # an idle server comes to rest
     assert manager.stats.evictions["disk"] > 0
-    assert manager.lower.in_flight == 0
+    assert manager.tiers.in_flight == 0
 
 
 def test_what_found_no_room_is_tried_again_although_nothing_else_happens():
@@ -19,15 +19,15 @@ def test_what_found_no_room_is_tried_again_although_nothing_else_happens():
     model = PoolModel(manager)
     model.run("r0", tokens(0, 65), session="s0")
     model.settle()
-    manager.configure(("", "", "s0"), pinned=True, ttl_s=None)
+    manager.sessions.configure(("", "", "s0"), pinned=True, ttl_s=None)
     model.run("r1", tokens(1, 65), session="s1")
     model.settle()
-    assert not manager.blocks_of(("", "", "s1"))["disk"]
-    manager.configure(("", "", "s0"), pinned=False, ttl_s=None)
+    assert not manager.sessions.blocks_of(("", "", "s1"))["disk"]
+    manager.sessions.configure(("", "", "s0"), pinned=False, ttl_s=None)
     model.settle(now=4.0)
-    assert not manager.blocks_of(("", "", "s1"))["disk"]
+    assert not manager.sessions.blocks_of(("", "", "s1"))["disk"]
     model.settle(now=6.0)
-    assert manager.blocks_of(("", "", "s1"))["disk"]
+    assert manager.sessions.blocks_of(("", "", "s1"))["disk"]
 
 
 def test_what_found_no_slot_is_saved_as_soon_as_one_is_free():
@@ -36,7 +36,7 @@ def test_what_found_no_slot_is_saved_as_soon_as_one_is_free():
     model = PoolModel(manager)
     model.run("r0", tokens(0, 32 * 6 + 9), session="s0")
     model.settle()
-    assert manager.blocks_of(("", "", "s0"))["disk"] == 7  # the open one too
+    assert manager.sessions.blocks_of(("", "", "s0"))["disk"] == 7  # the open one too
 
 
 def test_what_left_hbm_before_a_slot_was_free_is_not_waited_for():
@@ -45,9 +45,9 @@ def test_what_left_hbm_before_a_slot_was_free_is_not_waited_for():
     for n in range(4):  # without a moment's rest in between
         model.run(f"r{n}", tokens(n, 32 * 6 + 9), session=f"s{n}")
     model.settle()
-    assert manager.lower.in_flight == 0
-    assert manager.lower.slots.num_free == 2
-    assert manager.blocks_of(("", "", "s3"))["disk"] == 7
+    assert manager.tiers.in_flight == 0
+    assert manager.tiers.dram.num_free == 2
+    assert manager.sessions.blocks_of(("", "", "s3"))["disk"] == 7
     assert not manager._saver._put_off
 
 
@@ -58,5 +58,5 @@ def test_a_dram_full_of_what_is_on_disk_is_not_scarce():
     for n in range(8):
         model.run(f"r{n}", tokens(n, 65), session=f"s{n}")
         model.settle()
-    assert manager.lower.slots.num_free < 0.25 * manager.lower.num_slots
-    assert not manager.lower.is_pressed
+    assert manager.tiers.dram.num_free < 0.25 * manager.tiers.dram.num_slots
+    assert not manager.tiers.dram.is_pressed

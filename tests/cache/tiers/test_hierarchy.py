@@ -181,11 +181,11 @@ class Hierarchy(RuleBasedStateMachine):
     def admit(self, which, chunk):
         request_id = self.chosen(self.waiting, which)
         context = self.model.contexts[request_id]
-        resident = self.manager.resident_tokens(request_id)
-        residency = self.manager.residency(request_id)
+        resident = self.manager.view.resident_tokens(request_id)
+        residency = self.manager.view.residency(request_id)
         assert residency.hbm_tokens + sum(residency.lower_tokens.values()) == resident
         alone = not self.running and not self.manager.num_leases
-        cached = self.manager.admit(request_id, min(len(context.token_ids) - resident, chunk))
+        cached = self.manager.view.admit(request_id, min(len(context.token_ids) - resident, chunk))
         if cached is None:
             assert not context.pages
             assert not alone, "a request that fits into HBM waits for ever"
@@ -193,7 +193,7 @@ class Hierarchy(RuleBasedStateMachine):
         assert 0 <= cached <= resident < len(context.token_ids)
         if request_id not in self.reported:
             self.reported.add(request_id)
-            report = self.manager.report(request_id)
+            report = self.manager.requests.report(request_id)
             assert report.cached_tokens == cached
             assert report.prompt_tokens == context.prompt_tokens
             assert sum(report.miss_reasons.values()) == report.computed_tokens
@@ -213,7 +213,7 @@ class Hierarchy(RuleBasedStateMachine):
                 self.overflow(request_id)
                 return
             num_tokens = min(chunk, len(context.token_ids) - context.computed)
-            if not self.manager.grow(request_id, num_tokens):
+            if not self.manager.view.grow(request_id, num_tokens):
                 assert self.manager.num_leases > len(context.pages), "a request that fits into HBM cannot go on"
                 return
             if not self.model.step(request_id, num_tokens):
@@ -226,7 +226,7 @@ class Hierarchy(RuleBasedStateMachine):
         if not context.rules.allowed:
             return self.model.close(request_id, now=self.now)
         try:
-            dropped = self.manager.truncate(request_id)
+            dropped = self.manager.requests.truncate(request_id)
         except DoesNotFit:
             assert context.token_ids == before
             return self.model.close(request_id, now=self.now)
@@ -238,7 +238,7 @@ class Hierarchy(RuleBasedStateMachine):
     @precondition(lambda self: self.running)
     @rule(which=WHICH)
     def preempt(self, which):
-        self.manager.preempt(self.chosen(self.running, which))
+        self.manager.view.preempt(self.chosen(self.running, which))
 
     @precondition(lambda self: self.model.contexts)
     @rule(which=WHICH, kept=st.one_of(st.just(1.0), st.floats(0, 1)))
@@ -262,9 +262,9 @@ class Hierarchy(RuleBasedStateMachine):
     def distrust(self, which):
         request_id = self.chosen(self.running, which)
         chain = list(self.model.contexts[request_id].chain())
-        self.manager.distrust(request_id)
+        self.manager.requests.distrust(request_id)
         self.model.close(request_id, 0, self.now)
-        assert not any(key in self.manager.table for key in chain)
+        assert not any(key in self.manager.tiers.table for key in chain)
 
     @rule(queue=st.sampled_from(["saves", "loads", "io"]), count=st.integers(1, 9), heard=st.booleans())
     def transfer(self, queue, count, heard):
@@ -285,28 +285,30 @@ class Hierarchy(RuleBasedStateMachine):
     @rule(seconds=st.sampled_from([1.0, 5.0, 10.0, 300.0]))
     def sweep(self, seconds):
         self.now += seconds
-        before = self.manager.num_sessions
-        assert self.manager.sweep(self.now) == before - self.manager.num_sessions
+        before = len(self.manager.sessions.contexts)
+        assert self.manager.sessions.sweep(self.now) == before - len(self.manager.sessions.contexts)
 
-    @precondition(lambda self: self.manager.sessions)
+    @precondition(lambda self: self.manager.sessions.contexts)
     @rule(which=WHICH, pinned=st.sampled_from([None, True, False]), ttl_s=st.sampled_from([None, 2.0, 500.0]))
     def configure(self, which, pinned, ttl_s):
-        self.manager.configure(self.chosen(list(self.manager.sessions), which), pinned=pinned, ttl_s=ttl_s)
+        self.manager.sessions.configure(
+            self.chosen(list(self.manager.sessions.contexts), which), pinned=pinned, ttl_s=ttl_s
+        )
 
-    @precondition(lambda self: self.manager.sessions)
+    @precondition(lambda self: self.manager.sessions.contexts)
     @rule(which=WHICH)
     def prefetch(self, which):
-        self.manager.prefetch(self.chosen(list(self.manager.sessions), which), self.now)
+        self.manager.sessions.prefetch(self.chosen(list(self.manager.sessions.contexts), which), self.now)
 
-    @precondition(lambda self: self.manager.sessions)
+    @precondition(lambda self: self.manager.sessions.contexts)
     @rule(which=WHICH)
     def delete(self, which):
-        name = self.chosen(list(self.manager.sessions), which)
-        running = self.manager.is_running(name)
-        if name in self.manager._sessions.deleting:
+        name = self.chosen(list(self.manager.sessions.contexts), which)
+        running = self.manager.sessions.is_running(name)
+        if name in self.manager.sessions._deleting:
             return
         self.deletions += 1
-        problem = self.manager.delete(name, f"d{self.deletions}")
+        problem = self.manager.sessions.delete(name, f"d{self.deletions}")
         assert problem == ("busy" if running else None)
         if running:
             self.deletions -= 1
@@ -345,38 +347,38 @@ class Hierarchy(RuleBasedStateMachine):
         assert manager.num_leases == manager.in_flight == 0
         assert manager._siblings.coming == {}
         assert sorted(model.deleted, key=lambda name: int(name[1:])) == [f"d{i + 1}" for i in range(self.deletions)]
-        assert manager.pages.num_free + manager.pages.num_cached == manager.pages.num_pages
-        if not manager.lower.disk_bytes:
-            assert not manager.lower._dirty
-        pinned = [row for row in manager.table if manager.lower._is_pinned(row)]
+        assert manager.tiers.pages.num_free + manager.tiers.pages.num_cached == manager.tiers.pages.num_pages
+        if not manager.tiers.disk.capacity_bytes:
+            assert not manager.tiers.writes._dirty.sessions
+        pinned = [row for row in manager.tiers.table if manager.tiers.pinned.own(row)]
         if not pinned:
-            assert manager.lower.resident <= manager.lower.dram_slots
+            assert manager.tiers.dram.resident <= manager.tiers.dram.dram_slots
         self.restart()
-        for name in list(manager.sessions):
-            manager.delete(name, "end")
+        for name in list(manager.sessions.contexts):
+            manager.sessions.delete(name, "end")
             model.settle(self.now)
-        assert all(not row.owners for row in manager.table), "somebody who is gone owns something"
+        assert all(not row.owners for row in manager.tiers.table), "somebody who is gone owns something"
         model.check()
-        assert not any(row.extent for row in manager.table)
+        assert not any(row.extent for row in manager.tiers.table)
         assert not model.disk
         assert not any(record.context for record in model.records.values())
 
     def restart(self):
         """A new process finds on disk what the old one had there."""
-        if not self.manager.lower.disk_bytes:
+        if not self.manager.tiers.disk.capacity_bytes:
             return
-        self.manager.sweep(self.now)
+        self.manager.sessions.sweep(self.now)
         self.model.settle(self.now)
         manager = make_manager(**self.options)
-        manager.restore(self.model.extents.values(), self.model.records.values(), self.now)
-        for name, session in manager.sessions.items():
-            before = self.manager.sessions[name]
+        manager.sessions.restore(self.model.extents.values(), self.model.records.values(), self.now)
+        for name, session in manager.sessions.contexts.items():
+            before = self.manager.sessions.contexts[name]
             assert (session.keys, session.open_key, session.cuts) == (before.keys, before.open_key, before.cuts)
             assert (session.pinned, session.ttl_s) == (before.pinned, before.ttl_s)
-        assert set(manager.sessions) == set(self.manager.sessions)
-        stored = {row.key for row in self.manager.table if row.extent is not None}
-        assert stored <= {row.key for row in manager.table}
-        assert manager.lower.extents.used_bytes == sum(extent.size_bytes for extent in self.model.extents.values())
+        assert set(manager.sessions.contexts) == set(self.manager.sessions.contexts)
+        stored = {row.key for row in self.manager.tiers.table if row.extent is not None}
+        assert stored <= {row.key for row in manager.tiers.table}
+        assert manager.tiers.disk.used_bytes == sum(extent.size_bytes for extent in self.model.extents.values())
 
 
 @pytest.mark.parametrize("page_size", [32, 64])
@@ -393,9 +395,9 @@ def test_where_bits_count_no_row_is_saved_out_of_a_page():
         model.run("first", range(40), session="s")
         model.settle()  # on disk: its slots are others' again
         model.open("second", [*range(40), 500, 501], session="s")
-        known = manager.resident_tokens("second")
+        known = manager.view.resident_tokens("second")
         assert known == (32 if exact else 40)
-        assert manager.admit("second", 42 - known) == known
+        assert manager.view.admit("second", 42 - known) == known
         assert model.step("second", 42 - known)
         assert any(isinstance(order, FillFromPage) for order in model.saves) is not exact
         model.settle()
@@ -409,13 +411,13 @@ def test_an_open_block_is_copied_before_its_slot_is_another_blocks():
     model.run("first", range(40), session="s")
     model.settle()
     model.open("second", [*range(40), 500, 501], session="s")
-    assert manager.admit("second", 42 - manager.resident_tokens("second")) == 40
+    assert manager.view.admit("second", 42 - manager.view.resident_tokens("second")) == 40
     assert model.step("second", 2)
     orders = [order for order in model.saves if isinstance(order, FillFromSlot)]
     assert [order.num_rows for order in orders] == [8]
     (order,) = orders
-    assert manager.lower.slots.is_pinned(order.source_slot)
-    while (slot := manager.lower.take_slot(None)) is not None:
+    assert manager.tiers.dram._slots.is_pinned(order.source_slot)
+    while (slot := manager.tiers.dram.take_slot(None)) is not None:
         assert slot != order.source_slot
     while model.saves:
         model.run_save()

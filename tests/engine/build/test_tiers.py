@@ -34,7 +34,7 @@ def tiered(path: Path, **changes: Any) -> Driver:
     assert driver.engine.model.max_context == WINDOW
     driver.cache.rates.load_s = lambda direction, num_bytes: 0.0  # type: ignore[method-assign]
     driver.cache._loads._deadline_s = lambda load: math.inf  # type: ignore[method-assign]
-    driver.cache._loads.is_fetch_late = lambda context, now: False  # type: ignore[method-assign]  # a step is a second here
+    driver.cache._loads.is_fetch_late = lambda context: False  # type: ignore[method-assign]  # a step is a second here
     return driver
 
 
@@ -171,9 +171,9 @@ def test_half_in_hbm_and_half_on_disk(path: Path, tmp_path: Path) -> None:
     driver = tiered(path, dram_bytes=0, disk_bytes=1 << 28, disk_dir=str(tmp_path), hbm_tokens=1024)
     prompt = random_ids(150, 1)
     first = driver.ask("a", prompt, session="s", ignore_eos=True)
-    chain = driver.cache.sessions["t", "", "s"].keys
+    chain = driver.cache.sessions.contexts["t", "", "s"].keys
     for key in chain[2:]:
-        driver.cache.hbm.evict(key)
+        driver.cache.tiers.hbm.evict(key)
     again = driver.ask("b", [*first.text, 7, 8], session="s", ignore_eos=True)
     assert again.report is not None
     # 165 rows were computed: five blocks, of which three left HBM, and an open one of 5, which did not.
@@ -227,7 +227,7 @@ def test_conversations_survive_their_process(path: Path, tmp_path: Path, killed:
 
 def flip_dram(driver: Driver) -> None:
     slab = driver.engine._transfer._slab
-    for row in driver.cache.table:
+    for row in driver.cache.tiers.table:
         if row.slot is not None:
             slab.k(2)[row.slot, 0, 0, 0] += 1.0
 
@@ -472,7 +472,7 @@ def test_what_a_cut_left_is_history_whatever_became_of_it(path: Path) -> None:
 def test_a_cut_conversation_keeps_the_names_of_all_its_blocks(path: Path) -> None:
     driver = tiered(path, dram_bytes=100 * SLOT)
     grow_old(driver, 12)
-    ((_, session),) = driver.cache.sessions.items()
+    ((_, session),) = driver.cache.sessions.contexts.items()
     conversation = driver.answers["11", 0].text[:-1]
     assert session.truncated_tokens == 384
     assert session.conversation_keys == session.lineage.domain.chain(conversation)
@@ -481,7 +481,7 @@ def test_a_cut_conversation_keeps_the_names_of_all_its_blocks(path: Path) -> Non
 @pytest.mark.parametrize(("turn", "expired"), [(4, 160), (5, 96), (6, 128)])
 def test_what_had_expired_is_known_in_front_of_a_cut_at_one_and_behind(path: Path, turn: int, expired: int) -> None:
     driver = tiered(path, dram_bytes=100 * SLOT)
-    _, _, reasons = grow_old(driver, turn + 1, lambda number: number == turn and driver.cache.sweep(1e9))[-1]
+    _, _, reasons = grow_old(driver, turn + 1, lambda number: number == turn and driver.cache.sessions.sweep(1e9))[-1]
     kept = grow_old(tiered(path, dram_bytes=100 * SLOT), turn + 1)[-1][1]
     assert kept - expired in range(BLOCK_TOKENS)  # whole blocks are known
     assert reasons["expired"] == expired

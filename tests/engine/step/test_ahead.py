@@ -46,7 +46,7 @@ def submit(driver: Driver, histories: list[Answer]) -> list[Answer]:
 
 def ahead(driver: Driver) -> list[str]:
     """Those that wait and have pages."""
-    return [name for name in driver.engine._scheduler.upcoming().members if driver.cache.context(name).pages]
+    return [name for name in driver.engine._scheduler.upcoming().members if driver.cache.requests.context(name).pages]
 
 
 def test_the_read_buffer_fills_while_another_request_runs(path: Path, vanilla: Any, tmp_path: Path) -> None:
@@ -55,7 +55,7 @@ def test_the_read_buffer_fills_while_another_request_runs(path: Path, vanilla: A
     driver.step()
     assert ahead(driver) == ["r1/0"]
     driver.step()
-    job = driver.cache.context("r1/0").job
+    job = driver.cache.requests.context("r1/0").job
     assert job is not None
     assert driver.engine._transfer.wait_layer(job, 0, 10.0)
     for _ in range(5):

@@ -86,7 +86,7 @@ def saved_blocks(
         driver.run()
         texts = [[*answer.text, *(chance.randrange(5, 4000) for _ in range(turn + 1))] for answer in answers]
     slab, moved = transfer._slab, driver.engine.stats().moved_bytes["hbm_to_dram"]
-    slots = {row.key: row.slot for row in driver.cache.table if row.slot is not None}
+    slots = {row.key: row.slot for row in driver.cache.tiers.table if row.slot is not None}
     found = {
         key: [slab.segments(layer)[slot].view(torch.uint16).tolist() for layer in range(slab.num_layers)]
         for key, slot in slots.items()
@@ -126,7 +126,7 @@ def test_a_turn_is_on_its_way_to_disk_before_the_loop_waits_for_the_next(tmp_pat
     while driver.engine.has_work():
         driver.engine.step(time.monotonic())
     driver.engine.poll(time.monotonic())
-    (write,) = driver.cache.lower._writes.values()
+    (write,) = driver.cache.tiers.writes._writes.values()
     assert write.session[2] == "s"
     assert len(write.keys) == 3  # of 72 rows
     driver.close()

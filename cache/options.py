@@ -1,0 +1,34 @@
+"""What a cache is made with: plain values, all of them settled. Whatever is automatic was resolved before."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Truncation:
+    """The server's side of truncation (AttentionStore §3.4)."""
+
+    window: int  # tokens a context may have
+    ratio: float  # of the window, dropped at an overflow
+    mode: str  # decoupled | recompute | naive
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheOptions:
+    """Sizes of the tiers, and rules for what stays in them."""
+
+    num_pages: int  # of HBM
+    page_size: int  # tokens of a page, a multiple of the block
+    bytes_per_token: int
+    prefer_contiguous: bool  # a context's pages lie in a row where that can be
+    num_slots: int  # of DRAM, a block each; 0: there is nothing below HBM
+    dram_slots: int  # how many of these keep blocks; the others are for what passes through
+    disk_bytes: int  # 0: no disk
+    hbm_high_water: float  # the share of the pages above which what nobody needs leaves,
+    hbm_low_water: float  # and the share down to which it does
+    dram_free_buffer: float  # the share of `dram_slots` kept free where a disk has the blocks too
+    reuse: bool  # False: nothing that was computed is found again
+    exact: bool  # what is saved is as it was computed, bit for bit
+    truncation: Truncation
+    session_ttl_s: float
+    max_sessions: int
+    unix_offset_s: float  # from the clock of `now` to Unix time

@@ -1,0 +1,135 @@
+"""Lifecycle: a request from its arrival to its end, as the engine tells of it."""
+
+from cache.blocks.context import RunningContext
+from cache.blocks.keys import BLOCK_TOKENS
+from cache.blocks.truncate import CutRules
+from cache.moves import CapturePiece
+from cache.requests.loading import Loads
+from cache.requests.opening import ClientCut, ContextOpener
+from cache.requests.provenance import report_prompt
+from cache.requests.publishing import Publisher
+from cache.requests.running import Requests
+from cache.requests.saving import Saver
+from cache.sessions import SessionStore
+from cache.stats import TokensBySource
+from cache.tiers.hierarchy import Hierarchy
+
+
+class Lifecycle:
+    """A request is opened on arrival, admitted by the scheduler (`SchedulerView`), committed after every step and
+    closed at its end. Single-threaded. Raises KeyError on a request that is not open."""
+
+    def __init__(
+        self,
+        *,
+        tiers: Hierarchy,
+        running: Requests,
+        sessions: SessionStore,
+        opener: ContextOpener,
+        loads: Loads,
+        saver: Saver,
+        publisher: Publisher,
+        reuse: bool,
+    ) -> None:
+        self._tiers = tiers
+        self._running, self._sessions = running, sessions
+        self._opener, self._loads, self._saver, self._publisher = opener, loads, saver, publisher
+        self._reuse = reuse
+
+    def open(
+        self,
+        request_id: str,
+        tenant: str,
+        salt: str,
+        session_id: str,
+        stream: list[int],
+        rules: CutRules,
+        reserve: int,
+        client_cut: ClientCut | None,
+        now: float,
+    ) -> list[int]:
+        """A request arrived with the conversation `stream`. Returns its context, cut so that it and `reserve` tokens
+        fit the window: the sequence's own list from now on. Raises DoesNotFit."""
+        name = (tenant, salt, session_id)
+        context = self._opener.open(request_id, name, stream, rules, reserve, client_cut)
+        self._running.begin(context)
+        self._tiers.used(name, now, len(context.token_ids))
+        return context.token_ids
+
+    def compute_all(self, request_id: str) -> None:
+        """A request that was opened just now wants to see every token of its prompt: nothing of it is reused. What is
+        stored of it stays."""
+        context = self._running[request_id]
+        context.recompute_from, context.miss_reason = 0, "prompt_logprobs"
+
+    def context(self, request_id: str) -> RunningContext:
+        """To be read only."""
+        return self._running[request_id]
+
+    def report(self, request_id: str) -> TokensBySource:
+        """Explains the prompt of a request that was just admitted for the first time."""
+        context = self._running[request_id]
+        session = self._sessions.contexts.get(context.session)
+        expired = self._sessions.expired.get(context.session)
+        return report_prompt(context, session, self._tiers.table, reuse=self._reuse, expired=expired)
+
+    def patience_s(self, request_id: str) -> float:
+        """How much longer a step may wait for the next layer of a request's load before that is given up."""
+        return self._loads.patience_s(self._running[request_id])
+
+    # --- steps --------------------------------------------------------------------------------------------------------
+
+    def capture(self, request_id: str, num_tokens: int, batch_row: int) -> list[CapturePiece]:
+        """Where the KV of the next `num_tokens` rows, which a step has just computed as rows batch_row.. of its batch,
+        is to be saved. Call it before `commit`."""
+        return self._saver.capture(self._running[request_id], num_tokens, batch_row)
+
+    def commit(self, request_id: str, num_tokens: int) -> None:
+        """A step wrote the next `num_tokens` rows; blocks that are full now become findable."""
+        self._publisher.commit(self._running[request_id], num_tokens)
+
+    def take_failed(self) -> list[str]:
+        """Requests whose load failed since the last call: what they computed on it is void. They have to give way by
+        `void`, and find what is left of their history when they are admitted again."""
+        return self._loads.take_failed()
+
+    def void(self, request_id: str) -> None:
+        """Give a request's room back and publish nothing of it: its load has failed."""
+        self._publisher.void(self._running[request_id])
+
+    def truncate(self, request_id: str) -> int:
+        """A running request has filled the window: drop history in the middle of its generation. It has to be admitted
+        anew. Returns the tokens dropped. Raises DoesNotFit."""
+        context = self._running[request_id]
+        self._publisher.preempt(context)
+        return self._opener.shorten(context)
+
+    def distrust(self, request_id: str) -> None:
+        """What a request stands on gave a result that cannot be: none of its blocks is found again, whoever computed
+        them. Requests that run on them keep their pages, and publish nothing that stands on them."""
+        keys = self._running[request_id].chain()
+        for key in keys:
+            self._tiers.forget(key)
+        for context in self._running.values():
+            if keys and context.chain()[:1] == keys[:1]:
+                context.trusted = False
+
+    def close(self, request_id: str, num_tokens: int, now: float) -> None:
+        """A request ended and its context is its first `num_tokens` tokens (a stop string may have cut it). Pages that
+        nothing else needs are free; what was finished stays cached; the session stands where the request stopped, or as
+        it was if nothing was computed."""
+        context = self._running.end(request_id)
+        self._tiers.scores.clear(request_id)
+        self._loads.closed(request_id)
+        reached = min(max(context.computed, context.reached), num_tokens)
+        open_key = None
+        if context.pages:
+            context.computed = min(context.computed, num_tokens)
+            open_key = self._publisher.release(context)
+        elif context.open_place == reached // BLOCK_TOKENS and context.open_hint is not None:
+            row = self._tiers.table.get(context.open_hint)
+            open_key = row.key if row is not None and len(row.token_ids) == reached % BLOCK_TOKENS else None
+        if reached:
+            self._sessions.remember(context, reached, open_key, now)
+        else:
+            self._sessions.hand_over(context)

@@ -1,0 +1,96 @@
+"""SchedulerView: the cache as the scheduler sees it, request by request."""
+
+from collections.abc import Iterable
+
+from cache.requests.loading import Loads
+from cache.requests.matching import Matcher
+from cache.requests.placing import Placer
+from cache.requests.publishing import Publisher
+from cache.requests.running import Requests
+from cache.requests.siblings import Siblings
+from cache.stats import ResidencyValue
+from cache.tiers.hierarchy import Hierarchy
+
+
+class SchedulerView:
+    """Implements `scheduler.ports.CacheView`, where each method is explained. Single-threaded."""
+
+    def __init__(
+        self,
+        *,
+        tiers: Hierarchy,
+        running: Requests,
+        matcher: Matcher,
+        siblings: Siblings,
+        loads: Loads,
+        placer: Placer,
+        publisher: Publisher,
+        reuse: bool,
+    ) -> None:
+        self._hbm, self._scores = tiers.hbm, tiers.scores
+        self._running = running
+        self._matcher, self._siblings, self._loads = matcher, siblings, loads
+        self._placer, self._publisher = placer, publisher
+        self._reuse = reuse
+
+    # --- what is there ------------------------------------------------------------------------------------------------
+
+    def resident_tokens(self, request_id: str) -> int:
+        context = self._running[request_id]
+        return self._matcher.choose(context, self._matcher.match(context)).num_tokens
+
+    def residency(self, request_id: str) -> ResidencyValue:
+        context = self._running[request_id]
+        if context.pages:
+            return self._matcher.on_the_way(context, self._loads.to_come(context), self._loads.stall_s(context))
+        return self._matcher.residency(context)
+
+    def waits_for_sibling(self, request_id: str, *, is_due: bool) -> bool:
+        """One computation, load or fetch, many waiters."""
+        context = self._running[request_id]
+        if not self._reuse:
+            return False
+        if self._loads.is_outlived(context):
+            return True
+        if not self._siblings.waits(context):
+            return False
+        return not (is_due and self._loads.is_fetch_late(context)) or self._siblings.waits(context)
+
+    def stall_s(self, request_id: str) -> float:
+        return self._loads.stall_s(self._running[request_id])
+
+    def stalls_s(self) -> dict[str, float]:
+        return self._loads.stalls_s()
+
+    # --- room ---------------------------------------------------------------------------------------------------------
+
+    def admit(self, request_id: str, num_tokens: int) -> int | None:
+        """What is matched is shared page by page where whole pages match; the rest is copied, loaded, or taken over in
+        place if nobody else can see it."""
+        return self._placer.admit(self._running[request_id], num_tokens)
+
+    def grow(self, request_id: str, num_tokens: int) -> bool:
+        return self._hbm.grow(self._running[request_id], num_tokens)
+
+    def without_room(self, request_ids: Iterable[str]) -> list[str]:
+        running, page_size = self._running, self._hbm.page_size
+        return [
+            request_id
+            for request_id in request_ids
+            if (context := running[request_id]).computed >= len(context.pages) * page_size
+        ]
+
+    def room_is_coming(self) -> bool:
+        return self._loads.frees_room()
+
+    def expect(self, request_id: str, score: int) -> None:
+        self._scores.set(self._running[request_id], score)
+
+    def preempt(self, request_id: str) -> None:
+        self._publisher.preempt(self._running[request_id])
+
+    def withdraw(self, request_id: str) -> None:
+        context = self._running[request_id]
+        before = context.reached, context.open_hint, context.open_place
+        self._publisher.preempt(context)
+        context.reached, context.open_hint, context.open_place = before

@@ -1,0 +1,174 @@
+"""WriteBehind: what turns have left in DRAM goes to disk after their end, and what the disk has to know of sessions."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from cache.blocks.keys import BlockKey, token_bytes
+from cache.blocks.stored import ExtentInfo, SessionRecord, StoredBlock
+from cache.blocks.table import BlockRow, CacheTable, SessionName
+from cache.moves import PutSession, WriteExtent
+from cache.stats import CacheStats
+from cache.tiers.disk import DiskLedger
+from cache.tiers.dram import DramTier
+from cache.tiers.holds import DirtyBlocks
+from cache.tiers.orders import Orders
+
+_MAX_EXTENT_BLOCKS = 512
+_MAX_WRITES = 2  # under way at once: disks like a short queue, and what waits can still be superseded
+_RETRY_S = 5.0  # after a failed write; the blocks stay in DRAM meanwhile
+_EXTENT_OVERHEAD = 3 * 4096
+IsRunning = Callable[[SessionName], bool]
+RecordOf = Callable[[SessionName], SessionRecord | None]
+"""What outlives the process of a session; None: there is no session by this name."""
+
+
+@dataclass(slots=True)
+class _Write:
+    session: SessionName
+    keys: list[BlockKey]
+    slots: list[int]
+    size_bytes: int
+
+
+class WriteBehind:
+    """Single-threaded, part of the CacheManager. Without a disk everything is a no-op."""
+
+    def __init__(
+        self,
+        *,
+        table: CacheTable,
+        dram: DramTier,
+        disk: DiskLedger,
+        dirty: DirtyBlocks,
+        orders: Orders,
+        stats: CacheStats,
+    ) -> None:
+        self._table, self._dram, self._disk = table, dram, disk
+        self._dirty, self._orders, self._stats = dirty, orders, stats
+        self._writes: dict[int, _Write] = {}
+        self._writing: set[SessionName] = set()
+        self._unrecorded: dict[SessionName, None] = {}  # sessions that have changed since the disk was told of them
+        self._retry_s = 0.0  # when the disk is asked again; 0: it has not refused
+        self._seen = (-1, -1)  # changes of blocks and of runners, as of the last plan
+        self._run: set[SessionName] = set()  # of the dirty sessions, those that ran when they were looked at, as of
+        self._runners = -1
+
+    @property
+    def in_flight(self) -> int:
+        """Writes under way, and sessions to be recorded; zero at idle."""
+        return len(self._writes) + len(self._unrecorded)
+
+    def is_writing(self, name: SessionName) -> bool:
+        return name in self._writing
+
+    def session_changed(self, name: SessionName) -> None:
+        """The disk has to know: by the session's next extent, which says the same, or by a record of its own."""
+        if self._disk.capacity_bytes:
+            self._unrecorded[name] = None
+            self._disk.reborn(name)
+
+    def forget(self, name: SessionName) -> None:
+        """A session is gone. What others have of its blocks goes to disk with theirs."""
+        for key in self._dirty.forget(name):
+            left = self._table.get(key)
+            if left is not None and left.slot is not None and left.owners:
+                self._dirty.add(left)
+        self._unrecorded.pop(name, None)
+
+    def plan(self, is_running: IsRunning, runners: int, record: RecordOf, now: float) -> None:
+        """Order what can be written now: blocks, then records of sessions. runners: the same number as long as nobody
+        has ceased to run."""
+        changes = (self._dirty.changes, runners)
+        # While a turn runs, all that waits to be written is its own as a rule.
+        if changes != self._seen and self._may_write(now):
+            self._seen = changes
+            self._write_blocks(is_running, runners, record, now)
+        self._disk.go_on(now)
+        if self._unrecorded:
+            self._record_sessions(is_running, record)
+
+    def _may_write(self, now: float) -> bool:
+        """Whether there is something to be written, and nothing that forbids it."""
+        is_open = self._disk.capacity_bytes and now >= self._retry_s and not self._disk.is_quarantined
+        return bool(is_open and len(self._writes) < _MAX_WRITES and self._dirty.sessions)
+
+    def _write_blocks(self, is_running: IsRunning, runners: int, record: RecordOf, now: float) -> None:
+        """What turns have left in DRAM; of running turns too when slots get scarce."""
+        self._refused_until(0.0)
+        pressed = self._dram.is_pressed
+        if runners != self._runners:
+            self._runners, self._run = runners, set()
+        # Looked up only when it is needed: in most steps all that is dirty belongs to who runs.
+        saving: set[SessionName] | None = None
+        for name in [name for name in self._dirty.sessions if pressed or name not in self._run]:
+            if len(self._writes) >= _MAX_WRITES:
+                return
+            if runs := is_running(name):
+                self._run.add(name)
+            if name in self._writing or (runs and not pressed):
+                continue
+            saving = self._dram.owners_saving() if saving is None else saving
+            # What a turn has left is one extent: a file and its fsync cost more than a few blocks.
+            if name in saving and not runs:
+                continue
+            keys = self._dirty.of(name)
+            if any(self._dram.is_saving(key) for key in keys):
+                continue
+            rows = [row for key in keys if (row := self._table.get(key)) and row.slot is not None and not row.extent]
+            if rows:
+                known = record(name) or SessionRecord(*name, context=b"", last_used_s=0.0, pinned=False, ttl_s=None)
+                self._write(name, rows[:_MAX_EXTENT_BLOCKS], known, now)
+            else:
+                self._dirty.forget(name)
+
+    def _write(self, name: SessionName, rows: list[BlockRow], record: SessionRecord, now: float) -> None:
+        size = len(rows) * self._dram.slot_bytes + _EXTENT_OVERHEAD + len(record.context)
+        if not self._disk.reserve(size):
+            self._stats.refused["disk"] += len(rows)
+            self._refused_until(now + _RETRY_S)
+            self._dirty.changes += 1  # tried again then, whatever happens until then
+            return
+        slots = [row.slot for row in rows if row.slot is not None]
+        for slot in slots:
+            self._dram.pin(slot)
+        job = self._orders.next_job()
+        self._writes[job] = _Write(name, [row.key for row in rows], slots, size)
+        self._writing.add(name)
+        self._unrecorded.pop(name, None)
+        blocks = tuple(StoredBlock(r.key, r.parent, token_bytes(r.token_ids), r.is_open) for r in rows)
+        self._orders.add(WriteExtent(job, record, blocks, tuple(slots)))
+
+    def on_written(self, job: int, extent: ExtentInfo | None, now: float) -> None:
+        """extent None: the disk has refused, and is asked again later."""
+        self._dirty.changes += 1
+        write = self._writes.pop(job)
+        self._writing.discard(write.session)
+        self._disk.give_back(write.size_bytes)
+        if extent is None:
+            self._refused_until(now + _RETRY_S)
+            self.session_changed(write.session)
+            self._stats.refused["disk"] += len(write.keys)
+            self._stats.write_failures["disk"] += 1
+        else:
+            self._dirty.written(write.session, write.keys)
+            self._disk.add(extent, write.keys)
+        self._dirty.settle(write.session)
+        for slot in write.slots:
+            self._dram.unpin(slot)
+        self._dram.trim()
+
+    def _refused_until(self, retry_s: float) -> None:
+        """The disk has refused a write, which may not make DRAM stand still. 0: it is asked again."""
+        self._retry_s = retry_s
+        self._dirty.may_leave = retry_s > 0
+
+    def _record_sessions(self, is_running: IsRunning, record: RecordOf) -> None:
+        """Record those changed sessions of which no extent is about to be written: a record of its own costs as much as
+        half a small extent."""
+        coming: set[SessionName] = set()
+        if not self._retry_s and not self._disk.is_quarantined:
+            coming = self._writing.union(self._dirty.sessions, self._dram.owners_saving())
+        for name in [name for name in self._unrecorded if name not in coming or is_running(name)]:
+            self._unrecorded.pop(name, None)
+            if (known := record(name)) is not None:
+                self._orders.add(PutSession(known))

@@ -1,0 +1,62 @@
+"""Blocks on their way from disk to DRAM."""
+
+from cache.moves import FetchBlocks
+from tests.cache.blocks.test_scores import tokens
+from tests.cache.pool_model import PoolModel, make_manager
+
+NAME = ("", "", "s")
+
+
+def on_disk(dram_slots: int = 4) -> tuple[PoolModel, list]:
+    """Two blocks on disk alone, and their rows in the table."""
+    manager = make_manager(num_pages=8, dram_slots=dram_slots, staging_slots=2, disk_bytes=1 << 20, free_buffer=0.0)
+    model = PoolModel(manager)
+    model.run("r", tokens(0, 64))
+    model.settle()
+    rows = [row for row in manager.tiers.table if row.extent is not None]
+    for row in rows:
+        manager.tiers.hbm.leave(row)
+        manager.tiers.dram.drop_slot(row)
+    return model, rows
+
+
+def test_a_block_is_fetched_once_and_then_in_dram():
+    model, rows = on_disk()
+    fetches, dram = model.manager.tiers.fetches, model.manager.tiers.dram
+    assert fetches.fetch(rows, NAME)
+    assert fetches.fetch(rows, NAME), "they are coming"
+    assert fetches.in_flight == 1
+    assert fetches.concern(NAME)
+    assert not fetches.concern(("", "", "other"))
+    model.settle()
+    assert fetches.in_flight == 0
+    assert dram.resident == 2
+    assert all(row.slot is not None and not fetches.is_fetching(row.key) for row in rows)
+
+
+def test_no_more_is_fetched_than_dram_may_keep():
+    model, rows = on_disk(dram_slots=1)
+    fetches = model.manager.tiers.fetches
+    assert not fetches.fetch(rows, NAME)
+    (order,) = model.manager.take_moves()
+    assert isinstance(order, FetchBlocks)
+    assert len(order.blocks) == 1
+    assert not fetches.has_room()
+
+
+def test_what_is_read_does_not_leave_the_disk_and_may_once_it_is_there():
+    model, rows = on_disk()
+    fetches, disk = model.manager.tiers.fetches, model.manager.tiers.disk
+    assert fetches.fetch(rows, NAME)
+    assert not disk.reserve(disk.capacity_bytes)
+    model.settle()
+    assert disk.reserve(disk.capacity_bytes)
+
+
+def test_a_block_that_cannot_be_read_is_not_looked_for_on_disk_again():
+    model, rows = on_disk()
+    model.fails = lambda order: "checksum" if isinstance(order, FetchBlocks) else None
+    assert model.manager.tiers.fetches.fetch(rows, NAME)
+    model.settle()
+    assert all(row.key not in model.manager.tiers.table for row in rows)
+    assert model.manager.tiers.dram.num_free == model.manager.tiers.dram.num_slots
