@@ -1,1 +1,1 @@
-"""When sessions come back: what is learned of it, and what follows for eviction."""
+"""Learns when sessions come back, and ranks them for eviction."""

@@ -1,22 +1,22 @@
-"""Ranking: items kept in order while they come and go by the ten thousand."""
+"""A sorted collection for tens of thousands of items that come and go."""
 
 from bisect import bisect_left, insort
 from collections.abc import Iterator
 from itertools import chain
 from typing import Any, Generic, TypeVar
 
-_BUCKET = 512  # items; one twice as large is split
+_BUCKET = 512  # items per bucket; a bucket of twice as many is split
 
 Item = TypeVar("Item", bound=Any)  # ordered
 
 
 class Ranking(Generic[Item]):
-    """Distinct items, iterated in ascending order. A list of short sorted lists: coming and going costs two searches
-    and a memmove inside one of them, where a single list would move half of all that it holds."""
+    """Distinct items, iterated in ascending order. Implemented as a list of short sorted lists: adding or removing an
+    item costs two searches and a memmove within one of them, where a single list would move half of its items."""
 
     def __init__(self) -> None:
         self._buckets: list[list[Item]] = []  # none is empty
-        self._last: list[Item] = []  # the greatest of each
+        self._last: list[Item] = []  # the greatest item of each bucket
 
     def __bool__(self) -> bool:
         return bool(self._buckets)
@@ -26,7 +26,7 @@ class Ranking(Generic[Item]):
 
     @property
     def first(self) -> Item | None:
-        """None if there is nothing."""
+        """The smallest item, or None if there are none."""
         return self._buckets[0][0] if self._buckets else None
 
     def add(self, item: Item) -> None:
@@ -43,7 +43,7 @@ class Ranking(Generic[Item]):
             self._last[index] = bucket[-1]
 
     def remove(self, item: Item) -> None:
-        """Raises KeyError if it is not here."""
+        """Raises KeyError if the item is not here."""
         index = bisect_left(self._last, item)
         bucket = self._buckets[index] if index < len(self._buckets) else []
         place = bisect_left(bucket, item)

@@ -1,4 +1,4 @@
-"""Who comes like clockwork, and so when their next turn is due: programs that poll, schedules, rotations."""
+"""Predicts the next turn of sessions that come at regular intervals: polling programs, schedules, rotations."""
 
 from dataclasses import dataclass
 from heapq import heappop, heappush
@@ -17,22 +17,22 @@ _SHORTEST_GAP_S = 0.05
 @dataclass(slots=True)
 class _Past:
     used_s: float
-    gap_s: float | None = None  # the newest
+    gap_s: float | None = None  # the newest gap
 
 
 class _Coming(NamedTuple):
-    """A return that is foretold."""
+    """A predicted return."""
 
     due_s: float
     number: int  # unique
     name: SessionName
-    used_s: float  # by it, before
+    used_s: float  # time of the use that the prediction is based on
     until_s: float
 
 
 class Regulars:
-    """Single-threaded, pure. A session whose two newest gaps are alike is due when most of a third has passed. Memory:
-    a few numbers per session that is known, and per return that is foretold until it is due."""
+    """Predicts sessions whose two newest gaps are alike: such a session is due shortly before a third gap like them has
+    passed. Single-threaded, pure. Memory: a few numbers per known session, and per predicted return until it is due."""
 
     def __init__(self) -> None:
         self._pasts: dict[SessionName, _Past] = {}
@@ -40,7 +40,7 @@ class Regulars:
         self._numbers = count()
 
     def used(self, name: SessionName, now: float) -> None:
-        """A turn of the session arrived."""
+        """Record that a turn of the session has arrived."""
         past = self._pasts.get(name)
         if past is None:
             self._pasts[name] = _Past(now)
@@ -58,7 +58,8 @@ class Regulars:
         self._pasts.pop(name, None)
 
     def due(self, now: float) -> SessionName | None:
-        """Who is due first of those whose next turn may come any moment and who were not `served`; None: nobody."""
+        """Return the session that is due first among those whose next turn may come at any moment and that were not
+        `served`; None if there is none."""
         while self._coming and self._coming[0].due_s <= now:
             coming = self._coming[0]
             past = self._pasts.get(coming.name)
@@ -68,5 +69,5 @@ class Regulars:
         return None
 
     def served(self) -> None:
-        """Whoever `due` has just named is not to be named again before its next turn."""
+        """Stop naming the session that `due` has just returned, until its next turn."""
         heappop(self._coming)

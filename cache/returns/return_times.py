@@ -1,4 +1,4 @@
-"""Which sessions are worth their space until they come back, as far as their past tells."""
+"""Ranks sessions by how much keeping them is worth until they come back, judged by their past."""
 
 from collections.abc import Callable, Hashable, Sequence
 from math import exp, inf, log, log2, nextafter
@@ -19,16 +19,17 @@ _AT_ONCE = 8  # sessions reconsidered per event: the rest waits, in order, for t
 
 
 class _Rhythm:
-    """How regularly a session comes, by one clock."""
+    """How regularly a session comes, measured by one clock."""
 
     __slots__ = ("gap", "punctual")
 
     def __init__(self) -> None:
-        self.gap: float | None = None  # between turns, in the mean
-        self.punctual = 0.0  # the share of gaps near that mean
+        self.gap: float | None = None  # mean gap between its turns
+        self.punctual = 0.0  # share of gaps close to that mean
 
     def learn(self, gap: float, usual: float) -> bool | None:
-        """usual: the share that is punctual among all. Whether this gap was; None: it could not be foretold."""
+        """Learn a gap. usual: the share of punctual gaps among all sessions. Returns whether this gap was punctual;
+        None if it could not be predicted."""
         if self.gap is None:
             self.gap, self.punctual = gap, usual
             return None
@@ -39,7 +40,7 @@ class _Rhythm:
 
 
 class SessionReturn:
-    """What is known of the return of one session. Changed by `ReturnTimes` alone."""
+    """What is known about the return of one session. Only `ReturnTimes` changes it."""
 
     __slots__ = (
         *(
@@ -61,25 +62,25 @@ class SessionReturn:
 
     def __init__(self, name: Hashable, order: int) -> None:
         self.name = name
-        self.order = order  # of the last use among all; unique
+        self.order = order  # number of the last use among all sessions' uses; unique
         self.value = 0.0  # expected hits per second of space
         self.used_s: float | None = None
-        self.used_turn = 0  # the number of that turn among all sessions'
-        self.by_time, self.by_turns = _Rhythm(), _Rhythm()  # in seconds, and in turns of all sessions
+        self.used_turn = 0  # number of that turn among all sessions' turns
+        self.by_time, self.by_turns = _Rhythm(), _Rhythm()  # measured in seconds, and in turns of all sessions
         self.last_gap_s: float | None = None
         self.turn = -1
-        self.prompt: int | None = None  # tokens of the last turn's
-        self.grown: int | None = None  # what it had more than there was
-        self.tokens: int | None = None  # of the context
+        self.prompt: int | None = None  # tokens of the last turn's prompt
+        self.grown: int | None = None  # tokens by which that prompt exceeded the context before it
+        self.tokens: int | None = None  # tokens of the context
         self.features: tuple[int, ...] = ()
         self.age_bin = 0
-        self.due: tuple[float, int, SessionReturn] | None = None  # when it is reconsidered
+        self.due: tuple[float, int, SessionReturn] | None = None  # its entry in the list of sessions to reconsider
         self.rank: tuple[float, float, int] = (_NEVER, _NEVER, order)
-        """Ascending: what is worth least first; among what is worth about the same, who is expected last, then the
-        oldest use."""
+        """Sorts ascending by worth; sessions of about the same worth by expected return, the last one first; then by
+        use, the oldest first."""
 
     def put_in_rank(self) -> bool:
-        """By what is known of it now. Whether the rank is another one."""
+        """Update the rank from what is known now. Returns whether it has changed."""
         before, expected_s = self.rank, _NEVER
         if self.used_s is not None and self.by_time.gap is not None:
             expected_s = -(self.used_s + self.by_time.gap)
@@ -88,21 +89,23 @@ class SessionReturn:
 
 
 class ReturnTimes:
-    """Ranks sessions by what a second of their space is worth, the better of two guesses. One looks at everybody
-    (`survival.ReturnModel`, learned here as sessions come and do not come). The other at the session alone: programs
-    come as regularly as they did, so a return one gap after the last use, with the chance that it was punctual before,
-    is worth that chance, squared, / the time until then. Gaps are averaged as logarithms: they spread over orders of
-    magnitude. They are counted in seconds, as programs keep time, and in turns of all sessions, for whoever takes turns
-    with others comes in order, however slow the machine is just now: whichever clock promises more is believed.
+    """Ranks sessions by what a second of their space is worth, estimated as the better of two guesses.
 
-    A rank is as of the last turn, of the end of its answer, or of the last bin of age that the session entered, which
-    is logarithmically often. Before anything is learned all turns are equal and the oldest use ranks first; who was
-    never used is worth nothing.
+    The first guess looks at all sessions (`survival.ReturnModel`, trained here on which sessions come back and which do
+    not). The second looks at the session alone, because programs keep their intervals: a return is expected one gap
+    after the last use, and if a share p of earlier returns was punctual, it is worth p squared / (the time until then).
+    Gaps are averaged as logarithms, since they spread over orders of magnitude. They are measured by two clocks, and
+    the one that promises more is believed: seconds, which programs keep to, and turns of all sessions, because sessions
+    that take turns come in order, however slow the machine is.
 
-    An event costs logarithmic time, however many sessions are due together: at most so many are reconsidered with each,
-    and who is left keeps the rank that it had.
+    A rank is computed at each turn, at the end of its answer, and whenever the session enters a new bin of age, whose
+    widths grow about logarithmically. Before anything is learned, all turns are worth the same and the oldest use ranks
+    first. A session that was never used is worth nothing.
 
-    One for all tiers of a hierarchy: their policies `listen`, and are told whose rank has changed.
+    An event costs logarithmic time, however many sessions are due together: at most `_AT_ONCE` of them are reconsidered
+    with each event, and the others keep their rank until later.
+
+    All tiers of a hierarchy share one object: their policies `listen` and are told whose rank has changed.
     """
 
     def __init__(self) -> None:
@@ -110,7 +113,7 @@ class ReturnTimes:
         self._now_s = -inf
         self._uses = 0
         self._turns = 0  # of all sessions
-        self._punctual = {"by_time": 0.5, "by_turns": 0.5}  # of all returns whose gap could be foretold
+        self._punctual = {"by_time": 0.5, "by_turns": 0.5}  # of all returns whose gap could be predicted
         self._due: Ranking[tuple[float, int, SessionReturn]] = Ranking()
         self._sessions: dict[Hashable, SessionReturn] = {}
         self._listeners: list[Callable[[Sequence[SessionReturn]], None]] = []
@@ -119,11 +122,12 @@ class ReturnTimes:
         return len(self._sessions)
 
     def listen(self, heard: Callable[[Sequence[SessionReturn]], None]) -> None:
-        """`heard` is called with the sessions whose rank has changed, within `used`, `answered` and `advance`."""
+        """Have `heard` called with the sessions whose rank has changed, from within `used`, `answered` and
+        `advance`."""
         self._listeners.append(heard)
 
     def of(self, name: Hashable) -> SessionReturn:
-        """What is known of a session; if it was never heard of, from now on."""
+        """Return what is known of a session, and begin to track it if it is new."""
         session = self._sessions.get(name)
         if session is None:
             self._uses += 1
@@ -131,19 +135,19 @@ class ReturnTimes:
         return session
 
     def rank(self, name: Hashable) -> tuple[float, float, int]:
-        """Of a session; that of a newcomer if it was never heard of."""
+        """Return a session's rank; for an unknown session, the rank of a newcomer."""
         session = self._sessions.get(name)
         return self.newcomer_rank() if session is None else session.rank
 
     def forget(self, name: Hashable) -> None:
-        """Forgives a session never heard of."""
+        """Drop a session. An unknown one is ignored."""
         session = self._sessions.pop(name, None)
         if session is not None:
             self._schedule(session, None)
 
     def used(self, name: Hashable, now: float, prompt_tokens: int | None = None) -> None:
-        """A turn of the session arrived with a prompt of so many tokens (None: not known). Called once a turn: the gaps
-        between calls tell when the next one comes."""
+        """Record that a turn of the session has arrived, with a prompt of `prompt_tokens` (None: unknown). Must be
+        called once per turn, because the gaps between calls predict the next turn."""
         session = self.of(name)
         changed = self._advance(now)
         now = self._now_s
@@ -174,7 +178,7 @@ class ReturnTimes:
         self._tell(changed)
 
     def answered(self, name: Hashable, now: float, num_tokens: int) -> None:
-        """The turn is over, and the session's context has so many tokens. Forgives a session never heard of."""
+        """Record that the turn is over and the session's context has `num_tokens`. An unknown session is ignored."""
         session = self._sessions.get(name)
         if session is None:
             return
@@ -190,7 +194,7 @@ class ReturnTimes:
         self._tell(changed)
 
     def advance(self, now: float) -> None:
-        """Time has passed."""
+        """Record that time has passed."""
         self._tell(self._advance(now))
 
     def _tell(self, changed: Sequence[SessionReturn]) -> None:
@@ -199,7 +203,7 @@ class ReturnTimes:
                 heard(changed)
 
     def _advance(self, now: float) -> list[SessionReturn]:
-        """Returns the sessions whose rank has changed because they did not come."""
+        """Advance the clock. Returns the sessions whose rank has changed because they did not come."""
         self._now_s = max(self._now_s, now)
         changed: list[SessionReturn] = []
         for _ in range(_AT_ONCE):
@@ -215,7 +219,7 @@ class ReturnTimes:
         return changed
 
     def newcomer_rank(self) -> tuple[float, float, int]:
-        """The rank of a session never heard of, if it came now."""
+        """Return the rank that a new session would have if it came now."""
         first = features(turn=0, prompt_tokens=None, grown_tokens=None, answer_tokens=None)
         return (_steps(self._model.value(first, None, 0)), _NEVER, self._uses + 1)
 
@@ -224,7 +228,8 @@ class ReturnTimes:
         session.age_bin += 1
 
     def _learn_return(self, session: SessionReturn, gap_s: float) -> None:
-        while session.age_bin < NUM_BINS and bin_end_s(session.age_bin) <= gap_s:  # in case it is reconsidered late
+        # in case the session was reconsidered late
+        while session.age_bin < NUM_BINS and bin_end_s(session.age_bin) <= gap_s:
             self._pass_bin(session)
         if session.age_bin < NUM_BINS:
             self._model.learn(session.features, session.last_gap_s, session.age_bin, True)
@@ -235,7 +240,8 @@ class ReturnTimes:
             self._punctual[clock] += _COMMON_WEIGHT * (was_punctual - self._punctual[clock])
 
     def _value(self, session: SessionReturn) -> bool:
-        """As of now, and when to look again. Whether its rank has changed."""
+        """Compute the session's worth as of now, and schedule the next reconsideration. Returns whether its rank has
+        changed."""
         assert session.used_s is not None
         session.value, again_s = 0.0, inf
         if session.age_bin < NUM_BINS:
@@ -244,18 +250,18 @@ class ReturnTimes:
         if (gap_s := session.by_time.gap) is not None and (gap_turns := session.by_turns.gap) is not None:
             age_s = (self._now_s - session.used_s) / gap_s
             ages = [(session.by_time, age_s)]
-            if age_s < _GIVEN_UP:  # while nobody comes at all, turns do not pass
+            if age_s < _GIVEN_UP:  # after that, the count of turns says nothing: it stands still while no session comes
                 ages.append((session.by_turns, (self._turns - session.used_turn) / gap_turns))
                 again_s = min(again_s, session.used_s + _GIVEN_UP * gap_s)
             for rhythm, age in ages:
                 if age < _CHECKS[-1]:
-                    # Squared: the better of two guesses is the one that is too high, and one gap in five of people's is
-                    # as long as those before it by chance.
+                    # Squared, because the better of two guesses is biased upwards, and by chance one in five of
+                    # people's gaps is as long as the gaps before it.
                     sure = rhythm.punctual * rhythm.punctual
                     session.value = max(session.value, sure / (gap_s * max(1 - age, PUNCTUAL)))
                     check = next(check for check in _CHECKS if check > age)
                     again_s = min(again_s, self._now_s + (check - age) * gap_s)
-        # Far from zero a short wait may be lost to rounding; the clock must get past it all the same.
+        # Far from zero, rounding may swallow a short wait; the clock must get past it nevertheless.
         self._schedule(session, None if again_s == inf else max(again_s, nextafter(self._now_s, inf)))
         return session.put_in_rank()
 
@@ -270,8 +276,8 @@ class ReturnTimes:
 
 
 def shared_rank(ranks: Sequence[tuple[float, ...]]) -> tuple[float, ...]:
-    """Of a block that sessions of these ranks, ascending, may come for: their values add up, and ties are broken as for
-    the best of them. Not below the rank of any."""
+    """Return the rank of a block that any of several sessions may come for. ranks: theirs, ascending. Their values add
+    up; ties are broken as for the highest. The result is never below any of `ranks`."""
     if len(ranks) == 1:
         return ranks[0]
     return (_steps(sum([2.0 ** (rank[0] / _STEPS) for rank in ranks])), *ranks[-1][1:])

@@ -1,4 +1,4 @@
-"""How likely a session is to come back at each age, learned online from who came back and who did not."""
+"""Estimates how likely a session is to come back at each age, learned online from sessions that come back or do not."""
 
 import math
 from bisect import bisect_right
@@ -9,19 +9,19 @@ _EDGES_S = (
     *(0.0, 1.0, 3.0, 10.0, 20.0, 30.0, 45.0, 60.0, 90.0, 120.0, 180.0, 240.0, 360.0, 480.0, 720.0, 1080.0),
     *(1620.0, 2400.0, 3600.0, 7200.0, 14400.0, 28800.0, 86400.0),
 )
-"""Of the bins of age, the time since the last turn arrived. Finest where people answer."""
+"""Edges of the bins of age (the time since the last turn arrived), finest where people answer."""
 
 NUM_BINS = len(_EDGES_S) - 1
-_PRIOR = -3.5  # log odds of a return within a bin: wide bins and equal odds make a hazard that falls as 1 / age
-_RATE = 0.25  # of learning
-_TURNS = 6  # later turns count as this one
-_GROWTHS = 4  # no turn before, less than was there, up to a thousand tokens more, more
-_DOUBLINGS = 20  # lengths are told apart by powers of two
-_LEAST_S = 90.0  # of what keeping is judged by
-_NEAR = 2  # ages are told apart up to so many doublings away from the session's own last gap
+_PRIOR = -3.5  # log odds of a return within a bin; with equal odds in ever wider bins, the hazard falls as 1 / age
+_RATE = 0.25  # learning rate
+_TURNS = 6  # turns from this one on share a weight
+_GROWTHS = 4  # no turn before; fewer tokens than before; up to 1023 more; more than that
+_DOUBLINGS = 20  # lengths are distinguished by powers of two
+_LEAST_S = 90.0  # keeping a session is judged over at least this time
+_NEAR = 2  # ages are distinguished up to this many doublings from the session's own last gap
 _PERIODS_S = (20.0, 30.0, 45.0, 60.0, 90.0, 180.0)
-"""Of age, by how far people are with an answer of some length: nobody replies to what is still being written, and long
-answers are read for longer."""
+"""Periods of age in which the answer's length matters differently: nobody replies while an answer is being written, and
+long answers take longer to read."""
 
 _TURN = 0
 _GROWTH = _TURN + _TURNS + 1
@@ -43,8 +43,8 @@ def bin_end_s(age_bin: int) -> float:
 def features(
     *, turn: int, prompt_tokens: int | None, grown_tokens: int | None, answer_tokens: int | None
 ) -> tuple[int, ...]:
-    """What is known of a turn, as places of weights. turn: 0 is the first; grown_tokens: what the prompt has more than
-    the session's context had after the turn before. None: not known (yet)."""
+    """Return the indices of the weights that apply to a turn. turn: 0 is the first; grown_tokens: how many tokens the
+    prompt has more than the session's context had after the turn before. None: not known (yet)."""
     found = [_TURN + min(turn, _TURNS)]
     if grown_tokens is not None:
         found.append(_GROWTH + (1 if grown_tokens < 0 else 2 if grown_tokens < 1024 else 3))
@@ -56,11 +56,12 @@ def features(
 
 
 class ReturnModel:
-    """Logistic regression of the return within a bin of age, given that the session has not come before: one weight per
-    bin, one per feature, one per distance between the age and the session's own last gap, one per length of the answer
-    and period of age. Who has not come yet teaches
-    as much as who has, so nothing waits for a label, and being evicted changes nothing about what is learned.
-    A fixed number of weights, each with its own rate (AdaGrad): what was seen often moves little.
+    """Logistic regression of the return within a bin of age, given that the session has not come before.
+
+    The weights: one per bin, one per feature, one per distance between the age and the session's own last gap, and one
+    per length of the answer and period of age. A session that has not come yet teaches as much as one that has, so
+    learning never waits for a label, and eviction does not affect what is learned. Each weight has its own learning
+    rate (AdaGrad), so weights seen often move little.
     """
 
     def __init__(self) -> None:
@@ -70,7 +71,7 @@ class ReturnModel:
         self._steps = [1.0] * _NUM_WEIGHTS
 
     def learn(self, known: tuple[int, ...], gap_s: float | None, age_bin: int, returned: bool) -> None:
-        """A session with these features came back in a bin, or passed it."""
+        """Learn that a session with these features came back within a bin, or that it did not."""
         if known[-1] >= _ANSWER:
             known = (*known, known[-1] + _answer_at(age_bin))
         if gap_s is not None:
@@ -86,7 +87,7 @@ class ReturnModel:
             weights[place] += _RATE * error / math.sqrt(steps[place])
 
     def hazards(self, known: tuple[int, ...], gap_s: float | None, age_bin: int) -> list[float]:
-        """The chance of a return in each bin from this one on, given that it did not come before."""
+        """Return the chance of a return in each bin from this one on, given that none came before."""
         weights = self._weights
         common = sum([weights[place] for place in known])
         odds = self._bins[age_bin:]
@@ -96,23 +97,24 @@ class ReturnModel:
         if gap_s is not None:
             log_gap = math.log2(gap_s)
             odds = [own + weights[_near(place, log_gap)] for place, own in enumerate(odds, age_bin)]
-        exp = math.exp  # thousands of times a second when many sessions are due
+        exp = math.exp  # called thousands of times a second when many sessions are due
         return [1.0 / (1.0 + exp(-(common + own))) for own in odds]
 
     def value(self, known: tuple[int, ...], gap_s: float | None, age_bin: int) -> float:
-        """What keeping a session earns that has just entered a bin: see `best_rate`. 0 beyond the last bin."""
+        """Return what keeping a session earns that has just entered a bin (see `best_rate`); 0 after the last bin."""
         return best_rate(self.hazards(known, gap_s, age_bin), _WIDTHS_S[age_bin:], _LEAST_S)
 
 
 def best_rate(hazards: Sequence[float], widths_s: Sequence[float], least_s: float) -> float:
-    """Hits per second of space: the best over all times to give up, from `least_s` on, of chance to have come by then /
-    mean time held. 0 if the bins end before.
+    """Return the expected hits per second of space: the maximum, over all times to give up from `least_s` on, of
+    (chance to have come by then) / (mean time held). 0 if the bins end before `least_s`.
 
-    It is the index by which to rank what competes for the same space (Gittins): whoever is likelier to come within the
-    time it would be held goes first, be that time short or long, and waiting through an hour in which nobody comes
-    counts against what lies behind it.
+    This is the Gittins index, by which to rank what competes for the same space: the session that is likelier to come
+    within the time it would be held goes first, whether that time is short or long. Waiting through an hour in which no
+    session comes counts against a return after it.
     """
-    # The best of many guesses is the one that is too high, and short bins are guessed from little.
+    # `least_s` is needed because the best of many guesses is biased upwards, and the guesses for short bins rest on
+    # little data.
     best = won = held_s = passed_s = 0.0
     left = 1.0
     for hazard, width_s in zip(hazards, widths_s, strict=True):
@@ -130,7 +132,7 @@ def _doublings(tokens: int) -> int:
 
 
 def _answer_at(age_bin: int) -> int:
-    """From the place of an answer's length to that of this length at this age."""
+    """Return the distance from the weight of an answer's length to that of the length at this age."""
     return _ANSWER_AT - _ANSWER + _PERIOD[age_bin] * _DOUBLINGS
 
 
