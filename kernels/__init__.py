@@ -1,7 +1,7 @@
-"""Tensors in, tensors out; imports nothing of ours.
+"""Kernels: tensors in, tensors out. Imports nothing from the other packages.
 
-transformers probes for a distribution called `kernels` and parses its version, so ours names one that is too old for
-it to use. `engine.model.hf_model` also turns the probe's own switch off.
+transformers probes for a distribution called `kernels` and parses its version, so `__version__` names one that is too
+old for transformers to use. `engine.model` also turns the probe off with transformers' own switch.
 """
 
 __version__ = "0.2.0"

@@ -1,4 +1,4 @@
-"""Blocks at rest, keys without position, into the pages of one layer: the compiled way, where there is one."""
+"""Writes stored blocks, with un-rotated keys, into the pages of one layer by compiled kernels, where available."""
 
 import functools
 import importlib
@@ -19,32 +19,32 @@ log = logging.getLogger(__name__)
 
 @functools.cache
 def load_kernels() -> ModuleType | None:
-    """`kernels.cpu.load`, or None where it cannot run: no numba, or no AVX2, so that torch rounds otherwise. The first
-    call compiles."""
+    """Return `kernels.cpu.load`, or None if it cannot run: without numba, or without AVX2, where torch rounds
+    differently. The first call compiles."""
     if platform.machine() != "x86_64" or not torch.cpu._is_avx2_supported():
         return None
     try:
-        has_team = decode_kernels() is not None  # before numba chooses whose threads it uses
+        has_team = decode_kernels() is not None  # must come before numba chooses its threading layer
         announce_compiling()
         module = importlib.import_module("kernels.cpu.load")
         module.self_test(has_team)
-    except Exception as error:  # a numba that does not fit its numpy or its machine fails in many ways
+    except Exception as error:  # a numba that does not fit its numpy or its machine can fail in many ways
         log.info("loading without compiled kernels: %s", error)
         return None
     return module
 
 
 class BlockWriter:
-    """One layer's pool, bf16 on CPU. Any thread, as long as nobody else writes to the same pages; lets go of the GIL.
-    `block_writer` makes it."""
+    """Writes into one layer's pool, bf16 on CPU. Any thread may use it, as long as no other writes to the same pages.
+    Releases the GIL. Made by `block_writer`."""
 
     def __init__(self, kernels: ModuleType, pages: KvPages, block_rows: int) -> None:
         k, v = pages.k, pages.v
         self._kernels = kernels
-        self.has_team = decode_kernels() is not None  # whether `write` can do it together
+        self.has_team = decode_kernels() is not None  # whether `write` can use torch's team of threads
         self._num_pages = len(k)
         self._block_rows = block_rows
-        # Streams and strides are made once: this is called for every layer of every load.
+        # Streams and strides are made once, because every layer of every load calls `write`.
         self._pool = (as_stream(k), k.stride()[:3], as_stream(v), v.stride()[:3], k.shape[1])
         self._shape = (k.shape[2], k.shape[3], v.shape[3])
         self._segment = block_rows * k.shape[2] * (k.shape[3] + v.shape[3])
@@ -52,15 +52,16 @@ class BlockWriter:
     def write(
         self, segments: Tensor, blocks: np.ndarray, sums: np.ndarray, cos: Tensor, sin: Tensor, *, together: bool
     ) -> np.ndarray:
-        """segments bf16 [...], contiguous: blocks of keys without position [block_rows, kv_heads, k_dim] and behind
-        them values [block_rows, kv_heads, v_dim]; blocks int64 [blocks, 4]: the element that a block begins with, how
-        many of its rows to write, the slot (page * page_size + row) of the first, in whose page is room for all, and
-        the row of the tables that belongs to it; cos, sin bf16 [rows, R], contiguous: dims i and i + R / 2 turn
-        together, those behind R are copied. Bit for bit what torch's rotation in bf16 and `write_rows` leave.
-        together: with torch's team, which is the computing thread's; only if `has_team`. sums: uint64 [blocks], the
-        xxh3_64 of every block's segment. Returns bool [blocks]: those that were not written because it is another.
-        Raises ValueError on what lies outside of segments, pool or tables, and RuntimeError on what is not contiguous.
-        """
+        """Write blocks into pages, rotating their keys.
+        segments: contiguous bf16 [...], containing blocks of un-rotated keys [block_rows, kv_heads, k_dim], each
+        followed by its values [block_rows, kv_heads, v_dim]. blocks: int64 [blocks, 4]: the element where a block
+        begins, the number of its rows to write, the slot (page * page_size + row) of the first row, whose page must
+        hold them all, and the block's row in the tables. sums: uint64 [blocks], the xxh3_64 of each block's segment.
+        cos, sin: contiguous bf16 [rows, R]; dims i and i + R / 2 turn together, dims from R on are copied. together:
+        use torch's team of threads, which must belong to the calling thread; only if `has_team`.
+        The result equals torch's rotation in bf16 followed by `write_rows`, bit for bit. Returns bool [blocks]: True
+        for blocks that were not written because their checksum differs. Raises ValueError for anything outside of
+        segments, pool or tables, and RuntimeError for tensors that are not contiguous."""
         starts, counts, slots, angles = blocks.T
         page_size = self._pool[4]
         if len(blocks) and (
@@ -92,7 +93,7 @@ class BlockWriter:
 
 
 def block_writer(pages: KvPages, block_rows: int) -> BlockWriter | None:
-    """None where the compiled way cannot be gone."""
+    """Return a writer for this pool, or None if the compiled kernels cannot be used."""
     if any(x.dtype != torch.bfloat16 or x.is_cuda or x.stride(-1) != 1 for x in (pages.k, pages.v)):
         return None
     kernels = load_kernels()

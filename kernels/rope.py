@@ -1,7 +1,7 @@
-"""Rotary position embedding of keys at rest: rotate un-rotated keys for their present positions.
+"""Rotary position embedding of stored keys: rotates un-rotated keys for their current positions.
 
-Pages hold rotated keys, because no attention API rotates cached ones; everywhere below HBM keys are stored un-rotated,
-so that a history can be cut and moved. Both meet here, when rows are written into pages.
+Pages hold rotated keys, because no attention API rotates cached ones. Below HBM keys are stored un-rotated, so that a
+history can be cut and moved. The rotation happens here, when rows are written into pages.
 """
 
 from typing import Literal
@@ -16,11 +16,10 @@ RopeStyle = Literal["half", "interleaved"]
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, style: RopeStyle) -> Tensor:
-    """Rotate the first R dims of every head, in fp32; the rest is copied.
-    x [tokens, heads, dim]; cos and sin [tokens, R / 2] fp32, one angle per pair (what transformers repeats to R), with
-    the model's scaling in them; R = 0 copies. Returns a new tensor of x's dtype. The inverse is `rotate(x, cos, -sin)`,
-    divided by the squared scale where the model scales. Raises ValueError when R does not fit.
-    """
+    """Rotate the first R dims of every head in fp32 and copy the others.
+    x [tokens, heads, dim]; cos, sin [tokens, R / 2] fp32, one angle per pair (transformers repeats it to R), including
+    the model's scaling; R = 0 copies. Returns a new tensor of x's dtype. The inverse is `rotate(x, cos, -sin)`, divided
+    by the squared scale if the model scales. Raises ValueError if R does not fit."""
     pairs = _check(x, cos, sin)
     rotated = torch.empty_like(x)
     rotated[..., 2 * pairs :] = x[..., 2 * pairs :]
@@ -43,11 +42,10 @@ def rope_scatter(
     v_pool: Tensor,
     style: RopeStyle,
 ) -> None:
-    """Write rows into pages by slot, keys rotated for their present positions on the way, values as they are.
-    k_plain [n, kv_heads, k_dim], un-rotated, and v [n, kv_heads, v_dim], both of the pools' dtype; cos and sin as for
-    `rotate`, row i for the present position of row i; slots [n] int64, all different; k_pool and v_pool one layer's
-    [pages, page_size, kv_heads, dim]. On CUDA one kernel on the current stream, asynchronous; elsewhere torch.
-    """
+    """Write rows into pages by slot; keys are rotated for their current positions, values are copied.
+    k_plain [n, kv_heads, k_dim], un-rotated, and v [n, kv_heads, v_dim], both of the pools' dtype; cos, sin as in
+    `rotate`, row i for the current position of row i; slots [n] int64, all different; k_pool, v_pool: one layer's
+    [pages, page_size, kv_heads, dim]. On CUDA one kernel on the current stream, asynchronous; elsewhere torch."""
     if not k_plain.is_cuda:
         write_rows(k_pool, slots, rotate(k_plain, cos, sin, style))
         write_rows(v_pool, slots, v)
@@ -58,7 +56,7 @@ def rope_scatter(
 
 
 def _check(x: Tensor, cos: Tensor, sin: Tensor) -> int:
-    """The number of pairs that turn."""
+    """Return the number of pairs that turn. Raises ValueError if the shapes do not fit."""
     pairs = cos.shape[-1]
     if cos.shape != sin.shape or cos.shape != (x.shape[0], pairs) or 2 * pairs > x.shape[-1]:
         raise ValueError(
@@ -69,7 +67,7 @@ def _check(x: Tensor, cos: Tensor, sin: Tensor) -> int:
 
 
 def _pairs(x: Tensor, style: RopeStyle) -> tuple[Tensor, Tensor]:
-    """The first and the second members of the pairs along the last axis, as views."""
+    """Return the first and the second members of the pairs along the last axis, as views."""
     if style == "half":
         half = x.shape[-1] // 2
         return x[..., :half], x[..., half:]

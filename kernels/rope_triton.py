@@ -1,7 +1,7 @@
-"""The fused form of `kernels.rope.rope_scatter`, for CUDA tensors. Importing this needs Triton.
+"""The fused CUDA form of `kernels.rope.rope_scatter`. Importing it needs Triton.
 
-With TRITON_INTERPRET=1 in the environment before the import it runs on CPU tensors, in Triton's interpreter: that
-proves indexing and arithmetic, neither compilation nor speed. Tests of the compiled kernel carry the `gpu` mark.
+With TRITON_INTERPRET=1 in the environment before the import, it runs on CPU tensors in Triton's interpreter. That
+proves indexing and arithmetic, but neither compilation nor speed. Tests of the compiled kernel carry the `gpu` mark.
 """
 
 import torch
@@ -19,7 +19,7 @@ def _rope_scatter(
     slots_ptr,
     k_pool_ptr,
     v_pool_ptr,
-    k_row,  # strides in elements: of a token, of a head, of a slot, of a slot's head
+    k_row,  # strides in elements: from token to token, head to head, slot to slot, and head to head within a slot
     k_head,
     v_row,
     v_head,
@@ -35,7 +35,7 @@ def _rope_scatter(
     v_padded: tl.constexpr,
     interleaved: tl.constexpr,
 ):
-    """One program per (token, kv head)."""
+    """Writes one token's row of one kv head."""
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     slot = tl.load(slots_ptr + token)
@@ -74,8 +74,8 @@ def rope_reembed_scatter(
     v_pool: Tensor,
     interleaved: bool,
 ) -> None:
-    """Arguments as for `kernels.rope.rope_scatter`; interleaved: 2i and 2i + 1 turn together. Raises ValueError
-    on what the kernel cannot address."""
+    """Launch the kernel. Arguments as in `kernels.rope.rope_scatter`; interleaved: dims 2i and 2i + 1 turn together.
+    Raises ValueError for tensors that the kernel cannot address."""
     tokens, kv_heads, k_dim = k_plain.shape
     v_dim = v.shape[2]
     pairs = cos.shape[1]
@@ -92,7 +92,7 @@ def rope_reembed_scatter(
     if k_plain.dtype != k_pool.dtype or v.dtype != v_pool.dtype:
         raise ValueError("rows and pools differ in dtype")
     rows_dense = all(t.stride(-1) == 1 for t in (k_plain, v, k_pool, v_pool))
-    # A slot is one number: pages must follow each other without a gap.
+    # A slot is a single index, so pages must follow each other without gaps.
     pools_dense = all(pool.stride(0) == pool.shape[1] * pool.stride(1) for pool in (k_pool, v_pool))
     if not rows_dense or not pools_dense:
         raise ValueError("heads and pools must be dense")

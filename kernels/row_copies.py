@@ -1,4 +1,4 @@
-"""Rows of steps into the blocks they belong to: the compiled way, where there is one."""
+"""Copies rows of steps into the blocks they belong to by a compiled kernel, where available."""
 
 import functools
 import importlib
@@ -16,26 +16,26 @@ log = logging.getLogger(__name__)
 
 @functools.cache
 def save_kernels() -> ModuleType | None:
-    """`kernels.cpu.save`, or None where it cannot run. The first call compiles."""
+    """Return `kernels.cpu.save`, or None if it cannot run. The first call compiles."""
     try:
         announce_compiling()
         module = importlib.import_module("kernels.cpu.save")
         module.self_test()
-    except Exception as error:  # a numba that does not fit its numpy or its machine fails in many ways
+    except Exception as error:  # a numba that does not fit its numpy or its machine can fail in many ways
         log.info("saving without compiled kernels: %s", error)
         return None
     return module
 
 
 def copy_into_blocks(targets: Sequence[Tensor], sources: Sequence[Sequence[Tensor]], pieces: np.ndarray) -> bool:
-    """Copy rows of every source into the target of the same number, all in one call without the GIL.
+    """Copy rows of every source into the target of the same index, in one call without the GIL.
 
-    targets [blocks, block_rows, heads, dim], each block contiguous, at any distance; sources[step][target]
-    [rows, heads, dim], each row contiguous, at any distance; all on one device and of one dtype. pieces int64 [n, 5]:
-    step, first row in its tensors, block, first row in it, number of rows. Returns False, and copies nothing, where
-    there is no compiled way for this. Raises ValueError on rows outside of tensors or blocks.
+    targets [blocks, block_rows, heads, dim], each block contiguous, at any distance from the next;
+    sources[step][target] [rows, heads, dim], each row contiguous, at any distance from the next; all on one device and
+    of one dtype. pieces int64 [n, 5]: step, first row in its tensors, block, first row in it, number of rows. Returns
+    False, without copying, if no compiled kernel fits. Raises ValueError for rows outside of tensors or blocks.
     """
-    # Of 12 layers of 608 tokens with 4 heads of 64, out of rows of 1,280: 0.44 ms, with index_put_ 5.2.
+    # For 12 layers of 608 tokens with 4 heads of 64, taken from rows of 1,280: 0.44 ms, against 5.2 with index_put_.
     kernels = save_kernels()
     strides = [[rows.stride() for rows in step] for step in sources]
     in_one_piece = [[target.shape[3], 1] for target in targets]

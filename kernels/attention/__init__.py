@@ -1,4 +1,4 @@
-"""Attention backends by name. Each imports its library when it is asked for, so listing them loads nothing."""
+"""Attention backends by name. Each imports its library only when requested, so listing them loads nothing."""
 
 from collections.abc import Callable
 
@@ -29,7 +29,7 @@ def _triton() -> AttentionBackend:
     return TritonPagedAttention()
 
 
-# Making one may raise BackendUnavailable. tests/kernels/test_attention.py holds every entry to the naive one.
+# Creating one may raise BackendUnavailable. tests/kernels/test_attention.py compares every backend with the naive one.
 BACKENDS: dict[str, Callable[[], AttentionBackend]] = {
     "naive": _naive,
     "torch_cpu": _torch_cpu,

@@ -1,4 +1,4 @@
-"""flash-attn 2 over pages. CUDA, fp16 and bf16, keys and values of one width up to 256; no sinks.
+"""flash-attn 2 over pages. CUDA only, fp16 and bf16, keys and values of equal width up to 256, no sinks.
 
 Its tests carry the `gpu` mark.
 """
@@ -22,7 +22,7 @@ except ImportError as error:
 
 
 class FlashAttention:
-    """One varlen call per layer, on the current stream, asynchronous."""
+    """Runs one varlen call per layer on the current stream, asynchronously."""
 
     name = "flash"
     page_multiple = 256  # flash-attn 2 refuses other page sizes
@@ -32,7 +32,8 @@ class FlashAttention:
             raise BackendUnavailable("flash-attn needs a CUDA device")
 
     def forward(self, q: Tensor, kv: KvPages, meta: AttentionMeta, params: AttentionParams) -> Tensor:
-        """See AttentionBackend. Raises AttentionUnsupported for sinks, other dtypes and unequal or wide heads."""
+        """See AttentionBackend. Raises AttentionUnsupported for sinks, other dtypes, and heads of unequal or larger
+        widths."""
         if params.sinks is not None:
             raise AttentionUnsupported("flash-attn 2 has no attention sinks")
         if q.dtype not in (torch.float16, torch.bfloat16):
@@ -52,8 +53,9 @@ class FlashAttention:
             max_seqlen_q=max(meta.query_lens),
             max_seqlen_k=max(meta.context_lens),
             softmax_scale=params.scale,
-            causal=True,  # aligned to the end of the context, as ours
-            window_size=(-1, -1) if params.window is None else (params.window - 1, 0),  # theirs leaves the query out
+            causal=True,  # aligned to the end of the context, as in our backends
+            # flash-attn does not count the query itself
+            window_size=(-1, -1) if params.window is None else (params.window - 1, 0),
             softcap=params.softcap or 0.0,
             block_table=meta.block_table,
         )

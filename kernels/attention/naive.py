@@ -1,4 +1,4 @@
-"""The oracle: attention as it is defined, one sequence and one head group at a time, in fp32."""
+"""The reference: attention by its definition, one sequence and one head group at a time, in fp32."""
 
 import torch
 from torch import Tensor
@@ -7,7 +7,7 @@ from kernels.attention.ragged_batch import AttentionMeta, AttentionParams, KvPag
 
 
 class NaiveAttention:
-    """Every feature, no speed. What the other backends are held to."""
+    """Supports every feature, slowly. Tests compare all other backends with it."""
 
     name = "naive"
     page_multiple = 1
@@ -26,8 +26,8 @@ class NaiveAttention:
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, params: AttentionParams) -> Tensor:
-    """q [queries, heads, k_dim], the last rows of a context with k [rows, kv_heads, k_dim], v [rows, kv_heads, v_dim]
-    -> [queries, heads, v_dim] fp32."""
+    """Attend from the last rows of a context. q [queries, heads, k_dim], k [rows, kv_heads, k_dim], v [rows, kv_heads,
+    v_dim] -> [queries, heads, v_dim] fp32."""
     queries, heads, _ = q.shape
     rows, kv_heads, _ = k.shape
     k = k.float().repeat_interleave(heads // kv_heads, dim=1)

@@ -1,4 +1,4 @@
-"""What an attention backend is given: one flat ragged batch over a paged KV pool."""
+"""The input of an attention backend: one flat ragged batch over a paged KV pool."""
 
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -8,53 +8,53 @@ from torch import Tensor
 
 @dataclass(slots=True)
 class AttentionMeta:
-    """The shape of one step, the same for all layers of a group. Sequence i owns the query rows
-    query_start[i] .. query_start[i + 1]; they are the last rows of its context, so query row j of it stands at
-    context_lens[i] - query_lens[i] + j. Row p of a context is row p % page_size of page block_table[i, p // page_size].
-    """
+    """The shape of one step, the same for all layers of a group.
+    Sequence i owns the query rows query_start[i] .. query_start[i + 1]. They are the last rows of its context, so its
+    query row j is at position context_lens[i] - query_lens[i] + j. Row p of a context is row p % page_size of page
+    block_table[i, p // page_size]."""
 
     query_lens: list[int]
-    context_lens: list[int]  # KV rows of each sequence, this step's included (already written to the pool)
+    context_lens: list[int]  # KV rows of each sequence, including those of this step, which are in the pool already
     query_start: Tensor  # [seqs + 1] int32
     context_len: Tensor  # [seqs] int32
     block_table: Tensor  # [seqs, max_pages] int32, rows padded with 0
     slots: Tensor  # [tokens] int64, page * page_size + row of each token of this step
-    scratch: dict[str, Any] = field(default_factory=dict)  # what a backend derives once per step
+    scratch: dict[str, Any] = field(default_factory=dict)  # values that a backend computes once per step
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionParams:
-    """What differs between layers."""
+    """The parameters that differ between layers."""
 
     scale: float
-    window: int | None  # sliding window: key k is seen by query q if 0 <= q - k < window
+    window: int | None  # sliding window: query q sees key k if 0 <= q - k < window
     softcap: float | None  # logits become softcap * tanh(logits / softcap)
-    sinks: Tensor | None  # [heads]: an extra logit per head that takes probability and has no value
+    sinks: Tensor | None  # [heads]: an extra logit per head that takes probability but has no value
 
 
 @dataclass(frozen=True, slots=True)
 class KvPages:
-    """One layer's pages. Keys are rotated for their present position."""
+    """One layer's pages. Keys are rotated for their current positions."""
 
     k: Tensor  # [pages, page_size, kv_heads, k_dim]
     v: Tensor  # [pages, page_size, kv_heads, v_dim]
 
 
 class AttentionBackend(Protocol):
-    """Causal attention of every query row over its own context, prefill chunks and decode rows alike."""
+    """Computes causal attention of every query row over its own context, for prefill chunks and decode rows alike."""
 
     name: str
-    page_multiple: int  # page sizes it accepts are multiples of this
+    page_multiple: int  # page sizes must be multiples of this
 
     def forward(self, q: Tensor, kv: KvPages, meta: AttentionMeta, params: AttentionParams) -> Tensor:
-        """q [tokens, heads, k_dim] -> [tokens, heads, v_dim], in q's dtype. heads is a multiple of kv_heads and head h
+        """q [tokens, heads, k_dim] -> [tokens, heads, v_dim], in q's dtype. heads is a multiple of kv_heads; head h
         reads kv head h // (heads // kv_heads)."""
         ...
 
 
 class BackendUnavailable(Exception):
-    """A backend cannot run here; the message says what is missing. Raised when it is made."""
+    """A backend cannot run here. The message says what is missing. Raised when the backend is created."""
 
 
 class AttentionUnsupported(Exception):
-    """A backend cannot do what a layer needs; the message says what. Raised by `forward`, before any work."""
+    """A backend cannot do what a layer needs. The message says what. Raised by `forward` before any work."""

@@ -1,12 +1,13 @@
-"""Paged attention on CPU: one SDPA call per sequence, no copies where its pages lie in a row. In bf16, where compiled
-kernels can run, one of them attends for all sequences with one query row together, and one for all that have more.
+"""Paged attention on CPU: one SDPA call per sequence, without copies where its pages are adjacent. In bf16, where
+compiled kernels can run, one call handles all sequences with a single query row, and one call all others.
 
-Measured on one Zen 4 core (bf16, 12 heads over 4, head dim 64, context 1,124): SDPA on the strided pages with the query
-heads of a group packed into the query rows takes 112 us a decode row; gathering the pages first costs 216 us more, so
-the allocator hands out runs and gathering is the exception. A prefill chunk attends to its history without a mask and
-to itself causally, and merges both by their log-sum-exp: 2.1 ms against 3.1 for a masked product (125 on 1,124).
-Compiled kernels on two cores that read 20 GB/s: 16 rows in 0.92 ms, which is 20 GB/s, where SDPA takes 2.5. On one
-Zen 5 core, ms with SDPA -> with them: 1,124 causal rows 36 -> 6.1, 155 on 1,700 11.9 -> 2.3, 8 on 1,024 0.49 -> 0.12.
+Measured on one Zen 4 core (bf16, 12 heads over 4, head dim 64, context 1,124): SDPA on the strided pages, with the
+query heads of a group packed into the query rows, takes 112 us per decode row. Gathering the pages first adds 216 us,
+so the allocator hands out runs of pages and gathering is the exception. A prefill chunk attends to its history without
+a mask and to itself causally, and merges both by their log-sum-exp: 2.1 ms against 3.1 for a masked product (125 rows
+on 1,124). Compiled kernels on two cores that read 20 GB/s: 16 rows in 0.92 ms, which is 20 GB/s, where SDPA takes 2.5
+ms. On one Zen 5 core, ms with SDPA -> compiled: 1,124 causal rows 36 -> 6.1, 155 on 1,700 11.9 -> 2.3, 8 on 1,024 0.49
+-> 0.12.
 """
 
 from dataclasses import dataclass
@@ -27,17 +28,17 @@ _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """Where one sequence's queries and context rows are. Rows are pool rows: page * page_size + row in page."""
+    """The position of one sequence's queries and context rows. Rows are pool rows: page * page_size + row in page."""
 
     query_start: int
     query_len: int
     context_len: int
-    first_row: int | None  # of the context, when its pages lie in a row
-    pages: Tensor | None  # otherwise: its pages
+    first_row: int | None  # first row of the context if its pages are adjacent
+    pages: Tensor | None  # else: the pages
 
 
 class TorchAttention:
-    """Works on any device; meant for CPU. Threading: torch's own."""
+    """Works on any device; meant for CPU. Uses torch's threads."""
 
     name = "torch"
     page_multiple = 32
@@ -50,9 +51,9 @@ class TorchAttention:
         """See AttentionBackend."""
         out = q.new_empty(q.shape[0], q.shape[1], kv.v.shape[3])
         exact = params.softcap is not None or params.sinks is not None
-        # The fused kernels want equal key and value widths and a positive scale, and exist on CPU only.
+        # The fused kernels need equal key and value widths and a positive scale, and exist only on CPU.
         fused = not exact and kv.k.shape[3] == kv.v.shape[3] and q.device.type == "cpu" and params.scale > 0
-        single = many = False  # whether compiled kernels take sequences of one row, and of more
+        single = many = False  # whether compiled kernels take sequences of one row, and of several rows
         if not exact and self._kernels is not None and q.dtype == torch.bfloat16 and fits_kernels(q.shape[1], kv):
             single = True
             _decode_together(self._kernels, q, kv, meta, params, out)
@@ -82,12 +83,13 @@ class TorchAttention:
 
 
 class ExactAttention(TorchAttention):
-    """A row's result depends on its own context alone, bit for bit: every row, single ones too, goes through the kernel
-    of many rows, whose blocks of keys begin at fixed positions. Where that cannot run it is like `TorchAttention`, and
-    nothing is promised."""
+    """Computes each row from its own context alone, bit for bit. Every row, even a single one, goes through the kernel
+    for many rows, whose blocks of keys begin at fixed positions. Where that kernel cannot run, this works like
+    `TorchAttention` and promises nothing."""
 
     def __init__(self, *, kind: str) -> None:
-        """kind: of the model's products, which round as this processor does; KV of another kind is not this one's."""
+        """kind: names the rounding of the model's products on this processor; KV of different kinds must not be
+        mixed."""
         self.name = f"torch-exact-{kind}"
         self._kernels = None
         self._flash = flash_kernels(exact=True)
@@ -109,21 +111,21 @@ class ExactAttention(TorchAttention):
 
 def fits_kernels(heads: int, kv: KvPages) -> bool:
     """Whether the compiled kernels can attend to these pages."""
-    return heads // kv.k.shape[2] <= 8 and all(  # the sums of a group's heads have to stay in registers
+    return heads // kv.k.shape[2] <= 8 and all(  # the sums of a group's heads must stay in registers
         pool.dtype == torch.bfloat16 and pool.device.type == "cpu" and pool.stride(3) == 1 and pool.shape[3] % 16 == 0
         for pool in (kv.k, kv.v)
     )
 
 
 def _fits_flash(kv: KvPages) -> bool:
-    """Of pages that fit the kernels of single rows, whether those of many rows take them too."""
+    """Whether the kernels for many rows can use pages that fit the kernels for single rows."""
     return all(size % 32 == 0 for size in (kv.k.shape[1], kv.k.shape[3], kv.v.shape[3]))
 
 
 def _decode_together(
     kernels: ModuleType, q: Tensor, kv: KvPages, meta: AttentionMeta, params: AttentionParams, out: Tensor
 ) -> None:
-    """All sequences with one query row."""
+    """Attend for all sequences with one query row."""
     rows, tokens, parts = _decode_plan(kernels, meta, params.window)
     if not rows:
         return
@@ -141,7 +143,7 @@ def _decode_together(
 def _prefill_together(
     kernels: ModuleType, q: Tensor, kv: KvPages, meta: AttentionMeta, params: AttentionParams, least: int, out: Tensor
 ) -> None:
-    """All sequences with at least so many query rows."""
+    """Attend for all sequences with at least `least` query rows."""
     heads, k_dim = kv.k.shape[2:]
     key = f"torch flash {q.shape[1]} {heads} {k_dim} {kv.v.shape[3]}"
     plan: tuple[np.ndarray, Tensor] | None = meta.scratch.get(key)
@@ -156,7 +158,8 @@ def _prefill_together(
 
 
 def _decode_plan(kernels: ModuleType, meta: AttentionMeta, window: int | None) -> tuple[list[int], Tensor, Any]:
-    """The sequences with one query row, where that row is in the batch, and the tasks of their attention."""
+    """Return the sequences with one query row, the position of that row in the batch, and the tasks of their
+    attention."""
     key = f"torch decode {window}"
     plan: tuple[list[int], Tensor, Any] | None = meta.scratch.get(key)
     if plan is None:
@@ -187,12 +190,13 @@ def _plan(meta: AttentionMeta, page_size: int) -> list[_Rows]:
 
 
 def _first_visible(rows: _Rows, window: int | None) -> int:
-    """The first context row that any of the queries can see."""
+    """Return the first context row that any of the queries can see."""
     return 0 if window is None else max(0, rows.context_len - rows.query_len + 1 - window)
 
 
 def _context(kv: KvPages, rows: _Rows, first: int) -> tuple[Tensor, Tensor]:
-    """Keys and values [context rows from `first`, kv_heads, dim]: views if the pages lie in a row, else copies."""
+    """Return keys and values [context rows from `first`, kv_heads, dim]: views if the pages are adjacent, else
+    copies."""
     if rows.first_row is not None:
         span = slice(rows.first_row + first, rows.first_row + rows.context_len)
         return kv.k.flatten(0, 1)[span], kv.v.flatten(0, 1)[span]
@@ -202,7 +206,8 @@ def _context(kv: KvPages, rows: _Rows, first: int) -> tuple[Tensor, Tensor]:
 
 
 def _decode(q: Tensor, k: Tensor, v: Tensor, scale: float, out: Tensor) -> None:
-    """q [1, heads, dim]; the heads of a group become query rows, so keys are read once and never repeated."""
+    """Attend from one row, q [1, heads, dim]. The heads of a group become query rows, so keys are read once and never
+    repeated."""
     kv_heads = k.shape[1]
     packed = q.view(1, kv_heads, -1, q.shape[2])
     result = F.scaled_dot_product_attention(packed, k.transpose(0, 1)[None], v.transpose(0, 1)[None], scale=scale)
@@ -210,7 +215,7 @@ def _decode(q: Tensor, k: Tensor, v: Tensor, scale: float, out: Tensor) -> None:
 
 
 def _grouped(x: Tensor, groups: int) -> Tensor:
-    """[rows, kv_heads, dim] -> [kv_heads, groups, rows, dim] without a copy."""
+    """View [rows, kv_heads, dim] as [kv_heads, groups, rows, dim]."""
     return x.transpose(0, 1)[:, None].expand(-1, groups, -1, -1)
 
 
@@ -239,7 +244,8 @@ def _prefill(q: Tensor, k: Tensor, v: Tensor, scale: float, out: Tensor) -> None
 
 
 def _merge(kernels: ModuleType, own: Tensor, own_lse: Tensor, old: Tensor, old_lse: Tensor, out: Tensor) -> None:
-    """own, old [kv_heads, groups, rows, dim], a log-sum-exp for each row; out [rows, kv_heads, groups, dim]."""
+    """Merge two partial attentions own, old [kv_heads, groups, rows, dim], each with a log-sum-exp per row, into out
+    [rows, kv_heads, groups, dim]."""
     use_torch_threads()
     parts = []
     for x in (own, own_lse, old, old_lse):
@@ -248,7 +254,7 @@ def _merge(kernels: ModuleType, own: Tensor, own_lse: Tensor, old: Tensor, old_l
 
 
 def _masked(q: Tensor, k: Tensor, v: Tensor, params: AttentionParams, out: Tensor) -> None:
-    """Everything else: window, softcap, sinks. Scores in fp32."""
+    """Attention with window, softcap or sinks, with scores in fp32."""
     query_len, heads, dim = q.shape
     kv_heads, rows = k.shape[1], k.shape[0]
     packed = q.view(query_len, kv_heads, -1, dim).permute(1, 2, 0, 3).reshape(kv_heads, -1, dim)

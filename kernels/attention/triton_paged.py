@@ -1,13 +1,14 @@
 """Paged attention in Triton: every feature, on any CUDA device, and on CPU tensors in Triton's interpreter.
 
-The interpreter (TRITON_INTERPRET=1 in the environment before triton is imported) proves indexing and arithmetic; that
+The interpreter (TRITON_INTERPRET=1 in the environment before triton is imported) proves indexing and arithmetic. That
 the kernels compile is tested by compiling them for CUDA targets, which needs no device. Runs of the compiled kernels
-are tests with the `gpu` mark. Hence conservative features: no autotuning, no descriptors, no persistent programs.
+are tests with the `gpu` mark. For that reason they use conservative features only: no autotuning, no descriptors, no
+persistent programs.
 
-The work list is made on the host, once per step and window: an item is a block of query rows of one sequence, with the
+The work list is made on the host, once per step and window. An item is a block of query rows of one sequence, with the
 heads that share a kv head side by side, against a range of its keys. A sequence with few query rows (decode) is split
-along its keys into ranges of a fixed length, merged by a second kernel (flash-decoding); the length does not depend on
-the batch, so neither does the result of a row.
+along its keys into ranges of fixed length, whose results a second kernel merges (flash-decoding). The length does not
+depend on the batch, so neither does the result of a row.
 """
 
 from dataclasses import dataclass
@@ -26,14 +27,14 @@ except ImportError as error:
     raise BackendUnavailable(f"triton is not installed: {error}") from error
 
 _SPLIT = 512  # keys per item of a decoding sequence
-_ALIGN = 64  # where a window starts is rounded down to this, so tiles fall on the same keys at every step
+_ALIGN = 64  # a window's start is rounded down to this, so that tiles cover the same keys in every step
 _PREFILL_ROWS = 64
-_DECODE_ROWS = 16  # the least that tl.dot takes
+_DECODE_ROWS = 16  # the smallest size that tl.dot accepts
 
 
 @triton.jit
 def _finish(top, weight, mixed, sink_ptr, heads, has_sink: tl.constexpr):
-    """Normalise rows, after the sink took its share. top, weight [rows]: running maximum, sum of exponentials."""
+    """Normalise rows and include the sink. top, weight [rows]: running maximum and sum of exponentials."""
     if has_sink:
         sink = tl.load(sink_ptr + heads).to(tl.float32)
         highest = tl.maximum(top, sink)
@@ -57,7 +58,7 @@ def _attend(
     scale,
     softcap,
     table_row,
-    q_token,  # strides in elements: of a token, a head, a page, a row of a page, a kv head of a row
+    q_token,  # strides in elements: token, head; page, row of a page, kv head of a row
     q_head,
     k_page,
     k_row,
@@ -80,10 +81,10 @@ def _attend(
     has_softcap: tl.constexpr,
     has_sink: tl.constexpr,
     precision: tl.constexpr,
-    widen: tl.constexpr,  # multiply in fp32: the interpreter's dot takes bf16 for integers
+    widen: tl.constexpr,  # multiply in fp32, because the interpreter's dot treats bf16 as integers
 ):
-    """One program per (item, kv head). An item: sequence, first token in q, its position, tokens, keys from and to, and
-    its place among the parts, or -1 to write the result out."""
+    """Computes one item for one kv head. An item: sequence, first token in q, its position, number of tokens, first and
+    end of its keys, and its index among the parts, or -1 to write the final result."""
     item = items_ptr + tl.program_id(0) * 7
     kv_head = tl.program_id(1)
     sequence = tl.load(item).to(tl.int64)
@@ -130,7 +131,7 @@ def _attend(
             seen = seen & (position[:, None] - key[None, :] < window)
         score = tl.where(seen, score, float("-inf"))
         new_top = tl.maximum(top, tl.max(score, 1))
-        base = tl.where(new_top == float("-inf"), 0.0, new_top)  # a row that has seen nothing yet
+        base = tl.where(new_top == float("-inf"), 0.0, new_top)  # 0 for a row that has seen no key yet
         share = tl.exp(score - base[:, None])
         shrink = tl.exp(top - base)
         weight = weight * shrink + tl.sum(share, 1)
@@ -174,7 +175,8 @@ def _merge(
     v_padded: tl.constexpr,
     has_sink: tl.constexpr,
 ):
-    """One program per (split block, kv head). A merge: first token in q, tokens, first part, parts."""
+    """Merges the parts of one split block for one kv head. A merge: first token in q, number of tokens, first part,
+    number of parts."""
     merge = merges_ptr + tl.program_id(0) * 4
     kv_head = tl.program_id(1)
     first_token = tl.load(merge)
@@ -213,7 +215,7 @@ def _merge(
 
 @dataclass(frozen=True, slots=True)
 class _Launch:
-    """One grid: items [items, 7] and merges [merges, 4] int32 on the device, as the kernels read them."""
+    """One grid: items [items, 7] and merges [merges, 4] int32 on the device, in the kernels' format."""
 
     rows: int
     items: Tensor
@@ -222,7 +224,8 @@ class _Launch:
 
 
 class TritonPagedAttention:
-    """Asynchronous, on the current stream. The interpreter if triton was imported for it, else CUDA."""
+    """Runs asynchronously on the current stream of a CUDA device, or in the interpreter if triton was imported for
+    it."""
 
     name = "triton"
     page_multiple = 16
@@ -233,7 +236,7 @@ class TritonPagedAttention:
             raise BackendUnavailable("Triton needs a CUDA device, or TRITON_INTERPRET=1 to interpret its kernels")
 
     def forward(self, q: Tensor, kv: KvPages, meta: AttentionMeta, params: AttentionParams) -> Tensor:
-        """See AttentionBackend. q, k and v share a dtype and have dense heads; pages may have any strides."""
+        """See AttentionBackend. q, k and v have the same dtype and dense heads; pages may have any strides."""
         _, heads, k_dim = q.shape
         kv_heads, v_dim = kv.v.shape[2:]
         group = heads // kv_heads
@@ -245,9 +248,9 @@ class TritonPagedAttention:
         out = q.new_empty(q.shape[0], heads, v_dim)
         k_padded = max(16, triton.next_power_of_2(k_dim))
         v_padded = max(16, triton.next_power_of_2(v_dim))
-        # Two tiles of keys and values in flight fit the shared memory of small devices too.
+        # small enough that two tiles of keys and values fit the shared memory of small devices
         tile = min(64, max(16, 16384 // (max(k_padded, v_padded) * q.element_size())))
-        sinks = params.sinks if params.sinks is not None else q  # not read without
+        sinks = params.sinks if params.sinks is not None else q  # a placeholder that is not read if there are no sinks
         for launch in launches:
             parts_shape = (launch.parts, kv_heads, launch.rows)
             part_mixed = torch.empty((*parts_shape, v_padded), dtype=torch.float32, device=q.device)
@@ -285,7 +288,7 @@ class TritonPagedAttention:
                 has_sink=params.sinks is not None,
                 precision="ieee" if q.dtype == torch.float32 else "tf32",
                 widen=self._interpreted and q.dtype == torch.bfloat16,
-                num_warps=8 if launch.rows * v_padded > 8192 else 4,  # at most 64 registers a thread for the sums
+                num_warps=8 if launch.rows * v_padded > 8192 else 4,  # keeps the sums within 64 registers per thread
             )
             if launch.parts:
                 _merge[(len(launch.merges), kv_heads)](
@@ -306,7 +309,7 @@ class TritonPagedAttention:
 
 
 def _plan(meta: AttentionMeta, group: int, window: int | None, device: torch.device) -> list[_Launch]:
-    """The work of one step: decoding sequences in one grid of small blocks, prefilling ones in another."""
+    """Plan the work of one step: one grid of small blocks for decoding sequences, another for prefilling ones."""
     query_lens = np.array(meta.query_lens, dtype=np.int64)
     context_lens = np.array(meta.context_lens, dtype=np.int64)
     decode_rows = max(_DECODE_ROWS, triton.next_power_of_2(group))
@@ -364,5 +367,5 @@ def _launch(
 
 
 def _counting(counts: NDArray[np.int64]) -> NDArray[np.int64]:
-    """0 .. count - 1 for each of `counts`, one after the other."""
+    """Concatenate 0 .. count - 1 for each of `counts`."""
     return np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)

@@ -1,4 +1,4 @@
-"""Whether the compiled kernels can run here, and what they are given."""
+"""Finds out which compiled kernels can run here, and prepares their arguments."""
 
 import functools
 import importlib
@@ -16,7 +16,7 @@ log = logging.getLogger(__name__)
 
 @functools.cache
 def announce_compiling() -> None:
-    """Say so when numba compiles something that it has not kept from an earlier start: that takes half a minute."""
+    """Log a message when numba compiles something that is not in its cache, which takes half a minute."""
     from numba.core import event
 
     class Announcer(event.Listener):
@@ -34,7 +34,8 @@ def announce_compiling() -> None:
 
 @functools.cache
 def decode_kernels() -> ModuleType | None:
-    """`kernels.cpu.decode`, or None where it cannot run: no numba, no AVX-512, no OpenMP that torch and numba share."""
+    """Return `kernels.cpu.decode`, or None if it cannot run: without numba, AVX-512, or an OpenMP that torch and numba
+    share."""
     if platform.machine() != "x86_64" or not torch.cpu._is_avx512_supported():
         return None
     threads = torch.get_num_threads()
@@ -42,22 +43,23 @@ def decode_kernels() -> ModuleType | None:
         from numba import config
 
         announce_compiling()
-        # torch's pool of threads; two pools that wait for work by spinning would take the cores from one another.
+        # Use torch's pool of threads. Two pools whose threads spin while they wait would take cores from each other.
         config.THREADING_LAYER = "omp"  # type: ignore[attr-defined]
         module = importlib.import_module("kernels.cpu.decode")
         _test(module)
-    except Exception as error:  # a numba that does not fit its numpy or its machine fails in many ways
+    except Exception as error:  # a numba that does not fit its numpy or its machine can fail in many ways
         log.info("decoding without compiled kernels: %s", error)
         return None
     finally:
-        # numba, as it starts, tells OpenMP to use every processor: more than was asked for, or than there are cores.
+        # At its start numba sets OpenMP to use every processor, which may be more than requested or than there are
+        # cores.
         torch.set_num_threads(threads)
     return module
 
 
 @functools.cache
 def prefill_kernels() -> ModuleType | None:
-    """`kernels.cpu.prefill`, or None where it cannot run: not without the kernels of decode."""
+    """Return `kernels.cpu.prefill`, or None if it cannot run. It needs the decode kernels."""
     if decode_kernels() is None:
         return None
     try:
@@ -71,8 +73,8 @@ def prefill_kernels() -> ModuleType | None:
 
 @functools.cache
 def flash_kernels(exact: bool) -> ModuleType | None:
-    """`kernels.cpu.flash`, or None where it cannot run, which takes dot products of bf16 pairs, or should not: with
-    AMX torch's own attention multiplies tiles of bf16 and is faster, but not exact."""
+    """Return `kernels.cpu.flash`, or None if it cannot or should not run. It needs dot products of bf16 pairs. With
+    AMX, torch's own attention multiplies bf16 tiles and is faster, but not exact."""
     if decode_kernels() is None:
         return None
     try:
@@ -88,7 +90,7 @@ def flash_kernels(exact: bool) -> ModuleType | None:
 
 @functools.cache
 def product_kernels() -> ModuleType | None:
-    """`kernels.cpu.products`, or None where it cannot run, which takes dot products of bf16 pairs."""
+    """Return `kernels.cpu.products`, or None if it cannot run. It needs dot products of bf16 pairs."""
     if decode_kernels() is None:
         return None
     try:
@@ -103,19 +105,19 @@ def product_kernels() -> ModuleType | None:
 
 
 def _dots_of_pairs() -> bool:
-    """Whether the processor has AVX512_BF16 and numba compiles for it: if it did not, LLVM would end the process."""
+    """Whether the processor has AVX512_BF16 and numba compiles for it. If it did not, LLVM would end the process."""
     return torch.cpu._is_avx512_bf16_supported() and "+avx512bf16" in _features()
 
 
 @functools.cache
 def tiles_of_pairs() -> bool:
-    """Whether AMX may be used here, which the kernel of the system has to grant, and numba compiles for it."""
+    """Whether the system kernel permits AMX and numba compiles for it."""
     known = {"+amx-tile", "+amx-bf16"} <= _features()
     return known and torch.cpu._is_amx_tile_supported() and torch.cpu._init_amx()
 
 
 def _features() -> set[str]:
-    """Of the processor that numba compiles for."""
+    """Return the features of the processor that numba compiles for."""
     from numba.core.registry import cpu_target
 
     _, _, features = cpu_target.target_context.codegen().magic_tuple()
@@ -123,7 +125,7 @@ def _features() -> set[str]:
 
 
 def _test(module: ModuleType) -> None:
-    """Raises if the kernels are wrong, or if their threads are not torch's."""
+    """Raises if the kernels are wrong, or if they use threads other than torch's."""
     use_torch_threads()
     torch.ones(1 << 20).sum()  # starts torch's threads
     before = len(os.listdir("/proc/self/task"))
@@ -133,15 +135,15 @@ def _test(module: ModuleType) -> None:
 
 
 def use_torch_threads() -> None:
-    """Let numba use as many threads as torch does, in this thread's calls."""
+    """Let numba use as many threads as torch does, for calls from this thread."""
     from numba import config, set_num_threads
 
     set_num_threads(min(torch.get_num_threads(), config.NUMBA_NUM_THREADS))  # type: ignore[attr-defined]
 
 
 def split_contexts(contexts: Sequence[int], window: int | None, part: int) -> tuple[np.ndarray, ...]:
-    """The tasks of attention of single rows, each of at most `part` keys: for every task its row, its first key and its
-    keys, and where each row's tasks begin [rows + 1]. How a row is split depends on its own context alone."""
+    """Split attention of single rows into tasks of at most `part` keys. Returns each task's row, its first key and its
+    number of keys, and where each row's tasks begin [rows + 1]. The split of a row depends on its own context alone."""
     last = np.asarray(contexts, dtype=np.int64)
     begin = np.zeros_like(last) if window is None else np.maximum(0, last - window)
     tasks = -(-(last - begin) // part)

@@ -1,12 +1,12 @@
 """Decoding in bf16 on CPUs with AVX-512, compiled by numba: products of few rows with packed weights, and attention of
-single query rows over paged KV, both at the speed of memory.
+single query rows over paged KV. Both run at the speed of memory.
 
-The inner loops are written as LLVM vectors of 16 fp32 numbers, because what a compiler makes of scalar loops reaches
-half that speed. bf16 is widened in registers, all sums are fp32. The order of a sum depends on nothing but the row it
-belongs to: neither on other rows of the batch nor on the number of threads. NaN stays NaN.
+The inner loops are written as LLVM vectors of 16 fp32 numbers, because compiled scalar loops reach half that speed.
+bf16 is widened in registers; all sums are fp32. The order of a sum depends only on the row it belongs to, neither on
+other rows of the batch nor on the number of threads. NaN stays NaN.
 
-Get this from `kernels.cpu.available.decode_kernels`. What is compiled has no type hints: numba would not read them. It
-is all in one file because numba's disk cache watches nothing but the file of the compiled function.
+Import this through `kernels.cpu.available.decode_kernels`. Compiled functions have no type hints, because numba ignores
+them. All code is in one file, because numba's disk cache notices changes only in the file of the compiled function.
 """
 
 import inspect
@@ -22,8 +22,8 @@ from numba.extending import intrinsic
 LANES = 16
 TILE = 4  # rows that share one pass over the weights; their sums fill half of the registers
 PART = 512  # keys that one task of attention covers
-_PREFETCH = 4096  # bytes ahead: the hardware's own prefetch ends with the page
-_AHEAD = 32  # rows, at most: what is asked for lies in this run of pages or in the next
+_PREFETCH = 4096  # bytes; needed because the hardware's own prefetch stops at the end of a page
+_AHEAD = 32  # at most this many rows ahead, so that the row is in this run of pages or in the next
 
 _F32, _I16, _I32, _I64 = ir.FloatType(), ir.IntType(16), ir.IntType(32), ir.IntType(64)
 _VEC, _VEC_I16, _VEC_I32 = (ir.VectorType(t, LANES) for t in (_F32, _I16, _I32))
@@ -31,14 +31,14 @@ _VEC, _VEC_I16, _VEC_I32 = (ir.VectorType(t, LANES) for t in (_F32, _I16, _I32))
 _EXP2 = (1.5353362e-4, 1.3398874e-3, 9.6184370e-3, 5.5503324e-2, 2.4022648e-1, 6.9314720e-1, 1.0)
 LOG2_E = 1.4426950408889634
 
-_intrinsic: Any = intrinsic  # what its own hints say of the functions it makes is wrong
+_intrinsic: Any = intrinsic  # its own type hints for the functions it makes are wrong
 
 
 # --- vectors ----------------------------------------------------------------------------------------------------------
 
 
 class _Emit:
-    """Writes vector code into a function that numba compiles. Offsets and strides count elements."""
+    """Emits vector code into a function that numba compiles. Offsets and strides count elements."""
 
     def __init__(self, builder: Any) -> None:
         self.b = builder
@@ -60,11 +60,11 @@ class _Emit:
         self.b.store(value, self.b.bitcast(pointer, value.type.as_pointer()), align=4)
 
     def bf16(self, pointer: Any) -> Any:
-        """16 numbers at `pointer`, widened."""
+        """Load 16 bf16 numbers and widen them."""
         return self._upper(self.b.zext(self.load(pointer, _VEC_I16), _VEC_I32))
 
     def bf16_pairs(self, pointer: Any) -> tuple[Any, Any]:
-        """The even and the odd ones of 32 numbers."""
+        """Load 32 bf16 numbers as their even and their odd ones."""
         both = self.load(pointer, _VEC_I32)
         mask = ir.Constant(_VEC_I32, [0xFFFF0000] * LANES)
         return self._upper(both), self.b.bitcast(self.b.and_(both, mask), _VEC)
@@ -79,7 +79,7 @@ class _Emit:
         return self.b.shuffle_vector(one, one, ir.Constant(_VEC_I32, [0] * LANES))
 
     def sums(self, count: int) -> list[Any]:
-        """Vectors of zero that loops may change."""
+        """Create vectors of zeros that loops may change."""
         return [cgutils.alloca_once_value(self.b, ir.Constant(_VEC, [0.0] * LANES)) for _ in range(count)]
 
     def add_product(self, target: Any, x: Any, y: Any) -> None:
@@ -89,14 +89,14 @@ class _Emit:
         return self.b.call(self.declare("llvm.fma.v16f32", _VEC, [_VEC] * 3), [x, y, z])
 
     def reduce(self, name: str, x: Any) -> Any:
-        """`fadd` or `fmax` over the lanes, in a tree."""
+        """Reduce the lanes by `fadd` or `fmax`, in a tree."""
         first = [_F32(0.0)] if name == "fadd" else []
         kinds = [v.type for v in (*first, x)]
         function = self.declare(f"llvm.vector.reduce.{name}.v16f32", _F32, kinds)
         return self.b.call(function, [*first, x], fastmath=("reassoc",))
 
     def exp2(self, x: Any) -> Any:
-        """2 ** x for x <= 0; what is below the range gives 0."""
+        """Compute 2 ** x for x <= 0; values below the range give 0."""
         low = self.splat(-200.0)
         x = self.b.select(self.b.fcmp_ordered("<", x, low), low, x)
         whole = self.b.call(self.declare("llvm.rint.v16f32", _VEC, [_VEC]), [x])
@@ -112,7 +112,8 @@ class _Emit:
         self.b.call(function, [self.b.bitcast(pointer, byte), _I32(0), _I32(2), _I32(1)])
 
     def prefetch_row(self, rows: Any, at: Any, step: Any, index: Any, count: Any, next_at: Any, lanes: int) -> None:
-        """The row that is read some rows behind `index`: of the run of `count` rows from `at`, or of the next one."""
+        """Prefetch the row that is read some rows after `index`, from the run of `count` rows at `at` or from the next
+        run."""
         ahead = self.add(index, max(1, min(_AHEAD, _PREFETCH // (lanes * LANES * 2))))
         inside = self.b.icmp_signed("<", ahead, count)
         row = self.b.select(inside, ahead, self.b.sub(ahead, count))
@@ -125,7 +126,7 @@ class _Emit:
 
 
 def _vectors(emit: Callable[..., None]) -> Any:
-    """From a writer of vector code to a statement for compiled functions. What comes in as an array arrives as its
+    """Turn an emitter of vector code into a statement for compiled functions. It receives an array argument as its
     pointer, and a tuple as its length, which is a constant."""
 
     def typed(_: Any, *kinds: Any) -> Any:
@@ -147,8 +148,8 @@ def _vectors(emit: Callable[..., None]) -> Any:
 
 @_vectors
 def _products(e, x, x_at, x_row, rows, w, w_at, lanes, pairs, out, out_at, out_row):
-    """out[r, n] = sum over k of x[r, k] * w[k // 2, n, k % 2], for a tile of rows and one block of outputs.
-    x and out fp32, w bf16 pairs as 32-bit words; lanes: vectors to a block."""
+    """Compute out[r, n] = sum over k of x[r, k] * w[k // 2, n, k % 2] for a tile of rows and one block of outputs. x,
+    out fp32; w bf16 pairs as 32-bit words; lanes: vectors per block."""
     sums = e.sums(rows * lanes)
     with cgutils.for_range(e.b, pairs) as loop:
         base = e.at(w, e.add(w_at, e.mul(loop.index, lanes * LANES)))
@@ -169,7 +170,8 @@ def _products(e, x, x_at, x_row, rows, w, w_at, lanes, pairs, out, out_at, out_r
 
 @_vectors
 def _scores(e, q, q_at, group, lanes, k, k_at, k_row, count, next_at, out, out_at, out_row):
-    """out[g, t] = q[g] . k[t] for `count` keys. q and out fp32, k bf16. next_at: where keys are read from next."""
+    """Compute out[g, t] = q[g] . k[t] for `count` keys. q, out fp32; k bf16. next_at: where the next keys will be
+    read."""
     with cgutils.for_range(e.b, count) as loop:
         base = e.at(k, e.add(k_at, e.mul(k_row, loop.index)))
         key = [e.bf16(e.at(base, _I64(lane * LANES))) for lane in range(lanes)]
@@ -184,7 +186,7 @@ def _scores(e, q, q_at, group, lanes, k, k_at, k_row, count, next_at, out, out_a
 
 @_vectors
 def _soften(e, scores, at, vectors, stats, stats_at):
-    """scores -> 2 ** (scores - max) in place; stats gets the maximum and the sum."""
+    """Replace scores by 2 ** (scores - max) and store the maximum and the sum in stats."""
     top = cgutils.alloca_once_value(e.b, ir.Constant(_VEC, [float("-inf")] * LANES))
     with cgutils.for_range(e.b, vectors) as loop:
         x, old = e.load(e.at(scores, e.add(at, e.mul(loop.index, LANES)))), e.b.load(top)
@@ -202,8 +204,9 @@ def _soften(e, scores, at, vectors, stats, stats_at):
 
 @_vectors
 def _mix(e, p, p_at, p_row, group, lanes, v, v_at, v_row, count, next_at, out, out_at):
-    """out[g] += sum over t of p[g, t] * v[t]. p and out fp32, v bf16. next_at: where values are read from next."""
-    together = max(1, 24 // group)  # so that the sums stay in registers
+    """Compute out[g] += sum over t of p[g, t] * v[t]. p, out fp32; v bf16. next_at: where the next values will be
+    read."""
+    together = max(1, 24 // group)  # keeps the sums in registers
     for first in range(0, lanes, together):
         chunk = range(first, min(lanes, first + together))
         where = {
@@ -225,11 +228,11 @@ def _mix(e, p, p_at, p_row, group, lanes, v, v_at, v_row, count, next_at, out, o
 
 @_vectors
 def _gated(e, gate, up, vectors):
-    """gate -> silu(gate) * up in place, both fp32."""
+    """Compute silu(gate) * up in place of gate, both fp32."""
     with cgutils.for_range(e.b, vectors) as loop:
         here = e.at(gate, e.mul(loop.index, LANES))
         x = e.load(here)
-        # 1 / (1 + exp(-x)) by way of exp(-|x|), which cannot overflow
+        # 1 / (1 + exp(-x)) computed from exp(-|x|), which cannot overflow
         size = e.b.call(e.declare("llvm.fabs.v16f32", _VEC, [_VEC]), [x])
         small = e.exp2(e.b.fmul(size, e.splat(-LOG2_E)))
         over = e.b.select(e.b.fcmp_ordered("<", x, e.splat(0.0)), small, e.splat(1.0))
@@ -239,7 +242,7 @@ def _gated(e, gate, up, vectors):
 
 @_intrinsic
 def _widened(_, x):
-    """bf16 as uint16 -> float32."""
+    """Convert bf16 as uint16 to float32."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return builder.bitcast(builder.shl(builder.zext(args[0], _I32), _I32(16)), _F32)
@@ -262,14 +265,14 @@ def compiled(**options: Any) -> Callable[[Callable[..., Any]], Any]:
     def decorate(function: Callable[..., Any]) -> Any:
         try:
             return njit(cache=True, nogil=True, **options)(function)
-        except RuntimeError:  # no folder to keep compiled code in
+        except RuntimeError:  # there is no directory for numba's cache
             return njit(nogil=True, **options)(function)
 
     return decorate
 
 
 class Product(NamedTuple):
-    """A linear layer. words: the weight in blocks [blocks, pairs, LANES * len(lanes), 2] of bf16, as flat uint32 [...];
+    """A linear layer. words: the bf16 weight in blocks [blocks, pairs, LANES * len(lanes), 2], as flat uint32 [...];
     bias fp32 [outputs], or of size 0."""
 
     words: np.ndarray
@@ -280,14 +283,14 @@ class Product(NamedTuple):
 
 
 class Norm(NamedTuple):
-    """RMSNorm. weight fp32 [width], or of size 0 where there is none."""
+    """RMSNorm. weight fp32 [width], or of size 0 if there is no norm."""
 
     weight: np.ndarray
     eps: float
 
 
 class AttentionTasks(NamedTuple):
-    """The tasks of one step's attention, of every row one after the other. int64 [parts], `starts` [rows + 1]."""
+    """The attention tasks of one step, ordered by row. Fields are int64 [parts], except `starts` [rows + 1]."""
 
     row: np.ndarray
     first: np.ndarray  # context row of the first key
@@ -313,7 +316,7 @@ def _inverse_rms(x, eps):
 
 @compiled()
 def _normed(x, norm, out):
-    """out may be longer than x; the rest becomes 0."""
+    """Normalise rows of x into out. If out is longer than x, the rest becomes 0."""
     for row in range(len(x)):
         scale = _inverse_rms(x[row], norm.eps)
         for i in range(x.shape[1]):
@@ -339,7 +342,7 @@ def _widen(x, out):
 
 @compiled()
 def _block(x, words, lanes, block, out):
-    """One block of outputs for every row."""
+    """Compute one block of outputs for every row."""
     pairs = x.shape[1] // 2
     width = len(lanes) * LANES
     at, column = block * pairs * width, block * width
@@ -364,7 +367,7 @@ def _padded(inputs):
 
 @compiled()
 def _with_room(x, inputs):
-    """[rows, at least inputs] -> [rows, padded inputs], zero behind the inputs."""
+    """Copy rows into fp32 [rows, padded inputs], with zeros after the inputs."""
     out = np.zeros((len(x), _padded(inputs)), np.float32)
     for row in range(len(x)):
         for i in range(inputs):
@@ -394,7 +397,7 @@ def _all_blocks_of_two(x, words, more_words, lanes, out, more):
 
 @compiled()
 def _multiply(x, product):
-    """x fp32 [rows, padded inputs] -> fp32 [rows, at least outputs]."""
+    """Multiply x fp32 [rows, padded inputs] by a linear layer -> fp32 [rows, at least outputs]."""
     out = np.empty((len(x), len(product.words) * 2 // x.shape[1]), np.float32)
     _all_blocks(x, product.words, product.lanes, out)
     _add_bias(out, product.bias)
@@ -403,7 +406,7 @@ def _multiply(x, product):
 
 @compiled()
 def _multiply_gated(x, gate, up):
-    """silu(gate(x)) * up(x), fp32 [rows, at least outputs]."""
+    """Compute silu(gate(x)) * up(x), fp32 [rows, at least outputs]."""
     gates = np.empty((len(x), len(gate.words) * 2 // x.shape[1]), np.float32)
     ups = np.empty_like(gates)
     _all_blocks_of_two(x, gate.words, up.words, gate.lanes, gates, ups)
@@ -415,7 +418,7 @@ def _multiply_gated(x, gate, up):
 
 @compiled()
 def linear(x, product, out):
-    """x bf16 [rows, inputs] -> out bf16 [rows, outputs]."""
+    """Compute a linear layer: x bf16 [rows, inputs] -> out bf16 [rows, outputs]."""
     wide = np.empty((len(x), _padded(product.inputs)), np.float32)
     _widen(x, wide)
     result = _multiply(wide, product)
@@ -436,7 +439,8 @@ def _attend_parts(q, k, v, table, parts, group, k_lanes, v_lanes, mixed, stats):
         head = kv_head * len(group)
         padded = (count + LANES - 1) // LANES * LANES
         scores = np.empty(len(group) * padded, np.float32)
-        # Page, row in it, rows: pages in a row are one run. Behind the last: where the next part begins.
+        # Each run: page, row in it, number of rows; adjacent pages form one run. After the last run: where the next
+        # part begins.
         runs = np.empty((count // page_size + 3, 3), np.int64)
         num_runs, done = 0, 0
         while done < count:
@@ -472,10 +476,10 @@ def _attend_parts(q, k, v, table, parts, group, k_lanes, v_lanes, mixed, stats):
 
 @compiled()
 def attend(q, k, v, table, parts, group, k_lanes, v_lanes, out):
-    """Attention of single rows, each the last of its context. q fp32 [rows, heads, k_dim], scaled by scale * log2(e);
-    k, v bf16 [pages, page_size, kv_heads, dim], any strides but a contiguous dim; table int32 [rows, pages]; out fp32
-    [rows, heads, v_dim]. group, k_lanes, v_lanes: tuples as long as there are heads to a kv head and vectors to a dim.
-    """
+    """Attention of single rows, each the last of its context. q fp32 [rows, heads, k_dim], multiplied by scale *
+    log2(e); k, v bf16 [pages, page_size, kv_heads, dim], with any strides except that dim is contiguous; table int32
+    [rows, pages]; out fp32 [rows, heads, v_dim]. group, k_lanes, v_lanes: tuples whose lengths are the heads per kv
+    head and the vectors per dim of keys and values."""
     heads, dim = out.shape[1], out.shape[2]
     mixed = np.empty((len(parts.row), heads, dim), np.float32)
     stats = np.empty((len(parts.row), heads, 2), np.float32)
@@ -521,7 +525,7 @@ def project(hidden, norm, product, q_norm, k_norm, num_q, num_k, out):
 
 @compiled()
 def _rotate(x, cos, sin, out):
-    """As torch rotates in bf16, to the bit: keys that are rotated when they come back from storage must be the same."""
+    """Rotate exactly as torch does in bf16, bit for bit, because keys rotated after loading must be the same."""
     half = len(cos) // 2
     for d in range(half):
         low, high = _widened(x[d]), _widened(x[half + d])
@@ -532,13 +536,14 @@ def _rotate(x, cos, sin, out):
 
 @compiled()
 def _save(rows, first, blocks, spots):
-    """rows [n, heads, dim], of which those from `first` on are K and V, half each: into the blocks they belong to."""
+    """Save rows [n, heads, dim] to their blocks. Heads from `first` on are K and V, half each."""
     half, dim = (rows.shape[1] - first) // 2, rows.shape[2]
     for row in range(len(spots)):
         if spots[row, 0] >= 0:
             block, at = blocks[spots[row, 0]], spots[row, 1] * half * dim
             for part in range(2):
-                # A slot is cold memory: stores of whole lines wait beside the work, single words are waited for.
+                # A slot is not in the caches: stores of whole cache lines proceed beside the work, single words would
+                # stall it.
                 for head in range(half):
                     source = rows[row, first + part * half + head]
                     target = block[at + head * dim : at + (head + 1) * dim]
@@ -551,10 +556,10 @@ def _save(rows, first, blocks, spots):
 def finish(
     hidden, rows, cos, sin, slots, blocks, spots, scale, k, v, table, parts, group, lanes, o, norm, gate, up, down, out
 ):
-    """The rest of a layer: rotate, write keys and values to their slots, attend, project, add, and the gated MLP.
-    rows as `project` leaves them; cos, sin bf16 [rows, dim]; slots int64 [rows]; out bf16 [rows, width]. What is not
-    rotated is saved to blocks bf16 [blocks, K of all rows of a block, then V], to the block and the row in it that
-    spots int64 [rows, 2] say; block -1: not saved; no rows of spots: none is."""
+    """The rest of a layer: rotate, write keys and values to their slots, attend, project, add, and apply the gated MLP.
+    rows: the output of `project`; cos, sin bf16 [rows, dim]; slots int64 [rows]; out bf16 [rows, width]. Un-rotated
+    keys and values are saved to blocks bf16 [blocks, K of all rows of a block, then V]; spots int64 [rows, 2] gives
+    each row's block and the row in it; block -1: not saved; spots without rows: none is saved."""
     count, width = hidden.shape
     page_size, num_k, dim = k.shape[1], k.shape[2], k.shape[3]
     num_q = num_k * len(group)
@@ -586,7 +591,7 @@ def finish(
 
 
 def self_test() -> None:
-    """Compile and run one parallel loop, and compare. Raises whatever is wrong."""
+    """Compile and run one parallel loop, and check its result. Raises an error if anything is wrong."""
     weight = np.arange(64 * 32, dtype=np.uint16).reshape(2, 16, 32, 2) % 100 + 0x3F00
     product = Product(weight.view(np.uint32).reshape(-1), np.ones(64, np.float32), 32, 64, (0,) * 2)
     x = np.arange(32, dtype=np.uint16).reshape(1, 32) + 0x3F80

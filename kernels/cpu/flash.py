@@ -1,19 +1,20 @@
 """Causal attention of many query rows in bf16 over paged KV, compiled by numba for CPUs with AVX512_BF16.
 
-Online softmax over blocks of keys, as in FlashAttention-2 (arXiv 2307.08691). The lanes of a vector are query rows:
-those of all heads of a group lie side by side, so that they share every key and value that is read. Keys are read where
-they lie, a pair of dimensions at a time for all lanes; values are first paired by key, a block at a time. Maximum, sum
-and correction of the softmax go lane by lane, nothing is summed across lanes.
+Online softmax over blocks of keys, as in FlashAttention-2 (arXiv 2307.08691). The lanes of a vector are query rows. The
+rows of all heads of a group are adjacent, so that they share every key and value that is read. Keys are read in place,
+a pair of dimensions at a time for all lanes; values are first paired by key, a block at a time. Maximum, sum and
+correction of the softmax are computed per lane; nothing is summed across lanes.
 
-A lane knows nothing of the others, and blocks of keys begin at multiples of BLOCK in the context. So a row's result
-depends on its query and on the keys and values that it sees, and on nothing else: neither on other rows or sequences
-of the batch, nor on the chunk it is computed in, nor on the number of threads. NaN stays NaN, and stays in its row.
-What lies in the pages behind a context reaches nobody.
+Lanes are independent, and blocks of keys begin at multiples of BLOCK in the context. So a row's result depends only on
+its query and on the keys and values that it sees: neither on other rows or sequences of the batch, nor on the chunk it
+is computed in, nor on the number of threads. NaN stays NaN, and stays in its row. Memory after the end of a context has
+no effect.
 
-Sums are fp32; probabilities are rounded to bf16 before they meet the values; numbers below 1.2e-38 are 0.
+Sums are fp32; probabilities are rounded to bf16 before they are multiplied by the values; numbers below 1.2e-38 are 0.
 
-Get this from `kernels.cpu.available.flash_kernels`. What is compiled has no type hints: numba would not read them.
-Nothing compiled is shared with `cpu_decode`: numba's disk cache would not see a change there.
+Import this through `kernels.cpu.available.flash_kernels`. Compiled functions have no type hints, because numba ignores
+them. No compiled code is shared with `kernels.cpu.decode`, because numba's disk cache would not notice changes
+there.
 """
 
 import inspect
@@ -32,28 +33,28 @@ from kernels.cpu.decode import compiled
 from kernels.views import as_stream
 
 LANES = 16
-TILE = 48  # query rows of a task: 3 vectors, which with 8 keys or dimensions leave 24 sums in the 32 registers
-BLOCK = 64  # keys between two corrections of the maximum
-PAGE = 32  # sizes of pages are multiples of this: a run of so many keys lies in one page
+TILE = 48  # query rows per task: 3 vectors, which with 8 keys or dimensions fill 24 of the 32 registers with sums
+BLOCK = 64  # keys between two corrections by the maximum
+PAGE = 32  # page sizes are multiples of this, so a run of this many keys lies in one page
 LOG2_E = 1.4426950408889634
-_FAR = 1 << 30  # no window: more than any context
+_FAR = 1 << 30  # larger than any context: no window
 
 _F32, _I16, _I32, _I64 = ir.FloatType(), ir.IntType(16), ir.IntType(32), ir.IntType(64)
 _VEC, _WORDS, _HALVES = ir.VectorType(_F32, LANES), ir.VectorType(_I32, LANES), ir.VectorType(_I16, 2 * LANES)
-# 2 ** r for |r| <= 1/2, to 3e-6: what it is for is rounded to 8 bits.
+# 2 ** r for |r| <= 1/2, to 3e-6: the result is rounded to 8 bits
 _EXP2 = (9.58284536e-3, 5.59064599e-2, 2.40240991e-1, 6.93124187e-1, 1.0)
 
-_intrinsic: Any = intrinsic  # what its own hints say of the functions it makes is wrong
+_intrinsic: Any = intrinsic  # its own type hints for the functions it makes are wrong
 
 
 class _Emit:
-    """Writes vector code into a function that numba compiles. Offsets count 32-bit words, or bf16 in a pool."""
+    """Emits vector code into a function that numba compiles. Offsets count 32-bit words, or bf16 numbers in a pool."""
 
     def __init__(self, builder: Any) -> None:
         self.b = builder
 
     def at(self, base: Any, *offsets: Any) -> Any:
-        """base + the sum of offsets."""
+        """Return base + the sum of offsets."""
         for offset in offsets:
             base = self.b.gep(base, [_I64(offset) if isinstance(offset, int) else offset])
         return base
@@ -75,7 +76,7 @@ class _Emit:
         return self.b.shuffle_vector(one, one, ir.Constant(_WORDS, [0] * LANES))
 
     def variables(self, values: Sequence[Any]) -> list[Any]:
-        """Vectors that loops may change."""
+        """Create vectors that loops may change."""
         slots = [cgutils.alloca_once(self.b, value.type) for value in values]
         for slot, value in zip(slots, values, strict=True):
             self.b.store(value, slot)
@@ -89,16 +90,16 @@ class _Emit:
         return self.call("llvm.fma.v16f32", _VEC, x, y, z)
 
     def add_dot(self, target: Any, x: Any, y: Any) -> None:
-        """target += the sum of each pair's product; x, y words of two bf16."""
+        """Add to target the sum of each pair's product; x, y are words of two bf16."""
         total = self.call("llvm.x86.avx512bf16.dpbf16ps.512", _VEC, self.b.load(target), x, y)
         self.b.store(total, target)
 
     def larger(self, x: Any, y: Any) -> Any:
-        """The larger one; y where one is NaN."""
+        """Return the larger of two numbers; y if one is NaN."""
         return self.b.select(self.b.fcmp_ordered(">", x, y), x, y)
 
     def exp2(self, x: Any) -> Any:
-        """2 ** x for x <= 0; what is below the range gives 0."""
+        """Compute 2 ** x for x <= 0; values below the range give 0."""
         x = self.larger(self.splat(-200.0), x)
         whole = self.call("llvm.rint.v16f32", _VEC, x)
         rest, out = self.b.fsub(x, whole), self.splat(_EXP2[0])
@@ -107,7 +108,7 @@ class _Emit:
         return self.call("llvm.x86.avx512.mask.scalef.ps.512", _VEC, out, whole, out, _I16(-1), _I32(4))
 
     def rounded_pairs(self, low: Any, high: Any) -> Any:
-        """Words of two bf16, to nearest and ties to even."""
+        """Round to words of two bf16, to nearest and ties to even."""
         both = self.call("llvm.x86.avx512bf16.cvtne2ps2bf16.512", _HALVES, high, low)
         order = [i // 2 + i % 2 * LANES for i in range(2 * LANES)]
         return self.b.bitcast(self.shuffle(both, both, order), _WORDS)
@@ -116,20 +117,20 @@ class _Emit:
         return self.b.shuffle_vector(x, y, ir.Constant(ir.VectorType(_I32, len(order)), order))
 
     def interleaved(self, x: Any, y: Any) -> tuple[Any, Any]:
-        """x[0] y[0] x[1] y[1] ..., in two vectors."""
+        """Return x[0] y[0] x[1] y[1] ... in two vectors."""
         count = x.type.count
         order = [i // 2 + i % 2 * count for i in range(2 * count)]
         return self.shuffle(x, y, order[:count]), self.shuffle(x, y, order[count:])
 
     def transposed(self, rows: list[Any]) -> list[Any]:
-        """16 vectors of 16."""
-        for _ in range(4):  # each turns one more bit of the row's number into one of the column's
+        """Transpose 16 vectors of 16."""
+        for _ in range(4):  # each pass exchanges one bit of the row number with one of the column number
             rows = [v for i in range(8) for v in self.interleaved(rows[i], rows[i + 8])]
         return rows
 
 
 def _vectors(emit: Callable[..., None]) -> Any:
-    """From a writer of vector code to a statement for compiled functions. What comes in as an array arrives as its
+    """Turn an emitter of vector code into a statement for compiled functions. It receives an array argument as its
     pointer, and a tuple as its length, which is a constant."""
 
     def typed(_: Any, *kinds: Any) -> Any:
@@ -149,12 +150,12 @@ def _vectors(emit: Callable[..., None]) -> Any:
     return _intrinsic(typed)
 
 
-# --- the parts of a block. w: one thread's memory, as 32-bit words; lanes: vectors to a tile -------------------------
+# --- the parts of a block. w: one thread's memory, as 32-bit words; lanes: vectors per tile ---------------------------
 
 
 @_vectors
 def _pack_queries(e, q, rows, words, w, to, lanes):
-    """w[to + i, lane] = word i of row rows[lane]."""
+    """Set w[to + i, lane] = word i of row rows[lane]."""
     with cgutils.for_range(e.b, _I64(lanes)) as vector, cgutils.for_range(e.b, e.b.sdiv(words, _I64(LANES))) as loop:
         first, column = e.mul(vector.index, LANES), e.mul(loop.index, LANES)
         taken = []
@@ -167,7 +168,7 @@ def _pack_queries(e, q, rows, words, w, to, lanes):
 
 @_vectors
 def _pack_values(e, v, at, row, rows, chunks, w, to):
-    """w[to + i, d] = value d of rows 2 i and 2 i + 1, for chunks of 32 dimensions; 0 behind an odd last row."""
+    """Set w[to + i, d] = value d of rows 2 i and 2 i + 1, for chunks of 32 dimensions; 0 after an odd last row."""
     with cgutils.for_range(e.b, e.b.sdiv(e.b.add(rows, _I64(1)), _I64(2))) as pair:
         even = e.mul(pair.index, 2)
         alone = e.b.icmp_signed("==", e.b.add(even, _I64(1)), rows)
@@ -183,7 +184,7 @@ def _pack_values(e, v, at, row, rows, chunks, w, to):
 
 @_vectors
 def _scores(e, w, q, words, k, at, row, groups, to, lanes):
-    """w[to + t, lane] = key t . query `lane`, for groups of 8 keys, or of 16 if lanes are one vector."""
+    """Compute w[to + t, lane] = key t . query `lane`, for groups of 8 keys, or of 16 if a tile is one vector."""
     keys, width = 16 if lanes == 1 else 8, lanes * LANES
     with cgutils.for_range(e.b, groups) as group:
         first = e.mul(group.index, keys)
@@ -204,7 +205,7 @@ def _scores(e, w, q, words, k, at, row, groups, to, lanes):
 
 @_vectors
 def _hide(e, w, scores, first, keys, positions, window, lanes):
-    """-inf where key `first` + t is not seen from a lane's position."""
+    """Set scores to -inf where key `first` + t is not visible from a lane's position."""
     here = [e.load(e.at(positions, lane * LANES), _WORDS) for lane in range(lanes)]
     past = [e.b.sub(x, e.splat(e.b.trunc(window, _I32))) for x in here]
     with cgutils.for_range(e.b, keys) as loop:
@@ -217,8 +218,8 @@ def _hide(e, w, scores, first, keys, positions, window, lanes):
 
 @_vectors
 def _soften(e, w, scores, pairs, scale, stats, lanes):
-    """Scores of keys -> their weights 2 ** (scale * (score - maximum)), in place and in bf16 pairs of keys.
-    w[stats ...] holds maximum, sum and correction of every lane: what was summed before is to be multiplied by it."""
+    """Replace scores by the weights 2 ** (scale * (score - maximum)), in bf16 pairs of keys.
+    w[stats ...] holds maximum, sum and correction of every lane; earlier sums must be multiplied by the correction."""
     width = lanes * LANES
     by, minus = e.splat(scale), e.b.fsub(_F32(0.0), scale)
     old = [e.load(e.at(w, stats, lane * LANES)) for lane in range(lanes)]
@@ -232,11 +233,11 @@ def _soften(e, w, scores, pairs, scale, stats, lanes):
     shift = []
     for lane, top in enumerate(map(e.b.load, tops)):
         e.store(top, e.at(w, stats, lane * LANES))
-        # As long as all is hidden, any number will do for the maximum but -inf, which gives NaN.
+        # While everything is hidden, the maximum may be any number except -inf, which would give NaN.
         shift.append(e.b.fmul(e.b.select(e.b.fcmp_ordered("==", top, nothing), e.splat(0.0), top), e.splat(minus)))
         correction = e.exp2(e.fma(old[lane], by, shift[lane]))
-        # Exactly 1 where the maximum stays: the product in `shift` is rounded, that in the sum is not. Else one more
-        # block of hidden keys, which the last row of a tile sees, would change the others.
+        # Exactly 1 if the maximum is unchanged: the product in `shift` is rounded, that in the sum is not. Otherwise
+        # one more block of hidden keys, which the last row of a tile sees, would change the other rows.
         unchanged = e.b.fcmp_ordered("==", old[lane], top)
         correction = e.b.select(unchanged, e.splat(1.0), correction)
         e.store(correction, e.at(w, stats, 2 * width + lane * LANES))
@@ -255,7 +256,7 @@ def _soften(e, w, scores, pairs, scale, stats, lanes):
 
 @_vectors
 def _mix(e, w, weights, values, pairs, dims, stats, to, lanes):
-    """w[to + d, lane] = itself * correction + the sum over keys of weight * value."""
+    """Compute w[to + d, lane] = its old value * correction + the sum over keys of weight * value."""
     step, width = 16 if lanes == 1 else 8, lanes * LANES
     corrections = [e.load(e.at(w, stats, 2 * width + lane * LANES)) for lane in range(lanes)]
     with cgutils.for_range(e.b, e.b.sdiv(dims, _I64(step))) as loop:
@@ -278,7 +279,7 @@ def _mix(e, w, weights, values, pairs, dims, stats, to, lanes):
 
 @_vectors
 def _finish(e, w, mixed, stats, words, out, rows, lanes):
-    """out[rows[lane]] = what was mixed, divided by the sum of weights."""
+    """Set out[rows[lane]] = the mixed values divided by the sum of weights."""
     width = lanes * LANES
     with cgutils.for_range(e.b, _I64(lanes)) as vector, cgutils.for_range(e.b, e.b.sdiv(words, _I64(LANES))) as loop:
         first, column = e.mul(vector.index, LANES), e.mul(loop.index, LANES)
@@ -301,7 +302,7 @@ def _fill(e, w, at, vectors, value):
 
 @_intrinsic
 def _next(_, counter):
-    """The number in counter[0], which becomes one larger; every thread gets its own."""
+    """Return counter[0] and increment it atomically, so that every thread gets another number."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         array = context.make_array(signature.args[0])(context, builder, args[0])
@@ -315,8 +316,8 @@ def _next(_, counter):
 
 @compiled()
 def _guard(words, values, pairs, dims, first, positions, window, w, to):
-    """Values that are not finite are added to the lanes that see them, and 0 in their place: a hidden one would meet a
-    weight of 0, and that is NaN. words: w as integers."""
+    """Replace values that are not finite by 0 and add them to the lanes that see them: a hidden one would be multiplied
+    by a weight of 0, which gives NaN. words: w as integers."""
     width, odd = len(positions), 0
     for i in range(values, values + pairs * dims):
         word = words[i]
@@ -341,7 +342,7 @@ def _guard(words, values, pairs, dims, first, positions, window, w, to):
 
 @compiled(error_model="numpy")
 def _tile(q, rows, positions, pools, pages, page_size, span, window, scale, w, out, lanes):
-    """One tile: queries rows[lane] at positions[lane], over the keys of a span (first, end, head) of the
+    """Compute one tile: queries rows[lane] at positions[lane], over the keys of a span (first, end, head) of the
     sequence with these pages."""
     k, k_strides, v, v_strides = pools
     begin, end, head = span
@@ -377,7 +378,7 @@ def _tile(q, rows, positions, pools, pages, page_size, span, window, scale, w, o
 
 @compiled(error_model="numpy")
 def _work(q, pools, table, page_size, tasks, queue, heads, window, scale, w, out):
-    """One thread: tiles that nobody has begun, until there are none."""
+    """The loop of one thread: takes tiles that no thread has begun, until none are left."""
     rows, positions = np.empty(TILE, np.int64), np.empty(TILE, np.int32)
     group = q.shape[1] // heads
     while True:
@@ -386,7 +387,7 @@ def _work(q, pools, table, page_size, tasks, queue, heads, window, scale, w, out
             break
         sequence, query, position, begin, end, head = tasks[task]
         for lane in range(TILE):
-            at = min(begin + lane, end - 1)  # lanes to spare do again what the last one does
+            at = min(begin + lane, end - 1)  # spare lanes repeat the last row
             rows[lane] = (query + at // group) * q.shape[1] + head * group + at % group
             positions[lane] = position + at // group
         span = (max(0, position + begin // group - window + 1), position + (end - 1) // group + 1, head)
@@ -407,13 +408,13 @@ def _attend(q, k, k_strides, v, v_strides, table, page_size, tasks, queue, heads
 
 
 def plan(query_lens: Sequence[int], context_lens: Sequence[int], group: int, heads: int, least: int) -> np.ndarray:
-    """The tasks of one step's attention [tasks, 6]: sequence, its first query row in the batch and that row's position,
-    first and end of the task's query rows (row * group + head in the group), kv head. Sequences of fewer rows than
-    `least` have none."""
+    """Return the tasks of one step's attention [tasks, 6]: sequence, its first query row in the batch, that row's
+    position, first and end of the task's query rows (row * group + head in the group), kv head. Sequences of fewer rows
+    than `least` get no tasks."""
     tasks = []
     query = np.concatenate((np.zeros(1, np.int64), np.cumsum(query_lens)))
-    # Long ones first and the shortest last, so that threads end together; a head's tasks together, so that its keys
-    # stay in the caches.
+    # Long sequences first and the shortest last, so that threads end together; a head's tasks together, so that its
+    # keys stay in the caches.
     for sequence in sorted(range(len(query_lens)), key=lambda i: (-context_lens[i], i)):
         rows = query_lens[sequence]
         if rows >= least:
@@ -428,9 +429,9 @@ def plan(query_lens: Sequence[int], context_lens: Sequence[int], group: int, hea
 
 
 def memory(threads: int, k_dim: int, v_dim: int) -> Tensor:
-    """What `attend` works in, a row for each thread."""
+    """Allocate the memory that `attend` works in, a row for each thread."""
     words = k_dim // 2 * TILE + BLOCK * TILE + BLOCK // 2 * v_dim + v_dim * TILE + 3 * TILE
-    return torch.empty(threads, -(-words // LANES) * LANES)  # torch aligns it to lines of the cache
+    return torch.empty(threads, -(-words // LANES) * LANES)  # torch aligns it to cache lines
 
 
 def attend(
@@ -444,10 +445,10 @@ def attend(
     w: Tensor,
     out: Tensor,
 ) -> None:
-    """Causal attention of the query rows of `tasks`, written to their rows of `out`.
-    q, out bf16 [tokens, heads, dim], contiguous; k, v bf16 [pages, page_size, kv heads, dim], any strides but of dim;
-    table int32 [sequences, pages], contiguous; window: how many keys a row sees, its own the last; w: `memory`. dims
-    and page_size are multiples of 32, scale is positive."""
+    """Compute causal attention of the query rows of `tasks`, and write it to their rows of `out`.
+    q, out bf16 [tokens, heads, dim], contiguous; k, v bf16 [pages, page_size, kv heads, dim], with any strides except
+    that dim is contiguous; table int32 [sequences, pages], contiguous; window: how many keys a row sees, the last of
+    which is its own; w: `memory`. dims and page_size are multiples of 32; scale is positive."""
     pools = (as_stream(k), k.stride()[:3], as_stream(v), v.stride()[:3])
     _attend(
         *(_words(q), *pools, table.numpy(), k.shape[1], tasks, np.zeros(1, np.int64), k.shape[2]),
@@ -460,7 +461,7 @@ def _words(x: Tensor) -> np.ndarray:
 
 
 def self_test() -> None:
-    """Compile everything, as it is called later, and compare what comes out. Raises whatever is wrong."""
+    """Compile everything with the types of later calls, and check the results. Raises an error if anything is wrong."""
     generator = torch.Generator().manual_seed(0)
     q = torch.randn(45, 2, PAGE, generator=generator).bfloat16()  # tiles of three vectors, of two and of one
     k, v = torch.randn(2, 1, 4, PAGE, PAGE, generator=generator).bfloat16().permute(0, 2, 3, 1, 4)

@@ -1,12 +1,12 @@
-"""Blocks at rest into pages, compiled by numba: their bytes compared with a sumsum, keys rotated for their present
-positions and values as they are, in one pass over memory. It lets go of the GIL and makes no temporaries. A step that
-waits for its blocks does it with all of its threads; the loading thread, beside a computation, alone.
+"""Copies stored blocks into pages, compiled by numba: verifies their checksums, rotates keys for their current
+positions and copies values, in one pass over memory. Releases the GIL and makes no temporaries. A step that waits for
+its blocks uses all of its threads; the loading thread works alone beside a computation.
 
-Measured on one core, 12 layers of 1,600 tokens with 4 heads of 64, neither source nor pages in the caches, unchecked:
-2.8 ms; without asking for memory ahead 6.3; torch's gather, rotation and writes 18.
+Measured on one core, 12 layers of 1,600 tokens with 4 heads of 64, neither source nor pages in the caches, without
+checksums: 2.8 ms; without prefetching 6.3; torch's gather, rotation and writes 18.
 
-Get this from `kernels.block_writer`. What is compiled has no type hints: numba would not read them. Nothing compiled is
-shared with the other files: numba's disk cache would not see a change there.
+Import this through `kernels.block_writer`. Compiled functions have no type hints, because numba ignores them. No
+compiled code is shared with the other files, because numba's disk cache would not notice changes there.
 """
 
 from typing import Any
@@ -21,15 +21,15 @@ from xxhash import xxh3_64_intdigest
 from kernels.cpu.decode import compiled
 
 LANES = 16
-_LINE = 32  # elements of a cache line
-_READ_AHEAD, _WRITE_AHEAD = 1024, 256  # elements; within one head's rows when written
+_LINE = 32  # elements per cache line
+_READ_AHEAD, _WRITE_AHEAD = 1024, 256  # elements; writes prefetch within one head's rows
 _F32, _I16, _I32 = ir.FloatType(), ir.IntType(16), ir.IntType(32)
 _VEC, _VEC_I16, _VEC_I32 = (ir.VectorType(t, LANES) for t in (_F32, _I16, _I32))
-_intrinsic: Any = intrinsic  # what its own hints say of the functions it makes is wrong
+_intrinsic: Any = intrinsic  # its own type hints for the functions it makes are wrong
 
 
 class _Emit:
-    """Writes code for vectors of 16 numbers, or for single ones, into a function that numba compiles."""
+    """Emits code for vectors of 16 numbers, or for single numbers, into a function that numba compiles."""
 
     def __init__(self, context: Any, builder: Any, lanes: int) -> None:
         self._context, self.b, self._lanes = context, builder, lanes
@@ -37,17 +37,17 @@ class _Emit:
         self._wide_bits, self._wide = (_VEC_I32, _VEC) if lanes > 1 else (_I32, _F32)
 
     def pointer(self, kind: Any, array: Any, at: Any) -> Any:
-        """Of the element `at` of an array of bf16 as uint16."""
+        """Return a pointer to the element `at` of an array of bf16 as uint16."""
         data = self._context.make_array(kind)(self._context, self.b, array).data
         return self.b.bitcast(self.b.gep(data, [at]), self._bits.as_pointer())
 
     def load(self, pointer: Any) -> Any:
-        """As float32."""
+        """Load as float32."""
         bits = self.b.zext(self.b.load(pointer, align=2), self._wide_bits)
         return self.b.bitcast(self.b.shl(bits, self._all(16)), self._wide)
 
     def rounded(self, x: Any) -> Any:
-        """float32 -> bits of the nearest bf16, ties to even, in the upper half of each 32."""
+        """Round float32 to the nearest bf16, ties to even; its bits are in the upper half of each 32."""
         bits = self.b.bitcast(x, self._wide_bits)
         odd = self.b.and_(self.b.lshr(bits, self._all(16)), self._all(1))
         rounded = self.b.add(bits, self.b.add(odd, self._all(0x7FFF)))
@@ -55,18 +55,18 @@ class _Emit:
         return self.b.select(nan, self._all(0x7FC00000), rounded)
 
     def rounded_product(self, x: Any, y: Any) -> Any:
-        """As float32."""
+        """Multiply and round to bf16; returns float32."""
         bits = self.b.and_(self.rounded(self.b.fmul(x, y)), self._all(0xFFFF0000))
         return self.b.bitcast(bits, self._wide)
 
     def fma(self, x: Any, y: Any, z: Any) -> Any:
-        """x * y + z, rounded once: it shows where the product overflows."""
+        """Compute x * y + z, rounded once, which differs visibly where the product overflows."""
         name = f"llvm.fma.v{self._lanes}f32" if self._lanes > 1 else "llvm.fma.f32"
         kind = ir.FunctionType(self._wide, [self._wide] * 3)
         return self.b.call(cgutils.get_or_insert_function(self.b.module, kind, name), [x, y, z])
 
     def store(self, x: Any, pointer: Any) -> None:
-        """float32 -> the nearest bf16."""
+        """Round float32 to the nearest bf16 and store it."""
         self.b.store(self.b.trunc(self.b.lshr(self.rounded(x), self._all(16)), self._bits), pointer, align=2)
 
     def _all(self, bits: int) -> Any:
@@ -74,8 +74,8 @@ class _Emit:
 
 
 def _turning(lanes: int) -> Any:
-    """Rotate `lanes` pairs, of elements that lie `half` apart. As torch rotates in bf16, to the bit: the product with
-    cos is rounded, then the sum."""
+    """Rotate `lanes` pairs of elements `half` apart, exactly as torch does in bf16: the product with cos is rounded,
+    then the sum."""
 
     def turn(_, x, at, cos, sin, angle, half, out, to):
         def generate(context: Any, b: Any, signature: Any, args: Any) -> Any:
@@ -102,7 +102,7 @@ _turn_many, _turn_one = _turning(LANES), _turning(1)
 
 @_intrinsic
 def _copy_many(_, x, at, out, to):
-    """LANES numbers."""
+    """Copy LANES numbers."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         emit = _Emit(context, builder, LANES)
@@ -115,8 +115,8 @@ def _copy_many(_, x, at, out, to):
 
 
 def _fetching(write: int) -> Any:
-    """Have the cache line of an element, which may lie behind the end, brought before it is needed: the hardware's own
-    guesses end with a page of memory."""
+    """Prefetch the cache line of an element, which may lie beyond the end. Needed because the hardware's own prefetch
+    stops at the end of a page."""
 
     def fetch(_, x, at):
         def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -154,7 +154,7 @@ def _turn(x, at, cos, sin, angle, half, out, to):
         _turn_one(x, at + d, cos, sin, angle + d, half, out, to + d)
 
 
-# --- xxh3_64 with its default secret, of memory longer than 240 bytes -------------------------------------------------
+# --- xxh3_64 with its default secret, for memory longer than 240 bytes ------------------------------------------------
 
 _SECRET = np.frombuffer(
     bytes.fromhex(
@@ -165,9 +165,9 @@ _SECRET = np.frombuffer(
     ),
     np.uint8,
 )
-MIN_BYTES = 241  # shorter memory is hashed in another way
-_STRIPE, _BLOCK_STRIPES = 64, 16  # bytes that are taken in at once; stripes until the sums are mixed
-_MIXED_WITH, _LAST_WITH, _MERGED_WITH = len(_SECRET) - 64, len(_SECRET) - 64 - 7, 11  # places in the secret
+MIN_BYTES = 241  # shorter memory is hashed by another algorithm
+_STRIPE, _BLOCK_STRIPES = 64, 16  # bytes consumed at once; stripes until the sums are mixed
+_MIXED_WITH, _LAST_WITH, _MERGED_WITH = len(_SECRET) - 64, len(_SECRET) - 64 - 7, 11  # offsets in the secret
 _PRIMES = np.array(
     [0x9E3779B185EBCA87, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9, 0x85EBCA77C2B2AE63, 0x27D4EB2F165667C5], np.uint64
 )
@@ -189,8 +189,8 @@ def _sums_at(builder: Any, pointer: Any) -> Any:
 
 @_intrinsic
 def _take_in(_, x, at, stripes, secret, first, step, sums):
-    """Add stripes of x from byte `at` on to the eight sums, each with the secret from byte `first`, `step` further each
-    time; what comes behind them is fetched ahead."""
+    """Add stripes of x from byte `at` on to the eight sums, each with the secret from byte `first`, which moves by
+    `step` for each stripe. Prefetches the bytes after them."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         x, at, stripes, secret, first, step, sums = args
@@ -220,7 +220,7 @@ def _take_in(_, x, at, stripes, secret, first, step, sums):
 
 @_intrinsic
 def _word(_, x, at):
-    """The eight bytes from byte `at` on."""
+    """Load the eight bytes from byte `at` on."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         pointer = _bytes_at(context, builder, signature.args[0], *args)
@@ -231,7 +231,7 @@ def _word(_, x, at):
 
 @_intrinsic
 def _folded(_, x, y):
-    """Both halves of the product of 128 bits, xor each other."""
+    """Return the xor of both halves of the 128-bit product."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         wide = ir.IntType(128)
@@ -244,7 +244,7 @@ def _folded(_, x, y):
 
 @compiled(error_model="numpy")
 def _sumsum(x, at, size):
-    """Of `size` bytes of x from byte `at` on."""
+    """Return the xxh3_64 of `size` bytes of x from byte `at` on."""
     sums = _FIRST_SUMS.copy()
     block_bytes = _STRIPE * _BLOCK_STRIPES
     whole = (size - 1) // block_bytes
@@ -273,7 +273,7 @@ def _place(segments, block, block_rows, cos, sin, turns, k, k_strides, v, v_stri
     kv_heads, k_dim, v_dim = shape
     start, count, slot, angle = block
     page, row = slot // page_size, slot % page_size
-    # As the source lies: one stream of reads, and one of writes per head.
+    # In the order of the source: one stream of reads, and one stream of writes per head.
     at = start
     to_k = page * k_strides[0] + row * k_strides[1]
     for i in range(count):
@@ -313,15 +313,14 @@ def _check_and_place(
 
 @compiled(error_model="numpy")
 def place(segments, blocks, sums, wrong, block_rows, cos, sin, turns, k, k_strides, v, v_strides, page_size, shape):
-    """Write one layer of some blocks into their pages.
-    segments: bf16 memory as one stream, in it the blocks' keys without position [block_rows, kv_heads, k_dim] and
-    behind them their values [block_rows, kv_heads, v_dim]; blocks int64 [blocks, 4]: where in it a block begins, how
+    """Verify one layer of some blocks and write them into their pages.
+    segments: bf16 memory as one stream, containing the blocks' un-rotated keys [block_rows, kv_heads, k_dim], each
+    followed by their values [block_rows, kv_heads, v_dim]; blocks int64 [blocks, 4]: where a block begins in it, how
     many of its rows are wanted, the slot (page * page_size + row) of the first of them, whose page holds them all, and
-    which row of the tables is its; sums uint64 [blocks]: what the xxh3_64 of its segment must be; wrong bool [blocks]:
-    set where that is something else, and the block is not written; cos, sin: bf16 tables [rows, turns] as streams,
-    turns even and at most k_dim; k, v: a pool's bf16 memory as one stream, and strides (page, row, head) in elements;
-    shape: kv_heads, k_dim, v_dim. A segment is longer than 240 bytes.
-    """
+    the block's row in the tables; sums uint64 [blocks]: the expected xxh3_64 of its segment; wrong bool [blocks]: set
+    for blocks with another checksum, which are not written; cos, sin: bf16 tables [rows, turns] as streams, turns even
+    and at most k_dim; k, v: a pool's bf16 memory as one stream, and strides (page, row, head) in elements; shape:
+    kv_heads, k_dim, v_dim. A segment must be longer than 240 bytes."""
     rest = (block_rows, cos, sin, turns, k, k_strides, v, v_strides, page_size, shape)
     for number in range(len(blocks)):
         _check_and_place(number, segments, blocks, sums, wrong, *rest)
@@ -331,15 +330,15 @@ def place(segments, blocks, sums, wrong, block_rows, cos, sin, turns, k, k_strid
 def place_together(
     segments, blocks, sums, wrong, block_rows, cos, sin, turns, k, k_strides, v, v_strides, page_size, shape
 ):
-    """The same with all threads of the team."""
+    """Like `place`, with all threads of the team."""
     for number in prange(len(blocks)):
         rest = (block_rows, cos, sin, turns, k, k_strides, v, v_strides, page_size, shape)
         _check_and_place(number, segments, blocks, sums, wrong, *rest)
 
 
 def self_test(has_team: bool) -> None:
-    """Compile everything, as it is called later, and compare what comes out. has_team: whether numba's threads are
-    torch's, without which nothing is done together. Raises whatever is wrong."""
+    """Compile everything with the types of later calls, and check the results. has_team: whether numba uses torch's
+    threads; otherwise nothing runs in parallel. Raises an error if anything is wrong."""
     rows, dim = 8, 34
     one, two, minus_two = np.uint16(0x3F80), np.uint16(0x4000), np.uint16(0xC000)
     segments = np.full(2 * rows * dim, two)

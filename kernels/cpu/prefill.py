@@ -1,14 +1,15 @@
-"""The small operations of a bf16 decoder layer over many rows, compiled by numba: RMSNorm, rotation together with the
-writing of keys and values to their slots, and the merging of two parts of an attention. One pass over memory each.
+"""The small operations of a bf16 decoder layer over many rows, compiled by numba: RMSNorm, rotation combined with
+writing keys and values to their slots, and merging two parts of an attention. Each takes one pass over memory.
 
 Every row is computed by one thread and in one order, so results depend neither on other rows nor on the number of
 threads. bf16 is widened in registers and rounded once, to nearest and ties to even; NaN stays NaN.
 
-Measured on one core, 1,124 rows, us with torch -> with these: RMSNorm of 768 900 -> 230; 12 + 4 + 4 heads of 64
-1,300 -> 460.
+Measured on one core, 1,124 rows, us with torch -> with these: RMSNorm of 768 900 -> 230; rotating 12 + 4 + 4 heads of
+64 1,300 -> 460.
 
-Get this from `kernels.cpu.available.prefill_kernels`. What is compiled has no type hints: numba would not read them.
-Nothing compiled is shared with `cpu_decode`: numba's disk cache would not see a change there.
+Import this through `kernels.cpu.available.prefill_kernels`. Compiled functions have no type hints, because numba
+ignores them. No compiled code is shared with `kernels.cpu.decode`, because numba's disk cache would not notice changes
+there.
 """
 
 from typing import Any
@@ -21,12 +22,12 @@ from numba.extending import intrinsic
 from kernels.cpu.decode import compiled
 
 _F32, _I32 = ir.FloatType(), ir.IntType(32)
-_intrinsic: Any = intrinsic  # what its own hints say of the functions it makes is wrong
+_intrinsic: Any = intrinsic  # its own type hints for the functions it makes are wrong
 
 
 @_intrinsic
 def _widened(_, x):
-    """bf16 as uint16 -> float32."""
+    """Convert bf16 as uint16 to float32."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return builder.bitcast(builder.shl(builder.zext(args[0], _I32), _I32(16)), _F32)
@@ -36,7 +37,7 @@ def _widened(_, x):
 
 @_intrinsic
 def _rounded(_, x):
-    """float32 -> bf16 as uint16. Without a branch, so that loops around it become vector code."""
+    """Convert float32 to bf16 as uint16, without a branch, so that loops around it are vectorised."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         bits = builder.bitcast(args[0], _I32)
@@ -58,7 +59,7 @@ def _square_sum(x):
 
 @compiled(parallel=True, error_model="numpy")
 def norm(x, weight, eps, out):
-    """RMSNorm of rows. x, out bf16 [rows, width]; weight fp32 [width]; sums and products in fp32."""
+    """Compute RMSNorm of rows. x, out bf16 [rows, width]; weight fp32 [width]; sums and products in fp32."""
     width = len(weight)
     for row in prange(len(x)):
         scale = np.float32(1.0) / np.sqrt(_square_sum(x[row]) / np.float32(width) + np.float32(eps))
@@ -68,7 +69,7 @@ def norm(x, weight, eps, out):
 
 @compiled()
 def _rotate(x, cos, sin, out):
-    """As torch rotates in bf16, to the bit: keys that are rotated when they come back from storage must be the same."""
+    """Rotate exactly as torch does in bf16, bit for bit, because keys rotated after loading must be the same."""
     half = len(cos) // 2
     for d in range(half):
         low, high = _widened(x[d]), _widened(x[half + d])
@@ -96,13 +97,12 @@ def place(
     page_size,
     q,
 ):
-    """Rotate queries and keys, and write keys and values to their slots; what is not rotated to where it is saved.
-    turning: rows of q heads and then k heads, and values: rows of k heads, each bf16 memory as one stream and how far
-    apart its rows are; cos, sin bf16 [rows, dim]; slots int64 [rows], different and inside the pool; heads: of q and of
-    k; k, v: a pool's bf16 memory as one stream, and strides (page, row, head) in elements; q bf16 [rows, heads, dim].
-    blocks bf16 [blocks, K of all rows of a block, then V]; spots int64 [rows, 2]: block and row in it, block -1: not
-    saved; no rows of spots: none is.
-    """
+    """Rotate queries and keys, write keys and values to their slots, and save un-rotated keys and values.
+    turning: rows of q heads and then k heads; values: rows of k heads; each is bf16 memory as one stream, given with
+    the distance of its rows; cos, sin bf16 [rows, dim]; slots int64 [rows], all different and inside the pool; heads:
+    the numbers of q and k heads; k, v: a pool's bf16 memory as one stream, and strides (page, row, head) in elements; q
+    bf16 [rows, heads, dim]. blocks bf16 [blocks, K of all rows of a block, then V]; spots int64 [rows, 2]: block and
+    row in it; block -1: not saved; spots without rows: none is saved."""
     dim = cos.shape[1]
     num_q, num_k = heads
     for row in prange(len(slots)):
@@ -131,7 +131,7 @@ def place(
 
 @compiled(parallel=True, error_model="numpy")
 def merge(own, own_strides, own_lse, own_lse_strides, old, old_strides, old_lse, old_lse_strides, out):
-    """Attention to two sets of keys from the attention to each, weighted by what their log-sum-exps say.
+    """Merge the attention to two sets of keys into the attention to both, weighted by their log-sum-exps.
     own, old bf16 and own_lse, old_lse fp32: memory as one stream, and strides (kv head, group, row) in elements; out
     bf16 [rows, kv heads, groups, dim]."""
     rows, kv_heads, groups, dim = out.shape
@@ -152,7 +152,7 @@ def merge(own, own_strides, own_lse, own_lse_strides, old, old_strides, old_lse,
 
 
 def self_test() -> None:
-    """Compile everything, as it is called later, and compare what comes out. Raises whatever is wrong."""
+    """Compile everything with the types of later calls, and check the results. Raises an error if anything is wrong."""
     rows, dim = 3, 32
     one, two = np.uint16(0x3F80), np.uint16(0x4000)  # 1.0 and 2.0
     x, normed = np.full((rows, dim), two), np.zeros((rows, dim), np.uint16)

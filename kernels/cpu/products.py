@@ -1,16 +1,18 @@
-"""Matrix products in bf16 that sum every row in one order, however many rows there are, compiled by numba: with tiles
-where the processor has AMX, else with dot products of bf16 pairs (AVX512_BF16).
+"""Matrix products in bf16 that sum every row in the same order, however many rows there are. Compiled by numba: with
+AMX tiles if the processor has them, else with dot products of bf16 pairs (AVX512_BF16).
 
-oneDNN chooses by the number of rows how to split a sum, so that a row computed alone differs in its last bits from the
-same row in a crowd. Here a sum goes through the inputs from first to last, whatever else is computed. It is not the
-same sum on every processor: AMX adds up 16 pairs before it adds them to the sum. Sums are fp32, what is below 1.2e-38
-is 0, and a result is rounded once, to nearest and ties to even.
+oneDNN chooses how to split a sum by the number of rows, so the last bits of a row computed alone differ from those of
+the same row among others. Here a sum runs through the inputs from first to last in every case. The sum still depends on
+the processor: AMX adds up 16 pairs before adding them to the sum. Sums are fp32, numbers below 1.2e-38 are 0, and a
+result is rounded once, to nearest and ties to even.
 
-Weights lie as oneDNN packs them: blocks of outputs, in them pairs of inputs. The sums of ROWS rows for COLUMNS outputs
-fill the registers. Strips of rows and runs of outputs are as large as fits the cache next to a core together.
+Weights have oneDNN's packed layout: blocks of outputs, containing pairs of inputs. The sums of ROWS rows for COLUMNS
+outputs fill the registers. Strips of rows and runs of outputs are as large as fits together into the cache next to a
+core.
 
-Get this from `kernels.cpu.available.product_kernels`. What is compiled has no type hints: numba would not read them.
-Nothing compiled is shared with `cpu_decode`: numba's disk cache would not see a change there.
+Import this through `kernels.cpu.available.product_kernels`. Compiled functions have no type hints, because numba
+ignores them. No compiled code is shared with `kernels.cpu.decode`, because numba's disk cache would not notice changes
+there.
 """
 
 import inspect
@@ -26,11 +28,11 @@ from numba.extending import intrinsic
 from kernels.cpu.decode import compiled
 
 LANES = 16
-ROWS = 32  # of a group: two tiles of AMX
-COLUMNS = 32  # outputs that are computed together
+ROWS = 32  # rows per group: two tiles of AMX
+COLUMNS = 32  # outputs computed together
 LOG2_E = 1.4426950408889634
 _STRIP_BYTES, _RUN_BYTES, _RUN_BLOCKS = 1 << 20, 400_000, 8
-_AHEAD = 4096  # bytes of weights that are asked for ahead, where few rows leave the time to memory
+_AHEAD = 4096  # bytes of weights prefetched where there are so few rows that memory is the limit
 # 2 ** r for |r| <= 1/2, to 1e-7
 _EXP2 = (1.5353362e-4, 1.3398874e-3, 9.6184370e-3, 5.5503324e-2, 2.4022648e-1, 6.9314720e-1, 1.0)
 
@@ -38,11 +40,11 @@ _F32, _I8, _I16, _I32, _I64 = ir.FloatType(), ir.IntType(8), ir.IntType(16), ir.
 _VEC, _WORDS = ir.VectorType(_F32, LANES), ir.VectorType(_I32, LANES)
 _POINTER = _I8.as_pointer()
 
-_intrinsic: Any = intrinsic  # what its own hints say of the functions it makes is wrong
+_intrinsic: Any = intrinsic  # its own type hints for the functions it makes are wrong
 
 
 class _Emit:
-    """Writes code into a function that numba compiles. Offsets count bytes."""
+    """Emits code into a function that numba compiles. Offsets count bytes."""
 
     def __init__(self, builder: Any) -> None:
         self.b = builder
@@ -74,7 +76,7 @@ class _Emit:
         return self.b.call(cgutils.get_or_insert_function(self.b.module, kind, name), args)
 
     def exp2(self, x: Any) -> Any:
-        """2 ** x for x <= 0; what is below the range gives 0."""
+        """Compute 2 ** x for x <= 0; values below the range give 0."""
         low = self.splat(-200.0)
         x = self.b.select(self.b.fcmp_ordered("<", x, low), low, x)
         whole = self.call("llvm.rint.v16f32", _VEC, x)
@@ -84,18 +86,18 @@ class _Emit:
         return self.call("llvm.x86.avx512.mask.scalef.ps.512", _VEC, out, whole, out, _I16(-1), _I32(4))
 
     def swish(self, x: Any) -> Any:
-        """x / (1 + exp(-x)), by way of exp(-|x|), which cannot overflow."""
+        """Compute x / (1 + exp(-x)) from exp(-|x|), which cannot overflow."""
         small = self.exp2(self.b.fmul(self.call("llvm.fabs.v16f32", _VEC, x), self.splat(-LOG2_E)))
         over = self.b.select(self.b.fcmp_ordered("<", x, self.splat(0.0)), small, self.splat(1.0))
         return self.b.fmul(x, self.b.fdiv(over, self.b.fadd(self.splat(1.0), small)))
 
     def widened(self, pointer: Any) -> Any:
-        """16 bf16 numbers."""
+        """Load 16 bf16 numbers and widen them."""
         wide = self.b.zext(self.load(pointer, ir.VectorType(_I16, LANES)), _WORDS)
         return self.b.bitcast(self.b.shl(wide, ir.Constant(_WORDS, [16] * LANES)), _VEC)
 
     def store_rounded(self, low: Any, high: Any, pointer: Any) -> None:
-        """32 numbers as bf16."""
+        """Round 32 numbers to bf16 and store them."""
         kind = ir.VectorType(_I16, 2 * LANES)
         self.store(self.call("llvm.x86.avx512bf16.cvtne2ps2bf16.512", kind, high, low), pointer)
 
@@ -103,13 +105,13 @@ class _Emit:
         self.call("llvm.prefetch.p0", ir.VoidType(), pointer, _I32(0), _I32(2), _I32(1))
 
     def tile(self, name: str, *args: Any) -> None:
-        """An instruction of AMX; whole numbers name tiles."""
+        """Emit an AMX instruction; integer arguments name tiles."""
         self.call(f"llvm.x86.{name}", ir.VoidType(), *(_I8(x) if isinstance(x, int) else x for x in args))
 
 
 def _emitted(emit: Callable[..., None]) -> Any:
-    """From a writer of code to a statement for compiled functions. What comes in as an array arrives as its pointer,
-    and a tuple as its length, which is a constant."""
+    """Turn an emitter into a statement for compiled functions. It receives an array argument as its pointer, and a
+    tuple as its length, which is a constant."""
 
     def typed(_: Any, *kinds: Any) -> Any:
         def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -140,9 +142,9 @@ def _release(e):
 
 @_emitted
 def _by_tiles(e, x, x_at, tiles, w, w_at, w_pair, blocks, columns, ahead, out):
-    """out[r, n] = sum over k of x[r, k] * w[k // 2, n, k % 2] for `tiles` times 16 rows, `columns` times 16 outputs and
-    `blocks` times 32 inputs. x as `_packed` leaves it; x_at, w_at: bytes to the first; w_pair: bytes from a pair of
-    weights to the next; out fp32 rows of COLUMNS. Tiles 0 to 3 are sums, 4 and 5 rows, 6 and 7 weights."""
+    """Compute out[r, n] = sum over k of x[r, k] * w[k // 2, n, k % 2] with AMX, for `tiles` * 16 rows, `columns` * 16
+    outputs and `blocks` * 32 inputs. x: in the layout of `_packed`; x_at, w_at: bytes to the first; w_pair: bytes from
+    a pair of weights to the next; out: fp32 rows of COLUMNS. Tiles 0 to 3 are sums, 4 and 5 rows, 6 and 7 weights."""
     for tile in range(tiles * columns):
         e.tile("tilezero", tile)
     with cgutils.for_range(e.b, blocks) as loop:
@@ -169,7 +171,7 @@ def _by_tiles(e, x, x_at, tiles, w, w_at, w_pair, blocks, columns, ahead, out):
 
 @_emitted
 def _by_dots(e, x, x_at, rows, w, w_at, w_pair, blocks, columns, ahead, out, out_at):
-    """The same for `rows` rows; out_at: bytes to the first of them."""
+    """Like `_by_tiles`, with dot products, for `rows` rows; out_at: bytes to the first of them."""
     sums = [
         [cgutils.alloca_once_value(e.b, ir.Constant(_VEC, [0.0] * LANES)) for _ in range(columns)] for _ in range(rows)
     ]
@@ -193,8 +195,9 @@ def _by_dots(e, x, x_at, rows, w, w_at, w_pair, blocks, columns, ahead, out, out
 
 @_emitted
 def _finish(e, sums, rows, bias, bias_at, residual, out, at, row_bytes):
-    """Rows of COLUMNS sums, with what is added, rounded, to `out`. bias fp32, residual and out bf16: bytes to the first
-    number, and from row to row. A tuple in place of an array: there is none."""
+    """Add bias and residual to rows of COLUMNS sums, round them, and store them to `out`. bias fp32, residual and out
+    bf16; given are bytes to the first number and from row to row. A tuple instead of an array means that there is
+    none."""
     biases = None if isinstance(bias, int) else [e.load(e.at(bias, bias_at, half * 64), _VEC) for half in (0, 1)]
     with cgutils.for_range(e.b, rows) as loop:
         here, parts = e.b.mul(loop.index, row_bytes), []
@@ -210,7 +213,7 @@ def _finish(e, sums, rows, bias, bias_at, residual, out, at, row_bytes):
 
 @_emitted
 def _finish_gated(e, gates, ups, rows, out, at, row_bytes):
-    """Rows of silu(gate) * up, rounded, to `out`."""
+    """Store rows of silu(gate) * up, rounded, to `out`."""
     with cgutils.for_range(e.b, rows) as loop:
         parts = []
         for half in (0, 1):
@@ -223,8 +226,8 @@ def _finish_gated(e, gates, ups, rows, out, at, row_bytes):
 
 
 class ExactProduct(NamedTuple):
-    """A linear layer. words: the weight in blocks [blocks, pairs, LANES * len(lanes), 2] of bf16, as flat uint32 [...];
-    bias fp32 [outputs], or of size 0; by_tiles: of length 1 where AMX multiplies, else 0."""
+    """A linear layer. words: the bf16 weight in blocks [blocks, pairs, LANES * len(lanes), 2], as flat uint32 [...];
+    bias fp32 [outputs], or of size 0; by_tiles: of length 1 to multiply with AMX, else 0."""
 
     words: np.ndarray
     bias: np.ndarray
@@ -236,7 +239,7 @@ class ExactProduct(NamedTuple):
 
 @_intrinsic
 def _widened(_, x):
-    """bf16 as uint16 -> float32."""
+    """Convert bf16 as uint16 to float32."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return builder.bitcast(builder.shl(builder.zext(args[0], _I32), _I32(16)), _F32)
@@ -246,7 +249,7 @@ def _widened(_, x):
 
 @_intrinsic
 def _rounded(_, x):
-    """float32 -> bf16 as uint16. Without a branch, so that loops around it become vector code."""
+    """Convert float32 to bf16 as uint16, without a branch, so that loops around it are vectorised."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         bits = builder.bitcast(args[0], _I32)
@@ -260,7 +263,7 @@ def _rounded(_, x):
 
 @compiled()
 def _some(x, x_at, rows, words, w_at, w_pair, blocks, columns, by_tiles, sums):
-    """Sums of a group, or of the first rows of one, over `blocks` times 32 inputs."""
+    """Compute sums of a group, or of its first rows, over `blocks` * 32 inputs."""
     if len(by_tiles):
         if rows > 16:
             _by_tiles(x, x_at, (0, 0), words, w_at, w_pair, blocks, columns, (), sums)
@@ -281,7 +284,7 @@ def _some(x, x_at, rows, words, w_at, w_pair, blocks, columns, by_tiles, sums):
 
 @compiled()
 def _tile_shape():
-    """What AMX is told of its tiles: all have 16 rows of 64 bytes."""
+    """Return the tile configuration for AMX: all tiles have 16 rows of 64 bytes."""
     shape = np.zeros(64, np.uint8)
     shape[0] = 1
     for tile in range(8):
@@ -292,7 +295,7 @@ def _tile_shape():
 
 @compiled()
 def _sums(x, group, rows, pairs, words, block, half, lanes, by_tiles, sums):
-    """Sums of up to ROWS rows for COLUMNS outputs, or those that are left of a block."""
+    """Compute sums of up to ROWS rows for COLUMNS outputs, or for those left in a block."""
     w_pair = len(lanes) * 64
     w_at = block * pairs * w_pair + half * 128
     if len(lanes) - 2 * half >= 2:
@@ -303,7 +306,7 @@ def _sums(x, group, rows, pairs, words, block, half, lanes, by_tiles, sums):
 
 @compiled()
 def _rest(sums, rows, width, bias, residual, out, group, first):
-    """`_finish` for fewer outputs than COLUMNS."""
+    """Like `_finish`, for fewer outputs than COLUMNS."""
     for row in range(rows):
         for i in range(width):
             total = sums[row, i]
@@ -316,7 +319,7 @@ def _rest(sums, rows, width, bias, residual, out, group, first):
 
 @compiled()
 def _plan(rows, pairs, blocks):
-    """Rows of a strip, and blocks of outputs of a run."""
+    """Return the rows of a strip and their number, and the blocks of outputs of a run and their number."""
     strip = max(ROWS, _STRIP_BYTES // (pairs * 4) // ROWS * ROWS)
     run = 1 if rows <= ROWS else max(1, min(_RUN_BLOCKS, _RUN_BYTES // (pairs * COLUMNS * 4)))
     return strip, (rows + strip - 1) // strip, run, (blocks + run - 1) // run
@@ -378,7 +381,7 @@ def _gated(x, pairs, gate, up, lanes, by_tiles, out):
 
 @compiled()
 def _pack(x, group, to):
-    """One group of rows, 0 where there are none as far as a tile is read."""
+    """Pack one group of rows, with zeros for missing rows as far as a tile is read."""
     inputs, first = x.shape[1], group * ROWS
     count = min(ROWS, len(x) - first)
     for block in range(len(to)):
@@ -398,10 +401,10 @@ def _pack_together(x, out):
 
 @compiled()
 def _packed(x):
-    """bf16 [rows, inputs] -> [groups, blocks of 32 inputs, ROWS, 32], so that a tile lies in one piece."""
+    """Pack bf16 [rows, inputs] into [groups, blocks of 32 inputs, ROWS, 32], so that each tile is contiguous."""
     rows, inputs = x.shape
     out = np.empty(((rows + ROWS - 1) // ROWS, (inputs + 31) // 32, ROWS, 32), np.uint16)
-    if len(out) < 4:  # sooner done than the other threads are there
+    if len(out) < 4:  # faster than waking the other threads
         for group in range(len(out)):
             _pack(x, group, out[group])
     else:
@@ -411,22 +414,22 @@ def _packed(x):
 
 @compiled()
 def linear(x, product, residual, out):
-    """x bf16 [rows, inputs] -> out bf16 [rows, outputs]. residual bf16 [rows, outputs] is added before rounding, or has
-    no rows."""
+    """Compute a linear layer: x bf16 [rows, inputs] -> out bf16 [rows, outputs]. residual bf16 [rows, outputs] is added
+    before rounding; it may have no rows."""
     pairs = (product.inputs + 31) // 32 * 16
     _linear(_packed(x), pairs, product.words, product.bias, product.lanes, product.by_tiles, residual, out)
 
 
 @compiled()
 def gated(x, gate, up, out):
-    """x bf16 [rows, inputs] -> silu(gate(x)) * up(x) bf16 [rows, outputs], rounded once. Both without a bias, in blocks
-    of 32 or 64 outputs, which they have a multiple of."""
+    """Compute silu(gate(x)) * up(x): x bf16 [rows, inputs] -> bf16 [rows, outputs], rounded once. Neither layer may
+    have a bias. Outputs come in blocks of 32 or 64 and must be a multiple of the block."""
     pairs = (gate.inputs + 31) // 32 * 16
     _gated(_packed(x), pairs, gate.words, up.words, gate.lanes, gate.by_tiles, out)
 
 
 def self_test(by_tiles: bool) -> None:
-    """Compile everything, as it is called later, and compare what comes out. Raises whatever is wrong."""
+    """Compile everything with the types of later calls, and check the results. Raises an error if anything is wrong."""
     rng = np.random.default_rng(0)
     inputs, outputs, rows = 64, 64, 35
     tiles, nothing = ((0,) if by_tiles else ()), np.empty((0, 0), np.uint16)

@@ -1,8 +1,8 @@
-"""Rows of many tensors into their places in memory, compiled by numba. The saving thread calls it while the engine
-computes, so it is serial, lets go of the GIL, and makes no temporaries.
+"""Copies rows of many tensors to their places in memory, compiled by numba. The saving thread calls it while the engine
+computes, so it is serial, releases the GIL, and makes no temporaries.
 
-Get this from `kernels.row_copies`, which says what it gains. What is compiled has no type hints: numba would not read
-them.
+Import this through `kernels.row_copies`, which documents the gain. Compiled functions have no type hints, because numba
+ignores them.
 """
 
 from typing import Any
@@ -16,14 +16,14 @@ from numba.extending import intrinsic
 from kernels.cpu.decode import compiled
 
 _LINE = 64  # bytes
-_AHEAD = 4  # rows that are asked for before they are copied
+_AHEAD = 4  # rows prefetched before they are copied
 _I8P, _I32 = ir.IntType(8).as_pointer(), ir.IntType(32)
-_intrinsic: Any = intrinsic  # what its own hints say of the functions it makes is wrong
+_intrinsic: Any = intrinsic  # its own type hints for the functions it makes are wrong
 
 
 @_intrinsic
 def _copy(_, target, source, size):
-    """memcpy between addresses."""
+    """Copy `size` bytes between addresses."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         to, where, count = arguments
@@ -35,7 +35,7 @@ def _copy(_, target, source, size):
 
 @_intrinsic
 def _fetch(_, address):
-    """Ask for a cache line that is read soon. Any address will do."""
+    """Prefetch the cache line at an address. Any address is allowed."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         kind = ir.FunctionType(ir.VoidType(), [_I8P, _I32, _I32, _I32])
@@ -49,8 +49,8 @@ def _fetch(_, address):
 
 @compiled()
 def copy_rows(copies):
-    """copies int64 [n, 5]: address of the first row, bytes from one row to the next, address to write to (rows lie one
-    behind the other there), number of rows, bytes of a row."""
+    """Copy rows to contiguous memory. copies int64 [n, 5]: address of the first row, bytes from one row to the next,
+    target address, number of rows, bytes per row."""
     for i in range(len(copies)):
         source, step, target, rows, size = copies[i, 0], copies[i, 1], copies[i, 2], copies[i, 3], copies[i, 4]
         for row in range(rows):
@@ -61,7 +61,7 @@ def copy_rows(copies):
 
 
 def self_test() -> None:
-    """Compile everything, as it is called later, and compare what comes out. Raises whatever is wrong."""
+    """Compile everything with the types of later calls, and check the results. Raises an error if anything is wrong."""
     source, target = np.arange(60, dtype=np.uint8).reshape(6, 10), np.zeros((6, 4), np.uint8)
     at, to = source.ctypes.data, target.ctypes.data
     copy_rows(np.array([[at + 3, 10, to, 5, 4], [at + 50, 0, to + 20, 1, 4]]))
