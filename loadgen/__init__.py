@@ -1,1 +1,1 @@
-"""Measures any server from outside (`reprise load`: `cli.py`, `measure/`), and simulates ours (`virtual/`, `sim/`)."""
+"""Measures any server from outside (`reprise load`: `cli.py`, `measure/`) and simulates ours (`virtual/`, `sim/`)."""

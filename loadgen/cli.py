@@ -1,4 +1,4 @@
-"""`reprise load`: measure a server, and put results side by side."""
+"""`reprise load`: measures a server, and compares results."""
 
 import json
 import re
@@ -36,7 +36,7 @@ def _refuse(message: str) -> typer.Exit:
 
 
 def main(words: list[str]) -> None:
-    """`reprise load` with these words behind it. Ends the program."""
+    """Run `reprise load` with these arguments, then end the program."""
     cli(args=words, prog_name="reprise load", obj=words)
 
 
@@ -55,7 +55,7 @@ def load_command(
     ] = False,
     body: Annotated[str, typer.Option(help="Further fields of every request, as JSON.", rich_help_panel=TARGET)] = "",
     max_tokens_field: Annotated[
-        str, typer.Option(help="What the server calls it.", rich_help_panel=TARGET)
+        str, typer.Option(help="The server's name for the token limit.", rich_help_panel=TARGET)
     ] = "max_tokens",
     timeout: Annotated[
         float, typer.Option(min=0.1, help="Seconds a server may be silent.", rich_help_panel=TARGET)
@@ -63,7 +63,9 @@ def load_command(
     retries: Annotated[
         int,
         typer.Option(
-            min=0, help="Of what was refused with 429 or 503, or found no connection.", rich_help_panel=TARGET
+            min=0,
+            help="Retries of a request that was refused with 429 or 503, or found no connection.",
+            rich_help_panel=TARGET,
         ),
     ] = 0,
     dialogues: Annotated[
@@ -76,7 +78,7 @@ def load_command(
         int | None,
         typer.Option(
             min=1,
-            help="How many; of a trace, rows. Default: 100, or as many as a file of dialogues has; all of a trace.",
+            help="How many; of a trace, rows. Default: 100, or all of a smaller file of dialogues; all of a trace.",
             rich_help_panel=WORKLOAD,
         ),
     ] = None,
@@ -101,27 +103,31 @@ def load_command(
         ),
     ] = "lognormal:24,1.05",
     speed: Annotated[
-        float, typer.Option(min=1e-6, help="Times as fast as recorded (trace).", rich_help_panel=WORKLOAD)
+        float, typer.Option(min=1e-6, help="Factor on the recorded speed (trace).", rich_help_panel=WORKLOAD)
     ] = 1.0,
-    scale: Annotated[float, typer.Option(min=1e-6, max=1e6, help="Times all lengths.", rich_help_panel=WORKLOAD)] = 1.0,
+    scale: Annotated[
+        float, typer.Option(min=1e-6, max=1e6, help="Factor on all lengths.", rich_help_panel=WORKLOAD)
+    ] = 1.0,
     max_context: Annotated[
         int,
         typer.Option(
-            min=0, help="Conversations end before they exceed so many tokens. 0: never.", rich_help_panel=WORKLOAD
+            min=0, help="End conversations before they exceed this many tokens. 0: never.", rich_help_panel=WORKLOAD
         ),
     ] = 0,
     answer_tokens: Annotated[
-        int, typer.Option(min=0, help="Of every answer. 0: as the workload says.", rich_help_panel=WORKLOAD)
+        int, typer.Option(min=0, help="Length of every answer. 0: as the workload says.", rich_help_panel=WORKLOAD)
     ] = 0,
     system_tokens: Annotated[
-        int, typer.Option(min=0, help="Of a system prompt that all share.", rich_help_panel=WORKLOAD)
+        int, typer.Option(min=0, help="Length of a system prompt that all share.", rich_help_panel=WORKLOAD)
     ] = 0,
     duration: Annotated[
         float, typer.Option(min=0, help="Seconds after which nothing new is sent. 0: all.", rich_help_panel=WORKLOAD)
     ] = 0.0,
-    seed: Annotated[int, typer.Option(help="Of everything that is drawn.", rich_help_panel=WORKLOAD)] = 0,
-    multi_turn: Annotated[float, typer.Option(help="Share of several turns.", rich_help_panel=LENGTHS)] = 0.73,
-    mean_turns: Annotated[float, typer.Option(help="Of all conversations.", rich_help_panel=LENGTHS)] = 5.75,
+    seed: Annotated[int, typer.Option(help="Seed of everything that is random.", rich_help_panel=WORKLOAD)] = 0,
+    multi_turn: Annotated[
+        float, typer.Option(help="Share of conversations with several turns.", rich_help_panel=LENGTHS)
+    ] = 0.73,
+    mean_turns: Annotated[float, typer.Option(help="Mean number of turns.", rich_help_panel=LENGTHS)] = 5.75,
     over_2k: Annotated[
         float, typer.Option("--over-2k", help="Share over 2,048 tokens.", rich_help_panel=LENGTHS)
     ] = 0.47,
@@ -129,16 +135,16 @@ def load_command(
         float, typer.Option("--over-4k", help="Share over 4,096 tokens.", rich_help_panel=LENGTHS)
     ] = 0.30,
     warmup_turns: Annotated[
-        int, typer.Option(min=0, help="The first requests, that do not count.", rich_help_panel=MEASURE)
+        int, typer.Option(min=0, help="Number of first requests that do not count.", rich_help_panel=MEASURE)
     ] = 0,
     warmup_s: Annotated[
-        float, typer.Option(min=0, help="What is due in the first seconds does not count.", rich_help_panel=MEASURE)
+        float, typer.Option(min=0, help="Requests due in the first seconds do not count.", rich_help_panel=MEASURE)
     ] = 0.0,
     slo_ttft_ms: Annotated[
-        float, typer.Option(min=0, max=1e9, help="Goodput: most TTFT.", rich_help_panel=MEASURE)
+        float, typer.Option(min=0, max=1e9, help="Goodput: highest TTFT.", rich_help_panel=MEASURE)
     ] = 1000.0,
     slo_tpot_ms: Annotated[
-        float, typer.Option(min=0, max=1e9, help="Goodput: most TPOT.", rich_help_panel=MEASURE)
+        float, typer.Option(min=0, max=1e9, help="Goodput: highest TPOT.", rich_help_panel=MEASURE)
     ] = 100.0,
     gpus: Annotated[float, typer.Option(min=0, max=1e9, rich_help_panel=COST)] = 1.0,
     gpu_price: Annotated[float, typer.Option(min=0, max=1e9, help="$ an hour.", rich_help_panel=COST)] = 5.0,
@@ -151,7 +157,7 @@ def load_command(
     out: Annotated[Path | None, typer.Option(help="Result file, JSON.", rich_help_panel=OUTPUT)] = None,
     html: Annotated[Path | None, typer.Option(help="Report with plots, one file.", rich_help_panel=OUTPUT)] = None,
     token_times: Annotated[
-        bool, typer.Option(help="Every token's time in the result file.", rich_help_panel=OUTPUT)
+        bool, typer.Option(help="Write every token's time to the result file.", rich_help_panel=OUTPUT)
     ] = False,
     quiet: Annotated[bool, typer.Option(help="No progress.", rich_help_panel=OUTPUT)] = False,
 ) -> None:
@@ -190,14 +196,14 @@ def load_command(
         f"{server['model']} at {server['url']}", markup=False,
     )  # fmt: skip
     if unusable := workload.unusable:
-        console.print(f"{unusable:,} in the file are unusable: nobody asks in them what is answered")
+        console.print(f"{unusable:,} in the file are unusable: they contain no answered question")
     if left_out := workload.left_out:
         console.print(
-            f"{left_out:,} of {left_out + len(talks):,} left out: already the first turn is longer than --max-context"
+            f"{left_out:,} of {left_out + len(talks):,} left out: their first turn already exceeds --max-context"
         )
     if repeats := load_run.repeated(talks):
         console.print(
-            f"{repeats:,} of them say what others said before: what a cache finds of that is no history's reuse"
+            f"{repeats:,} of them repeat others word for word: cache hits on those are not reuse of a history"
         )
     started = datetime.now(UTC)
     results, finished = _execute(options, talks, target, quiet)
@@ -226,11 +232,9 @@ def load_command(
 def compare(
     files: Annotated[list[Path], typer.Argument(help="Result files of `reprise load --out`.")],
     html: Annotated[Path | None, typer.Option(help="The same as a page with plots.")] = None,
-    names: Annotated[
-        str, typer.Option(help="What the runs are called, comma-separated. Default: the files' names.")
-    ] = "",
+    names: Annotated[str, typer.Option(help="Names of the runs, comma-separated. Default: the files' names.")] = "",
 ) -> None:
-    """Put runs side by side; of a single one, draw its report again."""
+    """Compare runs side by side; for a single one, show its report again."""
     called = [name.strip() for name in names.split(",")] if names else [file.stem for file in files]
     if len(called) != len(files):
         raise _refuse(f"{len(files)} files, {len(called)} names")
@@ -271,7 +275,8 @@ def _execute(
 def _target(
     url: str, model: str, api_key: str, fields: dict[str, Any], max_tokens_field: str
 ) -> tuple[Target, dict[str, Any]]:
-    """Where to send, and what the server says of itself. Raises ValueError where it cannot be asked."""
+    """Ask the server for its model and version. Returns where to send, and what the server says. Raises ValueError if
+    it cannot be asked."""
     parts = urlsplit(url)
     base = url.rstrip("/").removesuffix("/v1")
     shown = urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2])).rstrip("/").removesuffix("/v1")
@@ -297,7 +302,7 @@ def _target(
 
 
 def _listed(answer: httpx.Response) -> list[dict[str, Any]]:
-    """The models of a list; none of anything else: the name is all we need, and it may have been given."""
+    """Return the models of a list; none if the answer has another form, because a model's name may have been given."""
     try:
         listed = answer.json()["data"]
         return [model for model in listed if isinstance(model["id"], str)]
@@ -306,7 +311,7 @@ def _listed(answer: httpx.Response) -> list[dict[str, Any]]:
 
 
 def _version(answer: httpx.Response) -> str | None:
-    """Servers that have no such page answer with anything."""
+    """Return the server's version; None if it has no such page."""
     try:
         said = answer.json()["version"] if answer.status_code == 200 else None
     except (ValueError, LookupError, TypeError):
@@ -327,7 +332,8 @@ def _fields(body: str) -> dict[str, Any]:
 
 
 def _shown(words: list[str]) -> list[str]:
-    """A command line without secrets: a key is taken from the environment again, and so is a password in an address."""
+    """Remove secrets from a command line: keys, which are taken from the environment again, and passwords in
+    addresses."""
     words = [re.sub(r"(://)[^/@\s]*@", r"\1", word) for word in words]
     shown: list[str] = []
     skip = False

@@ -1,4 +1,4 @@
-"""Options of a command that only some of its modes heed."""
+"""Options of a command that only some of its modes use."""
 
 from collections.abc import Collection
 
@@ -6,8 +6,8 @@ import typer
 
 
 def refuse_given(context: typer.Context, names: Collection[str], where: str) -> None:
-    """Whoever gives an option expects it to matter: raises ValueError for those of these parameters that were given on
-    the command line. where: what makes them idle, `with --trace`."""
+    """Refuse options that would have no effect, because their user expects one. Raises ValueError if any of these
+    parameters were given on the command line. where: what makes them ineffective, such as `with --trace`."""
     given = []
     for parameter in context.command.params:
         if parameter.name is not None and parameter.name in names:

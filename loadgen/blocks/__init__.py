@@ -1,1 +1,1 @@
-"""Replays of block traces."""
+"""Replays block traces."""

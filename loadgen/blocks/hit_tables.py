@@ -1,4 +1,4 @@
-"""What policies hit on a trace, at several capacities: as JSON, as a table and as a picture."""
+"""Shows the hit rates of policies on a trace at several capacities, as JSON, table and picture."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -21,8 +21,8 @@ def simulate(
     score_from: float,
     progress: Callable[[str, int], None],
 ) -> dict[str, Any]:
-    """Every policy at every capacity, in tokens. score_from: the share of requests that only warm up. Raises ValueError
-    for what is not known or cannot be read, OSError."""
+    """Simulate every policy at every capacity, in tokens. score_from: the share of requests that only warm up. Raises
+    ValueError for unknown policies and unreadable traces, OSError."""
     unknown = [policy for policy in policies if policy not in KNOWN]
     if unknown:
         raise ValueError(f"no policy {', '.join(unknown)}; there are {', '.join(KNOWN)}")
@@ -60,7 +60,7 @@ def _row(rate: HitRate, capacity: int) -> dict[str, Any]:
 
 
 def table(result: dict[str, Any]) -> Table:
-    """Policies down, capacities across, in shares of blocks."""
+    """Build a table with a row per policy and a column per capacity, in shares of blocks."""
     rates = {(row["policy"], row["capacity_tokens"]): row["block_hit_rate"] for row in result["policies"]}
     policies, capacities = list(dict.fromkeys(p for p, _ in rates)), list(dict.fromkeys(c for _, c in rates))
     headings = [f"{capacity / 1e6:g} M" for capacity in capacities]
@@ -71,7 +71,7 @@ def table(result: dict[str, Any]) -> Table:
 
 
 def draw(result: dict[str, Any], out: Path) -> None:
-    """A line per policy. Raises ImportError without matplotlib."""
+    """Draw a line per policy. Raises ImportError without matplotlib."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 4.2), layout="constrained")

@@ -1,8 +1,8 @@
-"""A recorded sequence of requests through one tier of blocks: what each eviction policy would have hit.
+"""Replays a recorded sequence of requests through one tier of blocks, to measure what each eviction policy would hit.
 
-The rule, which knows no server: when a request arrives, the leading run of its blocks that are in the tier are hits;
-then all of its blocks are inserted or touched, from the last to the first; then the policy makes room. No load fails,
-nothing is pinned, nobody waits. Policies that look at sessions get them from the blocks alone (`SessionFinder`).
+The rule models no server: when a request arrives, its leading blocks that are in the tier are hits; then all of its
+blocks are inserted or touched, from last to first; then the policy makes room. No load fails, nothing is pinned, no
+request waits. For policies that look at sessions, sessions are inferred from the blocks (`SessionFinder`).
 """
 
 import math
@@ -17,19 +17,19 @@ from cache.policies.eviction_policy import EvictionPolicy
 from cache.returns.return_times import ReturnTimes
 from loadgen.workloads.traces import TraceRequest
 
-BLOCK_TOKENS = 512  # of the published traces
-DEFAULT = "lookahead"  # the server's own for its lower tiers
+BLOCK_TOKENS = 512  # in the published traces
+DEFAULT = "lookahead"  # the server's policy for its lower tiers
 CEILINGS = ("belady", "unbounded")
-ANSWER_S_PER_TOKEN = 0.03  # traces do not say when answers ended
-_MOST_SESSIONS = 20_000  # as a server forgets them
+ANSWER_S_PER_TOKEN = 0.03  # assumed, because traces do not record when answers ended
+_MOST_SESSIONS = 20_000  # like a server, which forgets old sessions
 
 
 @dataclass(frozen=True, slots=True)
 class HitRate:
-    """What one policy hit with one capacity."""
+    """The hits of one policy at one capacity."""
 
     policy: str
-    capacity_tokens: int | None  # None: as much as there is
+    capacity_tokens: int | None  # None: unlimited
     blocks: int
     hit_blocks: int
     tokens: int
@@ -45,9 +45,9 @@ class HitRate:
 
 
 class SessionFinder:
-    """Which session a request belongs to, from the past alone: the one whose last full block (but for the first, which
-    all may share) lies in this prompt, deepest first. Only the end of a session goes on: a second branch from the same
-    place is a session of its own. A server knows this from its transcripts."""
+    """Assigns requests to sessions from the past alone: a request continues the session whose last full block (other
+    than the first, which all may share) is in its prompt, the deepest such block winning. Only the end of a session can
+    be continued; a second branch from the same place is a new session. A server knows this from its transcripts."""
 
     def __init__(self) -> None:
         self._at_end: dict[int, int] = {}  # last full block -> session
@@ -55,7 +55,7 @@ class SessionFinder:
         self._sessions = 0
 
     def find(self, full_blocks: Sequence[int]) -> int | None:
-        """None: too short to be known again."""
+        """Return the session of a request; None if it is too short to be recognised."""
         if len(full_blocks) < 2:
             return None
         known = next((block for block in reversed(full_blocks[1:]) if block in self._at_end), None)
@@ -70,7 +70,7 @@ class SessionFinder:
         return session
 
     def forget_oldest(self, most: int) -> int | None:
-        """The session that has been silent for longest, if there are more than `most`."""
+        """Drop and return the session unused for longest, if there are more than `most`."""
         if len(self._ends) <= most:
             return None
         oldest = next(iter(self._ends))
@@ -79,7 +79,7 @@ class SessionFinder:
 
 
 class _Uses:
-    """When each block is wanted next."""
+    """Knows when each block is needed next."""
 
     def __init__(self, requests: Sequence[TraceRequest]) -> None:
         self._next: dict[BlockKey, float] = {}
@@ -91,7 +91,7 @@ class _Uses:
         self._behind.reverse()
 
     def arrive(self, number: int, keys: Sequence[BlockKey]) -> None:
-        """The future is that behind this request, for its own blocks."""
+        """Advance the future of this request's blocks to what comes after it."""
         self._next.update(zip(keys, self._behind[number], strict=True))
 
     def next_use(self, key: BlockKey) -> float:
@@ -101,8 +101,8 @@ class _Uses:
 def hit_blocks(
     requests: Sequence[TraceRequest], policy: str, capacity_tokens: int | None, returns: ReturnTimes | None = None
 ) -> list[int]:
-    """Of each request, how many of its blocks were hit; see `hit_rate`. returns: what is known of the sessions; None:
-    nothing, but for what is learned on the way."""
+    """Return how many of each request's blocks were hit; see `hit_rate`. returns: what is known about sessions; None:
+    only what is learned during the replay."""
     uses = _Uses(requests) if policy == "belady" else None
     returns = ReturnTimes() if returns is None else returns
     if uses is not None:
@@ -114,8 +114,8 @@ def hit_blocks(
 
 
 def hit_rate(requests: Sequence[TraceRequest], policy: str, capacity_tokens: int | None, first: int = 0) -> HitRate:
-    """policy: a key of `POLICIES`, "default" for the server's own, or one of `CEILINGS`. Requests before number `first`
-    warm up and are not counted. Raises KeyError for another policy."""
+    """Measure one policy. policy: a key of `POLICIES`, "default" for the server's own, or one of `CEILINGS`. Requests
+    before number `first` warm up and are not counted. Raises KeyError for an unknown policy."""
     hits = hit_blocks(requests, policy, capacity_tokens)
     bounded = capacity_tokens is not None and policy != "unbounded"
     counted = requests[first:]
@@ -134,10 +134,10 @@ def hit_rate(requests: Sequence[TraceRequest], policy: str, capacity_tokens: int
 def _replay(
     requests: Sequence[TraceRequest], policy: EvictionPolicy, returns: ReturnTimes, room: float, uses: _Uses | None
 ) -> Iterator[int]:
-    """The hits of each request, in blocks."""
+    """Yield the hits of each request, in blocks."""
     resident: set[BlockKey] = set()
     finder = SessionFinder()
-    answers: list[tuple[float, int, int, int]] = []  # a heap: when one is complete, number, session, tokens
+    answers: list[tuple[float, int, int, int]] = []  # a heap of (time of completion, number, session, tokens)
     newest: dict[int, int] = {}  # session -> the number of its last request
     for number, request in enumerate(requests):
         keys = [_key(name) for name in request.block_names]
@@ -146,7 +146,7 @@ def _replay(
             at_s, asked, session, tokens = heappop(answers)
             if newest.get(session) == asked:
                 returns.answered(session, at_s, tokens)
-        # What is not full the next turn fills, under another name: it is nobody's.
+        # A block that is not full gets another name when the next turn fills it, so no session owns it.
         full = min(len(keys), request.prompt_tokens // BLOCK_TOKENS)
         found = finder.find(request.block_names[:full])
         if found is not None:

@@ -1,1 +1,1 @@
-"""Load on a real server, and its measurement."""
+"""Sends load to a real server and measures it."""

@@ -1,8 +1,8 @@
-"""A small HTTP/1.1 client that says when every piece of an answer came.
+"""A small HTTP/1.1 client that records when every piece of an answer arrives.
 
-A general client puts several coroutines between the socket and its user: at thousands of tokens a second they take the
-processor, and the clock then measures the client. Here bytes are stamped and taken in the callback that received them.
-No proxies, redirects or compression; nothing is sent twice but where a kept connection turns out to be closed.
+A general client runs several coroutines between the socket and its user. At thousands of tokens a second they take up
+the processor, and the clock then measures the client. Here the callback that receives bytes also stamps and handles
+them. No proxies, redirects or compression. A request is sent again only if a kept connection turns out to be closed.
 """
 
 import asyncio
@@ -14,14 +14,14 @@ from urllib.parse import urlsplit
 
 from loadgen.measure.response import HttpResponse
 
-Take = Callable[[int, float, bytes], None]  # status, time on the performance counter, bytes of the body
+Take = Callable[[int, float, bytes], None]  # (status, time on the performance counter, bytes of the body)
 
-# Servers close idle connections after 5 s (uvicorn) and more; a younger one is still good.
+# Servers close idle connections after 5 s (uvicorn) or later, so a younger one can be reused.
 _KEEP_S = 2.0
 
 
 class ConnectFailed(Exception):
-    """There is no connection to the server."""
+    """No connection to the server could be made."""
 
 
 class Silent(Exception):
@@ -33,10 +33,10 @@ class Broken(Exception):
 
 
 class Http:
-    """Connections to one server, as many as there are requests at once. Of one event loop."""
+    """Connections to one server, as many as there are simultaneous requests. To be used on one event loop."""
 
     def __init__(self, url: str, *, silence_s: float) -> None:
-        """url: `https://host:port/path`. silence_s: how long nothing may come."""
+        """url: `https://host:port/path`. silence_s: how long the server may send nothing."""
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ValueError(f"{url!r} is not an http or https address")
@@ -50,8 +50,8 @@ class Http:
         self._idle: list[_Connection] = []
 
     def request(self, method: str, path: str, headers: Mapping[str, str], body: bytes) -> bytes:
-        """The bytes of a request, made beforehand so that sending takes no time. Raises ValueError where a header
-        would become two."""
+        """Build the bytes of a request in advance, so that sending takes no time. Raises ValueError for a line end
+        inside a header."""
         fields = {"host": self._head_host, "content-length": str(len(body)), "accept-encoding": "identity", **headers}
         lines = [f"{method} {self._path}{path} HTTP/1.1", *(f"{name}: {value}" for name, value in fields.items())]
         if any("\r" in line or "\n" in line for line in lines):
@@ -59,8 +59,9 @@ class Http:
         return "\r\n".join(lines).encode("latin-1") + b"\r\n\r\n" + body
 
     async def send(self, request: bytes, take: Take) -> tuple[float, HttpResponse]:
-        """Send one request; `take` gets the answer's body as it comes. Returns when it was sent, on the performance
-        counter, and the answer, complete. Raises ConnectFailed, Silent, Broken, and BadResponse of `response`."""
+        """Send one request; `take` is called with each piece of the answer's body. Returns the time of sending on the
+        performance counter, and the complete answer. Raises ConnectFailed, Silent, Broken, and BadResponse of
+        `response`."""
         while True:
             connection = self._kept()
             reused = connection is not None
@@ -69,7 +70,7 @@ class Http:
             try:
                 sent_s = await connection.exchange(request, take)
             except Broken:
-                # The server has closed it while it was idle: nothing has been answered, so nothing was asked.
+                # The server closed the idle connection before it read the request, so sending it again is safe.
                 if reused and not connection.heard:
                     continue
                 raise
@@ -117,7 +118,7 @@ class _Connection(asyncio.Protocol):
         self._done: asyncio.Future[None] | None = None
         self._take: Take | None = None
         self._watch: asyncio.TimerHandle | None = None
-        self.heard = False  # anything of the present answer
+        self.heard = False  # whether anything of the current answer has arrived
         self.heard_s = 0.0
 
     @property
@@ -136,7 +137,7 @@ class _Connection(asyncio.Protocol):
         try:
             await done
         finally:
-            # A request that was given up leaves an answer behind on its connection.
+            # The answer to an abandoned request may still arrive on this connection.
             self._done = self._take = None
             if self._watch is not None:
                 self._watch.cancel()
@@ -152,14 +153,14 @@ class _Connection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         now_s = time.perf_counter()
         if self._done is None or self._done.done():
-            self.abort()  # bytes that nobody asked for
+            self.abort()  # bytes that belong to no request
             return
         self.heard, self.heard_s = True, now_s
         try:
             body = self.response.feed(data)
             if body and self._take is not None:
                 self._take(self.response.status, now_s, body)
-        except Exception as error:  # what `take` raises belongs to who waits
+        except Exception as error:  # pass on what `take` raises to the caller that waits
             self._done.set_exception(error)
             return
         if self.response.done:
@@ -174,7 +175,7 @@ class _Connection(asyncio.Protocol):
             self._done.set_exception(Broken(str(error) if error else "the connection was closed"))
 
     def _look(self) -> None:
-        """Is the server silent? Asked now and then, not at every byte."""
+        """Check whether the server is silent: now and then, not at every byte."""
         if self._done is None or self._done.done():
             return
         left_s = self.heard_s + self._silence_s - time.perf_counter()

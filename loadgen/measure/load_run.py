@@ -1,4 +1,4 @@
-"""One run of `reprise load`: its options, the workload they mean, the run itself and the result file."""
+"""One run of `reprise load`: its options, the workload they describe, the run itself and the result file."""
 
 import asyncio
 import gc
@@ -26,16 +26,16 @@ _PARTS = {
     "command": list, "finished": bool, "options": dict, "server": dict, "workload": dict, "summary": dict,
     "by_turn": list, "timeline": list, "itl_histogram": dict, "requests": list,
 }  # fmt: skip
-_DIALOGUES = 100  # of a file, where nobody says how many
-# Tokens of template around a message, at most: what `--max-context` leaves room for.
+_DIALOGUES = 100  # from a file, if no number is given
+# Upper bound on the template's tokens per message, which `--max-context` leaves room for.
 _TEMPLATE_TOKENS = 8
-# Another thread that draws the progress must not hold up a request for the usual 5 ms.
+# The thread that draws the progress must not hold up a request for Python's default of 5 ms.
 _SWITCH_S = 0.0005
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What decides a run, but for the server. The same options are the same requests at the same times."""
+    """Everything that determines a run, except the server. Equal options give the same requests at the same times."""
 
     source: str  # synthetic, dialogues or trace
     path: str
@@ -47,10 +47,10 @@ class Options:
     speed: float
     scale: float
     max_context: int
-    answer_tokens: int  # 0: as long as the workload says
+    answer_tokens: int  # 0: as the workload says
     system_tokens: int
     seed: int
-    duration_s: float  # 0: until all is sent
+    duration_s: float  # 0: until everything is sent
     warmup_turns: int
     warmup_s: float
     timeout_s: float
@@ -62,15 +62,15 @@ class Options:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """What is sent, and what is not."""
+    """The conversations to send, and counts of those left out."""
 
     conversations: list[Conversation]
-    left_out: int = 0  # were asked for, and already the first turn is longer than `max_context`
-    unusable: int = 0  # stand in the file of dialogues, and nobody asks in them what is answered
+    left_out: int = 0  # whose first turn already exceeds `max_context`
+    unusable: int = 0  # of a file of dialogues: nobody asks anything in them that is answered
 
 
 def workload(options: Options) -> Workload:
-    """Raises ValueError and OSError where it cannot be had."""
+    """Build the workload. Raises ValueError and OSError if it cannot be built."""
     rng = random.Random(options.seed)
     system = words(random.Random(f"{options.seed} system"), options.system_tokens) if options.system_tokens else ""
     think_time = think.parse(options.think)
@@ -88,7 +88,7 @@ def workload(options: Options) -> Workload:
 
 
 def repeated(conversations: Sequence[Conversation]) -> int:
-    """How many say what another said before: a cache finds that too."""
+    """Count the conversations that repeat another one word for word, which a cache finds too."""
     told = [tuple(turn.text for turn in conversation.turns) for conversation in conversations]
     return sum(1 for texts in told if texts[0]) - len({texts for texts in told if texts[0]})
 
@@ -101,8 +101,8 @@ def execute(
     on_sent: Callable[[], None],
     on_result: Callable[[TurnResult], None],
 ) -> tuple[list[TurnResult], bool]:
-    """Send it. Returns what ended, in order of sending, and whether the run was let to its end: Ctrl-C leaves with what
-    there is."""
+    """Send the workload. Returns the finished requests in order of sending, and whether the run completed; Ctrl-C ends
+    it early and keeps the results so far."""
     ended: list[TurnResult] = []
 
     def take(result: TurnResult) -> None:
@@ -111,7 +111,7 @@ def execute(
 
     finished = True
     gc.collect()
-    gc.freeze()  # the workload is not looked through again while the clock runs
+    gc.freeze()  # keeps the garbage collector from scanning the workload while the clock runs
     before_s = sys.getswitchinterval()
     sys.setswitchinterval(_SWITCH_S)
     try:
@@ -132,7 +132,7 @@ def execute(
 
 
 def warmed_up(results: Sequence[TurnResult], options: Options) -> list[bool]:
-    """Which of the results, in order of sending, count."""
+    """Tell for each result, in order of sending, whether it counts, being after the warm-up."""
     return [place >= options.warmup_turns and result.due_s >= options.warmup_s for place, result in enumerate(results)]
 
 
@@ -147,7 +147,7 @@ def document(
     started: datetime,
     token_times: bool,
 ) -> dict[str, Any]:
-    """The result file; docs/measuring.md says what is in it."""
+    """Build the result file, described in docs/measuring.md."""
     conversations = workload.conversations
     counts = warmed_up(results, options)
     counted = [result for result, counted in zip(results, counts, strict=True) if counted]
@@ -183,7 +183,7 @@ def document(
 
 
 def write(document: dict[str, Any], path: Path) -> None:
-    """One request a line. Raises OSError."""
+    """Write the result file, one request per line. Raises OSError."""
     head = {name: value for name, value in document.items() if name != "requests"}
     rows = ",\n".join("    " + json.dumps(row, ensure_ascii=False) for row in document["requests"])
     text = json.dumps(head, indent=2, ensure_ascii=False).removesuffix("\n}") + f',\n  "requests": [\n{rows}\n  ]\n}}\n'
@@ -191,7 +191,8 @@ def write(document: dict[str, Any], path: Path) -> None:
 
 
 def save(text: str, path: Path) -> None:
-    """A file is replaced whole or not at all, behind a link too; a pipe or a device is written to. Raises OSError."""
+    """Write a file completely or not at all, following links; a pipe or a device is written to directly. Raises
+    OSError."""
     path = path.resolve()
     if path.exists() and not path.is_file():
         path.write_text(text, encoding="utf-8")
@@ -206,7 +207,8 @@ def save(text: str, path: Path) -> None:
 
 
 def check_writable(*paths: Path | None, read: Sequence[Path | None] = ()) -> None:
-    """Found out before a run, not behind it. read: what the run reads, which it must not replace. Raises ValueError."""
+    """Check before a run that its results can be written. read: files that the run reads, and must not replace. Raises
+    ValueError."""
     taken = {path.resolve() for path in read if path is not None}
     for path in (path.resolve() for path in paths if path is not None):
         if path in taken and (path.is_file() or not path.exists()):
@@ -231,7 +233,7 @@ def _beside(path: Path) -> Path:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """A result file. Raises ValueError where it is none, OSError."""
+    """Read a result file. Raises ValueError if it is not one, OSError."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (UnicodeDecodeError, json.JSONDecodeError):
@@ -257,7 +259,7 @@ def client() -> dict[str, Any]:
 
 
 def _scripts(options: Options, rng: random.Random) -> tuple[list[Script], int]:
-    """And how many of a file are unusable."""
+    """Return the scripts, and how many of a file's are unusable."""
     if options.source == "dialogues":
         scripts, unusable = dialogues.read(Path(options.path))
         return dialogues.choose(scripts, rng, options.conversations or min(_DIALOGUES, len(scripts))), unusable
@@ -265,7 +267,7 @@ def _scripts(options: Options, rng: random.Random) -> tuple[list[Script], int]:
 
 
 def _shaped(conversation: Conversation, options: Options, system: str) -> Conversation:
-    """With the lengths that the options ask for."""
+    """Return the conversation with the lengths that the options ask for."""
     turns = scaled(conversation.turns, options.scale)
     if options.answer_tokens:
         turns = tuple(replace(turn, answer_tokens=options.answer_tokens) for turn in turns)
@@ -276,6 +278,6 @@ def _shaped(conversation: Conversation, options: Options, system: str) -> Conver
 def _new_loop() -> asyncio.AbstractEventLoop:
     try:
         import uvloop
-    except ImportError:  # it does not exist on Windows
+    except ImportError:  # uvloop does not exist on Windows
         return asyncio.new_event_loop()
     return uvloop.new_event_loop()

@@ -1,4 +1,4 @@
-"""How a run stands while it runs: one line that is drawn anew a few times a second, by a thread of its own."""
+"""Shows the progress of a run on one line, redrawn a few times a second by its own thread."""
 
 from collections import deque
 
@@ -10,11 +10,12 @@ from loadgen.measure.sender import TurnResult
 from loadgen.measure.summary import Slo, is_good, tpot_s
 from loadgen.percentile import percentile
 
-_RECENT = 200  # requests that the figures are of
+_RECENT = 200  # number of latest requests that the figures cover
 
 
 class ProgressLine:
-    """Fed on the event loop, read by the thread that draws; appends and single reads need no lock."""
+    """The figures to show. Updated on the event loop and read by the drawing thread; appends and single reads need no
+    lock."""
 
     def __init__(self, slo: Slo) -> None:
         self._slo = slo
@@ -28,7 +29,7 @@ class ProgressLine:
 
     def on_result(self, result: TurnResult) -> None:
         self.ended += 1
-        self.sent -= result.retries  # every try was counted
+        self.sent -= result.retries  # every attempt was counted
         if result.interrupted:
             return
         self.failed += result.error is not None
@@ -40,7 +41,7 @@ class ProgressLine:
             self._tpot_s.append(gap)
 
     def line(self) -> str:
-        """The last requests' figures."""
+        """Return the figures of the latest requests."""
         ttft, tpot, good = self._ttft_s.copy(), self._tpot_s.copy(), self._good.copy()
         parts = [f"{self.sent - self.ended} running"]
         if ttft:

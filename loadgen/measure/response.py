@@ -1,16 +1,16 @@
-"""An HTTP/1.1 response and the server-sent events in it, read from bytes as they arrive. Pure."""
+"""Parses an HTTP/1.1 response and the server-sent events in it from bytes as they arrive. Pure."""
 
 _MAX_HEAD_BYTES = 1 << 16
 
 
 class BadResponse(Exception):
-    """What came is not an HTTP/1.1 response."""
+    """The bytes are not an HTTP/1.1 response."""
 
 
 class HttpResponse:
-    """One response. `feed` it bytes in pieces of any size; it says which of them are body.
+    """One response. `feed` takes bytes in pieces of any size and returns those that belong to the body.
 
-    `status` is 0 until the head is complete; `done` says that the body is. A body that only the end of the connection
+    `status` is 0 until the head is complete; `done` is true when the body is. A body that lasts until the connection
     ends is done when `close` says so.
     """
 
@@ -21,11 +21,12 @@ class HttpResponse:
         self.keep_alive = False
         self._buffer = bytearray()
         self._chunked = False
-        self._missing: int | None = None  # bytes of the body or of the current chunk; None: until the connection ends
+        # bytes left of the body or of the current chunk; None: until the connection ends
+        self._missing: int | None = None
         self._in_trailer = False
 
     def feed(self, data: bytes) -> bytes:
-        """The bytes of the body in `data`. Raises BadResponse."""
+        """Return the bytes of the body in `data`. Raises BadResponse."""
         if not self.status:
             self._buffer += data
             if not self._read_head():
@@ -42,7 +43,7 @@ class HttpResponse:
         return body
 
     def close(self) -> bool:
-        """The connection has ended. Returns whether the response is complete."""
+        """Report the end of the connection. Returns whether the response is complete."""
         if self.status and not self._chunked and self._missing is None:
             self.done = True
         return self.done
@@ -59,7 +60,7 @@ class HttpResponse:
             parts = first.split(" ", 2)
             if len(parts) < 2 or not parts[0].startswith("HTTP/1.") or not parts[1].isdecimal():
                 raise BadResponse(f"no status line: {first[:80]!r}")
-            if int(parts[1]) >= 200:  # those below announce the real one
+            if int(parts[1]) >= 200:  # responses below 200 only announce the real one
                 break
         headers = {}
         for line in lines:
@@ -81,7 +82,7 @@ class HttpResponse:
         return True
 
     def _dechunk(self, data: bytes) -> bytes:
-        """`_missing` counts the rest of a chunk with the line end behind it."""
+        """Decode chunks. `_missing` counts the rest of a chunk including the line end after it."""
         self._buffer += data
         buffer, body, at = self._buffer, bytearray(), 0
         while not self.done:
@@ -89,7 +90,7 @@ class HttpResponse:
                 piece = buffer[at : at + self._missing]
                 if not piece:
                     break
-                # The last two bytes of a chunk are its line end.
+                # the last two bytes of a chunk are its line end
                 body += piece[: max(0, self._missing - 2)]
                 at += len(piece)
                 self._missing -= len(piece)
@@ -117,7 +118,7 @@ class HttpResponse:
 
 
 class Events:
-    """The `data` of server-sent events, from a body in pieces of any size."""
+    """Extracts the `data` of server-sent events from a body in pieces of any size."""
 
     def __init__(self) -> None:
         self._rest = b""

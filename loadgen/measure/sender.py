@@ -1,7 +1,7 @@
-"""A client for any OpenAI-compatible server that sends conversations when they are due and stamps every token.
+"""A client for any OpenAI-compatible server that sends conversations on schedule and stamps every token.
 
-Three ways to send: open loop (conversations begin when they are due, however the server fares), closed loop (so many at
-once, the next begins when one has ended), and one request at a time, conversations taking turns.
+Three modes: open loop (conversations begin when they are due, however the server fares), closed loop (a fixed number at
+once; one begins when another ends), and one request at a time, with conversations taking turns.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ from loadgen.workloads.workload import Conversation, Turn, message
 Loop = Literal["open", "closed", "sequential"]
 Messages = list[dict[str, str]]
 
-_PREPARE_S = 0.2  # before a request is due its body is made
+_PREPARE_S = 0.2  # a request's body is built this long before it is due
 _ERROR_CHARACTERS = 200
 _BY_STATUS = {401: "unauthorized", 403: "unauthorized", 404: "not_found", 408: "timeout", 429: "rate_limited",
               503: "overloaded"}  # fmt: skip
@@ -31,22 +31,22 @@ _RETRIED = ("connect", "rate_limited", "overloaded")
 
 @dataclass(slots=True)
 class TurnResult:
-    """One request, in seconds since the run began."""
+    """One request. Times are in seconds since the run began."""
 
     session_id: str
     turn: int
-    due_s: float  # when it was to be sent; behind it the client was late, which counts as waiting
+    due_s: float  # when it should be sent; a client that is late counts as waiting time
     sent_s: float = 0.0
-    token_s: list[float] = field(default_factory=list)  # of each piece of text that came
+    token_s: list[float] = field(default_factory=list)  # arrival time of each piece of text
     done_s: float = 0.0
-    prompt_tokens: int = 0  # 0: the server does not say
+    prompt_tokens: int = 0  # 0: unknown, the server did not say
     completion_tokens: int = 0
-    cached_tokens: int | None = None  # None: the server does not say
+    cached_tokens: int | None = None  # None: unknown, the server did not say
     finish_reason: str | None = None
     error: str | None = None  # status and code, or what broke
     error_kind: str | None = None
     retries: int = 0
-    extra: dict[str, Any] = field(default_factory=dict)  # `x_cache` and `timings`, where the server sends them
+    extra: dict[str, Any] = field(default_factory=dict)  # `x_cache` and `timings`, if the server sends them
 
     @property
     def ttft_s(self) -> float | None:
@@ -54,23 +54,23 @@ class TurnResult:
 
     @property
     def interrupted(self) -> bool:
-        """It was in flight when the run was stopped: neither finished nor failed."""
+        """Whether the request was in flight when the run was stopped, so that it neither finished nor failed."""
         return self.error_kind == _INTERRUPTED
 
     @property
     def gaps_s(self) -> list[float]:
-        """Between one piece of text and the next."""
+        """The gaps between pieces of text."""
         return [b - a for a, b in pairwise(self.token_s)]
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Where requests go."""
+    """The server to send to, and how."""
 
     url: str  # without /v1
     model: str
-    api_keys: dict[str, str]  # tenant -> bearer key; "" for those not named
-    body: dict[str, Any]  # further fields of every request
+    api_keys: dict[str, str]  # tenant -> bearer key; the key of "" is for all tenants not listed
+    body: dict[str, Any]  # additional fields of every request
     max_tokens_field: str = "max_tokens"
 
 
@@ -88,13 +88,13 @@ async def run(
     on_result: Callable[[TurnResult], None] | None = None,
     on_sent: Callable[[], None] | None = None,
 ) -> list[TurnResult]:
-    """Send it all. A conversation ends at its first error; the others go on. Results in order of sending.
+    """Send all conversations. A conversation ends at its first error; the others continue. Returns results in order of
+    sending.
 
-    timeout_s: how long a server may send nothing. histories: session id -> what was said in it before, to which is
-    added what is answered now: so that a run can go on where another has stopped. concurrency: conversations at once
-    in a closed loop; in sequence, how many take turns. retries: of requests that were refused or found no connection.
-    stop_s: nothing is sent later than that. on_sent, on_result: called on the event loop, when a request is sent and
-    has ended.
+    timeout_s: how long a server may send nothing. histories: session id -> its earlier messages, to which new ones are
+    appended, so that a later run can continue. concurrency: conversations at once in a closed loop; in sequential mode,
+    how many take turns. retries: for requests that were refused or found no connection. stop_s: no request is sent
+    later than this. on_sent, on_result: called on the event loop when a request was sent and when it has ended.
     """
     sender = _Sender(target, seed, timeout_s, histories if histories is not None else {}, retries, stop_s)
     sender.on_result, sender.on_sent = on_result, on_sent
@@ -142,7 +142,7 @@ class _Sender:
             await self.converse(conversation, self.now_s())
 
     async def take_turns(self, conversations: Sequence[Conversation]) -> None:
-        """The first turn of all, then the second: nobody thinks, and everybody else is in between."""
+        """Send the first turn of all conversations, then the second, and so on, without think time."""
         talks = [(conversation, self._rng(conversation)) for conversation in conversations]
         number = 0
         while talks:
@@ -171,7 +171,7 @@ class _Sender:
     async def _turn(
         self, conversation: Conversation, number: int, turn: Turn, due_s: float, rng: random.Random
     ) -> float | None:
-        """When it ended, or None where the conversation does."""
+        """Send one turn. Returns when it ended, or None if the conversation ends with it."""
         if max(due_s, self.now_s()) > self._stop_s:
             return None
         await asyncio.sleep(max(0.0, due_s - _PREPARE_S - self.now_s()))
@@ -217,7 +217,7 @@ class _Sender:
             if self.on_sent is not None:
                 self.on_sent()
             result.error = result.error_kind = None
-            result.sent_s = self.now_s()  # where no connection comes about
+            result.sent_s = self.now_s()  # used if no connection can be made
             try:
                 sent_s, response = await self._http.send(request, answer.take)
                 result.sent_s = sent_s - self._began_s
@@ -258,7 +258,7 @@ class _Usage(msgspec.Struct):
 
 
 class _Event(msgspec.Struct):
-    """What is read of a chunk; anything else in it is the server's affair."""
+    """The parts of a chunk that are read; others are ignored."""
 
     choices: list[_Choice] | None = None
     usage: _Usage | None = None
@@ -271,7 +271,7 @@ _EVENT = msgspec.json.Decoder(_Event)
 
 
 class _Answer:
-    """One answer as it comes."""
+    """Collects one answer as it arrives."""
 
     def __init__(self, result: TurnResult, began_s: float) -> None:
         self._result = result
@@ -290,7 +290,7 @@ class _Answer:
                 self._event(_EVENT.decode(data), now_s - self._began_s)
 
     def end(self, response: HttpResponse) -> None:
-        """The body is complete."""
+        """Finish the answer once the body is complete."""
         result, status = self._result, response.status
         if status != 200:
             text = self._refusal.decode("utf-8", errors="replace")

@@ -1,7 +1,7 @@
-"""What a run's results say: percentiles, throughput, goodput, hit rates and cost. Pure.
+"""Summarizes a run's results: percentiles, throughput, goodput, hit rates and cost. Pure.
 
-A distribution is `{count, mean, min, p50, p90, p95, p99, max}` of its values. An empty one has
-a count of 0 and nulls. Latencies begin when a request was due: a late client counts.
+A distribution is `{count, mean, min, p50, p90, p95, p99, max}` of its values; an empty one has a count of 0 and nulls.
+Latencies are measured from the time a request was due, so a late client counts.
 """
 
 import math
@@ -17,14 +17,14 @@ from loadgen.percentile import percentile
 TIERS = ("hbm", "dram", "disk", "redis", "computed")
 SERVER_TIMES = ("ttft_ms", "queue_ms", "load_ms", "prefill_ms")
 _SHARES = {"p50": 0.50, "p90": 0.90, "p95": 0.95, "p99": 0.99}
-_INTERVALS = 60  # of the timeline
-# Five bounds to an octave: bars of about 15 % from 0.1 ms to 100 s.
+_INTERVALS = 60  # intervals of the timeline
+# Five bounds per octave: bars about 15 % wide, from 0.1 ms to 100 s.
 _BOUNDS_MS = [round(0.1 * 2 ** (step / 5), 4) for step in range(100)]
 
 
 @dataclass(frozen=True, slots=True)
 class Slo:
-    """What a good answer keeps to."""
+    """The latencies that a good answer must not exceed."""
 
     ttft_s: float
     tpot_s: float
@@ -32,7 +32,7 @@ class Slo:
 
 @dataclass(frozen=True, slots=True)
 class Prices:
-    """Dollars an hour; the defaults are AttentionStore's (§4.2): a GPU, a GB of DRAM and of SSD."""
+    """Prices in dollars per hour. The defaults are AttentionStore's (§4.2) for a GPU, a GB of DRAM and a GB of SSD."""
 
     gpus: float = 1.0
     gpu: float = 5.0
@@ -57,12 +57,12 @@ def distribution(values: Iterable[float], digits: int = 3) -> dict[str, float | 
 
 
 def tokens_of(result: TurnResult) -> int:
-    """Of the answer; where the server does not say, the pieces it came in."""
+    """Count the answer's tokens, or, if the server does not say, the pieces it came in."""
     return result.completion_tokens or len(result.token_s)
 
 
 def tpot_s(result: TurnResult) -> float | None:
-    """The mean gap between tokens behind the first. Pieces may hold several."""
+    """Return the mean gap between tokens after the first, in seconds. A piece may hold several tokens."""
     later = tokens_of(result) - 1
     return (result.token_s[-1] - result.token_s[0]) / later if later > 0 and len(result.token_s) > 1 else None
 
@@ -74,13 +74,13 @@ def is_good(result: TurnResult, slo: Slo) -> bool:
 
 
 def summarize(results: Sequence[TurnResult], *, planned_turns: int, slo: Slo, prices: Prices) -> dict[str, Any]:
-    """Of the requests that count; `planned_turns` were to be sent."""
+    """Summarize the results that count. planned_turns: how many requests were to be sent."""
     ended = [result for result in results if not result.interrupted]
     good = [result for result in ended if result.error is None]
     began_s = min((result.due_s for result in results), default=0.0)
     seconds = max((result.done_s for result in results), default=0.0) - began_s
     answer = sum(tokens_of(r) for r in good)
-    # A sum in which some are missing is none.
+    # unknown if it is unknown for any request
     prompt = sum(r.prompt_tokens for r in good) if all(r.prompt_tokens for r in good) else None
     cached = [r.cached_tokens for r in good if r.cached_tokens is not None]
     kept = sum(is_good(result, slo) for result in ended)
@@ -123,7 +123,7 @@ def summarize(results: Sequence[TurnResult], *, planned_turns: int, slo: Slo, pr
 
 
 def by_turn(results: Sequence[TurnResult]) -> list[dict[str, Any]]:
-    """The same by place in the conversation; 1 opens it."""
+    """Summarize by turn of the conversation; 1 is the first."""
     turns: dict[int, list[TurnResult]] = defaultdict(list)
     for result in results:
         if not result.interrupted:
@@ -145,7 +145,7 @@ def by_turn(results: Sequence[TurnResult]) -> list[dict[str, Any]]:
 
 
 def timeline(results: Sequence[TurnResult]) -> list[dict[str, Any]]:
-    """Equal intervals of the run: what was due, ended and came in each."""
+    """Count, for equal intervals of the run, what was due, ended and arrived."""
     end_s = max((result.done_s for result in results), default=0.0)
     width_s = end_s / _INTERVALS
     if width_s <= 0:
@@ -181,7 +181,8 @@ def timeline(results: Sequence[TurnResult]) -> list[dict[str, Any]]:
 
 
 def histogram(values_ms: Iterable[float]) -> dict[str, list[float] | list[int]]:
-    """`counts[i]` lie at or above `bounds_ms[i]` and below the next; the first also holds what is less."""
+    """Count values: `counts[i]` is the number of values from `bounds_ms[i]` to below the next bound; the first also
+    counts smaller ones."""
     counts = [0] * len(_BOUNDS_MS)
     for value in values_ms:
         counts[max(0, bisect_right(_BOUNDS_MS, value) - 1)] += 1
@@ -191,7 +192,7 @@ def histogram(values_ms: Iterable[float]) -> dict[str, list[float] | list[int]]:
 
 
 def request_row(result: TurnResult, *, counts: bool, token_times: bool) -> dict[str, Any]:
-    """One request for the result file, in the order of the run."""
+    """Return one request's entry in the result file."""
     gap_s, ttft_s = tpot_s(result), result.ttft_s
     cache, timings = _tokens_by_tier(result), _timings(result)
     row: dict[str, Any] = {
@@ -231,7 +232,8 @@ def _latencies(good: Sequence[TurnResult]) -> dict[str, Any]:
 
 
 def _hits(good: Sequence[TurnResult]) -> dict[str, Any]:
-    """Shares of prompt tokens (and of later turns) of the answers that say; null where none does."""
+    """Return hit rates as shares of prompt tokens (and of later turns' prompt tokens), over the answers that report
+    them; null if none does."""
     told = [(r, r.cached_tokens) for r in good if r.cached_tokens is not None and r.cached_tokens <= r.prompt_tokens]
     later = [(r, cached) for r, cached in told if r.turn > 0]
     reports = [_tokens_by_tier(r) for r in good]
@@ -246,7 +248,7 @@ def _hits(good: Sequence[TurnResult]) -> dict[str, Any]:
 
 
 def _server(good: Sequence[TurnResult]) -> dict[str, Any] | None:
-    """What the server says of itself, and by how much the client sees a later first token."""
+    """Summarize the server's own times, and how much later the client sees the first token."""
     timed = [(r, timings) for r in good if (timings := _timings(r))]
     if not timed:
         return None
@@ -263,14 +265,14 @@ def _server(good: Sequence[TurnResult]) -> dict[str, Any] | None:
 
 
 def _tokens_by_tier(result: TurnResult) -> dict[str, int]:
-    """Nothing where the server does not say, or says something else."""
+    """Return cached tokens by tier; empty if the server does not report them in this form."""
     said = result.extra.get("x_cache") or {}
     found = {tier: said.get(f"{tier}_tokens", 0) for tier in TIERS}
     return found if said and all(type(count) is int and count >= 0 for count in found.values()) else {}
 
 
 def _timings(result: TurnResult) -> dict[str, float]:
-    """What the server says of its own times, as far as these are numbers."""
+    """Return the server's own times, as far as they are numbers."""
     said = result.extra.get("timings") or {}
     return {
         name: said[name]
@@ -280,7 +282,7 @@ def _timings(result: TurnResult) -> dict[str, float]:
 
 
 def _prefill_rate(good: Sequence[TurnResult]) -> float | None:
-    """Prompt tokens by the time that they took: the server's prefill and load where it says so, else the TTFT."""
+    """Divide prompt tokens by the time they took: the server's prefill and load times if reported, else the TTFT."""
     tokens, seconds = 0, 0.0
     for result in good:
         timings = _timings(result)

@@ -19,7 +19,7 @@ WORKLOAD, LENGTHS, COST, OUTPUT = "The workload", "Conversations that are not of
 
 
 def main(words: list[str]) -> None:
-    """`reprise plan` with these words behind it. Ends the program."""
+    """Run `reprise plan` with these arguments, then end the program."""
     cli(args=words, prog_name="reprise plan")
 
 
@@ -37,7 +37,7 @@ def plan_command(
         str, typer.Option(help="A preset, or a directory with a config.json.", rich_help_panel=WORKLOAD)
     ] = "llama-13b",
     ttl: Annotated[
-        float, typer.Option(min=1e-3, help="Seconds that KV is kept behind its last use.", rich_help_panel=LENGTHS)
+        float, typer.Option(min=1e-3, help="Seconds that KV is kept after its last use.", rich_help_panel=LENGTHS)
     ] = 3600.0,
     sessions: Annotated[
         int,
@@ -45,18 +45,19 @@ def plan_command(
             min=0, help="How many are simulated. 0: for twice the TTL, 1,500 at most.", rich_help_panel=LENGTHS
         ),
     ] = 0,
-    think: Annotated[str, typer.Option(help="As of reprise load.", rich_help_panel=LENGTHS)] = "lognormal:24,1.05",
+    think: Annotated[str, typer.Option(help="As in reprise load.", rich_help_panel=LENGTHS)] = "lognormal:24,1.05",
     mean_turns: Annotated[float, typer.Option(rich_help_panel=LENGTHS)] = 5.75,
     over_2k: Annotated[float, typer.Option("--over-2k", rich_help_panel=LENGTHS)] = 0.47,
     over_4k: Annotated[float, typer.Option("--over-4k", rich_help_panel=LENGTHS)] = 0.30,
     seed: Annotated[int, typer.Option(rich_help_panel=LENGTHS)] = 0,
     target: Annotated[
-        float, typer.Option(min=0.0, max=1.0, help="Share of what can be hit at all.", rich_help_panel=WORKLOAD)
+        float,
+        typer.Option(min=0.0, max=1.0, help="Target hit rate, as a share of the best one.", rich_help_panel=WORKLOAD),
     ] = 0.9,
     dram_gb: Annotated[
         float,
         typer.Option(
-            min=0, help="Most DRAM of a machine; what is kept beyond it lies on disk.", rich_help_panel=WORKLOAD
+            min=0, help="Most DRAM per machine; whatever exceeds it is kept on disk.", rich_help_panel=WORKLOAD
         ),
     ] = 128.0,
     gpu_price: Annotated[float, typer.Option(min=0, help="$ an hour.", rich_help_panel=COST)] = 5.0,
@@ -65,7 +66,7 @@ def plan_command(
     out: Annotated[Path | None, typer.Option(help="JSON file for the result.", rich_help_panel=OUTPUT)] = None,
     figure: Annotated[Path | None, typer.Option(help="PNG file; needs matplotlib.", rich_help_panel=OUTPUT)] = None,
 ) -> None:
-    """How much DRAM and disk a workload wants, and what it gets for them."""
+    """Show how much DRAM and disk a workload needs, and what it gains by them."""
     prices = Prices(gpu=gpu_price, dram=dram_price, ssd=ssd_price)
 
     def progress(stored_gb: float) -> None:

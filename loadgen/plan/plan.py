@@ -1,9 +1,9 @@
-"""How much DRAM and disk a workload wants: what each amount of storage hits, and what it costs in time and money.
+"""Plans the DRAM and disk for a workload: what each amount of storage hits, and what it costs in time and money.
 
-Two ways to the same table. A trace that names its blocks is replayed block by block (`loadgen.blocks.replay`), without
-a queue; conversations from stated distributions are simulated with queue, batch and loads (`loadgen.sim`), on as many
-machines as they need. The amounts double from row to row, up to what keeps everything. DRAM comes first, up to a given
-size a machine; the rest is disk. What takes longer to load than to compute is computed.
+Two ways lead to the same table. A trace that names its blocks is replayed block by block (`loadgen.blocks.replay`),
+without a queue. Conversations from stated distributions are simulated with queue, batch and loads (`loadgen.sim`), on
+as many machines as they need. The amounts double from row to row, up to what keeps everything. Storage is DRAM up to a
+given size per machine, then disk. What would take longer to load than to compute is computed.
 """
 
 import json
@@ -27,24 +27,24 @@ from loadgen.workloads.traces import TraceRequest
 from loadgen.workloads.workload import Conversation, arrive
 
 ROWS = 8
-_HALVINGS = 3  # of the last doubling, to find the least that meets the target
-_BUSY = 0.6  # most of a machine's time that is planned for
-_FEWEST, _MOST = 300, 1500  # conversations that are simulated where nobody says how many
+_HALVINGS = 3  # steps of bisection within the last doubling, to find the least storage that meets the target
+_BUSY = 0.6  # highest share of a machine's time to plan for
+_FEWEST, _MOST = 300, 1500  # bounds on the number of conversations simulated if none is given
 _KV_ELEMENT_BYTES = 2  # bf16
 _MAX_SEQS = 24
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One amount of storage, of all machines together. Rates are shares of all prompt tokens."""
+    """One amount of storage, summed over all machines. Rates are shares of all prompt tokens."""
 
     dram_gb: float
     disk_gb: float
-    hit_rate: float  # loaded instead of computed: what takes longer to load is computed, as the server does
+    hit_rate: float  # tokens loaded instead of computed; like the server, computes what would take longer to load
     dram_hit_rate: float
-    ttft_s: float  # mean, of a trace without queueing
-    gpus_busy: float  # with prompts, in the mean
-    dollars_per_hour: float  # these GPUs, and the storage
+    ttft_s: float  # mean; for a trace without queueing
+    gpus_busy: float  # mean number of GPUs busy with prompts
+    dollars_per_hour: float  # cost of these GPUs and of the storage
 
     @property
     def stored_gb(self) -> float:
@@ -55,16 +55,16 @@ class Row:
 class Plan:
     workload: str
     model: str
-    machines: int  # 0: a trace is not put on machines
+    machines: int  # 0 for a trace, which is not assigned to machines
     kv_mb_per_token: float
     target: float
     most: float  # the best hit rate of all rows
-    rows: tuple[Row, ...]  # by storage, ascending; the first has none, the last room for everything
+    rows: tuple[Row, ...]  # by ascending storage; the first has none, the last room for everything
     notes: tuple[str, ...] = ()
 
     @property
     def chosen(self) -> Row:
-        """The least storage that hits `target` of what can be hit."""
+        """The row with the least storage that hits `target` of what can be hit."""
         return _least(self.rows, self.target)
 
     def figures(self) -> dict[str, Any]:
@@ -72,8 +72,8 @@ class Plan:
 
 
 def machine_of(model: str) -> Machine:
-    """A preset of `loadgen.sim.presets` by name, or a directory with a config.json (KV in bf16, on one GPU like
-    those of the presets). Raises ValueError."""
+    """Return a preset of `loadgen.sim.presets`, or the machine for a directory with a config.json (KV in bf16, on one
+    GPU like those of the presets). Raises ValueError."""
     if model in presets.SHAPES:
         return presets.machine(model)
     try:
@@ -104,8 +104,8 @@ def machine_of(model: str) -> Machine:
 def of_trace(
     path: Path, machine: Machine, *, dram_gb: float, target: float, prices: Prices, progress: Callable[[float], None]
 ) -> Plan:
-    """Every request by itself: nobody waits for another, however many GPUs that takes. Raises ValueError for a trace
-    that cannot be read or names no blocks, OSError."""
+    """Plan for a trace. Every request is considered alone: none waits for another, however many GPUs that takes. Raises
+    ValueError for a trace that cannot be read or names no blocks, OSError."""
     requests = traces.read(path)
     blocks = {name for request in requests for name in request.block_names}
     if not blocks:
@@ -149,9 +149,9 @@ def of_distribution(
     distribution: Distribution, seed: int, dram_gb: float, target: float, prices: Prices,
     progress: Callable[[float], None],
 ) -> Plan:  # fmt: skip
-    """Conversations that begin `sessions_per_s` a second, on as many machines as keep up when nothing is kept. One
-    machine's share is simulated, `sessions` of them (0: for twice the TTL, within bounds), and what starts in the
-    second half of the turns counts. Raises ValueError."""
+    """Plan for conversations of which `sessions_per_s` begin per second, on as many machines as keep up without any
+    storage. Simulates one machine's share with `sessions` conversations (0: enough for twice the TTL, within bounds)
+    and counts the turns of the second half. Raises ValueError."""
 
     def drawn(count: int, rate: float) -> list[Conversation]:
         return workload(
@@ -159,7 +159,7 @@ def of_distribution(
         )
 
     bare = replace(machine, dram_bytes=0.0, disk_bytes=0.0)
-    rush = simulate(drawn(_FEWEST, 1e6), bare, Config(ttl_s=ttl_s))  # all at once: the least time a conversation takes
+    rush = simulate(drawn(_FEWEST, 1e6), bare, Config(ttl_s=ttl_s))  # all at once: the least time per conversation
     machines = max(1, math.ceil(sessions_per_s * rush.gpu_s / _FEWEST / _BUSY))
     rate = sessions_per_s / machines
     count = sessions or enough(ttl_s, rate)
@@ -174,7 +174,7 @@ def of_distribution(
         dram = min(stored / machines, dram_gb)
         sized = replace(machine, dram_bytes=dram * 1e9, disk_bytes=max(0.0, stored / machines - dram) * 1e9)
         result = simulate(conversations, sized, Config(ttl_s=ttl_s, recompute_if_faster=True, warmup_turns=warmup))
-        # GPU seconds of a turn's prompt, and of what was cut and computed again in the middle of its answer.
+        # GPU seconds for prompts, and for contexts that were cut and recomputed in the middle of an answer
         busy = turns_per_s * result.prefill_gpu_s / len(turns) * machine.gpus
         in_dram = result.tier_token_hit_rate.get("dram", 0.0)
         return _row(stored, dram * machines, result.token_hit_rate, in_dram, result.ttft_mean_s, busy, prices)
@@ -195,7 +195,7 @@ def of_distribution(
 
 
 def enough(ttl_s: float, sessions_per_s: float) -> int:
-    """Conversations for twice the time that KV is kept, within bounds."""
+    """Return how many conversations cover twice the time that KV is kept, within bounds."""
     return math.ceil(min(_MOST, max(_FEWEST, 2 * ttl_s * sessions_per_s)))
 
 
@@ -208,19 +208,20 @@ def workload(
 
 
 def _rows(row: Callable[[float], Row], all_gb: float, target: float) -> list[Row]:
-    """With nothing, then doubling up to room for everything and a little more; and between, nearer to the least that
-    meets the target."""
+    """Return a row without storage, rows that double up to slightly more than everything, and rows in between that
+    approach the least storage that meets the target."""
     rows = [row(stored) for stored in (0.0, *(1.01 * all_gb / 2**place for place in reversed(range(ROWS))))]
     for _ in range(_HALVINGS):
         place = rows.index(_least(rows, target))
-        if place < 2:  # nothing is needed, or next to nothing
+        if place < 2:  # little or no storage is needed
             break
         rows.insert(place, row((rows[place - 1].stored_gb + rows[place].stored_gb) / 2))
     return rows
 
 
 def _best(rows: Sequence[Row]) -> float:
-    """A tier can do worse with more room by chance, and what loads slowly is computed: the most is what was seen."""
+    """Return the best hit rate of all rows, which need not be the last row's: by chance, a tier can do worse with more
+    room, and what loads slowly is computed."""
     return max(row.hit_rate for row in rows)
 
 
@@ -230,7 +231,7 @@ def _least(rows: Sequence[Row], target: float) -> Row:
 
 
 def _trace_hits(requests: Sequence[TraceRequest], stored_gb: float, machine: Machine) -> list[int]:
-    """Tokens, of every request."""
+    """Return the hit tokens of every request."""
     capacity = int(stored_gb * 1e9 / machine.kv_bytes_per_token)
     if capacity < BLOCK_TOKENS:
         return [0] * len(requests)
@@ -241,8 +242,9 @@ def _trace_hits(requests: Sequence[TraceRequest], stored_gb: float, machine: Mac
 
 
 def _fastest(machine: Machine, prompt: int, in_dram: int, on_disk: int) -> tuple[float, float, dict[str, int]]:
-    """(seconds to the first token, seconds of computation, tokens loaded by tier): the best of loading all that is
-    kept, what is in DRAM, or nothing. Loads hide behind the computation layer by layer; what is longer shows."""
+    """Return (seconds to the first token, seconds of computation, tokens loaded by tier) for the fastest of three ways:
+    loading everything kept, only what is in DRAM, or nothing. Loads overlap with the computation layer by layer; only
+    the excess counts."""
     found = []
     for dram, disk in ((in_dram, on_disk), (in_dram, 0), (0, 0)):
         prefill_s = machine.costs.prefill_s(prompt - dram - disk, dram + disk)
@@ -284,7 +286,7 @@ def amount(gb: float) -> str:
 
 
 def draw(plan: Plan, out: Path) -> None:
-    """Hit rate, TTFT and cost over storage. Raises ImportError without matplotlib."""
+    """Draw hit rate, TTFT and cost over storage. Raises ImportError without matplotlib."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10, 3.4), layout="constrained")

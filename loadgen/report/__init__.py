@@ -1,1 +1,1 @@
-"""Results as tables, pages and plots."""
+"""Presents results as tables, pages and plots."""

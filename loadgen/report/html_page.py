@@ -1,4 +1,4 @@
-"""Results -> one HTML file that needs nothing else: no scripts, fonts or pictures from anywhere."""
+"""Renders results as one self-contained HTML file, without external scripts, fonts or pictures."""
 
 from collections.abc import Sequence
 from html import escape
@@ -43,7 +43,7 @@ th:first-child, td:first-child { text-align: left; } td.words { text-align: left
 
 
 def render(names: Sequence[str], documents: Sequence[dict[str, Any]]) -> str:
-    """One run, or several side by side; `names` are what they are called."""
+    """Render one run, or several side by side. names: how to call them."""
     alone = len(documents) == 1
     title = f"reprise load: {' · '.join(names)}"
     parts = [f"<h1>{escape(title)}</h1>"]
@@ -117,7 +117,7 @@ def _by_turn(name: str, document: dict[str, Any], place: int) -> list[Series]:
 
 
 def _hits(names: Sequence[str], documents: Sequence[dict[str, Any]]) -> str:
-    """By tier where one server says so, else as lines."""
+    """Plot hits by tier if the only run reports them, else as one line per run."""
     share = Axis("share", most=1.0)
     rows = [row for row in documents[0]["by_turn"] if row["hits"]["by_tier"]]
     if len(documents) == 1 and rows:
@@ -143,7 +143,7 @@ def _cumulative_histogram(histogram: dict[str, Any]) -> list[tuple[float, float]
     total, below, points = sum(histogram["counts"]), 0, []
     for bound, count in zip(histogram["bounds_ms"], histogram["counts"], strict=True):
         below += count
-        points.append((bound * 2**0.2, below / total))  # all of a bar lies below the next bound
+        points.append((bound * 2**0.2, below / total))  # a bar ends at the next bound
     return points
 
 
@@ -152,7 +152,7 @@ def _over_time(document: dict[str, Any], name: str) -> list[tuple[float, float]]
 
 
 def _thinned(points: list[tuple[float, float]], most: int = _MOST_POINTS) -> list[tuple[float, float]]:
-    """Every so many of them, and the last."""
+    """Keep every n-th point, and the last."""
     step = -(-len(points) // most) or 1
     return points[::step] + (points[-1:] if points and (len(points) - 1) % step else [])
 

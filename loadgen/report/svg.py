@@ -1,6 +1,6 @@
-"""Plots as inline SVG: lines, steps, points and stacked bars on linear or logarithmic axes. No scripts.
+"""Draws plots as inline SVG: lines, points and stacked bars on linear or logarithmic axes. No scripts.
 
-Colours are classes (`s0`, `s1`, …) that the page's style fills in, so a plot follows light and dark.
+Colours are classes (`s0`, `s1`, …) that the page's style defines, so plots follow light and dark mode.
 """
 
 import math
@@ -12,7 +12,7 @@ from typing import Literal
 WIDTH, HEIGHT = 560, 300
 _LEFT, _RIGHT, _TOP, _BOTTOM = 64, 14, 12, 44
 COLOURS = 8
-_LEAST = 1e-9  # on an axis
+_LEAST = 1e-9  # smallest value on a logarithmic axis
 Point = tuple[float, float]
 
 
@@ -20,7 +20,7 @@ Point = tuple[float, float]
 class Series:
     name: str
     points: Sequence[Point]
-    colour: int  # of `COLOURS`, around again
+    colour: int  # index into the colours, modulo `COLOURS`
     kind: Literal["line", "dashed", "points"] = "line"
 
 
@@ -29,12 +29,12 @@ class Axis:
     label: str
     log: bool = False
     from_zero: bool = True
-    most: float | None = None  # where the axis ends whatever the values are
-    tight: bool = False  # it ends where the values do, not at a round number
+    most: float | None = None  # where the axis ends, whatever the values are
+    tight: bool = False  # end at the largest value, not at a round number
 
 
 def lines(title: str, x: Axis, y: Axis, series: Sequence[Series]) -> str:
-    """A plot of lines or points. Left out is what is no number, and on a logarithmic axis what is not above 0."""
+    """Draw lines or points. Values that are not finite are left out, and on a logarithmic axis those not above 0."""
     drawn = [_drawable(each, x, y) for each in series]
     everything = [point for each in drawn for point in each.points]
     if not everything:
@@ -64,7 +64,7 @@ def lines(title: str, x: Axis, y: Axis, series: Sequence[Series]) -> str:
 
 
 def stacked(title: str, x: Axis, y: Axis, names: Sequence[str], bars: Sequence[tuple[str, Sequence[float]]]) -> str:
-    """Bars, each with its label and a part for every name."""
+    """Draw stacked bars. bars: a label and one part per name."""
     if not bars:
         return _empty(title)
     up = _Scale([sum(parts) for _, parts in bars], y, HEIGHT - _BOTTOM, _TOP)
@@ -102,7 +102,7 @@ def legend(entries: Sequence[tuple[str, int, bool]]) -> str:
 
 
 def value(number: float) -> str:
-    """Short, for a tick or a tooltip."""
+    """Format a number briefly, for a tick or a tooltip."""
     size = abs(number)
     if size >= 1e6:
         return f"{number / 1e6:.3g}M"
@@ -112,7 +112,7 @@ def value(number: float) -> str:
 
 
 class _Scale:
-    """Values -> places in the picture."""
+    """Maps values to positions in the picture."""
 
     def __init__(self, values: Sequence[float], axis: Axis, start: float, stop: float) -> None:
         low, high = min(values), max(values)
@@ -127,7 +127,7 @@ class _Scale:
                 low = min(0.0, low)
             self.ticks = linear_ticks(low, high)
             low = low if axis.tight and low < high else min(low, self.ticks[0])
-            # A value that alone makes an axis has no width of its own.
+            # a single value gives the axis no width of its own
             if axis.most is None and (not axis.tight or high <= low):
                 high = max(high, self.ticks[-1])
         self._low, self._width = self._map(low), self._map(high) - self._map(low)
@@ -138,8 +138,8 @@ class _Scale:
 
 
 def linear_ticks(low: float, high: float) -> list[float]:
-    """Round values from below `low` to above `high`, five or so."""
-    # Values that are all alike, or as good as, still need an axis.
+    """Return about five round values that enclose `low` to `high`."""
+    # almost equal values still need an axis of some width
     span = max(high - low, 1e-6 * max(abs(low), abs(high)), _LEAST)
     raw = span / 5
     power = 10.0 ** math.floor(math.log10(raw))
@@ -149,7 +149,7 @@ def linear_ticks(low: float, high: float) -> list[float]:
 
 
 def log_ticks(low: float, high: float) -> list[float]:
-    """1, 2 and 5 times powers of ten from below `low` to above `high`; powers alone where that is too many."""
+    """Return 1, 2 and 5 times powers of ten that enclose `low` to `high`; powers alone if those are too many."""
     first, last = math.floor(math.log10(low)), math.ceil(math.log10(high) + 1e-12)
     fine = [factor * 10.0**power for power in range(first, last + 1) for factor in (1, 2, 5)]
     below = max((tick for tick in fine if tick <= low * (1 + 1e-9)), default=fine[0])

@@ -1,4 +1,4 @@
-"""Results on a terminal: one run, or several side by side."""
+"""Prints results on a terminal: one run, or several side by side."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -8,7 +8,7 @@ from rich.markup import escape
 from rich.table import Table
 
 _PERCENTILES = ("mean", "p50", "p90", "p95", "p99", "max")
-_TURNS = 12  # rows of the table by turn
+_TURNS = 12  # rows in the table by turn
 
 
 def show(console: Console, document: dict[str, Any]) -> None:
@@ -29,7 +29,7 @@ def show(console: Console, document: dict[str, Any]) -> None:
 
 
 def compare(console: Console, names: Sequence[str], documents: Sequence[dict[str, Any]]) -> None:
-    """A column for each run, relative to the first."""
+    """Print one column per run, with ratios to the first."""
     table = Table(title="Side by side", title_justify="left")
     table.add_column("")
     for name in names:
@@ -47,7 +47,7 @@ def compare(console: Console, names: Sequence[str], documents: Sequence[dict[str
 
 
 def comparison(documents: Sequence[dict[str, Any]]) -> list[tuple[str, list[float | None]]]:
-    """(what, its value in every run)."""
+    """Return (label, its value in every run)."""
     rows: list[tuple[str, list[float | None]]] = []
     summaries = [document["summary"] for document in documents]
     for label, name in (("TTFT", "ttft_ms"), ("ITL", "itl_ms"), ("TPOT", "tpot_ms"), ("E2E", "e2e_ms")):
@@ -66,7 +66,7 @@ def comparison(documents: Sequence[dict[str, Any]]) -> list[tuple[str, list[floa
 
 
 def differences(documents: Sequence[dict[str, Any]]) -> list[str]:
-    """What makes these runs not comparable."""
+    """Describe what makes these runs not comparable."""
     found = []
     if len({document["workload"]["digest"] for document in documents}) > 1:
         found.append("these runs did not send the same workload")
@@ -80,10 +80,10 @@ def differences(documents: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def facts(document: dict[str, Any]) -> list[tuple[str, str]]:
-    """The figures that are no distribution."""
+    """Return the figures that are not distributions."""
     summary = document["summary"]
     requests, rates, good, hits = (summary[name] for name in ("requests", "throughput", "goodput", "hits"))
-    # Results of earlier versions do not tell.
+    # results of earlier versions have no such count
     stopped = f"{requests['interrupted']:,} interrupted, " if requests.get("interrupted") else ""
     rows = [
         ("requests", f"{requests['finished']:,} of {requests['planned']:,} finished, {requests['failed']:,} failed, "
@@ -111,7 +111,7 @@ def facts(document: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def number(value: float | None) -> str:
-    """Three digits or more; counts as they are."""
+    """Format a number with at least three digits; integers in full."""
     if value is None:
         return "–"
     if isinstance(value, int) or value == 0 or abs(value) >= 1000:

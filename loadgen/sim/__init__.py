@@ -1,12 +1,12 @@
-"""What a server would do with a workload, in minutes instead of days: queue, batch and tiers from event to event, with
-the server's own queue and policy classes (`server.py`), on machines that are stated (`presets.py`) or measured
-(`calibrate.py`).
+"""Simulates a server on a workload, in minutes instead of days. It moves queue, batch and tiers from event to event,
+with the server's own queue and policy classes (`simulated_server.py`), on machines that are stated (`presets.py`) or
+measured (`calibrate.py`).
 
     result = simulate(workload, machine, config)
     result.tier_token_hit_rate["dram"], result.ttft_mean_s, result.prefill_mean_s, result.cost, result.records
 
-The workload is what `reprise load` sends: `Conversation`s with the lengths, starts and think times of their turns. What
-they say, and what they share with each other, does not count here; block-exact sharing is `loadgen.blocks.replay`'s.
+The workload is what `reprise load` sends: `Conversation`s with the lengths, starts and think times of their turns.
+Their text and what they share does not matter here; `loadgen.blocks.replay` models shared blocks exactly.
 """
 
 import math
@@ -27,16 +27,16 @@ __all__ = ["BrokenBooks", "Config", "Costs", "Machine", "Result", "TurnRecord", 
 
 
 def simulate(workload: Sequence[Conversation], machine: Machine, config: Config) -> Result:
-    """One run to the end of all conversations. Deterministic. Raises ValueError for a policy that is not known or where
-    no turn is left behind the warm-up, BrokenBooks if bytes, counts or tokens do not add up at the end."""
+    """Run all conversations to their end. Deterministic. Raises ValueError for an unknown policy or if no turn is left
+    after the warm-up, and BrokenBooks if bytes, counts or tokens do not add up at the end."""
     if config.policy not in POLICIES:
         raise ValueError(f"no policy {config.policy!r}; there are {', '.join(POLICIES)}")
     return _run(SimulatedServer(workload, machine, config))
 
 
 def simulate_belady(workload: Sequence[Conversation], machine: Machine, config: Config) -> Result:
-    """A ceiling for policies: what returns last leaves first. The future is that of a run where everything is kept, so
-    it is exact where the order of turns does not depend on what is hit."""
+    """Run with Belady's policy, an upper bound for others: the session that returns last leaves first. The future is
+    taken from a run that keeps everything, so it is exact where the order of turns does not depend on hits."""
     unbounded = replace(machine, dram_bytes=math.inf, disk_bytes=0.0)
     future = _run(SimulatedServer(workload, unbounded, replace(config, policy="lru", warmup_turns=0)))
     return _run(SimulatedServer(workload, machine, config, future=NextTurns(future.records)))

@@ -1,4 +1,5 @@
-"""`reprise simulate` without a trace: a server of the papers' kind, arm beside arm, as JSON and as tables."""
+"""`reprise simulate` without a trace: compares policies on a simulated server like those of the papers, as JSON and
+tables."""
 
 import json
 import math
@@ -15,12 +16,12 @@ from loadgen.sim import simulate as run
 from loadgen.sim.machine import Truncation
 from loadgen.sim.policies import POLICIES
 
-DEFAULT = "lookahead"  # the server's own for its lower tiers
+DEFAULT = "lookahead"  # the server's policy for its lower tiers
 LOADS = {"saturated": presets.saturated, "unsaturated": presets.unsaturated}
 
 
 def preset(model: str, load: str, *, dram_bytes: float, disk_bytes: float) -> Machine:
-    """Raises ValueError for what is not known."""
+    """Return the preset machine. Raises ValueError for unknown names and sizes."""
     _known("model", model, presets.SHAPES)
     _known("load", load, LOADS)
     if not (dram_bytes < math.inf and disk_bytes < math.inf):
@@ -29,7 +30,7 @@ def preset(model: str, load: str, *, dram_bytes: float, disk_bytes: float) -> Ma
 
 
 def read_machine(path: Path) -> Machine:
-    """Of an earlier result: what was measured on a server then. Raises ValueError, OSError."""
+    """Read the machine from an earlier result, with what was measured on a server then. Raises ValueError, OSError."""
     try:
         fields = json.loads(path.read_text(encoding="utf-8"))["machine"]
         return Machine(**{**fields, "costs": Costs(**fields["costs"])}).check()
@@ -49,8 +50,8 @@ def simulate(
     seed: int,
     progress: Callable[[str], None],
 ) -> dict[str, Any]:
-    """Recompute, and every policy: keys of POLICIES, default, belady, unbounded. sessions_per_s: None for the load's
-    own. Raises ValueError for what is not known."""
+    """Simulate recomputation and every policy: keys of POLICIES, default, belady, unbounded. sessions_per_s: None for
+    the load's own rate. Raises ValueError for unknown names."""
     _known("load", load, LOADS)
     _known("truncation", truncation, get_args(Truncation))
     for policy in policies:
@@ -76,7 +77,7 @@ def simulate(
             result = run(workload, machine, config)
         figures = result.figures() | {"processor_s": round(time.process_time() - began, 1)}
         if arm == "unbounded":
-            figures |= {"cost": None, "cost_storage": None}  # nobody sells it
+            figures |= {"cost": None, "cost_storage": None}  # unlimited storage has no price
         arms.append({"arm": arm} | figures)
     return {
         "machine": _fields(machine), "load": load, "sessions": sessions, "sessions_per_s": sessions_per_s, "seed": seed,
@@ -86,7 +87,7 @@ def simulate(
 
 
 def _fields(machine: Machine) -> dict[str, Any]:
-    """For JSON, which has no infinity: a span without bounds is the default."""
+    """Return the machine for JSON, which has no infinity; an unlimited attention span is the default and left out."""
     fields = asdict(machine)
     if machine.costs.attention_span == math.inf:
         del fields["costs"]["attention_span"]
@@ -99,10 +100,11 @@ def _known(kind: str, name: str, known: Iterable[str]) -> None:
 
 
 def shown(result: dict[str, Any]) -> list[Table]:
-    """The arms, and what is assumed."""
+    """Return tables of the arms and of the assumptions."""
     arms = Table(title=f"{result['machine']['name']}, {result['load']}, {result['sessions']:,} sessions")
     for column in ("", "hit rate", "turns >= 2", "tokens", "DRAM", "prefill", "TTFT", "tokens/s", "GPU time", "cost"):
-        arms.add_column(column, justify="left" if not column else "right", overflow="fold")  # no digit is left out
+        # fold, so that no digit is cut off
+        arms.add_column(column, justify="left" if not column else "right", overflow="fold")
     for arm in result["arms"]:
         arms.add_row(
             arm["arm"],

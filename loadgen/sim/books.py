@@ -1,4 +1,4 @@
-"""What must add up at the end of a run: bytes, counts and tokens."""
+"""Checks that bytes, counts and tokens add up at the end of a run."""
 
 from loadgen.sim.simulated_server import SimulatedServer
 from loadgen.sim.store import BrokenBooks
@@ -6,7 +6,7 @@ from loadgen.sim.turn import TurnRecord
 
 
 def check(server: SimulatedServer) -> None:
-    """Raises BrokenBooks."""
+    """Raises BrokenBooks if something does not add up."""
     if server.ahead.fetching is not None:
         server.ahead.fetched()
     server.store.check()

@@ -1,4 +1,4 @@
-"""A machine as a live server of ours measures itself: `/metrics`, as text or from its address."""
+"""Derives a machine from what a running Reprise server has measured, given as `/metrics` text or by its address."""
 
 import re
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ _TERMS = ("fixed", "per_token", "per_kilo_pair", "per_row", "per_kilo_read")
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """What `/v1/models` says of it, as far as it counts here."""
+    """The parts of `/v1/models` that matter here."""
 
     name: str
     kv_bytes_per_token: int
@@ -25,7 +25,7 @@ class ServedModel:
 
 
 def parse(text: str) -> dict[str, dict[str, float]]:
-    """Metric -> value of its (only) label -> value; the label is "" where there is none."""
+    """Parse metrics into metric -> value of its only label -> value; the label is "" if there is none."""
     found: dict[str, dict[str, float]] = {}
     for line in text.splitlines():
         if (match := _LINE.match(line)) is not None:
@@ -35,8 +35,8 @@ def parse(text: str) -> dict[str, dict[str, float]]:
 
 
 def machine(text: str, model: ServedModel, *, links: dict[str, float] | None = None) -> Machine:
-    """text: of `/metrics`, after the server has done some work. Directions in which it has moved nothing yet are taken
-    from `links` (bytes per second). Raises ValueError for what is missing."""
+    """Derive the machine. text: of `/metrics`, after the server has done some work. links: bytes per second for
+    directions in which it has moved nothing yet. Raises ValueError if something is missing."""
     metrics = parse(text)
     terms = metrics.get("reprise_step_cost_seconds", {})
     if not all(term in terms for term in _TERMS):
@@ -80,7 +80,8 @@ def machine(text: str, model: ServedModel, *, links: dict[str, float] | None = N
 
 
 def from_server(url: str, *, api_key: str) -> Machine:
-    """Asks the server. Raises ValueError: it cannot be asked, or has not measured enough yet."""
+    """Derive the machine from a running server. Raises ValueError if it cannot be asked or has not measured enough
+    yet."""
     headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
     base = url.rstrip("/").removesuffix("/v1")
     try:

@@ -1,4 +1,4 @@
-"""What a full context window drops, before a turn and in the middle of its answer (AttentionStore §3.4)."""
+"""Models what a full context window drops, before a turn and in the middle of its answer (AttentionStore §3.4)."""
 
 import math
 
@@ -14,8 +14,8 @@ class ContextWindow:
         self._store = store
 
     def fit_prompt(self, session: LiveSession, record: TurnRecord) -> int:
-        """A prompt that leaves no room for its answer loses the head of its history. Returns the tokens that `drop` has
-        to drop of what is saved once the turn comes: until then the tiers hold all of it."""
+        """Drop the head of the history of a prompt that leaves no room for its answer. Returns the number of tokens
+        that `drop` must remove from saved KV once the turn comes; until then the tiers hold all of it."""
         window, reserved = self._window, self._reserved(record.answer_tokens)
         if record.new_tokens > window - reserved:
             record.clipped_tokens = record.new_tokens - (window - reserved)
@@ -27,11 +27,11 @@ class ContextWindow:
         return dropped
 
     def overflow(self, session: LiveSession, record: TurnRecord, left: int) -> None:
-        """The window is full, and `left` tokens of the answer are to come."""
+        """Make room when the window is full and `left` tokens of the answer are still to come."""
         self.drop(session, self._cut(session, self._window - self._reserved(left), record))
 
     def drop(self, session: LiveSession, num_tokens: int) -> None:
-        """Of what is saved."""
+        """Drop the first tokens of what is saved, or all of it if truncation is coupled."""
         if num_tokens and self._config.truncation == "decoupled":
             self._store.cut(session.name, num_tokens)
         elif num_tokens:
@@ -41,12 +41,12 @@ class ContextWindow:
         return min(answer_tokens, max(1, int(self._config.answer_share * self._window)))
 
     def _cut(self, session: LiveSession, room: int, record: TurnRecord) -> int:
-        """Drop so many ratios of the window that the context fits into `room`. Returns the tokens dropped."""
+        """Drop multiples of the truncation ratio until the context fits into `room`. Returns the tokens dropped."""
         context = session.context
         ratio = max(1, int(self._config.truncation_ratio * self._window))
         dropped = min(context, ratio * math.ceil((context - room) / ratio))
         if granule := self._config.granule_tokens:
-            # Whole granules; those that are not full stand at the end.
+            # Whole granules only; an incomplete one can only be the last.
             dropped = context if dropped == context else dropped // granule * granule
             if context - dropped > room:
                 dropped = min(context, dropped + granule)

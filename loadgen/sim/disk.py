@@ -1,19 +1,19 @@
-"""One disk: what is read and what is written behind the turns share its time."""
+"""Models one disk, whose time is shared by reads and by writes in the background."""
 
 
 class Disk:
-    """Reads go one after the other, in the order in which they were asked for; what is to be written waits in memory
-    for the time between them. Where more is unwritten than memory holds, reads wait as well: nothing is lost, and a
-    server that asks too much of its disk becomes as slow as that."""
+    """Serves reads one at a time, in order of request. Writes wait in memory for idle time between reads. When more is
+    unwritten than memory holds, reads wait too, so nothing is lost and a server that asks too much of its disk becomes
+    as slow as the disk."""
 
     def __init__(self, bytes_per_s: float, buffer_bytes: float) -> None:
         self._bytes_per_s = bytes_per_s
         self._buffer_s = buffer_bytes / bytes_per_s
-        self._free_s = 0.0  # until then its time is spoken for, or past
+        self._free_s = 0.0  # the disk's time is taken or past until then
         self._unwritten_s = 0.0
 
     def read(self, num_bytes: float, not_before_s: float, least_s: float = 0.0) -> float:
-        """Returns when it is over. least_s: it lasts no less, for what it feeds is slower."""
+        """Read, and return when the read ends. least_s: it takes at least this long, because its receiver is slower."""
         seconds = max(num_bytes / self._bytes_per_s, least_s)
         self._pass(not_before_s)
         self._pass(self._free_s + max(0.0, self._unwritten_s - self._buffer_s))
@@ -25,7 +25,7 @@ class Disk:
         self._unwritten_s += num_bytes / self._bytes_per_s
 
     def _pass(self, until_s: float) -> None:
-        """Nothing is read until then."""
+        """Use the time until then for writes."""
         if until_s > self._free_s:
             self._unwritten_s = max(0.0, self._unwritten_s - (until_s - self._free_s))
             self._free_s = until_s

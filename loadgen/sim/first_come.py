@@ -1,4 +1,4 @@
-"""FIFO by session: who began first leaves first, however often it was evicted and saved again."""
+"""FIFO by session: the session that began first leaves first, however often it was evicted and saved again."""
 
 from collections.abc import Container, Hashable
 from heapq import heappop, heappush
@@ -8,14 +8,15 @@ from cache.policies.lru import LruPolicy
 
 
 class FirstComePolicy(LruPolicy):
-    """`cache.policies.fifo` gives who comes back a new place at the end. Here the place is that of the session's first
-    save: of the two it is the one that comes near what AttentionStore publishes of FIFO."""
+    """Ranks sessions by their first save. `cache.policies.fifo` instead gives a returning session a new place at the
+    end; of the two, this one comes closer to what AttentionStore publishes for FIFO."""
 
     def __init__(self) -> None:
         super().__init__()
         self._began: dict[Hashable, int] = {}
-        self._places: dict[BlockKey, tuple[int, int]] = {}  # (when its session began, -place in it): tails leave first
-        self._heap: list[tuple[tuple[int, int], BlockKey]] = []  # of those that are resident, and some that have left
+        # (number of its session in order of beginning, -place in the session): tails leave first
+        self._places: dict[BlockKey, tuple[int, int]] = {}
+        self._heap: list[tuple[tuple[int, int], BlockKey]] = []  # resident blocks, and some that have left
 
     def own(self, key: BlockKey, session: Hashable, place: int) -> None:
         self._places[key] = (self._began.setdefault(session, len(self._began)), -place)

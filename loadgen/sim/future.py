@@ -1,4 +1,4 @@
-"""The clairvoyant's knowledge: when each session's next turn starts, as of the turn that is served."""
+"""Knowledge of the future for Belady's policy: when each session's next turn starts."""
 
 import math
 from collections import Counter
@@ -10,26 +10,26 @@ from loadgen.sim.turn import TurnRecord
 
 
 class NextTurns:
-    """The turns of a run, for another run of the same workload."""
+    """The start times of one run's turns, for another run of the same workload."""
 
     def __init__(self, records: Iterable[TurnRecord]) -> None:
         self._starts_s: dict[str, list[float]] = {}
-        self._turns: Counter[str] = Counter()  # session -> turns that have come
+        self._turns: Counter[str] = Counter()  # session -> number of its turns that have arrived
         for record in records:
             self._starts_s.setdefault(record.session_id, []).append(record.started_s)
 
     def arrived(self, session: str) -> None:
-        """A turn has come."""
+        """Record that a turn has arrived."""
         self._turns[session] += 1
 
     def start_s(self, session: str) -> float:
-        """Of the next turn; math.inf: there is none."""
+        """Return the start of the session's next turn; math.inf if there is none."""
         starts_s, turn = self._starts_s[session], self._turns[session]
         return starts_s[turn] if turn < len(starts_s) else math.inf
 
 
 class ByNextTurn(BeladyPolicy):
-    """Belady for what belongs to sessions: a granule is used next when its session's next turn starts."""
+    """Belady's policy for sessions: a granule is used next when its session's next turn starts."""
 
     def __init__(self, turns: NextTurns) -> None:
         super().__init__(self)

@@ -1,4 +1,4 @@
-"""What a simulated server is: a model, the machine under it, what its steps cost and how it is set up."""
+"""Describes a simulated server: model, machine, cost of its steps and configuration."""
 
 import math
 from dataclasses import dataclass, fields
@@ -9,37 +9,40 @@ Truncation = Literal["decoupled", "coupled"]
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """Seconds of a pass of the model, in the terms of `scheduler.budget.StepCost`. A prompt's tokens attend to their
-    contexts (products in thousands: kilo pairs), a decode row reads its own."""
+    """The seconds that a pass of the model takes, in the terms of `scheduler.budget.StepCost`. A prompt's tokens attend
+    to their contexts (products counted in thousands: kilo pairs); a decode row reads its own context."""
 
-    prefill_fixed_s: float  # least time of a pass over prompts: the weights are read once
+    prefill_fixed_s: float  # least time of a pass over prompts, which reads the weights once
     s_per_token: float
     s_per_kilo_pair: float
     decode_fixed_s: float
     s_per_row: float
     s_per_kilo_read: float
-    overlapped: bool  # the fixed part of a prefill hides behind its tokens (GPU), or adds to them
-    attention_span: float = math.inf  # a prompt's token attends to so many before it: Mistral's sliding window
+    overlapped: bool  # whether the fixed part of a prefill overlaps with its tokens' part (GPU), or adds to it
+    # number of earlier tokens that a prompt's token attends to: Mistral's sliding window
+    attention_span: float = math.inf
 
     def prefill_s(self, num_tokens: int, context_len: int) -> float:
-        """A pass over `num_tokens` behind `context_len` others, alone."""
+        """Seconds of a pass over `num_tokens` after `context_len` others, alone."""
         work = self.tokens_s(num_tokens, context_len)
         return max(self.prefill_fixed_s, work) if self.overlapped else self.prefill_fixed_s + work
 
     def tokens_s(self, num_tokens: int, context_len: int) -> float:
-        """What these tokens of a prompt add to a pass that runs anyway."""
+        """Seconds that these prompt tokens add to a pass that runs anyway."""
         pairs = num_tokens * min(self.attention_span, context_len + num_tokens / 2) / 1000
         return num_tokens * self.s_per_token + pairs * self.s_per_kilo_pair
 
     def decode_s(self, num_steps: int, rows: int, context_sum: int) -> float:
-        """So many steps of `rows` sequences whose contexts have `context_sum` tokens before the first."""
+        """Seconds of `num_steps` decode steps of `rows` sequences whose contexts have `context_sum` tokens before the
+        first step."""
         read = num_steps * context_sum + rows * num_steps * (num_steps - 1) / 2
         return num_steps * (self.decode_fixed_s + rows * self.s_per_row) + read / 1000 * self.s_per_kilo_read
 
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """Sizes in bytes, rates in bytes per second. A tier of 0 bytes is off; `math.inf` is a tier that is never full."""
+    """A server's hardware. Sizes in bytes, rates in bytes per second. A tier of 0 bytes is off; one of `math.inf` is
+    never full."""
 
     name: str
     gpus: int
@@ -51,12 +54,12 @@ class Machine:
     dram_to_hbm: float
     disk_to_dram: float
     hbm_bytes: float
-    hbm_shared: bool  # the contexts that run lie in `hbm_bytes` too, or are accounted for elsewhere
+    hbm_shared: bool  # whether running contexts also occupy `hbm_bytes`
     dram_bytes: float
     disk_bytes: float
 
     def check(self) -> "Machine":
-        """It, if it can be simulated. Raises ValueError, TypeError."""
+        """Return self if it can be simulated. Raises ValueError, TypeError."""
         costs = (getattr(self.costs, field.name) for field in fields(self.costs) if field.name != "overlapped")
         counts = (self.gpus, self.num_layers, self.max_seqs, self.window - 1)
         rates = (self.kv_bytes_per_token, self.dram_to_hbm, self.disk_to_dram)
@@ -73,21 +76,22 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """How the server is set up, and what is counted. The defaults are the AttentionStore paper's mode."""
+    """The server's configuration and the warm-up. The defaults are those of the AttentionStore paper."""
 
     reuse: bool = True  # False: every prompt is computed (the paper's RE)
     policy: str = "lookahead"  # a key of loadgen.sim.policies.POLICIES
     scheduler: str = "fcfs"  # fcfs | priority | car, as `scheduler.make_queue.make_queue` knows them
     car_window: int = 8
-    granule_tokens: int = 0  # what enters and leaves tiers at once; 0: the whole session, as in the paper; 32: a block
-    truncation: Truncation = "decoupled"  # coupled: a cut invalidates what is saved (OF)
+    granule_tokens: int = 0  # what moves between tiers at once; 0: the whole session, as in the paper; 32: a block
+    truncation: Truncation = "decoupled"  # coupled: a cut invalidates what is saved (the paper's OF)
     truncation_ratio: float = 0.5  # of the window
-    answer_share: float = 0.125  # most of the window that is kept free for the answer when a prompt is cut
-    eviction_window: bool = False  # those behind the first (C_mem + C_disk) / S_kv who wait have no order
-    prefetch: bool = True  # disk -> DRAM for the queue
-    prefetch_share: float = 1.0  # of DRAM, that the prefetch window may count on
+    answer_share: float = 0.125  # the most of the window that is kept free for the answer when a prompt is cut
+    # whether waiting sessions after the first (C_mem + C_disk) / S_kv are treated as unordered
+    eviction_window: bool = False
+    prefetch: bool = True  # from disk into DRAM, for queued sessions
+    prefetch_share: float = 1.0  # of DRAM that the prefetch window may use
     load_ahead: int = 1  # requests whose load may begin while others run: the HBM read buffer
-    recompute_if_faster: bool = False  # than to load what is kept: as the server does, and the paper does not say
-    chunk_tokens: int = 0  # of prefills beside decodes; 0: unchunked, and decodes wait for them
+    recompute_if_faster: bool = False  # than to load what is kept; the server does so, the paper does not say
+    chunk_tokens: int = 0  # of prefill chunks that run beside decodes; 0: prefills are not chunked, and decodes wait
     ttl_s: float = math.inf  # since the last access
-    warmup_turns: int = 0  # the first that start do not count
+    warmup_turns: int = 0  # number of first turns that do not count

@@ -1,4 +1,4 @@
-"""Eviction policies by name: the server's own, and what the papers may have compared theirs with."""
+"""Eviction policies by name: the server's own, and those that the papers may have compared theirs with."""
 
 from cache.policies import POLICIES as OURS
 from cache.policies.eviction_policy import PolicyFactory

@@ -1,4 +1,4 @@
-"""The papers' models and machines, and what has to be assumed about them: every number once, with where it is from."""
+"""The papers' models and machines and the assumptions about them: every number once, with its source."""
 
 import math
 import random
@@ -11,23 +11,25 @@ from loadgen.workloads.synthetic import Distribution
 from loadgen.workloads.workload import Conversation, Turn, arrive
 
 _A100_FLOPS = 189e12
-_A100_BYTES_PER_S = 2e12  # by its data sheet
+_A100_BYTES_PER_S = 2e12  # from its data sheet
 MISTRAL_LAYER_S = 1.4e-3
 UNSATURATED_RATE = 0.2
-_THINK = "lognormal:24,1.05"  # as `reprise load`
+_THINK = "lognormal:24,1.05"  # as in `reprise load`
 
 
 @dataclass(frozen=True, slots=True)
 class Saturation:
-    """What the paper leaves open of sessions in a backlog: `benchmarks.paper.fit` fits it to LRU and FIFO."""
+    """Parameters that the paper does not state for sessions in a backlog. `benchmarks.paper.fit` fits them to LRU and
+    FIFO."""
 
-    opening_tokens: float  # of the first prompt, in the mean
-    turn_tokens: float  # of the others, prompt and answer
-    prompt_share: float  # of those
-    spread: float  # log-normally, of both
-    turn_shape: float  # of the gamma that spreads the number of turns: 1 is geometric, less has longer tails
-    layer_s: float  # of a decode step, a layer, beside the reads of weights and KV
-    hbm_share: float  # of the data sheet's bandwidth, that those reads come to
+    opening_tokens: float  # mean length of the first prompt
+    turn_tokens: float  # mean length of a later turn, prompt and answer
+    prompt_share: float  # of a later turn's tokens
+    spread: float  # log-normal spread of both lengths
+    # shape of the gamma distribution of the number of turns: 1 is geometric, smaller values have longer tails
+    turn_shape: float
+    layer_s: float  # of a decode step per layer, besides reading weights and KV
+    hbm_share: float  # share of the data sheet's bandwidth that these reads reach
 
 
 FITTED = Saturation(
@@ -38,7 +40,7 @@ _MAX_TURNS = 100
 
 @dataclass(frozen=True, slots=True)
 class Stated:
-    """A number and where it is from."""
+    """A number and its source."""
 
     what: str
     value: str
@@ -56,7 +58,7 @@ class DeployedModel:
     window: int
     gpus: int
     max_seqs: int
-    attention_span: float = math.inf  # tokens, of a sliding window
+    attention_span: float = math.inf  # tokens in a sliding window
 
 
 SHAPES = {
@@ -66,7 +68,7 @@ SHAPES = {
     "falcon-40b": DeployedModel(41.3e9, 60, 8192, 0.12e6, 4096, 4, 24),
     "mistral-7b": DeployedModel(7.24e9, 32, 4096, 0.131e6, 32_768, 1, 1, 4096),
 }
-_KV_16 = 4.0  # bytes of keys and values, per layer and width of a model whose heads all have their own
+_KV_16 = 4.0  # bytes of keys and values per layer and width, if every head has its own
 CAR_SHAPES = {
     name: DeployedModel(parameters, layers, width, _KV_16 * layers * width, 2048, 8, 1)
     for name, parameters, layers, width in (
@@ -155,7 +157,7 @@ def machine(
     dram_bytes: float = 128e9,
     disk_bytes: float = 10e12,
 ) -> Machine:
-    """One of `SHAPES` on the AttentionStore paper's testbed. KeyError for others."""
+    """Return one of `SHAPES` on the AttentionStore paper's testbed. Raises KeyError for other names."""
     shape = SHAPES[model]
     return Machine(
         name=model,
@@ -177,7 +179,7 @@ def machine(
 def saturated(
     *, sessions: int = 9000, seed: int = 0, rate_per_s: float = 1.0, shape: Saturation = FITTED
 ) -> list[Conversation]:
-    """Every session's next turn waits as soon as an answer has ended."""
+    """Return conversations without think time: a session's next turn waits as soon as the answer has ended."""
     rng = random.Random(seed)
     stated = Distribution()
 
@@ -199,7 +201,7 @@ def saturated(
 
 
 def _poisson(rng: random.Random, mean: float) -> int:
-    """Arrivals in a time of `mean` at a rate of 1."""
+    """Count arrivals within a time of `mean` at a rate of 1."""
     count, passed = 0, rng.expovariate(1.0)
     while passed < mean:
         count += 1
@@ -208,14 +210,15 @@ def _poisson(rng: random.Random, mean: float) -> int:
 
 
 def unsaturated(*, sessions: int = 9000, seed: int = 0, rate_per_s: float = UNSATURATED_RATE) -> list[Conversation]:
-    """People think between turns, and the server keeps up."""
+    """Return conversations with think time between turns, at a rate that the server keeps up with."""
     rng = random.Random(seed)
     scripts = [Distribution().script(rng) for _ in range(sessions)]
     return arrive(scripts, rng=rng, rate_per_s=rate_per_s, think=think.parse(_THINK))
 
 
 def documents(lengths: Sequence[int]) -> list[Conversation]:
-    """Six questions of 256 tokens about each document, answers of 64 (AttentionStore §4.3.8), far apart."""
+    """Return six questions of 256 tokens about each document, with answers of 64 tokens (AttentionStore §4.3.8), far
+    apart in time."""
     return [
         Conversation(f"d{length}", "", 1e6 * place, (Turn(256 + length, 64, 0.0), *[Turn(256, 64, 10.0)] * 5))
         for place, length in enumerate(lengths)
@@ -223,8 +226,8 @@ def documents(lengths: Sequence[int]) -> list[Conversation]:
 
 
 def smaller(whole: Machine, share: float) -> Machine:
-    """A share of a machine for the same share of its sessions: tiers, batch and HBM bandwidth for KV shrink with them,
-    so that a step takes the same time; prefills and links are as fast as they were."""
+    """Return a share of a machine for the same share of its sessions. Tiers, batch and HBM bandwidth for KV shrink in
+    proportion, so that a step takes the same time; prefills and links stay as fast."""
     return replace(
         whole,
         max_seqs=max(1, round(whole.max_seqs * share)),

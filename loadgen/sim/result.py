@@ -1,4 +1,4 @@
-"""What a simulated run came to: hit rates three ways, times, bytes and costs."""
+"""The result of a simulated run: three hit rates, times, bytes and costs."""
 
 from dataclasses import dataclass, field
 from statistics import fmean
@@ -12,15 +12,15 @@ from loadgen.sim.turn import TurnRecord
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """Of the turns that count (those that start after the warm-up), unless it says of the whole run."""
+    """Covers the turns that count (those that start after the warm-up), unless a field says "of the whole run"."""
 
     turns: int
     first_turns: int
-    hit_rate: float  # of all turns; those that open a session cannot hit
+    hit_rate: float  # of all turns; a session's first turn cannot hit
     hit_rate_returning: float  # of turns >= 2
     token_hit_rate: float  # of prompt tokens
-    tier_token_hit_rate: dict[str, float]  # the same by tier; adds up to it
-    tier_hit_share: dict[str, float]  # of the tokens found, by tier; adds up to 1, or nothing was found
+    tier_token_hit_rate: dict[str, float]  # `token_hit_rate` split by tier
+    tier_hit_share: dict[str, float]  # share of the tokens found, by tier; adds up to 1 unless nothing was found
     history_token_hit_rate: float  # of history tokens
     prompt_tokens: int
     computed_tokens: int
@@ -30,26 +30,26 @@ class Result:
     ttft_p95_s: float
     prefill_mean_s: float  # start to first token: TTFT without queueing
     queue_mean_s: float
-    stalled_s: float  # waiting for loads
-    prefill_tokens_per_s: float  # prompt tokens over the seconds of their prefills
-    gpu_s: float  # in which the machine was busy while they ran
+    stalled_s: float  # time spent waiting for loads
+    prefill_tokens_per_s: float  # prompt tokens per second of their prefills
+    gpu_s: float  # time during which the machine was busy with them
     prefill_gpu_s: float  # of the whole run
     decode_gpu_s: float  # of the whole run
     makespan_s: float  # of the whole run
-    cost: float  # of the whole run, $; storage is charged only where KV is kept
-    cost_storage: float  # of that
+    cost: float  # of the whole run, in dollars; storage is charged only where KV is kept
+    cost_storage: float  # the part of `cost` for storage
     cut_turns: int
-    ttft_by_turn_s: list[float]  # mean, by place in the conversation
+    ttft_by_turn_s: list[float]  # mean, by turn of the conversation
     bytes: dict[str, float]  # of the whole run: into HBM by source, fetched into DRAM; evicted and refused by tier
     records: list[TurnRecord] = field(repr=False)
 
     def figures(self) -> dict[str, Any]:
-        """All but the turns, for JSON."""
+        """Return all fields except the turns, for JSON."""
         return {name: getattr(self, name) for name in self.__slots__ if name != "records"}
 
 
 def cost(seconds: float, *, gpus: float, dram_bytes: float, disk_bytes: float) -> tuple[float, float]:
-    """($ in all, $ of these for storage) of a machine for so long, at the AttentionStore paper's prices."""
+    """Return ($ in total, $ for storage) for running a machine this long, at the AttentionStore paper's prices."""
     prices = Prices(gpus=gpus, dram_gb=dram_bytes / 1e9, ssd_gb=disk_bytes / 1e9)
     hours = seconds / 3600
     return hours * prices.per_hour, hours * (prices.per_hour - prices.gpus * prices.gpu)

@@ -1,10 +1,10 @@
-"""A server on a virtual clock, from event to event: queue, batch and tiers, with the server's own queue and policy
-classes. Nothing is done token by token, so that days of thousands of sessions take a minute.
+"""A server on a virtual clock that moves from event to event: queue, batch and tiers, with the server's own queue and
+policy classes. Nothing is done token by token, so days with thousands of sessions take a minute.
 
-What is simplified: prefills run one after the other; answers are as long as the workload says; a load takes its bytes
-over a link that carries one load at a time, and its turn starts when the load will end with the computation, or when
-nobody else runs; saving hides behind compute, as measured on the real server, but for the disk's time. A turn's prompt
-is the history and its own words: templates add nothing.
+Simplifications: prefills run one after the other. Answers are as long as the workload says. Loads use a link that
+carries one at a time; a turn starts when its load will end together with its computation, or when no other turn runs.
+Saving overlaps with computation, as measured on the real server, except for the disk's time. A turn's prompt is the
+history and its own words; templates add nothing.
 """
 
 import heapq
@@ -30,7 +30,7 @@ from scheduler.sequence import Sequence as QueuedSequence
 
 
 class _View:
-    """What the queues ask of the cache: `scheduler.ports.CacheView`, as far as they do."""
+    """The part of `scheduler.ports.CacheView` that the queues use."""
 
     def __init__(self, server: "SimulatedServer") -> None:
         self._server = server
@@ -40,7 +40,7 @@ class _View:
 
 
 class SimulatedServer:
-    """One run. Deterministic: chance is in the workload alone. future: its policy is the clairvoyant's."""
+    """One run. Deterministic: only the workload is random. future: evict by Belady's policy with this knowledge."""
 
     def __init__(
         self,
@@ -82,18 +82,19 @@ class SimulatedServer:
         self._pushed = 0
         self._waiting: dict[str, LiveTurn] = {}  # by request id
         self._turn_of: dict[QueuedSequence, LiveTurn] = {}
-        self._running: list[tuple[int, int, LiveTurn]] = []  # a heap of (step at which something is due, number, turn)
-        self._steps = 0  # of decoding, so far
-        self.context_sum = 0  # of those who run
+        # A heap of (decode step at which the turn is due, number, turn).
+        self._running: list[tuple[int, int, LiveTurn]] = []
+        self._steps = 0  # decode steps so far
+        self.context_sum = 0  # of the running turns
         self.running_bytes = 0.0
-        self._link_s = 0.0  # when the link into HBM is done with what was ordered
-        self._loading: list[LiveTurn] = []  # wait with their loads begun
+        self._link_s = 0.0  # when the link into HBM has finished all loads
+        self._loading: list[LiveTurn] = []  # waiting turns whose loads have begun
         for conversation in conversations:
             if conversation.turns:
                 self._push(conversation.start_s, LiveSession(conversation))
 
     def run(self) -> None:
-        """To the end of all conversations."""
+        """Run all conversations to their end."""
         while self._arrivals or self._waiting or self._running:
             self._deliver()
             self._load_ahead()
@@ -118,7 +119,7 @@ class SimulatedServer:
         return min(self._arrivals[0][0] if self._arrivals else math.inf, self.ahead.due_s)
 
     def _deliver(self) -> None:
-        """What is due by now."""
+        """Handle the events that are due."""
         while (due_s := self._next_event()) <= self.now:
             if self.ahead.due_s <= due_s:
                 self.ahead.fetched()
@@ -133,7 +134,7 @@ class SimulatedServer:
             self.store.expire(now - self.config.ttl_s)
 
     def _arrive(self, when_s: float, session: LiveSession) -> None:
-        self._expire(when_s)  # before what comes is an access to its session
+        self._expire(when_s)  # before the arrival counts as an access to its session
         conversation = session.conversation
         said = conversation.turns[session.turn]
         record = TurnRecord(
@@ -151,7 +152,7 @@ class SimulatedServer:
             session_id=conversation.session_id,
             sampling=greedy(record.answer_tokens),
             arrived_s=when_s,
-            # The queues ask for no more than the length.
+            # the queues use only its length
             token_ids=cast("list[int]", range(record.prompt_tokens)),
             prompt_tokens=record.prompt_tokens,
         )
@@ -167,7 +168,7 @@ class SimulatedServer:
     # --- the queue and the tiers --------------------------------------------------------------------------------------
 
     def residency(self, request_id: str) -> ResidencyValue:
-        """Where the KV of a waiting request is."""
+        """Return where the KV of a waiting request is."""
         turn = self._waiting[request_id]
         is_loading = turn.loaded_s is not None and turn.loaded_s > self.now
         found = self._found(turn) if turn.loaded_s is None else turn.sources
@@ -194,7 +195,7 @@ class SimulatedServer:
         return sources.get("dram", 0) * kv / self.machine.dram_to_hbm + sources.get("disk", 0) * kv / slowest
 
     def _load_ahead(self) -> None:
-        """Loads of those next in line begin while others run (AttentionStore §3.2.1: the read buffer)."""
+        """Begin loads for the next requests in line while others run (AttentionStore §3.2.1: the read buffer)."""
         room = self.config.load_ahead - len(self._loading)
         if room <= 0 or not self._waiting:
             return
@@ -206,7 +207,7 @@ class SimulatedServer:
                 room -= 1
 
     def _load(self, turn: LiveTurn) -> None:
-        """Its KV is on its way to HBM from now on."""
+        """Begin to load a turn's KV into HBM."""
         record, name = turn.record, turn.live.name
         turn.sources = self._found(turn)
         if self.config.recompute_if_faster:
@@ -229,14 +230,14 @@ class SimulatedServer:
             self.moved[tier] += tokens * self.machine.kv_bytes_per_token
 
     def _load_starts_s(self, name: str) -> float:
-        """When the link is free, and what is being fetched for it has come."""
+        """Return when the link is free and the session's current fetch, if any, has arrived."""
         starts_s = max(self.now, self._link_s)
         if self.ahead.fetching is not None and self.ahead.fetching[1] == name:
             starts_s = max(starts_s, self.ahead.fetching[0])
         return starts_s
 
     def _leave_what_is_slow(self, turn: LiveTurn) -> None:
-        """Of what is found, load no more than makes the first token earlier."""
+        """Load no more of what was found than makes the first token earlier."""
         waits_s = self._load_starts_s(turn.live.name) - self.now
         hbm = {tier: tokens for tier, tokens in turn.sources.items() if tier == "hbm"}
 
@@ -252,7 +253,7 @@ class SimulatedServer:
     # --- compute ------------------------------------------------------------------------------------------------------
 
     def _next(self) -> LiveTurn | None:
-        """Who starts now: None if nobody waits, or there is no room in HBM."""
+        """Return the turn to start now; None if no turn waits or HBM has no room."""
         if not self._waiting:
             return None
         self.queue.refresh()
@@ -261,7 +262,7 @@ class SimulatedServer:
             return None
         turn = self._turn_of[sequence]
         if self._running and turn in self._loading and self.now < self._ready_s(turn):
-            return None  # those who run go on meanwhile
+            return None  # running turns continue meanwhile
         if self.machine.hbm_shared and self._running:
             needed = self._reserved(turn.record)
             if self.running_bytes + needed > self.machine.hbm_bytes:
@@ -269,7 +270,7 @@ class SimulatedServer:
         return turn
 
     def _ready_s(self, turn: LiveTurn) -> float:
-        """From when on its load, which is under way, ends no later than its computation."""
+        """Return the time from which a load that is under way ends no later than its computation."""
         assert turn.loaded_s is not None
         found = turn.record.hit_tokens
         return turn.loaded_s - self.machine.costs.prefill_s(turn.record.prompt_tokens - found, found)
@@ -308,8 +309,8 @@ class SimulatedServer:
         self._run(turn)
 
     def _prefill(self, num_tokens: int, context_len: int, loaded_s: float) -> tuple[float, float]:
-        """One prompt, or what is left of one: unchunked, or in chunks with a decode step of the others beside each.
-        Returns the seconds that it took, and those of them that it waited for its load."""
+        """Compute one prompt, or the rest of one: at once, or in chunks with a decode step of the running turns beside
+        each. Returns the seconds it took, and how many of them it waited for its load."""
         costs, layers = self.machine.costs, self.machine.num_layers
         began_s, stalled_s = self.now, self.stalled_s
         chunk = self.config.chunk_tokens or num_tokens
@@ -322,7 +323,7 @@ class SimulatedServer:
                 compute_s = costs.tokens_s(now, context_len)
             else:
                 beside_s, compute_s = 0.0, costs.prefill_s(now, context_len)
-            # Layer by layer: the last layer's computation follows the last layer's arrival.
+            # Layer by layer: the last layer's computation begins after the last layer has arrived.
             total_s = beside_s + compute_s
             end_s = max(self.now + total_s, waits + total_s / layers)
             waits = 0.0
@@ -338,19 +339,19 @@ class SimulatedServer:
         return self.now - began_s, self.stalled_s - stalled_s
 
     def _run(self, turn: LiveTurn) -> None:
-        """It decodes until its answer ends or the window is full."""
+        """Let a turn decode until its answer ends or the window is full."""
         room = self.machine.window - turn.live.context
         steps = min(turn.left, room) if turn.left > 0 else 0
         turn.left -= steps
         self._pushed += 1
         heapq.heappush(self._running, (self._steps + steps, self._pushed, turn))
         self.context_sum += turn.live.context
-        turn.live.context += steps  # where it stands when it is due
+        turn.live.context += steps  # its length when the turn is due next
         if not steps:
             self._finish_due()
 
     def _decode(self) -> None:
-        """Everybody who runs, to the next event."""
+        """Let all running turns decode until the next event."""
         rows, costs = len(self._running), self.machine.costs
         steps = self._running[0][0] - self._steps
         ready_s = min((self._ready_s(turn) for turn in self._loading), default=math.inf)
@@ -370,7 +371,7 @@ class SimulatedServer:
         self.decoded_tokens += steps * len(self._running)
 
     def _finish_due(self) -> None:
-        due = []  # all of them stand still before one is computed again beside those who go on
+        due = []  # collect all before recomputing one beside those that continue
         while self._running and self._running[0][0] <= self._steps:
             due.append(heapq.heappop(self._running)[2])
             self.context_sum -= due[-1].live.context
@@ -381,11 +382,11 @@ class SimulatedServer:
                 self._end(turn)
 
     def _overflow(self, turn: LiveTurn) -> None:
-        """The window is full in the middle of an answer."""
+        """Handle a window that is full in the middle of an answer."""
         session, record = turn.live, turn.record
         self.window.overflow(session, record, turn.left)
         if self.config.truncation == "coupled" or not self.config.reuse:
-            # Every position has moved. What was computed is not counted as prompt: nobody asked for it.
+            # Every position has changed. The recomputed tokens do not count as prompt, since no request sent them.
             self._prefill(session.context - 1, 0, 0.0)
             self.recomputed_tokens += session.context - 1
         self._run(turn)
@@ -401,7 +402,8 @@ class SimulatedServer:
                 self.running_bytes -= self._reserved(record)
                 if "hbm" in self.store.tiers:
                     self.store.tiers["hbm"].capacity = max(0.0, self.machine.hbm_bytes - self.running_bytes)
-            # The last token was sampled and never read: it has no KV. After a cut nothing of the prefix is as it was.
+            # The last token was sampled but never read, so it has no KV. After a cut, nothing of the prefix is
+            # unchanged.
             reused = record.hit_tokens if not record.cut_tokens else 0
             written = self.store.save(name, session.context - 1, reused, self.now)
             if written > 0:

@@ -1,8 +1,8 @@
-"""Where the KV of sessions lies: tiers ranked by the server's own eviction policies, in sizes instead of bytes.
+"""The KV of sessions in tiers, ranked by the server's own eviction policies, with sizes instead of bytes.
 
-Copies are kept as the server keeps them: what a turn computed is saved in DRAM and written to disk behind it, a block
-that leaves DRAM stays on disk, one that is fetched stays there as well. What enters and leaves at once is a granule: a
-whole session (AttentionStore's item) or so many tokens of it (the server's blocks).
+Copies are kept as on the server: what a turn computes is saved in DRAM and then written to disk; a block that leaves
+DRAM stays on disk, and so does one that is fetched. What moves at once is a granule: a whole session (AttentionStore's
+item) or a fixed number of its tokens (the server's blocks).
 """
 
 import math
@@ -16,7 +16,7 @@ from cache.returns.return_times import ReturnTimes
 from scheduler.line import Line
 
 TIERS = ("hbm", "dram", "disk")
-_TOLD = 3  # times the sessions that fit into an upper tier
+_TOLD = 3  # times the number of sessions that fit into an upper tier
 
 
 class BrokenBooks(Exception):
@@ -31,16 +31,16 @@ class Granule:
 
 @dataclass(slots=True)
 class _Context:
-    """The KV that a session could have: granules from `first` on, some of them perhaps in no tier."""
+    """The KV that a session could have: granules from `first` on, some of which may be in no tier."""
 
     granules: list[Granule] = field(default_factory=list)
-    first: int = 0  # place of the head; what was cut before it keeps its number
+    first: int = 0  # place of the first granule; places do not change when granules before it are cut
     pins: int = 0
-    tokens: int = 0  # of all granules
+    tokens: int = 0  # sum over all granules
 
 
 class Tier:
-    """One tier: which granules it has, and how large they are."""
+    """One tier: its granules and their sizes."""
 
     def __init__(self, name: str, capacity: float, policy: EvictionPolicy) -> None:
         self.name = name
@@ -70,7 +70,7 @@ class Tier:
         newcomer: str | None = None,
         spare_queued: bool = False,
     ) -> bool:
-        """Let granules leave until `size` more fits; False changes nothing."""
+        """Evict granules until `size` more fits; if that is impossible, change nothing and return False."""
         excess = self.used + size - self.capacity
         if excess <= 0:
             return True
@@ -95,7 +95,7 @@ class Tier:
         return True
 
     def put(self, key: BlockKey, size: float) -> None:
-        """There is room. A granule that is here already has its new size."""
+        """Add a granule, for which there must be room, or update its size."""
         before = self.sizes.get(key, 0.0)
         self.sizes[key] = size
         self.used += size - before
@@ -124,7 +124,7 @@ class _Pinned:
 
 
 class SimulatedStore:
-    """All tiers. Sessions by name, `now` in virtual seconds. Single-threaded."""
+    """All tiers. Sessions are given by name, `now` in virtual seconds. Single-threaded."""
 
     def __init__(
         self,
@@ -145,14 +145,14 @@ class SimulatedStore:
         self.tiers = {name: Tier(name, sizes[name], policy(self._returns)) for name in TIERS if sizes[name] > 0}
         self._lowest = next((name for name in reversed(TIERS) if name in self.tiers), None)
         self._contexts: dict[str, _Context] = {}
-        self._tokens = 0  # of all contexts
+        self._tokens = 0  # sum over all contexts
         self._pinned = _Pinned()
         self._keys = 0
-        self._used_s: dict[str, float] = {}  # in the order of the last access
+        self._used_s: dict[str, float] = {}  # session -> last access, in the order of the last access
 
     @property
     def mean_session_bytes(self) -> float:
-        """Of the sessions in the lowest tier; 0 while there are none."""
+        """Mean size of the sessions in the lowest tier; 0 while there are none."""
         if self._lowest is None or not self._contexts:
             return 0.0
         tier = self.tiers[self._lowest]
@@ -163,7 +163,8 @@ class SimulatedStore:
     # --- what is here -------------------------------------------------------------------------------------------------
 
     def found(self, session: str, dropped: int, most: int) -> dict[str, int]:
-        """Leading tokens behind the first `dropped` by the fastest tier that has them, `most` at most."""
+        """Count, by the fastest tier that has them, the leading tokens found after the first `dropped`, at most
+        `most`."""
         tokens = dict.fromkeys(self.tiers, 0)
         context = self._contexts.get(session)
         for granule in context.granules if context else ():
@@ -184,13 +185,13 @@ class SimulatedStore:
     # --- events -------------------------------------------------------------------------------------------------------
 
     def arrived(self, session: str, now: float, prompt_tokens: int) -> None:
-        """A turn has come."""
+        """Record that a turn has arrived."""
         self._used_s.pop(session, None)
         self._used_s[session] = now
         self._returns.used(session, now, prompt_tokens)
 
     def hit(self, session: str) -> None:
-        """What is here of it is used: from the tail on, so that tails leave first."""
+        """Touch everything that is here of the session, beginning with the tail, so that tails leave first."""
         context = self._contexts.get(session)
         for granule in reversed(context.granules) if context else ():
             for tier in self.tiers.values():
@@ -198,7 +199,7 @@ class SimulatedStore:
                     tier.policy.touch(granule.key)
 
     def pin(self, session: str) -> None:
-        """It is being loaded, or runs: nothing of it leaves. Pins are counted."""
+        """Keep all of the session's granules from leaving, because it is being loaded or runs. Pins are counted."""
         context = self._contexts.setdefault(session, _Context())
         context.pins += 1
         if context.pins == 1:
@@ -212,7 +213,7 @@ class SimulatedStore:
                 del self._pinned.counts[granule.key]
 
     def cut(self, session: str, num_tokens: int) -> None:
-        """The first tokens of the context are dropped; what stays keeps its KV. A whole number of granules."""
+        """Drop the first tokens of the context, a whole number of granules. The rest keeps its KV."""
         context = self._contexts.get(session)
         while context and context.granules and num_tokens > 0:
             head = context.granules[0]
@@ -231,7 +232,7 @@ class SimulatedStore:
             self._drop_head(context)
 
     def invalidate(self, session: str) -> None:
-        """Nothing that is saved of it can be used any more."""
+        """Drop everything that is saved of the session, because it cannot be used any more."""
         context = self._contexts.get(session)
         while context and context.granules:
             self._drop_head(context)
@@ -249,8 +250,8 @@ class SimulatedStore:
         self._pinned.counts.pop(head.key, None)
 
     def save(self, session: str, kv_tokens: int, reused_tokens: int, now: float) -> float:
-        """A turn is over and its context has `kv_tokens` rows; the first `reused_tokens` were not computed by it.
-        Returns the bytes that have to be written to disk."""
+        """Save a turn's context of `kv_tokens` rows, of which the first `reused_tokens` were not computed by the turn.
+        Returns the bytes to write to disk."""
         if not self.tiers:
             return 0.0
         disk = self.tiers.get("disk")
@@ -267,7 +268,7 @@ class SimulatedStore:
         return disk.written - before if disk is not None else 0.0
 
     def _grow(self, session: str, context: _Context, kv_tokens: int, reused_tokens: int) -> list[Granule]:
-        """Bring the granules up to `kv_tokens`. Returns those with rows that were computed, in order."""
+        """Extend the granules to `kv_tokens`. Returns those with computed rows, in order."""
         most = self._granule_tokens or kv_tokens
         fresh: list[Granule] = []
         start = 0
@@ -296,7 +297,7 @@ class SimulatedStore:
         before = tier.sizes.get(granule.key, 0.0)
         own = granule.key not in self._pinned.counts
         if own:
-            self._pinned.counts[granule.key] = 1  # the copy that it replaces is not its own victim
+            self._pinned.counts[granule.key] = 1  # the copy that it replaces must not be evicted for it
         fits = tier.make_room(size - before, self._pinned, newcomer=newcomer, spare_queued=spare_queued)
         if own:
             del self._pinned.counts[granule.key]
@@ -308,7 +309,7 @@ class SimulatedStore:
         return fits
 
     def is_missing_in_dram(self, session: str) -> bool:
-        """Whether a fetch would bring anything from disk into DRAM. Not for who is loading already, or runs."""
+        """Whether a fetch would bring anything from disk into DRAM. False for a session that is loading or running."""
         context = self._contexts.get(session)
         if context is not None and not context.pins:
             dram, disk = self.tiers["dram"].sizes, self.tiers["disk"].sizes
@@ -318,8 +319,8 @@ class SimulatedStore:
         return False
 
     def fetch(self, session: str) -> float:
-        """Make room in DRAM for what only the disk has of a queued session, and count it as there. Returns the bytes
-        that have to be moved; 0 if there is no room that the policy would give."""
+        """Make room in DRAM for what only the disk has of a queued session, and count it as there. Returns the bytes to
+        move; 0 if the policy makes no room."""
         dram, disk = self.tiers["dram"], self.tiers["disk"]
         moved = 0.0
         for granule in self._contexts[session].granules:
@@ -333,12 +334,12 @@ class SimulatedStore:
 
     @property
     def looks_ahead(self) -> bool:
-        """Whether the queue counts for what leaves."""
+        """Whether the queue matters for eviction."""
         return any(not isinstance(tier.policy, LruPolicy) for tier in self.tiers.values())
 
     def look_ahead(self, waiting: Sequence[str], now: float) -> None:
-        """Tell the policies which sessions wait, next first. A tier above the lowest is told of no more than a few
-        times what it holds: those behind have no place in it either way, and a policy walks all that it is told of."""
+        """Tell the policies which sessions wait, next first. A tier other than the lowest is told of only a few times
+        as many as it holds: later ones have no place in it anyway, and a policy walks all that it is told of."""
         mean = self.mean_session_bytes
         for name, tier in self.tiers.items():
             told_bytes = _TOLD * tier.capacity + mean if name != self._lowest else self._window_bytes
@@ -349,20 +350,20 @@ class SimulatedStore:
         self._returns.advance(now)
 
     def leave_hbm(self, session: str) -> None:
-        """It runs: its rows in HBM are not the cache's any more."""
+        """Remove the session's granules from HBM, because it runs and its rows are no longer the cache's."""
         context = self._contexts.get(session)
         for granule in context.granules if context else ():
             self.tiers["hbm"].remove(granule.key)
 
     def shrink_hbm(self, capacity: float) -> None:
-        """What runs needs the room: granules leave HBM until it holds `capacity` at most."""
+        """Evict granules from HBM until it holds at most `capacity`, because running turns need the room."""
         tier = self.tiers["hbm"]
         tier.capacity = capacity
         if tier.used > capacity and not tier.make_room(0.0, ()):
             raise BrokenBooks("HBM holds granules that no policy lets go")
 
     def forget(self, session: str) -> None:
-        """It has ended, or expired: nobody will come for it."""
+        """Drop a session that has ended or expired."""
         context = self._contexts.pop(session, None)
         self._used_s.pop(session, None)
         self._tokens -= context.tokens if context else 0
@@ -374,7 +375,7 @@ class SimulatedStore:
         self._returns.forget(session)
 
     def expire(self, before_s: float) -> list[str]:
-        """Forget the sessions without an access since then, but for those in use. Returns them."""
+        """Forget the sessions last accessed before this time, except those in use. Returns their names."""
         expired = []
         for session, used_s in self._used_s.items():
             if used_s > before_s:

@@ -1,4 +1,4 @@
-"""A turn on its way through the simulated server, and the session that it belongs to."""
+"""A turn in the simulated server, and the session it belongs to."""
 
 from dataclasses import dataclass, field
 
@@ -8,8 +8,8 @@ from scheduler.sequence import Sequence
 
 @dataclass(slots=True)
 class TurnRecord:
-    """What became of a turn. Tokens of the prompt as it stood in the context: history_tokens + new_tokens ==
-    prompt_tokens == hit_tokens + what was computed."""
+    """What happened to a turn. Tokens of the prompt are counted as they stood in the context: history_tokens +
+    new_tokens == prompt_tokens == hit_tokens + computed tokens."""
 
     session_id: str
     turn: int
@@ -18,16 +18,16 @@ class TurnRecord:
     answer_tokens: int
     history_tokens: int = 0
     prompt_tokens: int = 0
-    clipped_tokens: int = 0  # of its own words, which alone were longer than the window
-    cut_tokens: int = 0  # of the history, before or while it was answered
-    context_tokens: int = 0  # behind its answer
+    clipped_tokens: int = 0  # of its own words, if they alone exceeded the window
+    cut_tokens: int = 0  # of the history, before or during its answer
+    context_tokens: int = 0  # after its answer
     sources: dict[str, int] = field(default_factory=dict)  # tier -> tokens found there when its load began
     load_s: float = 0.0
     started_s: float = 0.0
     first_token_s: float = 0.0
     done_s: float = 0.0
-    prefill_s: float = 0.0  # from its start to its first token, waiting for loads included
-    stalled_s: float = 0.0  # of that, waiting for loads
+    prefill_s: float = 0.0  # from its start to its first token, including waiting for loads
+    stalled_s: float = 0.0  # the part of `prefill_s` spent waiting for loads
 
     @property
     def hit_tokens(self) -> int:
@@ -35,7 +35,7 @@ class TurnRecord:
 
     @property
     def hit(self) -> float:
-        """The share of the history's KV that was found: 0 or 1 where sessions move as a whole."""
+        """The share of the history's KV that was found; 0 or 1 if sessions move as a whole."""
         return min(1.0, self.hit_tokens / (self.history_tokens - 1)) if self.history_tokens > 1 else 0.0
 
     @property
@@ -45,11 +45,11 @@ class TurnRecord:
 
 @dataclass(slots=True)
 class LiveSession:
-    """A conversation as its client and the server see it."""
+    """A conversation as seen by its client and by the server."""
 
     conversation: Conversation
     turn: int = 0
-    context: int = 0  # tokens, of the turns so far
+    context: int = 0  # tokens of the turns so far
 
     @property
     def name(self) -> str:
@@ -61,7 +61,7 @@ class LiveTurn:
     record: TurnRecord
     live: LiveSession
     sequence: Sequence
-    dropped: int  # tokens of the history that leave the window for it
-    sources: dict[str, int] = field(default_factory=dict)  # tier -> tokens that are loaded
-    loaded_s: float | None = None  # when the load ends; None: it has not begun
-    left: int = 0  # tokens of the answer
+    dropped: int  # tokens of the history that leave the window for this turn
+    sources: dict[str, int] = field(default_factory=dict)  # tier -> tokens that are loaded from it
+    loaded_s: float | None = None  # when the load ends; None if it has not begun
+    left: int = 0  # tokens of the answer still to come

@@ -1,1 +1,1 @@
-"""Workloads: synthetic ones, dialogues and traces."""
+"""Workloads: synthetic conversations, dialogues and traces."""

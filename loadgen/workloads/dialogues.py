@@ -1,8 +1,8 @@
-"""Files of conversations that people had: what they said, and how long the answers were.
+"""Reads files of real conversations: what people said, and how long the answers were.
 
-Read are ShareGPT's layout (`{"conversations": [{"from": "human", "value": …}, …]}`), our dialogues
-(`{"turns": [{"role": "user", "content": …}, …]}`) and OpenAI's (`{"messages": …}`), as one JSON list or a line each,
-also through gzip.
+Formats: ShareGPT's (`{"conversations": [{"from": "human", "value": …}, …]}`), our dialogues (`{"turns": [{"role":
+"user", "content": …}, …]}`) and OpenAI's (`{"messages": …}`), as one JSON list or one per line, optionally compressed
+with gzip.
 """
 
 import gzip
@@ -16,18 +16,18 @@ from typing import Any, NamedTuple
 
 from loadgen.workloads.workload import Script, Turn
 
-_CHARACTERS_PER_TOKEN = 4  # English in the usual vocabularies
+_CHARACTERS_PER_TOKEN = 4  # for English in common vocabularies
 
 
 class Dialogues(NamedTuple):
-    """Every conversation of a file in which a person says something that is answered, and how many are none such."""
+    """A file's conversations in which a person says something that is answered, and the number of all others."""
 
     scripts: list[Script]
     unusable: int
 
 
 def read(path: Path) -> Dialogues:
-    """Raises ValueError if there is nothing usable, OSError if the file cannot be read."""
+    """Read a file. Raises ValueError if it contains nothing usable, OSError if it cannot be read."""
     found = [_script(record) for record in _records(path)]
     scripts = [script for script in found if script]
     if not scripts:
@@ -36,12 +36,12 @@ def read(path: Path) -> Dialogues:
 
 
 def choose(scripts: list[Script], rng: random.Random, count: int) -> list[Script]:
-    """`count` of them in random order; all before any comes again."""
+    """Return `count` of the scripts in random order; all are used before any is repeated."""
     return list(islice(cycle(rng.sample(scripts, len(scripts))), count))
 
 
 def open_text(path: Path) -> str:
-    """A text file, unpacked where its name ends in .gz. Raises ValueError where it is none, OSError."""
+    """Read a text file, decompressed if its name ends in .gz. Raises ValueError if it is not one, OSError."""
     try:
         if path.suffix == ".gz":
             with gzip.open(path, "rt", encoding="utf-8-sig") as file:
@@ -73,7 +73,7 @@ def _records(path: Path) -> Iterator[Any]:
 
 
 def _script(record: Any) -> Script:
-    """From the first thing a person says on; what nobody answered is left out."""
+    """Convert a record, beginning with the first thing a person says; unanswered messages are left out."""
     if not isinstance(record, dict):
         return ()
     said = record.get("conversations") or record.get("turns") or record.get("messages") or ()

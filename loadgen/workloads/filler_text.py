@@ -1,10 +1,10 @@
-"""Made-up text: as many words as there are tokens, and the same ones for the same name."""
+"""Generates filler text: one word per token, and the same words for the same name."""
 
 import random
 from collections.abc import Sequence
 from functools import lru_cache
 
-# Common words, each one token behind a space in the vocabularies we know, also in small ones.
+# Common words, each of which is a single token after a space in the vocabularies we know, even small ones.
 _COMMON = """
 time year people way thing life world hand part place case week the of and to in is that it was for on are as
 with his they at be this from have or by one had not but what all were when we there can an your which their
@@ -25,12 +25,12 @@ def words(rng: random.Random, count: int) -> str:
 
 @lru_cache(maxsize=8192)
 def block(seed: int, name: int, count: int) -> str:
-    """The words of a named block of a trace: equal names are equal text."""
+    """Return the words of a named block of a trace; equal names give equal text."""
     return words(random.Random(f"{seed} block {name}"), count)
 
 
 def blocks(seed: int, names: Sequence[int], size: int, count: int) -> str:
-    """`count` words in blocks of `size`; what no block is named for is text of its own behind the last."""
+    """Return `count` words in blocks of `size`. Words beyond the named blocks follow as text of their own."""
     whole = [
         block(seed, name, min(size, count - start)) for name, start in zip(names, range(0, count, size), strict=False)
     ]

@@ -1,6 +1,5 @@
-"""Conversations from stated distributions. The defaults are what AttentionStore (arXiv 2403.19708, §2.3 and §4.1) says
-of ShareGPT; what it leaves open is assumed here, and said so.
-"""
+"""Conversations drawn from stated distributions. The defaults are what AttentionStore (arXiv 2403.19708, §2.3 and §4.1)
+reports of ShareGPT; assumptions where it is silent are marked as such."""
 
 import math
 import random
@@ -14,19 +13,20 @@ _NORMAL = NormalDist()
 
 @dataclass(frozen=True, slots=True)
 class Distribution:
-    """Turns: one with `1 - multi_turn`, else 2 and more, geometrically, so that the mean is `mean_turns`. Tokens of a
-    conversation: log-normal through the two points P(more than 2048) and P(more than 4096)."""
+    """Draws turns and tokens of conversations. Turns: one with probability `1 - multi_turn`, else two or more,
+    distributed geometrically so that the overall mean is `mean_turns`. Tokens of a conversation: log-normal through the
+    two points P(more than 2048) and P(more than 4096)."""
 
     multi_turn: float = 0.73
     mean_turns: float = 5.75
     over_2k: float = 0.47
     over_4k: float = 0.30
-    # Assumed, the paper says nothing of them:
-    max_turns: int = 40  # its figures end there, and at so many tokens
+    # Assumed, because the paper does not say:
+    max_turns: int = 40  # its figures end at these maxima
     max_tokens: int = 32_768
     correlation: float = 0.7  # of the normal scores of turns and tokens: long conversations have more turns
-    prompt_share: float = 1 / 3  # of a turn's tokens; answers are the longer part of ShareGPT
-    turn_spread: float = 0.8  # log-normal, of the turns' lengths within a conversation
+    prompt_share: float = 1 / 3  # of a turn's tokens; answers are the longer part in ShareGPT
+    turn_spread: float = 0.8  # log-normal spread of the turns' lengths within a conversation
 
     def __post_init__(self) -> None:
         if not (0 <= self.multi_turn < 1 and 0 < self.over_4k < self.over_2k < 1 and 0 < self.prompt_share < 1):
@@ -53,7 +53,7 @@ class Distribution:
         more = self._mean_of_several() - 2
         if more == 0:
             return 2
-        # Numbers of failures before a success: P(at least k) = stay ** k.
+        # the number of failures before a success: P(at least k) = stay ** k
         stay = more / (1 + more)
         return min(self.max_turns, 2 + int(math.log(max(1e-12, 1 - rest)) / math.log(stay)))
 

@@ -1,4 +1,4 @@
-"""How long people think between an answer and their next message."""
+"""Models how long people think between an answer and their next message."""
 
 import csv
 import math
@@ -10,8 +10,8 @@ ThinkTime = Callable[[random.Random], float]  # seconds
 
 
 def parse(text: str) -> ThinkTime:
-    """`lognormal:MEDIAN,SIGMA`, `fixed:SECONDS`, or `file:PATH` with `#COLUMN` behind it where a file has more than one
-    column of seconds. Raises ValueError, and OSError where the file cannot be read."""
+    """Parse `lognormal:MEDIAN,SIGMA`, `fixed:SECONDS`, or `file:PATH`, followed by `#COLUMN` if the file has several
+    columns of seconds. Raises ValueError, and OSError if the file cannot be read."""
     kind, _, rest = text.partition(":")
     if kind == "lognormal":
         median_s, sigma = _numbers(text, rest, 2)
@@ -37,7 +37,7 @@ def _numbers(text: str, rest: str, count: int) -> list[float]:
 
 
 def _percentiles(path: Path, column: str) -> list[tuple[float, float]]:
-    """(percentile, seconds) in order, of a file with a header and a column `percentile`."""
+    """Read (percentile, seconds) in order from a file with a header and a column `percentile`."""
     with path.open(encoding="utf-8", newline="") as file:
         rows = list(csv.DictReader(file))
     columns = [name for name in (rows[0] if rows else {}) if name != "percentile"]
@@ -54,7 +54,7 @@ def _percentiles(path: Path, column: str) -> list[tuple[float, float]]:
 
 
 def _between(points: list[tuple[float, float]], percentile: float) -> float:
-    """Linear between the points; beyond the first and the last, these."""
+    """Interpolate linearly between the points; beyond the ends, return the first or the last."""
     below = points[0]
     for point in points:
         if point[0] >= percentile:

@@ -1,13 +1,13 @@
-"""Traces of requests -> conversations with text: lengths and shared prefixes as recorded, words made up.
+"""Turns traces of requests into conversations with text: lengths and shared prefixes as recorded, with filler words.
 
 - Mooncake: JSON lines with `timestamp` (ms), `input_length`, `output_length` and `hash_ids`, the names of the prompt's
   512-token blocks. Equal names become equal text.
-- Azure: CSV with `TIMESTAMP`, `ContextTokens`, `GeneratedTokens`. Every request stands for itself.
-- BurstGPT: CSV with `Timestamp` (s), `Request tokens`, `Response tokens` and, in later files, `Session ID`: requests of
-  a session become the turns of a conversation, whose history carries the real answers. Failed ones are left out.
+- Azure: CSV with `TIMESTAMP`, `ContextTokens`, `GeneratedTokens`. Every request is independent.
+- BurstGPT: CSV with `Timestamp` (s), `Request tokens`, `Response tokens` and, in later files, `Session ID`. Requests of
+  a session become the turns of a conversation, whose history contains the real answers. Failed ones are left out.
 
-Requests are sent at their time in the trace. Those of the same stamp (clocks of traces are coarse) are spread evenly up
-to the next one.
+Requests are sent at their time in the trace. Requests with the same timestamp (traces have coarse clocks) are spread
+evenly up to the next timestamp.
 """
 
 import csv
@@ -29,7 +29,7 @@ from loadgen.workloads.dialogues import open_text
 from loadgen.workloads.workload import Conversation, Turn
 
 _MOONCAKE_BLOCK = 512
-_MOST_TOKENS = 1 << 30  # of a request: what is longer is a mistake
+_MOST_TOKENS = 1 << 30  # more in one request is a mistake
 
 
 class _MooncakeRow(msgspec.Struct):
@@ -41,17 +41,18 @@ class _MooncakeRow(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True)
 class TraceRequest:
-    """A row of a trace."""
+    """One request of a trace."""
 
     at_s: float
-    prompt_tokens: int  # all of it, history as well
+    prompt_tokens: int  # of the whole prompt, including history
     answer_tokens: int
-    session: str = ""  # empty: none is known
+    session: str = ""  # empty if unknown
     block_names: tuple[int, ...] = ()
 
 
 def read(path: Path) -> list[TraceRequest]:
-    """In the order of their times, the first at 0. Raises ValueError where a file is none of these, OSError."""
+    """Read a trace, sorted by time, with the first request at 0. Raises ValueError if the file has none of these
+    formats, OSError."""
     text = open_text(path)
     try:
         requests = _mooncake(text) if text.lstrip().startswith("{") else _table(text)
@@ -66,7 +67,7 @@ def read(path: Path) -> list[TraceRequest]:
 
 
 def conversations(requests: list[TraceRequest], *, speed: float) -> list[Conversation]:
-    """speed: how many times faster than recorded."""
+    """Convert requests to conversations. speed: how many times faster than recorded to send them."""
     sessions: dict[str, list[TraceRequest]] = defaultdict(list)
     for number, request in enumerate(requests):
         sessions[request.session or f"r{number}"].append(request)
@@ -100,10 +101,10 @@ def _mooncake(text: str) -> list[TraceRequest]:
 
 @contextmanager
 def _in_line(number: int) -> Iterator[None]:
-    """ValueErrors name the line."""
+    """Add the line number to a ValueError."""
     try:
         yield
-    except (ValueError, RecursionError) as error:  # msgspec's are some
+    except (ValueError, RecursionError) as error:  # msgspec's errors are ValueErrors too
         raise ValueError(f"line {number}: {error}") from None
 
 

@@ -1,4 +1,4 @@
-"""Conversations to be sent: how many, when they begin, what is said and how long people think in between."""
+"""Conversations to be sent: when they begin, what is said, and how long people think in between."""
 
 import hashlib
 import math
@@ -16,12 +16,12 @@ from loadgen.workloads.think import ThinkTime
 class Turn:
     """One request of a conversation."""
 
-    prompt_tokens: int  # of the new message alone
+    prompt_tokens: int  # of the new message only
     answer_tokens: int
-    think_s: float  # from the end of the answer before it (or the conversation's start) until it is sent
-    text: str = ""  # the new message; empty: as many words are made up as there are tokens
-    due_s: float = 0.0  # it is sent no earlier than this in the run, however early the answer before it has ended
-    block_names: tuple[int, ...] = ()  # of a trace: turns that begin with the same names begin with the same text
+    think_s: float  # from the end of the answer before it, or from the conversation's start, until it is sent
+    text: str = ""  # the new message; empty: use one filler word per token
+    due_s: float = 0.0  # earliest time in the run to send it, even if the answer before it has ended earlier
+    block_names: tuple[int, ...] = ()  # of a trace: turns whose names begin alike have texts that begin alike
     block_tokens: int = 0
 
 
@@ -36,7 +36,7 @@ class Conversation:
 
 @dataclass(frozen=True, slots=True)
 class ConversationShape:
-    """What conversations are like: medians, each spread log-normally by `spread` (0: all are alike)."""
+    """Describes conversations by medians, each with a log-normal spread of `spread` (0: all are alike)."""
 
     turns: int
     prompt_tokens: int
@@ -45,13 +45,13 @@ class ConversationShape:
     spread: float
 
 
-Script = tuple[Turn, ...]  # a conversation without its times
+Script = tuple[Turn, ...]  # a conversation without times
 
 
 def poisson(
     *, rng: random.Random, count: int, rate_per_s: float, shape: ConversationShape, tenants: Sequence[str] = ("",)
 ) -> list[Conversation]:
-    """`count` conversations that begin independently of each other, `rate_per_s` of them a second in the mean."""
+    """Return `count` conversations that begin independently of each other, on average `rate_per_s` per second."""
     start_s = 0.0
     conversations = []
     for number in range(count):
@@ -71,7 +71,8 @@ def poisson(
 def arrive(
     scripts: Iterable[Script], *, rng: random.Random, rate_per_s: float, think: ThinkTime, system: str = ""
 ) -> list[Conversation]:
-    """Conversations that say this, begun as by `poisson`."""
+    """Return conversations with these scripts that begin independently of each other, on average `rate_per_s` per
+    second."""
     start_s = 0.0
     conversations = []
     for number, script in enumerate(scripts):
@@ -82,7 +83,7 @@ def arrive(
 
 
 def scaled(script: Script, factor: float) -> Script:
-    """The same with lengths in tokens times `factor`; text that is given is cut or left as it is."""
+    """Multiply a script's token lengths by `factor`. Given text is cut, but never extended."""
     if factor == 1:
         return script
     return tuple(
@@ -98,8 +99,9 @@ def scaled(script: Script, factor: float) -> Script:
 
 
 def fitted(conversation: Conversation, max_context: int, overhead: int) -> Conversation:
-    """What of a conversation fits a window, answers as long as they may be, `overhead` tokens of template for every
-    message: it ends before the turn that does not. A first message too long by itself loses its end."""
+    """Return the part of a conversation that fits a window if its answers are as long as allowed and the template adds
+    `overhead` tokens per message. It ends before the first turn that does not fit. A first message that is too long
+    alone is cut at its end."""
     used = overhead + len(conversation.system.split()) if conversation.system else 0
     turns: list[Turn] = []
     for turn in conversation.turns:
@@ -114,7 +116,8 @@ def fitted(conversation: Conversation, max_context: int, overhead: int) -> Conve
 
 
 def message(turn: Turn, rng: random.Random, seed: int = 0) -> str:
-    """What a turn says. `seed` is of the text of named blocks, which turns of different conversations share."""
+    """Return a turn's message. `seed` determines the text of named blocks, which turns of different conversations
+    share."""
     if turn.text:
         return turn.text
     if turn.block_names:
@@ -123,7 +126,7 @@ def message(turn: Turn, rng: random.Random, seed: int = 0) -> str:
 
 
 def digest(conversations: Sequence[Conversation]) -> str:
-    """Equal for equal workloads, 16 hexadecimal digits."""
+    """Return 16 hexadecimal digits that are equal for equal workloads."""
     found = hashlib.sha256()
     for conversation in conversations:
         found.update(msgspec.json.encode(conversation))

@@ -121,7 +121,7 @@ def test_conversations_that_come_again_are_told(stub, tmp_path):
     workload = measure(url, tmp_path, "all", *words)["workload"]
     assert (workload["conversations"], workload["repeated"]) == (2, 0)
     done = call("--url", url, "--quiet", "--out", str(tmp_path / "more.json"), *words, "--conversations", "5")
-    assert "3 of them say what others said" in said(done)
+    assert "3 of them repeat others word for word" in said(done)
     assert load_run.read(tmp_path / "more.json")["workload"]["repeated"] == 3
     assert measure(url, tmp_path, "made-up", *QUICK)["workload"]["repeated"] == 0
 
