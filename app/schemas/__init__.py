@@ -1,1 +1,1 @@
-"""Requests and answers as they stand in JSON."""
+"""Requests and answers in their JSON form."""

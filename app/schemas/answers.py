@@ -1,5 +1,4 @@
-"""What answers look like, for the description of the API. Answers themselves are built as plain dicts, which tests
-hold against these."""
+"""Models of the answers, for the API description. Answers are built as plain dicts; tests compare them with these."""
 
 from typing import Any, Literal
 
@@ -7,7 +6,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 
 class _Answer(BaseModel):
-    """Fields that clients may rely on; there may be more."""
+    """Fields that clients may rely on. There may be more."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -34,7 +33,8 @@ class AnthropicError(_Answer):
 
 
 class CacheUse(_Answer):
-    """Where the prompt's KV came from. hbm + dram + disk + redis + computed tokens are the prompt in the window."""
+    """Where the prompt's KV came from. hbm + dram + disk + redis + computed tokens add up to the prompt in the
+    window."""
 
     session_id: str = Field(description="the conversation that the request was found to be")
     hbm_tokens: int = Field(description="prompt tokens whose KV was in HBM")
@@ -54,7 +54,7 @@ class CacheUse(_Answer):
 
 
 class AnswerTimings(_Answer):
-    """Milliseconds; null where the engine had no time to say."""
+    """Milliseconds; null if the engine did not report a time."""
 
     queue_ms: float | None = Field(description="from the arrival in the engine to the first step")
     load_ms: float | None = Field(description="loading KV into HBM")
@@ -161,7 +161,7 @@ class ChatChunkChoice(_Answer):
 
 
 class ChatCompletionChunk(_Answer):
-    """One event of a streamed chat; the last is [DONE]."""
+    """One event of a streamed chat; the last event is [DONE]."""
 
     id: str
     object: Literal["chat.completion.chunk"]
@@ -188,7 +188,7 @@ class CompletionChoice(_Answer):
 
 
 class Completion(_Answer):
-    """Also the events of its stream, the last of which is [DONE]."""
+    """A text completion, or an event of its stream, the last of which is [DONE]."""
 
     id: str
     object: Literal["text_completion"]
@@ -241,7 +241,7 @@ class ResponseObject(_Answer):
 
 
 class ResponseEvent(_Answer):
-    """One event of a streamed response; its name is its type."""
+    """One event of a streamed response; the event's name is its type."""
 
     type: str
     sequence_number: int
@@ -273,7 +273,7 @@ class InputTokens(_Answer):
 
 
 class MessageUsage(_Answer):
-    """`input_tokens` does not count what came from the cache."""
+    """Token counts. `input_tokens` excludes tokens that came from the cache."""
 
     input_tokens: int
     cache_read_input_tokens: int
@@ -299,7 +299,7 @@ class AnthropicMessage(_Answer):
 
 
 class MessageEvent(_Answer):
-    """One event of a streamed message; its name is its type."""
+    """One event of a streamed message; the event's name is its type."""
 
     type: str
 
@@ -316,7 +316,7 @@ class Text(_Answer):
 
 
 class DefaultSampling(_Answer):
-    """What a request gets that says nothing: the model's generation_config.json, else OpenAI's defaults."""
+    """The parameters of a request that gives none: the model's generation_config.json, else OpenAI's defaults."""
 
     temperature: float
     top_p: float
@@ -410,7 +410,8 @@ class CacheCleared(_Answer):
 class Health(_Answer):
     status: Literal["ok"]
     engine: str
-    redis: Literal["closed", "open", "half_open"] | None = None  # the breaker in front of it: closed, it is asked
+    # state of the circuit breaker for Redis; closed: Redis is used
+    redis: Literal["closed", "open", "half_open"] | None = None
 
 
 class ReadyStatus(_Answer):

@@ -1,4 +1,4 @@
-"""The chat request: every field we know has a type, a range and a size; what it means is in `app.turn.generation`."""
+"""The chat request: every field's type, range and size. `app.turn.generation` implements their meaning."""
 
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -30,7 +30,7 @@ from app.schemas.tools import (
 MAX_MESSAGES = 4096
 MAX_TEMPLATE_ARGS_BYTES = 16_384
 
-# What the template is given by us, not by the client.
+# Template arguments that the server sets; clients must not.
 _RESERVED_TEMPLATE_ARGS = frozenset(
     {"messages", "tools", "documents", "add_generation_prompt", "continue_final_message"}
 )
@@ -45,7 +45,7 @@ def _template_args(value: dict[str, Any]) -> dict[str, Any]:
 
 
 class CacheMark(Part):
-    """`x_cache` of a message: what the cache is to know about it. The model does not see it."""
+    """`x_cache` of a message: hints for the cache, which the model does not see."""
 
     may_be_marked = True
 
@@ -83,7 +83,7 @@ class Message(Part):
         return self
 
     def as_rendered(self) -> dict[str, Any]:
-        """What the chat template sees. `developer` is the newer name of `system`."""
+        """Return the message for the chat template. `developer` is the newer name of `system`."""
         rendered: dict[str, Any] = {
             "role": "system" if self.role == "developer" else self.role,
             "content": self.content,
@@ -100,7 +100,7 @@ class Message(Part):
 
 
 class PlainMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A message that is nothing but a role and a text; stands where a `Message` may."""
+    """A message with only a role and a text; may be used in place of a `Message`."""
 
     role: Literal["system", "developer", "user", "assistant"]
     content: str
@@ -110,7 +110,7 @@ class PlainMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     x_cache: ClassVar[None] = None
 
     def as_rendered(self) -> dict[str, Any]:
-        """As `Message.as_rendered`."""
+        """Like `Message.as_rendered`."""
         return {"role": "system" if self.role == "developer" else self.role, "content": self.content}
 
 
@@ -118,8 +118,8 @@ _PLAIN = Annotated[list[PlainMessage], msgspec.Meta(min_length=1, max_length=MAX
 
 
 def _messages(value: object, validate: ValidatorFunctionWrapHandler) -> object:
-    """A history of hundreds of plain messages comes with every turn: they are checked all at once, ten times faster.
-    What is not plain in any of them, or wrong, is the model's to name."""
+    """Validate plain messages all at once, which is ten times faster: every turn brings a history of hundreds. If any
+    message is not plain, or wrong, the pydantic model validates them and reports errors."""
     try:
         return msgspec.convert(value, _PLAIN)
     except msgspec.ValidationError:
@@ -205,7 +205,8 @@ class ChatCompletionRequest(GenerationRequest):
             raise PydanticCustomError("combination", problem, {"name": min(unknown), "param": "tool_choice"})
 
     def _check_ending(self) -> None:
-        """How the prompt ends: the answer opened, or the last message left open to be gone on with."""
+        """Check the fields that decide how the prompt ends: with an opened answer, or with the last message left open
+        to be continued."""
         if not self.continue_final_message:
             if self.add_generation_prompt is False:
                 raise PydanticCustomError(
@@ -224,7 +225,7 @@ class ChatCompletionRequest(GenerationRequest):
 
     @property
     def answer_tokens(self) -> int | None:
-        """The longest answer asked for; the newer field wins."""
+        """The longest answer requested; the newer field takes precedence."""
         return self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
 
     @property

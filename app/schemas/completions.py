@@ -1,4 +1,4 @@
-"""The body of a text completion, the older of OpenAI's endpoints; lm-evaluation-harness scores texts with it."""
+"""The body of a text completion, OpenAI's older endpoint. lm-evaluation-harness uses it to score texts."""
 
 from typing import Annotated
 
@@ -14,7 +14,7 @@ Ids = Annotated[list[TokenId], Field(min_length=1, max_length=MAX_PROMPT_IDS)]
 
 
 def _prompts(value: object) -> object:
-    """A text, ids, or many of either: always many."""
+    """Convert a text, a list of ids, or a list of either, to a list of texts or lists of ids."""
     if isinstance(value, str):
         return [value]
     if isinstance(value, list) and value and all(type(item) is int for item in value):
@@ -50,7 +50,8 @@ class CompletionRequest(GenerationRequest):
 
     @property
     def answer_tokens(self) -> int | None:
-        """OpenAI's default. An answer of none is drawn with one token, which nobody sees."""
+        """The longest answer requested, by OpenAI's default. For an answer of 0 tokens, one token is generated and not
+        shown."""
         return max(1, 16 if self.max_tokens is None else self.max_tokens)
 
     @property

@@ -1,4 +1,4 @@
-"""What the bodies of all endpoints are made of: strict parts, and the fields of everything that generates."""
+"""Building blocks of all bodies: strict parts, and the fields of every request that generates."""
 
 import math
 import re
@@ -9,7 +9,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from pydantic_core import PydanticCustomError
 
 MAX_TIMEOUT_S = 86_400.0
-# Not "." or "..": clients take them out of a URL before they send it, and nobody could delete what is called so.
+# "." and ".." are excluded: clients remove them from URLs, so such a session could not be deleted.
 SESSION_ID = re.compile(r"(?!\.{1,2}\Z)[A-Za-z0-9._:\-]{1,128}")
 SESSION_ID_RULE = "1 to 128 letters, digits, '.', '_', ':' or '-', and neither '.' nor '..'"
 MAX_SCHEMA_BYTES = 65_536
@@ -17,19 +17,19 @@ MAX_SCHEMA_DEPTH = 32
 
 
 def unsupported(param: str, what: str) -> PydanticCustomError:
-    """`app.errors` names `param`, relative to where the error was raised."""
+    """Build an "unsupported" error. `app.errors` names `param`, relative to where the error was raised."""
     return PydanticCustomError("unsupported", "{what} not supported by this server", {"param": param, "what": what})
 
 
 class TextPart(BaseModel):
-    """A part of a content, for the description of the API alone: `joined_text` reads it."""
+    """A part of a content. Only for the API description: `joined_text` parses it."""
 
     type: Literal["text", "input_text", "output_text"]
     text: str
 
 
 def joined_text(value: object, kinds: frozenset[str] = frozenset({"text"})) -> object:
-    """A list of text parts becomes one string; parts are paragraphs of their own, so a newline keeps them apart."""
+    """Join a list of text parts into one string, separated by newlines because parts are separate paragraphs."""
     if not isinstance(value, list):
         return value
     texts = []
@@ -50,7 +50,7 @@ def one_or_many(value: object) -> object:
 
 
 def _token_bias(value: object) -> object:
-    """JSON has string keys only; they must be plain token ids."""
+    """Convert the string keys of a JSON object, which must be plain token ids."""
     if not isinstance(value, dict):
         return value
     if not all(isinstance(key, str) and key.isascii() and key.isdigit() and len(key) <= 10 for key in value):
@@ -59,7 +59,7 @@ def _token_bias(value: object) -> object:
 
 
 def is_finite(value: object) -> bool:
-    """Whether plain JSON holds no infinity, and no integer that a float or an i64 could not."""
+    """Whether plain JSON contains only finite numbers, and no integer that exceeds a float or an i64."""
     if isinstance(value, dict):
         return all(is_finite(item) for item in value.values())
     if isinstance(value, list):
@@ -102,12 +102,12 @@ Metadata = Annotated[
 
 
 class Part(BaseModel):
-    """A body, or an object in one. Fields it does not know are for `ignored` to name."""
+    """A body, or an object in one. Unknown fields are accepted; `ignored` names them."""
 
     model_config = ConfigDict(strict=True, frozen=True, extra="ignore", allow_inf_nan=False)
-    # Fields that clients send back or along with an empty value, and that would change the meaning with any other.
+    # Fields that clients send with an empty value, but whose other values would change the meaning.
     refused: ClassVar[frozenset[str]] = frozenset()
-    may_be_marked: ClassVar[bool] = False  # `important` has its place here
+    may_be_marked: ClassVar[bool] = False  # whether `important` may be set in this part
 
     @model_validator(mode="before")
     @classmethod
@@ -123,8 +123,8 @@ class Part(BaseModel):
 
     @classmethod
     def ignored(cls, body: dict[str, Any]) -> list[str]:
-        """Names in `body` that are accepted and have no effect here, in the order sent: fields nobody knows, and hints
-        that change no answer (`verbosity` ...). Null says nothing."""
+        """Return the names in `body` that are accepted without effect here, in the order sent: unknown fields, and
+        hints that change no answer (`verbosity` ...). Null values are not reported."""
         known = cls.model_fields.keys() | cls.refused
         return [name for name, value in body.items() if value is not None and name not in known]
 
@@ -135,7 +135,7 @@ class StreamOptions(Part):
 
 
 def _seconds(value: object) -> object:
-    """ "30m" -> 1800.0, as OpenAI writes a time to live."""
+    """Convert "30m" to 1800.0; OpenAI writes times to live in this form."""
     if not isinstance(value, str):
         return value
     found = re.fullmatch(r"([0-9]{1,6})([smhd])", value)
@@ -145,7 +145,7 @@ def _seconds(value: object) -> object:
 
 
 class CacheOptions(Part):
-    """`prompt_cache_options`."""
+    """The value of `prompt_cache_options`."""
 
     ttl: Annotated[float | None, BeforeValidator(_seconds, json_schema_input_type=float | str | None)] = Field(
         None, gt=0, le=1e9
@@ -153,7 +153,7 @@ class CacheOptions(Part):
 
 
 class GenerationRequest(Part):
-    """What chat and text completions have in common. An explicit null means the default."""
+    """The fields that chat and text completions share. An explicit null means the default."""
 
     model: str = Field(min_length=1, max_length=512)
     stream: bool | None = None
@@ -246,12 +246,12 @@ class GenerationRequest(Part):
 
     @property
     def answer_tokens(self) -> int | None:
-        """The longest answer asked for."""
+        """The longest answer requested, in tokens."""
         return self.max_tokens
 
     @property
     def answer_logprobs(self) -> int | None:
-        """Likeliest tokens wanted beside each of the answer's; None: no log-probabilities."""
+        """The number of likeliest tokens wanted for each token of the answer; None: no log-probabilities."""
         return None
 
     @property
@@ -260,7 +260,7 @@ class GenerationRequest(Part):
 
     @property
     def keep_s(self) -> float | None:
-        """For how long after its last use the session is to be kept; None: as long as any other."""
+        """How long the session is to be kept after its last use, in seconds; None: as long as others."""
         if self.prompt_cache_options is not None and self.prompt_cache_options.ttl is not None:
             return self.prompt_cache_options.ttl
         return 86_400.0 if self.prompt_cache_retention == "24h" else None

@@ -1,4 +1,4 @@
-"""The bodies of /v1/messages, as Anthropic has them."""
+"""The bodies of Anthropic's /v1/messages."""
 
 from typing import Annotated, Any, Literal
 
@@ -23,7 +23,7 @@ class ThinkingBlock(Part):
 
 
 class RedactedThinkingBlock(Part):
-    """A thought that somebody else's server has encrypted: nobody here can read it."""
+    """A thought encrypted by another server, which cannot be read here."""
 
     type: Literal["redacted_thinking"]
     data: str
@@ -37,7 +37,7 @@ class ToolUseBlock(Part):
 
 
 def _text_blocks(value: object) -> object:
-    """A text is one block of it."""
+    """Convert a text to a list of one text block."""
     return [{"type": "text", "text": value}] if isinstance(value, str) else value
 
 
@@ -114,9 +114,9 @@ class MessagesMetadata(Part):
 
 
 class CountTokensRequest(Part):
-    """POST /v1/messages/count_tokens: what decides about the prompt."""
+    """POST /v1/messages/count_tokens: the fields that determine the prompt."""
 
-    # Not `context_management`: what it would have cleared stays in the context.
+    # `context_management` is accepted: what it would have cleared stays in the context.
     refused = frozenset({"mcp_servers", "container"})
 
     model: str = Field(min_length=1, max_length=512)
@@ -124,7 +124,7 @@ class CountTokensRequest(Part):
     system: TextBlocks | None = None
     tools: list[ToolParam] | None = Field(None, max_length=MAX_TOOLS)
     tool_choice: ToolChoiceParam | None = None
-    # What is ours, as in a chat.
+    # Reprise's own fields, as in a chat.
     session_id: SessionId | None = None
     cache_salt: str | None = Field(None, max_length=256)
     chat_template_kwargs: TemplateArgs | None = None

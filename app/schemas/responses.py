@@ -1,4 +1,4 @@
-"""The bodies of /v1/responses and /v1/conversations: items in, as OpenAI's newer API has them."""
+"""The bodies of OpenAI's /v1/responses and /v1/conversations, which consist of items."""
 
 from typing import Annotated, Any, Literal
 
@@ -89,7 +89,7 @@ _ITEMS: dict[str, type[Item]] = {
 
 
 def _item(value: object) -> object:
-    """By its type; what has none is a message."""
+    """Parse an item by its type; an item without a type is a message."""
     if not isinstance(value, dict):
         return value
     kind = value.get("type", "message")
@@ -126,13 +126,13 @@ class FunctionTool(Part):
 
 
 def _is_hosted(tool: object) -> bool:
-    """A tool that OpenAI's own servers have, or one that is no function."""
+    """Whether this is a tool that OpenAI's own servers provide, or any other tool that is not a function."""
     return isinstance(tool, dict) and isinstance(kind := tool.get("type"), str) and kind != "function"
 
 
 def _functions(value: object) -> object:
-    """Coding agents send tools of their provider along with functions of their own: a model is told of the functions.
-    Where there are none, the others are what is asked for, and refused."""
+    """Keep only functions. Coding agents send hosted tools of their provider along with their own functions. If there
+    are no functions, keep the others, so that they are refused."""
     if not isinstance(value, list):
         return value
     return [tool for tool in value if not _is_hosted(tool)] or value
@@ -204,7 +204,7 @@ class ResponseRequest(Part):
     prompt_cache_key: str | None = Field(None, min_length=1, max_length=1024)
     prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None
     prompt_cache_options: CacheOptions | None = None
-    # What is ours, or vLLM's: as in a chat.
+    # Reprise's and vLLM's fields, as in a chat.
     seed: int | None = Field(None, ge=-(1 << 63), lt=1 << 64)
     top_k: int | None = Field(None, ge=-1, lt=1 << 31)
     session_id: SessionId | None = None
@@ -233,7 +233,7 @@ class ResponseRequest(Part):
 
 
 class ConversationRequest(Part):
-    """POST /v1/conversations, and of one conversation: its metadata."""
+    """POST /v1/conversations, and for one conversation its metadata."""
 
     items: Items | None = None
     metadata: Metadata | None = None

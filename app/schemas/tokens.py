@@ -1,4 +1,4 @@
-"""The bodies of /tokenize and /detokenize, as vLLM has them."""
+"""The bodies of vLLM's /tokenize and /detokenize."""
 
 from typing import Annotated
 

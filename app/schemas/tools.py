@@ -1,4 +1,4 @@
-"""Tools, and other forms an answer may have to keep to: response formats and vLLM's structured outputs."""
+"""Tools and other constraints on an answer's form: response formats and vLLM's structured outputs."""
 
 import json
 from typing import Annotated, Any, Literal
@@ -32,7 +32,7 @@ class Tool(Part):
         return value
 
     def as_rendered(self) -> dict[str, Any]:
-        """What a chat template sees: only what was given."""
+        """Return the tool for a chat template: only the fields that were given."""
         function = self.function.model_dump(exclude_none=True)
         return {"type": "function", "function": function}
 
@@ -52,7 +52,7 @@ class AllowedTools(Part):
 
 
 class ChosenTools(Part):
-    """`tool_choice`. A word stands for an object that has no more than this type."""
+    """The value of `tool_choice`. A string stands for an object with only this type."""
 
     type: Literal["none", "auto", "required", "function", "allowed_tools"]
     function: NamedFunction | None = None
@@ -72,7 +72,7 @@ class ChosenTools(Part):
 
     @property
     def names(self) -> list[str] | None:
-        """Of the functions that may be called; None: all."""
+        """The names of the functions that may be called; None: all."""
         if self.type == "function" and self.function is not None:
             return [self.function.name]
         if self.type == "allowed_tools" and self.allowed_tools is not None:
@@ -97,7 +97,7 @@ class CalledFunction(Part):
 
 
 class ToolCall(Part):
-    """A call in an assistant's message, as it came out of an answer."""
+    """A call in an assistant's message, as an answer returned it."""
 
     id: str = Field(max_length=128)
     type: Literal["function"] = "function"
@@ -108,7 +108,7 @@ class ToolCall(Part):
 
 
 def rendered_call(call_id: str, name: str, arguments: str) -> dict[str, Any]:
-    """A call as chat templates want it: the arguments as an object, where they are one."""
+    """Return a call for chat templates, with its arguments as an object if they are valid JSON of one."""
     try:
         value = json.loads(arguments)
     except ValueError:
@@ -136,7 +136,7 @@ class ResponseFormat(Part):
 
 
 def _schema_text(value: object) -> object:
-    """vLLM takes a schema as an object or as its text."""
+    """Accept a schema as an object or, as vLLM does, as its text."""
     if isinstance(value, str) and len(value) <= 1 << 17:
         try:
             return json.loads(value)
@@ -154,7 +154,7 @@ LarkGrammar = Annotated[str, Field(min_length=1, max_length=65_536)]
 
 
 class StructuredOutputs(Part):
-    """vLLM's `structured_outputs`: one of these."""
+    """vLLM's `structured_outputs`: exactly one of these fields."""
 
     json_: GivenSchema = Field(None, alias="json")
     json_object: bool | None = None
