@@ -1,4 +1,4 @@
-"""`reprise cache`: look at, check and empty the KV on disk, with the server stopped."""
+"""`reprise cache`: inspects, checks and empties the KV on disk while the server is stopped."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -36,7 +36,7 @@ class CheckedExtents(Protocol):
 
 
 class Record(Protocol):
-    """A record whose model has no intact one, so that nobody can tell any more what it holds."""
+    """A record whose model has no intact record, so that its contents cannot be identified."""
 
     @property
     def extent_id(self) -> int: ...
@@ -47,21 +47,22 @@ class Record(Protocol):
 
 
 class Directory(NamedTuple):
-    """How the cache directory of some settings is looked at. All of it ends the program when that cannot be used."""
+    """Functions to access the cache directory of given settings. They end the program if it cannot be used."""
 
     stores: Callable[[Settings], Iterator["Store"]]
     nameless: Callable[[Settings], list[Record]]
-    drop: Callable[[Record], bool]  # whether it is gone
+    drop: Callable[[Record], bool]  # returns whether the record is gone
 
 
 @dataclass(frozen=True, slots=True)
 class Store:
-    """The records of one fingerprint: one model, its precision and this format. Open while it is looked at."""
+    """The records of one fingerprint, that is, of one model, its precision and this format. The tier is open while its
+    store is in use."""
 
     fingerprint: str  # hex
     tier: CheckedExtents
-    extents: list[Any]  # cache.extent.ExtentInfo
-    sessions: list[Any]  # cache.extent.SessionRecord
+    extents: list[Any]  # cache.blocks.stored.ExtentInfo
+    sessions: list[Any]  # cache.blocks.stored.SessionRecord
 
     @property
     def size_bytes(self) -> int:
@@ -74,7 +75,7 @@ class Store:
 
 @cli.command("ls", context_settings=ANY_SETTING)
 def list_sessions(context: typer.Context, config: Config = None) -> None:
-    """List the sessions, those used last first."""
+    """List the sessions, last used first."""
     settings = settings_of(context, config)
     table = Table("session", "tenant", "blocks", "tokens", "MiB", "last used", "expires", "model", box=None)
     rows: list[tuple[float, list[str]]] = []
@@ -100,7 +101,7 @@ def list_sessions(context: typer.Context, config: Config = None) -> None:
     for _, cells in sorted(rows, reverse=True):
         table.add_row(*cells)
     console = Console(highlight=False)
-    # In its full width: an id that is cut is of no use.
+    # in full width, because a shortened id is useless
     width = Measurement.get(console, console.options.update(max_width=MAX_COLUMNS), table).maximum
     console.width = max(console.width, width)
     console.print(table if rows else f"No sessions in {settings.state_dir}.", markup=False)
@@ -151,7 +152,7 @@ def clear(
     config: Config = None,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
 ) -> None:
-    """Delete all KV, of all models. What was said (the transcripts) stays: conversations are computed again."""
+    """Delete all KV of all models. Transcripts stay: conversations are computed again."""
     settings = settings_of(context, config)
     if not yes:
         _ask(context, settings)
@@ -167,7 +168,7 @@ def clear(
 
 
 def _ask(context: typer.Context, settings: Settings) -> None:
-    """Ends the program unless somebody agrees; nobody is asked about a directory that cannot be emptied."""
+    """End the program unless the user agrees. Does not ask about a directory that cannot be emptied."""
     size_bytes = sum(store.size_bytes for store in _stores(context, settings))
     try:
         agreed = typer.confirm(f"Delete all KV in {settings.state_dir}, {size_bytes / GIB:.3f} GiB?")
@@ -180,12 +181,12 @@ def _ask(context: typer.Context, settings: Settings) -> None:
 
 
 def _stores(context: typer.Context, settings: Settings) -> Iterator[Store]:
-    """One after the other."""
+    """Yield the stores one by one."""
     return _directory(context).stores(settings)
 
 
 def _directory(context: typer.Context) -> Directory:
-    """The program hands it over: only `app.cli.program` knows the tiers."""
+    """Return the directory functions, passed in by `app.cli.program`, which alone imports the tiers."""
     directory: Directory = context.obj
     return directory
 

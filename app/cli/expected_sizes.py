@@ -1,5 +1,5 @@
-"""What a server will take of this machine, told without loading its model: from the files of the model, as far as they
-say so."""
+"""Estimates the memory and disk that a server will use without loading its model, from the model's files where
+possible."""
 
 import json
 from dataclasses import dataclass
@@ -14,14 +14,14 @@ ITEMSIZE = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    weights: int  # bytes
+    weights: int  # in bytes
     kv_bytes_per_token: int
     window_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """Sizes are those of the settings, and automatic where they leave them open."""
+    """The sizes given in the settings, or the automatic ones where the settings leave them open."""
 
     shape: ModelShape
     sizes: Sizes
@@ -54,17 +54,17 @@ def expected_sizes(settings: Settings, shape: ModelShape, memory: Memory, device
 def _disk_room(settings: Settings) -> int:
     try:
         return disk_room(settings.state_dir, int(settings.cache.disk_min_free_gib * GIB))
-    except OSError:  # what is the matter with it is another finding
+    except OSError:  # reported as another finding
         return 0
 
 
 def model_shape(directory: Path, itemsize: int, max_context: int) -> ModelShape | None:
-    """Of a model on this machine; None where its configuration does not say it in the usual words. itemsize: of what it
-    will be computed in."""
+    """Return the shape of a model on this machine; None if its configuration does not give it in the usual fields.
+    itemsize: bytes per element of the type that it will be computed in."""
     try:
         config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
         text = config.get("text_config") or config
-        if "kv_lora_rank" in text:  # keys and values of other sizes than its heads say
+        if "kv_lora_rank" in text:  # sizes of keys and values differ from what its heads suggest
             return None
         heads = text["num_attention_heads"]
         head_dim = text.get("head_dim") or text["hidden_size"] // heads

@@ -1,4 +1,4 @@
-"""`reprise keys`: the file of API keys."""
+"""`reprise keys`: manages the file of API keys."""
 
 from pathlib import Path
 from typing import Annotated
@@ -21,7 +21,7 @@ def add(
     file: File,
     admin: Annotated[bool, typer.Option("--admin", help="May see everybody's requests.")] = False,
 ) -> None:
-    """Make a key, and the file where there is none. It is shown this once."""
+    """Create a key, and the file if there is none. The key is shown only this once."""
     try:
         key = add_key(file.expanduser(), name, admin=admin)
     except KeyFileError as error:
@@ -33,7 +33,7 @@ def add(
 
 @cli.command()
 def remove(name: Name, file: File) -> None:
-    """Take a key out of the file. Answers under way go on to their end."""
+    """Remove a key from the file. Answers in progress continue to their end."""
     try:
         remove_key(file.expanduser(), name)
     except KeyFileError as error:

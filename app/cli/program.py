@@ -121,7 +121,7 @@ def examine(
     port: Annotated[int | None, typer.Option(help="Port to listen on.")] = None,
     config: Annotated[Path | None, typer.Option(help="TOML file with settings.")] = None,
 ) -> None:
-    """Check what this machine has for these settings, those of `serve`, and say what to do about the rest."""
+    """Check this machine against the settings of `serve`, and say how to fix problems."""
     from cache.storage.directory_lock import used_by
 
     settings = settings_of(context, config, {"model.source": model, "server.host": host, "server.port": port})
@@ -139,7 +139,7 @@ def convert_gguf(
     file: Annotated[Path, typer.Argument(metavar="FILE.gguf", help="Weights and vocabulary in one file.")],
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="Is made; `reprise serve --model DIR` serves it.")],
 ) -> None:
-    """Make a model directory of a GGUF file: safetensors, tokenizer and configuration."""
+    """Convert a GGUF file to a model directory: safetensors, tokenizer and configuration."""
     from engine.gguf.convert import convert
     from engine.gguf.reader import GgufRefused
 
@@ -158,7 +158,8 @@ def list_settings() -> None:
 
 
 def _prepare(settings: Settings) -> FastAPI:
-    """The app, once all is there that can be looked at without loading a model. Ends the program if it is not."""
+    """Create the app after checking everything that can be checked without loading a model. Ends the program if a check
+    fails."""
     from cache.storage.directory_lock import used_by
 
     for finding in doctor.look_at_model(settings):
@@ -194,7 +195,7 @@ def _tell(problem: str) -> None:
 
 
 def open_stores(settings: Settings) -> Iterator[cache_cli.Store]:
-    """The KV on disk, one fingerprint after the other. Ends the program when the directory cannot be used."""
+    """Yield the KV on disk, one fingerprint at a time. Ends the program if the directory cannot be used."""
     from cache.storage.directory import stored_models
     from cache.storage.extent_store import ExtentStore
 
@@ -206,7 +207,7 @@ def open_stores(settings: Settings) -> Iterator[cache_cli.Store]:
                 fingerprint=fingerprint,
                 segment_bytes=segment_bytes,
                 key=key,
-                capacity_bytes=sys.maxsize,  # looking at a directory makes nothing leave it
+                capacity_bytes=sys.maxsize,  # inspecting a directory must not make anything leave it
                 min_free_bytes=0,
                 read_bytes_per_s=0.0,
                 write_bytes_per_s=0.0,
@@ -221,7 +222,7 @@ def open_stores(settings: Settings) -> Iterator[cache_cli.Store]:
 
 
 def nameless_records(settings: Settings) -> list[cache_cli.Record]:
-    """See `cache.storage.directory`. Ends the program when the directory cannot be used."""
+    """See `cache.storage.directory`. Ends the program if the directory cannot be used."""
     from cache.storage import directory as disk_files
 
     with _unused(settings):
@@ -229,14 +230,15 @@ def nameless_records(settings: Settings) -> list[cache_cli.Record]:
 
 
 def drop_record(record: cache_cli.Record) -> bool:
-    """Delete one of these. Whether it is gone."""
+    """Delete one of these records. Returns whether it is gone."""
     from cache.storage.directory import Foreign, drop_foreign
 
     return drop_foreign(Foreign(record.extent_id, record.path, record.size_bytes), own=None)
 
 
 def _record_key(settings: Settings) -> bytes:
-    """See `cache.storage.extent_format`. Without the installation's secret: one that no record was written with."""
+    """See `cache.storage.extent_format`. Without an installation's secret, returns a key with which no record was
+    written."""
     from cache.storage.extent_format import record_key
 
     return record_key(read_tenant_secret(settings.state_dir) or secrets.token_bytes(32))
@@ -244,7 +246,7 @@ def _record_key(settings: Settings) -> bytes:
 
 @contextmanager
 def _unused(settings: Settings) -> Iterator[None]:
-    """Ends the program when the cache directory is not there, in use, or fails."""
+    """Guard the use of the cache directory: end the program if it does not exist, is in use, or fails."""
     from cache.storage.directory_lock import DirectoryLocked, used_by
     from cache.storage.errors import TierFailed, TierFull
 

@@ -1,4 +1,4 @@
-"""The panel that says a server is ready: where it listens, what it serves, and what memory that takes."""
+"""The panel shown when a server is ready: where it listens, what it serves, and how much memory that takes."""
 
 import msgspec
 from rich.console import Group
@@ -10,13 +10,13 @@ from app.turn.sampling import OPENAI, SamplingDefaults
 from engine.build.resources import memory
 from engine.messages import ModelInfo
 
-ON_DEVICE = ("weights", "hbm")  # parts of the plan that are memory of this machine only where the model runs on it
+ON_DEVICE = ("weights", "hbm")  # parts of the plan that use this machine's memory only if the model runs on it
 IN_MEMORY = (*ON_DEVICE, "dram", "staging")
 NAMES = {"weights": "weights", "hbm": "KV in HBM", "dram": "KV in DRAM", "staging": "staging", "disk": "KV on disk"}
 
 
 def panel(settings: Settings, model: ModelInfo, url: str, *, keys: int, sampling: SamplingDefaults) -> Panel:
-    """Nobody should find out from an OOM killer."""
+    """Build the panel. It shows the memory plan so that no one has to learn it from the OOM killer."""
     kept = _duration(settings.cache.ttl_s)
     rows = {
         "page": url,
@@ -42,7 +42,7 @@ def panel(settings: Settings, model: ModelInfo, url: str, *, keys: int, sampling
 
 
 def _differing(sampling: SamplingDefaults) -> str:
-    """What is not OpenAI's default."""
+    """Return the parameters that differ from OpenAI's defaults."""
     usual, said = (msgspec.structs.asdict(defaults) for defaults in (OPENAI, sampling))
     differing = [f"{name} {value:g}" for name, value in said.items() if value != usual[name]]
     return ", ".join(differing) or "temperature 1"
@@ -72,12 +72,12 @@ def _size(num_bytes: int) -> str:
 
 
 def _duration(seconds: float) -> str:
-    """In the largest unit of which there are two or more."""
+    """Format a duration in the largest unit of which there are two or more."""
     units = (("days", 86_400), ("h", 3600), ("min", 60))
     name, unit = next(((name, unit) for name, unit in units if seconds >= 2 * unit), ("s", 1))
     return f"{seconds / unit:.3g} {name}"
 
 
 def _escaped(text: str) -> str:
-    """Square brackets are rich's markup; a host may be [::1]."""
+    """Escape square brackets, which are rich's markup; a host may be [::1]."""
     return text.replace("[", r"\[")

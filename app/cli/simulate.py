@@ -47,8 +47,8 @@ def simulate(
     out: Annotated[Path | None, typer.Option(help="JSON file for the result.")] = None,
     figure: Annotated[Path | None, typer.Option(help="Block mode: PNG file; needs matplotlib.")] = None,
 ) -> None:
-    """What caching would save: eviction policies on a recorded trace (--trace), or else a whole server of the papers'
-    kind on a virtual clock, with every policy beside recomputing."""
+    """Estimate what caching would save. With --trace, replays eviction policies on a recorded trace; otherwise
+    simulates a whole server like those of the papers, comparing every policy with recomputation."""
     from loadgen.measure.load_run import check_writable, save
     from loadgen.options import refuse_given
 
@@ -108,7 +108,7 @@ def simulate(
 
 
 def _counts(option: str, text: str) -> list[int]:
-    """Raises ValueError."""
+    """Parse whole numbers separated by commas. Raises ValueError."""
     if not all(part.strip().isdecimal() for part in text.split(",")):
         raise ValueError(f"{option} takes whole numbers with commas between them, not {text!r}")
     return list(dict.fromkeys(int(part) for part in text.split(",")))
