@@ -1,1 +1,1 @@
-"""The bundled chat model: how it was made (`corpus.py`, `train.py`) and its weights (`bundled/`)."""
+"""The bundled chat model: the code that made it (`corpus.py`, `train.py`) and its weights (`bundled/`)."""

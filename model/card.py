@@ -1,4 +1,4 @@
-"""The text of MODEL_CARD.md."""
+"""Renders the text of MODEL_CARD.md."""
 
 from typing import Any
 
@@ -32,7 +32,7 @@ def _table(head: list[str], rows: list[list[str]]) -> str:
 
 
 def _sample(dialogues: list[list[dict[str, str]]]) -> str:
-    """The same dialogue at both temperatures."""
+    """Render the same dialogue at both temperatures."""
     blocks = []
     for name, messages in zip(("greedy", "temperature 0.7"), dialogues, strict=True):
         lines = [f"> **{m['role']}**: {' '.join(m['content'].split())}" for m in messages]
@@ -50,7 +50,7 @@ def render(
     perplexities: dict[str, tuple[int, int, float, float]],
     samples: list[list[list[dict[str, str]]]],
 ) -> str:
-    """The card as Markdown. `perplexities`: source -> documents, tokens, per token, per byte."""
+    """Render the card as Markdown. `perplexities`: source -> documents, tokens, perplexity per token, per byte."""
     sources = [[name, what, licence] for name, (what, licence) in LICENCES.items()]
     mixture = [
         [f"up to {min(p.until, 1):.0%}", str(p.length), *(f"{p.weights[name]:.0%}" for name in corpus.SOURCES)]
@@ -102,7 +102,7 @@ mixture.
 
 {_table(["source", "what", "licence"], sources)}
 
-Of each source a selection was used: about 90 % of the dialogues, books of 0.1 to 1.3 MB. Consecutive messages of one
+A selection of each source was used: about 90 % of the dialogues, books of 0.1 to 1.3 MB. Consecutive messages of one
 speaker were joined, annotations dropped, duplicates removed, the speakers renamed to user and assistant. None of the
 text is part of this repository. The two share-alike sources (Schema-Guided Dialogue, Topical-Chat) stay under their own
 licences; who passes them on must do so under these. CDLA-Sharing-1.0 puts no condition on results of computing with
@@ -128,7 +128,7 @@ also resemble each other across the split. Read topical_chat as the figure for o
 - The system message shifts the topic at most; it is no means of control.
 - No safety training and no filtering beyond the choice of sources. The books are more than a hundred years old, and so
   are some of their views.
-- Behind {CONTEXT} tokens it has never seen anything.
+- It was never trained on more than {CONTEXT} tokens at once.
 
 ## Samples
 

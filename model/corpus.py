@@ -1,7 +1,7 @@
 """The training text of the bundled model: dialogues and public-domain books, rendered, split and tokenized.
 
 Files are read from a data directory given on the command line (`dialogues/*.jsonl.gz`, `long_docs/books.jsonl.gz`);
-nothing of it is copied into the repository.
+none of their text is part of the repository.
 """
 
 import gzip
@@ -19,7 +19,7 @@ END_OF_TEXT, TURN_START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>
 SPECIAL_TOKENS = [END_OF_TEXT, TURN_START, TURN_END]
 VOCAB_SIZE = 4096
 
-# The system role has to mean something after training, so half of the dialogues open with a fitting one.
+# Half of the dialogues open with a fitting system message, so that the system role has a meaning after training.
 SYSTEM_PROMPTS = {
     "topical_chat": (
         "You are a friendly person who likes to chat.",
@@ -44,7 +44,7 @@ CHAT_TEMPLATE = (
 
 @dataclass(slots=True)
 class Source:
-    """Token ids of one source, documents laid end to end, with the places where documents start."""
+    """The token ids of one source, as documents laid end to end, and the places where documents start."""
 
     name: str
     ids: np.ndarray  # [tokens] uint16
@@ -52,7 +52,7 @@ class Source:
 
 
 def is_held_out(document_id: str) -> bool:
-    """About 2 % of the documents, chosen by a hash so that every run agrees."""
+    """Whether a document belongs to the held-out 2 %, chosen by a hash so that every run agrees."""
     return hashlib.blake2b(document_id.encode(), digest_size=2).digest()[0] < 5
 
 
@@ -63,17 +63,17 @@ def _rows(path: Path) -> Iterator[dict]:
 
 
 def render_dialogue(turns: list[dict], system: str | None) -> str:
-    """The ChatML text of a whole dialogue, as CHAT_TEMPLATE renders it."""
+    """Render a whole dialogue as ChatML, as CHAT_TEMPLATE does."""
     messages = ([{"role": "system", "content": system}] if system else []) + turns
     body = "".join(f"{TURN_START}{m['role']}\n{m['content'].strip()}{TURN_END}\n" for m in messages)
     return body + END_OF_TEXT
 
 
 def documents(data: Path, source: str) -> Iterator[tuple[str, str]]:
-    """(id, rendered text) of every document of a source."""
+    """Yield (id, rendered text) of every document of a source."""
     if source == "books":
         for row in _rows(data / "long_docs" / "books.jsonl.gz"):
-            # Chapters are documents of their own, else a held-out split of 134 books would be two or three.
+            # Chapters count as documents; otherwise the held-out part of 134 books would be only two or three books.
             for number, chapter in enumerate(row["text"].split("\n## ")):
                 yield f"{row['id']}/{number}", chapter.strip() + END_OF_TEXT
         return
@@ -87,7 +87,7 @@ SOURCES = ("books", "schema_guided", "topical_chat", "taskmaster4")
 
 
 def train_tokenizer(data: Path) -> Tokenizer:
-    """A byte-level BPE of VOCAB_SIZE over a sample in which dialogue outweighs books."""
+    """Train a byte-level BPE of VOCAB_SIZE on a sample with more dialogue than books."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -123,7 +123,7 @@ def train_tokenizer(data: Path) -> Tokenizer:
 
 
 def load_sources(data: Path, tokenizer: Tokenizer, held_out: bool) -> dict[str, Source]:
-    """Every source tokenized; either the training part or the held-out part."""
+    """Tokenize the training part or the held-out part of every source."""
     sources = {}
     for name in SOURCES:
         texts = [text for key, text in documents(data, name) if is_held_out(key) == held_out]
@@ -136,7 +136,7 @@ def load_sources(data: Path, tokenizer: Tokenizer, held_out: bool) -> dict[str, 
 def sample_batch(
     sources: dict[str, Source], weights: dict[str, float], batch: int, length: int, rng: np.random.Generator
 ) -> np.ndarray:
-    """[batch, length + 1] int64 windows; half of them begin where a document begins."""
+    """Draw windows, int64 [batch, length + 1]; half of them begin where a document begins."""
     names = list(weights)
     chosen = rng.choice(len(names), size=batch, p=np.array([weights[n] for n in names]))
     out = np.empty((batch, length + 1), dtype=np.int64)

@@ -1,10 +1,11 @@
-"""Export a training run as the bundled model, measure it, and write its card.
+"""Exports a training run as the bundled model, measures it, and writes its card.
 
     python -m model.export --run RUN_DIR --data DIR --out model/bundled
 
-Reads `checkpoint.pt`, `tokenizer.json` and `log.jsonl` of `model.train` (a run may still be going on: checkpoints are
-replaced whole). Writes a directory that plain transformers loads, and beside it MODEL_CARD.md and loss_curve.png.
-Every number and every sample of the card is measured on the exported bfloat16 weights, read back from disk.
+Reads `checkpoint.pt`, `tokenizer.json` and `log.jsonl` of `model.train`. The run may still be going on, because
+checkpoints are replaced atomically. Writes a directory that plain transformers loads, and next to it MODEL_CARD.md and
+loss_curve.png. Every number and every sample of the card is measured on the exported bfloat16 weights, read back from
+disk.
 """
 
 import argparse
@@ -47,7 +48,8 @@ SAMPLES: tuple[tuple[str | None, tuple[str, ...]], ...] = (
 
 @dataclass(frozen=True, slots=True)
 class Perplexity:
-    """Held-out loss of one source, in nats, summed over `tokens`; markup tokens count as tokens but have no bytes."""
+    """The held-out loss of one source, in nats, summed over `tokens`. Markup tokens count as tokens but have no
+    bytes."""
 
     documents: int
     tokens: int
@@ -64,7 +66,7 @@ class Perplexity:
 
 
 def write_model(run: Path, out: Path) -> dict[str, float]:
-    """Write the model directory `out`, replacing it whole; returns the counters of the run."""
+    """Write the model directory `out`, replacing an existing one completely. Returns the counters of the run."""
     checkpoint = torch.load(run / "checkpoint.pt", weights_only=True, map_location="cpu")
     model = LlamaForCausalLM(model_config())
     model.load_state_dict(checkpoint["model"])
@@ -85,17 +87,18 @@ def write_model(run: Path, out: Path) -> dict[str, float]:
     fresh = out.with_name(out.name + ".tmp")
     shutil.rmtree(fresh, ignore_errors=True)
     model.to(torch.bfloat16).save_pretrained(fresh)
-    # The template stays inside tokenizer_config.json: one file less to forget.
+    # keep the template inside tokenizer_config.json, so that there is no separate file to forget
     tokenizer.save_pretrained(fresh, save_jinja_files=False)
     for file in fresh.iterdir():
-        file.chmod(0o644)  # safetensors writes for the owner alone
+        file.chmod(0o644)  # safetensors gives access to the owner only
     shutil.rmtree(out, ignore_errors=True)
     fresh.rename(out)
     return {key: checkpoint[key] for key in ("step", "tokens", "cpu_s", "wall_s")}
 
 
 def token_bytes(tokenizer: Tokenizer) -> np.ndarray:
-    """[vocabulary] bytes of text behind each id: a byte-level token has one character per byte, markup has no text."""
+    """Return the bytes of text of each id, [vocabulary]. A byte-level token has one character per byte; markup has no
+    text."""
     lengths = np.zeros(tokenizer.get_vocab_size(), dtype=np.int64)
     for token, index in tokenizer.get_vocab().items():
         lengths[index] = 0 if token in corpus.SPECIAL_TOKENS else len(token)
@@ -105,8 +108,7 @@ def token_bytes(tokenizer: Tokenizer) -> np.ndarray:
 @torch.no_grad()
 def perplexity(model: torch.nn.Module, source: corpus.Source, text_bytes: np.ndarray, max_tokens: int) -> Perplexity:
     """Score whole documents, in order, until `max_tokens` are done. A document longer than the context window is cut
-    into windows that do not overlap, each starting with no context: its perplexity is an upper bound.
-    """
+    into windows that do not overlap, each starting without context, so the result is an upper bound."""
     documents = tokens = size = 0
     loss = 0.0
     windows: list[np.ndarray] = []
@@ -123,7 +125,7 @@ def perplexity(model: torch.nn.Module, source: corpus.Source, text_bytes: np.nda
         for row, window in zip(padded, batch, strict=True):
             row[: len(window)] = window
         targets = torch.from_numpy(padded)
-        # Padding is on the right, so causal attention never sees it.
+        # padding is on the right, so causal attention never sees it
         logits = model(input_ids=targets[:, :-1].clamp(min=0), use_cache=False).logits
         loss += F.cross_entropy(logits.flatten(0, 1).float(), targets[:, 1:].flatten(), reduction="sum").item()
     return Perplexity(documents, tokens, size, loss)
@@ -133,7 +135,7 @@ def sample_dialogue(
     model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, system: str | None, user_turns: tuple[str, ...],
     temperature: float,
 ) -> list[dict[str, str]]:  # fmt: skip
-    """The dialogue with the model's answers filled in; temperature 0 is greedy. Seeded."""
+    """Return the dialogue with the model's answers filled in; temperature 0 is greedy. Seeded."""
     torch.manual_seed(0)
     how = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
     messages = [{"role": "system", "content": system}] if system else []
@@ -148,7 +150,7 @@ def sample_dialogue(
 
 
 def plot_losses(log: Path, image: Path, up_to_tokens: int) -> None:
-    """Training loss and held-out loss per source over tokens seen."""
+    """Plot training loss and each source's held-out loss over the tokens seen."""
     import matplotlib as mpl
 
     mpl.use("Agg")
@@ -174,7 +176,7 @@ def plot_losses(log: Path, image: Path, up_to_tokens: int) -> None:
 
 
 def describe_hardware() -> str:
-    """This machine in general terms."""
+    """Describe this machine in general terms."""
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text(encoding="utf-8").splitlines() if cpuinfo.exists() else []
     names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]

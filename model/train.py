@@ -1,10 +1,10 @@
-"""Train the bundled chat model on one CPU core, with checkpoints, and export it.
+"""Trains the bundled chat model on one CPU core, with checkpoints.
 
     python -m model.train --data DIR --run RUN_DIR --cpu-hours 1.7     # train or resume
 
-Progress is measured in CPU seconds of the training process, not in steps: a run that is paused (SIGSTOP) or shares
-its core ends after the same amount of work, and the learning-rate decay always completes. Resuming with a smaller
-`--cpu-hours` therefore ends a run early and well. SIGTERM writes a checkpoint and stops.
+Progress is measured in CPU seconds of the training process, not in steps: a run that is paused (SIGSTOP) or shares its
+core ends after the same amount of work, and the learning-rate decay always completes. Resuming with a smaller
+`--cpu-hours` therefore ends a run early without harm. SIGTERM writes a checkpoint and stops.
 """
 
 import argparse
@@ -17,7 +17,7 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-# glibc returns every large temporary to the kernel unless told otherwise; that costs a third of the throughput.
+# By default glibc returns every large temporary to the kernel, which costs a third of the throughput.
 _MALLOC = {
     "MALLOC_MMAP_THRESHOLD_": str(4 << 30),
     "MALLOC_TRIM_THRESHOLD_": str(4 << 30),
@@ -40,7 +40,7 @@ CONTEXT = 1024
 
 @dataclass(slots=True)
 class TrainingProgress:
-    """Where a run stands. `cpu_s` decides; the rest is for the log."""
+    """The progress of a run. `cpu_s` decides when it ends; the rest is for the log."""
 
     step: int = 0
     tokens: int = 0
@@ -50,7 +50,7 @@ class TrainingProgress:
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """A stretch of the run, up to `until` of the budget; every optimizer step sees `batch * length` tokens."""
+    """A part of the run, up to `until` of the budget; every optimizer step sees `batch * length` tokens."""
 
     until: float
     length: int
@@ -95,7 +95,7 @@ def learning_rate_factor(step: int, progress: float) -> float:
 
 
 def make_optimizers(model: torch.nn.Module) -> list[torch.optim.Optimizer]:
-    """Muon for the weight matrices of the layers, AdamW for embeddings and norms."""
+    """Use Muon for the weight matrices of the layers, AdamW for embeddings and norms."""
     matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n and "lm_head" not in n]
     chosen = {id(p) for p in matrices}
     rest = [p for p in model.parameters() if id(p) not in chosen]
@@ -115,7 +115,7 @@ def loss_on(model: torch.nn.Module, window: torch.Tensor) -> torch.Tensor:
 def validation_loss(
     model: torch.nn.Module, sources: dict[str, corpus.Source], windows: int, length: int
 ) -> dict[str, float]:
-    """Mean loss per token of each held-out source over the same `windows` windows every time."""
+    """Return the mean loss per token of each held-out source, over the same `windows` windows every time."""
     model.eval()
     losses = {}
     for name in sources:
@@ -140,7 +140,7 @@ def save_checkpoint(
 
 
 def train(data: Path, run: Path, cpu_hours: float, threads: int) -> None:
-    """Train until the CPU budget is spent; resumes from `run/checkpoint.pt` if it is there."""
+    """Train until the CPU budget is spent; resumes from `run/checkpoint.pt` if it exists."""
     torch.set_num_threads(threads)
     run.mkdir(parents=True, exist_ok=True)
     console = Console()
@@ -190,7 +190,7 @@ def train(data: Path, run: Path, cpu_hours: float, threads: int) -> None:
         for optimizer, peak in zip(optimizers, (MUON_LR, ADAM_LR), strict=True):
             for group in optimizer.param_groups:
                 group["lr"] = peak * factor
-        # The step seeds its own batch, so a resumed run draws what an undisturbed one would have.
+        # The step number seeds the batch, so a resumed run draws what an uninterrupted one would have drawn.
         rng = np.random.default_rng([7, state.step])
         batch = corpus.sample_batch(training, phase.weights, phase.batch, phase.length, rng)
         loss = loss_on(model, torch.from_numpy(batch))
