@@ -89,7 +89,7 @@ class ExactLinear(nn.Module):
         if self._kernels is None or few is None:
             raise RuntimeError("no products of one order on this machine")
         tiles = (0,) if tiles_of_pairs() else ()
-        self.product = self._kernels.Product(few.words, few.bias, few.inputs, few.outputs, few.lanes, tiles)
+        self.product = self._kernels.ExactProduct(few.words, few.bias, few.inputs, few.outputs, few.lanes, tiles)
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         use_torch_threads()

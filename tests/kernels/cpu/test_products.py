@@ -1,4 +1,5 @@
-"""Products of one order: right, and a row's bits are the same alone and in any crowd, on any number of threads."""
+"""Tests products with a fixed order of sums: they are right, and a row's bits depend neither on other rows nor on the
+number of threads."""
 
 import itertools
 from typing import Any
@@ -37,7 +38,7 @@ def packed(weight: Tensor, bias: Tensor | None, lanes: int, by_tiles: bool) -> A
     words = padded.view(blocks, lanes * 16, pairs, 2).transpose(1, 2).contiguous().view(torch.int32).view(-1)
     biases = np.empty(0, np.float32) if bias is None else bias.float().numpy()
     kind = (0,) if by_tiles else ()
-    return kernels.Product(words.numpy().view(np.uint32), biases, inputs, outputs, (0,) * lanes, kind)
+    return kernels.ExactProduct(words.numpy().view(np.uint32), biases, inputs, outputs, (0,) * lanes, kind)
 
 
 def linear(x: Tensor, product: Any, residual: Tensor | None = None, threads: int = 2) -> Tensor:
