@@ -1,4 +1,4 @@
-"""What every test shares: one thread, no network, hypothesis profiles, and factories for the wire's structs."""
+"""Shared by all tests: one thread, no network, hypothesis profiles, and factories for the wire's structs."""
 
 import os
 

@@ -1,5 +1,5 @@
-"""The container files agree with the program: what they set exists and is taken, nothing listens openly without keys,
-and what has to outlive a container lies on a volume."""
+"""Tests that the container files agree with the program: the settings they use exist, nothing listens openly without
+keys, and whatever must outlive a container is on a volume."""
 
 import re
 import tomllib

@@ -1,4 +1,4 @@
-"""The documents are true of the tree: generated tables are up to date, and every path and link leads somewhere."""
+"""Tests that the documents match the tree: generated tables are up to date, and every path and link leads somewhere."""
 
 import re
 from collections.abc import Iterator

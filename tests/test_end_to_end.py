@@ -1,4 +1,4 @@
-"""The whole product: `reprise serve` in processes of its own, the bundled model in fp32, the official client."""
+"""Tests the whole product: `reprise serve` in processes of its own, the bundled model in fp32, the official client."""
 
 import asyncio
 import signal

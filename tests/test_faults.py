@@ -1,5 +1,5 @@
-"""What can go wrong with stored KV, under a whole engine: every answer is still that of a recompute, the engine lives,
-the counters say what happened, and nothing stays pinned or under way."""
+"""Tests faults of stored KV in a whole engine: every answer still equals that of a recomputation, the engine survives,
+the counters report what happened, and nothing stays pinned or in progress."""
 
 import errno
 import os

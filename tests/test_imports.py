@@ -1,7 +1,8 @@
-"""Who may import whom, which parts stay pure, and that our package called `kernels` does not confuse transformers.
+"""Tests who may import whom, which parts stay pure, and that our package called `kernels` does not confuse
+transformers.
 
-Imports are read from the syntax tree, wherever they stand in a file; what cannot be seen there (a library that loads
-torch behind our back) is caught by importing the torch-free modules in a fresh interpreter.
+Imports are read from the syntax tree, wherever they stand in a file. What the tree does not show (a library that loads
+torch by itself) is caught by importing the torch-free modules in a fresh interpreter.
 """
 
 import ast

@@ -1,4 +1,5 @@
-"""Conversations outlive their server: `reprise serve` stopped, killed, and started again on its directory."""
+"""Tests that conversations outlive their server: `reprise serve` is stopped or killed, and started again on its
+directory."""
 
 import asyncio
 from pathlib import Path

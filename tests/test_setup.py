@@ -1,4 +1,4 @@
-"""What the set-up asks for can be installed together, and what people are told to install exists."""
+"""Tests that the requirements of the set-up can be installed together, and that documented installations exist."""
 
 import json
 import os

@@ -1,6 +1,6 @@
-"""A server process to be asked anything: `python -m tests.api.api_server STATE_DIR MODEL_DIR|bundled`.
+"""Starts a server process for tests of its whole API: `python -m tests.api.api_server STATE_DIR MODEL_DIR|bundled`.
 
-Prints its URL when it is ready. Around the scripted engine, or the bundled model with an engine of its own.
+Prints the server's URL when it is ready. Uses the scripted engine, or a real engine with the bundled model.
 """
 
 import sys

@@ -1,7 +1,7 @@
-"""The API's own description, taken at its word: thousands of requests made from it, right ones and wrong ones.
+"""Tests the API against its own OpenAPI description, with thousands of generated requests, valid and invalid.
 
-`make test-api` runs it, in the project's own environment with the extra `api`. REPRISE_API_REQUESTS asks for another
-number of requests, REPRISE_API_MODEL=bundled for the bundled model in place of the scripted engine.
+`make test-api` runs it, in the project's own environment with the extra `api`. REPRISE_API_REQUESTS sets the number of
+requests; REPRISE_API_MODEL=bundled selects the bundled model instead of the scripted engine.
 """
 
 import json

@@ -1,6 +1,7 @@
-"""A server process around the scripted engine: `python -m tests.app.fake_server STATE_DIR MODEL_DIR DRAIN_S STEP_S`.
+"""Starts a server process with the scripted engine: `python -m tests.app.fake_server STATE_DIR MODEL_DIR DRAIN_S
+STEP_S`.
 
-Prints its URL when it is ready, and the way it ended. Every answer is long.
+Prints its URL when it is ready, and at the end how it ended. Every answer is long.
 """
 
 import sys

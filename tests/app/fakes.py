@@ -1,4 +1,4 @@
-"""An engine that says what a test tells it to, a tokenizer small enough to train here, and a server around them."""
+"""A scripted engine, a tokenizer small enough to train here, and a server that uses them."""
 
 import asyncio
 import contextlib

@@ -1,4 +1,4 @@
-"""Every error, whoever raises it, has OpenAI's envelope."""
+"""Tests that every error, whatever its origin, has OpenAI's envelope."""
 
 import asyncio
 

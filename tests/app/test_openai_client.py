@@ -1,4 +1,4 @@
-"""The official client, over a socket."""
+"""Tests the official OpenAI client over a socket."""
 
 import asyncio
 

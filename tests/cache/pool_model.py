@@ -1,9 +1,10 @@
-"""A world whose rows say what they hold, and every promise of the cache manager as one check.
+"""A model of the KV pool in which every row shows what it holds, and a check of every promise of the cache manager.
 
-The KV of a row depends on its token and on all rows before it. Here a row holds a number that stands for just that: two
-rows are equal exactly if their tokens and all that they were computed on are. A row in HBM also holds the position its
-key is rotated for. What the engine and the transfer threads would write and copy is written and copied at the same
-places, by three queues that a test lets run when it likes, so a row that is believed and holds anything else is seen.
+The KV of a row depends on its token and on all rows before it. Here a row holds a number that stands for exactly that:
+two rows are equal only if their tokens and everything they were computed on are. A row in HBM also holds the position
+for which its key is rotated. Three queues, which a test runs when it likes, write and copy these numbers where the
+engine and the transfer threads would write and copy KV. So a row that the cache trusts but that holds anything else is
+detected.
 """
 
 from collections import deque

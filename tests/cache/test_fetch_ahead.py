@@ -1,4 +1,4 @@
-"""What the prefetch window fetches for a queue, DRAM keeps: staging slots are no room for it."""
+"""Tests that DRAM keeps what the prefetch window fetches for a queue; staging slots do not count as room."""
 
 import random
 from itertools import islice

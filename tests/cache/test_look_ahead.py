@@ -1,4 +1,4 @@
-"""The queue as the policies hear of it, and whose KV is fetched for it."""
+"""Tests what policies are told of the queue, and whose KV is fetched for it."""
 
 from types import SimpleNamespace
 

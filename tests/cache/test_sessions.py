@@ -1,4 +1,4 @@
-"""When the disk is told of a session: with the extent that follows, or by itself where none does."""
+"""Tests when a session's record is written to disk: with the next extent, or by itself if none follows."""
 
 import random
 

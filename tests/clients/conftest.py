@@ -1,5 +1,5 @@
-"""One real server with the bundled model for all clients. `make test-clients` runs these, in an environment of its own:
-none of this is collected by `make test`, and nothing of ours is imported."""
+"""Starts one real server with the bundled model for all clients. `make test-clients` runs these tests in an environment
+of their own; `make test` does not collect them, and they import nothing of the project."""
 
 import os
 import shlex

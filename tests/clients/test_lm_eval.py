@@ -1,4 +1,4 @@
-"""lm-evaluation-harness, with a task of four questions: it scores answers by their log-probabilities."""
+"""Tests lm-evaluation-harness with a task of four questions, in which it scores answers by their log-probabilities."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""What the tests know of the server that `conftest.py` starts."""
+"""Describes the server that `conftest.py` starts."""
 
 from pathlib import Path
 

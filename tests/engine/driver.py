@@ -1,4 +1,4 @@
-"""A real engine without the process around it: requests in, steps one by one, the books checked after each."""
+"""Runs a real engine without its process: takes requests, runs single steps, and checks all accounts after each."""
 
 import time
 from dataclasses import dataclass, field

@@ -1,6 +1,7 @@
 """Tiny models of many families, built from their configs.
 
-No parameter keeps a value that would hide a mistake: with norm weights of 1 and biases of 0 many of them print zeros.
+No parameter keeps a value that would hide a mistake: with norm weights of 1 and biases of 0, many models output
+zeros.
 """
 
 import copy

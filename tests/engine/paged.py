@@ -1,4 +1,4 @@
-"""The engine's own path over a tiny model: pages, flat ragged batches, random chunks, and a save path that listens."""
+"""The engine's own path over a tiny model: pages, flat ragged batches, random chunks, and a sink that records rows."""
 
 import random
 from collections import defaultdict

@@ -1,7 +1,7 @@
-"""What a tier below HBM stores: a layer's KV as segments, and pages made of segments again.
+"""Converts between pages and what a tier below HBM stores: a layer's KV as segments.
 
-Below HBM keys carry no position (AttentionStore §3.4): a codec is given un-rotated keys and rotates them for the place
-they have when they come back. Quantised, sparsified, activation and tensor-parallel codecs are further implementations.
+Below HBM keys carry no position (AttentionStore §3.4), so the codec takes un-rotated keys and rotates them for their
+position when they come back.
 """
 
 from collections.abc import Callable, Sequence

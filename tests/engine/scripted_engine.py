@@ -1,7 +1,7 @@
 """A StepEngine without a model, and a program that serves it: `python scripted_engine.py [load script]`.
 
-Every choice echoes the prompt for max_tokens tokens, one a step, each token plus 1000 times the choice. The session id
-of a request is a script of its own: what the engine does with it.
+Every choice echoes the prompt for max_tokens tokens, one per step, each token plus 1000 times the choice. The session
+id of a request is a script that tells the engine what to do with it.
 """
 
 import os

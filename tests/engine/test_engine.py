@@ -1,4 +1,4 @@
-"""The whole engine on a tiny model: its texts are those of transformers, whatever happens around them."""
+"""Tests the whole engine on a tiny model: its texts must equal those of transformers, whatever else happens."""
 
 import random
 from pathlib import Path

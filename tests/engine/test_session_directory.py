@@ -1,4 +1,4 @@
-"""Sessions as a resource, on a real engine with DRAM and disk."""
+"""Tests the session endpoints' requests on a real engine with DRAM and disk."""
 
 from pathlib import Path
 from typing import Any

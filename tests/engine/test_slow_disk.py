@@ -1,4 +1,5 @@
-"""A disk that has become slow: its loads are given up, what they were to bring is computed, and it is tried again."""
+"""Tests a disk that has become slow: its loads are abandoned, their KV is computed, and the disk is tried again
+later."""
 
 import os
 import time

@@ -1,4 +1,4 @@
-"""Every file of examples/ runs as its reader would run it, against one server with the bundled model."""
+"""Runs every file of examples/ as its reader would, against one server with the bundled model."""
 
 import os
 import re

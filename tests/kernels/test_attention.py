@@ -1,7 +1,7 @@
-"""Every attention backend against the oracle, and the oracle against arithmetic done by hand.
+"""Tests every attention backend against the reference, and the reference against arithmetic done by hand.
 
-Triton's backend runs compiled where there is a GPU; elsewhere `test_triton_in_its_interpreter` runs this file again in
-a process of its own, because the interpreter is switched on when triton is imported.
+Triton's backend runs compiled if there is a GPU. Otherwise `test_triton_in_its_interpreter` runs this file again in a
+process of its own, because the interpreter must be switched on before triton is imported.
 """
 
 import math

@@ -1,4 +1,4 @@
-"""The compiled way of a block into its pages against torch's, bit for bit."""
+"""Tests that the compiled writer of blocks gives torch's result, bit for bit."""
 
 import sys
 

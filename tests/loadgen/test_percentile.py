@@ -1,4 +1,4 @@
-"""One percentile for the whole repository."""
+"""Tests the one definition of a percentile in the repository."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""The bundled model as anyone finds it: plain transformers loads it, and it speaks."""
+"""Tests that plain transformers loads the bundled model, and that it produces text."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""The way from a training run to the bundled directory, on a run made up here."""
+"""Tests the export of a training run to the bundled directory, on a run made here."""
 
 import gzip
 import json

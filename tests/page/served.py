@@ -1,4 +1,4 @@
-"""The app around the scripted engine on a port of its own, in a thread: a browser is driven from this one."""
+"""Serves the app with the scripted engine on its own port, in a thread, while the test's thread drives a browser."""
 
 import asyncio
 import contextlib

@@ -1,4 +1,4 @@
-"""The page in Chromium, around the scripted engine."""
+"""Tests the page in Chromium, with the scripted engine."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""/docs in Chromium: the API for people."""
+"""Tests /docs, the API documentation for people, in Chromium."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""app/page/markdown.js, in Chromium: what a model says stays text."""
+"""Tests app/page/markdown.js in Chromium: a model's output stays text."""
 
 from collections.abc import Iterator
 from typing import Any

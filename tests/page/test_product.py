@@ -1,4 +1,4 @@
-"""The page on the real product: the server is stopped and started, and the conversation goes on from disk."""
+"""Tests the page on the real product: after a restart of the server, the conversation continues from disk."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""The head of the line has its pages before its place is free, so that its KV arrives behind those who run."""
+"""Tests that the head of the line gets its pages before a place is free, so that its KV loads while others run."""
 
 from types import SimpleNamespace
 

@@ -1,4 +1,4 @@
-"""Every order in the whole scheduler: everybody is served, computed once, and gone without a trace."""
+"""Tests every order in the whole scheduler: each request is served, computed once, and leaves no trace."""
 
 import random
 from collections import Counter

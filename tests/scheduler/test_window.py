@@ -1,4 +1,4 @@
-"""The shuffled window against what it promises, on residencies that change as they like."""
+"""Tests the promises of the shuffled window, with residencies that change arbitrarily."""
 
 import random
 from collections import Counter

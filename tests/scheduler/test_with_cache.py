@@ -1,4 +1,5 @@
-"""The real scheduler on the real cache manager, in a loop like the engine's, over a pool that knows what it holds."""
+"""Tests the real scheduler on the real cache manager, in a loop like the engine's, over a pool that records what it
+holds."""
 
 import random
 from dataclasses import dataclass, field

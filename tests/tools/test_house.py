@@ -1,4 +1,4 @@
-"""Each measure finds what it is named for in a few sources, and nothing else."""
+"""Tests that each measure finds what its name says in a few sources, and nothing else."""
 
 import ast
 from pathlib import Path

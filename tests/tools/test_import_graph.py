@@ -1,4 +1,4 @@
-"""Imports are found wherever they stand, and circles however long they are."""
+"""Tests that imports are found wherever they stand, and circles of any length."""
 
 import ast
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A Redis that cannot be trusted: whatever it says or holds, nobody gets a 500 or another's words."""
+"""Tests that an unreliable Redis, whatever it answers or stores, causes no 500 and reveals no other client's text."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""Clients that drop the earliest messages themselves."""
+"""Tests clients that drop the earliest messages themselves."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Scripts of other people's pages: none may ask unless the settings name the page."""
+"""Tests that scripts of other origins are refused unless the settings name the origin."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Malformed and hostile requests, over real sockets: each gets its 4xx in the envelope, and nothing stays behind."""
+"""Tests malformed and hostile requests over real sockets: each gets a 4xx in the envelope and leaves nothing behind."""
 
 import asyncio
 import http.client

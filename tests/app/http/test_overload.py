@@ -1,4 +1,4 @@
-"""Too many requests, and requests that take too long: everybody is told, nothing stays behind."""
+"""Tests too many requests and requests that take too long: each gets an answer, and nothing is left behind."""
 
 import asyncio
 import threading

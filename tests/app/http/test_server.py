@@ -1,4 +1,4 @@
-"""SIGTERM and SIGINT, with a real process, real signals and real sockets."""
+"""Tests SIGTERM and SIGINT with a real process, real signals and real sockets."""
 
 import asyncio
 import collections

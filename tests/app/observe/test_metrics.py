@@ -1,4 +1,4 @@
-"""/metrics as promtool would read it, and the dashboard that reads it."""
+"""Tests that /metrics is valid for Prometheus, and that the dashboard uses existing metrics."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""Traces of real answers, exported to memory."""
+"""Tests the traces of real answers, exported to memory."""
 
 import itertools
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Keys and their limits, through the whole app."""
+"""Tests keys and their limits through the whole app."""
 
 import asyncio
 import time

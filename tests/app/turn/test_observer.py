@@ -1,4 +1,4 @@
-"""What observers hear of real turns, and what becomes of a turn whose observer fails."""
+"""Tests what observers receive in real turns, and what happens to a turn whose observer fails."""
 
 from typing import Any
 

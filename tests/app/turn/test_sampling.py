@@ -1,4 +1,4 @@
-"""What a request is sampled with where it says nothing: the model's own recommendation, at every endpoint."""
+"""Tests the default sampling parameters, which are the model's own recommendation, at every endpoint."""
 
 import json
 import shutil

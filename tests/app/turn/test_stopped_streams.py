@@ -1,4 +1,4 @@
-"""A stream that its client stops, and whose partial text comes back at once in the next request."""
+"""Tests a stream that its client stops, and whose partial text comes back at once in the next request."""
 
 import asyncio
 import time

@@ -1,4 +1,4 @@
-"""Which turns are played, and what is made of them."""
+"""Tests which turns the equality benchmark plays, and what it concludes from them."""
 
 import gzip
 import json

@@ -1,4 +1,4 @@
-"""The random model is what its description says, and text can be sent to it."""
+"""Tests that the random model matches its description and accepts text."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""What is made of samples, worked by hand."""
+"""Tests statistics of samples against values worked out by hand."""
 
 import random
 from functools import partial

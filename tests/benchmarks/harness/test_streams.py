@@ -1,4 +1,4 @@
-"""The rule by which an answer is held against its reference, and what the benchmarks conclude from many of them."""
+"""Tests how an answer is compared with its reference, and what the benchmarks conclude from many comparisons."""
 
 import numpy as np
 import pytest

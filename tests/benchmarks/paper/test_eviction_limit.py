@@ -1,4 +1,5 @@
-"""Worlds are like what they are drawn from: sessions come back by the model's chances, on what they left."""
+"""Tests that generated workloads resemble their source: sessions return with the model's probabilities and continue
+from what they left."""
 
 import random
 from itertools import pairwise

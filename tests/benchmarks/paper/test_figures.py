@@ -1,4 +1,4 @@
-"""The runs behind the papers' figures are what they say, and a share of them is scaled to the whole."""
+"""Tests that the runs of the papers' figures are what they claim, and that a share of them is scaled to the whole."""
 
 from dataclasses import fields
 

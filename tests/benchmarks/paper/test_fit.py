@@ -1,4 +1,4 @@
-"""The fit walks within its bounds, one unknown at a time, and counts what it misses."""
+"""Tests that the fit stays within its bounds, changes one unknown at a time, and counts its misses."""
 
 from dataclasses import asdict, replace
 

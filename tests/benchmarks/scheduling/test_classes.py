@@ -1,4 +1,4 @@
-"""The workload of all three classes, and what is made of its turns."""
+"""Tests the workload with all three of CaR's classes, and the evaluation of its turns."""
 
 from argparse import Namespace
 from collections import Counter

@@ -1,4 +1,4 @@
-"""What the benchmarks of the scheduler conclude from what they measured."""
+"""Tests what the scheduler benchmarks conclude from their measurements."""
 
 from collections import Counter
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What the benchmark of first tokens under load makes of answers, and what it concludes."""
+"""Tests how the benchmark of first tokens under load evaluates answers, and what it concludes."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The workload of `benchmarks.scheduling.poisson` in the simulator: what the default is there for."""
+"""Runs the workload of `benchmarks.scheduling.poisson` in the simulator, to test the purpose of the default order."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What the benchmarks around `reprise load` conclude, and the stub that one of them measures with."""
+"""Tests what the benchmarks of `reprise load` conclude, and the stub server that one of them uses."""
 
 import argparse
 import asyncio

@@ -1,4 +1,4 @@
-"""What the benchmarks of the tiers conclude from what they measured."""
+"""Tests what the benchmarks of the tiers conclude from their measurements."""
 
 import pytest
 from tokenizers import Tokenizer

@@ -1,4 +1,5 @@
-"""Decode steps by how long threads wait awake: how samples become rows and verdicts, worked by hand."""
+"""Tests how samples of decode steps become rows and verdicts, by hand-worked cases. The steps vary how long threads
+spin while they wait."""
 
 from benchmarks.speed.waiting_threads import OURS, Sample, Steps, summarize, verdicts
 

@@ -1,4 +1,4 @@
-"""How costs and shares are summed up, worked by hand."""
+"""Tests how costs and shares are summed up, by hand-worked cases."""
 
 import random
 import time

@@ -1,4 +1,4 @@
-"""Requests that take turns step by step, and how what they cost is summed up, worked by hand."""
+"""Tests requests that alternate step by step, and how their costs are summed up, by hand-worked cases."""
 
 import time
 from functools import partial

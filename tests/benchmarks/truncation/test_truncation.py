@@ -1,4 +1,5 @@
-"""What the truncation benchmark concludes, and that its three ways of going on behind a cut are what they say."""
+"""Tests what the truncation benchmark concludes, and that its three ways of continuing after a cut are what they
+claim."""
 
 import json
 import math

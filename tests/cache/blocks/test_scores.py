@@ -1,4 +1,4 @@
-"""CaR's score decides what leaves HBM, and is given back however a request ends."""
+"""Tests that CaR's scores decide what leaves HBM, and are taken back however a request ends."""
 
 import random
 from itertools import pairwise

@@ -1,4 +1,4 @@
-"""How much of what is stored is worth loading."""
+"""Tests how much of what is stored is worth loading."""
 
 import random
 

@@ -1,4 +1,4 @@
-"""What a client drops of its conversation itself, and what becomes of that (DESIGN "Client-side truncation")."""
+"""Tests histories that the client has shortened itself."""
 
 from cache.blocks.truncate import CutRules
 from cache.requests.opening import ClientCut

@@ -1,4 +1,4 @@
-"""Disk tiers whose bytes prove themselves: a segment is derived from its block's key and layer."""
+"""Disk tiers with bytes derived from each block's key and layer, so that any read can be verified."""
 
 import hashlib
 import os

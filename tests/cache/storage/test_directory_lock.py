@@ -1,4 +1,4 @@
-"""One server to a directory."""
+"""Tests that only one server can use a directory."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What of an extent goes to the device from where it lies, and what by way of the buffer."""
+"""Tests which parts of an extent are written to the device directly, and which through the buffer."""
 
 import errno
 import mmap

@@ -1,4 +1,4 @@
-"""Crashes between any two steps, calls that fail, calls that hang, directories that go away."""
+"""Tests crashes between any two steps, calls that fail or hang, and directories that disappear."""
 
 import errno
 import os

@@ -1,4 +1,4 @@
-"""What others put into the disk tier's directory: forged records are misses, and no file there ends a server."""
+"""Tests foreign files in the disk tier's directory: forged records are misses, and no file ends a server."""
 
 import os
 import shutil

@@ -1,4 +1,4 @@
-"""What a start finds: with the index or without it, whole records, damaged ones, and those of others."""
+"""Tests what a start finds, with or without the index: intact records, damaged ones, and those of other models."""
 
 import os
 import shutil

@@ -1,4 +1,4 @@
-"""Memory is there before it is written, as far ahead as was said, and keeps what is in it."""
+"""Tests that memory is made resident ahead of its use, as far as promised, and keeps its contents."""
 
 import ctypes
 import mmap

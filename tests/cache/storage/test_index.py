@@ -1,4 +1,4 @@
-"""Rows of extents wait for one another; whatever is asked of the index meanwhile knows of them."""
+"""Tests that extents' rows are written in batches, and that every request to the index sees the waiting rows."""
 
 import sqlite3
 

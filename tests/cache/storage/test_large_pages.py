@@ -1,4 +1,4 @@
-"""Memory that is there lies in large pages, when it is calm; what is in it stays, and nothing grows."""
+"""Tests that memory is moved into large pages while nothing runs, that its contents stay, and that nothing grows."""
 
 import ctypes
 import mmap

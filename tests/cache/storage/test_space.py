@@ -1,4 +1,4 @@
-"""The sums of the disk tier, without its files."""
+"""Tests the disk tier's accounting, without files."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""A disk that is smaller than DRAM."""
+"""Tests a disk that is smaller than DRAM."""
 
 from tests.cache.blocks.test_scores import tokens
 from tests.cache.pool_model import PoolModel, make_manager

@@ -1,4 +1,4 @@
-"""The cache manager with tiers below HBM, in a world that moves toy bytes when it likes and fails when it likes."""
+"""Tests the cache manager with tiers below HBM, in a model where transfers run, and fail, at any time."""
 
 import random
 

@@ -1,4 +1,4 @@
-"""What a step shows of its KV, on its way to DRAM."""
+"""Tests how the KV of a step is captured on its way to DRAM."""
 
 import torch
 

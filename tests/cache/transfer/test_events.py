@@ -1,4 +1,4 @@
-"""Who wakes when a transfer has ended."""
+"""Tests which waiting threads wake up when a transfer has ended."""
 
 import threading
 import time

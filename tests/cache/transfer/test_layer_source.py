@@ -1,4 +1,4 @@
-"""Layers of a load that come off the disk, and the memory that they come to."""
+"""Tests the layers of a load that come from disk, and the memory they are read into."""
 
 import errno
 import threading

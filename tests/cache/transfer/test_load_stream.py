@@ -1,4 +1,4 @@
-"""Loads that the step which waits for them places by itself, and what becomes of those it does not."""
+"""Tests loads that the waiting step places itself, and loads that it does not."""
 
 import threading
 import time

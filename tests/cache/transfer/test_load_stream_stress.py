@@ -1,5 +1,5 @@
-"""Loads at random: where their blocks lie, who places them, what fails and when. Every load ends, what did not fail is
-right, and nobody writes to memory that is somebody else's by now."""
+"""Tests random loads, varying where their blocks are, who places them, what fails and when. Every load must end, what
+did not fail must be right, and no thread may write to memory that belongs to others by then."""
 
 import random
 import threading

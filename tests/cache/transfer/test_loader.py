@@ -1,4 +1,4 @@
-"""One layer of a load, the compiled way and torch's."""
+"""Tests one layer of a load, with the compiled kernel and with torch."""
 
 import pytest
 import torch

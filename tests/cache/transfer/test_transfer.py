@@ -1,5 +1,5 @@
-"""What the transfer threads do to bytes. Positions are numbers added to keys here, so that every row says where it is
-rotated for, and exactly."""
+"""Tests what the transfer threads do to bytes. A "rotation" here adds the position to the key, so that every row shows
+exactly for which position it is rotated."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""The order of what is done to the disk, and what each is told."""
+"""Tests the order of operations on the disk, and what each caller is told."""
 
 from types import SimpleNamespace
 

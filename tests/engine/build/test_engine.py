@@ -1,4 +1,4 @@
-"""What the composition root decides by itself: device, dtype, backend, context window, HBM, fingerprint."""
+"""Tests the decisions of the composition root: device, dtype, backend, context window, HBM, fingerprint."""
 
 import json
 import shutil

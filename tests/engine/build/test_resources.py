@@ -1,4 +1,4 @@
-"""Memory inside of control groups, and room on disk. The groups are files, as the kernel shows them."""
+"""Tests memory limits of control groups, and room on disk. The groups are files in the kernel's format."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Every order of starting in a real engine: the texts are those of an undisturbed run."""
+"""Tests every scheduling order in a real engine: texts must equal those of an undisturbed run."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""Sizes that fit machine and model, and the table of them in docs/sizes.md, which is made here:
+"""Tests sizes that fit machine and model, and generates the table of them in docs/sizes.md:
 
 python -m tests.engine.build.test_sizes
 """

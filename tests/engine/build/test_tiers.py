@@ -1,4 +1,4 @@
-"""Texts do not depend on where the KV of a conversation comes back from, nor on what goes wrong on its way."""
+"""Tests that texts depend neither on the tier from which a conversation's KV returns nor on failures on the way."""
 
 import math
 import random

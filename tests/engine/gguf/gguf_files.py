@@ -1,4 +1,4 @@
-"""GGUF files of random models, as llama.cpp's converter writes them."""
+"""Writes GGUF files of random models as llama.cpp's converter does."""
 
 from pathlib import Path
 from typing import Any

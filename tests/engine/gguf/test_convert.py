@@ -1,4 +1,4 @@
-"""Files written here, converted, and held against the model they were made of and against transformers' own reader."""
+"""Tests the conversion of files written here against their original model and transformers' own reader."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""A file is converted once; what nobody uses leaves."""
+"""Tests that a file is converted once, and that unused conversions are deleted."""
 
 import os
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Headers as they should be, and as somebody might make them."""
+"""Tests correct headers, and headers that an attacker might write."""
 
 import os
 import struct

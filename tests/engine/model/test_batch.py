@@ -1,4 +1,4 @@
-"""Flat tensors of a step against a loop that says the same slowly, over sequences that come, grow and go."""
+"""Tests the flat tensors of a step against a slow loop, with sequences that come, grow and go."""
 
 import random
 from dataclasses import dataclass, field

@@ -1,4 +1,4 @@
-"""What is proven at load in bf16, and that it is so when several conversations run at once and return."""
+"""Tests the proof made at load in bf16, and that its claim holds for conversations that run together and return."""
 
 import random
 from pathlib import Path

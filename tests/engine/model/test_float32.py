@@ -1,4 +1,4 @@
-"""A model of low precision in fp32, a layer at a time."""
+"""Tests running a low-precision model in fp32, one layer at a time."""
 
 from typing import Any
 

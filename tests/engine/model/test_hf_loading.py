@@ -1,4 +1,4 @@
-"""Which model directories are loaded; the others are refused in words for people, and no code of theirs is run."""
+"""Tests which model directories are loaded; others are refused with a clear message, and none of their code runs."""
 
 import json
 import shutil

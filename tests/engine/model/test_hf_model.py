@@ -1,4 +1,5 @@
-"""Our path over pages against transformers' own, family by family; and what a step leaves behind: nothing."""
+"""Tests our path over pages against transformers' own, for each model family, and that a step leaves no state
+behind."""
 
 import threading
 from collections.abc import Callable

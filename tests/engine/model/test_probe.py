@@ -1,4 +1,4 @@
-"""The load-time probe: which architectures are served, which of them can move their KV, and what each layer does."""
+"""Tests the load-time probe: which architectures are served, which can move their KV, and what each layer does."""
 
 from dataclasses import replace
 from typing import Any

@@ -1,4 +1,4 @@
-"""Keys out of their positions and into others, for every way in which models rotate."""
+"""Tests moving keys from one position to another, for every kind of rotation that models use."""
 
 from typing import Any
 

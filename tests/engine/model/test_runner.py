@@ -1,4 +1,4 @@
-"""The pool's layout, what a step writes into it, and what tells one model from another."""
+"""Tests the pool's layout, what a step writes into it, and what distinguishes one model from another."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""The asyncio side against real engine processes that run a scripted engine."""
+"""Tests the asyncio client against real engine processes that run a scripted engine."""
 
 import asyncio
 import contextlib

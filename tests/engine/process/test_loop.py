@@ -1,4 +1,4 @@
-"""The engine's side of the wire: the loop over an in-process socket, and the life of the real process."""
+"""Tests the engine's side of the wire: the loop over an in-process socket, and the life of the real process."""
 
 import contextlib
 import os

@@ -1,4 +1,4 @@
-"""The next request's KV comes while the present one runs, as many layers of it as the read buffer holds."""
+"""Tests that the next request's KV loads while the current one runs, as many layers as the read buffer holds."""
 
 from pathlib import Path
 from typing import Any

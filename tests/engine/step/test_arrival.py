@@ -1,4 +1,4 @@
-"""KV that is still on its way when the step begins: every path through a layer waits for it."""
+"""Tests KV that is still loading when the step begins: every path through a layer must wait for it."""
 
 import math
 import random

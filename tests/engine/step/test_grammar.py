@@ -1,4 +1,4 @@
-"""Grammars in the engine: every answer keeps to its own, whatever happens to its request."""
+"""Tests grammars in the engine: every answer follows its own, whatever happens to its request."""
 
 import json
 import time

@@ -1,4 +1,4 @@
-"""The order in which rows and moves reach the transfer."""
+"""Tests the order in which rows and moves reach the transfer."""
 
 from typing import Any
 

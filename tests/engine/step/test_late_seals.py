@@ -1,4 +1,4 @@
-"""What kernels have saved of an answer is sealed at its end, and before anything that could miss it."""
+"""Tests that rows saved by kernels are sealed at the end of an answer, and before anything that would miss them."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""Log-probabilities of a prompt's own tokens: those of transformers, though the prompt is cached, cut or preempted."""
+"""Tests log-probabilities of a prompt's own tokens against transformers, with cached, cut and preempted prompts."""
 
 from pathlib import Path
 from typing import Any

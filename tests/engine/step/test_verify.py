@@ -1,4 +1,4 @@
-"""The shadow check: what was loaded against a recompute."""
+"""Tests the shadow check, which compares loaded KV with a recomputation."""
 
 import random
 from pathlib import Path

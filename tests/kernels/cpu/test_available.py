@@ -1,4 +1,4 @@
-"""What is said of kernels that are compiled, and the threads they run on."""
+"""Tests the log messages about compiled kernels, and the threads they run on."""
 
 import logging
 import subprocess

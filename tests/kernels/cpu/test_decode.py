@@ -1,4 +1,4 @@
-"""The compiled decode kernels against torch in fp32, and that neither threads nor company change a bit."""
+"""Tests the compiled decode kernels against torch in fp32, and that neither threads nor other rows change a bit."""
 
 import random
 import subprocess

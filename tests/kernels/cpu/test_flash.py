@@ -1,4 +1,5 @@
-"""The compiled attention of many rows against the oracle, and that a row's result depends on what it sees alone."""
+"""Tests the compiled attention of many rows against the reference, and that a row's result depends only on what it
+sees."""
 
 import random
 import subprocess

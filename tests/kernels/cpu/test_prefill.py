@@ -1,4 +1,4 @@
-"""The compiled operations of many rows against torch, and that neither threads nor company change a bit."""
+"""Tests the compiled operations on many rows against torch, and that neither threads nor other rows change a bit."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""`reprise load` against a stub, from the command line to the files it leaves."""
+"""Tests `reprise load` against a stub, from the command line to the files it writes."""
 
 import asyncio
 import gzip

@@ -1,4 +1,4 @@
-"""The client against a server of a few lines that says what an OpenAI-compatible one would."""
+"""Tests the client against a small server that answers like an OpenAI-compatible one."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""The report in a real browser: are its plots drawn? Skipped where Chromium is missing."""
+"""Tests in a real browser that the report's plots are drawn. Skipped without Chromium."""
 
 import io
 import random

@@ -1,4 +1,4 @@
-"""`reprise simulate` without a trace."""
+"""Tests `reprise simulate` without a trace."""
 
 import json
 

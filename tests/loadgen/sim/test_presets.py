@@ -1,4 +1,4 @@
-"""The papers' constants come out of the presets, and a live server's metrics go in."""
+"""Tests that the presets reproduce the papers' constants, and that a server's metrics can be read."""
 
 import json
 import threading

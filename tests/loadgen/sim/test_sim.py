@@ -1,4 +1,4 @@
-"""The event-driven simulator: what must hold for any workload, and small cases worked by hand."""
+"""Tests the event-driven simulator: what must hold for any workload, and small cases worked out by hand."""
 
 from dataclasses import replace
 

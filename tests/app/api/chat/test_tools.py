@@ -1,4 +1,4 @@
-"""Tools, formats and continued messages, from the request to what the engine is told and back."""
+"""Tests tools, answer formats and continued messages, from the request to what the engine receives and back."""
 
 import json
 

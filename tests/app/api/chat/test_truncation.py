@@ -1,4 +1,4 @@
-"""What a request says about a full window, and what the answer says about it."""
+"""Tests how a request controls truncation, and how the answer reports it."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""/v1/cache, on the scripted engine."""
+"""Tests /v1/cache on the scripted engine."""
 
 import asyncio
 

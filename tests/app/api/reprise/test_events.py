@@ -1,4 +1,4 @@
-"""The live view's stream, read from a real socket."""
+"""Tests the live view's event stream, read from a real socket."""
 
 import asyncio
 import contextlib

@@ -1,4 +1,4 @@
-"""What rows leave behind when their kernels save them: the same bytes as when a sink was shown them."""
+"""Tests that kernels which save rows themselves leave the same bytes as a sink that receives them."""
 
 import functools
 import random

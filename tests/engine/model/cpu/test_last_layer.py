@@ -1,4 +1,4 @@
-"""The last layer finishes rows whose logits are wanted, and leaves KV of all of them."""
+"""Tests that the last layer finishes only rows whose logits are wanted, and writes the KV of all rows."""
 
 from dataclasses import replace
 from typing import Any

@@ -1,4 +1,4 @@
-"""Whole decoder layers in bf16 on CPU: which are replaced, and that a replaced one answers like the model's own."""
+"""Tests which whole decoder layers are replaced in bf16 on CPU, and that replacements answer like the originals."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Rotation and the writing of keys and values in one pass, against torch, to the bit."""
+"""Tests that rotating and writing keys and values in one pass gives torch's result, to the bit."""
 
 from typing import Any
 

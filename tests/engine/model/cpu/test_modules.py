@@ -1,4 +1,4 @@
-"""Each faster module against the torch modules it stands for."""
+"""Tests each faster module against the torch modules it replaces."""
 
 from itertools import permutations
 

@@ -1,4 +1,5 @@
-"""What is put under which model. That the model then answers as before is held in test_hf_model and test_cpu_layer."""
+"""Tests which modules of which models are replaced. That answers stay the same is tested in test_hf_model and
+test_layer."""
 
 from collections import Counter
 from typing import Any
