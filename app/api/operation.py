@@ -1,5 +1,5 @@
-"""How an endpoint is described: in the decorator of its route and the docstring below it, from where /openapi.json and
-docs/api.md have it. The docstring is for callers, in Markdown.
+"""Describes an endpoint in the decorator of its route and in the docstring below it, which /openapi.json and
+docs/api.md show. The docstring is for callers, in Markdown.
 
     @router.post("/v1/things", **described("Make a thing", answers.Thing, body=ThingRequest))
 """
@@ -42,7 +42,8 @@ def described(
     query: Model | None = None,
     events: Model | None = None,
 ) -> dict[str, Any]:
-    """Arguments for the decorator of a route. The router keeps them; FastAPI's own description of the API is off."""
+    """Return arguments for a route's decorator. The router keeps the description; FastAPI's own API description is
+    off."""
     return {"openapi_extra": {_KEY: Description(summary=summary, answer=answer, body=body, query=query, events=events)}}
 
 

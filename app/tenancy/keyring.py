@@ -10,7 +10,7 @@ LOCAL_TENANT = "local"
 
 @dataclass(frozen=True, slots=True)
 class KeyLimits:
-    """What one key may use; 0: no limit of its own."""
+    """The limits of one key; 0: no limit of its own."""
 
     requests: int = 0  # answers in progress
     requests_per_minute: int = 0
@@ -24,7 +24,7 @@ NO_LIMITS = KeyLimits()
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """What is stored of a key: enough to recognise it."""
+    """The stored form of a key: enough to recognise it."""
 
     digest: bytes
     is_admin: bool = False

@@ -30,7 +30,7 @@ class Call:
 
 @dataclass(slots=True)
 class AnswerParts:
-    """What one piece of text added to the answer."""
+    """The parts that one piece of text added to the answer."""
 
     content: str = ""
     reasoning: str = ""

@@ -189,7 +189,7 @@ class SessionContext:
 
 @dataclass(frozen=True, slots=True)
 class ExpiredContext:
-    """What is kept of a context after its time to live: enough to recognise the conversation when it returns."""
+    """The rest of a context after its time to live: enough to recognise the conversation when it returns."""
 
     num_blocks: int  # full blocks of its conversation, with nothing cut
     last_key: BlockKey  # key of the last of these blocks

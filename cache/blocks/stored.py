@@ -28,7 +28,7 @@ class StoredBlock:
 
 @dataclass(frozen=True, slots=True)
 class SessionRecord:
-    """What is stored about a session besides its blocks."""
+    """The stored data of a session, besides its blocks."""
 
     tenant: str
     salt: str
@@ -54,7 +54,7 @@ class SessionRecord:
 
 @dataclass(frozen=True, slots=True)
 class ExtentInfo:
-    """What storage reports about an extent."""
+    """An extent as storage reports it."""
 
     extent_id: int  # never used twice in a directory; increases in order of writing
     session: SessionRecord  # as it was when the extent was written

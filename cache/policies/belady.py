@@ -8,7 +8,7 @@ from cache.blocks.keys import BlockKey
 
 
 class Future(Protocol):
-    """What will be used from now on."""
+    """The uses that are still to come."""
 
     def next_use(self, key: BlockKey) -> float:
         """Return when the block is used next; a larger value is later, math.inf means never."""

@@ -26,14 +26,14 @@ owner in line, 0, block). The tuple is flat because thousands are compared."""
 
 
 class _Session:
-    """What the policy knows about one live session."""
+    """The policy's knowledge of one live session."""
 
     __slots__ = ("context", "name", "rank", "resident", "returns", "waits_at")
 
     def __init__(self, name: Hashable, queued: bool, returns: SessionReturn) -> None:
         self.name = name
         self.returns = returns
-        self.rank: _Rank = (int(queued), returns.rank)  # as of the last time it was sorted in
+        self.rank: _Rank = (int(queued), returns.rank)  # when it was last sorted in
         self.context: dict[int, BlockKey] = {}
         self.resident: list[int] = []  # ascending places in the context whose block is in the tier
         # the block under which `_at_tail` lists it; None if that must be worked out
@@ -68,7 +68,8 @@ class LookaheadPolicy:
     far as `victims` reaches them. `victims` costs what it returns plus the pinned blocks it skips (for "block" with a
     newcomer also the blocks that it may not displace). Memory: the resident blocks and the contexts of live sessions.
     Ownership outlives a block's stay in the tier, so that a fetched block knows its owners, until `forget` or until
-    another block takes its place."""
+    another block takes its place.
+    """
 
     def __init__(self, returns: ReturnTimes, granularity: Literal["session", "block"] = "session") -> None:
         self._by_place = granularity == "block"

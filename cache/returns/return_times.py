@@ -40,7 +40,7 @@ class _Rhythm:
 
 
 class SessionReturn:
-    """What is known about the return of one session. Only `ReturnTimes` changes it."""
+    """Everything known about the return of one session. Only `ReturnTimes` changes it."""
 
     __slots__ = (
         *(

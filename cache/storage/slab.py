@@ -104,13 +104,15 @@ class Slab:
         return self._checksums[list(slots)].T.astype(np.uint64)
 
     def is_intact(self, layer: int, slot: int) -> bool:
-        """Whether a sealed slot's segment still is what it was when it was sealed."""
-        wanted = self._checksums[slot, layer : layer + 1].tobytes()  # of an array: a number has the machine's own order
+        """Whether a sealed slot's segment is unchanged since it was sealed."""
+        wanted = self._checksums[
+            slot, layer : layer + 1
+        ].tobytes()  # as an array, because a number would have the machine's byte order
         return self.is_sealed(slot) and wanted == checksum(self.segment(layer, slot))
 
     def checksums(self, slots: Sequence[int]) -> bytes:
-        """Of sealed slots, layer by layer, as an extent's header has them. What has changed in memory since a slot was
-        sealed is found out by whoever reads it."""
+        """Return the checksums of sealed slots, layer by layer, as in an extent's header. They are from the time of
+        sealing: a later change in memory shows when the extent is read."""
         return self._checksums[list(slots)].T.tobytes()
 
 

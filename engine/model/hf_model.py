@@ -97,7 +97,7 @@ def turns_halves(function: Callable[..., Any]) -> bool:
 
 @dataclass(slots=True)
 class Step:
-    """What the attention function needs while one of our steps runs."""
+    """The state that the attention function needs while one of our steps runs."""
 
     meta: AttentionMeta
     pages: Callable[[int], KvPages]  # layer -> its pages

@@ -71,7 +71,7 @@ class KvShape:
 
 @dataclass(frozen=True, slots=True)
 class ProbeResult:
-    """What the probe found out about a model."""
+    """The findings of the probe about a model."""
 
     shapes: list[KvShape]  # per layer
     decouplable: bool

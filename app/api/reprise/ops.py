@@ -46,8 +46,8 @@ async def metrics(request: Request) -> Response:
 
 @router.get("/v1/scheduler", **described("Show the queue", answers.SchedulerObject))
 async def scheduler(request: Request) -> dict[str, Any]:
-    """Who waits, in which class and order, where its KV is, and what the prefetch timer did, as of the engine's last
-    heartbeat, at most a second ago. It lists all tenants' requests, so where keys are configured only
+    """The class, place in the order and KV locations of each waiting request, and what the prefetch timer did, as of
+    the engine's last heartbeat, at most a second ago. It lists all tenants' requests, so where keys are configured only
     `server.admin_keys` may read it."""
     require_admin(request)
     readiness_of(request).require()

@@ -51,7 +51,7 @@ class SessionPatch(BaseModel):
 
 @router.get("/v1/sessions", **described("List the conversations in the cache", answers.SessionList, query=Page))
 async def list_sessions(request: Request) -> dict[str, Any]:
-    """Those of this key, by id. `after`: the `last_id` of the previous page; that session may be gone since."""
+    """This key's conversations, by id. `after`: the `last_id` of the previous page; that session may be gone."""
     try:
         page = Page.model_validate(dict(request.query_params))
     except ValidationError as error:
