@@ -6,9 +6,9 @@ tenth of a microsecond; encoding and hashing it takes ten.
 
 from collections import OrderedDict
 from dataclasses import dataclass
-from typing import Any
 
-Message = dict[str, Any]
+from app.conversations.digests import Message
+
 Key = tuple[bytes, int, str, str]
 
 _MESSAGE_BYTES = 400  # of a message without its text: dict, string headers, role, digest

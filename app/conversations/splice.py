@@ -1,56 +1,13 @@
-"""What of a recorded answer goes into a prompt again, and the digests by which conversations are found."""
+"""What of a recorded answer goes into a prompt again."""
 
-import json
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
 
-from app.conversations.transcript_store import RecordedAnswer, digest
-
-Message = dict[str, Any]
+from app.conversations.rendered_chat import TextTokenizer
+from app.conversations.transcript_store import RecordedAnswer
 
 MAX_STEPS_BACK = 8  # tokens that a cut may move back to reach a whole character
-_REASONING = ("reasoning_content", "reasoning", "thinking")
-GENERATED = frozenset(("content", "tool_calls", "function_call", *_REASONING))
-_NEVER_RENDERED = frozenset(("annotations", "cache_control", "refusal"))
-_ENCODE = json.JSONEncoder(sort_keys=True, separators=(",", ":")).encode  # json.dumps would build one per call
-
-
-class TextTokenizer(Protocol):
-    """The part of `app.text.tokenizer.ChatTokenizer` used here."""
-
-    special_ids: frozenset[int]
-    template_digest: bytes
-
-    def render(
-        self,
-        messages: list[Message],
-        *,
-        tools: list[dict[str, Any]] | None,
-        template_args: dict[str, Any],
-        add_generation_prompt: bool,
-    ) -> str: ...
-    def exceeds(self, text: str, max_tokens: int) -> bool: ...
-    def encode_marked(self, text: str, marks: Sequence[int], *, behind: bool) -> tuple[list[int], list[int]]: ...
-    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str: ...
-
-
-@dataclass(frozen=True, slots=True)
-class RenderedChat:
-    tokenizer: TextTokenizer
-    messages: list[Message]
-    tools: list[dict[str, Any]] | None
-    template_args: dict[str, Any]
-    text: str  # all of it, rendered
-    chain: list[bytes]  # [messages + 1]: digest of the scope and the first n messages
-    max_tokens: int | None = None  # it may have
-    max_newest_tokens: int | None = None  # its last message may have
-
-    def render(self, messages: list[Message], opens_answer: bool = True) -> str:
-        return self.tokenizer.render(
-            messages, tools=self.tools, template_args=self.template_args, add_generation_prompt=opens_answer
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,43 +39,6 @@ def cut(tokenizer: TextTokenizer, answer: RecordedAnswer, limit: int, shown: str
             return Splice(tokens, shown[complete:] + tail)
         count = tokens - 1
     return Splice(0, shown + tail)
-
-
-def link(chain: bytes, message: Message) -> bytes:
-    return digest("message", chain, canonical(message))
-
-
-def tail_of(request: RenderedChat, last: int) -> bytes:
-    """Of the scope and one message."""
-    return digest("tail", request.chain[0], canonical(without_reasoning(request.messages[last])))
-
-
-def without_reasoning(message: Message) -> Message:
-    return {name: value for name, value in message.items() if name not in _REASONING}
-
-
-def canonical(value: Any) -> str:
-    """JSON with sorted keys. Fields that say nothing are left out of every object: clients add and drop them."""
-    return _ENCODE(_without_empty(value))
-
-
-def _without_empty(value: Any) -> Any:
-    if isinstance(value, dict):
-        if all(type(item) is str for item in value.values()) and _NEVER_RENDERED.isdisjoint(value):
-            return value  # nothing to leave out: most messages
-        return {
-            name: _without_empty(item)
-            for name, item in value.items()
-            if name not in _NEVER_RENDERED and item is not None and item != [] and item != {}
-        }
-    if isinstance(value, list):
-        return [_without_empty(item) for item in value]
-    return value
-
-
-def content_of(message: Message) -> str:
-    content = message.get("content")
-    return content if isinstance(content, str) else ""
 
 
 def common_chars(a: str, b: str) -> int:

@@ -8,7 +8,8 @@ from functools import partial
 from typing import Any
 from weakref import WeakValueDictionary
 
-from app.conversations.transcripts import PreparedPrompt, Transcripts
+from app.conversations.prepared_prompt import PreparedPrompt
+from app.conversations.transcripts import Transcripts
 
 SWEEP_S = 60.0
 LONG_CHARS = 1 << 18  # of messages; fewer are tokenized in half a second at most

@@ -12,16 +12,16 @@ from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
-from hashlib import blake2b
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from app.conversations.database import Database
+from app.conversations.digests import digest
+from app.conversations.prepared_prompt import PreparedPrompt
 
 log = logging.getLogger(__name__)
 
 SCHEMA_VERSION = 2
-DIGEST_BYTES = 16
 MAX_EXACT = 2  # records of one and the same text that a lookup compares
 MAX_SIBLINGS = 64  # answers to one prompt that a lookup compares
 SWEEP_BATCH = 200  # sessions that one sweep removes; a longer one would hold up the requests
@@ -85,50 +85,6 @@ DELETE FROM prompts WHERE session = ? AND NOT EXISTS (SELECT 1 FROM answers WHER
 
 
 @dataclass(frozen=True, slots=True)
-class Base:
-    """The leading ids of a prompt: the first `tokens` of a recorded answer's full ids."""
-
-    answer_id: int
-    digest: bytes  # of the answer: a database begun anew numbers its answers anew
-    tokens: int
-
-
-@dataclass(frozen=True, slots=True)
-class PreparedPrompt:
-    """A request's exact ids, and what recording its answers needs."""
-
-    token_ids: list[int]
-    session_id: str
-    spliced_tokens: int  # leading ids taken from the transcript
-    tenant: str
-    chain: bytes  # digest of the scope and all messages
-    chars: int  # of the rendered text
-    text_digest: bytes
-    base: Base | None
-    starts: tuple[int, ...]
-    """Token offsets at which the messages begin, in order, and then the answer. It ends early where the template does
-    not show the rest."""
-    tail: bytes  # digest of the scope and the last message
-    shift: "Shifted | None" = None
-    answered: bytes = b""  # `chain` of the prompt whose answer is the request's last one; empty: there is none
-
-    @property
-    def recorded(self) -> tuple[list[int], tuple[int, ...]]:
-        """The ids in front of the answer, and the starts in them: with all that the client dropped."""
-        return (self.token_ids, self.starts) if self.shift is None else (self.shift.stream, self.shift.starts)
-
-
-@dataclass(frozen=True, slots=True)
-class Shifted:
-    """The client dropped messages: its prompt is stream[:keep] + stream[resume:]. Recorded is the whole stream."""
-
-    stream: list[int]
-    starts: tuple[int, ...]  # in the stream
-    keep: int
-    resume: int
-
-
-@dataclass(frozen=True, slots=True)
 class History:
     """All ids up to the end of a recorded answer, and the starts of its prompt."""
 
@@ -161,20 +117,6 @@ class RecordedAnswer:
     prompt_chars: int
     prompt_digest: bytes  # of the rendered text
     continues: bool  # its prompt goes on from an earlier answer of the session
-
-
-def digest(*fields: bytes | str | int) -> bytes:
-    """Of typed, length-prefixed fields, so that no two lists of fields read the same."""
-    parts: list[bytes] = []
-    for value in fields:
-        if isinstance(value, bytes):
-            kind, data = b"b", value
-        elif isinstance(value, str):
-            kind, data = b"s", value.encode("utf-8", "surrogatepass")
-        else:
-            kind, data = b"i", value.to_bytes(8, "little", signed=True)
-        parts += (kind, len(data).to_bytes(8, "little"), data)
-    return blake2b(b"".join(parts), digest_size=DIGEST_BYTES).digest()
 
 
 Method = TypeVar("Method", bound=Callable[..., Any])

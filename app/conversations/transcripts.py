@@ -22,57 +22,25 @@ import secrets
 import threading
 from array import array
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from app.conversations.digests import Message, canonical, digest, link, without_reasoning
+from app.conversations.drafts import Continued, Draft, ShiftedOn, Whole
 from app.conversations.known_chains import RecentChains
-from app.conversations.splice import (
-    GENERATED,
-    Message,
-    RenderedChat,
-    Splice,
-    TextTokenizer,
-    canonical,
-    common_chars,
-    common_ids,
-    content_of,
-    cut,
-    link,
-    tail_of,
-    without_reasoning,
-)
-from app.conversations.transcript_store import (
-    Base,
-    NewAnswer,
-    PreparedPrompt,
-    RecordedAnswer,
-    Shifted,
-    TranscriptStore,
-    digest,
-)
+from app.conversations.ladder import Candidate, shifted, splice_of
+from app.conversations.prepared_prompt import PreparedPrompt
+from app.conversations.rendered_chat import RenderedChat, TextTokenizer
+from app.conversations.splice import common_chars
+from app.conversations.transcript_store import NewAnswer, RecordedAnswer, TranscriptStore
 from app.text.message_bounds import MessageBounds
-from app.text.template import TemplateError
-from app.text.tokenizer import SHIELD, PromptTooLong
-
-__all__ = ["PreparedPrompt", "TextTokenizer", "Transcripts"]
 
 MAX_LOOKUPS = 512  # answers of a request, from the last one back, that are looked up
 MAX_ATTEMPTS = 4  # candidates whose text is compared
 MAX_STREAM_TOKENS = 1 << 18  # a conversation that a client shortens is begun anew when it is longer than that
 MIN_SHIFTED_TOKENS = 128  # four blocks: a shorter rest of a conversation is computed as fast as moved
-_RECENT_BYTES = 4 << 20  # of conversations whose next turn is recognised by comparing texts
+_KNOWN_CHAINS_BYTES = 4 << 20  # of conversations whose next turn is recognised by comparing texts
 _FOR_EVER_S = 1e12
-
-
-@dataclass(frozen=True, slots=True)
-class _Candidate:
-    """A recorded answer to the first `turn` messages of the request; messages[turn] may be that answer."""
-
-    turn: int
-    answer: RecordedAnswer
-    is_exact: bool  # messages[turn] is the answer as recorded
-    is_known: bool  # an answer of ours is in the request: this one, its beginning, or an earlier one
 
 
 class Transcripts:
@@ -88,9 +56,9 @@ class Transcripts:
         self._store = TranscriptStore(path=path, max_bytes=max_bytes, max_answers_per_prompt=max_answers_per_prompt)
         self._ttl_s = ttl_s
         self._bounds = MessageBounds(mark=secrets.token_hex(16))
-        self._recent = RecentChains(max_bytes=_RECENT_BYTES)
-        self._lock = threading.Lock()  # not held while a text is tokenized
-        self._sentinel = secrets.token_hex(16)  # lower-case letters and digits, which no filter changes
+        self._known_chains = RecentChains(max_bytes=_KNOWN_CHAINS_BYTES)
+        self._placeholder = secrets.token_hex(16)  # lower-case letters and digits, which no filter changes
+        self._lock = threading.Lock()  # for all of the above; methods with an underscore are called with it held
 
     def prepare(
         self,
@@ -115,151 +83,34 @@ class Transcripts:
         `max_newest_tokens` in its last message, before it is tokenized as a whole; what is little longer is prepared.
         """
         with self._lock:
-            text = tokenizer.render(messages, tools=tools, template_args=template_args, add_generation_prompt=True)
             scope = digest(
                 "scope", tenant, model, tokenizer.template_digest, canonical(tools), canonical(template_args)
             )
-            chain = self._chain(scope, messages)
-            request = RenderedChat(
-                tokenizer, messages, tools, template_args, text, chain, max_tokens, max_newest_tokens
-            )
-            return self._prepare(request, tenant, session_id, now, client_shift)
-
-    def _prepare(
-        self, request: RenderedChat, tenant: str, session_id: str | None, now: float, client_shift: bool
-    ) -> PreparedPrompt:
-        text, chain = request.text, request.chain
-        ids: list[int] | None = None
-        starts: list[int] = []
-        base: Base | None = None
-        first: tuple[RecordedAnswer, array[int]] | None = None
-        found_session: str | None = None
-        for candidate in self._candidates(request, session_id, since=now - self._ttl_s):
-            answer = candidate.answer
-            history = self._store.history(answer.id)
-            if history is None:
-                continue
-            stored = history.ids
-            first = first or (answer, stored)
-            found_session = found_session or (answer.session_id if candidate.is_known else None)
-            splice = self._splice(request, candidate)
-            if splice is not None:
-                tokens = len(stored) - len(answer.token_ids) + splice.kept_tokens
-                rest, later = self._encode(request, splice.rest, candidate.turn + 1, known=tokens)
-                ids = stored[:tokens].tolist() + rest
-                starts = history.starts.tolist()
-                if len(starts) == candidate.turn + 1:  # all are known up to the answer's own
-                    starts += [tokens + start for start in later]
-                base = Base(answer.id, answer.digest, tokens)
-                break
-        if ids is None and client_shift:
-            shifted = self._shifted(request, tenant, session_id, now)
-            if shifted is not None:
-                return shifted
-        if ids is None:
-            ids, starts = self._encode(request, text, 0)
-            if first is not None and (common := common_ids(ids, first[1])):
-                base = Base(first[0].id, first[0].digest, common)
-        if found_session is not None:
-            self._store.touch(tenant, found_session, now=now)
-        return PreparedPrompt(
-            token_ids=ids,
-            session_id=session_id or found_session or _new_session_id(),
-            spliced_tokens=base.tokens if base is not None else 0,
-            tenant=tenant,
-            chain=chain[-1],
-            chars=len(text),
-            text_digest=digest(text),
-            base=base,
-            starts=tuple(starts),
-            tail=tail_of(request, len(request.messages) - 1),
-            answered=_answered(request),
-        )
-
-    def _shifted(self, request: RenderedChat, tenant: str, session_id: str | None, now: float) -> PreparedPrompt | None:
-        """Leading system messages and the last whole messages of a recorded conversation, and what follows them.
-
-        The answer before the new messages finds the conversation, the number of messages tells what was dropped, and
-        the ids that are left must decode to the text rendered: no less is taken for it than for any other prompt.
-        """
-        tokenizer, messages = request.tokenizer, request.messages
-        lead = next((n for n, message in enumerate(messages) if message.get("role") != "system"), len(messages))
-        turn = max((n for n, message in enumerate(messages) if message.get("role") == "assistant"), default=0)
-        if turn <= lead:  # no message in front of the answer is left to know it by
-            return None
-        tail = link(tail_of(request, turn - 1), without_reasoning(messages[turn]))
-        for answer in self._store.find_tails(tail=tail, session_id=session_id, since=now - self._ttl_s):
-            history = self._store.history(answer.id)
-            first = len(history.starts) - (turn + 1 - lead) if history is not None else 0
-            splice = self._splice_answer(request, turn, answer) if first > lead else None
-            if history is None or splice is None:
-                continue
-            known = len(history.ids) - len(answer.token_ids) + splice.kept_tokens
-            resume = history.starts[first]
-            if known - resume < MIN_SHIFTED_TOKENS or known > MAX_STREAM_TOKENS:
-                continue
-            rest, later = self._encode(request, splice.rest, turn + 1, known=known - resume)
-            stream = history.ids[:known].tolist() + rest
-            starts = (*history.starts, *(known + start for start in later))
-            # Without a system prompt one token may stand in front of the first message: the text's own beginning.
-            for keep in (history.starts[lead],) if lead else (0, 1):
-                ids = stream[:keep] + stream[resume:]
-                if tokenizer.decode(ids, skip_special_tokens=False) == request.text.replace(SHIELD, ""):
-                    break
-            else:
-                continue
-            chain = answer.chain
-            for message in messages[turn + 1 :]:
-                chain = link(chain, message)
-            self._store.touch(tenant, answer.session_id, now=now)
-            return PreparedPrompt(
-                token_ids=ids,
-                session_id=session_id or answer.session_id,
-                spliced_tokens=keep + known - resume,
+            chat = RenderedChat(
+                tokenizer=tokenizer,
                 tenant=tenant,
-                chain=chain,
-                chars=0,  # the whole was not rendered, so no request is taken for its continuation by its text
-                text_digest=digest("not rendered"),
-                base=Base(answer.id, answer.digest, known),
-                starts=(*starts[:lead], *(start - resume + keep for start in starts[first:])),
-                tail=tail_of(request, len(messages) - 1),
-                shift=Shifted(stream, starts, keep, resume),
+                session_id=session_id,
+                messages=messages,
+                tools=tools,
+                template_args=template_args,
+                text=tokenizer.render(messages, tools=tools, template_args=template_args, add_generation_prompt=True),
+                chain=self._chain(scope, messages),
+                placeholder=self._placeholder,
+                max_tokens=max_tokens,
+                max_newest_tokens=max_newest_tokens,
             )
-        return None
-
-    def _splice_answer(self, request: RenderedChat, turn: int, answer: RecordedAnswer) -> Splice | None:
-        """What of the recorded answer is kept where the request has it, and the text behind that."""
-        message = request.messages[turn]
-        others = {name: value for name, value in message.items() if name not in GENERATED}
-        marked = [*request.messages[:turn], {**others, "content": self._sentinel}, *request.messages[turn + 1 :]]
-        try:
-            _, *tails = request.render(marked).split(self._sentinel)
-        except TemplateError:
-            return None
-        if len(tails) != 1 or not request.text.endswith(tails[0]):
-            return None
-        return cut(request.tokenizer, answer, len(answer.text), answer.text, tails[0])
-
-    def _encode(self, request: RenderedChat, rest: str, first: int, *, known: int = 0) -> tuple[list[int], list[int]]:
-        """The ids of `rest`, with which the request's text ends, and where in them messages[first:] and then the answer
-        begin; nowhere if the template does not show it. `known` tokens of the prompt stand in front of them. Raises
-        PromptTooLong."""
-        tokenizer = request.tokenizer
-        bounds = self._bounds.find(
-            request.text, request.messages, first=first, render=request.render, template=tokenizer.template_digest
-        )
-        start = len(request.text) - len(rest)
-        marks = [max(0, bound - start) for bound in bounds or ()]
-        newest = request.text[bounds[-2] : bounds[-1]] if bounds is not None and len(bounds) > 1 else ""
-        self._lock.release()
-        try:
-            if request.max_newest_tokens is not None and tokenizer.exceeds(newest, request.max_newest_tokens):
-                raise PromptTooLong(request.max_newest_tokens)
-            if request.max_tokens is not None and tokenizer.exceeds(rest, max(0, request.max_tokens - known)):
-                raise PromptTooLong(request.max_tokens)
-            return tokenizer.encode_marked(rest, marks, behind=first > 0)
-        finally:
-            self._lock.acquire()
+        drafts = self._drafts(chat, since=now - self._ttl_s, client_shift=client_shift)
+        while True:
+            with self._lock:
+                draft = next(drafts)
+                bounds = self._message_bounds(draft)
+            ids, starts = draft.tokenize(bounds)  # without the lock: others go on meanwhile
+            if (prompt := draft.finish(ids, starts)) is not None:
+                break
+        if draft.goes_on is not None:
+            with self._lock:
+                self._store.touch(tenant, draft.goes_on, now=now)
+        return prompt
 
     def record(
         self,
@@ -313,95 +164,122 @@ class Transcripts:
     def _chain(self, scope: bytes, messages: list[Message]) -> list[bytes]:
         """[messages + 1]: digest of the scope and the first n messages."""
         turn = next((n for n in range(len(messages) - 1, 0, -1) if messages[n].get("role") == "assistant"), 0)
-        known = self._recent.take(scope, messages, turn)
+        known = self._known_chains.take(scope, messages, turn)
         chain = [scope] if known is None else known[:]
         for message in messages[len(chain) - 1 :]:
             chain.append(link(chain[-1], message))
-        self._recent.add(messages, chain, 0 if known is None else turn)
+        self._known_chains.add(messages, chain, 0 if known is None else turn)
         return chain
 
-    def _known_turns(self, request: RenderedChat) -> Iterator[int]:
-        """Indices of the request's answers, the last one first, in front of which a recorded prompt ends."""
-        messages = request.messages
+    def _message_bounds(self, draft: Draft) -> list[int] | None:
+        chat = draft.chat
+        template = chat.tokenizer.template_digest
+        return self._bounds.find(chat.text, chat.messages, first=draft.first, render=chat.render, template=template)
+
+    def _drafts(self, chat: RenderedChat, *, since: float, client_shift: bool) -> Iterator[Draft]:
+        """The ways to make the chat's prompt, best first. The last one, the whole text, always succeeds."""
+        nearest: tuple[RecordedAnswer, array[int]] | None = None
+        goes_on: str | None = None
+        for candidate in self._candidates(chat, since=since):
+            answer = candidate.answer
+            history = self._store.history(answer.id)
+            if history is None:
+                continue
+            nearest = nearest or (answer, history.ids)
+            goes_on = goes_on or (answer.session_id if candidate.is_known else None)
+            splice = splice_of(chat, candidate)
+            if splice is not None:
+                yield Continued(
+                    chat=chat,
+                    session_id=chat.session_id or goes_on or _new_session_id(),
+                    goes_on=goes_on,
+                    known_tokens=len(history.ids) - len(answer.token_ids) + splice.kept_tokens,
+                    rest=splice.rest,
+                    first=candidate.turn + 1,
+                    answer=answer,
+                    history=history,
+                )
+                return
+        if client_shift:
+            yield from self._shifted(chat, since=since)
+        yield Whole(
+            chat=chat,
+            session_id=chat.session_id or goes_on or _new_session_id(),
+            goes_on=goes_on,
+            known_tokens=0,
+            rest=chat.text,
+            first=0,
+            nearest=nearest,
+        )
+
+    def _shifted(self, chat: RenderedChat, *, since: float) -> Iterator[ShiftedOn]:
+        """Leading system messages and the last whole messages of a recorded conversation, and what follows them.
+
+        The answer before the new messages finds the conversation, the number of messages tells what was dropped.
+        """
+        messages = chat.messages
+        lead = next((n for n, message in enumerate(messages) if message.get("role") != "system"), len(messages))
+        turn = max((n for n, message in enumerate(messages) if message.get("role") == "assistant"), default=0)
+        if turn <= lead:  # no message in front of the answer is left to know it by
+            return
+        tail = link(chat.tail(turn - 1), without_reasoning(messages[turn]))
+        for answer in self._store.find_tails(tail=tail, session_id=chat.session_id, since=since):
+            history = self._store.history(answer.id)
+            resume_at = len(history.starts) - (turn + 1 - lead) if history is not None else 0
+            splice = shifted(chat, turn, answer) if resume_at > lead else None
+            if history is None or splice is None:
+                continue
+            kept = len(history.ids) - len(answer.token_ids) + splice.kept_tokens
+            known_tokens = kept - history.starts[resume_at]
+            if known_tokens < MIN_SHIFTED_TOKENS or kept > MAX_STREAM_TOKENS:
+                continue
+            yield ShiftedOn(
+                chat=chat,
+                session_id=chat.session_id or answer.session_id,
+                goes_on=answer.session_id,
+                known_tokens=known_tokens,
+                rest=splice.rest,
+                first=turn + 1,
+                answer=answer,
+                history=history,
+                kept=kept,
+                lead=lead,
+                resume_at=resume_at,
+            )
+
+    def _known_turns(self, chat: RenderedChat) -> Iterator[int]:
+        """Indices of the chat's answers, the last one first, in front of which a recorded prompt ends."""
+        messages = chat.messages
         turns = [n for n in range(len(messages) - 1, -1, -1) if messages[n].get("role") == "assistant"][:MAX_LOOKUPS]
         yield from turns[:1]  # most often it is the one, and the query for the others waits until they are asked for
-        known = self._store.known_prompts([request.chain[turn] for turn in turns[1:]])
-        yield from (turn for turn in turns[1:] if request.chain[turn] in known)
+        known = self._store.known_prompts([chat.chain[turn] for turn in turns[1:]])
+        yield from (turn for turn in turns[1:] if chat.chain[turn] in known)
 
-    def _candidates(self, request: RenderedChat, session_id: str | None, *, since: float) -> Iterator[_Candidate]:
+    def _candidates(self, chat: RenderedChat, *, since: float) -> Iterator[Candidate]:
         """Deepest first, one per turn."""
         attempts = 0
-        for turn in self._known_turns(request):
-            content = content_of(request.messages[turn])
-            before, after = request.chain[turn : turn + 2]
-            answers = self._store.find_answers(after=after, session_id=session_id, since=since)
+        for turn in self._known_turns(chat):
+            content = chat.content(turn)
+            before, after = chat.chain[turn : turn + 2]
+            answers = self._store.find_answers(after=after, session_id=chat.session_id, since=since)
             is_exact = bool(answers)
             if not is_exact:
-                answers = self._store.find_siblings(before=before, session_id=session_id, since=since)
+                answers = self._store.find_siblings(before=before, session_id=chat.session_id, since=since)
             if answers:
                 # max() keeps the first of equals: the session's own, then the newest.
                 best = max(answers, key=lambda answer: common_chars(answer.text, content))
                 is_beginning = content != "" and best.text.startswith(content)
-                yield _Candidate(turn, best, is_exact, is_exact or is_beginning or best.continues)
+                start = best.prompt_chars
+                yield Candidate(
+                    turn=turn,
+                    answer=best,
+                    is_exact=is_exact,
+                    is_known=is_exact or is_beginning or best.continues,
+                    has_same_prompt=len(chat.text) >= start and digest(chat.text[:start]) == best.prompt_digest,
+                )
                 attempts += 1
                 if attempts == MAX_ATTEMPTS:
                     return
-
-    def _splice(self, request: RenderedChat, candidate: _Candidate) -> Splice | None:
-        """None if the stored ids are not those of the beginning of the request's text."""
-        answer, text = candidate.answer, request.text
-        start = answer.prompt_chars
-        content = content_of(request.messages[candidate.turn])
-        has_same_prompt = len(text) >= start and digest(text[:start]) == answer.prompt_digest
-        if has_same_prompt and candidate.is_exact and text.startswith(answer.text, start):
-            return cut(request.tokenizer, answer, len(answer.text), answer.text, text[start + len(answer.text) :])
-        in_place: Splice | None = None
-        if has_same_prompt and content and text.startswith(content, start):
-            common = common_chars(answer.text, content)
-            in_place = cut(request.tokenizer, answer, common, content, text[start + len(content) :])
-            if not candidate.is_exact:
-                return in_place
-        changed = self._splice_changed(request, candidate, has_same_prompt=has_same_prompt)
-        if changed is None and has_same_prompt and candidate.is_known:
-            return in_place or Splice(0, text[start:])
-        return changed
-
-    def _splice_changed(self, request: RenderedChat, candidate: _Candidate, *, has_same_prompt: bool) -> Splice | None:
-        """For templates that do not render an answer's text as it is: a unique word in its place shows what stands
-        around it."""
-        answer, turn, text = candidate.answer, candidate.turn, request.text
-        message, content = request.messages[turn], content_of(request.messages[turn])
-        others = {name: value for name, value in message.items() if name not in GENERATED}
-        if not candidate.is_exact and any(message.get(name) for name in GENERATED if name != "content"):
-            return None
-        marked = [*request.messages[:turn], {**others, "content": self._sentinel}, *request.messages[turn + 1 :]]
-        try:
-            head, *tails = request.render(marked).split(self._sentinel)
-            # A prompt may end in more than the template puts before an answer: an opened or an empty thinking block.
-            if not has_same_prompt:
-                prompt = request.render(request.messages[:turn])
-                if digest(prompt) != answer.prompt_digest or not prompt.startswith(head):
-                    return None
-        except TemplateError:
-            return None
-        if len(tails) != 1 or (has_same_prompt and len(head) != answer.prompt_chars):
-            return None
-        (tail,) = tails
-        end = len(text) - len(tail)
-        if end < len(head) or not text.startswith(head) or not text.endswith(tail):
-            return None
-        if candidate.is_exact:
-            return cut(request.tokenizer, answer, len(answer.text), answer.text, tail)
-        shown = text[len(head) : end]
-        if not (shown and answer.text.startswith(shown)) and answer.text.startswith(content):
-            shown = content
-        return cut(request.tokenizer, answer, common_chars(answer.text, shown), shown, tail)
-
-
-def _answered(request: RenderedChat) -> bytes:
-    turns = (n for n, message in enumerate(request.messages) if message.get("role") == "assistant")
-    last = max(turns, default=0)
-    return request.chain[last] if last else b""
 
 
 def _new_session_id() -> str:

@@ -7,8 +7,8 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
+from app.conversations.prepared_prompt import PreparedPrompt
 from app.conversations.text_thread import TextThread
-from app.conversations.transcripts import PreparedPrompt
 from app.errors import cannot_be_shortened, invalid
 from app.schemas.chat import ChatCompletionRequest
 from app.schemas.completions import CompletionRequest
@@ -190,21 +190,9 @@ class Prompt:
 def prepare_text(request: CompletionRequest, prompt: Prompt, session_id: str | None) -> Prepared:
     """Nothing of it is remembered but its KV, which is found by its tokens."""
     session_id = session_id or f"cmpl_{secrets.token_hex(13)}"
-    empty = PreparedPrompt(
-        token_ids=prompt.token_ids,
-        session_id=session_id,
-        spliced_tokens=0,
-        tenant="",
-        chain=b"",
-        chars=0,
-        text_digest=b"",
-        base=None,
-        starts=(),
-        tail=b"",
-    )
     return Prepared(
         request=request,
-        prompt=empty,
+        prompt=PreparedPrompt.unrecorded(prompt.token_ids, session_id),
         token_ids=prompt.token_ids,
         parser=plain_parser,
         record=_nothing,

@@ -7,7 +7,7 @@ the KV of the answer would be lost.
 import asyncio
 from collections.abc import Iterable, Sequence
 
-from app.conversations.transcript_store import PreparedPrompt
+from app.conversations.prepared_prompt import PreparedPrompt
 from app.schemas.chat import ChatCompletionRequest
 from app.turn.generation import Generation
 

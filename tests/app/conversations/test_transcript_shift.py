@@ -7,7 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import app.conversations.transcripts
-from app.conversations.transcripts import MIN_SHIFTED_TOKENS, PreparedPrompt
+from app.conversations.prepared_prompt import PreparedPrompt
+from app.conversations.transcripts import MIN_SHIFTED_TOKENS
 from model.corpus import CHAT_TEMPLATE
 from tests.app.conversations.test_transcripts import (
     ODD_SPLIT,

@@ -8,7 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from app.conversations import transcript_store
-from app.conversations.transcript_store import Base, NewAnswer, PreparedPrompt, RecordedAnswer, TranscriptStore, digest
+from app.conversations.digests import digest
+from app.conversations.prepared_prompt import Base, PreparedPrompt
+from app.conversations.transcript_store import NewAnswer, RecordedAnswer, TranscriptStore
 
 TENANT = "tenant"
 

@@ -2,8 +2,10 @@ import functools
 import json
 import random
 import tempfile
+import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -12,8 +14,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from app.conversations.transcripts import PreparedPrompt, Transcripts
-from app.text.tokenizer import SHIELD, ChatTokenizer
+from app.conversations.prepared_prompt import PreparedPrompt
+from app.conversations.transcripts import Transcripts
+from app.text.tokenizer import SHIELD, ChatTokenizer, PromptTooLong
 from model.corpus import CHAT_TEMPLATE, SPECIAL_TOKENS
 from tests.app.text.test_tokenizer import saved, sentencepiece_like
 
@@ -766,3 +769,42 @@ def test_a_long_conversation_stays_fast_warm_and_after_a_restart(tmp_path):
     print(
         f"turn p50 {sorted(seconds)[50] * 1e3:.2f} ms, p90 {sorted(seconds)[90] * 1e3:.2f} ms, cold {cold * 1e3:.2f} ms"
     )
+
+
+@dataclass
+class Halting:
+    """A tokenizer that tells when it encodes, and goes on when it may."""
+
+    tokenizer: ChatTokenizer
+    begun: threading.Event = field(default_factory=threading.Event)
+    may_go_on: threading.Event = field(default_factory=threading.Event)
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self.tokenizer, name)
+
+    def encode_marked(self, *args, **kwargs):
+        self.begun.set()
+        assert self.may_go_on.wait(60)
+        return self.tokenizer.encode_marked(*args, **kwargs)
+
+
+def test_other_calls_go_on_while_a_text_is_tokenized(client):
+    first = client.ask([user("the cat")])
+    halting = Halting(client.tokenizer)
+    asked = {"tokenizer": halting, "tenant": client.tenant, "session_id": None, "now": client.now, **client.scope}
+    with ThreadPoolExecutor(1) as other:
+        slow = other.submit(client.transcripts.prepare, messages=[user("the hat")], **asked)
+        assert halting.begun.wait(60)
+        said = client.answer(first, client.ids("the other", " cat"))  # neither may wait for the text under way
+        followed = client.ask([user("the cat"), said, user("and")])
+        assert not slow.done()
+        halting.may_go_on.set()
+        assert client.text(slow.result().token_ids) == client.rendered([user("the hat")])
+    assert followed.session_id == first.session_id
+
+
+def test_a_text_that_is_too_long_holds_up_nobody_afterwards(client):
+    asked = {"tokenizer": client.tokenizer, "tenant": client.tenant, "session_id": None, "now": client.now}
+    with pytest.raises(PromptTooLong):
+        client.transcripts.prepare(messages=[user("the cat " * 4000)], max_tokens=10, **asked, **client.scope)
+    assert client.text(client.ask([user("the cat")]).token_ids) == client.rendered([user("the cat")])

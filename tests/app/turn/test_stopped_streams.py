@@ -6,7 +6,7 @@ from contextlib import aclosing
 
 import pytest
 
-from app.conversations.transcripts import PreparedPrompt
+from app.conversations.prepared_prompt import PreparedPrompt
 from app.schemas.chat import ChatCompletionRequest
 from app.turn.prepare import Caller
 from tests.app.fakes import Running

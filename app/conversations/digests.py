@@ -1,0 +1,54 @@
+"""The digests by which conversations are found."""
+
+import json
+from hashlib import blake2b
+from typing import Any
+
+Message = dict[str, Any]
+
+DIGEST_BYTES = 16
+REASONING = ("reasoning_content", "reasoning", "thinking")
+_NEVER_RENDERED = frozenset(("annotations", "cache_control", "refusal"))
+_ENCODE = json.JSONEncoder(sort_keys=True, separators=(",", ":")).encode  # json.dumps would build one per call
+
+
+def digest(*fields: bytes | str | int) -> bytes:
+    """Of typed, length-prefixed fields, so that no two lists of fields read the same."""
+    parts: list[bytes] = []
+    for value in fields:
+        if isinstance(value, bytes):
+            kind, data = b"b", value
+        elif isinstance(value, str):
+            kind, data = b"s", value.encode("utf-8", "surrogatepass")
+        else:
+            kind, data = b"i", value.to_bytes(8, "little", signed=True)
+        parts += (kind, len(data).to_bytes(8, "little"), data)
+    return blake2b(b"".join(parts), digest_size=DIGEST_BYTES).digest()
+
+
+def link(chain: bytes, message: Message) -> bytes:
+    """The digest of a chain of messages, from that of the chain without its last message."""
+    return digest("message", chain, canonical(message))
+
+
+def without_reasoning(message: Message) -> Message:
+    return {name: value for name, value in message.items() if name not in REASONING}
+
+
+def canonical(value: Any) -> str:
+    """JSON with sorted keys. Fields that say nothing are left out of every object: clients add and drop them."""
+    return _ENCODE(_without_empty(value))
+
+
+def _without_empty(value: Any) -> Any:
+    if isinstance(value, dict):
+        if all(type(item) is str for item in value.values()) and _NEVER_RENDERED.isdisjoint(value):
+            return value  # nothing to leave out: most messages
+        return {
+            name: _without_empty(item)
+            for name, item in value.items()
+            if name not in _NEVER_RENDERED and item is not None and item != [] and item != {}
+        }
+    if isinstance(value, list):
+        return [_without_empty(item) for item in value]
+    return value

@@ -1,0 +1,142 @@
+"""Prompts whose last part is still text.
+
+A draft is made while the transcripts are locked, tokenized while they are not, and finished into a prompt.
+"""
+
+from abc import ABC, abstractmethod
+from array import array
+from dataclasses import dataclass
+
+from app.conversations.digests import digest, link
+from app.conversations.prepared_prompt import Base, PreparedPrompt, Shifted
+from app.conversations.rendered_chat import RenderedChat
+from app.conversations.splice import common_ids
+from app.conversations.transcript_store import History, RecordedAnswer
+from app.text.tokenizer import SHIELD, PromptTooLong
+
+
+@dataclass(frozen=True, slots=True)
+class Draft(ABC):
+    """`finish` takes what `tokenize` returns."""
+
+    chat: RenderedChat
+    session_id: str  # of the prompt
+    goes_on: str | None  # the recorded session that it goes on from
+    known_tokens: int  # of the prompt, before `rest`
+    rest: str  # with which the chat's text ends
+    first: int  # messages[first:] and then the answer begin in `rest`
+
+    def tokenize(self, bounds: list[int] | None) -> tuple[list[int], list[int]]:
+        """The ids of `rest`, and where in them messages[first:] and then the answer begin. `bounds` says where in the
+        text they do; None: the template does not show it. Takes seconds for megabytes. Raises PromptTooLong."""
+        chat = self.chat
+        start = len(chat.text) - len(self.rest)
+        newest = chat.text[bounds[-2] : bounds[-1]] if bounds is not None and len(bounds) > 1 else ""
+        if chat.max_newest_tokens is not None and chat.tokenizer.exceeds(newest, chat.max_newest_tokens):
+            raise PromptTooLong(chat.max_newest_tokens)
+        if chat.max_tokens is not None and chat.tokenizer.exceeds(
+            self.rest, max(0, chat.max_tokens - self.known_tokens)
+        ):
+            raise PromptTooLong(chat.max_tokens)
+        marks = [max(0, bound - start) for bound in bounds or ()]
+        return chat.tokenizer.encode_marked(self.rest, marks, behind=self.first > 0)
+
+    @abstractmethod
+    def finish(self, ids: list[int], starts: list[int]) -> PreparedPrompt | None:
+        """None if the ids turn out not to be those of the chat's text."""
+
+
+@dataclass(frozen=True, slots=True)
+class Whole(Draft):
+    """Nothing is spliced in: the whole text is tokenized. Where its ids begin as those of an answer that was found do,
+    the answer is its base."""
+
+    nearest: tuple[RecordedAnswer, "array[int]"] | None  # and all ids up to its end
+
+    def finish(self, ids: list[int], starts: list[int]) -> PreparedPrompt:
+        base = None
+        if self.nearest is not None and (common := common_ids(ids, self.nearest[1])):
+            answer, _ = self.nearest
+            base = Base(answer.id, answer.digest, common)
+        return _prompt(self, ids, starts, base)
+
+
+@dataclass(frozen=True, slots=True)
+class Continued(Draft):
+    """Goes on from a recorded answer: its stored ids, the last ones of it cut off, then `rest`."""
+
+    answer: RecordedAnswer
+    history: History
+
+    def finish(self, ids: list[int], starts: list[int]) -> PreparedPrompt:
+        tokens = self.known_tokens
+        all_starts = self.history.starts.tolist()
+        if len(all_starts) == self.first:  # all are known up to the answer's own
+            all_starts += [tokens + start for start in starts]
+        base = Base(self.answer.id, self.answer.digest, tokens)
+        return _prompt(self, self.history.ids[:tokens].tolist() + ids, all_starts, base)
+
+
+@dataclass(frozen=True, slots=True)
+class ShiftedOn(Draft):
+    """Goes on from a recorded answer whose client has dropped messages: the leading `lead` system messages and those
+    from the stored message `resume_at` on, then `rest`.
+
+    The ids that are left must decode to the text rendered: no less is taken for it than for any other prompt.
+    """
+
+    answer: RecordedAnswer
+    history: History
+    kept: int  # stored ids that are kept of the conversation, with those of the dropped messages
+    lead: int
+    resume_at: int
+
+    def finish(self, ids: list[int], starts: list[int]) -> PreparedPrompt | None:
+        chat, history, known = self.chat, self.history, self.kept
+        resume = history.starts[self.resume_at]
+        stream = history.ids[:known].tolist() + ids
+        text = chat.text.replace(SHIELD, "")
+        # Without a system prompt one token may stand in front of the first message: the text's own beginning.
+        for keep in (history.starts[self.lead],) if self.lead else (0, 1):
+            left = stream[:keep] + stream[resume:]
+            if chat.tokenizer.decode(left, skip_special_tokens=False) == text:
+                break
+        else:
+            return None
+        chain = self.answer.chain
+        for message in chat.messages[self.first :]:
+            chain = link(chain, message)
+        all_starts = (*history.starts, *(known + start for start in starts))
+        return PreparedPrompt(
+            token_ids=left,
+            session_id=self.session_id,
+            spliced_tokens=keep + known - resume,
+            tenant=chat.tenant,
+            chain=chain,
+            chars=0,  # the whole was not rendered, so no request is taken for its continuation by its text
+            text_digest=digest("not rendered"),
+            base=Base(self.answer.id, self.answer.digest, known),
+            starts=(
+                *all_starts[: self.lead],
+                *(start - resume + keep for start in all_starts[self.resume_at :]),
+            ),
+            tail=chat.tail(len(chat.messages) - 1),
+            shift=Shifted(stream, all_starts, keep, resume),
+        )
+
+
+def _prompt(draft: Draft, ids: list[int], starts: list[int], base: Base | None) -> PreparedPrompt:
+    chat = draft.chat
+    return PreparedPrompt(
+        token_ids=ids,
+        session_id=draft.session_id,
+        spliced_tokens=base.tokens if base is not None else 0,
+        tenant=chat.tenant,
+        chain=chat.chain[-1],
+        chars=len(chat.text),
+        text_digest=digest(chat.text),
+        base=base,
+        starts=tuple(starts),
+        tail=chat.tail(len(chat.messages) - 1),
+        answered=chat.answered,
+    )

@@ -1,0 +1,63 @@
+"""A prompt with its exact ids, and what recording its answers needs."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Base:
+    """The leading ids of a prompt: the first `tokens` of a recorded answer's full ids."""
+
+    answer_id: int
+    digest: bytes  # of the answer: a database begun anew numbers its answers anew
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedPrompt:
+    """A request's exact ids, and what recording its answers needs."""
+
+    token_ids: list[int]
+    session_id: str
+    spliced_tokens: int  # leading ids taken from the transcript
+    tenant: str
+    chain: bytes  # digest of the scope and all messages
+    chars: int  # of the rendered text
+    text_digest: bytes
+    base: Base | None
+    # Token offsets at which the messages begin, in order, and then the answer. Ends early where the template does not
+    # show the rest.
+    starts: tuple[int, ...]
+    tail: bytes  # digest of the scope and the last message
+    shift: "Shifted | None" = None
+    answered: bytes = b""  # `chain` of the prompt whose answer is the request's last one; empty: there is none
+
+    @classmethod
+    def unrecorded(cls, token_ids: list[int], session_id: str) -> "PreparedPrompt":
+        """A prompt that belongs to no recorded conversation."""
+        return cls(
+            token_ids=token_ids,
+            session_id=session_id,
+            spliced_tokens=0,
+            tenant="",
+            chain=b"",
+            chars=0,
+            text_digest=b"",
+            base=None,
+            starts=(),
+            tail=b"",
+        )
+
+    @property
+    def recorded(self) -> tuple[list[int], tuple[int, ...]]:
+        """The ids in front of the answer, and the starts in them: with all that the client dropped."""
+        return (self.token_ids, self.starts) if self.shift is None else (self.shift.stream, self.shift.starts)
+
+
+@dataclass(frozen=True, slots=True)
+class Shifted:
+    """The client dropped messages: its prompt is stream[:keep] + stream[resume:]. Recorded is the whole stream."""
+
+    stream: list[int]
+    starts: tuple[int, ...]  # in the stream
+    keep: int
+    resume: int

@@ -1,0 +1,80 @@
+"""A chat request, and the text that the template makes of it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from app.conversations.digests import REASONING, Message, canonical, digest, without_reasoning
+from app.text.template import TemplateError
+
+_GENERATED = frozenset(("content", "tool_calls", "function_call", *REASONING))
+
+
+class TextTokenizer(Protocol):
+    """The part of `app.text.tokenizer.ChatTokenizer` used here."""
+
+    special_ids: frozenset[int]
+    template_digest: bytes
+
+    def render(
+        self,
+        messages: list[Message],
+        *,
+        tools: list[dict[str, Any]] | None,
+        template_args: dict[str, Any],
+        add_generation_prompt: bool,
+    ) -> str: ...
+    def exceeds(self, text: str, max_tokens: int) -> bool: ...
+    def encode_marked(self, text: str, marks: Sequence[int], *, behind: bool) -> tuple[list[int], list[int]]: ...
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str: ...
+
+
+@dataclass(frozen=True, slots=True)
+class RenderedChat:
+    tokenizer: TextTokenizer
+    tenant: str
+    session_id: str | None  # as the client calls it
+    messages: list[Message]
+    tools: list[dict[str, Any]] | None
+    template_args: dict[str, Any]
+    text: str  # all of it, rendered
+    chain: list[bytes]  # [messages + 1]: digest of the scope and the first n messages
+    placeholder: str  # a word that no message holds and no template changes
+    max_tokens: int | None = None  # it may have
+    max_newest_tokens: int | None = None  # its last message may have
+
+    def render(self, messages: list[Message], opens_answer: bool = True) -> str:
+        """Other messages in the same way. Raises TemplateError."""
+        return self.tokenizer.render(
+            messages, tools=self.tools, template_args=self.template_args, add_generation_prompt=opens_answer
+        )
+
+    def around(self, turn: int) -> tuple[str, str] | None:
+        """The text before and after what messages[turn] says, found by rendering the placeholder in its place. None if
+        the template does not show it exactly once."""
+        others = {name: value for name, value in self.messages[turn].items() if name not in _GENERATED}
+        marked = {**others, "content": self.placeholder}
+        try:
+            parts = self.render([*self.messages[:turn], marked, *self.messages[turn + 1 :]]).split(self.placeholder)
+        except TemplateError:
+            return None
+        return (parts[0], parts[1]) if len(parts) == 2 else None
+
+    def content(self, turn: int) -> str:
+        content = self.messages[turn].get("content")
+        return content if isinstance(content, str) else ""
+
+    def says_more_than_content(self, turn: int) -> bool:
+        """Whether messages[turn] has calls or reasoning beside its content."""
+        return any(self.messages[turn].get(name) for name in _GENERATED if name != "content")
+
+    def tail(self, turn: int) -> bytes:
+        """The digest of the scope and messages[turn] alone."""
+        return digest("tail", self.chain[0], canonical(without_reasoning(self.messages[turn])))
+
+    @property
+    def answered(self) -> bytes:
+        """The chain of the messages before the last answer in the chat; empty: it has none."""
+        turns = (turn for turn, message in enumerate(self.messages) if message.get("role") == "assistant")
+        last = max(turns, default=0)
+        return self.chain[last] if last else b""
