@@ -1,5 +1,6 @@
 """Tests that the documents match the tree: generated tables are up to date, and every path and link leads somewhere."""
 
+import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -57,3 +58,20 @@ def test_what_is_not_there_is_found() -> None:
     )
     expected = ["app/none.py", "cache/none/", "link to docs/none.md", "module benchmarks.none"]
     assert list(missing(ROOT / "README.md", "\n".join(lines))) == expected
+
+
+def test_what_readme_says_it_saves_is_measured() -> None:
+    speed, replay = (
+        json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text(encoding="utf-8"))
+        for name in ("hierarchy", "replay_dialogues")
+    )
+    fourth = {arm: turns["by_turn"]["4"]["ttft_ms"]["p50"] for arm, turns in speed["arms"].items()}
+    restarted = {arm: turn["ttft_ms"]["p50"] for arm, turn in speed["after_restart"].items()}
+    measured = [
+        *(f"{ms['attentionstore']:.0f} ms instead of {ms['recompute']:.0f} ms" for ms in (fourth, restarted)),
+        f"{len(replay['differences'])} differences",
+    ]
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    section = readme.split("## What it saves")[1].split("\n## ")[0]
+    assert re.findall(r"\*\*(.+?)\*\*", section) == measured
+    assert f"in {replay['turns']} turns" in section
