@@ -1,4 +1,4 @@
-"""The tiers below HBM, put together from an EngineConfig."""
+"""All tiers of an engine, put together from an EngineConfig."""
 
 import functools
 import logging
@@ -7,8 +7,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-
-import torch
 
 from cache.blocks.keys import BLOCK_TOKENS
 from cache.blocks.stored import ExtentInfo, SessionRecord
@@ -24,12 +22,14 @@ from cache.storage.large_pages import LargePages
 from cache.storage.slab import LayerShape, Slab
 from cache.storage.throttle import Throttle
 from cache.transfer.transfer import Transfer
+from engine.build.model import LoadedModel, ProbedModel
 from engine.build.resources import memory
+from engine.build.room import Room
 from engine.build.sizes import Sizes
-from engine.config import EngineConfig
+from engine.config import CacheConfig, EngineConfig
 from engine.model.loading import ModelRefused
-from engine.model.probe import ProbeResult
 from engine.model.rotations import ModelRotations
+from engine.model.runner import make_pages
 from kernels.attention.ragged_batch import KvPages
 
 log = logging.getLogger(__name__)
@@ -51,15 +51,16 @@ _PRIOR_TRANSFER_S, _PRIOR_STEP_S, _PRIOR_PREFILL_FLOPS = 0.003, 0.005, 4e11
 
 @dataclass(frozen=True, slots=True)
 class Tiers:
-    """What `build` composes the cache and the engine from."""
+    """All memory for KV, and what moves KV in it."""
 
-    num_slots: int
+    pages: list[KvPages]  # of HBM, by layer
+    num_slots: int  # of DRAM, staging included
     dram_slots: int
     disk_bytes: int
     rates: Rates
     transfer: Transfer
     first_touch: FirstTouch
-    extents: Sequence[ExtentInfo]
+    extents: Sequence[ExtentInfo]  # found on disk
     records: Sequence[SessionRecord]
 
     def arrived(self, job_id: int) -> float:
@@ -67,78 +68,91 @@ class Tiers:
         return self.transfer.layers_arrived(job_id) / self.rates.num_layers
 
 
-def build_tiers(
-    config: EngineConfig,
-    probed: ProbeResult,
-    dtype: torch.dtype,
-    pages: Sequence[KvPages],
-    fingerprint: bytes,
-    parameters: int,
-    sizes: Sizes,
-) -> Tiers:
-    """Allocate DRAM, open the disk directory, start the threads. sizes: of what the config leaves open. Raises
-    ModelRefused."""
-    shapes = [LayerShape(s.kv_heads, s.k_dim, s.v_dim) for s in probed.shapes]
-    slot_bytes = sum(BLOCK_TOKENS * s.kv_heads * (s.k_dim + s.v_dim) * dtype.itemsize for s in shapes)
-    dram_slots, disk_bytes, staging = 0, 0, 0
-    if config.cache.mode == "attentionstore":
-        dram_slots = (sizes.dram if config.cache.dram_bytes is None else config.cache.dram_bytes) // slot_bytes
-        disk_bytes = sizes.disk if config.cache.disk_bytes is None else config.cache.disk_bytes
-    if dram_slots or disk_bytes:
-        staging = config.cache.staging_bytes // slot_bytes or max(_LEAST_STAGING_SLOTS, sizes.staging // slot_bytes)
-    _check_memory((dram_slots + staging) * slot_bytes)
-    slab = Slab(shapes=shapes, dtype=dtype, num_slots=dram_slots + staging, pinned=pages[0].k.is_cuda)
+def build_tiers(config: EngineConfig, loaded: LoadedModel, probed: ProbedModel, room: Room) -> Tiers:
+    """Allocate HBM and DRAM, open the disk directory, start the threads. Raises ModelRefused."""
+    cache, ropes = config.cache, probed.found.ropes
+    pages = make_pages(probed.found.shapes, room.num_pages, probed.page_size, loaded.dtype, loaded.device)
+    on_gpu = loaded.device.type == "cuda"
+    slot_bytes = BLOCK_TOKENS * probed.kv_bytes_per_token
+    dram_slots, staging_slots, disk_bytes = _lower_sizes(cache, room.automatic, slot_bytes)
+    _check_memory((dram_slots + staging_slots) * slot_bytes)
+    shapes = [LayerShape(s.kv_heads, s.k_dim, s.v_dim) for s in probed.found.shapes]
+    slab = Slab(shapes=shapes, dtype=loaded.dtype, num_slots=dram_slots + staging_slots, pinned=on_gpu)
     disk: ExtentStore | None = None
     extents: Sequence[ExtentInfo] = ()
     records: Sequence[SessionRecord] = ()
     if disk_bytes:
-        disk = ExtentStore(
-            directory=Path(config.cache.disk_dir),
-            fingerprint=fingerprint,
-            segment_bytes=slab.segment_bytes,
-            key=record_key(config.tenant_secret),
-            capacity_bytes=disk_bytes,
-            min_free_bytes=config.cache.disk_min_free_bytes,
-            read_bytes_per_s=config.cache.disk_gbps * _GB,
-            write_bytes_per_s=config.cache.disk_gbps * _GB,
-            deadline_s=config.cache.io_deadline_s,
-            owner=f"a running server (pid {os.getppid()})",  # who is to be stopped is the app, not its engine
-        )
-        try:
-            extents, records = disk.open()
-        except DirectoryLocked as error:
-            raise ModelRefused(f"{error}; stop it, or give this server another cache.disk_dir") from error
-        except OSError as error:
-            raise ModelRefused(f"the cache directory {config.cache.disk_dir} cannot be used: {error}") from error
-        log.debug("disk: %d extents, %d sessions found", len(extents), len(records))
+        disk = _disk(config, probed.fingerprint, slab.segment_bytes, disk_bytes)
+        extents, records = _opened(disk, cache.disk_dir)
     transfer = Transfer(
         pages=pages,
         slab=slab,
         disk=disk,
-        rotations=functools.partial(ModelRotations, ropes=probed.ropes),
-        read_buffer_layers=config.cache.read_buffer_layers,
-        dram_throttle=Throttle(bytes_per_s=config.cache.dram_gbps * _GB, clock=time.monotonic, sleep=time.sleep),
-        save_throttle=Throttle(bytes_per_s=config.cache.dram_gbps * _GB, clock=time.monotonic, sleep=time.sleep),
-        synchronous=config.cache.sync_save,
+        rotations=functools.partial(ModelRotations, ropes=ropes),
+        read_buffer_layers=cache.read_buffer_layers,
+        dram_throttle=Throttle(bytes_per_s=cache.dram_gbps * _GB, clock=time.monotonic, sleep=time.sleep),
+        save_throttle=Throttle(bytes_per_s=cache.dram_gbps * _GB, clock=time.monotonic, sleep=time.sleep),
+        synchronous=cache.sync_save,
         max_backlog_bytes=_BACKLOG_BYTES,
     )
     rates = Rates(
         num_layers=len(shapes),
         step_fixed_s=_PRIOR_STEP_S,
-        prefill_s_per_token=2 * parameters / _PRIOR_PREFILL_FLOPS,
+        prefill_s_per_token=2 * loaded.parameters / _PRIOR_PREFILL_FLOPS,
         transfer_fixed_s=_PRIOR_TRANSFER_S,
         bytes_per_s=_PRIOR_BYTES_PER_S,
     )
     return Tiers(
+        pages=pages,
         num_slots=slab.num_slots,
         dram_slots=dram_slots,
         disk_bytes=disk_bytes,
         rates=rates,
         transfer=transfer,
-        first_touch=FirstTouch(pages=pages, slab=slab, large_pages=None if pages[0].k.is_cuda else LargePages()),
+        first_touch=FirstTouch(pages=pages, slab=slab, large_pages=None if on_gpu else LargePages()),
         extents=extents,
         records=records,
     )
+
+
+def _lower_sizes(config: CacheConfig, automatic: Sizes, slot_bytes: int) -> tuple[int, int, int]:
+    """(slots of DRAM, slots of staging besides, bytes of disk)."""
+    if config.mode != "attentionstore":
+        return 0, 0, 0
+    dram_slots = (automatic.dram if config.dram_bytes is None else config.dram_bytes) // slot_bytes
+    disk_bytes = automatic.disk if config.disk_bytes is None else config.disk_bytes
+    if not (dram_slots or disk_bytes):
+        return 0, 0, 0
+    staging = config.staging_bytes // slot_bytes or max(_LEAST_STAGING_SLOTS, automatic.staging // slot_bytes)
+    return dram_slots, staging, disk_bytes
+
+
+def _disk(config: EngineConfig, fingerprint: bytes, segment_bytes: Sequence[int], capacity_bytes: int) -> ExtentStore:
+    cache = config.cache
+    return ExtentStore(
+        directory=Path(cache.disk_dir),
+        fingerprint=fingerprint,
+        segment_bytes=segment_bytes,
+        key=record_key(config.tenant_secret),
+        capacity_bytes=capacity_bytes,
+        min_free_bytes=cache.disk_min_free_bytes,
+        read_bytes_per_s=cache.disk_gbps * _GB,
+        write_bytes_per_s=cache.disk_gbps * _GB,
+        deadline_s=cache.io_deadline_s,
+        owner=f"a running server (pid {os.getppid()})",  # who is to be stopped is the app, not its engine
+    )
+
+
+def _opened(disk: ExtentStore, directory: str) -> tuple[Sequence[ExtentInfo], Sequence[SessionRecord]]:
+    """What the disk has kept. Raises ModelRefused."""
+    try:
+        extents, records = disk.open()
+    except DirectoryLocked as error:
+        raise ModelRefused(f"{error}; stop it, or give this server another cache.disk_dir") from error
+    except OSError as error:
+        raise ModelRefused(f"the cache directory {directory} cannot be used: {error}") from error
+    log.debug("disk: %d extents, %d sessions found", len(extents), len(records))
+    return extents, records
 
 
 def policy_factory(name: str, granularity: str) -> PolicyFactory:

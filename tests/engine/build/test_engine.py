@@ -9,8 +9,7 @@ import psutil
 import pytest
 import torch
 
-from engine.build import engine as build
-from engine.build import tiers
+from engine.build import model, room, tiers
 from engine.build.engine import build_engine
 from engine.build.resources import Memory
 from engine.engine import Engine
@@ -158,7 +157,7 @@ def test_the_least_hbm_is_enough_to_answer(path: Path) -> None:
 def with_free(monkeypatch: pytest.MonkeyPatch, num_bytes: int) -> None:
     """A machine that has so much memory beside the tiny model's weights."""
     weights = 4 * sum(p.numel() for p in tiny_model().parameters())
-    monkeypatch.setattr(build, "memory", lambda: Memory(1 << 60, num_bytes + weights))
+    monkeypatch.setattr(model, "memory", lambda: Memory(1 << 60, num_bytes + weights))
 
 
 @pytest.mark.parametrize(("free", "tokens"), [(1000 * KV_BYTES, 150 // 32 * 32), (1 << 50, (2 << 30) // KV_BYTES)])
@@ -189,7 +188,7 @@ def test_weights_that_leave_no_memory_are_refused(path: Path, monkeypatch: pytes
 
 def test_tiers_are_shares_of_what_is_free(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with_free(monkeypatch, 10_000 * KV_BYTES)
-    monkeypatch.setattr(build, "disk_room", lambda directory, floor: 1 << 24)
+    monkeypatch.setattr(room, "disk_room", lambda directory, floor: 1 << 24)
     automatic = {"dram_bytes": None, "disk_bytes": None, "disk_dir": str(tmp_path)}
     info = built(path, hbm_tokens=0, cache_mode="attentionstore", **automatic)
     block = 32 * KV_BYTES
@@ -202,7 +201,7 @@ def test_tiers_are_shares_of_what_is_free(path: Path, tmp_path: Path, monkeypatc
 
 
 def test_a_full_disk_is_said_to_keep_nothing(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(build, "disk_room", lambda directory, floor: 0)
+    monkeypatch.setattr(room, "disk_room", lambda directory, floor: 0)
     given = {"cache_mode": "attentionstore", "dram_bytes": 64 * 32 * KV_BYTES, "disk_dir": str(tmp_path)}
     info = built(path, disk_bytes=None, **given)
     assert info.memory_plan["disk"] == 0
@@ -217,7 +216,7 @@ def test_a_directory_that_cannot_be_looked_at_is_refused(
     def refuse(directory: Path, floor: int) -> int:
         raise PermissionError(13, "Permission denied", str(directory))
 
-    monkeypatch.setattr(build, "disk_room", refuse)
+    monkeypatch.setattr(room, "disk_room", refuse)
     with pytest.raises(ModelRefused, match="cannot be used"):
         built(path, cache_mode="attentionstore", disk_bytes=None, disk_dir=str(tmp_path))
 
@@ -292,9 +291,9 @@ def test_the_step_budget(path: Path, given: int) -> None:
     sizes = []
     forward = driver.engine._compute.runner.forward
 
-    def listening(batch: Any, arrive: Any) -> torch.Tensor:
+    def listening(batch: Any, *arguments: Any) -> torch.Tensor:
         sizes.append(len(batch.token_ids))
-        return forward(batch, arrive)
+        return forward(batch, *arguments)
 
     driver.engine._compute.runner.forward = listening  # type: ignore[method-assign]
     driver.ask("a", prompt, max_tokens=2, ignore_eos=True)

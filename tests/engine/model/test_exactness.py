@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.build import engine
+from engine.build import first_steps, model
 from engine.build.engine import build_engine
 from engine.model.exactness import Exactness, Proof
 from engine.model.loading import ModelRefused
@@ -67,13 +67,13 @@ def test_what_cannot_be_proven_is_refused(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_without_kernels_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine, "product_kernels", lambda: None)
+    monkeypatch.setattr(model, "product_kernels", lambda: None)
     with pytest.raises(ModelRefused, match="AVX512_BF16"):
         build_engine(config(BUNDLED, **ON))
 
 
 def test_a_proof_that_takes_long_is_not_tried_unasked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine, "_FREE_PROOF_S", 0.0)
+    monkeypatch.setattr(first_steps, "_FREE_PROOF_S", 0.0)
     monkeypatch.setattr(Proof, "run", lambda self: pytest.fail("nobody asked"))
     info = build_engine(config(BUNDLED, exact="auto")).model
     assert not info.exact

@@ -1,0 +1,65 @@
+"""The first steps of an engine, run before it is composed: what they take, and what they prove."""
+
+from dataclasses import dataclass
+
+from cache.transfer.capture import CaptureSink
+from engine.build.model import LoadedModel, ProbedModel
+from engine.build.room import Room
+from engine.build.tiers import Tiers
+from engine.config import EngineConfig
+from engine.model.exactness import TOKENS as PROOF_TOKENS
+from engine.model.exactness import Exactness, Proof
+from engine.model.loading import ModelRefused
+from engine.model.runner import ModelRunner
+from engine.model.warm_up import WarmUp
+
+_CPU_STEP_TOKENS, _CUDA_STEP_TOKENS = 512, 4096
+_FREE_PROOF_S = 3.0  # a start may take so much longer where nobody asked for the proof
+
+
+@dataclass(frozen=True, slots=True)
+class WarmModel:
+    """A model that has run on the pages it will be served from."""
+
+    runner: ModelRunner
+    sink: CaptureSink | None  # None while there is no tier below HBM
+    step_tokens: int  # budget of a step
+    least_chunk_tokens: int  # of a prompt, below which products are inefficient; 0: nobody asks
+    exactness: Exactness
+
+
+def warm_up(config: EngineConfig, loaded: LoadedModel, probed: ProbedModel, room: Room, tiers: Tiers) -> WarmModel:
+    """Writes to pages that nobody owns yet, and tells the tiers' rates what steps take. Raises ModelRefused if less is
+    proven than is asked for."""
+    device, page_size = loaded.device, probed.page_size
+    sink = CaptureSink() if tiers.num_slots else None
+    runner = ModelRunner(model=loaded.module, pages=tiers.pages, backend=probed.backend, sink=sink)
+    most_rows = min(room.num_pages * page_size, room.max_context)
+    steps = WarmUp(runner=runner, most_rows=most_rows, page_size=page_size, device=device)
+    step_s, token_s = steps.step_times()
+    tiers.rates.expect_steps(step_s, token_s)
+    step_tokens = config.step_tokens or (_CPU_STEP_TOKENS if device.type == "cpu" else _CUDA_STEP_TOKENS)
+    # With a target for steps, or none at all, nobody asks for it.
+    least_chunk_tokens = steps.efficient_tokens(step_tokens) if config.scheduler.itl_target_s is None else 0
+    proof = Proof(
+        runner=runner,
+        num_pages=room.num_pages,
+        page_size=page_size,
+        max_context=room.max_context,
+        vocab_size=loaded.text.vocab_size,
+        device=device,
+    )
+    exactness = _exactness(config.model.exact, proof, PROOF_TOKENS * token_s)
+    return WarmModel(runner, sink, step_tokens, least_chunk_tokens, exactness)
+
+
+def _exactness(wanted: str, proof: Proof, proof_s: float) -> Exactness:
+    """What the loaded model is proven to give. Raises ModelRefused if that is less than is wanted."""
+    if wanted == "off":
+        return Exactness(False, "not asked for (model.exact off)")
+    if wanted == "auto" and proof_s > _FREE_PROOF_S:
+        return Exactness(False, f"not tried, it takes some {proof_s:.0f} s here (model.exact on)")
+    found = proof.run()
+    if wanted == "on" and not found.proven:
+        raise ModelRefused(f"model.exact is on, but {found.detail}: take model.exact auto, or another model.dtype")
+    return found

@@ -1,0 +1,140 @@
+"""The model of an engine: loaded, probed, and given the attention that runs it."""
+
+import logging
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from cache.blocks.keys import BLOCK_TOKENS
+from engine.build.resources import memory
+from engine.config import EngineConfig
+from engine.model.cpu.optimise import optimise_for_cpu
+from engine.model.loading import ModelRefused, load_model, resolve_files
+from engine.model.probe import ProbeResult, probe
+from engine.model.runner import bytes_per_token, fingerprint, weights_digest
+from kernels.attention import BACKENDS
+from kernels.attention.ragged_batch import AttentionBackend, AttentionUnsupported, BackendUnavailable
+from kernels.attention.torch_cpu import ExactAttention
+from kernels.cpu.available import flash_kernels, product_kernels, tiles_of_pairs
+
+log = logging.getLogger(__name__)
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """Weights in memory, and where they are computed with."""
+
+    module: nn.Module
+    path: Path  # directory of its files
+    device: torch.device
+    dtype: torch.dtype
+    parameters: int
+    free_bytes: int  # of memory, before the weights: these are a mapped file first and copies of it later
+
+    @property
+    def text(self) -> Any:
+        """The configuration of its language model."""
+        return self.module.config.get_text_config()  # type: ignore[operator,union-attr]
+
+    @property
+    def weight_bytes(self) -> int:
+        return self.parameters * self.dtype.itemsize
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """Ids that end a text: generation_config's, else the config's."""
+        for holder in (getattr(self.module, "generation_config", None), self.module.config):
+            value = getattr(holder, "eos_token_id", None)
+            if value is not None:
+                return tuple(value) if isinstance(value, (list, tuple)) else (value,)
+        return ()
+
+
+@dataclass(frozen=True, slots=True)
+class ProbedModel:
+    """How a loaded model is run, and what that is known to give."""
+
+    backend: AttentionBackend
+    page_size: int  # tokens
+    found: ProbeResult
+    fingerprint: bytes
+    kv_bytes_per_token: int  # over all layers
+
+
+def load(config: EngineConfig) -> LoadedModel:
+    """Raises ModelRefused."""
+    device = _device(config.device)
+    if config.threads:
+        torch.set_num_threads(config.threads)
+    dtype = _dtype(config.model.dtype, device)
+    path = resolve_files(config.model.source, Path(config.cache.disk_dir) / "models")
+    free = memory().available
+    module = load_model(path, dtype, device)
+    parameters = sum(p.numel() for p in module.parameters())
+    return LoadedModel(module, path, device, dtype, parameters, free)
+
+
+def probe_model(loaded: LoadedModel, exact: str) -> ProbedModel:
+    """Find an attention that does what the model asks, and replace what is slow on a CPU. Changes the model. exact: the
+    setting. Raises ModelRefused."""
+    module, device = loaded.module, loaded.device
+    backend, page_size, found = _find_attention(module, device)
+    log.debug(
+        "probe: relative logit error %.1e of %.1e tolerated, positions decoupled: %s",
+        found.logit_error,
+        found.logit_tolerance,
+        found.decouplable,
+    )
+    exact_kernels = exact == "on" and device.type == "cpu" and loaded.dtype == torch.bfloat16
+    if exact_kernels:
+        backend = _exact_attention()
+    digest = fingerprint(module, weights_digest(module), backend.name)  # of the weights before they are packed
+    if device.type == "cpu":
+        log.debug("replaced for speed: %s", optimise_for_cpu(module, found, backend, exact_kernels))
+    return ProbedModel(backend, page_size, found, digest, bytes_per_token(found.shapes, loaded.dtype))
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ModelRefused("device is cuda, but torch sees no CUDA device")
+    return torch.device(name)
+
+
+def _dtype(name: str, device: torch.device) -> torch.dtype:
+    if name != "auto":
+        return _DTYPES[name]
+    if device.type == "cuda":
+        return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float16
+    return torch.bfloat16 if torch.cpu._is_avx512_bf16_supported() else torch.float32
+
+
+def _find_attention(module: nn.Module, device: torch.device) -> tuple[AttentionBackend, int, ProbeResult]:
+    """The first backend that runs here and does what the model asks, its page size, and the probe's findings."""
+    problems = []
+    for name in ("flash", "triton", "torch_cpu") if device.type == "cuda" else ("torch_cpu",):
+        try:
+            backend = BACKENDS[name]()
+            page_size = math.lcm(backend.page_multiple, BLOCK_TOKENS)
+            return backend, page_size, probe(module, backend, page_size)
+        except (BackendUnavailable, AttentionUnsupported) as error:
+            problems.append(f"{name}: {error}")
+            log.info("attention backend %s is passed over: %s", name, error)
+    raise ModelRefused(f"no attention backend runs this model here: {'; '.join(problems)}")
+
+
+def _exact_attention() -> AttentionBackend:
+    """Raises ModelRefused where bf16 cannot be exact."""
+    if product_kernels() is None or flash_kernels(exact=True) is None:
+        raise ModelRefused(
+            "model.exact is on, but bf16 has kernels for it on processors with AVX512_BF16 only, and where numba runs: "
+            "take model.exact auto"
+        )
+    return ExactAttention(kind="tiles" if tiles_of_pairs() else "pairs")

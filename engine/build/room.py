@@ -1,0 +1,82 @@
+"""The room that an engine has for KV: its window, its pages, and the sizes that the settings leave open."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from cache.blocks.keys import BLOCK_TOKENS
+from engine.build.model import LoadedModel, ProbedModel
+from engine.build.resources import disk_room
+from engine.build.sizes import Sizes, automatic_sizes
+from engine.config import CacheConfig, EngineConfig
+from engine.model.loading import ModelRefused, rope_limit
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    max_context: int  # tokens of one request, answer included
+    num_pages: int  # in HBM
+    automatic: Sizes  # counts where the config gives no size
+    warnings: tuple[str, ...]  # for people
+
+
+def find_room(config: EngineConfig, loaded: LoadedModel, probed: ProbedModel) -> Room:
+    """Raises ModelRefused."""
+    device, warnings = loaded.device, list[str]()
+    if not probed.found.decouplable:
+        warnings.append("positions cannot be decoupled from keys: after truncation the history is recomputed")
+    window = _window(config.model.max_context, loaded.text, warnings)
+    automatic = automatic_sizes(
+        memory=loaded.free_bytes,
+        device_memory=torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None,
+        disk=_disk_room(config.cache),
+        weights=loaded.weight_bytes,
+        kv_bytes_per_token=probed.kv_bytes_per_token,
+        window_tokens=window,
+        hbm_tokens=config.cache.hbm_tokens,
+    )
+    automatic_tokens = automatic.hbm // probed.kv_bytes_per_token
+    num_pages, window = _num_pages(config.cache.hbm_tokens, automatic_tokens, probed.page_size, window, warnings)
+    return Room(window, num_pages, automatic, tuple(warnings))
+
+
+def _disk_room(config: CacheConfig) -> int:
+    """Where the config leaves its size open; 0 where it does not, or the disk is not used."""
+    if config.disk_bytes is not None or config.mode != "attentionstore":
+        return 0
+    try:
+        return disk_room(Path(config.disk_dir), config.disk_min_free_bytes)
+    except OSError as error:
+        raise ModelRefused(f"the cache directory {config.disk_dir} cannot be used: {error}") from error
+
+
+def _window(wanted: int, text: Any, warnings: list[str]) -> int:
+    """Tokens. wanted: the setting; text: the configuration of the language model."""
+    trained: int = text.max_position_embeddings
+    limit = rope_limit(text)
+    if limit is not None and limit < trained:
+        warnings.append(f"context limited to {limit}: behind it this model's positions depend on the longest request")
+        trained = limit
+    if wanted > trained:
+        warnings.append(f"model.max_context {wanted} lowered to the {trained} that the model supports")
+    return min(trained, wanted or trained)
+
+
+def _num_pages(
+    given_tokens: int, automatic_tokens: int, page_size: int, window: int, warnings: list[str]
+) -> tuple[int, int]:
+    """(pages, window). One request with the whole window must always fit, with the pages its first rows may have to be
+    copied from; else it would wait for ever."""
+    spare = page_size // BLOCK_TOKENS
+    tokens = given_tokens or automatic_tokens
+    pages = tokens // page_size
+    if pages <= spare:
+        why = "" if given_tokens else "the memory that is free holds no more beside the weights; "
+        raise ModelRefused(f"HBM for {tokens} tokens is too small: {why}{(spare + 1) * page_size} is the least")
+    room = (pages - spare) * page_size
+    if room < window:
+        why = "" if given_tokens else ", of the memory that is free beside the weights"
+        warnings.append(f"context limited to {room} of {window} tokens: HBM holds no more{why} (cache.hbm_tokens)")
+    return pages, min(window, room)
