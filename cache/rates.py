@@ -114,6 +114,7 @@ class Rates:
         if step_fixed_s < 0 or transfer_fixed_s < 0:
             raise ValueError("priors of fixed costs must be positive or 0")
         self.num_layers = num_layers
+        self.version = 0  # another number after every change of what is expected
         self._step = _Duration(step_fixed_s, prefill_s_per_token, _PRIOR_TOKENS)
         self._transfers = {
             name: _Duration(transfer_fixed_s, 1 / rate, _PRIOR_BYTES) for name, rate in bytes_per_s.items()
@@ -126,17 +127,20 @@ class Rates:
         what a history costs to compute; until one was computed, the proportion between the two is this one."""
         if prefill_s_per_token <= 0 or step_fixed_s < 0:
             raise ValueError("what a token takes must be positive, and a step's fixed cost positive or 0")
+        self.version += 1
         self._step.expect(step_fixed_s, prefill_s_per_token)
 
     def computed(self, tokens: int, seconds: float) -> None:
         """A step computed so many tokens in so many seconds, waiting for loads not included."""
         if tokens > 0 and seconds > 0:
+            self.version += 1
             self._step.update(tokens, seconds)
 
     def moved(self, direction: str, num_bytes: int, seconds: float) -> None:
         """A transfer ended. Ones without bytes or duration tell nothing."""
         if num_bytes <= 0 or seconds <= 0:
             return
+        self.version += 1
         transfer = self._transfers[direction]
         if self.is_look_due(direction) and seconds * _SURPRISE < transfer.of(num_bytes):
             transfer.believe(num_bytes, seconds)
@@ -151,6 +155,7 @@ class Rates:
         the next ones come as late."""
         if num_bytes <= 0 or seconds <= 0:
             return
+        self.version += 1
         device = direction.partition("_to_")[0]
         for name, transfer in self._transfers.items():
             if name.partition("_to_")[0] == device and seconds > transfer.of(num_bytes):
@@ -161,6 +166,7 @@ class Rates:
     def passed_over(self, direction: str) -> None:
         """A request computes what it could have loaded. What is never loaded is never measured, so that a link that was
         slow for a while would stay so for ever: evidence fades, and now and then a block is loaded to have a look."""
+        self.version += 1
         self._passes[direction] += 1
         self._transfers[direction].fade()
 

@@ -7,6 +7,7 @@ from hashlib import blake2b
 import msgspec
 
 from cache.blocks.keys import BLOCK_TOKENS, BlockKey, KeyDomain, token_bytes
+from cache.blocks.match import RememberedMatch
 from cache.blocks.table import SessionName
 from cache.blocks.truncate import CutRules, Range, subtract
 
@@ -252,6 +253,7 @@ class RunningContext:
     miss_reason: str | None = None  # reason why blocks from `recompute_from` on are computed
     owned: dict[BlockKey, None] = field(default_factory=dict)  # blocks that it has put into the table
     published: dict[int, tuple[BlockKey, int]] = field(default_factory=dict)  # moved copies: block -> (key, page)
+    remembered: RememberedMatch | None = None  # what was found stored while it waits; gone once it has pages
 
     @property
     def conversation(self) -> list[int]:

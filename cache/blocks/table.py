@@ -69,6 +69,7 @@ class CacheTable:
     """BlockKey -> row, and parent -> children. Single-threaded; holds no bytes."""
 
     def __init__(self) -> None:
+        self.version = 0  # another number after every change of what is stored, or where
         self.scores: dict[BlockKey, int] = {}  # scores of needed blocks, stored or not (`cache.blocks.scores`)
         self._rows: dict[BlockKey, BlockRow] = {}
         # Sorted by tokens: a system prompt has thousands of children, and those next to a text are the most similar.
@@ -92,6 +93,7 @@ class CacheTable:
         """Make a complete block findable. Raises KeyError if the key is already there."""
         if row.key in self._rows:
             raise KeyError(row.key)
+        self.version += 1
         self._rows[row.key] = row
         row.score = self.scores.get(row.key, 0)
         if row.session_id is None:
@@ -102,6 +104,7 @@ class CacheTable:
     def drop(self, key: BlockKey) -> BlockRow:
         """Remove and return a row. Raises KeyError on an unknown key."""
         row = self._rows.pop(key)
+        self.version += 1
         if row.session_id is None:
             siblings = self._children[row.parent]
             del siblings[bisect_left(siblings, (row.token_ids, row.key))]
@@ -113,6 +116,10 @@ class CacheTable:
             if not self._open[place]:
                 del self._open[place]
         return row
+
+    def moved(self) -> None:
+        """Note that an address of a row has changed. Whoever sets one calls this."""
+        self.version += 1
 
     def forget(self, row: BlockRow) -> None:
         """Remove the row of a block that has left its last tier, if it is still there."""

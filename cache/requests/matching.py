@@ -4,17 +4,18 @@ from collections.abc import Mapping
 
 from cache.blocks.context import RunningContext
 from cache.blocks.keys import BLOCK_TOKENS, BlockKey
+from cache.blocks.match import Match, MatchBasis, RememberedMatch
 from cache.blocks.table import BlockRow, common_prefix
 from cache.options import CacheOptions
 from cache.rates import Rates
 from cache.requests.load_or_compute import LoadOption, choose_load, first_token_s
 from cache.stats import ResidencyValue
-from cache.tiers.hbm import Match
 from cache.tiers.hierarchy import Hierarchy
 
 
 class Matcher:
-    """Changes nothing but a context's notes on why it misses."""
+    """Changes nothing but a context's notes: why it misses, and what was found, so that a prompt that is asked for
+    several times before its first token is not walked along the table each time."""
 
     def __init__(self, *, tiers: Hierarchy, rates: Rates, options: CacheOptions) -> None:
         self._table, self._hbm = tiers.table, tiers.hbm
@@ -25,7 +26,38 @@ class Matcher:
         # have to be un-rotated. At most 31 rows are computed again for that.
         self._only_slots = options.exact and tiers.dram.is_on
 
-    def match(self, context: RunningContext) -> Match:
+    def match(self, context: RunningContext) -> RememberedMatch:
+        """What is stored of a context, and what of that is worth loading. Of one that waits the last answer is given
+        again as long as it holds."""
+        basis = self._basis(context)
+        answer = None if context.pages else context.remembered
+        if answer is None or answer.basis != basis or answer.rates_version not in (None, self._rates.version):
+            answer = self._match_anew(context, basis)
+            context.remembered = None if context.pages else answer
+        if answer.is_rest_cheaper_to_compute:
+            context.miss_reason = "cheaper_to_recompute"
+        return answer
+
+    def _basis(self, context: RunningContext) -> MatchBasis:
+        return MatchBasis(
+            self._table.version,
+            len(context.token_ids),
+            context.recompute_from,
+            context.open_hint,
+            context.open_place,
+            context.skips_disk,
+        )
+
+    def _match_anew(self, context: RunningContext, basis: MatchBasis) -> RememberedMatch:
+        found = self._find(context)
+        options, ready = self._options(context, found)
+        if not options:
+            return RememberedMatch(basis, None, found, found.first(ready), False)
+        missing = len(context.token_ids) - ready * BLOCK_TOKENS - sum(option.num_tokens for option in options)
+        count = choose_load(options, self._rates, missing)
+        return RememberedMatch(basis, self._rates.version, found, found.first(ready + count), count < len(options))
+
+    def _find(self, context: RunningContext) -> Match:
         """The longest stored prefix; the last token is always left to compute, for its logits."""
         limit = len(context.token_ids) - 1
         if context.recompute_from is not None:
@@ -64,37 +96,33 @@ class Matcher:
         """Whether nothing has to be loaded for the `block`th block of a context."""
         return row.page is not None and (self._hbm.is_ready(row, block) or self._hbm.can_move(row))
 
-    def choose(self, context: RunningContext, match: Match) -> Match:
-        """As much of a match as is worth loading (DESIGN "Load, recompute or mix"). All of it behind a cut, whatever
-        that takes: what was computed in a longer context cannot be computed again, only replaced by another text's."""
+    def _options(self, context: RunningContext, match: Match) -> tuple[list[LoadOption], int]:
+        """What of a match may be loaded or computed (DESIGN "Load, recompute or mix"), and how many blocks before that
+        are used in any case. Behind a cut that is all, whatever it takes: what was computed in a longer context cannot
+        be computed again, only replaced by another text's."""
         used, lineage = match.used, context.lineage
         ready = next((b for b, (row, _) in enumerate(used) if not self._hbm.is_ready(row, b)), len(used))
         if ready == len(used) or (lineage.joint is not None and len(used) > lineage.plain):
-            return match
+            return [], len(used)
         options = [
             LoadOption(0 if self._is_at_hand(row, block) else row.size_bytes, self._source(row), tokens)
             for block, (row, tokens) in enumerate(used[ready:], ready)
         ]
         if context.skips_disk:
             far = (n for n, option in enumerate(options) if option.size_bytes and option.source == "disk_to_hbm")
-            match = match.first(ready + next(far, len(options)))
-            options = options[: len(match.used) - ready]
-            if not options:
-                return match
-        count = choose_load(options, self._rates, len(context.token_ids) - match.num_tokens)
-        if count < len(options):
-            context.miss_reason = "cheaper_to_recompute"
-        return match.first(ready + count)
+            options = options[: next(far, len(options))]
+        return options, ready
 
     @staticmethod
     def _source(row: BlockRow) -> str:
         """The direction from which a block that HBM lacks would come."""
         return "dram_to_hbm" if row.slot is not None or row.extent is None else "disk_to_hbm"
 
-    def note_passed_over(self, found: Match, chosen: Match) -> None:
-        """What a request was admitted with is less than what is stored: its next block will be computed."""
-        if len(chosen.used) < len(found.used):
-            self._rates.passed_over(self._source(found.used[len(chosen.used)][0]))
+    def note_passed_over(self, answer: RememberedMatch) -> None:
+        """Where a request is admitted with less than what is stored, its next block will be computed."""
+        found, num_chosen = answer.found.used, len(answer.chosen.used)
+        if num_chosen < len(found):
+            self._rates.passed_over(self._source(found[num_chosen][0]))
 
     def tokens_by_tier(self, match: Match) -> dict[str, int]:
         """tier -> tokens of a match that would come from it."""
@@ -126,7 +154,7 @@ class Matcher:
 
     def residency(self, context: RunningContext) -> ResidencyValue:
         """Where the KV of a context without pages is, and what has to move or be computed."""
-        match = self.choose(context, self.match(context))
+        match = self.match(context).chosen
         tokens = self.tokens_by_tier(match)
         hbm = tokens.pop("hbm", 0)
         load_s = sum(

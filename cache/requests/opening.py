@@ -200,7 +200,7 @@ class ContextOpener:
 
     def _drop(self, context: RunningContext, cuts: list[Range]) -> None:
         """Take ranges of whole blocks out of a context that stands on no pages."""
-        context.cuts, context.cut_now = merge_cuts(context.cuts, cuts), True
+        context.cuts, context.cut_now, context.remembered = merge_cuts(context.cuts, cuts), True, None
         if self._truncation.mode == "recompute":
             context.lineage, context.open_hint = Lineage(context.domain), None
             context.moved_behind = True

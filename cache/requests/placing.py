@@ -25,8 +25,8 @@ class Placer:
         changes nothing. Shared page by page where whole pages match; the rest is copied, loaded, or taken over in place
         if nobody else can see it."""
         assert not context.pages, "admitted twice"
-        found = self._matcher.match(context)
-        chosen = match = self._matcher.choose(context, found)
+        answer = self._matcher.match(context)
+        match = answer.chosen
         pages_needed = self._hbm.num_pages(match.num_tokens + num_tokens)
         placement = self._hbm.place(context, match, pages_needed)
         if placement is None and self._pages.num_pinned == 0:
@@ -35,7 +35,8 @@ class Placer:
             placement = self._hbm.place(context, match, pages_needed)
         if placement is None:
             return None
-        self._matcher.note_passed_over(found, chosen)
+        self._matcher.note_passed_over(answer)
+        context.remembered = None  # its lineage may change, and while it runs it is not asked for
         context.sources, context.own_tokens = (
             self._matcher.sources(context, match),
             self._matcher.own_tokens(context, match),

@@ -36,8 +36,7 @@ class SchedulerView:
     # --- what is there ------------------------------------------------------------------------------------------------
 
     def resident_tokens(self, request_id: str) -> int:
-        context = self._running[request_id]
-        return self._matcher.choose(context, self._matcher.match(context)).num_tokens
+        return self._matcher.match(self._running[request_id]).chosen.num_tokens
 
     def residency(self, request_id: str) -> ResidencyValue:
         context = self._running[request_id]

@@ -95,6 +95,7 @@ class DiskLedger:
 
     def _attach(self, row: BlockRow, extent_id: int, index: int) -> None:
         row.extent = (extent_id, index)
+        self._table.moved()
         self._extents[extent_id].keys[row.key] = None
         enter(self.policy, row)
 
@@ -103,6 +104,7 @@ class DiskLedger:
         if row.extent is None:
             return None
         extent_id, row.extent = row.extent[0], None
+        self._table.moved()
         self.policy.remove(row.key)
         extent = self._extents[extent_id]
         extent.keys.pop(row.key, None)
@@ -187,6 +189,7 @@ class DiskLedger:
                 if row is None:
                     continue
                 row.extent = None
+                self._table.moved()
                 self.policy.remove(key)
                 if write_again and row.slot is not None and row.owners:
                     self._dirty.add(row)

@@ -121,6 +121,7 @@ class DramTier:
     def attach(self, row: BlockRow, slot: int) -> None:
         """A block that is in no slot has been brought into this one, complete."""
         row.slot = slot
+        self._table.moved()
         self.resident += 1
         enter(self.policy, row)
 
@@ -236,6 +237,7 @@ class DramTier:
         if row.slot is None:
             return
         slot, row.slot = row.slot, None
+        self._table.moved()
         self.resident -= 1
         self.policy.remove(row.key)
         self._dirty.left_dram(row)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from cache.blocks.context import RunningContext
 from cache.blocks.keys import BLOCK_TOKENS, BlockKey
+from cache.blocks.match import Match
 from cache.blocks.scores import Scores
 from cache.blocks.table import BlockRow, CacheTable
 from cache.moves import BlockLoad, CopyRows
@@ -17,33 +18,6 @@ _OFFLOAD_BLOCKS = 64  # at a time: well below a millisecond
 _MORE_PAGES = 2  # that an answer may take, at least
 _RUN_CHOICE, _MOST_CHOICE = 4, 512  # times as many blocks as may leave are looked at for pages in a row; a millisecond
 MAX_HOPS = 4  # un-rotations a key may go through; each costs a rounding of the compute type
-
-
-@dataclass(frozen=True, slots=True)
-class Match:
-    """The leading rows of a context that are stored somewhere: whole blocks, then `partial_rows` rows of one more."""
-
-    rows: list[BlockRow]
-    partial: BlockRow | None
-    partial_rows: int
-
-    @property
-    def num_tokens(self) -> int:
-        return len(self.rows) * BLOCK_TOKENS + self.partial_rows
-
-    @property
-    def used(self) -> list[tuple[BlockRow, int]]:
-        """(row of the table, how many of its KV rows are used), in order."""
-        used = [(row, BLOCK_TOKENS) for row in self.rows]
-        if self.partial is not None:
-            used.append((self.partial, self.partial_rows))
-        return used
-
-    def first(self, num_blocks: int) -> "Match":
-        """Its first blocks."""
-        if num_blocks > len(self.rows):
-            return self
-        return Match(self.rows[:num_blocks], None, 0)
 
 
 @dataclass(slots=True)
@@ -229,6 +203,7 @@ class HbmPool:
         self.leave(row)
         row.page, row.offset, row.position = page, offset, position
         row.hops += hop
+        self.table.moved()
         self.pages.add_resident(page)
         enter(self.policy, row)
 
@@ -308,6 +283,7 @@ class HbmPool:
         """The block is not in HBM any more. Does not look whether it is anywhere else."""
         if row.page is not None:
             page, row.page = row.page, None
+            self.table.moved()
             self.policy.remove(row.key)
             self.pages.drop_resident(page)
 

@@ -463,6 +463,7 @@ class PoolModel:
         size = self.manager.page_size
         if not context.pages:
             assert context.computed == 0
+            self.check_match(context)
             return
         assert context.computed <= len(context.pages) * size
         if context.job is None:
@@ -486,6 +487,12 @@ class PoolModel:
                 "somebody else runs on a page to be written"
             )
             assert (page, block) not in published, "a block is findable where rows will be written"
+
+    def check_match(self, context: RunningContext) -> None:
+        """What is remembered of a waiting context, if it still counts, is what is found anew."""
+        matcher, reason = self.manager.view._matcher, context.miss_reason
+        assert matcher.match(context) == matcher._match_anew(context, matcher._basis(context))
+        context.miss_reason = reason
 
     def _check_blocks(self) -> None:
         """Every block that can be found holds what its name says, in every tier that it is said to be in."""

@@ -1,10 +1,15 @@
-"""Tests how much of what is stored is worth loading."""
+"""Tests how much of what is stored is worth loading, and how long an answer holds."""
 
 import random
+from collections import Counter
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from cache.blocks.truncate import CutRules
+from loadgen.virtual.simulation import Simulation, VirtualServer
+from loadgen.workloads.workload import Conversation, Turn
 from tests.cache.pool_model import NO_CUTS, PoolModel, make_manager
 
 CUT = CutRules(allowed=True, keep_first=0, message_starts=(200,), important=())
@@ -52,3 +57,80 @@ def test_kv_on_its_way_to_hbm_is_not_in_hbm_until_it_has_come(shared):
     there = model.manager.view.residency("second")
     assert (there.hbm_tokens, there.lower_tokens, there.bytes_to_load, there.load_s) == (200, {}, 0, 0.0)
     assert (there.own_tokens, there.is_loading) == (200 - shared, False)
+
+
+def change(model: PoolModel, what: str, number: int, before: list[int]) -> None:
+    """One change of what is stored, where it lies, or what a load would take."""
+    manager, tiers = model.manager, model.manager.tiers
+    rows = [row for row in tiers.table if row.is_saved]
+    row = rows[number % len(rows)] if rows else None
+    match what:
+        case "leave HBM" if row is not None and row.page is not None and not tiers.pages.pins(row.page):
+            tiers.hbm.evict(row.key)
+        case "leave DRAM" if row is not None and (row.page is not None or row.extent is not None):
+            tiers.dram.drop_slot(row)
+        case "leave the disk" if row is not None and row.extent is not None:
+            tiers.disk.drop(row)
+            if row.is_nowhere:
+                tiers.table.forget(row)
+        case "lose a file" if row is not None and row.extent is not None:
+            del model.disk[row.extent[0]], model.extents[row.extent[0]]
+            tiers.disk.lost([row.extent[0]])
+        case "fetch":
+            tiers.fetches.fetch([row for row in rows if row.slot is None][: 1 + number % 3], ("", "", "s"))
+            while model.io:
+                model.run_io()
+            model.hear()
+        case "turn":  # loads what is not in HBM, and goes on from there
+            model.run(f"turn {number}", [*before, *tokens(number, 1 + number % 40)], session=f"s{number % 3}")
+        case "settle":
+            model.settle()
+        case "computed":
+            manager.rates.computed(64, 10.0 ** -(number % 6))
+        case "moved" | "late":
+            direction = ("dram_to_hbm", "disk_to_hbm")[number % 2]
+            (manager.rates.moved if what == "moved" else manager.rates.late)(direction, 1 << 14, 10.0 ** -(number % 6))
+        case "passed over":
+            manager.rates.passed_over(("dram_to_hbm", "disk_to_hbm")[number % 2])
+        case "guess":
+            manager.rates.expect_steps(1e-3, 10.0 ** -(number % 6))
+
+
+CHANGES = ["leave HBM", "leave DRAM", "leave the disk", "lose a file", "fetch", "turn", "settle"]
+NEW_RATES = ["computed", "moved", "late", "passed over", "guess"]
+
+
+@settings(max_examples=60)
+@given(
+    changes=st.lists(st.tuples(st.sampled_from([*CHANGES, *NEW_RATES]), st.integers(0, 1 << 12)), max_size=30),
+    bytes_per_s=st.sampled_from([1e4, 1e5, 1e12]),
+)
+def test_what_is_remembered_is_what_would_be_found_anew_whatever_has_changed(changes, bytes_per_s):
+    """`PoolModel.check` compares the two, for everybody who waits; here, in the state machines, everywhere."""
+    model = PoolModel(
+        make_manager(num_pages=24, dram_slots=24, staging_slots=4, disk_bytes=1 << 17, bytes_per_s=bytes_per_s)
+    )
+    text = tokens(1, 150)
+    model.run("first", text, session="s0")
+    model.settle()
+    for number, length in enumerate((40, 130, 150)):
+        model.open(f"waits {number}", [*text[:length], *tokens(number, 20)], session=f"s{number}")
+    for number, (what, which) in enumerate(changes):
+        change(model, what, which + (number << 12 if what == "turn" else 0), text)
+        for context in model.contexts.values():
+            model.check_match(context)
+    model.check()
+
+
+def test_a_prompt_is_walked_along_the_table_twice_at_most_before_its_first_token(monkeypatch):
+    machine = VirtualServer(hbm_blocks=40, dram_blocks=60, disk_blocks=100, policy="car", window=4, max_seqs=2)
+    turns = tuple(Turn(prompt_tokens=100, answer_tokens=10, think_s=1.0) for _ in range(4))
+    simulation = Simulation(machine=machine, conversations=[Conversation("c", "", 1.0, turns)], rng=random.Random(0))
+    walks, asked = Counter(), Counter()
+    matcher = simulation.cache.view._matcher
+    find, match = matcher._find, matcher.match
+    monkeypatch.setattr(matcher, "_find", lambda context: walks.update([context.request_id]) or find(context))
+    monkeypatch.setattr(matcher, "match", lambda context: asked.update([context.request_id]) or match(context))
+    simulation.run()
+    assert len(walks) == 4
+    assert max(walks.values()) <= 2 < min(asked.values())
