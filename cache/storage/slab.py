@@ -105,9 +105,8 @@ class Slab:
 
     def is_intact(self, layer: int, slot: int) -> bool:
         """Whether a sealed slot's segment is unchanged since it was sealed."""
-        wanted = self._checksums[
-            slot, layer : layer + 1
-        ].tobytes()  # as an array, because a number would have the machine's byte order
+        # From an array of one, because a single number would have the machine's byte order.
+        wanted = self._checksums[slot, layer : layer + 1].tobytes()
         return self.is_sealed(slot) and wanted == checksum(self.segment(layer, slot))
 
     def checksums(self, slots: Sequence[int]) -> bytes:
