@@ -1,4 +1,4 @@
-"""Every benchmark can be asked for help, and its small form asks for options that there are."""
+"""Tests that every benchmark prints its help, and that its small form uses existing options."""
 
 import importlib
 import re

@@ -1,4 +1,4 @@
-"""What a line says has changed is what comparing every member would find."""
+"""Tests that the changes a line reports equal those found by comparing every member."""
 
 from hypothesis import given
 from hypothesis import strategies as st

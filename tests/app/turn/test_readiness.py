@@ -1,4 +1,4 @@
-"""When requests are taken, from the start of the engine to the drain."""
+"""Tests when requests are accepted, from the start of the engine to the drain."""
 
 import asyncio
 

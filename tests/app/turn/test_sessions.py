@@ -1,4 +1,4 @@
-"""A session's KV in the engine and its transcript in the app change together."""
+"""Tests that a session's KV in the engine and its transcript in the app change together."""
 
 import pytest
 

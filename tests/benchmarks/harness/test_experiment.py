@@ -1,4 +1,4 @@
-"""What all benchmarks have in common, on arms that take no time."""
+"""Tests what all benchmarks share, with arms that take no time."""
 
 import io
 import json

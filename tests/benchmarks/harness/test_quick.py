@@ -1,4 +1,4 @@
-"""What is said of a small form beside the committed result."""
+"""Tests the comparison of a small form's results with the committed ones."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What is counted of a traced turn, worked by hand; and that a process does log what it enters."""
+"""Tests the counts of a traced turn, by hand-worked cases, and that a process logs the files it enters."""
 
 import json
 import os

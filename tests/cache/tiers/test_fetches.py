@@ -1,4 +1,4 @@
-"""Blocks on their way from disk to DRAM."""
+"""Tests blocks on their way from disk to DRAM."""
 
 from cache.moves import FetchBlocks
 from tests.cache.blocks.test_scores import tokens

@@ -1,4 +1,4 @@
-"""When what turns have left goes to disk."""
+"""Tests when the blocks that turns have left are written to disk."""
 
 from cache.moves import PutSession, WriteExtent
 from scheduler.line import Line

@@ -1,4 +1,4 @@
-"""The choices under way, by sequence and by request."""
+"""Tests finding the running choices by sequence and by request."""
 
 from engine.step.choices import RunningChoices
 from engine.step.running_choice import RunningChoice

@@ -1,4 +1,4 @@
-"""The times of a step, on two clocks."""
+"""Tests the times of a step, on two clocks."""
 
 import time
 
