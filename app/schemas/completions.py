@@ -44,7 +44,7 @@ class CompletionRequest(GenerationRequest):
         if self.max_tokens == 0 and not self.echo:
             raise PydanticCustomError("combination", "'max_tokens' may be 0 only with 'echo'")
         if self.echo and self.stream and self.logprobs is not None:
-            problem = "'echo' with 'logprobs' cannot be streamed: the prompt's come all at once"
+            problem = "'echo' with 'logprobs' cannot be streamed: the prompt's log-probabilities come all at once"
             raise PydanticCustomError("combination", problem)
         return self
 

@@ -241,7 +241,7 @@ class GenerationRequest(Part):
         if self.stream_options is not None and not self.stream:
             raise PydanticCustomError("combination", "'stream_options' is only allowed when 'stream' is true")
         if self.min_tokens is not None and self.answer_tokens is not None and self.min_tokens > self.answer_tokens:
-            raise PydanticCustomError("combination", "'min_tokens' is greater than the largest answer asked for")
+            raise PydanticCustomError("combination", "'min_tokens' is greater than the token limit of the answer")
         return self
 
     @property

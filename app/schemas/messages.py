@@ -92,7 +92,9 @@ class MessageParam(Part):
             "assistant": (TextBlock, ThinkingBlock, RedactedThinkingBlock, ToolUseBlock),
         }
         if not all(isinstance(block, allowed.get(self.role, (TextBlock,))) for block in self.content):
-            raise PydanticCustomError("content", "A block that this role does not have", {"param": "content"})
+            raise PydanticCustomError(
+                "content", "A block that a message of this role cannot have", {"param": "content"}
+            )
         return self
 
 

@@ -216,13 +216,13 @@ class ResponseRequest(Part):
     @model_validator(mode="after")
     def _goes_together(self) -> "ResponseRequest":
         if self.previous_response_id is not None and self.conversation is not None:
-            raise PydanticCustomError("combination", "Either 'previous_response_id' or 'conversation'")
+            raise PydanticCustomError("combination", "Send either 'previous_response_id' or 'conversation', not both")
         if not self.input and self.previous_response_id is None and self.conversation is None:
             raise PydanticCustomError("missing", "Field required", {"param": "input"})
         if self.background and self.stream:
             raise unsupported("background", "'background' with 'stream' is")
         if self.background and self.store is False:
-            raise PydanticCustomError("combination", "What runs in the background has to be stored")
+            raise PydanticCustomError("combination", "A response in the background must be stored")
         return self
 
     @classmethod

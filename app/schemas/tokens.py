@@ -26,7 +26,7 @@ class TokenizeRequest(Part):
     @model_validator(mode="after")
     def _is_one_of_both(self) -> "TokenizeRequest":
         if (self.prompt is None) == (self.messages is None):
-            raise PydanticCustomError("combination", "Either 'prompt' or 'messages'")
+            raise PydanticCustomError("combination", "Send either 'prompt' or 'messages'")
         return self
 
 

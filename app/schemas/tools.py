@@ -141,7 +141,7 @@ def _schema_text(value: object) -> object:
         try:
             return json.loads(value)
         except ValueError:
-            raise PydanticCustomError("json_schema", "No JSON") from None
+            raise PydanticCustomError("json_schema", "Not valid JSON") from None
     return value
 
 

@@ -121,7 +121,7 @@ def add_key(path: Path, name: str, *, admin: bool) -> str:
     if not NAME.fullmatch(name):
         raise KeyFileError(f"{name[:64]!r}: a name has 1 to 64 letters, digits, '_' or '-'")
     if path.exists() and name in _read(path):
-        raise KeyFileError(f"{path} has a key of the name {name} already")
+        raise KeyFileError(f"{path} already has a key named {name}")
     key = f"sk-{secrets.token_urlsafe(32)}"
     table = f'[{name}]\nsha256 = "{digest_of(key).hex()}"\n' + ("admin = true\n" if admin else "") + "\n"
     try:
@@ -137,7 +137,7 @@ def remove_key(path: Path, name: str) -> None:
     """Remove a key and leave the rest of the file as its author wrote it. Raises KeyFileError."""
     before = _read(path)
     if name not in before:
-        raise KeyFileError(f"{path} has no key of the name {name[:64]!r}")
+        raise KeyFileError(f"{path} has no key named {name[:64]!r}")
     kept: list[str] = []
     is_out = False
     for line in path.read_text(encoding="utf-8").splitlines(keepends=True):

@@ -159,7 +159,7 @@ def decode_header(data: bytes, key: bytes) -> ExtentHeader:
     try:
         return msgspec.msgpack.decode(data[_PREFIX.size : _PREFIX.size + length], type=ExtentHeader)
     except (msgspec.DecodeError, ValueError) as error:
-        raise BlockMissing(f"the header makes no sense: {error}", reason="format") from error
+        raise BlockMissing(f"the header is invalid: {error}", reason="format") from error
 
 
 def _header_digest(data: bytes | bytearray) -> bytes:

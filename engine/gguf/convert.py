@@ -30,7 +30,7 @@ def convert(
     """Write the directory `out`, completely or not at all. `sampling` (for generation_config.json) and `chat_template`
     override what the file says. Raises GgufRefused."""
     if out.exists():
-        raise GgufRefused(f"{out} is there already; name another directory, or delete it")
+        raise GgufRefused(f"{out} already exists; name another directory, or delete it")
     file = GgufFile(source)
     try:
         with fresh_directory(out) as fresh:

@@ -146,7 +146,7 @@ def _check(file: GgufFile, shape: LlamaShape) -> None:
             wants = f"{list(weight.shape)} is wanted"
             raise GgufRefused(f"{file.path}: tensor {name} has the shape {list(found.shape)}, {wants}")
     if unknown := file.tensors.keys() - wanted.keys() - {_ROPE_FACTORS}:
-        raise GgufRefused(f"{file.path}: tensor {min(unknown)[:60]!r} is none of a Llama's")
+        raise GgufRefused(f"{file.path}: tensor {min(unknown)[:60]!r} does not belong to a Llama model")
 
 
 def _rope(file: GgufFile, head_dim: int) -> dict[str, Any]:

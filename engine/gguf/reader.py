@@ -147,7 +147,7 @@ class _Header:
         for _ in range(num_keys):
             key = self._string("a key")
             if key in metadata:
-                raise self._refused(f"the key {_shown(key)} stands there twice")
+                raise self._refused(f"the key {_shown(key)} appears twice")
             metadata[key] = self._value(key, self._number(_U32))
         entries = [self._tensor() for _ in range(num_tensors)]
         return metadata, self._placed(entries, metadata.get("general.alignment", 32))
@@ -187,14 +187,14 @@ class _Header:
         for name, shape, kind, offset in entries:
             block, block_bytes = _block(kind)
             if not block:
-                raise self._refused(f"tensor {_shown(name)} is stored in the unknown way {kind}")
+                raise self._refused(f"tensor {_shown(name)} is stored in the unknown format {kind}")
             if min(shape) < 1 or shape[-1] % block:
                 raise self._refused(f"tensor {_shown(name)} has the impossible shape {list(shape)}")
             size = prod(shape) // block * block_bytes
             if start + offset + size > len(self._data):
                 raise self._refused(f"tensor {_shown(name)} reaches past the end: the file is cut off or damaged")
             if name in placed:
-                raise self._refused(f"tensor {_shown(name)} stands there twice")
+                raise self._refused(f"tensor {_shown(name)} appears twice")
             placed[name] = TensorInfo(name, shape, kind, start + offset, size)
         for one, other in pairwise(sorted(placed.values(), key=lambda info: info.offset)):
             if one.offset + one.size_bytes > other.offset:

@@ -32,7 +32,7 @@ def _numbers(text: str, rest: str, count: int) -> list[float]:
     except ValueError:
         numbers = []
     if len(numbers) != count or not all(0 <= number < math.inf for number in numbers):
-        raise ValueError(f"{text!r}: {count} numbers of at least 0 belong behind the colon")
+        raise ValueError(f"{text!r}: expected {count} numbers of at least 0 after the colon")
     return numbers
 
 
@@ -44,7 +44,7 @@ def _percentiles(path: Path, column: str) -> list[tuple[float, float]]:
     if not rows or "percentile" not in rows[0] or not columns:
         raise ValueError(f"{path} has no column `percentile` beside one of seconds")
     if not column and len(columns) > 1:
-        raise ValueError(f"{path} has several columns: put #{columns[0]} or another one behind its name")
+        raise ValueError(f"{path} has several columns: append #{columns[0]} or another one to its name")
     if column and column not in columns:
         raise ValueError(f"{path} has no column {column!r}, but {', '.join(columns)}")
     try:

@@ -66,7 +66,7 @@ def test_a_file_that_cannot_be_converted_is_refused(tmp_path, conversions):
 def test_another_server_may_be_quicker(tmp_path, conversions, monkeypatch):
     def beaten(source: Path, out: Path) -> None:
         out.mkdir(parents=True)
-        raise GgufRefused("is there already")
+        raise GgufRefused("already exists")
 
     monkeypatch.setattr(converted, "convert", beaten)
     assert converted.converted(file_of(tmp_path, "a", "x"), tmp_path / "made").is_dir()

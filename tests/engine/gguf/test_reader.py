@@ -101,7 +101,7 @@ BIG = (1 << 63) - 1
         (header(tensors=(tensor("w", (0,)),)), "impossible shape"),
         (header(tensors=(tensor("w", (BIG, BIG)),)), "reaches past the end"),
         (header(tensors=(tensor("w", (4,), offset=BIG),)), "reaches past the end"),
-        (header(tensors=(tensor("w", (4,), kind=99),)), "unknown way 99"),
+        (header(tensors=(tensor("w", (4,), kind=99),)), "unknown format 99"),
         (header(tensors=(tensor("w", (33,), kind=2),)), "impossible shape"),
         (header(tensors=(tensor("w", (4,)), tensor("w", (4,), offset=32))) + bytes(128), "twice"),
         (header(tensors=(tensor("w", (16,)), tensor("v", (4,), offset=32))) + bytes(128), "share bytes"),
