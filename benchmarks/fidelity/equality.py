@@ -432,7 +432,7 @@ def mode_names(text: str) -> list[str]:
 EXPERIMENT = Experiment(
     name=lambda words: result_name("equality_exact" if words.exact == "on" else "equality", words.model),
     about=__doc__, measure=measure, show=show, options=options,
-    quick=Quick(options={"turns": 40, "cut_turns": 0, "modes": ["dram", "disk", "crowd", "rotation"]}),
+    quick=Quick(options={"turns": 40, "cut_turns": 0, "modes": ["disk", "crowd"]}),
 )  # fmt: skip
 
 if __name__ == "__main__":

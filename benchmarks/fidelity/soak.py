@@ -351,7 +351,7 @@ def options(parser: ArgumentParser) -> None:
 EXPERIMENT = Experiment(
     name="soak", about=__doc__, measure=measure, show=show, options=options,
     quick=Quick(
-        options={"seconds": 30.0, "check": 40},
+        options={"seconds": 20.0, "check": 40},
         holds=False,  # caps fill up, and memory becomes flat, in minutes
         figures=[Figure("requests without an error", answered, 1.0, more_is_better=True)],
     ),

@@ -90,15 +90,17 @@ class CallLog:
 
 # Where a turn is handed on: the files on the stack there are those that carry it.
 LANDMARKS = (
-    "app/turn/generation.py:Generation.__anext__",
+    "app/conversations/text_thread.py:TextThread.prepare",
+    "app/conversations/transcripts.py:Transcripts.prepare",
     "engine/process/child.py:EngineChild.post",
-    "app/http/event_stream.py:EventStream._send",
     "scheduler/scheduler.py:Scheduler.add",
     "scheduler/scheduler.py:Scheduler.schedule",
     "cache/manager.py:CacheManager.capture",
     "engine/model/hf_model.py:forward",
     "engine/step/sampler.py:Sampler.sample",
     "engine/process/loop.py:EngineLoop._send",
+    "app/turn/generation.py:Generation.__anext__",
+    "app/http/event_stream.py:EventStream._send",
 )
 
 

@@ -40,7 +40,7 @@ STANDING = (
     "speed.itl",
     "scheduling.poisson",
     "scheduling.tenants",
-    "scheduling.ablation",
+    "scheduling.foretold",
     "fidelity.soak",
 )
 WITH_DATA = ("fidelity.equality", "fidelity.replay_dialogues", "truncation.truncation")
@@ -51,7 +51,7 @@ COLOURS = {OK: "green", WORSE: "red", BETTER: "cyan", UNKNOWN: "yellow", FAILED:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class Judgement:
     benchmark: str
     figure: str
     committed: str
@@ -77,18 +77,20 @@ def _over(over: float, under: float) -> float:
     return over / under
 
 
-def compare(name: str, experiment: Experiment, committed: dict[str, Any] | None, now: dict[str, Any]) -> list[Row]:
+def compare(
+    name: str, experiment: Experiment, committed: dict[str, Any] | None, now: dict[str, Any]
+) -> list[Judgement]:
     """The figures of a benchmark, and what it holds."""
     assert experiment.quick is not None
     rows = []
     for figure in experiment.quick.figures:
         before, after = (None if result is None else figure.read(result) for result in (committed, now))
         limit = f"{_shown(before)} ({'/' if figure.more_is_better else 'x'} {figure.tolerance:g})"
-        rows.append(Row(name, figure.label, limit, _shown(after), verdict(figure, before, after)))
+        rows.append(Judgement(name, figure.label, limit, _shown(after), verdict(figure, before, after)))
     if experiment.quick.holds and (held := now.get("held")):
         missed = [line for line, holds in held.items() if not holds]
         shown = f"{len(held) - len(missed)} of {len(held)}"
-        rows.append(Row(name, "; ".join(missed) or "what is held", "", shown, WORSE if missed else OK))
+        rows.append(Judgement(name, "; ".join(missed) or "what is held", "", shown, WORSE if missed else OK))
     return rows
 
 
@@ -96,7 +98,7 @@ def _shown(value: float | None) -> str:
     return "-" if value is None else f"{value:.4g}"
 
 
-def run(name: str, words: Sequence[str]) -> list[Row]:
+def run(name: str, words: Sequence[str]) -> list[Judgement]:
     """One benchmark, in a process of its own."""
     experiment: Experiment = importlib.import_module(f"benchmarks.{name}").EXPERIMENT
     file_name = f"{experiment.file_name(experiment.parse(words))}.json"
@@ -110,14 +112,14 @@ def run(name: str, words: Sequence[str]) -> list[Row]:
                 command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, timeout=LIMIT_S
             ).returncode
     except subprocess.TimeoutExpired:
-        return [Row(name, f"ended within {LIMIT_S:.0f} s", "", "no", FAILED)]
+        return [Judgement(name, f"ended within {LIMIT_S:.0f} s", "", "no", FAILED)]
     now = read_result(fresh)
     if now is None or status not in (0, 1):  # 1: something is not held, which the rows say
-        return [Row(name, f"ended with {status}: {QUICK.relative_to(ROOT)}/{fresh.stem}.log", "", "", FAILED)]
+        return [Judgement(name, f"ended with {status}: {QUICK.relative_to(ROOT)}/{fresh.stem}.log", "", "", FAILED)]
     return compare(name, experiment, read_result(RESULTS / file_name), now)
 
 
-def measure(names: Sequence[str], data: str | None, console: Console) -> Iterator[Row]:
+def measure(names: Sequence[str], data: str | None, console: Console) -> Iterator[Judgement]:
     """The rows of all of them, as they come."""
     for name in names:
         if name in WITH_DATA and data is None:
@@ -129,7 +131,7 @@ def measure(names: Sequence[str], data: str | None, console: Console) -> Iterato
         yield from rows
 
 
-def show(console: Console, rows: Sequence[Row]) -> None:
+def show(console: Console, rows: Sequence[Judgement]) -> None:
     table = Table(title="Small forms beside the committed results", title_justify="left")
     for heading in ("benchmark", "figure", "committed (tolerance)", "now", "verdict"):
         table.add_column(heading)

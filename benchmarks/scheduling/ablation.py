@@ -11,13 +11,13 @@ lies below 1.
 
 import random
 from argparse import ArgumentParser
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.harness.experiment import Experiment, Figure, Quick, Result, Run
+from benchmarks.harness.experiment import Experiment, Run
 from benchmarks.harness.measures import interval, mean_of, rounded
 from loadgen.percentile import percentile
 from loadgen.virtual.simulation import Simulation, VirtualServer
@@ -99,18 +99,7 @@ def options(parser: ArgumentParser) -> None:
     parser.add_argument("--policy", default="car-hidden")
 
 
-def mean_ratio(arm: str) -> Callable[[Result], float | None]:
-    """With a queue."""
-    return lambda result: result["rows"][-1][arm]["mean"]["ratio"]
-
-
-EXPERIMENT = Experiment(
-    name="ablation", about=__doc__, measure=measure, show=show, options=options,
-    quick=Quick(
-        options={"seeds": 3},
-        figures=[Figure(f"mean TTFT, {arm} / neither", mean_ratio(arm), 1.1) for arm in ("offloader", "scores")],
-    ),
-)  # fmt: skip
+EXPERIMENT = Experiment(name="ablation", about=__doc__, measure=measure, show=show, options=options)
 
 if __name__ == "__main__":
     raise SystemExit(EXPERIMENT.main())

@@ -217,8 +217,7 @@ def file_name(arguments: Namespace) -> str:
     return "schedulers" if arguments.load_factor == 1 else f"schedulers_load_x{arguments.load_factor:g}"
 
 
-# No small form: a p95 takes its seventy turns at each rate, and `foretold` and `ablation` play the same scheduler on a
-# virtual clock.
+# No small form: a p95 takes its seventy turns at each rate. That of `foretold` plays the same turns on a virtual clock.
 EXPERIMENT = Experiment(
     name=file_name, about=__doc__, measure=measure, show=show, options=options, rounds=3, takes_model=True
 )

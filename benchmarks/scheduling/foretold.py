@@ -14,13 +14,14 @@ units of FCFS, with a bootstrap interval over rounds.
 
 import json
 import random
+from argparse import ArgumentParser
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.harness.experiment import Experiment, Run
+from benchmarks.harness.experiment import Experiment, Figure, Quick, Result, Run
 from benchmarks.harness.measures import interval, mean_of, rounded
 from benchmarks.scheduling.compare import SHARES
 from benchmarks.scheduling.legs import BLOCK, Shape, arrivals, together
@@ -117,7 +118,7 @@ def measure(run: Run) -> dict[str, Any]:
     shape = Shape(workload["conversations"], workload["first_tokens"], workload["turn_tokens"],
                   workload["answer_tokens"], workload["turns_per_leg"])  # fmt: skip
     rows: list[dict[str, Any]] = []
-    legs = [(factor, share) for factor in LOAD_FACTORS for share in SHARES]
+    legs = [(factor, share) for factor in run.arguments.load_factors for share in run.arguments.shares]
     for factor, share in run.track(legs, "simulating"):
         prefill_s = calibration["prefill_s"]
         machines = {
@@ -160,7 +161,24 @@ def show(console: Console, result: dict[str, Any]) -> None:
     console.print(table)
 
 
-EXPERIMENT = Experiment(name="schedulers_foretold", about=__doc__, measure=measure, show=show, rounds=40)
+def options(parser: ArgumentParser) -> None:
+    parser.add_argument("--load-factors", type=float, nargs="+", default=list(LOAD_FACTORS))
+    parser.add_argument("--shares", type=float, nargs="+", default=list(SHARES), help="rates, of the service rate")
+
+
+def near_saturation(result: Result) -> float | None:
+    """TTFT p95 of `car` in units of FCFS, where loads take as long as the new tokens."""
+    wanted = {"load_factor": 1.0, "share": SHARES[-1]}
+    return next((row["car/fcfs"]["p95"] for row in result["rows"] if wanted.items() <= row.items()), None)
+
+
+EXPERIMENT = Experiment(
+    name="schedulers_foretold", about=__doc__, measure=measure, show=show, options=options, rounds=40,
+    quick=Quick(
+        options={"rounds": 6, "load_factors": [1.0], "shares": [SHARES[-1]]},
+        figures=[Figure("simulated TTFT p95, car / fcfs", near_saturation, 1.25)],
+    ),
+)  # fmt: skip
 
 if __name__ == "__main__":
     raise SystemExit(EXPERIMENT.main())

@@ -265,7 +265,7 @@ def over_fcfs(name: str) -> Callable[[Result], float | None]:
 EXPERIMENT = Experiment(
     name="poisson", about=__doc__, measure=measure, show=show, options=options, arms=ARMS, takes_model=True,
     quick=Quick(
-        options={"seeds": 1, "conversations": 8, "rate": 1.0, "think_s": 1.0, "arms": [MINE, OTHER]},
+        options={"seeds": 1, "conversations": 6, "rate": 1.5, "think_s": 1.0, "arms": [MINE, OTHER]},
         figures=[
             Figure("returning TTFT p50, x fcfs", over_fcfs("returning"), 1.3),
             Figure("TPOT p50, x fcfs", over_fcfs("tpot"), 1.2),

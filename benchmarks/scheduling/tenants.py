@@ -253,7 +253,7 @@ def options(parser: ArgumentParser) -> None:
 EXPERIMENT = Experiment(
     name="tenants", about=__doc__, measure=measure, show=show, options=options, rounds=2, takes_model=True,
     quick=Quick(
-        options={"rounds": 1, "flood": 60, "alone": 8, "policies": ["car"]},
+        options={"rounds": 1, "flood": 40, "alone": 8, "policies": ["car"]},
         figures=[
             Figure("TTFT p95 beside a flood, x bound", lambda r: r["policies"]["car"]["beside_p95_to_bound"], 1.3)
         ],

@@ -192,7 +192,7 @@ EXPERIMENT = Experiment(
     name="modes", about=__doc__, measure=measure, show=show, options=options, rounds=3, arms=tuple(ARMS),
     takes_model=True,
     quick=Quick(
-        options={"rounds": 1, "conversations": 8, "think_s": 0.5, "arms": ["attentionstore", "recompute"]},
+        options={"rounds": 1, "conversations": 6, "think_s": 0.5, "arms": ["attentionstore", "recompute"]},
         figures=[Figure("TTFT p50 of later turns, x recompute", later_over("recompute"), 2.0)],
     ),
 )  # fmt: skip
