@@ -34,6 +34,7 @@ SETTINGS: dict[str, str | int | float] = {"model.dtype": "bfloat16", "engine.thr
 FIRST: Message = {"role": "user", "content": "Hi, how are you today? I watched a good movie last night."}
 SECOND: Message = {"role": "user", "content": "It was about the sea. Do you like books?"}
 SESSION = "traced"
+READY_S = 600.0  # a process that is watched starts slowly
 REST_S = 3.0  # after the first turn: saves and writes have ended
 AFTER_S = 0.5  # after the second: what its end has to do is done
 WRITTEN_S = 30.0
@@ -129,7 +130,7 @@ def measure(run: Run) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="reprise-trace-") as name:
         directory = Path(name)
         environment = call_log.prepare(directory)
-        with serve("trace", SETTINGS, environment=environment) as server:
+        with serve("trace", SETTINGS, READY_S, environment=environment) as server:
             asyncio.run(second_turn(server, directory, run.arguments.max_tokens))
             http, engine = read_logs(directory)
     found = summarize(http, engine)
