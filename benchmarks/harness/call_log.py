@@ -95,7 +95,7 @@ LANDMARKS = (
     "engine/process/child.py:EngineChild.post",
     "scheduler/scheduler.py:Scheduler.add",
     "scheduler/scheduler.py:Scheduler.schedule",
-    "cache/manager.py:CacheManager.capture",
+    "cache/manager.py:CacheManager.take_moves",
     "engine/model/hf_model.py:forward",
     "engine/step/sampler.py:Sampler.sample",
     "engine/process/loop.py:EngineLoop._send",
