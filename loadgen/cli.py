@@ -167,16 +167,10 @@ def load_command(
     """
     if context.invoked_subcommand is not None:
         return
-    if loop not in get_args(Loop):
-        raise _refuse(f"--loop is one of {', '.join(get_args(Loop))}")
-    if dialogues is not None and trace is not None:
-        raise _refuse("--dialogues or --trace, not both")
-    source, path = ("trace", trace) if trace else ("dialogues", dialogues) if dialogues else ("synthetic", "")
-    if source == "trace" and loop != "open":
-        raise _refuse("a trace says itself when its requests are sent: leave --loop open")
+    source, path = _source(dialogues, trace, loop)
     try:
         options = load_run.Options(
-            source=source, path=str(path), conversations=conversations or (100 if source == "synthetic" else 0),
+            source=source, path=path, conversations=conversations or (100 if source == "synthetic" else 0),
             rate=rate, think=think, loop=cast(Loop, loop), concurrency=concurrency, speed=speed, scale=scale,
             max_context=max_context, answer_tokens=answer_tokens, system_tokens=system_tokens, seed=seed,
             duration_s=duration, warmup_turns=warmup_turns, warmup_s=warmup_s, timeout_s=timeout, retries=retries,
@@ -186,27 +180,13 @@ def load_command(
         )  # fmt: skip
         fields = {"temperature": temperature, **({"ignore_eos": True} if ignore_eos else {}), **_fields(body)}
         workload = load_run.workload(options)
-        talks = workload.conversations
         target, server = _target(url, model, api_key, fields, max_tokens_field)
         load_run.check_writable(out, html, read=(dialogues, trace))
     except (ValueError, OSError) as error:
         raise _refuse(str(error)) from None
-    console.print(
-        f"{len(talks):,} conversations, {sum(len(c.turns) for c in talks):,} turns -> "
-        f"{server['model']} at {server['url']}", markup=False,
-    )  # fmt: skip
-    if unusable := workload.unusable:
-        console.print(f"{unusable:,} in the file are unusable: they contain no answered question")
-    if left_out := workload.left_out:
-        console.print(
-            f"{left_out:,} of {left_out + len(talks):,} left out: their first turn already exceeds --max-context"
-        )
-    if repeats := load_run.repeated(talks):
-        console.print(
-            f"{repeats:,} of them repeat others word for word: cache hits on those are not reuse of a history"
-        )
+    _announce(workload, server)
     started = datetime.now(UTC)
-    results, finished = _execute(options, talks, target, quiet)
+    results, finished = _execute(options, workload.conversations, target, quiet)
     if finished and not results:
         raise _refuse("nothing was due within --duration")
     document = load_run.document(
@@ -214,18 +194,11 @@ def load_command(
         finished=finished, started=started, token_times=token_times,
     )  # fmt: skip
     tables.show(Console(), document)
-    called = out.stem if out else server["model"]
-    for file, write in ((out, load_run.write), (html, partial(_write_page, called))):
-        if file is not None:
-            try:
-                write(document, file)
-            except OSError as error:
-                finished = False
-                console.print(f"reprise load: {error}", markup=False)
+    written = _write(document, out, html, title=out.stem if out else server["model"])
     requests = document["summary"]["requests"]
     if "context_length" in requests["errors"]:
         console.print("Some conversations outgrew the model's window: --max-context N or --scale makes them shorter.")
-    raise typer.Exit(0 if finished and not requests["failed"] else 1)
+    raise typer.Exit(0 if finished and written and not requests["failed"] else 1)
 
 
 @cli.command()
@@ -253,23 +226,66 @@ def compare(
         raise _refuse(f"not a whole result of `reprise load`: {error!r}") from None
 
 
-def _write_page(called: str, document: dict[str, Any], path: Path) -> None:
-    load_run.save(html_page.render([called], [document]), path)
+def _source(dialogues: Path | None, trace: Path | None, loop: str) -> tuple[str, str]:
+    """What the conversations are made of: trace, dialogues or synthetic, and the file. Ends the program for options
+    that do not go together."""
+    if loop not in get_args(Loop):
+        raise _refuse(f"--loop is one of {', '.join(get_args(Loop))}")
+    if dialogues is not None and trace is not None:
+        raise _refuse("--dialogues or --trace, not both")
+    if trace is not None and loop != "open":
+        raise _refuse("a trace says itself when its requests are sent: leave --loop open")
+    return ("trace", str(trace)) if trace else ("dialogues", str(dialogues)) if dialogues else ("synthetic", "")
+
+
+def _announce(workload: load_run.Workload, server: dict[str, Any]) -> None:
+    """Say what will be sent, and what of the file will not."""
+    conversations = workload.conversations
+    console.print(
+        f"{len(conversations):,} conversations, {sum(len(c.turns) for c in conversations):,} turns -> "
+        f"{server['model']} at {server['url']}", markup=False,
+    )  # fmt: skip
+    if unusable := workload.unusable:
+        console.print(f"{unusable:,} in the file are unusable: they contain no answered question")
+    if left_out := workload.left_out:
+        total = left_out + len(conversations)
+        console.print(f"{left_out:,} of {total:,} left out: their first turn already exceeds --max-context")
+    if repeats := load_run.repeated(conversations):
+        console.print(
+            f"{repeats:,} of them repeat others word for word: cache hits on those are not reuse of a history"
+        )
+
+
+def _write(document: dict[str, Any], out: Path | None, html: Path | None, *, title: str) -> bool:
+    """Write the result file and the report, as far as they are wanted. Whether all went well."""
+    succeeded = True
+    for file, write in ((out, load_run.write), (html, partial(_write_page, title))):
+        if file is not None:
+            try:
+                write(document, file)
+            except OSError as error:
+                succeeded = False
+                console.print(f"reprise load: {error}", markup=False)
+    return succeeded
+
+
+def _write_page(title: str, document: dict[str, Any], path: Path) -> None:
+    load_run.save(html_page.render([title], [document]), path)
 
 
 def _execute(
     options: load_run.Options, workload: list[Conversation], target: Target, quiet: bool
 ) -> tuple[list[TurnResult], bool]:
-    live = ProgressLine(options.slo)
-    with progress(console, live) as bars:
+    progress_line = ProgressLine(options.slo)
+    with progress(console, progress_line) as bars:
         bars.disable = quiet
         bar = bars.add_task("", total=sum(len(conversation.turns) for conversation in workload), visible=not quiet)
 
         def on_result(result: TurnResult) -> None:
-            live.on_result(result)
+            progress_line.on_result(result)
             bars.advance(bar)
 
-        return load_run.execute(options, workload, target, on_sent=live.on_sent, on_result=on_result)
+        return load_run.execute(options, workload, target, on_sent=progress_line.on_sent, on_result=on_result)
 
 
 def _target(

@@ -2,10 +2,14 @@
 
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.table import Table
+
+_OF_MODEL = {"model", "dram_gb", "disk_gb"}  # options of the full mode, by what they describe
+_OF_WORKLOAD = {"load", "sessions_per_s", "sessions", "truncation", "warmup_turns", "seed"}
 
 console = Console(stderr=True, highlight=False, soft_wrap=True)
 
@@ -53,58 +57,79 @@ def simulate(
     from loadgen.options import refuse_given
 
     names = list(dict.fromkeys(policy.strip() for policy in policies.split(",")))
-    of_model = {"model", "dram_gb", "disk_gb"}
     try:
         check_writable(out, figure, read=(trace, machine))
         if trace is not None:
-            from loadgen.blocks import hit_tables as trace_report
-
-            shape = {"load", "sessions_per_s", "sessions", "truncation", "warmup_turns", "seed"}
-            refuse_given(context, {*of_model, *shape, "server", "api_key", "machine"}, "with --trace")
-            result = trace_report.simulate(
-                trace,
-                capacities=_counts("--capacity-tokens", capacity_tokens),
-                policies=names,
-                score_from=score_from,
-                progress=lambda policy, capacity: console.print(f"{policy}, {capacity:,} tokens"),
-            )
-            tables_ = [trace_report.table(result)]
+            refuse_given(context, {*_OF_MODEL, *_OF_WORKLOAD, "server", "api_key", "machine"}, "with --trace")
+            capacities = _counts("--capacity-tokens", capacity_tokens)
+            result, shown = _replay_blocks(trace, capacities, names, score_from)
         else:
-            from loadgen.sim import arm_tables as report
-            from loadgen.sim import calibrate
-
             refuse_given(context, {"capacity_tokens", "score_from", "figure"}, "without --trace")
             if server:
-                refuse_given(context, {*of_model, "machine"}, "with --server")
-                simulated = calibrate.from_server(server, api_key=api_key)
+                refuse_given(context, {*_OF_MODEL, "machine"}, "with --server")
             elif machine is not None:
-                refuse_given(context, {*of_model, "api_key"}, "with --machine")
-                simulated = report.read_machine(machine)
+                refuse_given(context, {*_OF_MODEL, "api_key"}, "with --machine")
             else:
                 refuse_given(context, {"api_key"}, "without --server")
-                simulated = report.preset(model, load, dram_bytes=dram_gb * 1e9, disk_bytes=disk_gb * 1e9)
-            result = report.simulate(
-                machine=simulated,
+            result, shown = _run_servers(
+                _machine(server, api_key, machine, model, load, dram_bytes=dram_gb * 1e9, disk_bytes=disk_gb * 1e9),
+                names,
                 load=load,
                 sessions=sessions,
                 sessions_per_s=sessions_per_s,
-                policies=names,
                 truncation=truncation,
                 warmup_turns=warmup_turns,
                 seed=seed,
-                progress=lambda arm: console.print(arm),
             )
-            tables_ = report.shown(result)
-        text = json.dumps(result, indent=1) + "\n"
         if out is not None:
-            save(text, out)
+            save(json.dumps(result, indent=1) + "\n", out)
         if figure is not None:
-            trace_report.draw(result, figure)
+            from loadgen.blocks.hit_tables import draw
+
+            draw(result, figure)
     except (OSError, ValueError, ImportError) as error:
         console.print(f"reprise simulate: {error}", markup=False)
         raise typer.Exit(2) from None
-    for shown in tables_:
-        Console().print(shown)
+    for table in shown:
+        Console().print(table)
+
+
+def _replay_blocks(
+    trace: Path, capacities: list[int], policies: list[str], score_from: float
+) -> tuple[dict[str, Any], list[Table]]:
+    """Block mode: the hit rate of every policy at every capacity, and its table."""
+    from loadgen.blocks import hit_tables
+
+    result = hit_tables.simulate(
+        trace,
+        capacities=capacities,
+        policies=policies,
+        score_from=score_from,
+        progress=lambda policy, capacity: console.print(f"{policy}, {capacity:,} tokens"),
+    )
+    return result, [hit_tables.table(result)]
+
+
+def _machine(
+    server: str, api_key: str, file: Path | None, model: str, load: str, *, dram_bytes: float, disk_bytes: float
+) -> Any:
+    """Full mode: the machine that a running server has measured itself to be, that of an earlier result, or that of a
+    model of the papers. (A `loadgen.sim.machine.Machine`: loadgen is loaded only where it is used.)"""
+    from loadgen.sim import arm_tables, calibrate
+
+    if server:
+        return calibrate.from_server(server, api_key=api_key)
+    if file is not None:
+        return arm_tables.read_machine(file)
+    return arm_tables.preset(model, load, dram_bytes=dram_bytes, disk_bytes=disk_bytes)
+
+
+def _run_servers(machine: Any, policies: list[str], **workload: Any) -> tuple[dict[str, Any], list[Table]]:
+    """Full mode: a server under every policy, and their tables. `workload` is what `arm_tables.simulate` takes."""
+    from loadgen.sim import arm_tables
+
+    result = arm_tables.simulate(machine=machine, policies=policies, progress=console.print, **workload)
+    return result, arm_tables.shown(result)
 
 
 def _counts(option: str, text: str) -> list[int]:

@@ -43,7 +43,7 @@ class Live(TurnObserver):
         self._places = places
         self._watchers: set[Watcher] = set()
         self._turns: deque[tuple[str, dict[str, Any]]] = deque(maxlen=MAX_TURNS)
-        self._recent: dict[str, _Recent] = {}  # tenant -> its sessions
+        self._latest_sessions: dict[str, _LatestSessions] = {}  # tenant -> its sessions
 
     def watch(self, tenant: str, *, sees_all: bool) -> "Watcher":
         """To be closed. Raises ApiError 429 when too many watch."""
@@ -90,24 +90,24 @@ class Live(TurnObserver):
     async def _sessions(self, tenant: str) -> list[SessionInfo]:
         """Asked at most once a period, however many pages of a tenant are open, and hardly ever while nothing happens.
         While the engine is away: as they were."""
-        recent = self._recent.setdefault(tenant, _Recent())
+        latest = self._latest_sessions.setdefault(tenant, _LatestSessions())
         now, activity = time.monotonic(), _activity(self._engine.stats)
-        age_s = now - recent.asked_s
-        if age_s >= PERIOD_S * 0.9 and (activity != recent.activity or age_s >= IDLE_S * 0.9):
-            recent.asked_s = now  # nobody else asks meanwhile
+        age_s = now - latest.asked_s
+        if age_s >= PERIOD_S * 0.9 and (activity != latest.activity or age_s >= IDLE_S * 0.9):
+            latest.asked_s = now  # nobody else asks meanwhile
             question = SessionRequest(
                 request_id=f"live-{secrets.token_hex(12)}", tenant=tenant, action="recent", limit=MAX_SESSIONS
             )
             with contextlib.suppress(EngineUnavailable, EngineLost, EngineTimeout):
-                recent.sessions = (await self._engine.sessions(question, timeout_s=PERIOD_S)).sessions
-                recent.activity = activity
-            for other in [name for name, old in self._recent.items() if now - old.asked_s > 4 * IDLE_S]:
-                del self._recent[other]
-        return recent.sessions
+                latest.sessions = (await self._engine.sessions(question, timeout_s=PERIOD_S)).sessions
+                latest.activity = activity
+            for other in [name for name, old in self._latest_sessions.items() if now - old.asked_s > 4 * IDLE_S]:
+                del self._latest_sessions[other]
+        return latest.sessions
 
 
 @dataclass(slots=True)
-class _Recent:
+class _LatestSessions:
     """The sessions that a tenant used last, as they were when the engine stood at `activity`."""
 
     sessions: list[SessionInfo] = field(default_factory=list)

@@ -20,11 +20,11 @@ class CompletionFrames:
 
     ping = PING
 
-    def __init__(self, request: CompletionRequest, prompts: Sequence[Prompt], batch: ManyPrompts) -> None:
+    def __init__(self, request: CompletionRequest, prompts: Sequence[Prompt], combined: ManyPrompts) -> None:
         self._request = request
         self._prompts = prompts
-        self._generations = batch.generations
-        first = batch.generations[0]
+        self._generations = combined.generations
+        first = combined.generations[0]
         self._head: dict[str, Any] = {
             "id": first.request_id,
             "object": "text_completion",

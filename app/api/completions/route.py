@@ -33,14 +33,14 @@ async def completions(request: Request) -> Response:
     body, headers = await body_of(request, CompletionRequest)
     service, caller = service_of(request), caller_of(request)
     prompts = await _prompts(service, readiness_of(request), body, caller)
-    batch = ManyPrompts(await _start(service, body, prompts, caller))
-    first = batch.generations[0]
+    combined = ManyPrompts(await _start(service, body, prompts, caller))
+    first = combined.generations[0]
     headers |= {**first.limit_headers, "x-session-id": first.session_id}
-    frames = CompletionFrames(body, prompts, batch)
+    frames = CompletionFrames(body, prompts, combined)
     if body.stream:
-        return stream(request, batch, frames, headers)
-    answer = await until_disconnect(request.receive, _complete(batch, frames))
-    headers |= cache_header(batch.generations)
+        return stream(request, combined, frames, headers)
+    answer = await until_disconnect(request.receive, _complete(combined, frames))
+    headers |= cache_header(combined.generations)
     return Response(msgspec.json.encode(answer), headers=headers, media_type="application/json")
 
 
@@ -84,10 +84,10 @@ async def _start(
     return generations
 
 
-async def _complete(batch: ManyPrompts, frames: CompletionFrames) -> dict[str, Any]:
+async def _complete(combined: ManyPrompts, frames: CompletionFrames) -> dict[str, Any]:
     logprobs: dict[int, list[dict[str, Any]]] = {}
-    async with aclosing(batch):
-        async for delta in batch:
+    async with aclosing(combined):
+        async for delta in combined:
             if delta.logprobs is not None:
                 logprobs.setdefault(delta.choice, []).extend(delta.logprobs)
         return frames.answer(logprobs)
