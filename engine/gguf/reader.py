@@ -156,7 +156,8 @@ class _Header:
         if kind == _STRING:
             return self._string(key)
         if kind in _SCALARS:
-            return self._number(_SCALARS[kind])
+            scalar: int | float | bool = self._number(_SCALARS[kind])
+            return scalar
         if kind != _ARRAY:
             raise self._refused(f"{_shown(key)} is of the unknown type {kind}")
         of = self._number(_U32)
@@ -209,7 +210,7 @@ class _Header:
             raise self._refused(f"{_shown(what)}: a text that is not UTF-8") from None
 
     def _count(self, most: int, what: str) -> int:
-        count = self._number(_U64)
+        count: int = self._number(_U64)
         if count > most:
             raise self._refused(f"{count} {what} are more than the {most} that are read")
         return count

@@ -92,13 +92,13 @@ class Vocabulary:
         return config
 
     def _id(self, key: str) -> int | None:
-        token_id = self._file.get(f"tokenizer.ggml.{key}", int)
+        token_id: int | None = self._file.get(f"tokenizer.ggml.{key}", int)
         if token_id is not None and not 0 <= token_id < len(self.tokens):
             raise GgufRefused(f"{self._file.path}: tokenizer.ggml.{key} {token_id} is no token")
         return token_id
 
     def _texts(self, key: str) -> list[str]:
-        texts = self._file.get(key, list)
+        texts: list[str] | None = self._file.get(key, list)
         if not texts or not all(isinstance(text, str) for text in texts):
             raise GgufRefused(f"{self._file.path}: {key} is missing, or no list of texts")
         return texts

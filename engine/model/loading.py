@@ -95,10 +95,10 @@ def rope_limit(config: Any) -> int | None:
     if not any(kind.get("rope_type") in ("dynamic", "longrope") for kind in kinds):
         return None
     original = [kind.get("original_max_position_embeddings") for kind in kinds]
-    limits = [value for value in original if value]
+    limits: list[int] = [value for value in original if value]
     limits.append(getattr(config, "original_max_position_embeddings", None) or config.max_position_embeddings)
     return min(limits)
 
 
 def version() -> str:
-    return transformers.__version__
+    return str(transformers.__version__)

@@ -183,7 +183,7 @@ class EngineClient:
             raise EngineUnavailable("too many questions about sessions are open", retry_after_s=1.0)
         if request.request_id in self._questions:
             raise ValueError(f"request id {request.request_id!r} is in use")
-        answer = asyncio.get_running_loop().create_future()
+        answer: asyncio.Future[SessionReply] = asyncio.get_running_loop().create_future()
         self._questions[request.request_id] = answer
         child.post(request)
         try:
