@@ -71,7 +71,7 @@ def scheduler_state(scheduler: Scheduler, cache: CacheManager, now: float) -> Sc
     """Costs a look at where the KV of everybody in front lies: for a heartbeat, not for every step."""
     queue = scheduler.queue
     window = queue if isinstance(queue, ShuffledWindow) else None
-    outlook = scheduler.outlook(now)
+    outlook = scheduler.outlook()
     front = [_waiting(sequence, wait_s, scheduler, cache, window, now) for sequence, wait_s in outlook]
     classes = Counter("resumed" if info.transfer_class is None else str(info.transfer_class) for info in front)
     if window is None:
@@ -114,7 +114,7 @@ def _waiting(
         lower_tokens=residency.lower_tokens,
         bytes_to_load=residency.bytes_to_load,
         missing_tokens=residency.missing_tokens,
-        has_pages=scheduler.is_ahead(sequence),
+        has_pages=scheduler.has_early_load(sequence),
         waiting_s=now - sequence.arrived_s,
         expected_start_s=wait_s,
     )

@@ -22,7 +22,8 @@ from engine.step.intake import Intake
 from engine.step.running_choice import RunningChoice
 from engine.step.sampler import BadLogits, Sampled, Sampler
 from engine.step.verify import Verifier
-from scheduler.scheduler import Schedule, Scheduler
+from scheduler.schedule import Schedule
+from scheduler.scheduler import Scheduler
 
 log = logging.getLogger(__name__)
 

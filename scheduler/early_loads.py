@@ -13,7 +13,7 @@ _ON_TIME_S, _ON_TIME_SHARE = 0.05, 0.25  # so far from its turn, or by such a pa
 
 
 @dataclass(slots=True)
-class _Ahead:
+class _EarlyLoad:
     started_s: float
     looked_s: float  # when it was looked at last, and
     left_s: float  # what was left of it then
@@ -22,14 +22,16 @@ class _Ahead:
     finished_s: float | None = None
 
 
-class AheadLoads:
+class EarlyLoads:
     """Single-threaded, part of the Scheduler. In the order in which they start."""
 
     def __init__(self, *, cache: CacheView, forecast: Forecast) -> None:
         self._cache = cache
         self._forecast = forecast
-        self._loads: dict[Sequence, _Ahead] = {}
-        self._overdue: dict[Sequence, _Ahead] = {}  # run, and are not loaded yet
+        self._loads: dict[Sequence, _EarlyLoad] = {}
+        self._overdue: dict[Sequence, _EarlyLoad] = {}  # run, and are not loaded yet
+        self.changes = 0
+        """How often a load has come to these or left them."""
         self.outcomes: Counter[str] = Counter()
         """on_time: a load ended within 50 ms, or a quarter of what it took, of the moment when its turn came; early,
         late: farther before or behind it; at_once: behind it, but started as soon as it was known; wasted: the pages
@@ -46,7 +48,8 @@ class AheadLoads:
 
     def begin(self, sequence: Sequence, now: float, had_time: bool) -> None:
         """The cache has admitted it. had_time: it was known before this step that it would have to load."""
-        self._loads[sequence] = _Ahead(now, now, self._cache.stall_s(sequence.request_id), had_time)
+        self.changes += 1
+        self._loads[sequence] = _EarlyLoad(now, now, self._cache.stall_s(sequence.request_id), had_time)
 
     def look(self, now: float) -> float:
         """Notice what has arrived; seconds of loading that are left of those who wait."""
@@ -56,7 +59,7 @@ class AheadLoads:
                 self._settle(self._overdue.pop(sequence))
         return left_s
 
-    def _look(self, sequence: Sequence, load: _Ahead, now: float) -> float:
+    def _look(self, sequence: Sequence, load: _EarlyLoad, now: float) -> float:
         if load.finished_s is not None:
             return 0.0
         left_s = self._cache.stall_s(sequence.request_id)
@@ -68,6 +71,7 @@ class AheadLoads:
 
     def start(self, sequence: Sequence, now: float) -> None:
         """Its turn has come."""
+        self.changes += 1
         load = self._loads.pop(sequence)
         load.turn_s = now
         if self._look(sequence, load, now):
@@ -75,7 +79,7 @@ class AheadLoads:
         else:
             self._settle(load)
 
-    def _settle(self, load: _Ahead) -> None:
+    def _settle(self, load: _EarlyLoad) -> None:
         assert load.turn_s is not None
         assert load.finished_s is not None
         idle_s = load.turn_s - load.finished_s
@@ -101,6 +105,7 @@ class AheadLoads:
 
     def lose(self, sequence: Sequence) -> None:
         """The cache has taken its pages: its load has failed."""
+        self.changes += 1
         del self._loads[sequence]
         sequence.computed_tokens = 0
         self.outcomes["wasted"] += 1

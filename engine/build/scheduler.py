@@ -4,6 +4,7 @@ from cache.manager import CacheManager
 from cache.rates import Rates
 from engine.config import EngineConfig
 from scheduler.budget import StepCost
+from scheduler.limits import SchedulerLimits
 from scheduler.make_queue import WINDOWED, make_queue
 from scheduler.predictor import LengthPredictor, MaxTokensPredictor, QuantilePredictor
 from scheduler.scheduler import Scheduler
@@ -47,13 +48,15 @@ def build_scheduler(
             s_per_kilo_pair=per_token * _TOKENS_PER_KILO_PAIR,
             s_per_kilo_read=per_token * _TOKENS_PER_KILO_READ,
         ),
-        max_seqs=config.scheduler.max_seqs,
-        max_queued=config.scheduler.max_queued,
-        step_tokens=step_tokens,
-        lone_step_tokens=step_tokens * (1 if config.step_tokens else _LONE_STEP_FACTOR),
-        itl_target_s=config.scheduler.itl_target_s,
-        least_chunk_tokens=least_chunk_tokens,
-        chunked_prefill=config.scheduler.chunked_prefill,
+        limits=SchedulerLimits(
+            max_seqs=config.scheduler.max_seqs,
+            max_queued=config.scheduler.max_queued,
+            step_tokens=step_tokens,
+            lone_step_tokens=step_tokens * (1 if config.step_tokens else _LONE_STEP_FACTOR),
+            itl_target_s=config.scheduler.itl_target_s,
+            least_chunk_tokens=least_chunk_tokens,
+            chunked_prefill=config.scheduler.chunked_prefill,
+        ),
         fair_places=config.scheduler.policy in WINDOWED,
         scores=config.scheduler.scores,
     )

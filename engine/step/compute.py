@@ -16,7 +16,7 @@ from engine.step.arrival import Arrival
 from engine.step.choices import RunningChoices
 from engine.step.running_choice import RunningChoice
 from engine.step.sampler import token_logprobs
-from scheduler.scheduler import Chunk
+from scheduler.schedule import Chunk
 
 _LOGPROB_ROWS = 64  # of a prompt at a time: 40 MB of a vocabulary of 150k, in fp32
 

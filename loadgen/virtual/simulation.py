@@ -26,9 +26,11 @@ from loadgen.virtual.greedy import greedy
 from loadgen.virtual.virtual_tiers import DIRECTIONS, VirtualTiers
 from loadgen.workloads.workload import Conversation, ConversationShape, poisson
 from scheduler.budget import StepCost, StepWork
+from scheduler.limits import SchedulerLimits
 from scheduler.make_queue import WINDOWED, make_queue
 from scheduler.predictor import LengthPredictor, MaxTokensPredictor, QuantilePredictor
-from scheduler.scheduler import Chunk, Scheduler
+from scheduler.schedule import Chunk
+from scheduler.scheduler import Scheduler
 from scheduler.sequence import Sequence, SequenceState
 from scheduler.window import ShuffledWindow
 
@@ -180,13 +182,15 @@ class Simulation:
             queue=self._queue,
             predictor=predictor,
             cost=StepCost(**{name: machine.misjudged * value for name, value in costs.items()}),
-            max_seqs=machine.max_seqs,
-            max_queued=1_000_000,
-            step_tokens=machine.step_tokens,
-            lone_step_tokens=machine.lone_step_tokens,
-            itl_target_s=machine.itl_target_s,
-            least_chunk_tokens=machine.least_chunk_tokens,
-            chunked_prefill=machine.chunked_prefill,
+            limits=SchedulerLimits(
+                max_seqs=machine.max_seqs,
+                max_queued=1_000_000,
+                step_tokens=machine.step_tokens,
+                lone_step_tokens=machine.lone_step_tokens,
+                itl_target_s=machine.itl_target_s,
+                least_chunk_tokens=machine.least_chunk_tokens,
+                chunked_prefill=machine.chunked_prefill,
+            ),
             fair_places=machine.policy in WINDOWED,
             scores=machine.scores,
         )
@@ -391,7 +395,7 @@ class Simulation:
                 self._check(bool(context.pages), "somebody runs without pages")
                 self._check(context.computed == sequence.computed_tokens, "scheduler and cache disagree")
             elif context.pages:
-                self._check(self.scheduler.is_ahead(sequence), "somebody waits with pages, and not for its load")
+                self._check(self.scheduler.has_early_load(sequence), "somebody waits with pages, and not for its load")
         if isinstance(self._queue, ShuffledWindow):
             size = self._queue.size
             self._check(len(self._queue.inside) <= size, "the window is too full")

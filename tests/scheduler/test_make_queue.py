@@ -29,7 +29,7 @@ REQUESTS = st.lists(
 
 def told_anew(scheduler):
     """What `upcoming` has to say, with nothing remembered."""
-    queue, starved = scheduler.queue, scheduler._starved()
+    queue, starved = scheduler.queue, scheduler._giving_way.starved()
     if isinstance(queue, FcfsQueue):
         order = list(queue._waiting)
     elif isinstance(queue, PriorityQueue):
@@ -37,7 +37,7 @@ def told_anew(scheduler):
     else:
         rank = queue._rank if isinstance(queue, HiddenWindow) else queue._rank_once_loaded
         order = [*queue._in_order(rank), *queue._entry.upcoming().members]
-    first = [*scheduler._resumed, *([starved] if starved is not None else [])]
+    first = [*scheduler._waiting.resumed, *([starved] if starved is not None else [])]
     return [sequence.request_id for sequence in (*first, *(s for s in order if s is not starved))]
 
 

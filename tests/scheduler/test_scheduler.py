@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scheduler.budget import StepCost
+from scheduler.limits import SchedulerLimits
 from scheduler.make_queue import WINDOWED, make_queue
 from scheduler.predictor import MaxTokensPredictor
 from scheduler.scheduler import QueueFull, Scheduler
@@ -167,13 +168,15 @@ def make_loop(
         queue=queue,
         predictor=predictor,
         cost=cost or make_cost(),
-        max_seqs=max_seqs,
-        max_queued=max_queued,
-        step_tokens=step_tokens,
-        lone_step_tokens=lone_step_tokens,
-        itl_target_s=itl_target_s,
-        least_chunk_tokens=least_chunk_tokens,
-        chunked_prefill=chunked_prefill,
+        limits=SchedulerLimits(
+            max_seqs=max_seqs,
+            max_queued=max_queued,
+            step_tokens=step_tokens,
+            lone_step_tokens=lone_step_tokens,
+            itl_target_s=itl_target_s,
+            least_chunk_tokens=least_chunk_tokens,
+            chunked_prefill=chunked_prefill,
+        ),
         scores=scores,
         fair_places=policy in WINDOWED,
     )
@@ -250,57 +253,6 @@ def test_who_does_not_fit_is_not_passed_over():
     assert loop.upcoming == ["big", "small"]
     assert loop.step() == [("a", 1)]
     assert loop.step() == [("big", 15), ("small", 1)]
-
-
-def test_the_latest_arrival_gives_way_and_stands_first_in_line_again():
-    # 4 + 4 + 4 rows of 13: the first decode step fits for one of the three.
-    loop = make_loop(room=13, max_seqs=3)
-    a, b, c = (loop.add(name, 4, arrived_s=arrived) for name, arrived in (("a", 0.0), ("b", 1.0), ("c", 2.0)))
-    loop.add("d", 4, arrived_s=3.0)
-    loop.step()
-    schedule = loop.schedule()
-    assert [chunk.sequence for chunk in schedule.chunks] == [a, b]
-    assert schedule.preempted == [c]
-    assert (c.state, c.computed_tokens, c.preemptions) == (SequenceState.WAITING, 0, 1)
-    assert loop.upcoming == ["c", "d"], "and its room is not given away in the same step"
-    assert loop.scheduler.preemptions == 1
-    assert c.token_ids == [0, 1, 2, 3, 0], "it keeps what it said"
-
-
-def test_several_that_give_way_keep_their_order():
-    loop = make_loop(room=12, max_seqs=3, step_tokens=100, lone_step_tokens=100)
-    loop.add("a", 4, arrived_s=0.0)
-    loop.add("b", 4, arrived_s=1.0)
-    loop.add("c", 4, arrived_s=2.0)
-    loop.step()
-    loop.cache.room = 6
-    schedule = loop.schedule()
-    assert [chunk.sequence.request_id for chunk in schedule.chunks] == ["a"]
-    assert [sequence.request_id for sequence in schedule.preempted] == ["c", "b"]
-    assert loop.upcoming == ["b", "c"]
-
-
-def test_a_chunk_already_given_to_the_one_that_gives_way_is_taken_back():
-    # "late" was admitted first and so decodes first, but "early" (a resumed request) arrived before it.
-    loop = make_loop(room=9)
-    loop.add("late", 4, arrived_s=5.0)
-    loop.step()
-    loop.add("early", 4, arrived_s=0.0)
-    assert loop.step() == [("late", 1), ("early", 4)]
-    schedule = loop.schedule()
-    assert [chunk.sequence.request_id for chunk in schedule.chunks] == ["early"]
-    assert [sequence.request_id for sequence in schedule.preempted] == ["late"]
-
-
-def test_a_prefill_that_cannot_grow_gives_way_itself_if_it_came_last():
-    loop = make_loop(room=10, step_tokens=5, lone_step_tokens=5)
-    loop.add("a", 4, arrived_s=0.0)
-    loop.step()
-    loop.add("b", 8, arrived_s=1.0)
-    assert loop.step() == [("a", 1), ("b", 4)]
-    assert loop.step() == [("a", 1)]
-    assert loop.running == ["a"]
-    assert loop.upcoming == ["b"]
 
 
 # --- the queue --------------------------------------------------------------------------------------------------------
@@ -439,26 +391,3 @@ def test_everybody_finishes_in_turn_and_every_token_is_computed_once(
     assert all(s.state is SequenceState.FINISHED for s in added)
     assert all(computed[s.request_id] == len(s.token_ids) - 1 for s in added)
     assert loop.cache.held == {}
-
-
-def test_those_who_decode_do_not_wait_for_a_load_that_is_late():
-    """Its load was nearly done when it joined, and then took longer."""
-    loop = make_loop()
-    loop.add("reader", 4)
-    loop.step()
-    loop.cache.stalls["loads"] = 0.5
-    loop.add("loads", 8)
-    assert loop.step() == [("reader", 1)]
-    assert loop.running == ["reader", "loads"]
-    assert loop.step() == [("reader", 1)]
-    loop.cache.stalls["loads"] = 0.01  # within the budget of a stall
-    assert loop.step() == [("reader", 1), ("loads", 8)]
-
-
-@pytest.mark.parametrize("scores", [True, False])
-def test_the_cache_hears_who_needs_its_kv_only_where_scores_are_on(scores):
-    loop = make_loop(max_seqs=1, policy="car", scores=scores)
-    loop.add("runs", 4)
-    loop.add("waits", 4)
-    loop.step()
-    assert loop.cache.scores == ({"runs": 2, "waits": 1} if scores else {})

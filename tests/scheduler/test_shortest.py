@@ -112,3 +112,17 @@ def test_a_flood_of_short_prompts_holds_a_long_one_up_for_no_more_than_its_own_l
         loop.step()
     # 180 of its own tokens, and 200 of others, 20 in a step; a rest of a step now and then goes to others behind it.
     assert loop.now - before <= 9 + 10 + 2
+
+
+def test_a_short_prompt_passes_a_long_one_but_not_for_a_tenant_with_more_running():
+    loop = make_loop(policy="car", step_tokens=10, lone_step_tokens=10)
+    for n in range(2):
+        loop.add(f"flood{n}", 2, tenant="b", max_tokens=50)
+    loop.step()
+    loop.add("single", 50, tenant="a", arrived_s=1)
+    assert loop.step() == [("flood0", 1), ("flood1", 1), ("single", 8)]
+    loop.add("flood2", 3, tenant="b", arrived_s=2)
+    assert loop.step() == [("flood0", 1), ("flood1", 1), ("single", 8)]
+    loop.add("again", 3, tenant="a", arrived_s=3)
+    loop.scheduler.remove(loop.scheduler.queue.best(()))  # the flood's
+    assert loop.step() == [("flood0", 1), ("flood1", 1), ("again", 3), ("single", 5)]

@@ -183,7 +183,7 @@ def test_a_load_comes_while_new_conversations_are_computed():
     far = loop.add("far", 4)
     loop.scheduler.ran(1.0, 0.0)
     loop.step()
-    assert loop.scheduler.is_ahead(far), "in 16 s the place will be free: it is begun, five before it or not"
+    assert loop.scheduler.has_early_load(far), "in 16 s the place will be free: it is begun, five before it or not"
     assert loop.scheduler.queue.front()[-1] is far
     loop.cache.stalls["far"] = 0.0
     loop.step()

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from scheduler.limits import SchedulerLimits
 from scheduler.make_queue import WINDOWED, make_queue
 from scheduler.predictor import QuantilePredictor
 from scheduler.scheduler import Scheduler
@@ -131,15 +132,17 @@ def test_conversations_in_a_memory_too_small_for_them(
         queue=make_queue(order, cache=manager, predictor=predictor, window=3, class_ordered_entry=rng.random() < 0.3),
         predictor=predictor,
         cost=make_cost(),
-        itl_target_s=rng.choice([0.0, 0.05, None]),
-        least_chunk_tokens=rng.choice([1, 40]),
         fair_places=order in WINDOWED,
         scores=True,
-        max_seqs=max_seqs,
-        max_queued=100,
-        step_tokens=step_tokens,
-        lone_step_tokens=2 * step_tokens,
-        chunked_prefill=chunked,
+        limits=SchedulerLimits(
+            max_seqs=max_seqs,
+            max_queued=100,
+            step_tokens=step_tokens,
+            lone_step_tokens=2 * step_tokens,
+            itl_target_s=rng.choice([0.0, 0.05, None]),
+            least_chunk_tokens=rng.choice([1, 40]),
+            chunked_prefill=chunked,
+        ),
     )
     server = Server(PoolModel(manager), scheduler, rng, limit=num_pages * page_size)
     system_prompt = rng.choices([0, 1], k=rng.choice([0, 40, 300]))

@@ -1,0 +1,105 @@
+"""Room for a tenant who has nothing running: a request of a tenant with several gives way."""
+
+from collections.abc import Container
+
+from scheduler.budget import STALL_BUDGET_S, StepBudget
+from scheduler.limits import SchedulerLimits
+from scheduler.ports import CacheView
+from scheduler.running_batch import RunningBatch
+from scheduler.schedule import StepDraft
+from scheduler.sequence import Sequence
+from scheduler.step_budgets import StepBudgets
+from scheduler.tenants import Tenants
+from scheduler.waiting import Waiting
+
+_STRETCH = 1.5  # of the usual length, for a step that ends a starved prompt by itself: another would cost as much
+
+
+class GivingWay:
+    """A starved request does not wait until another tenant's requests have ended: one of these gives way, as for
+    memory, and the step is its own as far as its target of time allows. The answers of tenants with more than one
+    sit the step out if the prompt can be ended in it that way and no other. Single-threaded, part of the Scheduler."""
+
+    def __init__(
+        self,
+        *,
+        cache: CacheView,
+        waiting: Waiting,
+        batch: RunningBatch,
+        tenants: Tenants,
+        budgets: StepBudgets,
+        limits: SchedulerLimits,
+    ) -> None:
+        self._cache = cache
+        self._waiting = waiting
+        self._batch = batch
+        self._tenants = tenants
+        self._budgets = budgets
+        self._limits = limits
+        self._sat_out: frozenset[Sequence] = frozenset()  # had no row in the last step, for a starved one's sake
+        self._is_full = False  # the last step left somebody waiting
+        self.preemptions = 0
+
+    def starved(self) -> Sequence | None:
+        """The next request of a tenant who has nothing running, while another has all places, room or the budget of the
+        steps; see `Tenants.starved`."""
+        waiting = self._waiting
+        if waiting.favoured is not None:
+            return waiting.favoured
+        if not (self._is_full and len(waiting.queue)):
+            return None
+        return self._tenants.starved(waiting.queue, waiting.resumed, self._batch.free_places > 0)
+
+    def end_step(self) -> None:
+        """Nobody else starts in this step."""
+        self._is_full = len(self._waiting) > 0
+
+    def admit(self, draft: StepDraft) -> None:
+        """Start the starved request, if there is one. What follows has the budget that is left in the draft."""
+        sequence, sat_out, self._sat_out = self.starved(), self._sat_out, frozenset()
+        if sequence is None or self._cache.waits_for_sibling(sequence.request_id, is_due=True):
+            return
+        # The margin protects those who decode beside it, once for a request; they are many, and not as urgent.
+        draft.budget.is_urgent = True
+        aside, beside = self._who_sits_out(sequence, sat_out, draft)
+        reserved = self._batch.place(sequence, beside)
+        while reserved is None and self._give_way(draft):
+            # Whoever gives way stays out until it has been of use.
+            self._waiting.favoured = sequence
+            reserved = self._batch.place(sequence, beside)
+        if reserved:
+            if not self._batch.free_places:
+                self._give_way(draft)
+            if aside and self._cache.stall_s(sequence.request_id) <= STALL_BUDGET_S:
+                draft.chunks[:] = [chunk for chunk in draft.chunks if chunk.sequence not in aside]
+                self._sat_out, draft.budget = aside, beside
+            self._batch.start(sequence, reserved, draft)
+        draft.budget.is_urgent = False
+
+    def _who_sits_out(
+        self, sequence: Sequence, before: Container[Sequence], draft: StepDraft
+    ) -> tuple[frozenset[Sequence], StepBudget]:
+        """Of tenants with more than one in the batch, those without whom a starved prompt can be ended in this step;
+        nobody, if it can be ended beside them or takes another step anyway. Not who did so in the step `before`:
+        however many tenants come, an answer goes on in every other step. And the budget without them."""
+        aside = frozenset(
+            chunk.sequence
+            for chunk in draft.chunks
+            if self._tenants.has_others_running(chunk.sequence) and chunk.sequence not in before
+        )
+        computed = self._batch.computed_tokens(sequence)
+        pending = len(sequence.token_ids) - computed
+        if not aside or not self._limits.chunked_prefill or draft.budget.chunk(pending, computed) >= pending:
+            return frozenset(), draft.budget
+        left = [chunk for chunk in draft.chunks if chunk.sequence not in aside]
+        alone = self._budgets.beside(left, draft.now, _STRETCH)
+        alone.is_urgent = True
+        return (aside, alone) if alone.chunk(pending, computed) >= pending else (frozenset(), draft.budget)
+
+    def _give_way(self, draft: StepDraft) -> bool:
+        """Preempt one of the tenant with the most running. False if nobody has more than one."""
+        if self._tenants.most_running < 2:
+            return False
+        self._batch.preempt(self._tenants.to_give_way(self._batch.sequences), draft)
+        self.preemptions += 1
+        return True

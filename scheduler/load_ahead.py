@@ -1,0 +1,99 @@
+"""When the KV of those next in line starts to come: CaR's prefetch timer, for the read buffer of AttentionStore."""
+
+from scheduler import timer
+from scheduler.early_loads import EarlyLoads
+from scheduler.forecast import Forecast
+from scheduler.limits import SchedulerLimits
+from scheduler.ports import CacheView
+from scheduler.priority import Standings, standing
+from scheduler.running_batch import RunningBatch
+from scheduler.sequence import Sequence
+from scheduler.waiting import Waiting
+
+_FRONT = 4  # of those who wait, so many are looked at for loads to start
+_FRONT_TOKENS = 256  # and so many tokens of theirs, one request at least, are looked up again in a step
+
+
+class LoadAhead:
+    """While those who run take all places, or all of the step, those next in line get their pages as soon as the timer
+    says that their KV has to start coming, each as late as will do. Single-threaded, part of the Scheduler."""
+
+    def __init__(
+        self,
+        *,
+        cache: CacheView,
+        waiting: Waiting,
+        batch: RunningBatch,
+        early: EarlyLoads,
+        forecast: Forecast,
+        limits: SchedulerLimits,
+    ) -> None:
+        self._cache = cache
+        self._waiting = waiting
+        self._batch = batch
+        self._early = early
+        self._forecast = forecast
+        self._limits = limits
+        self._front = Standings(cache=cache, standing=standing)
+        self._opens_s: list[float] = []  # when each place is expected to be free, in seconds, ascending
+        self._loading_s = 0.0  # what is left of the loads under way
+        self._foreseen = 0, 0  # changes of the batch and of the early loads that these two are as of
+
+    def begin_step(self, now: float) -> dict[str, float]:
+        """Time has passed. Returns, of those who run and wait for KV, what is left of that, in seconds."""
+        stalls_s = self._stalls_s()
+        self._foresee(stalls_s, now)
+        return stalls_s
+
+    def start_loads(self, now: float) -> None:
+        """Begin the loads that are due, as far as HBM has room."""
+        if not self._waiting:
+            return
+        if self._foreseen != (self._batch.changes, self._early.changes):
+            self._foresee(self._stalls_s(), now)  # anew: this step's batch is another
+        front = self._waiting.once_loaded(_FRONT)
+        known = {sequence for sequence in front if sequence in self._front}
+        self._watch(front)
+        for sequence in self._due(front):
+            wanted = len(sequence.token_ids) - self._cache.resident_tokens(sequence.request_id)
+            tokens = min(wanted, self._limits.step_tokens) if self._limits.chunked_prefill else wanted
+            cached = self._cache.admit(sequence.request_id, tokens)
+            if cached is None:
+                return
+            sequence.computed_tokens = cached
+            self._early.begin(sequence, now, had_time=sequence in known)
+
+    def _stalls_s(self) -> dict[str, float]:
+        stalls_s = self._cache.stalls_s()
+        for sequence in self._early:
+            stalls_s.pop(sequence.request_id, None)
+        return stalls_s
+
+    def _foresee(self, stalls_s: dict[str, float], now: float) -> None:
+        """Tell the queue when places will be free, and note what is left of the loads under way."""
+        self._loading_s = self._early.look(now)
+        if self._waiting:
+            self._loading_s += sum(stalls_s.values())
+            self._opens_s = self._forecast.opens_s(self._batch.sequences, self._batch.free_places)
+            self._waiting.queue.foresee(self._opens_s, self._loading_s)
+        self._foreseen = self._batch.changes, self._early.changes
+
+    def _due(self, front: list[Sequence]) -> list[Sequence]:
+        waiting = []
+        for sequence in front:
+            if self._cache.waits_for_sibling(sequence.request_id, is_due=False):
+                break
+            load_s = None if sequence in self._early else self._front.load_s(sequence)
+            waiting.append(timer.WaitingLoad(sequence.request_id, load_s))
+        if all(load.load_s is None for load in waiting):
+            return []
+        due = timer.due(self._opens_s, 0, self._loading_s, waiting)
+        return [sequence for sequence in front if sequence.request_id in due]
+
+    def _watch(self, front: list[Sequence]) -> None:
+        for sequence in [s for s in self._front if s not in front]:
+            self._front.forget(sequence)
+        self._front.refresh(_FRONT_TOKENS)
+        for sequence in front:
+            if sequence not in self._front:
+                self._front.watch(sequence)

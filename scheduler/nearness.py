@@ -1,0 +1,38 @@
+"""How near each request is to needing its KV, as the cache is told (CaR §III-B-3)."""
+
+from scheduler.ports import CacheView
+from scheduler.running_batch import RunningBatch
+from scheduler.sequence import Sequence
+from scheduler.waiting import Waiting
+
+
+class Nearness:
+    """Single-threaded, part of the Scheduler. Says nothing where the order has no window."""
+
+    def __init__(self, *, cache: CacheView, waiting: Waiting, batch: RunningBatch) -> None:
+        self._cache = cache
+        self._waiting = waiting
+        self._batch = batch
+        self._scores: dict[Sequence, int] = {}  # as the cache was told
+        self._told: tuple[list[Sequence], int] = [], -1  # who was close, and how often the batch had changed
+
+    def tell(self) -> None:
+        """Of those who have come nearer, or gone away."""
+        near = self._waiting.queue.near()
+        if near is None:
+            return
+        # A preempted request stands before the window, and needs its KV as much as those inside.
+        close = [*near, *self._waiting.resumed], self._batch.changes
+        if close == self._told:
+            return
+        self._told = close
+        scores = dict.fromkeys(close[0], 1)
+        scores.update(dict.fromkeys(self._batch.sequences, 2))
+        for sequence, score in scores.items():
+            if self._scores.get(sequence) != score:
+                self._cache.expect(sequence.request_id, score)
+        self._scores = scores
+
+    def forget(self, sequence: Sequence) -> None:
+        """It has ended."""
+        self._scores.pop(sequence, None)

@@ -1,0 +1,219 @@
+"""Those who run: how a sequence gets its room, starts, computes, gives its room back and stops."""
+
+from collections import Counter
+from collections.abc import Container
+
+from scheduler.budget import STALL_BUDGET_S, StepBudget, StepCost, StepWork
+from scheduler.early_loads import EarlyLoads
+from scheduler.forecast import Forecast
+from scheduler.limits import SchedulerLimits
+from scheduler.ports import CacheView
+from scheduler.schedule import Chunk, StepDraft
+from scheduler.sequence import Sequence, SequenceState
+from scheduler.shortest import ShortestFirst
+from scheduler.tenants import Tenants
+from scheduler.waiting import Waiting
+
+
+class RunningBatch:
+    """Single-threaded, part of the Scheduler. Where HBM is full, those who wait with early loads give their pages back
+    first; then whoever runs and arrived last is preempted, and stands first in line again."""
+
+    def __init__(
+        self,
+        *,
+        cache: CacheView,
+        waiting: Waiting,
+        early: EarlyLoads,
+        tenants: Tenants,
+        forecast: Forecast,
+        cost: StepCost,
+        limits: SchedulerLimits,
+    ) -> None:
+        self._cache = cache
+        self._waiting = waiting
+        self._early = early
+        self._tenants = tenants
+        self._forecast = forecast
+        self._cost = cost
+        self._limits = limits
+        self.sequences: list[Sequence] = []
+        """In order of admission. Read only."""
+        self.changes = 0
+        """How many have joined and left."""
+        self.shortest = ShortestFirst() if waiting.queue.passes_over else None
+        self.preemptions = 0
+        self.loads: Counter[str] = Counter()
+        """At the first chunk of those with KV to load: finished, hidden or exposed."""
+        self._loaders: set[Sequence] = set()  # have loaded, and computed nothing yet
+        self._rows: dict[Sequence, Chunk] = {}  # the one token that each decodes in nearly every step
+
+    def __len__(self) -> int:
+        return len(self.sequences)
+
+    @property
+    def free_places(self) -> int:
+        """How many more sequences may run at once."""
+        return self._limits.max_seqs - len(self.sequences)
+
+    # --- joining ------------------------------------------------------------------------------------------------------
+
+    def computed_tokens(self, sequence: Sequence) -> int:
+        """Leading tokens of a waiting sequence that need no computing if it starts now."""
+        if sequence in self._early:
+            return sequence.computed_tokens
+        return self._cache.resident_tokens(sequence.request_id)
+
+    def place(self, sequence: Sequence, budget: StepBudget) -> int | None:
+        """Give a waiting sequence its room, or as much more as it needs if it has some. Returns how many tokens after
+        those computed it has room for; 0 if the step is full, None if HBM is: both change nothing, but that early loads
+        may have been given up."""
+        while sequence in self._early:
+            wanted = self._chunk_tokens(budget, sequence.pending_tokens, sequence.computed_tokens)
+            if not wanted or self._cache.grow(sequence.request_id, wanted):
+                return wanted
+            self._early.withdraw_last()
+        while True:
+            resident = self._cache.resident_tokens(sequence.request_id)
+            wanted = self._chunk_tokens(budget, len(sequence.token_ids) - resident, resident)
+            if not wanted:
+                return 0
+            cached = self._cache.admit(sequence.request_id, wanted)
+            if cached is not None:
+                sequence.computed_tokens = cached
+                return wanted + resident - cached
+            if not self._early.withdraw_last():
+                return None
+
+    def start(self, sequence: Sequence, reserved: int, draft: StepDraft) -> None:
+        """A sequence that has room for `reserved` tokens runs from now on."""
+        had_early_load = sequence in self._early
+        if had_early_load:
+            self._early.start(sequence, draft.now)
+        self._waiting.start(sequence)
+        sequence.state = SequenceState.RUNNING
+        if sequence.scheduled_s is None:
+            sequence.scheduled_s = draft.now
+            self._forecast.started(sequence)
+        self.sequences.append(sequence)
+        self.changes += 1
+        self._tenants.started(sequence)
+        if self.shortest is not None:
+            self.shortest.started(sequence)
+        num_tokens = reserved
+        if self._limits.chunked_prefill:
+            num_tokens = min(reserved, draft.budget.chunk(sequence.pending_tokens, sequence.computed_tokens))
+        stall_s = self._cache.stall_s(sequence.request_id)
+        if had_early_load or stall_s:
+            self._loaders.add(sequence)
+        if draft.chunks and stall_s > STALL_BUDGET_S:
+            return  # it loads meanwhile, and joins when that is nearly done
+        self._compute(sequence, num_tokens, stall_s, draft)
+
+    # --- computing ----------------------------------------------------------------------------------------------------
+
+    def prefills(self, loading: Container[str]) -> list[Sequence]:
+        """Those with more than a token to compute, next first: tenants with the least to do first, with fair places,
+        and the shortest prompt first where the queue lets others pass."""
+        prefills = [s for s in self.sequences if len(s.token_ids) - s.computed_tokens > 1 or s.request_id in loading]
+        if self.shortest is not None:
+            prefills = self.shortest.begin_step(prefills)
+        return self._tenants.least_to_do_first(prefills)
+
+    def decode(self, draft: StepDraft) -> None:
+        """One token of each whose prompt is computed."""
+        decoding = [
+            s for s in self.sequences if len(s.token_ids) - s.computed_tokens == 1 and s.request_id not in draft.loading
+        ]
+        full = self._cache.without_room([sequence.request_id for sequence in decoding])
+        for sequence in decoding:
+            # A preemption further up may have taken this one out.
+            if sequence.state is not SequenceState.RUNNING:
+                continue
+            if sequence.request_id not in full or self._make_room(sequence, 1, draft):
+                if sequence in self._loaders:
+                    self._count_load(sequence, 1, 0.0)
+                draft.chunks.append(self._rows.get(sequence) or self._row(sequence))
+        draft.has_decodes = bool(decoding)
+
+    def prefill(self, draft: StepDraft) -> None:
+        """The prompts under way, as far as the budget goes."""
+        for sequence in draft.prefills:
+            if sequence.state is not SequenceState.RUNNING:
+                continue
+            left_s = draft.loading.get(sequence.request_id, 0.0)
+            if draft.has_decodes and left_s > STALL_BUDGET_S:
+                continue  # its KV is still on its way, and those who decode don't wait for it
+            draft.budget.wait(left_s)
+            num_tokens = self._chunk_tokens(draft.budget, sequence.pending_tokens, sequence.computed_tokens)
+            if not num_tokens:
+                break
+            if self._make_room(sequence, num_tokens, draft):
+                self._compute(sequence, num_tokens, left_s, draft)
+
+    def _chunk_tokens(self, budget: StepBudget, pending: int, context_len: int) -> int:
+        """0: the step is full."""
+        num_tokens = budget.chunk(pending, context_len)
+        return num_tokens if self._limits.chunked_prefill or not num_tokens else pending
+
+    def _compute(self, sequence: Sequence, num_tokens: int, stall_s: float, draft: StepDraft) -> None:
+        self._count_load(sequence, num_tokens, stall_s)
+        chunk = Chunk(sequence, num_tokens)
+        draft.chunks.append(chunk)
+        draft.budget.spend(num_tokens, sequence.computed_tokens, ends=chunk.is_last)
+        if self.shortest is not None:
+            self.shortest.computes(sequence, num_tokens)
+
+    def _count_load(self, sequence: Sequence, num_tokens: int, stall_s: float) -> None:
+        """Its first chunk runs in this step, which may wait for what is left of its load."""
+        if sequence not in self._loaders:
+            return
+        self._loaders.remove(sequence)
+        work = StepWork().plus_chunk(num_tokens, sequence.computed_tokens)
+        is_hidden = stall_s - self._cost.seconds(work) <= STALL_BUDGET_S
+        self.loads["finished" if not stall_s else "hidden" if is_hidden else "exposed"] += 1
+
+    def _row(self, sequence: Sequence) -> Chunk:
+        row = self._rows[sequence] = Chunk(sequence, 1)
+        return row
+
+    # --- leaving ------------------------------------------------------------------------------------------------------
+
+    def preempt(self, victim: Sequence, draft: StepDraft) -> None:
+        """It gives its room back, and its chunk in this step with it."""
+        self._cache.preempt(victim.request_id)
+        victim.preemptions += 1
+        self.preemptions += 1
+        self.lose_room(victim)
+        draft.preempted.append(victim)
+        draft.chunks[:] = [chunk for chunk in draft.chunks if chunk.sequence is not victim]
+
+    def lose_room(self, sequence: Sequence) -> None:
+        """The room in HBM of one who runs is gone: it stands first in line again."""
+        self.stop(sequence)
+        sequence.state = SequenceState.WAITING
+        sequence.computed_tokens = 0
+        self._waiting.resumed.appendleft(sequence)
+
+    def stop(self, sequence: Sequence) -> None:
+        """It runs no more."""
+        self.sequences.remove(sequence)
+        self._rows.pop(sequence, None)
+        self.changes += 1
+        self._loaders.discard(sequence)
+        self._early.stopped(sequence)
+        self._tenants.stopped(sequence)
+
+    def _make_room(self, sequence: Sequence, num_tokens: int, draft: StepDraft) -> bool:
+        """Reserve rows for a running sequence, preempting later arrivals if need be, in the end itself. False, too, if
+        it shall sit out the step, for room that comes by itself."""
+        while not self._cache.grow(sequence.request_id, num_tokens):
+            if self._early.withdraw_last():
+                continue
+            if self._cache.room_is_coming():
+                return False
+            victim = self._tenants.to_give_way(self.sequences)
+            self.preempt(victim, draft)
+            if victim is sequence:
+                return False
+        return True

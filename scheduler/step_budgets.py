@@ -1,0 +1,44 @@
+"""What a step may spend on prompts: tokens, a target of time, or what serves all of them best."""
+
+from scheduler.budget import StepBudget, StepCost, TimeBudget, TokenBudget
+from scheduler.limits import SchedulerLimits
+from scheduler.priced import PricedBudget
+from scheduler.running_batch import RunningBatch
+from scheduler.schedule import Chunk, work_of
+from scheduler.tenants import Tenants
+from scheduler.waiting import Waiting
+
+
+class StepBudgets:
+    """Makes the budget of every step. While several tenants come, steps without decodes keep to the target of time as
+    well: who comes next waits for one."""
+
+    def __init__(
+        self, *, cost: StepCost, limits: SchedulerLimits, batch: RunningBatch, waiting: Waiting, tenants: Tenants
+    ) -> None:
+        self._cost = cost
+        self._limits = limits
+        self._batch = batch
+        self._waiting = waiting
+        self._tenants = tenants
+
+    def beside(self, decodes: list[Chunk], now: float, stretch: float = 1.0) -> StepBudget:
+        """What a step with these decodes has left for prompts; stretch: how much longer than usual it may be."""
+        limits = self._limits
+        if limits.itl_target_s is None:
+            prompts = len(self._batch) - len(decodes) + min(len(self._waiting), self._batch.free_places)
+            return PricedBudget(
+                cost=self._cost,
+                decodes=work_of(decodes),
+                prompts=max(1, prompts),
+                least_tokens=limits.least_chunk_tokens,
+                most_tokens=limits.lone_step_tokens - len(decodes),
+                stretch=stretch,
+            )
+        if not decodes and not self._tenants.several(now):
+            return TokenBudget(limits.lone_step_tokens)
+        tokens = limits.step_tokens - len(decodes)
+        if not limits.itl_target_s:
+            return TokenBudget(tokens)
+        target_s = stretch * limits.itl_target_s
+        return TimeBudget(cost=self._cost, target_s=target_s, decodes=work_of(decodes), tokens=tokens)
