@@ -1,4 +1,4 @@
-"""What is stored of a context."""
+"""The stored part of a context, and how long the answer holds."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -28,14 +28,14 @@ class Match:
         return used
 
     def first(self, num_blocks: int) -> "Match":
-        """Its first blocks."""
+        """Return a match of the first `num_blocks` blocks only."""
         if num_blocks > len(self.rows):
             return self
         return Match(self.rows[:num_blocks], None, 0)
 
 
 class MatchBasis(NamedTuple):
-    """What a match of a waiting context depends on. Its tokens and keys only grow as long as it waits."""
+    """Everything that a waiting context's match depends on. While it waits, its tokens and keys only grow."""
 
     table_version: int
     num_tokens: int
@@ -47,10 +47,10 @@ class MatchBasis(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RememberedMatch:
-    """An answer that holds until its basis or, where they had a say, the rates change."""
+    """A match that holds until its basis changes, or the rates if they were used to choose."""
 
     basis: MatchBasis
-    rates_version: int | None  # None: nothing was left to choose, whatever the rates say
-    found: Match  # all that is stored
-    chosen: Match  # what of it is at hand or worth loading
+    rates_version: int | None  # None: there was nothing to choose, so rates do not matter
+    found: Match  # everything that is stored
+    chosen: Match  # the part of `found` that is in HBM or worth loading
     is_rest_cheaper_to_compute: bool  # than to load

@@ -8,7 +8,7 @@ from scheduler.sequence import Sequence
 
 @dataclass(slots=True)
 class TurnRecord:
-    """What happened to a turn. Tokens of the prompt are counted as they stood in the context: history_tokens +
+    """The outcome of a turn. Tokens of the prompt are counted as they stood in the context: history_tokens +
     new_tokens == prompt_tokens == hit_tokens + computed tokens."""
 
     session_id: str
