@@ -34,6 +34,10 @@ def client_of(server: ServerProcess) -> OpenAI:
     return OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60)
 
 
+def async_client_of(server: ServerProcess) -> AsyncOpenAI:
+    return AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60)
+
+
 def converse(
     server: ServerProcess, turns: list[str], **options: object
 ) -> list[tuple[str, openai.types.CompletionUsage]]:
@@ -52,15 +56,15 @@ def converse(
 
 async def stream(server: ServerProcess, max_tokens: int) -> list[str | None]:
     """Pieces of an answer that goes on to `max_tokens`; None where the finish reason stood."""
-    client = AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60)
-    chunks = await client.chat.completions.create(
-        model="bundled",
-        messages=[{"role": "user", "content": LONG}],
-        max_tokens=max_tokens,
-        stream=True,
-        extra_body={"ignore_eos": True},
-    )
-    return [c.choices[0].delta.content if c.choices[0].finish_reason is None else None async for c in chunks]
+    async with async_client_of(server) as client:
+        chunks = await client.chat.completions.create(
+            model="bundled",
+            messages=[{"role": "user", "content": LONG}],
+            max_tokens=max_tokens,
+            stream=True,
+            extra_body={"ignore_eos": True},
+        )
+        return [c.choices[0].delta.content if c.choices[0].finish_reason is None else None async for c in chunks]
 
 
 def engine_of(server: ServerProcess) -> psutil.Process:
@@ -124,17 +128,17 @@ def test_tenants_share_nothing() -> None:
 
 
 def test_seeded_answers_do_not_depend_on_the_crowd(server: ServerProcess) -> None:
-    client = AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60)
-
-    async def ask(seed: int) -> str:
+    async def ask(client: AsyncOpenAI, seed: int) -> str:
         answer = await client.chat.completions.create(
             model="bundled", messages=[{"role": "user", "content": LONG}], max_tokens=20, seed=seed
         )
         return answer.choices[0].message.content
 
     async def run() -> tuple[list[str], list[str]]:
-        alone = [await ask(seed) for seed in range(4)]
-        return alone, await asyncio.gather(*(ask(seed) for seed in range(4)), *(ask(100 + s) for s in range(8)))
+        async with async_client_of(server) as client:
+            alone = [await ask(client, seed) for seed in range(4)]
+            seeds = [*range(4), *range(100, 108)]
+            return alone, await asyncio.gather(*(ask(client, seed) for seed in seeds))
 
     alone, crowded = asyncio.run(run())
     assert alone == crowded[:4]
