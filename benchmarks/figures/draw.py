@@ -36,7 +36,11 @@ HELD = {
     "One workload, four servers": "modes",
 }
 """Results that say what held, by title."""
-POISSON = {"First tokens under load": "poisson", "First tokens where a queue stands": "poisson_load"}
+POISSON = {
+    "First tokens under load": "poisson",
+    "First tokens where a queue stands": "poisson_load",
+    "First tokens on a machine without AMX": "poisson_slow",
+}
 READ_BEFORE = (
     "Measured before the classes were read as CaR §III-B-1 has them: `car` is what is called `car-hidden` now, and "
     "`priority` counted hidden loads as none as well."
