@@ -4,7 +4,7 @@ import random
 from collections import Counter
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from cache.blocks.truncate import CutRules
@@ -78,6 +78,7 @@ def change(model: PoolModel, what: str, number: int, before: list[int]) -> None:
             tiers.disk.lost([row.extent[0]])
         case "fetch":
             tiers.fetches.fetch([row for row in rows if row.slot is None][: 1 + number % 3], ("", "", "s"))
+            model.move()
             while model.io:
                 model.run_io()
             model.hear()
@@ -101,11 +102,20 @@ NEW_RATES = ["computed", "moved", "late", "passed over", "guess"]
 
 
 @settings(max_examples=60)
+@example(changes=[("settle", 0), ("leave DRAM", 1), ("fetch", 0)], bytes_per_s=1e12, out_of_hbm=True, disk_s=100.0)
+@example(
+    changes=[("settle", 0), ("leave DRAM", 1), ("leave the disk", 1)], bytes_per_s=1e12, out_of_hbm=True, disk_s=100.0
+)
+@example(
+    changes=[("settle", 0), ("leave DRAM", 1), ("lose a file", 0)], bytes_per_s=1e12, out_of_hbm=True, disk_s=100.0
+)
 @given(
     changes=st.lists(st.tuples(st.sampled_from([*CHANGES, *NEW_RATES]), st.integers(0, 1 << 12)), max_size=30),
     bytes_per_s=st.sampled_from([1e4, 1e5, 1e12]),
+    out_of_hbm=st.booleans(),
+    disk_s=st.sampled_from([0.0, 1.0, 100.0]),
 )
-def test_what_is_remembered_is_what_would_be_found_anew_whatever_has_changed(changes, bytes_per_s):
+def test_what_is_remembered_is_what_would_be_found_anew_whatever_has_changed(changes, bytes_per_s, out_of_hbm, disk_s):
     """`PoolModel.check` compares the two, for everybody who waits; here, in the state machines, everywhere."""
     model = PoolModel(
         make_manager(num_pages=24, dram_slots=24, staging_slots=4, disk_bytes=1 << 17, bytes_per_s=bytes_per_s)
@@ -115,6 +125,9 @@ def test_what_is_remembered_is_what_would_be_found_anew_whatever_has_changed(cha
     model.settle()
     for number, length in enumerate((40, 130, 150)):
         model.open(f"waits {number}", [*text[:length], *tokens(number, 20)], session=f"s{number}")
+    for row in list(model.manager.tiers.table) if out_of_hbm else ():
+        model.manager.tiers.hbm.evict(row.key)
+    model.manager.rates.late("disk_to_hbm", 1 << 14, disk_s)  # slower than DRAM, or as fast
     for number, (what, which) in enumerate(changes):
         change(model, what, which + (number << 12 if what == "turn" else 0), text)
         for context in model.contexts.values():
