@@ -438,7 +438,7 @@ def test_a_session_that_the_disk_will_not_delete(path: Path, tmp_path: Path, mon
     assert_at_rest(driver)
     driver.close()
     driver = tiered(path, **DISK, disk_dir=str(tmp_path))
-    assert {name[2] for name in driver.cache.sessions} == {"s2", "s3"}
+    assert {name[2] for name in driver.cache.sessions.contexts} == {"s2", "s3"}
     driver.close()
 
 
@@ -452,7 +452,7 @@ def test_what_the_disk_would_not_delete_is_tried_at_the_end(
         assert delete(driver, "s0").error_code == "undeleted"
     driver.close()
     driver = tiered(path, **DISK, disk_dir=str(tmp_path))
-    assert {name[2] for name in driver.cache.sessions} == {"s1", "s2", "s3"}
+    assert {name[2] for name in driver.cache.sessions.contexts} == {"s1", "s2", "s3"}
     driver.close()
 
 
@@ -581,8 +581,10 @@ def test_loads_that_are_never_in_time(
     monkeypatch.setattr("engine.step.arrival._LONE_PATIENCE_S", 0.0)
     driver = tiered(path, **{**DISK, **tiers_below}, disk_dir=str(tmp_path))
     voided: list[str] = []
-    void = driver.cache.void
-    monkeypatch.setattr(driver.cache, "void", lambda request_id: (voided.append(request_id), void(request_id))[1])
+    void = driver.cache.requests.void
+    monkeypatch.setattr(
+        driver.cache.requests, "void", lambda request_id: (voided.append(request_id), void(request_id))[1]
+    )
     texts, tiers = converse(driver, turns=4, at_once=at_once)
     assert texts == expected[3]
     # Where somebody decodes, the scheduler lets nobody in whose load will not be there in time.

@@ -12,6 +12,7 @@ from cache.moves import FetchBlocks
 from tests.cache.pool_model import PoolModel, make_manager
 
 PAGES = 8
+ANSWER = 1 << 20  # a token that no prompt has
 
 
 class Queue:
@@ -26,7 +27,7 @@ class Queue:
         self.blocks, self.now = blocks, 0.0
         self.fetched = []
         for session in range(sessions):
-            self.model.run(f"first-{session}", self.prompt(session), answer=[-1], session=str(session))
+            self.model.run(f"first-{session}", self.prompt(session), answer=[ANSWER], session=str(session))
             self.model.settle(now=float(session))
 
     def prompt(self, session):
@@ -35,7 +36,7 @@ class Queue:
 
     def wait(self, session, turn=0):
         request_id = f"{session}/{turn}"
-        self.model.open(request_id, [*self.prompt(session), -1, -2], session=str(session), now=100.0)
+        self.model.open(request_id, [*self.prompt(session), ANSWER, ANSWER + 1], session=str(session), now=100.0)
         return request_id
 
     def plan(self, waiting):

@@ -76,7 +76,7 @@ class Server:
             assert chunk.sequence.computed_tokens == self.model.contexts[request_id].computed
             if request_id not in self.reported:
                 self.reported.add(request_id)
-                report = manager.report(request_id)
+                report = manager.requests.report(request_id)
                 assert report.hbm_tokens == chunk.sequence.computed_tokens
                 assert sum(report.miss_reasons.values()) == report.computed_tokens
         for chunk in schedule.chunks:
@@ -128,8 +128,10 @@ def test_conversations_in_a_memory_too_small_for_them(
     )
     predictor = QuantilePredictor(quantile=0.5)
     scheduler = Scheduler(
-        cache=manager,
-        queue=make_queue(order, cache=manager, predictor=predictor, window=3, class_ordered_entry=rng.random() < 0.3),
+        cache=manager.view,
+        queue=make_queue(
+            order, cache=manager.view, predictor=predictor, window=3, class_ordered_entry=rng.random() < 0.3
+        ),
         predictor=predictor,
         cost=make_cost(),
         fair_places=order in WINDOWED,
@@ -158,7 +160,7 @@ def test_conversations_in_a_memory_too_small_for_them(
     assert not server.live, "somebody never finished"
     assert manager.num_leases == 0
     assert not scheduler.has_work()
-    assert manager.pages.num_free + manager.pages.num_cached == num_pages
+    assert manager.tiers.pages.num_free + manager.tiers.pages.num_cached == num_pages
     found, computed = manager.stats.prompt_tokens["hbm"], manager.stats.prompt_tokens["computed"]
     assert computed == manager.stats.miss_tokens.total()
     assert reuse or found == 0

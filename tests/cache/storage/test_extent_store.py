@@ -289,7 +289,7 @@ def test_a_tool_finds_out_whose_records_they_are(tier, tmp_path):
 
 def test_a_second_server_is_told_who_is_there(tier, tmp_path):
     code = (
-        "import sys; from pathlib import Path; from tests.cache.tiers.disk_helpers import make_tier\n"
+        "import sys; from pathlib import Path; from tests.cache.storage.disk_helpers import make_tier\n"
         "from cache.storage.directory_lock import DirectoryLocked\n"
         "try: make_tier(Path(sys.argv[1])).open()\n"
         "except DirectoryLocked as locked: print(locked)"
