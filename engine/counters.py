@@ -8,9 +8,9 @@ from cache.manager import CacheManager
 from cache.transfer.transfer import Transfer
 from engine.messages import SchedulerState, Stats, WaitingInfo
 from engine.step.verify import Verifier
+from scheduler.queues.window import ShuffledWindow
 from scheduler.scheduler import Scheduler
 from scheduler.sequence import Sequence
-from scheduler.window import ShuffledWindow
 
 
 @dataclass(slots=True)

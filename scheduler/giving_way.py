@@ -2,13 +2,13 @@
 
 from collections.abc import Container
 
-from scheduler.budget import STALL_BUDGET_S, StepBudget
+from scheduler.budgets.budget import STALL_BUDGET_S, StepBudget
+from scheduler.budgets.step_budgets import StepBudgets
 from scheduler.limits import SchedulerLimits
 from scheduler.ports import CacheView
 from scheduler.running_batch import RunningBatch
 from scheduler.schedule import StepDraft
 from scheduler.sequence import Sequence
-from scheduler.step_budgets import StepBudgets
 from scheduler.tenants import Tenants
 from scheduler.waiting import Waiting
 

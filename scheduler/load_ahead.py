@@ -5,7 +5,7 @@ from scheduler.early_loads import EarlyLoads
 from scheduler.forecast import Forecast
 from scheduler.limits import SchedulerLimits
 from scheduler.ports import CacheView
-from scheduler.priority import Standings, standing
+from scheduler.queues.priority import Standings, standing
 from scheduler.running_batch import RunningBatch
 from scheduler.sequence import Sequence
 from scheduler.waiting import Waiting

@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Container
 
-from scheduler.budget import STALL_BUDGET_S, StepBudget, StepCost, StepWork
+from scheduler.budgets.budget import STALL_BUDGET_S, StepBudget, StepCost, StepWork
 from scheduler.early_loads import EarlyLoads
 from scheduler.forecast import Forecast
 from scheduler.limits import SchedulerLimits

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from scheduler.budget import StepBudget, StepWork
+from scheduler.budgets.budget import StepBudget, StepWork
 from scheduler.sequence import Sequence
 
 

@@ -2,7 +2,8 @@
 
 from collections import Counter
 
-from scheduler.budget import StepCost, StepWork
+from scheduler.budgets.budget import StepCost, StepWork
+from scheduler.budgets.step_budgets import StepBudgets
 from scheduler.early_loads import EarlyLoads
 from scheduler.forecast import Forecast
 from scheduler.giving_way import GivingWay
@@ -12,11 +13,10 @@ from scheduler.load_ahead import LoadAhead
 from scheduler.nearness import Nearness
 from scheduler.ports import CacheView
 from scheduler.predictor import LengthPredictor
-from scheduler.queues import WaitingQueue
+from scheduler.queues.waiting_queue import WaitingQueue
 from scheduler.running_batch import RunningBatch
 from scheduler.schedule import Schedule, StepDraft, work_of
 from scheduler.sequence import Sequence, SequenceState
-from scheduler.step_budgets import StepBudgets
 from scheduler.tenants import Tenants
 from scheduler.waiting import Waiting
 

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable
 from collections.abc import Sequence as Many
 
-from scheduler.queues import WaitingQueue
+from scheduler.queues.waiting_queue import WaitingQueue
 from scheduler.sequence import Sequence
 
 _LATELY_S = 10.0  # a tenant who came in these may come again at any moment

@@ -5,7 +5,7 @@ from collections.abc import Container
 from itertools import chain, islice
 
 from scheduler.line import Line
-from scheduler.queues import WaitingQueue
+from scheduler.queues.waiting_queue import WaitingQueue
 from scheduler.sequence import Sequence
 
 

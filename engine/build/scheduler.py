@@ -3,10 +3,10 @@
 from cache.manager import CacheManager
 from cache.rates import Rates
 from engine.config import EngineConfig
-from scheduler.budget import StepCost
+from scheduler.budgets.budget import StepCost
 from scheduler.limits import SchedulerLimits
-from scheduler.make_queue import WINDOWED, make_queue
 from scheduler.predictor import LengthPredictor, MaxTokensPredictor, QuantilePredictor
+from scheduler.queues.make_queue import WINDOWED, make_queue
 from scheduler.scheduler import Scheduler
 
 _LONE_STEP_FACTOR = 4  # larger products are faster, and with nobody decoding nobody is held up by a long step

@@ -8,7 +8,7 @@ from loadgen.sim.disk import Disk
 from loadgen.sim.machine import Config, Machine
 from loadgen.sim.store import SimulatedStore
 from scheduler.line import Line
-from scheduler.queues import WaitingQueue
+from scheduler.queues.waiting_queue import WaitingQueue
 from scheduler.sequence import Sequence
 
 

@@ -9,8 +9,8 @@ Truncation = Literal["decoupled", "coupled"]
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """The seconds that a pass of the model takes, in the terms of `scheduler.budget.StepCost`. A prompt's tokens attend
-    to their contexts (products counted in thousands: kilo pairs); a decode row reads its own context."""
+    """The seconds that a pass of the model takes, in the terms of `scheduler.budgets.budget.StepCost`. A prompt's
+    tokens attend to their contexts (products counted in thousands: kilo pairs); a decode row reads its own context."""
 
     prefill_fixed_s: float  # least time of a pass over prompts, which reads the weights once
     s_per_token: float
@@ -80,7 +80,7 @@ class Config:
 
     reuse: bool = True  # False: every prompt is computed (the paper's RE)
     policy: str = "lookahead"  # a key of loadgen.sim.policies.POLICIES
-    scheduler: str = "fcfs"  # fcfs | priority | car, as `scheduler.make_queue.make_queue` knows them
+    scheduler: str = "fcfs"  # fcfs | priority | car, as `scheduler.queues.make_queue.make_queue` knows them
     car_window: int = 8
     granule_tokens: int = 0  # what moves between tiers at once; 0: the whole session, as in the paper; 32: a block
     truncation: Truncation = "decoupled"  # coupled: a cut invalidates what is saved (the paper's OF)

@@ -23,9 +23,9 @@ from loadgen.sim.store import SimulatedStore
 from loadgen.sim.turn import LiveSession, LiveTurn, TurnRecord
 from loadgen.virtual.greedy import greedy
 from loadgen.workloads.workload import Conversation
-from scheduler.make_queue import make_queue
 from scheduler.ports import CacheView
 from scheduler.predictor import MaxTokensPredictor
+from scheduler.queues.make_queue import make_queue
 from scheduler.sequence import Sequence as QueuedSequence
 
 

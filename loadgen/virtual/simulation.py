@@ -25,14 +25,14 @@ from cache.stats import ResidencyValue
 from loadgen.virtual.greedy import greedy
 from loadgen.virtual.virtual_tiers import DIRECTIONS, VirtualTiers
 from loadgen.workloads.workload import Conversation, ConversationShape, poisson
-from scheduler.budget import StepCost, StepWork
+from scheduler.budgets.budget import StepCost, StepWork
 from scheduler.limits import SchedulerLimits
-from scheduler.make_queue import WINDOWED, make_queue
 from scheduler.predictor import LengthPredictor, MaxTokensPredictor, QuantilePredictor
+from scheduler.queues.make_queue import WINDOWED, make_queue
+from scheduler.queues.window import ShuffledWindow
 from scheduler.schedule import Chunk
 from scheduler.scheduler import Scheduler
 from scheduler.sequence import Sequence, SequenceState
-from scheduler.window import ShuffledWindow
 
 _NO_CUTS = CutRules(allowed=False, keep_first=0, message_starts=(), important=())
 _MOST_STEPS = 100_000

@@ -1,6 +1,6 @@
 """Tests what a step is made of."""
 
-from scheduler.budget import StepWork
+from scheduler.budgets.budget import StepWork
 from scheduler.schedule import Chunk, work_of
 from tests.conftest import make_sequence
 

@@ -5,10 +5,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scheduler.budget import StepCost
+from scheduler.budgets.budget import StepCost
 from scheduler.limits import SchedulerLimits
-from scheduler.make_queue import WINDOWED, make_queue
 from scheduler.predictor import MaxTokensPredictor
+from scheduler.queues.make_queue import WINDOWED, make_queue
 from scheduler.scheduler import QueueFull, Scheduler
 from scheduler.sequence import SequenceState
 from tests.conftest import greedy, make_sequence

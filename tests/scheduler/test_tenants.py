@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scheduler.queues import FcfsQueue
+from scheduler.queues.waiting_queue import FcfsQueue
 from scheduler.tenants import Tenants
 from tests.conftest import make_sequence
 

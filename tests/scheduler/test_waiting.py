@@ -2,7 +2,7 @@
 
 import pytest
 
-from scheduler.queues import FcfsQueue
+from scheduler.queues.waiting_queue import FcfsQueue
 from scheduler.waiting import Waiting
 from tests.conftest import make_sequence
 

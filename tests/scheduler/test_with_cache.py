@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scheduler.limits import SchedulerLimits
-from scheduler.make_queue import WINDOWED, make_queue
 from scheduler.predictor import QuantilePredictor
+from scheduler.queues.make_queue import WINDOWED, make_queue
 from scheduler.scheduler import Scheduler
 from scheduler.sequence import Sequence
 from tests.cache.pool_model import PoolModel, make_manager

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from scheduler.line import Line
 from scheduler.ports import CacheView, Residency
-from scheduler.queues import FRONT
+from scheduler.queues.waiting_queue import FRONT
 from scheduler.sequence import Sequence
 
 _REFRESH_TOKENS = 4096  # contexts looked up per step: a tenth of a millisecond, however long histories are

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scheduler.make_queue import WINDOWED, make_queue
 from scheduler.predictor import MaxTokensPredictor
-from scheduler.priority import TransferClass, standing
+from scheduler.queues.make_queue import WINDOWED, make_queue
+from scheduler.queues.priority import TransferClass, standing
 from tests.conftest import make_sequence
 from tests.scheduler.test_scheduler import make_loop
 

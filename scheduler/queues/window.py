@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from scheduler.line import Line
-from scheduler.priority import Standing, Standings, TransferClass
+from scheduler.queues.priority import Standing, Standings, TransferClass
 from scheduler.sequence import Sequence
 
 _REFRESH_TOKENS = 1024  # of members, looked up again in a step: one at least

@@ -1,8 +1,8 @@
 """What a step may spend on prompts: tokens, a target of time, or what serves all of them best."""
 
-from scheduler.budget import StepBudget, StepCost, TimeBudget, TokenBudget
+from scheduler.budgets.budget import StepBudget, StepCost, TimeBudget, TokenBudget
+from scheduler.budgets.priced import PricedBudget
 from scheduler.limits import SchedulerLimits
-from scheduler.priced import PricedBudget
 from scheduler.running_batch import RunningBatch
 from scheduler.schedule import Chunk, work_of
 from scheduler.tenants import Tenants

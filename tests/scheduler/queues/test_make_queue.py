@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scheduler.hidden import HiddenWindow
-from scheduler.priority import PriorityQueue
-from scheduler.queues import FcfsQueue
+from scheduler.queues.hidden import HiddenWindow
+from scheduler.queues.priority import PriorityQueue
+from scheduler.queues.waiting_queue import FcfsQueue
 from scheduler.sequence import SequenceState
 from tests.scheduler.test_scheduler import make_loop
 

@@ -3,11 +3,11 @@ Not what CaR's §III-B-1 says; the policy `car-hidden`, to compare with."""
 
 from collections.abc import Sequence as Items
 
-from scheduler.budget import STALL_BUDGET_S
+from scheduler.budgets.budget import STALL_BUDGET_S
 from scheduler.ports import Residency
-from scheduler.priority import Standing, Standings, standing, without_load
+from scheduler.queues.priority import Standing, Standings, standing, without_load
+from scheduler.queues.window import EntryOrder, ShuffledWindow
 from scheduler.sequence import Sequence
-from scheduler.window import EntryOrder, ShuffledWindow
 
 
 def standing_if_exposed(residency: Residency) -> Standing:

@@ -2,14 +2,14 @@
 
 from functools import partial
 
-from scheduler.fair_share import FairShare
-from scheduler.hidden import HiddenWindow, standing_if_exposed
 from scheduler.ports import CacheView
 from scheduler.predictor import LengthPredictor
-from scheduler.priority import PriorityQueue, Standings, standing
-from scheduler.queues import FcfsQueue, WaitingQueue
+from scheduler.queues.fair_share import FairShare
+from scheduler.queues.hidden import HiddenWindow, standing_if_exposed
+from scheduler.queues.priority import PriorityQueue, Standings, standing
+from scheduler.queues.waiting_queue import FcfsQueue, WaitingQueue
+from scheduler.queues.window import EntryOrder, ShuffledWindow
 from scheduler.sequence import Sequence
-from scheduler.window import EntryOrder, ShuffledWindow
 
 WINDOWED = ("car", "car-hidden")  # by class in a window, and fair between tenants
 

@@ -1,0 +1,1 @@
+"""How much a step may compute."""

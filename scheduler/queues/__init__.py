@@ -1,0 +1,1 @@
+"""The orders in which waiting requests start."""
