@@ -13,19 +13,20 @@ if TYPE_CHECKING:
     from app.turn.ports import EnginePort
 
 MISS_REASONS = (
-    *(
-        "new",
-        "evicted",
-        "expired",
-        "diverged",
-        "last_token",
-        "fingerprint",
-        "salt",
-        "load_failed",
-        "load_late",
-        "lineage_reset",
-    ),
-    *("cheaper_to_recompute", "truncated", "disabled"),
+    "new",
+    "evicted",
+    "expired",
+    "diverged",
+    "last_token",
+    "fingerprint",
+    "salt",
+    "load_failed",
+    "load_late",
+    "lineage_reset",
+    "cheaper_to_recompute",
+    "truncated",
+    "prompt_logprobs",
+    "disabled",
 )
 DIRECTIONS = ("dram_to_hbm", "disk_to_hbm", "disk_to_dram", "hbm_to_dram", "dram_to_disk")
 LOWER_TIERS = ("dram", "disk")
