@@ -111,6 +111,8 @@ class HttpServer(uvicorn.Server):
         try:
             self._on_ready(await self._readiness.wait_loaded(), url)
         except EngineFailed as error:
+            if self._drain_started_s is not None:
+                return  # told to stop while the model was loading: nothing has failed
             self.failure = str(error)
             self._on_failure(self.failure)
             self.should_exit = True

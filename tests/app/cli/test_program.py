@@ -1,9 +1,13 @@
+import contextlib
 import os
+import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
+import httpx
 import msgspec
 import pytest
 from rich.console import Console
@@ -227,3 +231,21 @@ def test_a_shell_completes_settings_and_their_values(words, completed):
 
 def test_completion_can_be_installed():
     assert "--install-completion" in CliRunner().invoke(program.cli, ["--help"], env={"COLUMNS": "120"}).output
+
+
+def test_a_server_that_is_stopped_while_it_loads_has_not_failed(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    words = ["serve", "--model", "bundled", "--port", str(port), "--cache.disk_dir", str(tmp_path)]
+    command = [sys.executable, "-c", "from app.cli.program import main; main()", *words]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT) as process:
+        while True:
+            with contextlib.suppress(httpx.TransportError):
+                status = httpx.get(f"http://127.0.0.1:{port}/health").json()["status"]
+                break
+            assert process.poll() is None
+            time.sleep(0.02)
+        process.send_signal(signal.SIGTERM)
+        said, _ = process.communicate(timeout=60)
+    assert status != "ready", "it had loaded already, so this shows nothing"
+    assert (process.returncode, "failed" in said) == (0, False), said
