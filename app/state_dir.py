@@ -75,8 +75,8 @@ class SecretKeeper:
 
 
 def weakness(directory: Path) -> tuple[str, str] | None:
-    """Who besides its owner, us, may change what is in the directory, and what to do about it. None: nobody, or there
-    is no such directory."""
+    """Say who besides its owner, us, may change what is in the directory, and what to do about it. None: nobody, or
+    there is no such directory."""
     try:
         status = directory.stat()
     except OSError:

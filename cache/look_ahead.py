@@ -36,7 +36,7 @@ class LineChange(Protocol):
 
 
 class WaitingLine(Protocol):
-    """Who waits, as the scheduler hands it over: a value that never changes, and knows what has changed since an
+    """The waiting line, as the scheduler hands it over: a value that never changes, and knows what has changed since an
     earlier one. `scheduler.line.Line` implements it."""
 
     @property

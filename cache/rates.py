@@ -192,7 +192,7 @@ class Rates:
         return self._step.of(tokens)
 
     def bytes_per_s(self, direction: str) -> float:
-        """Of a transfer under way."""
+        """Bytes a second of a transfer under way."""
         return 1 / self._transfers[direction].s_per_unit
 
     def load_s(self, direction: str, num_bytes: int) -> float:

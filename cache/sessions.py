@@ -283,11 +283,12 @@ class SessionStore:
             self._tiers.forget(row.key)
 
     def take_deleted(self) -> list[str]:
-        """Those who waited for a deletion that is done."""
+        """Return the requests that waited for a deletion that is done."""
         return self._tiers.disk.take_done()
 
     def take_undeleted(self) -> list[str]:
-        """Those who waited for one that the disk would not do: bytes may still be there. It is tried again."""
+        """Return the requests that waited for one that the disk would not do: bytes may still be there. It is tried
+        again."""
         return self._tiers.disk.take_refused()
 
     def undeleted(self, tenant: str, session_id: str) -> list[SessionName]:

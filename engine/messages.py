@@ -153,7 +153,8 @@ class Refused(msgspec.Struct, frozen=True, tag="refused"):
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, kw_only=True):
-    """Of the distribution before penalties, temperature and filters (as OpenAI reports it)."""
+    """The log probability of a token in the distribution before penalties, temperature and filters (as OpenAI reports
+    it)."""
 
     logprob: float
     top: list[tuple[int, float]]  # (token id, logprob), most likely first

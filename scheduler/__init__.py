@@ -1,1 +1,1 @@
-"""Who runs next. Pure: no torch, no files, no clock; time comes in as `now`."""
+"""Decides who runs next. Pure: no torch, no files, no clock; time comes in as `now`."""

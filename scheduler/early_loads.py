@@ -1,5 +1,5 @@
-"""Those who wait with their pages already given: their KV comes while others run (AttentionStore's read buffer, started
-by CaR's prefetch timer)."""
+"""Early loads, of sequences that wait with their pages already given: their KV comes while others run (AttentionStore's
+read buffer, started by CaR's prefetch timer)."""
 
 from collections import Counter
 from collections.abc import Iterator

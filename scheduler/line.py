@@ -22,13 +22,13 @@ class Change(NamedTuple, Generic[T]):
 
     @property
     def joined(self) -> list[T]:
-        """Those who are new in the line."""
+        """The members that are new in the line."""
         stood = {*self.gone, *self.went}
         return [member for member in self.came if member not in stood]
 
     @property
     def left(self) -> list[T]:
-        """Those who are in the line no more."""
+        """The members that have left the line."""
         stand = set(self.came)
         return [member for member in (*self.gone, *self.went) if member not in stand]
 
@@ -40,9 +40,10 @@ class Change(NamedTuple, Generic[T]):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Line(Generic[T]):
-    """Who waits, next first, each once. It never changes: after an event its owner makes another line of the last one,
-    with the next version. So lines of one owner with the same version are the same line, and whoever keeps the one that
-    was seen last asks `since` what is new. Costs O(members) to make and to compare, at the speed of slices."""
+    """The sequences that wait, next first, each once. It never changes: after an event its owner makes another line of
+    the last one, with the next version. So lines of one owner with the same version are the same line, and whoever
+    keeps the one that was seen last asks `since` what is new. Costs O(members) to make and to compare, at the speed of
+    slices."""
 
     version: int = 0
     members: tuple[T, ...] = ()

@@ -1,4 +1,4 @@
-"""Those who run: how a sequence gets its room, starts, computes, gives its room back and stops."""
+"""The running batch: how a sequence gets its room, starts, computes, gives its room back and stops."""
 
 from collections import Counter
 from collections.abc import Container

@@ -101,7 +101,7 @@ class Scheduler:
 
     @property
     def fair_preemptions(self) -> int:
-        """Of all preemptions, those for the sake of another tenant."""
+        """The preemptions for the sake of another tenant."""
         return self._giving_way.preemptions
 
     @property
@@ -136,8 +136,8 @@ class Scheduler:
         return self._waiting.line(self._giving_way.starved())
 
     def outlook(self) -> list[tuple[Sequence, float | None]]:
-        """Those whose order is settled, next first, each with the seconds until its place is expected to be free; None
-        behind the last of those who run."""
+        """The sequences whose order is settled, next first, each with the seconds until its place is expected to be
+        free; None behind the last of those who run."""
         opens_s = self._forecast.opens_s(self._batch.sequences, self._batch.free_places)
         front = self._waiting.front()
         return [(sequence, opens_s[place] if place < len(opens_s) else None) for place, sequence in enumerate(front)]
@@ -242,7 +242,7 @@ class Scheduler:
             self._batch.start(sequence, reserved, step)
 
     def _admit(self, step: StepDraft) -> None:
-        """Those who wait, as far as places, budget and HBM go."""
+        """Admit those who wait, as far as places, budget and HBM go."""
         # Room that was just taken from one is not given to another.
         self._lacks_room = bool(step.preempted) or not self._admit_in_order(step)
 

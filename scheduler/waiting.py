@@ -24,7 +24,7 @@ class Waiting:
         return len(self.resumed) + len(self.queue)
 
     def next(self, skipped: Container[Sequence]) -> Sequence | None:
-        """Who starts next, if those in `skipped` cannot start now. None: nobody may pass them."""
+        """Return who starts next if those in `skipped` cannot start now. None: nobody may pass them."""
         if self.favoured is not None and self.favoured not in skipped:
             return self.favoured
         return next((s for s in self.resumed if s not in skipped), None) or self.queue.best(skipped)
@@ -52,7 +52,7 @@ class Waiting:
             self.queue.remove(sequence)
 
     def front(self) -> list[Sequence]:
-        """Those whose order is settled, next first."""
+        """The sequences whose order is settled, next first."""
         return [*self.resumed, *self.queue.front()]
 
     def once_loaded(self, count: int) -> list[Sequence]:

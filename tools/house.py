@@ -75,7 +75,7 @@ def widest(parsed: Iterable[Module]) -> list[str]:
 
 
 def used_twice(named: Iterable[tuple[str, str]]) -> list[str]:
-    """Of (name, where) those names that stand in several places: `Turn: a.py, b.py`."""
+    """Return, of (name, where), the names that stand in several places: `Turn: a.py, b.py`."""
     places: dict[str, set[str]] = defaultdict(set)
     for name, where in named:
         places[name].add(where)

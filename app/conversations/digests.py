@@ -13,7 +13,7 @@ _ENCODE = json.JSONEncoder(sort_keys=True, separators=(",", ":")).encode  # json
 
 
 def digest(*fields: bytes | str | int) -> bytes:
-    """Of typed, length-prefixed fields, so that no two lists of fields read the same."""
+    """Digest typed, length-prefixed fields, so that no two lists of fields read the same."""
     parts: list[bytes] = []
     for value in fields:
         if isinstance(value, bytes):

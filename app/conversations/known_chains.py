@@ -65,7 +65,7 @@ def _text_bytes(text: str) -> int:
 
 
 def _key(scope: bytes, messages: list[Message], count: int) -> Key:
-    """Of the first `count` messages; two conversations that share it displace each other."""
+    """Name the first `count` messages; two conversations that share it displace each other."""
 
     def content(index: int) -> str:
         value = messages[index].get("content") if 0 <= index < len(messages) else None

@@ -238,7 +238,7 @@ class RedisStore:
             return response_of(body, response_id)
 
     async def input_items(self, tenant: str, response_id: str) -> list[Item]:
-        """Of the response itself and of all it goes on from, oldest first, without its own output."""
+        """Return the items of the response itself and of all it goes on from, oldest first, without its own output."""
         key = _response(tenant, response_id)
         async with self._reading(key):
             _, _, own, previous = _named(await self._run("get", key), key)

@@ -91,7 +91,7 @@ class ResponseStore:
         return body
 
     async def input_items(self, tenant: str, response_id: str) -> list[Item]:
-        """Of the response itself and of all it goes on from, oldest first, without its own output."""
+        """Return the items of the response itself and of all it goes on from, oldest first, without its own output."""
 
         def read() -> list[Item]:
             _, items, previous = self._response(tenant, response_id)

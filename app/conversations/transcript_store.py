@@ -176,7 +176,8 @@ class TranscriptStore:
 
     @_forgiving(lambda: None)
     def history(self, answer_id: int) -> History | None:
-        """Of an answer and all before it. None when it is gone or a row is damaged; then its session is dropped."""
+        """Return the token ids of an answer and all before it. None when it is gone or a row is damaged; then its
+        session is dropped."""
         parts: list[tuple[array[int], array[int]]] = []
         current: int | None = answer_id
         take: int | None = None  # how many of the leading ids of `current` are wanted; None is all

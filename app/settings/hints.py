@@ -15,8 +15,9 @@ NUMBER_PROBLEMS = ("greater_than", "less_than", "int_", "float_", "finite_number
 
 
 def nearest(name: str, known: Sequence[str]) -> list[str]:
-    """Of the names `section.key` that are known, those that may be meant by one that is not; the likeliest, none where
-    nothing is near. Section and key count each for itself: in a long section every name would be like every other."""
+    """Return, of the names `section.key` that are known, those that may be meant by one that is not; the likeliest,
+    none where nothing is near. Section and key count each for itself: in a long section every name would be like every
+    other."""
     name = SHORT_NAMES.get(name, name)
     section, _, key = name.lower().rpartition(".")
     if not section and name.partition("_")[0] in {full.partition(".")[0] for full in known}:

@@ -302,7 +302,7 @@ class Settings(_Section, BaseSettings):
 
     @property
     def tenant_places(self) -> int:
-        """Of them, those of one tenant."""
+        """Choices of one tenant under way at once, running and waiting."""
         several = len(self.server.api_keys) > 1 or self.server.keys_file is not None
         share = self.places // 2 if several else self.places
         return min(self.limits.key_requests or max(1, share), self.places)

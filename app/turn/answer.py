@@ -60,7 +60,7 @@ class Answer:
 
     @property
     def content(self) -> str:
-        """Of the text, what is said to the user."""
+        """The part of the text that is said to the user."""
         return self._parser.content
 
     @property
@@ -69,7 +69,7 @@ class Answer:
 
     @property
     def reasoning_tokens(self) -> int:
-        """Of an answer that is over: tokens of its thought, with the tags around it."""
+        """Count the tokens of thought of an answer that is over, with the tags around it."""
         if not self._parser.thought_chars:
             return 0
         return min(len(self.token_ids), bisect_right(self.text_ends, self._parser.thought_chars))

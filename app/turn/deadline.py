@@ -35,7 +35,8 @@ class Deadline:
         return asyncio.timeout(self.at_s - time.monotonic())
 
     def error(self, *, retry_after_s: float) -> ApiError:
-        """Who is to blame decides: a client that asked for less time than it takes, or a server that was too slow."""
+        """Choose the error by who is to blame: a client that asked for less time than it takes, or a server that was
+        too slow."""
         if self.by_client:
             return request_timeout(self.timeout_s)
         return overloaded(retry_after_s, message=f"The answer was not complete within {self.timeout_s:g} s.")

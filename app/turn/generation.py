@@ -89,7 +89,7 @@ class Generation(AsyncIterator[Delta]):
 
     @property
     def report(self) -> TokensBySource | None:
-        """Of the first choice that has one: it paid for the prompt, its siblings found it cached."""
+        """The report of the first choice that has one: it paid for the prompt, its siblings found it cached."""
         return next((choice.report for choice in self.choices if choice.report is not None), None)
 
     async def wait_first(self, timeout_s: float) -> None:

@@ -14,7 +14,7 @@ from engine.messages import (
 
 
 class OutputSource(Protocol):
-    """Of all choices of a request, interleaved; `engine.process.client.OutputStream`."""
+    """Outputs of all choices of a request, interleaved; `engine.process.client.OutputStream`."""
 
     def __aiter__(self) -> AsyncIterator[Output]: ...
 

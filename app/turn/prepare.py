@@ -29,7 +29,7 @@ TAIL_TOKENS = 8  # of a prompt, in which a template may open a thought
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Who asks, and what the request's headers say."""
+    """The tenant that asks, and what the request's headers say."""
 
     tenant: str
     arrived_s: float  # monotonic clock

@@ -92,7 +92,7 @@ class ContextOpener:
         return session.cuts if len(stream) > end and digest_of(stream[:end]) == session.cut_digest else []
 
     def _own_cuts(self, name: SessionName, known: list[Range]) -> list[Range]:
-        """Of the known cuts, those that the client has not made itself."""
+        """Return the known cuts that the client has not made itself."""
         return self._sessions[name].own_cuts if known else known
 
     def _begin(

@@ -216,12 +216,13 @@ class DiskLedger:
         self._again_s = now + _AGAIN_S
 
     def take_done(self) -> list[str]:
-        """Who waited for a deletion that is done, since the last call."""
+        """Return the requests that waited for a deletion that is done, since the last call."""
         done, self._done = self._done, []
         return done
 
     def take_refused(self) -> list[str]:
-        """Who waited for one that the disk would not do, since the last call. It is tried again."""
+        """Return the requests that waited for one that the disk would not do, since the last call. It is tried
+        again."""
         refused, self._refused = self._refused, []
         return refused
 

@@ -44,7 +44,7 @@ class LayerSource(Protocol):
         ...
 
     def altered(self, layer: int) -> list[BlockKey]:
-        """Those whose segments have another checksum."""
+        """Return the blocks whose segments have another checksum."""
         ...
 
 

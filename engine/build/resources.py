@@ -39,7 +39,7 @@ _V2 = _Version("memory.max", "memory.current", ("active_file", "inactive_file"))
 
 
 def memory() -> Memory:
-    """Of this process, now."""
+    """Measure the memory that this process may use, now."""
     machine = psutil.virtual_memory()
     try:
         own = _OWN.read_text(encoding="utf-8")

@@ -36,7 +36,7 @@ class Constraint:
         self._bits = np.zeros(-(-num_tokens // 32), dtype=np.int32)
 
     def allowed(self, vocab: int) -> NDArray[np.bool_]:
-        """Of the first `vocab` token ids those that may come next. None of them once the grammar has failed."""
+        """Mark which of the first `vocab` token ids may come next. None of them once the grammar has failed."""
         self._matcher.unsafe_compute_mask_ptr(self._bits.ctypes.data, self._bits.nbytes)
         if self._matcher.is_error():
             return np.zeros(vocab, dtype=np.bool_)
@@ -142,7 +142,7 @@ class GrammarCompiler:
 
 
 def first_line(message: str) -> str:
-    """Of an error of the library, without what it adds for its developers."""
+    """The message of an error of the library, without what it adds for its developers."""
     return message.strip().partition("\n")[0][:300] or "it is not understood"
 
 

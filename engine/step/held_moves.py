@@ -21,7 +21,7 @@ class Moves:
         self._seals: list[Move] = []  # decided before what is held
 
     def hold(self, moves: Sequence[Move], captured: Captured | None, pieces: list[CapturePiece]) -> None:
-        """Of a step: moves, and then its rows. What was held before must have been carried out."""
+        """Hold back what a step has left: moves, and then its rows. What was held before must have been carried out."""
         assert self._held is None
         self._held = moves, captured, pieces
 

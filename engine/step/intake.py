@@ -46,7 +46,7 @@ class Intake:
         return self._queue(request, None, now)
 
     def queue_compiled(self, now: float) -> list[Output]:
-        """Those whose grammars are compiled by now."""
+        """Return the requests whose grammars are compiled by now."""
         outputs = []
         for request, constraint in self._grammars.take():
             if isinstance(constraint, BadGrammar):

@@ -283,7 +283,7 @@ def token_logprobs(logits: Tensor, tokens: Sequence[int], counts: Sequence[int])
 
 
 def _logprobs(logits: Tensor, tokens: list[int], rows: Sequence[SampleRow]) -> dict[int, TokenLogprob]:
-    """Of the rows that asked, by row."""
+    """Log probabilities of the rows that asked for them, by row."""
     counts = {i: n for i, row in enumerate(rows) if (n := row.sampling.logprobs) is not None}
     if not counts:
         return {}

@@ -203,7 +203,7 @@ class Simulation:
 
     @property
     def digest(self) -> str:
-        """Of everything that was scheduled, and when."""
+        """A digest of everything that was scheduled, and when."""
         return self._trace.hexdigest()
 
     def run(self) -> None:

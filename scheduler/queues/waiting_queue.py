@@ -41,7 +41,7 @@ class WaitingQueue(Protocol):
         ...
 
     def best(self, skipped: Container[Sequence]) -> Sequence | None:
-        """Who starts next, if those in `skipped` cannot start now. None: nobody may pass them."""
+        """Return who starts next if those in `skipped` cannot start now. None: nobody may pass them."""
         ...
 
     def waited_for(self) -> Sequence | None:
@@ -57,7 +57,7 @@ class WaitingQueue(Protocol):
         ...
 
     def front(self) -> tuple[Sequence, ...]:
-        """Those whose order is settled, next first: they start before all others."""
+        """The sequences whose order is settled, next first: they start before all others."""
         ...
 
     def once_loaded(self) -> tuple[Sequence, ...]:
@@ -66,7 +66,7 @@ class WaitingQueue(Protocol):
         ...
 
     def near(self) -> Iterable[Sequence] | None:
-        """Those whose KV should stay in HBM for them: CaR's window. None: the order has none."""
+        """The sequences whose KV should stay in HBM for them: CaR's window. None: the order has none."""
         ...
 
     def upcoming(self) -> Line[Sequence]:
