@@ -1,1 +1,7 @@
 """Turns a schedule into tokens, in a process of its own."""
+
+import os
+
+# Must be set before transformers is imported: it looks for a package called `kernels` to fetch code from a hub, and
+# would find ours.
+os.environ.setdefault("USE_HUB_KERNELS", "NO")

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-import engine.model  # noqa: F401 - before transformers, whose import it guards
 from engine.gguf.reader import GgufFile, GgufRefused
 
 log = logging.getLogger(__name__)

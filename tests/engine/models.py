@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("USE_HUB_KERNELS", "NO")  # before transformers is imported, see engine.hf_model
+os.environ.setdefault("USE_HUB_KERNELS", "NO")  # before transformers is imported, see engine/__init__.py
 
 import torch
 from torch import Tensor, nn
