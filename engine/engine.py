@@ -17,7 +17,7 @@ from engine.session_directory import SessionDirectory
 from engine.step.choices import RunningChoices
 from engine.step.clock import StepClock
 from engine.step.compute import Computed, StepCompute
-from engine.step.held_moves import Moves
+from engine.step.held_moves import HeldMoves
 from engine.step.intake import Intake
 from engine.step.running_choice import RunningChoice
 from engine.step.sampler import BadLogits, Sampled, Sampler
@@ -63,7 +63,7 @@ class Engine:
         self._verifier = verifier
         self._directory = directory
         self._first_touch = first_touch
-        self._moves = Moves(transfer)
+        self._moves = HeldMoves(transfer)
         self._sampler = Sampler()
         self._counters = Counters()
         self._replies: list[SessionReply] = []

@@ -68,7 +68,9 @@ class Loads:
         self._disk.hold(load.key for load in blocks if load.extent is not None)
         context.job = self._orders.next_job()
         noted = self._noted(context, blocks)
-        self.under_way[context.job] = replace(noted, seemed_fast=self._expected_s(noted) <= self._deadline_s(noted))
+        self.under_way[context.job] = replace(
+            noted, seemed_fast=self._expected_s(noted) <= self._worth_waiting_s(noted)
+        )
         self._orders.add(LoadBlocks(context.job, context.request_id, tuple(blocks)))
 
     def _noted(self, context: RunningContext, blocks: Sequence[BlockLoad]) -> Load:
@@ -89,7 +91,7 @@ class Loads:
             if not progress.layers and load.seemed_fast:
                 # Others' loads may have told meanwhile what the disk is like; what they tell wavers.
                 left_s = max(left_s, self._expected_s(load) / _WAVERS)
-            if left_s > self._deadline_s(load):
+            if left_s > self._worth_waiting_s(load):
                 self._given_up.add(job_id)
                 self._orders.add(AbandonLoad(job_id))
 
@@ -99,7 +101,7 @@ class Loads:
         progress = self._progress(context.job) if load is not None and context.job is not None else None
         if load is None or load.first is None or progress is None:
             return math.inf
-        return self._deadline_s(load) - progress.silent_s
+        return self._worth_waiting_s(load) - progress.silent_s
 
     def is_fetch_late(self, context: RunningContext) -> bool:
         """A request whose turn has come waits for a fetch into DRAM. Whether it has waited for as long as computing
@@ -120,7 +122,8 @@ class Loads:
         context.skips_disk, context.miss_reason = True, "load_late"
         return True
 
-    def _deadline_s(self, load: Load) -> float:
+    def _worth_waiting_s(self, load: Load) -> float:
+        """Return how long a load may take before computing what it reads off the disk is faster; inf without any."""
         if load.first is None:
             return math.inf
         end = max(block.position + block.num_rows for block in load.blocks)

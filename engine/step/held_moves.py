@@ -9,7 +9,7 @@ from cache.transfer.transfer import Transfer
 _MOST_SEALS = 256  # of what waits: some milliseconds at the end of an answer
 
 
-class Moves:
+class HeldMoves:
     """What a step leaves is held back until its tokens are under way, which nobody shall have to wait for; whatever is
     decided later comes behind it, for it may seal or overwrite what those rows belong to. Blocks that kernels have
     saved by themselves may be sealed together at the end of an answer: between two steps, threads of the kernels wait

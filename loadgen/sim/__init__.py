@@ -16,7 +16,7 @@ from dataclasses import replace
 from loadgen.sim.books import check
 from loadgen.sim.future import NextTurns
 from loadgen.sim.machine import Config, Costs, Machine
-from loadgen.sim.policies import POLICIES
+from loadgen.sim.policies import SIMULATED_POLICIES
 from loadgen.sim.result import Result, summarize
 from loadgen.sim.simulated_server import SimulatedServer
 from loadgen.sim.store import BrokenBooks
@@ -29,8 +29,8 @@ __all__ = ["BrokenBooks", "Config", "Costs", "Machine", "Result", "TurnRecord", 
 def simulate(workload: Sequence[Conversation], machine: Machine, config: Config) -> Result:
     """Run all conversations to their end. Deterministic. Raises ValueError for an unknown policy or if no turn is left
     after the warm-up, and BrokenBooks if bytes, counts or tokens do not add up at the end."""
-    if config.policy not in POLICIES:
-        raise ValueError(f"no policy {config.policy!r}; there are {', '.join(POLICIES)}")
+    if config.policy not in SIMULATED_POLICIES:
+        raise ValueError(f"no policy {config.policy!r}; there are {', '.join(SIMULATED_POLICIES)}")
     return _run(SimulatedServer(workload, machine, config))
 
 

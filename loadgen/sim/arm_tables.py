@@ -14,9 +14,9 @@ from rich.table import Table
 from loadgen.sim import Config, Costs, Machine, presets, simulate_belady
 from loadgen.sim import simulate as run
 from loadgen.sim.machine import Truncation
-from loadgen.sim.policies import POLICIES
+from loadgen.sim.policies import SIMULATED_POLICIES
 
-DEFAULT = "lookahead"  # the server's policy for its lower tiers
+DEFAULT = "lookahead"  # the server's own policy
 LOADS = {"saturated": presets.saturated, "unsaturated": presets.unsaturated}
 
 
@@ -50,12 +50,12 @@ def simulate(
     seed: int,
     progress: Callable[[str], None],
 ) -> dict[str, Any]:
-    """Simulate recomputation and every policy: keys of POLICIES, default, belady, unbounded. sessions_per_s: None for
-    the load's own rate. Raises ValueError for unknown names."""
+    """Simulate recomputation and every policy: keys of SIMULATED_POLICIES, default, belady, unbounded. sessions_per_s:
+    None for the load's own rate. Raises ValueError for unknown names."""
     _known("load", load, LOADS)
     _known("truncation", truncation, get_args(Truncation))
     for policy in policies:
-        _known("policy", policy, ("default", *POLICIES, "belady", "unbounded"))
+        _known("policy", policy, ("default", *SIMULATED_POLICIES, "belady", "unbounded"))
     rate = {} if sessions_per_s is None else {"rate_per_s": sessions_per_s}
     workload = LOADS[load](sessions=sessions, seed=seed, **rate)
     base = Config(answer_share=0.0, truncation=cast(Truncation, truncation), warmup_turns=warmup_turns)

@@ -79,7 +79,7 @@ class Config:
     """The server's configuration and the warm-up. The defaults are those of the AttentionStore paper."""
 
     reuse: bool = True  # False: every prompt is computed (the paper's RE)
-    policy: str = "lookahead"  # a key of loadgen.sim.policies.POLICIES
+    policy: str = "lookahead"  # a key of loadgen.sim.policies.SIMULATED_POLICIES
     scheduler: str = "fcfs"  # fcfs | priority | car, as `scheduler.queues.make_queue.make_queue` knows them
     car_window: int = 8
     granule_tokens: int = 0  # what moves between tiers at once; 0: the whole session, as in the paper; 32: a block

@@ -18,7 +18,7 @@ from loadgen.sim.context_window import ContextWindow
 from loadgen.sim.disk import Disk
 from loadgen.sim.future import ByNextTurn, NextTurns
 from loadgen.sim.machine import Config, Machine
-from loadgen.sim.policies import POLICIES
+from loadgen.sim.policies import SIMULATED_POLICIES
 from loadgen.sim.store import SimulatedStore
 from loadgen.sim.turn import LiveSession, LiveTurn, TurnRecord
 from loadgen.virtual.greedy import greedy
@@ -59,7 +59,7 @@ class SimulatedServer:
         self.marks: list[tuple[float, float]] = []  # (seconds, busy seconds) at every start
         self._future = future
         self.store = SimulatedStore(
-            policy=POLICIES[config.policy] if future is None else lambda returns: ByNextTurn(future),
+            policy=SIMULATED_POLICIES[config.policy] if future is None else lambda returns: ByNextTurn(future),
             kv_bytes_per_token=machine.kv_bytes_per_token,
             granule_tokens=config.granule_tokens,
             eviction_window=config.eviction_window,

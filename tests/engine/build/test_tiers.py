@@ -33,7 +33,7 @@ def tiered(path: Path, **changes: Any) -> Driver:
     driver = Driver(path, **settings)
     assert driver.engine.model.max_context == WINDOW
     driver.cache.rates.load_s = lambda direction, num_bytes: 0.0  # type: ignore[method-assign]
-    driver.cache._loads._deadline_s = lambda load: math.inf  # type: ignore[method-assign]
+    driver.cache._loads._worth_waiting_s = lambda load: math.inf  # type: ignore[method-assign]
     driver.cache._loads.is_fetch_late = lambda context: False  # type: ignore[method-assign]  # a step is a second here
     return driver
 

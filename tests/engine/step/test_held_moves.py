@@ -6,7 +6,7 @@ import pytest
 
 from cache.moves import CapturePiece, DeleteExtents, SealSlot
 from cache.transfer.capture import Captured
-from engine.step.held_moves import _MOST_SEALS, Moves
+from engine.step.held_moves import _MOST_SEALS, HeldMoves
 
 
 class Recorder:
@@ -22,7 +22,7 @@ class Recorder:
 
 def test_what_a_step_leaves_waits_and_comes_before_everything_decided_later() -> None:
     recorder = Recorder()
-    moves = Moves(recorder)  # type: ignore[arg-type]
+    moves = HeldMoves(recorder)  # type: ignore[arg-type]
     taken, sealed = DeleteExtents(1, (), None), SealSlot(1, 0, 32)
     captured, pieces = Captured(), [CapturePiece(0, 0, 0, 1)]
     moves.hold([taken], captured, pieces)
@@ -39,7 +39,7 @@ def test_what_a_step_leaves_waits_and_comes_before_everything_decided_later() ->
 
 
 def test_a_step_is_not_forgotten_for_the_next() -> None:
-    moves = Moves(Recorder())  # type: ignore[arg-type]
+    moves = HeldMoves(Recorder())  # type: ignore[arg-type]
     moves.hold([], None, [])
     with pytest.raises(AssertionError):
         moves.hold([], None, [])
@@ -50,14 +50,14 @@ def test_what_broke_is_not_tried_again() -> None:
         def save(self, captured: Any, pieces: Any) -> None:
             raise OSError("no room")
 
-    moves = Moves(Broken())  # type: ignore[arg-type]
+    moves = HeldMoves(Broken())  # type: ignore[arg-type]
     moves.hold([], None, [])
     with pytest.raises(OSError, match="no room"):
         moves.carry_out()
     moves.carry_out()
 
 
-def recorded(moves: Moves, **seals: bool) -> list[Any]:
+def recorded(moves: HeldMoves, **seals: bool) -> list[Any]:
     """What reaches the transfer when `carry_out` is called with these."""
     recorder = moves._transfer
     assert isinstance(recorder, Recorder)
@@ -67,7 +67,7 @@ def recorded(moves: Moves, **seals: bool) -> list[Any]:
 
 
 def test_seals_that_may_wait_are_carried_out_before_all_that_comes_later() -> None:
-    moves = Moves(Recorder())  # type: ignore[arg-type]
+    moves = HeldMoves(Recorder())  # type: ignore[arg-type]
     seals = [SealSlot(n, n, 32) for n in range(4)]
     moves.carry_out(seals[:1], seals_may_wait=True)
     moves.hold(seals[1:2], None, [])
@@ -82,7 +82,7 @@ def test_seals_that_may_wait_are_carried_out_before_all_that_comes_later() -> No
 @pytest.mark.parametrize("captured", [None, Captured()])
 @pytest.mark.parametrize("move", [SealSlot(9, 9, 32), DeleteExtents(1, (), None)])
 def test_only_seals_wait_and_only_where_the_rows_are_saved(captured: Captured | None, move: Any) -> None:
-    moves = Moves(Recorder())  # type: ignore[arg-type]
+    moves = HeldMoves(Recorder())  # type: ignore[arg-type]
     first = SealSlot(1, 0, 32)
     moves.carry_out([first], seals_may_wait=True)
     moves.hold([move], captured, [])
@@ -94,7 +94,7 @@ def test_only_seals_wait_and_only_where_the_rows_are_saved(captured: Captured | 
 
 def test_not_any_number_of_seals_waits() -> None:
     recorder = Recorder()
-    moves = Moves(recorder)  # type: ignore[arg-type]
+    moves = HeldMoves(recorder)  # type: ignore[arg-type]
     for n in range(_MOST_SEALS + 1):
         assert recorder.calls == []
         moves.carry_out([SealSlot(n, n, 32)], seals_may_wait=True)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from loadgen.sim import Config, Costs, Machine, simulate
 from loadgen.sim.disk import Disk
-from loadgen.sim.policies import POLICIES
+from loadgen.sim.policies import SIMULATED_POLICIES
 from loadgen.sim.store import SimulatedStore
 from loadgen.workloads.workload import Conversation, Turn
 
@@ -35,7 +35,7 @@ WORKLOADS = st.lists(st.tuples(st.floats(0, 5, allow_nan=False), TURNS), min_siz
 CONFIGS = st.builds(
     Config,
     reuse=st.booleans(),
-    policy=st.sampled_from(["lru", "fifo", "lookahead", "first-come"]),
+    policy=st.sampled_from(list(SIMULATED_POLICIES)),
     scheduler=st.sampled_from(["fcfs", "priority", "car", "car-hidden"]),
     granule_tokens=st.sampled_from([0, 16]),
     truncation=st.sampled_from(["decoupled", "coupled"]),
@@ -202,7 +202,7 @@ def test_look_ahead_keeps_a_part_of_a_rotation_and_lru_nothing():
 def test_who_comes_back_is_the_last_in_line_or_has_kept_its_place(policy, left):
     """Room for two: d displaces a, a coming back displaces b, and e the first of d and a."""
     store = SimulatedStore(
-        policy=POLICIES[policy], kv_bytes_per_token=1.0, granule_tokens=0, eviction_window=False,
+        policy=SIMULATED_POLICIES[policy], kv_bytes_per_token=1.0, granule_tokens=0, eviction_window=False,
         hbm_bytes=0, dram_bytes=100, disk_bytes=0,
     )  # fmt: skip
     for name in "abdae":
@@ -267,7 +267,7 @@ def test_what_cannot_be_simulated_is_refused():
 
 def test_a_cut_inside_a_block_is_refused():
     store = SimulatedStore(
-        policy=POLICIES["lru"], kv_bytes_per_token=1.0,
+        policy=SIMULATED_POLICIES["lru"], kv_bytes_per_token=1.0,
         granule_tokens=16, eviction_window=False, hbm_bytes=0, dram_bytes=1000, disk_bytes=0,
     )  # fmt: skip
     store.save("a", 40, 0, 0.0)
