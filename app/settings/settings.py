@@ -76,7 +76,12 @@ class CacheSettings(_Section):
     )
     policy: Literal["lookahead", "lru", "fifo"] = Field("lookahead", description="what leaves a full tier first")
     hbm_tokens: int = Field(0, ge=0, le=1 << 31, description="tokens of KV in HBM; 0: from free memory")
-    ttl_s: float = Field(86_400.0, gt=0, le=1e9, description="a session is forgotten this long after its last use")
+    ttl_s: float = Field(
+        86_400.0,
+        gt=0,
+        le=1e9,
+        description="KV and transcript of a session are deleted this long after its last use; pinned ones stay",
+    )
     max_sessions: int = Field(10_000, ge=1, le=10_000_000, description="sessions the engine keeps track of")
     dram_gib: Annotated[float, Field(ge=0, le=1 << 16)] | Literal["auto"] = Field(
         "auto", description="KV in DRAM; auto: a share of free memory; 0 turns the tier off"
@@ -97,7 +102,9 @@ class CacheSettings(_Section):
     read_buffer_layers: int = Field(
         -1, ge=-1, le=4096, description="layers loaded before a request's turn has come; -1: all, 0: none"
     )
-    granularity: Literal["session", "block"] = Field("session", description="what leaves a tier as one")
+    granularity: Literal["session", "block"] = Field(
+        "session", description="what leaves a tier as one; only lookahead heeds it"
+    )
     truncation: Literal["auto", "disabled"] = Field(
         "auto", description="a full window: drop the earliest history, or answer 400"
     )

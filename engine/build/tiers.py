@@ -156,7 +156,7 @@ def _opened(disk: ExtentStore, directory: str) -> tuple[Sequence[ExtentInfo], Se
 
 
 def policy_factory(name: str, granularity: str) -> PolicyFactory:
-    """A new policy per tier."""
+    """Return what makes the policy of one tier. granularity: only lookahead knows it."""
     if name == "lookahead" and granularity == "block":
         return lambda returns: LookaheadPolicy(returns, granularity="block")
     return POLICIES[name]

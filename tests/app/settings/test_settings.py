@@ -1,9 +1,11 @@
 from pathlib import Path
+from typing import get_args
 
 import msgspec
 import pytest
 
 from app.settings.settings import CacheSettings, Settings, SettingsError, known_settings, load_settings, stray_variables
+from cache.policies import POLICIES
 from model.directories import source_of
 
 
@@ -165,6 +167,10 @@ def test_every_setting_reaches_something_and_is_described():
     names = dict(known_settings())
     assert len(names) > 25
     assert all(field.description for field in names.values())
+
+
+def test_every_eviction_policy_can_be_chosen():
+    assert set(get_args(CacheSettings.model_fields["policy"].annotation)) == set(POLICIES)
 
 
 def test_the_engine_is_told_what_was_set():
