@@ -17,7 +17,6 @@ from app.cli import cache_command as cache_cli
 from app.cli import doctor
 from app.cli import keys_command as keys_cli
 from app.cli.ready_panel import panel
-from app.cli.simulate import simulate
 from app.conversations.redis_store import RedisStoreUnavailable
 from app.http.server import HttpServer, log_failure
 from app.main import create_app
@@ -131,7 +130,13 @@ def examine(
         raise typer.Exit(1)
 
 
-cli.command()(simulate)
+@cli.command("simulate", context_settings=ANY_SETTING, add_help_option=False)
+def simulate_policies(context: typer.Context) -> None:
+    """Estimate what caching would save. With --trace, replays eviction policies on a recorded trace; otherwise
+    simulates a whole server like those of the papers, comparing every policy with recomputation."""
+    from loadgen.simulate_command import main as simulate
+
+    simulate(context.args)
 
 
 @cli.command("convert")

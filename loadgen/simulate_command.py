@@ -1,0 +1,149 @@
+"""`reprise simulate`: compares eviction policies, on a recorded trace or on a simulated server."""
+
+import json
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from typer import Option
+
+from loadgen.blocks import hit_tables
+from loadgen.measure.load_run import check_writable, save
+from loadgen.options import grouped, refuse_given
+from loadgen.sim import Machine, arm_tables, calibrate
+
+_OF_MODEL = {"model", "dram_gb", "disk_gb"}
+
+console = Console(stderr=True, highlight=False, soft_wrap=True)
+cli = typer.Typer(add_completion=False)
+
+
+@dataclass(frozen=True, slots=True)
+class ServerOptions:
+    """Options of the full mode, which simulates a whole server."""
+
+    model: Annotated[str, Option(help="Full mode: a model of the papers.")] = "llama-13b"
+    server: Annotated[
+        str, Option(help="Full mode: instead of a model, a running Reprise, as it has measured itself (URL).")
+    ] = ""
+    api_key: Annotated[str, Option(envvar="OPENAI_API_KEY", show_envvar=True, help="Of --server.")] = ""
+    machine: Annotated[
+        Path | None, Option(help="Full mode: instead of a model, the machine of an earlier result (--out).")
+    ] = None
+    load: Annotated[str, Option(help="Full mode: saturated or unsaturated.")] = "saturated"
+    sessions_per_s: Annotated[
+        float | None, Option(min=1e-6, help="Full mode: conversations that begin. Default: the load's own.")
+    ] = None
+    sessions: Annotated[int, Option(min=1, help="Full mode: so many conversations.")] = 9000
+    dram_gb: Annotated[float, Option(min=0, help="Full mode, with --model.")] = 128.0
+    disk_gb: Annotated[float, Option(min=0, help="Full mode, with --model.")] = 10_000.0
+    truncation: Annotated[str, Option(help="Full mode: decoupled, or coupled (a cut loses what is saved).")] = (
+        "decoupled"
+    )
+    warmup_turns: Annotated[int, Option(min=0, help="Full mode: the first turns do not count.")] = 10_000
+    seed: Annotated[int, Option(help="Full mode: of the workload.")] = 0
+
+    def refuse_unused(self, context: typer.Context) -> None:
+        """Refuse what describes another machine than the one that is simulated. Raises ValueError."""
+        if self.server:
+            refuse_given(context, {*_OF_MODEL, "machine"}, "with --server")
+        elif self.machine is not None:
+            refuse_given(context, {*_OF_MODEL, "api_key"}, "with --machine")
+        else:
+            refuse_given(context, {"api_key"}, "without --server")
+
+    def find_machine(self) -> Machine:
+        """Return the machine that a running server has measured itself to be, that of an earlier result, or that of a
+        model of the papers. Raises ValueError, OSError."""
+        if self.server:
+            return calibrate.from_server(self.server, api_key=self.api_key)
+        if self.machine is not None:
+            return arm_tables.read_machine(self.machine)
+        return arm_tables.preset(self.model, self.load, dram_bytes=self.dram_gb * 1e9, disk_bytes=self.disk_gb * 1e9)
+
+
+def main(words: list[str]) -> None:
+    """Run `reprise simulate` with these arguments, then end the program."""
+    cli(args=words, prog_name="reprise simulate")
+
+
+@cli.command()
+@grouped
+def simulate(
+    context: typer.Context,
+    trace: Annotated[
+        Path | None, Option(help="Requests with the names of their blocks (Mooncake's JSON lines): block mode.")
+    ] = None,
+    capacity_tokens: Annotated[str, Option(help="Block mode: room for so many tokens; several with commas.")] = "",
+    policies: Annotated[
+        str, Option(help="Keys of the setting cache.policy, default, belady, unbounded; with commas.")
+    ] = "lru,fifo,belady,default",
+    score_from: Annotated[
+        float, Option(min=0.0, max=1.0, help="Block mode: share of the requests that warm up.")
+    ] = 0.0,
+    *,
+    server: ServerOptions,
+    out: Annotated[Path | None, Option(help="JSON file for the result.")] = None,
+    figure: Annotated[Path | None, Option(help="Block mode: PNG file; needs matplotlib.")] = None,
+) -> None:
+    """Estimate what caching would save. With --trace, replays eviction policies on a recorded trace; otherwise
+    simulates a whole server like those of the papers, comparing every policy with recomputation."""
+    names = list(dict.fromkeys(policy.strip() for policy in policies.split(",")))
+    try:
+        check_writable(out, figure, read=(trace, server.machine))
+        if trace is not None:
+            refuse_given(context, [field.name for field in fields(ServerOptions)], "with --trace")
+            result, shown = _replay_blocks(trace, _counts("--capacity-tokens", capacity_tokens), names, score_from)
+        else:
+            refuse_given(context, {"capacity_tokens", "score_from", "figure"}, "without --trace")
+            server.refuse_unused(context)
+            result, shown = _run_servers(server, names)
+        if out is not None:
+            save(json.dumps(result, indent=1) + "\n", out)
+        if figure is not None:
+            hit_tables.draw(result, figure)
+    except (OSError, ValueError, ImportError) as error:
+        console.print(f"reprise simulate: {error}", markup=False)
+        raise typer.Exit(2) from None
+    for table in shown:
+        Console().print(table)
+
+
+def _replay_blocks(
+    trace: Path, capacities: list[int], policies: list[str], score_from: float
+) -> tuple[dict[str, Any], list[Table]]:
+    """Block mode: the hit rate of every policy at every capacity, and its table."""
+    result = hit_tables.simulate(
+        trace,
+        capacities=capacities,
+        policies=policies,
+        score_from=score_from,
+        progress=lambda policy, capacity: console.print(f"{policy}, {capacity:,} tokens"),
+    )
+    return result, [hit_tables.table(result)]
+
+
+def _run_servers(server: ServerOptions, policies: list[str]) -> tuple[dict[str, Any], list[Table]]:
+    """Full mode: a server under every policy, and their tables."""
+    result = arm_tables.simulate(
+        machine=server.find_machine(),
+        policies=policies,
+        load=server.load,
+        sessions=server.sessions,
+        sessions_per_s=server.sessions_per_s,
+        truncation=server.truncation,
+        warmup_turns=server.warmup_turns,
+        seed=server.seed,
+        progress=console.print,
+    )
+    return result, arm_tables.shown(result)
+
+
+def _counts(option: str, text: str) -> list[int]:
+    """Parse whole numbers separated by commas. Raises ValueError."""
+    if not all(part.strip().isdecimal() for part in text.split(",")):
+        raise ValueError(f"{option} takes whole numbers with commas between them, not {text!r}")
+    return list(dict.fromkeys(int(part) for part in text.split(",")))
