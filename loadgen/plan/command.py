@@ -1,21 +1,65 @@
 """`reprise plan`: DRAM and disk for a target hit rate, with TTFT and cost."""
 
 import json
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 import typer
 from rich.console import Console
+from typer import Option
 
 from loadgen.measure.load_run import check_writable, save
 from loadgen.measure.summary import Prices
-from loadgen.options import refuse_given
+from loadgen.options import grouped, refuse_given
 from loadgen.plan import plan
 from loadgen.workloads.synthetic import Distribution
 
 console = Console(stderr=True, highlight=False)
 cli = typer.Typer(add_completion=False)
-WORKLOAD, LENGTHS, COST, OUTPUT = "The workload", "Conversations that are not of a trace", "Cost", "Output"
+
+
+@dataclass(frozen=True, slots=True)
+class WorkloadOptions:
+    panel: ClassVar = "The workload"
+
+    trace: Annotated[Path | None, Option(help="Requests with the names of their blocks.")] = None
+    sessions_per_s: Annotated[
+        float, Option(min=1e-6, max=1e6, help="Conversations that begin a second (no trace).")
+    ] = 1.0
+    model: Annotated[str, Option(help="A preset, or a directory with a config.json.")] = "llama-13b"
+    target: Annotated[float, Option(min=0.0, max=1.0, help="Target hit rate, as a share of the best one.")] = 0.9
+    dram_gb: Annotated[float, Option(min=0, help="Most DRAM per machine; whatever exceeds it is kept on disk.")] = 128.0
+
+
+@dataclass(frozen=True, slots=True)
+class ConversationOptions:
+    panel: ClassVar = "Conversations that are not of a trace"
+
+    ttl: Annotated[float, Option(min=1e-3, help="Seconds that KV is kept after its last use.")] = 3600.0
+    sessions: Annotated[int, Option(min=0, help="How many are simulated. 0: for twice the TTL, 1,500 at most.")] = 0
+    think: Annotated[str, Option(help="As in reprise load.")] = "lognormal:24,1.05"
+    mean_turns: Annotated[float, Option()] = 5.75
+    over_2k: Annotated[float, Option("--over-2k")] = 0.47
+    over_4k: Annotated[float, Option("--over-4k")] = 0.30
+    seed: Annotated[int, Option()] = 0
+
+
+@dataclass(frozen=True, slots=True)
+class PriceOptions:
+    panel: ClassVar = "Cost"
+
+    gpu_price: Annotated[float, Option(min=0, help="$ an hour.")] = 5.0
+    dram_price: Annotated[float, Option(min=0, help="$ an hour and GB.")] = 0.0088
+    ssd_price: Annotated[float, Option(min=0, help="$ an hour and GB.")] = 0.000082
+
+
+@dataclass(frozen=True, slots=True)
+class OutputOptions:
+    panel: ClassVar = "Output"
+
+    out: Annotated[Path | None, Option(help="JSON file for the result.")] = None
+    figure: Annotated[Path | None, Option(help="PNG file; needs matplotlib.")] = None
 
 
 def main(words: list[str]) -> None:
@@ -24,76 +68,59 @@ def main(words: list[str]) -> None:
 
 
 @cli.command()
+@grouped
 def plan_command(
     context: typer.Context,
-    trace: Annotated[
-        Path | None, typer.Option(help="Requests with the names of their blocks.", rich_help_panel=WORKLOAD)
-    ] = None,
-    sessions_per_s: Annotated[
-        float,
-        typer.Option(min=1e-6, max=1e6, help="Conversations that begin a second (no trace).", rich_help_panel=WORKLOAD),
-    ] = 1.0,
-    model: Annotated[
-        str, typer.Option(help="A preset, or a directory with a config.json.", rich_help_panel=WORKLOAD)
-    ] = "llama-13b",
-    ttl: Annotated[
-        float, typer.Option(min=1e-3, help="Seconds that KV is kept after its last use.", rich_help_panel=LENGTHS)
-    ] = 3600.0,
-    sessions: Annotated[
-        int,
-        typer.Option(
-            min=0, help="How many are simulated. 0: for twice the TTL, 1,500 at most.", rich_help_panel=LENGTHS
-        ),
-    ] = 0,
-    think: Annotated[str, typer.Option(help="As in reprise load.", rich_help_panel=LENGTHS)] = "lognormal:24,1.05",
-    mean_turns: Annotated[float, typer.Option(rich_help_panel=LENGTHS)] = 5.75,
-    over_2k: Annotated[float, typer.Option("--over-2k", rich_help_panel=LENGTHS)] = 0.47,
-    over_4k: Annotated[float, typer.Option("--over-4k", rich_help_panel=LENGTHS)] = 0.30,
-    seed: Annotated[int, typer.Option(rich_help_panel=LENGTHS)] = 0,
-    target: Annotated[
-        float,
-        typer.Option(min=0.0, max=1.0, help="Target hit rate, as a share of the best one.", rich_help_panel=WORKLOAD),
-    ] = 0.9,
-    dram_gb: Annotated[
-        float,
-        typer.Option(
-            min=0, help="Most DRAM per machine; whatever exceeds it is kept on disk.", rich_help_panel=WORKLOAD
-        ),
-    ] = 128.0,
-    gpu_price: Annotated[float, typer.Option(min=0, help="$ an hour.", rich_help_panel=COST)] = 5.0,
-    dram_price: Annotated[float, typer.Option(min=0, help="$ an hour and GB.", rich_help_panel=COST)] = 0.0088,
-    ssd_price: Annotated[float, typer.Option(min=0, help="$ an hour and GB.", rich_help_panel=COST)] = 0.000082,
-    out: Annotated[Path | None, typer.Option(help="JSON file for the result.", rich_help_panel=OUTPUT)] = None,
-    figure: Annotated[Path | None, typer.Option(help="PNG file; needs matplotlib.", rich_help_panel=OUTPUT)] = None,
+    workload: WorkloadOptions,
+    drawn: ConversationOptions,
+    prices: PriceOptions,
+    output: OutputOptions,
 ) -> None:
     """Show how much DRAM and disk a workload needs, and what it gains by them."""
-    prices = Prices(gpu=gpu_price, dram=dram_price, ssd=ssd_price)
-
-    def progress(stored_gb: float) -> None:
-        console.print(f"{plan.amount(stored_gb)} GB")
-
     try:
-        check_writable(out, figure, read=(trace,))
-        machine = plan.machine_of(model)
-        if trace is not None:
-            drawn = {"ttl", "sessions_per_s", "sessions", "think", "mean_turns", "over_2k", "over_4k", "seed"}
-            refuse_given(context, drawn, "with --trace")
-            found = plan.of_trace(
-                trace, machine, dram_gb=dram_gb, target=target, prices=prices, progress=progress
-            )  # fmt: skip
-        else:
-            found = plan.of_distribution(
-                machine, sessions=sessions, sessions_per_s=sessions_per_s, ttl_s=ttl, think_time=think,
-                distribution=Distribution(mean_turns=mean_turns, over_2k=over_2k, over_4k=over_4k), seed=seed,
-                dram_gb=dram_gb, target=target, prices=prices, progress=progress,
-            )  # fmt: skip
-        if out is not None:
-            save(json.dumps(found.figures(), indent=1) + "\n", out)
-        if figure is not None:
-            plan.draw(found, figure)
+        check_writable(output.out, output.figure, read=(workload.trace,))
+        if workload.trace is not None:
+            without_effect = {"sessions_per_s", *(field.name for field in fields(ConversationOptions))}
+            refuse_given(context, without_effect, "with --trace")
+        found = _plan(workload, drawn, Prices(gpu=prices.gpu_price, dram=prices.dram_price, ssd=prices.ssd_price))
+        if output.out is not None:
+            save(json.dumps(found.figures(), indent=1) + "\n", output.out)
+        if output.figure is not None:
+            plan.draw(found, output.figure)
     except (ImportError, OSError, ValueError) as error:
         console.print(f"reprise plan: {error}", markup=False)
         raise typer.Exit(2) from None
     Console().print(plan.table(found))
     for note in found.notes:
         console.print(f"{note}.", markup=False)
+
+
+def _plan(workload: WorkloadOptions, drawn: ConversationOptions, prices: Prices) -> plan.Plan:
+    """Plan for the trace, if there is one, or for conversations that are drawn. Raises ValueError, OSError."""
+
+    def progress(stored_gb: float) -> None:
+        console.print(f"{plan.amount(stored_gb)} GB")
+
+    machine = plan.machine_of(workload.model)
+    if workload.trace is not None:
+        return plan.of_trace(
+            workload.trace,
+            machine,
+            dram_gb=workload.dram_gb,
+            target=workload.target,
+            prices=prices,
+            progress=progress,
+        )
+    return plan.of_distribution(
+        machine,
+        sessions=drawn.sessions,
+        sessions_per_s=workload.sessions_per_s,
+        ttl_s=drawn.ttl,
+        think_time=drawn.think,
+        distribution=Distribution(mean_turns=drawn.mean_turns, over_2k=drawn.over_2k, over_4k=drawn.over_4k),
+        seed=drawn.seed,
+        dram_gb=workload.dram_gb,
+        target=workload.target,
+        prices=prices,
+        progress=progress,
+    )
