@@ -5,6 +5,7 @@ import logging
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import dataclass, fields
 from typing import Any
 
 from fastapi import FastAPI
@@ -23,7 +24,7 @@ from app.observe.answer_log import AnswerLog
 from app.observe.live import Live
 from app.observe.logs import EngineOutput
 from app.observe.metrics import Metrics
-from app.observe.tracing import make_tracer
+from app.observe.tracing import NoTracer, OtelTracer, make_tracer
 from app.settings.settings import GIB, Settings
 from app.state_dir import SecretKeeper, load_tenant_secret, weakness
 from app.tenancy.key_file import follow_keys, load_keys
@@ -47,34 +48,51 @@ EXPOSED_HEADERS = (
 log = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What the app consists of. Routes find each part under its name in `app.state`."""
+
+    settings: Settings
+    engine: EnginePort
+    keyring: Keyring
+    secret_keeper: SecretKeeper
+    text_thread: TextThread
+    readiness: Readiness
+    sessions: SessionCommands
+    quotas: Quotas
+    service: TurnService
+    responses: Responses
+    metrics: Metrics
+    live: Live
+    tracer: NoTracer | OtelTracer
+
+
 def create_app(settings: Settings, *, engine: EnginePort | None = None) -> FastAPI:
     """The app, with an engine process of its own unless one is given. Nothing runs before its lifespan starts.
 
     Makes the state directory. Raises OSError, ValueError for a damaged secret, KeyFileError, TracingUnavailable or
     RedisStoreUnavailable.
     """
+    parts = compose(settings, engine)
+    # Bodies are read and validated by hand, so a generated description of them would be wrong.
+    app = FastAPI(title="Reprise", lifespan=lambda _: lifespan(parts), openapi_url=None, redirect_slashes=False)
+    for part in fields(parts):
+        setattr(app.state, part.name, getattr(parts, part.name))
+    add_routes(app)
+    add_middleware(app, parts)
+    return app
+
+
+def compose(settings: Settings, engine: EnginePort | None) -> Parts:
+    """Make every part and hand each the others that it needs. Raises what `create_app` does."""
     keyring = make_keyring(settings)
     tracer = make_tracer(settings.server.traces_endpoint, version())
     secret = load_tenant_secret(settings.state_dir)
-    keeper = SecretKeeper(settings.state_dir, secret)
     if (weak := weakness(settings.state_dir)) is not None:
         log.warning("%s; %s", *weak)
     if engine is None:
-        json_lines: dict[str, Any] = {"echo": EngineOutput(_write)} if settings.server.log_format == "json" else {}
-        engine = EngineClient(
-            config=settings.engine_config(secret),
-            start_timeout_s=settings.engine.start_timeout_s,
-            hang_timeout_s=settings.engine.hang_timeout_s,
-            **json_lines,
-        )
-    transcripts = Transcripts(
-        path=settings.state_dir / "transcripts.sqlite3",
-        max_bytes=settings.cache.transcript_mib << 20,
-        ttl_s=settings.cache.ttl_s,
-        max_answers_per_prompt=settings.cache.answers_per_prompt,
-    )
-    text_thread = TextThread(transcripts)
-
+        engine = make_engine(settings, secret)
+    text_thread = TextThread(make_transcripts(settings))
     metrics = Metrics(engine=engine, active=lambda: len(service.generations))
     live = Live(engine=engine, places=settings.limits.watchers)
     observers: list[TurnObserver] = [metrics, live, tracer]
@@ -91,71 +109,112 @@ def create_app(settings: Settings, *, engine: EnginePort | None = None) -> FastA
         readiness=readiness,
         sessions=sessions,
         transcripts=text_thread,
-        places=Places(
-            places=settings.places,
-            tenant_places=settings.tenant_places,
-            running=settings.scheduler.max_seqs,
-            limits=keyring.limits,
-        ),
+        places=make_places(settings, keyring),
         quotas=quotas,
         observer=Observers(observers),
     )
-    remembered = Responses(service, make_store(settings))
-    if isinstance(remembered.store, RedisStore):
-        metrics.follow(remembered.store)
+    store = make_store(settings)
+    if isinstance(store, RedisStore):
+        metrics.follow(store)
+    return Parts(
+        settings=settings,
+        engine=engine,
+        keyring=keyring,
+        secret_keeper=SecretKeeper(settings.state_dir, secret),
+        text_thread=text_thread,
+        readiness=readiness,
+        sessions=sessions,
+        quotas=quotas,
+        service=service,
+        responses=Responses(service, store),
+        metrics=metrics,
+        live=live,
+        tracer=tracer,
+    )
 
-    @asynccontextmanager
-    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        await engine.start()
-        background = (readiness.load(), text_thread.sweep_forever(), _follow_keys(settings, keyring), keeper.run())
-        tasks = [asyncio.create_task(work) for work in background]
-        try:
-            yield
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-            await remembered.close()
-            await service.close()
-            await sessions.close()
-            await quotas.close()
-            await engine.stop()
-            await text_thread.close()
-            await asyncio.to_thread(keeper.look)
-            await asyncio.to_thread(tracer.shut_down)
 
-    def count(scope: Scope, status: int) -> None:
-        # The path of the route, not of the request: a scanner must not fill the metrics with labels.
-        metrics.requests.labels(getattr(scope.get("route"), "path", "unknown"), str(status)).inc()
+@asynccontextmanager
+async def lifespan(parts: Parts) -> AsyncIterator[None]:
+    """Start the engine and what runs beside it; at the end, stop every part after those that use it."""
+    await parts.engine.start()
+    background = (
+        parts.readiness.load(),
+        parts.text_thread.sweep_forever(),
+        _follow_keys(parts.settings, parts.keyring),
+        parts.secret_keeper.run(),
+    )
+    tasks = [asyncio.create_task(work) for work in background]
+    try:
+        yield
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await parts.responses.close()
+        await parts.service.close()
+        await parts.sessions.close()
+        await parts.quotas.close()
+        await parts.engine.stop()
+        await parts.text_thread.close()
+        await asyncio.to_thread(parts.secret_keeper.look)
+        await asyncio.to_thread(parts.tracer.shut_down)
 
-    # Bodies are read and validated by hand, so a generated description of them would be wrong.
-    app = FastAPI(title="Reprise", lifespan=lifespan, openapi_url=None, redirect_slashes=False)
-    app.state.settings = settings
-    app.state.engine = engine
-    app.state.readiness = readiness
-    app.state.service = service
-    app.state.sessions = sessions
-    app.state.quotas = quotas
-    app.state.metrics = metrics
-    app.state.live = live
-    app.state.responses = remembered
+
+def add_routes(app: FastAPI) -> None:
+    """Add every endpoint, and the answers to what none of them takes."""
     modules = (*openapi.MODULES, openapi)
     for module in modules:
         app.include_router(module.router)
     install_handlers(app, [route for module in modules for route in module.router.routes])
-    app.state.keyring = keyring
-    hostnames = (settings.server.host, *settings.server.hostnames)
-    app.add_middleware(Authentication, keyring=keyring, hostnames=hostnames)
-    if settings.server.cors_origins:
+
+
+def add_middleware(app: FastAPI, parts: Parts) -> None:
+    """Add what every request passes before its route: the last one added comes first."""
+    server = parts.settings.server
+
+    def count(scope: Scope, status: int) -> None:
+        # The path of the route, not of the request: a scanner must not fill the metrics with labels.
+        parts.metrics.requests.labels(getattr(scope.get("route"), "path", "unknown"), str(status)).inc()
+
+    app.add_middleware(Authentication, keyring=parts.keyring, hostnames=(server.host, *server.hostnames))
+    if server.cors_origins:
         app.add_middleware(
             CORSMiddleware,  # in front of the keys: a browser asks without one whether it may ask
-            allow_origins=settings.server.cors_origins,
+            allow_origins=server.cors_origins,
             allow_methods=["GET", "POST", "PATCH", "DELETE"],
             allow_headers=["*"],
             expose_headers=EXPOSED_HEADERS,
         )
-    app.add_middleware(RequestContext, on_done=count, log_access=settings.server.access_log)
-    return app
+    app.add_middleware(RequestContext, on_done=count, log_access=server.access_log)
+
+
+def make_engine(settings: Settings, secret: bytes) -> EngineClient:
+    """The client of an engine process that `start` will start."""
+    json_lines: dict[str, Any] = {"echo": EngineOutput(_write)} if settings.server.log_format == "json" else {}
+    return EngineClient(
+        config=settings.engine_config(secret),
+        start_timeout_s=settings.engine.start_timeout_s,
+        hang_timeout_s=settings.engine.hang_timeout_s,
+        **json_lines,
+    )
+
+
+def make_transcripts(settings: Settings) -> Transcripts:
+    return Transcripts(
+        path=settings.state_dir / "transcripts.sqlite3",
+        max_bytes=settings.cache.transcript_mib << 20,
+        ttl_s=settings.cache.ttl_s,
+        max_answers_per_prompt=settings.cache.answers_per_prompt,
+    )
+
+
+def make_places(settings: Settings, keyring: Keyring) -> Places:
+    return Places(
+        places=settings.places,
+        tenant_places=settings.tenant_places,
+        running=settings.scheduler.max_seqs,
+        limits=keyring.limits,
+    )
 
 
 def make_store(settings: Settings) -> Store:
