@@ -1,1 +1,1 @@
-"""Where KV lives. Sans-I/O but for `transfer` and `tiers`."""
+"""Where KV lives. Sans-I/O but for `transfer` and `storage`."""

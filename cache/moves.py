@@ -1,5 +1,5 @@
-"""What the cache decides and what it is told. Plain values: `cache.transfer.transfer` carries the moves out and answers
-with events; the simulator only counts them."""
+"""The moves that the cache orders, and the events that report their end. Plain values: `cache.transfer.transfer`
+carries the moves out; the simulator only counts them."""
 
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -13,7 +13,8 @@ from cache.blocks.stored import ExtentInfo, SessionRecord, StoredBlock
 @dataclass(frozen=True, slots=True)
 class CopyRows:
     """Copy KV rows of all layers from one page to another. A source page may be reused by any later move or by the step
-    itself. Where the two positions differ, keys are un-rotated and rotated anew on the way (DESIGN "Truncation")."""
+    itself. Where the two positions differ, as after a truncation (docs/sessions.md, "When the window is full"), keys
+    are un-rotated and rotated anew on the way."""
 
     source_page: int
     source_row: int
@@ -29,7 +30,8 @@ class CopyRows:
 
 @dataclass(frozen=True, slots=True)
 class BlockLoad:
-    """One block on its way into HBM: rows 0..num_rows go to page rows `page_row`.., keys rotated for `position`.."""
+    """One block of a load. Its first `num_rows` rows go to the page's rows from `page_row` on, with keys rotated for
+    the positions from `position` on."""
 
     key: BlockKey
     num_rows: int
@@ -42,7 +44,7 @@ class BlockLoad:
 
 @dataclass(frozen=True, slots=True)
 class LoadBlocks:
-    """DRAM or disk -> HBM, layer by layer (AttentionStore §3.2.1)."""
+    """Load blocks from DRAM or disk into HBM, layer by layer (AttentionStore §3.2.1)."""
 
     job_id: int
     request_id: str
@@ -51,23 +53,23 @@ class LoadBlocks:
 
 @dataclass(frozen=True, slots=True)
 class ReleaseLoad:
-    """The request of a load has given its pages back. What the read buffer holds back comes now, for the pages are
-    pinned until the load has ended."""
+    """Finish a load whose request has given its pages back. Layers that the read buffer holds back come now, because
+    the pages stay pinned until the load has ended."""
 
     job_id: int
 
 
 @dataclass(frozen=True, slots=True)
 class AbandonLoad:
-    """What the disk has not brought of a load comes no more: to compute it is cheaper by now. Answered by Late and
-    Loaded, at once, whether the disk answers or not."""
+    """Give up what the disk has not brought of a load, because computing it has become cheaper. Answered by Late and
+    Loaded at once, whether the disk answers or not."""
 
     job_id: int
 
 
 @dataclass(frozen=True, slots=True)
 class FetchBlocks:
-    """Disk -> DRAM for a turn that is still queued (AttentionStore §3.3.1)."""
+    """Fetch blocks from disk into DRAM for a turn that is still queued (AttentionStore §3.3.1)."""
 
     job_id: int
     blocks: tuple[tuple[BlockKey, tuple[int, int], int], ...]  # key, (extent id, index), slot
@@ -75,7 +77,7 @@ class FetchBlocks:
 
 @dataclass(frozen=True, slots=True)
 class FillFromSlot:
-    """The first rows of a new block are those of an older one: copy them between DRAM slots."""
+    """Copy rows between DRAM slots: the first rows of a new block are those of an older one."""
 
     source_slot: int
     slot: int
@@ -84,7 +86,7 @@ class FillFromSlot:
 
 @dataclass(frozen=True, slots=True)
 class FillFromPage:
-    """Rows whose un-rotated keys nobody kept: un-rotate them once, in fp32, out of a pinned page."""
+    """Save rows out of a pinned page where no un-rotated keys were kept: un-rotate them once, in fp32."""
 
     page: int
     page_row: int
@@ -95,17 +97,17 @@ class FillFromPage:
 
 
 class SealSlot(NamedTuple):
-    """All that fills this slot was ordered before. Answered by Saved: only then may the slot be read or reused. Both
-    are tuples, which are made four times as fast: there are two of them for every block."""
+    """Seal a slot: everything that fills it was ordered before. Answered by Saved, and only then may the slot be read
+    or reused. Both are tuples because tuples are made four times as fast, and every block takes one of each."""
 
     ticket: int
     slot: int
-    num_rows: int  # valid ones; what stands behind them is cleared. 0: the slot is given back
+    num_rows: int  # valid rows; the slot's other rows are cleared. 0: the slot is given back
 
 
 @dataclass(frozen=True, slots=True)
 class WriteExtent:
-    """DRAM -> disk."""
+    """Write blocks from DRAM to disk, as one extent."""
 
     job_id: int
     session: SessionRecord
@@ -115,7 +117,7 @@ class WriteExtent:
 
 @dataclass(frozen=True, slots=True)
 class DeleteExtents:
-    """Answered when the bytes are gone, or will not go."""
+    """Delete extents. Answered when the bytes are gone, or when the disk has refused."""
 
     job_id: int
     extent_ids: tuple[int, ...]
@@ -124,7 +126,7 @@ class DeleteExtents:
 
 @dataclass(frozen=True, slots=True)
 class PutSession:
-    """Keep what is known of a session."""
+    """Record a session on disk."""
 
     record: SessionRecord
 
@@ -137,7 +139,7 @@ Move = CopyRows | LoadBlocks | ReleaseLoad | AbandonLoad | FetchBlocks | Save | 
 
 @dataclass(frozen=True, slots=True)
 class Transferred:
-    """Bytes that went one way, and the seconds that took."""
+    """Reports moved bytes, and the seconds that took."""
 
     direction: str  # dram_to_hbm | disk_to_hbm | disk_to_dram | hbm_to_dram | dram_to_disk
     num_bytes: int
@@ -145,12 +147,15 @@ class Transferred:
 
 
 class Saved(NamedTuple):
+    """Reports that a slot is sealed."""
+
     ticket: int
 
 
 @dataclass(frozen=True, slots=True)
 class Late:
-    """Bytes that did not come, because the device or those who wait gave up, and the seconds they would have taken."""
+    """Reports bytes that did not come, because the device failed or the load was given up, and the seconds that they
+    would have taken."""
 
     direction: str
     num_bytes: int
@@ -159,8 +164,8 @@ class Late:
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """`failed`: blocks that could not be read, and why. If there are any, nothing that was loaded may be used but the
-    blocks in `whole`, of which all layers are in place."""
+    """Reports the end of a load. failed: blocks that could not be read, and why. If there are any, only the blocks in
+    `whole`, of which all layers are in place, may be used."""
 
     job_id: int
     failed: dict[BlockKey, str] = field(default_factory=dict)
@@ -169,13 +174,15 @@ class Loaded:
 
 @dataclass(frozen=True, slots=True)
 class Fetched:
+    """Reports the end of a fetch. failed: blocks that could not be read, and why."""
+
     job_id: int
     failed: dict[BlockKey, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """extent None: it was not stored, for this reason."""
+    """Reports the end of a write. extent: None if nothing was stored, for this reason."""
 
     job_id: int
     extent: ExtentInfo | None
@@ -184,7 +191,7 @@ class Written:
 
 @dataclass(frozen=True, slots=True)
 class Deleted:
-    """problem: the bytes may still be there."""
+    """Reports the end of a deletion. problem: why bytes may still be there; None if they are gone."""
 
     job_id: int
     problem: str | None = None
@@ -192,7 +199,7 @@ class Deleted:
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """Somebody else has deleted these extents."""
+    """Reports extents that another process has deleted."""
 
     extent_ids: tuple[int, ...]
 
@@ -201,8 +208,8 @@ Event = Transferred | Late | Saved | Loaded | Fetched | Written | Deleted | Lost
 
 
 class CapturePiece(NamedTuple):
-    """Rows batch_row.. of a step's KV go to rows slot_row.. of a DRAM slot, as they were before rotation. A tuple:
-    every stream makes one in every step."""
+    """Tells to save a step's rows from `batch_row` on, as they were before rotation, in a DRAM slot's rows from
+    `slot_row` on. A tuple, because every running sequence makes one in every step."""
 
     batch_row: int
     slot: int

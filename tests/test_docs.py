@@ -16,6 +16,7 @@ FOLDERS = "app|benchmarks|cache|docker|docs|engine|examples|kernels|loadgen|mode
 # Files and folders in backquotes, and those that begin a line of a drawing. NAME in capitals stands for any.
 NAMED = re.compile(rf"(?:`|^ *)((?:{FOLDERS})/[a-z0-9_./-]*)(?=[` :]|$)", re.MULTILINE)
 LINK = re.compile(r"\]\((?!https?:|mailto:|#)([^)#\s]+)(?:#[^)]*)?\)")
+CITED = re.compile(r'(?<!/)\b(docs/[a-z0-9_/-]+\.md)(?:,\s+"([^"]+)")?')  # a page, perhaps a heading in it
 MODULE = re.compile(rf"python -m ((?:{FOLDERS})(?:\.\w+)+)")
 
 
@@ -47,6 +48,13 @@ def test_tables_are_what_the_code_says(page: Path) -> None:
 @pytest.mark.parametrize("page", WRITTEN, ids=name_of)
 def test_what_a_document_names_is_there(page: Path) -> None:
     assert list(missing(page, page.read_text(encoding="utf-8"))) == []
+
+
+@pytest.mark.parametrize("folder", [folder for folder in FOLDERS.split("|") if folder != "tests"])
+def test_what_a_module_cites_is_there(folder: str) -> None:
+    for module in (ROOT / folder).rglob("*.py"):
+        for page, heading in CITED.findall(module.read_text(encoding="utf-8")):
+            assert f"# {heading}" in (ROOT / page).read_text(encoding="utf-8"), f"{name_of(module)}: {page}, {heading}"
 
 
 def test_what_is_not_there_is_found() -> None:

@@ -97,9 +97,10 @@ class Matcher:
         return row.page is not None and (self._hbm.is_ready(row, block) or self._hbm.can_move(row))
 
     def _options(self, context: RunningContext, match: Match) -> tuple[list[LoadOption], int]:
-        """What of a match may be loaded or computed (DESIGN "Load, recompute or mix"), and how many blocks before that
-        are used in any case. Behind a cut that is all, whatever it takes: what was computed in a longer context cannot
-        be computed again, only replaced by another text's."""
+        """Return the blocks of a match that may be loaded or computed, whichever is faster
+        (docs/contributing/inside.md, "The cache"), and how many blocks before them are used in any case. Behind a cut
+        all blocks are used, whatever loading takes: KV that was computed in a longer context cannot be computed
+        again."""
         used, lineage = match.used, context.lineage
         ready = next((b for b, (row, _) in enumerate(used) if not self._hbm.is_ready(row, b)), len(used))
         if ready == len(used) or (lineage.joint is not None and len(used) > lineage.plain):

@@ -19,8 +19,8 @@ _MIN_SHIFTED_BLOCKS = 4  # below that a client's own truncation is not worth the
 
 @dataclass(frozen=True, slots=True)
 class ClientCut:
-    """What a client has dropped itself (DESIGN "Client-side truncation"): of `stream`, the conversation with nothing
-    dropped, it sent the first `keep` tokens and those from `resume` on."""
+    """A truncation that the client made itself (docs/sessions.md, "When the window is full"): of `stream`, the
+    conversation with nothing dropped, it sent the first `keep` tokens and those from `resume` on."""
 
     stream: list[int]
     keep: int

@@ -1,1 +1,1 @@
-"""Stores of bytes below HBM. A tier decides nothing."""
+"""Ledgers of the tiers: which block lies where, what is on its way, and what leaves. They touch no bytes."""

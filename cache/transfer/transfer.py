@@ -1,10 +1,11 @@
-"""Carries out the cache's moves: the only place, with `tiers/` and `codec`, that touches bytes.
+"""Carries out the cache's moves. In cache/, only this folder and `storage/` touch bytes.
 
-Beside the engine's there is a thread for each stream, in a file of its own in `tiers/`: saving into DRAM slots, loading
-into HBM layer by layer, fetching from disk, writing to it. What somebody waits for never stands behind what nobody
-waits for. Torch and the kernel let go of the GIL while they copy. What has ended is told by events, in the engine's own
-thread. On CUDA the copies run on streams of their own over pinned memory and the threads wait for them; nothing is told
-before the bytes are there.
+The engine's thread orders the moves. Each stream has a file here and a thread: `save_stream` saves into DRAM slots,
+`load_stream` loads into HBM layer by layer (a second thread reads the disk for it), `fetch_stream` fetches from disk
+into DRAM, `write_stream` writes to disk. So a load, for which a request waits, never queues behind a fetch or a write.
+Torch and the kernels release the GIL while they copy. The threads report what has ended by events, which the engine's
+thread takes with `poll`. On CUDA the copies run on streams of their own over pinned memory, and a thread reports a copy
+only when the bytes are there.
 """
 
 import logging
@@ -52,7 +53,8 @@ log = logging.getLogger(__name__)
 
 
 class Transfer:
-    """Owned by the engine's thread: public methods are called there. Threads end with the process, or by `close`."""
+    """Owns the streams and their threads, which end with the process or by `close`. Every public method is called by
+    the engine's thread."""
 
     def __init__(
         self,
@@ -67,7 +69,7 @@ class Transfer:
         synchronous: bool,
         max_backlog_bytes: int,
     ) -> None:
-        """dram_throttle: out of DRAM; save_throttle: into it."""
+        """dram_throttle: caps loads out of DRAM; save_throttle: caps saves into it."""
         self._pages = pages
         self._slab = slab
         self._disk = disk
@@ -92,7 +94,7 @@ class Transfer:
             throttle=dram_throttle,
             completions=self._completions,
         )
-        # By name: what the thread does, and how far behind the engine's it stands for a processor.
+        # Thread name -> its work, and how much lower its priority is than the engine's.
         work: dict[str, tuple[Callable[[], None], int]] = {
             "kv-save": (lambda: self._saves.run(rotations()), SAVING),
             "kv-load": (lambda: self._loads.place(rotations()), 0),
@@ -109,15 +111,15 @@ class Transfer:
             self._start_threads()
 
     def _start_threads(self) -> None:
-        # Settles this thread's number: what the threads below set for themselves is also the default of all that have
-        # none yet. Setting it here again would make it theirs.
+        # Fix this thread's number of threads by reading it: the number that the threads below set for themselves
+        # becomes the default of every thread that has none yet. Setting it here instead would change theirs.
         torch.get_num_threads()
         for thread in self._threads:
             thread.start()
 
     def carry_out(self, moves: Sequence[Move], running: Container[str] = ()) -> None:
-        """Copies inside HBM at once, in order, on the current stream; everything else is handed to its thread. Loads of
-        requests that are `running`, in the step that follows, may be left to `wait_layer` until the next `poll`."""
+        """Make the copies inside HBM at once, in order, on the current stream, and hand every other move to its stream.
+        running: requests of the step that follows; until the next `poll`, `wait_layer` may place their loads itself."""
         saves: list[Save] = []
         for move in moves:
             match move:
@@ -138,32 +140,32 @@ class Transfer:
         self._saves.put(saves)
 
     def save(self, step: Captured | None, pieces: list[CapturePiece]) -> None:
-        """See SaveStream."""
+        """See `SaveStream.save`."""
         self._saves.save(step, pieces)
 
     @property
     def placed_bytes(self) -> int:
-        """KV that layers have saved by themselves: HBM to DRAM, and no event tells of it."""
+        """Bytes that the kernels of layers have saved from HBM to DRAM themselves; no event reports these."""
         return self._saves.placed_bytes
 
     def places(self, pieces: list[CapturePiece], num_rows: int) -> SavedRows | None:
-        """See SaveStream."""
+        """See `SaveStream.places`."""
         return self._saves.places(pieces, num_rows)
 
     def start(self, job_id: int) -> None:
-        """The request of a load runs now, or waits for it no longer: what is behind the read buffer may come."""
+        """See `LoadStream.start`."""
         self._loads.start(job_id)
 
     def wait_layer(self, job_id: int, layer: int, timeout_s: float) -> bool:
-        """Whether layer `layer` of a load has arrived, or has failed to, within that time; see LoadStream."""
+        """See `LoadStream.wait_layer`."""
         return self._loads.wait_layer(job_id, layer, timeout_s)
 
     def layers_arrived(self, job_id: int) -> int:
-        """Of a load; all of them when it has ended."""
+        """See `LoadStream.layers_arrived`."""
         return self._loads.layers_arrived(job_id)
 
     def progress(self, job_id: int) -> LoadProgress | None:
-        """See LoadStream."""
+        """See `LoadStream.progress`."""
         return self._loads.progress(job_id)
 
     @property
@@ -172,7 +174,7 @@ class Transfer:
         return self._loads.waited_s
 
     def poll(self) -> list[Event]:
-        """What has ended since the last call. Raises what broke a thread, if one broke."""
+        """Return what has ended since the last call. Raises RuntimeError if a thread has broken."""
         self._saves.flush_due()
         self._loads.leave_to_threads()
         events = self._completions.take()
@@ -182,11 +184,11 @@ class Transfer:
         return events
 
     def wait(self, timeout_s: float) -> None:
-        """Returns when something has ended, or after the timeout."""
+        """Wait until something has ended, or until the timeout."""
         self._completions.wait(timeout_s)
 
     def close(self, timeout_s: float) -> bool:
-        """Let the threads finish what they were given. False if that took too long."""
+        """Let the threads finish what they were given. Returns False if that took too long."""
         end = time.monotonic() + timeout_s
         self._saves.close()
         self._loads.close()
@@ -218,8 +220,8 @@ class Transfer:
     def _run(self, name: str, work: Callable[[], None], lower_by: int) -> None:
         lower_priority(lower_by)
         try:
-            # Their copies are small. With a second team of worker threads there would be more than cores, and OpenMP
-            # would put the engine's to sleep between any two products: 13.5 ms a decode step instead of 9.
+            # These threads copy little at a time. A second team of worker threads would mean more threads than cores,
+            # and OpenMP would put the engine's to sleep between two products: 13.5 ms a decode step instead of 9.
             torch.set_num_threads(1)
             with torch.inference_mode(), self._stream():
                 work()
