@@ -10,7 +10,6 @@ from scheduler.limits import SchedulerLimits
 from scheduler.ports import CacheView
 from scheduler.schedule import Chunk, StepDraft
 from scheduler.sequence import Sequence, SequenceState
-from scheduler.shortest import ShortestFirst
 from scheduler.tenants import Tenants
 from scheduler.waiting import Waiting
 
@@ -41,7 +40,6 @@ class RunningBatch:
         """In order of admission. Read only."""
         self.changes = 0
         """How many have joined and left."""
-        self.shortest = ShortestFirst() if waiting.queue.passes_over else None
         self.preemptions = 0
         self.loads: Counter[str] = Counter()
         """At the first chunk of those with KV to load: finished, hidden or exposed."""
@@ -98,8 +96,6 @@ class RunningBatch:
         self.sequences.append(sequence)
         self.changes += 1
         self._tenants.started(sequence)
-        if self.shortest is not None:
-            self.shortest.started(sequence)
         num_tokens = reserved
         if self._limits.chunked_prefill:
             num_tokens = min(reserved, draft.budget.chunk(sequence.pending_tokens, sequence.computed_tokens))
@@ -113,11 +109,9 @@ class RunningBatch:
     # --- computing ----------------------------------------------------------------------------------------------------
 
     def prefills(self, loading: Container[str]) -> list[Sequence]:
-        """Those with more than a token to compute, next first: tenants with the least to do first, with fair places,
-        and the shortest prompt first where the queue lets others pass."""
+        """Those with more than a token to compute, in order of admission; with fair places, tenants with the least to
+        do first."""
         prefills = [s for s in self.sequences if len(s.token_ids) - s.computed_tokens > 1 or s.request_id in loading]
-        if self.shortest is not None:
-            prefills = self.shortest.begin_step(prefills)
         return self._tenants.least_to_do_first(prefills)
 
     def decode(self, draft: StepDraft) -> None:
@@ -161,8 +155,6 @@ class RunningBatch:
         chunk = Chunk(sequence, num_tokens)
         draft.chunks.append(chunk)
         draft.budget.spend(num_tokens, sequence.computed_tokens, ends=chunk.is_last)
-        if self.shortest is not None:
-            self.shortest.computes(sequence, num_tokens)
 
     def _count_load(self, sequence: Sequence, num_tokens: int, stall_s: float) -> None:
         """Its first chunk runs in this step, which may wait for what is left of its load."""

@@ -194,7 +194,7 @@ class Scheduler:
         self._learn(now - self._began_s)
         step = self._decode(now)
         self._giving_way.admit(step)
-        self._prefill(step)
+        self._batch.prefill(step)
         self._admit(step)
         self._start_loads(step)
         return self._finish(step)
@@ -218,28 +218,6 @@ class Scheduler:
         step.prefills = self._batch.prefills(step.loading)
         step.budget = self._budgets.beside(step.chunks, now)
         return step
-
-    def _prefill(self, step: StepDraft) -> None:
-        """The prompts under way; before these, those next in line who have less to compute than each of them."""
-        if not step.preempted:
-            self._admit_shorter(step)
-        self._batch.prefill(step)
-
-    def _admit_shorter(self, step: StepDraft) -> None:
-        shortest = self._batch.shortest
-        if not step.prefills or shortest is None:
-            return
-        while self._batch.free_places and (sequence := self._waiting.next(())) is not None:
-            if (
-                not shortest.may_start(len(sequence.token_ids) - self._batch.computed_tokens(sequence))
-                or self._tenants.has_more_running(sequence, step.prefills)
-                or self._cache.waits_for_sibling(sequence.request_id, is_due=True)
-            ):
-                return
-            reserved = self._batch.place(sequence, step.budget)
-            if not reserved:
-                return
-            self._batch.start(sequence, reserved, step)
 
     def _admit(self, step: StepDraft) -> None:
         """Admit those who wait, as far as places, budget and HBM go."""

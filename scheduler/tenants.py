@@ -74,11 +74,6 @@ class Tenants:
             return sequences
         return sorted(sequences, key=lambda s: (self._running[s.tenant], self._present[s.tenant]))
 
-    def has_more_running(self, sequence: Sequence, others: Iterable[Sequence]) -> bool:
-        """Whether its tenant takes more of the places than that of one of the others."""
-        mine = self._running[sequence.tenant]
-        return self._fair_places and any(mine > self._running[other.tenant] for other in others)
-
     def to_give_way(self, running: Many[Sequence]) -> Sequence:
         """The latest arrival; with fair places, of the tenants with the most running. So the earliest of all is never
         chosen before the others, and gets on."""

@@ -3,13 +3,15 @@
     python -m benchmarks.speed.modes
 
 A random 125 M-shape model in bf16. Conversations arrive as a Poisson process, with the lengths that AttentionStore
-states for ShareGPT, scaled to this model's window, and think times. On a CPU, HBM and DRAM are one memory, so all
-servers have the same bytes of it: about six conversations' KV. The servers:
+states for ShareGPT, as far as this model's window goes, and think times. On a CPU, HBM and DRAM are one memory, so all
+servers have the same bytes of it: the KV of three conversations of the largest size, 9,000 tokens, where those that
+are open at once have twice as many. The servers:
 
-    attentionstore   two in HBM, three in DRAM, one for what is on its way, and a disk; look-ahead, CaR's scheduler
+    attentionstore   one in HBM, one and a half in DRAM, half a one for what is on its way, and a disk; look-ahead,
+                     CaR's scheduler
     fcfs             the same, first come, first served
-    prefix           all six in HBM, reuse there alone
-    recompute        all six in HBM, no cache
+    prefix           all three in HBM, reuse there alone
+    recompute        all three in HBM, no cache
 
 In a round every server gets the same conversations, one server after the other, in an order that moves on with every
 round; the others idle meanwhile. Rounds bring different conversations. A server's requests of all rounds count
@@ -46,7 +48,7 @@ ARMS: dict[str, dict[str, str]] = {
     "prefix": {"cache.mode": "prefix", "scheduler.policy": "car-hidden"},
     "recompute": {"cache.mode": "recompute", "scheduler.policy": "car-hidden"},
 }
-IN_HBM, IN_DRAM, IN_STAGING = 2, 3, 1  # conversations of the largest size
+IN_HBM, IN_DRAM, IN_STAGING = 1, 1.5, 0.5  # conversations of the largest size
 MIB, GIB = 1 << 20, 1 << 30
 MOST_TURNS = 12  # of a conversation: a round should not wait for a single one
 PAUSE_S = 1.0  # between a server's rounds, as their requests are put one after the other
@@ -101,12 +103,12 @@ def later_ttft(results: list[TurnResult]) -> dict[str, Any]:
 def memory_of(arm: str, most_tokens: int, bytes_per_token: int) -> dict[str, float]:
     """Where a server keeps KV: the same bytes for all."""
     if ARMS[arm]["cache.mode"] != "attentionstore":
-        return {"cache.hbm_tokens": (IN_HBM + IN_DRAM + IN_STAGING) * most_tokens}
+        return {"cache.hbm_tokens": int((IN_HBM + IN_DRAM + IN_STAGING) * most_tokens)}
     conversation = most_tokens * bytes_per_token
     return {
         "cache.hbm_tokens": IN_HBM * most_tokens,
         "cache.dram_gib": IN_DRAM * conversation / GIB,
-        "cache.staging_mib": IN_STAGING * conversation // MIB,
+        "cache.staging_mib": int(IN_STAGING * conversation) // MIB,
     }
 
 
@@ -175,10 +177,10 @@ def show(console: Console, result: dict[str, Any]) -> None:
 
 
 def options(parser: ArgumentParser) -> None:
-    parser.add_argument("--conversations", type=int, default=16, help="in a round")
+    parser.add_argument("--conversations", type=int, default=40, help="in a round")
     parser.add_argument("--rate", type=float, default=1.0, help="conversations a second")
-    parser.add_argument("--think-s", type=float, default=1.0)
-    parser.add_argument("--scale", type=float, default=0.6, help="of the lengths in the paper")
+    parser.add_argument("--think-s", type=float, default=10.0)
+    parser.add_argument("--scale", type=float, default=1.0, help="of the lengths in the paper")
     parser.add_argument("--max-tokens", type=int, default=3000, help="of a conversation")
     parser.add_argument("--answer-tokens", type=int, default=32)
     parser.add_argument("--html", type=Path, help="write the servers' reports side by side")
@@ -189,7 +191,7 @@ def later_over(other: str) -> Callable[[Result], float | None]:
 
 
 EXPERIMENT = Experiment(
-    name="modes", about=__doc__, measure=measure, show=show, options=options, rounds=3, arms=tuple(ARMS),
+    name="modes", about=__doc__, measure=measure, show=show, options=options, rounds=2, arms=tuple(ARMS),
     takes_model=True,
     quick=Quick(
         options={"rounds": 1, "conversations": 6, "think_s": 0.5, "arms": ["attentionstore", "recompute"]},

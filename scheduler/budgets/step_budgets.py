@@ -32,7 +32,7 @@ class StepBudgets:
                 decodes=work_of(decodes),
                 prompts=max(1, prompts),
                 least_tokens=limits.least_chunk_tokens,
-                most_tokens=limits.lone_step_tokens - len(decodes),
+                most_tokens=(limits.step_tokens if decodes else limits.lone_step_tokens) - len(decodes),
                 stretch=stretch,
             )
         if not decodes and not self._tenants.several(now):

@@ -11,11 +11,11 @@ def played(machine, *arms, seeds=(1, 2, 3)):
     return {arm: poisson.describe([play(CASES[machine], arm, seed) for seed in seeds]) for arm in arms}
 
 
-def test_on_a_slow_machine_first_tokens_come_soon_and_short_prompts_sooner():
+def test_on_a_slow_machine_first_tokens_come_soon_and_those_of_returning_turns_sooner():
     found = played("slow", "car-hidden-auto", "car-hidden-100", "fcfs-0")
     mine, capped, other = (found[arm] for arm in ("car-hidden-auto", "car-hidden-100", "fcfs-0"))
     assert mine["returning"]["p50"] < 0.85 * other["returning"]["p50"]
-    assert mine["returning"]["mean"] < 0.85 * other["returning"]["mean"]
+    assert mine["returning"]["mean"] < 0.9 * other["returning"]["mean"]
     assert mine["first"]["mean"] < 1.2 * other["first"]["mean"]
     assert mine["first"]["mean"] < 0.6 * capped["first"]["mean"], "which a small target holds up"
     assert mine["tokens_per_s"] > 0.98 * other["tokens_per_s"]
