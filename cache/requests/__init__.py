@@ -1,1 +1,1 @@
-"""A request's way through the cache, from opening to publishing."""
+"""Takes a request through the cache, from its opening to the publishing of what it computed."""

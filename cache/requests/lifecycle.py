@@ -1,4 +1,4 @@
-"""Lifecycle: a request from its arrival to its end, as the engine tells of it."""
+"""Follows a request from its arrival to its end, as the engine reports it."""
 
 from cache.blocks.context import RunningContext
 from cache.blocks.keys import BLOCK_TOKENS
@@ -48,8 +48,8 @@ class Lifecycle:
         client_cut: ClientCut | None,
         now: float,
     ) -> list[int]:
-        """A request arrived with the conversation `stream`. Returns its context, cut so that it and `reserve` tokens
-        fit the window: the sequence's own list from now on. Raises DoesNotFit."""
+        """Open a request that arrived with the conversation `stream`. Returns its context, cut so that it and `reserve`
+        tokens fit the window; the list is the sequence's own from now on. Raises DoesNotFit."""
         name = (tenant, salt, session_id)
         context = self._opener.open(request_id, name, stream, rules, reserve, client_cut)
         self._running.begin(context)
@@ -57,56 +57,56 @@ class Lifecycle:
         return context.token_ids
 
     def compute_all(self, request_id: str) -> None:
-        """A request that was opened just now wants to see every token of its prompt: nothing of it is reused. What is
-        stored of it stays."""
+        """Reuse nothing for a request that was opened just now, because it wants the logits of its whole prompt. What
+        is stored of the prompt stays."""
         context = self._running[request_id]
         context.recompute_from, context.miss_reason = 0, "prompt_logprobs"
 
     def context(self, request_id: str) -> RunningContext:
-        """To be read only."""
+        """Return the context of a request, to be read only."""
         return self._running[request_id]
 
     def report(self, request_id: str) -> TokensBySource:
-        """Explains the prompt of a request that was just admitted for the first time."""
+        """Explain the prompt of a request that was just admitted for the first time."""
         context = self._running[request_id]
         session = self._sessions.contexts.get(context.session)
         expired = self._sessions.expired.get(context.session)
         return report_prompt(context, session, self._tiers.table, reuse=self._reuse, expired=expired)
 
     def patience_s(self, request_id: str) -> float:
-        """How much longer a step may wait for the next layer of a request's load before that is given up."""
+        """Return how much longer a step may wait for the next layer of a request's load before it is given up."""
         return self._loads.patience_s(self._running[request_id])
 
     # --- steps --------------------------------------------------------------------------------------------------------
 
     def capture(self, request_id: str, num_tokens: int, batch_row: int) -> list[CapturePiece]:
-        """Where the KV of the next `num_tokens` rows, which a step has just computed as rows batch_row.. of its batch,
-        is to be saved. Call it before `commit`."""
+        """Return where to save the KV of the next `num_tokens` rows, which a step computes as the rows of its batch
+        from `batch_row` on. Call it before `commit`."""
         return self._saver.capture(self._running[request_id], num_tokens, batch_row)
 
     def commit(self, request_id: str, num_tokens: int) -> None:
-        """A step wrote the next `num_tokens` rows; blocks that are full now become findable."""
+        """Record that a step wrote the next `num_tokens` rows, and make blocks that are full now findable."""
         self._publisher.commit(self._running[request_id], num_tokens)
 
     def take_failed(self) -> list[str]:
-        """Requests whose load failed since the last call: what they computed on it is void. They have to give way by
-        `void`, and find what is left of their history when they are admitted again."""
+        """Return the requests whose load failed since the last call. What they computed on it is void: call `void` for
+        each. They find what is left of their history when they are admitted again."""
         return self._loads.take_failed()
 
     def void(self, request_id: str) -> None:
-        """Give a request's room back and publish nothing of it: its load has failed."""
+        """Give a request's room back and publish nothing of it, because its load has failed or is late."""
         self._publisher.void(self._running[request_id])
 
     def truncate(self, request_id: str) -> int:
-        """A running request has filled the window: drop history in the middle of its generation. It has to be admitted
-        anew. Returns the tokens dropped. Raises DoesNotFit."""
+        """Drop history of a running request that has filled the window in the middle of its generation. It has to be
+        admitted anew. Returns the tokens dropped. Raises DoesNotFit."""
         context = self._running[request_id]
         self._publisher.preempt(context)
         return self._opener.shorten(context)
 
     def distrust(self, request_id: str) -> None:
-        """What a request stands on gave a result that cannot be: none of its blocks is found again, whoever computed
-        them. Requests that run on them keep their pages, and publish nothing that stands on them."""
+        """Let nobody find a request's blocks again, whoever computed them, because they gave an impossible result.
+        Requests that run on them keep their pages, and publish nothing that stands on them."""
         keys = self._running[request_id].chain()
         for key in keys:
             self._tiers.forget(key)
@@ -115,9 +115,9 @@ class Lifecycle:
                 context.trusted = False
 
     def close(self, request_id: str, num_tokens: int, now: float) -> None:
-        """A request ended and its context is its first `num_tokens` tokens (a stop string may have cut it). Pages that
-        nothing else needs are free; what was finished stays cached; the session stands where the request stopped, or as
-        it was if nothing was computed."""
+        """End a request whose context is its first `num_tokens` tokens (a stop string may have cut it). Pages that
+        nothing else needs become free, and finished blocks stay cached. The session stands where the request stopped,
+        or where it was if nothing was computed."""
         context = self._running.end(request_id)
         self._tiers.scores.clear(request_id)
         self._loads.closed(request_id)

@@ -1,4 +1,4 @@
-"""Load a block or compute it."""
+"""Chooses between loading blocks and computing them."""
 
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
@@ -7,7 +7,7 @@ from cache.rates import Rates
 
 
 class LoadOption(NamedTuple):
-    """A block behind the resident prefix that a lower tier could deliver."""
+    """A block after the resident prefix that a lower tier could deliver."""
 
     size_bytes: int
     source: str  # the direction it would take, as in Rates
@@ -15,20 +15,20 @@ class LoadOption(NamedTuple):
 
 
 def first_token_s(load_s: float, compute_s: float, num_layers: int) -> float:
-    """Time of a step whose loads arrive layer by layer behind its computation (AttentionStore §3.2.1): layer i starts
-    when it has arrived, (i+1)/n of the load, and the n-i layers from it on follow. That is worst for the first or the
-    last layer: max(load/n + compute, load + compute/n)."""
+    """Return the seconds of a step whose load arrives layer by layer while it computes (AttentionStore §3.2.1). Layer i
+    starts when (i+1)/n of the load has arrived, and the n-i layers from it on follow. The first or the last layer
+    decides: max(load/n + compute, load + compute/n)."""
     return max(load_s, compute_s) + min(load_s, compute_s) / num_layers
 
 
 def choose_load(blocks: Sequence[LoadOption], rates: Rates, new_tokens: int) -> int:
-    """How many leading blocks to load; the rest is computed with the `new_tokens` behind it. All of them, as long as
-    the first token comes no later than if all were computed: it leaves the processors to others. Where the link is
-    slower than that, so many that the first token comes soonest. 0: it is cheaper to recompute all. One more, if that
-    is to show what the link is like by now (`Rates.passed_over`).
+    """Return how many leading blocks to load; the others are computed with the `new_tokens` after them. All of them,
+    if the first token then comes no later than if all were computed, because loading leaves the processors to others.
+    Else the number with which the first token comes soonest; 0: computing all is fastest. One more, if that is to show
+    what the link is like by now (`Rates.passed_over`).
 
-    One load stream: times add up over directions. A faster tier never makes it load less, because speed-up gains most
-    where most is loaded.
+    There is one load stream, so the times of all directions add up. A faster tier never makes it load less, because
+    speed-up gains most where most is loaded.
     """
     tokens = new_tokens + sum(block.num_tokens for block in blocks)
     best, best_s = 0, rates.compute_s(tokens)
@@ -46,7 +46,7 @@ def choose_load(blocks: Sequence[LoadOption], rates: Rates, new_tokens: int) -> 
 
 
 def _prefixes(blocks: Sequence[LoadOption], rates: Rates, tokens: int) -> Iterable[tuple[float, int]]:
-    """(seconds of loading the first n blocks, tokens left to compute), for n = 1, 2, ..."""
+    """Yield (seconds to load the first n blocks, tokens left to compute) for n = 1, 2, ..."""
     sizes: dict[str, int] = {}
     for block in blocks:
         sizes[block.source] = sizes.get(block.source, 0) + block.size_bytes

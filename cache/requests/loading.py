@@ -1,4 +1,4 @@
-"""Loads: blocks on their way from DRAM and disk into the pages of a request."""
+"""Orders loads from DRAM and disk into the pages of requests, gives up late ones, and records what came."""
 
 import math
 from collections.abc import Callable, Container, Sequence
@@ -11,22 +11,22 @@ from cache.rates import LoadProgress, Rates, deadline_s
 from cache.requests.siblings import Siblings
 from cache.tiers.hierarchy import Hierarchy
 
-_WAVERS = 2  # what a load is expected to take may double without anything having happened
+_WAVERS = 2  # the expected time of a load may be off by this factor although the device is as fast as before
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """A load under way. Its pages and slots are pinned until it has ended, whoever still wants it."""
+    """A load under way. Its pages and slots are pinned until it has ended, even if no request wants it any more."""
 
     context: RunningContext
     blocks: tuple[BlockLoad, ...]
-    first: int | None  # the first token that comes off the disk, which may not answer; None: none does
-    seemed_fast: bool  # enough to be worth it; else it is a look at what the device is like, or nothing to choose
-    claimant: str  # in whose name others wait for its blocks: its request, until that cannot wait any longer itself
+    first: int | None  # position of the first token read off the disk that could be computed instead; None: none
+    seemed_fast: bool  # enough to be worth it; else it is to show what the device is like
+    claimant: str  # the name under which others wait for its blocks: its request's, or one of its own (`outlive`)
 
 
 class Loads:
-    """Single-threaded, part of the CacheManager."""
+    """Knows every load under way. Single-threaded, part of the CacheManager."""
 
     def __init__(
         self,
@@ -45,16 +45,16 @@ class Loads:
         self._siblings = siblings
         self._running = running
         self._rates = rates
-        self._arrived = arrived  # the share of a load that is in HBM
-        self._progress = progress  # of what a load reads off the disk
+        self._arrived = arrived  # job -> the share of its load that is in HBM
+        self._progress = progress  # job -> how far the disk has come with its load
         self._bytes_per_token = bytes_per_token
         self._stats = tiers.stats
-        self._now = -math.inf  # as of `give_up`
-        self._given_up: set[int] = set()  # loads that were, and have not ended
+        self._now = -math.inf  # time of the last `give_up`
+        self._given_up: set[int] = set()  # loads that were given up and have not ended
         self._failed: dict[str, None] = {}  # requests whose load failed, until `take_failed`
 
     def start(self, context: RunningContext, loads: Sequence[BlockLoad]) -> None:
-        """Order what a request was placed on but is not in HBM."""
+        """Order a load of the blocks that a request was placed on and that HBM lacks."""
         blocks = []
         for load in loads:
             if load.slot is not None:
@@ -75,13 +75,13 @@ class Loads:
 
     def _noted(self, context: RunningContext, blocks: Sequence[BlockLoad]) -> Load:
         on_disk = [load.position for load in blocks if load.extent is not None]
-        # Behind a cut all that is stored is loaded (`Matcher.choose`).
+        # After a cut everything that is stored is loaded: it cannot be computed again.
         first = min(on_disk) if on_disk and context.lineage.joint is None else None
         return Load(context, tuple(blocks), first, False, context.request_id)
 
     def give_up(self, now: float) -> None:
-        """Give up what has come to be dearer than to compute it: the disk has become slow, or stands still. All blocks
-        of a load come layer by layer, so all that the disk was to bring is computed; what came out of DRAM is kept."""
+        """Give up loads that have become dearer than computing, because the disk is slow or stands still. All blocks of
+        a load come layer by layer, so all that the disk was to bring is computed; what came out of DRAM is kept."""
         self._now = now
         for job_id, load in self.under_way.items():
             progress = self._progress(job_id) if load.first is not None and job_id not in self._given_up else None
@@ -89,14 +89,14 @@ class Loads:
                 continue
             left_s = progress.left_s(self._rates.num_layers)
             if not progress.layers and load.seemed_fast:
-                # Others' loads may have told meanwhile what the disk is like; what they tell wavers.
+                # Other loads may have shown meanwhile that the disk is slow, but their times waver.
                 left_s = max(left_s, self._expected_s(load) / _WAVERS)
             if left_s > self._worth_waiting_s(load):
                 self._given_up.add(job_id)
                 self._orders.add(AbandonLoad(job_id))
 
     def patience_s(self, context: RunningContext) -> float:
-        """How much longer a step may wait for the next layer of a request's load before that is given up."""
+        """Return how much longer a step may wait for the next layer of a request's load before it is given up."""
         load = self.under_way.get(context.job) if context.job is not None else None
         progress = self._progress(context.job) if load is not None and context.job is not None else None
         if load is None or load.first is None or progress is None:
@@ -104,14 +104,14 @@ class Loads:
         return self._worth_waiting_s(load) - progress.silent_s
 
     def is_fetch_late(self, context: RunningContext) -> bool:
-        """A request whose turn has come waits for a fetch into DRAM. Whether it has waited for as long as computing
-        would take: then it skips what is on disk. Behind a cut it waits on, for what is stored cannot be computed."""
+        """Whether a request whose turn has come has waited for a fetch into DRAM for as long as computing would take.
+        It then skips what is on disk. After a cut it waits on, because what is stored cannot be computed again."""
         is_fetching = self._fetches.is_fetching
         if context.awaited is None or not is_fetching(context.awaited) or context.lineage.joint is not None:
             return False
         coming = [block for block, key in enumerate(context.chain()) if is_fetching(key)]
         tokens, first, end = len(context.token_ids), coming[0] * BLOCK_TOKENS, (coming[-1] + 1) * BLOCK_TOKENS
-        # No layer of a fetch is of use before its last one.
+        # A fetch is of no use before its last layer has come, so it counts as a load of a single layer.
         allowed_s = deadline_s(self._rates.compute_s(tokens - end), self._rates.compute_s(tokens - first), 1)
         if context.fetch_due_s is None:
             context.fetch_due_s = self._now + allowed_s
@@ -132,19 +132,21 @@ class Loads:
         return deadline_s(new_s, all_s, self._rates.num_layers)
 
     def _expected_s(self, load: Load) -> float:
+        """Return how long a load should take by the rates measured so far."""
         tokens = self._tokens(load)
         return sum(self._rates.load_s(f"{tier}_to_hbm", n * self._bytes_per_token) for tier, n in tokens.items())
 
     def leave(self, context: RunningContext) -> bool:
-        """A request gives its pages back: whether its load is still under way, and goes on for nobody."""
+        """Let go of a request's load, because it gives its pages back. Returns whether the load is still under way; it
+        goes on, for no request."""
         if context.job is None or context.job not in self.under_way:
             return False
         self._orders.add(ReleaseLoad(context.job))
         return True
 
     def outlive(self, context: RunningContext) -> None:
-        """A request is voided while its load is under way. It will wait for the end of that outside of the batch, as
-        others wait for a sibling, and order nothing twice."""
+        """Let a request that is voided wait for the end of its load outside of the batch, as others wait for a sibling,
+        so that nothing is ordered twice."""
         load = self.under_way.get(context.job) if context.job is not None else None
         if load is None or context.job is None:
             return
@@ -159,7 +161,7 @@ class Loads:
         return context.outlived is not None and context.outlived in self.under_way
 
     def on_loaded(self, event: Loaded) -> None:
-        """What came is believed, what failed is not looked for there again."""
+        """Record the end of a load: blocks that came are used, blocks that failed are not looked for there again."""
         load = self.under_way.pop(event.job_id)
         self._given_up.discard(event.job_id)
         context = load.context
@@ -188,8 +190,8 @@ class Loads:
         was_late = load.claimant != context.request_id
         is_late = "late" in event.failed.values()
         if was_late or is_late:
-            # It has waited for the disk once. What it has not got by that, such as the rows of an open block, would
-            # be as late again, and again.
+            # It has waited for the disk once. What it still lacks, such as the rows of an open block, would be late
+            # again and again.
             context.skips_disk = True
         if was_late or (event.failed and stands_on_it):
             context.miss_reason = "load_failed" if event.failed and not is_late else "load_late"
@@ -199,6 +201,7 @@ class Loads:
             context.job = None
 
     def _drop_bad_copy(self, key: BlockKey, load: BlockLoad) -> None:
+        """Forget the copy of a block that a load could not use, unless the table has another one by now."""
         row = self._table.get(key)
         if row is None:
             return
@@ -210,13 +213,14 @@ class Loads:
             self._table.forget(row)
 
     def stall_s(self, context: RunningContext) -> float:
-        """What is left of a request's load, less nothing: how much of it the step hides is not known here."""
+        """Return how many seconds a request's load still takes; 0 without one. A step may hide part of them behind its
+        computation, which is not subtracted here."""
         if context.job is None or context.job not in self.under_way:
             return 0.0
         return self._expected_s(self.under_way[context.job]) * (1 - self._arrived(context.job))
 
     def to_come(self, context: RunningContext) -> dict[str, int]:
-        """tier -> tokens of a request's load, all of them until it has ended: its last layer may yet fail."""
+        """Return tier -> tokens of a request's load. All of them count until it has ended: its last layer may fail."""
         if context.job is None or context.job not in self.under_way:
             return {}
         return {tier: count for tier, count in self._tokens(self.under_way[context.job]).items() if count}
@@ -229,24 +233,24 @@ class Loads:
         return tokens
 
     def stalls_s(self) -> dict[str, float]:
-        """`stall_s` of all who stand on a load under way."""
+        """Return `stall_s` of every request that stands on a load under way."""
         contexts = (load.context for job_id, load in self.under_way.items() if load.context.job == job_id)
         return {context.request_id: stall_s for context in contexts if (stall_s := self.stall_s(context))}
 
     def frees_room(self) -> bool:
-        """Whether the end of a load will soon free pages that no request has any more. One that made its request leave
-        the batch may take long."""
+        """Whether the end of a load will soon free pages that no request has any more. A load whose request has left
+        the batch because of it does not count: it may take long."""
         return any(
             load.context.job != job_id and load.claimant == load.context.request_id
             for job_id, load in self.under_way.items()
         )
 
     def take_failed(self) -> list[str]:
-        """Requests whose load failed since the last call: what they computed on it is void. They have to be preempted
-        by `void`, and find what is left of their history when they are admitted again."""
+        """Return the requests whose load failed since the last call. What they computed on it is void (see
+        `Lifecycle.take_failed`)."""
         failed, self._failed = list(self._failed), {}
         return failed
 
     def closed(self, request_id: str) -> None:
-        """A request has ended; that its load failed is nobody's business any more."""
+        """Forget that a request's load failed, because the request has ended."""
         self._failed.pop(request_id, None)

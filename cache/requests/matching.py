@@ -1,4 +1,4 @@
-"""Matcher: which leading rows of a context are stored, in which tier, and how many of them are worth loading."""
+"""Finds which leading rows of a context are stored, in which tier, and how many of them are worth loading."""
 
 from collections.abc import Mapping
 
@@ -14,8 +14,8 @@ from cache.tiers.hierarchy import Hierarchy
 
 
 class Matcher:
-    """Changes nothing but a context's notes: why it misses, and what was found, so that a prompt that is asked for
-    several times before its first token is not walked along the table each time."""
+    """Changes nothing but a context's notes of why it misses and what was found. A prompt is asked for several times
+    before its first token, and the notes spare it a walk along the table each time."""
 
     def __init__(self, *, tiers: Hierarchy, rates: Rates, options: CacheOptions) -> None:
         self._table, self._hbm = tiers.table, tiers.hbm
@@ -27,8 +27,8 @@ class Matcher:
         self._only_slots = options.exact and tiers.dram.is_on
 
     def match(self, context: RunningContext) -> RememberedMatch:
-        """What is stored of a context, and what of that is worth loading. Of one that waits the last answer is given
-        again as long as it holds."""
+        """Return what is stored of a context, and what of that is worth loading. While the context waits, the last
+        answer is given again as long as it holds."""
         basis = self._basis(context)
         answer = None if context.pages else context.remembered
         if answer is None or answer.basis != basis or answer.rates_version not in (None, self._rates.version):
@@ -58,7 +58,7 @@ class Matcher:
         return RememberedMatch(basis, self._rates.version, found, found.first(ready + count), count < len(options))
 
     def _find(self, context: RunningContext) -> Match:
-        """The longest stored prefix; the last token is always left to compute, for its logits."""
+        """Return the longest stored prefix. The last token is always left to compute, for its logits."""
         limit = len(context.token_ids) - 1
         if context.recompute_from is not None:
             limit = min(limit, context.recompute_from)
@@ -72,7 +72,7 @@ class Matcher:
         most = min(BLOCK_TOKENS, limit - done)
         found = self._open_hint(context, tail, most) if len(rows) == context.open_place else None
         joint = context.lineage.joint
-        # Between kept blocks there is nothing to begin with: what follows one in another context stands on more.
+        # Blocks that follow a kept block in another context do not fit after a cut: they were computed on more history.
         if joint is None or not context.lineage.plain < len(rows) < joint:
             other = self._table.closest_child(context.lineage.parent(len(rows)), tail, context.session_id, most)
             if other is not None and self._is_usable(other[0], len(rows)) and other[1] > (found[1] if found else 0):
@@ -89,11 +89,11 @@ class Matcher:
         return (row, shared) if shared else None
 
     def _is_usable(self, row: BlockRow, block: int) -> bool:
-        # What is saved is found out without a call: this is asked of every block of whoever may come next.
+        # `row.is_saved` is written out: this runs for every block of every request that may come next.
         return row.slot is not None or row.extent is not None or self._is_at_hand(row, block)
 
     def _is_at_hand(self, row: BlockRow, block: int) -> bool:
-        """Whether nothing has to be loaded for the `block`th block of a context."""
+        """Whether the `block`th block of a context can be used without a load."""
         return row.page is not None and (self._hbm.is_ready(row, block) or self._hbm.can_move(row))
 
     def _options(self, context: RunningContext, match: Match) -> tuple[list[LoadOption], int]:
@@ -116,21 +116,21 @@ class Matcher:
 
     @staticmethod
     def _source(row: BlockRow) -> str:
-        """The direction from which a block that HBM lacks would come."""
+        """Return the direction from which a block that HBM lacks would come."""
         return "dram_to_hbm" if row.slot is not None or row.extent is None else "disk_to_hbm"
 
     def note_passed_over(self, answer: RememberedMatch) -> None:
-        """Where a request is admitted with less than what is stored, its next block will be computed."""
+        """Tell the rates that a request is admitted with less than what is stored, and will compute its next block."""
         found, num_chosen = answer.found.used, len(answer.chosen.used)
         if num_chosen < len(found):
             self._rates.passed_over(self._source(found[num_chosen][0]))
 
     def tokens_by_tier(self, match: Match) -> dict[str, int]:
-        """tier -> tokens of a match that would come from it."""
+        """Return tier -> tokens of a match that would come from it."""
         return self._counted(match, {})
 
     def sources(self, context: RunningContext, match: Match) -> dict[str, int]:
-        """tier -> tokens of a match that come from it, or came while this very request waited for them."""
+        """Return tier -> tokens of a match that come from it, or came from it while this request waited for them."""
         return self._counted(match, context.brought)
 
     def _counted(self, match: Match, brought: Mapping[BlockKey, str]) -> dict[str, int]:
@@ -143,18 +143,18 @@ class Matcher:
         return tokens
 
     def _tier(self, row: BlockRow, block: int) -> str:
-        """Where the `block`th block of a context would be taken from."""
+        """Return the tier from which the `block`th block of a context would be taken."""
         if self._is_at_hand(row, block):
             return "hbm"
         return "dram" if row.slot is not None else "disk"
 
     def own_tokens(self, context: RunningContext, match: Match) -> int:
-        """Tokens of a match that only the context's session has."""
+        """Count the tokens of a match that only the context's session has."""
         alone = (context.session,)
         return sum(used for row, used in match.used if row.owners == alone)
 
     def residency(self, context: RunningContext) -> ResidencyValue:
-        """Where the KV of a context without pages is, and what has to move or be computed."""
+        """Return where the KV of a context without pages is, and what has to be moved or computed."""
         match = self.match(context).chosen
         tokens = self.tokens_by_tier(match)
         hbm = tokens.pop("hbm", 0)
@@ -165,8 +165,8 @@ class Matcher:
         return self._residency(hbm, tokens, missing, self.own_tokens(context, match), load_s, False)
 
     def on_the_way(self, context: RunningContext, to_come: dict[str, int], load_s: float) -> ResidencyValue:
-        """The same of one that has its pages. to_come: tier -> tokens of its load, while that is under way; load_s:
-        what is left of it."""
+        """Return the same for a context that has its pages. to_come: tier -> tokens of its load, while that is under
+        way; load_s: how long it still takes."""
         hbm = context.computed - sum(to_come.values())
         missing = len(context.token_ids) - context.computed
         return self._residency(hbm, to_come, missing, context.own_tokens, load_s, bool(to_come))

@@ -1,4 +1,4 @@
-"""ContextOpener: what a request's context begins as. Pure token arithmetic over what its session had, what its client
+"""Decides what a request's context begins with. Pure token arithmetic over what its session had, what its client
 dropped and what the window holds (AttentionStore §3.4)."""
 
 from collections.abc import Callable, Mapping, Sequence
@@ -12,9 +12,9 @@ from cache.options import Truncation
 from cache.tiers.hierarchy import Hierarchy
 
 DomainOf = Callable[[str, str], KeyDomain]
-"""(tenant, cache salt) -> the domain of its keys."""
+"""(tenant, cache salt) -> the domain of their keys."""
 
-_MIN_SHIFTED_BLOCKS = 4  # below that a client's own truncation is not worth the echo of what it dropped
+_MIN_SHIFTED_BLOCKS = 4  # to be spared; fewer are not worth the remains of what the client dropped
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,7 @@ class ClientCut:
 
 
 class ContextOpener:
-    """Opens contexts, and cuts those that have outgrown the window. Never one that stands on pages."""
+    """Opens contexts, and cuts those that have outgrown the window. It never cuts a context that stands on pages."""
 
     def __init__(
         self,
@@ -52,7 +52,8 @@ class ContextOpener:
         reserve: int,
         client_cut: ClientCut | None,
     ) -> RunningContext:
-        """The context of the conversation `stream`, cut so that it and `reserve` tokens fit. Raises DoesNotFit."""
+        """Return the context of the conversation `stream`, cut so that it and `reserve` tokens fit. Raises
+        DoesNotFit."""
         context = None
         if client_cut is not None and self._truncation.mode != "recompute":
             context = self._shifted(request_id, name, client_cut, rules)
@@ -71,8 +72,8 @@ class ContextOpener:
         return context
 
     def shorten(self, context: RunningContext) -> int:
-        """A context has filled the window: drop history in the middle of its generation. Returns the tokens dropped.
-        Raises DoesNotFit."""
+        """Drop history of a context that has filled the window in the middle of its generation. Returns the tokens
+        dropped. Raises DoesNotFit."""
         before = len(context.token_ids)
         context.stream = context.conversation
         length = len(context.stream)
@@ -84,7 +85,7 @@ class ContextOpener:
         return before - len(context.token_ids)
 
     def _known_cuts(self, name: SessionName, stream: list[int]) -> list[Range]:
-        """What the session had cut of this conversation before."""
+        """Return what the session had cut of this conversation before."""
         session = self._sessions.get(name)
         if session is None or not session.cuts:
             return []
@@ -98,7 +99,7 @@ class ContextOpener:
     def _begin(
         self, request_id: str, name: SessionName, stream: list[int], rules: CutRules, cuts: list[Range]
     ) -> RunningContext:
-        """The context of a conversation. cuts: what stays cut of what its session had cut before."""
+        """Return the context of a conversation. cuts: those of its session's earlier cuts that stay."""
         session = self._sessions.get(name)
         before = session.cuts if session is not None else []
         sent_keys: list[BlockKey] = []
@@ -112,7 +113,7 @@ class ContextOpener:
             if known == len(session.keys):
                 open_hint = session.open_key
         elif session is not None and self._truncation.mode != "recompute":
-            # What the session has stands behind cuts that do not count any more; what was computed before them is left.
+            # What the session has was computed after cuts that do not count any more. Use what precedes them.
             keys = lineage.extend(tokens)
             known = next((place for place, key in enumerate(keys) if key not in self._table), len(keys))
             lineage = lineage.first(known)
@@ -134,8 +135,9 @@ class ContextOpener:
         )
 
     def _shifted(self, request_id: str, name: SessionName, cut: ClientCut, rules: CutRules) -> RunningContext | None:
-        """The client dropped messages itself: stand the request on the blocks it kept, a block's worth more than it
-        sent where messages end inside of blocks. None if that spares too little."""
+        """Return the context of a request whose client dropped messages itself. It stands on the blocks that the client
+        kept, with up to a block more than was sent where messages end inside of blocks. None if that spares too
+        little."""
         moved = cut.resume - cut.keep
 
         def in_stream(offset: int) -> int:
@@ -150,7 +152,7 @@ class ContextOpener:
         known = self._known_cuts(name, cut.stream)
         own = self._own_cuts(name, known)
         if any(a < cut.resume < b for a, b in subtract(known, own)):
-            known = own  # it goes on with more than it did before
+            known = own  # the client sends again what it had dropped
         context = self._begin(request_id, name, cut.stream, rules, known)
         first = -(-map_offset(cut.keep, context.cuts) // BLOCK_TOKENS) * BLOCK_TOKENS
         last = map_offset(cut.resume, context.cuts) // BLOCK_TOKENS * BLOCK_TOKENS
@@ -166,8 +168,8 @@ class ContextOpener:
         return context
 
     def _still_known(self, session: SessionContext, tokens: list[int]) -> int:
-        """How many leading blocks of a session's last context these tokens still begin with, as far as the blocks are
-        stored: their tokens are known only then."""
+        """Count the leading blocks of a session's last context that these tokens still begin with. Only stored blocks
+        count, because the tokens of others are not known."""
         count = 0
         for count, key in enumerate(session.keys):
             start = count * BLOCK_TOKENS
@@ -177,10 +179,11 @@ class ContextOpener:
         return len(session.keys)
 
     def _cut(self, context: RunningContext, reserve: int, newest: int) -> bool:
-        """Drop what does not fit, in place. `newest` counts in the stream, as all of the rules do."""
+        """Drop what does not fit, in place. Returns whether anything was dropped. newest: an offset in the stream, as
+        those of the rules are."""
         rules, tokens = context.rules, context.token_ids
         if len(tokens) + reserve <= self._truncation.window:
-            return False  # hundreds of messages would be placed among the cuts for nothing
+            return False  # spares mapping hundreds of messages past the cuts for nothing
         outside = [start for start in rules.message_starts if not any(a <= start < b for a, b in context.cuts)]
         more = plan_cut(
             len(tokens),
@@ -210,7 +213,7 @@ class ContextOpener:
         context.prompt_tokens = len(context.token_ids)
 
     def _cut_lineage(self, context: RunningContext, cuts: Sequence[Range]) -> None:
-        # Keys behind that are of tokens whose KV nobody has computed; they would be taken for blocks that were kept.
+        # Leave out the keys after `open_place`: nobody has computed their KV, and they would be taken for kept blocks.
         before = context.lineage.first(context.open_place)
         end = context.open_place * BLOCK_TOKENS
         if any(a <= end < b for a, b in cuts):

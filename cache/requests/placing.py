@@ -1,4 +1,4 @@
-"""Admission: a waiting context gets its pages, and stands on what is stored of it."""
+"""Admits a waiting context: gives it pages, with what is stored of it in the first ones."""
 
 from cache.blocks.context import RunningContext
 from cache.blocks.keys import BLOCK_TOKENS
@@ -21,22 +21,23 @@ class Placer:
         self._reuse = reuse
 
     def admit(self, context: RunningContext, num_tokens: int) -> int | None:
-        """Room for what is stored of a context and `num_tokens` more. Returns the tokens that need no computing; None
-        changes nothing. Shared page by page where whole pages match; the rest is copied, loaded, or taken over in place
-        if nobody else can see it."""
+        """Give a context pages for what is stored of it and `num_tokens` more. Returns the tokens that need no
+        computing; None if there is no room, which changes nothing. Whole pages that match are shared; the rest is
+        copied, loaded, or taken over in place if nobody else can see it."""
         assert not context.pages, "admitted twice"
         answer = self._matcher.match(context)
         match = answer.chosen
         pages_needed = self._hbm.num_pages(match.num_tokens + num_tokens)
         placement = self._hbm.place(context, match, pages_needed)
         if placement is None and self._pages.num_pinned == 0:
-            # What is copied needs its room twice until the copy is made, and nobody's end will bring more: compute it.
+            # A copied block needs room twice until the copy is made. Nothing runs whose end would free room, so
+            # compute such blocks.
             match = self._hbm.usable_in_place(match)
             placement = self._hbm.place(context, match, pages_needed)
         if placement is None:
             return None
         self._matcher.note_passed_over(answer)
-        context.remembered = None  # its lineage may change, and while it runs it is not asked for
+        context.remembered = None  # the lineage may change, and a running context is not matched
         context.sources, context.own_tokens = (
             self._matcher.sources(context, match),
             self._matcher.own_tokens(context, match),

@@ -1,4 +1,4 @@
-"""Why the tokens of a prompt were cached, or were not."""
+"""Explains why the tokens of a prompt were cached or were not."""
 
 from cache.blocks.context import ExpiredContext, RunningContext, SessionContext
 from cache.blocks.keys import BLOCK_TOKENS
@@ -15,8 +15,8 @@ def report_prompt(
     reuse: bool,
     expired: ExpiredContext | None = None,
 ) -> TokensBySource:
-    """Explains the prompt of a request that was just admitted for the first time. session: as its last turn left it;
-    expired: as it was when its time to live was over."""
+    """Explain the prompt of a request that was just admitted for the first time. session: as its last turn left it.
+    expired: what is known of the session if its time to live was over."""
     prompt = context.prompt_tokens
     tiers = {tier: min(count, prompt) for tier, count in context.sources.items()} if reuse else {}
     cached = sum(tiers.values())
@@ -65,7 +65,7 @@ def _goes_on(context: RunningContext, expired: ExpiredContext) -> bool:
 
 
 def _holds_last(context: RunningContext, table: CacheTable) -> bool:
-    """Whether the last token of a prompt of which all else was found is stored, by whomever."""
+    """Whether the last token of a prompt is stored too, in any session. All its other tokens were found."""
     if context.cuts:
         return False
     block = (context.prompt_tokens - 1) // BLOCK_TOKENS
@@ -75,9 +75,9 @@ def _holds_last(context: RunningContext, table: CacheTable) -> bool:
 
 
 def _shared_history(context: RunningContext, session: SessionContext | None, table: CacheTable) -> tuple[int, int]:
-    """(tokens of the conversation that the session's began with when its last turn ended, tokens of that), nothing cut.
-    Where they part in the middle of a full block, its tokens count only while it is stored: the session knows its key
-    alone."""
+    """Return (leading tokens that the conversation shares with the session's after its last turn, tokens of the
+    session's), both with nothing cut. Where they part in the middle of a full block, its tokens count only while it is
+    stored, because the session knows only its key."""
     known = [] if session is None else session.conversation_keys
     if session is None or (session.cuts and not known):  # saved before its conversation was written down
         return 0, 0

@@ -1,4 +1,4 @@
-"""Publisher: what a running context has computed becomes findable, while it runs and when it gives its pages back."""
+"""Makes what a running context has computed findable, while it runs and when it gives its pages back."""
 
 from cache.blocks.context import RunningContext
 from cache.blocks.keys import BLOCK_TOKENS, BlockKey
@@ -26,10 +26,10 @@ class Publisher:
         self._reuse = reuse
 
     def commit(self, context: RunningContext, num_tokens: int) -> None:
-        """A step wrote the next `num_tokens` rows; blocks that are full now become findable."""
+        """Record that a step wrote the next `num_tokens` rows, and make blocks that are full now findable."""
         context.computed += num_tokens
         if not self._reuse or (context.computed < (context.sealed + 1) * BLOCK_TOKENS and not context.published):
-            return  # as after nearly every row that is decoded
+            return  # the case of nearly every decoded row
         for block, (key, page) in context.published.items():
             self._hbm.settle(key, page, block * BLOCK_TOKENS % self._page_size, block * BLOCK_TOKENS, hop=True)
         context.published = {}
@@ -74,12 +74,12 @@ class Publisher:
                 known = self._table.get(context.keys[block])
                 here = known is not None and block * BLOCK_TOKENS == self._hbm.position_of(known, block)
                 if known is None or (known.page is None and here):
-                    # The page that had the name has left meanwhile. Without a link the chain behind it is lost.
+                    # The copy that was found under this key has left HBM. Without this one, those after it are lost.
                     self._publish_full(context, block)
                 if context.keys[block] in self._table:
                     self._tiers.touch(context.keys[block])
             for block in range(full):
-                self._saver.save_late(context, block)  # from the head on: what is saved should be a prefix
+                self._saver.save_late(context, block)  # from the head on, so that what is saved is a prefix
         self._saver.abandon(context)
         context.published, context.job = {}, None
         for page in context.pages:

@@ -1,15 +1,15 @@
-"""Requests: the contexts of those who wait and run, by request and by session."""
+"""Finds the contexts of waiting and running requests, by request and by session."""
 
 from cache.blocks.context import RunningContext
 from cache.blocks.table import SessionName
 
 
 class Requests(dict[str, RunningContext]):
-    """request id -> context. Changed by `begin` and `end` alone. Single-threaded, part of the CacheManager."""
+    """Maps request id -> context. Only `begin` and `end` change it. Single-threaded, part of the CacheManager."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.changes = 0  # how many have come, gone, and given their pages back
+        self.changes = 0  # number of times a request came, ended or gave its pages back
         self._of_session: dict[SessionName, dict[str, RunningContext]] = {}
 
     def begin(self, context: RunningContext) -> None:
@@ -18,7 +18,7 @@ class Requests(dict[str, RunningContext]):
         self._of_session.setdefault(context.session, {})[context.request_id] = context
 
     def end(self, request_id: str) -> RunningContext:
-        """Raises KeyError on an unknown request."""
+        """Remove and return the context of a request. Raises KeyError on an unknown one."""
         context = self.pop(request_id)
         self.changes += 1
         others = self._of_session[context.session]
@@ -28,11 +28,11 @@ class Requests(dict[str, RunningContext]):
         return context
 
     def gave_way(self) -> None:
-        """A request has given its pages back, and goes on."""
+        """Note that a request has given its pages back and goes on."""
         self.changes += 1
 
     def has_pages(self, session: SessionName) -> bool:
-        """Whether a request of the session runs, or has its pages already. Asked for many sessions in every step."""
+        """Whether a request of the session has pages, so that it runs or soon will. Asked often in every step."""
         contexts = self._of_session.get(session)
         if contexts is not None:
             for context in contexts.values():  # a third of the time of `any`
@@ -41,5 +41,5 @@ class Requests(dict[str, RunningContext]):
         return False
 
     def of(self, session: SessionName) -> list[RunningContext]:
-        """The oldest first."""
+        """Return a session's contexts, the oldest first."""
         return list(self._of_session.get(session, {}).values())

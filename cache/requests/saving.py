@@ -1,4 +1,4 @@
-"""Saver: blocks on their way from the pages they are computed in to DRAM slots (AttentionStore §3.2.2)."""
+"""Saves blocks from the pages they are computed in to DRAM slots (AttentionStore §3.2.2)."""
 
 from dataclasses import replace
 
@@ -14,19 +14,19 @@ class Saver:
     """Single-threaded, part of the CacheManager."""
 
     def __init__(self, *, tiers: Hierarchy, exact: bool) -> None:
-        """exact: what is saved is as it was computed, bit for bit. Then rows that only a page still has are not saved:
-        un-rotating their keys would round them once more."""
+        """exact: save only what is as it was computed, bit for bit. Rows that only a page has are then not saved,
+        because un-rotating their keys would round them once more."""
         self._table, self._pages, self._dram = tiers.table, tiers.pages, tiers.dram
         self._page_size, self._exact = tiers.hbm.page_size, exact
-        # In HBM alone, because there was no slot for them; or they have left it since. The first has waited longest.
+        # Blocks for which there was no slot, the longest waiting first. Some may have left HBM since.
         self._put_off: dict[BlockKey, None] = {}
 
     def capture(self, context: RunningContext, num_tokens: int, batch_row: int) -> list[CapturePiece]:
-        """Where the KV of the next `num_tokens` rows, which a step has just computed as rows batch_row.. of its batch,
-        is to be saved."""
+        """Return where to save the KV of the next `num_tokens` rows, which a step computes as the rows of its batch
+        from `batch_row` on."""
         if not self._dram.is_on:
             return []
-        if num_tokens == 1:  # asked of every stream in every step
+        if num_tokens == 1:  # the usual case, for every sequence in every step
             block, place = divmod(context.computed, BLOCK_TOKENS)
             if (known := context.slots.get(block)) is not None:
                 return [CapturePiece(batch_row, known, place, 1)]
@@ -43,7 +43,8 @@ class Saver:
         return pieces
 
     def _begin_save(self, context: RunningContext, block: int, rows_before: int) -> int | None:
-        """A slot for a block that is being computed, with the rows it has already."""
+        """Take a slot for a block that is being computed, and order the rows it has already to be saved there. None:
+        the block is not saved while it is computed."""
         older = self._table.get(context.open_hint) if context.open_hint is not None else None
         if rows_before and self._exact and (older is None or older.slot is None):
             context.unsaved.add(block)
@@ -66,7 +67,8 @@ class Saver:
         self._dram.fill_from_page(FillFromPage(page, row % self._page_size, slot, first, num_rows, row))
 
     def seal(self, context: RunningContext, block: int, row: BlockRow | None, num_rows: int) -> None:
-        """A block is complete, or as complete as it gets. row: as it is to be found; None: it must not be."""
+        """Seal the slot of a block that is complete, or as complete as it gets. row: what will be found; None:
+        nothing."""
         context.unsaved.discard(block)
         slot = context.slots.pop(block, None)
         if slot is None:
@@ -78,7 +80,7 @@ class Saver:
         self._dram.seal(slot, row.unstored() if row is not None and wanted else None, num_rows)
 
     def save_late(self, context: RunningContext, block: int) -> None:
-        """A block that found no slot while it was computed: save it out of its page, now if a slot can be had."""
+        """Save a block that found no slot while it was computed out of its page: now if there is a slot, else later."""
         row = self._table.get(context.keys[block])
         if row is None or not self._dram.is_on or not context.trusted or not self._is_wanted(row):
             return
@@ -89,7 +91,8 @@ class Saver:
             self._save(row, slot)
 
     def catch_up(self) -> None:
-        """Save what has found no slot before, as far as slots are free now: a busy minute must cost no history."""
+        """Save blocks that found no slot before, as far as slots are free now, so that a busy minute costs no
+        history."""
         while self._put_off and self._dram.num_free:
             key = next(iter(self._put_off))
             row = self._table.get(key)
@@ -110,7 +113,7 @@ class Saver:
         return row.page is not None and not saved and not self._exact and row.hops < MAX_HOPS
 
     def _save(self, row: BlockRow, slot: int) -> None:
-        """Out of its page, whoever has that."""
+        """Order a block to be saved out of its page, whichever request runs on that."""
         assert row.page is not None
         num_rows = len(row.token_ids)
         self._dram.fill_from_page(FillFromPage(row.page, row.offset, slot, 0, num_rows, row.position))

@@ -1,4 +1,4 @@
-"""Siblings: one computation or load of a block, many requests that wait for it."""
+"""Lets many requests wait for one computation or load of a block."""
 
 from cache.blocks.context import RunningContext
 from cache.blocks.keys import BlockKey
@@ -6,36 +6,36 @@ from cache.tiers.hierarchy import Hierarchy
 
 
 class Siblings:
-    """Single-threaded, part of the CacheManager."""
+    """Knows which request brings which block. Single-threaded, part of the CacheManager."""
 
     def __init__(self, *, tiers: Hierarchy) -> None:
         self.coming: dict[BlockKey, str] = {}  # blocks being computed or loaded -> the request that does it
         self._table, self._hbm, self._dram, self._fetches = tiers.table, tiers.hbm, tiers.dram, tiers.fetches
 
     def claim(self, key: BlockKey, request_id: str) -> None:
-        """A request is about to compute or load a block, unless another does."""
+        """Note that a request is about to compute or load a block, unless another does."""
         self.coming.setdefault(key, request_id)
 
     def settle(self, key: BlockKey, request_id: str) -> None:
-        """The block is there, or this request will not bring it."""
+        """Note that a block is there, or that this request will not bring it."""
         if self.coming.get(key) == request_id:
             del self.coming[key]
 
     def give_up(self, context: RunningContext) -> None:
-        """A request brings no block any more."""
+        """Note that a request brings no block any more."""
         for key in context.chain():
             self.settle(key, context.request_id)
 
     def waits(self, context: RunningContext) -> bool:
-        """Whether the next block a request needs is on its way, by another's hand or by a fetch."""
+        """Whether the next block that a request needs is on its way, by another request or by a fetch."""
         if context.awaited is not None and self._is_coming(context.awaited, context):
-            return True  # a prompt may have many waiters, asked in every step: none walks it again for nothing
+            return True  # asked of every waiter in every step: do not walk the prompt again for nothing
         context.awaited = None
         coming, row_of = self.coming, self._table.get
         is_saving, is_fetching = self._dram.is_saving, self._fetches.is_fetching
         for block, key in enumerate(context.chain()):
             row = row_of(key)
-            # Asked of every block of those next in line, in every step; with few of them anything happens.
+            # Runs for every block of the next requests in line, in every step, and few of these blocks are coming.
             if (
                 (key in coming or is_saving(key) or is_fetching(key))
                 and self._is_coming(key, context)

@@ -1,4 +1,4 @@
-"""SchedulerView: the cache as the scheduler sees it, request by request."""
+"""Shows the scheduler what the cache has of each request, and gives requests their room."""
 
 from collections.abc import Iterable
 
@@ -45,7 +45,7 @@ class SchedulerView:
         return self._matcher.residency(context)
 
     def waits_for_sibling(self, request_id: str, *, is_due: bool) -> bool:
-        """One computation, load or fetch, many waiters."""
+        """See `Siblings`: many requests may wait for one computation, load or fetch. A late fetch is not waited for."""
         context = self._running[request_id]
         if not self._reuse:
             return False
@@ -64,8 +64,7 @@ class SchedulerView:
     # --- room ---------------------------------------------------------------------------------------------------------
 
     def admit(self, request_id: str, num_tokens: int) -> int | None:
-        """What is matched is shared page by page where whole pages match; the rest is copied, loaded, or taken over in
-        place if nobody else can see it."""
+        """See `Placer.admit`."""
         return self._placer.admit(self._running[request_id], num_tokens)
 
     def grow(self, request_id: str, num_tokens: int) -> bool:
