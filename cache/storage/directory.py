@@ -5,18 +5,15 @@ import os
 import re
 import shutil
 import stat
-import threading
-from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from cache.storage.errors import BlockMissing
-from cache.storage.extent_file import ParsedExtent, read_header, remove_extent
+from cache.storage.extent_file import read_header, remove_extent
 from cache.storage.extent_format import MAX_EXTENT_ID, ExtentHeader
 from cache.storage.io_threads import Beat
 
-MAX_CACHED_HEADER_BYTES = 32 << 20
 _FINGERPRINT = re.compile(r"(?:[0-9a-f]{2})+")
 _SHARD = re.compile(r"[0-9a-f]{2}")
 _RECORD = re.compile(r"([0-9a-f]{16})\.(kv|tmp)")
@@ -116,39 +113,6 @@ def drop_foreign(record: Foreign, *, own: Path | None) -> bool:
             other.rmdir()
         shutil.rmtree(directory, ignore_errors=True)
     return True
-
-
-class HeaderCache:
-    """Parsed headers; the least recently used are dropped first. Thread-safe."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._extents: OrderedDict[int, ParsedExtent] = OrderedDict()
-        self._bytes = 0
-
-    def get(self, extent_id: int) -> ParsedExtent | None:
-        with self._lock:
-            extent = self._extents.get(extent_id)
-            if extent is not None:
-                self._extents.move_to_end(extent_id)
-            return extent
-
-    def put(self, extent_id: int, extent: ParsedExtent) -> None:
-        with self._lock:
-            self._drop(extent_id)
-            self._extents[extent_id] = extent
-            self._bytes += extent.layout.header_bytes
-            while self._bytes > MAX_CACHED_HEADER_BYTES:
-                self._drop(next(iter(self._extents)))
-
-    def drop(self, extent_id: int) -> None:
-        with self._lock:
-            self._drop(extent_id)
-
-    def _drop(self, extent_id: int) -> None:
-        extent = self._extents.pop(extent_id, None)
-        if extent is not None:
-            self._bytes -= extent.layout.header_bytes
 
 
 def _directories(path: Path, name: re.Pattern[str]) -> Iterator[Path]:

@@ -23,33 +23,24 @@ from pathlib import Path
 from typing import TypeVar
 
 from cache.blocks.stored import ExtentInfo, SessionRecord, StoredBlock
-from cache.storage.directory import Foreign, HeaderCache, scan
 from cache.storage.directory_lock import DirectoryLock, DirectoryLocked
 from cache.storage.errors import BlockMissing, TierFailed, TierFull
-from cache.storage.extent_file import (
-    CHUNK_BYTES,
-    ParsedExtent,
-    io_buffer,
-    open_extent,
-    remove_extent,
-    sync_directory,
-    temporary_of,
-    write_extent,
-)
+from cache.storage.extent_file import CHUNK_BYTES, io_buffer, remove_extent, temporary_of, write_extent
 from cache.storage.extent_format import MAX_EXTENT_ID, ExtentHeader, Layout, check_segments, encode_header
+from cache.storage.extent_opener import READ_THREADS, ExtentOpener
 from cache.storage.extent_reader import ExtentReader, flat
 from cache.storage.index import DiskIndex
 from cache.storage.io_threads import Beat, IoDeadline, IoThreads
 from cache.storage.rare_log import RareLog
+from cache.storage.recovery import recover
+from cache.storage.shards import Shards
 from cache.storage.space import DiskSpace
 from cache.storage.thread_priority import WRITING
 from cache.storage.throttle import Throttle
 
-READ_THREADS = 8
 # separate from the read threads, so that reads do not wait for writes that hang, nor writes for reads
 WRITE_THREADS = 4
 MAX_FINGERPRINT_BYTES = 64
-NUM_SHARDS = 256
 _NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -88,30 +79,34 @@ class ExtentStore:
         self._fingerprint = fingerprint
         self._segment_bytes = tuple(segment_bytes)
         self._key = key
-        self._directory, self._root = directory, directory / "kv"
-        self._own = self._root / fingerprint.hex()
+        self._directory = directory
         self._deadline_s = deadline_s
         self._held = DirectoryLock(directory, owner)
+        self._shards = Shards(directory / "kv", fingerprint)
         self._space = DiskSpace(
-            root=self._root, own=self._own, capacity_bytes=capacity_bytes, min_free_bytes=min_free_bytes
+            root=self._shards.root,
+            own=self._shards.own,
+            capacity_bytes=capacity_bytes,
+            min_free_bytes=min_free_bytes,
         )
-        self._index = DiskIndex(path=self._own / "index.sqlite", key=key)
-        self._reading = Throttle(bytes_per_s=read_bytes_per_s, clock=time.monotonic, sleep=time.sleep)
+        self._index = DiskIndex(path=self._shards.own / "index.sqlite", key=key)
+        self._opener = ExtentOpener(
+            shards=self._shards,
+            fingerprint=fingerprint,
+            segment_bytes=segment_bytes,
+            key=key,
+            throttle=Throttle(bytes_per_s=read_bytes_per_s, clock=time.monotonic, sleep=time.sleep),
+        )
         self._writing = Throttle(bytes_per_s=write_bytes_per_s, clock=time.monotonic, sleep=time.sleep)
         self._reads: IoThreads | None = None
         self._writes: IoThreads | None = None  # also deletes and updates the index
-        self._headers = HeaderCache()
         self._log = RareLog()
         self._making = threading.Lock()  # held while the directory is made again; taken before `_lock`
-        self._buffers: deque[mmap.mmap] = deque(maxlen=READ_THREADS)
         self._write_buffers: deque[mmap.mmap] = deque(maxlen=WRITE_THREADS)
-        self._buffer_bytes = max(CHUNK_BYTES, *segment_bytes)
 
         self._lock = threading.Lock()  # guards what follows; never held during I/O
         self._last_id = 0
-        self._unsynced: set[str] = set()  # directories in which something was deleted since their last sync
         self._lost: list[int] = []  # extents found to be deleted by another process
-        self._damaged: set[int] = set()  # extents whose damage has been logged
         # What `open` could not use -> why: files without a valid record (deleted if readable), rows without a file.
         self.useless: dict[int, str] = {}
 
@@ -208,7 +203,7 @@ class ExtentStore:
 
     def reader(self, extent_id: int) -> ExtentReader:
         """Open an extent and verify its header. Raises BlockMissing."""
-        return self._open_reader(extent_id, self._headers.get(extent_id))
+        return self._reader(extent_id, trust_cached=True)
 
     def delete(self, *extent_ids: int) -> None:
         """Delete extents; their bytes are gone on return, but open readers may continue. Unknown ids are ignored.
@@ -235,11 +230,7 @@ class ExtentStore:
 
         def forget(beat: Beat) -> None:
             self._index.delete_sessions(names)
-            with self._lock:
-                directories, self._unsynced = self._unsynced, set()
-            for directory in directories:
-                beat()
-                sync_directory(directory)
+            self._shards.sync_deletions(beat)
 
         self._do("delete_sessions", forget)
 
@@ -247,7 +238,7 @@ class ExtentStore:
         """Read and verify everything. Yields (extent id, None or a description of the damage)."""
         for extent_id in self._space.extent_ids():
             try:
-                with self._open_reader(extent_id, None) as reader:
+                with self._reader(extent_id, trust_cached=False) as reader:
                     reader.check()
                 yield extent_id, None
             except BlockMissing as missing:
@@ -276,9 +267,13 @@ class ExtentStore:
         except sqlite3.Error as error:
             raise TierFailed(f"{what}: the index failed: {error}", reason="io") from error
 
-    def _path(self, extent_id: int) -> str:
-        name = f"{extent_id:016x}"
-        return f"{self._own}/{name[-2:]}/{name}.kv"
+    def _reader(self, extent_id: int, *, trust_cached: bool) -> ExtentReader:
+        if extent_id not in self._space:
+            raise BlockMissing(f"extent {extent_id:016x} is not here", reason="missing")
+        threads = self._reads
+        if threads is None:
+            raise BlockMissing("the disk tier is closed", reason="io")
+        return self._opener.open(extent_id, threads, trust_cached=trust_cached)
 
     def _new_id(self) -> int:
         # Ids come from the clock, so that they are never reused even if index and records are lost, and exceed the last
@@ -292,26 +287,15 @@ class ExtentStore:
     def _store(
         self, extent_id: int, header: bytes, layout: Layout, views: Sequence[Sequence[memoryview]], beat: Beat
     ) -> None:
-        path, stored = self._path(extent_id), False
+        path, stored = self._shards.path(extent_id), False
         try:
-            if not _is_directory(os.path.dirname(path)):  # it was deleted, or a link took its place
-                self._make_shards(beat)
+            self._shards.make_missing(extent_id, beat)
             beat()
             self._write_file(path, header, layout, views, beat)
             stored = True
         finally:
             stays = stored or os.path.exists(path) or os.path.exists(temporary_of(path))
             self._space.settle(extent_id, layout.size_bytes, stored=stored, stays=stays)
-
-    def _make_shards(self, beat: Beat) -> None:
-        """Make all shard directories at once: each would otherwise cost a write like the file's own when it is first
-        used."""
-        made = False
-        for number in range(NUM_SHARDS):
-            beat()
-            made |= _make_directory(f"{self._own}/{number:02x}")
-        if made:
-            sync_directory(self._own)
 
     def _write_file(
         self, path: str, header: bytes, layout: Layout, views: Sequence[Sequence[memoryview]], beat: Beat
@@ -326,12 +310,10 @@ class ExtentStore:
             self._write_buffers.append(buffer)
 
     def _remove(self, extent_id: int) -> None:
-        path = self._path(extent_id)
-        remove_extent(path)
-        self._headers.drop(extent_id)
+        remove_extent(self._shards.path(extent_id))
+        self._opener.forget(extent_id)
         self._space.release(extent_id)
-        with self._lock:
-            self._unsynced.add(os.path.dirname(path))
+        self._shards.note_deletion(extent_id)
 
     def _forget(self, extent_ids: Sequence[int], beat: Beat = lambda: None) -> None:
         gone: list[int] = []
@@ -347,56 +329,6 @@ class ExtentStore:
                 ids = ", ".join(f"{extent_id:016x}" for extent_id in gone[:3])
                 self._log.warn("index", "the index still names extent %s, which is gone: %s", ids, error)
 
-    def _open_reader(self, extent_id: int, known: ParsedExtent | None) -> ExtentReader:
-        if extent_id not in self._space:
-            raise BlockMissing(f"extent {extent_id:016x} is not here", reason="missing")
-        threads = self._reads
-        if threads is None:
-            raise BlockMissing("the disk tier is closed", reason="io")
-        opened: list[int] = []
-
-        def open_it(_: Beat) -> ParsedExtent:
-            fd, parsed = open_extent(
-                self._path(extent_id),
-                fingerprint=self._fingerprint,
-                segment_bytes=self._segment_bytes,
-                key=self._key,
-                extent_id=extent_id,
-                known=known,
-            )
-            opened.append(fd)
-            return parsed
-
-        def close_late() -> None:
-            for fd in opened:
-                os.close(fd)
-
-        try:
-            extent = threads.call(open_it, late=close_late)
-        except BlockMissing as missing:
-            self._tell_damage(extent_id, missing)
-            raise
-        except IoDeadline as error:
-            raise BlockMissing(f"extent {extent_id:016x}: {error}", reason="deadline") from error
-        self._headers.put(extent_id, extent)
-        return ExtentReader(
-            fd=opened[0],
-            extent=extent,
-            io=threads,
-            throttle=self._reading,
-            buffers=self._buffers,
-            buffer_bytes=self._buffer_bytes,
-            on_damage=partial(self._tell_damage, extent_id),
-        )
-
-    def _tell_damage(self, extent_id: int, missing: BlockMissing) -> None:
-        """Log the damage once per extent. Every reader of it computes instead, and would report it again."""
-        with self._lock:
-            if extent_id in self._damaged:
-                return
-            self._damaged.add(extent_id)
-        log.warning("a stored record is damaged, its KV will be computed again: %s (%s)", missing, missing.reason)
-
     def _ensure_directory(self, beat: Beat) -> None:
         """Make the directory again if it was deleted under the running server; its contents were meant to go. The lock
         is taken again too, because the next server would otherwise create and lock another file. Raises
@@ -406,97 +338,33 @@ class ExtentStore:
             if has_lock and self._index.is_there():
                 return
             beat()
-            log.warning("%s was deleted while the server runs; its contents are lost and it is made again", self._own)
-            self._root.mkdir(mode=0o700, parents=True, exist_ok=True)
-            _make_directory(str(self._own))
-            for directory in (self._root, self._own):
-                directory.chmod(0o700)
+            lost = "%s was deleted while the server runs; its contents are lost and it is made again"
+            log.warning(lost, self._shards.own)
+            self._shards.make_parents()
             if not has_lock:
                 self._held.take()
-            self._make_shards(beat)
+            self._shards.make_all(beat)
             self._index.make_again(beat)
-            gone = [one for one in self._space.extent_ids() if not os.path.exists(self._path(one))]
+            gone = [one for one in self._space.extent_ids() if not os.path.exists(self._shards.path(one))]
             for extent_id in gone:
-                self._headers.drop(extent_id)
+                self._opener.forget(extent_id)
             self._space.release(*gone)
             with self._lock:
                 self._lost += gone
-                self._unsynced = {directory for directory in self._unsynced if os.path.exists(directory)}
 
     def _recover(self, beat: Beat) -> tuple[list[ExtentInfo], list[SessionRecord]]:
-        self._root.mkdir(mode=0o700, parents=True, exist_ok=True)
-        _make_directory(str(self._own))
-        for directory in (self._root, self._own):
-            directory.chmod(0o700)
+        self._shards.make_parents()
         self._held.take()
-        self._make_shards(beat)
+        self._shards.make_all(beat)
         beat()
-        known, sessions = self._index.open(beat)
-        beat()
-        files, foreign = scan(self._root, self._own, beat)
-        extents: dict[int, ExtentInfo] = {}
-        for extent_id, size in sorted(files.items()):
-            row = known.get(extent_id)
-            if row is not None and row.size_bytes == size:
-                extents[extent_id] = row
-                continue
-            # The file has no row, because a crash can happen between the two writes. Its header decides; a file without
-            # a valid one is deleted.
-            beat()
-            try:
-                info = self._adopt(extent_id)
-            except BlockMissing as missing:
-                log.warning("ignoring an unusable record: %s", missing)
-                self.useless[extent_id] = f"{missing.reason}: {missing}"
-                # The failure may be temporary, or the secret may have changed: delete such files only when their room
-                # is needed.
-                if missing.reason in {"io", "forged"}:
-                    foreign.append(Foreign(extent_id, Path(self._path(extent_id)), size))
-                else:
-                    remove_extent(self._path(extent_id))
-                continue
-            extents[extent_id] = info
-            self._index.add(info, stamp=extent_id)
-            if info.session.context and sessions.get(info.session.names, (0, None))[0] < extent_id:
-                sessions[info.session.names] = (extent_id, info.session)
-        self.useless.update((extent_id, "missing: its file is gone") for extent_id in known.keys() - files.keys())
-        self._index.remove(known.keys() - extents.keys())
+        found = recover(self._index, self._shards, self._opener, beat)
+        self.useless.update(found.useless)
         with self._lock:
-            # Ids known from file names alone do not count: anybody could have chosen the highest one, which would leave
-            # no ids.
-            self._last_id = max([*extents, *known, *(stamp for stamp, _ in sessions.values())], default=0)
-        self._space.open({extent_id: info.size_bytes for extent_id, info in extents.items()}, foreign, beat)
-        return list(extents.values()), [record for _, record in sessions.values()]
-
-    def _adopt(self, extent_id: int) -> ExtentInfo:
-        fd, extent = open_extent(
-            self._path(extent_id),
-            fingerprint=self._fingerprint,
-            segment_bytes=self._segment_bytes,
-            key=self._key,
-            extent_id=extent_id,
-            known=None,
-        )
-        os.close(fd)
-        return ExtentInfo(extent_id, extent.header.session, extent.header.blocks, extent.layout.size_bytes)
+            self._last_id = found.last_id
+        sizes = {extent_id: info.size_bytes for extent_id, info in found.extents.items()}
+        self._space.open(sizes, found.foreign, beat)
+        return list(found.extents.values()), [record for _, record in found.sessions.values()]
 
     def _release(self) -> None:
         self._index.close()
         self._held.release()
-
-
-def _is_directory(path: str) -> bool:
-    return os.path.isdir(path) and not os.path.islink(path)
-
-
-def _make_directory(path: str) -> bool:
-    """Returns whether the directory was missing. Replaces a link by a directory, because its target is not ours and a
-    start would not look for records there. Raises OSError."""
-    if os.path.islink(path):
-        log.warning("%s is a link, which is not followed; a directory replaces it", path)
-        os.unlink(path)
-    try:
-        os.mkdir(path, mode=0o700)
-    except FileExistsError:
-        return False
-    return True

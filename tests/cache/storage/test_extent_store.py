@@ -401,7 +401,7 @@ def test_many_sessions_are_deleted_for_little_more_than_one(tier, tmp_path, monk
     """What costs is to wait for the device."""
     extents = [put(tier, name=f"n{number}", session=make_session(f"s{number}")) for number in range(300)]
     synced = []
-    monkeypatch.setattr("cache.storage.extent_store.sync_directory", synced.append)
+    monkeypatch.setattr("cache.storage.shards.sync_directory", synced.append)
     tier.delete(*(extent.extent_id for extent in extents))
     tier.delete_sessions(*(("tenant", "", f"s{number}") for number in range(300)))
     assert len(synced) <= 256

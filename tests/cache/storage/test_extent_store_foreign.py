@@ -89,8 +89,8 @@ def test_forged_records_stay_until_their_room_is_needed(tier, tmp_path):
     put(tier, "d")  # takes the room of the one that was written with another secret
     assert (tier.used_bytes(), file_of(tmp_path, infos[0]).exists()) == (3 * size, True)
     assert third.extent_id not in {int(path.stem, 16) for path in record_files(tmp_path)}
-    assert tier._own.is_dir()
-    assert len(list(tier._own.glob("??"))) == 256
+    assert tier._shards.own.is_dir()
+    assert len(list(tier._shards.own.glob("??"))) == 256
     tier.close()
 
 

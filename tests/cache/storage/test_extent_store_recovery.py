@@ -193,7 +193,7 @@ def test_a_record_in_the_place_of_another(tier, tmp_path):
     assert reason_of(tier, one) == "missing"
     os.mkfifo(tmp_path / "fifo")
     (tmp_path / "fifo").rename(
-        tmp_path / "kv" / tier._own.name / f"{one.extent_id:016x}"[-2:] / f"{one.extent_id:016x}.kv"
+        tmp_path / "kv" / tier._shards.own.name / f"{one.extent_id:016x}"[-2:] / f"{one.extent_id:016x}.kv"
     )
     assert reason_of(tier, one) == "format"
     file_of(tmp_path, other).unlink()
@@ -233,7 +233,7 @@ def test_another_fingerprint_is_left_alone_until_its_room_is_needed(tier, tmp_pa
 def test_the_last_record_of_a_fingerprint_takes_its_directory_along(tier, tmp_path):
     old = [put(tier, name) for name in "ab"]
     size = old[0].size_bytes
-    directory = tier._own
+    directory = tier._shards.own
     tier, *_ = reopened(tier, tmp_path, fingerprint=b"another", capacity_bytes=2 * size)
     put(tier, "c")
     assert directory.is_dir()
@@ -244,10 +244,10 @@ def test_the_last_record_of_a_fingerprint_takes_its_directory_along(tier, tmp_pa
 
 
 def test_a_directory_of_records_that_is_taken_away_is_made_again(tier, tmp_path):
-    before = sorted(tier._own.glob("??"))
+    before = sorted(tier._shards.own.glob("??"))
     assert len(before) == 256
     for directory in before:
         directory.rmdir()
     info = put(tier, "x")
     assert read_wrongly(tier, info) == []
-    assert sorted(tier._own.glob("??")) == before
+    assert sorted(tier._shards.own.glob("??")) == before

@@ -1,0 +1,132 @@
+"""Opens extents for reading: verifies each header once, and tells of each damaged extent once."""
+
+import logging
+import mmap
+import os
+import threading
+from collections import OrderedDict, deque
+from collections.abc import Sequence
+from functools import partial
+
+from cache.blocks.stored import ExtentInfo
+from cache.storage.errors import BlockMissing
+from cache.storage.extent_file import CHUNK_BYTES, ParsedExtent, open_extent
+from cache.storage.extent_reader import ExtentReader
+from cache.storage.io_threads import Beat, IoDeadline, IoThreads
+from cache.storage.shards import Shards
+from cache.storage.throttle import Throttle
+
+READ_THREADS = 8
+MAX_CACHED_HEADER_BYTES = 32 << 20
+log = logging.getLogger(__name__)
+
+
+class ExtentOpener:
+    """Thread-safe."""
+
+    def __init__(
+        self, *, shards: Shards, fingerprint: bytes, segment_bytes: Sequence[int], key: bytes, throttle: Throttle
+    ) -> None:
+        """segment_bytes: of one block, by layer. key: `cache.storage.extent_format.record_key`."""
+        self._shards = shards
+        self._fingerprint, self._segment_bytes, self._key = fingerprint, tuple(segment_bytes), key
+        self._throttle = throttle
+        self._headers = HeaderCache()
+        self._buffers: deque[mmap.mmap] = deque(maxlen=READ_THREADS)
+        self._buffer_bytes = max(CHUNK_BYTES, *segment_bytes)
+        self._lock = threading.Lock()  # guards what follows
+        self._damaged: set[int] = set()  # extents whose damage has been logged
+
+    def open(self, extent_id: int, threads: IoThreads, *, trust_cached: bool = True) -> ExtentReader:
+        """Open an extent in one of the threads, which its reader then reads in. trust_cached: the header need not be
+        read again from a file that has not changed. Raises BlockMissing."""
+        known = self._headers.get(extent_id) if trust_cached else None
+        opened: list[int] = []
+
+        def open_it(_: Beat) -> ParsedExtent:
+            fd, extent = self._open(extent_id, known)
+            opened.append(fd)
+            return extent
+
+        def close_late() -> None:
+            for fd in opened:
+                os.close(fd)
+
+        try:
+            extent = threads.call(open_it, late=close_late)
+        except BlockMissing as missing:
+            self._tell_damage(extent_id, missing)
+            raise
+        except IoDeadline as error:
+            raise BlockMissing(f"extent {extent_id:016x}: {error}", reason="deadline") from error
+        self._headers.put(extent_id, extent)
+        return ExtentReader(
+            fd=opened[0],
+            extent=extent,
+            io=threads,
+            throttle=self._throttle,
+            buffers=self._buffers,
+            buffer_bytes=self._buffer_bytes,
+            on_damage=partial(self._tell_damage, extent_id),
+        )
+
+    def read_info(self, extent_id: int) -> ExtentInfo:
+        """Return what an extent's header says of it. Blocks: called in an I/O thread. Raises BlockMissing."""
+        fd, extent = self._open(extent_id, None)
+        os.close(fd)
+        return ExtentInfo(extent_id, extent.header.session, extent.header.blocks, extent.layout.size_bytes)
+
+    def forget(self, extent_id: int) -> None:
+        """Drop the header of an extent that is gone."""
+        self._headers.drop(extent_id)
+
+    def _open(self, extent_id: int, known: ParsedExtent | None) -> tuple[int, ParsedExtent]:
+        return open_extent(
+            self._shards.path(extent_id),
+            fingerprint=self._fingerprint,
+            segment_bytes=self._segment_bytes,
+            key=self._key,
+            extent_id=extent_id,
+            known=known,
+        )
+
+    def _tell_damage(self, extent_id: int, missing: BlockMissing) -> None:
+        """Log the damage once per extent. Every reader of it computes instead, and would report it again."""
+        with self._lock:
+            if extent_id in self._damaged:
+                return
+            self._damaged.add(extent_id)
+        log.warning("a stored record is damaged, its KV will be computed again: %s (%s)", missing, missing.reason)
+
+
+class HeaderCache:
+    """Parsed headers; the least recently used are dropped first. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._extents: OrderedDict[int, ParsedExtent] = OrderedDict()
+        self._bytes = 0
+
+    def get(self, extent_id: int) -> ParsedExtent | None:
+        with self._lock:
+            extent = self._extents.get(extent_id)
+            if extent is not None:
+                self._extents.move_to_end(extent_id)
+            return extent
+
+    def put(self, extent_id: int, extent: ParsedExtent) -> None:
+        with self._lock:
+            self._drop(extent_id)
+            self._extents[extent_id] = extent
+            self._bytes += extent.layout.header_bytes
+            while self._bytes > MAX_CACHED_HEADER_BYTES:
+                self._drop(next(iter(self._extents)))
+
+    def drop(self, extent_id: int) -> None:
+        with self._lock:
+            self._drop(extent_id)
+
+    def _drop(self, extent_id: int) -> None:
+        extent = self._extents.pop(extent_id, None)
+        if extent is not None:
+            self._bytes -= extent.layout.header_bytes

@@ -1,0 +1,75 @@
+"""The directories that one model's extents lie in: 256 of them, by the last two digits of the ids."""
+
+import logging
+import os
+import threading
+from pathlib import Path
+
+from cache.storage.extent_file import sync_directory
+from cache.storage.io_threads import Beat
+
+NUM_SHARDS = 256
+log = logging.getLogger(__name__)
+
+
+class Shards:
+    """Thread-safe. Methods raise OSError."""
+
+    def __init__(self, root: Path, fingerprint: bytes) -> None:
+        """root: holds the directories of all models."""
+        self.root, self.own = root, root / fingerprint.hex()
+        self._lock = threading.Lock()  # guards what follows; never held during I/O
+        self._unsynced: set[str] = set()  # directories in which something was deleted since their last sync
+
+    def path(self, extent_id: int) -> str:
+        """Return where an extent lies. Avoids pathlib, whose cost every turn would pay."""
+        name = f"{extent_id:016x}"
+        return f"{self.own}/{name[-2:]}/{name}.kv"
+
+    def make_parents(self) -> None:
+        """Make what the shards lie in, closed to other users."""
+        self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _make_directory(str(self.own))
+        for directory in (self.root, self.own):
+            directory.chmod(0o700)
+
+    def make_all(self, beat: Beat) -> None:
+        """Make all shards at once: each would otherwise cost a write like the file's own when it is first used."""
+        made = False
+        for number in range(NUM_SHARDS):
+            beat()
+            made |= _make_directory(f"{self.own}/{number:02x}")
+        if made:
+            sync_directory(self.own)
+
+    def make_missing(self, extent_id: int, beat: Beat) -> None:
+        """Make the shard of an extent again, with all others, if it was deleted or a link took its place."""
+        shard = os.path.dirname(self.path(extent_id))
+        if not os.path.isdir(shard) or os.path.islink(shard):
+            self.make_all(beat)
+
+    def note_deletion(self, extent_id: int) -> None:
+        """Note that an extent was deleted, for `sync_deletions`."""
+        with self._lock:
+            self._unsynced.add(os.path.dirname(self.path(extent_id)))
+
+    def sync_deletions(self, beat: Beat) -> None:
+        """Make all deletions so far survive a power failure."""
+        with self._lock:
+            directories, self._unsynced = self._unsynced, set()
+        for directory in directories:
+            beat()
+            sync_directory(directory)
+
+
+def _make_directory(path: str) -> bool:
+    """Returns whether the directory was missing. Replaces a link by a directory, because its target is not ours and a
+    start would not look for records there. Raises OSError."""
+    if os.path.islink(path):
+        log.warning("%s is a link, which is not followed; a directory replaces it", path)
+        os.unlink(path)
+    try:
+        os.mkdir(path, mode=0o700)
+    except FileExistsError:
+        return False
+    return True
