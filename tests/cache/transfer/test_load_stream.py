@@ -270,7 +270,7 @@ def test_when_a_load_fails_while_a_layer_is_placed_nobody_takes_memory_from_who_
     stream.begin("read")
     stream.begin("place")
     stream.put(on_disk(0, 0, None))
-    (part,) = stream.stream._parts
+    (part,) = stream.stream._queue.parts
     if not in_step:
         stream.stream.leave_to_threads()
     stream.disk.let.release()
@@ -323,7 +323,9 @@ def test_a_load_that_is_given_up_ends_while_the_disk_still_hangs(stream, landed)
     stream.disk.wait_landed(landed)
     stream.stream.leave_to_threads()
     end = time.monotonic() + LONG_S
-    while stream.stream.progress(1).layers < landed or len(stream.stream._parts) > 1:  # the one out of DRAM has ended
+    while (
+        stream.stream.progress(1).layers < landed or len(stream.stream._queue.parts) > 1
+    ):  # the one out of DRAM has ended
         assert time.monotonic() < end
         time.sleep(0.001)
     before = stream.stream.progress(1)

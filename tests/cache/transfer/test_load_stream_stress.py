@@ -16,7 +16,7 @@ from cache.storage.extent_format import checksum
 from cache.storage.extent_reader import in_turn
 from cache.storage.slab import LayerShape, Slab
 from cache.storage.throttle import Throttle
-from cache.transfer import layer_source, load_stream
+from cache.transfer import layer_source, load_reader
 from cache.transfer.events import Events
 from cache.transfer.layer_source import Landings
 from cache.transfer.load_stream import LoadStream
@@ -189,7 +189,7 @@ class Engine:
     def __init__(self, rng, monkeypatch, seed):
         self._random, self._name = rng, f"seed {seed}"
         self._memory = Memory()
-        monkeypatch.setattr(load_stream, "Landings", lambda: self._memory)
+        monkeypatch.setattr(load_reader, "Landings", lambda: self._memory)
         # So small that some of it is not kept.
         monkeypatch.setattr(layer_source, "_PIECE_BYTES", 4096)
         monkeypatch.setattr(layer_source, "KEPT_BYTES", 40 * 4096)

@@ -1,0 +1,116 @@
+"""Places the layers of loads in HBM, and tells when a load has ended."""
+
+import time
+
+import torch
+
+from cache.blocks.keys import BlockKey
+from cache.moves import Loaded, Transferred
+from cache.storage.slab import Slab
+from cache.storage.throttle import Throttle
+from cache.transfer.events import Events
+from cache.transfer.key_rotations import KeyRotations
+from cache.transfer.layer_source import ExtentSource, SlotSource
+from cache.transfer.load_queue import LoadPart, LoadQueue
+from cache.transfer.loader import Loader, PagePool
+
+
+class LoadPlacer:
+    """`run` is a thread. `place` and `end` are called by it and by the engine's, each for the parts that are its own
+    (`LoadPart.in_step`)."""
+
+    def __init__(
+        self, *, queue: LoadQueue, pool: PagePool, slab: Slab, throttle: Throttle, completions: Events
+    ) -> None:
+        self._queue, self._changed = queue, queue.changed
+        self._pool, self._slab = pool, slab
+        self._throttle = throttle
+        self._completions = completions
+
+    def run(self, rotations: KeyRotations) -> None:
+        """Place layers that no step places by itself, until the queue is closed."""
+        while (part := self._next()) is not None:
+            if not part.reads_disk and not part.load.failed:
+                started = time.perf_counter()
+                size = len(part.blocks) * self._slab.segment_bytes[part.placed]
+                self._throttle.wait(self._throttle.book(size))
+                part.reading_s += time.perf_counter() - started
+            self.place(part, rotations, together=False)
+            if part.is_over:
+                self.end(part)
+
+    def place(self, part: LoadPart, rotations: KeyRotations, *, together: bool) -> None:
+        """Place the next layer of a part, unless its load has failed. rotations: the calling thread's."""
+        if part.load.failed:
+            return
+        started = time.perf_counter()
+        # Notes of its own: the other part may be noting as well.
+        failed: dict[BlockKey, str] = {}
+        source, loader = self._begun(part, failed)
+        layer = part.placed
+        if not failed:
+            loader.place(layer, failed, rotations, together=together)
+            self._synchronise()
+            if isinstance(source, ExtentSource) and not failed:
+                source.keep(layer)
+            elif isinstance(source, ExtentSource):
+                source.tell_damage(failed, layer)
+        part.placing_s += time.perf_counter() - started
+        with self._changed:
+            if failed:
+                part.load.failed.update(failed)
+                return
+            part.placed += 1
+            # The last one counts when the event is out: whoever waits for it may then believe the event.
+            part.layers = min(part.placed, self._slab.num_layers - 1)
+            if not together:
+                self._changed.notify_all()
+
+    def end(self, part: LoadPart) -> None:
+        """End a part, whether it was placed or has failed. With the last part of a load, tell that the load has
+        ended."""
+        failed = part.load.failed
+        if part.placed == self._slab.num_layers:
+            part.load.whole.update(block.key for block in part.blocks)
+        with self._changed:
+            part.has_ended = True
+            is_read = part.reading > 0
+        if isinstance(part.source, ExtentSource) and not is_read:
+            if not failed:
+                part.source.seal()
+            part.source.close()
+        if not failed:
+            self._tell_transferred(part)
+        with self._changed:
+            self._queue.parts.remove(part)
+            part.load.left -= 1
+            if not part.load.left:
+                whole = frozenset(part.load.whole if failed else ())
+                self._completions.tell(Loaded(part.load.job_id, failed, whole))
+            part.layers = self._slab.num_layers
+            if not part.in_step:
+                self._changed.notify_all()
+
+    def _tell_transferred(self, part: LoadPart) -> None:
+        direction = "disk_to_hbm" if part.reads_disk else "dram_to_hbm"
+        size = len(part.blocks) * self._slab.slot_bytes
+        # One layer is read while another is placed: all but one layer of the shorter is hidden by the longer.
+        shorter, longer = sorted((part.reading_s, part.placing_s))
+        hidden = 1 - 1 / self._slab.num_layers if part.reads_disk else 0
+        self._completions.tell(Transferred(direction, size, longer + shorter * (1 - hidden)))
+
+    def _next(self) -> LoadPart | None:
+        with self._changed:
+            return self._queue.wait_next(self._queue.next_to_place)
+
+    def _begun(self, part: LoadPart, failed: dict[BlockKey, str]) -> tuple[SlotSource | ExtentSource, Loader]:
+        if part.source is None:
+            part.source = SlotSource(part.blocks, self._slab)
+            failed.update(dict.fromkeys(part.source.unsealed, "checksum"))
+        if part.loader is None:
+            part.loader = Loader(source=part.source, pool=self._pool)
+        return part.source, part.loader
+
+    def _synchronise(self) -> None:
+        if self._pool.device.type == "cuda":
+            torch.cuda.current_stream(self._pool.device).synchronize()

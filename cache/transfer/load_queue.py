@@ -1,0 +1,132 @@
+"""Loads under way: how far each part has come, what may be done for it, and which part is next."""
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from cache.blocks.keys import BlockKey
+from cache.moves import BlockLoad
+from cache.rates import LoadProgress
+from cache.transfer.layer_source import ExtentSource, SlotSource
+from cache.transfer.loader import Loader
+
+
+@dataclass(slots=True, eq=False)
+class Load:
+    """A move under way."""
+
+    job_id: int
+    started: bool  # its request runs, or has given its pages back: layers beyond the read buffer may come
+    parts: list["LoadPart"] = field(default_factory=list)
+    failed: dict[BlockKey, str] = field(default_factory=dict)  # then nothing more comes
+    is_abandoned: bool = False  # so nobody waits for a read of it to end
+    whole: set[BlockKey] = field(default_factory=set)  # blocks of which all layers are in place
+    left: int = 0  # parts that are not at their end
+
+    @property
+    def arrived(self) -> int:
+        """Leading layers that have arrived, of all parts."""
+        return min([part.layers for part in self.parts])
+
+
+@dataclass(slots=True, eq=False)
+class LoadPart:
+    """The blocks of a load that lie in DRAM, or those on disk. Its layers are placed, and it is ended, by the step that
+    stands on them if `in_step`, else by the thread that places. The engine's thread alone changes that, and only to
+    false."""
+
+    blocks: tuple[BlockLoad, ...]
+    load: Load
+    num_layers: int
+    reads_disk: bool
+    in_step: bool
+    landed: int = 0  # leading layers that may be placed
+    reading: int = 0  # how many a thread has set out to read, until it has ended
+    has_ended: bool = False  # while it was read: who reads closes its source
+    ahead: int = 0  # how many may have landed without having been placed
+    layers: int = 0  # leading ones that have arrived
+    placed: int = 0  # the same, but that all of them count
+    source: SlotSource | ExtentSource | None = None
+    loader: Loader | None = None
+    reading_s: float = 0.0
+    placing_s: float = 0.0
+    asked_s: float = 0.0  # when a thread set out to read what is being read
+    landed_s: float = 0.0  # the part of reading_s until the last layer has landed, that of the present read too
+
+    @property
+    def has_come(self) -> bool:
+        """Whether there is something to do for who places: a layer to place, or a part to end."""
+        if self.load.failed:
+            # What is being read must not be taken away from the thread that reads it.
+            return not self.reading or self.load.is_abandoned
+        return self.landed > self.placed
+
+    @property
+    def is_over(self) -> bool:
+        # The other part may fail at any time.
+        return self.placed == self.num_layers or (bool(self.load.failed) and self.has_come)
+
+    def progress(self, now_s: float) -> LoadProgress | None:
+        """How far the disk has come; None if all has landed or the load has failed."""
+        if self.load.failed or self.landed == self.num_layers:
+            return None
+        reading_s = self.reading_s + (now_s - self.asked_s if self.reading else 0.0)
+        return LoadProgress(self.landed, self.landed_s, reading_s - self.landed_s)
+
+
+class LoadQueue:
+    """The parts that are not at their end, in the order in which they were given. A part whose request runs goes first;
+    any other comes no further than the read buffer reaches. Whoever calls a method, or changes a part, holds
+    `changed`."""
+
+    def __init__(self, *, num_layers: int, read_buffer_layers: int, changed: threading.Condition) -> None:
+        """read_buffer_layers: how many may come before the request runs."""
+        self._num_layers, self._read_buffer_layers = num_layers, read_buffer_layers
+        self.changed = changed
+        self.parts: list[LoadPart] = []
+        self.step_waits = False  # the engine's thread, for a layer: otherwise nobody need wake for those it places
+        self.closing = False
+
+    def part_on_disk(self, load: Load | None) -> LoadPart | None:
+        return next((part for part in self.parts if part.load is load and part.reads_disk), None)
+
+    def wait_next(self, choose: Callable[[], LoadPart | None]) -> LoadPart | None:
+        """Wait for a part that `choose` returns. None at the end: when nothing is left and nothing more will come."""
+        while self.parts or not self.closing:
+            if (part := choose()) is not None:
+                return part
+            self.changed.wait(1.0)
+        return None
+
+    def next_to_read(self) -> LoadPart | None:
+        return self._first(self._may_be_read)
+
+    def next_to_place(self) -> LoadPart | None:
+        return self._first(self._may_be_placed)
+
+    def may_land(self, part: LoadPart) -> int:
+        """How many more layers of a part may come off the disk now."""
+        stop = min(self._num_layers, part.placed + part.ahead)  # what `ExtentSource` has room for
+        if not self._may_come(part):
+            stop = min(stop, self._read_buffer_layers)
+        return stop - part.landed
+
+    def gives_way(self, part: LoadPart) -> bool:
+        """Whether another part is more urgent to read."""
+        return not self._may_come(part) and any(self._may_come(p) and self._may_be_read(p) for p in self.parts)
+
+    def _first(self, is_wanted: Callable[[LoadPart], bool]) -> LoadPart | None:
+        wanted = [part for part in self.parts if is_wanted(part)]
+        return next((part for part in wanted if self._may_come(part)), wanted[0] if wanted else None)
+
+    def _may_come(self, part: LoadPart) -> bool:
+        """Whether the read buffer does not matter any more."""
+        return part.load.started or bool(part.load.failed) or self.closing
+
+    def _may_be_read(self, part: LoadPart) -> bool:
+        return part.reads_disk and not part.reading and not part.load.failed and self.may_land(part) > 0
+
+    def _may_be_placed(self, part: LoadPart) -> bool:
+        """Whether the thread that places may go on with it."""
+        within = self._may_come(part) or part.placed < self._read_buffer_layers
+        return not part.in_step and part.has_come and within

@@ -1,0 +1,83 @@
+"""Reads the layers of loads off the disk, in a thread of its own."""
+
+import time
+from functools import partial
+
+from cache.moves import Late
+from cache.rates import LoadProgress
+from cache.storage.errors import BlockMissing
+from cache.storage.extent_store import ExtentStore
+from cache.storage.slab import Slab
+from cache.transfer.events import Events
+from cache.transfer.layer_source import ExtentSource, Landings, SlotSource
+from cache.transfer.load_queue import LoadPart, LoadQueue
+
+
+class LoadReader:
+    """The disk may not answer: nobody but `run` waits for its bytes."""
+
+    def __init__(self, *, queue: LoadQueue, slab: Slab, disk: ExtentStore | None, completions: Events) -> None:
+        self._queue, self._changed = queue, queue.changed
+        self._slab, self._disk = slab, disk
+        self._completions = completions
+        self._landings = Landings()
+
+    def run(self) -> None:
+        """Read until the queue is closed."""
+        while (part := self._next()) is not None:
+            started = time.perf_counter()
+            failed, first, come, reason = {}, part.landed, 0, ""
+            try:
+                source = self._open(part)
+                if source is not None:
+                    come = source.read(first, part.reading, partial(self._on_landed, part))
+            except BlockMissing as error:
+                failed, reason = {block.key: error.reason for block in part.blocks}, error.reason
+            with self._changed:
+                progress = part.progress(time.perf_counter())
+                if progress is not None and reason in {"deadline", "io"}:
+                    self.tell_late(part, progress)
+                part.reading_s += time.perf_counter() - started
+                part.landed_s = part.reading_s
+                if part.has_ended:
+                    if source is not None:
+                        source.close()
+                    continue
+                part.load.failed.update(failed)
+                part.landed = max(part.landed, first + come)
+                part.reading = 0
+                self._changed.notify_all()
+
+    def tell_late(self, part: LoadPart, progress: LoadProgress) -> None:
+        """Tell that a part was given up, and what it would have taken at its pace."""
+        seconds = progress.whole_s(self._slab.num_layers)
+        self._completions.tell(Late("disk_to_hbm", len(part.blocks) * self._slab.slot_bytes, seconds))
+
+    def _next(self) -> LoadPart | None:
+        with self._changed:
+            part = self._queue.wait_next(self._queue.next_to_read)
+            if part is not None:
+                part.reading, part.asked_s = self._queue.may_land(part), time.perf_counter()
+            return part
+
+    def _open(self, part: LoadPart) -> ExtentSource | None:
+        """Return where a part's bytes come from. None if its load has failed, for its slots are others' then."""
+        with self._changed:
+            if part.source is None and not part.load.failed:
+                assert self._disk is not None
+                part.source = ExtentSource(part.blocks, self._slab, self._disk, self._landings)
+            assert not isinstance(part.source, SlotSource)
+            return part.source
+
+    def _on_landed(self, part: LoadPart, count: int) -> int:
+        """Note layers that have come off the disk. Returns how many are to come next: as many as are there already, for
+        every call takes processor time from the step that computes meanwhile, and while there is something to place,
+        nobody waits for the first of them. None if another load is more urgent."""
+        with self._changed:
+            part.landed += count
+            part.landed_s = part.reading_s + time.perf_counter() - part.asked_s
+            if self._queue.step_waits or not part.in_step:
+                self._changed.notify_all()
+            if part.load.failed or self._queue.gives_way(part):
+                return 0
+            return max(1, part.landed - part.placed)
