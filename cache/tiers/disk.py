@@ -1,4 +1,4 @@
-"""DiskLedger: what is on disk, which copy of a block counts, and what leaves. Touches no bytes."""
+"""Keeps account of the disk: what is there, which copy of a block counts, and what leaves. Touches no bytes."""
 
 import math
 from collections import Counter
@@ -14,12 +14,12 @@ from cache.stats import CacheStats
 from cache.tiers.holds import DirtyBlocks, KeysWhere, PinnedSessions
 from cache.tiers.orders import Orders
 
-_AGAIN_S = 5.0  # after a deletion that the disk would not do
+_AGAIN_S = 5.0  # a deletion that the disk refused is tried again after this
 
 
 @dataclass(slots=True)
 class _Extent:
-    keys: dict[BlockKey, None]  # those whose copy here counts
+    keys: dict[BlockKey, None]  # blocks whose copy here counts
     size_bytes: int
 
 
@@ -28,7 +28,7 @@ class _Deletion:
     extent_ids: tuple[int, ...]
     session: SessionName | None
     waiter: str | None
-    with_record: bool = True  # the session's goes too
+    with_record: bool = True  # deletes the session's record too
 
 
 class DiskLedger:
@@ -47,16 +47,16 @@ class DiskLedger:
     ) -> None:
         self.capacity_bytes = capacity_bytes  # 0: there is no disk
         self.policy = policy
-        self.used_bytes = 0  # as far as writes and deletions have been ordered
+        self.used_bytes = 0  # after all writes and deletions that were ordered
         self.is_quarantined = False
         self._table, self._stats = table, stats
         self._pinned, self._dirty, self._orders = pinned, dirty, orders
         self._extents: dict[int, _Extent] = {}
         self._deletions: dict[int, _Deletion] = {}  # under way, by job
-        self._undone: list[_Deletion] = []  # refused by the disk: asked for again, for nobody shall find those bytes
+        self._undone: list[_Deletion] = []  # refused by the disk, and tried again so that nobody finds those bytes
         self._again_s = math.inf
-        self._done: list[str] = []  # who waited for a deletion that is done
-        self._refused: list[str] = []  # who waited for one that the disk would not do
+        self._done: list[str] = []  # requests that waited for a deletion that is done
+        self._refused: list[str] = []  # requests that waited for one that the disk refused
         self._read: Counter[BlockKey] = Counter()  # blocks that loads and fetches read off the disk
         self._held = KeysWhere(self._is_held)
 
@@ -68,19 +68,20 @@ class DiskLedger:
     # --- what is there ------------------------------------------------------------------------------------------------
 
     def add(self, extent: ExtentInfo, keys: Sequence[BlockKey]) -> None:
-        """An extent was written with these blocks."""
+        """Record an extent that was written with these blocks."""
         self._extents[extent.extent_id] = _Extent({}, extent.size_bytes)
         self.used_bytes += extent.size_bytes
         for index, key in enumerate(keys):
             row = self._table.get(key)
-            # What its owners have left meanwhile has no business on disk.
+            # A block whose owners are gone meanwhile does not belong on disk.
             if row is not None and row.extent is None and row.owners:
                 self._attach(row, extent.extent_id, index)
         if not self._extents[extent.extent_id].keys:
             self.delete([extent.extent_id], None, None)
 
     def adopt(self, extent: ExtentInfo, rows: Sequence[BlockRow]) -> None:
-        """A record found at the start: its blocks are on disk, unless a newer record has them."""
+        """Record an extent that was found at the start. Called in order of writing: the newest copy of a block
+        counts."""
         self._extents[extent.extent_id] = _Extent({}, extent.size_bytes)
         self.used_bytes += extent.size_bytes
         for index, row in enumerate(rows):
@@ -100,7 +101,7 @@ class DiskLedger:
         enter(self.policy, row)
 
     def _detach(self, row: BlockRow) -> int | None:
-        """The copy on disk does not count any more; the extent's id if that was the last in it."""
+        """Stop counting a block's copy on disk. Returns the extent's id if no other block in it counts."""
         if row.extent is None:
             return None
         extent_id, row.extent = row.extent[0], None
@@ -111,7 +112,7 @@ class DiskLedger:
         return None if extent.keys else extent_id
 
     def sharers_of(self, rows: Iterable[BlockRow]) -> list[BlockRow]:
-        """Blocks with other owners whose copy on disk stands in one extent with one of these, and is their only one."""
+        """Return blocks of other owners that lie in one extent with one of these, and are not in DRAM."""
         extents = {row.extent[0] for row in rows if row.extent is not None}
         names = {owner for row in rows for owner in row.owners}
         keys = (key for extent in extents for key in self._extents[extent].keys)
@@ -121,7 +122,7 @@ class DiskLedger:
     # --- what is read -------------------------------------------------------------------------------------------------
 
     def hold(self, keys: Iterable[BlockKey]) -> None:
-        """Somebody reads these blocks off the disk, until `release`."""
+        """Keep these blocks on disk until `release`, because they are being read."""
         self._read.update(keys)
 
     def release(self, keys: Iterable[BlockKey]) -> None:
@@ -135,15 +136,15 @@ class DiskLedger:
     # --- what leaves --------------------------------------------------------------------------------------------------
 
     def reserve(self, size: int) -> bool:
-        """Room for an extent of at most so many bytes, until `give_back`: others leave for it. False if what may leave
-        is not enough."""
+        """Reserve room for an extent of at most `size` bytes until `give_back`; other extents leave for it. Returns
+        False if those that may leave are not enough."""
         if not self._make_room(size):
             return False
         self.used_bytes += size
         return True
 
     def give_back(self, size: int) -> None:
-        """What was reserved is not needed, or is counted by what was written."""
+        """End a reservation: the room is not needed, or what was written counts by itself."""
         self.used_bytes -= size
 
     def _make_room(self, size: int) -> bool:
@@ -155,12 +156,12 @@ class DiskLedger:
             assert row is not None
             assert row.extent is not None
             self._stats.evictions["disk"] += len(self._extents[row.extent[0]].keys)
-            # Not written again although DRAM may have it: it would take the room of another, and so on for ever.
+            # Do not write it again although DRAM may have it: it would take the room of another, and so on for ever.
             self.delete([row.extent[0]], None, None, write_again=False)
         return True
 
     def drop(self, row: BlockRow) -> None:
-        """The block's copy on disk is bad or not wanted any more."""
+        """Drop a block's copy on disk, which is bad or not wanted any more."""
         empty = self._detach(row)
         if empty is not None:
             self.delete([empty], None, None)
@@ -168,8 +169,8 @@ class DiskLedger:
     def delete(
         self, extent_ids: list[int], session: SessionName | None, waiter: str | None, *, write_again: bool = True
     ) -> None:
-        """With all that is in them; `waiter` is named when the bytes are gone. session: its record too.
-        write_again: what DRAM still has comes back to disk in another extent."""
+        """Delete extents with all that is in them; `take_done` names `waiter` when the bytes are gone. session: delete
+        its record too. write_again: blocks that DRAM still has come back to disk in another extent."""
         self._take_out(extent_ids, write_again)
         if not self.capacity_bytes:
             self._done += [waiter] if waiter else []
@@ -177,7 +178,7 @@ class DiskLedger:
         self._delete(_Deletion(tuple(extent_ids), session, waiter))
 
     def lost(self, extent_ids: Iterable[int]) -> None:
-        """Somebody has deleted their files."""
+        """Forget extents whose files another process has deleted."""
         self._take_out([extent_id for extent_id in extent_ids if extent_id in self._extents], write_again=True)
 
     def _take_out(self, extent_ids: Iterable[int], write_again: bool) -> None:
@@ -203,11 +204,12 @@ class DiskLedger:
         self._orders.add(DeleteExtents(job, deletion.extent_ids, session))
 
     def on_deleted(self, job: int, problem: str | None, now: float) -> None:
-        """problem: bytes may still be there. Whoever waits is told so, and it is tried again."""
+        """Record the end of a deletion. problem: bytes may still be there; the waiter is told so, and it is tried
+        again."""
         deletion = self._deletions.pop(job)
         waiters = [deletion.waiter] if deletion.waiter else []
         if problem is None:
-            # One that waits may do so for its session's other salts too, whose deletions came before.
+            # A waiter may also wait for the session's other salts, whose deletions came before.
             name = deletion.session
             (self._refused if name is not None and self.undone(name[0], name[2]) else self._done).extend(waiters)
             return
@@ -221,18 +223,18 @@ class DiskLedger:
         return done
 
     def take_refused(self) -> list[str]:
-        """Return the requests that waited for one that the disk would not do, since the last call. It is tried
+        """Return the requests that waited for a deletion that the disk refused, since the last call. It is tried
         again."""
         refused, self._refused = self._refused, []
         return refused
 
     def undone(self, tenant: str, session_id: str) -> list[SessionName]:
-        """The sessions of this name, with their salts, of which the disk would not delete all."""
+        """Return the sessions of this name, one for each salt, of which the disk would not delete all."""
         names = [deletion.session for deletion in self._undone if deletion.session is not None]
         return [name for name in names if (name[0], name[2]) == (tenant, session_id)]
 
     def reborn(self, session: SessionName) -> None:
-        """A session of this name has begun anew: its record is not the one that was to go."""
+        """Keep the record of a session that has begun anew: it is not the one that was to be deleted."""
         if self._undone:
             same = [deletion.session == session for deletion in self._undone]
             self._undone = [
@@ -240,7 +242,7 @@ class DiskLedger:
             ]
 
     def delete_again(self, session: SessionName, waiter: str) -> bool:
-        """Somebody asks anew for a deletion that is not done. False: there is none."""
+        """Try a refused deletion again, now for this waiter. Returns False if there is none."""
         found = next((deletion for deletion in self._undone if deletion.session == session), None)
         if found is not None:
             self._undone.remove(found)
@@ -248,8 +250,8 @@ class DiskLedger:
         return found is not None
 
     def quarantine(self) -> None:
-        """What came off the disk was wrong although it was intact: nothing on it is believed, and it is not used again
-        by this process."""
+        """Stop using the disk in this process and believe nothing on it, because what came off it was wrong although it
+        was intact."""
         for row in list(self._table):
             self.drop(row)
             if row.is_nowhere:
@@ -257,7 +259,7 @@ class DiskLedger:
         self.is_quarantined = True
 
     def go_on(self, now: float) -> None:
-        """Ask the disk again for what it would not do, some seconds after it would not."""
+        """Try refused deletions again, some seconds after the disk refused them."""
         if now >= self._again_s:
             undone, self._undone, self._again_s = self._undone, [], math.inf
             for deletion in undone:

@@ -1,4 +1,4 @@
-"""DramTier: what fills DRAM slots, what stays in them, and what leaves. Touches no bytes.
+"""Keeps account of DRAM: what fills its slots, what stays in them, and what leaves. Touches no bytes.
 
 Blocks are saved in slots while they are computed (AttentionStore §3.2.2). The slots are one pool (`slots.py`):
 `dram_slots` of them may stay, the rest is for what passes through on its way to disk or was refused. A slot is free
@@ -17,12 +17,12 @@ from cache.tiers.orders import Orders
 from cache.tiers.pages import PageAllocator
 from cache.tiers.slots import SlotPool
 
-_PRESSURE = 0.25  # share of the slots, free or to be had for what comes, below which running turns write theirs too
+_PRESSURE = 0.25  # share of the slots that are free or may become so; below it running turns write theirs too
 
 
 @dataclass(slots=True)
 class _Ticket:
-    """A save under way: the row to be, and its slot. row None: the slot is only given back."""
+    """A save under way: its slot, and the row that its block will have. row None: the slot is only given back."""
 
     row: BlockRow | None
     slot: int
@@ -46,7 +46,7 @@ class DramTier:
         orders: Orders,
         stats: CacheStats,
     ) -> None:
-        """free_buffer: the share of `dram_slots` that `trim` leaves free, so that room for what comes is made ahead."""
+        """free_buffer: the share of `dram_slots` that `trim` leaves free, so that room is made before it is needed."""
         self.num_slots, self.dram_slots, self.slot_bytes = num_slots, dram_slots, slot_bytes
         self.most_resident = int(dram_slots * (1 - free_buffer))  # blocks that `trim` leaves here
         self.policy = policy
@@ -66,19 +66,19 @@ class DramTier:
 
     @property
     def is_pressed(self) -> bool:
-        """Whether slots are scarce: turns that run write what they have, too. What is on disk leaves for whatever
-        comes, so a DRAM that is full of it is not."""
+        """Whether slots are scarce, so that running turns write what they have too. A DRAM full of blocks that are on
+        disk is not pressed, because those leave for whatever comes."""
         return self.num_slots - self._unwritten < _PRESSURE * self.num_slots
 
     @property
     def room_bytes(self) -> int:
-        """C_mem: what DRAM may keep of turns to come. That is what `trim` leaves there, less what has to stay until it
-        is on disk; staging slots keep nothing."""
+        """C_mem: bytes that DRAM may keep of turns to come. `trim` leaves so many there, less those that have to stay
+        until they are on disk. Staging slots keep nothing."""
         return max(0, self.most_resident - self._unwritten) * self.slot_bytes
 
     @property
     def _unwritten(self) -> int:
-        """Blocks that are not on disk yet, or still being saved."""
+        """Number of blocks that are not on disk yet or still being saved."""
         return len(self._tickets) + self._dirty.num_blocks
 
     @property
@@ -88,19 +88,19 @@ class DramTier:
 
     @property
     def num_free(self) -> int:
-        """Slots that can be had without anything leaving."""
+        """Number of slots that can be taken without anything leaving."""
         return self._slots.num_free
 
     @property
     def reached(self) -> int:
-        """Leading slots of which any may have been filled."""
+        """Number of leading slots that may have been filled; the others never were."""
         return self._slots.reached
 
     # --- slots --------------------------------------------------------------------------------------------------------
 
     def take_slot(self, newcomer: SessionName | None) -> int | None:
-        """A slot to be filled. If none is free a block leaves DRAM for it; with a newcomer only one that should leave
-        before a block of that session."""
+        """Take a slot to fill; None if there is none. If none is free, a block leaves DRAM for it: with a newcomer,
+        only one that should leave before a block of that session."""
         if self._is_quarantined:
             return None
         if not self._slots.num_free and self.resident:
@@ -108,25 +108,25 @@ class DramTier:
         return self._slots.take()
 
     def give_back(self, slot: int) -> None:
-        """Nobody needs what a slot was taken for."""
+        """Give back a slot that is not needed for what it was taken for."""
         self._slots.give_back(slot)
 
     def pin(self, slot: int) -> None:
-        """Somebody reads this slot: it keeps its bytes until `unpin`."""
+        """Keep a slot's bytes until `unpin`, because they are being read."""
         self._slots.pin(slot)
 
     def unpin(self, slot: int) -> None:
         self._slots.unpin(slot)
 
     def attach(self, row: BlockRow, slot: int) -> None:
-        """A block that is in no slot has been brought into this one, complete."""
+        """Record that a block, which was in no slot, is complete in this one."""
         row.slot = slot
         self._table.moved()
         self.resident += 1
         enter(self.policy, row)
 
     def keep(self, key: BlockKey, slot: int) -> None:
-        """A block passed through this slot on its way from disk: keep it, if it is still wanted."""
+        """Keep a block that passed through this slot on its way from disk, if it is still wanted."""
         row = self._table.get(key)
         if row is not None and row.slot is None and row.extent is not None:
             self.attach(row, slot)
@@ -139,19 +139,20 @@ class DramTier:
         return key in self._saving
 
     def fill_from_slot(self, source: int, slot: int, num_rows: int) -> None:
-        """The first rows of `slot` are those of another one, which keeps its bytes until they are copied."""
+        """Order the first rows of `slot` to be copied from another slot, which keeps its bytes until then."""
         self._slots.pin(source)
         self._sources.setdefault(slot, ([], []))[1].append(source)
         self._orders.add(FillFromSlot(source, slot, num_rows))
 
     def fill_from_page(self, move: FillFromPage) -> None:
-        """Rows of a slot come out of a page, which stays pinned until they are copied."""
+        """Order rows of a slot to be copied out of a page, which stays pinned until then."""
         self._pages.pin(move.page)
         self._sources.setdefault(move.slot, ([], []))[0].append(move.page)
         self._orders.add(move)
 
     def seal(self, slot: int, row: BlockRow | None, num_rows: int) -> None:
-        """Everything that fills `slot` is ordered. row: as it will stand in the table (its addresses are ignored)."""
+        """Order a slot to be sealed, after all that fills it. row: for the table, its addresses ignored; None: give
+        back."""
         ticket = self._orders.next_job()
         self._tickets[ticket] = _Ticket(row, slot)
         if row is not None:
@@ -159,14 +160,14 @@ class DramTier:
         self._orders.add(SealSlot(ticket, slot, num_rows if row is not None else 0))
 
     def cancel_save(self, key: BlockKey) -> None:
-        """The block is not wanted any more."""
+        """Keep nothing of a block that is being saved."""
         ticket = self._saving.pop(key, None)
         if ticket is not None:
             self._dirty.changes += 1
             self._tickets[ticket].row = None
 
     def on_saved(self, ticket_id: int) -> None:
-        """A slot is sealed: its block is in DRAM now, and the disk is to get it."""
+        """Record that a slot is sealed: its block is in DRAM now, and is to be written to disk."""
         self._dirty.changes += 1
         ticket = self._tickets.pop(ticket_id)
         pages, slots = self._sources.pop(ticket.slot, ([], []))
@@ -194,12 +195,12 @@ class DramTier:
             self._dirty.add(known)
 
     def owners_saving(self) -> set[SessionName]:
-        """Sessions of which blocks are being saved."""
+        """Return the sessions of which blocks are being saved."""
         rows = (self._tickets[ticket].row for ticket in self._saving.values())
         return {owner for row in rows if row is not None for owner in row.owners}
 
     def disown_saves(self, name: SessionName) -> None:
-        """A session is gone: what is being saved of it will not be its."""
+        """Take a session that is gone off the owners of blocks that are being saved."""
         for ticket in self._tickets.values():
             if ticket.row is not None and name in ticket.row.owners:
                 ticket.row.owners = tuple(owner for owner in ticket.row.owners if owner != name)
@@ -207,21 +208,21 @@ class DramTier:
     # --- leaving ------------------------------------------------------------------------------------------------------
 
     def _is_immovable(self, key: BlockKey) -> bool:
-        """Whether a block must not leave DRAM now: read by somebody, not on disk yet, or pinned by its owner."""
+        """Whether a block must not leave DRAM now: it is being read, is not on disk yet, or is pinned by its owner."""
         row = self._table.get(key)
         if row is None or row.slot is None or self._slots.is_pinned(row.slot):
             return True
         return (row.extent is None and self._dirty.hold(row)) or self._pinned.own(row)
 
     def trim(self) -> None:
-        """Let blocks leave DRAM until it is within its bounds, those first that the policy says. Once for all that a
-        step has saved: to find who leaves means to walk past all that is queued."""
+        """Let blocks leave DRAM, in the policy's order, until it is within its bounds. Called once for all that a step
+        has saved, because finding victims means walking past all that is queued."""
         while (excess := self.resident - self.most_resident) > 0 and self.make_room(excess, None):
             pass
 
     def make_room(self, count: int, newcomer: SessionName | None) -> bool:
-        """Let so many blocks leave, or as many as may; with a newcomer only those that should leave before a block of
-        that session. False: none may."""
+        """Let `count` blocks leave, or as many as may: with a newcomer, only those that should leave before a block of
+        that session. Returns False if none may."""
         victims = self.policy.victims(count, self._immovable, newcomer=newcomer)
         for key in victims:
             row = self._table.get(key)
@@ -233,7 +234,7 @@ class DramTier:
         return bool(victims)
 
     def drop_slot(self, row: BlockRow) -> None:
-        """The block has left DRAM. Does not look whether it is anywhere else."""
+        """Take a block out of DRAM. Does not check whether it is anywhere else."""
         if row.slot is None:
             return
         slot, row.slot = row.slot, None
@@ -244,8 +245,8 @@ class DramTier:
         self._slots.give_back(slot)
 
     def quarantine(self) -> None:
-        """What came out of DRAM was wrong although it was intact: nothing in it is believed, and it is not used again
-        by this process."""
+        """Stop using DRAM in this process and believe nothing in it, because what came out of it was wrong although it
+        was intact."""
         for row in list(self._table):
             self.drop_slot(row)
             if row.is_nowhere:

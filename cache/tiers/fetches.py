@@ -1,4 +1,4 @@
-"""Fetches: blocks on their way from disk to DRAM for a turn that is expected (AttentionStore §3.3.1)."""
+"""Orders fetches from disk into DRAM for turns that are expected (AttentionStore §3.3.1)."""
 
 from collections.abc import Iterable, Mapping
 
@@ -12,19 +12,20 @@ from cache.tiers.orders import Orders
 
 
 class Fetches:
-    """Single-threaded, part of the CacheManager."""
+    """Knows every fetch under way. Single-threaded, part of the CacheManager."""
 
     def __init__(
         self, *, table: CacheTable, dram: DramTier, disk: DiskLedger, orders: Orders, stats: CacheStats
     ) -> None:
         self._table, self._dram, self._disk = table, dram, disk
         self._orders, self._stats = orders, stats
-        self._under_way: dict[int, tuple[tuple[BlockKey, tuple[int, int], int], ...]] = {}  # by job, as in FetchBlocks
+        # job -> blocks, as in FetchBlocks
+        self._under_way: dict[int, tuple[tuple[BlockKey, tuple[int, int], int], ...]] = {}
         self._coming: set[BlockKey] = set()
 
     @property
     def in_flight(self) -> int:
-        """Jobs under way."""
+        """Number of fetches under way."""
         return len(self._under_way)
 
     def is_fetching(self, key: BlockKey) -> bool:
@@ -35,17 +36,18 @@ class Fetches:
         return any((row := self._table.get(key)) is not None and name in row.owners for key in self._coming)
 
     def has_room(self) -> bool:
-        """Whether DRAM would keep one more block, beside those that are fetched."""
+        """Whether DRAM would keep one more block beside those that are being fetched."""
         return self._kept < self._dram.most_resident and self._dram.num_free > 0
 
     @property
     def _kept(self) -> int:
-        """Blocks in DRAM, and those on their way there that shall stay."""
+        """Number of blocks in DRAM and of those being fetched into it."""
         return self._dram.resident + len(self._coming)
 
     def fetch(self, rows: Iterable[BlockRow], newcomer: SessionName) -> bool:
-        """Order those of these blocks that are on disk alone, as far as DRAM may keep them: at the expense of what
-        should leave before a block of that session, never in slots that `trim` would empty again. False: not all."""
+        """Fetch those of these blocks that are only on disk, as far as DRAM may keep them: at the expense of blocks
+        that should leave before one of that session, never into slots that `trim` would empty again. Returns whether
+        that was all."""
         blocks = []
         wanted = [row for row in rows if row.extent and row.slot is None and row.key not in self._coming]
         if (excess := self._kept + len(wanted) - self._dram.most_resident) > 0:
@@ -65,7 +67,8 @@ class Fetches:
         return len(blocks) == len(wanted)
 
     def on_fetched(self, job: int, failed: Mapping[BlockKey, str]) -> None:
-        """What came is in DRAM, unless it has left the disk meanwhile; what failed is not looked for there again."""
+        """Record the end of a fetch. Blocks that came are in DRAM, unless they have left the disk meanwhile; blocks
+        that failed are not looked for there again."""
         blocks = self._under_way.pop(job)
         self._disk.release(key for key, _, _ in blocks)
         for key, extent, slot in blocks:

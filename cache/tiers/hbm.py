@@ -1,4 +1,4 @@
-"""HbmPool: the pages, what lies in them, and how a context gets its own. Part of the CacheManager; touches no bytes."""
+"""Keeps account of HBM: its pages, what lies in them, and which of them a context gets. Touches no bytes."""
 
 from array import array
 from collections.abc import Iterator, Sequence
@@ -14,15 +14,16 @@ from cache.policies.eviction_policy import EvictionPolicy, enter
 from cache.stats import CacheStats
 from cache.tiers.pages import PageAllocator
 
-_OFFLOAD_BLOCKS = 64  # at a time: well below a millisecond
-_MORE_PAGES = 2  # that an answer may take, at least
-_RUN_CHOICE, _MOST_CHOICE = 4, 512  # times as many blocks as may leave are looked at for pages in a row; a millisecond
+_OFFLOAD_BLOCKS = 64  # at a time, which takes well below a millisecond
+_MORE_PAGES = 2  # spare pages of a run for the answer, at least
+_RUN_CHOICE = 4  # to find pages in a row, so many times the number of blocks that may leave are examined
+_MOST_CHOICE = 512  # blocks that are examined for it at most; this takes a millisecond
 MAX_HOPS = 4  # un-rotations a key may go through; each costs a rounding of the compute type
 
 
 @dataclass(slots=True)
 class Placement:
-    """What has to happen before the rows that a context was given are its own."""
+    """What has to be moved before the pages that a context was given hold its rows."""
 
     copies: list[CopyRows] = field(default_factory=list)
     loads: list[BlockLoad] = field(default_factory=list)
@@ -31,15 +32,15 @@ class Placement:
 
 
 class _Pinned:
-    """The blocks that must not leave HBM: those in a pinned page, those that somebody needs more than `most` says, and
-    those not saved if `saved_only`."""
+    """The blocks that must not leave HBM: those in a pinned page, those with a score above `most`, and with
+    `saved_only` those that are not saved."""
 
     def __init__(self, table: CacheTable, pages: PageAllocator, most: int, saved_only: bool) -> None:
         self._row_of, self._pages = table.get, pages
         self._most, self._saved_only = most, saved_only
 
     def __contains__(self, key: object) -> bool:
-        # Asked of all that stand in line to leave: `row.is_saved`, and what `Scores` says, without their calls.
+        # Runs for every block that may leave next, so `row.is_saved` and `Scores.of` are written out.
         row = self._row_of(key)  # type: ignore[arg-type]
         if row is None or row.page is None:
             return False
@@ -49,7 +50,7 @@ class _Pinned:
 
 
 class HbmPool:
-    """Single-threaded."""
+    """Single-threaded, part of the CacheManager."""
 
     def __init__(
         self,
@@ -66,7 +67,7 @@ class HbmPool:
         low_water: float,
         stats: CacheStats,
     ) -> None:
-        """has_slots: blocks are saved below, so that what leaves need not be lost."""
+        """has_slots: blocks are saved below, so that a block that leaves need not be lost."""
         self.table, self.pages, self.page_size, self.policy = table, pages, page_size, policy
         self._bytes_per_token = bytes_per_token
         self._naive_positions = naive_positions
@@ -79,26 +80,26 @@ class HbmPool:
     # --- where a block can be used ------------------------------------------------------------------------------------
 
     def position_of(self, row: BlockRow, block: int) -> int:
-        """Where the keys of a block have to be rotated to when it is the `block`th of a context."""
+        """Return the position for which a block's keys have to be rotated when it is the `block`th of a context."""
         if self._naive_positions and row.origin is not None:
             return row.origin
         return block * BLOCK_TOKENS
 
     def is_ready(self, row: BlockRow, block: int) -> bool:
-        """Whether the block is in HBM, rotated for this place."""
+        """Whether a block is in HBM with its keys rotated for this place."""
         return row.page is not None and row.position == self.position_of(row, block)
 
     def can_move(self, row: BlockRow) -> bool:
-        """Whether HBM's copy may be rotated anew. Saved keys are better: they were never rotated."""
+        """Whether HBM's copy may be rotated anew. It may not if the block is saved: saved keys were never rotated."""
         return row.page is not None and not row.is_saved and row.hops < MAX_HOPS
 
     def _group_by_page(self, match: Match) -> list[list[tuple[BlockRow, int]]]:
-        """What a match uses, page by page of the new context."""
+        """Split what a match uses by pages of the new context."""
         used, per_page = match.used, self.page_size // BLOCK_TOKENS
         return [used[start : start + per_page] for start in range(0, len(used), per_page)]
 
     def _claim(self, group: list[tuple[BlockRow, int]], first_block: int) -> int | None:
-        """The page a group can be used in where it lies, or None if it has to be copied or loaded."""
+        """Return the page in which a group can be used where it lies; None if it has to be copied or loaded."""
         page = group[0][0].page
         if page is None or any(
             row.page != page or row.offset != place * BLOCK_TOKENS or not self.is_ready(row, first_block + place)
@@ -109,7 +110,7 @@ class HbmPool:
         whole = len(group) * BLOCK_TOKENS == self.page_size and used == BLOCK_TOKENS and not last.is_open
         if whole:
             return page
-        # We shall write behind the last row, so nobody else may run on the page or have a block there.
+        # The context will write after the last row, so no other may run on the page or have a block there.
         grows = (last.is_open and used == len(last.token_ids)) or (not last.is_open and used == BLOCK_TOKENS)
         alone = self.pages.pins(page) == 0 and self.pages.residents(page) == len(group)
         return page if grows and alone else None
@@ -119,7 +120,7 @@ class HbmPool:
         return [self._claim(group, index * per_page) for index, group in enumerate(groups)]
 
     def usable_in_place(self, match: Match) -> Match:
-        """As much of a match as can be used where it lies."""
+        """Return as much of a match as can be used where it lies."""
         claims = self._claims(self._group_by_page(match))
         if None not in claims:
             return match
@@ -128,8 +129,8 @@ class HbmPool:
     # --- giving a context its pages -----------------------------------------------------------------------------------
 
     def place(self, context: RunningContext, match: Match, pages_needed: int) -> Placement | None:
-        """Pages for a context: those of the match, shared, copied or to be loaded, then free ones. None changes
-        nothing."""
+        """Give a context its pages: those of the match, shared, copied or to be loaded, then free ones. None if there
+        is no room, which changes nothing."""
         groups = self._group_by_page(match)
         claimed = self._claims(groups)
         # Pages that are only copied from need not stay once the copy is ordered, but must not leave before it is.
@@ -141,7 +142,7 @@ class HbmPool:
         ]
         for page in (*held, *sources):
             self.pages.pin(page)
-        run = max(pages_needed, self.num_pages(len(context.token_ids)))  # what comes in later steps shall lie behind it
+        run = max(pages_needed, self.num_pages(len(context.token_ids)))  # so that pages of later steps lie behind it
         if not held and pages_needed <= self.pages.num_free + self.pages.num_cached:
             self._make_run(run, max(_MORE_PAGES, run // 8))
         placement = Placement() if self.make_room(pages_needed - len(held)) else None
@@ -155,7 +156,7 @@ class HbmPool:
             while len(context.pages) < pages_needed:
                 context.pages.append(self.pages.take(last_page(context), run - len(context.pages)))
             if match.partial is not None and match.partial.is_open and claimed[-1] is not None:
-                placement.taken_over = match.partial.key  # its rows are ours now and will grow
+                placement.taken_over = match.partial.key  # the context appends to it where it lies
         for page in sources if placement is not None else (*sources, *held):
             self.pages.unpin(page)
         return placement
@@ -176,7 +177,7 @@ class HbmPool:
                 placement.loads.append(BlockLoad(row.key, used, row.slot, extent, page, offset, position))
 
     def grow(self, context: RunningContext, num_tokens: int) -> bool:
-        """Room for so many rows behind those that a context has computed. False changes nothing."""
+        """Give a context room for so many more rows. Returns False if there is none, which changes nothing."""
         missing = self.num_pages(context.computed + num_tokens) - len(context.pages)
         if missing <= 0:
             return True
@@ -187,7 +188,7 @@ class HbmPool:
         return True
 
     def borrow(self, num_pages: int) -> list[int] | None:
-        """Pages for nobody's context, pinned. None if there is no room."""
+        """Take pages for no context, pinned. None if there is no room."""
         if not self.make_room(num_pages):
             return None
         pages: list[int] = []
@@ -196,7 +197,8 @@ class HbmPool:
         return pages
 
     def settle(self, key: BlockKey, page: int, offset: int, position: int, *, hop: bool) -> None:
-        """A block has arrived in a page that somebody runs on: this is its address in HBM now."""
+        """Record the page in which a block has arrived as its address in HBM. A request runs on the page. hop: its keys
+        were un-rotated on the way."""
         row = self.table.get(key)
         if row is None or (row.page is not None and row.position == position):
             return
@@ -213,8 +215,8 @@ class HbmPool:
     # --- room ---------------------------------------------------------------------------------------------------------
 
     def make_room(self, num_pages: int) -> bool:
-        """Evict until `num_pages` are free; False, and nothing evicted, if that many cannot be had. The smallest score
-        leaves first (CaR §III-B-3); among equals what is saved below, before what would be lost."""
+        """Evict until `num_pages` are free. Returns False and evicts nothing if that many cannot be had. The smallest
+        score leaves first (CaR §III-B-3); among equals, saved blocks leave before blocks that would be lost."""
         if num_pages > self.pages.num_free + self.pages.num_cached:
             return False
         while (missing := num_pages - self.pages.num_free) > 0:
@@ -225,10 +227,10 @@ class HbmPool:
         return True
 
     def _make_run(self, num_pages: int, spare: int) -> None:
-        """Let blocks leave until a context of so many pages, and `spare` more if that can be, finds them in a row: in
-        pieces it would cost every step that attends to it. Only what nobody needs and DRAM has, and no more than the
-        offloader would let leave behind this context anyway: pages that lie free hold no history. Of what would leave
-        next only those that lie in the way: if all did, a full pool would soon be in pieces too small to make a run."""
+        """Evict until a context finds `num_pages` pages in a row, and `spare` more if possible: a context in pieces
+        slows every step that attends to it. Only blocks that nobody needs and DRAM has may leave, and no more than the
+        offloader would evict after this context anyway, because free pages hold no history. Of the blocks to leave
+        next, only those in the way do: else a full pool would soon be in pieces too small to make a run."""
         pages = self.pages
         run, budget = pages.longest_run, num_pages + pages.num_pages - self._low_pages - pages.num_free
         if not (pages.prefer_contiguous and self._has_slots) or run >= num_pages + spare or budget <= 0:
@@ -246,7 +248,7 @@ class HbmPool:
                     return
 
     def _expendable(self, most: int) -> list[BlockRow]:
-        """What may leave for no better reason than that it is in the way, the first to leave first."""
+        """Return up to `most` blocks that may leave just for being in the way, the first to leave first."""
         pinned = _Pinned(self.table, self.pages, 0, saved_only=True)
         rows = [self.table.get(key) for key in self.policy.victims(most, pinned)]
         return [row for row in rows if row is not None and row.slot is not None]
@@ -260,9 +262,9 @@ class HbmPool:
         return []
 
     def offload(self) -> None:
-        """CaR's background offloader (§III-C-2): above the high-water mark, what nobody needs leaves HBM down to the
-        low one, a few blocks at a time, between steps. Only what is saved below: it leaves without a copy, because it
-        was copied while it was computed."""
+        """Evict blocks that nobody needs, from the high-water mark down to the low one, a few at a time between steps
+        (CaR's background offloader, §III-C-2). Only saved blocks leave. They need no copy, because they were copied
+        while they were computed."""
         pages = self.pages
         if not self._has_slots or pages.num_pages - pages.num_free <= self._high_pages or not pages.num_cached:
             return
@@ -272,6 +274,7 @@ class HbmPool:
             self._stats.offloaded_blocks += 1
 
     def evict(self, key: BlockKey) -> None:
+        """Take a block out of HBM, and out of the table if it is nowhere else."""
         row = self.table.get(key)
         assert row is not None
         self.leave(row)
@@ -280,7 +283,7 @@ class HbmPool:
             self.table.forget(row)
 
     def leave(self, row: BlockRow) -> None:
-        """The block is not in HBM any more. Does not look whether it is anywhere else."""
+        """Take a block out of HBM. Does not check whether it is anywhere else."""
         if row.page is not None:
             page, row.page = row.page, None
             self.table.moved()
@@ -288,7 +291,7 @@ class HbmPool:
             self.pages.drop_resident(page)
 
     def publish(self, row: BlockRow) -> None:
-        """A block was computed in a page of a running context: make it findable there."""
+        """Make a block findable that was computed in a page of a running context."""
         assert row.page is not None
         known = self.table.get(row.key)
         if known is None:
@@ -301,7 +304,7 @@ class HbmPool:
     def row(
         self, context: RunningContext, block: int, key: BlockKey, tokens: list[int], session_id: str | None
     ) -> BlockRow:
-        """The row of a block that a running context has computed."""
+        """Return the row of a block that a running context has computed."""
         first = block * BLOCK_TOKENS
         return BlockRow(
             key=key,
@@ -323,5 +326,5 @@ def last_page(context: RunningContext) -> int | None:
 
 
 def keys_of(rows: Sequence[BlockRow], table: CacheTable) -> Iterator[BlockKey]:
-    """From tail to head, so that what stays of a touched context is a prefix."""
+    """Yield the keys that are in the table, from tail to head: so what stays of a touched context is a prefix."""
     return (row.key for row in reversed(rows) if row.key in table)

@@ -1,4 +1,4 @@
-"""Hierarchy: the tiers of a block side by side, and what is done in all of them at once."""
+"""Holds the tiers side by side, and does what has to be done in all of them at once."""
 
 from collections.abc import Iterable
 
@@ -24,9 +24,9 @@ from cache.tiers.write_behind import WriteBehind
 class Hierarchy:
     """Single-threaded, part of the CacheManager.
 
-    hbm, dram, disk     who lies where in a tier, and what leaves it
+    hbm, dram, disk     which blocks lie where in a tier, and what leaves it
     fetches, writes     what is on its way between the last two
-    orders              what all of them, and whoever loads and saves, want moved
+    orders              the moves that all of these and `cache/requests/` have decided on
     """
 
     def __init__(self, *, options: CacheOptions, policy: PolicyFactory, stats: CacheStats) -> None:
@@ -35,7 +35,7 @@ class Hierarchy:
         self.pages = PageAllocator(num_pages=options.num_pages, prefer_contiguous=options.prefer_contiguous)
         self.scores = Scores(table=self.table)
         self.pinned = PinnedSessions()
-        self.returns = ReturnTimes()  # what the policies go by
+        self.returns = ReturnTimes()  # shared by the policies of all tiers
         self.regulars = Regulars()
         self.succession = Succession()
         dirty = DirtyBlocks(has_disk=options.disk_bytes > 0)
@@ -81,18 +81,18 @@ class Hierarchy:
         self.policies = (self.hbm.policy, self.dram.policy, self.disk.policy)
 
     def used(self, name: SessionName, now: float, num_tokens: int | None = None) -> None:
-        """A turn of a session arrived with a prompt of so many tokens; None: it soon will, or did before a restart."""
+        """Record that a turn arrived with a prompt of so many tokens; None: it soon will, or did before a restart."""
         self.regulars.used(name, now)
         if num_tokens is not None:
             self.succession.came(name)
         self.returns.used(name, now, num_tokens)
 
     def answered(self, name: SessionName, now: float, num_tokens: int) -> None:
-        """A turn of a session is over, so many tokens into its context."""
+        """Record that a turn is over and its session's context has so many tokens."""
         self.returns.answered(name, now, num_tokens)
 
     def forget_session(self, name: SessionName) -> None:
-        """A name that no block goes by any more."""
+        """Forget a session that owns no block any more."""
         self.regulars.forget(name)
         self.succession.forget(name)
         for policy in self.policies:
@@ -100,7 +100,7 @@ class Hierarchy:
         self.returns.forget(name)
 
     def own(self, row: BlockRow, name: SessionName, place: int) -> None:
-        """A block stands in a session's context, behind `place` others."""
+        """Record that a block stands in a session's context, after `place` others."""
         if name not in row.owners:
             row.owners = (*row.owners, name)
         row.place = place
@@ -108,7 +108,7 @@ class Hierarchy:
             policy.own(row.key, name, place)
 
     def touch(self, key: BlockKey) -> None:
-        """A hit, wherever the block is."""
+        """Record a hit in every tier that has the block."""
         row = self.table.get(key)
         assert row is not None
         for policy, address in zip(self.policies, (row.page, row.slot, row.extent), strict=True):
@@ -116,7 +116,7 @@ class Hierarchy:
                 policy.touch(key)
 
     def forget(self, key: BlockKey) -> None:
-        """Nobody may find it again, in any tier."""
+        """Let nobody find a block again, in any tier."""
         self.dram.cancel_save(key)
         row = self.table.get(key)
         if row is None:
@@ -127,8 +127,8 @@ class Hierarchy:
         self.table.forget(row)
 
     def quarantine(self, tier: str) -> None:
-        """What came out of `dram` or `disk` was wrong although it was intact: nothing in that tier is believed, and it
-        is not used again by this process."""
+        """Stop using `dram` or `disk` in this process and believe nothing in it, because what came out of it was wrong
+        although it was intact."""
         (self.dram if tier == "dram" else self.disk).quarantine()
 
     def is_busy(self, name: SessionName) -> bool:
@@ -136,8 +136,9 @@ class Hierarchy:
         return self.writes.is_writing(name) or name in self.dram.owners_saving() or self.fetches.concern(name)
 
     def delete_session(self, name: SessionName, rows: Iterable[BlockRow], waiter: str | None) -> None:
-        """Remove these blocks from DRAM and disk, and the extents they are in; `waiter` is named when it is done. Other
-        blocks of those extents lose their copy on disk, and are written again if DRAM has them."""
+        """Remove these blocks from DRAM and disk, and the extents they are in; `DiskLedger.take_done` names `waiter`
+        when that is done. Other blocks of those extents lose their copy on disk, and are written again if DRAM has
+        them."""
         extent_ids: dict[int, None] = {}
         for row in rows:
             self.dram.drop_slot(row)

@@ -1,4 +1,5 @@
-"""What keeps blocks in DRAM and on disk, whatever the policies say: their owners, and writes that are still to come."""
+"""Keeps blocks in DRAM and on disk whatever the policies say: those of pinned sessions, and those still to be
+written."""
 
 from collections.abc import Callable
 
@@ -7,7 +8,7 @@ from cache.blocks.table import BlockRow, SessionName
 
 
 class KeysWhere:
-    """The blocks of which something is true, as a container."""
+    """Makes a container of the blocks for which a function says true."""
 
     def __init__(self, contains: Callable[[BlockKey], bool]) -> None:
         self._contains = contains
@@ -17,7 +18,7 @@ class KeysWhere:
 
 
 class PinnedSessions(set[SessionName]):
-    """Sessions whose saved blocks are not evicted."""
+    """The sessions whose saved blocks are not evicted."""
 
     def own(self, row: BlockRow) -> bool:
         """Whether one of them owns this block."""
@@ -25,31 +26,31 @@ class PinnedSessions(set[SessionName]):
 
 
 class DirtyBlocks:
-    """Blocks that DRAM has and the disk is to get, by the session they are written with. Single-threaded."""
+    """Blocks in DRAM that are still to be written to disk, by the session they are written with. Single-threaded."""
 
     def __init__(self, *, has_disk: bool) -> None:
-        """has_disk: without one nothing is ever dirty."""
+        """has_disk: without a disk nothing is ever dirty."""
         self._has_disk = has_disk
-        self.changes = 0  # events after which there may be something to write that was not there before
+        self.changes = 0  # number of events after which there may be something new to write
         self.may_leave = False  # the disk refuses writes: DRAM must go on without these blocks
         self._of: dict[SessionName, dict[BlockKey, None]] = {}
 
     @property
     def num_blocks(self) -> int:
-        """One that was noted for two sessions counts twice."""
+        """Number of blocks. One that was noted for two sessions counts twice."""
         return sum(map(len, self._of.values()))
 
     @property
     def sessions(self) -> list[SessionName]:
-        """Those to look at. All that was noted for one may have left DRAM since."""
+        """Sessions that may have blocks to write. All of a session's blocks may have left DRAM since."""
         return list(self._of)
 
     def of(self, name: SessionName) -> list[BlockKey]:
-        """A session's blocks, in the order in which they were noted."""
+        """Return a session's blocks, in the order in which they were noted."""
         return list(self._of.get(name, ()))
 
     def add(self, row: BlockRow) -> None:
-        """The block has an owner, and no copy on disk."""
+        """Note a block that has an owner and no copy on disk."""
         self.changes += 1
         if self._has_disk:
             self._of.setdefault(row.owners[0], {})[row.key] = None
@@ -59,13 +60,13 @@ class DirtyBlocks:
         return not self.may_leave and any(row.key in self._of.get(owner, ()) for owner in row.owners)
 
     def left_dram(self, row: BlockRow) -> None:
-        """There is nothing left to write the block from."""
+        """Forget a block that has left DRAM: there is nothing left to write it from."""
         for owner in row.owners:
             if owner in self._of:
                 self._of[owner].pop(row.key, None)
 
     def written(self, name: SessionName, keys: list[BlockKey]) -> None:
-        """These blocks of a session are on disk."""
+        """Forget blocks of a session that are on disk now."""
         for key in keys:
             self._of.get(name, {}).pop(key, None)
 
@@ -75,5 +76,5 @@ class DirtyBlocks:
             self._of.pop(name, None)
 
     def forget(self, name: SessionName) -> list[BlockKey]:
-        """A session is gone. Returns what was to be written with it."""
+        """Forget a session that is gone. Returns the blocks that were to be written with it."""
         return list(self._of.pop(name, ()))

@@ -1,4 +1,4 @@
-"""Orders: the moves that were decided and not taken yet."""
+"""Holds the moves that were decided until they are carried out."""
 
 from cache.moves import Move
 
@@ -12,15 +12,15 @@ class Orders:
         self._jobs = 0
 
     def next_job(self) -> int:
-        """The number by which a move's end is told."""
+        """Return a new number, by which the end of a move will be reported."""
         self._jobs += 1
         return self._jobs
 
     def add(self, move: Move) -> None:
-        """To be carried out after all that was added before."""
+        """Order a move, to be carried out after all that were added before."""
         self._moves.append(move)
 
     def take(self) -> list[Move]:
-        """The moves since the last call."""
+        """Return the moves added since the last call."""
         moves, self._moves = self._moves, []
         return moves

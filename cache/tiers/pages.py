@@ -1,4 +1,4 @@
-"""HBM pages: who holds which. A page is free, cached (blocks live in it, nobody runs on it) or pinned."""
+"""Counts who holds each HBM page. A page is free, cached (blocks live in it, nobody runs on it) or pinned."""
 
 import re
 from collections.abc import Iterable
@@ -19,17 +19,17 @@ class PageAllocator:
         self._residents = [0] * num_pages
         self.num_free = num_pages
         self.num_pinned = 0
-        self.reached = 0  # leading pages among which are all that were ever taken
-        self.ready = num_pages  # leading pages that are in memory: the others are dearer the first time
+        self.reached = 0  # number of leading pages that may have been taken; the others never were
+        self.ready = num_pages  # number of leading pages that are in memory; the others are slower the first time
 
     @property
     def num_cached(self) -> int:
-        """Pages that could be freed by evicting blocks."""
+        """Number of pages that could be freed by evicting blocks."""
         return self.num_pages - self.num_free - self.num_pinned
 
     def take(self, after: int | None, wanted: int) -> int:
-        """A free page, pinned once; the one behind page `after` if that is free and runs are preferred. wanted: how
-        many will be taken one behind the other, with this one. Raises IndexError when none is free."""
+        """Take a free page, pinned once; the one after page `after` if that is free and runs are preferred. wanted: how
+        many will be taken one after the other, this one included. Raises IndexError when none is free."""
         page = self._choose(after, wanted)
         self._is_free[page] = 0
         self.reached = max(self.reached, page + 1)
@@ -45,13 +45,13 @@ class PageAllocator:
             return self._free.pop()
         if after is not None and after + 1 < self.num_pages and self._is_free[after + 1]:
             return after + 1
-        # Start in the largest hole. What it has more than is wanted is for whose pages end before it and for this one
-        # itself, half each: both may still grow. Where nobody runs before a hole that is nearly filled, all of it is
-        # for this one. A context in many pieces takes longer to attend to: in decode steps on a full pool it was 10 %.
+        # Start in the largest hole. The pages left over are for the context that ends before the hole and for this one,
+        # half each, because both may still grow. If no context runs before a hole that is nearly filled, all of it is
+        # for this one. A context in many pieces takes longer to attend to: 10 % in decode steps on a full pool.
         start, length = self._largest_hole(self.ready)
         most_spare = length
         if length < 2 * wanted:
-            # Into what is not in memory yet no further than all need to grow: memory is brought from front to back.
+            # Go no further into pages that are not in memory yet than all need to grow: memory comes front to back.
             start, length = self._largest_hole()
             most_spare = length if self.ready == self.num_pages else 2 * wanted
         spare = min(most_spare, max(0, length - wanted))
@@ -61,19 +61,20 @@ class PageAllocator:
 
     @property
     def longest_run(self) -> int:
-        """How many free pages lie one behind the other."""
+        """Number of free pages in the longest row of them."""
         return self._largest_hole()[1]
 
     def _largest_hole(self, stop: int | None = None) -> tuple[int, int]:
-        """(first page, pages), in front of page `stop`; no pages where none is free."""
+        """Return (first page, number of pages) of the largest row of free pages before page `stop`; 0 if none is
+        free."""
         holes = (match.span() for match in _HOLE.finditer(self._is_free, 0, self.num_pages if stop is None else stop))
         start, end = max(holes, key=lambda span: span[1] - span[0], default=(0, 0))
         return start, end - start
 
     def window_for_run(self, leaving: Iterable[int], wanted: int, most: int) -> set[int] | None:
-        """The pages that have to become free, `most` of them, for `wanted` free ones to lie in a row. leaving: the
-        pages of residents that may leave, the best to lose first: of all windows the one whose last is had soonest,
-        with as many pages in it as can be that are free already. None: it does not come to that."""
+        """Return the pages that have to become free, at most `most`, for `wanted` free pages to lie in a row; None if
+        that cannot be. leaving: the pages of residents that may leave, the best to lose first. Of all windows, takes
+        the one that is complete soonest, with as many pages in it as possible that are free already."""
         is_free = bytearray(self._is_free)
         left: dict[int, int] = {}
         for page in leaving:
@@ -93,7 +94,7 @@ class PageAllocator:
         return None
 
     def pin(self, page: int) -> None:
-        """One more request runs on a page that is not free."""
+        """Count one more request that runs on a page. The page is not free."""
         assert not self._is_free[page]
         if self._pins[page] == 0:
             self.num_pinned += 1
@@ -107,7 +108,7 @@ class PageAllocator:
             self._release_if_unclaimed(page)
 
     def add_resident(self, page: int) -> None:
-        """One more published block lives in a page that is not free."""
+        """Count one more published block that lives in a page. The page is not free."""
         assert not self._is_free[page]
         self._residents[page] += 1
 

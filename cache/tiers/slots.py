@@ -1,12 +1,12 @@
-"""SlotPool: which DRAM slots are free, and who reads the others. Part of the DramTier; touches no bytes."""
+"""Knows which DRAM slots are free and which are being read. Touches no bytes."""
 
 
 class SlotPool:
-    """A slot is free again only when the last copy out of it is done. Single-threaded."""
+    """A slot is free again only when the last copy out of it is done. Single-threaded, part of the DramTier."""
 
     def __init__(self, num_slots: int) -> None:
         self.num_slots = num_slots
-        self.reached = 0  # leading slots of which any may have been filled
+        self.reached = 0  # number of leading slots that may have been filled; the others never were
         self._free = list(range(num_slots - 1, -1, -1))
         self._pins = [0] * num_slots
         self._doomed: set[int] = set()  # to be freed by their last unpin
@@ -16,7 +16,7 @@ class SlotPool:
         return len(self._free)
 
     def take(self) -> int | None:
-        """A slot to be filled, if one is free."""
+        """Take a slot to fill; None if none is free."""
         if not self._free:
             return None
         slot = self._free.pop()
@@ -27,7 +27,7 @@ class SlotPool:
         return self._pins[slot] > 0
 
     def pin(self, slot: int) -> None:
-        """Somebody reads this slot: it keeps its bytes until `unpin`."""
+        """Keep a slot's bytes until `unpin`, because they are being read."""
         self._pins[slot] += 1
 
     def unpin(self, slot: int) -> None:
@@ -38,7 +38,7 @@ class SlotPool:
             self._free.append(slot)
 
     def give_back(self, slot: int) -> None:
-        """Nobody needs its bytes any more, but for those who read them."""
+        """Free a slot, once nobody reads it any more."""
         if self._pins[slot]:
             self._doomed.add(slot)
         else:

@@ -1,4 +1,4 @@
-"""WriteBehind: what turns have left in DRAM goes to disk after their end, and what the disk has to know of sessions."""
+"""Writes to disk what turns have left in DRAM, after their end, and records their sessions there."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,12 +14,12 @@ from cache.tiers.holds import DirtyBlocks
 from cache.tiers.orders import Orders
 
 _MAX_EXTENT_BLOCKS = 512
-_MAX_WRITES = 2  # under way at once: disks like a short queue, and what waits can still be superseded
+_MAX_WRITES = 2  # under way at once: disks like a short queue, and waiting blocks may still become needless
 _RETRY_S = 5.0  # after a failed write; the blocks stay in DRAM meanwhile
 _EXTENT_OVERHEAD = 3 * 4096
 IsRunning = Callable[[SessionName], bool]
 RecordOf = Callable[[SessionName], SessionRecord | None]
-"""What outlives the process of a session; None: there is no session by this name."""
+"""Returns what is to be recorded of a session; None if there is no session by this name."""
 
 
 @dataclass(slots=True)
@@ -49,9 +49,9 @@ class WriteBehind:
         self._writing: set[SessionName] = set()
         self._unrecorded: dict[SessionName, None] = {}  # sessions that have changed since the disk was told of them
         self._retry_s = 0.0  # when the disk is asked again; 0: it has not refused
-        self._seen = (-1, -1)  # changes of blocks and of runners, as of the last plan
-        self._run: set[SessionName] = set()  # of the dirty sessions, those that ran when they were looked at, as of
-        self._runners = -1
+        self._seen = (-1, -1)  # `DirtyBlocks.changes` and `runners` as of the last plan
+        self._run: set[SessionName] = set()  # dirty sessions that were seen to run
+        self._runners = -1  # `runners` when they were seen
 
     @property
     def in_flight(self) -> int:
@@ -62,13 +62,13 @@ class WriteBehind:
         return name in self._writing
 
     def session_changed(self, name: SessionName) -> None:
-        """The disk has to know: by the session's next extent, which says the same, or by a record of its own."""
+        """Have a session recorded on disk: by its next extent, which says the same, or by a record of its own."""
         if self._disk.capacity_bytes:
             self._unrecorded[name] = None
             self._disk.reborn(name)
 
     def forget(self, name: SessionName) -> None:
-        """A session is gone. What others have of its blocks goes to disk with theirs."""
+        """Forget a session that is gone. Blocks that others own too go to disk with theirs."""
         for key in self._dirty.forget(name):
             left = self._table.get(key)
             if left is not None and left.slot is not None and left.owners:
@@ -76,10 +76,10 @@ class WriteBehind:
         self._unrecorded.pop(name, None)
 
     def plan(self, is_running: IsRunning, runners: int, record: RecordOf, now: float) -> None:
-        """Order what can be written now: blocks, then records of sessions. runners: the same number as long as nobody
-        has ceased to run."""
+        """Order what can be written now: blocks, then records of sessions. runners: a number that changes whenever a
+        request ceases to run."""
         changes = (self._dirty.changes, runners)
-        # While a turn runs, all that waits to be written is its own as a rule.
+        # Without a change there is nothing new to write: while a turn runs, what is dirty is mostly its own.
         if changes != self._seen and self._may_write(now):
             self._seen = changes
             self._write_blocks(is_running, runners, record, now)
@@ -93,12 +93,12 @@ class WriteBehind:
         return bool(is_open and len(self._writes) < _MAX_WRITES and self._dirty.sessions)
 
     def _write_blocks(self, is_running: IsRunning, runners: int, record: RecordOf, now: float) -> None:
-        """What turns have left in DRAM; of running turns too when slots get scarce."""
+        """Write what turns have left in DRAM, and that of running turns too when slots are scarce."""
         self._refused_until(0.0)
         pressed = self._dram.is_pressed
         if runners != self._runners:
             self._runners, self._run = runners, set()
-        # Looked up only when it is needed: in most steps all that is dirty belongs to who runs.
+        # Looked up only when needed: in most steps all that is dirty belongs to turns that run.
         saving: set[SessionName] | None = None
         for name in [name for name in self._dirty.sessions if pressed or name not in self._run]:
             if len(self._writes) >= _MAX_WRITES:
@@ -108,7 +108,7 @@ class WriteBehind:
             if name in self._writing or (runs and not pressed):
                 continue
             saving = self._dram.owners_saving() if saving is None else saving
-            # What a turn has left is one extent: a file and its fsync cost more than a few blocks.
+            # Write what a turn has left as one extent: a file and its fsync cost more than a few blocks.
             if name in saving and not runs:
                 continue
             keys = self._dirty.of(name)
@@ -126,7 +126,7 @@ class WriteBehind:
         if not self._disk.reserve(size):
             self._stats.refused["disk"] += len(rows)
             self._refused_until(now + _RETRY_S)
-            self._dirty.changes += 1  # tried again then, whatever happens until then
+            self._dirty.changes += 1  # so that it is tried again then, even if nothing changes
             return
         slots = [row.slot for row in rows if row.slot is not None]
         for slot in slots:
@@ -139,7 +139,7 @@ class WriteBehind:
         self._orders.add(WriteExtent(job, record, blocks, tuple(slots)))
 
     def on_written(self, job: int, extent: ExtentInfo | None, now: float) -> None:
-        """extent None: the disk has refused, and is asked again later."""
+        """Record the end of a write. extent: None if the disk has refused; it is asked again later."""
         self._dirty.changes += 1
         write = self._writes.pop(job)
         self._writing.discard(write.session)
@@ -158,13 +158,14 @@ class WriteBehind:
         self._dram.trim()
 
     def _refused_until(self, retry_s: float) -> None:
-        """The disk has refused a write, which may not make DRAM stand still. 0: it is asked again."""
+        """Ask the disk again only at this time, because it has refused a write; until then blocks may leave DRAM
+        without having been written. 0: ask now."""
         self._retry_s = retry_s
         self._dirty.may_leave = retry_s > 0
 
     def _record_sessions(self, is_running: IsRunning, record: RecordOf) -> None:
-        """Record those changed sessions of which no extent is about to be written: a record of its own costs as much as
-        half a small extent."""
+        """Record the changed sessions of which no extent is about to be written, since a record of its own costs as
+        much as half a small extent."""
         coming: set[SessionName] = set()
         if not self._retry_s and not self._disk.is_quarantined:
             coming = self._writing.union(self._dirty.sessions, self._dram.owners_saving())
