@@ -1,4 +1,4 @@
-"""LookAhead: what the queue and the clock say about the next turns, as hints to the policies and fetches."""
+"""Tells the policies which turns come next, as queue and clock have it, and fetches for them."""
 
 import math
 from collections import Counter
@@ -13,12 +13,12 @@ from cache.requests.running import Requests
 from cache.sessions import SessionStore
 from cache.tiers.hierarchy import Hierarchy
 
-_TRY_AGAIN_S = 0.05  # after which somebody who found no room is looked at again
+_TRY_AGAIN_S = 0.05  # after this, a session that found no room is tried again
 _LOOKED_UP = 4096  # tokens of contexts per step: well below a tenth of a millisecond, however many wait
 
 
 class LineChange(Protocol):
-    """What tells a waiting line from the one that was seen before."""
+    """The difference between a waiting line and an earlier one."""
 
     @property
     def joined(self) -> Sequence[str]:
@@ -27,11 +27,12 @@ class LineChange(Protocol):
 
     @property
     def left(self) -> Sequence[str]:
-        """Those that are in it no more."""
+        """Request ids that are not in the line any more."""
         ...
 
     def apply(self, values: list[Any], value_of: Callable[[str], Any]) -> None:
-        """Bring a list with one value per request up to date, in place. value_of: of whoever came."""
+        """Bring a list with one value per request up to date, in place. value_of: gives the value of one that
+        joined."""
         ...
 
 
@@ -50,12 +51,12 @@ class WaitingLine(Protocol):
         ...
 
     def since(self, before: Self | None) -> LineChange:
-        """What has changed since an earlier line; None: since nobody waited."""
+        """Return what has changed since an earlier line; None: since nobody waited."""
         ...
 
 
 def prefetch_window(available_bytes: int, session_bytes: float) -> int:
-    """L_pw = C_mem / S_kv: how many of the next turns may have their KV fetched from disk into DRAM.
+    """Return L_pw = C_mem / S_kv: how many of the next turns may have their KV fetched from disk into DRAM.
 
     available_bytes: the DRAM available for prefetching; session_bytes: the mean KV of a session in the hierarchy. While
     nothing is stored (session_bytes 0) there is nothing to fetch, and the window is empty.
@@ -84,15 +85,15 @@ class LookAhead:
         self._running = running
         self._rates = rates
         self._reuse = reuse
-        self._line: WaitingLine | None = None  # as it was seen last; None: nobody has waited yet
-        self._names: list[SessionName] = []  # the session of each of those who wait
-        self._session_of: dict[str, SessionName] = {}  # and by request
+        self._line: WaitingLine | None = None  # the line seen last; None: nobody has waited yet
+        self._names: list[SessionName] = []  # the session of each waiting request, in line
+        self._session_of: dict[str, SessionName] = {}  # waiting request -> its session
         self._brought: dict[str, set[BlockKey]] = {}  # request -> blocks that were fetched for it while it waits
-        self._turns: Counter[SessionName] = Counter()  # session -> how many of them are its
-        self._told = False  # whether the policies know of all of them
-        self._unseen: set[str] = set()  # of those who wait: has not been looked at for what to fetch
-        self._seen = 0, 0, 0  # version of the line, from where to where: all of these have been looked at
-        self._next = 0  # whose turn it is to be looked at again
+        self._turns: Counter[SessionName] = Counter()  # session -> number of its waiting requests
+        self._told = False  # whether the policies know all waiting sessions
+        self._unseen: set[str] = set()  # waiting requests not yet looked at for what to fetch
+        self._seen = 0, 0, 0  # (version, first, stop): all of this part of this line has been looked at
+        self._next = 0  # place in line that was looked at again last
         self._try_regulars_s = self._try_successor_s = -math.inf
         self._regular, self._successor = _Errand(), _Errand()
         self._look: BlockKey | None = None  # the last block that was fetched to see what a slow disk is like by now
@@ -112,8 +113,8 @@ class LookAhead:
                     self._fetch_for_successor(now)
 
     def _tell_policies(self, changed: set[SessionName], now: float) -> None:
-        """Of all who wait, not only of as many as the tiers can hold: whoever waits behind those will come for certain,
-        and has to stay before the sessions that may not come at all."""
+        """Tell the policies of all waiting sessions, not only of as many as the tiers can hold: those farther back will
+        come for certain too, so they have to stay rather than sessions that may not come at all."""
         told, self._told = self._told, bool(self._sessions.mean_bytes)
         if not self._told:
             return
@@ -124,7 +125,7 @@ class LookAhead:
         self._tiers.returns.advance(now)
 
     def _follow(self, line: WaitingLine) -> set[SessionName]:
-        """Returns the sessions that have come into the queue or left it."""
+        """Bring what is known of the line up to date. Returns the sessions that have joined or left the queue."""
         change, self._line = line.since(self._line), line
         joined, left, known = change.joined, change.left, self._session_of
         known.update((request_id, self._running[request_id].session) for request_id in joined)
@@ -143,11 +144,11 @@ class LookAhead:
         return {session for session in touched if (session in self._turns) != (session in were)}
 
     def _fetch_ahead(self, line: WaitingLine, starting: int) -> None:
-        """Disk -> DRAM for the next turns: for those who are new in the window first, then for the others in turn, who
-        may have found no room for all of theirs."""
+        """Fetch from disk into DRAM for the next turns: first for those that are new in the window, then for the others
+        in turn, which may have found no room for all of theirs."""
         window = prefetch_window(self._dram.room_bytes, self._sessions.mean_bytes)
         waiting = line.members
-        end = min(len(waiting), starting + window + 1)  # of the last, what there is room for: it begins at its head
+        end = min(len(waiting), starting + window + 1)  # the last gets what there is room for, from its head on
         left = _LOOKED_UP
         version, first, last = self._seen
         if self._unseen and not (version == line.version and first <= starting and end <= last):
@@ -155,7 +156,7 @@ class LookAhead:
                 if request_id in self._unseen:
                     left -= len(self._running[request_id].token_ids)
                     if not self._fetch_for(request_id):
-                        return  # nor is there room for those behind it
+                        return  # nor is there room for later ones
                     self._unseen.discard(request_id)
                     if left <= 0:
                         return
@@ -170,9 +171,9 @@ class LookAhead:
                 return
 
     def _fetch_for_regulars(self, now: float) -> None:
-        """Disk -> DRAM while nobody is served, for who comes like clockwork and is due: one at a time, at the expense
-        of what is expected later. Beside a step it would take from the step what it is to save the next one. Who finds
-        no room is tried again: it may be made by the turn of one before it."""
+        """Fetch from disk into DRAM for a session that comes like clockwork and is due, while nobody is served: beside
+        a step, a fetch costs that step what it saves a later one. One session at a time, at the expense of those
+        expected later. One that finds no room is tried again, because the turn of an earlier one may make room."""
         if now < self._try_regulars_s or not self._dram.dram_slots:
             return
         regulars = self._tiers.regulars
@@ -185,9 +186,9 @@ class LookAhead:
             self._try_regulars_s = now + _TRY_AGAIN_S
 
     def _fetch_for_successor(self, now: float) -> None:
-        """The same where sessions take turns, for whoever comes next. While others decode, too: somebody will wait for
-        the next first token, and a fetch takes part of one answer's time. Not beside a prompt, for whose first token
-        somebody waits already."""
+        """Fetch from disk into DRAM for the session that comes next where sessions take turns. Also while others
+        decode: somebody will wait for the next first token, and a fetch takes only part of one answer's time. Not
+        beside a prompt, for whose first token somebody waits already."""
         succession = self._tiers.succession
         name = succession.next()
         if name is None or now < self._try_successor_s or not self._dram.dram_slots:
@@ -200,7 +201,7 @@ class LookAhead:
             self._try_successor_s = now + _TRY_AGAIN_S
 
     def _run_errand(self, errand: _Errand, name: SessionName) -> bool:
-        """Fetch what a session has on disk, as far as there is room. False: there was none for all of it, so far."""
+        """Fetch what a session has on disk, as far as there is room. Returns False if that was not all of it yet."""
         if errand.name != name:
             errand.name, errand.brought = name, set()
         session = self._sessions.contexts.get(name)
@@ -210,16 +211,16 @@ class LookAhead:
         return done
 
     def _fetch_for(self, request_id: str) -> bool:
-        """False: there was no room for all of it."""
+        """Fetch what a waiting request has on disk. Returns False if there was no room for all of it."""
         context = self._running[request_id]
         if context.pages:
             return True  # admitted ahead of its turn: what it needs is on its way to HBM
         return self._bring(context.chain(), context.session, self._brought.setdefault(request_id, set()))
 
     def _bring(self, keys: Sequence[BlockKey], name: SessionName, brought: set[BlockKey]) -> bool:
-        """Fetch what of these blocks is on disk alone, as far as there is room, and note it. False: there was none for
-        all of it, so far. If something that was fetched has had to leave again, DRAM is for others: without an end to
-        it the disk would be read for as long as somebody waits, or may come."""
+        """Fetch those of these blocks that are only on disk, as far as there is room, and note them in `brought`.
+        Returns False if there was no room for all of them yet. Fetches nothing once a noted block has had to leave
+        again: DRAM is then needed for others, and the disk would be read for as long as the turn waits or may come."""
         fetches = self._fetches
         missing = [
             row

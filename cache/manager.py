@@ -1,6 +1,6 @@
-"""CacheManager: the cache as its callers see it. Events and `now` in, moves out; touches no bytes.
+"""Composes the cache, and is its face for callers: events and `now` in, moves out. Touches no bytes.
 
-A context of 140 tokens in pages of two blocks, and who knows what of it:
+A context of 140 tokens in pages of two blocks, and which class knows what of it:
 
     token_ids   |  block 0  |  block 1  |  block 2  |  block 3  | 4 |   the request's own list, which grows
     keys        |    k0     |    k1     |    k2     |    k3     |       `Lineage`: k3 names block 3 behind blocks 0 to 2
@@ -105,7 +105,7 @@ class CacheManager:
         self._ahead = LookAhead(tiers=tiers, sessions=self.sessions, running=running, rates=rates, reuse=options.reuse)
 
     def on_event(self, event: Event, now: float) -> None:
-        """Something that was ordered has ended."""
+        """Record an event: a move that was ordered has ended, or bytes were moved or lost."""
         tiers = self.tiers
         match event:
             case Saved():
@@ -128,9 +128,9 @@ class CacheManager:
         self.sessions.go_on()
 
     def plan(self, line: WaitingLine, starting: int, now: float) -> None:
-        """Decide what is done while the next step runs: give up loads that have come to be dearer than computing, save
-        what found no slot, fetch for those who wait (AttentionStore §3.3), write what turns have left, and make room.
-        The first `starting` in line have a place in the batch: they load for themselves, layer by layer."""
+        """Decide what is done while the next step runs: give up loads that have become dearer than computing, save
+        blocks that found no slot, fetch for waiting turns (AttentionStore §3.3), write what turns have left, and make
+        room. The first `starting` in line have a place in the batch: they load for themselves, layer by layer."""
         self._loads.give_up(now)
         self._saver.catch_up()
         self._ahead.plan(line, starting, now)
@@ -139,28 +139,28 @@ class CacheManager:
         self.tiers.hbm.offload()
 
     def take_moves(self) -> list[Move]:
-        """The moves decided since the last call, to be carried out in this order before the next step."""
+        """Return the moves decided since the last call, to be carried out in this order before the next step."""
         return self.tiers.orders.take()
 
     def quarantine(self, tier: str) -> None:
-        """What came out of `dram` or `disk` was wrong although it was intact: nothing in that tier is believed, and it
-        is not used again by this process."""
+        """Stop using `dram` or `disk` in this process and believe nothing in it, because what came out of it was wrong
+        although it was intact."""
         self.tiers.quarantine(tier)
 
     # --- pages --------------------------------------------------------------------------------------------------------
 
     @property
     def page_size(self) -> int:
-        """Tokens."""
+        """Tokens in a page."""
         return self.tiers.hbm.page_size
 
     @property
     def hbm_tokens(self) -> int:
-        """What all pages hold together."""
+        """Tokens that all pages hold together."""
         return self.tiers.pages.num_pages * self.page_size
 
     def borrow(self, num_pages: int) -> list[int] | None:
-        """Pages for the engine's own use, until `give_back`. None if there is no room."""
+        """Take pages for the engine's own use, until `give_back`. None if there is no room."""
         return self.tiers.hbm.borrow(num_pages)
 
     def give_back(self, pages: Sequence[int]) -> None:
@@ -169,36 +169,37 @@ class CacheManager:
 
     @property
     def reached(self) -> tuple[int, int]:
-        """(slots, pages): leading ones of which any may have been used."""
+        """(slots, pages): numbers of leading ones that may have been used; the others never were."""
         return self.tiers.dram.reached, self.tiers.pages.reached
 
     def pages_are_ready(self, num_pages: int) -> None:
-        """So many leading pages are in memory: the others are dearer the first time, so they are taken last."""
+        """Note that so many leading pages are in memory. The others are slower the first time, so they are taken
+        last."""
         self.tiers.pages.ready = num_pages
 
     # --- gauges -------------------------------------------------------------------------------------------------------
 
     @property
     def changes(self) -> int:
-        """Another number than before: a request has come or gone, or given its pages back."""
+        """A number that changes when a request comes, ends or gives its pages back."""
         return self._running.changes
 
     def is_roomy(self, num_running: int) -> bool:
-        """Whether a step or two of so many who decode need nothing to leave any tier."""
+        """Whether so many sequences can decode for a step or two without anything having to leave a tier."""
         return self.tiers.pages.num_free >= 2 * num_running > 0 and not self.tiers.dram.is_pressed
 
     @property
     def num_leases(self) -> int:
-        """Pages pinned by requests and transfers; zero when nothing runs."""
+        """Number of pages pinned by requests and transfers; zero when nothing runs."""
         return self.tiers.pages.num_pinned
 
     @property
     def in_flight(self) -> int:
-        """Saves, loads, fetches, writes and deletions under way; zero at idle."""
+        """Number of saves, loads, fetches, writes and deletions under way; zero at idle."""
         return self.tiers.in_flight + len(self._loads.under_way)
 
     def gauges(self) -> CacheGauges:
-        """How full everything is now."""
+        """Return how full everything is now."""
         pages, dram, disk = self.tiers.pages, self.tiers.dram, self.tiers.disk
         return CacheGauges(
             sessions=len(self.sessions.contexts),

@@ -1,4 +1,4 @@
-"""What a cache is made with: plain values, all of them settled. Whatever is automatic was resolved before."""
+"""Options of a cache: plain values. Settings that are `auto` were resolved before."""
 
 from dataclasses import dataclass
 

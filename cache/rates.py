@@ -1,4 +1,4 @@
-"""What the machine does per second, measured as it runs, and the choice that follows: load a block or compute it."""
+"""Measures what the machine does per second while it runs, for the choice between loading a block and computing it."""
 
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -39,16 +39,16 @@ class _Duration:
         self._line = None
 
     def believe(self, units: int, seconds: float) -> None:
-        """This sample and none before it, but for the proportion between the line's parts."""
+        """Count this sample alone. Of those before it only the proportion between the line's parts stays."""
         self._sums, self._trust = [0.0] * 5, 0.0
         self.update(units, seconds)
 
     def expect(self, fixed_s: float, s_per_unit: float) -> None:
-        """A better prior."""
+        """Replace the prior by a better one."""
         self._prior, self._line = (fixed_s, s_per_unit), None
 
     def fade(self) -> None:
-        """What was measured becomes older than samples alone make it."""
+        """Let what was measured count less, as if it were older."""
         self._sums = [total * _KEPT_PASSED for total in self._sums]
         self._line = None
 
@@ -57,7 +57,7 @@ class _Duration:
         return self._fitted()[1]
 
     def of(self, units: int) -> float:
-        """Nothing takes no time."""
+        """Return the seconds that so many units take; 0 for none."""
         if units <= 0:
             return 0.0
         fixed_s, s_per_unit = self._fitted()
@@ -120,24 +120,25 @@ class Rates:
             name: _Duration(transfer_fixed_s, 1 / rate, _PRIOR_BYTES) for name, rate in bytes_per_s.items()
         }
         self._passes = dict.fromkeys(bytes_per_s, 0)
-        self._late = dict.fromkeys(bytes_per_s, 0)  # loads that were, since one was as fast as believed
+        self._late = dict.fromkeys(bytes_per_s, 0)  # number of late loads since one was as fast as believed
 
     def expect_steps(self, step_fixed_s: float, prefill_s_per_token: float) -> None:
-        """What steps take on this machine, measured before the first one counts. Decoding tells next to nothing about
-        what a history costs to compute; until one was computed, the proportion between the two is this one."""
+        """Set what steps take on this machine, measured before the first one counts. Decoding tells next to nothing
+        about what a history costs to compute, so this is the proportion between the two until a history was
+        computed."""
         if prefill_s_per_token <= 0 or step_fixed_s < 0:
             raise ValueError("what a token takes must be positive, and a step's fixed cost positive or 0")
         self.version += 1
         self._step.expect(step_fixed_s, prefill_s_per_token)
 
     def computed(self, tokens: int, seconds: float) -> None:
-        """A step computed so many tokens in so many seconds, waiting for loads not included."""
+        """Record a step that computed so many tokens in so many seconds, without its waits for loads."""
         if tokens > 0 and seconds > 0:
             self.version += 1
             self._step.update(tokens, seconds)
 
     def moved(self, direction: str, num_bytes: int, seconds: float) -> None:
-        """A transfer ended. Ones without bytes or duration tell nothing."""
+        """Record a transfer that has ended. One without bytes or duration tells nothing."""
         if num_bytes <= 0 or seconds <= 0:
             return
         self.version += 1
@@ -150,9 +151,9 @@ class Rates:
         self._passes[direction] = 0
 
     def late(self, direction: str, num_bytes: int, seconds: float) -> None:
-        """A transfer failed or was given up that would have taken so long at least. What is slower than was believed
-        counts alone from now on, whichever way bytes leave that device: a mean over twenty that were in time would let
-        the next ones come as late."""
+        """Record a transfer that failed or was given up, and would have taken at least so long. If that is slower than
+        was believed, it alone counts from now on, for all directions out of that device: a mean with twenty that were
+        in time would let the next ones be late too."""
         if num_bytes <= 0 or seconds <= 0:
             return
         self.version += 1
@@ -164,22 +165,22 @@ class Rates:
         self._passes[direction] = 0
 
     def passed_over(self, direction: str) -> None:
-        """A request computes what it could have loaded. What is never loaded is never measured, so that a link that was
-        slow for a while would stay so for ever: evidence fades, and now and then a block is loaded to have a look."""
+        """Record that a request computes what it could have loaded. A link that is never used is never measured, and
+        would be believed slow for ever; so evidence fades, and now and then a block is loaded to have a look."""
         self.version += 1
         self._passes[direction] += 1
         self._transfers[direction].fade()
 
     def is_look_due(self, direction: str) -> bool:
-        """Whether the next block that this direction could bring is to be loaded whatever it seems to cost. Soon after
-        one load that was late, which any device has now and then, and later with each that follows."""
+        """Whether to load the next block that this direction could bring, whatever it seems to cost. That is soon after
+        one late load, which any device has now and then, and later after each late load that follows."""
         late = self._late[direction]
         return self._passes[direction] >= (min(1 << late, _PASSES) if late else _PASSES)
 
     def is_worth_fetching(self, direction: str, num_bytes: int, tokens: int) -> bool:
-        """Whether to fetch so many tokens' KV for a turn that waits. It costs nobody anything as long as the turn does,
-        but what takes several times as long as computing is hardly ever in time, and holds up all that is fetched
-        behind it."""
+        """Whether to fetch so many tokens' KV for a turn that waits. A fetch costs nobody anything while the turn
+        waits, but one that takes several times as long as computing is hardly ever in time, and holds up all fetches
+        after it."""
         return self.load_s(direction, num_bytes) <= max(_LEAST_DEADLINE_S, _FETCH_WORTH * self.compute_s(tokens))
 
     @property
@@ -188,42 +189,42 @@ class Rates:
         return self._step.s_per_unit
 
     def compute_s(self, tokens: int) -> float:
-        """Seconds of a step of so many tokens; 0 tokens need no step."""
+        """Return the seconds of a step of so many tokens; 0 tokens need no step."""
         return self._step.of(tokens)
 
     def bytes_per_s(self, direction: str) -> float:
-        """Bytes a second of a transfer under way."""
+        """Return the bytes per second of a transfer under way."""
         return 1 / self._transfers[direction].s_per_unit
 
     def load_s(self, direction: str, num_bytes: int) -> float:
-        """Seconds of one transfer; what it takes however small it is counts once, so add up bytes, not seconds."""
+        """Return the seconds of one transfer. Its fixed cost counts once, so add up bytes, not seconds."""
         return self._transfers[direction].of(num_bytes)
 
 
 class LoadProgress(NamedTuple):
-    """How far a device has come with a load, in seconds in which it was asked for bytes of it."""
+    """How far a device has come with a load. Time counts only while the device is being asked for bytes of it."""
 
-    layers: int  # that have come
+    layers: int  # number that have come
     reading_s: float  # until the last of them came
     silent_s: float  # since
 
     def left_s(self, num_layers: int) -> float:
-        """What is left takes as long as this at least, by its own pace; and who has been silent for a while will be for
-        as long again."""
+        """Return how long the rest takes at least: by the load's own pace, or as long again as the device has been
+        silent."""
         if self.layers >= num_layers:
             return 0.0
         pace_s = self.reading_s / self.layers if self.layers else 0.0
         return max(pace_s * (num_layers - self.layers), self.silent_s)
 
     def whole_s(self, num_layers: int) -> float:
-        """The whole load at this pace, the silent one's if that is slower."""
+        """Return how long the whole load takes at this pace, or with the present silence for every layer if longer."""
         pace_s = self.reading_s / self.layers if self.layers else 0.0
         return max(pace_s, self.silent_s) * num_layers
 
 
 def deadline_s(new_s: float, all_s: float, num_layers: int) -> float:
-    """The longest that a load may take for the first token to come no later than if all were computed, which takes
-    all_s; new_s: what is computed behind the load. The inverse of `first_token_s`, but never less than what any device
-    may take."""
+    """Return the longest that a load may take for the first token to come no later than if all were computed, which
+    takes all_s. new_s: time to compute what comes after the load. The inverse of `first_token_s`, but never less than
+    any device may take."""
     exposed = all_s - new_s / num_layers
     return max(_LEAST_DEADLINE_S, exposed if exposed >= new_s else num_layers * (all_s - new_s))

@@ -1,4 +1,4 @@
-"""SessionStore: the contexts that turns have left behind, how long they stay, and who owns which block."""
+"""Keeps the contexts that turns have left behind for their time to live, and knows which session owns which block."""
 
 import math
 from collections import OrderedDict
@@ -28,12 +28,13 @@ class SessionStore:
         domain_of: DomainOf,
     ) -> None:
         self.contexts: OrderedDict[SessionName, SessionContext] = OrderedDict()  # oldest use first; others only read it
-        self._with_own_ttl: set[SessionName] = set()  # of those in `contexts`; others may be left over
-        self.mean_bytes = 0.0  # of a session's context, the latest counting most
+        self._with_own_ttl: set[SessionName] = set()  # sessions that have a `ttl_s`; some may be gone
+        self.mean_bytes = 0.0  # mean size of a session's context; recent turns count most
         self._deleting: dict[SessionName, str | None] = {}
-        """Session -> who waits, None if it has expired. A save or a write of it has to end first."""
+        """Session -> the request that waits for its deletion, None if it has expired. A save or write of it must end
+        first."""
         self.expired: OrderedDict[SessionName, ExpiredContext] = OrderedDict()
-        """To say why it is not there. No more than there may be sessions."""
+        """Sessions that have expired, to explain misses. No more than there may be sessions."""
         self._tiers, self._table = tiers, tiers.table
         self._running = running
         self._domain_of = domain_of
@@ -46,24 +47,24 @@ class SessionStore:
         return bool(self._running.of(name))
 
     def is_conversing(self, tenant: str, session_id: str) -> bool:
-        """The same of a session by this id, whatever its salt, if only its first request."""
+        """Whether a request of a session with this id runs or waits, whatever the salt, and even if it is its first."""
         return any((c.session[0], c.session[2]) == (tenant, session_id) for c in self._running.values())
 
     @property
     def mean_tokens(self) -> float:
-        """Of a session's context, the latest counting most; 0 while there is none."""
+        """Mean tokens of a session's context; recent turns count most. 0 while there is none."""
         return self.mean_bytes / self._bytes_per_token
 
     def blocks_of(self, name: SessionName) -> dict[str, int]:
-        """tier -> blocks of a session's context that are there."""
+        """Return tier -> number of blocks of a session's context that are there."""
         return self._per_tier(name, lambda row: 1)
 
     def bytes_of(self, name: SessionName) -> dict[str, int]:
-        """The same in bytes."""
+        """Return tier -> bytes of a session's context that are there."""
         return self._per_tier(name, lambda row: row.size_bytes)
 
     def _per_tier(self, name: SessionName, weight: Callable[[BlockRow], int]) -> dict[str, int]:
-        """tier -> the weight of those blocks of a session's context that are there."""
+        """Return tier -> total weight of the blocks of a session's context that are there."""
         counts = {"hbm": 0, "dram": 0, "disk": 0}
         session = self.contexts[name]
         for key in session.all_keys:
@@ -74,7 +75,8 @@ class SessionStore:
         return counts
 
     def configure(self, name: SessionName, *, pinned: bool | None, ttl_s: float | None) -> None:
-        """Pinned sessions never expire and their saved blocks are not evicted. None leaves a value as it is."""
+        """Pin a session or set its time to live. Pinned sessions never expire, and their saved blocks are not evicted.
+        None leaves a value as it is."""
         session = self.contexts[name]
         if pinned is not None:
             session.pinned = pinned
@@ -85,7 +87,7 @@ class SessionStore:
         self._tiers.writes.session_changed(name)
 
     def prefetch(self, name: SessionName, now: float) -> None:
-        """A turn of this session is expected: bring it up to DRAM."""
+        """Fetch a session into DRAM, because a turn of it is expected."""
         session = self.contexts[name]
         self._tiers.used(name, now)
         rows = self._table.matched(session.all_keys)
@@ -94,7 +96,8 @@ class SessionStore:
     # --- a turn ends --------------------------------------------------------------------------------------------------
 
     def remember(self, context: RunningContext, num_tokens: int, open_key: BlockKey | None, now: float) -> None:
-        """A turn has ended and its session stands `num_tokens` into its context, the last rows in an open block."""
+        """Record that a turn has ended and that its session stands `num_tokens` into its context, with the last rows in
+        an open block."""
         full = num_tokens // BLOCK_TOKENS
         name = context.session
         context.chain()
@@ -138,7 +141,7 @@ class SessionStore:
         self.mean_bytes += (size - self.mean_bytes) * (0.1 if self.mean_bytes else 1.0)
 
     def _take_over(self, name: SessionName, session: SessionContext) -> None:
-        """What is left of a session's context is its own."""
+        """Make a session an owner of all blocks of its context that are stored."""
         for place, key in enumerate(session.all_keys):
             row = self._table.get(key)
             if row is not None:
@@ -163,7 +166,8 @@ class SessionStore:
         )
 
     def hand_over(self, context: RunningContext) -> None:
-        """A request leaves no session behind: what it has put into the table belongs to who else goes by its name."""
+        """Hand on the blocks of a request that leaves no session behind: to its session's earlier context or another
+        request of it. Without either, forget those that nobody else owns."""
         name = context.session
         heir = self.contexts.get(name) or next(iter(self._running.of(name)), None)
         if heir is not None:
@@ -179,8 +183,8 @@ class SessionStore:
     # --- a session ends -----------------------------------------------------------------------------------------------
 
     def sweep(self, now: float, most: float = _SWEEP_BATCH) -> int:
-        """Delete sessions not used for their time to live, with what only they have in any tier, and forget the oldest
-        of too many. Returns how many. No more than `most` expire: the next sweep goes on."""
+        """Delete sessions that were not used for their time to live, with what only they have in any tier. Forget the
+        oldest if there are too many. Returns how many are gone. At most `most` expire; the next sweep goes on."""
         before = len(self.contexts)
         forgotten: list[SessionName] = []
         over: list[SessionName] = []
@@ -193,7 +197,7 @@ class SessionStore:
                     break
                 over.append(name)
             elif session.ttl_s is None and not session.pinned and not self._is_over(session, now):
-                break  # oldest use first; those behind it have time left as well, but for ones with their own
+                break  # oldest use first: the rest has time left too, except sessions with a ttl_s
         for name in forgotten:
             self._forget(name)
         for name in over:
@@ -208,7 +212,7 @@ class SessionStore:
         return before - len(self.contexts)
 
     def _may_expire(self, name: SessionName, session: SessionContext, now: float) -> bool:
-        """What runs waits for a later sweep."""
+        """Whether a session's time is over and it can be deleted. One that runs waits for a later sweep."""
         return self._is_over(session, now) and name not in self._deleting and not self.is_running(name)
 
     def _is_over(self, session: SessionContext, now: float) -> bool:
@@ -216,7 +220,7 @@ class SessionStore:
         return not session.pinned and now - session.last_used_s >= ttl_s
 
     def _forget(self, name: SessionName) -> None:
-        """Its blocks leave as space is needed, unless it was the only one to find them."""
+        """Forget a session. Blocks on disk that only it owns are deleted; the others leave as space is needed."""
         session = self.contexts.pop(name)
         self._tiers.pinned.discard(name)
         if session.open_key is not None:
@@ -226,7 +230,7 @@ class SessionStore:
         self._tiers.delete_session(name, [row for row in private if row.extent is not None], None)
 
     def _disown(self, name: SessionName, keys: Iterable[BlockKey]) -> list[BlockRow]:
-        """Take a session's name off its blocks; those that nobody else has."""
+        """Take a session's name off its blocks. Returns those that nobody else owns."""
         private = []
         self._tiers.dram.disown_saves(name)
         for key in keys:
@@ -253,7 +257,7 @@ class SessionStore:
         return None
 
     def _begin_to_delete(self, name: SessionName, waiter: str | None) -> None:
-        # What others have in the same extents is read first, to be written anew.
+        # First fetch the blocks that others have in the same extents, so that they can be written anew.
         self._tiers.fetches.fetch(self._sharers_of(name), name)
         if self._has_to_wait(name):
             self._deleting[name] = waiter
@@ -265,7 +269,7 @@ class SessionStore:
         return self._tiers.disk.sharers_of([row for row in rows if row is not None and row.owners == (name,)])
 
     def _has_to_wait(self, name: SessionName) -> bool:
-        """Whether a deletion would come between a copy and its end."""
+        """Whether a copy of the session's blocks is under way, which a deletion must not interrupt."""
         fetches = self._tiers.fetches
         return self._tiers.is_busy(name) or any(fetches.is_fetching(row.key) for row in self._sharers_of(name))
 
@@ -287,20 +291,20 @@ class SessionStore:
         return self._tiers.disk.take_done()
 
     def take_undeleted(self) -> list[str]:
-        """Return the requests that waited for one that the disk would not do: bytes may still be there. It is tried
+        """Return the requests that waited for a deletion that the disk refused: bytes may still be there. It is tried
         again."""
         return self._tiers.disk.take_refused()
 
     def undeleted(self, tenant: str, session_id: str) -> list[SessionName]:
-        """Deleted sessions of this name, with their salts, of which the disk has not deleted all."""
+        """Return deleted sessions of this name, one for each salt, of which the disk has not deleted all."""
         return self._tiers.disk.undone(tenant, session_id)
 
     def retry_deletions(self) -> None:
-        """Ask the disk once more for all that it would not delete, however short ago that was."""
+        """Try all refused deletions again, however recently they were refused."""
         self._tiers.disk.go_on(math.inf)
 
     def go_on(self) -> None:
-        """A copy may have ended: delete what waited for it."""
+        """Delete the sessions whose deletion waited for a copy that has ended."""
         for name in [name for name in self._deleting if not self._has_to_wait(name)]:
             waiter = self._deleting.pop(name)
             if waiter is not None or not self.is_running(name):  # it had expired, and was asked for again
@@ -309,7 +313,7 @@ class SessionStore:
     # --- a process begins ---------------------------------------------------------------------------------------------
 
     def restore(self, extents: Iterable[ExtentInfo], records: Iterable[SessionRecord], now: float) -> None:
-        """What a tier that outlives the process has kept: its blocks are found again, and its sessions."""
+        """Bring back the blocks and sessions that a tier has kept from an earlier process."""
         for extent in extents:
             name = (extent.session.tenant, extent.session.salt, extent.session.session_id)
             rows = [

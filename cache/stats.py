@@ -1,4 +1,4 @@
-"""Where prompt tokens came from, and why the rest did not."""
+"""Counts where prompt tokens came from, and why others had to be computed."""
 
 from collections import Counter
 from dataclasses import dataclass, field
@@ -36,7 +36,7 @@ class TokensBySource(msgspec.Struct, frozen=True, kw_only=True):
         return self.prompt_tokens - self.cached_tokens
 
     def by_source(self) -> dict[str, int]:
-        """Tokens of the prompt by tier, and those computed."""
+        """Return source -> tokens of the prompt: the tiers, and `computed`."""
         return {
             "hbm": self.hbm_tokens,
             "dram": self.dram_tokens,
