@@ -1,1 +1,1 @@
-"""The bytes: memory, files and the threads that read and write them."""
+"""Holds the bytes: memory, files, and the threads that do blocking I/O."""

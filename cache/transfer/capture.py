@@ -1,4 +1,4 @@
-"""The KV of steps on its way into DRAM."""
+"""Holds the KV of steps on its way into DRAM."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -13,7 +13,7 @@ from cache.moves import CapturePiece
 @dataclass(slots=True)
 class Captured:
     """The KV of one step before rotation, per layer [tokens, kv_heads, dim]; the step's own tensors, not copies.
-    layers: of which, where some have saved their rows by themselves."""
+    layers: which layers these are; the others have saved their rows themselves."""
 
     keys: list[Tensor] = field(default_factory=list)
     values: list[Tensor] = field(default_factory=list)
@@ -22,17 +22,17 @@ class Captured:
 
 @dataclass(frozen=True, slots=True)
 class SavedRows:
-    """Where layers may save the rows of a step by themselves, while they compute them. blocks: by layer, the DRAM slots
-    as uint16 [slots, K of a block's rows, then V]; spots int64 [rows, 2]: slot and row in it of each row of the batch,
-    slot -1 where it is not to be saved."""
+    """Tells layers where to save the rows of a step themselves, while they compute them. blocks: by layer, the DRAM
+    slots as uint16 [slots, K of a block's rows, then V]; spots int64 [rows, 2]: for each row of the batch, the slot and
+    the row in it, slot -1 where it is not to be saved."""
 
     blocks: Sequence[np.ndarray]
     spots: np.ndarray
 
 
 class CaptureSink:
-    """`engine.model.hf_model.KvSink`: keeps a step's KV alive until it is saved (AttentionStore §3.2.2). Layers come in
-    order."""
+    """Keeps a step's KV alive until it is saved (AttentionStore §3.2.2). Implements `engine.model.hf_model.KvSink`;
+    layers come in order."""
 
     def __init__(self) -> None:
         self._captured: Captured | None = None
@@ -51,14 +51,14 @@ class CaptureSink:
             self._captured.layers.append(layer)
 
     def end(self) -> Captured | None:
-        """None: no layer has shown anything, for all have saved their rows by themselves."""
+        """Return what was captured; None if every layer has saved its rows itself."""
         captured, self._captured, self._listens = self._captured, None, False
         return captured
 
 
 @dataclass(frozen=True, slots=True)
 class CapturedRows:
-    """What is to be saved of a step."""
+    """The rows of a step that are to be saved. ready: an event that says on CUDA that they are computed."""
 
     step: Captured
     pieces: list[CapturePiece]

@@ -1,4 +1,4 @@
-"""The fetch stream: disk -> DRAM for turns that are queued (AttentionStore §3.3.1), on a thread of its own."""
+"""Fetches from disk into DRAM for turns that are queued (AttentionStore §3.3.1), on a thread of its own."""
 
 import time
 from collections.abc import Sequence
@@ -13,14 +13,14 @@ from cache.transfer.events import Events
 
 
 class FetchStream:
-    """`run` is the thread; the other methods are called by the engine's."""
+    """`run` is the work of a thread; the engine's thread calls the other methods."""
 
     def __init__(self, *, slab: Slab, disk: ExtentStore, completions: Events) -> None:
         self._slab, self._disk, self._completions = slab, disk, completions
         self._orders: SimpleQueue[FetchBlocks | None] = SimpleQueue()
 
     def put(self, order: FetchBlocks) -> None:
-        """To be done when those before it are."""
+        """Order a fetch, after those ordered before."""
         self._orders.put(order)
 
     def close(self) -> None:
@@ -28,7 +28,7 @@ class FetchStream:
         self._orders.put(None)
 
     def run(self) -> None:
-        """Fetches until `close`."""
+        """Fetch until `close`."""
         while (order := self._orders.get()) is not None:
             self._fetch(order)
 
@@ -50,7 +50,7 @@ class FetchStream:
         self._completions.tell(Fetched(order.job_id, failed))
 
     def _fetch_from(self, extent_id: int, found: Sequence[tuple[BlockKey, int, int]]) -> None:
-        """Raises BlockMissing."""
+        """Fill slots from an extent. found: (block, its place in the extent, its slot). Raises BlockMissing."""
         places = [place for _, place, _ in found]
         with self._disk.reader(extent_id) as reader:
             checksums = [reader.checksums(place, key) for key, place, _ in found]

@@ -1,4 +1,4 @@
-"""Keys in and out of position, as the transfer threads need it."""
+"""Rotates keys for positions and back, as the transfer threads need it."""
 
 from typing import Protocol
 
@@ -6,7 +6,7 @@ from torch import Tensor
 
 
 class KeyRotations(Protocol):
-    """`engine.model.rotations.ModelRotations`. One per thread."""
+    """Implemented by `engine.model.rotations.ModelRotations`. One per thread."""
 
     def rotate(self, layer: int, k_plain: Tensor, positions: Tensor) -> Tensor: ...
     def unrotate(self, layer: int, k: Tensor, positions: Tensor) -> Tensor: ...

@@ -1,4 +1,4 @@
-"""Where one load reads from, layer by layer: slots in DRAM, or extents on disk."""
+"""Gives a load its bytes, layer by layer: from slots in DRAM, or from extents on disk."""
 
 import threading
 from collections import deque
@@ -19,28 +19,28 @@ from cache.storage.extent_reader import ExtentReader, Landed
 from cache.storage.extent_store import ExtentStore
 from cache.storage.slab import Slab
 
-LAYERS_LANDED = 4  # of one load: one is placed, one is read, and two make up for a device that stutters
+LAYERS_LANDED = 4  # of one load: one being placed, one being read, two to make up for a device that stutters
 LANDING_BYTES = 32 << 20  # of a load; more layers may be there at once if they fit
-KEPT_BYTES = 64 << 20  # of landing memory, for the next load; touching fresh memory costs more than filling it
+KEPT_BYTES = 64 << 20  # landing memory kept for the next load: touching fresh memory costs more than filling it
 _PIECE_BYTES = 2 << 20
 Sums = np.ndarray  # checksums as numbers, uint64
 _NO_SUMS = np.zeros((0, 0), np.uint64)
 
 
 class LayerSource(Protocol):
-    """What `Loader` takes blocks from. One thread at a time, but for what a class says of itself."""
+    """Gives `Loader` its blocks. One thread at a time, unless a class says otherwise."""
 
     @property
     def blocks(self) -> Sequence[BlockLoad]:
-        """In the order in which `segments` has them."""
+        """The blocks, in the order in which `segments` has them."""
         ...
 
     def segments(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Where a layer lies: memory [segments, elements], and which of its segments are the blocks', int64."""
+        """Return where a layer lies: memory [segments, elements], and which of its segments are the blocks', int64."""
         ...
 
     def sums(self, layer: int) -> Sums:
-        """What the checksums of its segments must be: uint64 [blocks]."""
+        """Return the checksums that a layer's segments must have: uint64 [blocks]."""
         ...
 
     def altered(self, layer: int) -> list[BlockKey]:
@@ -49,8 +49,8 @@ class LayerSource(Protocol):
 
 
 class SlotSource:
-    """Blocks in DRAM. `unsealed` are those whose slots nobody vouches for; with one of them nothing else may be asked
-    for."""
+    """Blocks in DRAM. unsealed: those whose slots are not sealed, so that nobody vouches for them; if there is one,
+    nothing else may be asked for."""
 
     def __init__(self, blocks: Sequence[BlockLoad], slab: Slab) -> None:
         self.blocks, self._slab = blocks, slab
@@ -72,24 +72,24 @@ class SlotSource:
 
 
 def layers_landed(slab: Slab, num_blocks: int) -> int:
-    """How many layers of a load of so many blocks may have come off the disk without having been placed."""
+    """Return how many layers of a load of so many blocks may have come off the disk before they are placed."""
     return min(slab.num_layers, max(LAYERS_LANDED, LANDING_BYTES // _room(slab, num_blocks)))
 
 
 def _room(slab: Slab, num_blocks: int) -> int:
-    """Bytes of memory in which any layer of a load may land."""
+    """Return the bytes of memory in which any layer of a load may land."""
     return -(-num_blocks * max(slab.segment_bytes) // ALIGNMENT) * ALIGNMENT
 
 
 class Landings:
-    """Memory for what comes off the disk, between two loads. Thread-safe."""
+    """Keeps memory for what comes off the disk from one load to the next. Thread-safe."""
 
     def __init__(self) -> None:
         self._kept: deque[mmap] = deque()
         self._lock = threading.Lock()
 
     def take(self, size: int) -> mmap:
-        """Raises OSError where there is none."""
+        """Return at least `size` bytes of memory. Raises OSError if there is none."""
         with self._lock:
             for memory in self._kept:
                 if len(memory) >= size:
@@ -98,7 +98,7 @@ class Landings:
         return io_buffer(-(-size // _PIECE_BYTES) * _PIECE_BYTES)
 
     def give_back(self, memory: mmap) -> None:
-        """Nobody writes to it any more."""
+        """Keep memory to which nobody writes any more."""
         if len(memory) > KEPT_BYTES:
             return  # it would only drive out the others
         dropped = []  # unmapped when nobody waits for the lock
@@ -109,9 +109,9 @@ class Landings:
 
 
 class ExtentSource:
-    """Blocks on disk: a layer is read into landing memory as it is, checked by whoever places it, and copied from there
-    into slots if DRAM is to have it too. Making one raises BlockMissing where there is no memory; leave it by `close`.
-    `read` may be called by one thread while another places what was read, up to `layers_landed` layers in all."""
+    """Blocks on disk. A layer is read into landing memory as it is, checked by whoever places it, and copied from there
+    into slots if DRAM is to have it too. Making one raises BlockMissing if there is no memory; end with `close`. One
+    thread may call `read` while another places what was read, up to `layers_landed` layers in all."""
 
     def __init__(self, blocks: Sequence[BlockLoad], slab: Slab, disk: ExtentStore, landings: Landings) -> None:
         self._slab, self._disk, self._landings = slab, disk, landings
@@ -136,7 +136,7 @@ class ExtentSource:
             raise BlockMissing(f"no memory to read into: {error}", reason="io") from error
         self._view = memoryview(self._memory)
         self._tensor = torch.frombuffer(self._memory, dtype=torch.uint8)
-        self._may_be_written = False  # by a read that hangs, whenever it ends
+        self._may_be_written = False  # whether a read that hangs may still write to the memory
 
     def close(self) -> None:
         for reader in self._readers.values():
@@ -145,8 +145,8 @@ class ExtentSource:
             self._landings.give_back(self._memory)
 
     def read(self, layer: int, count: int, landed: Landed) -> int:
-        """Bring a layer and those behind it, `count` in all, unchecked. Returns how many have come. See
-        `ExtentReader.land`. Raises BlockMissing."""
+        """Read `count` layers from `layer` on, unchecked. Returns how many have come. See `ExtentReader.land`. Raises
+        BlockMissing."""
         if not self._readers:
             self._open()
         wanted = [(self._readers[extent_id], places) for extent_id, places in self._places.items()]
@@ -160,7 +160,7 @@ class ExtentSource:
     def _open(self) -> None:
         for extent_id, places in self._places.items():
             reader = self._readers[extent_id] = self._disk.reader(extent_id)
-            blocks = self.blocks[len(self._checksums) :]  # the extent's, and those behind
+            blocks = self.blocks[len(self._checksums) :]  # the extent's, and later ones
             self._checksums += [reader.checksums(p, block.key) for p, block in zip(places, blocks, strict=False)]
         numbers = np.frombuffer(b"".join(b"".join(of_block) for of_block in self._checksums), ">u8")
         self._sums = np.ascontiguousarray(numbers.reshape(len(self.blocks), -1).T, np.uint64)
@@ -194,12 +194,12 @@ class ExtentSource:
             self._slab.segments(layer)[slots] = self.segments(layer)[0][numbers]
 
     def seal(self) -> None:
-        """All layers were kept."""
+        """Seal the slots that `keep` has filled with all layers."""
         for number, slot in self._kept.T.tolist():
             self._slab.seal_as(slot, self._checksums[number])
 
     def tell_damage(self, keys: Container[BlockKey], layer: int) -> None:
-        """Of blocks that are not what was stored."""
+        """Report blocks that are not what was stored."""
         for block in self.blocks:
             if block.key in keys and block.extent is not None:
                 extent_id, place = block.extent

@@ -1,4 +1,4 @@
-"""The byte work of a load: one layer of its blocks, checked, out of slots or landing memory into pages."""
+"""Copies a load's blocks into pages, layer by layer and checked, out of slots or landing memory."""
 
 from collections.abc import Sequence
 
@@ -15,8 +15,8 @@ from kernels.kv_copy import write_rows
 
 
 class PagePool:
-    """The pages of all layers, and the compiled way into them where there is one. Made once, before threads begin:
-    it may compile."""
+    """The pages of all layers, and the compiled writers into them where there are any. Made once, before the threads
+    begin, because it may compile."""
 
     def __init__(self, pages: Sequence[KvPages]) -> None:
         self.pages = pages
@@ -26,7 +26,7 @@ class PagePool:
 
 
 class Loader:
-    """For one load. One thread at a time."""
+    """Places one load, or a part of one. One thread at a time."""
 
     def __init__(self, *, source: LayerSource, pool: PagePool) -> None:
         self._source, self._pool = source, pool
@@ -34,17 +34,17 @@ class Loader:
         self._keys = [block.key for block in blocks]
         self._num_rows = [block.num_rows for block in blocks]
         self._stop = max(block.position + block.num_rows for block in blocks)
-        # As `BlockWriter` wants them; where they begin changes with the layer. Tables are indexed by position.
+        # As `BlockWriter` wants them: (start in memory, rows, row in the pool, position). The start changes by layer.
         self._numbers = np.array(
             [(0, b.num_rows, b.page * pool.page_size + b.page_row, b.position) for b in blocks], dtype=np.int64
         )
         self._rows: tuple[Tensor, Tensor] | None = None
 
     def place(self, layer: int, failed: dict[BlockKey, str], rotations: KeyRotations, *, together: bool) -> None:
-        """Write the layer that the source has brought, its keys rotated; done on return, or on CUDA when the current
-        stream is. Blocks that are not what they were when their slots were sealed are noted in `failed`, and not
-        written. rotations: the calling thread's; together: with torch's team, for the thread that computes, as the
-        others have none (`cache.transfer.transfer`)."""
+        """Write the layer that the source has brought, with its keys rotated; done on return, or on CUDA when the
+        current stream is. Blocks that are not what they were when they were sealed are noted in `failed` and not
+        written. rotations: the calling thread's. together: with torch's team of threads, which only the thread that
+        computes has (`cache.transfer.transfer`)."""
         writer = self._pool.writers[layer]
         tables = rotations.halves(layer, self._stop) if writer is not None else None
         if writer is None or tables is None:
@@ -72,7 +72,7 @@ class Loader:
         write_rows(pages.v, slots, v)
 
     def _wanted(self, rows: Tensor) -> Tensor:
-        """[blocks, 32, ...] -> [rows of all blocks that are wanted, ...], on the pages' device."""
+        """Return the wanted rows of all blocks, on the pages' device: [blocks, 32, ...] -> [rows, ...]."""
         if all(count == BLOCK_TOKENS for count in self._num_rows):
             rows = rows.flatten(0, 1)
         else:
@@ -80,7 +80,8 @@ class Loader:
         return rows.to(self._pool.device, non_blocking=True)
 
     def _slots_and_positions(self) -> tuple[Tensor, Tensor]:
-        """Of every row; the same tensors for all layers, by which `KeyRotations` knows them again."""
+        """Return the pool row and the position of every wanted row: the same tensors for all layers, so that
+        `KeyRotations` recognises them."""
         if self._rows is None:
             _, counts, slots, positions = self._numbers.T
             within = np.concatenate([np.arange(count) for count in counts])

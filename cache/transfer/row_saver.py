@@ -1,4 +1,4 @@
-"""The byte work of a save: rows of steps into DRAM slots."""
+"""Copies rows of steps into DRAM slots."""
 
 from collections.abc import Sequence
 
@@ -12,8 +12,8 @@ from kernels.row_copies import copy_into_blocks
 
 
 def place_rows(slab: Slab, captures: Sequence[CapturedRows], layers: Sequence[int]) -> None:
-    """Of these layers, which are those that all the steps have; done on return. On the saving thread, which has no team
-    of workers: see `cache.transfer.transfer`."""
+    """Copy the captured rows of `layers` into their slots; done on return. Every step must have captured these layers
+    and no others. Called by the saving thread, or on CPU by the engine's."""
     for capture in captures:
         if capture.ready is not None:
             capture.ready.synchronize()
@@ -50,7 +50,7 @@ def _wanted_rows(capture: CapturedRows) -> Tensor | None:
 
 
 def as_words(rows: Tensor) -> Tensor:
-    """The same memory in elements of eight bytes if that can be: copying by index costs its time per element."""
+    """View the same memory in elements of eight bytes if possible: copying by index takes its time per element."""
     per_word = 8 // rows.element_size()
     strides = (*rows.stride()[:-1], rows.storage_offset())
     if rows.stride(-1) != 1 or rows.shape[-1] % per_word or any(stride % per_word for stride in strides):

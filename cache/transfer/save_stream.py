@@ -1,8 +1,8 @@
-"""The save stream: HBM -> DRAM slots while the engine computes on (AttentionStore §3.2.2), on a thread of its own.
+"""Saves from HBM into DRAM slots while the engine computes on (AttentionStore §3.2.2), on a thread of its own.
 
-On CPU there is no engine that copies beside the processors: whoever saves takes one away from the step's team, which
-then waits for the slowest of its members, and the GIL from its loop. There the kernels of a layer write what they have
-at hand to the slots themselves, and what is left is done by the engine's thread, between steps.
+On CPU nothing copies beside the processors: a thread that saves takes one away from the step's team, which then waits
+for the slowest of its members, and takes the GIL from the engine's loop. There the kernels of a layer write the rows
+that they have at hand to the slots themselves, and the engine's thread saves the rest between steps.
 """
 
 import threading
@@ -31,7 +31,7 @@ _FEW_ROWS = 64
 
 
 class SaveStream:
-    """`run` is the thread; the other methods are called by the engine's. `rotations` is the engine's."""
+    """`run` is the work of a thread; the engine's thread calls the other methods, and `rotations` is its own."""
 
     def __init__(
         self,
@@ -53,31 +53,31 @@ class SaveStream:
         self._rotations = rotations
         self._completions = completions
         self._drained = threading.Condition()  # guards the backlog
-        # By layer, where kernels may write rows themselves: not past a cap, and not what they cannot write. Where there
-        # are any, nothing goes to the thread.
+        # The slots by layer, if kernels may write rows to them: no cap is set, and they can write this type. Nothing
+        # goes to the thread then.
         self._blocks: list[np.ndarray] | None = None
         if self._device.type == "cpu" and slab.dtype == torch.bfloat16 and not throttle.is_capped:
             self._blocks = [as_bits(slab.segments(layer)) for layer in range(slab.num_layers)]
-        spot = np.zeros((1, 2), np.int64)  # of a step of one row, which is over before the next one begins
+        spot = np.zeros((1, 2), np.int64)  # for steps of one row, each over before the next begins
         self._one_row = SavedRows(self._blocks or (), spot)
         self._spot = memoryview(spot.reshape(-1).data)  # half the time of writing to an array
         self._orders: SimpleQueue[tuple[Save, ...] | list[CapturedRows] | None] = SimpleQueue()
         self._held: list[CapturedRows] = []
         self._is_due = False
         self._row_bytes = slab.slot_bytes // BLOCK_TOKENS
-        self.placed_bytes = 0  # by layers, of which no event tells
+        self.placed_bytes = 0  # saved by layers themselves, which no event reports
         save_kernels()  # compiled before they are needed
 
     def places(self, pieces: list[CapturePiece], num_rows: int) -> SavedRows | None:
-        """Where the rows of a step may be saved while they are computed; None: only by `save`. They must stand on
-        nothing that is still being loaded, and `save` comes all the same behind the step."""
+        """Return where kernels may save the rows of a step while they compute them; None: only `save` can. The rows
+        must not depend on a load under way. Call `save` after the step all the same."""
         if self._blocks is None:
             return None
-        if num_rows == 1 and pieces:  # most steps of who talks alone, in which a few microseconds count
+        if num_rows == 1 and pieces:  # most steps while one client is served, where microseconds count
             self.placed_bytes += self._row_bytes
             _, self._spot[0], self._spot[1], _ = pieces[0]
             return self._one_row
-        if len(pieces) == num_rows:  # one each, as in nearly every step: 2 us instead of 6
+        if len(pieces) == num_rows:  # one row each, as in nearly every step: 2 us instead of 6
             self.placed_bytes += num_rows * self._row_bytes
             return SavedRows(self._blocks, np.array([(slot, slot_row) for _, slot, slot_row, _ in pieces]))
         spots = np.full((num_rows, 2), -1)
@@ -94,8 +94,8 @@ class SaveStream:
         return SavedRows(self._blocks, spots)
 
     def save(self, step: Captured | None, pieces: list[CapturePiece]) -> None:
-        """Save these parts of a step, as far as its layers have not done so by themselves. Waits when too much is
-        waiting already, or always if saving is synchronous."""
+        """Save these parts of a step, as far as its layers have not done so themselves. Waits if too much waits to be
+        saved already, or always if saving is synchronous."""
         if step is None or not pieces:
             return
         if len(step.keys) < self._slab.num_layers:
@@ -113,14 +113,14 @@ class SaveStream:
             self.flush()
 
     def flush_due(self) -> None:
-        """Between steps: save what is too large to be held for long, where the engine's thread does it by itself. In
-        the step, its first token would wait for it."""
+        """Save between steps what is too large to be held for long, where the engine's thread saves by itself. Within
+        the step, its first token would wait for that."""
         if self._is_due:
             self.flush()
 
     def put(self, orders: Sequence[Save]) -> None:
-        """What was given to `save` before comes before them. Together, because to wake a thread costs both as much as
-        some of them take."""
+        """Order saves, after all that was given to `save` before. They go together, because waking a thread costs both
+        threads as much as some saves take."""
         if not orders:
             return
         self.flush()
@@ -130,7 +130,7 @@ class SaveStream:
             self._save_orders(orders, self._rotations)
 
     def flush(self) -> None:
-        """Hand over the steps that were held back. Anything that tells about a slot has to come behind them."""
+        """Hand over the steps that were held back. Every order about a slot has to come after them."""
         if not self._held:
             return
         held, self._held = self._held, []
@@ -149,7 +149,7 @@ class SaveStream:
                 self._drained.wait(1.0)
 
     def _bytes_of(self, captures: Sequence[CapturedRows]) -> int:
-        """The KV of all of their rows, saved or not: they are kept alive together."""
+        """Return the size of all rows of these steps, to be saved or not: they are kept alive together."""
         rows = sum(capture.step.keys[0].shape[0] for capture in captures)
         return rows * self._slab.slot_bytes // BLOCK_TOKENS
 
@@ -159,7 +159,7 @@ class SaveStream:
         self._orders.put(None)
 
     def run(self, rotations: KeyRotations) -> None:
-        """Saves until `close`."""
+        """Save until `close`."""
         while (order := self._orders.get()) is not None:
             if isinstance(order, list):
                 self._save_captures(order)
@@ -167,8 +167,8 @@ class SaveStream:
                 self._save_orders(order, rotations)
 
     def _save_orders(self, orders: Sequence[Save], rotations: KeyRotations) -> None:
-        """Slots are sealed together, behind all that fills any: none is filled again before the engine has heard that
-        it was saved."""
+        """Carry out orders, and seal their slots together at the end. No slot is filled again before the engine has
+        heard that it was saved."""
         sealed, events = [], []
         for order in orders:
             match order:
@@ -191,7 +191,7 @@ class SaveStream:
                 rows[order.slot, : order.num_rows] = rows[order.source_slot, : order.num_rows]
 
     def _save_captures(self, captures: list[CapturedRows]) -> None:
-        """Rows of some steps into their slots."""
+        """Save rows of some steps into their slots."""
         started = time.perf_counter()
         held = self._bytes_of(captures)
         size = sum(piece.num_rows for capture in captures for piece in capture.pieces) * self._slab.slot_bytes

@@ -1,4 +1,4 @@
-"""The write stream: DRAM -> disk, and deletions there, on a thread of its own: nobody waits for either."""
+"""Writes from DRAM to disk and deletes there, on a thread of its own: nobody waits for either."""
 
 import time
 from collections import deque
@@ -12,21 +12,21 @@ from cache.storage.rare_log import RareLog
 from cache.storage.slab import Slab
 from cache.transfer.events import Events
 
-_TOGETHER = 64  # deletions; what stands behind them waits for as long
+_TOGETHER = 64  # deletions made together; the orders after them wait for as long
 WriteOrder = WriteExtent | DeleteExtents | PutSession
 
 
 class WriteStream:
-    """`run` is the thread; the other methods are called by the engine's."""
+    """`run` is the work of a thread; the engine's thread calls the other methods."""
 
     def __init__(self, *, slab: Slab, disk: ExtentStore, completions: Events) -> None:
         self._slab, self._disk, self._completions = slab, disk, completions
         self._log = RareLog()
         self._orders: SimpleQueue[WriteOrder | None] = SimpleQueue()
-        self._looked_at: deque[WriteOrder | None] = deque()  # in front of those
+        self._looked_at: deque[WriteOrder | None] = deque()  # taken from `_orders`, to be done before the rest
 
     def put(self, order: WriteOrder) -> None:
-        """To be done when those before it are."""
+        """Order a write or a deletion, after those ordered before."""
         self._orders.put(order)
 
     def close(self) -> None:
@@ -34,13 +34,13 @@ class WriteStream:
         self._orders.put(None)
 
     def run(self) -> None:
-        """Works until `close`."""
+        """Write and delete until `close`."""
         while (order := self._next()) is not None:
             match order:
                 case WriteExtent():
                     self._write(order)
                 case DeleteExtents():
-                    self._delete(self._with_those_behind(order))
+                    self._delete(self._with_later_ones(order))
                 case PutSession():
                     try:
                         self._disk.put_session(order.record)
@@ -73,9 +73,9 @@ class WriteStream:
     def _next(self) -> WriteOrder | None:
         return self._looked_at.popleft() if self._looked_at else self._orders.get()
 
-    def _with_those_behind(self, order: DeleteExtents) -> list[DeleteExtents]:
-        """A deletion waits for the device some five times, whatever it deletes: those that stand one behind the other
-        are made together. A hundred sessions one by one held up a turn's KV for seconds."""
+    def _with_later_ones(self, order: DeleteExtents) -> list[DeleteExtents]:
+        """Return a deletion and those that follow it directly, to be made together: a deletion waits for the device
+        some five times, whatever it deletes. A hundred sessions one by one held up a turn's KV for seconds."""
         orders = [order]
         while len(orders) < _TOGETHER:
             try:
@@ -96,7 +96,7 @@ class WriteStream:
             if sessions := [order.session for order in orders if order.session is not None]:
                 self._disk.delete_sessions(*sessions)
         except TierFailed as error:
-            if len(orders) > 1:  # that one of them fails is none of the others' business
+            if len(orders) > 1:  # so that one failure does not fail the others
                 for order in orders:
                     self._delete([order])
                 return
