@@ -11,6 +11,7 @@ import math
 import random
 import sys
 import time
+from collections.abc import Callable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 from hashlib import blake2b
@@ -29,6 +30,7 @@ from scheduler.budgets.budget import StepCost, StepWork
 from scheduler.limits import SchedulerLimits
 from scheduler.predictor import LengthPredictor, MaxTokensPredictor, QuantilePredictor
 from scheduler.queues.make_queue import WINDOWED, make_queue
+from scheduler.queues.waiting_queue import WaitingQueue
 from scheduler.queues.window import ShuffledWindow
 from scheduler.schedule import Chunk
 from scheduler.scheduler import Scheduler
@@ -75,6 +77,16 @@ class VirtualServer:
     failures: float = 0.0  # share of transfers that fail
     cancels: float = 0.0  # share of steps before which a client goes away
 
+    def step_cost(self, *, misjudged: float) -> StepCost:
+        """What a step costs, times `misjudged`."""
+        return StepCost(
+            fixed_s=misjudged * self.fixed_s,
+            s_per_token=misjudged * self.s_per_token,
+            s_per_row=misjudged * self.s_per_row,
+            s_per_kilo_pair=misjudged * self.s_per_kilo_pair,
+            s_per_kilo_read=misjudged * self.s_per_kilo_read,
+        )
+
 
 @dataclass(slots=True)
 class VirtualTurn:
@@ -120,47 +132,9 @@ class Simulation:
         self.steps = 0
         self._rng = rng
         self._trace = blake2b(digest_size=8)
-        self.tiers = VirtualTiers(
-            num_layers=machine.num_layers,
-            bytes_per_token=machine.bytes_per_token,
-            dram_bytes_per_s=machine.dram_bytes_per_s,
-            disk_bytes_per_s=machine.disk_bytes_per_s,
-            load_fixed_s=machine.load_fixed_s,
-            failures=machine.failures,
-            rng=rng,
-        )
-        self._rates = Rates(
-            num_layers=machine.num_layers,
-            step_fixed_s=machine.fixed_s,
-            prefill_s_per_token=machine.s_per_token,
-            transfer_fixed_s=machine.load_fixed_s,
-            bytes_per_s={name: self.tiers.speed(name) for name in DIRECTIONS},
-        )
-        self.cache = CacheManager(
-            options=CacheOptions(
-                num_pages=machine.hbm_blocks,
-                page_size=BLOCK_TOKENS,
-                bytes_per_token=machine.bytes_per_token,
-                prefer_contiguous=machine.prefer_contiguous,
-                num_slots=machine.dram_blocks + machine.dram_blocks // 4,
-                dram_slots=machine.dram_blocks,
-                disk_bytes=machine.disk_blocks * BLOCK_TOKENS * machine.bytes_per_token,
-                hbm_high_water=machine.high_water,
-                hbm_low_water=machine.low_water,
-                dram_free_buffer=0.1,
-                reuse=True,
-                exact=False,
-                truncation=Truncation(machine.hbm_blocks * BLOCK_TOKENS, 0.5, "decoupled"),
-                session_ttl_s=1e9,
-                max_sessions=1_000_000,
-                unix_offset_s=0.0,
-            ),
-            policy=POLICIES[machine.cache_policy],
-            domain_of=lambda tenant, salt: KeyDomain(secret=b"", fingerprint=b"", tenant=tenant, salt=salt),
-            rates=self._rates,
-            arrived=lambda job_id: self.tiers.arrived(job_id, self.now),
-            progress=lambda job_id: None,  # its disks never stutter
-        )
+        self.tiers = _make_tiers(machine, rng)
+        self._rates = _make_rates(machine, self.tiers)
+        self.cache = _make_cache(machine, self._rates, arrived=lambda job_id: self.tiers.arrived(job_id, self.now))
         predictor: LengthPredictor = MaxTokensPredictor() if machine.oracle else QuantilePredictor(quantile=0.5)
         self._queue = make_queue(
             machine.policy,
@@ -169,31 +143,8 @@ class Simulation:
             window=machine.window,
             class_ordered_entry=machine.class_ordered_entry,
         )
-        costs = {
-            "fixed_s": machine.fixed_s,
-            "s_per_token": machine.s_per_token,
-            "s_per_row": machine.s_per_row,
-            "s_per_kilo_pair": machine.s_per_kilo_pair,
-            "s_per_kilo_read": machine.s_per_kilo_read,
-        }
-        self._truth = StepCost(**costs)
-        self.scheduler = Scheduler(
-            cache=self.cache.view,
-            queue=self._queue,
-            predictor=predictor,
-            cost=StepCost(**{name: machine.misjudged * value for name, value in costs.items()}),
-            limits=SchedulerLimits(
-                max_seqs=machine.max_seqs,
-                max_queued=1_000_000,
-                step_tokens=machine.step_tokens,
-                lone_step_tokens=machine.lone_step_tokens,
-                itl_target_s=machine.itl_target_s,
-                least_chunk_tokens=machine.least_chunk_tokens,
-                chunked_prefill=machine.chunked_prefill,
-            ),
-            fair_places=machine.policy in WINDOWED,
-            scores=machine.scores,
-        )
+        self._truth = machine.step_cost(misjudged=1.0)
+        self.scheduler = _make_scheduler(machine, self.cache, self._queue, predictor)
         self._arrivals: list[tuple[float, int, _Live]] = []  # a heap
         self._pushed = 0
         self._live: dict[str, tuple[Sequence, _Live]] = {}
@@ -402,6 +353,79 @@ class Simulation:
             overtaken = [member.overtaken for member in self._queue.inside.values()]
             self._check(all(count <= max(0, size - 1) for count in overtaken), "somebody was overtaken too often")
         self._check(all(name in self._live for name in started), "somebody started who is not there")
+
+
+def _make_tiers(machine: VirtualServer, rng: random.Random) -> VirtualTiers:
+    return VirtualTiers(
+        num_layers=machine.num_layers,
+        bytes_per_token=machine.bytes_per_token,
+        dram_bytes_per_s=machine.dram_bytes_per_s,
+        disk_bytes_per_s=machine.disk_bytes_per_s,
+        load_fixed_s=machine.load_fixed_s,
+        failures=machine.failures,
+        rng=rng,
+    )
+
+
+def _make_rates(machine: VirtualServer, tiers: VirtualTiers) -> Rates:
+    return Rates(
+        num_layers=machine.num_layers,
+        step_fixed_s=machine.fixed_s,
+        prefill_s_per_token=machine.s_per_token,
+        transfer_fixed_s=machine.load_fixed_s,
+        bytes_per_s={name: tiers.speed(name) for name in DIRECTIONS},
+    )
+
+
+def _make_cache(machine: VirtualServer, rates: Rates, *, arrived: Callable[[int], float]) -> CacheManager:
+    """arrived: see CacheManager."""
+    return CacheManager(
+        options=CacheOptions(
+            num_pages=machine.hbm_blocks,
+            page_size=BLOCK_TOKENS,
+            bytes_per_token=machine.bytes_per_token,
+            prefer_contiguous=machine.prefer_contiguous,
+            num_slots=machine.dram_blocks + machine.dram_blocks // 4,
+            dram_slots=machine.dram_blocks,
+            disk_bytes=machine.disk_blocks * BLOCK_TOKENS * machine.bytes_per_token,
+            hbm_high_water=machine.high_water,
+            hbm_low_water=machine.low_water,
+            dram_free_buffer=0.1,
+            reuse=True,
+            exact=False,
+            truncation=Truncation(machine.hbm_blocks * BLOCK_TOKENS, 0.5, "decoupled"),
+            session_ttl_s=1e9,
+            max_sessions=1_000_000,
+            unix_offset_s=0.0,
+        ),
+        policy=POLICIES[machine.cache_policy],
+        domain_of=lambda tenant, salt: KeyDomain(secret=b"", fingerprint=b"", tenant=tenant, salt=salt),
+        rates=rates,
+        arrived=arrived,
+        progress=lambda job_id: None,  # its disks never stutter
+    )
+
+
+def _make_scheduler(
+    machine: VirtualServer, cache: CacheManager, queue: WaitingQueue, predictor: LengthPredictor
+) -> Scheduler:
+    return Scheduler(
+        cache=cache.view,
+        queue=queue,
+        predictor=predictor,
+        cost=machine.step_cost(misjudged=machine.misjudged),
+        limits=SchedulerLimits(
+            max_seqs=machine.max_seqs,
+            max_queued=1_000_000,
+            step_tokens=machine.step_tokens,
+            lone_step_tokens=machine.lone_step_tokens,
+            itl_target_s=machine.itl_target_s,
+            least_chunk_tokens=machine.least_chunk_tokens,
+            chunked_prefill=machine.chunked_prefill,
+        ),
+        fair_places=machine.policy in WINDOWED,
+        scores=machine.scores,
+    )
 
 
 def random_case(seed: int) -> Simulation:
