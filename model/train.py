@@ -13,6 +13,7 @@ import math
 import os
 import signal
 import sys
+import threading
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -65,6 +66,7 @@ PHASES = (
 )
 WARMUP_STEPS, DECAY_FROM = 60, 0.55
 MUON_LR, ADAM_LR = 4e-3, 3e-3
+CHECKPOINT_EVERY_S, VALIDATION_EVERY_S = 180, 400  # of CPU time
 
 
 def model_config() -> LlamaConfig:
@@ -139,15 +141,64 @@ def save_checkpoint(
     temporary.replace(path)
 
 
+def load_checkpoint(path: Path, model: torch.nn.Module, optimizers: list[torch.optim.Optimizer]) -> TrainingProgress:
+    """Continue where the checkpoint was saved; from the beginning if there is none."""
+    state = TrainingProgress()
+    if not path.exists():
+        return state
+    saved = torch.load(path, weights_only=True)
+    model.load_state_dict(saved["model"])
+    for optimizer, optimizer_state in zip(optimizers, saved["optimizers"], strict=True):
+        optimizer.load_state_dict(optimizer_state)
+    return TrainingProgress(**{key: saved[key] for key in asdict(state)})
+
+
+def load_tokenizer(run: Path, data: Path) -> Tokenizer:
+    """Load the tokenizer of a run, which is trained first if there is none."""
+    path = run / "tokenizer.json"
+    if not path.exists():
+        corpus.train_tokenizer(data).save(str(path))
+    return Tokenizer.from_file(str(path))
+
+
+def optimize(
+    model: torch.nn.Module,
+    optimizers: list[torch.optim.Optimizer],
+    training: dict[str, corpus.Source],
+    phase: Phase,
+    factor: float,
+    step: int,
+) -> float:
+    """Take one step at `factor` of the peak learning rates. Returns the loss before it."""
+    for optimizer, peak in zip(optimizers, (MUON_LR, ADAM_LR), strict=True):
+        for group in optimizer.param_groups:
+            group["lr"] = peak * factor
+    # The step number seeds the batch, so a resumed run draws what an uninterrupted one would have drawn.
+    rng = np.random.default_rng([7, step])
+    batch = corpus.sample_batch(training, phase.weights, phase.batch, phase.length, rng)
+    loss = loss_on(model, torch.from_numpy(batch))
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+    return loss.item()
+
+
+def stop_on_signals() -> threading.Event:
+    """Return an event that SIGTERM and SIGINT set, instead of ending the process."""
+    stopping = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stopping.set())
+    return stopping
+
+
 def train(data: Path, run: Path, cpu_hours: float, threads: int) -> None:
     """Train until the CPU budget is spent; resumes from `run/checkpoint.pt` if it exists."""
     torch.set_num_threads(threads)
     run.mkdir(parents=True, exist_ok=True)
     console = Console()
-    tokenizer_file = run / "tokenizer.json"
-    if not tokenizer_file.exists():
-        corpus.train_tokenizer(data).save(str(tokenizer_file))
-    tokenizer = Tokenizer.from_file(str(tokenizer_file))
+    tokenizer = load_tokenizer(run, data)
     training, held_out = (corpus.load_sources(data, tokenizer, held_out=h) for h in (False, True))
     console.print({name: f"{len(s.ids):,} tokens" for name, s in training.items()})
 
@@ -155,53 +206,27 @@ def train(data: Path, run: Path, cpu_hours: float, threads: int) -> None:
     model = LlamaForCausalLM(model_config())
     console.print(f"{sum(p.numel() for p in model.parameters()):,} parameters")
     optimizers = make_optimizers(model)
-    state = TrainingProgress()
     checkpoint = run / "checkpoint.pt"
-    if checkpoint.exists():
-        saved = torch.load(checkpoint, weights_only=True)
-        model.load_state_dict(saved["model"])
-        for optimizer, optimizer_state in zip(optimizers, saved["optimizers"], strict=True):
-            optimizer.load_state_dict(optimizer_state)
-        state = TrainingProgress(**{key: saved[key] for key in asdict(state)})
+    state = load_checkpoint(checkpoint, model, optimizers)
+    stopping = stop_on_signals()
 
-    stopping = False
-
-    def stop(*_: object) -> None:
-        nonlocal stopping
-        stopping = True
-
-    signal.signal(signal.SIGTERM, stop)
-    signal.signal(signal.SIGINT, stop)
-
-    budget_s = cpu_hours * 3600
     cpu_base, wall_base = state.cpu_s - time.process_time(), state.wall_s - time.monotonic()
     log = (run / "log.jsonl").open("a", buffering=1)
-    next_checkpoint_s = state.cpu_s + 180
+    next_checkpoint_s = state.cpu_s + CHECKPOINT_EVERY_S
     next_validation_s = state.cpu_s
     running_loss = math.nan
-    while not stopping:
+    while not stopping.is_set():
         state.cpu_s = cpu_base + time.process_time()
         state.wall_s = wall_base + time.monotonic()
-        progress = state.cpu_s / budget_s
+        progress = state.cpu_s / (cpu_hours * 3600)
         if progress >= 1:
             break
         phase = next(p for p in PHASES if progress < p.until)
         factor = learning_rate_factor(state.step, progress)
-        for optimizer, peak in zip(optimizers, (MUON_LR, ADAM_LR), strict=True):
-            for group in optimizer.param_groups:
-                group["lr"] = peak * factor
-        # The step number seeds the batch, so a resumed run draws what an uninterrupted one would have drawn.
-        rng = np.random.default_rng([7, state.step])
-        batch = corpus.sample_batch(training, phase.weights, phase.batch, phase.length, rng)
-        loss = loss_on(model, torch.from_numpy(batch))
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
+        loss = optimize(model, optimizers, training, phase, factor, state.step)
         state.step += 1
         state.tokens += phase.batch * phase.length
-        running_loss = loss.item() if math.isnan(running_loss) else 0.98 * running_loss + 0.02 * loss.item()
+        running_loss = loss if math.isnan(running_loss) else 0.98 * running_loss + 0.02 * loss
         if state.step % 20 == 0:
             record: dict[str, object] = {
                 **asdict(state),
@@ -211,15 +236,15 @@ def train(data: Path, run: Path, cpu_hours: float, threads: int) -> None:
             }
             if state.cpu_s >= next_validation_s:
                 record["validation"] = validation_loss(model, held_out, windows=12, length=256)
-                next_validation_s = state.cpu_s + 400
+                next_validation_s = state.cpu_s + VALIDATION_EVERY_S
             log.write(json.dumps(record) + "\n")
             console.print(f"{progress:6.1%}  {record}")
         if state.cpu_s >= next_checkpoint_s:
             save_checkpoint(checkpoint, model, optimizers, state)
-            next_checkpoint_s = state.cpu_s + 180
+            next_checkpoint_s = state.cpu_s + CHECKPOINT_EVERY_S
     state.cpu_s = cpu_base + time.process_time()
     save_checkpoint(checkpoint, model, optimizers, state)
-    console.print("stopped" if stopping else "finished")
+    console.print("stopped" if stopping.is_set() else "finished")
 
 
 if __name__ == "__main__":
