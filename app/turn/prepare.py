@@ -3,7 +3,8 @@
 import hashlib
 import secrets
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -119,10 +120,7 @@ async def prepare_chat(
     kept = request.messages[:-1] if request.continue_final_message else request.messages
     tools = [tool.as_rendered() for tool in request.tools] if request.tools else None
     messages, shown_tools = form.prompt([message.as_rendered() for message in kept], tools)
-    args = request.chat_template_kwargs or {}
-    if request.reasoning_effort is not None:
-        args = {"reasoning_effort": request.reasoning_effort, **args}
-    try:
+    with _refusing(limits, model.max_context):
         prompt = await transcripts.prepare(
             tokenizer=tokenizer,
             # Whoever has another salt must not even learn that somebody had the same conversation.
@@ -130,20 +128,13 @@ async def prepare_chat(
             model=model.fingerprint,
             messages=messages,
             tools=shown_tools,
-            template_args=args,
+            template_args=_template_args(request),
             session_id=session_id,
             now=time.time(),
             client_shift=cache.client_shift if request.client_shift is None else request.client_shift,
             max_tokens=limits.prompt - 1,
             max_newest_tokens=min(limits.prompt, model.max_context) - 1,
         )
-    except PromptTooLong as error:
-        alone = error.max_tokens < limits.prompt - 1  # where history makes room, the newest message has to fit
-        if alone:
-            raise cannot_be_shortened(model.max_context, "your newest message alone is") from None
-        raise limits.too_long(None) from None
-    except TemplateError as error:
-        raise invalid(str(error)[:500], "messages") from None
     prefix = request.messages[-1].content if request.continue_final_message else ""
     prefix_ids = tokenizer.encode_plain(prefix, behind=True) if prefix else []
     names = _callable_names(request)
@@ -177,6 +168,24 @@ async def prepare_chat(
         important=important_ranges(request, prompt.starts[added:]),
         shift=None if cut is None else Shift(stream=cut.stream + prefix_ids, keep=cut.keep, resume=cut.resume),
     )
+
+
+@contextmanager
+def _refusing(limits: TokenLimits, max_context: int) -> Iterator[None]:
+    """Turn what rendering and tokenizing raise into an ApiError."""
+    try:
+        yield
+    except PromptTooLong as error:
+        if error.max_tokens < limits.prompt - 1:  # where history makes room, the newest message has to fit
+            raise cannot_be_shortened(max_context, "your newest message alone is") from None
+        raise limits.too_long(None) from None
+    except TemplateError as error:
+        raise invalid(str(error)[:500], "messages") from None
+
+
+def _template_args(request: ChatCompletionRequest) -> dict[str, Any]:
+    args = request.chat_template_kwargs or {}
+    return args if request.reasoning_effort is None else {"reasoning_effort": request.reasoning_effort, **args}
 
 
 @dataclass(frozen=True, slots=True)
