@@ -7,7 +7,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from app.turn.kv_sources import SOURCES
-from engine.messages import SchedulerState
+from engine.messages import SchedulerState, Stats
 
 if TYPE_CHECKING:
     from app.turn.ports import EnginePort
@@ -46,80 +46,78 @@ class EngineCollector(Collector):
         engine = self._engine
         yield GaugeMetricFamily("reprise_engine_up", "1 while the engine takes requests.", engine.state == "ready")
         yield CounterMetricFamily("reprise_engine_restarts", "Engine processes started anew.", engine.restarts)
-        stats = engine.stats
-        if stats is None:
-            return
-        gauges: tuple[tuple[str, str, float], ...] = (
-            ("running_requests", "Sequences in the batch.", stats.running),
-            ("waiting_requests", "Sequences in the queue.", stats.waiting),
-            ("sessions", "Sessions the engine knows.", stats.sessions),
-            ("leases", "HBM pages pinned by requests; 0 at idle.", stats.leases),
-            ("in_flight_transfers", "Saves and loads under way; 0 at idle.", stats.in_flight),
-        )
-        for name, help_text, value in gauges:
-            yield GaugeMetricFamily(f"reprise_{name}", help_text, value)
-        pages = {"total": stats.hbm_pages_total, "free": stats.hbm_pages_free, "cached": stats.hbm_pages_cached}
-        yield _labelled(
-            GaugeMetricFamily("reprise_hbm_pages", "HBM pages; at idle total = free + cached.", labels=["state"]), pages
-        )
-        counters: tuple[tuple[str, str, float], ...] = (
-            ("steps", "Batches run.", stats.steps),
-            ("step_seconds", "Time spent in batches.", stats.step_seconds),
-            ("generated_tokens", "Tokens sampled.", stats.generated_tokens),
-            ("evicted_blocks", "Blocks that left HBM to make room.", stats.evicted_blocks),
-            ("offloaded_blocks", "Of these, in the background.", stats.offloaded_blocks),
-            ("preemptions", "Sequences sent back to the queue.", stats.preemptions),
-            ("aborted_requests", "Requests whose client left.", stats.aborted),
-            ("kv_load_seconds", "Time that loads of KV into HBM took.", stats.load_seconds),
-            ("kv_load_wait_seconds", "Part of it that no computation hid.", stats.load_wait_seconds),
-            ("truncated_tokens", "History tokens dropped because a window was full.", stats.truncated_tokens),
-            ("verified_loads", "Loads compared with a recompute.", stats.verified_loads),
-            ("verify_mismatches", "Of those, loads that disagreed.", stats.verify_mismatches),
-        )
-        for name, help_text, value in counters:
-            yield CounterMetricFamily(f"reprise_{name}", help_text, value)
-        yield from _scheduler(stats.scheduler)
-        if stats.load_seconds > 0:
-            hidden = max(0.0, 1 - stats.load_wait_seconds / stats.load_seconds)
-            yield GaugeMetricFamily("reprise_kv_load_overlap_ratio", "Share of load time hidden since start.", hidden)
-        tier_gauges: tuple[tuple[str, str, Mapping[str, float]], ...] = (
-            ("tier_bytes", "KV in a tier.", stats.tier_bytes),
-            ("tier_capacity_bytes", "Hard cap of a tier.", stats.tier_capacity),
-        )
-        for name, help_text, values in tier_gauges:
-            yield _labelled(GaugeMetricFamily(f"reprise_{name}", help_text, labels=["tier"]), values)
-        labelled: tuple[tuple[str, str, str, Mapping[str, float]], ...] = (
-            (
-                "prompt_tokens",
-                "Prompt tokens by where their KV was.",
-                "outcome",
-                _from_zero(SOURCES, stats.prompt_tokens),
-            ),
-            ("miss_tokens", "Computed prompt tokens by reason.", "reason", _from_zero(MISS_REASONS, stats.miss_tokens)),
-            ("moved_bytes", "KV moved between tiers.", "direction", _from_zero(DIRECTIONS, stats.moved_bytes)),
-            (
-                "moved_seconds",
-                "Time of the threads that moved it.",
-                "direction",
-                _from_zero(DIRECTIONS, stats.moved_seconds),
-            ),
-            (
-                "tier_evictions",
-                "Blocks that left a tier to make room.",
-                "tier",
-                _from_zero(("hbm", *LOWER_TIERS), stats.evictions),
-            ),
-            ("refused_blocks", "Blocks that a tier had no room for.", "tier", _from_zero(LOWER_TIERS, stats.refused)),
-            (
-                "tier_write_failures",
-                "Writes that a tier refused or failed in.",
-                "tier",
-                _from_zero(LOWER_TIERS, stats.write_failures),
-            ),
-            ("load_failures", "Loads that became a recompute.", "reason", stats.load_failures),
-        )
-        for name, help_text, label, values in labelled:
-            yield _labelled(CounterMetricFamily(f"reprise_{name}", help_text, labels=[label]), values)
+        if (stats := engine.stats) is not None:
+            yield from _gauges(stats)
+            yield from _totals(stats)
+            yield from _scheduler(stats.scheduler)
+            yield from _tiers(stats)
+            yield from _totals_by_label(stats)
+
+
+def _gauges(stats: Stats) -> Iterator[Metric]:
+    gauges: tuple[tuple[str, str, float], ...] = (
+        ("running_requests", "Sequences in the batch.", stats.running),
+        ("waiting_requests", "Sequences in the queue.", stats.waiting),
+        ("sessions", "Sessions the engine knows.", stats.sessions),
+        ("leases", "HBM pages pinned by requests; 0 at idle.", stats.leases),
+        ("in_flight_transfers", "Saves and loads under way; 0 at idle.", stats.in_flight),
+    )
+    for name, help_text, value in gauges:
+        yield GaugeMetricFamily(f"reprise_{name}", help_text, value)
+    pages = {"total": stats.hbm_pages_total, "free": stats.hbm_pages_free, "cached": stats.hbm_pages_cached}
+    yield _labelled(
+        GaugeMetricFamily("reprise_hbm_pages", "HBM pages; at idle total = free + cached.", labels=["state"]), pages
+    )
+
+
+def _totals(stats: Stats) -> Iterator[Metric]:
+    counters: tuple[tuple[str, str, float], ...] = (
+        ("steps", "Batches run.", stats.steps),
+        ("step_seconds", "Time spent in batches.", stats.step_seconds),
+        ("generated_tokens", "Tokens sampled.", stats.generated_tokens),
+        ("evicted_blocks", "Blocks that left HBM to make room.", stats.evicted_blocks),
+        ("offloaded_blocks", "Of these, in the background.", stats.offloaded_blocks),
+        ("preemptions", "Sequences sent back to the queue.", stats.preemptions),
+        ("aborted_requests", "Requests whose client left.", stats.aborted),
+        ("kv_load_seconds", "Time that loads of KV into HBM took.", stats.load_seconds),
+        ("kv_load_wait_seconds", "Part of it that no computation hid.", stats.load_wait_seconds),
+        ("truncated_tokens", "History tokens dropped because a window was full.", stats.truncated_tokens),
+        ("verified_loads", "Loads compared with a recompute.", stats.verified_loads),
+        ("verify_mismatches", "Of those, loads that disagreed.", stats.verify_mismatches),
+    )
+    for name, help_text, value in counters:
+        yield CounterMetricFamily(f"reprise_{name}", help_text, value)
+
+
+def _tiers(stats: Stats) -> Iterator[Metric]:
+    if stats.load_seconds > 0:
+        hidden = max(0.0, 1 - stats.load_wait_seconds / stats.load_seconds)
+        yield GaugeMetricFamily("reprise_kv_load_overlap_ratio", "Share of load time hidden since start.", hidden)
+    gauges: tuple[tuple[str, str, Mapping[str, float]], ...] = (
+        ("tier_bytes", "KV in a tier.", stats.tier_bytes),
+        ("tier_capacity_bytes", "Hard cap of a tier.", stats.tier_capacity),
+    )
+    for name, help_text, values in gauges:
+        yield _labelled(GaugeMetricFamily(f"reprise_{name}", help_text, labels=["tier"]), values)
+
+
+def _totals_by_label(stats: Stats) -> Iterator[Metric]:
+    tokens, misses = _from_zero(SOURCES, stats.prompt_tokens), _from_zero(MISS_REASONS, stats.miss_tokens)
+    moved_bytes, moved_s = (_from_zero(DIRECTIONS, moved) for moved in (stats.moved_bytes, stats.moved_seconds))
+    evictions = _from_zero(("hbm", *LOWER_TIERS), stats.evictions)
+    refused, failed = (_from_zero(LOWER_TIERS, counts) for counts in (stats.refused, stats.write_failures))
+    counters: tuple[tuple[str, str, str, Mapping[str, float]], ...] = (
+        ("prompt_tokens", "Prompt tokens by where their KV was.", "outcome", tokens),
+        ("miss_tokens", "Computed prompt tokens by reason.", "reason", misses),
+        ("moved_bytes", "KV moved between tiers.", "direction", moved_bytes),
+        ("moved_seconds", "Time of the threads that moved it.", "direction", moved_s),
+        ("tier_evictions", "Blocks that left a tier to make room.", "tier", evictions),
+        ("refused_blocks", "Blocks that a tier had no room for.", "tier", refused),
+        ("tier_write_failures", "Writes that a tier refused or failed in.", "tier", failed),
+        ("load_failures", "Loads that became a recompute.", "reason", stats.load_failures),
+    )
+    for name, help_text, label, values in counters:
+        yield _labelled(CounterMetricFamily(f"reprise_{name}", help_text, labels=[label]), values)
 
 
 def _scheduler(state: SchedulerState | None) -> Iterator[Metric]:
