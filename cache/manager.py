@@ -125,7 +125,7 @@ class CacheManager:
                 self.rates.moved(event.direction, event.num_bytes, event.seconds)
             case Late():
                 self.rates.late(event.direction, event.num_bytes, event.seconds)
-        self.sessions.go_on()
+        self.sessions.deletions.go_on()
 
     def plan(self, line: WaitingLine, starting: int, now: float) -> None:
         """Decide what is done while the next step runs: give up loads that have become dearer than computing, save

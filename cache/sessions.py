@@ -4,13 +4,14 @@ import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 
-from cache.blocks.context import ExpiredContext, RunningContext, SessionContext, digest_of
+from cache.blocks.context import RunningContext, SessionContext, digest_of
 from cache.blocks.keys import BLOCK_TOKENS, BlockKey, tokens_of
 from cache.blocks.stored import ExtentInfo, SessionRecord
 from cache.blocks.table import BlockRow, SessionName
 from cache.options import CacheOptions
 from cache.requests.opening import DomainOf
 from cache.requests.running import Requests
+from cache.session_deletions import SessionDeletions
 from cache.tiers.hierarchy import Hierarchy
 
 _SWEEP_BATCH = 100  # sessions that expire at once: a tenth of a millisecond each, and a step waits
@@ -30,17 +31,15 @@ class SessionStore:
         self.contexts: OrderedDict[SessionName, SessionContext] = OrderedDict()  # oldest use first; others only read it
         self._with_own_ttl: set[SessionName] = set()  # sessions that have a `ttl_s`; some may be gone
         self.mean_bytes = 0.0  # mean size of a session's context; recent turns count most
-        self._deleting: dict[SessionName, str | None] = {}
-        """Session -> the request that waits for its deletion, None if it has expired. A save or write of it must end
-        first."""
-        self.expired: OrderedDict[SessionName, ExpiredContext] = OrderedDict()
-        """Sessions that have expired, to explain misses. No more than there may be sessions."""
         self._tiers, self._table = tiers, tiers.table
         self._running = running
         self._domain_of = domain_of
         self._session_ttl_s, self._max_sessions = options.session_ttl_s, options.max_sessions
         self._bytes_per_token = options.bytes_per_token
         self._unix_offset_s = options.unix_offset_s
+        self.deletions = SessionDeletions(
+            contexts=self.contexts, tiers=tiers, running=running, max_sessions=options.max_sessions
+        )
 
     def is_running(self, name: SessionName) -> bool:
         """Whether a request of a session runs or waits."""
@@ -128,7 +127,7 @@ class SessionStore:
                 conversation[:end], context.conversation_keys()[: end // BLOCK_TOKENS]
             )
         self.contexts[name] = session
-        self.expired.pop(name, None)
+        self.deletions.expired.pop(name, None)
         self._take_over(name, session)
         self._tiers.answered(name, now, num_tokens)
         self._count_size(num_tokens)
@@ -173,14 +172,14 @@ class SessionStore:
         if heir is not None:
             heir.owned.update(context.owned)
             return
-        self._disown(name, context.owned)
+        self.deletions.disown(name, context.owned)
         for key in context.owned:
             row = self._table.get(key)
             if row is None or not row.owners:
                 self._tiers.forget(key)  # no session's time to live would ever end it
         self._tiers.forget_session(name)
 
-    # --- a session ends -----------------------------------------------------------------------------------------------
+    # --- a session expires --------------------------------------------------------------------------------------------
 
     def sweep(self, now: float, most: float = _SWEEP_BATCH) -> int:
         """Delete sessions that were not used for their time to live, with what only they have in any tier. Forget the
@@ -190,7 +189,7 @@ class SessionStore:
         over: list[SessionName] = []
         for name, session in self.contexts.items():
             if before - len(forgotten) > self._max_sessions:
-                if not session.pinned and name not in self._deleting:
+                if not session.pinned and not self.deletions.is_deleting(name):
                     forgotten.append(name)
             elif self._may_expire(name, session, now):
                 if len(over) >= most:
@@ -199,116 +198,25 @@ class SessionStore:
             elif session.ttl_s is None and not session.pinned and not self._is_over(session, now):
                 break  # oldest use first: the rest has time left too, except sessions with a ttl_s
         for name in forgotten:
-            self._forget(name)
+            self.deletions.forget(name)
         for name in over:
-            self._begin_to_delete(name, None)
+            self.deletions.begin(name, None)
         left = most - len(over)
         for name in list(self._with_own_ttl):
             if (own := self.contexts.get(name)) is None:
                 self._with_own_ttl.discard(name)
             elif left > 0 and self._may_expire(name, own, now):
-                self._begin_to_delete(name, None)
+                self.deletions.begin(name, None)
                 left -= 1
         return before - len(self.contexts)
 
     def _may_expire(self, name: SessionName, session: SessionContext, now: float) -> bool:
         """Whether a session's time is over and it can be deleted. One that runs waits for a later sweep."""
-        return self._is_over(session, now) and name not in self._deleting and not self.is_running(name)
+        return self._is_over(session, now) and not self.deletions.is_deleting(name) and not self.is_running(name)
 
     def _is_over(self, session: SessionContext, now: float) -> bool:
         ttl_s = self._session_ttl_s if session.ttl_s is None else session.ttl_s
         return not session.pinned and now - session.last_used_s >= ttl_s
-
-    def _forget(self, name: SessionName) -> None:
-        """Forget a session. Blocks on disk that only it owns are deleted; the others leave as space is needed."""
-        session = self.contexts.pop(name)
-        self._tiers.pinned.discard(name)
-        if session.open_key is not None:
-            self._tiers.forget(session.open_key)
-        self._tiers.forget_session(name)
-        private = self._disown(name, session.owned)
-        self._tiers.delete_session(name, [row for row in private if row.extent is not None], None)
-
-    def _disown(self, name: SessionName, keys: Iterable[BlockKey]) -> list[BlockRow]:
-        """Take a session's name off its blocks. Returns those that nobody else owns."""
-        private = []
-        self._tiers.dram.disown_saves(name)
-        for key in keys:
-            row = self._table.get(key)
-            if row is None:
-                continue
-            row.owners = tuple(owner for owner in row.owners if owner != name)
-            if not row.owners:
-                private.append(row)
-        return private
-
-    def delete(self, name: SessionName, waiter: str) -> str | None:
-        """Remove a session and what only it has from every tier; `take_deleted` names `waiter` when the bytes are gone.
-        Returns why not: `not_found`, or `busy` while a request of it runs."""
-        session = self.contexts.get(name)
-        self.expired.pop(name, None)
-        if session is None and self._tiers.disk.delete_again(name, waiter):
-            return None
-        if session is None or self._deleting.get(name) is not None:
-            return "not_found"
-        if self.is_running(name):
-            return "busy"
-        self._begin_to_delete(name, waiter)
-        return None
-
-    def _begin_to_delete(self, name: SessionName, waiter: str | None) -> None:
-        # First fetch the blocks that others have in the same extents, so that they can be written anew.
-        self._tiers.fetches.fetch(self._sharers_of(name), name)
-        if self._has_to_wait(name):
-            self._deleting[name] = waiter
-        else:
-            self._delete_now(name, waiter)
-
-    def _sharers_of(self, name: SessionName) -> list[BlockRow]:
-        rows = (self._table.get(key) for key in self.contexts[name].owned)
-        return self._tiers.disk.sharers_of([row for row in rows if row is not None and row.owners == (name,)])
-
-    def _has_to_wait(self, name: SessionName) -> bool:
-        """Whether a copy of the session's blocks is under way, which a deletion must not interrupt."""
-        fetches = self._tiers.fetches
-        return self._tiers.is_busy(name) or any(fetches.is_fetching(row.key) for row in self._sharers_of(name))
-
-    def _delete_now(self, name: SessionName, waiter: str | None) -> None:
-        session = self.contexts.pop(name)
-        if waiter is None and (expired := ExpiredContext.of(session)) is not None:
-            self.expired[name] = expired
-            if len(self.expired) > self._max_sessions:
-                self.expired.popitem(last=False)
-        self._tiers.pinned.discard(name)
-        self._tiers.forget_session(name)
-        private = self._disown(name, session.owned)
-        self._tiers.delete_session(name, private, waiter)
-        for row in private:
-            self._tiers.forget(row.key)
-
-    def take_deleted(self) -> list[str]:
-        """Return the requests that waited for a deletion that is done."""
-        return self._tiers.disk.take_done()
-
-    def take_undeleted(self) -> list[str]:
-        """Return the requests that waited for a deletion that the disk refused: bytes may still be there. It is tried
-        again."""
-        return self._tiers.disk.take_refused()
-
-    def undeleted(self, tenant: str, session_id: str) -> list[SessionName]:
-        """Return deleted sessions of this name, one for each salt, of which the disk has not deleted all."""
-        return self._tiers.disk.undone(tenant, session_id)
-
-    def retry_deletions(self) -> None:
-        """Try all refused deletions again, however recently they were refused."""
-        self._tiers.disk.go_on(math.inf)
-
-    def go_on(self) -> None:
-        """Delete the sessions whose deletion waited for a copy that has ended."""
-        for name in [name for name in self._deleting if not self._has_to_wait(name)]:
-            waiter = self._deleting.pop(name)
-            if waiter is not None or not self.is_running(name):  # it had expired, and was asked for again
-                self._delete_now(name, waiter)
 
     # --- a process begins ---------------------------------------------------------------------------------------------
 

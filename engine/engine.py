@@ -124,9 +124,9 @@ class Engine:
             # What a turn has left may have been saved at once: then it is written while nobody waits, instead of beside
             # the next request, with which the loop would hear of it.
             self._order_what_comes_next(now)
-        sessions = self._cache.sessions
-        self._replies += [SessionReply(request_id=waiter, sessions=[]) for waiter in sessions.take_deleted()]
-        for waiter in sessions.take_undeleted():
+        deletions = self._cache.sessions.deletions
+        self._replies += [SessionReply(request_id=waiter, sessions=[]) for waiter in deletions.take_deleted()]
+        for waiter in deletions.take_undeleted():
             self._replies.append(SessionReply(request_id=waiter, sessions=[], error_code="undeleted"))
         replies, self._replies = self._replies, []
         return replies
@@ -378,7 +378,7 @@ class Engine:
         for choice in self._choices:
             self._close(choice, choice.sequence.computed_tokens)
         self._intake.close()
-        self._cache.sessions.retry_deletions()  # the next process would find what the disk would not delete
+        self._cache.sessions.deletions.retry()  # the next process would find what the disk would not delete
         self.poll(time.monotonic())
         while self._cache.in_flight and time.monotonic() < end:
             self._transfer.wait(0.05)

@@ -33,7 +33,9 @@ class SessionDirectory:
             return _refused(request, "busy", "a request of this session is running")
         found = [name for name, _ in self._of(request.tenant) if name[2] == request.session_id]
         if request.action == "delete":
-            found = list(dict.fromkeys((*self._sessions.undeleted(request.tenant, request.session_id), *found)))
+            found = list(
+                dict.fromkeys((*self._sessions.deletions.undeleted(request.tenant, request.session_id), *found))
+            )
         if not found:
             return _refused(request, "not_found", f"there is no session {request.session_id!r}")
         match request.action:
@@ -96,7 +98,7 @@ class SessionDirectory:
     def _delete(self, request: SessionRequest, found: list[SessionName]) -> SessionReply | None:
         # The last one is waited for: deletions are carried out in order.
         for name in found:
-            problem = self._sessions.delete(name, request.request_id if name == found[-1] else "")
+            problem = self._sessions.deletions.delete(name, request.request_id if name == found[-1] else "")
             if problem is not None:
                 return _refused(request, problem, "the session is being deleted")
         return None

@@ -70,7 +70,7 @@ class Lifecycle:
         """Explain the prompt of a request that was just admitted for the first time."""
         context = self._running[request_id]
         session = self._sessions.contexts.get(context.session)
-        expired = self._sessions.expired.get(context.session)
+        expired = self._sessions.deletions.expired.get(context.session)
         return report_prompt(context, session, self._tiers.table, reuse=self._reuse, expired=expired)
 
     def patience_s(self, request_id: str) -> float:

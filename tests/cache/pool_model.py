@@ -281,7 +281,7 @@ class PoolModel:
     def hear(self, now: float = 0.0) -> None:
         while self.events:
             self.manager.on_event(self.events.popleft(), now)
-        self.deleted += self.manager.sessions.take_deleted()
+        self.deleted += self.manager.sessions.deletions.take_deleted()
 
     # --- the threads' part --------------------------------------------------------------------------------------------
 

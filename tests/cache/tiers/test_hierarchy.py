@@ -305,10 +305,10 @@ class Hierarchy(RuleBasedStateMachine):
     def delete(self, which):
         name = self.chosen(list(self.manager.sessions.contexts), which)
         running = self.manager.sessions.is_running(name)
-        if name in self.manager.sessions._deleting:
+        if name in self.manager.sessions.deletions._deleting:
             return
         self.deletions += 1
-        problem = self.manager.sessions.delete(name, f"d{self.deletions}")
+        problem = self.manager.sessions.deletions.delete(name, f"d{self.deletions}")
         assert problem == ("busy" if running else None)
         if running:
             self.deletions -= 1
@@ -355,7 +355,7 @@ class Hierarchy(RuleBasedStateMachine):
             assert manager.tiers.dram.resident <= manager.tiers.dram.dram_slots
         self.restart()
         for name in list(manager.sessions.contexts):
-            manager.sessions.delete(name, "end")
+            manager.sessions.deletions.delete(name, "end")
             model.settle(self.now)
         assert all(not row.owners for row in manager.tiers.table), "somebody who is gone owns something"
         model.check()

@@ -1,0 +1,130 @@
+"""Deletes sessions: each leaves with what only it has in any tier, once no copy of that is under way."""
+
+import math
+from collections import OrderedDict
+from collections.abc import Iterable
+
+from cache.blocks.context import ExpiredContext, SessionContext
+from cache.blocks.keys import BlockKey
+from cache.blocks.table import BlockRow, SessionName
+from cache.requests.running import Requests
+from cache.tiers.hierarchy import Hierarchy
+
+
+class SessionDeletions:
+    """Single-threaded, part of the SessionStore."""
+
+    def __init__(
+        self,
+        *,
+        contexts: OrderedDict[SessionName, SessionContext],
+        tiers: Hierarchy,
+        running: Requests,
+        max_sessions: int,
+    ) -> None:
+        """contexts: those of the store; who is deleted is taken out of them."""
+        self.expired: OrderedDict[SessionName, ExpiredContext] = OrderedDict()
+        """Sessions that have expired, to explain misses. No more than there may be sessions."""
+        self._deleting: dict[SessionName, str | None] = {}
+        """Session -> the request that waits for its deletion, None if it has expired. A save or write of it must end
+        first."""
+        self._contexts = contexts
+        self._tiers, self._table = tiers, tiers.table
+        self._running = running
+        self._max_sessions = max_sessions
+
+    def is_deleting(self, name: SessionName) -> bool:
+        """Whether a session is to be deleted as soon as its copies have ended."""
+        return name in self._deleting
+
+    def delete(self, name: SessionName, waiter: str) -> str | None:
+        """Remove a session and what only it has from every tier; `take_deleted` names `waiter` when the bytes are gone.
+        Returns why not: `not_found`, or `busy` while a request of it runs."""
+        session = self._contexts.get(name)
+        self.expired.pop(name, None)
+        if session is None and self._tiers.disk.delete_again(name, waiter):
+            return None
+        if session is None or self._deleting.get(name) is not None:
+            return "not_found"
+        if self._running.of(name):
+            return "busy"
+        self.begin(name, waiter)
+        return None
+
+    def begin(self, name: SessionName, waiter: str | None) -> None:
+        """Delete a session, now or when its copies have ended. waiter: None if it has expired."""
+        # First fetch the blocks that others have in the same extents, so that they can be written anew.
+        self._tiers.fetches.fetch(self._sharers_of(name), name)
+        if self._has_to_wait(name):
+            self._deleting[name] = waiter
+        else:
+            self._delete_now(name, waiter)
+
+    def go_on(self) -> None:
+        """Delete the sessions whose deletion waited for a copy that has ended."""
+        for name in [name for name in self._deleting if not self._has_to_wait(name)]:
+            waiter = self._deleting.pop(name)
+            if waiter is not None or not self._running.of(name):  # it had expired, and was asked for again
+                self._delete_now(name, waiter)
+
+    def forget(self, name: SessionName) -> None:
+        """Forget a session. Blocks on disk that only it owns are deleted; the others leave as space is needed."""
+        session = self._contexts.pop(name)
+        self._tiers.pinned.discard(name)
+        if session.open_key is not None:
+            self._tiers.forget(session.open_key)
+        self._tiers.forget_session(name)
+        private = self.disown(name, session.owned)
+        self._tiers.delete_session(name, [row for row in private if row.extent is not None], None)
+
+    def disown(self, name: SessionName, keys: Iterable[BlockKey]) -> list[BlockRow]:
+        """Take a session's name off its blocks. Returns those that nobody else owns."""
+        private = []
+        self._tiers.dram.disown_saves(name)
+        for key in keys:
+            row = self._table.get(key)
+            if row is None:
+                continue
+            row.owners = tuple(owner for owner in row.owners if owner != name)
+            if not row.owners:
+                private.append(row)
+        return private
+
+    def take_deleted(self) -> list[str]:
+        """Return the requests that waited for a deletion that is done."""
+        return self._tiers.disk.take_done()
+
+    def take_undeleted(self) -> list[str]:
+        """Return the requests that waited for a deletion that the disk refused: bytes may still be there. It is tried
+        again."""
+        return self._tiers.disk.take_refused()
+
+    def undeleted(self, tenant: str, session_id: str) -> list[SessionName]:
+        """Return deleted sessions of this name, one for each salt, of which the disk has not deleted all."""
+        return self._tiers.disk.undone(tenant, session_id)
+
+    def retry(self) -> None:
+        """Try all refused deletions again, however recently they were refused."""
+        self._tiers.disk.go_on(math.inf)
+
+    def _sharers_of(self, name: SessionName) -> list[BlockRow]:
+        rows = (self._table.get(key) for key in self._contexts[name].owned)
+        return self._tiers.disk.sharers_of([row for row in rows if row is not None and row.owners == (name,)])
+
+    def _has_to_wait(self, name: SessionName) -> bool:
+        """Whether a copy of the session's blocks is under way, which a deletion must not interrupt."""
+        fetches = self._tiers.fetches
+        return self._tiers.is_busy(name) or any(fetches.is_fetching(row.key) for row in self._sharers_of(name))
+
+    def _delete_now(self, name: SessionName, waiter: str | None) -> None:
+        session = self._contexts.pop(name)
+        if waiter is None and (expired := ExpiredContext.of(session)) is not None:
+            self.expired[name] = expired
+            if len(self.expired) > self._max_sessions:
+                self.expired.popitem(last=False)
+        self._tiers.pinned.discard(name)
+        self._tiers.forget_session(name)
+        private = self.disown(name, session.owned)
+        self._tiers.delete_session(name, private, waiter)
+        for row in private:
+            self._tiers.forget(row.key)
