@@ -1,1 +1,1 @@
-"""The engine's process, and the client's side of it."""
+"""Runs the engine in a process of its own, and is the app's client to it."""

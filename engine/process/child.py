@@ -1,4 +1,4 @@
-"""One engine process as the app sees it: its pipes, its socket, the end of its output."""
+"""Starts one engine process and holds what the app has of it: its pipes, its socket, the end of its output."""
 
 import asyncio
 import codecs
@@ -23,24 +23,24 @@ TAIL_LINES = 50
 TAIL_CHARS = 16_384
 LAST_WORDS_S = 1.0  # wait for the end of the output of a dead process
 
-# Keep big temporaries in the process instead of returning them to the kernel after every op: +50 % prefill on CPU. In
+# Keep big temporaries in the process instead of returning them to the kernel after every op: +50 % prefill on CPU. Use
 # pages of 4 KiB: those of 2 MiB (glibc.malloc.hugetlb) spare 30 to 60 us of a step that saves, but where memory is in
-# pieces, as after a day, the kernel tidies up first: a turn that took more memory than those before came 85 ms later.
+# pieces, as after a day, the kernel tidies up first: a turn that needed more memory than earlier ones came 85 ms later.
 MALLOC = {
     "MALLOC_MMAP_THRESHOLD_": str(4 << 30),
     "MALLOC_TRIM_THRESHOLD_": str(4 << 30),
     "MALLOC_TOP_PAD_": str(256 << 20),
 }
-# How often a thread of OpenMP looks for work before it sleeps: for longer than Python needs between two kernels of a
-# step, and no longer than that, because between two steps the app wants the core, and beside another program everybody.
-# By default it is 300,000 times. What each count costs: `benchmarks.speed.waiting_threads`.
+# How often an OpenMP thread looks for work before it sleeps. That is longer than Python needs between two kernels of a
+# step, but no longer, because between two steps the app wants the core, and so does any other program. The default is
+# 300,000 times. `benchmarks.speed.waiting_threads` measures what each count costs.
 SPIN = {"GOMP_SPINCOUNT": "10000"}
 
 
 def engine_environment(config: EngineConfig, base: Mapping[str, str]) -> dict[str, str]:
-    """The environment of the engine process. What the operator has set in `base` wins where it is a matter of taste;
-    settings of ours (and the secrets among them) are left out, the engine has them from its EngineConfig."""
-    # Who has said how threads are to wait knows the machine better.
+    """Return the environment of the engine process. What the operator has set in `base` wins where it is a matter of
+    taste. Our own settings, and the secrets among them, are left out: the engine has them from its EngineConfig."""
+    # An operator who has set how threads wait knows the machine better.
     spin = {} if "OMP_WAIT_POLICY" in base else SPIN
     others = {"TOKENIZERS_PARALLELISM": "false", "HF_HUB_DISABLE_TELEMETRY": "1", "PYTHONFAULTHANDLER": "1"}
     taste = {**MALLOC, **spin, **others}
@@ -77,10 +77,10 @@ class EngineChild(asyncio.SubprocessProtocol):
         echo: Callable[[str], object],
     ) -> None:
         self.exited = asyncio.Event()
-        self.heard_s = asyncio.get_running_loop().time()  # when it last said something, or was started
+        self.heard_s = asyncio.get_running_loop().time()  # time of its last message, or of its start
         self._socket = socket
         self._echo = echo
-        self._directory = directory  # of the socket's file, until the engine has connected
+        self._directory = directory  # holds the socket's file until the engine has connected
         self._outbox: asyncio.Queue[ToEngine] = asyncio.Queue()
         self._output_ended = asyncio.Event()
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
@@ -95,11 +95,11 @@ class EngineChild(asyncio.SubprocessProtocol):
         context: zmq.asyncio.Context,
         echo: Callable[[str], object],
     ) -> "EngineChild":
-        """`echo` hears what the process writes. Raises OSError or zmq.ZMQError when the machine has no process or no
-        socket for us."""
+        """Start a process. `echo` gets what it writes. Raises OSError or zmq.ZMQError when the machine has no process
+        or no socket for us."""
         loop = asyncio.get_running_loop()
-        # Mode 0700: nobody else can speak to the engine. A new one each time: a restarted engine never sees what was
-        # meant for the one before.
+        # The directory has mode 0700, so that no other user can speak to the engine. It is a new one each time, so that
+        # a restarted engine never sees what was meant for the one before.
         directory = tempfile.TemporaryDirectory(prefix="reprise-", ignore_cleanup_errors=True)
         endpoint = f"ipc://{directory.name}/engine"
         socket = context.socket(zmq.PAIR)
@@ -135,7 +135,7 @@ class EngineChild(asyncio.SubprocessProtocol):
 
     @property
     def backlog(self) -> int:
-        """Messages that the engine has not taken yet, beyond those in the socket."""
+        """Number of messages that the engine has not taken yet, beyond those in the socket."""
         return self._outbox.qsize()
 
     @property
@@ -144,17 +144,17 @@ class EngineChild(asyncio.SubprocessProtocol):
         return "\n".join(self._tail.splitlines()[-TAIL_LINES:])
 
     def post(self, message: ToEngine) -> None:
-        """Send in order, without waiting. There is no limit: callers look at `backlog` before they post new work."""
+        """Send a message in order, without waiting. There is no limit: look at `backlog` before posting new work."""
         self._outbox.put_nowait(message)
 
     async def receive(self) -> bytes:
         frame: bytes = await self._socket.recv()
         self.heard_s = asyncio.get_running_loop().time()
-        self._directory.cleanup()  # connected, and never again: so not even a kill -9 of the app leaves it behind
+        self._directory.cleanup()  # the engine connects only once; so not even a kill -9 of the app leaves it behind
         return frame
 
     def kill(self) -> None:
-        """SIGKILL to the process and to all that it has started, unless it is dead already."""
+        """Send SIGKILL to the process and to all that it has started, unless it is dead already."""
         if not self.exited.is_set():
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.pid, signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""The asyncio side of the engine: starts it, watches it, restarts it, and gives every request a stream of its outputs.
+"""Starts the engine, watches it, restarts it, and gives every request a stream of its outputs.
 
 Imports no torch. All of it belongs to one event loop; nothing here may be called from another thread.
 """
@@ -47,13 +47,13 @@ __all__ = [
 
 ENGINE_COMMAND = (sys.executable, "-m", "engine.process.loop")
 MAX_BACKLOG = 1_000  # messages that wait for an engine that does not read
-MAX_QUICK_FAILURES = 5  # of an engine that has never been ready; one that was is tried for ever
+MAX_QUICK_FAILURES = 5  # of an engine that was never ready; one that was ready once is restarted for ever
 FIRST_BACKOFF_S = 0.2
 MAX_BACKOFF_S = 60.0
 OTHER_MODEL = "the model's files have changed since the server started: restart the server to serve them"
-HEALTHY_S = 60.0  # ready for that long: the failures before are forgotten
+HEALTHY_S = 60.0  # an engine that was ready for that long makes earlier failures forgotten
 TICK_S = 1.0
-DRAIN_S = 0.2  # what the engine said last is still on its way when we see it dead
+DRAIN_S = 0.2  # when we see an engine dead, its last messages may still be on their way
 STOP_S = CLOSE_S + 5.0
 SESSIONS_TIMEOUT_S = 30.0
 MAX_QUESTIONS = 256  # about sessions, unanswered
@@ -78,7 +78,7 @@ class EngineTimeout(Exception):
 
 
 class EngineState(StrEnum):
-    """stopped -> loading -> ready -> restarting -> ready ...; failed only where trying again is of no use."""
+    """Goes stopped -> loading -> ready -> restarting -> ready ...; failed only if trying again is of no use."""
 
     LOADING = "loading"
     READY = "ready"
@@ -93,14 +93,14 @@ class _End(NamedTuple):
     reason: str  # "the engine ..."
     output: str  # the last lines it wrote
     refusal: str | None
-    healthy: bool  # it had been ready for HEALTHY_S
+    healthy: bool  # whether it had been ready for HEALTHY_S
 
 
 class EngineClient:
     """Keeps one engine process alive and talks to it.
 
     start_timeout_s bounds the loading of a model, hang_timeout_s the silence of an engine that is ready: it must exceed
-    the heartbeat's second and the longest step. Past either the process is killed and restarted. `echo` hears what the
+    the heartbeat's second and the longest step. Past either the process is killed and restarted. `echo` gets what the
     engine process writes to its stdout and stderr.
     """
 
@@ -127,8 +127,8 @@ class EngineClient:
         self._supervisor: asyncio.Task[None] | None = None
         self._child: EngineChild | None = None
         self._streams: dict[str, OutputStream] = {}
-        self._questions: dict[str, asyncio.Future[SessionReply]] = {}  # request id -> who waits for the reply
-        self._load_s = 5.0  # how long a start takes: a guess, then the last one's
+        self._questions: dict[str, asyncio.Future[SessionReply]] = {}  # request id -> its reply
+        self._load_s = 5.0  # how long a start takes: a guess at first, then what the last one took
         self._started_s = math.inf  # when this engine was started
         self._ready_s = math.inf  # when it became ready
         self._backoff_s = 0.0
@@ -158,15 +158,16 @@ class EngineClient:
         await asyncio.wait([self._supervisor])
 
     async def wait_ready(self) -> None:
-        """Returns when requests are taken. Raises EngineFailed when that will not come (refused, failed, stopped)."""
+        """Wait until requests are taken. Raises EngineFailed if they never will be (refused, failed, stopped)."""
         while self.state is not EngineState.READY:
             if self.state in (EngineState.FAILED, EngineState.STOPPED):
                 raise EngineFailed(self.failure or "the engine is stopped")
             await self._state_changed.wait()
 
     async def submit(self, request: Submit) -> OutputStream:
-        """Raises EngineUnavailable in any state but ready, ValueError for a request id that is in use.
-        Ids are never used again: what is on its way for an aborted request is told by its id."""
+        """Post a request. Returns the stream of its outputs. Raises EngineUnavailable in any state but ready,
+        ValueError for a request id that is in use. Never use an id again: outputs that are still on their way for an
+        aborted request carry it."""
         child = self._ready_child()
         if request.request_id in self._streams:
             raise ValueError(f"request id {request.request_id!r} is in use")
@@ -176,8 +177,8 @@ class EngineClient:
         return stream
 
     async def sessions(self, request: SessionRequest, *, timeout_s: float = SESSIONS_TIMEOUT_S) -> SessionReply:
-        """Raises EngineUnavailable as `submit` does, ValueError for a request id that is in use, EngineTimeout, and
-        EngineLost when the engine dies meanwhile."""
+        """Ask the engine about sessions. Raises EngineUnavailable as `submit` does, ValueError for a request id that is
+        in use, EngineTimeout, and EngineLost if the engine dies meanwhile."""
         child = self._ready_child()
         if len(self._questions) >= MAX_QUESTIONS:
             raise EngineUnavailable("too many questions about sessions are open", retry_after_s=1.0)
@@ -195,7 +196,7 @@ class EngineClient:
             self._questions.pop(request.request_id, None)
 
     def _ready_child(self) -> EngineChild:
-        """Raises EngineUnavailable."""
+        """Return the engine if it takes messages. Raises EngineUnavailable."""
         if self.state is not EngineState.READY or self._child is None:
             raise EngineUnavailable(f"the engine is {self.state}", retry_after_s=self._retry_after_s())
         if self._child.backlog >= MAX_BACKLOG:
@@ -203,7 +204,7 @@ class EngineClient:
         return self._child
 
     def finish(self, request_id: str, choice: int, keep_tokens: int) -> None:
-        """End one choice, keeping its first `keep_tokens` generated tokens. What else has arrived of it is dropped."""
+        """End one choice, keeping its first `keep_tokens` generated tokens. All else that has arrived is dropped."""
         stream = self._streams.get(request_id)
         if stream is None or not stream.is_open(choice):
             return  # over already
@@ -232,7 +233,7 @@ class EngineClient:
         self._state_changed = asyncio.Event()
 
     def _fail(self, message: str) -> None:
-        if self.model is not None:  # else whoever waits for it to be ready is told, and tells
+        if self.model is not None:  # else `wait_ready` raises, and its caller reports it
             log.error("the engine is given up: %s", message)
         self.failure = message
         self._enter(EngineState.FAILED)
@@ -257,9 +258,9 @@ class EngineClient:
             self._fail(f"the supervisor of the engine failed: {error}")
 
     async def _keep_alive(self, context: zmq.asyncio.Context) -> None:
-        """Engine after engine, with growing pauses, until `stop`. An engine that was never ready is given up when it
-        refuses or fails too often; one that was ready is not, since then the machine has changed, and may change again:
-        there was no memory for a while, or a disk did not answer."""
+        """Run one engine after the other, with growing pauses, until `stop`. An engine that was never ready is given up
+        when it refuses or fails too often. One that was ready is not: the machine has changed since, for example it has
+        no memory or its disk does not answer, and it may change again."""
         failures = 0
         while True:
             end = await self._live(context)
@@ -280,7 +281,7 @@ class EngineClient:
             await asyncio.sleep(self._backoff_s)
 
     async def _live(self, context: zmq.asyncio.Context) -> _End:
-        """One engine process, from its start to its death."""
+        """Run one engine process, from its start to its death."""
         clock = asyncio.get_running_loop().time
         self._started_s, self._ready_s = clock(), math.inf
         try:
@@ -315,7 +316,7 @@ class EngineClient:
         return _End(reason=reason, output=child.tail, refusal=refusal, healthy=healthy)
 
     async def _watch(self, child: EngineChild, receiver: "asyncio.Task[str]") -> str:
-        """Returns when the engine is dead, has refused, or is to be killed; says how it ended."""
+        """Wait until the engine is dead, has refused, or is to be killed. Returns how it ended."""
         clock = asyncio.get_running_loop().time
         exited = asyncio.create_task(child.exited.wait())
         try:
@@ -328,7 +329,7 @@ class EngineClient:
                     timeout_s = min(TICK_S, limit_s - silent_s)
                     await asyncio.wait([exited, receiver], timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
                     continue
-                # It may be this process that was stopped or busy: read what has come in meanwhile before judging.
+                # Perhaps this process was stopped or busy: read what has come in meanwhile before judging.
                 await asyncio.wait([exited], timeout=DRAIN_S)
                 if clock() - child.heard_s >= limit_s and not exited.done():
                     return f"gave no sign of life for {limit_s:g} s and was killed"

@@ -1,4 +1,4 @@
-"""Python's cyclic garbage collector, kept out of the steps."""
+"""Keeps Python's cyclic garbage collector out of the steps."""
 
 import gc
 
@@ -7,10 +7,10 @@ _EVERY_S = 600.0
 
 
 class Collector:
-    """From now on no full collection begins by itself. It would walk all that the cache knows: with 20,000 sessions of
-    eight blocks it stopped every stream for more than a second. What the cache forgets is freed by its reference
-    counts; of what else there is, the young generations catch nearly all. The rest is collected while nothing runs, and
-    what is found alive then is not walked again."""
+    """Lets no full collection begin by itself. One would walk all that the cache knows: with 20,000 sessions of eight
+    blocks it stopped every stream for more than a second. What the cache forgets is freed by its reference counts, and
+    the young generations catch nearly all else. The rest is collected while nothing runs; what is found alive then is
+    not walked again."""
 
     def __init__(self) -> None:
         self._last_s = float("-inf")
@@ -19,7 +19,7 @@ class Collector:
         gc.freeze()
 
     def idle(self, now: float) -> None:
-        """Nothing runs."""
+        """Collect, if it is time to. Call it while nothing runs."""
         if now - self._last_s >= _EVERY_S:
             self._last_s = now
             gc.collect()

@@ -1,4 +1,4 @@
-"""The engine process: `python -m engine.process.loop`, started and supervised by `engine.process.client`.
+"""Runs the engine process (`python -m engine.process.loop`), which `engine.process.client` starts and supervises.
 
 One thread loops: drain the inbox, one step of the engine, send what came of it, a heartbeat about once a second. A
 second thread waits for the app to die. Nothing here imports torch; `engine.build.engine` does, once the process is
@@ -49,9 +49,9 @@ HIGH_WATER_MARK = 1_000  # frames per direction; a full socket makes its sender 
 SEND_TIMEOUT_MS = 30_000  # an app that reads nothing for that long is as good as dead
 LINGER_MS = 2_000  # for the last words
 POLL_MS = 200
-MOVING_POLL_MS = 25  # while something moves between the tiers, for whose end others may wait; a look is not free
+MOVING_POLL_MS = 25  # while bytes move between the tiers, whose end requests may wait for; a look is not free
 HEARTBEAT_S = 1.0
-CLOSE_S = 10.0  # for what has to be saved at the end; what takes longer is lost
+CLOSE_S = 10.0  # for saving what is left at the end; what takes longer is lost
 MAX_FAILURES = 3  # in a row
 PR_SET_PDEATHSIG = 1
 
@@ -59,12 +59,12 @@ log = logging.getLogger(__name__)
 
 
 class StepEngine(Protocol):
-    """What this process drives, from one thread. `now` is the monotonic clock in seconds."""
+    """The engine that this process drives, from one thread. `now` is the monotonic clock in seconds."""
 
     model: ModelInfo
 
     def accept(self, request: Submit, now: float) -> list[Output]:
-        """Returns what can be said at once, such as a rejection (finish_reason `error`)."""
+        """Queue a request. Returns what can be said at once, such as a rejection (finish_reason `error`)."""
         ...
 
     def abort(self, request_id: str) -> None: ...
@@ -74,11 +74,11 @@ class StepEngine(Protocol):
     def finish_all(self, now: float) -> list[Output]: ...
 
     def sessions(self, request: SessionRequest, now: float) -> list[SessionReply]:
-        """What can be answered at once, of this request or of earlier ones; the rest comes with `poll`."""
+        """Return what can be answered at once, of this request or of earlier ones; `poll` returns the rest."""
         ...
 
     def poll(self, now: float) -> list[SessionReply]:
-        """Replies that have become ready. Called in every turn of the loop, so it is cheap."""
+        """Return replies that have become ready. Called in every turn of the loop, so it is cheap."""
         ...
 
     def has_work(self) -> bool:
@@ -86,7 +86,7 @@ class StepEngine(Protocol):
         ...
 
     def is_moving(self) -> bool:
-        """Whether something moves between the tiers, of whose end `poll` should hear soon."""
+        """Whether bytes move between the tiers, so that `poll` should be called soon to hear of their end."""
         ...
 
     def step(self, now: float) -> list[Output]:
@@ -98,7 +98,7 @@ class StepEngine(Protocol):
         ...
 
     def idle(self, now: float) -> None:
-        """Housekeeping, called about once a second between steps."""
+        """Do what has to be done about once a second, between steps."""
         ...
 
     def stats(self) -> Stats: ...
@@ -119,10 +119,10 @@ class EngineLoop:
         self._socket = socket
         self._collector = Collector()
         self._failures = 0
-        self._heartbeat_s = float("-inf")  # when the last one was sent
+        self._heartbeat_s = float("-inf")  # time of the last heartbeat
 
     def run(self) -> int:
-        """Returns the exit status: 0 after Shutdown, 1 after MAX_FAILURES failures in a row.
+        """Loop until the end. Returns the exit status: 0 after Shutdown, 1 after MAX_FAILURES failures in a row.
         Raises zmq.Again when the app has stopped reading, and whatever `fail_all` raises."""
         shutdown = False
         while not shutdown and self._failures < MAX_FAILURES:
@@ -137,13 +137,13 @@ class EngineLoop:
                     outputs += self._apply(message)
             if not shutdown and self._engine.has_work():
                 outputs += self._step()
-            self._tell(outputs)  # nobody's token waits for what is put in order behind a step
+            self._tell(outputs)  # first, so that no token waits for what `_poll` does after a step
             self._tell(self._poll())
             self._beat()
         return 0 if shutdown else 1
 
     def _inbox(self) -> Iterator[ToEngine]:
-        """All that has arrived. Waits a while when there is nothing else to do."""
+        """Yield all messages that have arrived. Waits a while if there is nothing else to do."""
         if not self._engine.has_work() and not self._socket.poll(self._patience_ms()):
             return
         for _ in range(2 * HIGH_WATER_MARK):  # all that can be under way; a flood must not starve the steps
@@ -175,7 +175,7 @@ class EngineLoop:
         return []
 
     def _accept(self, request: Submit) -> list[Output]:
-        """A request that the engine chokes on fails alone: the others have nothing to do with it."""
+        """Queue a request. If the engine chokes on it, it alone fails, and no other request."""
         try:
             return self._engine.accept(request, time.monotonic())
         except Exception as error:
@@ -184,7 +184,7 @@ class EngineLoop:
             return failed + self._apply(Abort(request.request_id))
 
     def _sessions(self, request: SessionRequest) -> list[SessionReply]:
-        """A question that the engine chokes on is answered so, and costs nobody a request."""
+        """Answer a question about sessions. If the engine chokes on it, the reply says so, and no request fails."""
         try:
             return self._engine.sessions(request, time.monotonic())
         except Exception as error:
@@ -256,10 +256,10 @@ def _failed(request_id: str, choice: int, error: Exception) -> Output:
 
 
 def run(build: Builder) -> int:
-    """The whole life of the process: what to load comes from stdin, the exit status is returned. Takes over the
+    """Live the whole life of the process. Reads from stdin what to load, and returns the exit status. Takes over the
     signals and stdin of the process."""
     for signum in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(signum, signal.SIG_IGN)  # when to stop is the app's decision; it sends Shutdown, or SIGKILL
+        signal.signal(signum, signal.SIG_IGN)  # the app decides when to stop; it sends Shutdown, or SIGKILL
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     launch = _read_launch(sys.stdin.fileno())
     _die_with_app(sys.stdin.fileno())
@@ -287,13 +287,14 @@ def _serve(build: Builder, launch: Launch, socket: "zmq.Socket[bytes]") -> int:
         return 0
     socket.send(encode(Ready(engine.model)))
     status = EngineLoop(engine=engine, socket=socket).run()
-    if status == 0:  # what has failed is not to be trusted with the last word on disk
+    if status == 0:  # an engine that has failed must not write to disk any more
         _close(engine)
     return status
 
 
 def _close(engine: StepEngine) -> None:
-    """Within CLOSE_S. On this thread, which the files belong to; so a hang can only be ended with the process."""
+    """Close the engine within CLOSE_S, on this thread, to which its files belong. So only the end of the process ends
+    a hang."""
     watchdog = Timer(CLOSE_S, _give_up)
     watchdog.daemon = True
     watchdog.start()
@@ -312,7 +313,7 @@ def _give_up() -> None:
 
 
 def _read_launch(fd: int) -> Launch:
-    """Raises EOFError or msgspec.DecodeError."""
+    """Read what to load. Raises EOFError or msgspec.DecodeError."""
     (length,) = FRAME_LENGTH.unpack(_read_exactly(fd, FRAME_LENGTH.size))
     return decode_launch(_read_exactly(fd, length))
 
@@ -340,8 +341,8 @@ def _die_with_app(stdin: int) -> None:
 
     Thread(target=wait_for_end, name="lifeline", daemon=True).start()
     if sys.platform == "linux":
-        # The kernel's own way, for a step that holds the GIL. What counts is the thread that started us: the one that
-        # runs the app's event loop.
+        # Have the kernel kill us too, in case a step holds the GIL. It does so when the thread that started us ends,
+        # which is the one that runs the app's event loop.
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
@@ -359,4 +360,4 @@ if __name__ == "__main__":
     status = run(_build)
     logging.shutdown()
     sys.stdout.flush()
-    os._exit(status)  # taking an interpreter with torch in it apart, module by module, is a second that nobody gets
+    os._exit(status)  # skips taking down an interpreter with torch in it, which costs a second

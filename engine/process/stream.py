@@ -1,4 +1,4 @@
-"""What the app reads of one request: the engine's outputs, in order, in bounded memory."""
+"""Streams the engine's outputs of one request to the app, in order and in bounded memory."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
@@ -14,7 +14,7 @@ class EngineLost(Exception):
 
 class OutputStream(AsyncIterator[Output]):
     """The outputs of one request, all choices interleaved, for one consumer. Ends when every choice has finished, by a
-    finish_reason or by `EngineClient.finish`; raises EngineLost behind what had arrived when the engine died.
+    finish_reason or by `EngineClient.finish`; raises EngineLost after what had arrived when the engine died.
 
     A consumer that falls behind finds the outputs of a choice merged into one, so that at most one per choice is kept.
     """
@@ -52,9 +52,9 @@ class OutputStream(AsyncIterator[Output]):
         self._pending.clear()
 
     def push(self, output: Output) -> None:
-        """For EngineClient: hand an output to the consumer. Never waits."""
+        """Hand an output to the consumer. Called by EngineClient; never waits."""
         if output.choice not in self._open:
-            return  # on its way when the choice was finished
+            return  # it was on its way when the choice was finished
         earlier = self._pending.get(output.choice)
         self._pending[output.choice] = output if earlier is None else _merge(earlier, output)
         if output.finish_reason is not None:
@@ -62,20 +62,20 @@ class OutputStream(AsyncIterator[Output]):
         self._changed.set()
 
     def finish(self, choice: int) -> None:
-        """For EngineClient: this choice is over and what the consumer has not taken of it is void."""
+        """End a choice, and drop what the consumer has not taken of it. Called by EngineClient."""
         self._open.discard(choice)
         self._pending.pop(choice, None)
         self._changed.set()
 
     def end(self, *, lost: str | None) -> None:
-        """For EngineClient: every choice is over, by an abort (None) or because the engine is lost (why)."""
+        """End every choice. lost: why the engine is lost; None: the request was aborted. Called by EngineClient."""
         self._lost = lost
         self._open.clear()
         self._changed.set()
 
 
 def _merge(earlier: Output, later: Output) -> Output:
-    """One output as if both had come together. Reuses the lists of `earlier`, which nobody has seen."""
+    """Merge two outputs, as if both had come together. Reuses the lists of `earlier`, which nobody has seen."""
     earlier.token_ids.extend(later.token_ids)
     logprobs = earlier.logprobs
     if logprobs is None:
