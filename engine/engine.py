@@ -14,12 +14,10 @@ from cache.transfer.transfer import Transfer
 from engine.counters import Counters, collect
 from engine.messages import ModelInfo, Output, SessionReply, SessionRequest, Stats, Submit, Timings, TokenLogprob
 from engine.session_directory import SessionDirectory
-from engine.step.choices import RunningChoices
-from engine.step.clock import StepClock
-from engine.step.compute import Computed, StepCompute
+from engine.step.choices import RunningChoice, RunningChoices
+from engine.step.compute import Computed, StepClock, StepCompute
 from engine.step.held_moves import HeldMoves
 from engine.step.intake import Intake
-from engine.step.running_choice import RunningChoice
 from engine.step.sampler import BadLogits, Sampled, Sampler
 from engine.step.verify import Verifier
 from scheduler.schedule import Schedule

@@ -1,8 +1,112 @@
-"""The choices under way."""
+"""The choices under way: each as the engine has it, with what is said about it to the app, and all of them."""
 
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 
-from engine.step.running_choice import RunningChoice
+from cache.stats import TokensBySource
+from engine.messages import Output, Timings, TokenLogprob
+from engine.step.grammar import Constraint
+from engine.step.sampler import PenaltyState, SampleRow
+from scheduler.sequence import Sequence
+
+
+@dataclass(slots=True)
+class RunningChoice:
+    """A sequence and what the engine alone needs to know of it."""
+
+    sequence: Sequence
+    request_id: str  # the app's, shared by all choices of a request
+    index: int
+    seed: int
+    penalties: PenaltyState | None
+    end_ids: tuple[int, ...]
+    may_truncate: bool
+    constraint: Constraint | None = None
+    prompt_logprobs: int | None = None  # most likely tokens wanted beside each of the prompt's; None: no logprobs of it
+    prompt_known: dict[int, TokenLogprob] = field(default_factory=dict)  # by place in the prompt
+    report: TokensBySource | None = None
+    reported: bool = False
+    load_wait_s: float = 0.0  # it waited for KV that was being loaded, in its steps and outside of them
+    has_run: bool = False
+    void_s: float | None = None  # when a load made what it had computed void, until it runs again
+
+    def sample_row(self) -> SampleRow:
+        """What decides about its next token, besides the logits."""
+        sequence = self.sequence
+        return SampleRow(
+            sampling=sequence.sampling,
+            seed=self.seed,
+            position=sequence.output_tokens,
+            penalties=self.penalties,
+            end_ids=self.end_ids,
+            constraint=self.constraint,
+        )
+
+    def ends_with(self, token_id: int) -> bool:
+        """Whether the token sampled last is the answer's end: of its grammar, or of the text."""
+        if self.constraint is not None and self.constraint.is_stopped:
+            return True
+        return token_id in self.end_ids and self.sequence.output_tokens > self.sequence.sampling.min_tokens
+
+    def prompt_rows(self, first: int, num_tokens: int) -> int:
+        """Of a chunk behind its first `first` rows, the leading rows whose logits its prompt's logprobs need."""
+        if self.prompt_logprobs is None or self.reported:
+            return 0
+        return max(0, min(num_tokens, self.sequence.prompt_tokens - 1 - first))
+
+    def begin_step(self, now: float) -> None:
+        """A step runs it. From its place in the batch to its first step, and from a step that was void to the next, it
+        has waited for KV."""
+        since_s = self.void_s if self.has_run else self.sequence.scheduled_s
+        if since_s is not None:
+            self.load_wait_s += max(0.0, now - since_s)
+        self.has_run, self.void_s = True, None
+
+    def take_prompt_logprobs(self) -> list[TokenLogprob] | None:
+        """Of all tokens of the prompt but the first, once they are complete. Let go of here."""
+        if self.prompt_logprobs is None:
+            return None
+        known, self.prompt_known = self.prompt_known, {}
+        return [known[place] for place in range(1, self.sequence.prompt_tokens)]
+
+    def timings(self, now: float) -> Timings:
+        """Where its time went until `now`."""
+        sequence = self.sequence
+        scheduled = now if sequence.scheduled_s is None else sequence.scheduled_s
+        first = now if sequence.first_token_s is None else sequence.first_token_s
+        return Timings(
+            queue_ms=(scheduled - sequence.arrived_s) * 1e3,
+            load_ms=self.load_wait_s * 1e3,
+            prefill_ms=max(0.0, first - scheduled - self.load_wait_s) * 1e3,
+            decode_ms=(now - first) * 1e3,
+        )
+
+    def output(
+        self,
+        token_ids: list[int],
+        logprobs: list[TokenLogprob] | None,
+        finish_reason: str | None,
+        report: TokensBySource | None,
+        timings: Timings | None,
+        prompt_logprobs: list[TokenLogprob] | None = None,
+    ) -> Output:
+        """Tokens of it, or its end."""
+        return Output(
+            request_id=self.request_id,
+            choice=self.index,
+            token_ids=token_ids,
+            logprobs=logprobs,
+            finish_reason=finish_reason,
+            report=report,
+            timings=timings,
+            error=None,
+            error_code=None,
+            prompt_logprobs=prompt_logprobs,
+        )
+
+    def failed(self, message: str, code: str = "internal_error") -> Output:
+        """Its end by a fault, of ours unless the code says otherwise."""
+        return error_output(self.request_id, self.index, code, message)
 
 
 class RunningChoices:
@@ -41,3 +145,18 @@ class RunningChoices:
         remaining.remove(sequence_id)
         if not remaining:
             del self._sequences[choice.request_id]
+
+
+def error_output(request_id: str, choice: int, code: str, message: str) -> Output:
+    """The end of a choice, or the refusal of one that never began."""
+    return Output(
+        request_id=request_id,
+        choice=choice,
+        token_ids=[],
+        logprobs=None,
+        finish_reason="error",
+        report=None,
+        timings=None,
+        error=message,
+        error_code=code,
+    )

@@ -1,5 +1,7 @@
-"""What a step computes: its batch, the forward pass, where the KV is saved to, and the logprobs of prompts."""
+"""What a step computes: its batch, the forward pass, where the KV is saved to, the logprobs of prompts, and how long it
+takes."""
 
+import time
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
 
@@ -13,12 +15,32 @@ from cache.transfer.transfer import Transfer
 from engine.model.batch import BatchItem, BlockTables, build_batch
 from engine.model.runner import ModelRunner
 from engine.step.arrival import Arrival
-from engine.step.choices import RunningChoices
-from engine.step.running_choice import RunningChoice
+from engine.step.choices import RunningChoice, RunningChoices
 from engine.step.sampler import token_logprobs
 from scheduler.schedule import Chunk
 
 _LOGPROB_ROWS = 64  # of a prompt at a time: 40 MB of a vocabulary of 150k, in fp32
+
+
+class StepClock:
+    """Begins when a step is called. The caller's `now` is on a clock of its own, monotonic and in seconds, which need
+    not be this machine's: the step goes on with it by what has passed since."""
+
+    def __init__(self, now: float) -> None:
+        self.called = now
+        self._called_s = self._computing_s = time.monotonic()
+
+    def begin_computing(self) -> None:
+        """What is decided before does not count as the step's seconds."""
+        self._computing_s = time.monotonic()
+
+    def now(self) -> float:
+        """On the caller's clock."""
+        return self.called + (time.monotonic() - self._called_s)
+
+    def computing_s(self) -> float:
+        """Since the batch began to be computed."""
+        return time.monotonic() - self._computing_s
 
 
 @dataclass(slots=True)

@@ -4,9 +4,8 @@ from cache.blocks.truncate import CutRules, DoesNotFit, reserved
 from cache.manager import CacheManager
 from cache.requests.opening import ClientCut
 from engine.messages import ModelInfo, Output, Shift, Submit
-from engine.step.choices import RunningChoices
+from engine.step.choices import RunningChoice, RunningChoices, error_output
 from engine.step.grammar import BadGrammar, Constraint, GrammarCompiler
-from engine.step.running_choice import RunningChoice, error_output
 from engine.step.sampler import PenaltyState, choice_seed
 from scheduler.scheduler import QueueFull, Scheduler
 from scheduler.sequence import Sequence

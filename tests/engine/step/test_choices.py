@@ -1,7 +1,6 @@
 """Tests finding the running choices by sequence and by request."""
 
-from engine.step.choices import RunningChoices
-from engine.step.running_choice import RunningChoice
+from engine.step.choices import RunningChoice, RunningChoices
 from scheduler.sequence import Sequence
 from tests.engine.scripted_engine import submit
 

@@ -1,10 +1,10 @@
-"""Tests the times of a step, on two clocks."""
+"""Tests how long a step takes, on two clocks."""
 
 import time
 
 import pytest
 
-from engine.step.clock import StepClock
+from engine.step.compute import StepClock
 
 
 def test_a_step_goes_on_with_its_callers_clock_and_counts_what_it_computes(monkeypatch: pytest.MonkeyPatch) -> None:
