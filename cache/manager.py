@@ -131,16 +131,25 @@ class CacheManager:
         """Decide what is done while the next step runs: give up loads that have become dearer than computing, save
         blocks that found no slot, fetch for waiting turns (AttentionStore §3.3), write what turns have left, and make
         room. The first `starting` in line have a place in the batch: they load for themselves, layer by layer."""
-        self._loads.give_up(now)
-        self._saver.catch_up()
+        # In most steps there is nothing of this to do.
+        tiers = self.tiers
+        self._loads.now = now
+        if self._loads.under_way:
+            self._loads.give_up()
+        if self._saver.put_off:
+            self._saver.catch_up()
         self._ahead.plan(line, starting, now)
-        self.sessions.write_behind(now)
-        self.tiers.dram.trim()
-        self.tiers.hbm.offload()
+        if tiers.writes.has_work:
+            self.sessions.write_behind(now)
+        if tiers.dram.resident > tiers.dram.most_resident:
+            tiers.dram.trim()
+        if tiers.pages.num_free < tiers.hbm.least_free:
+            tiers.hbm.offload()
 
     def take_moves(self) -> list[Move]:
         """Return the moves decided since the last call, to be carried out in this order before the next step."""
-        return self.tiers.orders.take()
+        orders = self.tiers.orders
+        return orders.take() if orders.moves else []
 
     def quarantine(self, tier: str) -> None:
         """Stop using `dram` or `disk` in this process and believe nothing in it, because what came out of it was wrong

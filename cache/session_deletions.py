@@ -28,6 +28,8 @@ class SessionDeletions:
         self._deleting: dict[SessionName, str | None] = {}
         """Session -> the request that waits for its deletion, None if it has expired. A save or write of it must end
         first."""
+        self.ended = tiers.disk.ended_deletions
+        """See `DiskLedger.ended_deletions`."""
         self._contexts = contexts
         self._tiers, self._table = tiers, tiers.table
         self._running = running
@@ -38,7 +40,7 @@ class SessionDeletions:
         return name in self._deleting
 
     def delete(self, name: SessionName, waiter: str) -> str | None:
-        """Remove a session and what only it has from every tier; `take_deleted` names `waiter` when the bytes are gone.
+        """Remove a session and what only it has from every tier; `ended` names `waiter` when the bytes are gone.
         Returns why not: `not_found`, or `busy` while a request of it runs."""
         session = self._contexts.get(name)
         self.expired.pop(name, None)
@@ -89,15 +91,6 @@ class SessionDeletions:
             if not row.owners:
                 private.append(row)
         return private
-
-    def take_deleted(self) -> list[str]:
-        """Return the requests that waited for a deletion that is done."""
-        return self._tiers.disk.take_done()
-
-    def take_undeleted(self) -> list[str]:
-        """Return the requests that waited for a deletion that the disk refused: bytes may still be there. It is tried
-        again."""
-        return self._tiers.disk.take_refused()
 
     def undeleted(self, tenant: str, session_id: str) -> list[SessionName]:
         """Return deleted sessions of this name, one for each salt, of which the disk has not deleted all."""

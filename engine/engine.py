@@ -61,12 +61,12 @@ class Engine:
         self._verifier = verifier
         self._directory = directory
         self._first_touch = first_touch
-        self._moves = HeldMoves(transfer)
+        self._moves = HeldMoves(transfer, seals_may_wait=self._seals_may_wait)
         self._sampler = Sampler()
         self._counters = Counters()
         self._replies: list[SessionReply] = []
         self._changes = 0  # of the requests that the cache knows, as of the last look
-        self._seals_may_wait = False
+        self._is_steady = False  # none of them has come, ended or given way lately
 
     # --- requests -----------------------------------------------------------------------------------------------------
 
@@ -103,11 +103,11 @@ class Engine:
         for choice in self._choices:
             outputs.append(choice.failed(message))
             self._close(choice, 0)
-        self._moves.carry_out([move for move in self._cache.take_moves() if not isinstance(move, CopyRows)])
+        self._moves.carry_out_all([move for move in self._cache.take_moves() if not isinstance(move, CopyRows)])
         return outputs
 
     def has_work(self) -> bool:
-        return self._scheduler.has_work() or self._intake.num_pending > 0
+        return self._scheduler.has_work() or bool(self._intake.held)
 
     def is_moving(self) -> bool:
         return self._cache.in_flight > 0
@@ -122,27 +122,29 @@ class Engine:
             # What a turn has left may have been saved at once: then it is written while nobody waits, instead of beside
             # the next request, with which the loop would hear of it.
             self._order_what_comes_next(now)
-        deletions = self._cache.sessions.deletions
-        self._replies += [SessionReply(request_id=waiter, sessions=[]) for waiter in deletions.take_deleted()]
-        for waiter in deletions.take_undeleted():
-            self._replies.append(SessionReply(request_id=waiter, sessions=[], error_code="undeleted"))
+        ended = self._cache.sessions.deletions.ended
+        self._replies += [
+            SessionReply(request_id=waiter, sessions=[], error_code=None if is_done else "undeleted")
+            for waiter, is_done in ended
+        ]
+        ended.clear()
         replies, self._replies = self._replies, []
         return replies
 
     def _order_what_comes_next(self, now: float) -> None:
         changes, self._changes = self._changes, self._cache.changes
-        # Not when a turn came or ended, nor while one waits: what is sealed late may leave HBM late only.
-        self._seals_may_wait = (
-            changes == self._changes
-            and not self._scheduler.num_waiting
-            and self._cache.is_roomy(len(self._scheduler.running))
-        )
-        self._moves.carry_out(seals_may_wait=self._seals_may_wait)
+        self._is_steady = changes == self._changes
+        self._moves.carry_out()
         self._hear(now)
         self._requeue_failed()
         self._cache.plan(self._scheduler.upcoming(), self._scheduler.num_starting, now)
         # Copies inside HBM belong to a step; between steps there are none.
-        self._moves.carry_out(self._cache.take_moves(), seals_may_wait=self._seals_may_wait)
+        self._moves.carry_out(self._cache.take_moves())
+
+    def _seals_may_wait(self) -> bool:
+        """Not when a turn came or ended, nor while one waits: what is sealed late may leave HBM late only."""
+        scheduler = self._scheduler
+        return self._is_steady and not scheduler.num_waiting and self._cache.is_roomy(len(scheduler.running))
 
     def _hear(self, now: float) -> None:
         for event in self._transfer.poll():
@@ -169,7 +171,7 @@ class Engine:
     def step(self, now: float) -> list[Output]:
         """Run one batch. When it raises, call `fail_all`."""
         clock = StepClock(now)
-        refused = self._intake.queue_compiled(now)
+        refused = self._intake.queue_compiled(now) if self._intake.held else []
         schedule = self._schedule(now)
         self._move(schedule)
         if not schedule.chunks:
@@ -197,11 +199,10 @@ class Engine:
 
     def _move(self, schedule: Schedule) -> None:
         """Order what the step needs, and what was held back until now."""
-        self._moves.carry_out(
-            self._cache.take_moves(),
-            {chunk.sequence.request_id for chunk in schedule.chunks},
-            seals_may_wait=self._seals_may_wait and not schedule.preempted,
-        )
+        if schedule.preempted:
+            self._is_steady = False
+        running = {chunk.sequence.request_id for chunk in schedule.chunks}
+        self._moves.carry_out(self._cache.take_moves(), running)
 
     def _settle(self, computed: Computed, clock: StepClock) -> None:
         """Count what was computed and have it saved. Those whose KV did not come, or was not right, start anew."""
@@ -285,7 +286,7 @@ class Engine:
         if not choice.may_truncate:
             return False
         # What is saved was never rotated: what stays of the history is better had from there.
-        self._moves.carry_out()
+        self._moves.carry_out_all()
         self._hear(time.monotonic())
         try:
             dropped = self._cache.requests.truncate(sequence.request_id)

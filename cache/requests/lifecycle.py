@@ -86,12 +86,16 @@ class Lifecycle:
 
     def commit(self, request_id: str, num_tokens: int) -> None:
         """Record that a step wrote the next `num_tokens` rows, and make blocks that are full now findable."""
-        self._publisher.commit(self._running[request_id], num_tokens)
+        context = self._running[request_id]
+        context.computed += num_tokens
+        # Most decoded rows fill no block.
+        if self._reuse and (context.published or context.computed >= (context.sealed + 1) * BLOCK_TOKENS):
+            self._publisher.publish(context)
 
     def take_failed(self) -> list[str]:
         """Return the requests whose load failed since the last call. What they computed on it is void: call `void` for
         each. They find what is left of their history when they are admitted again."""
-        return self._loads.take_failed()
+        return self._loads.take_failed() if self._loads.failed else []
 
     def void(self, request_id: str) -> None:
         """Give a request's room back and publish nothing of it, because its load has failed or is late."""

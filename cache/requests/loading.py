@@ -49,9 +49,10 @@ class Loads:
         self._progress = progress  # job -> how far the disk has come with its load
         self._bytes_per_token = bytes_per_token
         self._stats = tiers.stats
-        self._now = -math.inf  # time of the last `give_up`
+        self.now = -math.inf
+        """Time of the last plan. Set by whoever plans."""
         self._given_up: set[int] = set()  # loads that were given up and have not ended
-        self._failed: dict[str, None] = {}  # requests whose load failed, until `take_failed`
+        self.failed: dict[str, None] = {}  # requests whose load failed, until `take_failed`
 
     def start(self, context: RunningContext, loads: Sequence[BlockLoad]) -> None:
         """Order a load of the blocks that a request was placed on and that HBM lacks."""
@@ -79,10 +80,9 @@ class Loads:
         first = min(on_disk) if on_disk and context.lineage.joint is None else None
         return Load(context, tuple(blocks), first, False, context.request_id)
 
-    def give_up(self, now: float) -> None:
+    def give_up(self) -> None:
         """Give up loads that have become dearer than computing, because the disk is slow or stands still. All blocks of
         a load come layer by layer, so all that the disk was to bring is computed; what came out of DRAM is kept."""
-        self._now = now
         for job_id, load in self.under_way.items():
             progress = self._progress(job_id) if load.first is not None and job_id not in self._given_up else None
             if progress is None:
@@ -114,8 +114,8 @@ class Loads:
         # A fetch is of no use before its last layer has come, so it counts as a load of a single layer.
         allowed_s = deadline_s(self._rates.compute_s(tokens - end), self._rates.compute_s(tokens - first), 1)
         if context.fetch_due_s is None:
-            context.fetch_due_s = self._now + allowed_s
-        if self._now < context.fetch_due_s:
+            context.fetch_due_s = self.now + allowed_s
+        if self.now < context.fetch_due_s:
             return False
         self._rates.late("disk_to_dram", len(coming) * BLOCK_TOKENS * self._bytes_per_token, allowed_s)
         self._stats.load_failures["late"] += 1
@@ -196,7 +196,7 @@ class Loads:
         if was_late or (event.failed and stands_on_it):
             context.miss_reason = "load_failed" if event.failed and not is_late else "load_late"
         if event.failed and stands_on_it and context.request_id in self._running:
-            self._failed[context.request_id] = None
+            self.failed[context.request_id] = None
         elif stands_on_it:
             context.job = None
 
@@ -248,9 +248,9 @@ class Loads:
     def take_failed(self) -> list[str]:
         """Return the requests whose load failed since the last call. What they computed on it is void (see
         `Lifecycle.take_failed`)."""
-        failed, self._failed = list(self._failed), {}
+        failed, self.failed = list(self.failed), {}
         return failed
 
     def closed(self, request_id: str) -> None:
         """Forget that a request's load failed, because the request has ended."""
-        self._failed.pop(request_id, None)
+        self.failed.pop(request_id, None)

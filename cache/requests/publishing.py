@@ -25,11 +25,8 @@ class Publisher:
         self._page_size = tiers.hbm.page_size
         self._reuse = reuse
 
-    def commit(self, context: RunningContext, num_tokens: int) -> None:
-        """Record that a step wrote the next `num_tokens` rows, and make blocks that are full now findable."""
-        context.computed += num_tokens
-        if not self._reuse or (context.computed < (context.sealed + 1) * BLOCK_TOKENS and not context.published):
-            return  # the case of nearly every decoded row
+    def publish(self, context: RunningContext) -> None:
+        """Make blocks that are full now findable, and those that were copied findable where they are now."""
         for block, (key, page) in context.published.items():
             self._hbm.settle(key, page, block * BLOCK_TOKENS % self._page_size, block * BLOCK_TOKENS, hop=True)
         context.published = {}

@@ -19,7 +19,7 @@ class Saver:
         self._table, self._pages, self._dram = tiers.table, tiers.pages, tiers.dram
         self._page_size, self._exact = tiers.hbm.page_size, exact
         # Blocks for which there was no slot, the longest waiting first. Some may have left HBM since.
-        self._put_off: dict[BlockKey, None] = {}
+        self.put_off: dict[BlockKey, None] = {}
 
     def capture(self, context: RunningContext, num_tokens: int, batch_row: int) -> list[CapturePiece]:
         """Return where to save the KV of the next `num_tokens` rows, which a step computes as the rows of its batch
@@ -93,20 +93,20 @@ class Saver:
     def catch_up(self) -> None:
         """Save blocks that found no slot before, as far as slots are free now, so that a busy minute costs no
         history."""
-        while self._put_off and self._dram.num_free:
-            key = next(iter(self._put_off))
+        while self.put_off and self._dram.num_free:
+            key = next(iter(self.put_off))
             row = self._table.get(key)
             if row is not None and self._is_wanted(row):
                 slot = self._dram.take_slot(None)
                 if slot is None:
                     return
                 self._save(row, slot)
-            del self._put_off[key]
+            del self.put_off[key]
 
     def _save_later(self, key: BlockKey) -> None:
-        self._put_off[key] = None
-        if len(self._put_off) > self._pages.num_pages * self._page_size // BLOCK_TOKENS:
-            del self._put_off[next(iter(self._put_off))]  # more than HBM holds: some have left
+        self.put_off[key] = None
+        if len(self.put_off) > self._pages.num_pages * self._page_size // BLOCK_TOKENS:
+            del self.put_off[next(iter(self.put_off))]  # more than HBM holds: some have left
 
     def _is_wanted(self, row: BlockRow) -> bool:
         saved = row.is_saved or self._dram.is_saving(row.key)

@@ -59,7 +59,7 @@ class SchedulerView:
         return self._loads.stall_s(self._running[request_id])
 
     def stalls_s(self) -> dict[str, float]:
-        return self._loads.stalls_s()
+        return self._loads.stalls_s() if self._loads.under_way else {}
 
     # --- room ---------------------------------------------------------------------------------------------------------
 

@@ -53,10 +53,12 @@ class DiskLedger:
         self._pinned, self._dirty, self._orders = pinned, dirty, orders
         self._extents: dict[int, _Extent] = {}
         self._deletions: dict[int, _Deletion] = {}  # under way, by job
-        self._undone: list[_Deletion] = []  # refused by the disk, and tried again so that nobody finds those bytes
+        self.refused: list[_Deletion] = []
+        """Deletions that the disk refused, tried again so that nobody finds those bytes. Read only."""
         self._again_s = math.inf
-        self._done: list[str] = []  # requests that waited for a deletion that is done
-        self._refused: list[str] = []  # requests that waited for one that the disk refused
+        self.ended_deletions: list[tuple[str, bool]] = []
+        """Requests that waited for a deletion which has ended, and whether it is done. If the disk refused it, bytes
+        may still be there, and it is tried again. Cleared by whoever answers the requests."""
         self._read: Counter[BlockKey] = Counter()  # blocks that loads and fetches read off the disk
         self._held = KeysWhere(self._is_held)
 
@@ -169,11 +171,11 @@ class DiskLedger:
     def delete(
         self, extent_ids: list[int], session: SessionName | None, waiter: str | None, *, write_again: bool = True
     ) -> None:
-        """Delete extents with all that is in them; `take_done` names `waiter` when the bytes are gone. session: delete
-        its record too. write_again: blocks that DRAM still has come back to disk in another extent."""
+        """Delete extents with all that is in them; `ended_deletions` names `waiter` when the bytes are gone. session:
+        delete its record too. write_again: blocks that DRAM still has come back to disk in another extent."""
         self._take_out(extent_ids, write_again)
         if not self.capacity_bytes:
-            self._done += [waiter] if waiter else []
+            self._answer(waiter, is_done=True)
             return
         self._delete(_Deletion(tuple(extent_ids), session, waiter))
 
@@ -207,45 +209,37 @@ class DiskLedger:
         """Record the end of a deletion. problem: bytes may still be there; the waiter is told so, and it is tried
         again."""
         deletion = self._deletions.pop(job)
-        waiters = [deletion.waiter] if deletion.waiter else []
         if problem is None:
             # A waiter may also wait for the session's other salts, whose deletions came before.
             name = deletion.session
-            (self._refused if name is not None and self.undone(name[0], name[2]) else self._done).extend(waiters)
+            self._answer(deletion.waiter, is_done=name is None or not self.undone(name[0], name[2]))
             return
-        self._refused += waiters
-        self._undone.append(replace(deletion, waiter=None))
+        self._answer(deletion.waiter, is_done=False)
+        self.refused.append(replace(deletion, waiter=None))
         self._again_s = now + _AGAIN_S
 
-    def take_done(self) -> list[str]:
-        """Return the requests that waited for a deletion that is done, since the last call."""
-        done, self._done = self._done, []
-        return done
-
-    def take_refused(self) -> list[str]:
-        """Return the requests that waited for a deletion that the disk refused, since the last call. It is tried
-        again."""
-        refused, self._refused = self._refused, []
-        return refused
+    def _answer(self, waiter: str | None, *, is_done: bool) -> None:
+        if waiter is not None:
+            self.ended_deletions.append((waiter, is_done))
 
     def undone(self, tenant: str, session_id: str) -> list[SessionName]:
         """Return the sessions of this name, one for each salt, of which the disk would not delete all."""
-        names = [deletion.session for deletion in self._undone if deletion.session is not None]
+        names = [deletion.session for deletion in self.refused if deletion.session is not None]
         return [name for name in names if (name[0], name[2]) == (tenant, session_id)]
 
     def reborn(self, session: SessionName) -> None:
         """Keep the record of a session that has begun anew: it is not the one that was to be deleted."""
-        if self._undone:
-            same = [deletion.session == session for deletion in self._undone]
-            self._undone = [
-                replace(d, with_record=d.with_record and not s) for d, s in zip(self._undone, same, strict=True)
+        if self.refused:
+            same = [deletion.session == session for deletion in self.refused]
+            self.refused = [
+                replace(d, with_record=d.with_record and not s) for d, s in zip(self.refused, same, strict=True)
             ]
 
     def delete_again(self, session: SessionName, waiter: str) -> bool:
         """Try a refused deletion again, now for this waiter. Returns False if there is none."""
-        found = next((deletion for deletion in self._undone if deletion.session == session), None)
+        found = next((deletion for deletion in self.refused if deletion.session == session), None)
         if found is not None:
-            self._undone.remove(found)
+            self.refused.remove(found)
             self._delete(replace(found, waiter=waiter))
         return found is not None
 
@@ -261,6 +255,6 @@ class DiskLedger:
     def go_on(self, now: float) -> None:
         """Try refused deletions again, some seconds after the disk refused them."""
         if now >= self._again_s:
-            undone, self._undone, self._again_s = self._undone, [], math.inf
+            undone, self.refused, self._again_s = self.refused, [], math.inf
             for deletion in undone:
                 self._delete(deletion)

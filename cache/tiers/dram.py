@@ -48,6 +48,7 @@ class DramTier:
     ) -> None:
         """free_buffer: the share of `dram_slots` that `trim` leaves free, so that room is made before it is needed."""
         self.num_slots, self.dram_slots, self.slot_bytes = num_slots, dram_slots, slot_bytes
+        self.is_on = num_slots > 0
         self.most_resident = int(dram_slots * (1 - free_buffer))  # blocks that `trim` leaves here
         self.policy = policy
         self.resident = 0  # slots that hold a block of the table
@@ -59,10 +60,6 @@ class DramTier:
         self._saving: dict[BlockKey, int] = {}  # key -> its ticket
         self._sources: dict[int, tuple[list[int], list[int]]] = {}  # slot being filled -> pages and slots it comes from
         self._immovable = KeysWhere(self._is_immovable)
-
-    @property
-    def is_on(self) -> bool:
-        return self.num_slots > 0
 
     @property
     def is_pressed(self) -> bool:

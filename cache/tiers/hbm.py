@@ -74,7 +74,8 @@ class HbmPool:
         self._stats = stats
         self._scores = scores
         self._has_slots = has_slots
-        self._high_pages = int(high_water * pages.num_pages)
+        self.least_free = pages.num_pages - int(high_water * pages.num_pages) if has_slots else 0
+        """Pages. With fewer free ones `offload` has to make more."""
         self._low_pages = int(low_water * pages.num_pages)
 
     # --- where a block can be used ------------------------------------------------------------------------------------
@@ -266,7 +267,7 @@ class HbmPool:
         (CaR's background offloader, §III-C-2). Only saved blocks leave. They need no copy, because they were copied
         while they were computed."""
         pages = self.pages
-        if not self._has_slots or pages.num_pages - pages.num_free <= self._high_pages or not pages.num_cached:
+        if pages.num_free >= self.least_free or not pages.num_cached:
             return
         count = min(_OFFLOAD_BLOCKS, pages.num_pages - pages.num_free - self._low_pages)
         for key in self.policy.victims(count, _Pinned(self.table, pages, 0, saved_only=True)):

@@ -136,9 +136,9 @@ class Hierarchy:
         return self.writes.is_writing(name) or name in self.dram.owners_saving() or self.fetches.concern(name)
 
     def delete_session(self, name: SessionName, rows: Iterable[BlockRow], waiter: str | None) -> None:
-        """Remove these blocks from DRAM and disk, and the extents they are in; `DiskLedger.take_done` names `waiter`
-        when that is done. Other blocks of those extents lose their copy on disk, and are written again if DRAM has
-        them."""
+        """Remove these blocks from DRAM and disk, and the extents they are in; `DiskLedger.ended_deletions` names
+        `waiter` when that is done. Other blocks of those extents lose their copy on disk, and are written again if DRAM
+        has them."""
         extent_ids: dict[int, None] = {}
         for row in rows:
             self.dram.drop_slot(row)

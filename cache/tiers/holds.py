@@ -33,48 +33,45 @@ class DirtyBlocks:
         self._has_disk = has_disk
         self.changes = 0  # number of events after which there may be something new to write
         self.may_leave = False  # the disk refuses writes: DRAM must go on without these blocks
-        self._of: dict[SessionName, dict[BlockKey, None]] = {}
+        self.sessions: dict[SessionName, dict[BlockKey, None]] = {}
+        """Sessions that may have blocks to write, and these blocks in the order in which they were noted. All of a
+        session's blocks may have left DRAM since. Read only."""
 
     @property
     def num_blocks(self) -> int:
         """Number of blocks. One that was noted for two sessions counts twice."""
-        return sum(map(len, self._of.values()))
-
-    @property
-    def sessions(self) -> list[SessionName]:
-        """Sessions that may have blocks to write. All of a session's blocks may have left DRAM since."""
-        return list(self._of)
+        return sum(map(len, self.sessions.values()))
 
     def of(self, name: SessionName) -> list[BlockKey]:
         """Return a session's blocks, in the order in which they were noted."""
-        return list(self._of.get(name, ()))
+        return list(self.sessions.get(name, ()))
 
     def add(self, row: BlockRow) -> None:
         """Note a block that has an owner and no copy on disk."""
         self.changes += 1
         if self._has_disk:
-            self._of.setdefault(row.owners[0], {})[row.key] = None
+            self.sessions.setdefault(row.owners[0], {})[row.key] = None
 
     def hold(self, row: BlockRow) -> bool:
         """Whether this block must stay in DRAM until it is on disk."""
-        return not self.may_leave and any(row.key in self._of.get(owner, ()) for owner in row.owners)
+        return not self.may_leave and any(row.key in self.sessions.get(owner, ()) for owner in row.owners)
 
     def left_dram(self, row: BlockRow) -> None:
         """Forget a block that has left DRAM: there is nothing left to write it from."""
         for owner in row.owners:
-            if owner in self._of:
-                self._of[owner].pop(row.key, None)
+            if owner in self.sessions:
+                self.sessions[owner].pop(row.key, None)
 
     def written(self, name: SessionName, keys: list[BlockKey]) -> None:
         """Forget blocks of a session that are on disk now."""
         for key in keys:
-            self._of.get(name, {}).pop(key, None)
+            self.sessions.get(name, {}).pop(key, None)
 
     def settle(self, name: SessionName) -> None:
         """Forget a session of which nothing is left to write."""
-        if not self._of.get(name):
-            self._of.pop(name, None)
+        if not self.sessions.get(name):
+            self.sessions.pop(name, None)
 
     def forget(self, name: SessionName) -> list[BlockKey]:
         """Forget a session that is gone. Returns the blocks that were to be written with it."""
-        return list(self._of.pop(name, ()))
+        return list(self.sessions.pop(name, ()))

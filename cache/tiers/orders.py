@@ -8,7 +8,8 @@ class Orders:
     order in which they were decided. Single-threaded."""
 
     def __init__(self) -> None:
-        self._moves: list[Move] = []
+        self.moves: list[Move] = []
+        """What `take` would return. Read only."""
         self._jobs = 0
 
     def next_job(self) -> int:
@@ -18,9 +19,9 @@ class Orders:
 
     def add(self, move: Move) -> None:
         """Order a move, to be carried out after all that were added before."""
-        self._moves.append(move)
+        self.moves.append(move)
 
     def take(self) -> list[Move]:
         """Return the moves added since the last call."""
-        moves, self._moves = self._moves, []
+        moves, self.moves = self.moves, []
         return moves

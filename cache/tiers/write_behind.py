@@ -54,6 +54,11 @@ class WriteBehind:
         self._runners = -1  # `runners` when they were seen
 
     @property
+    def has_work(self) -> bool:
+        """Whether `plan` has anything to look at."""
+        return bool(self._unrecorded or self._dirty.sessions or self._disk.refused)
+
+    @property
     def in_flight(self) -> int:
         """Writes under way, and sessions to be recorded; zero at idle."""
         return len(self._writes) + len(self._unrecorded)

@@ -35,25 +35,16 @@ class CaptureSink:
     layers come in order."""
 
     def __init__(self) -> None:
-        self._captured: Captured | None = None
-        self._listens = False
-
-    def begin(self) -> None:
-        self._captured, self._listens = None, True
+        self.step: Captured | None = None
+        """Receives what layers write. Whoever runs a step puts an empty one here, and takes it afterwards. None: nobody
+        saves what layers write, as while the model is tried out."""
 
     def write(self, layer: int, k_plain: Tensor, v: Tensor) -> None:
         """See KvSink."""
-        if self._listens:
-            if self._captured is None:
-                self._captured = Captured()
-            self._captured.keys.append(k_plain)
-            self._captured.values.append(v)
-            self._captured.layers.append(layer)
-
-    def end(self) -> Captured | None:
-        """Return what was captured; None if every layer has saved its rows itself."""
-        captured, self._captured, self._listens = self._captured, None, False
-        return captured
+        if self.step is not None:
+            self.step.keys.append(k_plain)
+            self.step.values.append(v)
+            self.step.layers.append(layer)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,8 @@ class Events:
 
     def __init__(self) -> None:
         self.changed = threading.Condition()
+        self.has_news = False
+        """Whether `take` has something to return or to raise. May be read without the lock, and true for nothing."""
         self._events: deque[Event] = deque()
         self._awaited = False  # whether the engine's thread waits
         self._failure: BaseException | None = None
@@ -19,6 +21,7 @@ class Events:
         """Report events; their bytes are where they belong."""
         with self.changed:
             self._events.extend(events)
+            self.has_news = True
             if self._awaited:  # else only threads that wait for loads would wake, and wait again
                 self.changed.notify_all()
 
@@ -26,6 +29,7 @@ class Events:
         """Report that a thread has broken."""
         with self.changed:
             self._failure = error
+            self.has_news = True
             self.changed.notify_all()
 
     def check(self) -> None:
@@ -36,6 +40,7 @@ class Events:
     def take(self) -> list[Event]:
         """Return the events since the last call. Raises like `check`."""
         self.check()
+        self.has_news = False  # before they are taken: one that comes meanwhile sets it again
         events = []
         while self._events:
             events.append(self._events.popleft())

@@ -57,6 +57,8 @@ class LoadStream:
         self._placer = LoadPlacer(
             queue=self._queue, pool=self._pool, slab=slab, throttle=throttle, completions=completions
         )
+        self.parts = self._queue.parts
+        """Of all loads, those parts that are not at their end. Read only."""
         self._loads: dict[int, Load] = {}  # those whose end was not heard
         self.waited_s = 0.0  # seconds that steps have waited for loads or spent on them
 

@@ -63,7 +63,9 @@ class SaveStream:
         self._spot = memoryview(spot.reshape(-1).data)  # half the time of writing to an array
         self._orders: SimpleQueue[tuple[Save, ...] | list[CapturedRows] | None] = SimpleQueue()
         self._held: list[CapturedRows] = []
-        self._is_due = False
+        self.is_due = False
+        """Whether what is held is too large to be held for long. Then `flush` is to be called between steps, where the
+        engine's thread saves by itself: within the step, its first token would wait for that."""
         self._row_bytes = slab.slot_bytes // BLOCK_TOKENS
         self.placed_bytes = 0  # saved by layers themselves, which no event reports
         save_kernels()  # compiled before they are needed
@@ -108,14 +110,8 @@ class SaveStream:
         self._held.append(CapturedRows(step, pieces, ready))
         # A decode step is a few rows: copying them costs its calls, so the rows of many steps go together.
         is_large = step.keys[0].shape[0] > _FEW_ROWS
-        self._is_due |= is_large
+        self.is_due |= is_large
         if self._synchronous or len(self._held) >= _HELD_STEPS or (is_large and self._blocks is None):
-            self.flush()
-
-    def flush_due(self) -> None:
-        """Save between steps what is too large to be held for long, where the engine's thread saves by itself. Within
-        the step, its first token would wait for that."""
-        if self._is_due:
             self.flush()
 
     def put(self, orders: Sequence[Save]) -> None:
@@ -134,7 +130,7 @@ class SaveStream:
         if not self._held:
             return
         held, self._held = self._held, []
-        self._is_due = False
+        self.is_due = False
         size = self._bytes_of(held)
         with self._drained:
             self._backlog_bytes += size

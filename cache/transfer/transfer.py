@@ -175,9 +175,11 @@ class Transfer:
 
     def poll(self) -> list[Event]:
         """Return what has ended since the last call. Raises RuntimeError if a thread has broken."""
-        self._saves.flush_due()
-        self._loads.leave_to_threads()
-        events = self._completions.take()
+        if self._saves.is_due:
+            self._saves.flush()
+        if self._loads.parts:
+            self._loads.leave_to_threads()
+        events = self._completions.take() if self._completions.has_news else []
         for event in events:
             if isinstance(event, Loaded):
                 self._loads.forget(event.job_id)

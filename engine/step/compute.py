@@ -92,32 +92,38 @@ class StepCompute:
         items = [self._item(chunk, choice) for chunk, choice in zip(chunks, found, strict=True)]
         batch = build_batch(items, self.tables, self._cache.page_size, self._device)
         jobs = {i.request_id: job for i in items if (job := self._cache.requests.context(i.request_id).job) is not None}
-        arrival = Arrival(
-            self._transfer, jobs, patience_s=self._cache.requests.patience_s, has_bystanders=len(jobs) < len(items)
-        )
+        arrival = None
+        if jobs:
+            arrival = Arrival(
+                self._transfer, jobs, patience_s=self._cache.requests.patience_s, has_bystanders=len(jobs) < len(items)
+            )
         if self._sink is not None:
-            self._sink.begin()
+            self._sink.step = Captured()
         pieces, saved = None, None
         if self._sink is not None and self.runner.saves_rows and not jobs:
             # What stands on nothing under way is written to its slots by the kernels that compute it.
             pieces = self._pieces(chunks, ())
             saved = self._transfer.places(pieces, batch.token_ids.shape[0])
-        logits = self.runner.forward(batch, arrival if jobs else None, saved)
+        logits = self.runner.forward(batch, arrival, saved)
         return Computed(
             chunks=chunks,
             ready=[choice for choice, item in zip(found, items, strict=True) if item.wants_logits],
             logits=note_prompts(items, found, logits),
-            late=arrival.late,
-            waited_s=arrival.waited_s,
+            late=set() if arrival is None else arrival.late,
+            waited_s=0.0 if arrival is None else arrival.waited_s,
             pieces=pieces,
         )
 
     def capture(self, computed: Computed, failed: Container[str]) -> tuple[Captured | None, list[CapturePiece]]:
-        """The KV that the layers have shown, and where the rows of all but `failed` are saved to."""
+        """The KV that the layers have shown, None if all have saved their rows by themselves, and where the rows of all
+        but `failed` are saved to."""
         pieces = computed.pieces
         if pieces is None or failed:
             pieces = self._pieces(computed.chunks, failed)
-        return self._sink.end() if self._sink is not None else None, pieces
+        shown = None
+        if self._sink is not None:
+            shown, self._sink.step = self._sink.step, None
+        return shown if shown is not None and shown.layers else None, pieces
 
     def _pieces(self, chunks: list[Chunk], failed: Container[str]) -> list[CapturePiece]:
         pieces: list[CapturePiece] = []

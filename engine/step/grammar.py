@@ -81,22 +81,16 @@ class GrammarCompiler:
         self._end_ids = end_ids
         self._tokenizer: LLTokenizer | None = None  # of the thread
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammar")
-        self._pending: dict[str, _Pending] = {}
-
-    @property
-    def num_pending(self) -> int:
-        return len(self._pending)
-
-    def holds(self, request_id: str) -> bool:
-        return request_id in self._pending
+        self.held: dict[str, _Pending] = {}
+        """The requests held back, by their ids. Read only."""
 
     def start(self, request: Submit) -> None:
         future = self._thread.submit(self.compile, request.grammar)
-        self._pending[request.request_id] = _Pending(request, future, time.monotonic() + COMPILE_S)
+        self.held[request.request_id] = _Pending(request, future, time.monotonic() + COMPILE_S)
 
     def cancel(self, request_id: str) -> None:
         """Forgives unknown ids."""
-        pending = self._pending.pop(request_id, None)
+        pending = self.held.pop(request_id, None)
         if pending is not None:
             pending.future.cancel()
 
@@ -104,7 +98,7 @@ class GrammarCompiler:
         """Requests whose grammars are compiled, or are not going to be, in the order in which they came."""
         now = time.monotonic()
         done = []
-        for request_id, pending in list(self._pending.items()):
+        for request_id, pending in list(self.held.items()):
             if pending.future.done():
                 done.append((pending.request, _result(pending.future)))
             elif now >= pending.deadline_s:
@@ -116,7 +110,7 @@ class GrammarCompiler:
 
     def take_all(self) -> list[Submit]:
         """Everything ends: the requests held back."""
-        requests = [pending.request for pending in self._pending.values()]
+        requests = [pending.request for pending in self.held.values()]
         for request in requests:
             self.cancel(request.request_id)
         return requests

@@ -1,6 +1,6 @@
 """The order in which a step's rows and the cache's moves reach the transfer."""
 
-from collections.abc import Container, Sequence
+from collections.abc import Callable, Container, Sequence
 
 from cache.moves import CapturePiece, Move, SealSlot
 from cache.transfer.capture import Captured
@@ -15,23 +15,28 @@ class HeldMoves:
     saved by themselves may be sealed together at the end of an answer: between two steps, threads of the kernels wait
     awake for what the engine does. Engine's thread."""
 
-    def __init__(self, transfer: Transfer) -> None:
+    def __init__(self, transfer: Transfer, *, seals_may_wait: Callable[[], bool]) -> None:
+        """seals_may_wait: whether seals may be put off now; asked only where there is something to carry out."""
         self._transfer = transfer
+        self._seals_may_wait = seals_may_wait
         self._held: tuple[Sequence[Move], Captured | None, list[CapturePiece]] | None = None
         self._seals: list[Move] = []  # decided before what is held
 
     def hold(self, moves: Sequence[Move], captured: Captured | None, pieces: list[CapturePiece]) -> None:
         """Hold back what a step has left: moves, and then its rows. What was held before must have been carried out."""
         assert self._held is None
-        self._held = moves, captured, pieces
+        if moves or captured is not None:
+            self._held = moves, captured, pieces
 
-    def carry_out(
-        self, moves: Sequence[Move] = (), running: Container[str] = (), *, seals_may_wait: bool = False
-    ) -> None:
-        """What is held, then these; see `Transfer.carry_out`. With seals_may_wait and nothing but seals among all that,
-        they are for a later call."""
-        if seals_may_wait and self._put_off(moves):
+    def carry_out(self, moves: Sequence[Move] = (), running: Container[str] = ()) -> None:
+        """Carry out what is held, then these; see `Transfer.carry_out`. Nothing but seals among all that is put off
+        where they may wait."""
+        if not (moves or self._held or self._seals) or (self._seals_may_wait() and self._put_off(moves)):
             return
+        self.carry_out_all(moves, running)
+
+    def carry_out_all(self, moves: Sequence[Move] = (), running: Container[str] = ()) -> None:
+        """Carry out the seals that wait, what is held, and then these."""
         seals, self._seals = self._seals, []
         if seals:
             self._transfer.carry_out(seals)

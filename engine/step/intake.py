@@ -1,5 +1,7 @@
 """Requests on their way in: checked, their grammars compiled, queued as one choice or several."""
 
+from collections.abc import Collection
+
 from cache.blocks.truncate import CutRules, DoesNotFit, reserved
 from cache.manager import CacheManager
 from cache.requests.opening import ClientCut
@@ -32,6 +34,8 @@ class Intake:
         self._grammars = grammars
         self._truncation = truncation
         self._choices = choices
+        self.held: Collection[str] = grammars.held
+        """The requests that wait for their grammars."""
 
     def open_request(self, request: Submit, now: float) -> list[Output]:
         """Queue every choice of a request, as soon as its grammar is compiled if it has one. Returns error outputs for
@@ -67,10 +71,6 @@ class Intake:
         """If it still waits for its grammar."""
         self._grammars.cancel(request_id)
 
-    @property
-    def num_pending(self) -> int:
-        return self._grammars.num_pending
-
     def close(self) -> None:
         self._grammars.close()
 
@@ -95,7 +95,7 @@ class Intake:
             return _too_long(length, self._model.max_context)
         if min(request.token_ids) < 0 or max(request.token_ids) >= self._model.vocab_size:
             return "invalid_prompt", f"token ids must be between 0 and {self._model.vocab_size - 1}"
-        if self._choices.of_request(request.request_id) or self._grammars.holds(request.request_id):
+        if self._choices.of_request(request.request_id) or request.request_id in self.held:
             return "invalid_prompt", "this request id is in use"
         return None
 

@@ -48,7 +48,7 @@ def test_what_left_hbm_before_a_slot_was_free_is_not_waited_for():
     assert manager.tiers.in_flight == 0
     assert manager.tiers.dram.num_free == 2
     assert manager.sessions.blocks_of(("", "", "s3"))["disk"] == 7
-    assert not manager._saver._put_off
+    assert not manager._saver.put_off
 
 
 def test_a_dram_full_of_what_is_on_disk_is_not_scarce():

@@ -283,7 +283,9 @@ def test_what_the_engines_thread_saves_of_a_large_step_waits_for_the_end_of_it()
     rows = [torch.full((80, HEADS, DIM), 3.0, dtype=torch.bfloat16) for _ in range(LAYERS)]
     saves.save(Captured(rows, rows), [CapturePiece(40, 1, 0, 32)])
     assert not slab.k(0)[1].any(), "the step's first token waits"
-    saves.flush_due()
+    assert saves.is_due
+    saves.flush()
+    assert not saves.is_due
     assert all((slab.k(layer)[1] == 3.0).all() for layer in range(LAYERS))
 
 

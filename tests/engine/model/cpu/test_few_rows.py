@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from cache.storage.slab import LayerShape, Slab
-from cache.transfer.capture import CaptureSink, SavedRows
+from cache.transfer.capture import Captured, CaptureSink, SavedRows
 from engine.model.cpu.modules import packing_works
 from kernels.cpu.available import decode_kernels
 from kernels.views import as_bits
@@ -27,16 +27,16 @@ BUNDLED = Path(__file__).parents[4] / "model" / "bundled"
 PATTERN = 7
 
 
-def one_step(served: Served, saved: SavedRows | None) -> CaptureSink:
-    """One row each of three texts behind a prefill; the sink as it was after that."""
+def one_step(served: Served, saved: SavedRows | None) -> Captured:
+    """One row each of three texts behind a prefill; what the layers have shown of that."""
     sink = CaptureSink()
     pool = Pool(served.ours, served.probed.shapes, sink=sink)
     texts = [pool.text(random_ids(20 + 7 * i, seed=i), [3 * i, 3 * i + 1]) for i in range(3)]
     pool.step([(text, 12 + 5 * i) for i, text in enumerate(texts)])
     pool.runner.forward = functools.partial(pool.runner.forward, saved=saved)  # type: ignore[method-assign]
-    sink.begin()
+    sink.step = captured = Captured()
     pool.step([(text, 1) for text in texts])
-    return sink
+    return captured
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3"])
@@ -48,10 +48,10 @@ def test_kernels_write_what_a_sink_is_shown_and_nothing_else(name: str) -> None:
     for layer in range(slab.num_layers):
         for memory in (slab, expected):
             memory.segments(layer).fill_(PATTERN)
-    shown = one_step(served, None).end()
+    shown = one_step(served, None)
     spots = np.array([[2, 5], [-1, 0], [0, 31]])
     blocks = [as_bits(slab.segments(layer)) for layer in range(slab.num_layers)]
-    assert one_step(served, SavedRows(blocks, spots)).end() is None
+    assert not one_step(served, SavedRows(blocks, spots)).layers
     for layer in range(slab.num_layers):
         for row, (slot, place) in enumerate(spots):
             if slot >= 0:
