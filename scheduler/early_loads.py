@@ -29,7 +29,8 @@ class EarlyLoads:
         self._cache = cache
         self._forecast = forecast
         self._loads: dict[Sequence, _EarlyLoad] = {}
-        self._overdue: dict[Sequence, _EarlyLoad] = {}  # run, and are not loaded yet
+        self.overdue: dict[Sequence, _EarlyLoad] = {}
+        """Run, and are not loaded yet. Read only."""
         self.changes = 0
         """How often a load has come to these or left them."""
         self.outcomes: Counter[str] = Counter()
@@ -54,9 +55,9 @@ class EarlyLoads:
     def look(self, now: float) -> float:
         """Notice what has arrived; seconds of loading that are left of those who wait."""
         left_s = sum([self._look(sequence, load, now) for sequence, load in self._loads.items()])
-        for sequence, load in [*self._overdue.items()]:
+        for sequence, load in [*self.overdue.items()]:
             if not self._look(sequence, load, now):
-                self._settle(self._overdue.pop(sequence))
+                self._settle(self.overdue.pop(sequence))
         return left_s
 
     def _look(self, sequence: Sequence, load: _EarlyLoad, now: float) -> float:
@@ -75,7 +76,7 @@ class EarlyLoads:
         load = self._loads.pop(sequence)
         load.turn_s = now
         if self._look(sequence, load, now):
-            self._overdue[sequence] = load
+            self.overdue[sequence] = load
         else:
             self._settle(load)
 
@@ -96,7 +97,7 @@ class EarlyLoads:
 
     def stopped(self, sequence: Sequence) -> None:
         """It runs no more: what is left of its load is for nobody."""
-        self._overdue.pop(sequence, None)
+        self.overdue.pop(sequence, None)
 
     def withdraw(self, sequence: Sequence) -> None:
         """Its pages are given back."""

@@ -1,7 +1,5 @@
 """Room for a tenant who has nothing running: a request of a tenant with several gives way."""
 
-from collections.abc import Container
-
 from scheduler.budgets.budget import STALL_BUDGET_S, StepBudget
 from scheduler.budgets.step_budgets import StepBudgets
 from scheduler.limits import SchedulerLimits
@@ -36,8 +34,8 @@ class GivingWay:
         self._tenants = tenants
         self._budgets = budgets
         self._limits = limits
-        self._sat_out: frozenset[Sequence] = frozenset()  # had no row in the last step, for a starved one's sake
-        self._is_full = False  # the last step left somebody waiting
+        self.is_full = False
+        """The last step left somebody waiting. Set by whoever ends a step."""
         self.preemptions = 0
 
     def starved(self) -> Sequence | None:
@@ -46,22 +44,18 @@ class GivingWay:
         waiting = self._waiting
         if waiting.favoured is not None:
             return waiting.favoured
-        if not (self._is_full and len(waiting.queue)):
+        if not (self.is_full and len(waiting.queue)):
             return None
         return self._tenants.starved(waiting.queue, waiting.resumed, self._batch.free_places > 0)
 
-    def end_step(self) -> None:
-        """Nobody else starts in this step."""
-        self._is_full = len(self._waiting) > 0
-
     def admit(self, draft: StepDraft) -> None:
         """Start the starved request, if there is one. What follows has the budget that is left in the draft."""
-        sequence, sat_out, self._sat_out = self.starved(), self._sat_out, frozenset()
+        sequence = self.starved()
         if sequence is None or self._cache.waits_for_sibling(sequence.request_id, is_due=True):
             return
         # The margin protects those who decode beside it, once for a request; they are many, and not as urgent.
         draft.budget.is_urgent = True
-        aside, beside = self._who_sits_out(sequence, sat_out, draft)
+        aside, beside = self._who_sits_out(sequence, draft)
         reserved = self._batch.place(sequence, beside)
         while reserved is None and self._give_way(draft):
             # Whoever gives way stays out until it has been of use.
@@ -72,20 +66,18 @@ class GivingWay:
                 self._give_way(draft)
             if aside and self._cache.stall_s(sequence.request_id) <= STALL_BUDGET_S:
                 draft.chunks[:] = [chunk for chunk in draft.chunks if chunk.sequence not in aside]
-                self._sat_out, draft.budget = aside, beside
+                draft.sits_out, draft.budget = aside, beside
             self._batch.start(sequence, reserved, draft)
         draft.budget.is_urgent = False
 
-    def _who_sits_out(
-        self, sequence: Sequence, before: Container[Sequence], draft: StepDraft
-    ) -> tuple[frozenset[Sequence], StepBudget]:
+    def _who_sits_out(self, sequence: Sequence, draft: StepDraft) -> tuple[frozenset[Sequence], StepBudget]:
         """Of tenants with more than one in the batch, those without whom a starved prompt can be ended in this step;
-        nobody, if it can be ended beside them or takes another step anyway. Not who did so in the step `before`:
+        nobody, if it can be ended beside them or takes another step anyway. Not who did so in the step before:
         however many tenants come, an answer goes on in every other step. And the budget without them."""
         aside = frozenset(
             chunk.sequence
             for chunk in draft.chunks
-            if self._tenants.has_others_running(chunk.sequence) and chunk.sequence not in before
+            if self._tenants.has_others_running(chunk.sequence) and chunk.sequence not in draft.sat_out
         )
         computed = self._batch.computed_tokens(sequence)
         pending = len(sequence.token_ids) - computed

@@ -47,7 +47,7 @@ class LoadAhead:
 
     def start_loads(self, now: float) -> None:
         """Begin the loads that are due, as far as HBM has room."""
-        if not self._waiting:
+        if not self._waiting.count:
             return
         if self._foreseen != (self._batch.changes, self._early.changes):
             self._foresee(self._stalls_s(), now)  # anew: this step's batch is another
@@ -72,7 +72,7 @@ class LoadAhead:
     def _foresee(self, stalls_s: dict[str, float], now: float) -> None:
         """Tell the queue when places will be free, and note what is left of the loads under way."""
         self._loading_s = self._early.look(now)
-        if self._waiting:
+        if self._waiting.count:
             self._loading_s += sum(stalls_s.values())
             self._opens_s = self._forecast.opens_s(self._batch.sequences, self._batch.free_places)
             self._waiting.queue.foresee(self._opens_s, self._loading_s)

@@ -112,7 +112,7 @@ class RunningBatch:
         """Those with more than a token to compute, in order of admission; with fair places, tenants with the least to
         do first."""
         prefills = [s for s in self.sequences if len(s.token_ids) - s.computed_tokens > 1 or s.request_id in loading]
-        return self._tenants.least_to_do_first(prefills)
+        return self._tenants.least_to_do_first(prefills) if len(prefills) > 1 else prefills
 
     def decode(self, draft: StepDraft) -> None:
         """One token of each whose prompt is computed."""
@@ -185,7 +185,7 @@ class RunningBatch:
         self.stop(sequence)
         sequence.state = SequenceState.WAITING
         sequence.computed_tokens = 0
-        self._waiting.resumed.appendleft(sequence)
+        self._waiting.resume(sequence)
 
     def stop(self, sequence: Sequence) -> None:
         """It runs no more."""

@@ -70,6 +70,7 @@ class Scheduler:
         self._nearness = Nearness(cache=cache, waiting=waiting, batch=batch) if scores else None
         self._lacks_room = False  # of HBM, for one of those who wait, and nobody has ended since
         self._work = StepWork()  # of the step that was scheduled last
+        self._sat_out: frozenset[Sequence] = frozenset()  # of it: see `StepDraft.sits_out`
         self._began_s = 0.0  # and when
         self._ran: tuple[float, float] | None = None  # its seconds, and those of them waited for loads; None: learned
 
@@ -82,7 +83,7 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        return len(self._waiting)
+        return self._waiting.count
 
     @property
     def free_places(self) -> int:
@@ -125,7 +126,7 @@ class Scheduler:
         return self._forecast.errors
 
     def has_work(self) -> bool:
-        return bool(self._batch or self._waiting)
+        return bool(self._batch.sequences or self._waiting.count)
 
     def has_early_load(self, sequence: Sequence) -> bool:
         """Whether it waits with its pages already given."""
@@ -133,7 +134,10 @@ class Scheduler:
 
     def upcoming(self) -> Line[str]:
         """Request ids in the order in which their KV is needed, next first; the cache plans by it."""
-        return self._waiting.line(self._giving_way.starved())
+        waiting = self._waiting
+        if not (waiting.count or waiting.seen.members):
+            return waiting.seen  # nobody waits, and nobody has when it was asked for last
+        return waiting.line(self._giving_way.starved())
 
     def outlook(self) -> list[tuple[Sequence, float | None]]:
         """The sequences whose order is settled, next first, each with the seconds until its place is expected to be
@@ -146,10 +150,10 @@ class Scheduler:
 
     def add(self, sequence: Sequence) -> None:
         """Take a sequence that the cache has opened. Raises QueueFull."""
-        if len(self._waiting) >= self._limits.max_queued:
-            raise QueueFull(f"{len(self._waiting)} requests are waiting")
+        if self._waiting.count >= self._limits.max_queued:
+            raise QueueFull(f"{self._waiting.count} requests are waiting")
         self._tenants.arrived(sequence)
-        self.queue.add(sequence)
+        self._waiting.add(sequence)
 
     def completed(self, sequence: Sequence) -> None:
         """Its answer has come to its own end; call it before `remove`."""
@@ -193,10 +197,9 @@ class Scheduler:
         as every sequence alone fits into HBM; the engine sees to that on arrival."""
         self._learn(now - self._began_s)
         step = self._decode(now)
-        self._giving_way.admit(step)
-        self._batch.prefill(step)
-        self._admit(step)
-        self._start_loads(step)
+        self._lacks_room = False
+        if step.prefills or self._waiting.count:
+            self._fill(step)
         return self._finish(step)
 
     def _learn(self, period_s: float) -> None:
@@ -211,13 +214,24 @@ class Scheduler:
             self._forecast.decoded(period_s, self._work.prefill_tokens)
 
     def _decode(self, now: float) -> StepDraft:
-        """A step begins with a token of each who decodes; what is left of it is for prompts."""
-        self.queue.refresh()
-        step = StepDraft(now, self._load_ahead.begin_step(now))
+        """A step begins with a token of each who decodes."""
+        if self._waiting.count or self._early.overdue:
+            self.queue.refresh()
+            loading = self._load_ahead.begin_step(now)
+        else:
+            loading = self._cache.stalls_s()
+        step = StepDraft(now, loading, self._sat_out)
         self._batch.decode(step)
         step.prefills = self._batch.prefills(step.loading)
-        step.budget = self._budgets.beside(step.chunks, now)
         return step
+
+    def _fill(self, step: StepDraft) -> None:
+        """What is left of a step is for prompts: of a starved request, of those who run, and of those who wait."""
+        step.budget = self._budgets.beside(step.chunks, step.now)
+        self._giving_way.admit(step)
+        self._batch.prefill(step)
+        self._admit(step)
+        self._start_loads(step)
 
     def _admit(self, step: StepDraft) -> None:
         """Admit those who wait, as far as places, budget and HBM go."""
@@ -256,8 +270,8 @@ class Scheduler:
             self._load_ahead.start_loads(step.now)
 
     def _finish(self, step: StepDraft) -> Schedule:
-        self._giving_way.end_step()
+        self._giving_way.is_full = self._waiting.count > 0
         if self._nearness is not None:
             self._nearness.tell()
-        self._work, self._began_s = work_of(step.chunks), step.now
+        self._work, self._sat_out, self._began_s = work_of(step.chunks), step.sits_out, step.now
         return Schedule(step.chunks, step.preempted)

@@ -70,7 +70,7 @@ class Tenants:
 
     def least_to_do_first(self, sequences: list[Sequence]) -> list[Sequence]:
         """In their order as long as their tenants have equally many."""
-        if not self._fair_places or len(sequences) < 2:
+        if not self._fair_places:
             return sequences
         return sorted(sequences, key=lambda s: (self._running[s.tenant], self._present[s.tenant]))
 

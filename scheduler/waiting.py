@@ -15,13 +15,24 @@ class Waiting:
 
     def __init__(self, *, queue: WaitingQueue) -> None:
         self.queue = queue
+        """Read only."""
+        self.count = 0
+        """How many wait. Read only, as all that follows but `favoured`."""
         self.resumed: deque[Sequence] = deque()  # lost their room
         self.favoured: Sequence | None = None  # others have given way to it, but there is not room enough yet
-        self._line: Line[str] = Line()
+        self.seen: Line[str] = Line()
+        """As `line` returned it last."""
         self._made_of: tuple[int, tuple[Sequence, ...]] = 0, ()  # version of the queue's line, and those before it
 
-    def __len__(self) -> int:
-        return len(self.resumed) + len(self.queue)
+    def add(self, sequence: Sequence) -> None:
+        """A request has arrived."""
+        self.queue.add(sequence)
+        self.count += 1
+
+    def resume(self, sequence: Sequence) -> None:
+        """It ran, and has lost its room."""
+        self.resumed.appendleft(sequence)
+        self.count += 1
 
     def next(self, skipped: Container[Sequence]) -> Sequence | None:
         """Return who starts next if those in `skipped` cannot start now. None: nobody may pass them."""
@@ -35,6 +46,7 @@ class Waiting:
 
     def start(self, sequence: Sequence) -> None:
         """It runs from now on."""
+        self.count -= 1
         if sequence is self.favoured:
             self.favoured = None
         if sequence in self.resumed:
@@ -44,6 +56,7 @@ class Waiting:
 
     def remove(self, sequence: Sequence) -> None:
         """It was cancelled."""
+        self.count -= 1
         if sequence is self.favoured:
             self.favoured = None
         if sequence in self.resumed:
@@ -68,6 +81,6 @@ class Waiting:
             self._made_of = made_of
             others = queued.members if starved is None else [s for s in queued.members if s is not starved]
             ids = tuple([sequence.request_id for sequence in (*first, *others)])
-            if ids != self._line.members:
-                self._line = self._line.followed_by(ids)
-        return self._line
+            if ids != self.seen.members:
+                self.seen = self.seen.followed_by(ids)
+        return self.seen

@@ -26,7 +26,7 @@ class StepBudgets:
         """What a step with these decodes has left for prompts; stretch: how much longer than usual it may be."""
         limits = self._limits
         if limits.itl_target_s is None:
-            prompts = len(self._batch) - len(decodes) + min(len(self._waiting), self._batch.free_places)
+            prompts = len(self._batch) - len(decodes) + min(self._waiting.count, self._batch.free_places)
             return PricedBudget(
                 cost=self._cost,
                 decodes=work_of(decodes),

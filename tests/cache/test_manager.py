@@ -183,7 +183,7 @@ class Conversations(RuleBasedStateMachine):
             contexts,
             order,
             dict(manager._siblings.coming),
-            list(manager.tiers.orders._moves),
+            list(manager.tiers.orders.moves),
             pages.num_free,
             pages.num_pinned,
         )

@@ -12,8 +12,8 @@ def waiting():
     """a, b and c in the queue; r has lost its room."""
     waiting = Waiting(queue=FcfsQueue())
     for name in "abc":
-        waiting.queue.add(make_sequence(name, 4))
-    waiting.resumed.appendleft(make_sequence("r", 4))
+        waiting.add(make_sequence(name, 4))
+    waiting.resume(make_sequence("r", 4))
     return waiting
 
 
@@ -26,7 +26,7 @@ def names(sequences):
 
 
 def test_who_lost_its_room_goes_before_the_queue(waiting):
-    assert len(waiting) == 4
+    assert waiting.count == 4
     assert names(waiting.front()) == ["r", "a", "b", "c"]
     assert names(waiting.once_loaded(2)) == ["r", "a"]
     resumed = waiting.next(())
@@ -34,7 +34,7 @@ def test_who_lost_its_room_goes_before_the_queue(waiting):
     assert waiting.next((resumed,)).request_id == "a"
     assert not waiting.may_be_passed(resumed)
     waiting.start(resumed)
-    assert (len(waiting), waiting.next(()).request_id) == (3, "a")
+    assert (waiting.count, waiting.next(()).request_id) == (3, "a")
 
 
 def test_who_is_favoured_is_admitted_first_and_only_once(waiting):
@@ -64,6 +64,6 @@ def test_a_line_has_another_version_only_when_the_order_is_another(waiting):
     assert starved.members == ("r", "c", "a", "b")
     assert starved.version > line.version
     newcomer = make_sequence("d", 4)
-    waiting.queue.add(newcomer)
-    waiting.queue.remove(newcomer)
+    waiting.add(newcomer)
+    waiting.remove(newcomer)
     assert waiting.line(queued(waiting, "c")).version == starved.version
