@@ -139,7 +139,7 @@ class CacheManager:
         if self._saver.put_off:
             self._saver.catch_up()
         self._ahead.plan(line, starting, now)
-        if tiers.writes.has_work:
+        if tiers.writes.has_work(self._running.changes):
             self.sessions.write_behind(now)
         if tiers.dram.resident > tiers.dram.most_resident:
             tiers.dram.trim()

@@ -53,10 +53,11 @@ class WriteBehind:
         self._run: set[SessionName] = set()  # dirty sessions that were seen to run
         self._runners = -1  # `runners` when they were seen
 
-    @property
-    def has_work(self) -> bool:
-        """Whether `plan` has anything to look at."""
-        return bool(self._unrecorded or self._dirty.sessions or self._disk.refused)
+    def has_work(self, runners: int) -> bool:
+        """Whether `plan` has anything to look at. While a turn runs, what is dirty is mostly its own, and was looked at
+        when it changed."""
+        is_new = (self._dirty.changes, runners) != self._seen
+        return bool((is_new and self._dirty.sessions) or self._unrecorded or self._disk.refused)
 
     @property
     def in_flight(self) -> int:
