@@ -79,7 +79,7 @@ def summarize(server: SimulatedServer) -> Result:
         dram_bytes=machine.dram_bytes if kept else 0.0,
         disk_bytes=machine.disk_bytes if kept else 0.0,
     )
-    moved = {**server.moved, "fetched": server.ahead.fetched_bytes}
+    moved = {**server.loads.moved, "fetched": server.ahead.fetched_bytes}
     for name, tier in server.store.tiers.items():
         moved |= {f"evicted_{name}": tier.evicted, f"refused_{name}": tier.refused, f"written_{name}": tier.written}
     return Result(

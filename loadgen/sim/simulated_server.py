@@ -17,6 +17,7 @@ from loadgen.sim.ahead import SimulatedLookAhead
 from loadgen.sim.context_window import ContextWindow
 from loadgen.sim.disk import Disk
 from loadgen.sim.future import ByNextTurn, NextTurns
+from loadgen.sim.loads import SimulatedLoads
 from loadgen.sim.machine import Config, Machine
 from loadgen.sim.policies import SIMULATED_POLICIES
 from loadgen.sim.store import SimulatedStore
@@ -55,7 +56,6 @@ class SimulatedServer:
         self.records: list[TurnRecord] = []  # in the order of their starts
         self.prefill_s = self.decode_s = self.stalled_s = 0.0
         self.prefilled_tokens = self.decoded_tokens = self.recomputed_tokens = 0
-        self.moved = {"hbm": 0.0, "dram": 0.0, "disk": 0.0}  # bytes into HBM by source
         self.marks: list[tuple[float, float]] = []  # (seconds, busy seconds) at every start
         self._future = future
         self.store = SimulatedStore(
@@ -78,6 +78,7 @@ class SimulatedServer:
         )
         self.disk = Disk(machine.disk_to_dram, machine.dram_bytes)
         self.ahead = SimulatedLookAhead(machine, config, self.store, self.queue, self.disk)
+        self.loads = SimulatedLoads(machine, config, self.store, self.window, self.disk, self.ahead)
         self._arrivals: list[tuple[float, int, LiveSession]] = []  # a heap
         self._pushed = 0
         self._waiting: dict[str, LiveTurn] = {}  # by request id
@@ -87,7 +88,6 @@ class SimulatedServer:
         self._steps = 0  # decode steps so far
         self.context_sum = 0  # of the running turns
         self.running_bytes = 0.0
-        self._link_s = 0.0  # when the link into HBM has finished all loads
         self._loading: list[LiveTurn] = []  # waiting turns whose loads have begun
         for conversation in conversations:
             if conversation.turns:
@@ -169,30 +169,7 @@ class SimulatedServer:
 
     def residency(self, request_id: str) -> ResidencyValue:
         """Return where the KV of a waiting request is."""
-        turn = self._waiting[request_id]
-        is_loading = turn.loaded_s is not None and turn.loaded_s > self.now
-        found = self._found(turn) if turn.loaded_s is None else turn.sources
-        if turn.loaded_s is not None and not is_loading:
-            found = {"hbm": sum(found.values())}
-        hbm = found.get("hbm", 0)
-        lower = {tier: tokens for tier, tokens in found.items() if tier != "hbm"}
-        size = int(sum(lower.values()) * self.machine.kv_bytes_per_token)
-        missing = turn.record.prompt_tokens - hbm - sum(lower.values())
-        load_s = self._load_seconds(lower)
-        exposed_s = max(0.0, load_s - self.machine.costs.prefill_s(missing, turn.record.prompt_tokens - missing))
-        return ResidencyValue(hbm, lower, size, missing, hbm + sum(lower.values()), load_s, exposed_s, is_loading)
-
-    def _found(self, turn: LiveTurn) -> dict[str, int]:
-        if not self.config.reuse:
-            return {}
-        if turn.dropped and self.config.truncation == "coupled":
-            return {}
-        return self.store.found(turn.live.name, turn.dropped, turn.record.prompt_tokens - 1)
-
-    def _load_seconds(self, sources: dict[str, int]) -> float:
-        kv = self.machine.kv_bytes_per_token
-        slowest = min(self.machine.dram_to_hbm, self.machine.disk_to_dram)
-        return sources.get("dram", 0) * kv / self.machine.dram_to_hbm + sources.get("disk", 0) * kv / slowest
+        return self.loads.residency(self._waiting[request_id], self.now)
 
     def _load_ahead(self) -> None:
         """Begin loads for the next requests in line while others run (AttentionStore §3.2.1: the read buffer)."""
@@ -202,53 +179,9 @@ class SimulatedServer:
         for sequence in self.queue.once_loaded()[: self.config.load_ahead]:
             turn = self._turn_of[sequence]
             if turn.loaded_s is None and room > 0:
-                self._load(turn)
+                self.loads.begin(turn, self.now)
                 self._loading.append(turn)
                 room -= 1
-
-    def _load(self, turn: LiveTurn) -> None:
-        """Begin to load a turn's KV into HBM."""
-        record, name = turn.record, turn.live.name
-        turn.sources = self._found(turn)
-        if self.config.recompute_if_faster:
-            self._leave_what_is_slow(turn)
-        if self.config.reuse:
-            self.window.drop(turn.live, turn.dropped)
-            self.store.pin(name)
-            self.store.hit(name)
-        starts_s, seconds = self._load_starts_s(name), self._load_seconds(turn.sources)
-        turn.loaded_s = starts_s + seconds if seconds else self.now
-        if from_disk := turn.sources.get("disk", 0):
-            read = self._load_seconds({"disk": from_disk})
-            turn.loaded_s = self.disk.read(from_disk * self.machine.kv_bytes_per_token, starts_s, read)
-            turn.loaded_s += seconds - read
-        if seconds:
-            self._link_s = turn.loaded_s
-        record.load_s = seconds
-        record.sources = {tier: tokens for tier, tokens in turn.sources.items() if tokens}
-        for tier, tokens in record.sources.items():
-            self.moved[tier] += tokens * self.machine.kv_bytes_per_token
-
-    def _load_starts_s(self, name: str) -> float:
-        """Return when the link is free and the session's current fetch, if any, has arrived."""
-        starts_s = max(self.now, self._link_s)
-        if self.ahead.fetching is not None and self.ahead.fetching[1] == name:
-            starts_s = max(starts_s, self.ahead.fetching[0])
-        return starts_s
-
-    def _leave_what_is_slow(self, turn: LiveTurn) -> None:
-        """Load no more of what was found than makes the first token earlier."""
-        waits_s = self._load_starts_s(turn.live.name) - self.now
-        hbm = {tier: tokens for tier, tokens in turn.sources.items() if tier == "hbm"}
-
-        def seconds(sources: dict[str, int]) -> float:
-            found = sum(sources.values())
-            compute_s = self.machine.costs.prefill_s(turn.record.prompt_tokens - found, found)
-            loads = any(tokens for tier, tokens in sources.items() if tier != "hbm")
-            return max(compute_s, waits_s + self._load_seconds(sources)) if loads else compute_s
-
-        without_disk = {tier: tokens for tier, tokens in turn.sources.items() if tier != "disk"}
-        turn.sources = min((turn.sources, without_disk, hbm), key=seconds)
 
     # --- compute ------------------------------------------------------------------------------------------------------
 
@@ -261,19 +194,13 @@ class SimulatedServer:
         if sequence is None:
             return None
         turn = self._turn_of[sequence]
-        if self._running and turn in self._loading and self.now < self._ready_s(turn):
+        if self._running and turn in self._loading and self.now < self.loads.ready_s(turn):
             return None  # running turns continue meanwhile
         if self.machine.hbm_shared and self._running:
             needed = self._reserved(turn.record)
             if self.running_bytes + needed > self.machine.hbm_bytes:
                 return None
         return turn
-
-    def _ready_s(self, turn: LiveTurn) -> float:
-        """Return the time from which a load that is under way ends no later than its computation."""
-        assert turn.loaded_s is not None
-        found = turn.record.hit_tokens
-        return turn.loaded_s - self.machine.costs.prefill_s(turn.record.prompt_tokens - found, found)
 
     def _reserved(self, record: TurnRecord) -> float:
         tokens = min(self.machine.window, record.prompt_tokens + record.answer_tokens)
@@ -282,7 +209,7 @@ class SimulatedServer:
     def _start(self, turn: LiveTurn) -> None:
         record, sequence = turn.record, turn.sequence
         if turn.loaded_s is None:
-            self._load(turn)
+            self.loads.begin(turn, self.now)
         elif turn in self._loading:
             self._loading.remove(turn)
         assert turn.loaded_s is not None
@@ -354,7 +281,7 @@ class SimulatedServer:
         """Let all running turns decode until the next event."""
         rows, costs = len(self._running), self.machine.costs
         steps = self._running[0][0] - self._steps
-        ready_s = min((self._ready_s(turn) for turn in self._loading), default=math.inf)
+        ready_s = min((self.loads.ready_s(turn) for turn in self._loading), default=math.inf)
         event_s = min(self._next_event(), ready_s if ready_s > self.now else math.inf) - self.now
         if event_s < math.inf and steps > 1:
             one_s = costs.decode_s(1, rows, self.context_sum)

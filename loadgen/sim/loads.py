@@ -1,0 +1,104 @@
+"""Loads into HBM: what is found for a turn, and when it will be there. The link carries one load at a time."""
+
+from cache.stats import ResidencyValue
+from loadgen.sim.ahead import SimulatedLookAhead
+from loadgen.sim.context_window import ContextWindow
+from loadgen.sim.disk import Disk
+from loadgen.sim.machine import Config, Machine
+from loadgen.sim.store import SimulatedStore
+from loadgen.sim.turn import LiveTurn
+
+
+class SimulatedLoads:
+    """The loads of one run. Times are seconds of its virtual clock."""
+
+    def __init__(
+        self,
+        machine: Machine,
+        config: Config,
+        store: SimulatedStore,
+        window: ContextWindow,
+        disk: Disk,
+        ahead: SimulatedLookAhead,
+    ) -> None:
+        self.moved = {"hbm": 0.0, "dram": 0.0, "disk": 0.0}  # bytes into HBM by source
+        self._machine, self._config = machine, config
+        self._store, self._window = store, window
+        self._disk, self._ahead = disk, ahead
+        self._link_s = 0.0  # when the link into HBM has finished all loads
+
+    def residency(self, turn: LiveTurn, now: float) -> ResidencyValue:
+        """Return where the KV of a waiting turn is."""
+        is_loading = turn.loaded_s is not None and turn.loaded_s > now
+        found = self._found(turn) if turn.loaded_s is None else turn.sources
+        if turn.loaded_s is not None and not is_loading:
+            found = {"hbm": sum(found.values())}
+        hbm = found.get("hbm", 0)
+        lower = {tier: tokens for tier, tokens in found.items() if tier != "hbm"}
+        size = int(sum(lower.values()) * self._machine.kv_bytes_per_token)
+        missing = turn.record.prompt_tokens - hbm - sum(lower.values())
+        load_s = self._seconds(lower)
+        exposed_s = max(0.0, load_s - self._machine.costs.prefill_s(missing, turn.record.prompt_tokens - missing))
+        return ResidencyValue(hbm, lower, size, missing, hbm + sum(lower.values()), load_s, exposed_s, is_loading)
+
+    def begin(self, turn: LiveTurn, now: float) -> None:
+        """Begin to load a turn's KV into HBM."""
+        record, name = turn.record, turn.live.name
+        turn.sources = self._found(turn)
+        if self._config.recompute_if_faster:
+            self._leave_what_is_slow(turn, now)
+        if self._config.reuse:
+            self._window.drop(turn.live, turn.dropped)
+            self._store.pin(name)
+            self._store.hit(name)
+        starts_s, seconds = self._starts_s(name, now), self._seconds(turn.sources)
+        turn.loaded_s = starts_s + seconds if seconds else now
+        if from_disk := turn.sources.get("disk", 0):
+            read = self._seconds({"disk": from_disk})
+            turn.loaded_s = self._disk.read(from_disk * self._machine.kv_bytes_per_token, starts_s, read)
+            turn.loaded_s += seconds - read
+        if seconds:
+            self._link_s = turn.loaded_s
+        record.load_s = seconds
+        record.sources = {tier: tokens for tier, tokens in turn.sources.items() if tokens}
+        for tier, tokens in record.sources.items():
+            self.moved[tier] += tokens * self._machine.kv_bytes_per_token
+
+    def ready_s(self, turn: LiveTurn) -> float:
+        """Return the time from which a load that is under way ends no later than its computation."""
+        assert turn.loaded_s is not None
+        found = turn.record.hit_tokens
+        return turn.loaded_s - self._machine.costs.prefill_s(turn.record.prompt_tokens - found, found)
+
+    def _found(self, turn: LiveTurn) -> dict[str, int]:
+        if not self._config.reuse:
+            return {}
+        if turn.dropped and self._config.truncation == "coupled":
+            return {}
+        return self._store.found(turn.live.name, turn.dropped, turn.record.prompt_tokens - 1)
+
+    def _seconds(self, sources: dict[str, int]) -> float:
+        kv = self._machine.kv_bytes_per_token
+        slowest = min(self._machine.dram_to_hbm, self._machine.disk_to_dram)
+        return sources.get("dram", 0) * kv / self._machine.dram_to_hbm + sources.get("disk", 0) * kv / slowest
+
+    def _starts_s(self, name: str, now: float) -> float:
+        """Return when the link is free and the session's current fetch, if any, has arrived."""
+        starts_s = max(now, self._link_s)
+        if self._ahead.fetching is not None and self._ahead.fetching[1] == name:
+            starts_s = max(starts_s, self._ahead.fetching[0])
+        return starts_s
+
+    def _leave_what_is_slow(self, turn: LiveTurn, now: float) -> None:
+        """Load no more of what was found than makes the first token earlier."""
+        waits_s = self._starts_s(turn.live.name, now) - now
+        hbm = {tier: tokens for tier, tokens in turn.sources.items() if tier == "hbm"}
+
+        def seconds(sources: dict[str, int]) -> float:
+            found = sum(sources.values())
+            compute_s = self._machine.costs.prefill_s(turn.record.prompt_tokens - found, found)
+            loads = any(tokens for tier, tokens in sources.items() if tier != "hbm")
+            return max(compute_s, waits_s + self._seconds(sources)) if loads else compute_s
+
+        without_disk = {tier: tokens for tier, tokens in turn.sources.items() if tier != "disk"}
+        turn.sources = min((turn.sources, without_disk, hbm), key=seconds)
