@@ -11,12 +11,10 @@ model by mistake loses nothing.
 import contextlib
 import errno
 import logging
-import mmap
 import os
 import sqlite3
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -25,10 +23,11 @@ from typing import TypeVar
 from cache.blocks.stored import ExtentInfo, SessionRecord, StoredBlock
 from cache.storage.directory_lock import DirectoryLock, DirectoryLocked
 from cache.storage.errors import BlockMissing, TierFailed, TierFull
-from cache.storage.extent_file import CHUNK_BYTES, io_buffer, remove_extent, temporary_of, write_extent
-from cache.storage.extent_format import MAX_EXTENT_ID, ExtentHeader, Layout, check_segments, encode_header
+from cache.storage.extent_file import remove_extent
+from cache.storage.extent_format import MAX_EXTENT_ID, check_segments
 from cache.storage.extent_opener import READ_THREADS, ExtentOpener
 from cache.storage.extent_reader import ExtentReader, flat
+from cache.storage.extent_writer import WRITE_THREADS, ExtentWriter
 from cache.storage.index import DiskIndex
 from cache.storage.io_threads import Beat, IoDeadline, IoThreads
 from cache.storage.rare_log import RareLog
@@ -38,8 +37,6 @@ from cache.storage.space import DiskSpace
 from cache.storage.thread_priority import WRITING
 from cache.storage.throttle import Throttle
 
-# separate from the read threads, so that reads do not wait for writes that hang, nor writes for reads
-WRITE_THREADS = 4
 MAX_FINGERPRINT_BYTES = 64
 _NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 log = logging.getLogger(__name__)
@@ -76,9 +73,7 @@ class ExtentStore:
             raise ValueError(f"a fingerprint has 1 to {MAX_FINGERPRINT_BYTES} bytes")
         check_segments(segment_bytes)
         self.capacity_bytes = capacity_bytes
-        self._fingerprint = fingerprint
-        self._segment_bytes = tuple(segment_bytes)
-        self._key = key
+        self._num_layers = len(segment_bytes)
         self._directory = directory
         self._deadline_s = deadline_s
         self._held = DirectoryLock(directory, owner)
@@ -97,12 +92,18 @@ class ExtentStore:
             key=key,
             throttle=Throttle(bytes_per_s=read_bytes_per_s, clock=time.monotonic, sleep=time.sleep),
         )
-        self._writing = Throttle(bytes_per_s=write_bytes_per_s, clock=time.monotonic, sleep=time.sleep)
+        self._writer = ExtentWriter(
+            shards=self._shards,
+            space=self._space,
+            fingerprint=fingerprint,
+            segment_bytes=segment_bytes,
+            key=key,
+            throttle=Throttle(bytes_per_s=write_bytes_per_s, clock=time.monotonic, sleep=time.sleep),
+        )
         self._reads: IoThreads | None = None
         self._writes: IoThreads | None = None  # also deletes and updates the index
         self._log = RareLog()
         self._making = threading.Lock()  # held while the directory is made again; taken before `_lock`
-        self._write_buffers: deque[mmap.mmap] = deque(maxlen=WRITE_THREADS)
 
         self._lock = threading.Lock()  # guards what follows; never held during I/O
         self._last_id = 0
@@ -164,42 +165,27 @@ class ExtentStore:
         read until this returns or raises (after a missed deadline perhaps later, but the result is discarded).
         Raises TierFull (the cap, the file system's floor, no space) or TierFailed (read-only, broken, deadline, or more
         than a record may hold). No answer depends on success."""
-        views = [[flat(view) for view in segments(layer)] for layer in range(len(self._segment_bytes))]
+        views = [[flat(view) for view in segments(layer)] for layer in range(self._num_layers)]
         extent_id = self._new_id()
         try:
-            for size, layer_views in zip(self._segment_bytes, views, strict=True):
-                if sum(map(len, layer_views)) != size * len(blocks):
-                    raise ValueError(f"a segment of this layer has {size} bytes")
-            header = ExtentHeader(
-                fingerprint=self._fingerprint,
-                extent_id=extent_id,
-                session=session,
-                blocks=tuple(blocks),
-                segment_bytes=self._segment_bytes,
-                checksums=checksums,
-            )
-            start = encode_header(header, self._key)
+            extent = self._writer.encode(extent_id, session, blocks, checksums, views)
         except ValueError as error:
             raise TierFailed(f"write: {error}", reason="format") from error
-        layout = Layout.of(header_bytes=len(start), segment_bytes=self._segment_bytes, num_blocks=len(blocks))
-        info = ExtentInfo(header.extent_id, session, header.blocks, layout.size_bytes)
 
         def store(beat: Beat) -> float:
             self._ensure_directory(beat)
-            self._space.reserve(layout.size_bytes)
-            due = self._writing.book(layout.size_bytes)
-            self._store(info.extent_id, start, layout, views, beat)
+            due = self._writer.write(extent, beat)
             beat()
             try:
-                self._index.add(info, stamp=info.extent_id)
+                self._index.add(extent.info, stamp=extent_id)
             except sqlite3.Error as error:
                 problem = "extent %016x and some before it are not in the index and will be found by their headers: %s"
-                self._log.warn("index", problem, info.extent_id, error)
+                self._log.warn("index", problem, extent_id, error)
             return due
 
-        due = self._do("write", store, late=partial(self._forget, [info.extent_id]))
-        self._writing.wait(due)
-        return info
+        due = self._do("write", store, late=partial(self._forget, [extent_id]))
+        self._writer.wait(due)
+        return extent.info
 
     def reader(self, extent_id: int) -> ExtentReader:
         """Open an extent and verify its header. Raises BlockMissing."""
@@ -283,31 +269,6 @@ class ExtentStore:
             if self._last_id > MAX_EXTENT_ID:
                 raise TierFailed("no extent ids are left: what does the clock say?", reason="format")
             return self._last_id
-
-    def _store(
-        self, extent_id: int, header: bytes, layout: Layout, views: Sequence[Sequence[memoryview]], beat: Beat
-    ) -> None:
-        path, stored = self._shards.path(extent_id), False
-        try:
-            self._shards.make_missing(extent_id, beat)
-            beat()
-            self._write_file(path, header, layout, views, beat)
-            stored = True
-        finally:
-            stays = stored or os.path.exists(path) or os.path.exists(temporary_of(path))
-            self._space.settle(extent_id, layout.size_bytes, stored=stored, stays=stays)
-
-    def _write_file(
-        self, path: str, header: bytes, layout: Layout, views: Sequence[Sequence[memoryview]], beat: Beat
-    ) -> None:
-        try:
-            buffer = self._write_buffers.pop()
-        except IndexError:
-            buffer = io_buffer(CHUNK_BYTES)
-        try:
-            write_extent(path=path, header=header, layout=layout, segments=views, buffer=buffer, beat=beat)
-        finally:
-            self._write_buffers.append(buffer)
 
     def _remove(self, extent_id: int) -> None:
         remove_extent(self._shards.path(extent_id))

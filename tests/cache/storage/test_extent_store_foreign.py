@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cache.storage import extent_store
+from cache.storage import extent_store, extent_writer
 from cache.storage.errors import TierFailed
 from cache.storage.extent_format import FORMAT_VERSION, MAX_EXTENT_ID
 from tests.cache.storage.disk_helpers import (
@@ -148,7 +148,7 @@ def test_an_empty_file_with_the_highest_id_leaves_ids_for_ours(tmp_path, fingerp
 
 
 def test_what_no_record_can_hold_is_not_written_and_ends_nobody(tier, monkeypatch):
-    monkeypatch.setattr(extent_store, "encode_header", lambda *_: (_ for _ in ()).throw(ValueError("too large")))
+    monkeypatch.setattr(extent_writer, "encode_header", lambda *_: (_ for _ in ()).throw(ValueError("too large")))
     with pytest.raises(TierFailed, match="too large"):
         put(tier, "x")
     monkeypatch.undo()

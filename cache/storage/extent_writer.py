@@ -1,0 +1,112 @@
+"""Writes extents: encodes the header, reserves the room and stores the bytes, all or nothing."""
+
+import mmap
+import os
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from cache.blocks.stored import ExtentInfo, SessionRecord, StoredBlock
+from cache.storage.extent_file import CHUNK_BYTES, io_buffer, temporary_of, write_extent
+from cache.storage.extent_format import ExtentHeader, Layout, encode_header
+from cache.storage.io_threads import Beat
+from cache.storage.shards import Shards
+from cache.storage.space import DiskSpace
+from cache.storage.throttle import Throttle
+
+# separate from the read threads, so that reads do not wait for writes that hang, nor writes for reads
+WRITE_THREADS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedExtent:
+    """An extent as it will be written."""
+
+    info: ExtentInfo
+    header: bytes
+    layout: Layout
+    segments: Sequence[Sequence[memoryview]]  # by layer: the bytes of its blocks in order, in any number of pieces
+
+
+class ExtentWriter:
+    """Thread-safe."""
+
+    def __init__(
+        self,
+        *,
+        shards: Shards,
+        space: DiskSpace,
+        fingerprint: bytes,
+        segment_bytes: Sequence[int],
+        key: bytes,
+        throttle: Throttle,
+    ) -> None:
+        """segment_bytes: of one block, by layer. key: `cache.storage.extent_format.record_key`."""
+        self._shards, self._space = shards, space
+        self._fingerprint, self._segment_bytes, self._key = fingerprint, tuple(segment_bytes), key
+        self._throttle = throttle
+        self._buffers: deque[mmap.mmap] = deque(maxlen=WRITE_THREADS)
+
+    def encode(
+        self,
+        extent_id: int,
+        session: SessionRecord,
+        blocks: Sequence[StoredBlock],
+        checksums: bytes,
+        segments: Sequence[Sequence[memoryview]],
+    ) -> EncodedExtent:
+        """Raises ValueError for segments of another size, and for more than a record may hold."""
+        for size, pieces in zip(self._segment_bytes, segments, strict=True):
+            if sum(map(len, pieces)) != size * len(blocks):
+                raise ValueError(f"a segment of this layer has {size} bytes")
+        header = ExtentHeader(
+            fingerprint=self._fingerprint,
+            extent_id=extent_id,
+            session=session,
+            blocks=tuple(blocks),
+            segment_bytes=self._segment_bytes,
+            checksums=checksums,
+        )
+        encoded = encode_header(header, self._key)
+        layout = Layout.of(header_bytes=len(encoded), segment_bytes=self._segment_bytes, num_blocks=len(blocks))
+        return EncodedExtent(
+            ExtentInfo(extent_id, session, header.blocks, layout.size_bytes), encoded, layout, segments
+        )
+
+    def write(self, extent: EncodedExtent, beat: Beat) -> float:
+        """Write an extent, durable on return. Returns until when the bandwidth cap makes the caller wait, for `wait`.
+        Blocks: called in an I/O thread. Raises TierFull, OSError."""
+        extent_id, size_bytes = extent.info.extent_id, extent.info.size_bytes
+        self._space.reserve(size_bytes)
+        due = self._throttle.book(size_bytes)
+        path, stored = self._shards.path(extent_id), False
+        try:
+            self._shards.make_missing(extent_id, beat)
+            beat()
+            self._write_file(path, extent, beat)
+            stored = True
+        finally:
+            stays = stored or os.path.exists(path) or os.path.exists(temporary_of(path))
+            self._space.settle(extent_id, size_bytes, stored=stored, stays=stays)
+        return due
+
+    def wait(self, due: float) -> None:
+        """Wait as long as the bandwidth cap demands. Not in an I/O thread, whose deadline measures the device."""
+        self._throttle.wait(due)
+
+    def _write_file(self, path: str, extent: EncodedExtent, beat: Beat) -> None:
+        try:
+            buffer = self._buffers.pop()
+        except IndexError:
+            buffer = io_buffer(CHUNK_BYTES)
+        try:
+            write_extent(
+                path=path,
+                header=extent.header,
+                layout=extent.layout,
+                segments=extent.segments,
+                buffer=buffer,
+                beat=beat,
+            )
+        finally:
+            self._buffers.append(buffer)
