@@ -1,1 +1,1 @@
-"""One turn, from a checked request to the end of its answer."""
+"""Runs one turn, from a checked request to the end of its answer."""

@@ -1,4 +1,4 @@
-"""The text side of one answer: tokens in, text and logprobs out."""
+"""Makes the text of one answer: tokens in, text and logprobs out."""
 
 from bisect import bisect_left, bisect_right
 from collections import deque
@@ -17,16 +17,16 @@ from engine.messages import (
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """What one choice has to say next."""
+    """The next piece of one choice."""
 
     choice: int
     parts: AnswerParts
-    logprobs: list[dict[str, Any]] | None  # None: not asked for
+    logprobs: list[dict[str, Any]] | None  # None: the request did not ask for them
     finish_reason: str | None
 
 
 class Answer:
-    """The text side of one choice: tokens in, text and logprobs that are safe to show out."""
+    """Makes the text of one choice: tokens in, text and logprobs that are safe to show out."""
 
     def __init__(
         self,
@@ -41,7 +41,7 @@ class Answer:
     ) -> None:
         self.index = index
         self.token_ids: list[int] = []
-        self.text = ""  # all of it, whatever it says
+        self.text = ""  # all of it: content, reasoning and calls
         self.finish_reason: str | None = None
         self.report: TokensBySource | None = None
         self.timings: Timings | None = None
@@ -54,13 +54,13 @@ class Answer:
         self._shows_stop = shows_stop
         self._min_tokens = min_tokens
         self._parser = parser
-        self._unsearched = 0  # characters of the first `min_tokens` tokens, in which no stop string counts
-        self._logprobs: deque[dict[str, Any]] = deque()  # of the tokens whose text is not shown yet
+        self._unsearched = 0  # characters of the first `min_tokens` tokens, in which stop strings do not count
+        self._logprobs: deque[dict[str, Any]] = deque()  # logprobs of tokens whose text is not shown yet
         self._shown_logprobs = 0
 
     @property
     def content(self) -> str:
-        """The part of the text that is said to the user."""
+        """The part of the text that is for the user."""
         return self._parser.content
 
     @property
@@ -69,7 +69,7 @@ class Answer:
 
     @property
     def reasoning_tokens(self) -> int:
-        """Count the tokens of thought of an answer that is over, with the tags around it."""
+        """Number of tokens of thought, with the tags around it, once the answer is over."""
         if not self._parser.thought_chars:
             return 0
         return min(len(self.token_ids), bisect_right(self.text_ends, self._parser.thought_chars))
@@ -80,7 +80,7 @@ class Answer:
 
     @property
     def text_ends(self) -> list[int]:
-        """Per token, the number of characters complete behind it; goes beyond `text` where a stop string cut it."""
+        """Per token, the number of characters complete after it; exceeds `text` where a stop string cut that."""
         return self._detokenizer.text_ends
 
     @property
@@ -93,11 +93,11 @@ class Answer:
 
     @property
     def kept_tokens(self) -> int:
-        """Leading tokens all of whose text is in the answer."""
+        """Number of leading tokens whose whole text is in the answer."""
         return tokens_within(self.text_ends, len(self.text)) if self._finder.hit else len(self.token_ids)
 
     def push(self, output: Output) -> Delta | None:
-        """None while there is nothing to show. Tokens behind a stop string are dropped."""
+        """Take tokens in. Returns what there is to show, or None. Tokens after a stop string are dropped."""
         shown_before = len(self.text)
         for position, token_id in enumerate(output.token_ids):
             self.token_ids.append(token_id)
@@ -123,14 +123,14 @@ class Answer:
         return Delta(self.index, parts, logprobs, self.finish_reason)
 
     def flush(self) -> None:
-        """Nothing more will come: what was held back belongs to the answer."""
+        """Add what was held back to the answer, because nothing more will come."""
         shown_before = len(self.text)
         self._flush_text()
         self._parser.push(self.text[shown_before:])
         self._parser.flush()
 
     def note_prompt(self, values: list[TokenLogprob], token_ids: list[int]) -> None:
-        """Log-probabilities of the prompt's tokens behind the first."""
+        """Keep the log-probabilities of the prompt's tokens after the first."""
         self.prompt_logprobs = [
             self._logprob(token_id, value) for token_id, value in zip(token_ids[1:], values, strict=True)
         ]
@@ -148,7 +148,7 @@ class Answer:
             self.text += self._finder.push(piece)
 
     def token_entry(self, token_id: int, logprob: float | None = None) -> dict[str, Any]:
-        """A token as it is said; without a logprob where nothing stands before it."""
+        """Return a token as clients see it. logprob: None for the first token of a prompt."""
         text, raw = self._tokenizer.token_text(token_id)
         # JSON has no infinity; OpenAI reports a token outside the distribution as -9999.
         value = None if logprob is None else max(logprob, -9999.0)
@@ -159,7 +159,7 @@ class Answer:
         return {**self.token_entry(token_id, value.logprob), "top_logprobs": top}
 
     def _shown(self) -> list[dict[str, Any]]:
-        """The logprobs that became due: those of tokens whose text is out."""
+        """Return the logprobs that became due: those of tokens whose text is out."""
         due = self.kept_tokens if self.finish_reason else bisect_right(self.text_ends, len(self.text))
         count = max(0, due - self._shown_logprobs)
         self._shown_logprobs += count
@@ -167,7 +167,7 @@ class Answer:
 
 
 def tokens_within(text_ends: list[int], end: int) -> int:
-    """How many leading tokens lie wholly in the first `end` characters.
+    """Count the leading tokens that lie wholly in the first `end` characters.
 
     A token that added no text may hold the first bytes of a character that is cut off: at the end it does not count.
     """

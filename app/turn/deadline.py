@@ -1,4 +1,4 @@
-"""How long a request may take in all: as long as its client asked for, but no longer than the server allows."""
+"""Limits how long a request may take: as long as its client asked for, but no longer than the server allows."""
 
 import asyncio
 import math
@@ -13,15 +13,16 @@ HEADER = "X-Request-Timeout"
 
 @dataclass(frozen=True, slots=True)
 class Deadline:
-    """On the monotonic clock, which is that of the event loop."""
+    """The end of a request's time, on the monotonic clock, which is that of the event loop."""
 
     at_s: float
     timeout_s: float
-    by_client: bool  # it asked for less than the server allows
+    by_client: bool  # whether the client asked for less than the server allows
 
     @classmethod
     def of(cls, *, arrived_s: float, field_s: float | None, header: str | None, limit_s: float) -> "Deadline":
-        """The body's field wins over the header. Raises ApiError 400 for a header that is no number of seconds."""
+        """Return a request's deadline. field_s: from the body, which wins over the header. Raises ApiError 400 for a
+        header that is no number of seconds."""
         asked_s = field_s if field_s is not None else _seconds(header)
         timeout_s = limit_s if asked_s is None else min(asked_s, limit_s)
         return cls(arrived_s + timeout_s, timeout_s, asked_s is not None and asked_s < limit_s)
@@ -31,7 +32,7 @@ class Deadline:
         return time.monotonic() >= self.at_s
 
     def limit(self) -> asyncio.Timeout:
-        """A context that raises TimeoutError at the deadline."""
+        """Return a context that raises TimeoutError at the deadline."""
         return asyncio.timeout(self.at_s - time.monotonic())
 
     def error(self, *, retry_after_s: float) -> ApiError:

@@ -1,4 +1,4 @@
-"""One answer, or n of them: tokens from the engine in, what they say out. Plain and streamed answers share it."""
+"""Generates the answers to one request: tokens from the engine in, text out. Plain and streamed answers share it."""
 
 import asyncio
 import time
@@ -30,14 +30,14 @@ from engine.process.client import EngineLost
 
 @dataclass(frozen=True, slots=True)
 class Admitted:
-    """A request that holds its places."""
+    """A request that was admitted and holds its places."""
 
     tenant: str
     arrived_s: float  # monotonic clock
     model: ModelInfo
-    ticket: Ticket  # for its places
+    ticket: Ticket  # gives its places back
     deadline: Deadline
-    service_tier: str  # in which it is served
+    service_tier: str  # the tier in which it is served
     weight: float  # share of the engine that it gets, against requests of weight 1
 
 
@@ -59,19 +59,19 @@ class Generation(AsyncIterator[Delta]):
         observer: TurnObserver,
         on_close: Callable[["Generation"], None],
     ) -> None:
-        """`outputs` answer `submit`, which was made of `prepared`. `on_close` is called once, when all is over."""
+        """outputs: the engine's answer to `submit`, which was made of `prepared`. on_close: called once, at the end."""
         self.request_id = submit.request_id
         self.tenant = admitted.tenant
         self.created = int(time.time())
         self.model = admitted.model
         self.sampling = submit.sampling
         self.prompt = prepared.prompt
-        self.token_ids = prepared.token_ids  # of the prompt, and of the answer's beginning where the client gave one
+        self.token_ids = prepared.token_ids  # of the prompt, and of an answer's beginning that the client gave
         self.arrived_s = admitted.arrived_s
         self.service_tier = admitted.service_tier
         self.limit_headers = admitted.ticket.headers
         self.choices = choices
-        self.closed = asyncio.Event()  # what was generated is recorded, or soon will be: before whatever follows
+        self.closed = asyncio.Event()  # set when what was generated is recorded, or is in line to be
         self._closed = False
         self._deadline = admitted.deadline
         self._ticket = admitted.ticket
@@ -89,15 +89,15 @@ class Generation(AsyncIterator[Delta]):
 
     @property
     def report(self) -> TokensBySource | None:
-        """The report of the first choice that has one: it paid for the prompt, its siblings found it cached."""
+        """The report of the first choice that has one. It paid for the prompt; its siblings found that cached."""
         return next((choice.report for choice in self.choices if choice.report is not None), None)
 
     async def wait_first(self, timeout_s: float) -> None:
-        """Wait a while for the first delta, so that what goes wrong before it can still be answered with a status."""
+        """Wait a while for the first delta, so that an error before it can still be answered with a status."""
         self._upcoming = asyncio.create_task(self._next())
         done, _ = await asyncio.wait({self._upcoming}, timeout=timeout_s)
         for task in done:
-            task.result()  # raises what the answer to the request is; a delta stays where it is
+            task.result()  # raises the error that is to be the answer; a delta stays for `__anext__`
 
     async def __anext__(self) -> Delta:
         if self._upcoming is not None:
@@ -110,7 +110,7 @@ class Generation(AsyncIterator[Delta]):
         return delta
 
     async def aclose(self) -> None:
-        """Idempotent. What was generated so far is recorded."""
+        """End the generation and record what was generated so far. Idempotent."""
         if self._closed:
             return
         self._closed = True
@@ -130,7 +130,7 @@ class Generation(AsyncIterator[Delta]):
             self.closed.set()
 
     def may_have_said(self, content: str) -> bool:
-        """Whether one of its answers, as far as they have come, begins so."""
+        """Whether one of the answers, as far as they have come, begins with this content."""
         return any(choice.content.startswith(content) for choice in self.choices)
 
     async def _next(self) -> Delta | None:
@@ -141,7 +141,8 @@ class Generation(AsyncIterator[Delta]):
             raise self._failed(self._deadline.error(retry_after_s=self._ticket.retry_after_s)) from None
 
     async def _next_delta(self) -> Delta | None:
-        """Raises TimeoutError past the deadline also where it never had to wait; cancelled there by the deadline."""
+        """Return the next delta, or None at the end. Raises TimeoutError past the deadline even if it never had to
+        wait; a wait is cancelled by the deadline."""
         while self._open:
             if self._deadline.is_over:
                 raise TimeoutError

@@ -1,17 +1,17 @@
-"""Where a prompt's KV came from, by the names that clients, metrics, logs and traces share."""
+"""Names where a prompt's KV came from, alike for clients, metrics, logs and traces."""
 
 from engine.messages import TokensBySource
 
-CACHED = ("hbm", "dram", "disk", "redis")  # no KV lies in Redis yet: clients are told of it, so that none has to change
+CACHED = ("hbm", "dram", "disk", "redis")  # no KV lies in Redis yet; it is named so that clients need not change then
 SOURCES = (*CACHED, "computed")
 
 
 def tokens_by_source(report: TokensBySource) -> dict[str, int]:
-    """One entry for each of SOURCES, in their order; together the prompt."""
+    """Return source -> tokens, with an entry for each of SOURCES, in their order. Together they are the prompt."""
     found = report.by_source()
     return {source: found.get(source, 0) for source in SOURCES}
 
 
 def source_fields(report: TokensBySource) -> dict[str, int]:
-    """The same as `hbm_tokens`, `dram_tokens` and so on, which is how JSON and log records name them."""
+    """Return the same under the names of JSON and log records: `hbm_tokens`, `dram_tokens` and so on."""
     return {f"{source}_tokens": tokens for source, tokens in tokens_by_source(report).items()}

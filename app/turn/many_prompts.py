@@ -1,4 +1,4 @@
-"""Several generations as one: a text completion of many prompts."""
+"""Joins several generations into one: a text completion of many prompts."""
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
@@ -11,7 +11,7 @@ _Item = Delta | Exception | None
 
 
 class ManyPrompts(AsyncIterator[Delta]):
-    """The choices of all of them, numbered through. The first error ends them all. To be closed."""
+    """Yields the deltas of all generations, their choices numbered through. The first error ends them all. Close it."""
 
     def __init__(self, generations: Sequence[Generation]) -> None:
         self.generations = generations
@@ -21,7 +21,7 @@ class ManyPrompts(AsyncIterator[Delta]):
         self._upcoming: asyncio.Task[_Item] | None = None
 
     async def wait_first(self, timeout_s: float) -> None:
-        """As `Generation.wait_first`."""
+        """See `Generation.wait_first`."""
         self._start()
         self._upcoming = asyncio.create_task(self._items.get())
         done, _ = await asyncio.wait({self._upcoming}, timeout=timeout_s)
@@ -42,7 +42,7 @@ class ManyPrompts(AsyncIterator[Delta]):
         raise StopAsyncIteration
 
     async def aclose(self) -> None:
-        """Idempotent."""
+        """Close all generations. Idempotent."""
         tasks = [*self._running, *([self._upcoming] if self._upcoming is not None else [])]
         for task in tasks:
             task.cancel()
@@ -62,5 +62,5 @@ class ManyPrompts(AsyncIterator[Delta]):
             async for delta in generation:
                 await self._items.put(replace(delta, choice=first + delta.choice))
             await self._items.put(None)
-        except Exception as error:  # raised where it can be answered
+        except Exception as error:  # `__anext__` raises it, where it can be answered
             await self._items.put(error)

@@ -1,4 +1,4 @@
-"""What happens in a turn, told to those who count, show or trace it. The turn itself knows none of them."""
+"""Tells observers what happens in a turn, so that they can count, show or trace it. The turn knows none of them."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -12,7 +12,7 @@ log = logging.getLogger(__name__)
 
 
 class ObservedTurn(Protocol):
-    """What an observer may read of a `Generation`."""
+    """The part of a `Generation` that observers may read."""
 
     @property
     def request_id(self) -> str: ...
@@ -31,26 +31,26 @@ class ObservedTurn(Protocol):
 
 
 class TurnObserver:
-    """Override what is of interest. Called on the event loop between two tokens, so a method must return at once."""
+    """Override the methods of interest. They are called on the event loop between two tokens, so return at once."""
 
     def first_token(self, turn: ObservedTurn, answer: Answer) -> None:
-        """The first tokens of one answer have come; its report says where the KV of the prompt came from."""
+        """Note that the first tokens of an answer have come. Its report says where the KV of the prompt came from."""
 
     def gap(self, turn: ObservedTurn, seconds: float) -> None:
-        """Later tokens have come, so long after the ones before them, per token."""
+        """Note that later tokens have come. seconds: the time since the ones before them, per token."""
 
     def ended(self, turn: ObservedTurn, answer: Answer) -> None:
-        """One answer is complete. Not called when an error ends it or its client leaves."""
+        """Note that an answer is complete. Not called if an error ends it or its client leaves."""
 
     def failed(self, turn: ObservedTurn, error: ApiError) -> None:
-        """The engine refused the turn or lost it, maybe in the middle of a stream."""
+        """Note that the engine refused the turn or lost it, maybe in the middle of a stream."""
 
     def closed(self, turn: ObservedTurn) -> None:
-        """The turn is over, however it ended. Called once per turn, in the task of its request."""
+        """Note that the turn is over, however it ended. Called once per turn, in the task of its request."""
 
 
 class Observers(TurnObserver):
-    """Several observers as one. An observer that raises is logged and harms neither the turn nor the others."""
+    """Joins several observers into one. One that raises is logged, and harms neither the turn nor the others."""
 
     def __init__(self, observers: Sequence[TurnObserver]) -> None:
         self._observers = observers

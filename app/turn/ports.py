@@ -1,4 +1,4 @@
-"""What a turn needs of the engine."""
+"""Describes what a turn needs of the engine."""
 
 from collections.abc import AsyncIterator
 from typing import Protocol
@@ -14,7 +14,7 @@ from engine.messages import (
 
 
 class OutputSource(Protocol):
-    """Outputs of all choices of a request, interleaved; `engine.process.client.OutputStream`."""
+    """Yields the outputs of all choices of a request, interleaved. `engine.process.client.OutputStream` is one."""
 
     def __aiter__(self) -> AsyncIterator[Output]: ...
 

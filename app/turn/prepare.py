@@ -1,4 +1,4 @@
-"""From a request to what the engine is given, and to what is remembered of its answer."""
+"""Makes of a request what the engine is given, and decides what is remembered of its answer."""
 
 import hashlib
 import secrets
@@ -25,7 +25,7 @@ from app.turn.token_limits import TokenLimits
 from engine.messages import ModelInfo, SamplingParams, Shift, Submit
 
 MAX_TOKEN_CHARS = 256  # no vocabulary in use has longer tokens, so text beyond that is too long without tokenizing it
-TAIL_TOKENS = 8  # of a prompt, in which a template may open a thought
+TAIL_TOKENS = 8  # at the end of a prompt, in which a template may open a thought
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,13 +44,13 @@ class Prepared:
 
     request: GenerationRequest
     prompt: PreparedPrompt
-    token_ids: list[int]  # the prompt's, and those of an answer's given beginning
-    parser: Callable[[], AnswerParser]  # one for each choice
+    token_ids: list[int]  # of the prompt, and of an answer's beginning that the client gave
+    parser: Callable[[], AnswerParser]  # makes one for each choice
     record: Callable[[Answer], None]
     id_prefix: str
-    param: str  # where the prompt stands in the request
+    param: str  # the field in which the prompt stands
     grammar: str = ""
-    grammar_param: str = ""  # the field that asks for it
+    grammar_param: str = ""  # the field that asks for the grammar
     keep_first_tokens: int = 0
     message_starts: tuple[int, ...] = ()
     important: tuple[tuple[int, int], ...] = ()
@@ -58,7 +58,7 @@ class Prepared:
     prompt_logprobs: int | None = None
 
     def as_submit(self, *, tenant: str, sampling: SamplingParams, weight: float) -> Submit:
-        """`weight`: the share of the engine that the request gets, against requests of weight 1."""
+        """Return the message to the engine. weight: the request's share of it, against requests of weight 1."""
         request = self.request
         return Submit(
             request_id=f"{self.id_prefix}-{secrets.token_hex(12)}",
@@ -79,7 +79,7 @@ class Prepared:
         )
 
     def answers(self, tokenizer: ChatTokenizer) -> list[Answer]:
-        """One for each choice that the request asks for, empty."""
+        """Return an empty answer for each choice that the request asks for."""
         request = self.request
         return [
             Answer(
@@ -96,7 +96,7 @@ class Prepared:
 
 
 Prepare = Callable[[ModelInfo, str | None], Awaitable[Prepared]]
-"""(model, session id) -> what goes to the engine. Raises ApiError."""
+"""Maps (model, session id) to a prepared request. Raises ApiError."""
 
 
 async def prepare_chat(
@@ -123,7 +123,7 @@ async def prepare_chat(
     with _refusing(limits, model.max_context):
         prompt = await transcripts.prepare(
             tokenizer=tokenizer,
-            # Whoever has another salt must not even learn that somebody had the same conversation.
+            # A client with another salt must not even learn that another had the same conversation.
             tenant=f"{tenant}/{request.cache_salt}" if request.cache_salt else tenant,
             model=model.fingerprint,
             messages=messages,
@@ -190,14 +190,14 @@ def _template_args(request: ChatCompletionRequest) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One of a text completion's: its tokens, and its text if that is what the client sent."""
+    """A prompt of a text completion: its tokens, and its text if the client sent text."""
 
     token_ids: list[int]
     text: str | None
 
 
 def prepare_text(request: CompletionRequest, prompt: Prompt, session_id: str | None) -> Prepared:
-    """Nothing of it is remembered but its KV, which is found by its tokens."""
+    """Prepare a text completion. Only its KV is remembered, which is found by its tokens."""
     session_id = session_id or f"cmpl_{secrets.token_hex(13)}"
     return Prepared(
         request=request,
@@ -213,16 +213,17 @@ def prepare_text(request: CompletionRequest, prompt: Prompt, session_id: str | N
 
 
 def plain_parser() -> AnswerParser:
-    """For text that is nothing but text."""
+    """Return a parser for text without calls and thoughts."""
     return AnswerParser(style=None, names=(), parallel=True, thinks=False, in_thought=False)
 
 
 def _nothing(choice: Answer) -> None:
-    """There is no conversation to record it in."""
+    """Record nothing: there is no conversation."""
 
 
 def session_id_of(request: GenerationRequest, header: str | None) -> str | None:
-    """What the client calls its conversation. It stays inside the tenant, so it names nobody else's."""
+    """Return the client's name for its conversation, if it has one. It stays inside the tenant, so it never names
+    another tenant's. Raises ApiError."""
     if request.session_id is not None:
         return request.session_id
     if header is not None:
@@ -236,7 +237,7 @@ def session_id_of(request: GenerationRequest, header: str | None) -> str | None:
 
 
 def important_ranges(request: ChatCompletionRequest, starts: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
-    """Token ranges of the messages that are marked so; `starts` has one more entry than there are messages."""
+    """Return the token ranges of messages marked as important. starts: one more entry than there are messages."""
     marked = (
         n for n, message in enumerate(request.messages) if message.x_cache is not None and message.x_cache.important
     )
@@ -246,7 +247,7 @@ def important_ranges(request: ChatCompletionRequest, starts: tuple[int, ...]) ->
 def _keep_first_tokens(
     request: ChatCompletionRequest, messages: list[dict[str, Any]], prompt: PreparedPrompt, default: int
 ) -> int:
-    """Leading tokens that a truncation keeps: as asked, as set, or the system prompt."""
+    """Count the leading tokens that a truncation keeps: as requested, as set, or the system prompt."""
     wanted = default if request.keep_first_tokens is None else request.keep_first_tokens
     if wanted < 0:
         first = next((n for n, message in enumerate(messages) if message["role"] != "system"), len(messages))
@@ -255,7 +256,7 @@ def _keep_first_tokens(
 
 
 def _callable_names(request: ChatCompletionRequest) -> list[str]:
-    """Functions whose calls are taken for calls."""
+    """Return the functions whose calls in the answer count as calls."""
     if not request.tools or (request.tool_choice is not None and request.tool_choice.type == "none"):
         return []
     chosen = request.tool_choice.names if request.tool_choice is not None else None

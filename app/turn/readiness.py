@@ -1,4 +1,4 @@
-"""Whether requests are taken, and what loading the model has left for them."""
+"""Knows whether requests are taken, and keeps what the app needs of the loaded model."""
 
 import asyncio
 import logging
@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 
 class Status(StrEnum):
-    """What /ready says. Requests are taken in `ready` only."""
+    """The answers of /ready. Requests are taken in `ready` only."""
 
     LOADING = "loading"
     READY = "ready"
@@ -37,7 +37,7 @@ class Readiness:
 
     def __init__(self, *, engine: EnginePort, aliases: Collection[str]) -> None:
         """aliases: further names of the model."""
-        self.model: ModelInfo | None = None  # once loaded it stays, also while the engine restarts
+        self.model: ModelInfo | None = None  # stays once it is loaded, also while the engine restarts
         self.sampling_defaults: SamplingDefaults = OPENAI  # the model's own, once it is loaded
         self.loaded_s: int = 0  # unix time
         self.failure: str | None = None
@@ -61,7 +61,7 @@ class Readiness:
             self.model = msgspec.structs.replace(model, warnings=(*model.warnings, *problems))
             self.loaded_s = int(time.time())
         except (EngineFailed, TokenizerError) as error:
-            self.failure = str(error)  # `wait_loaded` tells
+            self.failure = str(error)  # `wait_loaded` raises it
         except Exception:
             self.failure = "the model could not be set up; the log has the reason"
             log.exception("setting up the model failed")
@@ -69,7 +69,7 @@ class Readiness:
             self._loaded.set()
 
     async def wait_loaded(self) -> ModelInfo:
-        """Raises EngineFailed when the model cannot be served."""
+        """Wait for the model. Raises EngineFailed if it cannot be served."""
         await self._loaded.wait()
         if self.model is None:
             raise EngineFailed(self.failure or "the engine failed")
@@ -86,7 +86,7 @@ class Readiness:
         return Status(str(self._engine.state))
 
     def require(self) -> tuple[ModelInfo, ChatTokenizer]:
-        """The model and its tokenizer. Raises ApiError 503 with Retry-After unless requests are taken."""
+        """Return the model and its tokenizer. Raises ApiError 503 with Retry-After unless requests are taken."""
         status = self.status
         if status is not Status.READY or self.model is None or self._tokenizer is None:
             message = f"The server takes no requests right now: it is {status}."
@@ -94,11 +94,11 @@ class Readiness:
         return self.model, self._tokenizer
 
     def require_loaded(self) -> ModelInfo:
-        """The model, also while no requests are taken. Raises ApiError 503 until it has been loaded once."""
+        """Return the model, even while no requests are taken. Raises ApiError 503 until it has been loaded once."""
         return self.model if self.model is not None else self.require()[0]
 
     def find_model(self, name: str) -> ModelInfo:
-        """The model by its name or an alias. Raises ApiError 404, or 503 until it has been loaded once."""
+        """Return the model by its name or an alias. Raises ApiError 404, or 503 until it has been loaded once."""
         model = self.require_loaded()
         if name != model.name and name not in self._aliases:
             raise model_not_found(name)

@@ -1,7 +1,7 @@
-"""How an answer is drawn: what the request says, else what the model's makers recommend, else OpenAI's defaults.
+"""Decides how an answer is drawn: as the request says, else as the model's makers recommend, else as OpenAI does.
 
-The recommendation is the model's generation_config.json, read as vLLM reads it (`--generation-config auto`). It is a
-file from elsewhere: a value that cannot be used is left out and told, and nothing fails for it.
+The recommendation is the model's generation_config.json, read as vLLM reads it (`--generation-config auto`). The file
+comes from elsewhere, so a value that cannot be used is left out and reported, and nothing fails because of it.
 """
 
 import json
@@ -18,7 +18,7 @@ from engine.messages import SamplingParams
 
 FILE = "generation_config.json"
 MAX_FILE_BYTES = 1 << 20
-# A field of the file -> whether a value can be used: the ranges in which a request may say it.
+# Field of the file -> whether a value can be used. The ranges are those of a request's fields.
 _FITS: dict[str, Callable[[float], bool]] = {
     "temperature": lambda value: 0 <= value <= 2,
     "top_p": lambda value: 0 <= value <= 1,
@@ -29,7 +29,7 @@ _FITS: dict[str, Callable[[float], bool]] = {
 
 
 class SamplingDefaults(msgspec.Struct, frozen=True, kw_only=True):
-    """What a request gets that says nothing."""
+    """The values for a request that sets none."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -42,7 +42,8 @@ OPENAI = SamplingDefaults()
 
 
 def read_defaults(directory: Path) -> tuple[SamplingDefaults, list[str]]:
-    """Those of the model in `directory`, and what is wrong with its file, in words for people. Blocks."""
+    """Read the defaults of the model in `directory`. Returns them and what is wrong with the file, in words for people.
+    Blocks."""
     path = directory / FILE
     try:
         if not path.is_file():
@@ -67,7 +68,7 @@ def _is_number(value: Any) -> bool:
 
 
 def sampling(request: GenerationRequest, defaults: SamplingDefaults, *, max_tokens: int) -> SamplingParams:
-    """Unset fields take the defaults."""
+    """Return the parameters of a request; fields that it does not set take the defaults."""
 
     def given(value: float | None, default: float) -> float:
         return default if value is None else value

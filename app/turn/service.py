@@ -1,4 +1,4 @@
-"""The way of a turn to the engine: admitted, prepared, submitted."""
+"""Brings a turn to the engine: admits, prepares and submits it."""
 
 import asyncio
 from functools import partial
@@ -36,7 +36,7 @@ from engine.process.client import EngineUnavailable
 
 
 class TurnService:
-    """One per app, on its event loop. Every method raises ApiError for what is refused."""
+    """Submits turns. One per app, on its event loop. Every method raises ApiError for what is refused."""
 
     def __init__(
         self,
@@ -61,11 +61,11 @@ class TurnService:
         self._observer = observer
 
     async def generate(self, request: ChatCompletionRequest, caller: Caller) -> Generation:
-        """Submit a chat, and hand over its generation, which must be iterated to its end or closed."""
+        """Submit a chat. Returns its generation, which must be iterated to its end or closed."""
         return await self._begin(request, caller, partial(self._prepare_chat, request, caller.tenant))
 
     async def complete(self, request: CompletionRequest, prompt: Prompt, caller: Caller) -> Generation:
-        """The same for one prompt of a text completion."""
+        """Submit one prompt of a text completion. Returns its generation, as `generate` does."""
 
         async def prepare(model: ModelInfo, session_id: str | None) -> Prepared:
             return prepare_text(request, prompt, session_id)
@@ -73,7 +73,7 @@ class TurnService:
         return await self._begin(request, caller, prepare)
 
     async def chat_tokens(self, request: ChatCompletionRequest, caller: Caller) -> list[int]:
-        """The prompt that `generate` would submit; takes a place for as long."""
+        """Return the prompt that `generate` would submit. Takes a place meanwhile."""
         self._readiness.require()
         model = self._readiness.find_model(request.model)
         ticket = self.places.enter(caller.tenant, 1)
@@ -84,7 +84,7 @@ class TurnService:
             ticket.leave()
 
     async def text_tokens(self, texts: list[str], caller: Caller, *, add_special_tokens: bool) -> list[list[int]]:
-        """The ids of texts; takes a place for as long."""
+        """Return the token ids of texts. Takes a place meanwhile."""
         model, tokenizer = self._readiness.require()
         longest = max(self._settings.limits.prompt_tokens, model.max_context)
         if sum(map(len, texts)) > longest * MAX_TOKEN_CHARS or any(tokenizer.exceeds(text, longest) for text in texts):
@@ -101,7 +101,7 @@ class TurnService:
             await generation.aclose()
 
     async def _begin(self, request: GenerationRequest, caller: Caller, prepare: Prepare) -> Generation:
-        """The generation gives the places back; without one, they are given back here."""
+        """Admit, prepare and submit a request. The generation gives its places back; an error gives them back here."""
         self._readiness.require()
         model = self._readiness.find_model(request.model)
         self._check(request, model, caller.tenant)
@@ -121,7 +121,7 @@ class TurnService:
             raise
 
     def _check(self, request: GenerationRequest, model: ModelInfo, tenant: str) -> None:
-        """What a request's schema cannot know."""
+        """Refuse what a request's schema cannot know to be wrong."""
         if (request.n or 1) > (places := self.places.places_of(tenant)):
             raise invalid(f"Invalid 'n': this server takes at most {places}.", "n")
         for name, ids in (("logit_bias", request.logit_bias), ("stop_token_ids", request.stop_token_ids)):

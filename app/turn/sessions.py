@@ -1,4 +1,4 @@
-"""Commands on sessions: the KV that the engine holds of a conversation, and the transcript that the app holds."""
+"""Carries out commands on sessions, for both a session's KV in the engine and its transcript in the app."""
 
 import asyncio
 import contextlib
@@ -14,7 +14,7 @@ from engine.process.client import EngineLost, EngineTimeout, EngineUnavailable
 
 
 class SessionCommands:
-    """One per app, on its event loop."""
+    """Asks, changes and deletes sessions. One per app, on its event loop."""
 
     def __init__(self, *, engine: EnginePort, readiness: Readiness, transcripts: TextThread, timeout_s: float) -> None:
         """timeout_s: how long the engine may take to reply."""
@@ -22,10 +22,10 @@ class SessionCommands:
         self._readiness = readiness
         self._transcripts = transcripts
         self._timeout_s = timeout_s
-        self._under_way: set[asyncio.Task[None]] = set()  # of `keep`
+        self._under_way: set[asyncio.Task[None]] = set()  # tasks of `keep`
 
     async def ask(self, action: str, *, tenant: str = "", **fields: Any) -> SessionReply:
-        """`action` and `fields` are those of `engine.messages.SessionRequest`. Raises ApiError."""
+        """Ask the engine. action and fields: those of `engine.messages.SessionRequest`. Raises ApiError."""
         request_id = f"sessions-{secrets.token_hex(12)}"
         request = SessionRequest(request_id=request_id, tenant=tenant, action=action, **fields)
         self._readiness.require()
@@ -44,8 +44,8 @@ class SessionCommands:
     async def patch(
         self, session_id: str, *, tenant: str, pinned: bool | None = None, ttl_s: float | None = None
     ) -> SessionReply:
-        """Change the KV's time to live and the transcript's, without which the KV would not be found. Raises
-        ApiError."""
+        """Pin a session or change its time to live, for its KV and its transcript: without the transcript the KV would
+        not be found. Raises ApiError."""
         reply = await self.ask("patch", tenant=tenant, session_id=session_id, pinned=pinned, ttl_s=ttl_s)
         for info in reply.sessions:
             kept_s = None if info.expires_s is None else info.expires_s - info.last_used_s
@@ -65,7 +65,7 @@ class SessionCommands:
             raise missing
 
     def keep(self, session_id: str, *, tenant: str, ttl_s: float) -> None:
-        """Set a session's time to live soon. A client's wish, no promise: what goes wrong is left at that."""
+        """Set a session's time to live soon. It is a client's wish and no promise: failures are ignored."""
         task = asyncio.create_task(self._keep(session_id, tenant, ttl_s))
         self._under_way.add(task)
         task.add_done_callback(self._under_way.discard)

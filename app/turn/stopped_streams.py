@@ -1,7 +1,7 @@
-"""Answers whose client has hung up and sends their beginning back at once, in its next request.
+"""Waits for answers whose client has hung up and sends their beginning back at once, in its next request.
 
-Their tokens are recorded when their stream closes. A prompt that is prepared before that would be tokenized anew, and
-the KV of the answer would be lost.
+The tokens of such an answer are recorded when its stream closes. A prompt that is prepared before that would be
+tokenized anew, and the KV of the answer would be lost.
 """
 
 import asyncio
@@ -11,13 +11,13 @@ from app.conversations.prepared_prompt import PreparedPrompt
 from app.schemas.chat import ChatCompletionRequest
 from app.turn.generation import Generation
 
-CLOSING_S = 1.0  # until a stream whose client has hung up is closed; one that goes on is not waited for longer
+CLOSING_S = 1.0  # a stream whose client has hung up closes within this; one that goes on is not waited for
 
 
 def sent_back(
     under_way: Iterable[Generation], request: ChatCompletionRequest, prompt: PreparedPrompt
 ) -> list[Generation]:
-    """The generations `under_way` whose answer so far begins with the last answer in the request."""
+    """Return the generations `under_way` whose answer so far begins with the last answer in the request."""
     if not prompt.answered:
         return []
     said = next(message.content for message in reversed(request.messages) if message.role == "assistant")
@@ -29,7 +29,7 @@ def sent_back(
 
 
 async def wait_closed(generations: Sequence[Generation]) -> None:
-    """Until all of them are recorded, or CLOSING_S is over."""
+    """Wait until all of them are recorded, or CLOSING_S is over."""
     closing = [asyncio.create_task(generation.closed.wait()) for generation in generations]
     try:
         await asyncio.wait(closing, timeout=CLOSING_S)

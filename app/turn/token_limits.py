@@ -1,4 +1,4 @@
-"""How long a turn's prompt and answer may be."""
+"""Limits how long a turn's prompt and answer may be."""
 
 from dataclasses import dataclass
 
@@ -9,13 +9,13 @@ from engine.messages import ModelInfo
 
 @dataclass(frozen=True, slots=True)
 class TokenLimits:
-    """In tokens. `truncates` says that a full window drops the earliest history; else it refuses the prompt, and ends
-    the answer."""
+    """Limits in tokens. truncates: whether a full window drops the earliest history; else it refuses the prompt and
+    ends the answer."""
 
-    window: int  # the model's
+    window: int  # of the model
     truncates: bool
-    prompt: int  # a prompt has fewer
-    beyond_window: int  # an answer may be as long, where history makes room for it; 0 where it does not
+    prompt: int  # a prompt must have fewer
+    beyond_window: int  # longest answer where history makes room for it; 0 where it does not
 
     @classmethod
     def of(cls, model: ModelInfo, limits: LimitSettings, *, truncates: bool) -> "TokenLimits":
@@ -24,19 +24,19 @@ class TokenLimits:
         return cls(model.max_context, False, model.max_context, 0)
 
     def too_long(self, prompt_tokens: int | None, *, param: str = "messages") -> ApiError:
-        """Refuses a prompt. `prompt_tokens` None: so many that nobody counted. `param` is where they stand."""
+        """Return the error that refuses a prompt. prompt_tokens: None if it has too many to count. param: its field."""
         refusal = prompt_too_long if self.truncates else context_length_exceeded
         return refusal(self.prompt, prompt_tokens, param=param)
 
     def answer(self, asked: int | None, *, prompt_tokens: int) -> int:
-        """The longest answer to a prompt, where the request asks for `asked` tokens at most."""
+        """Return the length of the longest answer to a prompt. asked: the most that the request asks for."""
         return answer_limit(
             asked, room=self.window - prompt_tokens, window=self.window, beyond_window=self.beyond_window
         )
 
 
 def answer_limit(asked: int | None, *, room: int, window: int, beyond_window: int) -> int:
-    """The longest answer, in tokens, where `room` is left in the window.
+    """Return the length of the longest answer where `room` tokens are left in the window.
 
     `beyond_window` is 0 where a full window ends the answer; otherwise history makes room, an answer may be as long as
     asked up to that bound, and one of no given length has at least the room that a truncation leaves for it.
