@@ -1,1 +1,1 @@
-"""What was said: transcripts, stored responses, and how a prompt is found in them again."""
+"""Keeps what was said: transcripts and stored responses. Finds a prompt's history in them again."""

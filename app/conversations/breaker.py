@@ -1,4 +1,4 @@
-"""A circuit breaker: who fails again and again is left alone for a while, and then asked once."""
+"""Breaks a circuit: a service that fails again and again is left alone for a while, and then asked once."""
 
 from typing import Literal
 

@@ -1,4 +1,4 @@
-"""The SQLite file behind the transcripts: opened, versioned, bounded, and replaced when it is damaged."""
+"""Opens a SQLite file, keeps its version and size, and replaces it when it is damaged."""
 
 import errno
 import logging
@@ -14,12 +14,12 @@ log = logging.getLogger(__name__)
 
 APPLICATION_ID = 0x52505253  # "RPRS"
 OPEN_TIMEOUT_S = 5.0
-BUSY_TIMEOUT_MS = 250  # requests wait meanwhile
-LOG_BYTES = 4 << 20  # what the write-ahead log may keep on disk between checkpoints
+BUSY_TIMEOUT_MS = 250  # short, because requests wait meanwhile
+LOG_BYTES = 4 << 20  # the most that the write-ahead log may keep on disk between checkpoints
 MAX_SET_ASIDE = 4  # damaged files that are kept; people may want to save something from them
 REWRITE_S = 30.0  # between two attempts to write a deleted file anew
 
-# The last: Python cannot decode SQLite's message when it quotes a damaged schema.
+# UnicodeDecodeError: Python cannot decode SQLite's message when that quotes a damaged schema.
 _TROUBLE = (sqlite3.Error, OSError, UnicodeDecodeError)
 
 _PRAGMAS = (
@@ -46,7 +46,7 @@ class Database:
         self._path = path
         self._schema = schema
         self._version = version
-        self._file: os.stat_result | None = None  # the one to keep; None: the database is in memory
+        self._file: os.stat_result | None = None  # the file to keep; None: the database is in memory
         self._rewrite_s = 0.0  # when a deleted file may be written anew
         try:
             self._db = self._open(path)
@@ -54,7 +54,7 @@ class Database:
             self._db = self._open_instead(error)
 
     def execute(self, statement: str, values: Sequence[Any] | Mapping[str, Any] = ()) -> sqlite3.Cursor:
-        """Raises sqlite3.Error; hand it to `recover`."""
+        """Execute a statement. Raises sqlite3.Error; hand it to `recover`."""
         return self._db.execute(statement, values)
 
     @contextmanager
@@ -71,7 +71,7 @@ class Database:
             raise
 
     def recover(self, error: sqlite3.Error) -> bool:
-        """After an error in use: replace a damaged database; True if all that was in it is gone."""
+        """Recover from an error in use, by replacing a damaged database. Returns whether all that was in it is gone."""
         if not _is_damage(error):
             log.warning("the database cannot do this now: %s", error)
             return False
@@ -80,7 +80,7 @@ class Database:
         return True
 
     def used_bytes(self) -> int:
-        """Pages in use, those of the indexes included. Raises sqlite3.Error."""
+        """Return the bytes of all pages in use, those of the indexes included. Raises sqlite3.Error."""
         pages, free = self._pragma("page_count"), self._pragma("freelist_count")
         if not 0 <= free <= pages:  # SQLite believes its header until it needs a free page
             error = sqlite3.DatabaseError("the count of free pages is damaged")
@@ -95,7 +95,8 @@ class Database:
             self._db.executescript(f"PRAGMA incremental_vacuum({excess})")
 
     def scrub(self) -> None:
-        """What was deleted leaves the write-ahead log too, outside a transaction. Not while another process reads."""
+        """Remove what was deleted from the write-ahead log too. Call it outside a transaction. It does nothing while
+        another process reads."""
         with suppress(sqlite3.Error):
             self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
 
@@ -112,7 +113,7 @@ class Database:
         return value
 
     def _keep_file(self) -> None:
-        """If somebody has deleted the file, write all that is in it to a new one; the open one is still whole."""
+        """If the file was deleted, write all that is in it to a new one; the open one is still whole."""
         if self._path is None or self._file is None:
             return
         try:
@@ -123,7 +124,7 @@ class Database:
         except OSError:
             return  # it cannot be looked at now
         else:
-            # Whoever put it there knows what it is. The log of ours would be applied to it when it is opened.
+            # Leave the new file as it is, but remove our log, which would be applied to it when it is opened.
             log.error("%s was replaced while it was open; until a restart, what is stored is lost", self._path)
             self._file = None
             with suppress(OSError):
@@ -136,7 +137,7 @@ class Database:
             _make_private(copy)
             self._db.execute("VACUUM INTO ?", (str(copy),))
             self._close()
-            _remove_logs(path)  # where the directory is still there, they are too
+            _remove_logs(path)  # they are still there if the directory is
             copy.replace(path)
             self._db = self._open(path)
         except _TROUBLE as error:
@@ -146,9 +147,9 @@ class Database:
                 copy.unlink()
 
     def _open_instead(self, error: Exception) -> sqlite3.Connection:
-        """What can be had after this error: a new file in place of a damaged one, the file itself for this process
-        alone, or memory."""
-        if self._path is not None and not _is_busy(error):  # a busy file is well, and another process's
+        """Open what is possible after this error: a new file in place of a damaged one, the file itself for this
+        process alone, or memory."""
+        if self._path is not None and not _is_busy(error):  # a busy file is in order, and another process uses it
             try:
                 if _is_damage(error):
                     aside = self._set_aside(self._path)
@@ -164,7 +165,7 @@ class Database:
 
     @staticmethod
     def _set_aside(path: Path) -> Path:
-        """Rename a damaged file; nothing is overwritten. Raises OSError."""
+        """Rename a damaged file, without overwriting another. Returns its new path. Raises OSError."""
         for number in range(1, MAX_SET_ASIDE + 1):
             aside = path.with_name(f"{path.name}.corrupt" + (f".{number}" if number > 1 else ""))
             if not os.path.lexists(aside):
@@ -176,8 +177,8 @@ class Database:
         )
 
     def _open(self, path: Path | None, *, alone: bool = False) -> sqlite3.Connection:
-        """alone: no other process may open it. That needs no memory shared through a file, for which a full disk has no
-        room. Raises one of _TROUBLE."""
+        """Open a file, or a database in memory. alone: no other process may open it; then no memory has to be shared
+        through a file, for which a full disk has no room. Raises one of _TROUBLE."""
         if path is not None:
             self._file = _make_private(path)
         else:
@@ -205,7 +206,7 @@ class Database:
         return self._open(path, alone=alone)
 
     def _prepare_schema(self, db: sqlite3.Connection) -> bool:
-        """False if the tables are those of another version."""
+        """Make the tables if there are none. Returns False if the tables are those of another version."""
         if db.execute("SELECT 1 FROM sqlite_master").fetchone() is None:
             db.executescript(
                 f"BEGIN IMMEDIATE; {self._schema}; PRAGMA application_id = {APPLICATION_ID};"
@@ -219,7 +220,7 @@ class Database:
 
 
 def _is_damage(error: Exception) -> bool:
-    """Whether the file itself is at fault: not the room, the rights or the device it needs."""
+    """Whether the file itself is at fault, and not the room, the rights or the device that it needs."""
     damage = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
     return isinstance(error, IsADirectoryError | UnicodeDecodeError) or _code(error) in damage
 
@@ -229,18 +230,19 @@ def _is_busy(error: Exception) -> bool:
 
 
 def _code(error: Exception) -> int:
-    """The primary result code: the low byte of what SQLite reports."""
+    """Return the primary result code, which is the low byte of what SQLite reports."""
     return int(getattr(error, "sqlite_errorcode", 0)) & 0xFF
 
 
 def _with_code(error: sqlite3.DatabaseError, code: int) -> sqlite3.DatabaseError:
-    """As if SQLite had found it."""
+    """Give an error a result code, as if SQLite had found it."""
     error.sqlite_errorcode = code
     return error
 
 
 def _make_private(path: Path) -> os.stat_result:
-    """The file is there, and its owner's alone. SQLite gives its log files the same mode. Raises OSError."""
+    """Create the file if it is missing, and let only its owner open it. SQLite gives its log files the same mode.
+    Raises OSError."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:

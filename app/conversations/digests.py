@@ -1,4 +1,4 @@
-"""The digests by which conversations are found."""
+"""Makes the digests by which conversations are found."""
 
 import json
 from hashlib import blake2b
@@ -27,7 +27,7 @@ def digest(*fields: bytes | str | int) -> bytes:
 
 
 def link(chain: bytes, message: Message) -> bytes:
-    """The digest of a chain of messages, from that of the chain without its last message."""
+    """Return the digest of a chain of messages, made from that of the chain without its last message."""
     return digest("message", chain, canonical(message))
 
 
@@ -36,7 +36,7 @@ def without_reasoning(message: Message) -> Message:
 
 
 def canonical(value: Any) -> str:
-    """JSON with sorted keys. Fields that say nothing are left out of every object: clients add and drop them."""
+    """Return JSON with sorted keys. Fields that say nothing are left out of every object: clients add and drop them."""
     return _ENCODE(_without_empty(value))
 
 

@@ -1,4 +1,4 @@
-"""Prompts whose last part is still text.
+"""Drafts prompts: their last part is still text.
 
 A draft is made while the transcripts are locked, tokenized while they are not, and finished into a prompt.
 """
@@ -17,18 +17,18 @@ from app.text.tokenizer import SHIELD, PromptTooLong
 
 @dataclass(frozen=True, slots=True)
 class Draft(ABC):
-    """`finish` takes what `tokenize` returns."""
+    """A prompt whose last part is still text. Call `tokenize`, and `finish` with what it returns."""
 
     chat: RenderedChat
     session_id: str  # of the prompt
-    goes_on: str | None  # the recorded session that it goes on from
-    known_tokens: int  # of the prompt, before `rest`
-    rest: str  # with which the chat's text ends
+    goes_on: str | None  # the recorded session that it continues
+    known_tokens: int  # number of tokens of the prompt before `rest`
+    rest: str  # the end of the chat's text, still to be tokenized
     first: int  # messages[first:] and then the answer begin in `rest`
 
     def tokenize(self, bounds: list[int] | None) -> tuple[list[int], list[int]]:
-        """The ids of `rest`, and where in them messages[first:] and then the answer begin. `bounds` says where in the
-        text they do; None: the template does not show it. Takes seconds for megabytes. Raises PromptTooLong."""
+        """Return the ids of `rest`, and where in them messages[first:] and then the answer begin. bounds: where in the
+        text they begin; None: the template does not show it. Takes seconds for megabytes. Raises PromptTooLong."""
         chat = self.chat
         start = len(chat.text) - len(self.rest)
         newest = chat.text[bounds[-2] : bounds[-1]] if bounds is not None and len(bounds) > 1 else ""
@@ -43,15 +43,15 @@ class Draft(ABC):
 
     @abstractmethod
     def finish(self, ids: list[int], starts: list[int]) -> PreparedPrompt | None:
-        """None if the ids turn out not to be those of the chat's text."""
+        """Return the prompt; None if the ids turn out not to be those of the chat's text."""
 
 
 @dataclass(frozen=True, slots=True)
 class Whole(Draft):
-    """Nothing is spliced in: the whole text is tokenized. Where its ids begin as those of an answer that was found do,
-    the answer is its base."""
+    """Tokenizes the whole text and splices nothing in. If its ids begin like those of an answer that was found, that
+    answer is its base."""
 
-    nearest: tuple[RecordedAnswer, "array[int]"] | None  # and all ids up to its end
+    nearest: tuple[RecordedAnswer, "array[int]"] | None  # the answer that was found, and all ids up to its end
 
     def finish(self, ids: list[int], starts: list[int]) -> PreparedPrompt:
         base = None
@@ -63,7 +63,7 @@ class Whole(Draft):
 
 @dataclass(frozen=True, slots=True)
 class Continued(Draft):
-    """Goes on from a recorded answer: its stored ids, the last ones of it cut off, then `rest`."""
+    """Goes on from a recorded answer: the stored ids up to what is kept of it, then `rest`."""
 
     answer: RecordedAnswer
     history: History
@@ -71,7 +71,7 @@ class Continued(Draft):
     def finish(self, ids: list[int], starts: list[int]) -> PreparedPrompt:
         tokens = self.known_tokens
         all_starts = self.history.starts.tolist()
-        if len(all_starts) == self.first:  # all are known up to the answer's own
+        if len(all_starts) == self.first:  # known for all messages before `rest`
             all_starts += [tokens + start for start in starts]
         base = Base(self.answer.id, self.answer.digest, tokens)
         return _prompt(self, self.history.ids[:tokens].tolist() + ids, all_starts, base)
@@ -82,12 +82,12 @@ class ShiftedOn(Draft):
     """Goes on from a recorded answer whose client has dropped messages: the leading `lead` system messages and those
     from the stored message `resume_at` on, then `rest`.
 
-    The ids that are left must decode to the text rendered: no less is taken for it than for any other prompt.
+    The ids that are left must decode to the rendered text, as those of any other prompt do.
     """
 
     answer: RecordedAnswer
     history: History
-    kept: int  # stored ids that are kept of the conversation, with those of the dropped messages
+    kept: int  # number of stored ids kept of the conversation, with those of the dropped messages
     lead: int
     resume_at: int
 
@@ -96,7 +96,7 @@ class ShiftedOn(Draft):
         resume = history.starts[self.resume_at]
         stream = history.ids[:known].tolist() + ids
         text = chat.text.replace(SHIELD, "")
-        # Without a system prompt one token may stand in front of the first message: the text's own beginning.
+        # Without a system prompt one token may precede the first message: the text's own beginning.
         for keep in (history.starts[self.lead],) if self.lead else (0, 1):
             left = stream[:keep] + stream[resume:]
             if chat.tokenizer.decode(left, skip_special_tokens=False) == text:
@@ -113,7 +113,7 @@ class ShiftedOn(Draft):
             spliced_tokens=keep + known - resume,
             tenant=chat.tenant,
             chain=chain,
-            chars=0,  # the whole was not rendered, so no request is taken for its continuation by its text
+            chars=0,  # the whole was not rendered, so no later request can match it by its text
             text_digest=digest("not rendered"),
             base=Base(self.answer.id, self.answer.digest, known),
             starts=(

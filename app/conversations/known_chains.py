@@ -1,4 +1,4 @@
-"""Message lists of late, and the digests that were computed for them.
+"""Remembers recent message lists and the digests that were computed for them.
 
 A client sends its whole conversation again with every turn. Comparing a message with the one of the turn before takes a
 tenth of a microsecond; encoding and hashing it takes ten.
@@ -11,8 +11,8 @@ from app.conversations.digests import Message
 
 Key = tuple[bytes, int, str, str]
 
-_MESSAGE_BYTES = 400  # of a message without its text: dict, string headers, role, digest
-_LIST_BYTES = 400  # of a list, its chain and its place here
+_MESSAGE_BYTES = 400  # size of a message without its text: dict, string headers, role, digest
+_LIST_BYTES = 400  # size of a list, its chain and its place here
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,18 +23,19 @@ class _Known:
 
 
 class RecentChains:
-    """For one thread. Holds the messages it is given, which nobody may change afterwards; `max_bytes` bounds the memory
-    that they take, as far as that can be told without looking at every object. Only messages whose fields are all
-    strings are known: of other values, equal ones may digest differently."""
+    """Maps message lists to chains of digests. For one thread. Holds the messages it is given, which nobody may change
+    afterwards; `max_bytes` bounds the memory that they take, as far as that can be told without looking at every
+    object. Only messages whose fields are all strings are known, because equal values of other kinds may digest
+    differently."""
 
     def __init__(self, *, max_bytes: int) -> None:
         self._max_bytes = max_bytes
-        self.num_bytes = 0  # held
+        self.num_bytes = 0  # size of all that is held
         self._known: OrderedDict[Key, _Known] = OrderedDict()  # least recently added first
 
     def take(self, scope: bytes, messages: list[Message], turn: int) -> list[bytes] | None:
-        """The chain of messages[:turn], turn + 1 digests, if they were added under this scope. They are known no longer
-        then: the caller adds the longer list that they are the beginning of."""
+        """Return and forget the chain of messages[:turn], which has turn + 1 digests, if they were added under this
+        scope. The caller adds the longer list that begins with them."""
         key = _key(scope, messages, turn)
         known = self._known.get(key)
         if known is None or known.messages != messages[:turn]:
@@ -43,7 +44,8 @@ class RecentChains:
         return known.chain
 
     def add(self, messages: list[Message], chain: list[bytes], checked: int) -> None:
-        """`chain` begins with the scope. The first `checked` messages equal those of a chain that was taken."""
+        """Remember a list. chain: begins with the scope. checked: number of first messages that equal those of a chain
+        that was taken."""
         if not all(isinstance(value, str) for message in messages[checked:] for value in message.values()):
             return
         key = _key(chain[0], messages, len(messages))

@@ -1,4 +1,4 @@
-"""How much of a recorded answer is the beginning of a chat's text: a ladder of attempts, the best first.
+"""Finds how much of a recorded answer begins a chat's text, by a ladder of attempts, the best first.
 
 Each rung takes the chat and a candidate and returns a `Splice`, or None where it does not apply. The text decides: what
 is spliced in must say, character by character, what the template renders now. (The exceptions are those that
@@ -27,7 +27,7 @@ class Candidate:
 
 
 def exact(chat: RenderedChat, candidate: Candidate) -> Splice | None:
-    """The answer stands after its prompt as it was generated: all of it is kept."""
+    """Keep all of an answer that stands after its prompt as it was generated."""
     answer, start = candidate.answer, candidate.answer.prompt_chars
     if not (candidate.has_same_prompt and chat.text.startswith(answer.text, start)):
         return None
@@ -35,7 +35,7 @@ def exact(chat: RenderedChat, candidate: Candidate) -> Splice | None:
 
 
 def in_place(chat: RenderedChat, candidate: Candidate) -> Splice | None:
-    """What the client sent back stands after the prompt: the answer is kept as far as it says the same."""
+    """Keep an answer as far as it says the same as what the client sent back, which stands after the prompt."""
     answer, start, content = candidate.answer, candidate.answer.prompt_chars, chat.content(candidate.turn)
     if not (candidate.has_same_prompt and content and chat.text.startswith(content, start)):
         return None
@@ -43,7 +43,8 @@ def in_place(chat: RenderedChat, candidate: Candidate) -> Splice | None:
 
 
 def changed(chat: RenderedChat, candidate: Candidate) -> Splice | None:
-    """The template renders an answer in another way than it was generated: a placeholder shows where it stands."""
+    """Keep an answer that the template renders in another way than it was generated. A placeholder shows where it
+    stands."""
     answer, turn, text = candidate.answer, candidate.turn, chat.text
     if not candidate.is_exact and chat.says_more_than_content(turn):
         return None
@@ -68,15 +69,15 @@ def changed(chat: RenderedChat, candidate: Candidate) -> Splice | None:
 
 
 def prompt_alone(chat: RenderedChat, candidate: Candidate) -> Splice | None:
-    """Nothing of the answer can be kept, but the ids of its prompt can."""
+    """Keep only the ids of the answer's prompt, because nothing of the answer can be kept."""
     if not (candidate.has_same_prompt and candidate.is_known):
         return None
     return Splice(0, chat.text[candidate.answer.prompt_chars :])
 
 
 def shifted(chat: RenderedChat, turn: int, answer: RecordedAnswer) -> Splice | None:
-    """The client has dropped messages before messages[turn], which is the answer: all of it is kept, wherever the text
-    has it. What stands before it is for the caller to compare."""
+    """Keep all of an answer, messages[turn], before which the client has dropped messages, wherever it stands in the
+    text. The caller has to compare what stands before it."""
     around = chat.around(turn)
     if around is None or not chat.text.endswith(around[1]):
         return None
@@ -89,7 +90,7 @@ SIBLING_LADDER: tuple[Rung, ...] = (in_place, changed, prompt_alone)
 
 
 def splice_of(chat: RenderedChat, candidate: Candidate) -> Splice | None:
-    """The first that applies. None if the stored ids are not those of the beginning of the chat's text."""
+    """Return the splice of the first rung that applies. None if the chat's text does not begin with the stored ids."""
     rungs = LADDER if candidate.is_exact else SIBLING_LADDER
     return next((splice for rung in rungs if (splice := rung(chat, candidate)) is not None), None)
 

@@ -1,4 +1,4 @@
-"""A prompt with its exact ids, and what recording its answers needs."""
+"""Holds a prompt with its exact ids, and what is needed to record its answers."""
 
 from dataclasses import dataclass
 
@@ -8,13 +8,13 @@ class Base:
     """The leading ids of a prompt: the first `tokens` of a recorded answer's full ids."""
 
     answer_id: int
-    digest: bytes  # of the answer: a database begun anew numbers its answers anew
+    digest: bytes  # of the answer, because a database that is begun anew reuses ids
     tokens: int
 
 
 @dataclass(frozen=True, slots=True)
 class PreparedPrompt:
-    """A request's exact ids, and what recording its answers needs."""
+    """A request's exact ids, and what is needed to record its answers."""
 
     token_ids: list[int]
     session_id: str
@@ -33,7 +33,7 @@ class PreparedPrompt:
 
     @classmethod
     def unrecorded(cls, token_ids: list[int], session_id: str) -> "PreparedPrompt":
-        """A prompt that belongs to no recorded conversation."""
+        """Make a prompt that belongs to no recorded conversation."""
         return cls(
             token_ids=token_ids,
             session_id=session_id,
@@ -49,7 +49,7 @@ class PreparedPrompt:
 
     @property
     def recorded(self) -> tuple[list[int], tuple[int, ...]]:
-        """The ids in front of the answer, and the starts in them: with all that the client dropped."""
+        """The ids before the answer, and the starts in them, with all that the client dropped."""
         return (self.token_ids, self.starts) if self.shift is None else (self.shift.stream, self.shift.starts)
 
 

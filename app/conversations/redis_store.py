@@ -1,4 +1,4 @@
-"""Responses and conversations in Redis, for several servers: as `ResponseStore` keeps them, and bounded like it.
+"""Keeps responses and conversations in Redis, for several servers, as `ResponseStore` keeps them in a file.
 
 A record is a hash under `reprise:KIND:TENANT:ID` that names itself, a conversation's items a list beside it; an index
 per tenant knows when each was used last, others how large each is and what a tenant holds. Whatever has to happen at
@@ -30,13 +30,13 @@ from app.conversations.response_store import (
 from app.conversations.stored_records import BadRecord, conversation_of, item_of, items_of, response_of, text_of
 from app.errors import ApiError, unavailable
 
-DEADLINE_S = 3.0  # of one operation, whatever the server or the network does
+DEADLINE_S = 3.0  # for one operation, whatever the server or the network does
 SOCKET_S = 2.0
 PREFIX = "reprise:"
 NOT_STORED, TOO_LONG = b"not stored", b"too long"
-MAX_RECORD_BYTES = 32 << 20  # in one answer; half of what a reply may have
-MOST_FAILURES, PAUSE_S = 3, 1.0  # in a row, and how long nobody asks then
-# What the script says where a key of ours holds something else; a full Redis and the like say other things.
+MAX_RECORD_BYTES = 32 << 20  # in one reply; half of what a reply may have
+MOST_FAILURES, PAUSE_S = 3, 1.0  # after so many failures in a row, Redis is not asked for so long
+# Words of the script's error when a key of ours holds something else. A full Redis and the like say other things.
 _DAMAGED = ("WRONGTYPE", "attempt to", "bad argument", "not an integer", "not a valid")
 
 log = logging.getLogger(__name__)
@@ -177,11 +177,11 @@ return {}
 
 
 class RedisStoreUnavailable(Exception):
-    """The client is not installed, or the address is none."""
+    """The client is not installed, or the address is not valid."""
 
 
 class RedisStore:
-    """On the event loop. Raises NotStored and TooLong, and ApiError 503 where Redis does not answer in time."""
+    """Runs on the event loop. Raises NotStored and TooLong, and ApiError 503 where Redis does not answer in time."""
 
     def __init__(self, *, url: str, max_bytes: int, ttl_s: float) -> None:
         """Connects when it is first asked. Raises RedisStoreUnavailable."""
@@ -202,7 +202,7 @@ class RedisStore:
                 url,
                 socket_timeout=SOCKET_S,
                 socket_connect_timeout=SOCKET_S,
-                retry=Retry(NoBackoff(), 1),  # a connection that has gone stale
+                retry=Retry(NoBackoff(), 1),  # for a connection that has gone stale
                 protocol=2,
                 parser_class=BoundedParser,
             )
@@ -228,7 +228,7 @@ class RedisStore:
     # --- responses ----------------------------------------------------------------------------------------------------
 
     async def put(self, tenant: str, body: dict[str, Any], items: list[Item], previous: str | None) -> None:
-        """A response and its own input items; replaces one of the same id."""
+        """Store a response and its own input items. Replaces one of the same id."""
         await self._write("put", _response(tenant, body["id"]), _encode(body), _encode(items), previous or "")
 
     async def get(self, tenant: str, response_id: str) -> dict[str, Any]:
@@ -246,7 +246,7 @@ class RedisStore:
             return [*before, *items_of(own)]
 
     async def history(self, tenant: str, response_id: str) -> list[Item]:
-        """All that was said up to and with a response, oldest first."""
+        """Return all that was said up to and with a response, oldest first."""
         key = _response(tenant, response_id)
         turns, name = [], response_id
         async with self._reading(key):
@@ -269,7 +269,7 @@ class RedisStore:
     async def create(
         self, tenant: str, conversation_id: str, metadata: dict[str, str], items: list[Item]
     ) -> StoredConversation:
-        """Items have ids."""
+        """Store a conversation. Its items have ids."""
         created = int(time.time())
         key = _conversation(tenant, conversation_id)
         await self._write("create", key, MAX_ITEMS, created, _encode(metadata), *map(_encode, items))
@@ -288,7 +288,7 @@ class RedisStore:
         await self._about("append", tenant, conversation_id, MAX_ITEMS, *map(_encode, items))
 
     async def items(self, tenant: str, conversation_id: str) -> list[Item]:
-        """All of them, oldest first."""
+        """Return all items of a conversation, oldest first."""
         key = _conversation(tenant, conversation_id)
         async with self._reading(key):
             _, items = _named(await self._run("items", key), key, 2)
@@ -300,7 +300,7 @@ class RedisStore:
         return await self._about("delete item", tenant, conversation_id, item_id)
 
     async def sweep(self) -> None:
-        """What nobody has used for its time to live, a bounded number per call."""
+        """Delete what was not used for its time to live, a bounded number per call."""
         await self._write("sweep", "", SWEEP_BATCH)
 
     async def _about(
@@ -313,7 +313,7 @@ class RedisStore:
 
     @asynccontextmanager
     async def _reading(self, key: str) -> AsyncIterator[None]:
-        """What is not what was stored is not stored."""
+        """Treat a record that is not as it was stored as not stored."""
         try:
             yield
         except BadRecord as error:
@@ -323,14 +323,14 @@ class RedisStore:
             raise NotStored(key) from None
 
     async def _write(self, what: str, key: str, *values: str | bytes | int) -> None:
-        """Raises ApiError where Redis does not say that it was done."""
+        """Change a record. Raises ApiError if Redis does not say that it was done."""
         try:
             await self._run(what, key, *values)
         except BadRecord:
             raise _away() from None
 
     async def _run(self, what: str, key: str, *values: str | bytes | int) -> list[Any]:
-        """Raises BadRecord for a reply that is none."""
+        """Run the script. Raises BadRecord for a reply that cannot be one of ours."""
         if not self._breaker.allows(time.monotonic()):
             raise _away()
         now = time.time()
@@ -362,7 +362,7 @@ class RedisStore:
 
 
 def _named(row: object, key: str, size: int = 4) -> list[Any]:
-    """The fields of a record whose first says that it is this one. Raises BadRecord."""
+    """Return the fields of a record, after checking that the first names this record. Raises BadRecord."""
     if not isinstance(row, list) or len(row) != size:
         raise BadRecord("a part of it is missing")
     if row[0] != key.encode():

@@ -1,4 +1,4 @@
-"""A chat request, and the text that the template makes of it."""
+"""Holds a chat request and the text that the template makes of it."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -40,18 +40,18 @@ class RenderedChat:
     text: str  # all of it, rendered
     chain: list[bytes]  # [messages + 1]: digest of the scope and the first n messages
     placeholder: str  # a word that no message holds and no template changes
-    max_tokens: int | None = None  # it may have
-    max_newest_tokens: int | None = None  # its last message may have
+    max_tokens: int | None = None  # the most that it may have
+    max_newest_tokens: int | None = None  # the most that its last message may have
 
     def render(self, messages: list[Message], opens_answer: bool = True) -> str:
-        """Other messages in the same way. Raises TemplateError."""
+        """Render other messages in the same way. Raises TemplateError."""
         return self.tokenizer.render(
             messages, tools=self.tools, template_args=self.template_args, add_generation_prompt=opens_answer
         )
 
     def around(self, turn: int) -> tuple[str, str] | None:
-        """The text before and after what messages[turn] says, found by rendering the placeholder in its place. None if
-        the template does not show it exactly once."""
+        """Return the text before and after what messages[turn] says, found by rendering the placeholder in its place.
+        None if the template does not show it exactly once."""
         others = {name: value for name, value in self.messages[turn].items() if name not in _GENERATED}
         marked = {**others, "content": self.placeholder}
         try:
@@ -69,12 +69,12 @@ class RenderedChat:
         return any(self.messages[turn].get(name) for name in _GENERATED if name != "content")
 
     def tail(self, turn: int) -> bytes:
-        """The digest of the scope and messages[turn] alone."""
+        """Return the digest of the scope and messages[turn] alone."""
         return digest("tail", self.chain[0], canonical(without_reasoning(self.messages[turn])))
 
     @property
     def answered(self) -> bytes:
-        """The chain of the messages before the last answer in the chat; empty: it has none."""
+        """The chain of the messages before the last answer in the chat; empty if there is none."""
         turns = (turn for turn, message in enumerate(self.messages) if message.get("role") == "assistant")
         last = max(turns, default=0)
         return self.chain[last] if last else b""

@@ -1,4 +1,4 @@
-"""Responses and conversations that clients come back to: one SQLite file, bounded, and each tenant's its own."""
+"""Keeps responses and conversations that clients come back to, in one bounded SQLite file, apart for each tenant."""
 
 import asyncio
 import contextlib
@@ -15,9 +15,9 @@ import msgspec
 from app.conversations.database import Database
 
 SCHEMA_VERSION = 1
-MAX_CHAIN = 1024  # responses that one goes on from, through those before it
-MAX_ITEMS = 4096  # of a conversation, or of a chain of responses
-EVICT_BATCH = 8  # at once where room is needed: little more goes than has to
+MAX_CHAIN = 1024  # responses in a row, each going on from the one before
+MAX_ITEMS = 4096  # in a conversation, or in a chain of responses
+EVICT_BATCH = 8  # deleted at once for room; few, so that little more goes than has to
 SWEEP_BATCH = 200
 
 _SCHEMA = """
@@ -44,7 +44,7 @@ _decode = msgspec.json.decode
 
 
 class NotStored(Exception):
-    """It is not there, or somebody else's."""
+    """It is not there, or another tenant's."""
 
 
 class TooLong(Exception):
@@ -59,9 +59,9 @@ class StoredConversation:
 
 
 class ResponseStore:
-    """For the event loop; the work is done on one thread. What does not fit pushes out what the tenant that holds the
-    most used longest ago: nobody can push out what others keep by keeping more. Raises NotStored and TooLong; a
-    database that fails is one in which nothing is found."""
+    """Used from the event loop; one thread does the work. If there is no room, the tenant that holds the most loses
+    what it used longest ago, so nobody can push out what others keep by keeping more. Raises NotStored and TooLong. In
+    a database that fails nothing is found."""
 
     def __init__(self, *, path: Path | None, max_bytes: int, ttl_s: float) -> None:
         self._db = Database(path=path, schema=_SCHEMA, version=SCHEMA_VERSION)
@@ -76,7 +76,7 @@ class ResponseStore:
     # --- responses ----------------------------------------------------------------------------------------------------
 
     async def put(self, tenant: str, body: dict[str, Any], items: list[Item], previous: str | None) -> None:
-        """A response and its own input items; replaces one of the same id."""
+        """Store a response and its own input items. Replaces one of the same id."""
         values = (body["id"], tenant, previous, time.time(), _encode(body), _encode(items))
 
         def write() -> None:
@@ -100,7 +100,7 @@ class ResponseStore:
         return await self._run(read)
 
     async def history(self, tenant: str, response_id: str) -> list[Item]:
-        """All that was said up to and with a response, oldest first."""
+        """Return all that was said up to and with a response, oldest first."""
         return await self._run(lambda: self._history(tenant, response_id))
 
     async def delete(self, tenant: str, response_id: str) -> None:
@@ -137,7 +137,7 @@ class ResponseStore:
     async def create(
         self, tenant: str, conversation_id: str, metadata: dict[str, str], items: list[Item]
     ) -> StoredConversation:
-        """Items have ids."""
+        """Store a conversation. Its items have ids."""
 
         def write() -> StoredConversation:
             now = time.time()
@@ -176,7 +176,7 @@ class ResponseStore:
         await self._run(write)
 
     async def items(self, tenant: str, conversation_id: str) -> list[Item]:
-        """All of them, oldest first."""
+        """Return all items of a conversation, oldest first."""
 
         def read() -> list[Item]:
             self._conversation(tenant, conversation_id)
@@ -196,7 +196,7 @@ class ResponseStore:
         return await self._delete(remove)
 
     def _conversation(self, tenant: str, conversation_id: str) -> StoredConversation:
-        """Counts as its use."""
+        """Return a conversation. This counts as using it."""
         now = time.time()
         found = self._db.execute(
             "UPDATE conversations SET used = ? WHERE id = ? AND tenant = ? AND used > ? RETURNING created, metadata",
@@ -219,7 +219,7 @@ class ResponseStore:
     # --- bounds -------------------------------------------------------------------------------------------------------
 
     async def sweep(self) -> None:
-        """What nobody has used for its time to live, a bounded number per call."""
+        """Delete what was not used for its time to live, a bounded number per call."""
         await self._run(lambda: self._remove_oldest(SWEEP_BATCH, before=time.time() - self._ttl_s))
 
     def _make_room(self) -> None:
@@ -228,7 +228,7 @@ class ResponseStore:
                 return
 
     def _largest_tenant(self) -> str | None:
-        """None: nothing is stored."""
+        """Return the tenant that holds the most; None if nothing is stored."""
         found = self._db.execute(
             "SELECT tenant FROM (SELECT tenant, length(body) + length(input) AS size FROM responses UNION ALL "
             "SELECT tenant, length(body) FROM items JOIN conversations ON conversations.id = conversation UNION ALL "
@@ -244,15 +244,15 @@ class ResponseStore:
         await asyncio.get_running_loop().run_in_executor(self._thread, shrink)
 
     def _remove_oldest(self, most: int, *, before: float, tenant: str | None = None) -> bool:
-        """Up to `most` responses and conversations, those used longest ago, of one tenant or of all. Whether there was
-        one."""
+        """Delete up to `most` responses and conversations, those used longest ago, of one tenant or of all. Returns
+        whether there was one."""
         whose = "used < :before AND (:tenant IS NULL OR tenant = :tenant)"
         rows = self._db.execute(
             f"SELECT id, used FROM responses WHERE {whose} UNION ALL SELECT id, used FROM conversations "
             f"WHERE {whose} ORDER BY used LIMIT :limit",
             {"before": before, "limit": most, "tenant": tenant},
         ).fetchall()
-        # The newest is what somebody is about to be told of; it goes only if it alone is too large.
+        # The newest is about to be reported as stored, so it goes only if it alone is too large.
         for name, _ in rows[:-1] or rows:
             self._db.execute("DELETE FROM responses WHERE id = ?", (name,))
             self._remove_conversation(name)
@@ -263,7 +263,7 @@ class ResponseStore:
         self._db.execute("DELETE FROM items WHERE conversation = ?", (conversation_id,))
 
     async def _delete(self, work: Callable[[], T]) -> T:
-        """As `_run`; afterwards nothing of it is left in the files."""
+        """Like `_run`, but leaves nothing of what was deleted in the files."""
         result = await self._run(work)
         await asyncio.get_running_loop().run_in_executor(self._thread, self._db.scrub)
         return result

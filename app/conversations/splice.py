@@ -1,4 +1,4 @@
-"""What of a recorded answer goes into a prompt again."""
+"""Chooses what of a recorded answer goes into a prompt again."""
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
@@ -12,9 +12,9 @@ MAX_STEPS_BACK = 8  # tokens that a cut may move back to reach a whole character
 
 @dataclass(frozen=True, slots=True)
 class Splice:
-    """The request's text is that of the stored ids kept, and `rest`."""
+    """A cut of the request's text: first that of the stored ids that are kept, then `rest`."""
 
-    kept_tokens: int  # of the answer, behind its prompt
+    kept_tokens: int  # number of the answer's tokens that are kept
     rest: str
 
 
@@ -42,7 +42,7 @@ def cut(tokenizer: TextTokenizer, answer: RecordedAnswer, limit: int, shown: str
 
 
 def common_chars(a: str, b: str) -> int:
-    """Length of the longest common beginning."""
+    """Return the length of the longest common beginning."""
     low, high = 0, min(len(a), len(b))
     while low < high:
         middle = (low + high + 1) // 2

@@ -1,4 +1,4 @@
-"""Records of responses and conversations that somebody else keeps: nothing in them is used before it is checked."""
+"""Reads records of responses and conversations that another program keeps. Checks all of a record before its use."""
 
 from typing import Any, TypeVar
 
@@ -6,12 +6,12 @@ import msgspec
 
 from app.conversations.response_store import MAX_ITEMS, Item, StoredConversation
 
-MAX_DEPTH = 250  # levels, more than a request may have
+MAX_DEPTH = 250  # levels of nesting, more than a request may have
 T = TypeVar("T")
 
 
 class BadRecord(Exception):
-    """Not what was stored, or not under this name."""
+    """The record is not what was stored, or not under this name."""
 
 
 class _Part(msgspec.Struct):
@@ -53,7 +53,7 @@ class _Response(msgspec.Struct):
 
 
 def response_of(data: object, response_id: str) -> dict[str, Any]:
-    """The body of this response. Raises BadRecord."""
+    """Return the body of this response. Raises BadRecord."""
     body = _decode(data, dict[str, Any])
     if _shaped(body, _Response).id != response_id:
         raise BadRecord(f"it is that of {body['id']!r:.100}")
@@ -61,7 +61,7 @@ def response_of(data: object, response_id: str) -> dict[str, Any]:
 
 
 def items_of(data: object) -> list[Item]:
-    """Raises BadRecord."""
+    """Return the items in a list of them. Raises BadRecord."""
     items = _decode(data, list[dict[str, Any]])
     if len(items) > MAX_ITEMS:
         raise BadRecord(f"{len(items)} items")
@@ -70,19 +70,19 @@ def items_of(data: object) -> list[Item]:
 
 
 def item_of(data: object) -> Item:
-    """Raises BadRecord."""
+    """Return one item. Raises BadRecord."""
     item = _decode(data, dict[str, Any])
     _shaped(item, _Item)
     return item
 
 
 def conversation_of(created: object, metadata: object, conversation_id: str) -> StoredConversation:
-    """Raises BadRecord."""
+    """Return a conversation made of its fields. Raises BadRecord."""
     return StoredConversation(conversation_id, _decode(created, int), _decode(metadata, dict[str, str]))
 
 
 def text_of(data: object) -> str:
-    """A name. Raises BadRecord."""
+    """Return a name. Raises BadRecord."""
     if not isinstance(data, bytes):
         raise BadRecord("a part of it is missing")
     try:

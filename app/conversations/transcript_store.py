@@ -1,7 +1,8 @@
-"""Where transcripts are kept: recorded answers with their exact token ids.
+"""Stores transcripts: recorded answers with their exact token ids.
 
-A conversation costs bytes in proportion to its length: a prompt stores its ids from where it left an earlier answer of
-the same session, its base. An answer's full ids are those of its base up to there, its prompt's own, and its own.
+A conversation costs bytes in proportion to its length: a prompt stores its ids only from where it leaves an earlier
+answer of the same session, its base. An answer's full ids are those of its base up to there, its prompt's own, and its
+own.
 """
 
 import functools
@@ -22,10 +23,10 @@ from app.conversations.prepared_prompt import PreparedPrompt
 log = logging.getLogger(__name__)
 
 SCHEMA_VERSION = 2
-MAX_EXACT = 2  # records of one and the same text that a lookup compares
+MAX_EXACT = 2  # records of the same text that a lookup compares
 MAX_SIBLINGS = 64  # answers to one prompt that a lookup compares
-SWEEP_BATCH = 200  # sessions that one sweep removes; a longer one would hold up the requests
-HOT_TOKENS = 4_000_000  # of recently used answers, 4 bytes each
+SWEEP_BATCH = 200  # sessions that one sweep removes; a longer sweep would hold up requests
+HOT_TOKENS = 4_000_000  # of recently used answers, kept in memory; 4 bytes each
 
 _SCHEMA = """
 CREATE TABLE sessions (
@@ -51,7 +52,7 @@ CREATE INDEX answers_by_bare ON answers (bare) WHERE bare <> chain;
 CREATE INDEX answers_by_prompt ON answers (prompt);
 CREATE INDEX answers_by_session ON answers (session)
 """
-# The choice is made on ids alone: texts are long, and the sorter would carry those of every candidate.
+# Choose by ids alone: texts are long, and the sorter would carry those of every candidate.
 _FIND = """
 SELECT a.id, s.name, a.chain, a.bare, a.digest, a.text, a.ends, a.ids, p.chars, p.text_digest, p.base
 FROM answers a JOIN prompts p ON p.id = a.prompt JOIN sessions s ON s.id = a.session
@@ -99,7 +100,7 @@ class NewAnswer:
     tail: bytes  # digest of the scope, the message before and the answer without its reasoning
     token_ids: "array[int]"
     text: str  # what the client saw
-    ends: "array[int]"  # per token: characters of text complete behind it
+    ends: "array[int]"  # per token: number of characters of text complete after it
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +124,7 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 def _forgiving(default: Callable[[], Any]) -> Callable[[Method], Method]:
-    """A database that fails costs a request its reuse, never the request."""
+    """Return `default()` if the database fails: that costs a request its reuse, never the request."""
 
     def decorate(method: Method) -> Method:
         @functools.wraps(method)
@@ -140,11 +141,11 @@ def _forgiving(default: Callable[[], Any]) -> Callable[[Method], Method]:
 
 
 class TranscriptStore:
-    """Used from one thread at a time. No method raises for the database's sake: what it cannot do is logged and
-    answered with nothing."""
+    """Used from one thread at a time. No method raises because of the database: what that cannot do is logged, and the
+    answer is that nothing is there."""
 
     def __init__(self, *, path: Path | None, max_bytes: int, max_answers_per_prompt: int) -> None:
-        """`max_bytes` bounds the database file, of which indexes are a part; the log beside it adds up to 4 MiB."""
+        """max_bytes: bounds the database file with its indexes; the log beside it adds up to 4 MiB."""
         self._db = Database(path=path, schema=_SCHEMA, version=SCHEMA_VERSION)
         self._max_bytes = max_bytes
         self._max_answers = max_answers_per_prompt
@@ -153,7 +154,7 @@ class TranscriptStore:
 
     @_forgiving(set)
     def known_prompts(self, chains: list[bytes]) -> set[bytes]:
-        """Those under which something is recorded. One query, since most histories are of clients we do not know."""
+        """Return those chains under which something is recorded. One query, since most histories are unknown to us."""
         marks = ", ".join("?" * len(chains))
         return {
             row[0] for row in self._db.execute(f"SELECT DISTINCT chain FROM prompts WHERE chain IN ({marks})", chains)
@@ -161,17 +162,17 @@ class TranscriptStore:
 
     @_forgiving(list)
     def find_answers(self, *, after: bytes, session_id: str | None, since: float) -> list[RecordedAnswer]:
-        """Answers that end the chain `after`: those of the session first, then the newest first."""
+        """Return answers that end the chain `after`: those of the session first, then the newest first."""
         return self._find(_AFTER, after, session_id, since, MAX_EXACT)
 
     @_forgiving(list)
     def find_siblings(self, *, before: bytes, session_id: str | None, since: float) -> list[RecordedAnswer]:
-        """Answers to the prompt with the chain `before`, in the same order."""
+        """Return answers to the prompt with the chain `before`, in the same order."""
         return self._find(_BEFORE, before, session_id, since, MAX_SIBLINGS)
 
     @_forgiving(list)
     def find_tails(self, *, tail: bytes, session_id: str | None, since: float) -> list[RecordedAnswer]:
-        """Answers that end any conversation of the scope in these two messages, in the same order."""
+        """Return answers that end any conversation of the scope in these two messages, in the same order."""
         return self._find(_TAIL, tail, session_id, since, MAX_EXACT)
 
     @_forgiving(lambda: None)
@@ -180,7 +181,7 @@ class TranscriptStore:
         session is dropped."""
         parts: list[tuple[array[int], array[int]]] = []
         current: int | None = answer_id
-        take: int | None = None  # how many of the leading ids of `current` are wanted; None is all
+        take: int | None = None  # how many of the leading ids of `current` are wanted; None: all
         while current is not None:
             if (hot := self._hot.get(current)) is not None:
                 self._hot.move_to_end(current)
@@ -204,7 +205,7 @@ class TranscriptStore:
 
     @_forgiving(lambda: None)
     def add(self, prompt: PreparedPrompt, answer: NewAnswer, *, now: float) -> None:
-        """Recording the same answer again only renews the session."""
+        """Record an answer. Recording the same one again only renews its session."""
         with self._db.transaction():
             session = self._session(prompt.tenant, prompt.session_id, now)
             prompt_id, prompt_digest = self._add_prompt(session, prompt)
@@ -229,7 +230,7 @@ class TranscriptStore:
 
     @_forgiving(lambda: None)
     def extend(self, session_id: str, *, tenant: str, extra_s: float) -> None:
-        """From its last use on a session stays so many seconds longer than others; fewer if negative."""
+        """Keep a session so many seconds longer than others after its last use; shorter if negative."""
         self._db.execute(
             f"UPDATE sessions SET extra = :extra WHERE {_OF_TENANT}",
             {"name": session_id, "tenant": tenant, "extra": extra_s},
@@ -243,7 +244,7 @@ class TranscriptStore:
 
     @_forgiving(int)
     def forget(self, session_id: str, *, tenant: str | None) -> int:
-        """Of one tenant and its salts, or the sessions of that name of all. Returns how many."""
+        """Delete the sessions of this name, of one tenant and its salts, or of all tenants. Returns how many."""
         with self._db.transaction():
             rows = self._db.execute(
                 f"SELECT id FROM sessions WHERE {_OF_TENANT}",
@@ -302,9 +303,9 @@ class TranscriptStore:
         return rows[0][0]
 
     def _add_prompt(self, session: int, prompt: PreparedPrompt) -> tuple[int, bytes]:
-        """Its row and its digest; a row that is there already serves again."""
+        """Add a prompt, unless it is there. Returns the id of its row and its digest."""
         base = prompt.base
-        # A base of another session would leave with that session; one that has left is of no use.
+        # A base of another session would be deleted with that session, and a deleted base is of no use.
         if (
             base is not None
             and not self._db.execute(
@@ -331,8 +332,8 @@ class TranscriptStore:
         return row[0], mark
 
     def _cap_answers(self, session: int, chain: bytes, newest: int) -> None:
-        """Of the answers to a prompt those leave first that no later turn builds on, the oldest first. One that is
-        built on takes its branch along."""
+        """Delete answers to a prompt beyond the cap: first those that no later turn builds on, the oldest first. An
+        answer that is built on takes its branch along."""
         rows = self._db.execute(
             "SELECT a.id FROM answers a JOIN prompts p ON p.id = a.prompt"
             " WHERE p.chain = ? AND p.session = ? AND a.id <> ?"
@@ -344,7 +345,7 @@ class TranscriptStore:
             self._db.execute(_REMOVE_UNANSWERED, (session,))
 
     def _make_room(self) -> None:
-        """The sessions used longest ago leave; the one just written too, if it alone is too large."""
+        """Delete the sessions used longest ago; the one just written too, if it alone is too large."""
         while self._db.used_bytes() > self._max_bytes:
             row = self._db.execute("SELECT id FROM sessions ORDER BY used + extra, id LIMIT 1").fetchone()
             if row is None:

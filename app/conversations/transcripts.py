@@ -1,4 +1,4 @@
-"""Which conversation a request goes on with, and its exact token ids.
+"""Finds the conversation that a request goes on with, and the exact token ids of its prompt.
 
 Clients send a conversation's whole text again with every turn. Re-tokenized, an answer often gives other ids than were
 generated, and the KV behind the first difference would be lost. So every answer is recorded with its ids, under a chain
@@ -44,15 +44,15 @@ _FOR_EVER_S = 1e12
 
 
 class Transcripts:
-    """All tenants' conversations. Every call is synchronous and takes a few milliseconds at most, but for the text that
-    `prepare` must tokenize; calls of other threads go on meanwhile, and else wait for each other.
+    """Knows all tenants' conversations. Calls are synchronous and take a few milliseconds at most, except for the text
+    that `prepare` must tokenize. Other threads' calls go on meanwhile; else calls wait for each other.
 
     `now` is in seconds since the epoch, since sessions outlive the process.
     """
 
     def __init__(self, *, path: Path | None, max_bytes: int, ttl_s: float, max_answers_per_prompt: int) -> None:
-        """In memory if `path` is None. Sessions leave `ttl_s` after their last use, and those used longest ago when the
-        database would become larger than `max_bytes`."""
+        """Keep transcripts in a file, or in memory if `path` is None. Sessions are deleted `ttl_s` after their last
+        use, and those used longest ago when the database would become larger than `max_bytes`."""
         self._store = TranscriptStore(path=path, max_bytes=max_bytes, max_answers_per_prompt=max_answers_per_prompt)
         self._ttl_s = ttl_s
         self._bounds = MessageBounds(mark=secrets.token_hex(16))
@@ -75,8 +75,9 @@ class Transcripts:
         max_tokens: int | None = None,
         max_newest_tokens: int | None = None,
     ) -> PreparedPrompt:
-        """The ids of a chat request, and its session: the one given, that of the answer it goes on from, or a new one.
-        With `client_shift` it may also go on from a conversation whose earliest messages the client has dropped.
+        """Return the ids of a chat request, and its session: the one given, that of the answer it goes on from, or a
+        new one. With `client_shift` it may also go on from a conversation whose earliest messages the client has
+        dropped.
 
         Recorded answers are found by content, whatever session they are of. `messages` must not be changed afterwards.
         Raises TemplateError, and PromptTooLong for a long text of more than `max_tokens`, or with more than
@@ -137,14 +138,14 @@ class Transcripts:
             self._store.add(prompt, new, now=now)
 
     def keep(self, session_id: str, *, tenant: str, ttl_s: float | None) -> None:
-        """What a tenant has recorded under this id, with or without salts, leaves that long after its last use; None:
-        only when there is no room."""
+        """Keep what a tenant has recorded under this id, with or without salts, for `ttl_s` after its last use; None:
+        for as long as there is room."""
         with self._lock:
             self._store.extend(session_id, tenant=tenant, extra_s=_FOR_EVER_S if ttl_s is None else ttl_s - self._ttl_s)
 
     def forget(self, session_id: str, *, tenant: str | None = None) -> int:
         """Delete what was recorded under this id by a tenant, with or without salts of its own ("tenant/salt"), or by
-        all tenants if None. What other sessions recorded on from it, they have copies of. Returns how many sessions."""
+        all tenants if None. Other sessions that went on from it have copies. Returns the number of sessions."""
         with self._lock:
             return self._store.forget(session_id, tenant=tenant)
 
@@ -162,7 +163,7 @@ class Transcripts:
             self._store.close()
 
     def _chain(self, scope: bytes, messages: list[Message]) -> list[bytes]:
-        """[messages + 1]: digest of the scope and the first n messages."""
+        """Return [messages + 1] digests: of the scope and the first n messages."""
         turn = next((n for n in range(len(messages) - 1, 0, -1) if messages[n].get("role") == "assistant"), 0)
         known = self._known_chains.take(scope, messages, turn)
         chain = [scope] if known is None else known[:]
@@ -177,7 +178,7 @@ class Transcripts:
         return self._bounds.find(chat.text, chat.messages, first=draft.first, render=chat.render, template=template)
 
     def _drafts(self, chat: RenderedChat, *, since: float, client_shift: bool) -> Iterator[Draft]:
-        """The ways to make the chat's prompt, best first. The last one, the whole text, always succeeds."""
+        """Yield the ways to make the chat's prompt, best first. The last one, the whole text, always succeeds."""
         nearest: tuple[RecordedAnswer, array[int]] | None = None
         goes_on: str | None = None
         for candidate in self._candidates(chat, since=since):
@@ -213,14 +214,14 @@ class Transcripts:
         )
 
     def _shifted(self, chat: RenderedChat, *, since: float) -> Iterator[ShiftedOn]:
-        """Leading system messages and the last whole messages of a recorded conversation, and what follows them.
+        """Yield drafts of leading system messages, the last whole messages of a recorded conversation, and new ones.
 
-        The answer before the new messages finds the conversation, the number of messages tells what was dropped.
+        The answer before the new messages finds the conversation; the number of messages tells what was dropped.
         """
         messages = chat.messages
         lead = next((n for n, message in enumerate(messages) if message.get("role") != "system"), len(messages))
         turn = max((n for n, message in enumerate(messages) if message.get("role") == "assistant"), default=0)
-        if turn <= lead:  # no message in front of the answer is left to know it by
+        if turn <= lead:  # no message before the answer is left to recognise it by
             return
         tail = link(chat.tail(turn - 1), without_reasoning(messages[turn]))
         for answer in self._store.find_tails(tail=tail, session_id=chat.session_id, since=since):
@@ -248,15 +249,15 @@ class Transcripts:
             )
 
     def _known_turns(self, chat: RenderedChat) -> Iterator[int]:
-        """Indices of the chat's answers, the last one first, in front of which a recorded prompt ends."""
+        """Yield the indices of the chat's answers that follow a recorded prompt, the last one first."""
         messages = chat.messages
         turns = [n for n in range(len(messages) - 1, -1, -1) if messages[n].get("role") == "assistant"][:MAX_LOOKUPS]
-        yield from turns[:1]  # most often it is the one, and the query for the others waits until they are asked for
+        yield from turns[:1]  # most often this is the one, so query for the others only when they are asked for
         known = self._store.known_prompts([chat.chain[turn] for turn in turns[1:]])
         yield from (turn for turn in turns[1:] if chat.chain[turn] in known)
 
     def _candidates(self, chat: RenderedChat, *, since: float) -> Iterator[Candidate]:
-        """Deepest first, one per turn."""
+        """Yield recorded answers that the chat may go on from, the deepest first, one per turn."""
         attempts = 0
         for turn in self._known_turns(chat):
             content = chat.content(turn)

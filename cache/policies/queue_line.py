@@ -1,4 +1,4 @@
-"""QueueLine: the sessions of queued turns, as a policy was told of them last."""
+"""Holds the sessions of queued turns, as a policy was told of them last."""
 
 from collections.abc import Collection, Hashable, Sequence
 
@@ -9,7 +9,7 @@ class QueueLine:
     def __init__(self) -> None:
         self._sessions: Sequence[Hashable] = ()
         self._members: set[Hashable] = set()
-        self._places: dict[Hashable, int] | None = None  # found when somebody asks
+        self._places: dict[Hashable, int] | None = None  # made when it is asked for
 
     def __len__(self) -> int:
         return len(self._sessions)
@@ -21,8 +21,8 @@ class QueueLine:
         return session in self._members
 
     def become(self, sessions: Sequence[Hashable], changed: Collection[Hashable] | None = None) -> Collection[Hashable]:
-        """Returns those who have come in or gone out: `changed` if that is known. `sessions` is kept: it must not
-        change any more."""
+        """Take over a new line. Returns the sessions that have joined or left: `changed` if that is given. `sessions` is
+        kept, so it must not change any more."""
         if changed is None:
             changed = self._members.symmetric_difference(sessions)
         self._sessions, self._places = sessions, None
@@ -30,7 +30,7 @@ class QueueLine:
         return changed
 
     def place(self, session: Hashable) -> int | None:
-        """0 is next."""
+        """Return a session's place in line, 0 for the next; None if it is not in line."""
         if session not in self._members:
             return None
         if self._places is None:
