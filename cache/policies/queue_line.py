@@ -21,8 +21,8 @@ class QueueLine:
         return session in self._members
 
     def become(self, sessions: Sequence[Hashable], changed: Collection[Hashable] | None = None) -> Collection[Hashable]:
-        """Take over a new line. Returns the sessions that have joined or left: `changed` if that is given. `sessions` is
-        kept, so it must not change any more."""
+        """Take over a new line. Returns the sessions that have joined or left: `changed` if that is given. `sessions`
+        is kept, so it must not change any more."""
         if changed is None:
             changed = self._members.symmetric_difference(sessions)
         self._sessions, self._places = sessions, None
