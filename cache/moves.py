@@ -162,10 +162,15 @@ class Late:
     seconds: float
 
 
+NOT_ITS_COPY = frozenset({"late", "deadline", "io"})
+"""Reasons for which a block did not come that prove nothing of its copy: nobody waited any longer, the device did not
+answer in time, or it reported an error. Another read may bring it. With any other reason the copy is bad."""
+
+
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """Reports the end of a load. failed: blocks that could not be read, and why. If there are any, only the blocks in
-    `whole`, of which all layers are in place, may be used."""
+    """Reports the end of a load. failed: the blocks on which it has failed, and why; others may not have been read. If
+    there are any, only the blocks in `whole`, of which all layers are in place, may be used."""
 
     job_id: int
     failed: dict[BlockKey, str] = field(default_factory=dict)

@@ -250,6 +250,8 @@ class RunningContext:
     brought: dict[BlockKey, str] = field(default_factory=dict)
     fetch_due_s: float | None = None  # until when it waits for a fetch that was not done when its turn came
     skips_disk: bool = False  # a load or fetch was too late once, so blocks that are only on disk are computed instead
+    # blocks on disk that could not be read for it, and why: they are computed, and their copies stay
+    unread: dict[BlockKey, str] = field(default_factory=dict)
     miss_reason: str | None = None  # reason why blocks from `recompute_from` on are computed
     owned: dict[BlockKey, None] = field(default_factory=dict)  # blocks that it has put into the table
     published: dict[int, tuple[BlockKey, int]] = field(default_factory=dict)  # moved copies: block -> (key, page)

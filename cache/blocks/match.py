@@ -43,6 +43,7 @@ class MatchBasis(NamedTuple):
     open_hint: BlockKey | None
     open_place: int
     skips_disk: bool
+    num_unread: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from cache.blocks.context import RunningContext
 from cache.blocks.keys import BLOCK_TOKENS, BlockKey
-from cache.moves import AbandonLoad, BlockLoad, LoadBlocks, Loaded, ReleaseLoad
+from cache.moves import NOT_ITS_COPY, AbandonLoad, BlockLoad, LoadBlocks, Loaded, ReleaseLoad
 from cache.rates import LoadProgress, Rates, deadline_s
 from cache.requests.siblings import Siblings
 from cache.tiers.hierarchy import Hierarchy
@@ -161,7 +161,8 @@ class Loads:
         return context.outlived is not None and context.outlived in self.under_way
 
     def on_loaded(self, event: Loaded) -> None:
-        """Record the end of a load: blocks that came are used, blocks that failed are not looked for there again."""
+        """Record the end of a load: blocks that came are used. A bad copy is not looked for again, and one that could
+        not be read not for this request."""
         load = self.under_way.pop(event.job_id)
         self._given_up.discard(event.job_id)
         context = load.context
@@ -184,8 +185,10 @@ class Loads:
             self._pages.unpin(block.page)
         for key, reason in event.failed.items():
             self._stats.load_failures[reason] += 1
-            if reason != "late":
+            if reason not in NOT_ITS_COPY:
                 self._drop_bad_copy(key, next(b for b in load.blocks if b.key == key))
+            elif reason != "late":
+                context.unread[key] = reason
         stands_on_it = context.job == event.job_id
         was_late = load.claimant != context.request_id
         is_late = "late" in event.failed.values()

@@ -46,6 +46,7 @@ class Matcher:
             context.open_hint,
             context.open_place,
             context.skips_disk,
+            len(context.unread),
         )
 
     def _match_anew(self, context: RunningContext, basis: MatchBasis) -> RememberedMatch:
@@ -66,7 +67,7 @@ class Matcher:
             return Match([], None, 0)
         keys = context.chain()
         rows = self._table.matched(keys[: limit // BLOCK_TOKENS])
-        rows = rows[: next((b for b, row in enumerate(rows) if not self._is_usable(row, b)), len(rows))]
+        rows = rows[: next((b for b, row in enumerate(rows) if not self._is_usable(context, row, b)), len(rows))]
         done = len(rows) * BLOCK_TOKENS
         tail = context.token_ids[done : done + BLOCK_TOKENS]
         most = min(BLOCK_TOKENS, limit - done)
@@ -75,7 +76,11 @@ class Matcher:
         # Blocks that follow a kept block in another context do not fit after a cut: they were computed on more history.
         if joint is None or not context.lineage.plain < len(rows) < joint:
             other = self._table.closest_child(context.lineage.parent(len(rows)), tail, context.session_id, most)
-            if other is not None and self._is_usable(other[0], len(rows)) and other[1] > (found[1] if found else 0):
+            if (
+                other is not None
+                and self._is_usable(context, other[0], len(rows))
+                and other[1] > (found[1] if found else 0)
+            ):
                 found = other
         if found is not None and self._only_slots and found[0].slot is None:
             found = None
@@ -83,14 +88,15 @@ class Matcher:
 
     def _open_hint(self, context: RunningContext, tail: list[int], most: int) -> tuple[BlockRow, int] | None:
         row = self._table.get(context.open_hint) if context.open_hint is not None else None
-        if row is None or not self._is_usable(row, context.open_place):
+        if row is None or not self._is_usable(context, row, context.open_place):
             return None
         shared = common_prefix(row.token_ids, tail, most)
         return (row, shared) if shared else None
 
-    def _is_usable(self, row: BlockRow, block: int) -> bool:
+    def _is_usable(self, context: RunningContext, row: BlockRow, block: int) -> bool:
         # `row.is_saved` is written out: this runs for every block of every request that may come next.
-        return row.slot is not None or row.extent is not None or self._is_at_hand(row, block)
+        is_saved = row.slot is not None or (row.extent is not None and row.key not in context.unread)
+        return is_saved or self._is_at_hand(row, block)
 
     def _is_at_hand(self, row: BlockRow, block: int) -> bool:
         """Whether the `block`th block of a context can be used without a load."""

@@ -45,7 +45,16 @@ class Publisher:
         row = self._hbm.row(context, block, key, context.token_ids[first : first + BLOCK_TOKENS], session_id=None)
         if context.trusted:
             self._publish(context, row)
+            self._replace_unreadable(context, key)
         self._saver.seal(context, block, row if context.trusted else None, BLOCK_TOKENS)
+
+    def _replace_unreadable(self, context: RunningContext, key: BlockKey) -> None:
+        """A block whose copy the disk could not read has been computed. It is written anew, or a bad sector would cost
+        every later turn the same."""
+        known = self._table.get(key)
+        if context.unread.get(key) == "io" and known is not None and known.slot is None:
+            del context.unread[key]
+            self._tiers.disk.drop(known)
 
     def _publish(self, context: RunningContext, row: BlockRow) -> None:
         context.owned[row.key] = None

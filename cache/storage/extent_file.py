@@ -171,12 +171,13 @@ def read_layers(fd: int, extent: ParsedExtent, first_layer: int, buffers: Sequen
 
 
 def _read(fd: int, extent: ParsedExtent, parts: Sequence[memoryview], offset: int) -> None:
+    extent_id = extent.header.extent_id
     try:
         got = _read_all(fd, parts, offset)
     except OSError as error:
-        raise BlockMissing(f"extent {extent.header.extent_id:016x}: {error}", reason="io") from error
+        raise BlockMissing(f"extent {extent_id:016x}: {error}", reason="io", extent_id=extent_id) from error
     if got != sum(map(len, parts)):
-        raise BlockMissing(f"extent {extent.header.extent_id:016x} was cut off", reason="short_read")
+        raise BlockMissing(f"extent {extent_id:016x} was cut off", reason="short_read", extent_id=extent_id)
 
 
 def check_segments(extent: ParsedExtent, layer: int, blocks: Sequence[int], buffer: memoryview) -> None:
@@ -188,8 +189,9 @@ def check_segments(extent: ParsedExtent, layer: int, blocks: Sequence[int], buff
 
 
 def altered(extent: ParsedExtent, layer: int, block: int) -> BlockMissing:
-    where = f"layer {layer}, block {block} of extent {extent.header.extent_id:016x}"
-    return BlockMissing(f"{where} was altered", reason="checksum")
+    extent_id = extent.header.extent_id
+    where = f"layer {layer}, block {block} of extent {extent_id:016x}"
+    return BlockMissing(f"{where} was altered", reason="checksum", extent_id=extent_id, block=block)
 
 
 def read_header(fd: int, file_bytes: int, key: bytes) -> tuple[ExtentHeader, int]:

@@ -55,6 +55,7 @@ class ExtentOpener:
         try:
             extent = threads.call(open_it, late=close_late)
         except BlockMissing as missing:
+            missing.extent_id = extent_id
             self._tell_damage(extent_id, missing)
             raise
         except IoDeadline as error:

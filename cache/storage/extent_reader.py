@@ -147,7 +147,8 @@ class ExtentReader:
         has no block of this key there: the cache's table may be wrong."""
         header = self._extent.header
         if not 0 <= block < len(header.blocks) or header.blocks[block].key != key:
-            raise BlockMissing(f"extent {header.extent_id:016x} has no such block {block}", reason="format")
+            problem = f"extent {header.extent_id:016x} has no such block {block}"
+            raise BlockMissing(problem, reason="format", extent_id=header.extent_id, block=block)
         return header.checksums_of(block)
 
     def check(self) -> None:

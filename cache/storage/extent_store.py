@@ -255,7 +255,7 @@ class ExtentStore:
 
     def _reader(self, extent_id: int, *, trust_cached: bool) -> ExtentReader:
         if extent_id not in self._space:
-            raise BlockMissing(f"extent {extent_id:016x} is not here", reason="missing")
+            raise BlockMissing(f"extent {extent_id:016x} is not here", reason="missing", extent_id=extent_id)
         threads = self._reads
         if threads is None:
             raise BlockMissing("the disk tier is closed", reason="io")

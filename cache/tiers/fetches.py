@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping
 
 from cache.blocks.keys import BlockKey
 from cache.blocks.table import BlockRow, CacheTable, SessionName
-from cache.moves import FetchBlocks
+from cache.moves import NOT_ITS_COPY, FetchBlocks
 from cache.stats import CacheStats
 from cache.tiers.disk import DiskLedger
 from cache.tiers.dram import DramTier
@@ -67,8 +67,8 @@ class Fetches:
         return len(blocks) == len(wanted)
 
     def on_fetched(self, job: int, failed: Mapping[BlockKey, str]) -> None:
-        """Record the end of a fetch. Blocks that came are in DRAM, unless they have left the disk meanwhile; blocks
-        that failed are not looked for there again."""
+        """Record the end of a fetch. Blocks that came are in DRAM, unless they have left the disk meanwhile; a bad copy
+        is not looked for there again."""
         blocks = self._under_way.pop(job)
         self._disk.release(key for key, _, _ in blocks)
         for key, extent, slot in blocks:
@@ -76,7 +76,7 @@ class Fetches:
             row = self._table.get(key)
             if key in failed:
                 self._stats.load_failures[failed[key]] += 1
-                if row is not None and row.extent == extent:
+                if failed[key] not in NOT_ITS_COPY and row is not None and row.extent == extent:
                     self._disk.drop(row)
                     if row.is_nowhere:
                         self._table.forget(row)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from queue import SimpleQueue
 
 from cache.blocks.keys import BlockKey
-from cache.moves import FetchBlocks, Fetched, Transferred
+from cache.moves import FetchBlocks, Fetched, Late, Transferred
 from cache.storage.errors import BlockMissing
 from cache.storage.extent_store import ExtentStore
 from cache.storage.slab import Slab
@@ -39,15 +39,29 @@ class FetchStream:
         for key, (extent_id, place), slot in order.blocks:
             self._slab.unseal(slot)
             by_extent.setdefault(extent_id, []).append((key, place, slot))
-        try:
-            for extent_id, found in by_extent.items():
-                self._fetch_from(extent_id, found)
-        except BlockMissing as error:
-            failed = {key: error.reason for key, _, _ in order.blocks}
-        size = len(order.blocks) * self._slab.slot_bytes
+        for extent_id, found in by_extent.items():
+            if "deadline" in failed.values():  # the others would take as long
+                failed.update((key, "deadline") for key, _, _ in found)
+            else:
+                failed.update(self._fetch_what_can_be(extent_id, found))
+        size, seconds = len(order.blocks) * self._slab.slot_bytes, time.perf_counter() - started
         if not failed:
-            self._completions.tell(Transferred("disk_to_dram", size, time.perf_counter() - started))
+            self._completions.tell(Transferred("disk_to_dram", size, seconds))
+        elif "deadline" in failed.values():
+            self._completions.tell(Late("disk_to_dram", size, seconds))
         self._completions.tell(Fetched(order.job_id, failed))
+
+    def _fetch_what_can_be(self, extent_id: int, found: Sequence[tuple[BlockKey, int, int]]) -> dict[BlockKey, str]:
+        """Returns the blocks that did not come, and why. One that is damaged keeps back no other of its extent."""
+        failed: dict[BlockKey, str] = {}
+        while found:
+            try:
+                self._fetch_from(extent_id, found)
+                break
+            except BlockMissing as error:
+                failed.update((key, error.reason) for key, place, _ in found if error.concerns(extent_id, place))
+                found = [block for block in found if block[0] not in failed]
+        return failed
 
     def _fetch_from(self, extent_id: int, found: Sequence[tuple[BlockKey, int, int]]) -> None:
         """Fill slots from an extent. found: (block, its place in the extent, its slot). Raises BlockMissing."""

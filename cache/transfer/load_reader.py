@@ -26,13 +26,15 @@ class LoadReader:
         """Read until the queue is closed."""
         while (part := self._next()) is not None:
             started = time.perf_counter()
+            source: ExtentSource | None = None  # not the last part's, should this one's fail to be made
             failed, first, come, reason = {}, part.landed, 0, ""
             try:
                 source = self._open(part)
                 if source is not None:
                     come = source.read(first, part.reading, partial(self._on_landed, part))
             except BlockMissing as error:
-                failed, reason = {block.key: error.reason for block in part.blocks}, error.reason
+                reason = error.reason
+                failed = {b.key: reason for b in part.blocks if b.extent is None or error.concerns(*b.extent)}
             with self._changed:
                 progress = part.progress(time.perf_counter())
                 if progress is not None and reason in {"deadline", "io"}:

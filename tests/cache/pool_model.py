@@ -368,14 +368,12 @@ class PoolModel:
                 self.events.append(Written(order.job_id, info, None))
             case FetchBlocks():
                 reason = self.fails(order)
-                failed = {} if reason is None else {key: reason for key, _, _ in order.blocks}
+                failed = {} if reason is None else {order.blocks[0][0]: reason}
                 for key, (extent_id, _), slot in order.blocks:
                     if extent_id in self.disk:
                         self.slots[slot] = list(self.disk[extent_id][key])
                     else:
                         failed[key] = "missing"
-                if failed:
-                    failed = {key: "missing" for key, _, _ in order.blocks}
                 self.events.append(Fetched(order.job_id, failed))
             case DeleteExtents():
                 for extent_id in order.extent_ids:

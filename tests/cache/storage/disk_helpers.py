@@ -100,6 +100,7 @@ def file_of(directory, info):
 def reason_of(tier, info):
     with pytest.raises(BlockMissing) as caught:
         assert read_wrongly(tier, info) == []
+    assert caught.value.extent_id == info.extent_id
     return caught.value.reason
 
 

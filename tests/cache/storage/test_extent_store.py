@@ -75,8 +75,10 @@ def test_bytes_that_changed_after_they_were_vouched_for_are_not_believed(tier):
     with tier.reader(info.extent_id) as reader:
         reader.read(1, [0, 1], [memoryview(bytearray(SEGMENTS[1])) for _ in range(2)])
         with pytest.raises(BlockMissing) as caught:
-            reader.read(1, [2], [memoryview(bytearray(SEGMENTS[1]))])
+            reader.read(1, [0, 2], [memoryview(bytearray(SEGMENTS[1])) for _ in range(2)])
     assert caught.value.reason == "checksum"
+    assert [block for block in range(3) if caught.value.concerns(info.extent_id, block)] == [2]
+    assert not caught.value.concerns(info.extent_id + 1, 2)
 
 
 @pytest.mark.parametrize("chunk", [4096, 12_288, 4 << 20])
@@ -182,8 +184,8 @@ def test_layers_that_land_together(tmp_path, monkeypatch, direct, sizes):
         os.truncate(file_of(tmp_path, stored[1][0]), stored[1][0].size_bytes - 4096)
         wanted = [out[: size * 3] for out, size in zip(outs, sizes[1:], strict=True)]
         with pytest.raises(BlockMissing) as caught:
-            y.land(1, [(y, [0, 1, 2])], wanted, all_the_rest)
-        assert caught.value.reason == "short_read"
+            x.land(1, [(x, []), (y, [0, 1, 2])], wanted, all_the_rest)
+        assert (caught.value.reason, caught.value.extent_id) == ("short_read", stored[1][0].extent_id)
         with pytest.raises(ValueError, match="as many bytes"):
             y.land(1, [(y, [0, 1])], wanted, all_the_rest)
     tier.close()

@@ -1,5 +1,7 @@
 """Tests blocks on their way from disk to DRAM."""
 
+import pytest
+
 from cache.moves import FetchBlocks
 from tests.cache.blocks.test_scores import tokens
 from tests.cache.pool_model import PoolModel, make_manager
@@ -53,10 +55,14 @@ def test_what_is_read_does_not_leave_the_disk_and_may_once_it_is_there():
     assert disk.reserve(disk.capacity_bytes)
 
 
-def test_a_block_that_cannot_be_read_is_not_looked_for_on_disk_again():
-    model, rows = on_disk()
-    model.fails = lambda order: "checksum" if isinstance(order, FetchBlocks) else None
-    assert model.manager.tiers.fetches.fetch(rows, NAME)
+@pytest.mark.parametrize(("reason", "is_bad"), [("checksum", True), ("io", False), ("deadline", False)])
+def test_a_bad_copy_leaves_the_disk_and_one_that_could_not_be_read_stays(reason, is_bad):
+    model, (first, second) = on_disk()
+    model.fails = lambda order: reason if isinstance(order, FetchBlocks) else None
+    assert model.manager.tiers.fetches.fetch([first, second], NAME)
     model.settle()
-    assert all(row.key not in model.manager.tiers.table for row in rows)
-    assert model.manager.tiers.dram.num_free == model.manager.tiers.dram.num_slots
+    assert (first.key not in model.manager.tiers.table) == (first.extent is None) == is_bad
+    assert first.slot is None
+    assert second.extent is not None
+    assert second.slot is not None, "it came"
+    assert model.manager.tiers.dram.num_free == model.manager.tiers.dram.num_slots - 1

@@ -100,7 +100,7 @@ class Hierarchy(RuleBasedStateMachine):
         if isinstance(order, WriteExtent):
             return "no space"
         assert isinstance(order, LoadBlocks | FetchBlocks)
-        return self.rng.choice(["checksum", "deadline"])
+        return self.rng.choice(["checksum", "deadline", "io"])
 
     # --- what may happen ----------------------------------------------------------------------------------------------
 

@@ -59,8 +59,8 @@ class Shift:
 
 
 class Reader:
-    def __init__(self, disk, extent):
-        self.disk, self.extent = disk, extent
+    def __init__(self, disk, extent_id):
+        self.disk, self.extent_id, self.extent = disk, extent_id, disk.extents[extent_id]
 
     def close(self):
         self.disk.open_readers -= 1
@@ -72,6 +72,8 @@ class Reader:
         self.disk.gate.wait(10)
         if self.disk.broken_layer == layer:
             raise BlockMissing("too slow", reason="deadline")
+        if (bad := self.disk.bad) is not None and any(bad.concerns(self.extent_id, index) for index in indices):
+            raise bad
         for index, out in zip(indices, outs, strict=True):
             out[:] = self.extent[layer][index]
 
@@ -97,6 +99,7 @@ class MemoryDisk:
 
     def __init__(self):
         self.extents, self.full, self.broken_layer, self.open_readers = {}, False, None, 0
+        self.bad = None  # what a read of whatever it concerns meets
         self.gate, self.write_gate = threading.Event(), threading.Event()
         self.gate.set()
         self.write_gate.set()
@@ -115,9 +118,9 @@ class MemoryDisk:
 
     def reader(self, extent_id):
         if extent_id not in self.extents:
-            raise BlockMissing("it is gone", reason="missing")
+            raise BlockMissing("it is gone", reason="missing", extent_id=extent_id)
         self.open_readers += 1
-        return Reader(self, self.extents[extent_id])
+        return Reader(self, extent_id)
 
     def delete(self, *extent_ids):
         for extent_id in extent_ids:
@@ -378,6 +381,41 @@ def test_what_cannot_be_read_or_written_is_told_and_harms_nothing_else(made):
     assert not slab.is_intact(0, 2), "what came half is not vouched for"
     disk.broken_layer = None
     assert load(6, kept, BlockLoad(bad, 32, 2, (1, 0), 4, 32, 0)) == {}
+    assert disk.open_readers == 0
+
+
+@pytest.mark.parametrize(
+    ("bad", "numbers"),
+    [
+        (BlockMissing("altered", reason="checksum", extent_id=1, block=1), [1]),
+        (BlockMissing("a bad sector", reason="io", extent_id=1), [0, 1]),
+        (BlockMissing("cut off", reason="short_read", extent_id=2), [2]),
+        (BlockMissing("no answer", reason="deadline"), [0, 1, 2]),
+    ],
+)
+def test_one_bad_extent_fails_no_block_of_another(made, bad, numbers):
+    pages, disk = pools(), MemoryDisk()
+    transfer, slab = made(pages, num_slots=6, disk=disk)
+    keys = [BlockKey(bytes([number] * 16)) for number in range(3)]
+    stored = [StoredBlock(key, BlockKey(b"r" * 16), bytes(128), False) for key in keys]
+    for slot in range(3):
+        save_block(transfer, pages, slot, slot)
+    transfer.carry_out([WriteExtent(1, RECORD, tuple(stored[:2]), (0, 1))])
+    until(transfer, Written)
+    transfer.carry_out([WriteExtent(2, RECORD, tuple(stored[2:]), (2,))])
+    until(transfer, Written)
+    places = [(1, 0), (1, 1), (2, 0)]
+    disk.bad, failed = bad, {keys[number]: bad.reason for number in numbers}
+    transfer.carry_out([FetchBlocks(3, tuple(zip(keys, places, (3, 4, 5), strict=True)))])
+    (event,) = [event for event in until(transfer, Fetched) if isinstance(event, Fetched)]
+    assert event.failed == failed
+    for number in range(3):
+        assert slab.is_sealed(3 + number) == (number not in numbers)
+    blocks = [BlockLoad(keys[n], BLOCK_TOKENS, None, places[n], 3, n * BLOCK_TOKENS % SIZE, 0) for n in range(3)]
+    transfer.carry_out([LoadBlocks(4, "r", tuple(blocks))])
+    assert transfer.wait_layer(4, LAYERS - 1, 10.0)
+    (event,) = [event for event in until(transfer, Loaded) if isinstance(event, Loaded)]
+    assert event.failed == failed
     assert disk.open_readers == 0
 
 
