@@ -22,7 +22,7 @@ cli = typer.Typer(add_completion=False)
 
 
 @dataclass(frozen=True, slots=True)
-class ServerOptions:
+class FullModeOptions:
     """Options of the full mode, which simulates a whole server."""
 
     model: Annotated[str, Option(help="Full mode: a model of the papers.")] = "llama-13b"
@@ -85,7 +85,7 @@ def simulate(
         float, Option(min=0.0, max=1.0, help="Block mode: share of the requests that warm up.")
     ] = 0.0,
     *,
-    server: ServerOptions,
+    full: FullModeOptions,
     out: Annotated[Path | None, Option(help="JSON file for the result.")] = None,
     figure: Annotated[Path | None, Option(help="Block mode: PNG file; needs matplotlib.")] = None,
 ) -> None:
@@ -93,14 +93,14 @@ def simulate(
     simulates a whole server like those of the papers, comparing every policy with recomputation."""
     names = list(dict.fromkeys(policy.strip() for policy in policies.split(",")))
     try:
-        check_writable(out, figure, read=(trace, server.machine))
+        check_writable(out, figure, read=(trace, full.machine))
         if trace is not None:
-            refuse_given(context, [field.name for field in fields(ServerOptions)], "with --trace")
+            refuse_given(context, [field.name for field in fields(FullModeOptions)], "with --trace")
             result, shown = _replay_blocks(trace, _counts("--capacity-tokens", capacity_tokens), names, score_from)
         else:
             refuse_given(context, {"capacity_tokens", "score_from", "figure"}, "without --trace")
-            server.refuse_unused(context)
-            result, shown = _run_servers(server, names)
+            full.refuse_unused(context)
+            result, shown = _run_servers(full, names)
         if out is not None:
             save(json.dumps(result, indent=1) + "\n", out)
         if figure is not None:
@@ -126,17 +126,17 @@ def _replay_blocks(
     return result, [hit_tables.table(result)]
 
 
-def _run_servers(server: ServerOptions, policies: list[str]) -> tuple[dict[str, Any], list[Table]]:
+def _run_servers(full: FullModeOptions, policies: list[str]) -> tuple[dict[str, Any], list[Table]]:
     """Full mode: a server under every policy, and their tables."""
     result = arm_tables.simulate(
-        machine=server.find_machine(),
+        machine=full.find_machine(),
         policies=policies,
-        load=server.load,
-        sessions=server.sessions,
-        sessions_per_s=server.sessions_per_s,
-        truncation=server.truncation,
-        warmup_turns=server.warmup_turns,
-        seed=server.seed,
+        load=full.load,
+        sessions=full.sessions,
+        sessions_per_s=full.sessions_per_s,
+        truncation=full.truncation,
+        warmup_turns=full.warmup_turns,
+        seed=full.seed,
         progress=console.print,
     )
     return result, arm_tables.shown(result)

@@ -12,7 +12,7 @@ from cache.transfer.loader import Loader
 
 
 @dataclass(slots=True, eq=False)
-class Load:
+class LoadJob:
     """A move under way."""
 
     job_id: int
@@ -36,7 +36,7 @@ class LoadPart:
     false."""
 
     blocks: tuple[BlockLoad, ...]
-    load: Load
+    load: LoadJob
     num_layers: int
     reads_disk: bool
     in_step: bool
@@ -87,7 +87,7 @@ class LoadQueue:
         self.step_waits = False  # the engine's thread, for a layer: otherwise nobody need wake for those it places
         self.closing = False
 
-    def part_on_disk(self, load: Load | None) -> LoadPart | None:
+    def part_on_disk(self, load: LoadJob | None) -> LoadPart | None:
         return next((part for part in self.parts if part.load is load and part.reads_disk), None)
 
     def wait_next(self, choose: Callable[[], LoadPart | None]) -> LoadPart | None:

@@ -13,7 +13,7 @@ from cache.transfer.events import Events
 from cache.transfer.key_rotations import KeyRotations
 from cache.transfer.layer_source import layers_landed
 from cache.transfer.load_placer import LoadPlacer
-from cache.transfer.load_queue import Load, LoadPart, LoadQueue
+from cache.transfer.load_queue import LoadJob, LoadPart, LoadQueue
 from cache.transfer.load_reader import LoadReader
 from cache.transfer.loader import PagePool
 from kernels.attention.ragged_batch import KvPages
@@ -59,7 +59,7 @@ class LoadStream:
         )
         self.parts = self._queue.parts
         """Of all loads, those parts that are not at their end. Read only."""
-        self._loads: dict[int, Load] = {}  # those whose end was not heard
+        self._loads: dict[int, LoadJob] = {}  # those whose end was not heard
         self.waited_s = 0.0  # seconds that steps have waited for loads or spent on them
 
     def read(self) -> None:
@@ -77,7 +77,7 @@ class LoadStream:
         in_dram = tuple(block for block in move.blocks if block.extent is None)
         num_layers = self._slab.num_layers
         in_step = in_step and self._pool.has_team
-        load = Load(move.job_id, started=in_step or self._read_buffer_layers >= num_layers)
+        load = LoadJob(move.job_id, started=in_step or self._read_buffer_layers >= num_layers)
         if on_disk:
             ahead = layers_landed(self._slab, len(on_disk))
             load.parts.append(LoadPart(on_disk, load, num_layers, reads_disk=True, in_step=in_step, ahead=ahead))

@@ -20,7 +20,7 @@ cli = typer.Typer(add_completion=False)
 
 
 @dataclass(frozen=True, slots=True)
-class WorkloadOptions:
+class PlanOptions:
     panel: ClassVar = "The workload"
 
     trace: Annotated[Path | None, Option(help="Requests with the names of their blocks.")] = None
@@ -55,7 +55,7 @@ class PriceOptions:
 
 
 @dataclass(frozen=True, slots=True)
-class OutputOptions:
+class PlanOutputOptions:
     panel: ClassVar = "Output"
 
     out: Annotated[Path | None, Option(help="JSON file for the result.")] = None
@@ -71,10 +71,10 @@ def main(words: list[str]) -> None:
 @grouped
 def plan_command(
     context: typer.Context,
-    workload: WorkloadOptions,
+    workload: PlanOptions,
     drawn: ConversationOptions,
     prices: PriceOptions,
-    output: OutputOptions,
+    output: PlanOutputOptions,
 ) -> None:
     """Show how much DRAM and disk a workload needs, and what it gains by them."""
     try:
@@ -95,7 +95,7 @@ def plan_command(
         console.print(f"{note}.", markup=False)
 
 
-def _plan(workload: WorkloadOptions, drawn: ConversationOptions, prices: Prices) -> plan.Plan:
+def _plan(workload: PlanOptions, drawn: ConversationOptions, prices: Prices) -> plan.Plan:
     """Plan for the trace, if there is one, or for conversations that are drawn. Raises ValueError, OSError."""
 
     def progress(stored_gb: float) -> None:
