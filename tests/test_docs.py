@@ -1,5 +1,7 @@
 """Tests that the documents match the tree: generated tables are up to date, and every path and link leads somewhere."""
 
+import ast
+import functools
 import json
 import re
 from collections.abc import Iterator
@@ -17,11 +19,27 @@ FOLDERS = "app|benchmarks|cache|docker|docs|engine|examples|kernels|loadgen|mode
 NAMED = re.compile(rf"(?:`|^ *)((?:{FOLDERS})/[a-z0-9_./-]*)(?=[` :]|$)", re.MULTILINE)
 LINK = re.compile(r"\]\((?!https?:|mailto:|#)([^)#\s]+)(?:#[^)]*)?\)")
 CITED = re.compile(r'(?<!/)\b(docs/[a-z0-9_/-]+\.md)(?:,\s+"([^"]+)")?')  # a page, perhaps a heading in it
+MEMBER = re.compile(r"\b[A-Z]\w*[a-z]\w*\.[a-z_]\w+")  # Class.method or Class.field
 MODULE = re.compile(rf"python -m ((?:{FOLDERS})(?:\.\w+)+)")
 
 
 def name_of(page: Path) -> str:
     return page.relative_to(ROOT).as_posix()
+
+
+@functools.cache
+def members() -> set[str]:
+    """Return `Class.name` for every method and annotated field of our classes."""
+    found = set()
+    for module in (path for folder in FOLDERS.split("|") for path in (ROOT / folder).rglob("*.py")):
+        nodes = ast.walk(ast.parse(module.read_text(encoding="utf-8")))
+        for owner in (node for node in nodes if isinstance(node, ast.ClassDef)):
+            for inner in owner.body:
+                if isinstance(inner, ast.FunctionDef | ast.AsyncFunctionDef):
+                    found.add(f"{owner.name}.{inner.name}")
+                elif isinstance(inner, ast.AnnAssign) and isinstance(inner.target, ast.Name):
+                    found.add(f"{owner.name}.{inner.target.id}")
+    return found
 
 
 def missing(page: Path, text: str) -> Iterator[str]:
@@ -32,6 +50,7 @@ def missing(page: Path, text: str) -> Iterator[str]:
     for link in LINK.findall(text):
         if not (page.parent / link).exists():
             yield f"link to {link}"
+    yield from (name for name in MEMBER.findall(text) if name not in members())
     for module in MODULE.findall(text):
         path = ROOT / module.replace(".", "/")
         if not (path.with_suffix(".py").exists() or path.is_dir()):
@@ -63,8 +82,9 @@ def test_what_is_not_there_is_found() -> None:
         "    app/turn/   its folder",
         "    cache/none/ none",
         "`python -m benchmarks.none`, `python -m tools.reference`, `benchmarks/results/NAME.json`",
+        "`Saver.capture`, `CacheSettings.policy` and `Saver.none`",
     )
-    expected = ["app/none.py", "cache/none/", "link to docs/none.md", "module benchmarks.none"]
+    expected = ["app/none.py", "cache/none/", "link to docs/none.md", "Saver.none", "module benchmarks.none"]
     assert list(missing(ROOT / "README.md", "\n".join(lines))) == expected
 
 
