@@ -132,8 +132,17 @@ class DiskLedger:
         self._read += Counter()  # forgets those at zero
 
     def _is_held(self, key: BlockKey) -> bool:
+        """Whether a block must stay, because something of its extent is read or pinned: extents leave as a whole."""
         row = self._table.get(key)
-        return row is None or self._pinned.own(row) or self._read[key] > 0
+        if row is None or row.extent is None:
+            return True
+        if not (self._read or self._pinned):
+            return False
+        return any(self._read[other] > 0 or self._is_pinned(other) for other in self._extents[row.extent[0]].keys)
+
+    def _is_pinned(self, key: BlockKey) -> bool:
+        row = self._table.get(key)
+        return row is not None and self._pinned.own(row)
 
     # --- what leaves --------------------------------------------------------------------------------------------------
 

@@ -46,10 +46,12 @@ def test_no_more_is_fetched_than_dram_may_keep():
     assert not fetches.has_room()
 
 
-def test_what_is_read_does_not_leave_the_disk_and_may_once_it_is_there():
+@pytest.mark.parametrize("read", [slice(0, 1), slice(1, 2), slice(0, 2)])
+def test_what_is_read_does_not_leave_the_disk_and_may_once_it_is_there(read):
     model, rows = on_disk()
+    assert rows[0].extent[0] == rows[1].extent[0], "and would leave with the other"
     fetches, disk = model.manager.tiers.fetches, model.manager.tiers.disk
-    assert fetches.fetch(rows, NAME)
+    assert fetches.fetch(rows[read], NAME)
     assert not disk.reserve(disk.capacity_bytes)
     model.settle()
     assert disk.reserve(disk.capacity_bytes)
