@@ -8,11 +8,10 @@ from dataclasses import dataclass, replace
 from cache.blocks.keys import BlockKey
 from cache.blocks.stored import ExtentInfo
 from cache.blocks.table import BlockRow, CacheTable, SessionName
-from cache.moves import DeleteExtents
+from cache.moves import DeleteExtents, Orders
 from cache.policies.eviction_policy import EvictionPolicy, enter
 from cache.stats import CacheStats
 from cache.tiers.holds import DirtyBlocks, KeysWhere, PinnedSessions
-from cache.tiers.orders import Orders
 
 _AGAIN_S = 5.0  # a deletion that the disk refused is tried again after this
 

@@ -9,11 +9,10 @@ from dataclasses import dataclass
 
 from cache.blocks.keys import BlockKey
 from cache.blocks.table import BlockRow, CacheTable, SessionName
-from cache.moves import FillFromPage, FillFromSlot, SealSlot
+from cache.moves import FillFromPage, FillFromSlot, Orders, SealSlot
 from cache.policies.eviction_policy import EvictionPolicy, enter
 from cache.stats import CacheStats
 from cache.tiers.holds import DirtyBlocks, KeysWhere, PinnedSessions
-from cache.tiers.orders import Orders
 from cache.tiers.pages import PageAllocator
 from cache.tiers.slots import SlotPool
 

@@ -4,11 +4,10 @@ from collections.abc import Iterable, Mapping
 
 from cache.blocks.keys import BlockKey
 from cache.blocks.table import BlockRow, CacheTable, SessionName
-from cache.moves import NOT_ITS_COPY, FetchBlocks
+from cache.moves import NOT_ITS_COPY, FetchBlocks, Orders
 from cache.stats import CacheStats
 from cache.tiers.disk import DiskLedger
 from cache.tiers.dram import DramTier
-from cache.tiers.orders import Orders
 
 
 class Fetches:

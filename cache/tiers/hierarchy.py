@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from cache.blocks.keys import BLOCK_TOKENS, BlockKey
 from cache.blocks.scores import Scores
 from cache.blocks.table import BlockRow, CacheTable, SessionName
+from cache.moves import Orders
 from cache.options import CacheOptions
 from cache.policies.eviction_policy import PolicyFactory
 from cache.returns.regulars import Regulars
@@ -16,7 +17,6 @@ from cache.tiers.dram import DramTier
 from cache.tiers.fetches import Fetches
 from cache.tiers.hbm import HbmPool
 from cache.tiers.holds import DirtyBlocks, PinnedSessions
-from cache.tiers.orders import Orders
 from cache.tiers.pages import PageAllocator
 from cache.tiers.write_behind import WriteBehind
 

@@ -6,12 +6,11 @@ from dataclasses import dataclass
 from cache.blocks.keys import BlockKey, token_bytes
 from cache.blocks.stored import ExtentInfo, SessionRecord, StoredBlock
 from cache.blocks.table import BlockRow, CacheTable, SessionName
-from cache.moves import PutSession, WriteExtent
+from cache.moves import Orders, PutSession, WriteExtent
 from cache.stats import CacheStats
 from cache.tiers.disk import DiskLedger
 from cache.tiers.dram import DramTier
 from cache.tiers.holds import DirtyBlocks
-from cache.tiers.orders import Orders
 
 _MAX_EXTENT_BLOCKS = 512
 _MAX_WRITES = 2  # under way at once: disks like a short queue, and waiting blocks may still become needless
