@@ -5,6 +5,8 @@ from collections.abc import Callable, Container
 from dataclasses import dataclass, field
 
 from scheduler.line import Line
+from scheduler.ports import CacheView
+from scheduler.predictor import LengthPredictor
 from scheduler.sequence import Sequence
 
 _PER_STEP = 128  # requests in line for each step that their order may be out of date
@@ -152,3 +154,10 @@ class FairShare:
         tenant = self._tenants[name]
         tenant.served = max(tenant.served + cost, self._now)
         tenant.starts, self._is_current = None, False
+
+
+def cost_of(sequence: Sequence, cache: CacheView, predictor: LengthPredictor) -> float:
+    """Tokens that a request makes the model compute: expected while it has not run, what it was afterwards."""
+    if sequence.scheduled_s is None:
+        return cache.residency(sequence.request_id).missing_tokens + predictor.predict(sequence)
+    return sequence.prompt_tokens - sequence.cached_tokens + sequence.output_tokens

@@ -4,12 +4,11 @@ from functools import partial
 
 from scheduler.ports import CacheView
 from scheduler.predictor import LengthPredictor
-from scheduler.queues.fair_share import FairShare
+from scheduler.queues.fair_share import FairShare, cost_of
 from scheduler.queues.hidden import HiddenWindow, standing_if_exposed
 from scheduler.queues.priority import PriorityQueue, Standings, standing
 from scheduler.queues.waiting_queue import FcfsQueue, WaitingQueue
 from scheduler.queues.window import EntryOrder, ShuffledWindow
-from scheduler.sequence import Sequence
 
 WINDOWED = ("car", "car-hidden")  # by class in a window, and fair between tenants
 
@@ -36,12 +35,5 @@ def make_queue(
     if class_ordered_entry:
         entry = PriorityQueue(standings=standings())
     else:
-        entry = FairShare(cost=lambda sequence: cost(sequence, cache, predictor))
+        entry = FairShare(cost=lambda sequence: cost_of(sequence, cache, predictor))
     return queue(size=window, entry=entry, standings=standings())
-
-
-def cost(sequence: Sequence, cache: CacheView, predictor: LengthPredictor) -> float:
-    """Tokens that a request makes the model compute: expected while it has not run, what it was afterwards."""
-    if sequence.scheduled_s is None:
-        return cache.residency(sequence.request_id).missing_tokens + predictor.predict(sequence)
-    return sequence.prompt_tokens - sequence.cached_tokens + sequence.output_tokens
