@@ -218,7 +218,7 @@ def make_places(settings: Settings, keyring: Keyring) -> Places:
 
 
 def make_store(settings: Settings) -> Store:
-    """Of responses and conversations. Raises RedisStoreUnavailable."""
+    """Make the store of responses and conversations. Raises RedisStoreUnavailable."""
     bounds: dict[str, Any] = {
         "max_bytes": settings.server.responses_mib << 20,
         "ttl_s": settings.server.responses_ttl_s,
@@ -229,14 +229,14 @@ def make_store(settings: Settings) -> Store:
 
 
 def make_keyring(settings: Settings) -> Keyring:
-    """Every key there is. Raises KeyFileError."""
+    """Collect every key there is. Raises KeyFileError."""
     server, limits = settings.server, limits_of_keys(settings)
     keys = [] if server.keys_file is None else load_keys(server.keys_file.expanduser(), limits)
     return Keyring([*keys, *_keys_of_settings(settings)], local=limits)
 
 
 def limits_of_keys(settings: Settings) -> KeyLimits:
-    """What a key may have that says nothing else in its file."""
+    """Return the limits of a key whose file sets no others."""
     limits = settings.limits
     return KeyLimits(
         requests=limits.key_requests,
@@ -254,7 +254,7 @@ def _keys_of_settings(settings: Settings) -> list[Key]:
 
 
 async def _follow_keys(settings: Settings, keyring: Keyring) -> None:
-    """Until cancelled, if there is a file to follow."""
+    """Follow changes of the keys file, if there is one, until cancelled."""
     if settings.server.keys_file is not None:
         fixed = _keys_of_settings(settings)
         path = settings.server.keys_file.expanduser()

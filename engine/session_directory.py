@@ -61,13 +61,14 @@ class SessionDirectory:
         return self._page(request, [name for name in names if name[2] > request.after])
 
     def _list_all(self, request: SessionRequest) -> SessionReply:
-        """Of all tenants: who asks must have been let in to see that. The session it goes on behind may be gone."""
+        """List sessions of all tenants; the app lets only admins ask. The session that the last page ended with may be
+        gone."""
         tenant, _, session_id = request.after.partition("/")
         names = sorted(self._sessions.contexts, key=lambda name: (name[0], name[2], name[1]))
         return self._page(request, [name for name in names if (name[0], name[2]) > (tenant, session_id)])
 
     def _page(self, request: SessionRequest, names: list[SessionName]) -> SessionReply:
-        """The first of them; all of one session id, which differ in their salt, are on one page."""
+        """Return a page of the first ones. Sessions of one id, which differ in their salt, are on the same page."""
         end = request.limit
         while 0 < end < len(names) and (names[end][0], names[end][2]) == (names[end - 1][0], names[end - 1][2]):
             end += 1

@@ -82,7 +82,7 @@ class Live(TurnObserver):
         return len(self._watchers)
 
     async def state(self, watcher: "Watcher") -> dict[str, Any]:
-        """As of the engine's last heartbeat."""
+        """Return what a watcher may see, as of the engine's last heartbeat."""
         sessions = await self._sessions(watcher.tenant)
         shown = snapshot(self._engine, tenant=watcher.tenant, sees_all=watcher.sees_all)
         return shown | {"at": round(time.time(), 3), "sessions": [_session(info) for info in sessions]}

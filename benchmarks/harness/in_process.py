@@ -125,7 +125,7 @@ class InProcess:
         return turn
 
     def step(self) -> None:
-        """As the engine's own loop does it."""
+        """Step once, as the engine's own loop does."""
         now = time.monotonic()
         self.engine.poll(now)
         self._take(self.engine.step(now))
@@ -153,7 +153,7 @@ class InProcess:
         return self.engine.stats()
 
     def close(self) -> None:
-        """As a server that leaves in order: what was computed reaches the disk."""
+        """Close as a server does that ends in order: what was computed reaches the disk."""
         self.engine.close()
 
     def _take(self, outputs: Sequence[Output]) -> None:

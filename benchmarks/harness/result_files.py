@@ -30,7 +30,7 @@ def load(name: str) -> dict[str, Any] | None:
 
 
 def read_result(file: Path) -> dict[str, Any] | None:
-    """None where there is no such file."""
+    """Read a result; None if there is no such file."""
     if not file.exists():
         return None
     found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
@@ -53,7 +53,7 @@ def write_result(file: Path, result: Mapping[str, Any]) -> None:
 
 
 def command_line(words: list[str]) -> str:
-    """As it would be typed in the checkout, for `words` as `sys.argv` has them after `python -m`."""
+    """Return the command as it would be typed in the checkout. words: `sys.argv` after `python -m`."""
     relative = [os.path.relpath(word, ROOT) if os.path.isabs(word) else word for word in words]
     module = relative[0].removesuffix(".py").replace(os.sep, ".")
     return " ".join(["python", "-m", module, *relative[1:]])

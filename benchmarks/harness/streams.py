@@ -158,7 +158,7 @@ async def ask_stamped(http: Http, model: str, messages: list[Message], **paramet
 
 
 def first_difference(expected: StreamedAnswer, got: StreamedAnswer) -> Difference | None:
-    """None when both answers are the same text and tokens and ended for the same reason. Both were asked for
+    """Return where two answers differ; None if text, tokens and finish reason are the same. Both were asked for
     `top_logprobs` of 2."""
     for position, (ours, theirs) in enumerate(zip(expected.tokens, got.tokens, strict=False)):
         if (ours.text, ours.raw) != (theirs.text, theirs.raw):

@@ -30,7 +30,7 @@ def save(file: Path, workload: dict[str, Any], calibration: Calibration, legs: S
 
 
 def load(file: Path, workload: dict[str, Any]) -> tuple[Calibration, list[Leg]] | None:
-    """None where there is nothing yet. Raises ValueError if it is of another workload."""
+    """Read what was measured so far; None if there is no file. Raises ValueError if it is of another workload."""
     if not file.exists():
         return None
     content = json.loads(file.read_text(encoding="utf-8"))

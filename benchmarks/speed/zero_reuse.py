@@ -136,7 +136,7 @@ def arms_of(round_: int) -> list[str]:
 
 
 async def one_round(model: str, start: int, round_: int, servers: Mapping[str, ServerProcess]) -> list[Cost]:
-    """The same request on all servers that take part."""
+    """Serve the same request on all servers that take part."""
     costs = []
     for arm in arms_of(round_):
         server = servers[arm]

@@ -88,7 +88,7 @@ def request_of(rng: random.Random, vocabulary: int, number: int) -> Request:
 
 
 def serve_all(model: str, arms: Mapping[str, InProcess], request: Request, start: int, round_: int) -> list[Spent]:
-    """The same request on all engines, step by step, in an order that changes with every step."""
+    """Serve the same request on all engines, step by step, in an order that changes with every step."""
     ms: dict[str, dict[str, float]] = {arm: dict.fromkeys(STAGES, 0.0) for arm in arms}
     first = round_ % len(arms)  # who comes first finds the caches of the processor cold
     order = [*arms][first:] + [*arms][:first]
@@ -117,7 +117,7 @@ def serve_all(model: str, arms: Mapping[str, InProcess], request: Request, start
 
 
 def come_to_rest(engine: InProcess) -> None:
-    """As a server's loop does it that has nothing else to do."""
+    """Poll until nothing moves, as a server's loop does that has nothing else to do."""
     while True:
         engine.engine.poll(time.monotonic())
         if not engine.engine.is_moving():

@@ -1,4 +1,4 @@
-"""Loads under way: how far each part has come, what may be done for it, and which part is next."""
+"""Keeps the loads under way: how far each part has come, what may be done for it, and which part is next."""
 
 import threading
 from collections.abc import Callable
@@ -13,7 +13,7 @@ from cache.transfer.loader import Loader
 
 @dataclass(slots=True, eq=False)
 class LoadJob:
-    """A move under way."""
+    """A load under way, in one part or two."""
 
     job_id: int
     started: bool  # its request runs, or has given its pages back: layers beyond the read buffer may come
@@ -21,11 +21,11 @@ class LoadJob:
     failed: dict[BlockKey, str] = field(default_factory=dict)  # then nothing more comes
     is_abandoned: bool = False  # so nobody waits for a read of it to end
     whole: set[BlockKey] = field(default_factory=set)  # blocks of which all layers are in place
-    left: int = 0  # parts that are not at their end
+    left: int = 0  # number of parts that have not ended
 
     @property
     def arrived(self) -> int:
-        """Leading layers that have arrived, of all parts."""
+        """Number of leading layers that have arrived of all parts."""
         return min([part.layers for part in self.parts])
 
 
@@ -42,10 +42,10 @@ class LoadPart:
     in_step: bool
     landed: int = 0  # leading layers that may be placed
     reading: int = 0  # how many a thread has set out to read, until it has ended
-    has_ended: bool = False  # while it was read: who reads closes its source
+    has_ended: bool = False  # if it ended while it was read, the thread that reads closes its source
     ahead: int = 0  # how many may have landed without having been placed
     layers: int = 0  # leading ones that have arrived
-    placed: int = 0  # the same, but that all of them count
+    placed: int = 0  # leading ones that were placed; `layers` counts the last one only after the end was told
     source: SlotSource | ExtentSource | None = None
     loader: Loader | None = None
     reading_s: float = 0.0
@@ -55,7 +55,7 @@ class LoadPart:
 
     @property
     def has_come(self) -> bool:
-        """Whether there is something to do for who places: a layer to place, or a part to end."""
+        """Whether there is a layer to place, or the part is to be ended."""
         if self.load.failed:
             # What is being read must not be taken away from the thread that reads it.
             return not self.reading or self.load.is_abandoned
@@ -67,7 +67,7 @@ class LoadPart:
         return self.placed == self.num_layers or (bool(self.load.failed) and self.has_come)
 
     def progress(self, now_s: float) -> LoadProgress | None:
-        """How far the disk has come; None if all has landed or the load has failed."""
+        """Return how far the disk has come; None if all has landed or the load has failed."""
         if self.load.failed or self.landed == self.num_layers:
             return None
         reading_s = self.reading_s + (now_s - self.asked_s if self.reading else 0.0)
@@ -105,7 +105,7 @@ class LoadQueue:
         return self._first(self._may_be_placed)
 
     def may_land(self, part: LoadPart) -> int:
-        """How many more layers of a part may come off the disk now."""
+        """Return how many more layers of a part may come off the disk now."""
         stop = min(self._num_layers, part.placed + part.ahead)  # what `ExtentSource` has room for
         if not self._may_come(part):
             stop = min(stop, self._read_buffer_layers)
@@ -127,6 +127,6 @@ class LoadQueue:
         return part.reads_disk and not part.reading and not part.load.failed and self.may_land(part) > 0
 
     def _may_be_placed(self, part: LoadPart) -> bool:
-        """Whether the thread that places may go on with it."""
+        """Whether the thread that places may go on with a part."""
         within = self._may_come(part) or part.placed < self._read_buffer_layers
         return not part.in_step and part.has_come and within

@@ -63,7 +63,7 @@ class LoadReader:
             return part
 
     def _open(self, part: LoadPart) -> ExtentSource | None:
-        """Return where a part's bytes come from. None if its load has failed, for its slots are others' then."""
+        """Return where a part's bytes come from. None if its load has failed, because its slots are others' then."""
         with self._changed:
             if part.source is None and not part.load.failed:
                 assert self._disk is not None

@@ -1,5 +1,5 @@
-"""The load stream: DRAM or disk -> HBM, layer by layer (AttentionStore §3.2.1): a thread reads off the disk, another
-places in HBM, or, where processors copy, the step that waits for it."""
+"""Loads from DRAM or disk into HBM, layer by layer (AttentionStore §3.2.1). One thread reads off the disk. Another
+places layers in HBM, or where processors copy, the step that waits for them does."""
 
 import time
 from collections.abc import Sequence
@@ -58,8 +58,8 @@ class LoadStream:
             queue=self._queue, pool=self._pool, slab=slab, throttle=throttle, completions=completions
         )
         self.parts = self._queue.parts
-        """Of all loads, those parts that are not at their end. Read only."""
-        self._loads: dict[int, LoadJob] = {}  # those whose end was not heard
+        """The parts of all loads that have not ended. Read only."""
+        self._loads: dict[int, LoadJob] = {}  # loads whose end the engine has not heard of
         self.waited_s = 0.0  # seconds that steps have waited for loads or spent on them
 
     def read(self) -> None:
@@ -95,7 +95,7 @@ class LoadStream:
                 self._changed.notify_all()
 
     def start(self, job_id: int) -> None:
-        """The request of a load runs now, or waits for it no longer: what is behind the read buffer may come."""
+        """Let the layers beyond the read buffer come: the request of a load runs now, or waits for it no longer."""
         load = self._loads.get(job_id)
         if load is not None and not load.started:
             with self._changed:
@@ -103,8 +103,8 @@ class LoadStream:
                 self._changed.notify_all()
 
     def abandon(self, job_id: int) -> None:
-        """See AbandonLoad. Pages are written by who places alone, and that is nobody for a load that has failed, so a
-        read that hangs holds up neither the load's end nor its pages."""
+        """Give up a load (see AbandonLoad). Pages are written only when a layer is placed, and nothing is placed of a
+        load that has failed, so a read that hangs holds up neither the load's end nor its pages."""
         load = self._loads.get(job_id)
         with self._changed:
             part = self._queue.part_on_disk(load)
@@ -117,7 +117,8 @@ class LoadStream:
             self._changed.notify_all()
 
     def progress(self, job_id: int) -> LoadProgress | None:
-        """Of what a load has on disk. None: nothing, or all of it has come, or the load has failed."""
+        """Return how far the disk has come with a load. None if it brings none of it, has brought all, or has
+        failed."""
         with self._changed:
             part = self._queue.part_on_disk(self._loads.get(job_id))
             return None if part is None else part.progress(time.perf_counter())
@@ -130,7 +131,7 @@ class LoadStream:
             return True
         started = time.monotonic()
         until = started + timeout_s
-        # What lies in DRAM first: the disk has so much longer.
+        # Place what lies in DRAM first, which gives the disk more time.
         for part in reversed(load.parts):
             while part.in_step and part.layers <= layer and self._may_be_placed(part, until):
                 self._place_in_step(part)
@@ -152,7 +153,7 @@ class LoadStream:
         return True
 
     def _wait(self, left_s: float) -> None:
-        """The engine's thread, for something to have come."""
+        """Wait on the engine's thread until something has come, or a second at most."""
         self._completions.check()
         self._queue.step_waits = True
         self._changed.wait(min(left_s, 1.0))
@@ -167,7 +168,7 @@ class LoadStream:
                 self._changed.notify_all()  # there is room for another layer
 
     def leave_to_threads(self) -> None:
-        """No step waits for loads any more: what steps have not placed by themselves, the thread will."""
+        """Leave to the thread what steps have not placed by themselves, because no step waits for loads any more."""
         if not self._queue.parts:
             return
         with self._changed:
@@ -176,12 +177,12 @@ class LoadStream:
                 self._changed.notify_all()
 
     def layers_arrived(self, job_id: int) -> int:
-        """Of a load whose end was not heard yet; none of one that is decided on but was not ordered."""
+        """Count the leading layers that have arrived of a load whose end was not heard yet; 0 if it was not ordered."""
         load = self._loads.get(job_id)
         return 0 if load is None else load.arrived
 
     def forget(self, job_id: int) -> None:
-        """Its end was heard."""
+        """Forget a load, because the engine has heard of its end."""
         del self._loads[job_id]
 
     def close(self) -> None:

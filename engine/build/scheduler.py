@@ -63,6 +63,6 @@ def build_scheduler(
 
 
 def _window(cache: CacheManager, max_context: int) -> int:
-    """As many turns as HBM holds sessions: those whose KV can be there, or on its way, at the same time."""
+    """Return as many turns as HBM holds sessions: their KV can be there, or on its way, at the same time."""
     session_tokens = cache.sessions.mean_tokens or max_context / 4
     return min(_MOST_WINDOW, max(_LEAST_WINDOW, int(cache.hbm_tokens / session_tokens)))

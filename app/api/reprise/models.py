@@ -17,8 +17,8 @@ router = APIRouter()
 
 @router.get("/v1/models", **described("List the model and its aliases", answers.ModelList))
 async def list_models(request: Request) -> dict[str, Any]:
-    """The same model under each of its names, with its default sampling, its capabilities and what was proven of it
-    at start."""
+    """Each name has an entry, with the model's default sampling, its capabilities and what was proven of it at
+    start."""
     readiness, settings = readiness_of(request), settings_of(request)
     model = readiness.require_loaded()
     names = dict.fromkeys((model.name, *settings.model.aliases))
