@@ -39,6 +39,10 @@ class Lineage:
             return self.joint_parent
         return self.keys[block - 1] if block else self.domain.root
 
+    def is_moved(self, block: int) -> bool:
+        """Whether a known block was computed behind other blocks than those before it now, which a cut has dropped."""
+        return self.joint is not None and self.plain <= block < self.joint
+
     def first(self, count: int) -> "Lineage":
         """Return the lineage of a context that shares the first `count` blocks with this one and then continues by
         itself."""

@@ -305,11 +305,16 @@ class HbmPool:
     def row(
         self, context: RunningContext, block: int, key: BlockKey, tokens: list[int], session_id: str | None
     ) -> BlockRow:
-        """Return the row of a block that a running context has computed."""
-        first = block * BLOCK_TOKENS
+        """Return the row of a block that a running context has computed, or has moved behind a cut."""
+        first, lineage = block * BLOCK_TOKENS, context.lineage
+        parent = lineage.parent(block)
+        if lineage.is_moved(block):
+            # Contexts that begin like this one but never had what was cut must not find it, not even its first rows. No
+            # block chains on this key, so it is found under its own alone.
+            parent = context.domain.child(key, ())
         return BlockRow(
             key=key,
-            parent=context.lineage.parent(block),
+            parent=parent,
             token_ids=array("I", tokens),
             size_bytes=len(tokens) * self._bytes_per_token,
             session_id=session_id,
