@@ -23,10 +23,11 @@ from cache.blocks.keys import BLOCK_TOKENS
 from cache.blocks.truncate import Range, plan_cut
 from cache.tiers.hbm import MAX_HOPS
 from engine.model.batch import BatchInput
+from engine.model.hf_model import ModelRunner
 from engine.model.loading import load_model
+from engine.model.pages import make_pages
 from engine.model.probe import probe, single_sequence_meta
 from engine.model.rotations import ModelRotations
-from engine.model.runner import ModelRunner, make_pages
 from kernels.attention import BACKENDS
 from kernels.kv_copy import write_rows
 

@@ -9,8 +9,8 @@ from engine.build.tiers import Tiers
 from engine.config import EngineConfig
 from engine.model.exactness import TOKENS as PROOF_TOKENS
 from engine.model.exactness import Exactness, Proof
+from engine.model.hf_model import ModelRunner
 from engine.model.loading import ModelRefused
-from engine.model.runner import ModelRunner
 from engine.model.warm_up import WarmUp
 
 _CPU_STEP_TOKENS, _CUDA_STEP_TOKENS = 512, 4096

@@ -13,9 +13,9 @@ from cache.blocks.keys import BLOCK_TOKENS
 from engine.build.resources import memory
 from engine.config import EngineConfig
 from engine.model.cpu.optimise import optimise_for_cpu
-from engine.model.loading import ModelRefused, load_model, resolve_files
+from engine.model.loading import ModelRefused, fingerprint, load_model, resolve_files, weights_digest
+from engine.model.pages import bytes_per_token
 from engine.model.probe import ProbeResult, probe
-from engine.model.runner import bytes_per_token, fingerprint, weights_digest
 from kernels.attention import BACKENDS
 from kernels.attention.ragged_batch import AttentionBackend, AttentionUnsupported, BackendUnavailable
 from kernels.attention.torch_cpu import ExactAttention

@@ -28,8 +28,8 @@ from engine.build.room import Room
 from engine.build.sizes import Sizes
 from engine.config import CacheConfig, EngineConfig
 from engine.model.loading import ModelRefused
+from engine.model.pages import make_pages
 from engine.model.rotations import ModelRotations
-from engine.model.runner import make_pages
 from kernels.attention.ragged_batch import KvPages
 
 log = logging.getLogger(__name__)

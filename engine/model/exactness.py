@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from engine.model.batch import BatchItem, BlockTables, build_batch
-from engine.model.runner import ModelRunner
+from engine.model.hf_model import ModelRunner
 
 ROWS = (1, 2, 8, 9, 41, 300)  # one stream, few rows, the last and first counts of a kernel, a short turn, a long prompt
 _LEAST_ROWS = 32

@@ -21,7 +21,9 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from cache.transfer.capture import SavedRows
+from engine.model.batch import BatchInput
 from kernels.attention.ragged_batch import AttentionBackend, AttentionMeta, AttentionParams, KvPages
+from kernels.cpu.available import decode_kernels, use_torch_threads
 from kernels.kv_copy import write_rows
 
 _NAME = "reprise"
@@ -249,3 +251,36 @@ def prepare(model: nn.Module) -> nn.Module:
     config: Any = model.config
     config._attn_implementation = _NAME
     return model
+
+
+class ModelRunner:
+    """One model on one device, with its KV pool. Made and called by one thread, that of the engine's loop."""
+
+    def __init__(
+        self, *, model: nn.Module, pages: list[KvPages], backend: AttentionBackend, sink: KvSink | None
+    ) -> None:
+        self.model = model
+        self.pages = pages
+        self.backend = backend
+        self.sink = sink  # receives KV to be saved; None if there is no tier below HBM
+        # whether each layer can write its rows to where they are saved
+        self.saves_rows = sum(getattr(module, "saves_rows", False) for module in model.modules()) == len(pages)
+        if pages[0].k.device.type == "cpu" and decode_kernels() is not None:
+            use_torch_threads()  # for all calls from this thread
+
+    @torch.inference_mode()
+    def forward(
+        self, batch: BatchInput, arrive: Callable[[int], None] | None, saved: SavedRows | None = None
+    ) -> Tensor:
+        """Return logits [logit_rows, vocab] in the model's dtype, and write the KV of every token of the batch to its
+        slot. arrive(layer) is called before a layer attends and returns when the KV that the batch needs there is
+        loaded. saved: where layers that can save their own rows write them; other layers pass theirs to the sink."""
+        step = Step(
+            meta=batch.meta,
+            pages=self.pages.__getitem__,
+            backend=self.backend,
+            sink=self.sink,
+            saved=saved,
+            arrive=arrive,
+        )
+        return forward(self.model, step, batch.token_ids, batch.positions, batch.logit_rows)

@@ -1,13 +1,17 @@
-"""Loads a model from disk, and refuses models that cannot be served."""
+"""Loads a model from disk, refuses what cannot be served, and tells one model from another."""
 
+import hashlib
+import json
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+import xxhash
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from cache.blocks.keys import LAYOUT_VERSION, typed_fields
 from engine.model.hf_model import prepare
 
 GGUF_SUFFIX = ".gguf"
@@ -98,6 +102,32 @@ def rope_limit(config: Any) -> int | None:
     limits: list[int] = [value for value in original if value]
     limits.append(getattr(config, "original_max_position_embeddings", None) or config.max_position_embeddings)
     return min(limits)
+
+
+def weights_digest(model: nn.Module) -> bytes:
+    """Hash the names, shapes and bytes of all weights, which tell checkpoints of one architecture apart. Reads the
+    weights once, at memory speed; must be called before they are packed."""
+    digest = xxhash.xxh3_128()
+    for name, tensor in sorted(model.state_dict().items()):
+        data = tensor.detach().cpu().contiguous()
+        digest.update(typed_fields(name, str(tuple(data.shape)), str(data.dtype)))
+        digest.update(memoryview(data.flatten().view(torch.uint8).numpy()))
+    return digest.digest()
+
+
+def fingerprint(model: nn.Module, weights: bytes, backend: str) -> bytes:
+    """Return 16 bytes that identify everything a KV row depends on besides its tokens. The attention backend is
+    included because its rounding matters; changing it only costs the cached KV."""
+    text = model.config.to_json_string(use_diff=False)  # type: ignore[operator,union-attr]
+    config = json.dumps(json.loads(text, object_hook=_without_path), sort_keys=True)
+    dtype = str(next(model.parameters()).dtype)
+    fields = typed_fields("reprise-model", LAYOUT_VERSION, weights, config, dtype, backend)
+    return hashlib.blake2b(fields, digest_size=16).digest()
+
+
+def _without_path(config: dict[str, Any]) -> dict[str, Any]:
+    """Drop the path that transformers notes in the config: a model that was moved is still the same model."""
+    return {name: value for name, value in config.items() if name != "_name_or_path"}
 
 
 def version() -> str:

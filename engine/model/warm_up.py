@@ -6,7 +6,7 @@ from collections.abc import Callable
 import torch
 
 from engine.model.batch import BatchItem, BlockTables, build_batch
-from engine.model.runner import ModelRunner
+from engine.model.hf_model import ModelRunner
 
 _CUDA_ROWS, _CPU_ROWS = 2048, 128
 _LEAST_TOKENS = 32

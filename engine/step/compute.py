@@ -13,7 +13,7 @@ from cache.moves import CapturePiece
 from cache.transfer.capture import Captured, CaptureSink
 from cache.transfer.transfer import Transfer
 from engine.model.batch import BatchItem, BlockTables, build_batch
-from engine.model.runner import ModelRunner
+from engine.model.hf_model import ModelRunner
 from engine.step.arrival import Arrival
 from engine.step.choices import RunningChoice, RunningChoices
 from engine.step.sampler import token_logprobs

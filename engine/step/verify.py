@@ -13,7 +13,7 @@ from torch import Tensor
 
 from cache.manager import CacheManager
 from engine.model.batch import BatchItem, BlockTables, build_batch
-from engine.model.runner import ModelRunner
+from engine.model.hf_model import ModelRunner
 from engine.step.choices import RunningChoice
 
 log = logging.getLogger(__name__)

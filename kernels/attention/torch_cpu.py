@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.attention.ragged_batch import AttentionMeta, AttentionParams, KvPages
-from kernels.cpu.available import decode_kernels, flash_kernels, prefill_kernels, split_contexts, use_torch_threads
+from kernels.cpu.available import decode_kernels, flash_kernels, prefill_kernels
 from kernels.views import as_bits, as_stream
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -129,7 +129,6 @@ def _decode_together(
     rows, tokens, parts = _decode_plan(kernels, meta, params.window)
     if not rows:
         return
-    use_torch_threads()
     queries = q[tokens].float().mul_(params.scale * kernels.LOG2_E).numpy()
     mixed = torch.empty(len(rows), q.shape[1], kv.v.shape[3])
     table = meta.block_table[rows].numpy()
@@ -152,7 +151,6 @@ def _prefill_together(
         plan = meta.scratch[key] = (tasks, kernels.memory(torch.get_num_threads(), k_dim, kv.v.shape[3]))
     tasks, memory = plan
     if len(tasks):
-        use_torch_threads()
         table = meta.block_table.contiguous()
         kernels.attend(q.contiguous(), kv.k, kv.v, table, tasks, params.window, params.scale, memory, out)
 
@@ -165,8 +163,7 @@ def _decode_plan(kernels: ModuleType, meta: AttentionMeta, window: int | None) -
     if plan is None:
         rows = [row for row, query_len in enumerate(meta.query_lens) if query_len == 1]
         contexts = [meta.context_lens[row] for row in rows]
-        parts = kernels.AttentionTasks(*split_contexts(contexts, window, kernels.PART))
-        plan = meta.scratch[key] = (rows, meta.query_start[rows].long(), parts)
+        plan = meta.scratch[key] = (rows, meta.query_start[rows].long(), kernels.plan(contexts, window))
     return plan
 
 
@@ -246,7 +243,6 @@ def _prefill(q: Tensor, k: Tensor, v: Tensor, scale: float, out: Tensor) -> None
 def _merge(kernels: ModuleType, own: Tensor, own_lse: Tensor, old: Tensor, old_lse: Tensor, out: Tensor) -> None:
     """Merge two partial attentions own, old [kv_heads, groups, rows, dim], each with a log-sum-exp per row, into out
     [rows, kv_heads, groups, dim]."""
-    use_torch_threads()
     parts = []
     for x in (own, own_lse, old, old_lse):
         parts += [as_stream(x), x.stride()[:3]]

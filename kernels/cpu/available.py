@@ -1,14 +1,12 @@
-"""Finds out which compiled kernels can run here, and prepares their arguments."""
+"""Finds out which compiled kernels can run here, and on which threads."""
 
 import functools
 import importlib
 import logging
 import os
 import platform
-from collections.abc import Sequence
 from types import ModuleType
 
-import numpy as np
 import torch
 
 log = logging.getLogger(__name__)
@@ -139,15 +137,3 @@ def use_torch_threads() -> None:
     from numba import config, set_num_threads
 
     set_num_threads(min(torch.get_num_threads(), config.NUMBA_NUM_THREADS))  # type: ignore[attr-defined]
-
-
-def split_contexts(contexts: Sequence[int], window: int | None, part: int) -> tuple[np.ndarray, ...]:
-    """Split attention of single rows into tasks of at most `part` keys. Returns each task's row, its first key and its
-    number of keys, and where each row's tasks begin [rows + 1]. The split of a row depends on its own context alone."""
-    last = np.asarray(contexts, dtype=np.int64)
-    begin = np.zeros_like(last) if window is None else np.maximum(0, last - window)
-    tasks = -(-(last - begin) // part)
-    starts = np.concatenate((np.zeros(1, np.int64), np.cumsum(tasks)))
-    row = np.repeat(np.arange(len(last)), tasks)
-    first = begin[row] + (np.arange(starts[-1]) - starts[row]) * part
-    return row, first, np.minimum(part, last[row] - first), starts

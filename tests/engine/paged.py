@@ -11,9 +11,9 @@ from torch import Tensor
 
 from engine.model.batch import BatchItem, BlockTables, build_batch
 from engine.model.cpu.optimise import Optimised, optimise_for_cpu
-from engine.model.hf_model import KvSink, prepare
+from engine.model.hf_model import KvSink, ModelRunner, prepare
+from engine.model.pages import make_pages
 from engine.model.probe import KvShape, ProbeResult, probe
-from engine.model.runner import ModelRunner, make_pages
 from kernels.attention import BACKENDS
 from kernels.attention.ragged_batch import AttentionBackend, KvPages
 from kernels.kv_copy import gather_rows

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from engine.model.hf_model import turn_halves
 from kernels.attention.ragged_batch import KvPages
-from kernels.cpu.available import prefill_kernels, use_torch_threads
+from kernels.cpu.available import prefill_kernels
 from kernels.kv_copy import write_rows
 from kernels.views import as_bits, as_stream
 
@@ -45,7 +45,6 @@ class RotateAndWrite:
         [rows, head_dim]; slots [rows] int64, all different and inside the pool; blocks, spots: where un-rotated rows
         are saved, as in `SavedRows`. Returns the rotated queries [rows, q heads, head_dim]; the inputs are not
         changed."""
-        use_torch_threads()
         queries = turning.new_empty(len(turning), self._heads[0], self._head_dim)
         if len(turning):
             self._kernels.place(

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kernels.cpu.available import decode_kernels, prefill_kernels, product_kernels, tiles_of_pairs, use_torch_threads
+from kernels.cpu.available import decode_kernels, product_kernels, tiles_of_pairs
 from kernels.views import as_bits
 
 # oneDNN lays weights out for a given number of rows; the layout for 16 is within 10 % of the best from 1 to 1,124 rows.
@@ -62,15 +62,15 @@ class PackedLinear(nn.Module):
         super().__init__()
         self._packed = pack_weight(weight)
         self._bias = bias
+        self._kernels: Any = decode_kernels()
         self.few = few_row_product(self._packed, weight, bias)
 
     def forward(self, x: Tensor) -> Tensor:
         width = x.shape[-1]
         if self.few is not None and 0 < x.numel() <= FEW_ROWS * width:
-            use_torch_threads()
             few = x.new_empty(*x.shape[:-1], self.few.outputs)
             rows = as_bits(x.reshape(-1, width)), as_bits(few.view(-1, self.few.outputs))
-            decode_kernels().linear(rows[0], self.few, rows[1])  # type: ignore[union-attr]
+            self._kernels.linear(rows[0], self.few, rows[1])
             return few
         out: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, self._bias, "none", [], "")
         return out
@@ -92,7 +92,6 @@ class ExactLinear(nn.Module):
         self.product = self._kernels.ExactProduct(few.words, few.bias, few.inputs, few.outputs, few.lanes, tiles)
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        use_torch_threads()
         out = x.new_empty(*x.shape[:-1], self.product.outputs)
         if x.numel():
             rows, sums = as_bits(x.reshape(-1, self.product.inputs)), as_bits(out.view(-1, self.product.outputs))
@@ -116,7 +115,6 @@ class ExactGate(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if not self._together:
             return F.silu(self.gate(x)).mul_(self.up(x))
-        use_torch_threads()
         out = x.new_empty(len(x), self.gate.product.outputs)
         if len(x):
             self._kernels.gated(as_bits(x.contiguous()), self.gate.product, self.up.product, as_bits(out))
@@ -167,19 +165,47 @@ class SharedPart(nn.Module):
         return self._shared.part(self._index, x)
 
 
-class GatedMlp(nn.Module):
-    """Computes down(silu(gate(x)) * up(x)), with the activation and the product inside the two matrix products."""
+class SummedLinear(nn.Module):
+    """A linear layer that adds a residual: x [tokens, in], residual [tokens, out] -> [tokens, out]."""
 
-    def __init__(self, gate: nn.Linear, up: nn.Linear, down: nn.Linear) -> None:
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self._packed, self._bias = pack_weight(linear.weight), linear.bias
+        self.few = few_row_product(self._packed, linear.weight, linear.bias)
+
+    def forward(self, x: Tensor, residual: Tensor) -> Tensor:
+        out: Tensor = torch.ops.mkldnn._linear_pointwise.binary(x, residual, self._packed, self._bias, "add")
+        return out
+
+
+class Gate(nn.Module):
+    """Computes silu(gate(x)) * up(x), with the activation and the product inside the two matrix products."""
+
+    def __init__(self, gate: nn.Linear, up: nn.Linear) -> None:
         super().__init__()
         self._gate, self._gate_bias = pack_weight(gate.weight), gate.bias
         self._up, self._up_bias = pack_weight(up.weight), up.bias
-        self.down_proj = PackedLinear(down.weight, down.bias)
+        self.few = (
+            few_row_product(self._gate, gate.weight, gate.bias),
+            few_row_product(self._up, up.weight, up.bias),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         gate = torch.ops.mkldnn._linear_pointwise(x, self._gate, self._gate_bias, "swish", [], "")
-        hidden = torch.ops.mkldnn._linear_pointwise.binary(x, gate, self._up, self._up_bias, "mul")
-        out: Tensor = self.down_proj(hidden)
+        out: Tensor = torch.ops.mkldnn._linear_pointwise.binary(x, gate, self._up, self._up_bias, "mul")
+        return out
+
+
+class GatedMlp(nn.Module):
+    """Computes down(silu(gate(x)) * up(x))."""
+
+    def __init__(self, gate: nn.Linear, up: nn.Linear, down: nn.Linear) -> None:
+        super().__init__()
+        self._gate = Gate(gate, up)
+        self.down_proj = PackedLinear(down.weight, down.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.down_proj(self._gate(x))
         return out
 
 
@@ -190,7 +216,7 @@ class RmsNorm(nn.Module):
     def __init__(self, weight: Tensor, eps: float) -> None:
         super().__init__()
         self.weight, self.eps, self._dim = weight.detach().float(), eps, weight.shape[0]
-        self._kernels = prefill_kernels() if weight.dtype == torch.bfloat16 and weight.device.type == "cpu" else None
+        self._kernels = decode_kernels() if weight.dtype == torch.bfloat16 and weight.device.type == "cpu" else None
         if self._kernels is not None:
             x = torch.randn(3, self._dim, generator=torch.Generator().manual_seed(0)).bfloat16()
             if not agree(self._compiled(self._kernels, x), self._plain(x)):
@@ -202,7 +228,6 @@ class RmsNorm(nn.Module):
         return self._plain(x)
 
     def _compiled(self, kernels: Any, x: Tensor) -> Tensor:
-        use_torch_threads()
         x = x.contiguous()
         out = torch.empty_like(x)
         rows, normed = (as_bits(y.view(-1, self._dim)) for y in (x, out))

@@ -1,13 +1,18 @@
-"""Installs the faster modules of `modules` and `layer` in a loaded model."""
+"""Installs the faster modules of `modules` and `layer` in a loaded model, wherever they give the same result.
+
+Anything unusual in a layer (another norm, a scale, no rotation) makes its replacement differ, and the layer is left as
+it is.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from engine.model.cpu.last_layer import finish_wanted_rows_only
-from engine.model.cpu.layer import is_gated_mlp, replace_layers
+from engine.model.cpu.layer import DecoderLayer
 from engine.model.cpu.modules import (
     ExactLinear,
     GatedMlp,
@@ -19,9 +24,14 @@ from engine.model.cpu.modules import (
     agree,
     packing_works,
 )
-from engine.model.probe import ProbeResult
-from kernels.attention.ragged_batch import AttentionBackend
+from engine.model.hf_model import Step, running, turns_halves
+from engine.model.loading import rope_limit
+from engine.model.probe import ProbeResult, single_sequence_meta
+from kernels.attention.ragged_batch import AttentionBackend, AttentionMeta, AttentionParams, KvPages
 
+_ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+_LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
+_CHECK_TOKENS = 6  # half of them near the end of the window
 _SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
@@ -46,10 +56,10 @@ def optimise_for_cpu(model: nn.Module, probed: ProbeResult, backend: AttentionBa
     pack = next(model.parameters()).dtype == torch.bfloat16 and packing_works()
     linear = (ExactLinear if exact else PackedLinear) if pack else PlainLinear
     if pack:
-        done.layers = replace_layers(model, probed, backend, exact)
+        done.layers = _replace_layers(model, probed, backend, exact)
     for module in list(model.modules()):
         for name, child in list(module.named_children()):
-            if pack and not exact and is_gated_mlp(child):
+            if pack and not exact and _is_gated_mlp(child):
                 replacement: nn.Module = GatedMlp(child.gate_proj, child.up_proj, child.down_proj)  # type: ignore[arg-type]
                 done.gated += _replace(module, name, child.gate_proj.in_features, replacement)  # type: ignore[union-attr,arg-type]
             elif type(child).__name__.endswith("RMSNorm") and hasattr(child, "variance_epsilon"):
@@ -90,3 +100,135 @@ def _fuse(module: nn.Module, names: tuple[str, ...], linear: Callable[[Tensor, T
     for index, name in enumerate(names):
         setattr(module, name, SharedPart(shared, index))
     return True
+
+
+def _replace_layers(model: nn.Module, probed: ProbeResult, backend: AttentionBackend, exact: bool) -> int:
+    """Replace the decoder layers of the known kind, in place; returns how many."""
+    replaced = 0
+    text: Any = model.config.get_text_config()  # type: ignore[operator,union-attr]
+    last = rope_limit(text) or text.max_position_embeddings
+    positions = torch.arange(_CHECK_TOKENS)
+    positions[_CHECK_TOKENS // 2 :] += max(0, last - _CHECK_TOKENS)
+    for container in [m for m in model.modules() if isinstance(m, nn.ModuleList)]:
+        for place, layer in enumerate(container):
+            index = getattr(getattr(layer, "self_attn", None), "layer_idx", None)
+            if index is None or not _is_known(layer, probed, index):
+                continue
+            ours = DecoderLayer(layer, index, probed.params[index], exact)
+            if _same_answer(ours, layer, index, probed, backend, positions):
+                if ours.few is not None and not _few_agree(ours, probed, backend, positions):
+                    ours.few = None
+                container[place] = ours
+                replaced += 1
+    return replaced
+
+
+def _few_agree(ours: DecoderLayer, probed: ProbeResult, backend: AttentionBackend, positions: Tensor) -> bool:
+    """Whether a layer's two implementations agree on a few rows: same answer, same keys and values."""
+    few, index = ours.few, ours.index
+    assert few is not None
+    positions = positions[1::2]
+    shape, rope = probed.shapes[index], probed.ropes[index]
+    assert rope is not None
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(1, len(positions), few.width, generator=generator).to(torch.bfloat16)
+    tables = rope.tables(hidden, positions)
+    answers = []
+    for way in (few, None):
+        ours.few = way
+        # Heads outermost, as in the engine: kernels are compiled for a kind of strides.
+        k, v = (hidden.new_zeros(shape.kv_heads, 1, backend.page_multiple, dim) for dim in (shape.k_dim, shape.v_dim))
+        pages = KvPages(k.permute(1, 2, 0, 3), v.permute(1, 2, 0, 3))
+        meta = single_sequence_meta(hidden.device, 0, len(positions), backend.page_multiple)
+        with running(Step(meta, lambda _, pages=pages: pages, backend, None)):  # type: ignore[misc]
+            if way is not None and not way.takes(hidden[0], *tables):
+                return False
+            answers.append((ours(hidden, position_embeddings=tables) - hidden, pages.k, pages.v))
+    ours.few = few
+    return all(agree(got, want) for got, want in zip(*answers, strict=True))
+
+
+def _is_known(layer: nn.Module, probed: ProbeResult, index: int) -> bool:
+    attention: Any = layer.self_attn
+    children = {name for name, _ in attention.named_children()}
+    norms = [layer.input_layernorm, layer.post_attention_layernorm] if _children(layer) == _LAYER else []
+    norms += [getattr(attention, name) for name in sorted(children - set(_ATTENTION))]
+    rope = probed.ropes[index]
+    biases = [getattr(attention, name, None) for name in _ATTENTION[:3]]
+    return (
+        _children(layer) == _LAYER
+        and children in (set(_ATTENTION), {*_ATTENTION, "q_norm", "k_norm"})
+        and all(type(getattr(attention, name)) is nn.Linear for name in _ATTENTION)
+        and len({linear.bias is None for linear in biases if linear is not None}) == 1
+        and all(type(norm).__name__.endswith("RMSNorm") and hasattr(norm, "variance_epsilon") for norm in norms)
+        and _is_gated_mlp(layer.mlp)  # type: ignore[arg-type]
+        and hasattr(attention, "head_dim")
+        and rope is not None
+        and rope.call.width == attention.head_dim
+        and turns_halves(rope.call.function)
+        and not rope.call.extra
+        and not rope.call.keywords
+    )
+
+
+def _children(module: nn.Module) -> set[str]:
+    return {name for name, _ in module.named_children()}
+
+
+def _is_gated_mlp(module: nn.Module) -> bool:
+    """Whether the parts of a module are those of down(silu(gate(x)) * up(x))."""
+    linears = [child for child in module.children() if type(child) is nn.Linear]
+    return (
+        len(linears) == 3
+        and all(
+            any(getattr(module, name, None) is m for m in linears) for name in ("gate_proj", "up_proj", "down_proj")
+        )
+        and type(getattr(module, "act_fn", None)).__name__ in ("SiLU", "SiLUActivation")
+    )
+
+
+class _Listening:
+    """A backend that records the queries it was given."""
+
+    def __init__(self, backend: AttentionBackend) -> None:
+        self.name, self.page_multiple = backend.name, backend.page_multiple
+        self._backend = backend
+        self.queries: Tensor
+
+    def forward(self, q: Tensor, kv: KvPages, meta: AttentionMeta, params: AttentionParams) -> Tensor:
+        self.queries = q
+        return self._backend.forward(q, kv, meta, params)
+
+
+def _same_answer(
+    ours: nn.Module,
+    theirs: nn.Module,
+    index: int,
+    probed: ProbeResult,
+    backend: AttentionBackend,
+    positions: Tensor,
+) -> bool:
+    """Run both layers on the same few random rows, each with its own pages. Queries are compared too, because the
+    effect of positions on the result may be too small to show."""
+    weight = next(theirs.parameters())
+    shape, rope = probed.shapes[index], probed.ropes[index]
+    assert rope is not None
+    generator = torch.Generator().manual_seed(0)
+    width: int = theirs.self_attn.q_proj.in_features  # type: ignore[union-attr,assignment]
+    hidden = torch.randn(1, len(positions), width, generator=generator).to(weight.dtype)
+    tables = rope.tables(hidden, positions)
+    answers = []
+    for layer in (ours, theirs):
+        page = (1, backend.page_multiple, shape.kv_heads)
+        pages = KvPages(hidden.new_zeros(*page, shape.k_dim), hidden.new_zeros(*page, shape.v_dim))
+        meta = single_sequence_meta(hidden.device, 0, len(positions), backend.page_multiple)
+        listening = _Listening(backend)
+        with running(Step(meta, lambda _, pages=pages: pages, listening, None)):  # type: ignore[misc]
+            try:
+                out = layer(hidden, position_embeddings=tables, position_ids=positions[None], attention_mask=None)
+            except Exception:
+                return False  # it needs more arguments than this kind of layer gets
+        if not isinstance(out, Tensor):
+            return False  # the code around it would unpack our result
+        answers.append((listening.queries, out - hidden))
+    return all(agree(got, want) for got, want in zip(*answers, strict=True))

@@ -12,7 +12,7 @@ from benchmarks.harness import call_log
 from benchmarks.harness.call_log import LANDMARKS, ROOT
 from benchmarks.harness.trace_turn import HANDED_OVER, STEP, ProcessLog, decode_steps, leg, moves, read_logs, summarize
 
-LOOP, ENGINE, MODEL = "engine/process/loop.py", "engine/engine.py", "engine/model/runner.py"
+LOOP, ENGINE, MODEL = "engine/process/loop.py", "engine/engine.py", "engine/model/hf_model.py"
 
 
 def step(*inner: tuple[str, str]) -> list[tuple[int, str, str]]:

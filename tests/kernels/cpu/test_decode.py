@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.cpu.available import decode_kernels, split_contexts, use_torch_threads
+from kernels.cpu.available import decode_kernels, use_torch_threads
 from kernels.views import as_bits
 
 kernels: Any = decode_kernels()
@@ -43,11 +43,10 @@ def a_pool(pages: int, heads: int, dim: int, heads_outermost: bool) -> Tensor:
 
 def attend(q: Tensor, k: Tensor, v: Tensor, table: Tensor, contexts: list[int], window: int | None = None) -> Tensor:
     out = torch.empty(*q.shape[:2], v.shape[3])
-    parts = kernels.AttentionTasks(*split_contexts(contexts, window, kernels.PART))
     group, k_lanes, v_lanes = q.shape[1] // k.shape[2], k.shape[3] // 16, v.shape[3] // 16
     queries = (q.float() * (kernels.LOG2_E * q.shape[2] ** -0.5)).numpy()
     sizes = ((0,) * group, (0,) * k_lanes, (0,) * v_lanes)
-    kernels.attend(queries, as_bits(k), as_bits(v), table.numpy(), parts, *sizes, out.numpy())
+    kernels.attend(queries, as_bits(k), as_bits(v), table.numpy(), kernels.plan(contexts, window), *sizes, out.numpy())
     return out
 
 
@@ -139,13 +138,48 @@ def test_neither_threads_nor_company_change_a_bit_of_attention() -> None:
         assert torch.equal(alone[0], answers[0][row])
 
 
+def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    out = torch.empty_like(x)
+    kernels.norm(as_bits(x), weight.numpy(), eps, as_bits(out))
+    return out
+
+
+@pytest.mark.parametrize("width", [1, 15, 64, 768, 1001])
+def test_rms_norm_is_rounded_once(width: int) -> None:
+    x, weight = torch.randn(37, width).bfloat16() * 3, torch.randn(width)
+    wide = x.double()
+    exact = wide / (wide.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight
+    # Half a unit in the last of 8 bits, and what fp32 is off by.
+    assert ((norm(x, weight, 1e-5).double() - exact).abs() <= exact.abs() * (2**-8 + 1e-5)).all()
+
+
+def test_rms_norm_of_nothing_and_of_what_is_not_a_number() -> None:
+    x = torch.ones(3, 64).bfloat16()
+    x[0] = 0
+    x[1, 5] = float("nan")
+    got = norm(x, torch.ones(64), 1e-5)
+    assert (got[0] == 0).all()
+    assert got[1].isnan().all()
+    assert (got[2] == 1).all()
+
+
+def test_neither_threads_nor_company_change_a_bit_of_a_norm() -> None:
+    x, weight = torch.randn(101, 768).bfloat16(), torch.randn(768)
+    with_threads(1)
+    alone = torch.cat([norm(row, weight, 1e-6) for row in x.split(1)])
+    together = norm(x, weight, 1e-6)
+    with_threads(2)
+    assert torch.equal(together, alone)
+    assert torch.equal(norm(x, weight, 1e-6), alone)
+
+
 def test_a_context_is_split_by_its_own_length_alone() -> None:
-    row, first, count, starts = split_contexts([1, 512, 513, 1300], None, 512)
+    row, first, count, starts = kernels.plan([1, 512, 513, 1300], None)
     assert row.tolist() == [0, 1, 2, 2, 3, 3, 3]
     assert first.tolist() == [0, 0, 0, 512, 0, 512, 1024]
     assert count.tolist() == [1, 512, 512, 1, 512, 512, 276]
     assert starts.tolist() == [0, 1, 2, 4, 7]
-    assert [a.tolist() for a in split_contexts([1300, 3], 600, 512)] == [
+    assert [a.tolist() for a in kernels.plan([1300, 3], 600)] == [
         [0, 0, 1],
         [700, 1212, 0],
         [512, 88, 3],

@@ -1,4 +1,4 @@
-"""Tests the compiled operations on many rows against torch, and that neither threads nor other rows change a bit."""
+"""Tests the compiled merge of two attentions against torch. `test_many_rows` of the engine tests the rotation."""
 
 import subprocess
 import sys
@@ -11,8 +11,8 @@ from torch import Tensor
 
 from kernels.attention.torch_cpu import _merge
 from kernels.cpu import available
-from kernels.cpu.available import prefill_kernels, use_torch_threads
-from kernels.views import as_bits, as_stream
+from kernels.cpu.available import prefill_kernels
+from kernels.views import as_stream
 
 kernels: Any = prefill_kernels()
 pytestmark = pytest.mark.skipif(kernels is None, reason="no numba or no AVX-512 here")
@@ -26,42 +26,6 @@ def _threads() -> Any:
     torch.manual_seed(0)
     yield
     torch.set_num_threads(before)
-
-
-def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    out = torch.empty_like(x)
-    use_torch_threads()
-    kernels.norm(as_bits(x), weight.numpy(), eps, as_bits(out))
-    return out
-
-
-@pytest.mark.parametrize("width", [1, 15, 64, 768, 1001])
-def test_rms_norm_is_rounded_once(width: int) -> None:
-    x, weight = torch.randn(37, width).bfloat16() * 3, torch.randn(width)
-    wide = x.double()
-    exact = wide / (wide.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight
-    # Half a unit in the last of 8 bits, and what fp32 is off by.
-    assert ((norm(x, weight, 1e-5).double() - exact).abs() <= exact.abs() * (2**-8 + 1e-5)).all()
-
-
-def test_rms_norm_of_nothing_and_of_what_is_not_a_number() -> None:
-    x = torch.ones(3, 64).bfloat16()
-    x[0] = 0
-    x[1, 5] = float("nan")
-    got = norm(x, torch.ones(64), 1e-5)
-    assert (got[0] == 0).all()
-    assert got[1].isnan().all()
-    assert (got[2] == 1).all()
-
-
-def test_neither_threads_nor_company_change_a_bit_of_a_norm() -> None:
-    x, weight = torch.randn(101, 768).bfloat16(), torch.randn(768)
-    torch.set_num_threads(1)
-    alone = torch.cat([norm(row, weight, 1e-6) for row in x.split(1)])
-    together = norm(x, weight, 1e-6)
-    torch.set_num_threads(2)
-    assert torch.equal(together, alone)
-    assert torch.equal(norm(x, weight, 1e-6), alone)
 
 
 def parts(kv_heads: int, groups: int, rows: int, dim: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -10,7 +10,7 @@ from torch import Tensor
 from engine.model.cpu.many_rows import NOWHERE, rotate_and_write
 from engine.model.hf_model import turn_halves
 from kernels.attention.ragged_batch import KvPages
-from kernels.cpu.available import prefill_kernels
+from kernels.cpu.available import prefill_kernels, use_torch_threads
 from kernels.kv_copy import write_rows
 from kernels.views import as_bits
 
@@ -52,6 +52,7 @@ def test_rows_are_rotated_and_written_as_torch_does(
     num_q: int, num_k: int, dim: int, heads_outermost: bool, threads: int
 ) -> None:
     torch.set_num_threads(threads)
+    use_torch_threads()
     ours = rotate_and_write(num_q, num_k, dim)
     assert ours is not None
     for apart in (False, True):  # queries and keys that were normed lie elsewhere than the values

@@ -17,7 +17,7 @@ from engine.model.cpu.modules import (
     SharedProduct,
     packing_works,
 )
-from kernels.cpu.available import prefill_kernels
+from kernels.cpu.available import decode_kernels
 
 packed = pytest.mark.skipif(not packing_works(), reason="no packed bf16 products on this machine")
 
@@ -85,11 +85,11 @@ def test_rms_norm_of_heads_that_lie_among_others() -> None:
     assert norm(x[:0]).shape == (0, 6, 64)
 
 
-@pytest.mark.skipif(prefill_kernels() is None, reason="no numba or no AVX-512 here")
+@pytest.mark.skipif(decode_kernels() is None, reason="no numba or no AVX-512 here")
 def test_a_compiled_norm_that_is_wrong_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     weight, x = torch.randn(64).bfloat16(), torch.randn(9, 64).bfloat16()
     want = RmsNorm(weight, 1e-5)(x)
-    monkeypatch.setattr(prefill_kernels(), "norm", lambda x, weight, eps, out: out.fill(0))
+    monkeypatch.setattr(decode_kernels(), "norm", lambda x, weight, eps, out: out.fill(0))
     assert error(RmsNorm(weight, 1e-5)(x), want) < 0.002
 
 

@@ -1,17 +1,15 @@
-"""Tests the pool's layout, what a step writes into it, and what distinguishes one model from another."""
-
-from typing import Any
+"""Tests the pool's layout, and what a step writes into it."""
 
 import pytest
 import torch
 
 from engine.model.batch import BatchItem, BlockTables, build_batch
-from engine.model.hf_model import prepare
+from engine.model.hf_model import ModelRunner, prepare
+from engine.model.pages import bytes_per_token, make_pages
 from engine.model.probe import KvShape, probe
-from engine.model.runner import ModelRunner, bytes_per_token, fingerprint, make_pages, weights_digest
 from kernels.attention import BACKENDS
 from kernels.attention.ragged_batch import KvPages
-from tests.engine.models import CPU, copied, tiny_model
+from tests.engine.models import CPU, tiny_model
 from tests.engine.paged import PAGE
 
 SHAPES = [KvShape(2, 16, 16), KvShape(1, 24, 8)]
@@ -69,58 +67,3 @@ def test_a_step_that_nobody_wants_logits_of(runner: ModelRunner) -> None:
     logits = runner.forward(build_batch(items, BlockTables(max_seqs=1, max_pages=1), PAGE, CPU), None)
     assert logits.shape == (0, 199)
     assert written(runner.pages[0]) == {(4, row) for row in range(7)}
-
-
-# --- what tells one model from another --------------------------------------------------------------------------------
-
-
-def digest(model: Any) -> bytes:
-    return weights_digest(model)
-
-
-def test_equal_weights_have_equal_digests() -> None:
-    assert digest(tiny_model(seed=3)) == digest(tiny_model(seed=3))
-
-
-def test_one_changed_weight_is_another_model() -> None:
-    model = tiny_model()
-    for name, tensor in copied(model).state_dict().items():
-        changed = copied(model)
-        flat = changed.state_dict()[name].view(-1)
-        flat[-1] = torch.nextafter(tensor.view(-1)[-1], torch.tensor(9.0))
-        assert digest(changed) != digest(model), name
-
-
-def test_exchanged_weights_are_another_model() -> None:
-    model = tiny_model()
-    first, second = (copied(model).model.layers[i].mlp.up_proj.weight for i in (0, 1))
-    exchanged = copied(model)
-    exchanged.model.layers[0].mlp.up_proj.weight.copy_(second)
-    exchanged.model.layers[1].mlp.up_proj.weight.copy_(first)
-    assert digest(exchanged) != digest(model)
-
-
-def test_another_dtype_is_another_model() -> None:
-    # Zeros have the same bytes in half as many elements of twice the size.
-    bf16, fp16 = (tiny_model(dtype=dtype) for dtype in (torch.bfloat16, torch.float16))
-    for model in (bf16, fp16):
-        for parameter in model.parameters():
-            parameter.zero_()
-    assert digest(bf16) != digest(fp16)
-
-
-def test_the_fingerprint_names_weights_config_dtype_and_backend() -> None:
-    def prints(model: Any, weights: bytes = b"w", backend: str = "torch") -> bytes:
-        return fingerprint(model, weights, backend)
-
-    base = prints(tiny_model())
-    assert base == prints(tiny_model())
-    others = [
-        prints(tiny_model(), weights=b"v"),
-        prints(tiny_model(), backend="flash"),
-        prints(tiny_model(dtype=torch.bfloat16)),
-        prints(tiny_model(rms_norm_eps=1e-5)),
-        prints(tiny_model(rope_parameters={"rope_type": "default", "rope_theta": 500.0})),
-    ]
-    assert len({base, *others}) == 6
-    assert len(base) == 16

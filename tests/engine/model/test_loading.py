@@ -1,4 +1,5 @@
-"""Tests which model directories are loaded; others are refused with a clear message, and none of their code runs."""
+"""Tests which model directories are loaded; others are refused with a clear message, and none of their code runs.
+Also what distinguishes one model from another."""
 
 import json
 import shutil
@@ -12,8 +13,8 @@ import transformers
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
-from engine.model.loading import ModelRefused, load_model, resolve_files
-from tests.engine.models import CPU, random_ids, save_tiny, tiny_model, vanilla_logits
+from engine.model.loading import ModelRefused, fingerprint, load_model, resolve_files, weights_digest
+from tests.engine.models import CPU, copied, random_ids, save_tiny, tiny_model, vanilla_logits
 
 
 @pytest.fixture(scope="module")
@@ -190,3 +191,54 @@ def test_a_gguf_file_that_cannot_be_converted_is_refused(tmp_path: Path) -> None
     (tmp_path / "bad.gguf").write_bytes(b"GGUF")
     with pytest.raises(ModelRefused, match="cut off"):
         resolve_files(str(tmp_path / "bad.gguf"), tmp_path / "models")
+
+
+# --- what tells one model from another --------------------------------------------------------------------------------
+
+
+def test_equal_weights_have_equal_digests() -> None:
+    assert weights_digest(tiny_model(seed=3)) == weights_digest(tiny_model(seed=3))
+
+
+def test_one_changed_weight_is_another_model() -> None:
+    model = tiny_model()
+    for name, tensor in copied(model).state_dict().items():
+        changed = copied(model)
+        flat = changed.state_dict()[name].view(-1)
+        flat[-1] = torch.nextafter(tensor.view(-1)[-1], torch.tensor(9.0))
+        assert weights_digest(changed) != weights_digest(model), name
+
+
+def test_exchanged_weights_are_another_model() -> None:
+    model = tiny_model()
+    first, second = (copied(model).model.layers[i].mlp.up_proj.weight for i in (0, 1))
+    exchanged = copied(model)
+    exchanged.model.layers[0].mlp.up_proj.weight.copy_(second)
+    exchanged.model.layers[1].mlp.up_proj.weight.copy_(first)
+    assert weights_digest(exchanged) != weights_digest(model)
+
+
+def test_another_dtype_is_another_model() -> None:
+    # Zeros have the same bytes in half as many elements of twice the size.
+    bf16, fp16 = (tiny_model(dtype=dtype) for dtype in (torch.bfloat16, torch.float16))
+    for model in (bf16, fp16):
+        for parameter in model.parameters():
+            parameter.zero_()
+    assert weights_digest(bf16) != weights_digest(fp16)
+
+
+def test_the_fingerprint_names_weights_config_dtype_and_backend() -> None:
+    def prints(model: Any, weights: bytes = b"w", backend: str = "torch") -> bytes:
+        return fingerprint(model, weights, backend)
+
+    base = prints(tiny_model())
+    assert base == prints(tiny_model())
+    others = [
+        prints(tiny_model(), weights=b"v"),
+        prints(tiny_model(), backend="flash"),
+        prints(tiny_model(dtype=torch.bfloat16)),
+        prints(tiny_model(rms_norm_eps=1e-5)),
+        prints(tiny_model(rope_parameters={"rope_type": "default", "rope_theta": 500.0})),
+    ]
+    assert len({base, *others}) == 6
+    assert len(base) == 16
