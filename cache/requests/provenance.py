@@ -91,7 +91,9 @@ def _shared_history(context: RunningContext, session: SessionContext | None, tab
     if shared == len(known) * BLOCK_TOKENS:
         shared += common_prefix(session.open_tokens, rest, BLOCK_TOKENS)
     elif not any(a <= shared < b for a, b in session.cuts):
-        row = table.get(session.keys[map_offset(shared, session.cuts) // BLOCK_TOKENS])
+        block = map_offset(shared, session.cuts) // BLOCK_TOKENS
+        # A turn that was left in the middle of its prompt has computed less than its conversation's blocks.
+        row = table.get(session.keys[block]) if block < len(session.keys) else None
         if row is not None:
             shared += common_prefix(row.token_ids, rest, BLOCK_TOKENS)
     return shared, seen
