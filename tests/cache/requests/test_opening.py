@@ -42,6 +42,13 @@ def test_what_the_client_drops_stays_cut_as_long_as_it_drops_it():
     assert cached == 274, "all that was computed, the open block with it"
 
 
+def test_all_that_the_client_kept_before_its_cut_stays_with_the_rest_of_its_last_block():
+    world = make_world()
+    text = [*TEXT, 1, 2]
+    context, _, report = turn(world, "shorter", text, cut=(100, 256))
+    assert (context, report.truncated_tokens) == (text[:128] + text[256:], 128)
+
+
 def test_a_clients_cut_ends_when_it_sends_what_it_had_cut():
     world = make_world()
     text = [*TEXT, 1, 2]
