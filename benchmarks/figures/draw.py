@@ -22,7 +22,8 @@ ROW_POLICIES = ("car", "priority", "fcfs")
 MEASURES = ("mean", "p50", "p95", "p99")
 HELD = {
     "Text with reuse against text without, after restarts and kills, in a crowd and after cuts": "equality",
-    "The same in bf16 with model.exact on, of contexts never cut": "equality_exact",
+    "The same, of SmolLM2-135M-Instruct": "equality_smollm2",
+    "The same, of SmolLM2-135M-Instruct in bf16 with model.exact on, of contexts never cut": "equality_exact_smollm2",
     "After a restart and a crash": "restart",
     "What the cache costs where nothing is reused": "zero_reuse",
     "The same, step by step in one process": "zero_reuse_steps",
@@ -39,7 +40,6 @@ HELD = {
 POISSON = {
     "First tokens under load": "poisson",
     "First tokens where a queue stands": "poisson_load",
-    "First tokens on a machine without AMX": "poisson_slow",
 }
 READ_BEFORE = (
     "Measured before the classes were read as CaR §III-B-1 has them: `car` is what is called `car-hidden` now, and "
@@ -223,7 +223,11 @@ def main() -> None:
         "What the papers' figures come to on the papers' machines, simulated: [paper_figures.md](paper_figures.md).",
         "",
     ]
-    names = {"bundled model (5.6 M)": "replay_dialogues", "random model (100 M)": "replay_dialogues_100m"}
+    names = {
+        "bundled model (5.6 M)": "replay_dialogues",
+        "SmolLM2-135M-Instruct": "replay_dialogues_smollm2",
+        "random model (100 M)": "replay_dialogues_100m",
+    }
     replays = {title: result for title, name in names.items() if (result := load(name)) is not None}
     if replays:
         draw_replay(replays, DOCS / "ttft_by_turn.png")
