@@ -50,6 +50,10 @@ class Saver:
             context.unsaved.add(block)
             return None
         slot = self._dram.take_slot(None)
+        if slot is not None and rows_before and self._exact and (older is None or older.slot is None):
+            # Those rows have left DRAM for it just now.
+            self._dram.give_back(slot)
+            slot = None
         if slot is None:
             context.unsaved.add(block)
             return None

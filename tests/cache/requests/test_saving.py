@@ -1,0 +1,18 @@
+"""Tests which rows of a block that is being computed are saved, and from where."""
+
+from tests.cache.pool_model import PoolModel, make_manager
+
+
+def test_where_bits_count_a_slot_that_costs_the_rows_before_theirs_is_given_back():
+    """An open block lies in the last slot that may leave. The turn that goes on in it takes that very slot."""
+    manager = make_manager(num_pages=8, dram_slots=2, disk_bytes=1 << 20, free_buffer=0.0, exact=True)
+    model = PoolModel(manager)
+    model.run("first", range(40))
+    model.settle()
+    assert manager.tiers.dram.num_free == 0
+    model.open("second", [*range(40), 500, 501])
+    assert manager.view.admit("second", 2) == 40
+    assert model.step("second", 2)
+    model.settle()  # asserts that no key is rounded twice
+    model.close("second")
+    model.settle()
