@@ -10,8 +10,8 @@ from scheduler.waiting import Waiting
 
 
 class StepBudgets:
-    """Makes the budget of every step. While several tenants come, steps without decodes keep to the target of time as
-    well: who comes next waits for one."""
+    """Makes the budget of every step. A step in which nobody decodes may take more tokens, and has no target of time;
+    not while several tenants come, since the next one to come waits for its end."""
 
     def __init__(
         self, *, cost: StepCost, limits: SchedulerLimits, batch: RunningBatch, waiting: Waiting, tenants: Tenants
@@ -23,8 +23,9 @@ class StepBudgets:
         self._tenants = tenants
 
     def beside(self, decodes: list[Chunk], now: float, stretch: float = 1.0) -> StepBudget:
-        """What a step with these decodes has left for prompts; stretch: how much longer than usual it may be."""
+        """Return what a step with these decodes has left for prompts. stretch: how much longer than usual it may be."""
         limits = self._limits
+        may_be_long = not decodes and not self._tenants.several(now)
         if limits.itl_target_s is None:
             prompts = len(self._batch) - len(decodes) + min(self._waiting.count, self._batch.free_places)
             return PricedBudget(
@@ -32,10 +33,10 @@ class StepBudgets:
                 decodes=work_of(decodes),
                 prompts=max(1, prompts),
                 least_tokens=limits.least_chunk_tokens,
-                most_tokens=(limits.step_tokens if decodes else limits.lone_step_tokens) - len(decodes),
+                most_tokens=limits.lone_step_tokens if may_be_long else limits.step_tokens - len(decodes),
                 stretch=stretch,
             )
-        if not decodes and not self._tenants.several(now):
+        if may_be_long:
             return TokenBudget(limits.lone_step_tokens)
         tokens = limits.step_tokens - len(decodes)
         if not limits.itl_target_s:
