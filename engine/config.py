@@ -59,5 +59,5 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     scheduler: SchedulerConfig
     device: str  # auto | cpu | cuda
     threads: int  # 0: all cores
-    step_tokens: int  # token budget of one step; 0: automatic
+    step_tokens: int  # most of one step; 0: automatic
     tenant_secret: bytes  # keys every block hash

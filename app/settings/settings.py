@@ -140,8 +140,8 @@ class CacheSettings(_Section):
 class SchedulerSettings(_Section):
     policy: Literal["car", "car-hidden", "priority", "fcfs"] = Field(
         "car-hidden",
-        description="who starts next: by KV to load inside a window (car-hidden: not by loads that hold nobody up); by "
-        "KV to load; who came first",
+        description="who starts next; car: by KV to load inside a window; car-hidden: the same, but loads that hold "
+        "nobody up count as none; priority: by KV to load; fcfs: who came first",
     )
     window: int = Field(0, ge=0, le=1024, description="places of the window; 0: from HBM and the mean session")
     class_ordered_entry: bool = Field(
@@ -165,7 +165,12 @@ class SchedulerSettings(_Section):
 class EngineSettings(_Section):
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="where the model runs")
     threads: int = Field(0, ge=0, le=1024, description="CPU threads of the engine; 0: all cores")
-    step_tokens: int = Field(0, ge=0, le=1 << 20, description="token budget of one step; 0: automatic")
+    step_tokens: int = Field(
+        0,
+        ge=0,
+        le=1 << 20,
+        description="most tokens of a step; 0: 512 on CPU, 4096 on CUDA, four times that while nobody decodes",
+    )
     start_timeout_s: float = Field(600.0, gt=0, le=86_400, description="longest load of a model")
     hang_timeout_s: float = Field(
         300.0, gt=0, le=3600, description="no heartbeat for this long: the engine is restarted"
