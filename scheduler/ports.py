@@ -1,4 +1,4 @@
-"""What the scheduler asks of the cache. `cache.manager.CacheManager` implements it; a fake in tests is five lines."""
+"""Says what the scheduler asks of the cache. `cache.requests.view.SchedulerView` answers it; in tests a fake does."""
 
 from collections.abc import Collection, Iterable
 from typing import Protocol

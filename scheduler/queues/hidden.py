@@ -1,5 +1,5 @@
 """The shuffled window by what a load costs instead of by where KV is: a load that holds nobody up is as good as in HBM.
-Not what CaR's §III-B-1 says; the policy `car-hidden`, to compare with."""
+Departs from CaR's §III-B-1. The policy `car-hidden`, the default (docs/decisions/0010-car-hidden-is-the-default.md)."""
 
 from collections.abc import Sequence as Items
 

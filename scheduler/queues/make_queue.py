@@ -11,6 +11,7 @@ from scheduler.queues.waiting_queue import FcfsQueue, WaitingQueue
 from scheduler.queues.window import EntryOrder, ShuffledWindow
 
 WINDOWED = ("car", "car-hidden")  # by class in a window, and fair between tenants
+ORDERS = (*WINDOWED, "priority", "fcfs")
 
 
 def make_queue(
@@ -21,15 +22,15 @@ def make_queue(
     window: int,
     class_ordered_entry: bool,
 ) -> WaitingQueue:
-    """policy: car | car-hidden | priority | fcfs. window, class_ordered_entry: of the first two."""
+    """Make the queue of a policy, one of ORDERS. window, class_ordered_entry: of the windowed ones alone."""
+    if policy not in ORDERS:
+        raise ValueError(f"unknown scheduling policy {policy!r}")
     by_residency = partial(Standings, cache=cache, standing=standing)
     by_exposure = partial(Standings, cache=cache, standing=standing_if_exposed)
     if policy == "fcfs":
         return FcfsQueue()
     if policy == "priority":
         return PriorityQueue(standings=by_residency())
-    if policy not in WINDOWED:
-        raise ValueError(f"unknown scheduling policy {policy!r}")
     queue, standings = (ShuffledWindow, by_residency) if policy == "car" else (HiddenWindow, by_exposure)
     entry: EntryOrder
     if class_ordered_entry:

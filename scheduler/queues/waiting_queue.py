@@ -31,8 +31,8 @@ class WaitingQueue(Protocol):
         ...
 
     def refresh(self) -> None:
-        """Look again where the KV of those who wait is. Once a step; the order changes here alone, and by the three
-        events."""
+        """Look again where the KV of those who wait is. Called once a step. The order changes here, in `foresee`, and
+        by `add`, `remove`, `dispatch` and `finished`."""
         ...
 
     def foresee(self, opens_s: Items[float], loading_s: float) -> None:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from scheduler.limits import SchedulerLimits
 from scheduler.predictor import QuantilePredictor
-from scheduler.queues.make_queue import WINDOWED, make_queue
+from scheduler.queues.make_queue import ORDERS, WINDOWED, make_queue
 from scheduler.scheduler import Scheduler
 from scheduler.sequence import Sequence
 from tests.cache.pool_model import PoolModel, make_manager
@@ -116,7 +116,7 @@ class Server:
     step_tokens=st.integers(8, 120),
     chunked=st.booleans(),
     policy=st.sampled_from(["lru", "fifo"]),
-    order=st.sampled_from(["fcfs", "priority", *WINDOWED]),
+    order=st.sampled_from(ORDERS),
     reuse=st.integers(0, 5).map(bool),
 )
 def test_conversations_in_a_memory_too_small_for_them(

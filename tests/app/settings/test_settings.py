@@ -4,9 +4,18 @@ from typing import get_args
 import msgspec
 import pytest
 
-from app.settings.settings import CacheSettings, Settings, SettingsError, known_settings, load_settings, stray_variables
+from app.settings.settings import (
+    CacheSettings,
+    SchedulerSettings,
+    Settings,
+    SettingsError,
+    known_settings,
+    load_settings,
+    stray_variables,
+)
 from cache.policies import POLICIES
 from model.directories import source_of
+from scheduler.queues.make_queue import ORDERS
 
 
 def load(config: Path | None = None, environ: dict[str, str] | None = None, **flags: str) -> Settings:
@@ -171,6 +180,10 @@ def test_every_setting_reaches_something_and_is_described():
 
 def test_every_eviction_policy_can_be_chosen():
     assert set(get_args(CacheSettings.model_fields["policy"].annotation)) == set(POLICIES)
+
+
+def test_every_order_of_requests_can_be_chosen():
+    assert set(get_args(SchedulerSettings.model_fields["policy"].annotation)) == set(ORDERS)
 
 
 def test_the_engine_is_told_what_was_set():

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scheduler.queues.hidden import HiddenWindow
+from scheduler.queues.make_queue import ORDERS
 from scheduler.queues.priority import PriorityQueue
 from scheduler.queues.waiting_queue import FcfsQueue
 from scheduler.sequence import SequenceState
@@ -86,7 +87,17 @@ def play(policy, requests, *, room, max_seqs, chunked, itl, seed, cancel):
     return added, trace
 
 
-@pytest.mark.parametrize("policy", ["fcfs", "priority", "car", "car-hidden"])
+@pytest.mark.parametrize("policy", ORDERS)
+def test_every_queue_says_by_which_name_it_is_made(policy):
+    assert make_loop(policy=policy).scheduler.queue.policy == policy
+
+
+def test_an_unknown_order_is_refused():
+    with pytest.raises(ValueError, match="unknown scheduling policy 'fair'"):
+        make_loop(policy="fair")
+
+
+@pytest.mark.parametrize("policy", ORDERS)
 @settings(max_examples=150)
 @given(
     requests=REQUESTS,
@@ -101,7 +112,7 @@ def test_everybody_is_served(policy, requests, room, max_seqs, chunked, itl, see
     assert all(sequence.output_tokens == sequence.sampling.max_tokens for sequence, _ in added)
 
 
-@pytest.mark.parametrize("policy", ["fcfs", "priority", "car", "car-hidden"])
+@pytest.mark.parametrize("policy", ORDERS)
 @settings(max_examples=150)
 @given(
     requests=REQUESTS,

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scheduler.predictor import MaxTokensPredictor
-from scheduler.queues.make_queue import WINDOWED, make_queue
+from scheduler.queues.make_queue import ORDERS, WINDOWED, make_queue
 from scheduler.queues.priority import TransferClass, standing
 from tests.conftest import make_sequence
 from tests.scheduler.test_scheduler import make_loop
@@ -455,7 +455,7 @@ def test_the_plain_priority_queue_lets_it_wait_for_ever():
     assert far.scheduled_s is None
 
 
-@pytest.mark.parametrize("policy", ["fcfs", "priority", *WINDOWED])
+@pytest.mark.parametrize("policy", ORDERS)
 def test_a_queue_knows_who_is_in_it(policy):
     queue = make_queue(policy, cache=Where(), predictor=MaxTokensPredictor(), window=2, class_ordered_entry=False)
     sequences = [make_sequence(name, 4) for name in "abc"]
