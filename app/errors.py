@@ -118,6 +118,11 @@ def too_fast(what: str, limit: int, *, retry_after_s: float, headers: Mapping[st
     return ApiError(429, message, code="rate_limit_exceeded", headers={**headers, **_retry_after(retry_after_s)})
 
 
+def too_many_watchers(*, retry_after_s: float) -> ApiError:
+    message = "Too many pages watch the server at once; limits.watchers bounds them."
+    return ApiError(429, message, code="rate_limit_exceeded", headers=_retry_after(retry_after_s))
+
+
 def quota_exceeded(excess: str, *, retry_after_s: float) -> ApiError:
     message = f"Your key keeps {excess}, and none of them can leave; delete or unpin some."
     return ApiError(429, message, code="quota_exceeded", headers=_retry_after(retry_after_s))

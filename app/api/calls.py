@@ -65,8 +65,9 @@ def caller_of(request: Request) -> Caller:
 
 
 async def body_of(request: Request, model: type[T]) -> tuple[T, dict[str, str]]:
-    """Return the parsed body and the headers that the answer must carry. Raises ApiError; 503 and 429 come before the
-    body is read, so that a client told to retry does not upload first."""
+    """Return the parsed body and the headers that the answer must carry. Raises ApiError. 503 for an
+    engine that is away and 429 for too many requests a minute come before the body is read, so that a client told to
+    retry does not upload first."""
     readiness_of(request).require()
     service_of(request).places.request(request.state.tenant)
     return await parse_body(request, model, settings_of(request).limits)

@@ -2,7 +2,7 @@
 first token.
 
 A tenant sees its own conversations and requests; what belongs to all (tiers, the whole queue, everybody's answers) is
-for those whom `auth.Keyring.is_admin` lets in.
+for those whom `app.tenancy.keyring.Keyring.is_admin` lets in.
 """
 
 import asyncio
@@ -17,7 +17,7 @@ from typing import Any
 
 import msgspec
 
-from app.errors import ApiError
+from app.errors import too_many_watchers
 from app.turn.answer import Answer
 from app.turn.kv_sources import source_fields
 from app.turn.observer import ObservedTurn, TurnObserver
@@ -49,8 +49,7 @@ class Live(TurnObserver):
         """To be closed. Raises ApiError 429 when too many watch."""
         held = Counter(watcher.tenant for watcher in self._watchers)
         if len(self._watchers) >= self._places or held[tenant] >= max(1, self._places // TENANT_SHARE):
-            message = "Too many pages watch the server at once; limits.watchers bounds them."
-            raise ApiError(429, message, code="rate_limit_exceeded", headers={"retry-after": "10"})
+            raise too_many_watchers(retry_after_s=10)
         watcher = Watcher(tenant, sees_all=sees_all, on_close=self._watchers.discard)
         watcher.turns.extend(turn for owner, turn in self._turns if sees_all or owner == tenant)
         self._watchers.add(watcher)
