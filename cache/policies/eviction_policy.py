@@ -48,11 +48,11 @@ class EvictionPolicy(Protocol):
         newcomer: Hashable | None = None,
         spare_queued: bool = False,
     ) -> list[BlockKey]:
-        """Choose up to `count` unpinned blocks, first to leave first. Changes nothing.
+        """Choose up to `count` unpinned blocks, first to leave first. Changes nothing. HBM gives neither of the others.
         newcomer: return only blocks that should leave before a block of this session. Fewer than `count`, or none,
-        means that the newcomer had better bypass the tier.
+        means that the newcomer had better bypass the tier. DRAM gives it.
         spare_queued: exempt the sessions given to `look_ahead` (AttentionStore §3.3.2: what leaves the whole hierarchy
-        spares the window)."""
+        spares the window). The disk gives it."""
         ...
 
 

@@ -1,4 +1,4 @@
-"""Rotates keys for their positions and back, for all layers of a model. `cache.transfer.transfer` is given this."""
+"""Rotates keys for their positions and back, for all layers of a model. `cache.transfer.transfer` is given them."""
 
 from collections.abc import Sequence
 
@@ -10,9 +10,9 @@ from engine.model.probe import RopeSource
 
 
 class ModelRotations:
-    """Implements `cache.transfer.transfer.Rotations`. Most layers share their tables of cos and sin, which cost more
-    than the rotation itself, so they are made once per set of positions. Threading: one thread at a time; make one per
-    thread."""
+    """Implements `cache.transfer.key_rotations.KeyRotations`. Most layers share their tables of cos and sin, which cost
+    more than the rotation itself, so they are made once per set of positions. Threading: one thread at a time; make one
+    per thread."""
 
     def __init__(self, *, ropes: Sequence[RopeSource | None]) -> None:
         self._ropes = ropes

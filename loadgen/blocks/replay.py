@@ -18,7 +18,7 @@ from cache.returns.return_times import ReturnTimes
 from loadgen.workloads.traces import TraceRequest
 
 BLOCK_TOKENS = 512  # in the published traces
-DEFAULT = "lookahead"  # the server's policy for its lower tiers
+DEFAULT = "lookahead"  # the server's policy for all its tiers
 CEILINGS = ("belady", "unbounded")
 ANSWER_S_PER_TOKEN = 0.03  # assumed, because traces do not record when answers ended
 _MOST_SESSIONS = 20_000  # like a server, which forgets old sessions
