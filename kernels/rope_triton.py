@@ -10,23 +10,23 @@ import triton.language as tl
 from torch import Tensor
 
 
-@triton.jit
+@triton.jit  # type: ignore[untyped-decorator]
 def _rope_scatter(
-    k_ptr,
-    v_ptr,
-    cos_ptr,
-    sin_ptr,
-    slots_ptr,
-    k_pool_ptr,
-    v_pool_ptr,
-    k_row,  # strides in elements: from token to token, head to head, slot to slot, and head to head within a slot
-    k_head,
-    v_row,
-    v_head,
-    k_slot,
-    k_slot_head,
-    v_slot,
-    v_slot_head,
+    k_ptr: tl.tensor,
+    v_ptr: tl.tensor,
+    cos_ptr: tl.tensor,
+    sin_ptr: tl.tensor,
+    slots_ptr: tl.tensor,
+    k_pool_ptr: tl.tensor,
+    v_pool_ptr: tl.tensor,
+    k_row: tl.tensor,  # strides in elements: between tokens, heads, slots, and heads within a slot
+    k_head: tl.tensor,
+    v_row: tl.tensor,
+    v_head: tl.tensor,
+    k_slot: tl.tensor,
+    k_slot_head: tl.tensor,
+    v_slot: tl.tensor,
+    v_slot_head: tl.tensor,
     pairs: tl.constexpr,
     k_dim: tl.constexpr,
     v_dim: tl.constexpr,
@@ -34,7 +34,7 @@ def _rope_scatter(
     rest_padded: tl.constexpr,
     v_padded: tl.constexpr,
     interleaved: tl.constexpr,
-):
+) -> None:
     """Writes one token's row of one kv head."""
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)

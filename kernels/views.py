@@ -1,11 +1,19 @@
-"""Views of a tensor's memory as numpy arrays."""
+"""Views of a tensor's memory as numpy arrays, and the types of arrays that compiled kernels take."""
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+Bf16 = NDArray[np.uint16]  # numpy has no bf16: its bits
+Fp32 = NDArray[np.float32]
+Words = NDArray[np.uint32]  # pairs of bf16
+Int32 = NDArray[np.int32]
+Int64 = NDArray[np.int64]
+Constant = tuple[int, ...]  # of zeros: a number, its length, that kernels are compiled for
 
-def as_bits(x: Tensor) -> np.ndarray:
+
+def as_bits(x: Tensor) -> Bf16:
     """View a bf16 tensor as uint16, which numpy can hold."""
     return x.view(torch.uint16).numpy()
 

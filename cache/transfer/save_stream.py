@@ -105,7 +105,7 @@ class SaveStream:
             return
         ready = None
         if self._device.type == "cuda":
-            ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            ready = torch.cuda.Event()
             ready.record()
         self._held.append(CapturedRows(step, pieces, ready))
         # A decode step is a few rows: copying them costs its calls, so the rows of many steps go together.

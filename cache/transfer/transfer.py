@@ -234,4 +234,4 @@ class Transfer:
     def _stream(self) -> AbstractContextManager[object]:
         if self._device.type != "cuda":
             return nullcontext()
-        return torch.cuda.stream(torch.cuda.Stream(self._device))  # type: ignore[no-untyped-call]
+        return torch.cuda.stream(torch.cuda.Stream(self._device))

@@ -32,8 +32,10 @@ _PREFILL_ROWS = 64
 _DECODE_ROWS = 16  # the smallest size that tl.dot accepts
 
 
-@triton.jit
-def _finish(top, weight, mixed, sink_ptr, heads, has_sink: tl.constexpr):
+@triton.jit  # type: ignore[untyped-decorator]
+def _finish(
+    top: tl.tensor, weight: tl.tensor, mixed: tl.tensor, sink_ptr: tl.tensor, heads: tl.tensor, has_sink: tl.constexpr
+) -> tl.tensor:
     """Normalise rows and include the sink. top, weight [rows]: running maximum and sum of exponentials."""
     if has_sink:
         sink = tl.load(sink_ptr + heads).to(tl.float32)
@@ -44,31 +46,31 @@ def _finish(top, weight, mixed, sink_ptr, heads, has_sink: tl.constexpr):
     return mixed / tl.where(weight > 0, weight, 1.0)[:, None]
 
 
-@triton.jit
+@triton.jit  # type: ignore[untyped-decorator]
 def _attend(
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    table_ptr,
-    items_ptr,
-    sink_ptr,
-    out_ptr,
-    part_mixed_ptr,
-    part_stats_ptr,
-    scale,
-    softcap,
-    table_row,
-    q_token,  # strides in elements: token, head; page, row of a page, kv head of a row
-    q_head,
-    k_page,
-    k_row,
-    k_head,
-    v_page,
-    v_row,
-    v_head,
-    out_token,
-    out_head,
-    window,
+    q_ptr: tl.tensor,
+    k_ptr: tl.tensor,
+    v_ptr: tl.tensor,
+    table_ptr: tl.tensor,
+    items_ptr: tl.tensor,
+    sink_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    part_mixed_ptr: tl.tensor,
+    part_stats_ptr: tl.tensor,
+    scale: tl.tensor,
+    softcap: tl.tensor,
+    table_row: tl.tensor,
+    q_token: tl.tensor,  # strides in elements: token, head; page, row of a page, kv head of a row
+    q_head: tl.tensor,
+    k_page: tl.tensor,
+    k_row: tl.tensor,
+    k_head: tl.tensor,
+    v_page: tl.tensor,
+    v_row: tl.tensor,
+    v_head: tl.tensor,
+    out_token: tl.tensor,
+    out_head: tl.tensor,
+    window: tl.tensor,
     group: tl.constexpr,  # query heads per kv head
     rows: tl.constexpr,
     tile: tl.constexpr,
@@ -82,7 +84,7 @@ def _attend(
     has_sink: tl.constexpr,
     precision: tl.constexpr,
     widen: tl.constexpr,  # multiply in fp32, because the interpreter's dot treats bf16 as integers
-):
+) -> None:
     """Computes one item for one kv head. An item: sequence, first token in q, its position, number of tokens, first and
     end of its keys, and its index among the parts, or -1 to write the final result."""
     item = items_ptr + tl.program_id(0) * 7
@@ -160,21 +162,21 @@ def _attend(
         tl.store(part_stats_ptr + place * 2 * rows + rows + row, weight)
 
 
-@triton.jit
+@triton.jit  # type: ignore[untyped-decorator]
 def _merge(
-    merges_ptr,
-    sink_ptr,
-    out_ptr,
-    part_mixed_ptr,
-    part_stats_ptr,
-    out_token,
-    out_head,
+    merges_ptr: tl.tensor,
+    sink_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    part_mixed_ptr: tl.tensor,
+    part_stats_ptr: tl.tensor,
+    out_token: tl.tensor,
+    out_head: tl.tensor,
     group: tl.constexpr,
     rows: tl.constexpr,
     v_dim: tl.constexpr,
     v_padded: tl.constexpr,
     has_sink: tl.constexpr,
-):
+) -> None:
     """Merges the parts of one split block for one kv head. A merge: first token in q, number of tokens, first part,
     number of parts."""
     merge = merges_ptr + tl.program_id(0) * 4

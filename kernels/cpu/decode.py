@@ -5,8 +5,8 @@ The inner loops are written as LLVM vectors of 16 fp32 numbers, because compiled
 bf16 is widened in registers; all sums are fp32. The order of a sum depends only on the row it belongs to, neither on
 other rows of the batch nor on the number of threads. NaN stays NaN.
 
-Import this through `kernels.cpu.available.decode_kernels`. Compiled functions have no type hints, because numba ignores
-them. All code is in one file, because numba's disk cache notices changes only in the file of the compiled function.
+Import this through `kernels.cpu.available.decode_kernels`. All code is in one file, because numba's disk cache notices
+changes only in the file of the compiled function.
 """
 
 import inspect
@@ -15,9 +15,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from llvmlite import ir
-from numba import njit, prange, threading_layer, types
+from numba import extending, njit, prange, threading_layer, types
 from numba.core import cgutils
-from numba.extending import intrinsic
+
+from kernels.views import Bf16, Constant, Fp32, Int32, Int64, Words
 
 LANES = 16
 TILE = 4  # rows that share one pass over the weights; their sums fill half of the registers
@@ -31,7 +32,10 @@ _VEC, _VEC_I16, _VEC_I32 = (ir.VectorType(t, LANES) for t in (_F32, _I16, _I32))
 _EXP2 = (1.5353362e-4, 1.3398874e-3, 9.6184370e-3, 5.5503324e-2, 2.4022648e-1, 6.9314720e-1, 1.0)
 LOG2_E = 1.4426950408889634
 
-_intrinsic: Any = intrinsic  # its own type hints for the functions it makes are wrong
+
+def intrinsic(function: Callable[..., Any]) -> Any:
+    """Hide numba's own type hints for what it makes of `function`, which are wrong."""
+    return extending.intrinsic(function)
 
 
 # --- vectors ----------------------------------------------------------------------------------------------------------
@@ -143,11 +147,24 @@ def _vectors(emit: Callable[..., None]) -> Any:
         return types.void(*kinds), generate
 
     typed.__name__, typed.__signature__ = emit.__name__, inspect.signature(emit)  # type: ignore[attr-defined]
-    return _intrinsic(typed)
+    return intrinsic(typed)
 
 
 @_vectors
-def _products(e, x, x_at, x_row, rows, w, w_at, lanes, pairs, out, out_at, out_row):
+def _products(
+    e: _Emit,
+    x: ir.Value,
+    x_at: ir.Value,
+    x_row: ir.Value,
+    rows: int,
+    w: ir.Value,
+    w_at: ir.Value,
+    lanes: int,
+    pairs: ir.Value,
+    out: ir.Value,
+    out_at: ir.Value,
+    out_row: ir.Value,
+) -> None:
     """Compute out[r, n] = sum over k of x[r, k] * w[k // 2, n, k % 2] for a tile of rows and one block of outputs. x,
     out fp32; w bf16 pairs as 32-bit words; lanes: vectors per block."""
     sums = e.sums(rows * lanes)
@@ -169,7 +186,21 @@ def _products(e, x, x_at, x_row, rows, w, w_at, lanes, pairs, out, out_at, out_r
 
 
 @_vectors
-def _scores(e, q, q_at, group, lanes, k, k_at, k_row, count, next_at, out, out_at, out_row):
+def _scores(
+    e: _Emit,
+    q: ir.Value,
+    q_at: ir.Value,
+    group: int,
+    lanes: int,
+    k: ir.Value,
+    k_at: ir.Value,
+    k_row: ir.Value,
+    count: ir.Value,
+    next_at: ir.Value,
+    out: ir.Value,
+    out_at: ir.Value,
+    out_row: ir.Value,
+) -> None:
     """Compute out[g, t] = q[g] . k[t] for `count` keys. q, out fp32; k bf16. next_at: where the next keys will be
     read."""
     with cgutils.for_range(e.b, count) as loop:
@@ -185,7 +216,7 @@ def _scores(e, q, q_at, group, lanes, k, k_at, k_row, count, next_at, out, out_a
 
 
 @_vectors
-def _soften(e, scores, at, vectors, stats, stats_at):
+def _soften(e: _Emit, scores: ir.Value, at: ir.Value, vectors: ir.Value, stats: ir.Value, stats_at: ir.Value) -> None:
     """Replace scores by 2 ** (scores - max) and store the maximum and the sum in stats."""
     top = cgutils.alloca_once_value(e.b, ir.Constant(_VEC, [float("-inf")] * LANES))
     with cgutils.for_range(e.b, vectors) as loop:
@@ -203,7 +234,21 @@ def _soften(e, scores, at, vectors, stats, stats_at):
 
 
 @_vectors
-def _mix(e, p, p_at, p_row, group, lanes, v, v_at, v_row, count, next_at, out, out_at):
+def _mix(
+    e: _Emit,
+    p: ir.Value,
+    p_at: ir.Value,
+    p_row: ir.Value,
+    group: int,
+    lanes: int,
+    v: ir.Value,
+    v_at: ir.Value,
+    v_row: ir.Value,
+    count: ir.Value,
+    next_at: ir.Value,
+    out: ir.Value,
+    out_at: ir.Value,
+) -> None:
     """Compute out[g] += sum over t of p[g, t] * v[t]. p, out fp32; v bf16. next_at: where the next values will be
     read."""
     together = max(1, 24 // group)  # keeps the sums in registers
@@ -227,7 +272,7 @@ def _mix(e, p, p_at, p_row, group, lanes, v, v_at, v_row, count, next_at, out, o
 
 
 @_vectors
-def _gated(e, gate, up, vectors):
+def _gated(e: _Emit, gate: ir.Value, up: ir.Value, vectors: ir.Value) -> None:
     """Compute silu(gate) * up in place of gate, both fp32."""
     with cgutils.for_range(e.b, vectors) as loop:
         here = e.at(gate, e.mul(loop.index, LANES))
@@ -240,8 +285,8 @@ def _gated(e, gate, up, vectors):
         e.store(e.b.fmul(e.b.fmul(x, sigmoid), e.load(e.at(up, e.mul(loop.index, LANES)))), here)
 
 
-@_intrinsic
-def _widened(_, x):
+@intrinsic
+def _widened(_: Any, x: types.Type) -> Any:
     """Convert bf16 as uint16 to float32."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -250,8 +295,8 @@ def _widened(_, x):
     return types.float32(types.uint16), generate
 
 
-@_intrinsic
-def _rounded(_, x):
+@intrinsic
+def _rounded(_: Any, x: types.Type) -> Any:
     """Convert float32 to bf16 as uint16, without a branch, so that loops around it are vectorised."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -281,39 +326,40 @@ class Product(NamedTuple):
     """A linear layer. words: the bf16 weight in blocks [blocks, pairs, LANES * len(lanes), 2], as flat uint32 [...];
     bias fp32 [outputs], or of size 0."""
 
-    words: np.ndarray
-    bias: np.ndarray
+    words: Words
+    bias: Fp32
     inputs: int
     outputs: int
-    lanes: tuple[int, ...]
+    lanes: Constant
 
 
 class Norm(NamedTuple):
     """RMSNorm. weight fp32 [width], or of size 0 if there is no norm."""
 
-    weight: np.ndarray
+    weight: Fp32
     eps: float
 
 
 class AttentionTasks(NamedTuple):
     """The attention tasks of one step, ordered by row. Fields are int64 [parts], except `starts` [rows + 1]."""
 
-    row: np.ndarray
-    first: np.ndarray  # context row of the first key
-    keys: np.ndarray
-    starts: np.ndarray  # where each row's parts begin
+    row: Int64
+    first: Int64  # context row of the first key
+    keys: Int64
+    starts: Int64  # where each row's parts begin
 
 
 @compiled(fastmath={"reassoc", "contract"})
-def _inverse_rms(x, eps):
+def _inverse_rms(x: Fp32, eps: float) -> np.float32:
     total = np.float32(0.0)
     for i in range(len(x)):
         total += x[i] * x[i]
-    return np.float32(1.0) / np.sqrt(total / np.float32(len(x)) + np.float32(eps))
+    inverse: np.float32 = np.float32(1.0) / np.sqrt(total / np.float32(len(x)) + np.float32(eps))
+    return inverse
 
 
 @compiled(fastmath={"reassoc", "contract"})
-def _square_sum(x):
+def _square_sum(x: Bf16) -> np.float32:
     total = np.float32(0.0)
     for i in range(len(x)):
         total += _widened(x[i]) * _widened(x[i])
@@ -321,7 +367,7 @@ def _square_sum(x):
 
 
 @compiled(parallel=True, error_model="numpy")
-def norm(x, weight, eps, out):
+def norm(x: Bf16, weight: Fp32, eps: float, out: Bf16) -> None:
     """Compute RMSNorm of rows. x, out bf16 [rows, width]; weight fp32 [width]; sums and products in fp32.
     One core takes 230 us for 1,124 rows of 768, and 900 with torch."""
     width = len(weight)
@@ -332,7 +378,7 @@ def norm(x, weight, eps, out):
 
 
 @compiled()
-def _normed(x, norm, out):
+def _normed(x: Fp32, norm: Norm, out: Fp32) -> None:
     """Normalise rows of x into out. If out is longer than x, the rest becomes 0."""
     for row in range(len(x)):
         scale = _inverse_rms(x[row], norm.eps)
@@ -342,7 +388,7 @@ def _normed(x, norm, out):
 
 
 @compiled()
-def _norm_in_place(x, norm):
+def _norm_in_place(x: Fp32, norm: Norm) -> None:
     if len(norm.weight):
         scale = _inverse_rms(x, norm.eps)
         for i in range(len(x)):
@@ -350,7 +396,7 @@ def _norm_in_place(x, norm):
 
 
 @compiled()
-def _widen(x, out):
+def _widen(x: Bf16, out: Fp32) -> None:
     for row in range(len(x)):
         for i in range(x.shape[1]):
             out[row, i] = _widened(x[row, i])
@@ -358,7 +404,7 @@ def _widen(x, out):
 
 
 @compiled()
-def _block(x, words, lanes, block, out):
+def _block(x: Fp32, words: Words, lanes: Constant, block: int, out: Fp32) -> None:
     """Compute one block of outputs for every row."""
     pairs = x.shape[1] // 2
     width = len(lanes) * LANES
@@ -378,12 +424,12 @@ def _block(x, words, lanes, block, out):
 
 
 @compiled()
-def _padded(inputs):
+def _padded(inputs: int) -> int:
     return (inputs + 31) // 32 * 32
 
 
 @compiled()
-def _with_room(x, inputs):
+def _with_room(x: Fp32, inputs: int) -> Fp32:
     """Copy rows into fp32 [rows, padded inputs], with zeros after the inputs."""
     out = np.zeros((len(x), _padded(inputs)), np.float32)
     for row in range(len(x)):
@@ -393,27 +439,27 @@ def _with_room(x, inputs):
 
 
 @compiled()
-def _add_bias(x, bias):
+def _add_bias(x: Fp32, bias: Fp32) -> None:
     for row in range(len(x)):
         for i in range(len(bias)):
             x[row, i] += bias[i]
 
 
 @compiled(parallel=True)
-def _all_blocks(x, words, lanes, out):
+def _all_blocks(x: Fp32, words: Words, lanes: Constant, out: Fp32) -> None:
     for block in prange(out.shape[1] // (len(lanes) * LANES)):
         _block(x, words, lanes, block, out)
 
 
 @compiled(parallel=True)
-def _all_blocks_of_two(x, words, more_words, lanes, out, more):
+def _all_blocks_of_two(x: Fp32, words: Words, more_words: Words, lanes: Constant, out: Fp32, more: Fp32) -> None:
     for block in prange(out.shape[1] // (len(lanes) * LANES)):
         _block(x, words, lanes, block, out)
         _block(x, more_words, lanes, block, more)
 
 
 @compiled()
-def _multiply(x, product):
+def _multiply(x: Fp32, product: Product) -> Fp32:
     """Multiply x fp32 [rows, padded inputs] by a linear layer -> fp32 [rows, at least outputs]."""
     out = np.empty((len(x), len(product.words) * 2 // x.shape[1]), np.float32)
     _all_blocks(x, product.words, product.lanes, out)
@@ -422,7 +468,7 @@ def _multiply(x, product):
 
 
 @compiled()
-def _multiply_gated(x, gate, up):
+def _multiply_gated(x: Fp32, gate: Product, up: Product) -> Fp32:
     """Compute silu(gate(x)) * up(x), fp32 [rows, at least outputs]."""
     gates = np.empty((len(x), len(gate.words) * 2 // x.shape[1]), np.float32)
     ups = np.empty_like(gates)
@@ -434,7 +480,7 @@ def _multiply_gated(x, gate, up):
 
 
 @compiled()
-def linear(x, product, out):
+def linear(x: Bf16, product: Product, out: Bf16) -> None:
     """Compute a linear layer: x bf16 [rows, inputs] -> out bf16 [rows, outputs]."""
     wide = np.empty((len(x), _padded(product.inputs)), np.float32)
     _widen(x, wide)
@@ -445,7 +491,18 @@ def linear(x, product, out):
 
 
 @compiled(parallel=True)
-def _attend_parts(q, k, v, table, parts, group, k_lanes, v_lanes, mixed, stats):
+def _attend_parts(
+    q: Fp32,
+    k: Bf16,
+    v: Bf16,
+    table: Int32,
+    parts: AttentionTasks,
+    group: Constant,
+    k_lanes: Constant,
+    v_lanes: Constant,
+    mixed: Fp32,
+    stats: Fp32,
+) -> None:
     page_size, kv_heads = k.shape[1], k.shape[2]
     k_page, k_row, k_head = k.strides[0] // 2, k.strides[1] // 2, k.strides[2] // 2
     v_page, v_row, v_head = v.strides[0] // 2, v.strides[1] // 2, v.strides[2] // 2
@@ -504,7 +561,17 @@ def plan(contexts: Sequence[int], window: int | None) -> AttentionTasks:
 
 
 @compiled()
-def attend(q, k, v, table, parts, group, k_lanes, v_lanes, out):
+def attend(
+    q: Fp32,
+    k: Bf16,
+    v: Bf16,
+    table: Int32,
+    parts: AttentionTasks,
+    group: Constant,
+    k_lanes: Constant,
+    v_lanes: Constant,
+    out: Fp32,
+) -> None:
     """Attention of single rows, each the last of its context. q fp32 [rows, heads, k_dim], multiplied by scale *
     log2(e); k, v bf16 [pages, page_size, kv_heads, dim], with any strides except that dim is contiguous; table int32
     [rows, pages]; out fp32 [rows, heads, v_dim]. group, k_lanes, v_lanes: tuples whose lengths are the heads per kv
@@ -533,7 +600,9 @@ def attend(q, k, v, table, parts, group, k_lanes, v_lanes, out):
 
 
 @compiled()
-def project(hidden, norm, product, q_norm, k_norm, num_q, num_k, out):
+def project(
+    hidden: Bf16, norm: Norm, product: Product, q_norm: Norm, k_norm: Norm, num_q: int, num_k: int, out: Bf16
+) -> None:
     """The first part of a layer: hidden bf16 [rows, width] -> out bf16 [rows, q + k + v heads, dim], not rotated."""
     wide = np.empty((len(hidden), hidden.shape[1]), np.float32)
     _widen(hidden, wide)
@@ -553,7 +622,7 @@ def project(hidden, norm, product, q_norm, k_norm, num_q, num_k, out):
 
 
 @compiled()
-def _rotate(x, cos, sin, out):
+def _rotate(x: Bf16, cos: Bf16, sin: Bf16, out: Bf16) -> None:
     """Rotate exactly as torch does in bf16, bit for bit, because keys rotated after loading must be the same."""
     half = len(cos) // 2
     for d in range(half):
@@ -564,7 +633,7 @@ def _rotate(x, cos, sin, out):
 
 
 @compiled()
-def _save(rows, first, blocks, spots):
+def _save(rows: Bf16, first: int, blocks: Bf16, spots: Int64) -> None:
     """Save rows [n, heads, dim] to their blocks. Heads from `first` on are K and V, half each."""
     half, dim = (rows.shape[1] - first) // 2, rows.shape[2]
     for row in range(len(spots)):
@@ -583,8 +652,27 @@ def _save(rows, first, blocks, spots):
 
 @compiled()
 def finish(
-    hidden, rows, cos, sin, slots, blocks, spots, scale, k, v, table, parts, group, lanes, o, norm, gate, up, down, out
-):
+    hidden: Bf16,
+    rows: Bf16,
+    cos: Bf16,
+    sin: Bf16,
+    slots: Int64,
+    blocks: Bf16,
+    spots: Int64,
+    scale: np.float32,
+    k: Bf16,
+    v: Bf16,
+    table: Int32,
+    parts: AttentionTasks,
+    group: Constant,
+    lanes: Constant,
+    o: Product,
+    norm: Norm,
+    gate: Product,
+    up: Product,
+    down: Product,
+    out: Bf16,
+) -> None:
     """The rest of a layer: rotate, write keys and values to their slots, attend, project, add, and apply the gated MLP.
     rows: the output of `project`; cos, sin bf16 [rows, dim]; slots int64 [rows]; out bf16 [rows, width]. Un-rotated
     keys and values are saved to blocks bf16 [blocks, K of all rows of a block, then V]; spots int64 [rows, 2] gives

@@ -12,9 +12,8 @@ no effect.
 
 Sums are fp32; probabilities are rounded to bf16 before they are multiplied by the values; numbers below 1.2e-38 are 0.
 
-Import this through `kernels.cpu.available.flash_kernels`. Compiled functions have no type hints, because numba ignores
-them. No compiled code is shared with `kernels.cpu.decode`, because numba's disk cache would not notice changes
-there.
+Import this through `kernels.cpu.available.flash_kernels`. No compiled code is shared with `kernels.cpu.decode`, because
+numba's disk cache would not notice changes there.
 """
 
 import inspect
@@ -26,11 +25,13 @@ import torch
 from llvmlite import ir
 from numba import prange, types
 from numba.core import cgutils
-from numba.extending import intrinsic
 from torch import Tensor
 
-from kernels.cpu.decode import compiled
-from kernels.views import as_stream
+from kernels.cpu.decode import compiled, intrinsic
+from kernels.views import Bf16, Constant, Fp32, Int32, Int64, Words, as_stream
+
+_Strides = tuple[int, int, int]
+_Pools = tuple[Bf16, _Strides, Bf16, _Strides]  # keys and values
 
 LANES = 16
 TILE = 48  # query rows per task: 3 vectors, which with 8 keys or dimensions fill 24 of the 32 registers with sums
@@ -43,8 +44,6 @@ _F32, _I16, _I32, _I64 = ir.FloatType(), ir.IntType(16), ir.IntType(32), ir.IntT
 _VEC, _WORDS, _HALVES = ir.VectorType(_F32, LANES), ir.VectorType(_I32, LANES), ir.VectorType(_I16, 2 * LANES)
 # 2 ** r for |r| <= 1/2, to 3e-6: the result is rounded to 8 bits
 _EXP2 = (9.58284536e-3, 5.59064599e-2, 2.40240991e-1, 6.93124187e-1, 1.0)
-
-_intrinsic: Any = intrinsic  # its own type hints for the functions it makes are wrong
 
 
 class _Emit:
@@ -147,14 +146,16 @@ def _vectors(emit: Callable[..., None]) -> Any:
         return types.void(*kinds), generate
 
     typed.__name__, typed.__signature__ = emit.__name__, inspect.signature(emit)  # type: ignore[attr-defined]
-    return _intrinsic(typed)
+    return intrinsic(typed)
 
 
 # --- the parts of a block. w: one thread's memory, as 32-bit words; lanes: vectors per tile ---------------------------
 
 
 @_vectors
-def _pack_queries(e, q, rows, words, w, to, lanes):
+def _pack_queries(
+    e: _Emit, q: ir.Value, rows: ir.Value, words: ir.Value, w: ir.Value, to: ir.Value, lanes: int
+) -> None:
     """Set w[to + i, lane] = word i of row rows[lane]."""
     with cgutils.for_range(e.b, _I64(lanes)) as vector, cgutils.for_range(e.b, e.b.sdiv(words, _I64(LANES))) as loop:
         first, column = e.mul(vector.index, LANES), e.mul(loop.index, LANES)
@@ -167,7 +168,9 @@ def _pack_queries(e, q, rows, words, w, to, lanes):
 
 
 @_vectors
-def _pack_values(e, v, at, row, rows, chunks, w, to):
+def _pack_values(
+    e: _Emit, v: ir.Value, at: ir.Value, row: ir.Value, rows: ir.Value, chunks: ir.Value, w: ir.Value, to: ir.Value
+) -> None:
     """Set w[to + i, d] = value d of rows 2 i and 2 i + 1, for chunks of 32 dimensions; 0 after an odd last row."""
     with cgutils.for_range(e.b, e.b.sdiv(e.b.add(rows, _I64(1)), _I64(2))) as pair:
         even = e.mul(pair.index, 2)
@@ -183,7 +186,18 @@ def _pack_values(e, v, at, row, rows, chunks, w, to):
 
 
 @_vectors
-def _scores(e, w, q, words, k, at, row, groups, to, lanes):
+def _scores(
+    e: _Emit,
+    w: ir.Value,
+    q: ir.Value,
+    words: ir.Value,
+    k: ir.Value,
+    at: ir.Value,
+    row: ir.Value,
+    groups: ir.Value,
+    to: ir.Value,
+    lanes: int,
+) -> None:
     """Compute w[to + t, lane] = key t . query `lane`, for groups of 8 keys, or of 16 if a tile is one vector."""
     keys, width = 16 if lanes == 1 else 8, lanes * LANES
     with cgutils.for_range(e.b, groups) as group:
@@ -204,7 +218,16 @@ def _scores(e, w, q, words, k, at, row, groups, to, lanes):
 
 
 @_vectors
-def _hide(e, w, scores, first, keys, positions, window, lanes):
+def _hide(
+    e: _Emit,
+    w: ir.Value,
+    scores: ir.Value,
+    first: ir.Value,
+    keys: ir.Value,
+    positions: ir.Value,
+    window: ir.Value,
+    lanes: int,
+) -> None:
     """Set scores to -inf where key `first` + t is not visible from a lane's position."""
     here = [e.load(e.at(positions, lane * LANES), _WORDS) for lane in range(lanes)]
     past = [e.b.sub(x, e.splat(e.b.trunc(window, _I32))) for x in here]
@@ -217,7 +240,9 @@ def _hide(e, w, scores, first, keys, positions, window, lanes):
 
 
 @_vectors
-def _soften(e, w, scores, pairs, scale, stats, lanes):
+def _soften(
+    e: _Emit, w: ir.Value, scores: ir.Value, pairs: ir.Value, scale: ir.Value, stats: ir.Value, lanes: int
+) -> None:
     """Replace scores by the weights 2 ** (scale * (score - maximum)), in bf16 pairs of keys.
     w[stats ...] holds maximum, sum and correction of every lane; earlier sums must be multiplied by the correction."""
     width = lanes * LANES
@@ -255,7 +280,17 @@ def _soften(e, w, scores, pairs, scale, stats, lanes):
 
 
 @_vectors
-def _mix(e, w, weights, values, pairs, dims, stats, to, lanes):
+def _mix(
+    e: _Emit,
+    w: ir.Value,
+    weights: ir.Value,
+    values: ir.Value,
+    pairs: ir.Value,
+    dims: ir.Value,
+    stats: ir.Value,
+    to: ir.Value,
+    lanes: int,
+) -> None:
     """Compute w[to + d, lane] = its old value * correction + the sum over keys of weight * value."""
     step, width = 16 if lanes == 1 else 8, lanes * LANES
     corrections = [e.load(e.at(w, stats, 2 * width + lane * LANES)) for lane in range(lanes)]
@@ -278,7 +313,9 @@ def _mix(e, w, weights, values, pairs, dims, stats, to, lanes):
 
 
 @_vectors
-def _finish(e, w, mixed, stats, words, out, rows, lanes):
+def _finish(
+    e: _Emit, w: ir.Value, mixed: ir.Value, stats: ir.Value, words: ir.Value, out: ir.Value, rows: ir.Value, lanes: int
+) -> None:
     """Set out[rows[lane]] = the mixed values divided by the sum of weights."""
     width = lanes * LANES
     with cgutils.for_range(e.b, _I64(lanes)) as vector, cgutils.for_range(e.b, e.b.sdiv(words, _I64(LANES))) as loop:
@@ -295,13 +332,13 @@ def _finish(e, w, mixed, stats, words, out, rows, lanes):
 
 
 @_vectors
-def _fill(e, w, at, vectors, value):
+def _fill(e: _Emit, w: ir.Value, at: ir.Value, vectors: ir.Value, value: ir.Value) -> None:
     with cgutils.for_range(e.b, vectors) as loop:
         e.store(e.splat(value), e.at(w, at, e.mul(loop.index, LANES)))
 
 
-@_intrinsic
-def _next(_, counter):
+@intrinsic
+def _next(_: Any, counter: types.Type) -> Any:
     """Return counter[0] and increment it atomically, so that every thread gets another number."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -315,7 +352,9 @@ def _next(_, counter):
 
 
 @compiled()
-def _guard(words, values, pairs, dims, first, positions, window, w, to):
+def _guard(
+    words: Words, values: int, pairs: int, dims: int, first: int, positions: Int32, window: int, w: Fp32, to: int
+) -> None:
     """Replace values that are not finite by 0 and add them to the lanes that see them: a hidden one would be multiplied
     by a weight of 0, which gives NaN. words: w as integers."""
     width, odd = len(positions), 0
@@ -341,7 +380,20 @@ def _guard(words, values, pairs, dims, first, positions, window, w, to):
 
 
 @compiled(error_model="numpy")
-def _tile(q, rows, positions, pools, pages, page_size, span, window, scale, w, out, lanes):
+def _tile(
+    q: Words,
+    rows: Int64,
+    positions: Int32,
+    pools: _Pools,
+    pages: Int32,
+    page_size: int,
+    span: tuple[int, int, int],
+    window: int,
+    scale: np.float32,
+    w: Fp32,
+    out: Words,
+    lanes: Constant,
+) -> None:
     """Compute one tile: queries rows[lane] at positions[lane], over the keys of a span (first, end, head) of the
     sequence with these pages."""
     k, k_strides, v, v_strides = pools
@@ -377,7 +429,19 @@ def _tile(q, rows, positions, pools, pages, page_size, span, window, scale, w, o
 
 
 @compiled(error_model="numpy")
-def _work(q, pools, table, page_size, tasks, queue, heads, window, scale, w, out):
+def _work(
+    q: Words,
+    pools: _Pools,
+    table: Int32,
+    page_size: int,
+    tasks: Int64,
+    queue: Int64,
+    heads: int,
+    window: int,
+    scale: np.float32,
+    w: Fp32,
+    out: Words,
+) -> None:
     """The loop of one thread: takes tiles that no thread has begun, until none are left."""
     rows, positions = np.empty(TILE, np.int64), np.empty(TILE, np.int32)
     group = q.shape[1] // heads
@@ -401,7 +465,22 @@ def _work(q, pools, table, page_size, tasks, queue, heads, window, scale, w, out
 
 
 @compiled(parallel=True, error_model="numpy")
-def _attend(q, k, k_strides, v, v_strides, table, page_size, tasks, queue, heads, window, scale, memory, out):
+def _attend(
+    q: Words,
+    k: Bf16,
+    k_strides: _Strides,
+    v: Bf16,
+    v_strides: _Strides,
+    table: Int32,
+    page_size: int,
+    tasks: Int64,
+    queue: Int64,
+    heads: int,
+    window: int,
+    scale: np.float32,
+    memory: Fp32,
+    out: Words,
+) -> None:
     for thread in prange(len(memory)):
         pools = (k, k_strides, v, v_strides)
         _work(q, pools, table, page_size, tasks, queue, heads, window, scale, memory[thread], out)
@@ -456,7 +535,7 @@ def attend(
     )
 
 
-def _words(x: Tensor) -> np.ndarray:
+def _words(x: Tensor) -> Words:
     return x.view(torch.uint32).numpy()
 
 

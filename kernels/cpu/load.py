@@ -5,8 +5,8 @@ its blocks uses all of its threads; the loading thread works alone beside a comp
 Measured on one core, 12 layers of 1,600 tokens with 4 heads of 64, neither source nor pages in the caches, without
 checksums: 2.8 ms; without prefetching 6.3; torch's gather, rotation and writes 18.
 
-Import this through `kernels.block_writer`. Compiled functions have no type hints, because numba ignores them. No
-compiled code is shared with the other files, because numba's disk cache would not notice changes there.
+Import this through `kernels.block_writer`. No compiled code is shared with the other files, because numba's disk cache
+would not notice changes there.
 """
 
 from typing import Any
@@ -15,17 +15,17 @@ import numpy as np
 from llvmlite import ir
 from numba import prange, types
 from numba.core import cgutils
-from numba.extending import intrinsic
+from numpy.typing import NDArray
 from xxhash import xxh3_64_intdigest
 
-from kernels.cpu.decode import compiled
+from kernels.cpu.decode import compiled, intrinsic
+from kernels.views import Bf16, Int64
 
 LANES = 16
 _LINE = 32  # elements per cache line
 _READ_AHEAD, _WRITE_AHEAD = 1024, 256  # elements; writes prefetch within one head's rows
 _F32, _I16, _I32 = ir.FloatType(), ir.IntType(16), ir.IntType(32)
 _VEC, _VEC_I16, _VEC_I32 = (ir.VectorType(t, LANES) for t in (_F32, _I16, _I32))
-_intrinsic: Any = intrinsic  # its own type hints for the functions it makes are wrong
 
 
 class _Emit:
@@ -77,7 +77,17 @@ def _turning(lanes: int) -> Any:
     """Rotate `lanes` pairs of elements `half` apart, exactly as torch does in bf16: the product with cos is rounded,
     then the sum."""
 
-    def turn(_, x, at, cos, sin, angle, half, out, to):
+    def turn(
+        _: Any,
+        x: types.Type,
+        at: types.Type,
+        cos: types.Type,
+        sin: types.Type,
+        angle: types.Type,
+        half: types.Type,
+        out: types.Type,
+        to: types.Type,
+    ) -> Any:
         def generate(context: Any, b: Any, signature: Any, args: Any) -> Any:
             emit = _Emit(context, b, lanes)
             x_kind, _, cos_kind, sin_kind, _, _, out_kind, _ = signature.args
@@ -94,14 +104,14 @@ def _turning(lanes: int) -> Any:
 
         return types.void(x, types.int64, cos, sin, types.int64, types.int64, out, types.int64), generate
 
-    return _intrinsic(turn)
+    return intrinsic(turn)
 
 
 _turn_many, _turn_one = _turning(LANES), _turning(1)
 
 
-@_intrinsic
-def _copy_many(_, x, at, out, to):
+@intrinsic
+def _copy_many(_: Any, x: types.Type, at: types.Type, out: types.Type, to: types.Type) -> Any:
     """Copy LANES numbers."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -118,7 +128,7 @@ def _fetching(write: int) -> Any:
     """Prefetch the cache line of an element, which may lie beyond the end. Needed because the hardware's own prefetch
     stops at the end of a page."""
 
-    def fetch(_, x, at):
+    def fetch(_: Any, x: types.Type, at: types.Type) -> Any:
         def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             byte = ir.IntType(8).as_pointer()
             kind = ir.FunctionType(ir.VoidType(), [byte, _I32, _I32, _I32])
@@ -130,14 +140,14 @@ def _fetching(write: int) -> Any:
 
         return types.void(x, types.int64), generate
 
-    return _intrinsic(fetch)
+    return intrinsic(fetch)
 
 
 _fetch, _fetch_to_write = _fetching(0), _fetching(1)
 
 
 @compiled()
-def _copy(x, at, out, to, count):
+def _copy(x: Bf16, at: int, out: Bf16, to: int, count: int) -> None:
     whole = count - count % LANES
     for d in range(0, whole, LANES):
         _copy_many(x, at + d, out, to + d)
@@ -146,7 +156,7 @@ def _copy(x, at, out, to, count):
 
 
 @compiled()
-def _turn(x, at, cos, sin, angle, half, out, to):
+def _turn(x: Bf16, at: int, cos: Bf16, sin: Bf16, angle: int, half: int, out: Bf16, to: int) -> None:
     whole = half - half % LANES
     for d in range(0, whole, LANES):
         _turn_many(x, at + d, cos, sin, angle + d, half, out, to + d)
@@ -187,8 +197,17 @@ def _sums_at(builder: Any, pointer: Any) -> Any:
     return builder.load(builder.bitcast(pointer, _SUMS.as_pointer()), align=1)
 
 
-@_intrinsic
-def _take_in(_, x, at, stripes, secret, first, step, sums):
+@intrinsic
+def _take_in(
+    _: Any,
+    x: types.Type,
+    at: types.Type,
+    stripes: types.Type,
+    secret: types.Type,
+    first: types.Type,
+    step: types.Type,
+    sums: types.Type,
+) -> Any:
     """Add stripes of x from byte `at` on to the eight sums, each with the secret from byte `first`, which moves by
     `step` for each stripe. Prefetches the bytes after them."""
 
@@ -218,8 +237,8 @@ def _take_in(_, x, at, stripes, secret, first, step, sums):
     return types.void(x, types.int64, types.int64, secret, types.int64, types.int64, sums), generate
 
 
-@_intrinsic
-def _word(_, x, at):
+@intrinsic
+def _word(_: Any, x: types.Type, at: types.Type) -> Any:
     """Load the eight bytes from byte `at` on."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -229,8 +248,8 @@ def _word(_, x, at):
     return types.uint64(x, types.int64), generate
 
 
-@_intrinsic
-def _folded(_, x, y):
+@intrinsic
+def _folded(_: Any, x: types.Type, y: types.Type) -> Any:
     """Return the xor of both halves of the 128-bit product."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -243,7 +262,7 @@ def _folded(_, x, y):
 
 
 @compiled(error_model="numpy")
-def _sumsum(x, at, size):
+def _sumsum(x: Bf16, at: int, size: int) -> np.uint64:
     """Return the xxh3_64 of `size` bytes of x from byte `at` on."""
     sums = _FIRST_SUMS.copy()
     block_bytes = _STRIPE * _BLOCK_STRIPES
@@ -262,14 +281,28 @@ def _sumsum(x, at, size):
         total += _folded(sums[i] ^ _word(_SECRET, secret), sums[i + 1] ^ _word(_SECRET, secret + 8))
     total ^= total >> np.uint64(37)
     total *= _LAST_PRIME
-    return total ^ (total >> np.uint64(32))
+    digest: np.uint64 = total ^ (total >> np.uint64(32))
+    return digest
 
 
 # --- a block into its page --------------------------------------------------------------------------------------------
 
 
 @compiled(error_model="numpy")
-def _place(segments, block, block_rows, cos, sin, turns, k, k_strides, v, v_strides, page_size, shape):
+def _place(
+    segments: Bf16,
+    block: Int64,
+    block_rows: int,
+    cos: Bf16,
+    sin: Bf16,
+    turns: int,
+    k: Bf16,
+    k_strides: tuple[int, int, int],
+    v: Bf16,
+    v_strides: tuple[int, int, int],
+    page_size: int,
+    shape: tuple[int, int, int],
+) -> None:
     kv_heads, k_dim, v_dim = shape
     start, count, slot, angle = block
     page, row = slot // page_size, slot % page_size
@@ -301,8 +334,22 @@ def _place(segments, block, block_rows, cos, sin, turns, k, k_strides, v, v_stri
 
 @compiled(error_model="numpy")
 def _check_and_place(
-    number, segments, blocks, sums, wrong, block_rows, cos, sin, turns, k, k_strides, v, v_strides, page_size, shape
-):
+    number: int,
+    segments: Bf16,
+    blocks: Int64,
+    sums: NDArray[np.uint64],
+    wrong: NDArray[np.bool_],
+    block_rows: int,
+    cos: Bf16,
+    sin: Bf16,
+    turns: int,
+    k: Bf16,
+    k_strides: tuple[int, int, int],
+    v: Bf16,
+    v_strides: tuple[int, int, int],
+    page_size: int,
+    shape: tuple[int, int, int],
+) -> None:
     size = 2 * block_rows * shape[0] * (shape[1] + shape[2])
     if _sumsum(segments, 2 * blocks[number, 0], size) != sums[number]:
         wrong[number] = True
@@ -312,7 +359,22 @@ def _check_and_place(
 
 
 @compiled(error_model="numpy")
-def place(segments, blocks, sums, wrong, block_rows, cos, sin, turns, k, k_strides, v, v_strides, page_size, shape):
+def place(
+    segments: Bf16,
+    blocks: Int64,
+    sums: NDArray[np.uint64],
+    wrong: NDArray[np.bool_],
+    block_rows: int,
+    cos: Bf16,
+    sin: Bf16,
+    turns: int,
+    k: Bf16,
+    k_strides: tuple[int, int, int],
+    v: Bf16,
+    v_strides: tuple[int, int, int],
+    page_size: int,
+    shape: tuple[int, int, int],
+) -> None:
     """Verify one layer of some blocks and write them into their pages.
     segments: bf16 memory as one stream, containing the blocks' un-rotated keys [block_rows, kv_heads, k_dim], each
     followed by their values [block_rows, kv_heads, v_dim]; blocks int64 [blocks, 4]: where a block begins in it, how
@@ -328,8 +390,21 @@ def place(segments, blocks, sums, wrong, block_rows, cos, sin, turns, k, k_strid
 
 @compiled(parallel=True, error_model="numpy")
 def place_together(
-    segments, blocks, sums, wrong, block_rows, cos, sin, turns, k, k_strides, v, v_strides, page_size, shape
-):
+    segments: Bf16,
+    blocks: Int64,
+    sums: NDArray[np.uint64],
+    wrong: NDArray[np.bool_],
+    block_rows: int,
+    cos: Bf16,
+    sin: Bf16,
+    turns: int,
+    k: Bf16,
+    k_strides: tuple[int, int, int],
+    v: Bf16,
+    v_strides: tuple[int, int, int],
+    page_size: int,
+    shape: tuple[int, int, int],
+) -> None:
     """Like `place`, with all threads of the team."""
     for number in prange(len(blocks)):
         rest = (block_rows, cos, sin, turns, k, k_strides, v, v_strides, page_size, shape)

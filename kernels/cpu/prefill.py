@@ -6,9 +6,8 @@ threads. bf16 is widened in registers and rounded once, to nearest and ties to e
 
 Measured on one core, us with torch -> compiled: rotating 1,124 rows of 12 + 4 + 4 heads of 64 1,300 -> 460.
 
-Import this through `kernels.cpu.available.prefill_kernels`. Compiled functions have no type hints, because numba
-ignores them. No compiled code is shared with `kernels.cpu.decode`, because numba's disk cache would not notice changes
-there.
+Import this through `kernels.cpu.available.prefill_kernels`. No compiled code is shared with `kernels.cpu.decode`,
+because numba's disk cache would not notice changes there.
 """
 
 from typing import Any
@@ -16,16 +15,15 @@ from typing import Any
 import numpy as np
 from llvmlite import ir
 from numba import prange, types
-from numba.extending import intrinsic
 
-from kernels.cpu.decode import compiled
+from kernels.cpu.decode import compiled, intrinsic
+from kernels.views import Bf16, Fp32, Int64
 
 _F32, _I32 = ir.FloatType(), ir.IntType(32)
-_intrinsic: Any = intrinsic  # its own type hints for the functions it makes are wrong
 
 
-@_intrinsic
-def _widened(_, x):
+@intrinsic
+def _widened(_: Any, x: types.Type) -> Any:
     """Convert bf16 as uint16 to float32."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -34,8 +32,8 @@ def _widened(_, x):
     return types.float32(types.uint16), generate
 
 
-@_intrinsic
-def _rounded(_, x):
+@intrinsic
+def _rounded(_: Any, x: types.Type) -> Any:
     """Convert float32 to bf16 as uint16, without a branch, so that loops around it are vectorised."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -49,7 +47,7 @@ def _rounded(_, x):
 
 
 @compiled()
-def _rotate(x, cos, sin, out):
+def _rotate(x: Bf16, cos: Bf16, sin: Bf16, out: Bf16) -> None:
     """Rotate exactly as torch does in bf16, bit for bit, because keys rotated after loading must be the same."""
     half = len(cos) // 2
     for d in range(half):
@@ -61,23 +59,23 @@ def _rotate(x, cos, sin, out):
 
 @compiled(parallel=True, error_model="numpy")
 def place(
-    turning,
-    turning_row,
-    values,
-    values_row,
-    cos,
-    sin,
-    slots,
-    blocks,
-    spots,
-    heads,
-    k,
-    k_strides,
-    v,
-    v_strides,
-    page_size,
-    q,
-):
+    turning: Bf16,
+    turning_row: int,
+    values: Bf16,
+    values_row: int,
+    cos: Bf16,
+    sin: Bf16,
+    slots: Int64,
+    blocks: Bf16,
+    spots: Int64,
+    heads: tuple[int, int],
+    k: Bf16,
+    k_strides: tuple[int, int, int],
+    v: Bf16,
+    v_strides: tuple[int, int, int],
+    page_size: int,
+    q: Bf16,
+) -> None:
     """Rotate queries and keys, write keys and values to their slots, and save un-rotated keys and values.
     turning: rows of q heads and then k heads; values: rows of k heads; each is bf16 memory as one stream, given with
     the distance of its rows; cos, sin bf16 [rows, dim]; slots int64 [rows], all different and inside the pool; heads:
@@ -111,7 +109,17 @@ def place(
 
 
 @compiled(parallel=True, error_model="numpy")
-def merge(own, own_strides, own_lse, own_lse_strides, old, old_strides, old_lse, old_lse_strides, out):
+def merge(
+    own: Bf16,
+    own_strides: tuple[int, int, int],
+    own_lse: Fp32,
+    own_lse_strides: tuple[int, int, int],
+    old: Bf16,
+    old_strides: tuple[int, int, int],
+    old_lse: Fp32,
+    old_lse_strides: tuple[int, int, int],
+    out: Bf16,
+) -> None:
     """Merge the attention to two sets of keys into the attention to both, weighted by their log-sum-exps.
     own, old bf16 and own_lse, old_lse fp32: memory as one stream, and strides (kv head, group, row) in elements; out
     bf16 [rows, kv heads, groups, dim]."""

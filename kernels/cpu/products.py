@@ -10,9 +10,8 @@ Weights have oneDNN's packed layout: blocks of outputs, containing pairs of inpu
 outputs fill the registers. Strips of rows and runs of outputs are as large as fits together into the cache next to a
 core.
 
-Import this through `kernels.cpu.available.product_kernels`. Compiled functions have no type hints, because numba
-ignores them. No compiled code is shared with `kernels.cpu.decode`, because numba's disk cache would not notice changes
-there.
+Import this through `kernels.cpu.available.product_kernels`. No compiled code is shared with `kernels.cpu.decode`,
+because numba's disk cache would not notice changes there.
 """
 
 import inspect
@@ -23,9 +22,10 @@ import numpy as np
 from llvmlite import ir
 from numba import prange, types
 from numba.core import cgutils
-from numba.extending import intrinsic
+from numpy.typing import NDArray
 
-from kernels.cpu.decode import compiled
+from kernels.cpu.decode import compiled, intrinsic
+from kernels.views import Bf16, Constant, Fp32, Words
 
 LANES = 16
 ROWS = 32  # rows per group: two tiles of AMX
@@ -39,8 +39,6 @@ _EXP2 = (1.5353362e-4, 1.3398874e-3, 9.6184370e-3, 5.5503324e-2, 2.4022648e-1, 6
 _F32, _I8, _I16, _I32, _I64 = ir.FloatType(), ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64)
 _VEC, _WORDS = ir.VectorType(_F32, LANES), ir.VectorType(_I32, LANES)
 _POINTER = _I8.as_pointer()
-
-_intrinsic: Any = intrinsic  # its own type hints for the functions it makes are wrong
 
 
 class _Emit:
@@ -127,21 +125,33 @@ def _emitted(emit: Callable[..., None]) -> Any:
         return types.void(*kinds), generate
 
     typed.__name__, typed.__signature__ = emit.__name__, inspect.signature(emit)  # type: ignore[attr-defined]
-    return _intrinsic(typed)
+    return intrinsic(typed)
 
 
 @_emitted
-def _configure(e, shape):
+def _configure(e: _Emit, shape: ir.Value) -> None:
     e.tile("ldtilecfg", e.at(shape))
 
 
 @_emitted
-def _release(e):
+def _release(e: _Emit) -> None:
     e.tile("tilerelease")
 
 
 @_emitted
-def _by_tiles(e, x, x_at, tiles, w, w_at, w_pair, blocks, columns, ahead, out):
+def _by_tiles(
+    e: _Emit,
+    x: ir.Value,
+    x_at: ir.Value,
+    tiles: int,
+    w: ir.Value,
+    w_at: ir.Value,
+    w_pair: ir.Value,
+    blocks: ir.Value,
+    columns: int,
+    ahead: int,
+    out: ir.Value,
+) -> None:
     """Compute out[r, n] = sum over k of x[r, k] * w[k // 2, n, k % 2] with AMX, for `tiles` * 16 rows, `columns` * 16
     outputs and `blocks` * 32 inputs. x: in the layout of `_packed`; x_at, w_at: bytes to the first; w_pair: bytes from
     a pair of weights to the next; out: fp32 rows of COLUMNS. Tiles 0 to 3 are sums, 4 and 5 rows, 6 and 7 weights."""
@@ -170,7 +180,20 @@ def _by_tiles(e, x, x_at, tiles, w, w_at, w_pair, blocks, columns, ahead, out):
 
 
 @_emitted
-def _by_dots(e, x, x_at, rows, w, w_at, w_pair, blocks, columns, ahead, out, out_at):
+def _by_dots(
+    e: _Emit,
+    x: ir.Value,
+    x_at: ir.Value,
+    rows: int,
+    w: ir.Value,
+    w_at: ir.Value,
+    w_pair: ir.Value,
+    blocks: ir.Value,
+    columns: int,
+    ahead: int,
+    out: ir.Value,
+    out_at: ir.Value,
+) -> None:
     """Like `_by_tiles`, with dot products, for `rows` rows; out_at: bytes to the first of them."""
     sums = [
         [cgutils.alloca_once_value(e.b, ir.Constant(_VEC, [0.0] * LANES)) for _ in range(columns)] for _ in range(rows)
@@ -194,7 +217,17 @@ def _by_dots(e, x, x_at, rows, w, w_at, w_pair, blocks, columns, ahead, out, out
 
 
 @_emitted
-def _finish(e, sums, rows, bias, bias_at, residual, out, at, row_bytes):
+def _finish(
+    e: _Emit,
+    sums: ir.Value,
+    rows: ir.Value,
+    bias: ir.Value | int,
+    bias_at: ir.Value,
+    residual: ir.Value | int,
+    out: ir.Value,
+    at: ir.Value,
+    row_bytes: ir.Value,
+) -> None:
     """Add bias and residual to rows of COLUMNS sums, round them, and store them to `out`. bias fp32, residual and out
     bf16; given are bytes to the first number and from row to row. A tuple instead of an array means that there is
     none."""
@@ -208,18 +241,20 @@ def _finish(e, sums, rows, bias, bias_at, residual, out, at, row_bytes):
             if not isinstance(residual, int):
                 part = e.b.fadd(part, e.widened(e.at(residual, at, here, half * 32)))
             parts.append(part)
-        e.store_rounded(*parts, e.at(out, at, here))
+        e.store_rounded(parts[0], parts[1], e.at(out, at, here))
 
 
 @_emitted
-def _finish_gated(e, gates, ups, rows, out, at, row_bytes):
+def _finish_gated(
+    e: _Emit, gates: ir.Value, ups: ir.Value, rows: ir.Value, out: ir.Value, at: ir.Value, row_bytes: ir.Value
+) -> None:
     """Store rows of silu(gate) * up, rounded, to `out`."""
     with cgutils.for_range(e.b, rows) as loop:
         parts = []
         for half in (0, 1):
             gate, up = (e.load(e.at(x, e.mul(loop.index, COLUMNS * 4), half * 64), _VEC) for x in (gates, ups))
             parts.append(e.b.fmul(e.swish(gate), up))
-        e.store_rounded(*parts, e.at(out, at, e.b.mul(loop.index, row_bytes)))
+        e.store_rounded(parts[0], parts[1], e.at(out, at, e.b.mul(loop.index, row_bytes)))
 
 
 # --- compiled ---------------------------------------------------------------------------------------------------------
@@ -229,16 +264,16 @@ class ExactProduct(NamedTuple):
     """A linear layer. words: the bf16 weight in blocks [blocks, pairs, LANES * len(lanes), 2], as flat uint32 [...];
     bias fp32 [outputs], or of size 0; by_tiles: of length 1 to multiply with AMX, else 0."""
 
-    words: np.ndarray
-    bias: np.ndarray
+    words: Words
+    bias: Fp32
     inputs: int
     outputs: int
-    lanes: tuple[int, ...]
-    by_tiles: tuple[int, ...]
+    lanes: Constant
+    by_tiles: Constant
 
 
-@_intrinsic
-def _widened(_, x):
+@intrinsic
+def _widened(_: Any, x: types.Type) -> Any:
     """Convert bf16 as uint16 to float32."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -247,8 +282,8 @@ def _widened(_, x):
     return types.float32(types.uint16), generate
 
 
-@_intrinsic
-def _rounded(_, x):
+@intrinsic
+def _rounded(_: Any, x: types.Type) -> Any:
     """Convert float32 to bf16 as uint16, without a branch, so that loops around it are vectorised."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -262,7 +297,18 @@ def _rounded(_, x):
 
 
 @compiled()
-def _some(x, x_at, rows, words, w_at, w_pair, blocks, columns, by_tiles, sums):
+def _some(
+    x: Bf16,
+    x_at: int,
+    rows: int,
+    words: Words,
+    w_at: int,
+    w_pair: int,
+    blocks: int,
+    columns: Constant,
+    by_tiles: Constant,
+    sums: Fp32,
+) -> None:
     """Compute sums of a group, or of its first rows, over `blocks` * 32 inputs."""
     if len(by_tiles):
         if rows > 16:
@@ -283,7 +329,7 @@ def _some(x, x_at, rows, words, w_at, w_pair, blocks, columns, by_tiles, sums):
 
 
 @compiled()
-def _tile_shape():
+def _tile_shape() -> NDArray[np.uint8]:
     """Return the tile configuration for AMX: all tiles have 16 rows of 64 bytes."""
     shape = np.zeros(64, np.uint8)
     shape[0] = 1
@@ -294,7 +340,18 @@ def _tile_shape():
 
 
 @compiled()
-def _sums(x, group, rows, pairs, words, block, half, lanes, by_tiles, sums):
+def _sums(
+    x: Bf16,
+    group: int,
+    rows: int,
+    pairs: int,
+    words: Words,
+    block: int,
+    half: int,
+    lanes: Constant,
+    by_tiles: Constant,
+    sums: Fp32,
+) -> None:
     """Compute sums of up to ROWS rows for COLUMNS outputs, or for those left in a block."""
     w_pair = len(lanes) * 64
     w_at = block * pairs * w_pair + half * 128
@@ -305,7 +362,7 @@ def _sums(x, group, rows, pairs, words, block, half, lanes, by_tiles, sums):
 
 
 @compiled()
-def _rest(sums, rows, width, bias, residual, out, group, first):
+def _rest(sums: Fp32, rows: int, width: int, bias: Fp32, residual: Bf16, out: Bf16, group: int, first: int) -> None:
     """Like `_finish`, for fewer outputs than COLUMNS."""
     for row in range(rows):
         for i in range(width):
@@ -318,7 +375,7 @@ def _rest(sums, rows, width, bias, residual, out, group, first):
 
 
 @compiled()
-def _plan(rows, pairs, blocks):
+def _plan(rows: int, pairs: int, blocks: int) -> tuple[int, int, int, int]:
     """Return the rows of a strip and their number, and the blocks of outputs of a run and their number."""
     strip = max(ROWS, _STRIP_BYTES // (pairs * 4) // ROWS * ROWS)
     run = 1 if rows <= ROWS else max(1, min(_RUN_BLOCKS, _RUN_BYTES // (pairs * COLUMNS * 4)))
@@ -326,7 +383,9 @@ def _plan(rows, pairs, blocks):
 
 
 @compiled(parallel=True, error_model="numpy")
-def _linear(x, pairs, words, bias, lanes, by_tiles, residual, out):
+def _linear(
+    x: Bf16, pairs: int, words: Words, bias: Fp32, lanes: Constant, by_tiles: Constant, residual: Bf16, out: Bf16
+) -> None:
     rows, halves = len(out), (len(lanes) + 1) // 2
     blocks = len(words) // (pairs * len(lanes) * LANES) * halves
     strip, strips, run, runs = _plan(rows, pairs, blocks)
@@ -359,7 +418,7 @@ def _linear(x, pairs, words, bias, lanes, by_tiles, residual, out):
 
 
 @compiled(parallel=True, error_model="numpy")
-def _gated(x, pairs, gate, up, lanes, by_tiles, out):
+def _gated(x: Bf16, pairs: int, gate: Words, up: Words, lanes: Constant, by_tiles: Constant, out: Bf16) -> None:
     rows, blocks = len(out), out.shape[1] // COLUMNS
     strip, strips, run, runs = _plan(rows, pairs, blocks)
     halves, shape = (len(lanes) + 1) // 2, _tile_shape()
@@ -380,7 +439,7 @@ def _gated(x, pairs, gate, up, lanes, by_tiles, out):
 
 
 @compiled()
-def _pack(x, group, to):
+def _pack(x: Bf16, group: int, to: Bf16) -> None:
     """Pack one group of rows, with zeros for missing rows as far as a tile is read."""
     inputs, first = x.shape[1], group * ROWS
     count = min(ROWS, len(x) - first)
@@ -394,13 +453,13 @@ def _pack(x, group, to):
 
 
 @compiled(parallel=True)
-def _pack_together(x, out):
+def _pack_together(x: Bf16, out: Bf16) -> None:
     for group in prange(len(out)):
         _pack(x, group, out[group])
 
 
 @compiled()
-def _packed(x):
+def _packed(x: Bf16) -> Bf16:
     """Pack bf16 [rows, inputs] into [groups, blocks of 32 inputs, ROWS, 32], so that each tile is contiguous."""
     rows, inputs = x.shape
     out = np.empty(((rows + ROWS - 1) // ROWS, (inputs + 31) // 32, ROWS, 32), np.uint16)
@@ -413,7 +472,7 @@ def _packed(x):
 
 
 @compiled()
-def linear(x, product, residual, out):
+def linear(x: Bf16, product: ExactProduct, residual: Bf16, out: Bf16) -> None:
     """Compute a linear layer: x bf16 [rows, inputs] -> out bf16 [rows, outputs]. residual bf16 [rows, outputs] is added
     before rounding; it may have no rows."""
     pairs = (product.inputs + 31) // 32 * 16
@@ -421,7 +480,7 @@ def linear(x, product, residual, out):
 
 
 @compiled()
-def gated(x, gate, up, out):
+def gated(x: Bf16, gate: ExactProduct, up: ExactProduct, out: Bf16) -> None:
     """Compute silu(gate(x)) * up(x): x bf16 [rows, inputs] -> bf16 [rows, outputs], rounded once. Neither layer may
     have a bias. Outputs come in blocks of 32 or 64 and must be a multiple of the block."""
     pairs = (gate.inputs + 31) // 32 * 16
@@ -434,7 +493,7 @@ def self_test(by_tiles: bool) -> None:
     inputs, outputs, rows = 64, 64, 35
     tiles, nothing = ((0,) if by_tiles else ()), np.empty((0, 0), np.uint16)
 
-    def bf16(*shape):
+    def bf16(*shape: int) -> tuple[Bf16, Fp32]:
         wide = rng.standard_normal(shape, np.float32).view(np.uint32) & np.uint32(0xFFFF0000)
         return (wide >> 16).astype(np.uint16), wide.view(np.float32)
 

@@ -1,8 +1,7 @@
 """Copies rows of many tensors to their places in memory, compiled by numba. The saving thread calls it while the engine
 computes, so it is serial, releases the GIL, and makes no temporaries.
 
-Import this through `kernels.row_copies`, which documents the gain. Compiled functions have no type hints, because numba
-ignores them.
+Import this through `kernels.row_copies`, which documents the gain.
 """
 
 from typing import Any
@@ -11,18 +10,17 @@ import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
-from numba.extending import intrinsic
 
-from kernels.cpu.decode import compiled
+from kernels.cpu.decode import compiled, intrinsic
+from kernels.views import Int64
 
 _LINE = 64  # bytes
 _AHEAD = 4  # rows prefetched before they are copied
 _I8P, _I32 = ir.IntType(8).as_pointer(), ir.IntType(32)
-_intrinsic: Any = intrinsic  # its own type hints for the functions it makes are wrong
 
 
-@_intrinsic
-def _copy(_, target, source, size):
+@intrinsic
+def _copy(_: Any, target: types.Type, source: types.Type, size: types.Type) -> Any:
     """Copy `size` bytes between addresses."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -33,8 +31,8 @@ def _copy(_, target, source, size):
     return types.void(types.int64, types.int64, types.int64), generate
 
 
-@_intrinsic
-def _fetch(_, address):
+@intrinsic
+def _fetch(_: Any, address: types.Type) -> Any:
     """Prefetch the cache line at an address. Any address is allowed."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -48,7 +46,7 @@ def _fetch(_, address):
 
 
 @compiled()
-def copy_rows(copies):
+def copy_rows(copies: Int64) -> None:
     """Copy rows to contiguous memory. copies int64 [n, 5]: address of the first row, bytes from one row to the next,
     target address, number of rows, bytes per row."""
     for i in range(len(copies)):
