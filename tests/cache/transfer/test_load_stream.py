@@ -323,9 +323,10 @@ def test_a_load_that_is_given_up_ends_while_the_disk_still_hangs(stream, landed)
     stream.disk.wait_landed(landed)
     stream.stream.leave_to_threads()
     end = time.monotonic() + LONG_S
+    # Until a thread hangs in the disk, and the part out of DRAM has ended.
     while (
-        stream.stream.progress(1).layers < landed or len(stream.stream._queue.parts) > 1
-    ):  # the one out of DRAM has ended
+        stream.disk.open_readers < 1 or stream.stream.progress(1).layers < landed or len(stream.stream._queue.parts) > 1
+    ):
         assert time.monotonic() < end
         time.sleep(0.001)
     before = stream.stream.progress(1)
