@@ -13,7 +13,7 @@ from kernels.row_copies import copy_into_blocks
 
 def place_rows(slab: Slab, captures: Sequence[CapturedRows], layers: Sequence[int]) -> None:
     """Copy the captured rows of `layers` into their slots; done on return. Every step must have captured these layers
-    and no others. Called by the saving thread, or on CPU by the engine's."""
+    and no others. Called by the saving thread, or on CPU in bf16 by the engine's."""
     for capture in captures:
         if capture.ready is not None:
             capture.ready.synchronize()

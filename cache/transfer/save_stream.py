@@ -1,8 +1,8 @@
 """Saves from HBM into DRAM slots while the engine computes on (AttentionStore §3.2.2), on a thread of its own.
 
 On CPU nothing copies beside the processors: a thread that saves takes one away from the step's team, which then waits
-for the slowest of its members, and takes the GIL from the engine's loop. There the kernels of a layer write the rows
-that they have at hand to the slots themselves, and the engine's thread saves the rest between steps.
+for the slowest of its members, and takes the GIL from the engine's loop. So on CPU in bf16 the kernels of a layer write
+the rows that they have at hand to the slots themselves, and the engine's thread saves the rest between steps.
 """
 
 import threading
