@@ -185,7 +185,7 @@ class Engine:
         return refused + outputs
 
     def _schedule(self, now: float) -> Schedule:
-        """Who runs, and how many tokens of each. Those who run for the first time learn where their KV was found."""
+        """Decide who runs, and how many tokens of each. Tell first-time runners where their KV was found."""
         schedule = self._scheduler.schedule(now)
         for sequence in schedule.preempted:
             self._compute.tables.drop(sequence.request_id)

@@ -71,9 +71,11 @@ class GivingWay:
         draft.budget.is_urgent = False
 
     def _who_sits_out(self, sequence: Sequence, draft: StepDraft) -> tuple[frozenset[Sequence], StepBudget]:
-        """Of tenants with more than one in the batch, those without whom a starved prompt can be ended in this step;
-        nobody, if it can be ended beside them or takes another step anyway. Not who did so in the step before:
-        however many tenants come, an answer goes on in every other step. And the budget without them."""
+        """Choose who sits out this step so that a starved prompt can end in it, and return the budget without them.
+
+        They are of tenants with more than one in the batch. Nobody sits out if the prompt can be ended beside them or
+        takes another step anyway, and nobody twice in a row: however many tenants come, an answer goes on in every
+        other step."""
         aside = frozenset(
             chunk.sequence
             for chunk in draft.chunks

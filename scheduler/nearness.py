@@ -17,7 +17,7 @@ class Nearness:
         self._told: tuple[list[Sequence], int] = [], -1  # who was close, and how often the batch had changed
 
     def tell(self) -> None:
-        """Of those who have come nearer, or gone away."""
+        """Tell the cache who has come nearer, and who has gone away."""
         near = self._waiting.queue.near()
         if near is None:
             return

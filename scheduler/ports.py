@@ -23,8 +23,7 @@ class Residency(Protocol):
 
     @property
     def own_tokens(self) -> int:
-        """Of those that need no computing, in whatever tier, what only this session has: not a system prompt that many
-        share."""
+        """Count the tokens in any tier that only this session has: not those of a system prompt that many share."""
         ...
 
     @property
@@ -34,7 +33,7 @@ class Residency(Protocol):
 
     @property
     def exposed_s(self) -> float:
-        """Of `load_s`, what the computation of the missing tokens would not hide."""
+        """Return the part of `load_s` that computing the missing tokens would not hide."""
         ...
 
     @property
@@ -71,7 +70,7 @@ class CacheView(Protocol):
         ...
 
     def without_room(self, request_ids: Iterable[str]) -> Collection[str]:
-        """Those of them for whom there is no room reserved for one more row behind those computed."""
+        """Return the requests that have no room reserved for one more row after those computed."""
         ...
 
     def stall_s(self, request_id: str) -> float:

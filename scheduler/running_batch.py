@@ -109,8 +109,8 @@ class RunningBatch:
     # --- computing ----------------------------------------------------------------------------------------------------
 
     def prefills(self, loading: Container[str]) -> list[Sequence]:
-        """Those with more than a token to compute, in order of admission; with fair places, tenants with the least to
-        do first."""
+        """Return who has more than a token to compute, in order of admission; with fair places, tenants with the least
+        to do first."""
         prefills = [s for s in self.sequences if len(s.token_ids) - s.computed_tokens > 1 or s.request_id in loading]
         return self._tenants.least_to_do_first(prefills) if len(prefills) > 1 else prefills
 

@@ -54,7 +54,7 @@ class Tenants:
 
     @property
     def most_running(self) -> int:
-        """Of one tenant."""
+        """The most sequences that one tenant has running."""
         return max(self._running.values(), default=0)
 
     def has_others_running(self, sequence: Sequence) -> bool:
@@ -83,9 +83,9 @@ class Tenants:
         return max(running, key=lambda s: (s.arrived_s, s.request_id))
 
     def starved(self, queue: WaitingQueue, before_it: Iterable[Sequence], has_places: bool) -> Sequence | None:
-        """Of those in the queue, the next one of a tenant who has nothing running nor anything that stands before the
-        queue, while another has all that there is to give and more than one request to spend it on. One alone keeps its
-        place, but not the steps."""
+        """Return the next in the queue of a tenant who has nothing running and nothing before the queue, while another
+        tenant has all that there is to give, and more than one request to spend it on. A tenant with one request keeps
+        its place, but not the steps."""
         if not self._fair_places or self._present.keys() <= self._running.keys():
             return None  # asked several times a step: nobody in the queue need be looked at
         if max((self._present[tenant] for tenant in self._running), default=0) < 2:

@@ -14,7 +14,7 @@ class WaitingLoad:
 
 
 def due(running_s: Iterable[float], free_places: int, queued_s: float, waiting: Sequence[WaitingLoad]) -> list[str]:
-    """Whose loads have to start now, in order.
+    """Return whose loads have to start now, in order.
 
     running_s: expected rest of each running request; queued_s: what is left of the loads under way; waiting: in the
     order in which they start. The paper asks of the next request whether min_i of the rests is no longer than SIZE /

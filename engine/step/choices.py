@@ -49,7 +49,7 @@ class RunningChoice:
         return token_id in self.end_ids and self.sequence.output_tokens > self.sequence.sampling.min_tokens
 
     def prompt_rows(self, first: int, num_tokens: int) -> int:
-        """Of a chunk behind its first `first` rows, the leading rows whose logits its prompt's logprobs need."""
+        """Count the leading rows of a chunk, which starts at row `first`, whose logits the prompt's logprobs need."""
         if self.prompt_logprobs is None or self.reported:
             return 0
         return max(0, min(num_tokens, self.sequence.prompt_tokens - 1 - first))
@@ -63,7 +63,7 @@ class RunningChoice:
         self.has_run, self.void_s = True, None
 
     def take_prompt_logprobs(self) -> list[TokenLogprob] | None:
-        """Of all tokens of the prompt but the first, once they are complete. Let go of here."""
+        """Return those of all the prompt's tokens but the first, and forget them. Call it when they are complete."""
         if self.prompt_logprobs is None:
             return None
         known, self.prompt_known = self.prompt_known, {}
@@ -123,7 +123,7 @@ class RunningChoices:
         return len(self._by_sequence)
 
     def __iter__(self) -> Iterator[RunningChoice]:
-        """As they are now: they may be removed meanwhile."""
+        """Go through a copy: choices may be removed meanwhile."""
         return iter(list(self._by_sequence.values()))
 
     def get(self, sequence_id: str) -> RunningChoice | None:

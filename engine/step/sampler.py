@@ -265,8 +265,8 @@ def _rank(ids: NDArray[np.int64], logprobs: NDArray[np.float32]) -> tuple[NDArra
 
 
 def token_logprobs(logits: Tensor, tokens: Sequence[int], counts: Sequence[int]) -> list[TokenLogprob]:
-    """Of tokens[i] in the distribution of logits [rows, vocab] row i, with the counts[i] most likely ones. `top` has no
-    token at -inf, so it may be shorter than asked for. Takes twice the memory of the logits in fp32."""
+    """Return the logprob of tokens[i] by row i of logits [rows, vocab], with the counts[i] most likely tokens. `top`
+    has no token at -inf, so it may be shorter than asked for. Takes twice the memory of the logits in fp32."""
     logprobs = logits.float().log_softmax(dim=-1)
     chosen = logprobs[range(len(tokens)), list(tokens)].tolist()
     result = [TokenLogprob(logprob=value, top=[]) for value in chosen]

@@ -46,9 +46,9 @@ class Verifier:
         self.mismatches = 0
 
     def disagreeing(self, ready: Sequence[RunningChoice], logits: Tensor) -> Iterator[RunningChoice]:
-        """Those whose first token would be drawn from KV that was loaded, and that a recompute contradicts: a tier it
-        came from is not used any more. logits [len(ready), vocab]. Each has to start anew before the next is asked for,
-        which may need its room."""
+        """Yield the choices whose first token would be drawn from loaded KV that a recompute contradicts. The tiers it
+        came from are not used any more. logits [len(ready), vocab]. Each has to start anew before the next is asked
+        for, which may need its room."""
         for row, choice in enumerate(ready):
             tiers = _loaded_from(choice)
             if not tiers or self.agrees(choice.sequence.token_ids, logits[row]):

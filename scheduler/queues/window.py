@@ -160,7 +160,7 @@ class ShuffledWindow:
         return self._members
 
     def class_of(self, sequence: Sequence) -> TransferClass:
-        """Of a member."""
+        """Return the class of a member of the window."""
         return self._standing(sequence)[0]
 
     def _last_entry(self) -> int:
