@@ -53,7 +53,7 @@ def resolved(environment: dict[str, Any], host: dict[str, str]) -> dict[str, str
 
 
 def settings(host: dict[str, str], *overlays: str) -> Settings:
-    """Those of the server in its container, for this environment of the host."""
+    """Load the settings of the server in its container, for this environment of the host."""
     given = resolved(compose(*overlays)["services"]["server"]["environment"], {"REPRISE_API_KEYS": KEY, **host})
     return load_settings(flags={}, environ={**image_environment(), **given}, config=None)
 

@@ -23,7 +23,7 @@ def project() -> dict:
 
 
 def requirements() -> list[str]:
-    """Those of the program and of all its extras."""
+    """Return the requirements of the program and of all its extras."""
     asked = project()
     return [*asked["dependencies"], *(text for extra in asked["optional-dependencies"].values() for text in extra)]
 
@@ -64,7 +64,7 @@ def ordinary_wheel(requirement: str, tmp_path: Path) -> dict:
 
 
 def contradictions(requirements: list[str], pins: dict[str, str]) -> list[str]:
-    """Those that our versions do not satisfy."""
+    """Return the requirements that our versions do not satisfy."""
     wrong = []
     for requirement in map(Requirement, requirements):
         name = canonicalize_name(requirement.name)

@@ -216,7 +216,7 @@ def test_nothing_is_fetched_for_a_regular_that_runs_is_forgotten_or_in_hbm_or_wi
 
 
 def rotation(world, *names, rounds=2):
-    """Of sessions that have left something on disk."""
+    """Let sessions that have left something on disk take turns."""
     for name in names:
         world.regular(name)
     for name in names * rounds:

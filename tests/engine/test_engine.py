@@ -402,7 +402,7 @@ def test_choices_compute_their_prompt_once(driver: Driver) -> None:
 
 
 def test_logprobs_are_the_models_own(driver: Driver, vanilla: Any) -> None:
-    """Of the distribution before penalties, bias and temperature."""
+    """They are of the distribution before penalties, bias and temperature."""
     answer = driver.ask(
         "a", random_ids(33, 1), logprobs=5, temperature=0.7, logit_bias={9: 5.0}, presence_penalty=0.5, ignore_eos=True
     )

@@ -35,7 +35,7 @@ def write(
 
 
 def sums_of(writer: BlockWriter, segments: Tensor, blocks: np.ndarray) -> np.ndarray:
-    """Of segments wherever they begin."""
+    """Sum segments wherever they begin."""
     data, size = segments.view(-1).view(torch.uint8), 2 * writer._segment
     found = [xxh3_64_intdigest(data[max(0, 2 * start) :][:size].numpy()) for start in blocks[:, 0].tolist()]
     return np.array(found, np.uint64)

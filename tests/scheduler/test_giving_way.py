@@ -113,7 +113,7 @@ class DearRows(TwiceAsSlow):
 
 
 def three_answers(**changes):
-    """Of tenant a, which decode, and a place that is free."""
+    """Begin three answers of tenant a, which decode, and leave a place free."""
     loop = make_loop(
         policy="car", max_seqs=5, step_tokens=500, lone_step_tokens=60, itl_target_s=40.0, cost=DearRows(), **changes
     )

@@ -10,7 +10,7 @@ from tests.conftest import make_sequence
 
 
 def sequences(*names):
-    """Of the tenant that the first letter names, each a second later than the one before."""
+    """Make sequences of the tenant that the first letter names, each a second later than the one before."""
     found = []
     for number, name in enumerate(names):
         sequence = make_sequence(name, 4, tenant=name[0])

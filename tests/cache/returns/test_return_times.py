@@ -20,7 +20,7 @@ EVENTS = st.lists(
 
 @given(events=EVENTS)
 def test_every_change_of_a_rank_is_told_and_ranks_are_distinct(events):
-    """Who keeps sessions in order relies on it."""
+    """An index of sessions in order relies on it."""
     returns, told, now = ReturnTimes(), {}, 0.0
     returns.listen(lambda changed: told.update((session.name, session.rank) for session in changed))
     for event, *arguments in events:

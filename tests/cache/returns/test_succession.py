@@ -5,7 +5,7 @@ from cache.returns.succession import Succession
 
 
 def foretold(*names):
-    """Who is expected after each of these."""
+    """Return who is expected after each of these."""
     succession, found = Succession(), []
     for name in names:
         succession.came(name)

@@ -35,7 +35,7 @@ def calm(pages, calls=CALM_CALLS, busy=lambda: False):
 
 
 def large_bytes(memory):
-    """Of the mapping that it lies in."""
+    """Read how much of its mapping lies in large pages."""
     address, found = memory.ctypes.data, False
     for line in Path("/proc/self/smaps").read_text().splitlines():
         if span := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):

@@ -264,7 +264,7 @@ def test_steps_are_saved_piece_by_piece_and_the_rest_of_an_open_block_is_cleared
 
 
 def save_stream(num_slots=2):
-    """Of an engine whose kernels may save rows by themselves."""
+    """Make the stream of an engine whose kernels may save rows by themselves."""
     pages = [KvPages(k=layer.k.bfloat16(), v=layer.v.bfloat16()) for layer in pools()]
     slab = Slab(shapes=[LayerShape(HEADS, DIM, DIM)] * LAYERS, dtype=torch.bfloat16, num_slots=num_slots, pinned=False)
     saves = SaveStream(

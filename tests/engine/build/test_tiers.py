@@ -422,8 +422,8 @@ def test_a_client_that_edits_what_was_dropped_begins_anew(path: Path, tmp_path: 
 def grow_old(
     driver: Driver, turns: int, before: Callable[[int], object] = lambda number: None
 ) -> list[tuple[int, int, dict[str, int]]]:
-    """Of each turn of one conversation that outgrows the window: the tokens that are cut, the history, and why what was
-    computed was. before: is called with the number of every turn in front of it."""
+    """Return for each turn of a conversation that outgrows the window the tokens that are cut, the history, and why the
+    rest was computed. before: called with the number of every turn in front of it."""
     told, text, starts = [], random_ids(20, 1), [0]
     for number in range(turns):
         before(number)

@@ -45,7 +45,7 @@ def submit(driver: Driver, histories: list[Answer]) -> list[Answer]:
 
 
 def ahead(driver: Driver) -> list[str]:
-    """Those that wait and have pages."""
+    """Return who waits and has pages."""
     return [name for name in driver.engine._scheduler.upcoming().members if driver.cache.requests.context(name).pages]
 
 

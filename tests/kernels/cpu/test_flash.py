@@ -111,7 +111,7 @@ def a_batch(
 
 
 def attend(batch: Batch, threads: int = 1) -> Tensor:
-    """Of sequences with more than one row; what the others get is left at 7."""
+    """Attend for sequences with more than one row; what the others get is left at 7."""
     torch.set_num_threads(threads)
     use_torch_threads()
     q, kv, meta, params = batch.args

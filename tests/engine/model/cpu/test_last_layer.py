@@ -80,6 +80,6 @@ def test_where_rows_meet_behind_the_layers_all_are_finished() -> None:
 
 @pytest.mark.parametrize("name", ["gemma2", "smollm3"])
 def test_a_last_layer_that_is_not_ours_stays_as_it_is(name: str) -> None:
-    """Of smollm3 the last layer does not rotate."""
+    """smollm3's last layer does not rotate."""
     served = serve(copied(family_model(name)).to(torch.bfloat16))
     assert not optimise(served.ours, served.probed).last

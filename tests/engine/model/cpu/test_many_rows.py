@@ -30,7 +30,7 @@ def _threads() -> Any:
 
 
 def a_pool(heads: int, dim: int, heads_outermost: bool) -> KvPages:
-    """Of sevens: what nobody writes to stays one."""
+    """Make a pool of sevens: what nobody writes to stays one."""
     if heads_outermost:
         k, v = (torch.full((heads, PAGES, PAGE, dim), 7.0).bfloat16().permute(1, 2, 0, 3) for _ in range(2))
     else:
