@@ -185,6 +185,21 @@ class Output(msgspec.Struct, frozen=True, kw_only=True):
     prompt_logprobs: list[TokenLogprob] | None = None  # with the first output, if asked for: of all but the first token
 
 
+def error_output(request_id: str, choice: int, code: str, message: str) -> Output:
+    """Return the end of a choice, or the refusal of one that never began."""
+    return Output(
+        request_id=request_id,
+        choice=choice,
+        token_ids=[],
+        logprobs=None,
+        finish_reason="error",
+        report=None,
+        timings=None,
+        error=message,
+        error_code=code,
+    )
+
+
 class Outputs(msgspec.Struct, frozen=True, tag="outputs"):
     """All that one step produced."""
 

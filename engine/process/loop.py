@@ -41,6 +41,7 @@ from engine.messages import (
     decode_launch,
     decode_to_engine,
     encode,
+    error_output,
 )
 from engine.process.collector import Collector
 
@@ -180,8 +181,11 @@ class EngineLoop:
             return self._engine.accept(request, time.monotonic())
         except Exception as error:
             log.exception("submit of request %s failed", request.request_id)
-            failed = [_failed(request.request_id, choice, error) for choice in range(request.num_choices)]
-            return failed + self._apply(Abort(request.request_id))
+            request_id, message = request.request_id, _describe(error)
+            failed = [
+                error_output(request_id, index, "internal_error", message) for index in range(request.num_choices)
+            ]
+            return failed + self._apply(Abort(request_id))
 
     def _sessions(self, request: SessionRequest) -> list[SessionReply]:
         """Answer a question about sessions. If the engine chokes on it, the reply says so, and no request fails."""
@@ -239,20 +243,6 @@ class EngineLoop:
 def _describe(error: Exception) -> str:
     # The text of an exception may hold paths or prompts: it belongs in the log, not in an answer.
     return f"the engine failed while running this request ({type(error).__name__})"
-
-
-def _failed(request_id: str, choice: int, error: Exception) -> Output:
-    return Output(
-        request_id=request_id,
-        choice=choice,
-        token_ids=[],
-        logprobs=None,
-        finish_reason="error",
-        report=None,
-        timings=None,
-        error=_describe(error),
-        error_code="internal_error",
-    )
 
 
 def run(build: Builder) -> int:

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from cache.stats import TokensBySource
-from engine.messages import Output, Timings, TokenLogprob
+from engine.messages import Output, Timings, TokenLogprob, error_output
 from engine.step.grammar import Constraint
 from engine.step.sampler import PenaltyState, SampleRow
 from scheduler.sequence import Sequence
@@ -145,18 +145,3 @@ class RunningChoices:
         remaining.remove(sequence_id)
         if not remaining:
             del self._sequences[choice.request_id]
-
-
-def error_output(request_id: str, choice: int, code: str, message: str) -> Output:
-    """The end of a choice, or the refusal of one that never began."""
-    return Output(
-        request_id=request_id,
-        choice=choice,
-        token_ids=[],
-        logprobs=None,
-        finish_reason="error",
-        report=None,
-        timings=None,
-        error=message,
-        error_code=code,
-    )

@@ -5,8 +5,8 @@ from collections.abc import Collection
 from cache.blocks.truncate import CutRules, DoesNotFit, reserved
 from cache.manager import CacheManager
 from cache.requests.opening import ClientCut
-from engine.messages import ModelInfo, Output, Shift, Submit
-from engine.step.choices import RunningChoice, RunningChoices, error_output
+from engine.messages import ModelInfo, Output, Shift, Submit, error_output
+from engine.step.choices import RunningChoice, RunningChoices
 from engine.step.grammar import BadGrammar, Constraint, GrammarCompiler
 from engine.step.sampler import PenaltyState, choice_seed
 from scheduler.scheduler import QueueFull, Scheduler
