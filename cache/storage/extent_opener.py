@@ -13,6 +13,7 @@ from cache.storage.errors import BlockMissing
 from cache.storage.extent_file import CHUNK_BYTES, ParsedExtent, open_extent
 from cache.storage.extent_reader import ExtentReader
 from cache.storage.io_threads import Beat, IoDeadline, IoThreads
+from cache.storage.rare_log import RareLog
 from cache.storage.shards import Shards
 from cache.storage.throttle import Throttle
 
@@ -25,12 +26,19 @@ class ExtentOpener:
     """Thread-safe."""
 
     def __init__(
-        self, *, shards: Shards, fingerprint: bytes, segment_bytes: Sequence[int], key: bytes, throttle: Throttle
+        self,
+        *,
+        shards: Shards,
+        fingerprint: bytes,
+        segment_bytes: Sequence[int],
+        key: bytes,
+        throttle: Throttle,
+        rare_log: RareLog,
     ) -> None:
         """segment_bytes: of one block, by layer. key: `cache.storage.extent_format.record_key`."""
         self._shards = shards
         self._fingerprint, self._segment_bytes, self._key = fingerprint, tuple(segment_bytes), key
-        self._throttle = throttle
+        self._throttle, self._rare_log = throttle, rare_log
         self._headers = HeaderCache()
         self._buffers: deque[mmap.mmap] = deque(maxlen=READ_THREADS)
         self._buffer_bytes = max(CHUNK_BYTES, *segment_bytes)
@@ -56,7 +64,7 @@ class ExtentOpener:
             extent = threads.call(open_it, late=close_late)
         except BlockMissing as missing:
             missing.extent_id = extent_id
-            self._tell_damage(extent_id, missing)
+            self._tell(extent_id, missing)
             raise
         except IoDeadline as error:
             raise BlockMissing(f"extent {extent_id:016x}: {error}", reason="deadline") from error
@@ -68,7 +76,7 @@ class ExtentOpener:
             throttle=self._throttle,
             buffers=self._buffers,
             buffer_bytes=self._buffer_bytes,
-            on_damage=partial(self._tell_damage, extent_id),
+            on_failure=partial(self._tell, extent_id),
         )
 
     def read_info(self, extent_id: int) -> ExtentInfo:
@@ -78,8 +86,10 @@ class ExtentOpener:
         return ExtentInfo(extent_id, extent.header.session, extent.header.blocks, extent.layout.size_bytes)
 
     def forget(self, extent_id: int) -> None:
-        """Drop the header of an extent that is gone."""
+        """Drop what is known of an extent that is gone."""
         self._headers.drop(extent_id)
+        with self._lock:
+            self._damaged.discard(extent_id)
 
     def _open(self, extent_id: int, known: ParsedExtent | None) -> tuple[int, ParsedExtent]:
         return open_extent(
@@ -91,13 +101,18 @@ class ExtentOpener:
             known=known,
         )
 
-    def _tell_damage(self, extent_id: int, missing: BlockMissing) -> None:
-        """Log the damage once per extent. Every reader of it computes instead, and would report it again."""
+    def _tell(self, extent_id: int, missing: BlockMissing) -> None:
+        """Log why an extent could not be read: damage once per extent, since every reader of it would report it again;
+        an error of the device, behind which the record may be intact, rarely, since it may concern all extents."""
+        if missing.reason == "io":
+            self._rare_log.warn("read", "a stored record cannot be read, its KV will be computed again: %s", missing)
+            return
         with self._lock:
             if extent_id in self._damaged:
                 return
             self._damaged.add(extent_id)
-        log.warning("a stored record is damaged, its KV will be computed again: %s (%s)", missing, missing.reason)
+        problem = "gone" if missing.reason == "missing" else "damaged"
+        log.warning("a stored record is %s, its KV will be computed again: %s (%s)", problem, missing, missing.reason)
 
 
 class HeaderCache:

@@ -32,13 +32,13 @@ class ExtentReader:
         throttle: Throttle,
         buffers: deque[mmap.mmap],
         buffer_bytes: int,
-        on_damage: Callable[[BlockMissing], None],
+        on_failure: Callable[[BlockMissing], None],
     ) -> None:
         self._fd: int | None = fd
         self._extent = extent
         self._io, self._throttle = io, throttle
         self._buffers, self._buffer_bytes = buffers, buffer_bytes
-        self._on_damage = on_damage
+        self._on_failure = on_failure
 
     def __enter__(self) -> "ExtentReader":
         return self
@@ -98,7 +98,7 @@ class ExtentReader:
                     out[before * sizes[layer] : (before + len(blocks)) * sizes[layer]]
                     for layer, out in zip(layers[at : at + number], outs[at : at + number], strict=True)
                 ]
-                with reader._telling_damage():
+                with reader._telling_failure():
                     reader._land(fd, layers[at], blocks, pieces, beat)
                 before += len(blocks)
 
@@ -140,7 +140,7 @@ class ExtentReader:
 
     def tell_altered(self, layer: int, block: int) -> None:
         """Report that a segment read by `land` differs from what was stored."""
-        self._on_damage(altered(self._extent, layer, block))
+        self._on_failure(altered(self._extent, layer, block))
 
     def checksums(self, block: int, key: BlockKey) -> tuple[bytes, ...]:
         """Return the checksums, by layer, of the segments of the block at this place. Raises BlockMissing if the record
@@ -170,7 +170,7 @@ class ExtentReader:
         fd = self._descriptor()
 
         def read(_: Beat) -> None:
-            with self._telling_damage():
+            with self._telling_failure():
                 read_segments(fd, self._extent, layer, blocks, view)
                 check_segments(self._extent, layer, blocks, view)
 
@@ -190,11 +190,11 @@ class ExtentReader:
         return self._fd
 
     @contextmanager
-    def _telling_damage(self) -> Iterator[None]:
+    def _telling_failure(self) -> Iterator[None]:
         try:
             yield
         except BlockMissing as missing:
-            self._on_damage(missing)
+            self._on_failure(missing)
             raise
 
     def _call(self, work: Callable[[Beat], T], readers: "Sequence[ExtentReader]") -> T:

@@ -85,12 +85,14 @@ class ExtentStore:
             min_free_bytes=min_free_bytes,
         )
         self._index = DiskIndex(path=self._shards.own / "index.sqlite", key=key)
+        self._log = RareLog()
         self._opener = ExtentOpener(
             shards=self._shards,
             fingerprint=fingerprint,
             segment_bytes=segment_bytes,
             key=key,
             throttle=Throttle(bytes_per_s=read_bytes_per_s, clock=time.monotonic, sleep=time.sleep),
+            rare_log=self._log,
         )
         self._writer = ExtentWriter(
             shards=self._shards,
@@ -102,7 +104,6 @@ class ExtentStore:
         )
         self._reads: IoThreads | None = None
         self._writes: IoThreads | None = None  # also deletes and updates the index
-        self._log = RareLog()
         self._making = threading.Lock()  # held while the directory is made again; taken before `_lock`
 
         self._lock = threading.Lock()  # guards what follows; never held during I/O

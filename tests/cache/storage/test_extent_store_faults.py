@@ -316,6 +316,30 @@ def test_damage_is_told_once(tier, tmp_path, caplog):
     assert caplog.text.count("is damaged") == 1
 
 
+def test_an_error_of_the_device_is_no_damage_and_hides_none(tier, tmp_path, monkeypatch, caplog):
+    info = put(tier, "x")
+
+    def failing(*_):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "preadv", failing)
+        assert {reason_of(tier, info) for _ in range(3)} == {"io"}
+    assert (caplog.text.count("a stored record cannot be read"), "damaged" in caplog.text) == (1, False)
+    assert read_wrongly(tier, info) == []
+    with file_of(tmp_path, info).open("r+b") as file:
+        file.truncate(8192)
+    assert reason_of(tier, info) == "short_read"
+    assert caplog.text.count("is damaged") == 1
+
+
+def test_a_file_that_is_gone_is_no_damage(tier, tmp_path, caplog):
+    info = put(tier, "x")
+    file_of(tmp_path, info).unlink()
+    assert {reason_of(tier, info) for _ in range(3)} == {"missing"}
+    assert (caplog.text.count("a stored record is gone"), "damaged" in caplog.text) == (1, False)
+
+
 def test_a_full_disk_says_by_how_much(tmp_path):
     tier = make_tier(tmp_path, capacity_bytes=1 << 40, min_free_bytes=1 << 60)
     tier.open()
