@@ -50,7 +50,7 @@ coverage: setup  ## branches that the tests have not run, in all processes; fail
 	@$(BIN)/coverage run -m pytest -m 'not gpu and not api' -n $(WORKERS) --dist loadfile $(ARGS)
 	@$(BIN)/coverage combine --quiet
 	@$(BIN)/coverage report --sort=cover
-	@for folder in app cache engine scheduler; do \
+	@for folder in app cache engine fleet scheduler; do \
 	  echo "$$folder: $$($(BIN)/coverage report --include="$$folder/*" --format=total) %"; \
 	  $(BIN)/coverage report --include="$$folder/*" --fail-under=90 >/dev/null; \
 	done

@@ -14,7 +14,7 @@ from tools.reference import PAGES, with_tables
 ROOT = Path(__file__).parent.parent
 WRITTEN = [ROOT / name for name in ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "SECURITY.md")]
 WRITTEN += sorted((ROOT / "docs").rglob("*.md"))
-FOLDERS = "app|benchmarks|cache|docker|docs|engine|examples|kernels|loadgen|model|scheduler|tests|tools"
+FOLDERS = "app|benchmarks|cache|docker|docs|engine|examples|fleet|kernels|loadgen|model|scheduler|tests|tools"
 # Files and folders in backquotes, and those that begin a line of a drawing. NAME in capitals stands for any.
 NAMED = re.compile(rf"(?:`|^ *)((?:{FOLDERS})/[a-z0-9_./-]*)(?=[` :]|$)", re.MULTILINE)
 LINK = re.compile(r"\]\((?!https?:|mailto:|#)([^)#\s]+)(?:#[^)]*)?\)")

@@ -16,7 +16,7 @@ import pytest
 
 from tools.import_graph import ROOT, Module, circles, import_graph, is_below, modules
 
-OURS = ("app", "benchmarks", "cache", "engine", "kernels", "loadgen", "model", "scheduler", "tests")
+OURS = ("app", "benchmarks", "cache", "engine", "fleet", "kernels", "loadgen", "model", "scheduler", "tests")
 
 # What the app and whoever else runs without torch may import of the engine.
 OF_ENGINE = (
@@ -26,14 +26,19 @@ OF_ENGINE = (
     "engine.messages",
     "engine.build.sizes",
 )
+# What the app of a replica in a fleet imports.
+OF_FLEET = ("fleet.protocol", "fleet.replica")
+# Decisions and names of a fleet, which import nothing of ours.
+ALONE = ("fleet.routing", "fleet.scaling", "fleet.keys")
 # Folder -> the modules of ours it may import; a name stands for everything below it.
 ALLOWED = {
     "scheduler": ("scheduler",),
     "kernels": ("kernels",),
     "cache": ("cache", "kernels"),
     "engine": ("engine", "scheduler", "cache", "kernels"),
-    "app": ("app", *OF_ENGINE, "model.directories"),
-    "loadgen": ("loadgen", "scheduler", "cache"),
+    "app": ("app", *OF_ENGINE, *OF_FLEET, "model.directories"),
+    "fleet": ("fleet", "app", *OF_ENGINE),
+    "loadgen": ("loadgen", "scheduler", "cache", "fleet.routing", "fleet.scaling"),
     "model": ("model", "engine.gguf"),
 }
 TENSOR_LIBRARIES = ("torch", "transformers", "triton", "flash_attn")
@@ -63,11 +68,11 @@ CODE_FROM_DATA = ("pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib"
 
 
 def is_pure(name: str) -> bool:
-    return is_below(name, ("scheduler", "cache")) and not is_below(name, BYTES)
+    return is_below(name, ("scheduler", "cache", *ALONE)) and not is_below(name, BYTES)
 
 
 def is_torch_free(name: str) -> bool:
-    return is_pure(name) or is_below(name, ("app", "loadgen", *OF_ENGINE, "model.directories"))
+    return is_pure(name) or is_below(name, ("app", "fleet", "loadgen", *OF_ENGINE, "model.directories"))
 
 
 def complaint(module: Module, line: int, what: str) -> str:
@@ -83,6 +88,8 @@ def forbidden_imports(module: Module) -> list[str]:
         lazily = is_below(module.name, ("app.cli",)) and imported.lazy
         if ours and not is_below(imported.name, ALLOWED[folder]) and not lazily:
             complaints.append(complaint(module, imported.line, f"{folder} may not import {imported.name}"))
+        if ours and is_below(module.name, ALONE):
+            complaints.append(complaint(module, imported.line, f"{module.name} imports nothing of ours"))
         if ours and folder == "loadgen" and is_below(imported.name, BYTES):
             complaints.append(
                 complaint(module, imported.line, f"loadgen uses the pure part of cache, not {imported.name}")
@@ -189,6 +196,15 @@ def test_nothing_runs_code_from_data():
         ("app.main", "def f():\n    import engine.build", 1),
         ("app.cli.program", "def f():\n    import engine.build", 0),
         ("app.cli.program", "import engine.build", 1),
+        ("fleet.routing", "from fleet import keys", 1),
+        ("fleet.scaling", "import time", 1),
+        ("fleet.keys", "import hmac", 0),
+        ("fleet.gateway", "import asyncio\nfrom fleet import routing", 0),
+        ("fleet.gateway", "import torch", 1),
+        ("engine.engine", "from fleet import routing", 1),
+        ("cache.manager", "from fleet import routing", 1),
+        ("loadgen.sim.fleet", "from fleet import routing", 0),
+        ("loadgen.sim.fleet", "from fleet import directory", 1),
         ("loadgen.virtual.simulation", "from cache.manager import CacheManager\nimport time", 0),
         ("loadgen.virtual.simulation", "from cache.storage.slab import Slab", 1),
         ("engine.model.hf_model", "import pickle", 1),

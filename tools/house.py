@@ -11,7 +11,7 @@ from pathlib import PurePath
 
 from tools.import_graph import ROOT, Module, circles, import_graph, is_below, modules
 
-FOLDERS = ("app", "benchmarks", "cache", "engine", "kernels", "loadgen", "model", "scheduler", "tools")
+FOLDERS = ("app", "benchmarks", "cache", "engine", "fleet", "kernels", "loadgen", "model", "scheduler", "tools")
 
 
 Definition = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef

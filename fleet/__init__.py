@@ -1,0 +1,1 @@
+"""Several servers as one: which replica serves a turn, how they find each other, and how many there should be."""
