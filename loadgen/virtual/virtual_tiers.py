@@ -5,7 +5,7 @@ import math
 import random
 from collections.abc import Iterator, Sequence
 
-from cache.blocks.keys import BLOCK_TOKENS
+from cache.blocks.keys import BLOCK_TOKENS, BlockKey
 from cache.blocks.stored import ExtentInfo
 from cache.moves import (
     Deleted,
@@ -68,8 +68,7 @@ class VirtualTiers:
                     self._load(move, now)
                 case FetchBlocks():
                     _, end_s = self._occupy("fetch", len(move.blocks) * block_bytes, "disk_to_dram", now)
-                    lost = any(extent[0] not in self._extents for _, extent, _ in move.blocks)
-                    failed = {key: "missing" for key, _, _ in move.blocks} if lost or self._fails() else {}
+                    failed = self._unreadable([(key, extent) for key, extent, _ in move.blocks])
                     self._push(end_s, Fetched(move.job_id, failed))
                 case FillFromSlot() | FillFromPage():
                     self.save(move.num_rows, now)
@@ -92,12 +91,16 @@ class VirtualTiers:
             rows = sum(b.num_rows for b in move.blocks if (b.extent is not None) == (direction == "disk_to_hbm"))
             if rows:
                 span += self._occupy("load", rows * self._bytes_per_token, direction, now)
-        lost = [b.key for b in move.blocks if b.extent is not None and b.extent[0] not in self._extents]
-        failed = dict.fromkeys(lost, "missing")
-        if not failed and self._fails():
-            failed = {move.blocks[0].key: "checksum"}
+        failed = self._unreadable([(block.key, block.extent) for block in move.blocks])
         self._loads[move.job_id] = span[0], span[-1]
         self._push(span[-1], Loaded(move.job_id, failed))
+
+    def _unreadable(self, blocks: Sequence[tuple[BlockKey, tuple[int, int] | None]]) -> dict[BlockKey, str]:
+        """Return which blocks of one move fail, and why: those of extents that are gone, else by chance the first."""
+        failed = {key: "missing" for key, extent in blocks if extent is not None and extent[0] not in self._extents}
+        if not failed and self._fails():
+            failed = {blocks[0][0]: "checksum"}
+        return failed
 
     def _write(self, move: WriteExtent, end_s: float, size: int) -> None:
         if self._fails():
