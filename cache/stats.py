@@ -2,21 +2,39 @@
 
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import msgspec
+
+MissReason = Literal[
+    "new",
+    "evicted",
+    "expired",
+    "diverged",
+    "last_token",
+    "load_failed",
+    "load_late",
+    "cheaper_to_recompute",
+    "lineage_reset",
+    "truncated",
+    "prompt_logprobs",
+    "disabled",
+]
+"""Why a prompt token was computed. new: never computed for this session. evicted: was, and has left. expired: the
+session's time to live was over. diverged: after the place where the prompt leaves the session's history. last_token:
+present, but its logits are needed. load_failed: its KV could not be read. load_late: the disk took longer than
+computing does. cheaper_to_recompute: than to load. lineage_reset: after a block that a truncation had kept and that is
+gone. truncated: because of a truncation. prompt_logprobs: the logits of the whole prompt are wanted. disabled: the mode
+is recompute."""
+
+MISS_REASONS: tuple[MissReason, ...] = get_args(MissReason)
 
 
 class TokensBySource(msgspec.Struct, frozen=True, kw_only=True):
     """Where the KV of one prompt came from, as the prompt stands in the context. The cache makes it, the engine sends
     it as it is, and the app shows it to clients.
 
-    The three tiers and computed_tokens add up to prompt_tokens, and miss_reasons to computed_tokens. Reasons: `new`
-    (never computed for this session), `evicted` (was, has left), `expired` (its time to live was over), `diverged`
-    (after the place where the prompt leaves the session's history), `last_token` (present, but its logits are needed),
-    `load_failed`, `load_late` (the disk took longer than computing does), `cheaper_to_recompute`, `lineage_reset`
-    (after a block that a truncation had kept and that is gone), `truncated` (recomputed because of a truncation),
-    `prompt_logprobs` (the logits of all of them are wanted), `disabled` (cache.mode = recompute)."""
+    The three tiers and computed_tokens add up to prompt_tokens, and miss_reasons to computed_tokens."""
 
     prompt_tokens: int
     history_tokens: int  # of the prompt, that the session (or a sibling) had computed before
@@ -25,7 +43,7 @@ class TokensBySource(msgspec.Struct, frozen=True, kw_only=True):
     disk_tokens: int
     truncated_tokens: int  # of the conversation, not in the context
     shifted_tokens: int  # cached ones that stand at another position than when they were computed
-    miss_reasons: dict[str, int]  # reason -> tokens
+    miss_reasons: dict[str, int]  # MissReason -> tokens
 
     @property
     def cached_tokens(self) -> int:
@@ -78,7 +96,7 @@ class CacheStats:
     """Running totals since the start."""
 
     prompt_tokens: Counter[str] = field(default_factory=Counter)
-    miss_tokens: Counter[str] = field(default_factory=Counter)
+    miss_tokens: Counter[str] = field(default_factory=Counter)  # MissReason -> tokens
     evicted_blocks: int = 0  # from HBM
     offloaded_blocks: int = 0  # of these, in the background; the others left when a request needed their room
     copied_rows: int = 0

@@ -5,7 +5,8 @@ Token ids and small structs only: never tensors, never pickle. Every message is 
 
 import msgspec
 
-from cache.stats import TokensBySource as TokensBySource  # the app has it from here
+from cache.stats import MISS_REASONS as MISS_REASONS  # the app has these two from here
+from cache.stats import TokensBySource as TokensBySource
 from engine.config import EngineConfig
 from scheduler.sequence import SamplingParams as SamplingParams
 

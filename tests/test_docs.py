@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from cache.stats import MISS_REASONS
 from tools.reference import PAGES, with_tables
 
 ROOT = Path(__file__).parent.parent
@@ -86,6 +87,12 @@ def test_what_is_not_there_is_found() -> None:
     )
     expected = ["app/none.py", "cache/none/", "link to docs/none.md", "Saver.none", "module benchmarks.none"]
     assert list(missing(ROOT / "README.md", "\n".join(lines))) == expected
+
+
+def test_every_miss_reason_is_explained() -> None:
+    page = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
+    table = page.split("| `miss_reasons` | why tokens were computed |\n|---|---|\n")[1].split("\n\n")[0]
+    assert sorted(re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)) == sorted(MISS_REASONS)
 
 
 def test_what_readme_says_it_saves_is_measured() -> None:

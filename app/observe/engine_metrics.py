@@ -7,27 +7,11 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from app.turn.kv_sources import SOURCES
-from engine.messages import SchedulerState, Stats
+from engine.messages import MISS_REASONS, SchedulerState, Stats
 
 if TYPE_CHECKING:
     from app.turn.ports import EnginePort
 
-MISS_REASONS = (
-    "new",
-    "evicted",
-    "expired",
-    "diverged",
-    "last_token",
-    "fingerprint",
-    "salt",
-    "load_failed",
-    "load_late",
-    "lineage_reset",
-    "cheaper_to_recompute",
-    "truncated",
-    "prompt_logprobs",
-    "disabled",
-)
 DIRECTIONS = ("dram_to_hbm", "disk_to_hbm", "disk_to_dram", "hbm_to_dram", "dram_to_disk")
 LOWER_TIERS = ("dram", "disk")
 

@@ -10,6 +10,7 @@ from cache.blocks.keys import BLOCK_TOKENS, BlockKey, KeyDomain, token_bytes
 from cache.blocks.match import RememberedMatch
 from cache.blocks.table import SessionName
 from cache.blocks.truncate import CutRules, Range, subtract
+from cache.stats import MissReason
 
 
 @dataclass(slots=True)
@@ -256,7 +257,7 @@ class RunningContext:
     skips_disk: bool = False  # a load or fetch was too late once, so blocks that are only on disk are computed instead
     # blocks on disk that could not be read for it, and why: they are computed, and their copies stay
     unread: dict[BlockKey, str] = field(default_factory=dict)
-    miss_reason: str | None = None  # reason why blocks from `recompute_from` on are computed
+    miss_reason: MissReason | None = None  # reason why blocks from `recompute_from` on are computed
     owned: dict[BlockKey, None] = field(default_factory=dict)  # blocks that it has put into the table
     published: dict[int, tuple[BlockKey, int]] = field(default_factory=dict)  # moved copies: block -> (key, page)
     remembered: RememberedMatch | None = None  # what was found stored while it waits; gone once it has pages

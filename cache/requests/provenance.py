@@ -4,7 +4,7 @@ from cache.blocks.context import ExpiredContext, RunningContext, SessionContext
 from cache.blocks.keys import BLOCK_TOKENS
 from cache.blocks.table import CacheTable, common_prefix
 from cache.blocks.truncate import map_offset
-from cache.stats import TokensBySource
+from cache.stats import MissReason, TokensBySource
 
 
 def report_prompt(
@@ -26,7 +26,7 @@ def report_prompt(
     if reuse and session is None and expired is not None and _goes_on(context, expired):
         had = min(map_offset(expired.num_tokens, context.cuts), prompt)
     history = max(shared, cached, had)
-    reasons: dict[str, int] = {}
+    reasons: dict[MissReason, int] = {}
     if reuse and cached == prompt - 1 and (history == prompt or _holds_last(context, table)):
         history = prompt
         reasons["last_token"] = 1
@@ -43,13 +43,13 @@ def report_prompt(
         hbm_tokens=tiers.get("hbm", 0),
         dram_tokens=tiers.get("dram", 0),
         disk_tokens=tiers.get("disk", 0),
-        miss_reasons=reasons,
+        miss_reasons=dict(reasons.items()),
         truncated_tokens=sum(b - a for a, b in context.cuts),
         shifted_tokens=min(context.shifted_tokens, cached),
     )
 
 
-def _why_lost(context: RunningContext, reuse: bool, lost: int) -> str:
+def _why_lost(context: RunningContext, reuse: bool, lost: int) -> MissReason:
     if not reuse:
         return "disabled"
     if context.miss_reason is not None:
