@@ -3,11 +3,13 @@
 A client names its conversation, or it sends all messages again. Then a chain of digests names it: each message is
 linked to the digest of those before it, and the digest up to an answer finds the session that gave the answer.
 
-A gateway makes the chain of a request's messages. It sends the last digest to the replica, which links its answer to it
-with `link_answer` and keeps the result in the directory: the conversation's next request has that digest in its chain.
-For a stored response the replica keeps `response_digest` as well. A wrong match costs one load of KV, never a wrong
-answer, so digests leave out what clients change on the way: empty fields, reasoning, ids of calls, white space around a
-text.
+A gateway makes the chain of a request's messages and sends its last digest to the replica in `CHAIN_HEADER`, and the
+session that it found, if the client named none, in `SESSION_HEADER`. Both count only beside a valid relay token. The
+replica links its answer to the chain with `link_answer` and keeps the result in the directory: the conversation's next
+request has that digest in its chain. For a stored response the replica keeps `response_digest` as well.
+
+A wrong match costs one load of KV, never a wrong answer, so digests leave out what clients change on the way: empty
+fields, reasoning, ids of calls, white space around a text.
 """
 
 import hashlib
@@ -21,6 +23,8 @@ import msgspec
 from app.conversations.digests import canonical, digest
 from app.schemas.fields import SESSION_ID
 
+CHAIN_HEADER = "x-reprise-chain"  # digest of the request's messages, in hex
+SESSION_HEADER = "x-reprise-session"  # id of the session that the directory knows for them
 MAX_ANSWERS = 8  # answers of a request, from the last one back, that are looked up
 CHARS_PER_TOKEN = 4  # of English text; for predictions only
 
@@ -55,6 +59,7 @@ class Conversation:
     """What a request's messages tell of the conversation that they go on with."""
 
     chain: bytes  # digest of all messages; the replica links its answer to it
+    opening: bytes  # digest up to the first message of a user, which stays the same in all turns
     answers: tuple[bytes, ...]  # digests up to and with each of the last `MAX_ANSWERS` answers, the last one first
     history_chars: int  # up to and with the last answer
     new_chars: int  # after it
@@ -81,7 +86,7 @@ def read_body(body: bytes) -> TurnBody | None:
 def conversation_of(body: TurnBody) -> Conversation:
     """Digest the messages of a chat (OpenAI's or Anthropic's) or the input of a response. Takes a few microseconds a
     message, and a second for a gigabyte of text."""
-    chain, answers, history_chars, chars = _OPENING, list[bytes](), 0, 0
+    chain, opening, answers, history_chars, chars = _OPENING, b"", list[bytes](), 0, 0
     if isinstance(body.previous_response_id, str):
         answers.append(response_digest(body.previous_response_id))
     try:
@@ -89,13 +94,16 @@ def conversation_of(body: TurnBody) -> Conversation:
             text = "".join(said.text).strip()
             chain = _link(chain, said.role, text, said.calls)
             chars += len(text) + sum(len(arguments) for _, arguments in said.calls)
-            if said.role == "assistant":
+            if said.role == "user":
+                opening = opening or chain
+            elif said.role == "assistant":
                 answers.append(chain)
                 history_chars = chars
     except RecursionError:
         pass  # nested so deeply that the replica will refuse it
     return Conversation(
         chain=chain,
+        opening=opening or chain,
         answers=tuple(reversed(answers[-MAX_ANSWERS:])),
         history_chars=history_chars,
         new_chars=chars - history_chars,
@@ -194,7 +202,7 @@ def _call(call: Any) -> Call:
 
 
 def _word(value: dict[str, Any], field: str) -> str:
-    word = value.get(field)
+    word: object = value.get(field)
     return word if isinstance(word, str) else ""
 
 

@@ -110,6 +110,13 @@ def test_the_last_answers_are_found_deepest_first(turns, question):
     assert found.answers == tuple(reversed(kept[-MAX_ANSWERS:]))
 
 
+def test_the_opening_stays_the_same_in_all_turns():
+    system = {"role": "system", "content": "Be brief."}
+    opening = chat(system, USER).opening
+    assert chat(system, USER, {"role": "assistant", "content": "Monday."}, USER).opening == opening
+    assert chat(system, {"role": "user", "content": "Why?"}).opening != opening
+
+
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers(-9, 9) | st.text(max_size=3),
     lambda inner: (
