@@ -106,7 +106,7 @@ def cannot_be_shortened(window: int, what: str) -> ApiError:
 
 def too_many_requests(limit: int, *, retry_after_s: float, headers: Mapping[str, str]) -> ApiError:
     """One tenant holds all places it may have."""
-    message = f"You have as many requests under way as you may ({limit}); try again when one of them is done."
+    message = f"You would have more answers under way than you may ({limit}); try again when one of them is done."
     return ApiError(429, message, code="rate_limit_exceeded", headers={**headers, **_retry_after(retry_after_s)})
 
 
@@ -119,7 +119,7 @@ def too_fast(what: str, limit: int, *, retry_after_s: float, headers: Mapping[st
 
 
 def too_many_watchers(*, retry_after_s: float) -> ApiError:
-    message = "Too many pages watch the server at once; limits.watchers bounds them."
+    message = "Too many pages watch the server, or too many with your key; limits.watchers bounds both."
     return ApiError(429, message, code="rate_limit_exceeded", headers=_retry_after(retry_after_s))
 
 

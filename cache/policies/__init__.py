@@ -1,4 +1,5 @@
-"""Eviction policies by name. The engine, the simulators and the property tests read this table. `cache.policy` in
+"""Eviction policies by name. The engine, the simulators and the property tests read this table
+(`belady` is not in it: it needs the future). `cache.policy` in
 app/settings/settings.py lists the names again, because the app does not import the cache; a test compares the two."""
 
 from cache.policies.eviction_policy import PolicyFactory

@@ -1,5 +1,5 @@
 """Copies rows of many tensors to their places in memory, compiled by numba. The saving thread calls it while the engine
-computes, so it is serial, releases the GIL, and makes no temporaries.
+computes (in bf16 on CPU the engine itself, between steps), so it is serial, releases the GIL, and makes no temporaries.
 
 Import this through `kernels.row_copies`, which documents the gain.
 """

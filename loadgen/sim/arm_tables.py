@@ -17,6 +17,8 @@ from loadgen.sim.machine import Truncation
 from loadgen.sim.policies import SIMULATED_POLICIES
 
 DEFAULT = "lookahead"  # the server's own policy
+# The baselines neither look ahead for victims nor fetch ahead. Every other policy is simulated with fetches.
+WITHOUT_LOOK_AHEAD = frozenset({"lru", "fifo", "first-come"})
 LOADS = {"saturated": presets.saturated, "unsaturated": presets.unsaturated}
 
 
@@ -64,7 +66,7 @@ def simulate(
         progress(arm)
         began = time.process_time()
         policy = DEFAULT if arm in ("default", "unbounded") else arm
-        config = replace(base, policy=policy, prefetch=policy == DEFAULT)
+        config = replace(base, policy=policy, prefetch=policy not in WITHOUT_LOOK_AHEAD)
         if arm == "recompute":
             result = run(workload, machine, replace(base, reuse=False))
         elif arm == "belady":

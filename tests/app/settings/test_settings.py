@@ -61,7 +61,7 @@ def test_flags_beat_the_environment_which_beats_the_file(tmp_path):
         ({"cache.ttl_s": "nan"}, {}, ["cache.ttl_s", "a number greater than 0 and at most 1000000000, not nan"]),
         ({"cache.truncation_ratio": "7"}, {}, ["must be a number greater than 0 and less than 1, not 7"]),
         ({"cache.truncation_ratio": "0"}, {}, ["cache.truncation_ratio", "greater than 0"]),
-        ({"cache.policy": "magic"}, {}, ["cache.policy", "'lookahead', 'lru' or 'fifo'"]),
+        ({"cache.policy": "magic"}, {}, ["cache.policy", "'lookahead', 'lru'"]),
         ({"scheduler.itl_target_ms": "-1"}, {}, ["itl_target_ms", "a number between 0 and 60000, or auto, not -1"]),
         ({"scheduler.itl_target_ms": "fast"}, {}, ["itl_target_ms", "a number between 0 and 60000, or auto, not fast"]),
         ({"scheduler.itl_target_ms": ""}, {}, ["itl_target_ms (flag): is empty; leave it out for the default, auto"]),
