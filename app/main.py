@@ -87,7 +87,7 @@ def compose(settings: Settings, engine: EnginePort | None) -> Parts:
     """Make every part and hand each the others that it needs. Raises what `create_app` does."""
     keyring = make_keyring(settings)
     tracer = make_tracer(settings.server.traces_endpoint, version())
-    secret = load_tenant_secret(settings.state_dir)
+    secret = load_tenant_secret(settings.state_dir, settings.server.tenant_secret_file)
     if (weak := weakness(settings.state_dir)) is not None:
         log.warning("%s; %s", *weak)
     if engine is None:
@@ -120,7 +120,7 @@ def compose(settings: Settings, engine: EnginePort | None) -> Parts:
         settings=settings,
         engine=engine,
         keyring=keyring,
-        secret_keeper=SecretKeeper(settings.state_dir, secret),
+        secret_keeper=SecretKeeper(settings.state_dir, None if settings.server.tenant_secret_file else secret),
         text_thread=text_thread,
         readiness=readiness,
         sessions=sessions,
@@ -223,8 +223,8 @@ def make_store(settings: Settings) -> Store:
         "max_bytes": settings.server.responses_mib << 20,
         "ttl_s": settings.server.responses_ttl_s,
     }
-    if settings.cache.redis_url:
-        return RedisStore(url=settings.cache.redis_url, **bounds)
+    if settings.responses_redis_url:
+        return RedisStore(url=settings.responses_redis_url, **bounds)
     return ResponseStore(path=settings.state_dir / "responses.sqlite3", **bounds)
 
 

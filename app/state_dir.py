@@ -19,12 +19,16 @@ class DamagedSecret(ValueError):
     """The file of the tenant secret does not hold one."""
 
 
-def load_tenant_secret(state_dir: Path) -> bytes:
-    """The persistent secret of this installation, made on first use. Raises OSError, or DamagedSecret.
+def load_tenant_secret(state_dir: Path, file: Path | None = None) -> bytes:
+    """The persistent secret of this installation: what stands in `file`, or else a random one that is made on first
+    use. Raises OSError, or DamagedSecret.
 
     It keys every block hash, so nobody can tell from a hash, or from a hit, what another tenant said. Servers that
     start at once agree on one.
     """
+    if file is not None:
+        state_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
+        return _given_secret(file.expanduser())
     if not _path(state_dir).exists():
         _publish(state_dir, secrets.token_bytes(SECRET_BYTES))
     secret = read_tenant_secret(state_dir)
@@ -33,8 +37,10 @@ def load_tenant_secret(state_dir: Path) -> bytes:
     return secret
 
 
-def read_tenant_secret(state_dir: Path) -> bytes | None:
+def read_tenant_secret(state_dir: Path, file: Path | None = None) -> bytes | None:
     """The secret that is there; None: no server has made one yet. Raises OSError, or DamagedSecret."""
+    if file is not None:
+        return _given_secret(file.expanduser())
     path = _path(state_dir)
     try:
         secret = path.read_bytes()
@@ -45,10 +51,29 @@ def read_tenant_secret(state_dir: Path) -> bytes | None:
     return secret
 
 
+def _given_secret(path: Path) -> bytes:
+    """Read a file of 32 bytes, or of 64 hex digits, which people and compose files can write. Raises OSError, or
+    DamagedSecret."""
+    with path.open("rb") as file:
+        data = file.read(256)
+    if len(data) != SECRET_BYTES:
+        try:
+            data = bytes.fromhex(data.decode("ascii").strip())
+        except ValueError:
+            data = b""
+    if len(data) != SECRET_BYTES:
+        raise DamagedSecret(
+            f"server.tenant_secret_file: {path} holds neither {SECRET_BYTES} bytes nor {2 * SECRET_BYTES} hex digits; "
+            "make it with: openssl rand -hex 32"
+        )
+    return data
+
+
 class SecretKeeper:
     """Sees to it that the secret of a running server is there for the next: without it that could read nothing."""
 
-    def __init__(self, state_dir: Path, secret: bytes) -> None:
+    def __init__(self, state_dir: Path, secret: bytes | None) -> None:
+        """secret: None if it stands in a file of its own, which is left alone."""
         self._state_dir, self._secret = state_dir, secret
         self._has_failed = False
 
@@ -61,7 +86,7 @@ class SecretKeeper:
 
     def look(self) -> None:
         """Write the secret anew if it was deleted. What cannot be done is logged, once."""
-        if os.path.lexists(_path(self._state_dir)):
+        if self._secret is None or os.path.lexists(_path(self._state_dir)):
             self._has_failed = False
             return
         try:

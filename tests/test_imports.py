@@ -27,7 +27,10 @@ OF_ENGINE = (
     "engine.build.sizes",
 )
 # What the app of a replica in a fleet imports.
-OF_FLEET = ("fleet.identify", "fleet.protocol", "fleet.replica")
+OF_FLEET = (
+    *("fleet.identify", "fleet.protocol"),
+    *("fleet.directory", "fleet.keys", "fleet.outbox", "fleet.records", "fleet.routing"),
+)
 # Decisions and names of a fleet, which import nothing of ours.
 ALONE = ("fleet.routing", "fleet.scaling", "fleet.keys")
 # Folder -> the modules of ours it may import; a name stands for everything below it.

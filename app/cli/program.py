@@ -246,7 +246,9 @@ def _record_key(settings: Settings) -> bytes:
     written."""
     from cache.storage.extent_format import record_key
 
-    return record_key(read_tenant_secret(settings.state_dir) or secrets.token_bytes(32))
+    return record_key(
+        read_tenant_secret(settings.state_dir, settings.server.tenant_secret_file) or secrets.token_bytes(32)
+    )
 
 
 @contextmanager

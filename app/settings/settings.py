@@ -21,6 +21,7 @@ from model.directories import source_of
 
 ENV_PREFIX = "REPRISE_"
 ORIGIN = re.compile(r"[a-z][a-z0-9+.\-]*://[^\s/]+")
+REDIS_URL = r"^((rediss?|unix)://\S+)?$"
 GIB = 1 << 30
 MIB = 1 << 20
 Config = TypeVar("Config", ModelConfig, CacheConfig, SchedulerConfig)
@@ -130,8 +131,9 @@ class CacheSettings(_Section):
         "",
         max_length=2048,
         repr=False,
-        pattern=r"^((rediss?|unix)://\S+)?$",
-        description="redis://HOST:PORT/DB that keeps responses and conversations, for several servers; empty: a file",
+        pattern=REDIS_URL,
+        description="redis://HOST:PORT/DB that keeps responses and conversations, for several servers; empty: a file; "
+        "with fleet.redis_url, that one keeps them",
     )
     transcript_mib: int = Field(256, ge=1, le=1 << 20, description="hard cap of the transcripts file")
     answers_per_prompt: int = Field(8, ge=1, le=1024, description="answers remembered per prompt (n, regenerate)")
@@ -221,6 +223,12 @@ class ServerSettings(_Section):
         description="where OpenTelemetry traces go, as http://127.0.0.1:4318/v1/traces; empty: nowhere",
     )
 
+    tenant_secret_file: Path | None = Field(
+        None,
+        description="32 bytes or 64 hex digits that keep tenants' KV apart; the same file on every server of a "
+        "fleet; empty: made once, in cache.disk_dir",
+    )
+
     @model_validator(mode="after")
     def _lets_in_whom_it_should(self) -> "ServerSettings":
         for key in (*self.api_keys, *self.admin_keys):
@@ -243,6 +251,53 @@ class ServerSettings(_Section):
                 "server.keys_file, or server.allow_unauthenticated=true to let anybody in"
             )
         return self
+
+
+class FleetSettings(_Section):
+    """Of a server that is one replica of several, and of the gateway before them."""
+
+    redis_url: str = Field(
+        "",
+        max_length=2048,
+        repr=False,
+        pattern=REDIS_URL,
+        description="redis://HOST:PORT/DB that says which server has which conversation; it keeps responses and "
+        "conversations too, and needs maxmemory-policy noeviction; empty: this server is alone",
+    )
+    advertise: str = Field(
+        "",
+        max_length=2048,
+        pattern=r"^(https?://[^\s/]+)?$",
+        description="http://HOST:PORT under which gateways reach this server; empty: the address it listens on",
+    )
+    replica: str = Field(
+        "",
+        max_length=64,
+        pattern=r"^[A-Za-z0-9._-]*$",
+        description="this server's name in the fleet, the same after a restart; empty: made once, in cache.disk_dir",
+    )
+    deadline_ms: float = Field(50.0, gt=0, le=10_000, description="longest wait for the fleet's Redis before a turn")
+    commit_deadline_ms: float = Field(
+        50.0, gt=0, le=10_000, description="longest wait, at the end of an answer, until Redis has the turn"
+    )
+    transcripts: bool = Field(
+        True,
+        description="keep token ids and texts in the fleet's Redis, so that any server goes on with any conversation; "
+        "false: routes only, and a server that takes over tokenizes the text anew",
+    )
+    outbox_mib: int = Field(
+        64, ge=1, le=1 << 20, description="turns kept on disk for Redis while that does not answer; then the oldest go"
+    )
+    tenant_sessions: int = Field(
+        100_000,
+        ge=1,
+        le=100_000_000,
+        description="conversations of one key in the fleet's Redis; those used longest ago leave it",
+    )
+
+    @property
+    def is_on(self) -> bool:
+        return bool(self.redis_url)
 
 
 class LimitSettings(_Section):
@@ -301,6 +356,7 @@ class Settings(_Section, BaseSettings):
     scheduler: SchedulerSettings = SchedulerSettings()
     engine: EngineSettings = EngineSettings()
     server: ServerSettings = ServerSettings()
+    fleet: FleetSettings = FleetSettings()
     limits: LimitSettings = LimitSettings()
 
     @classmethod
@@ -318,6 +374,11 @@ class Settings(_Section, BaseSettings):
         several = len(self.server.api_keys) > 1 or self.server.keys_file is not None
         share = self.places // 2 if several else self.places
         return min(self.limits.key_requests or max(1, share), self.places)
+
+    @property
+    def responses_redis_url(self) -> str:
+        """The Redis that keeps responses and conversations; empty: a file does."""
+        return self.fleet.redis_url or self.cache.redis_url
 
     @property
     def state_dir(self) -> Path:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from app.main import create_app
-from app.state_dir import SecretKeeper, load_tenant_secret, weakness
+from app.state_dir import DamagedSecret, SecretKeeper, load_tenant_secret, read_tenant_secret, weakness
 from tests.app.fakes import FakeEngine, make_settings, until
 
 
@@ -87,3 +87,23 @@ def test_a_directory_of_somebody_else_is_told(tmp_path, monkeypatch):
     found, advice = weakness(tmp_path)
     assert "not ours" in found
     assert advice.startswith("chown")
+
+
+@pytest.mark.parametrize("text", [bytes(range(32)), bytes(range(32)).hex().encode() + b"\n"])
+def test_the_secret_of_a_fleet_stands_in_a_file_of_its_own(tmp_path, text):
+    file, directory = tmp_path / "secret", tmp_path / "state"
+    file.write_bytes(text)
+    assert load_tenant_secret(directory, file) == bytes(range(32))
+    assert read_tenant_secret(directory, file) == bytes(range(32))
+    SecretKeeper(directory, None).look()
+    assert list(directory.iterdir()) == [], "none is made"
+
+
+@pytest.mark.parametrize("text", [b"", b"short", b"0" * 63, b"x" * 64, b"0" * 66])
+def test_what_holds_no_secret_is_refused(tmp_path, text):
+    file = tmp_path / "secret"
+    file.write_bytes(text)
+    with pytest.raises(DamagedSecret, match="openssl rand -hex 32"):
+        load_tenant_secret(tmp_path / "state", file)
+    with pytest.raises(FileNotFoundError):
+        load_tenant_secret(tmp_path / "state", tmp_path / "none")

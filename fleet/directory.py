@@ -1,0 +1,431 @@
+"""Keeps, in Redis, who is in the fleet and where each session was last committed.
+
+A session has one record. The replica that claims it gets an epoch and may commit until another claims it: then its
+commits are refused. Everything else in the fleet is a cache of what the record names, so a stale entry costs a load and
+never an answer. Whatever has to happen at once is one script, in scripts/. One Redis, not a cluster, with `noeviction`.
+
+Nothing that Redis says is believed: replies are bounded while they are read (`app.conversations.redis_reply`), and
+heads and transcript rows carry a keyed digest of themselves and their place. Every call has a deadline, so a stopped
+Redis is the same as none. One that fails again and again is left alone for a second.
+"""
+
+import asyncio
+import logging
+import secrets
+import time
+from collections.abc import Awaitable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+from app.conversations.breaker import Breaker, State
+from fleet import keys
+from fleet.keys import BadSeal, Keys, SessionKeys, SessionName, acknowledgements
+from fleet.records import (
+    MAX_BEAT_BYTES,
+    MAX_CHAINS,
+    MAX_HEAD_BYTES,
+    MAX_ROW_BYTES,
+    MAX_ROWS,
+    MAX_TRANSCRIPT_BYTES,
+    Claim,
+    Commit,
+    Committed,
+    Forgetting,
+    Forgotten,
+    Heard,
+    Heartbeat,
+    Member,
+    Outcome,
+    Record,
+    Roll,
+    Taken,
+)
+
+MOST_FAILURES, PAUSE_S = 3, 1.0  # after so many failures in a row, Redis is not asked for so long
+MAX_CONNECTIONS = 64
+LIVE_S = 3.0  # a member that is silent for longer is not waited for: three beats are missing
+REMOVED_S = 600.0  # and after that it is removed
+MAX_FORGOTTEN = 100_000  # deletions that are remembered
+FORGOTTEN_S = 30 * 86_400.0  # for so long
+FORGOTTEN_AT_ONCE = 256  # in the answer to one beat
+_RECORD = ("id", "home", "boot", "epoch", "turn", "tokens", "bytes", "in_redis", "used")
+_SCRIPTS = Path(__file__).parent / "scripts"
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+class DirectoryUnavailable(Exception):
+    """Redis does not answer in time, cannot do it, or says what no directory says. Go on without."""
+
+
+class DirectoryFull(DirectoryUnavailable):
+    """Redis has no memory left for more."""
+
+
+class DirectoryFlushed(DirectoryUnavailable):
+    """The directory has lost its data since this replica's last beat, or no beat has been answered yet."""
+
+
+class Foreign(DirectoryUnavailable):
+    """The members of this directory have another tenant secret."""
+
+
+class Directory:
+    """The directory of one fleet. One per process, on its event loop.
+
+    Every method that asks Redis raises DirectoryUnavailable, after `deadline_s` at the latest, and at once while the
+    breaker is open. Gateways read `members`, `look` and `find`, and call `take`; replicas do the rest.
+    """
+
+    def __init__(
+        self,
+        *,
+        url: str,
+        secret: bytes,
+        deadline_s: float,
+        replica: str = "",
+        boot: str = "",
+        max_sessions: int = 1_000_000,
+    ) -> None:
+        """Connects when it is first asked. secret: the tenant secret, the same on every member. replica and boot: this
+        replica's name and the id of this start. max_sessions: of one tenant; those used longest ago leave the
+        directory, which costs their next turn a load. Raises ValueError for an address that is none, ImportError
+        without redis' client."""
+        from redis.asyncio import BlockingConnectionPool, Redis
+        from redis.asyncio.retry import Retry
+        from redis.backoff import NoBackoff
+        from redis.exceptions import OutOfMemoryError, RedisError, ResponseError
+
+        from app.conversations.redis_reply import BoundedParser
+
+        self.keys = Keys(secret)
+        self.born = ""  # of the last answered beat
+        self._replica, self._boot = replica, boot
+        self._deadline_s = deadline_s
+        self._max_sessions = max_sessions
+        self._failures = (RedisError, OSError, TimeoutError)
+        self._full, self._refused = OutOfMemoryError, ResponseError
+        self._breaker = Breaker(failures=MOST_FAILURES, pause_s=PAUSE_S)
+        self._is_away = False
+        self._redis: Any = Redis(  # its annotations promise text where bytes come
+            connection_pool=BlockingConnectionPool.from_url(
+                url,
+                max_connections=MAX_CONNECTIONS,
+                timeout=deadline_s,
+                socket_timeout=deadline_s,
+                socket_connect_timeout=deadline_s,
+                retry=Retry(NoBackoff(), 1),  # for a connection that has gone stale
+                protocol=2,
+                parser_class=BoundedParser,
+            )
+        )
+        common = (_SCRIPTS / "common.lua").read_text(encoding="utf-8")
+        self._scripts = {
+            path.stem: self._redis.register_script(common + path.read_text(encoding="utf-8"))
+            for path in sorted(_SCRIPTS.glob("*.lua"))
+            if path.stem != "common"
+        }
+
+    @property
+    def state(self) -> State:
+        """Whether Redis is asked: closed, it is."""
+        return self._breaker.state(time.monotonic())
+
+    @property
+    def failures(self) -> int:
+        return self._breaker.failures
+
+    async def close(self) -> None:
+        await self._redis.aclose()
+        await self._redis.connection_pool.disconnect()
+
+    # --- members ------------------------------------------------------------------------------------------------------
+
+    async def beat(self, beat: Heartbeat, *, since: int) -> Heard:
+        """Say that this replica lives. Returns what was deleted after the epoch `since`. Raises Foreign too."""
+        data = msgspec.msgpack.encode(beat)
+        if len(data) > MAX_BEAT_BYTES:
+            raise ValueError(f"a beat of {len(data)} bytes")
+        new = secrets.token_hex(16)
+        answer = await self._run(
+            *("beat", beat.replica, data, new, self.keys.check, since, FORGOTTEN_AT_ONCE, int(REMOVED_S * 1e3))
+        )
+        if answer[0] == b"foreign":
+            raise Foreign("the members of this directory have another tenant secret: see server.tenant_secret_file")
+        with _reading():
+            _, born, epoch, trimmed, pairs = answer
+            forgotten = tuple(
+                Forgotten(name.decode("ascii"), int(at)) for name, at in zip(pairs[::2], pairs[1::2], strict=True)
+            )
+            heard = Heard(
+                born=born.decode("ascii"),
+                epoch=int(epoch),
+                forgotten=forgotten,
+                has_more=len(forgotten) >= FORGOTTEN_AT_ONCE,
+                reaches_back=int(trimmed) <= since,
+            )
+        self.born = heard.born
+        return heard
+
+    async def leave(self) -> None:
+        """Remove this replica from the members."""
+        async with self._redis.pipeline(transaction=True) as pipe:
+            pipe.hdel(keys.MEMBERS, self._replica)
+            pipe.zrem(keys.BEATEN, self._replica)
+            await self._ask(pipe.execute())
+
+    async def members(self) -> Roll:
+        """Return the members, draining and silent ones included. A beat that cannot be read is left out."""
+        async with self._redis.pipeline(transaction=True) as pipe:
+            pipe.get(keys.BORN)
+            pipe.hgetall(keys.MEMBERS)
+            pipe.zrange(keys.BEATEN, 0, -1, withscores=True)
+            pipe.time()
+            born, beats, beaten, (seconds, micros) = await self._ask(pipe.execute())
+        now_ms = seconds * 1e3 + micros / 1e3
+        members = []
+        with _reading():
+            for replica, at_ms in beaten:
+                try:
+                    beat = msgspec.msgpack.decode(beats.get(replica, b""), type=Heartbeat)
+                except (msgspec.DecodeError, UnicodeDecodeError):
+                    continue
+                if beat.replica == replica.decode("utf-8", "replace"):
+                    members.append(Member(beat, max(0.0, now_ms - at_ms) / 1e3))
+            return Roll((born or b"").decode("ascii"), tuple(members))
+
+    # --- sessions -----------------------------------------------------------------------------------------------------
+
+    async def find(self, tenant: str, chains: Sequence[bytes], *, fingerprint: str) -> str | None:
+        """Return the id of the session that has the first known chain, the deepest first. chains: digests of
+        `fleet.identify`. Asks twice."""
+        if not chains:
+            return None
+        places = [self.keys.chain(tenant, chain) for chain in chains[:MAX_CHAINS]]
+        found = await self._ask(self._redis.mget(places))
+        members = dict.fromkeys(value for value in found if isinstance(value, bytes))
+        prefix = f"{fingerprint}:".encode()
+        for member in members:
+            if member.startswith(prefix):
+                with _reading():
+                    record = keys.record(self.keys.tenant(tenant), member.decode())
+                if (name := await self._ask(self._redis.hget(record, "id"))) is not None:
+                    with _reading():
+                        return str(name.decode())
+        return None
+
+    async def look(self, name: SessionName, *, fingerprint: str) -> Record | None:
+        """Return what is known of a session; None: nothing."""
+        record = self._keys_of(name, fingerprint).record
+        async with self._redis.pipeline(transaction=False) as pipe:
+            pipe.hmget(record, _RECORD)
+            pipe.time()
+            fields, (seconds, _) = await self._ask(pipe.execute())
+        if fields[3] is None:
+            return None
+        with _reading():
+            session_id, home, boot = (field.decode() for field in fields[:3])
+            epoch, turn, tokens, size_bytes, in_redis, used = (int(field or 0) for field in fields[3:])
+            return Record(
+                session_id=session_id,
+                home=home,
+                boot=boot,
+                epoch=epoch,
+                turn=turn,
+                tokens=tokens,
+                size_bytes=size_bytes,
+                redis_tokens=in_redis,
+                idle_s=max(0.0, seconds - used / 1e3),
+            )
+
+    async def claim(self, name: SessionName, *, fingerprint: str, ttl_s: float) -> Claim:
+        """Make this replica the home of a session, new or not. ttl_s: of a new one, after its last use. Raises
+        DirectoryFlushed too."""
+        names = self._keys_of(name, fingerprint)
+        answer = await self._run(
+            *("claim", self.born, self._replica, self._boot, name.session_id, names.tenant, names.name, names.member),
+            *(_milliseconds(ttl_s), self._max_sessions),
+        )
+        self._must_be_ours(answer)
+        with _reading():
+            _, epoch, turn, home, forgotten, tokens, head = answer
+            return Claim(
+                epoch=int(epoch),
+                turn=int(turn),
+                home=home.decode(),
+                forgotten=int(forgotten),
+                tokens=int(tokens),
+                head=self._unsealed(head, names.record),
+            )
+
+    async def commit(self, commit: Commit) -> Committed:
+        """End a turn, or bring a newer head of one. The outcome says what became of it, a flush included."""
+        names = self._keys_of(commit.name, commit.fingerprint)
+        chains = [self.keys.chain(commit.name.tenant, chain) for chain in commit.chains[:MAX_CHAINS]]
+        head = self.keys.seal(commit.head, key=names.record) if 0 < len(commit.head) <= MAX_HEAD_BYTES else b""
+        rows: list[bytes] = []
+        for digest, row in commit.rows.items():
+            if len(row) <= MAX_ROW_BYTES:
+                rows += (digest, self.keys.seal(row, key=names.transcript))
+        answer = await self._run(
+            *("commit", self.born, self._replica, self._boot, commit.epoch, commit.since, commit.base_turn),
+            *(commit.nonce, int(commit.ends_turn), commit.name.session_id, names.tenant, names.name, names.member),
+            *(commit.tokens, commit.size_bytes, commit.redis_tokens, _milliseconds(commit.ttl_s), head, names.member),
+            *(MAX_TRANSCRIPT_BYTES, MAX_ROWS, self._max_sessions, len(chains), *chains, *rows),
+        )
+        with _reading():
+            outcome = Outcome(answer[0].decode())
+            if outcome is not Outcome.COMMITTED:
+                return Committed(outcome)
+            epoch, turn, sessions, size_bytes = map(int, answer[1:])
+            return Committed(outcome, epoch, turn, sessions, size_bytes)
+
+    async def transcript(self, name: SessionName, *, fingerprint: str) -> dict[bytes, bytes]:
+        """Return a session's transcript: digest of an answer -> its row. Damaged rows are left out."""
+        key = self._keys_of(name, fingerprint).transcript
+        found = await self._ask(self._redis.hgetall(key))
+        with _reading():
+            rows = {digest: self._unsealed(row, key) for digest, row in found.items() if digest != b"size"}
+        return {digest: row for digest, row in rows.items() if row}
+
+    async def release(self, name: SessionName, *, fingerprint: str, epoch: int) -> bool:
+        """Let go of a session, so that the next turn may go anywhere. Returns whether it was still claimed."""
+        names = self._keys_of(name, fingerprint)
+        answer = await self._run("release", self.born, epoch, names.tenant, names.member)
+        return bool(answer[0] == b"released")
+
+    async def forget(self, tenant: str, session_id: str) -> Forgetting:
+        """Delete the sessions of this id, with all salts and of all models, and tell the other replicas to. They have
+        when `acknowledged` returns nobody. Raises DirectoryFlushed too."""
+        return await self.forget_name(tenant, self.keys.name(tenant, session_id))
+
+    async def forget_name(self, tenant: str, name: str) -> Forgetting:
+        """Likewise; name: `SessionKeys.name`."""
+        hashed = self.keys.tenant(tenant)
+        answer = await self._run(
+            *("forget", self.born, self._replica, hashed, name, int(LIVE_S * 1e3), MAX_FORGOTTEN),
+            int(FORGOTTEN_S * 1e6),
+        )
+        self._must_be_ours(answer)
+        with _reading():
+            _, epoch, waiting, pairs = answer
+            found = [
+                self._unsealed(head, keys.record(hashed, member.decode()))
+                for member, head in zip(pairs[::2], pairs[1::2], strict=True)
+            ]
+            return Forgetting(int(epoch), tuple(filter(None, found)), tuple(other.decode() for other in waiting))
+
+    async def acknowledge(self, epoch: int) -> None:
+        """Say that this replica has deleted what was forgotten at this epoch."""
+        await self._ask(self._redis.srem(acknowledgements(epoch), self._replica))
+
+    async def unacknowledged(self, epoch: int) -> tuple[str, ...]:
+        """Return the live members that have not deleted what was forgotten at this epoch. Those that are silent hear of
+        it before they take requests. Raises DirectoryFlushed if the directory lost its data meanwhile."""
+        async with self._redis.pipeline(transaction=True) as pipe:
+            pipe.get(keys.BORN)
+            pipe.smembers(acknowledgements(epoch))
+            pipe.zrange(keys.BEATEN, 0, -1, withscores=True)
+            pipe.time()
+            born, waiting, beaten, (seconds, micros) = await self._ask(pipe.execute())
+        if born != self.born.encode():
+            raise DirectoryFlushed("the directory was flushed")
+        since_ms = seconds * 1e3 + micros / 1e3 - LIVE_S * 1e3
+        with _reading():
+            return tuple(sorted(other.decode() for other, at_ms in beaten if at_ms >= since_ms and other in waiting))
+
+    async def least_used(self, tenant: str, count: int) -> list[str]:
+        """Return the names (`SessionKeys.name`) of a tenant's unpinned sessions that were used longest ago."""
+        hashed = self.keys.tenant(tenant)
+        members = await self._ask(self._redis.zrange(keys.by_use(hashed), 0, count - 1))
+        async with self._redis.pipeline(transaction=False) as pipe:
+            with _reading():
+                for member in members:
+                    pipe.hmget(keys.record(hashed, member.decode()), ("named", "ttl"))
+            rows = await self._ask(pipe.execute())
+        with _reading():
+            return [named.decode() for named, ttl in rows if named is not None and int(ttl or 0) >= 0]
+
+    # --- allowances ---------------------------------------------------------------------------------------------------
+
+    async def take(self, tenant: str, kind: str, *, per_minute: int, amount: int, need: int) -> Taken:
+        """Take from a tenant's bucket of requests (kind "r") or tokens ("k"), shared by the fleet. It fills evenly and
+        holds a minute's allowance. need: how much must be there, else nothing is taken; 0: it may be overdrawn, as by a
+        cost that is known only afterwards.
+
+        Who takes what: the gateway takes a request with amount=1, need=1 and asks for tokens with amount=0, need=1; a
+        replica, which counts them, takes the tokens with need=0.
+        """
+        answer = await self._run("take", self.keys.bucket(tenant, kind), per_minute, amount, need)
+        with _reading():
+            wait_s, level = map(float, answer)
+            return Taken(wait_s, level)
+
+    # ------------------------------------------------------------------------------------------------------------------
+
+    def _keys_of(self, name: SessionName, fingerprint: str) -> SessionKeys:
+        return self.keys.session(name, fingerprint=fingerprint)
+
+    def _unsealed(self, sealed: bytes, key: str) -> bytes:
+        """Return what was sealed, nothing if it is not what a member wrote."""
+        try:
+            return self.keys.unseal(sealed, key=key) if sealed else b""
+        except BadSeal as error:
+            log.error("an entry of the directory is damaged, and so not there: %s", error)
+            return b""
+
+    def _must_be_ours(self, answer: list[Any]) -> None:
+        if answer[0] == b"flushed":
+            raise DirectoryFlushed("the directory was flushed")
+
+    async def _run(self, script: str, *values: Any) -> list[Any]:
+        answer = await self._ask(self._scripts[script](args=values))
+        if not isinstance(answer, list) or not answer:
+            raise DirectoryUnavailable(f"no reply to {script}")
+        return answer
+
+    async def _ask(self, call: Awaitable[T]) -> T:
+        """Await an answer of Redis. Raises DirectoryUnavailable."""
+        if not self._breaker.allows(time.monotonic()):
+            if asyncio.iscoroutine(call):
+                call.close()
+            raise DirectoryUnavailable("Redis has not answered lately")
+        try:
+            async with asyncio.timeout(self._deadline_s):
+                answer = await call
+        except self._full as error:
+            self._breaker.succeeded()  # it answers; what makes room still works
+            self._tell(error)
+            raise DirectoryFull(str(error)) from None
+        except self._failures as error:
+            if isinstance(error, self._refused):  # it answers; one damaged record does not cut all others off
+                self._breaker.succeeded()
+            else:
+                self._breaker.failed(time.monotonic())
+            self._tell(error)
+            raise DirectoryUnavailable(f"{type(error).__name__}: {error}") from None
+        self._breaker.succeeded()
+        self._is_away = False
+        return answer
+
+    def _tell(self, error: BaseException) -> None:
+        if not self._is_away:
+            log.error("the directory of the fleet does not answer: %s: %.200s", type(error).__name__, error)
+        self._is_away = True
+
+
+@contextmanager
+def _reading() -> Iterator[None]:
+    """Turn what reading a reply of another shape raises into DirectoryUnavailable."""
+    try:
+        yield
+    except (ValueError, TypeError, AttributeError, IndexError, KeyError) as error:
+        raise DirectoryUnavailable(f"a reply that is none: {error}") from None
+
+
+def _milliseconds(seconds: float | None) -> int:
+    return -1 if seconds is None else max(1, int(seconds * 1e3))

@@ -1,0 +1,129 @@
+"""Names the keys of the directory in Redis, and seals what stands in them.
+
+Tenants and sessions appear as keyed digests, so no key holds a name and none needs escaping. Everything here is a
+function of the fleet's secret and its arguments: no I/O, no clock.
+"""
+
+import hmac
+from dataclasses import dataclass
+from hashlib import blake2b
+
+DIGEST_BYTES = 16
+SEAL_BYTES = 16
+PREFIX = "r1:"  # of every key; another number for another layout
+
+BORN = PREFIX + "born"  # random id of this data set; another one, or none: the directory was flushed
+EPOCH = PREFIX + "epoch"  # the last epoch given out
+CHECK = PREFIX + "check"  # a digest of the fleet's secret: a replica with another one may not join
+MEMBERS = PREFIX + "m"  # hash: replica -> its last beat
+BEATEN = PREFIX + "ma"  # sorted set: replica -> milliseconds of its last beat, by Redis' clock
+FORGOTTEN = PREFIX + "x"  # sorted set: name of a deleted session -> epoch of its deletion
+TRIMMED = PREFIX + "xl"  # the highest epoch that was trimmed from it
+
+
+@dataclass(frozen=True, slots=True)
+class SessionName:
+    """A session as tenant and client name it. Sessions of one id under different salts are different sessions, but are
+    deleted together."""
+
+    tenant: str
+    session_id: str
+    salt: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class SessionKeys:
+    """The keys that concern one session of one model."""
+
+    tenant: str  # digest of the tenant
+    session: str  # digest of salt and session id
+    name: str  # "tenant:name", digests of the tenant and of the session id without its salt: what is deleted together
+    member: str  # "fingerprint:session": how the tenant's sets name the session
+
+    @property
+    def record(self) -> str:
+        return record(self.tenant, self.member)
+
+    @property
+    def transcript(self) -> str:
+        """Rows of its transcript. Not of one model: another one with the same template and tokenizer reads them."""
+        return f"{PREFIX}t:{self.tenant}:{self.session}"
+
+
+class BadSeal(ValueError):
+    """The bytes are not what a member of this fleet has written under this key."""
+
+
+class Keys:
+    """Makes the names for one fleet, whose members share a secret."""
+
+    def __init__(self, secret: bytes) -> None:
+        self._key = blake2b(b"fleet directory", key=secret, digest_size=32).digest()
+        self.check = self._digest("check")
+
+    def tenant(self, tenant: str) -> str:
+        return self._digest("tenant", tenant)
+
+    def session(self, name: SessionName, *, fingerprint: str) -> SessionKeys:
+        """fingerprint: hex, of the model whose KV the session has."""
+        session = self._digest("session", name.tenant, name.salt, name.session_id)
+        return SessionKeys(
+            tenant=self.tenant(name.tenant),
+            session=session,
+            name=self.name(name.tenant, name.session_id),
+            member=f"{fingerprint}:{session}",
+        )
+
+    def name(self, tenant: str, session_id: str) -> str:
+        """Return what a deletion names: the sessions of this id, with any salt and of any model."""
+        return f"{self.tenant(tenant)}:{self._digest('name', tenant, session_id)}"
+
+    def chain(self, tenant: str, digest: bytes) -> str:
+        """Return the key under which a conversation is found that ends in a known answer. digest: of its messages, see
+        `fleet.identify`."""
+        return f"{PREFIX}c:{self.tenant(tenant)}:{self._digest('chain', tenant, digest)}"
+
+    def bucket(self, tenant: str, kind: str) -> str:
+        """kind: `r` for requests a minute, `k` for tokens."""
+        return f"{PREFIX}q:{self.tenant(tenant)}:{kind}"
+
+    def seal(self, data: bytes, *, key: str) -> bytes:
+        """Return the bytes with a keyed digest of them and of the key under which they will stand."""
+        return self._mac(data, key) + data
+
+    def unseal(self, sealed: bytes, *, key: str) -> bytes:
+        """Return what was sealed. Raises BadSeal."""
+        mac, data = sealed[:SEAL_BYTES], sealed[SEAL_BYTES:]
+        if not hmac.compare_digest(mac, self._mac(data, key)):
+            raise BadSeal(f"{len(sealed)} bytes under {key!r:.80}")
+        return data
+
+    def _mac(self, data: bytes, key: str) -> bytes:
+        name = key.encode()
+        return blake2b(
+            len(name).to_bytes(4, "little") + name + data, key=self._key, digest_size=SEAL_BYTES, person=b"seal"
+        ).digest()
+
+    def _digest(self, kind: str, *fields: str | bytes) -> str:
+        """Digest length-prefixed fields, so that no two lists of fields read the same."""
+        mac = blake2b(key=self._key, digest_size=DIGEST_BYTES, person=kind.encode())
+        for field in fields:
+            data = field if isinstance(field, bytes) else field.encode("utf-8", "surrogatepass")
+            mac.update(len(data).to_bytes(8, "little") + data)
+        return mac.hexdigest()
+
+
+def record(tenant: str, member: str) -> str:
+    """Return the key of a session's record. tenant: its digest; member: `SessionKeys.member`."""
+    fingerprint, _, session = member.partition(":")
+    return f"{PREFIX}s:{fingerprint}:{tenant}:{session}"
+
+
+def by_use(tenant: str) -> str:
+    """Return the key of a tenant's members by their last use. tenant: its digest."""
+    return f"{PREFIX}i:{tenant}"
+
+
+def acknowledgements(epoch: int) -> str:
+    """Return the key of the members that have not yet deleted what was forgotten at this epoch."""
+    return f"{PREFIX}d:{epoch}"

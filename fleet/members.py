@@ -1,0 +1,95 @@
+"""A gateway's table of the replicas, read from the directory once a second."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Mapping
+
+from fleet.directory import Directory, DirectoryUnavailable
+from fleet.records import Heartbeat, Roll
+from fleet.routing import STALE_S, Beat, FleetView
+
+BEAT_S = 1.0  # between two beats of a replica, and between two looks at them
+
+log = logging.getLogger(__name__)
+
+
+class Members:
+    """Keeps a `FleetView` up to date, and knows the replicas' addresses. One per gateway, on its event loop.
+
+    While Redis cannot be asked, the table stays as it was: what a gateway finds dead itself, it reports with `lost`.
+    """
+
+    def __init__(self, *, directory: Directory, view: FleetView, clock: Callable[[], float] = time.monotonic) -> None:
+        self.view = view
+        self.born = ""  # the directory's data set; another one after a flush
+        self.refreshed_s = -1e9  # monotonic clock; when the directory was read last
+        self._directory = directory
+        self._clock = clock
+        self._beats: dict[str, Heartbeat] = {}
+        self._made_s: dict[str, float] = {}  # when the beats were made
+        self._lost_s: dict[str, float] = {}  # found dead here; a beat that was made later says otherwise
+
+    @property
+    def beats(self) -> Mapping[str, Heartbeat]:
+        """The last beats, by name, of all replicas that the directory knows: loading, draining and silent ones too. Not
+        to be changed."""
+        return self._beats
+
+    def url(self, replica: str) -> str | None:
+        """Return the address of a replica, without a slash at its end."""
+        beat = self._beats.get(replica)
+        return None if beat is None else beat.url
+
+    def lost(self, replica: str) -> None:
+        """Take a replica out until it beats again: it refused a connection, or broke one."""
+        self._lost_s[replica] = self._clock()
+        self.view.lost(replica)
+
+    async def run(self, *, every_s: float = BEAT_S) -> None:
+        """Refresh the table until cancelled."""
+        while True:
+            await self.refresh()
+            await asyncio.sleep(every_s)
+
+    async def refresh(self) -> bool:
+        """Read the table. Returns whether Redis answered."""
+        try:
+            roll = await self._directory.members()
+        except DirectoryUnavailable:
+            self._hold()
+            return False
+        self.take(roll)
+        return True
+
+    def take(self, roll: Roll) -> None:
+        """Take a table that was read just now."""
+        now = self._clock()
+        self.born, self.refreshed_s = roll.born, now
+        self._beats = {member.beat.replica: member.beat for member in roll.members}
+        self._made_s = {member.beat.replica: now - member.age_s for member in roll.members}
+        self._lost_s = {name: at_s for name, at_s in self._lost_s.items() if self._made_s.get(name, now) <= at_s}
+        for name in self._beats:
+            self._tell(name, self._made_s[name])
+        for name in [name for name in self.view.names if name not in self._beats]:
+            self.view.lost(name)
+        self.view.expire(now)
+
+    def _hold(self) -> None:
+        """Let those who were alive when Redis was last read pass for alive."""
+        now = self._clock()
+        for name, made_s in self._made_s.items():
+            if self.refreshed_s - made_s <= STALE_S:
+                self._tell(name, now)
+
+    def _tell(self, name: str, made_s: float) -> None:
+        load = _load(self._beats[name])
+        if load is None or name in self._lost_s:
+            self.view.lost(name)
+        else:
+            self.view.heard(name, load, made_s)
+
+
+def _load(beat: Heartbeat) -> Beat | None:
+    """Return what routing is told of a replica; None for one that has never been ready or is gone."""
+    return beat.load if beat.state in ("ready", "draining") else None

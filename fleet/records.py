@@ -1,0 +1,156 @@
+"""The values that go to and come from the directory."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Literal
+
+import msgspec
+
+from fleet import routing
+from fleet.keys import SessionName
+
+MAX_BEAT_BYTES = 16 << 10
+MAX_HEAD_BYTES = 1 << 20
+MAX_ROW_BYTES = 4 << 20  # one answer of a transcript, with the prompt before it
+MAX_ROWS = 4096  # of one session
+MAX_TRANSCRIPT_BYTES = 24 << 20  # of one session; a longer conversation is tokenized anew by who adopts it
+MAX_CHAINS = 64  # of one commit
+
+State = Literal["loading", "ready", "restarting", "draining", "failed", "stopped"]
+
+
+class Heartbeat(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What a replica says of itself, about once a second."""
+
+    replica: str  # its name, the same after a restart
+    boot: str  # another one after every start
+    url: str  # under which gateways reach it, without a slash at its end
+    fingerprint: str  # hex, of its model; "" while it loads
+    model: str  # the name that requests give
+    aliases: tuple[str, ...] = ()
+    state: State = "loading"
+    version: str = ""
+    running: int = 0  # sequences
+    waiting: int = 0
+    load: routing.Beat | None = None  # None: it takes no requests
+    free_bytes: Mapping[str, int] = {}  # tier -> bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A replica as the directory knows it."""
+
+    beat: Heartbeat
+    age_s: float  # of its beat, by Redis' clock
+
+
+@dataclass(frozen=True, slots=True)
+class Roll:
+    """All members that beat within the last minutes."""
+
+    born: str  # the data set; another one after a flush
+    members: tuple[Member, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Forgotten:
+    """A deleted session, by its name's digests."""
+
+    name: str  # `SessionKeys.name`
+    epoch: int  # of its deletion; what was claimed at a later one is a new session of that name
+
+
+@dataclass(frozen=True, slots=True)
+class Heard:
+    """What the directory answers to a beat."""
+
+    born: str
+    epoch: int  # the last one given out; all deletions up to it are in `forgotten`, unless there are more
+    forgotten: tuple[Forgotten, ...]  # after the epoch that was asked from, the earliest first
+    has_more: bool
+    reaches_back: bool  # no deletion after the epoch that was asked from has been trimmed
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """What the directory knows of a session, without its head."""
+
+    session_id: str
+    home: str  # replica that may commit; "" when it has let go
+    boot: str
+    epoch: int
+    turn: int  # number of committed turns
+    tokens: int  # of its context at the last commit
+    size_bytes: int  # of its KV
+    redis_tokens: int  # leading tokens of it whose KV is in Redis
+    idle_s: float  # since its last use, by Redis' clock
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """A session that this replica may commit to until somebody else claims it."""
+
+    epoch: int
+    turn: int  # 0: nothing was committed, so there is nothing to adopt
+    home: str  # before; "" if nobody's
+    forgotten: int  # epoch of the last deletion of this name; 0: none is remembered
+    tokens: int
+    head: bytes  # opaque, the engine's; b"" if there is none or it was damaged
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Commit:
+    """The end of a turn, or a newer head of one that has ended."""
+
+    name: SessionName
+    fingerprint: str
+    epoch: int  # of the claim; 0: Redis could not be asked for one when the turn began
+    since: int  # with epoch 0: the last epoch known when the turn began
+    base_turn: int  # with epoch 0: the last turn known when it began
+    nonce: bytes  # 8 random bytes: a commit that comes twice counts once
+    ends_turn: bool = True
+    tokens: int = 0
+    size_bytes: int = 0
+    redis_tokens: int = 0
+    ttl_s: float | None = None  # after the last use; None: it is pinned
+    head: bytes = b""  # b"" leaves the one that is there
+    rows: Mapping[bytes, bytes] = field(default_factory=dict)  # digest of an answer -> its transcript row
+    chains: tuple[bytes, ...] = ()  # digests of `fleet.identify` under which clients will ask
+
+
+class Outcome(StrEnum):
+    """What became of a commit. Only the first changes the record of the session."""
+
+    COMMITTED = "committed"
+    FENCED = "fenced"  # another replica has claimed it since; the transcript rows are kept as a branch
+    GONE = "gone"  # it was deleted or has expired since
+    FLUSHED = "flushed"  # the directory has lost its data since
+
+
+@dataclass(frozen=True, slots=True)
+class Committed:
+    """`turn`, `sessions` and `size_bytes` are 0 unless it was committed."""
+
+    outcome: Outcome
+    epoch: int = 0
+    turn: int = 0
+    sessions: int = 0  # of the tenant, in the whole fleet
+    size_bytes: int = 0  # of their KV
+
+
+@dataclass(frozen=True, slots=True)
+class Forgetting:
+    """A deletion that is under way."""
+
+    epoch: int
+    heads: tuple[bytes, ...]  # of the deleted records: they name extents in Redis
+    waiting: tuple[str, ...]  # live members that have not acknowledged
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """The answer of a bucket."""
+
+    wait_s: float  # 0: it was taken; else nothing was, and this long it takes until there is enough
+    level: float  # what is left; negative while overdrawn

@@ -1,0 +1,80 @@
+"""A gateway's table, with a directory that answers or does not."""
+
+from fleet.directory import DirectoryUnavailable
+from fleet.members import Members
+from fleet.records import Heartbeat, Member, Roll
+from fleet.routing import STALE_S, Beat, FleetView
+
+LOAD = Beat(wait_s=0.0, s_per_token=0.001, s_per_kilo_pair=0.0, kv_bytes_per_token=100.0)
+
+
+class FakeDirectory:
+    def __init__(self) -> None:
+        self.beats: dict[str, tuple[Heartbeat, float]] = {}
+        self.is_away = False
+
+    def hear(self, name: str, *, age_s: float = 0.0, **changes) -> None:
+        fields = {"replica": name, "boot": "1", "url": f"http://{name}", "fingerprint": "ff", "model": "m"}
+        self.beats[name] = Heartbeat(**{**fields, "state": "ready", "load": LOAD, **changes}), age_s
+
+    async def members(self) -> Roll:
+        if self.is_away:
+            raise DirectoryUnavailable
+        return Roll("born", tuple(Member(beat, age_s) for beat, age_s in self.beats.values()))
+
+
+def table() -> tuple[FakeDirectory, Members, list[float]]:
+    directory, now = FakeDirectory(), [100.0]
+    return directory, Members(directory=directory, view=FleetView(), clock=lambda: now[0]), now
+
+
+def open_names(members: Members, now: float) -> set[str]:
+    return {name for name in members.view.names if members.view.is_open(name, now)}
+
+
+async def test_only_those_that_take_turns_are_offered():
+    directory, members, now = table()
+    directory.hear("a")
+    directory.hear("loading", state="loading", load=None)
+    directory.hear("silent", age_s=STALE_S + 1)
+    assert await members.refresh()
+    assert open_names(members, now[0]) == {"a"}
+    assert members.url("silent") == "http://silent"
+    assert members.url("x") is None
+    del directory.beats["a"]
+    await members.refresh()
+    assert open_names(members, now[0]) == set()
+
+
+async def test_one_found_dead_is_out_until_it_beats_again():
+    directory, members, now = table()
+    directory.hear("a")
+    await members.refresh()
+    now[0] += 0.5
+    members.lost("a")
+    directory.hear("a", age_s=0.7)  # made before it was lost
+    await members.refresh()
+    assert open_names(members, now[0]) == set()
+    directory.hear("a", age_s=0.1)
+    await members.refresh()
+    assert open_names(members, now[0]) == set(), "0.1 s ago is before it was found dead: no time has passed since"
+    now[0] += 1
+    await members.refresh()
+    assert open_names(members, now[0]) == {"a"}
+
+
+async def test_without_redis_the_table_stays_as_it_was():
+    directory, members, now = table()
+    directory.hear("a")
+    directory.hear("b")
+    directory.hear("silent", age_s=STALE_S + 1)
+    await members.refresh()
+    directory.is_away = True
+    for _ in range(20):
+        now[0] += 1
+        assert not await members.refresh()
+    assert open_names(members, now[0]) == {"a", "b"}
+    members.lost("b")
+    now[0] += 1
+    await members.refresh()
+    assert open_names(members, now[0]) == {"a"}
