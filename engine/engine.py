@@ -296,6 +296,7 @@ class Engine:
         if choice.report is not None:  # said again with the last output
             truncated = choice.report.truncated_tokens + dropped
             choice.report = msgspec.structs.replace(choice.report, truncated_tokens=truncated)
+            choice.report_changed = choice.reported
         self._scheduler.requeue(sequence)
         self._compute.tables.drop(sequence.request_id)
         return True
@@ -350,7 +351,7 @@ class Engine:
             self._cache.stats.count_prompt(choice.report)
             report = choice.report
             timings = timings or choice.timings(now)
-        elif choice.report is not None and finish_reason is not None and choice.sequence.dropped_tokens:
+        elif choice.report_changed and finish_reason is not None:
             report = choice.report
         return choice.output(token_ids, logprobs, finish_reason, report, timings, prompt_logprobs)
 

@@ -10,7 +10,7 @@ from cache.stats import TokensBySource as TokensBySource
 from engine.config import EngineConfig
 from scheduler.sequence import SamplingParams as SamplingParams
 
-WIRE_VERSION = 5
+WIRE_VERSION = 6
 
 
 class Launch(msgspec.Struct, frozen=True, kw_only=True):
@@ -40,6 +40,10 @@ class Submit(msgspec.Struct, frozen=True, kw_only=True, tag="submit"):
     weight: float = 1.0  # share of the engine it asks for, against requests of weight 1
     grammar: str = ""  # llguidance's, which every choice keeps to; "" is none
     prompt_logprobs: int | None = None  # of the prompt's tokens too, with so many most likely ones; computes all of it
+    resume: list[list[int] | None] = []
+    """Per choice, the tokens that another engine has generated, which this one goes on from as if they were its own:
+    they are not sent again, and count as generated. None: the choice is over, and nothing is sent for it. Empty: a new
+    request."""
 
 
 class Shift(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,5 +1,7 @@
 """Follows a request from its arrival to its end, as the engine reports it."""
 
+from collections.abc import Sequence
+
 from cache.blocks.context import RunningContext
 from cache.blocks.keys import BLOCK_TOKENS
 from cache.blocks.truncate import CutRules
@@ -55,6 +57,11 @@ class Lifecycle:
         self._running.begin(context)
         self._tiers.used(name, now, len(context.token_ids))
         return context.token_ids
+
+    def resume(self, request_id: str, token_ids: Sequence[int]) -> int:
+        """Append what another engine has generated for a request that was opened just now, and drop history wherever
+        that one had to. Returns the tokens dropped. Raises DoesNotFit."""
+        return self._opener.resume(self._running[request_id], token_ids)
 
     def compute_all(self, request_id: str) -> None:
         """Reuse nothing for a request that was opened just now, because it wants the logits of its whole prompt. What

@@ -71,6 +71,24 @@ class ContextOpener:
             raise DoesNotFit(f"{len(context.token_ids)} tokens, the window holds {self._truncation.window}")
         return context
 
+    def resume(self, context: RunningContext, token_ids: Sequence[int]) -> int:
+        """Append generated tokens to the prompt of a context that was opened just now. Where they fill the window, drop
+        history as `shorten` did when they were generated. Returns the tokens dropped. Raises DoesNotFit, also where
+        nothing may be dropped."""
+        window, dropped, place = self._truncation.window, 0, 0
+        while place < len(token_ids):
+            more = token_ids[place : place + window - len(context.token_ids)]
+            place += len(more)
+            context.token_ids += more
+            context.stream = [*context.stream, *more]  # the request's own list stays as it is
+            context.prompt_tokens = len(context.token_ids)
+            if len(context.token_ids) >= window:
+                if not context.rules.allowed or not (freed := self.shorten(context)):
+                    raise DoesNotFit(f"{len(context.token_ids)} tokens, the window holds {window}")
+                dropped += freed
+                context.reached = 0  # nothing of it is computed here
+        return dropped
+
     def shorten(self, context: RunningContext) -> int:
         """Drop history of a context that has filled the window in the middle of its generation. Returns the tokens
         dropped. Raises DoesNotFit."""

@@ -22,7 +22,7 @@ class OutputStream(AsyncIterator[Output]):
     def __init__(self, request: Submit, *, abort: Callable[[str], None]) -> None:
         self.request_id = request.request_id
         self._abort = abort
-        self._open = set(range(request.num_choices))
+        self._open = {n for n in range(request.num_choices) if not request.resume or request.resume[n] is not None}
         self._pending: dict[int, Output] = {}  # choice -> what the consumer has not taken yet, oldest first
         self._lost: str | None = None
         self._changed = asyncio.Event()

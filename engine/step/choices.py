@@ -26,6 +26,7 @@ class RunningChoice:
     prompt_known: dict[int, TokenLogprob] = field(default_factory=dict)  # by place in the prompt
     report: TokensBySource | None = None
     reported: bool = False
+    report_changed: bool = False  # since it was reported
     load_wait_s: float = 0.0  # it waited for KV that was being loaded, in its steps and outside of them
     has_run: bool = False
     void_s: float | None = None  # when a load made what it had computed void, until it runs again

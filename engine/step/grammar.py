@@ -2,6 +2,7 @@
 milliseconds, and every step within a budget of its own."""
 
 import time
+from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,15 +59,18 @@ class Constraint:
         """The text so far has made the grammar too costly to go on with."""
         return bool(self._matcher.is_error())
 
-    def copy(self) -> "Constraint":
-        """For another choice of the same request."""
-        return Constraint(self._matcher.deep_copy(), 32 * len(self._bits))
+    def after(self, token_ids: Iterable[int]) -> "Constraint":
+        """For a choice that has said these tokens. This one stays as it is."""
+        constraint = Constraint(self._matcher.deep_copy(), 32 * len(self._bits))
+        for token_id in token_ids:
+            constraint.accept(token_id)
+        return constraint
 
 
 @dataclass(frozen=True, slots=True)
 class _Pending:
     request: Submit
-    future: "Future[Constraint]"
+    future: "Future[list[Constraint]]"
     deadline_s: float
 
 
@@ -85,7 +89,7 @@ class GrammarCompiler:
         """The requests held back, by their ids. Read only."""
 
     def start(self, request: Submit) -> None:
-        future = self._thread.submit(self.compile, request.grammar)
+        future = self._thread.submit(self._constraints, request)
         self.held[request.request_id] = _Pending(request, future, time.monotonic() + COMPILE_S)
 
     def cancel(self, request_id: str) -> None:
@@ -94,8 +98,9 @@ class GrammarCompiler:
         if pending is not None:
             pending.future.cancel()
 
-    def take(self) -> list[tuple[Submit, Constraint | BadGrammar]]:
-        """Requests whose grammars are compiled, or are not going to be, in the order in which they came."""
+    def take(self) -> list[tuple[Submit, list[Constraint] | BadGrammar]]:
+        """Requests whose grammars are compiled, or are not going to be, in the order in which they came. A compiled one
+        comes with a constraint for each choice."""
         now = time.monotonic()
         done = []
         for request_id, pending in list(self.held.items()):
@@ -114,6 +119,12 @@ class GrammarCompiler:
         for request in requests:
             self.cancel(request.request_id)
         return requests
+
+    def _constraints(self, request: Submit) -> list[Constraint]:
+        """One for each choice, which may have said something already. Raises BadGrammar. On the compiler's thread."""
+        compiled = self.compile(request.grammar)
+        said = request.resume or [None] * request.num_choices
+        return [compiled.after(token_ids or ()) for token_ids in said]
 
     def compile(self, grammar: str) -> Constraint:
         """Raises BadGrammar. On the compiler's thread."""
@@ -140,7 +151,7 @@ def first_line(message: str) -> str:
     return message.strip().partition("\n")[0][:300] or "it is not understood"
 
 
-def _result(future: "Future[Constraint]") -> Constraint | BadGrammar:
+def _result(future: "Future[list[Constraint]]") -> list[Constraint] | BadGrammar:
     error = future.exception()
     if error is None:
         return future.result()

@@ -51,11 +51,11 @@ class Intake:
     def queue_compiled(self, now: float) -> list[Output]:
         """Return the requests whose grammars are compiled by now."""
         outputs = []
-        for request, constraint in self._grammars.take():
-            if isinstance(constraint, BadGrammar):
-                outputs += _refused(request, "invalid_grammar", str(constraint))
+        for request, constraints in self._grammars.take():
+            if isinstance(constraints, BadGrammar):
+                outputs += _refused(request, "invalid_grammar", str(constraints))
             else:
-                outputs += self._queue(request, constraint, now)
+                outputs += self._queue(request, constraints, now)
         return outputs
 
     def queue_uncompiled(self, now: float) -> list[Output]:
@@ -74,11 +74,16 @@ class Intake:
     def close(self) -> None:
         self._grammars.close()
 
-    def _queue(self, request: Submit, constraint: Constraint | None, now: float) -> list[Output]:
+    def _queue(self, request: Submit, constraints: list[Constraint] | None, now: float) -> list[Output]:
+        """constraints: one for each choice, if the request has a grammar."""
         refused = []
         for index in range(request.num_choices):
+            if request.resume and request.resume[index] is None:
+                continue
             try:
-                self._choices.add(self._choice(request, index, constraint, now))
+                self._choices.add(
+                    self._choice(request, index, None if constraints is None else constraints[index], now)
+                )
             except QueueFull as error:
                 refused.append(error_output(request.request_id, index, "overloaded", f"the queue is full: {error}"))
             except DoesNotFit:
@@ -97,6 +102,16 @@ class Intake:
             return "invalid_prompt", f"token ids must be between 0 and {self._model.vocab_size - 1}"
         if self._choices.of_request(request.request_id) or request.request_id in self.held:
             return "invalid_prompt", "this request id is in use"
+        return self._problem_of_resume(request) if request.resume else None
+
+    def _problem_of_resume(self, request: Submit) -> tuple[str, str] | None:
+        unfinished = [ids for ids in request.resume if ids is not None]
+        if len(request.resume) != request.num_choices or not unfinished:
+            return "invalid_prompt", "an answer is resumed with the tokens of each of its choices"
+        if any(len(ids) >= request.sampling.max_tokens for ids in unfinished):
+            return "invalid_prompt", "a choice that has all of its tokens is over"
+        if not all(0 <= token_id < self._model.vocab_size for ids in unfinished for token_id in ids):
+            return "invalid_prompt", f"token ids must be between 0 and {self._model.vocab_size - 1}"
         return None
 
     def _may_truncate(self, request: Submit) -> bool:
@@ -123,6 +138,14 @@ class Intake:
             _client_cut(request.shift),
             now,
         )
+        prompt_tokens, dropped = len(tokens), 0
+        resumed = request.resume[index] or () if request.resume else ()
+        if resumed:
+            try:
+                dropped = self._cache.requests.resume(sequence_id, resumed)
+            except DoesNotFit:
+                self._cache.requests.close(sequence_id, 0, now)
+                raise
         sequence = Sequence(
             request_id=sequence_id,
             tenant=request.tenant,
@@ -130,8 +153,9 @@ class Intake:
             sampling=sampling,
             arrived_s=now,
             token_ids=tokens,
-            prompt_tokens=len(tokens),
+            prompt_tokens=prompt_tokens,
             weight=request.weight,
+            dropped_tokens=dropped,
         )
         try:
             self._scheduler.add(sequence)
@@ -147,9 +171,12 @@ class Intake:
             penalties=PenaltyState.of(sampling, request.token_ids),
             end_ids=(*ends, *sampling.stop_token_ids),
             may_truncate=rules.allowed,
-            constraint=constraint.copy() if constraint is not None else None,
+            constraint=constraint,
             prompt_logprobs=request.prompt_logprobs if index == 0 else None,
         )
+        if choice.penalties is not None:
+            for token_id in resumed:
+                choice.penalties.append(token_id)
         if choice.prompt_logprobs is not None:
             self._cache.requests.compute_all(sequence.request_id)
         return choice

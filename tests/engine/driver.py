@@ -125,6 +125,7 @@ class Driver:
         truncation: str = "",
         grammar: str = "",
         prompt_logprobs: int | None = None,
+        resume: list[list[int] | None] | None = None,
         **sampling: Any,
     ) -> Answer:
         """Queue a request, greedy unless told otherwise. Returns the first choice's answer, filled as it goes."""
@@ -146,6 +147,7 @@ class Driver:
                     important=important,
                     grammar=grammar,
                     prompt_logprobs=prompt_logprobs,
+                    resume=resume or [],
                 ),
                 self.now,
             )
