@@ -35,6 +35,44 @@ def test_behind_a_cut_all_is_loaded_however_slow_the_link_is(rules, new, loaded)
     assert model.manager.requests.report("second").dram_tokens == loaded
 
 
+@pytest.mark.parametrize(("found", "part"), [(1, 20), (2, 20), (3, 0), (5, 0), (6, 20)])
+def test_after_a_kept_block_no_part_is_used_of_one_that_was_computed_on_more(found, part):
+    """Six blocks stay after a cut, the last four moved. found: how many of them are left. Each time another block
+    shares 20 tokens with what follows them here. After the first two, or after all six, it was computed on what
+    precedes it here; after the others, on what was cut too."""
+    model = PoolModel(make_manager(num_pages=80, window=512, dram_slots=80))
+    text, new = tokens(1, 448), tokens(2, 64)
+    rules = CutRules(allowed=True, keep_first=64, message_starts=(320, 448), important=())
+    model.run("first", text, session="s")
+    model.settle()
+    answer(model, "cut", [*text, *new], rules, computed=64)
+    beside = {1: text[:52], 2: [*text[:64], *text[320:340]], 3: text[:372], 5: text[:436]}
+    if found in beside:
+        model.run("beside", [*beside[found], *tokens(3, 44)], session="beside")
+        model.settle()
+    model.open("second", [*text, *new[:20], *tokens(4, 44)], session="s", rules=rules)
+    context, tiers = model.contexts["second"], model.manager.tiers
+    kept = context.keys[:6]
+    assert (context.lineage.plain, context.lineage.joint) == (2, 6)
+    for key in kept[found : found + 1]:  # it leaves all tiers while the turn waits
+        tiers.dram.drop_slot(tiers.table.get(key))
+        tiers.hbm.evict(key)
+    match = model.manager.view._matcher.match(context).found
+    assert [row.key for row in match.rows] == kept[:found]
+    assert match.num_tokens == found * 32 + part
+    answer(model, "second", None, rules, computed=len(context.token_ids) - match.num_tokens)
+
+
+def answer(model: PoolModel, request_id: str, prompt: list[int] | None, rules: CutRules, *, computed: int) -> None:
+    """Run a turn of session `s` that computes so many tokens. prompt: None if it is open."""
+    if prompt is not None:
+        model.open(request_id, prompt, session="s", rules=rules)
+    assert model.manager.view.admit(request_id, computed) == len(model.contexts[request_id].token_ids) - computed
+    assert model.step(request_id, computed)
+    model.close(request_id)
+    model.settle()
+
+
 @pytest.mark.parametrize("shared", [0, 64])
 def test_kv_on_its_way_to_hbm_is_not_in_hbm_until_it_has_come(shared):
     model = PoolModel(make_manager(num_pages=8, window=256, dram_slots=40))
