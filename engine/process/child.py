@@ -162,14 +162,15 @@ class EngineChild(asyncio.SubprocessProtocol):
     async def close(self) -> None:
         """Kill what is alive, pass on the last of the output, and give the socket and the pipes back."""
         self.kill()
-        await self.exited.wait()
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._output_ended.wait(), LAST_WORDS_S)
-        self._sender.cancel()
-        await asyncio.wait([self._sender])
-        self._socket.close()
-        self._directory.cleanup()
-        self._transport.close()
+        try:
+            await self.exited.wait()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._output_ended.wait(), LAST_WORDS_S)
+        finally:  # also when the client is stopped meanwhile, which cancels this
+            self._sender.cancel()
+            self._socket.close()
+            self._directory.cleanup()
+            self._transport.close()
 
     def describe_exit(self) -> str:
         status = self._transport.get_returncode()

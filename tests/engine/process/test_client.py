@@ -412,6 +412,17 @@ async def test_stop_at_any_moment_of_a_start(start: Start, model: str) -> None:
         assert pid is None or not alive(pid)
 
 
+async def test_stop_while_a_dead_engine_is_tidied_up(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    client = await start()
+    child = client._child
+    assert child is not None
+    monkeypatch.setattr(child, "connection_lost", lambda exc: None)  # another process holds its output open
+    child.kill()
+    await until(lambda: client._child is None)
+    await client.stop()
+    assert (client.state, child._socket.closed, child._transport.is_closing()) == ("stopped", True, True)
+
+
 async def test_stop_before_start() -> None:
     client = EngineClient(config=config(), command=PROGRAM, start_timeout_s=5, hang_timeout_s=5)
     await client.stop()
