@@ -19,16 +19,17 @@ from app.conversations.response_store import ResponseStore
 from app.conversations.text_thread import TextThread
 from app.conversations.transcripts import Transcripts
 from app.errors import install_handlers
+from app.http.cors import cors_options
 from app.http.middleware import Authentication, RequestContext
 from app.observe.answer_log import AnswerLog
 from app.observe.live import Live
 from app.observe.logs import EngineOutput
 from app.observe.metrics import Metrics
 from app.observe.tracing import NoTracer, OtelTracer, make_tracer
-from app.settings.settings import GIB, Settings
+from app.settings.settings import Settings
 from app.state_dir import SecretKeeper, load_tenant_secret, weakness
-from app.tenancy.key_file import follow_keys, load_keys
-from app.tenancy.keyring import Key, KeyLimits, Keyring, digest_of
+from app.tenancy.configured_keys import follow_keys_file, make_keyring
+from app.tenancy.keyring import Keyring
 from app.tenancy.places import Places
 from app.tenancy.quotas import Quotas
 from app.turn.observer import Observers, TurnObserver
@@ -38,12 +39,6 @@ from app.turn.service import TurnService
 from app.turn.sessions import SessionCommands
 from app.version import version
 from engine.process.client import EngineClient
-
-# What a script of another page may read of an answer, besides its body.
-EXPOSED_HEADERS = (
-    *("x-request-id", "openai-processing-ms", "x-session-id", "x-cache", "warning", "retry-after"),
-    *(f"x-ratelimit-{what}-{of}" for what in ("limit", "remaining", "reset") for of in ("requests", "tokens")),
-)
 
 log = logging.getLogger(__name__)
 
@@ -140,7 +135,7 @@ async def lifespan(parts: Parts) -> AsyncIterator[None]:
     background = (
         parts.readiness.load(),
         parts.text_thread.sweep_forever(),
-        _follow_keys(parts.settings, parts.keyring),
+        follow_keys_file(parts.settings, parts.keyring),
         parts.secret_keeper.run(),
     )
     tasks = [asyncio.create_task(work) for work in background]
@@ -178,13 +173,8 @@ def add_middleware(app: FastAPI, parts: Parts) -> None:
 
     app.add_middleware(Authentication, keyring=parts.keyring, hostnames=(server.host, *server.hostnames))
     if server.cors_origins:
-        app.add_middleware(
-            CORSMiddleware,  # in front of the keys: a browser asks without one whether it may ask
-            allow_origins=server.cors_origins,
-            allow_methods=["GET", "POST", "PATCH", "DELETE"],
-            allow_headers=["*"],
-            expose_headers=EXPOSED_HEADERS,
-        )
+        # In front of the keys: a browser asks without one whether it may ask.
+        app.add_middleware(CORSMiddleware, **cors_options(server.cors_origins))
     app.add_middleware(RequestContext, on_done=count, log_access=server.access_log)
 
 
@@ -226,39 +216,6 @@ def make_store(settings: Settings) -> Store:
     if settings.responses_redis_url:
         return RedisStore(url=settings.responses_redis_url, **bounds)
     return ResponseStore(path=settings.state_dir / "responses.sqlite3", **bounds)
-
-
-def make_keyring(settings: Settings) -> Keyring:
-    """Collect every key there is. Raises KeyFileError."""
-    server, limits = settings.server, limits_of_keys(settings)
-    keys = [] if server.keys_file is None else load_keys(server.keys_file.expanduser(), limits)
-    return Keyring([*keys, *_keys_of_settings(settings)], local=limits)
-
-
-def limits_of_keys(settings: Settings) -> KeyLimits:
-    """Return the limits of a key whose file sets no others."""
-    limits = settings.limits
-    return KeyLimits(
-        requests=limits.key_requests,
-        requests_per_minute=limits.key_requests_per_minute,
-        tokens_per_minute=limits.key_tokens_per_minute,
-        sessions=limits.key_sessions,
-        cache_bytes=int(limits.key_cache_gib * GIB),
-    )
-
-
-def _keys_of_settings(settings: Settings) -> list[Key]:
-    server, limits = settings.server, limits_of_keys(settings)
-    keys = [Key(digest_of(key), limits=limits) for key in server.api_keys]
-    return keys + [Key(digest_of(key), is_admin=True, limits=limits) for key in server.admin_keys]
-
-
-async def _follow_keys(settings: Settings, keyring: Keyring) -> None:
-    """Follow changes of the keys file, if there is one, until cancelled."""
-    if settings.server.keys_file is not None:
-        fixed = _keys_of_settings(settings)
-        path = settings.server.keys_file.expanduser()
-        await follow_keys(path, limits_of_keys(settings), lambda keys: keyring.use([*keys, *fixed]))
 
 
 def _write(text: str) -> None:

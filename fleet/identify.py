@@ -210,7 +210,7 @@ def _arguments(given: Any) -> str:
     """Arguments as JSON in one spelling: OpenAI's clients send a string back, Anthropic's an object."""
     if isinstance(given, str):
         try:
-            given = json.loads(given)
+            return canonical(json.loads(given))
         except (ValueError, RecursionError):
             return given
     return canonical(given)

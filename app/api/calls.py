@@ -8,6 +8,7 @@ from fastapi import Request
 from app.errors import ApiError
 from app.http.body import RequestModel, parse_body
 from app.http.event_stream import Deltas, EventStream, Frames
+from app.schemas.fields import SESSION_HEADERS
 from app.settings.settings import Settings
 from app.turn.deadline import HEADER as TIMEOUT_HEADER
 from app.turn.ports import EnginePort
@@ -15,9 +16,6 @@ from app.turn.prepare import Caller
 from app.turn.readiness import Readiness
 from app.turn.service import TurnService
 from app.turn.sessions import SessionCommands
-
-# Headers in which clients name a conversation: ours (OpenCode uses it too), Codex's, Claude Code's.
-SESSION_HEADERS = ("x-session-id", "session-id", "x-claude-code-session-id")
 
 T = TypeVar("T", bound=RequestModel)
 

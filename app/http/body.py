@@ -40,9 +40,15 @@ async def parse_body(request: Request, model: type[T], limits: LimitSettings) ->
 
 
 async def read_body(request: Request, *, max_bytes: int, timeout_s: float) -> bytes:
+    """Read a body that says it is JSON. Raises ApiError or ClientGone."""
     # Web pages may send other content types to a loopback port without permission, but not JSON.
     if not _JSON_TYPE.match(request.headers.get("content-type", "")):
         raise ApiError(415, "The content type must be application/json.", code="unsupported_media_type")
+    return await read_bytes(request, max_bytes=max_bytes, timeout_s=timeout_s)
+
+
+async def read_bytes(request: Request, *, max_bytes: int, timeout_s: float) -> bytes:
+    """Read a body of any type. Raises ApiError or ClientGone."""
     message = f"The request body is larger than {max_bytes} bytes (limits.body_bytes)."
     too_large = ApiError(413, message, code="request_too_large")
     declared = request.headers.get("content-length", "")

@@ -10,6 +10,8 @@ from pydantic_core import PydanticCustomError
 
 MAX_TIMEOUT_S = 86_400.0
 # "." and ".." are excluded: clients remove them from URLs, so such a session could not be deleted.
+# Headers in which clients name a conversation: ours (OpenCode uses it too), Codex's, Claude Code's.
+SESSION_HEADERS = ("x-session-id", "session-id", "x-claude-code-session-id")
 SESSION_ID = re.compile(r"(?!\.{1,2}\Z)[A-Za-z0-9._:\-]{1,128}")
 SESSION_ID_RULE = "1 to 128 letters, digits, '.', '_', ':' or '-', and neither '.' nor '..'"
 MAX_SCHEMA_BYTES = 65_536

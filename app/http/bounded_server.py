@@ -1,0 +1,53 @@
+"""uvicorn with bounds on connections, headers and waiting."""
+
+import socket
+from functools import partial
+
+import uvicorn
+from starlette.types import ASGIApp
+
+from app.http.connections import BoundedConnection, raise_file_limit
+from app.settings.settings import Settings
+
+LAST_WORDS_S = 5.0  # after server.drain_s, for answers that are ended early and for the last bytes to be sent
+KEEP_ALIVE_S = 75  # longer than the minute after which clients' pools drop idle connections
+
+
+class BoundedServer(uvicorn.Server):
+    """Serves an ASGI application where the settings say."""
+
+    def __init__(self, app: ASGIApp, settings: Settings) -> None:
+        config = uvicorn.Config(
+            app,
+            host=settings.server.host,
+            port=settings.server.port,
+            http=partial(  # type: ignore[arg-type]  # it asks for a class, and calls it
+                BoundedConnection,
+                most=settings.limits.connections,
+                header_timeout_s=settings.limits.header_timeout_s,
+            ),
+            h11_max_incomplete_event_size=settings.limits.header_bytes,
+            ws="none",
+            lifespan="on",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            timeout_keep_alive=KEEP_ALIVE_S,
+            timeout_graceful_shutdown=int(LAST_WORDS_S),
+        )
+        super().__init__(config)
+        self._most_connections = settings.limits.connections
+
+    def serve_forever(self) -> None:
+        """Bind the port before anything is loaded, so that an occupied port is reported at once. Raises OSError."""
+        raise_file_limit(self._most_connections)
+        host, port = self.config.host, self.config.port
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.create_server(address[:2], family=family, backlog=self.config.backlog) as listener:
+            self.run(sockets=[listener])
+
+    @property
+    def url(self) -> str:
+        """The address that it listens on, once `startup` has returned."""
+        host, port = self.servers[0].sockets[0].getsockname()[:2]
+        return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

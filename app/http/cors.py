@@ -1,0 +1,20 @@
+"""What scripts of other pages may do and read, where the settings name those pages."""
+
+from collections.abc import Sequence
+from typing import Any
+
+# What a script may read of an answer, besides its body.
+EXPOSED_HEADERS = (
+    *("x-request-id", "openai-processing-ms", "x-session-id", "x-cache", "warning", "retry-after"),
+    *(f"x-ratelimit-{what}-{of}" for what in ("limit", "remaining", "reset") for of in ("requests", "tokens")),
+)
+
+
+def cors_options(origins: Sequence[str]) -> dict[str, Any]:
+    """Return the arguments of Starlette's CORSMiddleware. origins: of the pages, or `*`."""
+    return {
+        "allow_origins": origins,
+        "allow_methods": ["GET", "POST", "PATCH", "DELETE"],
+        "allow_headers": ["*"],
+        "expose_headers": EXPOSED_HEADERS,
+    }
