@@ -16,6 +16,7 @@ from cache.storage.directory import stored_models
 from cache.storage.directory_lock import DirectoryLocked, used_by
 from cache.storage.errors import BlockMissing, TierFailed, TierFull
 from cache.storage.extent_format import checksum
+from cache.storage.throttle import CREDIT_S, Throttle
 from tests.cache.storage.disk_helpers import (
     FINGERPRINT,
     RECORD_KEY,
@@ -132,20 +133,24 @@ def test_segments_land_as_they_are_wherever_that_is(tmp_path, monkeypatch, caplo
     tier.close()
 
 
-def test_a_cap_is_waited_for_behind_every_part_and_in_no_io_thread(tmp_path):
-    tier = make_tier(tmp_path, read_bytes_per_s=1e6, deadline_s=0.1)
-    tier.open()
+def test_a_cap_is_waited_for_behind_every_part_and_in_no_io_thread(tier):
     info = put(tier, "x")
+    now_s, sleepers = [0.0], []
+
+    def sleep(seconds):
+        now_s[0] += seconds
+        sleepers.append(threading.current_thread())
+
+    tier._opener._throttle = Throttle(bytes_per_s=1e6, clock=lambda: now_s[0], sleep=sleep)
     with tier.reader(info.extent_id) as reader:
         outs = [memoryview(extent_file.io_buffer(1 << 20))[:size] for size in SEGMENTS]
         told = []
-        began = time.monotonic()
-        for _ in range(1 + int(0.3e6 / sum(SEGMENTS))):
+        for _ in range(10):
             assert reader.land(0, [(reader, [1])], outs, lambda count: told.append(count) or 1) == len(SEGMENTS)
-        assert time.monotonic() - began > 0.2, "longer than the deadline"
-        assert told[: len(SEGMENTS) - 1] == [1] * (len(SEGMENTS) - 1)
+        assert now_s[0] == pytest.approx(10 * sum(SEGMENTS) / 1e6 - CREDIT_S)
+        assert set(sleepers) == {threading.current_thread()}
+        assert told == [1] * 10 * (len(SEGMENTS) - 1)
         assert reader.land(0, [(reader, [1])], outs, lambda count: 0) == 1, "it is enough"
-    tier.close()
 
 
 @pytest.mark.parametrize("direct", [True, False])
