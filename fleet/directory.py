@@ -242,13 +242,14 @@ class Directory:
                 idle_s=max(0.0, seconds - used / 1e3),
             )
 
-    async def claim(self, name: SessionName, *, fingerprint: str, ttl_s: float) -> Claim:
-        """Make this replica the home of a session, new or not. ttl_s: of a new one, after its last use. Raises
-        DirectoryFlushed too."""
+    async def claim(self, name: SessionName, *, fingerprint: str, ttl_s: float, begun: int = 0) -> Claim:
+        """Make this replica the home of a session, new or not. ttl_s: of a new one, after its last use. begun: the
+        epoch of this replica's first claim of it, if it has a copy; only heeded after a flush. Raises DirectoryFlushed
+        too."""
         names = self._keys_of(name, fingerprint)
         answer = await self._run(
             *("claim", self.born, self._replica, self._boot, name.session_id, names.tenant, names.name, names.member),
-            *(_milliseconds(ttl_s), self._max_sessions),
+            *(_milliseconds(ttl_s), self._max_sessions, begun),
         )
         self._must_be_ours(answer)
         with _reading():
@@ -318,6 +319,14 @@ class Directory:
                 for member, head in zip(pairs[::2], pairs[1::2], strict=True)
             ]
             return Forgetting(int(epoch), tuple(filter(None, found)), tuple(other.decode() for other in waiting))
+
+    async def remember(self, forgotten: Sequence[Forgotten]) -> None:
+        """Write deletions again after a flush, before anything else is. Raises DirectoryFlushed too."""
+        for start in range(0, len(forgotten), FORGOTTEN_AT_ONCE):
+            values: list[str | int] = []
+            for deletion in forgotten[start : start + FORGOTTEN_AT_ONCE]:
+                values += (deletion.name.partition(":")[0], deletion.name, deletion.epoch)
+            self._must_be_ours(await self._run("remember", self.born, *values))
 
     async def acknowledge(self, epoch: int) -> None:
         """Say that this replica has deleted what was forgotten at this epoch."""

@@ -106,7 +106,7 @@ class Commit:
     name: SessionName
     fingerprint: str
     epoch: int  # of the claim; 0: Redis could not be asked for one when the turn began
-    since: int  # with epoch 0: the last epoch known when the turn began
+    since: int  # the last epoch known when the turn began; with a claim, that of the first claim of the session
     base_turn: int  # with epoch 0: the last turn known when it began
     nonce: bytes  # 8 random bytes: a commit that comes twice counts once
     ends_turn: bool = True

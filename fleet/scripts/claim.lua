@@ -1,8 +1,8 @@
 -- Makes a replica the home of a session, which is begun if it is not there.
 -- Answers {'claimed', epoch, turn, home before, epoch of the name's deletion, tokens, head}, or {'flushed'}.
 -- ARGV: born, replica, boot, session id, tenant, name, member, milliseconds that a new session lives, most sessions of a
---       tenant
-local born, replica, boot, id, tenant, name, member, lives, most_sessions = unpack(ARGV)
+--       tenant, epoch at which the replica's copy of the session was begun or 0
+local born, replica, boot, id, tenant, name, member, lives, most_sessions, begun = unpack(ARGV)
 if redis.call('GET', BORN) ~= born then return {'flushed'} end
 local record, names, by_use = record_of(tenant, member), names_of(name), by_use_of(tenant)
 local home, booted, epoch, turn, tokens, head, ttl =
@@ -14,6 +14,7 @@ if home ~= replica or booted ~= boot then
   redis.call('HSET', record, 'home', replica, 'boot', boot, 'epoch', epoch, 'id', id, 'named', name)
 end
 redis.call('HSETNX', record, 'turn', 0)
+redis.call('HSETNX', record, 'begun', begun == '0' and epoch or begun)
 redis.call('HSET', record, 'used', now)
 live(record, lives)
 redis.call('SADD', names, member)

@@ -53,6 +53,7 @@ local left, left_of_names, left_of_held = redis.call('PTTL', by_use), redis.call
 if home ~= replica or booted ~= boot then
   redis.call('HSET', record, 'home', replica, 'boot', boot, 'epoch', next_epoch(), 'id', id, 'named', name)
 end
+redis.call('HSETNX', record, 'begun', since)
 redis.call('HINCRBY', record, 'turn', ends)
 redis.call('HSET', record, 'nonce', nonce, 'used', now, 'tokens', tokens, 'bytes', bytes, 'in_redis', in_redis, 'ttl',
   lives)
