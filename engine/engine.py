@@ -12,7 +12,18 @@ from cache.moves import CopyRows, Transferred
 from cache.storage.first_touch import FirstTouch
 from cache.transfer.transfer import Transfer
 from engine.counters import Counters, collect
-from engine.messages import ModelInfo, Output, SessionReply, SessionRequest, Stats, Submit, Timings, TokenLogprob
+from engine.messages import (
+    Adopt,
+    Head,
+    ModelInfo,
+    Output,
+    SessionReply,
+    SessionRequest,
+    Stats,
+    Submit,
+    Timings,
+    TokenLogprob,
+)
 from engine.session_directory import SessionDirectory
 from engine.step.choices import RunningChoice, RunningChoices
 from engine.step.compute import Computed, StepClock, StepCompute
@@ -361,6 +372,15 @@ class Engine:
         """Answer what is asked about sessions; a deletion is answered by `poll` when the bytes are gone."""
         reply = self._directory.apply(request, now)
         return [] if reply is None else [reply]
+
+    def adopt(self, request: Adopt, now: float) -> list[SessionReply]:
+        """Take over a session of another replica; answered by `poll` when the headers of its extents have come."""
+        no_tier = "this engine keeps no KV in Redis"
+        return [SessionReply(request_id=request.request_id, sessions=[], error_code="unavailable", error=no_tier)]
+
+    def take_heads(self) -> list[Head]:
+        """Return the heads of sessions that have changed since the last call."""
+        return []
 
     # --- housekeeping -------------------------------------------------------------------------------------------------
 

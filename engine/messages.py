@@ -10,7 +10,8 @@ from cache.stats import TokensBySource as TokensBySource
 from engine.config import EngineConfig
 from scheduler.sequence import SamplingParams as SamplingParams
 
-WIRE_VERSION = 6
+WIRE_VERSION = 7
+MAX_HEAD_BYTES = 8 << 20  # of a session's head: a context of 4 MiB, and the names of its extents
 
 
 class Launch(msgspec.Struct, frozen=True, kw_only=True):
@@ -91,8 +92,35 @@ class SessionReply(msgspec.Struct, frozen=True, kw_only=True, tag="session_reply
     sessions: list[SessionInfo]
     more: bool = False  # list, list_all: there are further ones
     # not_found | busy (a request of it runs) | pin_quota | undeleted (the disk keeps bytes; tried again) | unavailable
+    # | bad_head (adopt)
     error_code: str | None = None
     error: str | None = None
+
+
+class Head(msgspec.Struct, frozen=True, kw_only=True, tag="head"):
+    """What another replica needs to go on with a session: its context, and the names of its extents in Redis. Sent only
+    by an engine that keeps KV in Redis: ahead of the last Output of every turn, and again whenever an upload of the
+    session has ended, because the extents of the newest turn have no names before. Where a stop string ends a turn, the
+    head follows the app's Finish. A later head of a session replaces an earlier one."""
+
+    tenant: str
+    salt: str
+    session_id: str
+    turn: int  # turns of the session that have ended; heads of one turn are in order of sending
+    head: bytes  # opaque and signed by the engine; at most MAX_HEAD_BYTES
+
+
+class Adopt(msgspec.Struct, frozen=True, kw_only=True, tag="adopt"):
+    """Take over a session that another replica has left, so that its next turn finds its KV in Redis. Answered by one
+    SessionReply with the same request_id when the headers of its extents have come. `unavailable`: this engine keeps no
+    KV in Redis, or Redis has not answered. `bad_head`: it was not made by an engine of this model and tenant secret.
+    Whatever is answered, a turn may follow: what was not adopted is computed."""
+
+    request_id: str
+    tenant: str
+    salt: str
+    session_id: str
+    head: bytes
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort"):
@@ -281,8 +309,8 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True, tag="stats"):
     scheduler: SchedulerState | None = None
 
 
-ToEngine = Submit | Abort | Finish | FinishAll | SessionRequest | Shutdown
-FromEngine = Ready | Refused | Outputs | SessionReply | Stats
+ToEngine = Submit | Abort | Finish | FinishAll | SessionRequest | Adopt | Shutdown
+FromEngine = Ready | Refused | Outputs | SessionReply | Head | Stats
 
 encode = msgspec.msgpack.Encoder().encode
 decode_launch = msgspec.msgpack.Decoder(Launch).decode

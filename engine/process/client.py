@@ -17,8 +17,10 @@ import zmq.asyncio
 from engine.config import EngineConfig
 from engine.messages import (
     Abort,
+    Adopt,
     Finish,
     FinishAll,
+    Head,
     ModelInfo,
     Outputs,
     Ready,
@@ -118,6 +120,9 @@ class EngineClient:
         self.model: ModelInfo | None = None  # of the last engine that was ready
         self.stats: Stats | None = None  # the last heartbeat of this engine
         self.restarts = 0
+        self.on_head: Callable[[Head], object] | None = None
+        """Called with every head of a session that the engine sends, ahead of the output that it belongs to. Must not
+        block."""
         self._config = config
         self._start_timeout_s = start_timeout_s
         self._hang_timeout_s = hang_timeout_s
@@ -176,9 +181,9 @@ class EngineClient:
         child.post(request)
         return stream
 
-    async def sessions(self, request: SessionRequest, *, timeout_s: float = SESSIONS_TIMEOUT_S) -> SessionReply:
-        """Ask the engine about sessions. Raises EngineUnavailable as `submit` does, ValueError for a request id that is
-        in use, EngineTimeout, and EngineLost if the engine dies meanwhile."""
+    async def sessions(self, request: SessionRequest | Adopt, *, timeout_s: float = SESSIONS_TIMEOUT_S) -> SessionReply:
+        """Ask the engine about sessions, or to adopt one. Raises EngineUnavailable as `submit` does, ValueError for a
+        request id that is in use, EngineTimeout, and EngineLost if the engine dies meanwhile."""
         child = self._ready_child()
         if len(self._questions) >= MAX_QUESTIONS:
             raise EngineUnavailable("too many questions about sessions are open", retry_after_s=1.0)
@@ -356,7 +361,7 @@ class EngineClient:
         """Whether a restarted engine came back with other weights than the app has a tokenizer and transcripts for."""
         return self.model is not None and model.fingerprint != self.model.fingerprint
 
-    def _handle(self, child: EngineChild, message: Ready | Outputs | SessionReply | Stats) -> None:
+    def _handle(self, child: EngineChild, message: Ready | Outputs | SessionReply | Head | Stats) -> None:
         match message:
             case Outputs(outputs):
                 for output in outputs:
@@ -368,6 +373,9 @@ class EngineClient:
                 answer = self._questions.get(request_id)
                 if answer is not None and not answer.done():
                     answer.set_result(message)
+            case Head():
+                if self.on_head is not None:
+                    self.on_head(message)
             case Stats():
                 self.stats = message
             case Ready(model):

@@ -23,9 +23,11 @@ from engine.config import EngineConfig
 from engine.messages import (
     WIRE_VERSION,
     Abort,
+    Adopt,
     Finish,
     FinishAll,
     FromEngine,
+    Head,
     Launch,
     ModelInfo,
     Output,
@@ -76,6 +78,14 @@ class StepEngine(Protocol):
 
     def sessions(self, request: SessionRequest, now: float) -> list[SessionReply]:
         """Return what can be answered at once, of this request or of earlier ones; `poll` returns the rest."""
+        ...
+
+    def adopt(self, request: Adopt, now: float) -> list[SessionReply]:
+        """Take over a session of another replica. Returns what can be answered at once; `poll` returns the rest."""
+        ...
+
+    def take_heads(self) -> list[Head]:
+        """Return the heads of sessions that have changed since the last call. Called in every turn of the loop."""
         ...
 
     def poll(self, now: float) -> list[SessionReply]:
@@ -132,7 +142,7 @@ class EngineLoop:
                 if isinstance(message, Shutdown):
                     shutdown = True
                     break
-                if isinstance(message, SessionRequest):
+                if isinstance(message, SessionRequest | Adopt):
                     self._reply(self._sessions(message))
                 else:
                     outputs += self._apply(message)
@@ -187,9 +197,11 @@ class EngineLoop:
             ]
             return failed + self._apply(Abort(request_id))
 
-    def _sessions(self, request: SessionRequest) -> list[SessionReply]:
+    def _sessions(self, request: SessionRequest | Adopt) -> list[SessionReply]:
         """Answer a question about sessions. If the engine chokes on it, the reply says so, and no request fails."""
         try:
+            if isinstance(request, Adopt):
+                return self._engine.adopt(request, time.monotonic())
             return self._engine.sessions(request, time.monotonic())
         except Exception as error:
             log.exception("session request %s failed", request.request_id)
@@ -206,6 +218,9 @@ class EngineLoop:
         return []
 
     def _tell(self, outputs: list[Output]) -> None:
+        """Send heads of sessions, then outputs: who hears of a turn's end has its head."""
+        for head in self._engine.take_heads():
+            self._send(head)
         if outputs:
             self._send(Outputs(outputs))
 

@@ -15,6 +15,8 @@ import msgspec
 import engine.process.loop
 from engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from engine.messages import (
+    Adopt,
+    Head,
     ModelInfo,
     Output,
     Refused,
@@ -189,12 +191,21 @@ def output(
     )
 
 
+def head(session_id: str, *, tenant: str = "", turn: int = 1, head: bytes = b"head") -> Head:
+    return Head(tenant=tenant, salt="", session_id=session_id, turn=turn, head=head)
+
+
+def adopt(request_id: str, session_id: str, *, head: bytes = b"head") -> Adopt:
+    return Adopt(request_id=request_id, tenant="", salt="", session_id=session_id, head=head)
+
+
 class ScriptedEngine:
     def __init__(self, *, step_s: float, closing: str = "") -> None:
         self.model = MODEL
         self.idle_calls = 0
         self.closed = False
         self.polls_to_delete = 3  # a `delete` is answered by the poll after as many
+        self.heads: list[Head] = []  # that the next call of `take_heads` returns
         self._deleting: list[SessionRequest] = []
         self._closing = closing
         self._step_s = step_s
@@ -242,6 +253,15 @@ class ScriptedEngine:
         return [
             SessionReply(request_id=request.request_id, sessions=[session_info(request.session_id or "s", **changes)])
         ]
+
+    def adopt(self, request: Adopt, now: float) -> list[SessionReply]:
+        """Takes over every session, and says at once that its head has changed."""
+        self.heads.append(head(request.session_id, tenant=request.tenant, head=request.head))
+        return [SessionReply(request_id=request.request_id, sessions=[session_info(request.session_id)])]
+
+    def take_heads(self) -> list[Head]:
+        heads, self.heads = self.heads, []
+        return heads
 
     def poll(self, now: float) -> list[SessionReply]:
         if not self._deleting:

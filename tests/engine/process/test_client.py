@@ -16,10 +16,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import engine.process.client
-from engine.messages import Output, SessionRequest, TokenLogprob
+from engine.messages import Head, Output, SessionRequest, TokenLogprob
 from engine.process.child import MALLOC, engine_environment
 from engine.process.client import EngineClient, EngineFailed, EngineLost, EngineTimeout, EngineUnavailable, OutputStream
-from tests.engine.scripted_engine import MODEL, REPORT, TIMINGS, config, output, submit
+from tests.engine.scripted_engine import MODEL, REPORT, TIMINGS, adopt, config, head, output, submit
 
 ROOT = Path(__file__).parents[3]
 PROGRAM = (sys.executable, str(Path(__file__).parents[1] / "scripted_engine.py"))
@@ -443,6 +443,16 @@ async def test_questions_about_sessions_are_answered_each_with_its_own(start: St
     assert (deleted.request_id, deleted.error_code) == ("d", None)
     assert client._questions == {}
     await stream.aclose()
+
+
+async def test_an_adoption_is_answered_and_heads_are_handed_on(start: Start) -> None:
+    client = await start()
+    heads: list[Head] = []
+    client.on_head = heads.append
+    reply = await client.sessions(adopt("q", "s", head=b"left elsewhere"))
+    assert reply.sessions[0].session_id == "s"
+    await until(lambda: heads)
+    assert heads == [head("s", head=b"left elsewhere")]
 
 
 async def test_a_question_without_an_answer_ends(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,9 +17,11 @@ import zmq
 from engine.messages import (
     WIRE_VERSION,
     Abort,
+    Adopt,
     Finish,
     FinishAll,
     FromEngine,
+    Head,
     Launch,
     Output,
     Outputs,
@@ -32,10 +34,11 @@ from engine.messages import (
     ToEngine,
     decode_from_engine,
     decode_launch,
+    decode_to_engine,
     encode,
 )
 from engine.process.loop import FRAME_LENGTH, EngineLoop
-from tests.engine.scripted_engine import ScriptedEngine, config, submit
+from tests.engine.scripted_engine import ScriptedEngine, adopt, config, head, submit
 
 ROOT = Path(__file__).parents[3]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT)}
@@ -220,6 +223,31 @@ def test_sessions_are_answered_at_once_or_when_the_engine_is_done(
     assert (gone.request_id, gone.error_code) == ("gone", None)
     assert engine.polls_to_delete <= 0
     assert peer.collect(lambda seen: any(one.request_id == "a" for one in seen))  # the answer under way goes on
+
+
+def test_heads_go_ahead_of_the_outputs_of_their_step(engine: ScriptedEngine, peer: Peer, start: Start) -> None:
+    engine.heads.append(head("s", turn=3))
+    peer.post(submit("r", max_tokens=1))
+    start()
+    assert peer.receive() == head("s", turn=3)
+    assert isinstance(peer.receive(), Outputs)
+
+
+def test_an_adoption_is_answered_like_a_question_about_sessions(peer: Peer, start: Start) -> None:
+    peer.post(adopt("q", "s", head=b"left elsewhere"))
+    start()
+    reply = peer.receive()
+    assert isinstance(reply, SessionReply)
+    assert (reply.request_id, reply.error_code, reply.sessions[0].session_id) == ("q", None, "s")
+    assert peer.receive() == head("s", head=b"left elsewhere")
+
+
+@pytest.mark.parametrize("data", [b"", b"\0" * 1000, bytes(range(256)) * 8])
+def test_heads_and_adoptions_pass_the_wire_unchanged(data: bytes) -> None:
+    sent = Head(tenant="t", salt="pepper", session_id="s/1", turn=7, head=data)
+    assert decode_from_engine(encode(sent)) == sent
+    taken = Adopt(request_id="q", tenant="t", salt="pepper", session_id="s/1", head=data)
+    assert decode_to_engine(encode(taken)) == taken
 
 
 def test_a_question_the_engine_chokes_on_fails_alone(
