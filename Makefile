@@ -21,7 +21,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.setup-$(EXTRAS)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help setup model serve test test-api test-clients test-gpu check docs format bench bench-quick figures screenshots sim house coverage lock clean
+.PHONY: help setup model serve test test-api test-clients test-fleet test-gpu check docs format bench bench-quick figures screenshots sim house coverage lock clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 12
@@ -43,11 +43,11 @@ serve: setup  ## the server on 127.0.0.1:8000
 	@$(BIN)/reprise serve $(ARGS)
 
 test: setup  ## every test that needs no GPU
-	@$(BIN)/python -m pytest -m 'not gpu and not api' --durations=5 -n $(WORKERS) --dist loadfile $(ARGS)
+	@$(BIN)/python -m pytest -m 'not gpu and not api and not slow' --durations=5 -n $(WORKERS) --dist loadfile $(ARGS)
 
 coverage: setup  ## branches that the tests have not run, in all processes; fails where a folder has less than 90 %
 	@$(BIN)/coverage erase
-	@$(BIN)/coverage run -m pytest -m 'not gpu and not api' -n $(WORKERS) --dist loadfile $(ARGS)
+	@$(BIN)/coverage run -m pytest -m 'not gpu and not api and not slow' -n $(WORKERS) --dist loadfile $(ARGS)
 	@$(BIN)/coverage combine --quiet
 	@$(BIN)/coverage report --sort=cover
 	@for folder in app cache engine fleet scheduler; do \
@@ -58,6 +58,9 @@ coverage: setup  ## branches that the tests have not run, in all processes; fail
 test-api:  ## thousands of requests made from /openapi.json; the server's answers are as it says
 	@$(MAKE) --no-print-directory setup EXTRAS='$(EXTRAS),api'
 	@$(BIN)/python -m pytest -m api tests/api $(ARGS)
+
+test-fleet: setup  ## a gateway before real servers, some of which are killed; needs redis-server
+	@$(BIN)/python -m pytest -m slow tests/fleet $(ARGS)
 
 test-gpu: setup  ## the tests that need a CUDA device
 	@$(BIN)/python -m pytest -m gpu $(ARGS)

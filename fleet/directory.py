@@ -51,7 +51,7 @@ REMOVED_S = 600.0  # and after that it is removed
 MAX_FORGOTTEN = 100_000  # deletions that are remembered
 FORGOTTEN_S = 30 * 86_400.0  # for so long
 FORGOTTEN_AT_ONCE = 256  # in the answer to one beat
-_RECORD = ("id", "home", "boot", "epoch", "turn", "tokens", "bytes", "in_redis", "used")
+_RECORD = ("id", "home", "boot", "wanted", "epoch", "turn", "tokens", "bytes", "in_redis", "used")
 _SCRIPTS = Path(__file__).parent / "scripts"
 
 log = logging.getLogger(__name__)
@@ -184,8 +184,9 @@ class Directory:
             pipe.get(keys.BORN)
             pipe.hgetall(keys.MEMBERS)
             pipe.zrange(keys.BEATEN, 0, -1, withscores=True)
+            pipe.smembers(keys.DRAINED)
             pipe.time()
-            born, beats, beaten, (seconds, micros) = await self._ask(pipe.execute())
+            born, beats, beaten, drained, (seconds, micros) = await self._ask(pipe.execute())
         now_ms = seconds * 1e3 + micros / 1e3
         members = []
         with _reading():
@@ -196,7 +197,13 @@ class Directory:
                     continue
                 if beat.replica == replica.decode("utf-8", "replace"):
                     members.append(Member(beat, max(0.0, now_ms - at_ms) / 1e3))
-            return Roll((born or b"").decode("ascii"), tuple(members))
+            names = frozenset(name.decode("utf-8", "replace") for name in drained)
+            return Roll((born or b"").decode("ascii"), tuple(members), names)
+
+    async def drain(self, replica: str, *, on: bool) -> None:
+        """Have gateways send nothing new to a replica, or end that. Its sessions move with their next turns."""
+        change = self._redis.sadd if on else self._redis.srem
+        await self._ask(change(keys.DRAINED, replica))
 
     # --- sessions -----------------------------------------------------------------------------------------------------
 
@@ -225,11 +232,11 @@ class Directory:
             pipe.hmget(record, _RECORD)
             pipe.time()
             fields, (seconds, _) = await self._ask(pipe.execute())
-        if fields[3] is None:
+        if fields[4] is None:
             return None
         with _reading():
-            session_id, home, boot = (field.decode() for field in fields[:3])
-            epoch, turn, tokens, size_bytes, in_redis, used = (int(field or 0) for field in fields[3:])
+            session_id, home, boot, wanted = ((field or b"").decode() for field in fields[:4])
+            epoch, turn, tokens, size_bytes, in_redis, used = (int(field or 0) for field in fields[4:])
             return Record(
                 session_id=session_id,
                 home=home,
@@ -240,6 +247,7 @@ class Directory:
                 size_bytes=size_bytes,
                 redis_tokens=in_redis,
                 idle_s=max(0.0, seconds - used / 1e3),
+                wanted=wanted,
             )
 
     async def claim(self, name: SessionName, *, fingerprint: str, ttl_s: float, begun: int = 0) -> Claim:
@@ -298,6 +306,12 @@ class Directory:
         names = self._keys_of(name, fingerprint)
         answer = await self._run("release", self.born, epoch, names.tenant, names.member)
         return bool(answer[0] == b"released")
+
+    async def move(self, name: SessionName, *, fingerprint: str, replica: str) -> bool:
+        """Have gateways send a session's next turn to a replica. Returns whether there is such a session."""
+        names = self._keys_of(name, fingerprint)
+        answer = await self._run("move", names.tenant, names.member, replica)
+        return bool(answer[0] == b"moved")
 
     async def forget(self, tenant: str, session_id: str) -> Forgetting:
         """Delete the sessions of this id, with all salts and of all models, and tell the other replicas to. They have

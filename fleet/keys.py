@@ -17,6 +17,7 @@ EPOCH = PREFIX + "epoch"  # the last epoch given out
 CHECK = PREFIX + "check"  # a digest of the fleet's secret: a replica with another one may not join
 MEMBERS = PREFIX + "m"  # hash: replica -> its last beat
 BEATEN = PREFIX + "ma"  # sorted set: replica -> milliseconds of its last beat, by Redis' clock
+DRAINED = PREFIX + "dr"  # set of the replicas to which gateways send nothing new, because an operator says so
 FORGOTTEN = PREFIX + "x"  # sorted set: name of a deleted session -> epoch of its deletion
 TRIMMED = PREFIX + "xl"  # the highest epoch that was trimmed from it
 

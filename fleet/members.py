@@ -4,6 +4,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 from fleet.directory import Directory, DirectoryUnavailable
 from fleet.records import Heartbeat, Roll
@@ -28,6 +29,7 @@ class Members:
         self._clock = clock
         self._beats: dict[str, Heartbeat] = {}
         self._made_s: dict[str, float] = {}  # when the beats were made
+        self.drained: frozenset[str] = frozenset()  # by an operator
         self._lost_s: dict[str, float] = {}  # found dead here; a beat that was made later says otherwise
 
     @property
@@ -40,6 +42,10 @@ class Members:
         """Return the address of a replica, without a slash at its end."""
         beat = self._beats.get(replica)
         return None if beat is None else beat.url
+
+    def silent(self) -> list[str]:
+        """Return those whose last beat was old when the directory was read: stopped, or cut off from it."""
+        return [name for name, made_s in self._made_s.items() if self.refreshed_s - made_s > STALE_S]
 
     def lost(self, replica: str) -> None:
         """Take a replica out until it beats again: it refused a connection, or broke one."""
@@ -65,7 +71,7 @@ class Members:
     def take(self, roll: Roll) -> None:
         """Take a table that was read just now."""
         now = self._clock()
-        self.born, self.refreshed_s = roll.born, now
+        self.born, self.refreshed_s, self.drained = roll.born, now, roll.drained
         self._beats = {member.beat.replica: member.beat for member in roll.members}
         self._made_s = {member.beat.replica: now - member.age_s for member in roll.members}
         self._lost_s = {name: at_s for name, at_s in self._lost_s.items() if self._made_s.get(name, now) <= at_s}
@@ -87,7 +93,7 @@ class Members:
         if load is None or name in self._lost_s:
             self.view.lost(name)
         else:
-            self.view.heard(name, load, made_s)
+            self.view.heard(name, replace(load, draining=True) if name in self.drained else load, made_s)
 
 
 def _load(beat: Heartbeat) -> Beat | None:

@@ -51,6 +51,7 @@ class Roll:
 
     born: str  # the data set; another one after a flush
     members: tuple[Member, ...]
+    drained: frozenset[str] = frozenset()  # replicas that an operator drains, members or not
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +86,7 @@ class Record:
     size_bytes: int  # of its KV
     redis_tokens: int  # leading tokens of it whose KV is in Redis
     idle_s: float  # since its last use, by Redis' clock
+    wanted: str = ""  # the replica to which an operator moves it with its next turn
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ from rich.console import Console
 
 from app.cli import cache_command as cache_cli
 from app.cli import doctor
+from app.cli import fleet_command as fleet_cli
 from app.cli import keys_command as keys_cli
 from app.cli.ready_panel import panel
 from app.conversations.redis_store import RedisStoreUnavailable
@@ -34,6 +35,7 @@ log = logging.getLogger(__name__)
 cli = typer.Typer(no_args_is_help=True, help="An LLM server that keeps conversations' KV cache.")
 cli.add_typer(cache_cli.cli, name="cache")
 cli.add_typer(keys_cli.cli, name="keys")
+cli.add_typer(fleet_cli.cli, name="fleet")
 
 
 def _show_version(wanted: bool) -> None:
@@ -88,6 +90,31 @@ def serve(
     except OSError as error:
         raise _end(f"cannot listen on {doctor.problem_of_address(settings, error)}") from None
     if server.failure is not None or server.force_exit:
+        raise typer.Exit(1)
+
+
+@cli.command(cls=ServeCommand, context_settings=ANY_SETTING)
+def gateway(
+    context: typer.Context,
+    host: Annotated[str | None, typer.Option(help="Address to listen on.")] = None,
+    port: Annotated[int | None, typer.Option(help="Port to listen on.")] = None,
+    config: Annotated[Path | None, typer.Option(help="TOML file with settings.")] = None,
+) -> None:
+    """Serve the replicas that fleet.redis_url names under one address: each turn goes where its conversation's KV lies,
+    and an answer goes on elsewhere if its replica dies."""
+    from fleet.gateway.server import GatewayServer
+
+    settings = settings_of(context, config, {"server.host": host, "server.port": port})
+    logs.configure(settings.server.log_format)
+    try:
+        server = GatewayServer(settings, on_ready=lambda url: log.info("ready", extra={"fields": {"url": url}}))
+    except (KeyFileError, ValueError, OSError, ImportError) as error:
+        raise _end(str(error)) from None
+    try:
+        server.serve_forever()
+    except OSError as error:
+        raise _end(f"cannot listen on {doctor.problem_of_address(settings, error)}") from None
+    if server.force_exit:
         raise typer.Exit(1)
 
 

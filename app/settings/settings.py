@@ -288,6 +288,12 @@ class FleetSettings(_Section):
     outbox_mib: int = Field(
         64, ge=1, le=1 << 20, description="turns kept on disk for Redis while that does not answer; then the oldest go"
     )
+    held_mib: int = Field(
+        1024,
+        ge=1,
+        le=1 << 20,
+        description="memory of a gateway for requests under way: bodies, answers, and what is needed to resume them",
+    )
     tenant_sessions: int = Field(
         100_000,
         ge=1,

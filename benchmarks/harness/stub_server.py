@@ -3,8 +3,8 @@
     python -m benchmarks.harness.stub_server --tokens 16 --gap-ms 20
 
 It prints its port, streams `--tokens` pieces `--gap-ms` apart, and says in `timings` when the request arrived on the
-machine's monotonic clock, which the client shares: `arrived_s` and `first_token_s` beside `ttft_ms`. A protocol by
-hand: it has to be much faster than what it measures.
+machine's monotonic clock, which the client shares: `arrived_s` and `first_token_s` beside `ttft_ms`. To a gateway it
+answers as a replica does, in frames. A protocol by hand: it has to be much faster than what it measures.
 """
 
 import argparse
@@ -12,7 +12,10 @@ import asyncio
 import json
 import time
 
-HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
+from fleet.protocol import FRAMED, RELAY_HEADER, Frame, Kind, encode_frame
+
+HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n"
+RELAYED = f"{RELAY_HEADER}:".encode()
 
 
 class Stub(asyncio.Protocol):
@@ -21,6 +24,7 @@ class Stub(asyncio.Protocol):
         self._loop = asyncio.get_running_loop()
         self._buffer = bytearray()
         self._transport: asyncio.Transport | None = None
+        self._is_relayed = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
@@ -40,7 +44,8 @@ class Stub(asyncio.Protocol):
         prompt_tokens = size // 5
         self._buffer.clear()
         if path == b"/v1/chat/completions":
-            self._write(HEAD)
+            self._is_relayed = any(line.startswith(RELAYED) for line in lines)
+            self._write(HEAD + (f"{RELAY_HEADER}: {FRAMED}\r\n\r\n".encode() if self._is_relayed else b"\r\n"))
             self._loop.call_later(self._delay_s, self._say, 0, now_s, 0.0, prompt_tokens)
         else:
             models = json.dumps({"object": "list", "data": [{"id": "stub", "object": "model"}]}).encode()
@@ -49,17 +54,23 @@ class Stub(asyncio.Protocol):
     def _say(self, place: int, arrived_s: float, first_s: float, prompt_tokens: int) -> None:
         first_s = first_s or time.perf_counter()
         if place < self._tokens:
-            self._event({"choices": [{"index": 0, "delta": {"content": "word "}, "finish_reason": None}]})
+            kind = Kind.DELTA if place else Kind.OPENING
+            self._event({"choices": [{"index": 0, "delta": {"content": "word "}, "finish_reason": None}]}, kind)
             self._loop.call_later(self._gap_s, self._say, place + 1, arrived_s, first_s, prompt_tokens)
             return
-        self._event({"choices": [{"index": 0, "delta": {}, "finish_reason": "length"}]})
+        self._event({"choices": [{"index": 0, "delta": {}, "finish_reason": "length"}]}, Kind.DELTA)
         usage = {"prompt_tokens": prompt_tokens, "completion_tokens": self._tokens}
         timings = {"arrived_s": arrived_s, "first_token_s": first_s, "ttft_ms": (first_s - arrived_s) * 1e3}
-        self._event({"choices": [], "usage": usage, "timings": timings})
-        self._write(b"e\r\ndata: [DONE]\n\n\r\n0\r\n\r\n")
+        self._event({"choices": [], "usage": usage, "timings": timings}, Kind.DELTA)
+        self._chunk(b"data: [DONE]\n\n", Kind.CLOSING)
+        self._write(b"0\r\n\r\n")
 
-    def _event(self, event: dict[str, object]) -> None:
-        data = b"data: " + json.dumps(event).encode() + b"\n\n"
+    def _event(self, event: dict[str, object], kind: Kind) -> None:
+        self._chunk(b"data: " + json.dumps(event).encode() + b"\n\n", kind)
+
+    def _chunk(self, data: bytes, kind: Kind) -> None:
+        if self._is_relayed:
+            data = encode_frame(Frame(kind, data, b"[17934]"))
         self._write(b"%x\r\n%s\r\n" % (len(data), data))
 
     def _write(self, data: bytes) -> None:

@@ -16,6 +16,7 @@ end
 redis.call('HSETNX', record, 'turn', 0)
 redis.call('HSETNX', record, 'begun', begun == '0' and epoch or begun)
 redis.call('HSET', record, 'used', now)
+redis.call('HDEL', record, 'wanted')
 live(record, lives)
 redis.call('SADD', names, member)
 live_at_least(names, lives, left_of_names)

@@ -222,6 +222,26 @@ async def test_members_are_told_with_the_age_of_their_beats(server):
         assert [member.beat.replica for member in (await a.members()).members] == ["a"]
 
 
+async def test_an_operator_drains_a_replica(server):
+    async with fleet(server, "a", "b") as (a, b):
+        await a.drain("b", on=True)
+        assert (await b.members()).drained == {"b"}
+        await a.drain("b", on=False)
+        assert (await b.members()).drained == set()
+
+
+async def test_an_operator_moves_a_session_until_it_is_claimed(server):
+    async with fleet(server, "a", "b") as (a, b):
+        assert not await a.move(CHAT, fingerprint=MODEL, replica="b")
+        assert await a.look(CHAT, fingerprint=MODEL) is None, "nothing was made"
+        await claim(a)
+        assert await a.move(CHAT, fingerprint=MODEL, replica="b")
+        assert (await a.look(CHAT, fingerprint=MODEL)).wanted == "b"
+        await claim(b)
+        found = await a.look(CHAT, fingerprint=MODEL)
+        assert (found.home, found.wanted) == ("b", "")
+
+
 async def test_a_replica_with_another_secret_may_not_join(server):
     async with fleet(server, "a"):
         stranger = directory_of(server, "x", secret=bytes(32))

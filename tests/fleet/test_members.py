@@ -12,6 +12,7 @@ class FakeDirectory:
     def __init__(self) -> None:
         self.beats: dict[str, tuple[Heartbeat, float]] = {}
         self.is_away = False
+        self.drained: frozenset[str] = frozenset()
 
     def hear(self, name: str, *, age_s: float = 0.0, **changes) -> None:
         fields = {"replica": name, "boot": "1", "url": f"http://{name}", "fingerprint": "ff", "model": "m"}
@@ -20,7 +21,7 @@ class FakeDirectory:
     async def members(self) -> Roll:
         if self.is_away:
             raise DirectoryUnavailable
-        return Roll("born", tuple(Member(beat, age_s) for beat, age_s in self.beats.values()))
+        return Roll("born", tuple(Member(beat, age_s) for beat, age_s in self.beats.values()), self.drained)
 
 
 def table() -> tuple[FakeDirectory, Members, list[float]]:
@@ -44,6 +45,32 @@ async def test_only_those_that_take_turns_are_offered():
     del directory.beats["a"]
     await members.refresh()
     assert open_names(members, now[0]) == set()
+
+
+async def test_one_that_an_operator_drains_gets_nothing_new():
+    directory, members, now = table()
+    directory.hear("a")
+    directory.hear("b")
+    directory.drained = frozenset({"a"})
+    await members.refresh()
+    assert open_names(members, now[0]) == {"b"}
+    assert members.view.beat("a").draining
+    directory.drained = frozenset()
+    now[0] += 1
+    await members.refresh()
+    assert open_names(members, now[0]) == {"a", "b"}
+
+
+async def test_one_that_is_silent_while_redis_answers_is_named():
+    directory, members, now = table()
+    directory.hear("a", age_s=STALE_S + 0.1)
+    directory.hear("b", age_s=STALE_S - 0.1)
+    await members.refresh()
+    assert members.silent() == ["a"]
+    directory.is_away = True
+    now[0] += 60
+    await members.refresh()
+    assert members.silent() == ["a"], "without Redis nobody is known to have stopped"
 
 
 async def test_one_found_dead_is_out_until_it_beats_again():

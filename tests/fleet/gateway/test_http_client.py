@@ -166,7 +166,7 @@ async def test_silence_is_a_failure(begins):
                 await (await ask(replica, silence_s=0.1)).read()
         finally:
             sweeper.cancel()
-        await asyncio.wait_for(server.asked[0].was_left.wait(), 5)
+        await asyncio.wait_for(server.asked[0].was_left.wait(), 30)
 
 
 async def test_a_client_that_does_not_read_stops_the_replica():
@@ -206,7 +206,7 @@ async def test_giving_back_an_answer_that_goes_on_ends_it():
         connection = await ask(replica)
         assert await connection.read() == b"x"
         replica.give_back(connection)
-        await asyncio.wait_for(server.asked[0].was_left.wait(), 5)
+        await asyncio.wait_for(server.asked[0].was_left.wait(), 30)
 
 
 async def test_giving_up_a_replica_ends_all_its_answers():

@@ -1,0 +1,84 @@
+"""`reprise fleet`: asks a gateway about its replicas, and tells it where turns go."""
+
+import os
+from typing import Annotated, Any
+
+import httpx
+import typer
+from rich.console import Console
+from rich.table import Table
+
+TIMEOUT_S = 10.0
+KEY_VARIABLE = "REPRISE_KEY"
+cli = typer.Typer(no_args_is_help=True, help="The replicas behind a gateway.")
+console = Console(stderr=True, highlight=False, soft_wrap=True)
+Url = Annotated[str, typer.Option(help="Of a gateway.")]
+Replica = Annotated[str, typer.Argument(help="Its name, as `status` shows it.")]
+HERE = "http://127.0.0.1:8000"
+
+
+@cli.command()
+def status(url: Url = HERE) -> None:
+    """Show the replicas: who takes turns, and how long a new one would wait."""
+    fleet = _ask("GET", url, "/v1/fleet")
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for column in ("replica", "state", "model", "running", "waiting", "wait", "address"):
+        table.add_column(column)
+    for replica in fleet["replicas"]:
+        state = replica["state"] if replica["open"] or replica["state"] != "ready" else "silent"
+        wait_s = replica["wait_s"]
+        table.add_row(
+            replica["replica"],
+            "drained" if replica["drained"] else state,
+            replica["model"],
+            str(replica["running"]),
+            str(replica["waiting"]),
+            "" if wait_s is None else f"{wait_s:.2f} s",
+            replica["url"],
+        )
+    Console(highlight=False).print(table)
+    if fleet["redis"]["state"] != "closed":
+        console.print("reprise: the fleet's Redis does not answer; this is what was known before", markup=False)
+
+
+@cli.command()
+def drain(
+    replica: Replica,
+    url: Url = HERE,
+    off: Annotated[bool, typer.Option("--off", help="Let it take turns again.")] = False,
+) -> None:
+    """Send nothing new to a replica. Its sessions move with their next turns."""
+    _ask("POST", url, "/v1/fleet/drain", {"replica": replica, "on": not off})
+    console.print(f"{replica} {'takes turns again' if off else 'gets no new turns'}", markup=False)
+
+
+@cli.command()
+def move(
+    session_id: Annotated[str, typer.Argument(help="Of the key's own.")],
+    replica: Replica,
+    url: Url = HERE,
+) -> None:
+    """Send a session's next turn to a replica, which loads what it needs of the session."""
+    _ask("POST", url, "/v1/fleet/move", {"session_id": session_id, "replica": replica})
+    console.print(f"the next turn of {session_id} goes to {replica}", markup=False)
+
+
+def _ask(method: str, url: str, path: str, body: dict[str, Any] | None = None) -> Any:
+    """Return what the gateway answers. Ends the program if it does not."""
+    key = os.environ.get(KEY_VARIABLE)
+    headers = {"authorization": f"Bearer {key}"} if key else {}
+    try:
+        answer = httpx.request(method, url.rstrip("/") + path, json=body, headers=headers, timeout=TIMEOUT_S)
+        told = answer.json()
+    except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
+        raise _end(f"no gateway answers at {url}: {error}") from None
+    if answer.status_code == 401:
+        raise _end(f"the gateway wants a key: set {KEY_VARIABLE}")
+    if answer.status_code != 200:
+        raise _end(told.get("error", {}).get("message", f"the gateway answered {answer.status_code}"))
+    return told
+
+
+def _end(problem: str) -> typer.Exit:
+    console.print(f"reprise: {problem}", markup=False)
+    return typer.Exit(1)

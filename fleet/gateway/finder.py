@@ -1,0 +1,180 @@
+"""Finds the session of a turn in the directory, and asks the routing policy which replica serves it."""
+
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Container
+from dataclasses import dataclass
+from typing import Protocol
+
+from fleet.directory import DirectoryUnavailable
+from fleet.gateway.turn import Turn
+from fleet.identify import CHARS_PER_TOKEN
+from fleet.keys import SessionName
+from fleet.members import Members
+from fleet.records import Record
+from fleet.routing import Question, Router
+
+MAX_PINS = 1 << 16  # conversations of which a gateway remembers where it sent them last
+MAX_FINGERPRINTS = 4  # models of one name, as while a fleet changes from one to the next
+
+
+class Sessions(Protocol):
+    """The part of `fleet.directory.Directory` used here. Both raise DirectoryUnavailable."""
+
+    async def find(self, tenant: str, chains: list[bytes], *, fingerprint: str) -> str | None: ...
+    async def look(self, name: SessionName, *, fingerprint: str) -> Record | None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """Where a turn goes, as metrics and answers tell it."""
+
+    replica: str
+    route: str  # "home", "new", "moved", "fallback"
+    why: str  # of a move: "wait", "dead", "drain", "asked"
+    refused: str  # why it did not move: "guard", "budget"
+    epoch: int  # of the session when it was looked up; 0: nobody has it
+
+
+@dataclass(slots=True)
+class Found:
+    """What is known of a turn's session."""
+
+    question: Question
+    session_id: str | None  # the client's name for it, or that of the session that its messages go on with
+    epoch: int
+    foreign: frozenset[str]  # replicas that do not serve this model, or not this version of it
+    is_known: bool  # the directory was asked and answered
+    wanted: str = ""  # replica to which an operator has moved it
+
+
+class Finder:
+    """Routes turns. One per gateway, on its event loop.
+
+    Without the directory a turn goes where this gateway sent the conversation last, else to the replica that every
+    gateway finds by hashing. A wrong route costs a load, never an answer.
+    """
+
+    def __init__(
+        self,
+        *,
+        directory: Sessions,
+        members: Members,
+        router: Router,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._directory = directory
+        self._members = members
+        self._router = router
+        self._clock = clock
+        self._pins: OrderedDict[tuple[str, str], str] = OrderedDict()  # (tenant, conversation) -> replica
+        self._foreign: dict[tuple[str, str], frozenset[str]] = {}  # (model, fingerprint) -> who does not serve it
+        self._foreign_of_s = 0.0  # the table of members that it was made of
+
+    async def find(self, turn: Turn) -> Found:
+        """Look a turn up. Never fails: without an answer of the directory, the turn has no history."""
+        fingerprints = self._fingerprints(turn.model)
+        record, fingerprint, session_id, is_known = None, "", turn.session_id, True
+        try:
+            for fingerprint in fingerprints:
+                session_id, record = await self._look(turn, fingerprint)
+                if record is not None:
+                    break
+        except DirectoryUnavailable:
+            is_known = False
+        pinned = self._pins.get(_pin(turn))
+        home, talk = pinned, turn.conversation
+        history_tokens = talk.history_chars // CHARS_PER_TOKEN
+        idle_s, redis_tokens, epoch, wanted = 0.0, 0, 0, ""
+        if record is not None:
+            home = record.home or None
+            history_tokens, idle_s, redis_tokens = record.tokens, record.idle_s, record.redis_tokens
+            epoch, wanted = record.epoch, record.wanted
+        question = Question(
+            session=_pin(turn)[1],
+            new_tokens=max(1, talk.new_chars // CHARS_PER_TOKEN),
+            history_tokens=history_tokens,
+            home=home,
+            idle_s=idle_s,
+            redis_tokens=redis_tokens,
+        )
+        foreign = self._others(turn.model, fingerprint if record is not None else "")
+        return Found(question, session_id, epoch, foreign, is_known, wanted)
+
+    def choose(self, turn: Turn, found: Found, *, tried: set[str]) -> Route:
+        """Choose a replica that was not tried yet. Raises NoReplica."""
+        now = self._clock()
+        excluded: Container[str] = tried | found.foreign
+        wanted, question = found.wanted, found.question
+        if wanted and wanted not in excluded and self._router.view.is_open(wanted, now):
+            route = Route(wanted, "home" if wanted == question.home else "moved", "asked", "", found.epoch)
+        elif found.is_known or question.home is not None:
+            choice = self._router.choose(question, now, excluded=excluded)
+            route = Route(choice.replica, choice.route, choice.why, choice.refused, found.epoch)
+        else:
+            choice = self._router.fall_back(question.session, now, excluded=excluded)
+            route = Route(choice.replica, choice.route, "", "", 0)
+        self._keep_pin(turn, route.replica)
+        return route
+
+    def any_replica(self, key: str, *, tried: Container[str] = ()) -> str:
+        """Return a replica for a request that every one can answer: the same for the same key, while it takes turns.
+        Raises NoReplica."""
+        return self._router.fall_back(key, self._clock(), excluded=tried).replica
+
+    async def home_of(self, tenant: str, session_id: str) -> str | None:
+        """Return the live replica that has a session without a salt; None: nobody knows."""
+        try:
+            for fingerprint in self._fingerprints(""):
+                record = await self._directory.look(SessionName(tenant, session_id), fingerprint=fingerprint)
+                if record is not None and self._router.view.is_open(record.home, self._clock()):
+                    return record.home
+        except DirectoryUnavailable:
+            pass
+        home = self._pins.get((tenant, session_id))
+        return home if home is not None and self._router.view.is_open(home, self._clock()) else None
+
+    async def _look(self, turn: Turn, fingerprint: str) -> tuple[str | None, Record | None]:
+        session_id = turn.session_id
+        if session_id is None:
+            answers = list(turn.conversation.answers)
+            session_id = await self._directory.find(turn.tenant, answers, fingerprint=fingerprint)
+            if session_id is None:
+                return None, None
+        name = SessionName(turn.tenant, session_id, turn.salt)
+        return session_id, await self._directory.look(name, fingerprint=fingerprint)
+
+    def _fingerprints(self, model: str) -> list[str]:
+        """Return the models that a name may mean; all, if nobody serves that name: a replica tells the client."""
+        beats = self._members.beats.values()
+        named = [beat for beat in beats if beat.fingerprint and (beat.model == model or model in beat.aliases)]
+        found = dict.fromkeys(beat.fingerprint for beat in named or beats if beat.fingerprint)
+        return list(found)[:MAX_FINGERPRINTS]
+
+    def _others(self, model: str, fingerprint: str) -> frozenset[str]:
+        """Return who cannot serve this model; nobody, if no replica serves it."""
+        if self._foreign_of_s != self._members.refreshed_s:
+            self._foreign.clear()
+            self._foreign_of_s = self._members.refreshed_s
+        key = (model, fingerprint)
+        if key not in self._foreign and len(self._foreign) < MAX_PINS:
+            beats = self._members.beats
+            serving = {
+                name
+                for name, beat in beats.items()
+                if (beat.model == model or model in beat.aliases) and fingerprint in ("", beat.fingerprint)
+            }
+            self._foreign[key] = frozenset(beats.keys() - serving) if serving else frozenset()
+        return self._foreign.get(key, frozenset())
+
+    def _keep_pin(self, turn: Turn, replica: str) -> None:
+        key = _pin(turn)
+        self._pins[key] = replica
+        self._pins.move_to_end(key)
+        if len(self._pins) > MAX_PINS:
+            self._pins.popitem(last=False)
+
+
+def _pin(turn: Turn) -> tuple[str, str]:
+    """Name a conversation so that all its turns have the same name, on every gateway."""
+    return turn.tenant, turn.session_id if turn.session_id is not None else turn.conversation.opening.hex()

@@ -1,0 +1,201 @@
+"""The gateway's ASGI application: who asks, what for, and who answers.
+
+No framework stands between the sockets: a chunk of a stream costs the gateway what its two sockets cost.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+
+from starlette.requests import Request
+from starlette.types import Receive, Scope, Send
+
+from app.errors import ApiError, overloaded, too_fast, unavailable
+from app.http.body import read_bytes
+from app.http.event_stream import until_disconnect
+from app.schemas.fields import SESSION_HEADERS
+from app.settings.settings import Settings
+from app.tenancy.keyring import Keyring
+from app.tenancy.places import MAX_RETRY_S, MIN_RETRY_S, Places
+from fleet.directory import Directory, DirectoryUnavailable
+from fleet.gateway.endpoints import Endpoints
+from fleet.gateway.finder import Finder
+from fleet.gateway.held_bytes import HeldBytes, Lease
+from fleet.gateway.metrics import Metrics
+from fleet.gateway.passing import Passing
+from fleet.gateway.relay import Relay
+from fleet.gateway.replicas import Replicas
+from fleet.gateway.turn import TURN_PATHS, forwarded, read_turn, target_of
+from fleet.members import Members
+
+PINGS_MISSED = 3  # a stream that is silent for so many pings has broken
+FIRST_LOOK_S = 1.0  # longest wait for the table of members at start
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What a gateway consists of."""
+
+    settings: Settings
+    keyring: Keyring
+    directory: Directory
+    members: Members
+    finder: Finder
+    replicas: Replicas
+    places: Places  # answers under way here, and the allowances of keys while Redis is away
+    held: HeldBytes
+    metrics: Metrics
+    fleet_key: bytes
+    follow_keys: Callable[[], Coroutine[None, None, None]]
+    clock: Callable[[], float]  # monotonic seconds
+
+
+class Gateway:
+    """Answers the gateway's own endpoints and relays all others. One per process, on its event loop."""
+
+    def __init__(self, parts: Parts) -> None:
+        self.parts = parts
+        self._passing = Passing(
+            finder=parts.finder, replicas=parts.replicas, send_timeout_s=parts.settings.limits.send_timeout_s
+        )
+        self._endpoints = Endpoints(
+            keyring=parts.keyring,
+            directory=parts.directory,
+            members=parts.members,
+            replicas=parts.replicas,
+            passing=self._passing,
+            metrics=parts.metrics,
+            is_draining=lambda: self.is_draining,
+            clock=parts.clock,
+        )
+        self.is_draining = False
+        self.under_way = 0  # requests
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await self._live(receive, send)
+            return
+        self.under_way += 1
+        try:
+            await self._answer(scope, receive, send)
+        except ApiError as error:
+            await error.response(scope["path"])(scope, receive, send)
+        finally:
+            self.under_way -= 1
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        request = Request(scope, receive)
+        if (handle := self._endpoints.find(request.method, request.url.path)) is not None:
+            response = await handle(request)
+            await response(scope, receive, send)
+            return
+        if self.is_draining:
+            raise unavailable("This gateway is draining; ask another.", code="draining", retry_after_s=1.0)
+        with self.parts.held.lease() as lease:
+            body = await self._body(request, lease)
+            if request.method == "POST" and request.url.path in TURN_PATHS:
+                await self._turn(request, body, lease, send)
+            else:
+                streams = request.method == "GET"  # the only streams besides turns are watched
+                work = self._passing.run(request, body, send, silence_s=self._silence_s(streams))
+                await until_disconnect(receive, work)
+
+    async def _turn(self, request: Request, body: bytes, lease: Lease, send: Send) -> None:
+        parts, state = self.parts, request.scope["state"]
+        turn = await read_turn(
+            tenant=state["tenant"],
+            path=request.url.path,
+            target=target_of(request.scope),
+            headers=forwarded(request.headers.raw),
+            session_header=next((value for name in SESSION_HEADERS if (value := request.headers.get(name))), None),
+            request_id=state["request_id"],
+            arrived_s=state["arrived_s"],
+            body=body,
+        )
+        relay = Relay(
+            turn,
+            finder=parts.finder,
+            replicas=parts.replicas,
+            fleet_key=parts.fleet_key,
+            send=send,
+            lease=lease,
+            metrics=parts.metrics,
+            silence_s=self._silence_s(turn.streams),
+            send_timeout_s=parts.settings.limits.send_timeout_s,
+        )
+        await self._may_have_tokens(turn.tenant)
+        ticket = parts.places.enter(turn.tenant, 1)
+        try:
+            await until_disconnect(request.receive, relay.run())
+        finally:
+            ticket.leave()
+
+    async def _body(self, request: Request, lease: Lease) -> bytes:
+        """Read the body, if there is one. Memory for it is taken first, and a client that is told to wait is told
+        before it has sent all."""
+        headers, limits = request.headers, self.parts.settings.limits
+        declared = headers.get("content-length")
+        if "transfer-encoding" not in headers and (declared is None or declared == "0"):
+            return b""
+        await self._may_ask(request.scope["state"].get("tenant", ""))
+        size = int(declared) if declared is not None and declared.isdecimal() and len(declared) < 15 else None
+        reserved = limits.body_bytes if size is None else min(size, limits.body_bytes)
+        if not lease.grow(reserved):
+            raise overloaded(1.0, message="The gateway has no memory left for another request; try again shortly.")
+        body = await read_bytes(request, max_bytes=limits.body_bytes, timeout_s=limits.body_timeout_s)
+        lease.shrink(reserved - len(body))
+        return body
+
+    async def _may_ask(self, tenant: str) -> None:
+        """Count a request with a body, over the whole fleet. Raises ApiError 429."""
+        per_minute = self.parts.keyring.limits(tenant).requests_per_minute
+        if not per_minute:
+            return
+        try:
+            taken = await self.parts.directory.take(tenant, "r", per_minute=per_minute, amount=1, need=1)
+        except DirectoryUnavailable:
+            self.parts.places.request(tenant)
+            return
+        if taken.wait_s:
+            raise too_fast("requests", per_minute, retry_after_s=_bounded(taken.wait_s), headers={})
+
+    async def _may_have_tokens(self, tenant: str) -> None:
+        """Refuse a turn whose key has no tokens left; replicas count them. Raises ApiError 429."""
+        per_minute = self.parts.keyring.limits(tenant).tokens_per_minute
+        if not per_minute:
+            return
+        with contextlib.suppress(DirectoryUnavailable):
+            taken = await self.parts.directory.take(tenant, "k", per_minute=per_minute, amount=0, need=1)
+            if taken.wait_s:
+                raise too_fast("tokens", per_minute, retry_after_s=_bounded(taken.wait_s), headers={})
+
+    def _silence_s(self, streams: bool) -> float:
+        """Return how long a replica may send nothing: a stream has pings, a plain answer comes when it is whole. A
+        replica that is gone is noticed earlier, by its beats."""
+        settings = self.parts.settings
+        return PINGS_MISSED * settings.server.ping_s if streams else settings.limits.request_timeout_s + 10.0
+
+    async def _live(self, receive: Receive, send: Send) -> None:
+        """Run what runs beside the requests, from the server's start to its end."""
+        parts = self.parts
+        await receive()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(FIRST_LOOK_S):
+                await parts.members.refresh()
+        work = (parts.replicas.follow(), parts.replicas.sweep(), parts.follow_keys())
+        tasks = [asyncio.ensure_future(one) for one in work]
+        try:
+            await send({"type": "lifespan.startup.complete"})
+            await receive()
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            parts.replicas.close()
+            await parts.directory.close()
+        await send({"type": "lifespan.shutdown.complete"})
+
+
+def _bounded(seconds: float) -> float:
+    return min(max(seconds, MIN_RETRY_S), MAX_RETRY_S)

@@ -1,0 +1,140 @@
+"""Metrics of a gateway, in a registry of their own."""
+
+from collections.abc import Callable, Iterator
+from enum import StrEnum
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info, ProcessCollector, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from app.conversations.breaker import State
+from app.version import version
+from fleet.gateway.finder import Route
+
+ROUTES = ("home", "new", "moved", "fallback")
+REASONS = ("wait", "dead", "drain", "asked")
+REFUSALS = ("guard", "budget")
+ADDED_SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1, 5)
+SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
+
+
+class Resumed(StrEnum):
+    """What became of an answer whose replica failed."""
+
+    DONE = "done"  # another replica went on
+    LOST = "lost"  # nobody could
+
+
+class Metrics:
+    """The metrics of one gateway. Used on its event loop only."""
+
+    def __init__(self) -> None:
+        self._registry = CollectorRegistry()
+        self.requests = self._counter(
+            "reprise_requests", "HTTP requests by path and status; 499 is a client that left.", "route", "status"
+        )
+        self._routes = self._counter("reprise_gateway_requests", "Turns by the route of their first try.", "route")
+        self._moves = self._counter("reprise_gateway_moves", "Turns sent away from their session's home.", "why")
+        self._refused = self._counter(
+            "reprise_gateway_moves_refused", "Turns left at home although another replica would be earlier.", "why"
+        )
+        self._failures = self._counter(
+            "reprise_gateway_replica_failures", "Tries that a replica failed, before or after the first byte.", "when"
+        )
+        self._resumes = self._counter("reprise_gateway_resumes", "Streams whose replica failed.", "outcome")
+        self._pause = self._histogram(
+            "reprise_gateway_resume_pause_seconds", "Failure of a stream's replica to the next token.", SECONDS
+        )
+        self._found = self._histogram(
+            "reprise_gateway_added_seconds", "Arrival of a turn's headers until it is sent to a replica.", ADDED_SECONDS
+        )
+        self._first = self._histogram(
+            "reprise_gateway_first_byte_seconds", "Arrival of a turn to the first byte of its answer.", SECONDS
+        )
+        for counter, labels in (
+            (self._routes, ROUTES),
+            (self._moves, REASONS),
+            (self._refused, REFUSALS),
+            (self._failures, ("before", "after")),
+            (self._resumes, tuple(Resumed)),
+        ):
+            for label in labels:
+                counter.labels(label)
+        Info("reprise_build", "What runs.", registry=self._registry).info({"version": version()})
+        ProcessCollector("reprise", registry=self._registry)
+
+    def routed(self, route: Route, *, again: bool) -> None:
+        if again:
+            return
+        self._routes.labels(route.route).inc()
+        if route.route == "moved":
+            self._moves.labels(route.why).inc()
+        if route.refused:
+            self._refused.labels(route.refused).inc()
+
+    def found(self, seconds: float) -> None:
+        self._found.observe(seconds)
+
+    def began(self, seconds: float) -> None:
+        self._first.observe(seconds)
+
+    def failed(self, *, began: bool) -> None:
+        self._failures.labels("after" if began else "before").inc()
+
+    def resumed(self, outcome: Resumed, pause_s: float) -> None:
+        self._resumes.labels(outcome).inc()
+        if outcome is Resumed.DONE:
+            self._pause.observe(pause_s)
+
+    def follow(
+        self,
+        *,
+        breaker: Callable[[], State],
+        redis_failures: Callable[[], int],
+        held_bytes: Callable[[], int],
+        replicas: Callable[[], dict[str, int]],
+    ) -> None:
+        """Tell of these too. replicas: how many are in each state."""
+        held = Gauge("reprise_gateway_held_bytes", "Kept for requests under way.", registry=self._registry)
+        held.set_function(held_bytes)
+        self._registry.register(_Fleet(breaker, redis_failures, replicas))
+
+    def render(self) -> bytes:
+        """The text exposition format."""
+        return generate_latest(self._registry)
+
+    def _counter(self, name: str, text: str, *labels: str) -> Counter:
+        return Counter(name, text, labels, registry=self._registry)
+
+    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+        return Histogram(name, text, buckets=buckets, registry=self._registry)
+
+
+class _Fleet(Collector):
+    """The directory and the replicas, as they are when the metrics are read."""
+
+    def __init__(
+        self, breaker: Callable[[], State], redis_failures: Callable[[], int], replicas: Callable[[], dict[str, int]]
+    ) -> None:
+        self._breaker = breaker
+        self._redis_failures = redis_failures
+        self._replicas = replicas
+
+    def describe(self) -> Iterator[Metric]:
+        """Nothing is collected at registration."""
+        return iter(())
+
+    def collect(self) -> Iterator[Metric]:
+        states = dict.fromkeys(("closed", "half_open", "open"), 0.0) | {self._breaker(): 1.0}
+        text = "1 for the state of the breaker in front of the fleet's Redis; closed: it is asked."
+        breaker = GaugeMetricFamily("reprise_redis_breaker", text, labels=["state"])
+        for state, value in states.items():
+            breaker.add_metric([state], value)
+        yield breaker
+        yield CounterMetricFamily("reprise_redis_failures", "Calls that Redis failed.", self._redis_failures())
+        replicas = GaugeMetricFamily(
+            "reprise_fleet_replicas", "Replicas by what they say of themselves.", labels=["state"]
+        )
+        for state, count in sorted(self._replicas().items()):
+            replicas.add_metric([state], count)
+        yield replicas

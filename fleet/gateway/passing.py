@@ -1,0 +1,143 @@
+"""Passes requests that are no turns to a replica, and asks several at once."""
+
+import asyncio
+from collections.abc import Iterable
+from typing import Any
+from urllib.parse import unquote
+
+import msgspec
+from starlette.requests import Request
+from starlette.types import Send
+
+from app.errors import ApiError, unavailable
+from app.http.event_stream import send_within
+from fleet.gateway.finder import Finder
+from fleet.gateway.http_client import Connection, ReplicaFailed
+from fleet.gateway.replicas import Replicas
+from fleet.gateway.turn import Headers, forwarded, returned, target_of
+from fleet.routing import NoReplica
+
+MAX_TRIES = 3
+MAX_ANSWER_BYTES = 8 << 20  # of one replica, where several are asked
+MAX_AT_ONCE = 16  # replicas asked at once
+ASK_S = 10.0  # longest wait for one of them
+SESSIONS = "/v1/sessions/"
+_SAFE = frozenset({"GET", "HEAD", "DELETE", "OPTIONS"})  # may be done twice
+
+
+class Passing:
+    """One per gateway, on its event loop."""
+
+    def __init__(self, *, finder: Finder, replicas: Replicas, send_timeout_s: float) -> None:
+        self._finder = finder
+        self._replicas = replicas
+        self._send_timeout_s = send_timeout_s
+
+    async def run(self, request: Request, body: bytes, send: Send, *, silence_s: float) -> None:
+        """Pass a request on, and its answer back as it comes. A request about a session goes to that session's home.
+        Raises ApiError before the client's first byte, ClientGone, or ReplicaFailed for an answer that breaks off."""
+        tenant = request.scope["state"].get("tenant", "")
+        home = await self._home(tenant, request.url.path)
+        headers = headers_of(request, body)
+        method, target = request.method.encode(), target_of(request.scope)
+        tried: set[str] = set()
+        while len(tried) < MAX_TRIES:
+            try:
+                name = home if home is not None and home not in tried else self._finder.any_replica(tenant, tried=tried)
+            except NoReplica:
+                break
+            tried.add(name)
+            try:
+                replica = self._replicas.of(name)
+                connection = await replica.ask(method, target, headers, body, silence_s=silence_s)
+            except ReplicaFailed as error:
+                if not error.was_asked:
+                    self._replicas.lost(name)
+                elif request.method not in _SAFE:
+                    raise _unknown() from None
+                continue
+            try:
+                await self._copy(connection, send)
+            finally:
+                replica.give_back(connection)
+            return
+        raise no_replica()
+
+    async def ask_all(self, request: Request, names: Iterable[str]) -> list[Any]:
+        """Return the JSON of all replicas that answer 200. Raises ApiError with the answer of one that does not, if
+        none does."""
+        free = asyncio.Semaphore(MAX_AT_ONCE)
+
+        async def ask(name: str) -> tuple[int, bytes] | None:
+            try:
+                async with free, asyncio.timeout(ASK_S):
+                    return await self._ask(request, name)
+            except (ReplicaFailed, TimeoutError):
+                return None
+
+        answers = [answer for answer in await asyncio.gather(*map(ask, names)) if answer is not None]
+        good = [msgspec.json.decode(body) for status, body in answers if status == 200]
+        if good:
+            return good
+        if not answers:
+            raise no_replica()
+        status, body = answers[0]
+        raise _told(status, body)
+
+    async def _ask(self, request: Request, name: str) -> tuple[int, bytes]:
+        replica = self._replicas.of(name)
+        target = target_of(request.scope)
+        connection = await replica.ask(b"GET", target, headers_of(request, b""), b"", silence_s=ASK_S)
+        try:
+            body = bytearray()
+            while data := await connection.read():
+                body += data
+                if len(body) > MAX_ANSWER_BYTES:
+                    raise ReplicaFailed("its answer is too long", was_asked=True)
+            return connection.status, bytes(body)
+        finally:
+            replica.give_back(connection)
+
+    async def _home(self, tenant: str, path: str) -> str | None:
+        if not path.startswith(SESSIONS):
+            return None
+        return await self._finder.home_of(tenant, unquote(path[len(SESSIONS) :].partition("/")[0]))
+
+    async def _copy(self, connection: Connection, send: Send) -> None:
+        # A length stays: without one, an answer to HEAD would be given chunks.
+        lengths = [(name, value) for name, value in connection.headers if name == b"content-length"]
+        headers = [*returned(connection.headers), *lengths]
+        await send({"type": "http.response.start", "status": connection.status, "headers": headers})
+        while data := await connection.read():
+            await send_within(send, data, self._send_timeout_s)
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+def headers_of(request: Request, body: bytes) -> Headers:
+    """Return the headers with which a request goes to a replica."""
+    headers = [
+        (b"host", b"replica"),  # without keys, replicas accept only host names without a dot
+        *forwarded(request.headers.raw),
+        (b"x-request-id", request.scope["state"]["request_id"].encode()),
+    ]
+    if body or request.method not in _SAFE:
+        headers.append((b"content-length", b"%d" % len(body)))
+    return headers
+
+
+def no_replica() -> ApiError:
+    return unavailable("No server of the fleet takes requests right now.", code="no_replica", retry_after_s=1.0)
+
+
+def _unknown() -> ApiError:
+    message = "The server that had this request is gone; what was asked for may have been done."
+    return ApiError(502, message, code="replica_lost")
+
+
+def _told(status: int, body: bytes) -> ApiError:
+    """Return what a replica said, as an error of ours."""
+    try:
+        error = msgspec.json.decode(body)["error"]
+        return ApiError(status, str(error["message"]), code=str(error["code"]), param=error.get("param"))
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return ApiError(502, "A server of the fleet gave an answer that is none.", code="bad_answer")

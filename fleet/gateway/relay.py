@@ -1,0 +1,341 @@
+"""Brings one turn to a replica and its answer to the client, whatever becomes of the replica.
+
+Until the client has had a byte, every failure is followed by another replica. After that a streamed answer is resumed:
+another replica gets what the first one had generated and goes on from there (`fleet.protocol`).
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+
+import msgspec
+from starlette.types import Send
+
+from app.errors import ANTHROPIC_PATH, ApiError, unavailable
+from app.http.event_stream import send_within
+from fleet.gateway.finder import Finder, Found, Route
+from fleet.gateway.held_bytes import Lease
+from fleet.gateway.http_client import Connection, ReplicaFailed
+from fleet.gateway.metrics import Metrics, Resumed
+from fleet.gateway.passing import no_replica
+from fleet.gateway.replicas import Replicas
+from fleet.gateway.turn import Headers, Turn, returned
+from fleet.identify import CHAIN_HEADER, SESSION_HEADER
+from fleet.protocol import (
+    FRAMED,
+    RELAY_HEADER,
+    RESUME_HEADER,
+    BadFrame,
+    Frame,
+    FrameReader,
+    Journal,
+    Kind,
+    relay_token,
+    seal,
+)
+from fleet.routing import NoReplica
+
+MAX_TRIES = 3  # replicas that one turn may fail on without a token between: it may be the turn that kills them
+MAX_HELD_ANSWER = 8 << 20  # bytes of a plain answer that are kept until it is whole
+MAX_REFUSAL = 1 << 16
+RESUME_WAIT_S = 30.0  # longest wait for a replica that can go on with an answer, while there is none
+RESUME_LOOK_S = 0.25
+
+log = logging.getLogger(__name__)
+_X_CACHE = b'"x_cache":{'  # never inside a JSON string, where its quotes would be escaped
+
+
+@dataclass(frozen=True, slots=True)
+class _Refusal:
+    """The answer of a replica that takes no turns right now."""
+
+    status: int
+    headers: Headers
+    body: bytes
+
+
+class _NextReplica(Exception):
+    """This replica cannot do it; another one may."""
+
+
+class _Busy(_NextReplica):
+    """It may be able to later."""
+
+
+class Relay:
+    """One turn. `run` is called once."""
+
+    def __init__(
+        self,
+        turn: Turn,
+        *,
+        finder: Finder,
+        replicas: Replicas,
+        fleet_key: bytes,
+        send: Send,
+        lease: Lease,
+        metrics: Metrics,
+        silence_s: float,
+        send_timeout_s: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """lease: what the turn holds of the gateway's memory. silence_s: the longest wait for a replica's next byte."""
+        self._turn = turn
+        self._finder = finder
+        self._replicas = replicas
+        self._fleet_key = fleet_key
+        self._send = send
+        self._lease = lease
+        self._metrics = metrics
+        self._silence_s = silence_s
+        self._send_timeout_s = send_timeout_s
+        self._clock = clock
+        self._journal = Journal()
+        self._is_noted = True  # the journal has all that the client has
+        self._has_begun = False  # the client has status and headers
+        self._is_passed = False  # and a part of an answer that cannot be resumed
+        self._tried: set[str] = set()
+        self._failures = 0  # since the last token
+        self._refusal: _Refusal | None = None
+        self._broken_events = b""  # what the client is told if nobody can go on
+        self._route: Route | None = None
+        self._broke_s = 0.0
+
+    async def run(self) -> None:
+        """Answer the client. Raises ApiError before its first byte, ClientGone, or ReplicaFailed for an answer that
+        broke off and cannot be resumed: the connection to the client has to break too."""
+        found = await self._finder.find(self._turn)
+        self._metrics.found(self._clock() - self._turn.arrived_s)
+        while True:
+            try:
+                route = self._finder.choose(self._turn, found, tried=self._tried)
+            except NoReplica:
+                if await self._waits_for_a_replica():
+                    continue
+                return await self._give_up()
+            self._route = route
+            self._metrics.routed(route, again=bool(self._broke_s))
+            try:
+                return await self._try(route, found)
+            except (ReplicaFailed, _NextReplica) as error:
+                if self._is_passed:
+                    raise
+                self._note_failure(route, error)
+                if self._failures >= MAX_TRIES or not self._can_go_on:
+                    return await self._give_up()
+
+    # --- one try ------------------------------------------------------------------------------------------------------
+
+    async def _try(self, route: Route, found: Found) -> None:
+        turn = self._turn
+        headers, body = self._request(found)
+        replica = self._replicas.of(route.replica)
+        silence_s = self._silence_s
+        connection = await replica.ask(b"POST", turn.target, headers, body, silence_s=silence_s)
+        try:
+            answer = dict(connection.headers)
+            if connection.status == 200 and answer.get(RELAY_HEADER.encode()) == FRAMED.encode():
+                await self._frames(connection)
+            elif not self._journal.is_empty or self._has_begun:
+                kind = _Busy if connection.status in (429, 503) else _NextReplica
+                raise kind(f"it answered {connection.status} to a turn that goes on")
+            elif connection.status == 503:
+                body = await _whole(connection, MAX_REFUSAL)
+                self._refusal = _Refusal(503, returned(connection.headers), body)
+                raise _NextReplica("it takes no turns")
+            else:
+                await self._plain(connection)
+        finally:
+            replica.give_back(connection)
+
+    def _request(self, found: Found) -> tuple[Headers, bytes]:
+        turn = self._turn
+        body = turn.body
+        token = relay_token(self._fleet_key, path=turn.path, request_id=turn.request_id)
+        headers = [
+            # Without keys, replicas accept only host names without a dot.
+            (b"host", b"replica"),
+            *turn.headers,
+            (b"x-request-id", turn.request_id.encode()),
+            (RELAY_HEADER.encode(), token.encode()),
+            (CHAIN_HEADER.encode(), turn.conversation.chain.hex().encode()),
+        ]
+        if turn.session_id is None and found.session_id is not None:
+            headers.append((SESSION_HEADER.encode(), found.session_id.encode()))
+        if not self._journal.is_empty:
+            envelope = self._journal.envelope(elapsed_s=self._clock() - turn.arrived_s)
+            value, body = seal(
+                self._fleet_key, path=turn.path, request_id=turn.request_id, envelope=envelope, body=body
+            )
+            headers.append((RESUME_HEADER.encode(), value.encode()))
+        headers.append((b"content-length", b"%d" % len(body)))
+        return headers, body
+
+    async def _frames(self, connection: Connection) -> None:
+        """Send the events of a relayed stream on. Raises ReplicaFailed if it ends too early."""
+        reader = FrameReader()
+        journal = self._journal
+        while not journal.is_over and (data := await connection.read()):
+            try:
+                frames = reader.feed(data)
+            except BadFrame as error:
+                raise ReplicaFailed(f"its stream is damaged: {error}", was_asked=True) from None
+            broken = next((n for n, frame in enumerate(frames) if frame.kind is Kind.BROKEN), None)
+            if broken is not None:
+                self._broken_events = frames[broken].events
+                frames = frames[:broken]
+            events = frames[0].events if len(frames) == 1 else b"".join(frame.events for frame in frames)
+            if events:
+                await self._forward(connection, self._with_route(events))
+            for frame in frames:
+                self._note(frame)
+            if broken is not None:
+                raise ReplicaFailed("its engine broke the answer off", was_asked=True)
+        if not journal.is_over:
+            raise ReplicaFailed("its stream ended too early", was_asked=True)
+        await self._end()
+        with suppress(ReplicaFailed):
+            while await connection.read():  # the end of the body, so that the connection can be kept
+                pass
+
+    async def _plain(self, connection: Connection) -> None:
+        """Send an answer on that is no relayed stream: when it is whole, so that it can be retried until then. One that
+        is too long to be kept, or is a stream, goes on as it comes."""
+        is_stream = any(name == b"content-type" and b"event-stream" in value for name, value in connection.headers)
+        parts: list[bytes] = []
+        size = 0
+        while data := await connection.read():
+            if self._is_passed:
+                await self._pass(data)
+                continue
+            parts.append(data)
+            size += len(data)
+            if is_stream or size > MAX_HELD_ANSWER or not self._lease.grow(len(data)):
+                self._is_passed = True
+                await self._forward(connection, b"".join(parts))
+                parts.clear()
+        if self._is_passed:
+            await self._end()
+            return
+        body = self._with_route(b"".join(parts))
+        await self._begin(connection, [(b"content-length", b"%d" % len(body))])
+        await self._send({"type": "http.response.body", "body": body, "more_body": False})
+
+    # --- what the client gets -----------------------------------------------------------------------------------------
+
+    async def _begin(self, connection: Connection, more: Headers) -> None:
+        self._has_begun = True
+        route = self._route
+        assert route is not None
+        self._metrics.began(self._clock() - self._turn.arrived_s)
+        headers = [*returned(connection.headers), *more, (b"x-route", _route_header(route))]
+        await self._send({"type": "http.response.start", "status": connection.status, "headers": headers})
+
+    async def _forward(self, connection: Connection, data: bytes) -> None:
+        if not self._has_begun:
+            await self._begin(connection, [])
+        await self._pass(data)
+
+    async def _pass(self, data: bytes) -> None:
+        await send_within(self._send, data, self._send_timeout_s)
+
+    async def _end(self) -> None:
+        await self._send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    def _with_route(self, data: bytes) -> bytes:
+        """Add the route to the answer's `x_cache`, if it is there."""
+        if _X_CACHE not in data or self._turn.path == "/v1/responses":  # which repeats objects of the client's
+            return data
+        route = self._route
+        assert route is not None
+        told = msgspec.json.encode({"replica": route.replica, "why": route.why or route.route, "epoch": route.epoch})
+        return data.replace(_X_CACHE, _X_CACHE + b'"route":' + told + b",", 1)
+
+    # --- failures -----------------------------------------------------------------------------------------------------
+
+    def _note_failure(self, route: Route, error: Exception) -> None:
+        if isinstance(error, ReplicaFailed) and not error.was_asked:
+            self._replicas.lost(route.replica)  # it did not see the turn
+        elif not isinstance(error, _Busy):
+            self._failures += 1
+        self._tried.add(route.replica)
+        if not self._broke_s:
+            self._broke_s = self._clock()
+        level = logging.INFO if isinstance(error, _NextReplica) else logging.WARNING
+        log.log(level, "replica %s failed request %s: %s", route.replica, self._turn.request_id, error)
+        self._metrics.failed(began=self._has_begun)
+
+    def _note(self, frame: Frame) -> None:
+        """Note what the client has of the answer."""
+        if self._lease.grow(len(frame.note)):
+            self._journal.add(frame)
+        else:
+            self._is_noted = False
+            self._journal.add(Frame(frame.kind, b""))
+        if frame.kind is Kind.DELTA and self._broke_s:
+            self._note_progress()
+
+    @property
+    def _can_go_on(self) -> bool:
+        """Whether another replica may be asked."""
+        return self._journal.is_empty or (self._is_noted and self._journal.can_resume)
+
+    def _note_progress(self) -> None:
+        """A token has come: the turn does not kill replicas, and those that failed may be asked again."""
+        self._metrics.resumed(Resumed.DONE, self._clock() - self._broke_s)
+        self._failures, self._broke_s = 0, 0.0
+        self._tried.clear()
+
+    async def _waits_for_a_replica(self) -> bool:
+        """Wait a moment for a replica that can go on with the answer. Returns whether to look again."""
+        if not self._has_begun or self._clock() - self._broke_s > RESUME_WAIT_S:
+            return False
+        await asyncio.sleep(RESUME_LOOK_S)
+        self._tried.clear()
+        return True
+
+    async def _give_up(self) -> None:
+        """Tell the client that nobody could answer."""
+        if self._has_begun:
+            self._metrics.resumed(Resumed.LOST, self._clock() - self._broke_s)
+            await self._pass(self._broken_events or _error_event(self._turn.path, _lost()))
+            await self._end()
+            return
+        refusal = self._refusal
+        if refusal is None:
+            raise no_replica()
+        headers = [*refusal.headers, (b"content-length", b"%d" % len(refusal.body))]
+        await self._send({"type": "http.response.start", "status": refusal.status, "headers": headers})
+        await self._send({"type": "http.response.body", "body": refusal.body, "more_body": False})
+
+
+async def _whole(connection: Connection, most: int) -> bytes:
+    """Read a short body. Raises ReplicaFailed for a longer one."""
+    body = b""
+    while data := await connection.read():
+        body += data
+        if len(body) > most:
+            raise ReplicaFailed("its refusal is too long", was_asked=True)
+    return body
+
+
+def _route_header(route: Route) -> bytes:
+    return f"replica={route.replica}; route={route.route}{'; why=' + route.why if route.why else ''}".encode()
+
+
+def _error_event(path: str, error: ApiError) -> bytes:
+    """Encode the last event of a stream that breaks, as the clients of `path` know it."""
+    if path.startswith(ANTHROPIC_PATH):
+        return b"event: error\ndata: " + error.anthropic_body() + b"\n\n"
+    if path == "/v1/responses":
+        told = {"type": "error", "code": error.code, "message": error.message, "param": None}
+        return b"event: error\ndata: " + msgspec.json.encode(told) + b"\n\n"
+    return b"data: " + error.body() + b"\n\n"
+
+
+def _lost() -> ApiError:
+    message = "The server that gave this answer is gone, and no other can go on with it; send the request again."
+    return unavailable(message, code="replica_lost", retry_after_s=1)

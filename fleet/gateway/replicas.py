@@ -1,0 +1,63 @@
+"""The connections to all replicas, as the table of members has them."""
+
+import asyncio
+
+from fleet.gateway.http_client import SWEEP_S, Replica, ReplicaFailed
+from fleet.members import BEAT_S, Members
+
+
+class Replicas:
+    """One per gateway, on its event loop."""
+
+    def __init__(self, members: Members) -> None:
+        self._members = members
+        self._replicas: dict[str, Replica] = {}
+
+    def of(self, name: str) -> Replica:
+        """Return the connections to a replica. Raises ReplicaFailed for one that is not in the table any more, or that
+        advertises no address."""
+        url = self._members.url(name)
+        known = self._replicas.get(name)
+        if known is not None and known.url == url:
+            return known
+        try:
+            replica = Replica(url or "")
+        except ValueError as error:
+            raise ReplicaFailed(str(error), was_asked=False) from None
+        if known is not None:  # it has another address after a restart; nobody answers at the old one
+            known.abort_all("the replica has another address now")
+        self._replicas[name] = replica
+        return replica
+
+    def lost(self, name: str) -> None:
+        """Take a replica out until it beats again."""
+        self._members.lost(name)
+
+    def under_way(self, name: str) -> int:
+        """Return the number of requests that this gateway has sent there and that are not answered yet."""
+        replica = self._replicas.get(name)
+        return 0 if replica is None else replica.under_way
+
+    async def follow(self) -> None:
+        """Keep the table fresh until cancelled, and give up the answers of replicas that are silent: a stopped process
+        keeps its connections open."""
+        while True:
+            await self._members.refresh()
+            for name in self._members.silent():
+                if name in self._replicas:
+                    self._replicas.pop(name).abort_all("its beats have stopped")
+            await asyncio.sleep(BEAT_S)
+
+    async def sweep(self) -> None:
+        """Give up silent answers and close unused connections until cancelled."""
+        loop = asyncio.get_running_loop()
+        while True:
+            await asyncio.sleep(SWEEP_S)
+            for replica in self._replicas.values():
+                replica.sweep(loop.time())
+
+    def close(self) -> None:
+        """Close all connections."""
+        for replica in self._replicas.values():
+            replica.abort_all("the gateway ends")
+        self._replicas.clear()

@@ -1,0 +1,108 @@
+"""A turn as a gateway sees it: what came from the client, and which conversation it is of."""
+
+import asyncio
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from starlette.types import Scope
+
+from fleet.identify import Conversation, TurnBody, conversation_of, read_body, session_id_of
+
+TURN_PATHS = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses"})
+LONG_BODY_BYTES = 1 << 18  # a longer one is read on a thread; it would hold up others' streams for milliseconds
+
+# Of one connection, or made anew by the gateway, by its HTTP server, or by the replica's.
+_NOT_FORWARDED = frozenset(
+    {
+        *(b"connection", b"keep-alive", b"proxy-authenticate", b"proxy-authorization", b"proxy-connection", b"te"),
+        *(b"trailer", b"transfer-encoding", b"upgrade", b"expect", b"host", b"content-length", b"x-request-id"),
+    }
+)
+_NOT_RETURNED = frozenset(
+    {
+        *(b"connection", b"keep-alive", b"proxy-connection", b"trailer", b"transfer-encoding", b"upgrade"),
+        *(b"content-length", b"date", b"server", b"x-request-id", b"openai-processing-ms"),
+    }
+)
+_OURS = b"x-reprise-"
+_CORS = b"access-control-"
+
+Headers = list[tuple[bytes, bytes]]
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """A request that a model answers."""
+
+    tenant: str
+    path: str
+    target: bytes  # path and query as the client wrote them
+    headers: Headers  # those that the replica gets too
+    request_id: str
+    arrived_s: float  # monotonic
+    body: bytes
+    model: str
+    streams: bool
+    salt: str
+    session_id: str | None  # as the client calls its conversation
+    conversation: Conversation
+
+
+async def read_turn(
+    *,
+    tenant: str,
+    path: str,
+    target: bytes,
+    headers: Headers,
+    session_header: str | None,
+    request_id: str,
+    arrived_s: float,
+    body: bytes,
+) -> Turn:
+    """Read as much of a body as the gateway needs to know. A body that makes no sense is a turn too: the replica tells
+    the client what is wrong with it. headers: see `forwarded`."""
+    if len(body) > LONG_BODY_BYTES:
+        said, conversation = await asyncio.to_thread(_read, body)
+    else:
+        said, conversation = _read(body)
+    return Turn(
+        tenant=tenant,
+        path=path,
+        target=target,
+        headers=headers,
+        request_id=request_id,
+        arrived_s=arrived_s,
+        body=body,
+        model=said.model if isinstance(said.model, str) else "",
+        streams=said.stream is True,
+        salt=said.cache_salt if isinstance(said.cache_salt, str) else "",
+        session_id=session_id_of(said, session_header),
+        conversation=conversation,
+    )
+
+
+def _read(body: bytes) -> tuple[TurnBody, Conversation]:
+    said = read_body(body) or TurnBody()
+    return said, conversation_of(said)
+
+
+def target_of(scope: Scope) -> bytes:
+    """Return path and query as the client wrote them."""
+    path: bytes = scope.get("raw_path") or scope["path"].encode()
+    query: bytes = scope["query_string"]
+    return path + b"?" + query if query else path
+
+
+def forwarded(headers: Iterable[tuple[bytes, bytes]]) -> Headers:
+    """Return a request's headers without those of its connection and those that only a gateway may send. Names are in
+    lower case."""
+    return [(name, value) for name, value in headers if name not in _NOT_FORWARDED and not name.startswith(_OURS)]
+
+
+def returned(headers: Iterable[tuple[bytes, bytes]]) -> Headers:
+    """Return an answer's headers without those of its connection and those that the gateway makes itself."""
+    return [
+        (name, value)
+        for name, value in headers
+        if name not in _NOT_RETURNED and not name.startswith(_OURS) and not name.startswith(_CORS)
+    ]

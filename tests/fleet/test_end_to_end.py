@@ -1,0 +1,180 @@
+"""A fleet of real processes with the bundled model: conversations that change their replica every turn, and replicas
+that are killed in the middle of answers. Every text equals that of one server that nothing happened to."""
+
+import asyncio
+import json
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from benchmarks.harness.servers import serve
+from tests.fleet.gateway.harness import until
+from tests.fleet.processes import READY_S, SMALL, FleetProcesses, fleet_processes
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+TOKENS = 120
+TURNS = 4
+
+
+@pytest.fixture(scope="module")
+def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FleetProcesses]:
+    with fleet_processes(tmp_path_factory.mktemp("fleet"), "a", "b") as fleet:
+        yield fleet
+
+
+@pytest.fixture(scope="module")
+def alone() -> Iterator[str]:
+    """The address of a server that is in no fleet."""
+    with serve("alone", SMALL, ready_timeout_s=READY_S) as server:
+        yield server.url
+
+
+def body_of(messages: list[dict[str, Any]], **changes: Any) -> dict[str, Any]:
+    asked = {"model": "reprise-bundled", "messages": messages, "max_tokens": TOKENS, "ignore_eos": True}
+    return {**asked, "stream": True, "temperature": 0.0, "stream_options": {"include_usage": True}, **changes}
+
+
+class Stream:
+    """An answer while it comes."""
+
+    def __init__(self, url: str, body: dict[str, Any], headers: dict[str, str] | None = None) -> None:
+        self._url, self._body, self._headers = url, body, headers or {}
+        self.answer: httpx.Response | None = None
+        self.pieces: list[str] = []
+        self.events: list[dict[str, Any]] = []
+        self.is_done = False
+
+    async def run(self) -> "Stream":
+        async with (
+            httpx.AsyncClient(timeout=READY_S) as client,
+            client.stream("POST", f"{self._url}/v1/chat/completions", json=self._body, headers=self._headers) as answer,
+        ):
+            self.answer = answer
+            async for line in answer.aiter_lines():
+                if line.startswith("data: {"):
+                    self._take(json.loads(line.removeprefix("data: ")))
+                self.is_done |= line == "data: [DONE]"
+        return self
+
+    def _take(self, event: dict[str, Any]) -> None:
+        assert "error" not in event, event
+        self.events.append(event)
+        self.pieces += [choice["delta"].get("content") or "" for choice in event["choices"]]
+
+    @property
+    def text(self) -> str:
+        return "".join(self.pieces)
+
+    @property
+    def served_by(self) -> str:
+        assert self.answer is not None
+        return self.answer.headers["x-route"].split(";")[0].removeprefix("replica=")
+
+    @property
+    def session_id(self) -> str:
+        assert self.answer is not None
+        return self.answer.headers["x-session-id"]
+
+    @property
+    def usage(self) -> tuple[int, int]:
+        usage = next(event["usage"] for event in reversed(self.events) if event.get("usage"))
+        return usage["prompt_tokens"], usage["completion_tokens"]
+
+    @property
+    def finish_reason(self) -> str:
+        reasons = [choice["finish_reason"] for event in self.events for choice in event["choices"]]
+        return next(reason for reason in reasons if reason)
+
+
+def question(number: int) -> dict[str, Any]:
+    return {"role": "user", "content": f"Tell me story {number} of the old lighthouse and its keeper, slowly."}
+
+
+async def conversation(url: str, number: int, headers: dict[str, str] | None = None) -> list[Stream]:
+    """Turns of a client that sends its whole history each time."""
+    messages: list[dict[str, Any]] = []
+    streams = []
+    for turn in range(TURNS):
+        messages.append(question(10 * number + turn))
+        streams.append(await Stream(url, body_of(messages), headers).run())
+        messages.append({"role": "assistant", "content": streams[-1].text})
+    return streams
+
+
+@pytest.mark.parametrize(
+    "sampling", [{"temperature": 0.0}, {"temperature": 1.0, "seed": 7}, {"temperature": 0.9, "seed": 3, "n": 2}]
+)
+@pytest.mark.parametrize("pieces", [1, 8, 40])
+async def test_a_replica_that_is_killed_in_an_answer_is_not_noticed(fleet, alone, sampling, pieces):
+    body = body_of([question(pieces)], **sampling)
+    expected = await Stream(alone, body).run()
+    stream = Stream(fleet.gateway_url, body)
+    running = asyncio.create_task(stream.run())
+    await until(lambda: running.done() or len([piece for piece in stream.pieces if piece]) >= pieces, READY_S)
+    assert not running.done(), "the answer was over before its replica was killed"
+    victim = stream.served_by
+    await asyncio.to_thread(fleet.kill, victim)
+    await running
+    assert stream.is_done
+    assert stream.usage == expected.usage
+    assert stream.finish_reason == expected.finish_reason
+    assert sorted(_choices(stream).items()) == sorted(_choices(expected).items())
+    await asyncio.to_thread(fleet.start, victim)
+    await asyncio.to_thread(fleet.wait_for, 2)
+
+
+def _choices(stream: Stream) -> dict[int, str]:
+    texts: dict[int, str] = {}
+    for event in stream.events:
+        for choice in event["choices"]:
+            texts[choice["index"]] = texts.get(choice["index"], "") + (choice["delta"].get("content") or "")
+    return texts
+
+
+async def test_a_conversation_stays_at_its_home(fleet, alone):
+    expected = await conversation(alone, 1)
+    found = await conversation(fleet.gateway_url, 1)
+    assert [one.text for one in found] == [one.text for one in expected]
+    assert len({one.served_by for one in found}) == 1, "a client without a session id is known by its messages"
+
+
+@pytest.mark.parametrize("names_it", [True, False])
+async def test_a_conversation_goes_on_anywhere(fleet, alone, names_it):
+    number = 2 + names_it
+    expected = await conversation(alone, number)
+    headers = {"x-session-id": f"chat-{number}"} if names_it else {}
+    messages: list[dict[str, Any]] = []
+    homes = []
+    for turn in range(TURNS):
+        messages.append(question(10 * number + turn))
+        stream = await Stream(fleet.gateway_url, body_of(messages), headers).run()
+        assert stream.text == expected[turn].text
+        homes.append(stream.served_by)
+        messages.append({"role": "assistant", "content": stream.text})
+        fleet.move(stream.session_id, "b" if homes[-1] == "a" else "a")
+    assert all(before != after for before, after in pairwise(homes))
+
+
+async def test_a_drained_replica_gets_nothing_new(fleet):
+    fleet.drain("a", on=True)
+    await asyncio.sleep(2.5)  # the gateway looks once a second
+    try:
+        streams = [await Stream(fleet.gateway_url, body_of([question(50 + n)], max_tokens=4)).run() for n in range(4)]
+        assert {stream.served_by for stream in streams} == {"b"}
+    finally:
+        fleet.drain("a", on=False)
+
+
+def test_a_gateway_needs_a_fleet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    from typer.testing import CliRunner
+
+    from app.cli.program import cli
+
+    told = CliRunner().invoke(cli, ["gateway", "--cache.disk_dir", str(tmp_path)])
+    assert told.exit_code == 1
+    assert "fleet.redis_url" in told.stderr
