@@ -253,8 +253,7 @@ async def test_a_body_that_is_too_long_is_refused():
 
 def test_a_gateway_loads_neither_torch_nor_transformers():
     program = (
-        "import sys, fleet.gateway.server\n"
-        "print([name for name in ('torch', 'transformers') if name in sys.modules])"
+        "import sys, fleet.gateway.server\nprint([name for name in ('torch', 'transformers') if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100, check=True)
     assert done.stdout.strip() == "[]"
