@@ -207,29 +207,29 @@ class Directory:
 
     # --- sessions -----------------------------------------------------------------------------------------------------
 
-    async def find(self, tenant: str, chains: Sequence[bytes], *, fingerprint: str) -> str | None:
-        """Return the id of the session that has the first known chain, the deepest first. chains: digests of
+    async def find(self, tenant: str, chains: Sequence[bytes], *, fingerprint: str) -> Record | None:
+        """Return what is known of the session that has the first known chain, the deepest first. chains: digests of
         `fleet.identify`. Asks twice."""
         if not chains:
             return None
         places = [self.keys.chain(tenant, chain) for chain in chains[:MAX_CHAINS]]
         found = await self._ask(self._redis.mget(places))
-        members = dict.fromkeys(value for value in found if isinstance(value, bytes))
         prefix = f"{fingerprint}:".encode()
-        for member in members:
+        for member in dict.fromkeys(value for value in found if isinstance(value, bytes)):
             if member.startswith(prefix):
                 with _reading():
-                    record = keys.record(self.keys.tenant(tenant), member.decode())
-                if (name := await self._ask(self._redis.hget(record, "id"))) is not None:
-                    with _reading():
-                        return str(name.decode())
+                    key = keys.record(self.keys.tenant(tenant), member.decode())
+                if (record := await self._record(key)) is not None:
+                    return record
         return None
 
     async def look(self, name: SessionName, *, fingerprint: str) -> Record | None:
         """Return what is known of a session; None: nothing."""
-        record = self._keys_of(name, fingerprint).record
+        return await self._record(self._keys_of(name, fingerprint).record)
+
+    async def _record(self, key: str) -> Record | None:
         async with self._redis.pipeline(transaction=False) as pipe:
-            pipe.hmget(record, _RECORD)
+            pipe.hmget(key, _RECORD)
             pipe.time()
             fields, (seconds, _) = await self._ask(pipe.execute())
         if fields[4] is None:

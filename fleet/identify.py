@@ -35,7 +35,6 @@ _PLAIN = frozenset(("role", "content"))
 _ANSWERS = frozenset(("assistant", "model"))
 _THOUGHTS = frozenset(("thinking", "redacted_thinking", "reasoning"))
 _CALLS = frozenset(("tool_use", "function_call", "custom_tool_call"))
-_OPENING = digest("conversation")
 
 
 class TurnBody(msgspec.Struct):
@@ -86,7 +85,9 @@ def read_body(body: bytes) -> TurnBody | None:
 def conversation_of(body: TurnBody) -> Conversation:
     """Digest the messages of a chat (OpenAI's or Anthropic's) or the input of a response. Takes a few microseconds a
     message, and a second for a gigabyte of text."""
-    chain, opening, answers, history_chars, chars = _OPENING, b"", list[bytes](), 0, 0
+    # A client with another salt must not learn that somebody had the same conversation.
+    salt = body.cache_salt if isinstance(body.cache_salt, str) else ""
+    chain, opening, answers, history_chars, chars = digest("conversation", salt), b"", list[bytes](), 0, 0
     if isinstance(body.previous_response_id, str):
         answers.append(response_digest(body.previous_response_id))
     try:

@@ -46,7 +46,7 @@ from loadgen.percentile import percentile
 ARMS = ("direct", "gateway")
 BODY_WORDS = 1800
 ADDED_MS, CPU_US, GAP_RATIO = 1.5, 100.0, 1.2
-START_S = 60.0
+START_S = 300.0
 BEAT_S = 1.0
 
 

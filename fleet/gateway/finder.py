@@ -2,7 +2,7 @@
 
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -21,7 +21,7 @@ MAX_FINGERPRINTS = 4  # models of one name, as while a fleet changes from one to
 class Sessions(Protocol):
     """The part of `fleet.directory.Directory` used here. Both raise DirectoryUnavailable."""
 
-    async def find(self, tenant: str, chains: list[bytes], *, fingerprint: str) -> str | None: ...
+    async def find(self, tenant: str, chains: Sequence[bytes], *, fingerprint: str) -> Record | None: ...
     async def look(self, name: SessionName, *, fingerprint: str) -> Record | None: ...
 
 
@@ -74,10 +74,10 @@ class Finder:
     async def find(self, turn: Turn) -> Found:
         """Look a turn up. Never fails: without an answer of the directory, the turn has no history."""
         fingerprints = self._fingerprints(turn.model)
-        record, fingerprint, session_id, is_known = None, "", turn.session_id, True
+        record, fingerprint, is_known = None, "", True
         try:
             for fingerprint in fingerprints:
-                session_id, record = await self._look(turn, fingerprint)
+                record = await self._look(turn, fingerprint)
                 if record is not None:
                     break
         except DirectoryUnavailable:
@@ -85,8 +85,9 @@ class Finder:
         pinned = self._pins.get(_pin(turn))
         home, talk = pinned, turn.conversation
         history_tokens = talk.history_chars // CHARS_PER_TOKEN
-        idle_s, redis_tokens, epoch, wanted = 0.0, 0, 0, ""
+        idle_s, redis_tokens, epoch, wanted, session_id = 0.0, 0, 0, "", turn.session_id
         if record is not None:
+            session_id = record.session_id
             home = record.home or None
             history_tokens, idle_s, redis_tokens = record.tokens, record.idle_s, record.redis_tokens
             epoch, wanted = record.epoch, record.wanted
@@ -131,18 +132,14 @@ class Finder:
                     return record.home
         except DirectoryUnavailable:
             pass
-        home = self._pins.get((tenant, session_id))
+        home = self._pins.get((tenant, f"/{session_id}"))
         return home if home is not None and self._router.view.is_open(home, self._clock()) else None
 
-    async def _look(self, turn: Turn, fingerprint: str) -> tuple[str | None, Record | None]:
-        session_id = turn.session_id
-        if session_id is None:
-            answers = list(turn.conversation.answers)
-            session_id = await self._directory.find(turn.tenant, answers, fingerprint=fingerprint)
-            if session_id is None:
-                return None, None
-        name = SessionName(turn.tenant, session_id, turn.salt)
-        return session_id, await self._directory.look(name, fingerprint=fingerprint)
+    async def _look(self, turn: Turn, fingerprint: str) -> Record | None:
+        if turn.session_id is None:
+            return await self._directory.find(turn.tenant, turn.conversation.answers, fingerprint=fingerprint)
+        name = SessionName(turn.tenant, turn.session_id, turn.salt)
+        return await self._directory.look(name, fingerprint=fingerprint)
 
     def _fingerprints(self, model: str) -> list[str]:
         """Return the models that a name may mean; all, if nobody serves that name: a replica tells the client."""
@@ -177,4 +174,5 @@ class Finder:
 
 def _pin(turn: Turn) -> tuple[str, str]:
     """Name a conversation so that all its turns have the same name, on every gateway."""
-    return turn.tenant, turn.session_id if turn.session_id is not None else turn.conversation.opening.hex()
+    name = turn.session_id if turn.session_id is not None else turn.conversation.opening.hex()
+    return turn.tenant, f"{turn.salt}/{name}"

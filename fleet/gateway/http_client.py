@@ -8,6 +8,7 @@ import asyncio
 import re
 import ssl
 from collections.abc import Iterable
+from typing import cast
 from urllib.parse import urlsplit
 
 import h11
@@ -60,8 +61,7 @@ class Connection(asyncio.Protocol):
     # what the loop calls
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's is no subclass of it
 
     def data_received(self, data: bytes) -> None:
         self.heard_s = self._loop.time()

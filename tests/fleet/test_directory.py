@@ -86,7 +86,9 @@ async def test_a_session_is_claimed_committed_and_found_by_another(server):
         assert done == Committed(Outcome.COMMITTED, first.epoch, 1, 1, 900)
         again = await claim(a)
         assert (again.epoch, again.turn, again.home) == (first.epoch, 1, "a"), "no new epoch at home"
-        assert await b.find("alice", [b"unknown", b"c"], fingerprint=MODEL) == "chat"
+        found = await b.find("alice", [b"unknown", b"c"], fingerprint=MODEL)
+        assert found is not None
+        assert (found.session_id, found.home) == ("chat", "a")
         assert await b.find("alice", [b"c"], fingerprint="ffff") is None
         assert await b.find("mallory", [b"c"], fingerprint=MODEL) is None
         record = await b.look(CHAT, fingerprint=MODEL)

@@ -91,6 +91,11 @@ def test_the_line_that_changes_in_every_request_of_claude_code_is_left_out():
     assert chat(USER, system="Be long.").chain != chat(USER, system="Be brief.").chain
 
 
+def test_conversations_with_other_salts_are_others():
+    assert chat(USER, cache_salt="x").chain != chat(USER).chain
+    assert chat(USER, cache_salt="").chain == chat(USER, cache_salt=None).chain == chat(USER).chain
+
+
 def test_counts_what_is_new():
     found = chat(USER, {"role": "assistant", "content": "x" * 50}, {"role": "user", "content": "y" * 7})
     assert (found.history_chars, found.new_chars) == (len(USER["content"]) + 50, 7)

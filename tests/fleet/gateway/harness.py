@@ -32,7 +32,7 @@ class FakeDirectory:
     def __init__(self) -> None:
         self.beats: dict[str, tuple[Heartbeat, float]] = {}  # name -> (beat, age of it)
         self.records: dict[SessionName, Record] = {}
-        self.chains: dict[tuple[str, bytes], str] = {}
+        self.chains: dict[tuple[str, bytes], Record] = {}
         self.drained: set[str] = set()
         self.wait_s = 0.0
         self.is_away = False
@@ -49,7 +49,7 @@ class FakeDirectory:
         members = tuple(Member(beat, age_s) for beat, age_s in self.beats.values())
         return Roll("born", members, frozenset(self.drained))
 
-    async def find(self, tenant: str, chains: Sequence[bytes], *, fingerprint: str) -> str | None:
+    async def find(self, tenant: str, chains: Sequence[bytes], *, fingerprint: str) -> Record | None:
         self._be_there()
         return next((self.chains[tenant, chain] for chain in chains if (tenant, chain) in self.chains), None)
 

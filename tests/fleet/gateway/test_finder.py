@@ -73,8 +73,7 @@ async def test_a_conversation_without_a_name_is_found_by_its_last_known_answer()
     here = Here("a", "b")
     await here.refresh()
     turn = turn_of(USER, ANSWER, USER)
-    here.directory.chains["t", turn.conversation.answers[0]] = "s"
-    here.directory.records[SessionName("t", "s")] = record("b")
+    here.directory.chains["t", turn.conversation.answers[0]] = record("b")
     found = await here.finder.find(turn)
     assert found.session_id == "s"
     assert here.finder.choose(turn, found, tried=set()).replica == "b"

@@ -225,6 +225,24 @@ async def test_giving_up_a_replica_ends_all_its_answers():
                 await task
 
 
+def test_works_on_uvloop():
+    uvloop = pytest.importorskip("uvloop")
+
+    async def asks() -> None:
+        async with stub_replica(echo) as server:
+            replica = Replica(server.url)
+            for _ in range(2):
+                connection = await ask(replica, b"x" * 100_000)
+                assert await read_all(connection) == b"x" * 100_000
+                replica.give_back(connection)
+            assert server.connections == 1
+            await server.stop()
+            with pytest.raises(ReplicaFailed):
+                await ask(replica, b"x")
+
+    uvloop.run(asks())
+
+
 @pytest.mark.parametrize("url", ["ftp://x", "nonsense", "http://", ""])
 def test_refuses_what_is_no_url(url):
     with pytest.raises(ValueError, match="URL"):
