@@ -11,6 +11,7 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -56,13 +57,13 @@ def is_held_out(document_id: str) -> bool:
     return hashlib.blake2b(document_id.encode(), digest_size=2).digest()[0] < 5
 
 
-def _rows(path: Path) -> Iterator[dict]:
+def _rows(path: Path) -> Iterator[dict[str, Any]]:
     with gzip.open(path, "rt", encoding="utf-8") as lines:
         for line in lines:
             yield json.loads(line)
 
 
-def render_dialogue(turns: list[dict], system: str | None) -> str:
+def render_dialogue(turns: list[dict[str, str]], system: str | None) -> str:
     """Render a whole dialogue as ChatML, as CHAT_TEMPLATE does."""
     messages = ([{"role": "system", "content": system}] if system else []) + turns
     body = "".join(f"{TURN_START}{m['role']}\n{m['content'].strip()}{TURN_END}\n" for m in messages)

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import socket
 import time
 from collections.abc import Callable
 from types import FrameType
@@ -67,7 +68,7 @@ class HttpServer(BoundedServer):
                 self._engine.finish_all()
         return await super().on_tick(counter)
 
-    async def startup(self, sockets: list | None = None) -> None:
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         self._announcing = asyncio.create_task(self._announce(self.url))
 

@@ -5,9 +5,10 @@ from typing import Annotated
 from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from app.schemas.chat import MAX_TOOLS, Messages, TemplateArgs, Tool
+from app.schemas.chat import Messages, TemplateArgs
 from app.schemas.completions import MAX_PROMPT_IDS
 from app.schemas.fields import Part, TokenId
+from app.schemas.tools import MAX_TOOLS, Tool
 
 
 class TokenizeRequest(Part):
