@@ -28,10 +28,9 @@ from typing import Any
 from app.conversations.digests import Message, canonical, digest, link, without_reasoning
 from app.conversations.drafts import Continued, Draft, ShiftedOn, Whole
 from app.conversations.known_chains import RecentChains
-from app.conversations.ladder import Candidate, shifted, splice_of
 from app.conversations.prepared_prompt import PreparedPrompt
 from app.conversations.rendered_chat import RenderedChat, TextTokenizer
-from app.conversations.splice import common_chars
+from app.conversations.splice import Candidate, common_chars, shifted, splice_of
 from app.conversations.transcript_store import NewAnswer, RecordedAnswer, TranscriptStore
 from app.text.message_bounds import MessageBounds
 

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from app.errors import ApiError
-from app.http.body_limits import _is_deeper, check_body
+from app.http.body import _is_deeper, check_body
 from app.settings.settings import LimitSettings
 
 LIMITS = LimitSettings(

@@ -5,9 +5,8 @@ from array import array
 import pytest
 
 from app.conversations.digests import digest
-from app.conversations.ladder import Candidate, changed, exact, in_place, prompt_alone, shifted, splice_of
 from app.conversations.rendered_chat import RenderedChat
-from app.conversations.splice import Splice
+from app.conversations.splice import Candidate, Splice, changed, exact, in_place, prompt_alone, shifted, splice_of
 from app.conversations.transcript_store import RecordedAnswer
 from app.text.tokenizer import SHIELD
 from model.corpus import CHAT_TEMPLATE
