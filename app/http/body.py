@@ -60,23 +60,26 @@ async def read_body(request: Request, *, max_bytes: int, timeout_s: float) -> by
 
 async def read_bytes(request: Request, *, max_bytes: int, timeout_s: float) -> bytes:
     """Read a body of any type. Raises ApiError or ClientGone."""
-    message = f"The request body is larger than {max_bytes} bytes (limits.body_bytes)."
-    too_large = ApiError(413, message, code="request_too_large")
     declared = request.headers.get("content-length", "")
     if declared.isdecimal() and (len(declared) > 15 or int(declared) > max_bytes):
-        raise too_large
+        raise _too_large(max_bytes)
     body = bytearray()
     try:
         async with asyncio.timeout(timeout_s):
             async for chunk in request.stream():
                 body += chunk
                 if len(body) > max_bytes:  # counted while reading, because a chunked body declares no length
-                    raise too_large
+                    raise _too_large(max_bytes)
     except TimeoutError:
         raise ApiError(408, f"No complete request body within {timeout_s:g} s.", code="request_timeout") from None
     except ClientDisconnect:
         raise ClientGone from None
     return bytes(body)
+
+
+def _too_large(max_bytes: int) -> ApiError:
+    message = f"The request body is larger than {max_bytes} bytes (limits.body_bytes)."
+    return ApiError(413, message, code="request_too_large")
 
 
 def parse_json(data: bytes) -> dict[str, object]:
