@@ -10,7 +10,6 @@ from typing import Any
 
 from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
-from starlette.types import Scope
 
 from app.api import openapi
 from app.api.responses.response_service import Responses, Store
@@ -166,16 +165,11 @@ def add_routes(app: FastAPI) -> None:
 def add_middleware(app: FastAPI, parts: Parts) -> None:
     """Add what every request passes before its route: the last one added comes first."""
     server = parts.settings.server
-
-    def count(scope: Scope, status: int) -> None:
-        # The path of the route, not of the request: a scanner must not fill the metrics with labels.
-        parts.metrics.requests.labels(getattr(scope.get("route"), "path", "unknown"), str(status)).inc()
-
     app.add_middleware(Authentication, keyring=parts.keyring, hostnames=(server.host, *server.hostnames))
     if server.cors_origins:
         # In front of the keys: a browser asks without one whether it may ask.
         app.add_middleware(CORSMiddleware, **cors_options(server.cors_origins))
-    app.add_middleware(RequestContext, on_done=count, log_access=server.access_log)
+    app.add_middleware(RequestContext, on_done=parts.metrics.request_done, log_access=server.access_log)
 
 
 def make_engine(settings: Settings, secret: bytes) -> EngineClient:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
+from starlette.types import Scope
 
 from app.conversations.redis_store import RedisStore
 from app.errors import ApiError
@@ -79,6 +80,10 @@ class Metrics(TurnObserver):
     def follow(self, redis: RedisStore) -> None:
         """Tell of it too."""
         self._registry.register(RedisCollector(redis))
+
+    def request_done(self, scope: Scope, status: int) -> None:
+        """Count a request by its route. Its own path would let a scanner fill the metrics with labels."""
+        self.requests.labels(getattr(scope.get("route"), "path", "unknown"), str(status)).inc()
 
     def first_token(self, turn: ObservedTurn, answer: Answer) -> None:
         """An answer has begun; it paid for what its report says."""
