@@ -36,5 +36,5 @@ def make_queue(
     if class_ordered_entry:
         entry = PriorityQueue(standings=standings())
     else:
-        entry = FairShare(cost=lambda sequence: cost_of(sequence, cache, predictor))
+        entry = FairShare(cost=partial(cost_of, cache=cache, predictor=predictor))
     return queue(size=window, entry=entry, standings=standings())
