@@ -29,7 +29,7 @@ admin = true
 
 @pytest.fixture
 async def keyed(engine: FakeEngine, tmp_path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Running]:
-    monkeypatch.setattr("app.main.follow_keys", partial(follow_keys, look_s=0.02))
+    monkeypatch.setattr("app.tenancy.configured_keys.follow_keys", partial(follow_keys, look_s=0.02))
     path = tmp_path / "keys.toml"
     path.write_text(FILE)
     path.chmod(0o600)
