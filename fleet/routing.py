@@ -267,8 +267,8 @@ class Router:
             return self._anywhere(question, now, excluded, "moved", why)
         at_home = self.view.cost(home, question, now)
         if at_home.wait_s <= _HYSTERESIS_S + at_home.load_s + at_home.compute_s:
-            return self._assigned(Choice(home, "home", cost_s=at_home.total_s), at_home, now)
-        return self._home_or_other(question, home, at_home, now, excluded)
+            return self.assigned(Choice(home, "home", cost_s=at_home.total_s), at_home, now)
+        return self.home_or_other(question, home, at_home, now, excluded)
 
     def fall_back(self, session: str, now: float, *, excluded: Container[str] = ()) -> Choice:
         """Choose by rendezvous hashing, the same on every gateway: for when the directory cannot be asked. Raises
@@ -280,18 +280,18 @@ class Router:
 
     def _anywhere(self, question: Question, now: float, excluded: Container[str], route: Route, why: Reason) -> Choice:
         """Choose the cheaper of two at random. What it must load is not refused, but the budget knows of it."""
-        found = self._cheaper_of_two(question, now, excluded)
+        found = self.cheaper_of_two(question, now, excluded)
         if found is None:
             raise NoReplica
         name, cost = found
         self._budget.take(cost.redis_bytes, now, owing=True)
-        return self._assigned(Choice(name, route, why, cost_s=cost.total_s), cost, now)
+        return self.assigned(Choice(name, route, why, cost_s=cost.total_s), cost, now)
 
-    def _home_or_other(
+    def home_or_other(
         self, question: Question, home: str, at_home: Cost, now: float, excluded: Container[str]
     ) -> Choice:
-        """Decide whether a turn that would wait at home moves."""
-        found = self._cheaper_of_two(question, now, excluded, home)
+        """Choose for a turn that would wait at home, and count it."""
+        found = self.cheaper_of_two(question, now, excluded, home)
         refused: Refusal = ""
         if found is not None:
             name, cost = found
@@ -301,10 +301,10 @@ class Router:
             elif not self._budget.take(cost.redis_bytes, now):
                 refused = "budget"
             else:
-                return self._assigned(Choice(name, "moved", "wait", cost_s=cost.total_s), cost, now)
-        return self._assigned(Choice(home, "home", refused=refused, cost_s=at_home.total_s), at_home, now)
+                return self.assigned(Choice(name, "moved", "wait", cost_s=cost.total_s), cost, now)
+        return self.assigned(Choice(home, "home", refused=refused, cost_s=at_home.total_s), at_home, now)
 
-    def _cheaper_of_two(
+    def cheaper_of_two(
         self, question: Question, now: float, excluded: Container[str], home: str | None = None
     ) -> tuple[str, Cost] | None:
         """Return the cheaper of two replicas drawn at random; equals are a matter of the draw. None if there is none
@@ -335,7 +335,7 @@ class Router:
         candidates = [name for name in names if is_candidate(name)]
         return self._rng.sample(candidates, min(2, len(candidates)))
 
-    def _assigned(self, choice: Choice, cost: Cost, now: float) -> Choice:
+    def assigned(self, choice: Choice, cost: Cost, now: float) -> Choice:
         self.view.assign(choice.replica, cost.work_s, now)
         return choice
 

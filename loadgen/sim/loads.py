@@ -5,6 +5,7 @@ from loadgen.sim.ahead import SimulatedLookAhead
 from loadgen.sim.context_window import ContextWindow
 from loadgen.sim.disk import Disk
 from loadgen.sim.machine import Config, Machine
+from loadgen.sim.remote import RemoteKV
 from loadgen.sim.store import SimulatedStore
 from loadgen.sim.turn import LiveTurn
 
@@ -20,8 +21,10 @@ class SimulatedLoads:
         window: ContextWindow,
         disk: Disk,
         ahead: SimulatedLookAhead,
+        remote: RemoteKV | None,
     ) -> None:
-        self.moved = {"hbm": 0.0, "dram": 0.0, "disk": 0.0}  # bytes into HBM by source
+        self.moved = {"hbm": 0.0, "dram": 0.0, "disk": 0.0, "redis": 0.0}  # bytes into HBM by source
+        self._remote = remote
         self._machine, self._config = machine, config
         self._store, self._window = store, window
         self._disk, self._ahead = disk, ahead
@@ -30,21 +33,21 @@ class SimulatedLoads:
     def residency(self, turn: LiveTurn, now: float) -> ResidencyValue:
         """Return where the KV of a waiting turn is."""
         is_loading = turn.loaded_s is not None and turn.loaded_s > now
-        found = self._found(turn) if turn.loaded_s is None else turn.sources
+        found = self.found(turn, now) if turn.loaded_s is None else turn.sources
         if turn.loaded_s is not None and not is_loading:
             found = {"hbm": sum(found.values())}
         hbm = found.get("hbm", 0)
         lower = {tier: tokens for tier, tokens in found.items() if tier != "hbm"}
         size = int(sum(lower.values()) * self._machine.kv_bytes_per_token)
         missing = turn.record.prompt_tokens - hbm - sum(lower.values())
-        load_s = self._seconds(lower)
+        load_s = max(self._seconds(lower), self._remote_s(lower, now))
         exposed_s = max(0.0, load_s - self._machine.costs.prefill_s(missing, turn.record.prompt_tokens - missing))
         return ResidencyValue(hbm, lower, size, missing, hbm + sum(lower.values()), load_s, exposed_s, is_loading)
 
     def begin(self, turn: LiveTurn, now: float) -> None:
         """Begin to load a turn's KV into HBM."""
         record, name = turn.record, turn.live.name
-        turn.sources = self._found(turn)
+        turn.sources = self.found(turn, now)
         if self._config.recompute_if_faster:
             self._leave_what_is_slow(turn, now)
         if self._config.reuse:
@@ -59,6 +62,10 @@ class SimulatedLoads:
             turn.loaded_s += seconds - read
         if seconds:
             self._link_s = turn.loaded_s
+        if self._remote is not None and (from_remote := turn.sources.get("redis", 0)):
+            # Over another link than the tiers of this server, so that it delays no load from them.
+            turn.loaded_s = max(turn.loaded_s, self._remote.load(name, from_remote, now))
+            seconds = max(seconds, turn.loaded_s - now)
         record.load_s = seconds
         record.sources = {tier: tokens for tier, tokens in turn.sources.items() if tokens}
         for tier, tokens in record.sources.items():
@@ -70,17 +77,28 @@ class SimulatedLoads:
         found = turn.record.hit_tokens
         return turn.loaded_s - self._machine.costs.prefill_s(turn.record.prompt_tokens - found, found)
 
-    def _found(self, turn: LiveTurn) -> dict[str, int]:
+    def found(self, turn: LiveTurn, now: float) -> dict[str, int]:
+        """Count the leading tokens that are kept of a turn's history, by the fastest place that has them."""
         if not self._config.reuse:
             return {}
         if turn.dropped and self._config.truncation == "coupled":
             return {}
-        return self._store.found(turn.live.name, turn.dropped, turn.record.prompt_tokens - 1)
+        most = turn.record.prompt_tokens - 1
+        found = self._store.found(turn.live.name, turn.dropped, most)
+        if self._remote is not None:
+            kept = min(self._remote.found(turn.live.name, now), most) - sum(found.values())
+            if kept > 0:
+                found["redis"] = kept
+        return found
 
     def _seconds(self, sources: dict[str, int]) -> float:
         kv = self._machine.kv_bytes_per_token
         slowest = min(self._machine.dram_to_hbm, self._machine.disk_to_dram)
         return sources.get("dram", 0) * kv / self._machine.dram_to_hbm + sources.get("disk", 0) * kv / slowest
+
+    def _remote_s(self, sources: dict[str, int], now: float) -> float:
+        tokens = sources.get("redis", 0)
+        return self._remote.wait_s(now) + self._remote.seconds(tokens) if tokens and self._remote is not None else 0.0
 
     def _starts_s(self, name: str, now: float) -> float:
         """Return when the link is free and the session's current fetch, if any, has arrived."""
@@ -97,8 +115,10 @@ class SimulatedLoads:
         def seconds(sources: dict[str, int]) -> float:
             found = sum(sources.values())
             compute_s = self._machine.costs.prefill_s(turn.record.prompt_tokens - found, found)
-            loads = any(tokens for tier, tokens in sources.items() if tier != "hbm")
-            return max(compute_s, waits_s + self._seconds(sources)) if loads else compute_s
+            loads = any(tokens for tier, tokens in sources.items() if tier not in ("hbm", "redis"))
+            remote_s = self._remote_s(sources, now)
+            return max(compute_s, remote_s, waits_s + self._seconds(sources)) if loads else max(compute_s, remote_s)
 
-        without_disk = {tier: tokens for tier, tokens in turn.sources.items() if tier != "disk"}
-        turn.sources = min((turn.sources, without_disk, hbm), key=seconds)
+        local = {tier: tokens for tier, tokens in turn.sources.items() if tier != "redis"}
+        without_disk = {tier: tokens for tier, tokens in local.items() if tier != "disk"}
+        turn.sources = min((turn.sources, local, without_disk, hbm), key=seconds)

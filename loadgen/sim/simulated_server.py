@@ -9,7 +9,7 @@ history and its own words; templates add nothing.
 
 import heapq
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import cast
 
 from cache.stats import ResidencyValue
@@ -20,6 +20,7 @@ from loadgen.sim.future import ByNextTurn, NextTurns
 from loadgen.sim.loads import SimulatedLoads
 from loadgen.sim.machine import Config, Machine
 from loadgen.sim.policies import SIMULATED_POLICIES
+from loadgen.sim.remote import RemoteKV
 from loadgen.sim.store import SimulatedStore
 from loadgen.sim.turn import LiveSession, LiveTurn, TurnRecord
 from loadgen.virtual.greedy import greedy
@@ -41,7 +42,11 @@ class _View:
 
 
 class SimulatedServer:
-    """One run. Deterministic: only the workload is random. future: evict by Belady's policy with this knowledge."""
+    """One run. Deterministic: only the workload is random.
+
+    future: evict by Belady's policy with this knowledge. remote: KV that other servers can load too. ended: called at
+    the end of a turn, instead of sending the conversation's next turn here; `submit` and `advance` drive such a server.
+    """
 
     def __init__(
         self,
@@ -49,6 +54,8 @@ class SimulatedServer:
         machine: Machine,
         config: Config,
         future: NextTurns | None = None,
+        remote: RemoteKV | None = None,
+        ended: Callable[[LiveTurn], None] | None = None,
     ) -> None:
         self.machine = machine
         self.config = config
@@ -58,6 +65,8 @@ class SimulatedServer:
         self.prefilled_tokens = self.decoded_tokens = self.recomputed_tokens = 0
         self.marks: list[tuple[float, float]] = []  # (seconds, busy seconds) at every start
         self._future = future
+        self._remote = remote
+        self._ended = ended or self._send_next
         self.store = SimulatedStore(
             policy=SIMULATED_POLICIES[config.policy] if future is None else lambda returns: ByNextTurn(future),
             kv_bytes_per_token=machine.kv_bytes_per_token,
@@ -78,7 +87,7 @@ class SimulatedServer:
         )
         self.disk = Disk(machine.disk_to_dram, machine.dram_bytes)
         self.ahead = SimulatedLookAhead(machine, config, self.store, self.queue, self.disk)
-        self.loads = SimulatedLoads(machine, config, self.store, self.window, self.disk, self.ahead)
+        self.loads = SimulatedLoads(machine, config, self.store, self.window, self.disk, self.ahead, remote)
         self._arrivals: list[tuple[float, int, LiveSession]] = []  # a heap
         self._pushed = 0
         self._waiting: dict[str, LiveTurn] = {}  # by request id
@@ -89,21 +98,69 @@ class SimulatedServer:
         self.context_sum = 0  # of the running turns
         self.running_bytes = 0.0
         self._loading: list[LiveTurn] = []  # waiting turns whose loads have begun
+        self._start_s = 0.0  # no waiting turn can start before, unless one arrives or ends
+        self.queued_s = 0.0  # expected prefill time of the waiting turns
+        self._answer_s = 0.0  # what the last answers took, smoothed
         for conversation in conversations:
             if conversation.turns:
                 self._push(conversation.start_s, LiveSession(conversation))
 
     def run(self) -> None:
         """Run all conversations to their end."""
-        while self._arrivals or self._waiting or self._running:
+        self.advance(math.inf)
+
+    def advance(self, until_s: float) -> None:
+        """Do what begins before `until_s`. A step that has begun is finished, so `now` may be later than that."""
+        while self.now < until_s and (self._arrivals or self._waiting or self._running):
             self._deliver()
             self._load_ahead()
             if len(self._running) < self.machine.max_seqs and (turn := self._next()) is not None:
                 self._start(turn)
             elif self._running:
-                self._decode()
+                self._decode(until_s)
             else:
-                self.now = max(self.now, self._next_event())
+                self.now = max(self.now, min(until_s, self._next_event()))
+
+    def submit(self, session: LiveSession, when_s: float) -> None:
+        """Send the next turn of a conversation here, after the server has been advanced to that time."""
+        self.now = max(self.now, when_s)
+        self._arrive(when_s, session)
+        self._start_s = 0.0
+
+    @property
+    def next_event_s(self) -> float:
+        """The earliest time at which a turn starts or ends if no other is submitted; math.inf when nothing is left."""
+        if not self._running:
+            return self.now if self._waiting else math.inf
+        rows, steps = len(self._running), self._running[0][0] - self._steps
+        end_s = self.now + self.machine.costs.decode_s(steps, rows, self.context_sum)
+        return min(end_s, max(self.now, self._start_s)) if self._waiting and rows < self.machine.max_seqs else end_s
+
+    def expected_wait_s(self, now: float) -> float:
+        """Predict when the prefill of a turn that arrives now would start, in seconds from now: after the step under
+        way, the prompts ahead of it with the answers beside them, and until a place is free."""
+        wait_s = max(0.0, self.now - now) + self.queued_s * self.slowdown
+        rows, waiting = len(self._running), len(self._waiting)
+        places = self.machine.max_seqs
+        if self.machine.hbm_shared and rows:
+            places = min(places, int(self.machine.hbm_bytes * rows / self.running_bytes))
+        missing = rows + waiting + 1 - max(1, places)
+        return max(wait_s, missing * self._answer_s / rows) if rows and missing > 0 else wait_s
+
+    @property
+    def slowdown(self) -> float:
+        """How much longer a prefill takes because of the decode steps beside it."""
+        if not (chunk := self.config.chunk_tokens) or not self._running:
+            return 1.0
+        costs = self.machine.costs
+        return 1.0 + costs.decode_s(1, len(self._running), self.context_sum) / costs.tokens_s(chunk, 0)
+
+    def unfinished(self) -> list[tuple[LiveTurn, int]]:
+        """Return the turns that have not ended, each with the tokens of its answer so far."""
+        running = [
+            (turn, turn.record.answer_tokens - turn.left - (due - self._steps)) for due, _, turn in self._running
+        ]
+        return [*running, *((turn, 0) for turn in self._waiting.values())]
 
     @property
     def busy_s(self) -> float:
@@ -161,6 +218,9 @@ class SimulatedServer:
             self.store.arrived(conversation.session_id, when_s, record.prompt_tokens)
             if self._future is not None:
                 self._future.arrived(conversation.session_id)
+        found = sum(self.loads.found(turn, when_s).values())
+        turn.expected_s = self.machine.costs.prefill_s(record.prompt_tokens - found, found)
+        self.queued_s += turn.expected_s
         self._waiting[sequence.request_id] = turn
         self._turn_of[sequence] = turn
         self.queue.add(sequence)
@@ -194,11 +254,13 @@ class SimulatedServer:
         if sequence is None:
             return None
         turn = self._turn_of[sequence]
-        if self._running and turn in self._loading and self.now < self.loads.ready_s(turn):
+        if self._running and turn in self._loading and self.now < (ready_s := self.loads.ready_s(turn)):
+            self._start_s = ready_s
             return None  # running turns continue meanwhile
         if self.machine.hbm_shared and self._running:
             needed = self._reserved(turn.record)
             if self.running_bytes + needed > self.machine.hbm_bytes:
+                self._start_s = math.inf
                 return None
         return turn
 
@@ -217,6 +279,8 @@ class SimulatedServer:
         sequence.scheduled_s = self.now
         sequence.cached_tokens = record.hit_tokens
         del self._waiting[sequence.request_id], self._turn_of[sequence]
+        self.queued_s = self.queued_s - turn.expected_s if self._waiting else 0.0
+        self._start_s = 0.0
         record.started_s = self.now
         self.marks.append((self.now, self.busy_s))
         self.records.append(record)
@@ -277,12 +341,12 @@ class SimulatedServer:
         if not steps:
             self._finish_due()
 
-    def _decode(self) -> None:
-        """Let all running turns decode until the next event."""
+    def _decode(self, until_s: float) -> None:
+        """Let all running turns decode until the next event, or the first step that ends after `until_s`."""
         rows, costs = len(self._running), self.machine.costs
         steps = self._running[0][0] - self._steps
         ready_s = min((self.loads.ready_s(turn) for turn in self._loading), default=math.inf)
-        event_s = min(self._next_event(), ready_s if ready_s > self.now else math.inf) - self.now
+        event_s = min(until_s, self._next_event(), ready_s if ready_s > self.now else math.inf) - self.now
         if event_s < math.inf and steps > 1:
             one_s = costs.decode_s(1, rows, self.context_sum)
             steps = max(1, min(steps, math.ceil(event_s / one_s)))
@@ -322,6 +386,8 @@ class SimulatedServer:
         record, session = turn.record, turn.live
         record.done_s = self.now
         record.context_tokens = session.context
+        self._start_s = 0.0
+        self._answer_s += 0.1 * (self.now - record.first_token_s - self._answer_s)
         if self.config.reuse:
             self.ahead.tell(self.now)
             name = session.name
@@ -336,10 +402,16 @@ class SimulatedServer:
             if written > 0:
                 self.disk.write(written, self.now)
             self.store.unpin(name)
+            if self._remote is not None:
+                self._remote.save(name, session.context - 1, self.now)
         elif self.machine.hbm_shared:
             self.running_bytes -= self._reserved(record)
         self.queue.finished(turn.sequence)
         session.turn += 1
+        self._ended(turn)
+
+    def _send_next(self, turn: LiveTurn) -> None:
+        session = turn.live
         turns = session.conversation.turns
         if session.turn < len(turns):
             said = turns[session.turn]

@@ -63,5 +63,6 @@ class LiveTurn:
     sequence: Sequence
     dropped: int  # tokens of the history that leave the window for this turn
     sources: dict[str, int] = field(default_factory=dict)  # tier -> tokens that are loaded from it
+    expected_s: float = 0.0  # prefill time, as it was predicted when the turn arrived
     loaded_s: float | None = None  # when the load ends; None if it has not begun
     left: int = 0  # tokens of the answer still to come

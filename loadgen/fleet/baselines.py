@@ -1,0 +1,110 @@
+"""Other ways to choose a replica, for comparison with `fleet.routing.Router`."""
+
+import math
+import random
+from collections.abc import Callable, Container
+from typing import Protocol
+
+from fleet.routing import Choice, Cost, FleetView, NoReplica, Question, Router, rendezvous
+
+
+class Policy(Protocol):
+    """What a simulated gateway asks."""
+
+    def choose(self, question: Question, now: float, *, excluded: Container[str] = ()) -> Choice: ...
+
+
+class Hashing:
+    """Consistent hashing by session: what a balancer does that knows neither load nor KV."""
+
+    def __init__(self, view: FleetView) -> None:
+        self._view = view
+        self._chosen: dict[str, str] = {}  # of the names in `_among`
+        self._among: list[str] = []
+
+    def choose(self, question: Question, now: float, *, excluded: Container[str] = ()) -> Choice:
+        if self._among != self._view.names:
+            self._among, self._chosen = list(self._view.names), {}
+        names = [name for name in self._among if self._view.is_open(name, now) and name not in excluded]
+        if not names:
+            raise NoReplica
+        name = self._chosen.get(question.session)
+        if name is None or name in excluded or not self._view.is_open(name, now):
+            name = self._chosen[question.session] = rendezvous(question.session, names)
+        return Choice(name, "home" if name == question.home else "moved" if question.home else "new")
+
+
+class RoundRobin:
+    """Every turn to the next replica."""
+
+    def __init__(self, view: FleetView) -> None:
+        self._view = view
+        self._turn = 0
+
+    def choose(self, question: Question, now: float, *, excluded: Container[str] = ()) -> Choice:
+        names = self._view.names
+        for _ in range(len(names)):
+            self._turn += 1
+            name = names[self._turn % len(names)]
+            if name not in excluded and self._view.is_open(name, now):
+                return Choice(name, "home" if name == question.home else "moved" if question.home else "new")
+        raise NoReplica
+
+
+class Sticky(Router):
+    """A session never leaves a home that takes turns."""
+
+    def home_or_other(
+        self, question: Question, home: str, at_home: Cost, now: float, excluded: Container[str]
+    ) -> Choice:
+        return self.assigned(Choice(home, "home", cost_s=at_home.total_s), at_home, now)
+
+
+class Cheapest(Router):
+    """The cheaper of home and two others, whatever a move costs the fleet."""
+
+    def home_or_other(
+        self, question: Question, home: str, at_home: Cost, now: float, excluded: Container[str]
+    ) -> Choice:
+        found = self.cheaper_of_two(question, now, excluded, home)
+        if found is not None and found[1].total_s < at_home.total_s - 0.05:
+            return self.assigned(Choice(found[0], "moved", "wait", cost_s=found[1].total_s), found[1], now)
+        return self.assigned(Choice(home, "home", cost_s=at_home.total_s), at_home, now)
+
+
+class Clairvoyant:
+    """The cheapest of all replicas, by what they really hold and have to do. exact: predicts the seconds to the first
+    token on a replica."""
+
+    def __init__(self, view: FleetView, exact: Callable[[str, Question, float], float]) -> None:
+        self._view = view
+        self._exact = exact
+
+    def choose(self, question: Question, now: float, *, excluded: Container[str] = ()) -> Choice:
+        best, least_s = "", math.inf
+        for name in self._view.names:
+            if name not in excluded and self._view.is_open(name, now):
+                cost_s = self._exact(name, question, now)
+                if cost_s < least_s:
+                    best, least_s = name, cost_s
+        if not best:
+            raise NoReplica
+        return Choice(best, "home" if best == question.home else "moved" if question.home else "new", cost_s=least_s)
+
+
+def make_policy(
+    name: str, view: FleetView, rng: random.Random, exact: Callable[[str, Question, float], float]
+) -> Policy:
+    """Return a policy by its name in `POLICIES`. Raises KeyError."""
+    makers: dict[str, Callable[[], Policy]] = {
+        "round-robin": lambda: RoundRobin(view),
+        "hash": lambda: Hashing(view),
+        "sticky": lambda: Sticky(view=view, rng=rng),
+        "cheapest": lambda: Cheapest(view=view, rng=rng),
+        "guarded": lambda: Router(view=view, rng=rng),
+        "clairvoyant": lambda: Clairvoyant(view, exact),
+    }
+    return makers[name]()
+
+
+POLICIES = ("round-robin", "hash", "sticky", "cheapest", "guarded", "clairvoyant")
