@@ -17,8 +17,8 @@ from benchmarks.figures.truncation import all_parts, truncation_results
 from benchmarks.figures.truncation import draw as draw_truncation
 from benchmarks.figures.truncation import section as truncation_section
 from benchmarks.harness.result_files import BLUE, DOCS, GREY, load
+from benchmarks.scheduling.report import DEFAULT, POLICIES
 
-ROW_POLICIES = ("car", "priority", "fcfs")
 MEASURES = ("mean", "p50", "p95", "p99")
 HELD = {
     "Text with reuse against text without, after restarts and kills, in a crowd and after cuts": "equality",
@@ -41,10 +41,6 @@ POISSON = {
     "First tokens under load": "poisson",
     "First tokens where a queue stands": "poisson_load",
 }
-READ_BEFORE = (
-    "Measured before the classes were read as CaR §III-B-1 has them: `car` is what is called `car-hidden` now, and "
-    "`priority` counted hidden loads as none as well."
-)
 
 
 def draw_replay(results: dict[str, dict[str, Any]], out: Path) -> None:
@@ -130,7 +126,7 @@ def schedulers_section(result: dict[str, Any]) -> list[str]:
         f"{link['service_rate']:.1f} turns a second. Times in ms; a load is hidden when it holds "
         "up its step by no more than 20 ms.",
         "",
-        *([] if "car-hidden" in result["arms"] else [READ_BEFORE, ""]),
+        *([result["notes"], ""] if "notes" in result else []),
         "| rate | policy | TTFT mean | p50 | p95 | p99 | longest wait, class 1 / 2 / 3 | finished or hidden "
         "| goodput, 1/s |",
         "|---|---|---|---|---|---|---|---|---|",
@@ -143,19 +139,18 @@ def schedulers_section(result: dict[str, Any]) -> list[str]:
                 f"| {' / '.join(f'{waits[key]:.0f}' for key in sorted(waits))} | {arm['loads_hidden']:.1%} "
                 f"| {arm['goodput']:.2f} |"
             )
-        for name in ("car/priority", "car/fcfs", "fcfs-again/fcfs"):
-            if name in ratios:
-                cells = " | ".join(f"{ratios[name][measure]:.2f}" for measure in MEASURES)
-                lines.append(f"| | *{name}* | {cells} | | | |")
+        for name, found in ratios.items():
+            cells = " | ".join(f"{found[measure]:.2f}" for measure in MEASURES)
+            lines.append(f"| | *{name}* | {cells} | | | |")
     lines += ["", "; ".join(f"{name}: {'yes' if held else 'NO'}" for name, held in result["held"].items()) + "."]
     return [*lines, "", overtakes_of(result), "", machine(result), ""]
 
 
 def overtakes_of(result: dict[str, Any]) -> str:
-    """How often `car` has put a turn before another, which is all that it does with an order."""
-    legs = result["arms"]["car"].values()
+    """How often `car-hidden` has put a turn before another, which is all that it does with an order."""
+    legs = result["arms"][DEFAULT].values()
     overtakes, turns = sum(leg["overtakes"] for leg in legs), sum(leg["turns"] for leg in legs)
-    text = f"Overtakes by `car`: {overtakes} in {turns} turns."
+    text = f"Overtakes by `{DEFAULT}`: {overtakes} in {turns} turns."
     if overtakes > turns / 100:
         return text
     return (
@@ -166,22 +161,24 @@ def overtakes_of(result: dict[str, Any]) -> str:
 
 
 def foretold_section(result: dict[str, Any]) -> list[str]:
+    against = [f"{DEFAULT}/fcfs", f"{DEFAULT}/priority"]
     lines = [
         "The same turns on the simulator (`python -m benchmarks.scheduling.foretold`), where a machine's speed never "
-        f"changes: {result['rounds']} rounds, TTFT mean / p50 / p95 in ms, p95 of `car` in units of the others over "
-        "all rounds (95 % interval):",
+        f"changes: {result['rounds']} rounds, TTFT mean / p50 / p95 in ms, p95 of "
+        f"`{DEFAULT}` in units of the others over all rounds (95 % interval):",
         "",
-        "| load / new tokens | rate | car | priority | fcfs | car / fcfs | car / priority |",
+        *([result["notes"], ""] if "notes" in result else []),
+        f"| load / new tokens | rate | {' | '.join(POLICIES)} | {' | '.join(against)} |",
         "|---|---|---|---|---|---|---|",
     ]
     for row in result["rows"]:
         times = " | ".join(
             " / ".join(f"{row['ttft_ms'][policy][measure]:.0f}" for measure in ("mean", "p50", "p95"))
-            for policy in ROW_POLICIES
+            for policy in POLICIES
         )
         ratios = " | ".join(
             f"{found['p95']:.2f} ({found['interval'][0]:.2f} to {found['interval'][1]:.2f})"
-            for found in (row["car/fcfs"], row["car/priority"])
+            for found in (row[name] for name in against)
         )
         lines.append(f"| {row['load_factor']:g} | {row['share']:.0%} | {times} | {ratios} |")
     return [

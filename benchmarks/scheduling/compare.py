@@ -35,8 +35,8 @@ token within 1 s and then a mean gap of at most 100 ms; the strict one wants eve
 
 makes a load take six times the computation of the new tokens: more than can be hidden.
 
-Expected of `car`: at least 95 % of loads finished or hidden; at the highest rate a TTFT p95 of at most 0.8 x FCFS, at
-the lower ones never above 1.05 x.
+Expected of `car-hidden`: at least 95 % of loads finished or hidden; at the highest rate a TTFT p95 of at most 0.8 x
+FCFS, at the lower ones never above 1.05 x.
 """
 
 from argparse import ArgumentParser, Namespace
@@ -208,7 +208,7 @@ def options(parser: ArgumentParser) -> None:
         default=1.0,
         help="loading a mean history takes so many times the computation of a turn's new tokens",
     )
-    parser.add_argument("--window", type=int, default=0, help="places of car's window; 0: what the server makes of it")
+    parser.add_argument("--window", type=int, default=0, help="places of the window; 0: what the server makes of it")
     parser.add_argument("--policies", nargs="+", choices=ARMS, default=list(ARMS))
     parser.add_argument("--file", type=Path, help="keep every turn in it, and add to the rounds that it has")
 

@@ -12,10 +12,11 @@ from benchmarks.harness.measures import mean_of, ratio, rounded
 from benchmarks.scheduling.legs import TIERS, Leg
 from loadgen.percentile import percentile
 
-POLICIES = ("car", "priority", "fcfs")
+DEFAULT = "car-hidden"  # the order in which a server starts requests if nobody asks for another
+POLICIES = (DEFAULT, "priority", "fcfs")
 CONTROL = "fcfs-again"  # another server of the same policy: what two of them differ by is no policy's merit
 ARMS = (*POLICIES, CONTROL)
-COMPARED = (("car", "priority"), ("car", "fcfs"), (CONTROL, "fcfs"))
+COMPARED = ((DEFAULT, "priority"), (DEFAULT, "fcfs"), (CONTROL, "fcfs"))
 MIN_HIDDEN = 0.95
 NEAR_SATURATION, BELOW = 0.8, 1.05  # most TTFT p95 in units of FCFS
 PERCENTILES = {"p50": 0.50, "p95": 0.95, "p99": 0.99}
@@ -69,9 +70,9 @@ def hidden_share(loads: dict[str, int]) -> float | None:
 
 
 def ratios(arms: dict[str, Any], legs: Sequence[Leg], share: float) -> dict[str, Any]:
-    """TTFT of `car` in units of the others', and of the control in units of its like, of all turns and round by round.
-    Arrivals are the same in a round, and differ from round to round: `p95_median`, of the rounds' ratios, is what is
-    judged."""
+    """TTFT of the default order in units of the others', and of the control in units of its like, of all turns and
+    round by round. Arrivals are the same in a round, and differ from round to round: `p95_median`, of the rounds'
+    ratios, is what is judged."""
     found: dict[str, Any] = {}
     for one, other in COMPARED:
         if str(share) not in arms.get(one, {}) or str(share) not in arms.get(other, {}):
@@ -110,18 +111,19 @@ def summarize(legs: Sequence[Leg]) -> dict[str, Any]:
 def verdicts(summary: dict[str, Any]) -> dict[str, bool]:
     """What is held -> whether it holds. A turn that failed holds nothing."""
     held: dict[str, bool] = {}
-    mine = summary["arms"]["car"]
+    mine = summary["arms"][DEFAULT]
     if mine:
         loads: Counter[str] = Counter()
         for values in mine.values():
             loads.update(values["loads"])
         share = hidden_share(loads)
-        held[f"car: at least {MIN_HIDDEN:.0%} of loads finished or hidden"] = share is not None and share >= MIN_HIDDEN
+        is_hidden = share is not None and share >= MIN_HIDDEN
+        held[f"{DEFAULT}: at least {MIN_HIDDEN:.0%} of loads finished or hidden"] = is_hidden
         failed = sum(values["failed"] for arm in summary["arms"].values() for values in arm.values())
         held["every turn is answered"] = failed == 0
     last = max(summary["ratios"], key=float, default=None)
     for share, found in summary["ratios"].items():
-        if (p95 := found.get("car/fcfs", {}).get("p95_median")) is not None:
+        if (p95 := found.get(f"{DEFAULT}/fcfs", {}).get("p95_median")) is not None:
             most = NEAR_SATURATION if share == last else BELOW
             held[f"{float(share):.0%} of the service rate: TTFT p95 at most {most} x fcfs, median of rounds"] = (
                 p95 <= most

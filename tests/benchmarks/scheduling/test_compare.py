@@ -16,7 +16,7 @@ from model.directories import BUNDLED
 
 def sample(**changes) -> Sample:
     fields = {
-        "policy": "car", "share": 0.5, "round_": 0, "ttft_s": 1.0, "gaps_s": (0.01, 0.01), "queue_s": 0.1,
+        "policy": "car-hidden", "share": 0.5, "round_": 0, "ttft_s": 1.0, "gaps_s": (0.01, 0.01), "queue_s": 0.1,
         "tier_class": 1, "loaded": False, "error": None, "tokens": {}, "missed": {}, "session": "c", "due_s": 0.0,
         "load_wait_s": 0.0, "prefill_s": 0.1,
     }  # fmt: skip
@@ -44,7 +44,7 @@ def leg(policy: str, share: float, ttft_s: list[float | None], round_: int = 0, 
 )
 def test_car_is_held_against_fcfs_by_rate(car, hidden, failed, held):
     legs = [leg("fcfs", share, [1.0]) for share in (0.5, 0.95)]
-    legs += [leg("car", share, [ttft_s], finished=hidden - 10, hidden=10, exposed=100 - hidden)
+    legs += [leg("car-hidden", share, [ttft_s], finished=hidden - 10, hidden=10, exposed=100 - hidden)
              for share, ttft_s in zip((0.5, 0.95), car, strict=True)]  # fmt: skip
     legs += [leg("priority", 0.5, [None])] if failed else []
     verdicts = report.verdicts(report.summarize(legs))
@@ -53,14 +53,14 @@ def test_car_is_held_against_fcfs_by_rate(car, hidden, failed, held):
 
 def test_the_median_of_the_rounds_is_judged():
     legs = [leg("fcfs", 0.9, [ttft_s], round_) for round_, ttft_s in enumerate((1.0, 2.0, 1.0))]
-    legs += [leg("car", 0.9, [ttft_s], round_, finished=1) for round_, ttft_s in enumerate((0.8, 1.0, 9.0))]
-    legs.append(leg("car", 0.9, [0.1], 3, finished=1))  # fcfs has not been there yet
-    found = report.summarize(legs)["ratios"]["0.9"]["car/fcfs"]
+    legs += [leg("car-hidden", 0.9, [ttft_s], round_, finished=1) for round_, ttft_s in enumerate((0.8, 1.0, 9.0))]
+    legs.append(leg("car-hidden", 0.9, [0.1], 3, finished=1))  # fcfs has not been there yet
+    found = report.summarize(legs)["ratios"]["0.9"]["car-hidden/fcfs"]
     assert (found["p95_by_round"], found["p95_median"]) == ([0.8, 0.5, 9.0], 0.8)
 
 
 def test_the_control_shows_what_two_servers_of_one_policy_differ_by():
-    legs = [leg("fcfs", 0.9, [1.0]), leg("fcfs-again", 0.9, [1.3]), leg("car", 0.9, [0.8], finished=1)]
+    legs = [leg("fcfs", 0.9, [1.0]), leg("fcfs-again", 0.9, [1.3]), leg("car-hidden", 0.9, [0.8], finished=1)]
     summary = report.summarize(legs)
     assert summary["ratios"]["0.9"]["fcfs-again/fcfs"]["p95_median"] == 1.3
     assert all(report.verdicts(summary).values()), "and is not judged"
@@ -75,7 +75,7 @@ def test_what_was_measured_is_found_again_and_gone_on_from(tmp_path):
     file, workload = tmp_path / "legs.json", {"conversations": 3}
     calibration = schedulers_file.Calibration(0.05, 0.3, 0.05, 8.0, 6.0, 5)
     assert schedulers_file.load(file, workload) is None
-    legs = [leg(policy, 0.5, [1.0, None], round_, hidden=2) for round_ in (0, 1) for policy in ("car", "fcfs")]
+    legs = [leg(policy, 0.5, [1.0, None], round_, hidden=2) for round_ in (0, 1) for policy in ("car-hidden", "fcfs")]
     assert [schedulers_file.next_round(legs[:count], 2) for count in range(5)] == [0, 0, 1, 1, 2]
     schedulers_file.save(file, workload, calibration, legs)
     assert schedulers_file.load(file, workload) == (calibration, legs)
@@ -84,12 +84,12 @@ def test_what_was_measured_is_found_again_and_gone_on_from(tmp_path):
 
 
 def test_no_loads_show_nothing():
-    verdicts = report.verdicts(report.summarize([leg("car", 0.5, [1.0])]))
+    verdicts = report.verdicts(report.summarize([leg("car-hidden", 0.5, [1.0])]))
     assert list(verdicts.values()) == [False, True]
 
 
 def test_a_load_that_nobody_counted_is_not_in_time():
-    one = leg("car", 0.5, [1.0], finished=2)
+    one = leg("car-hidden", 0.5, [1.0], finished=2)
     one.samples += [sample(tier_class=3, loaded=True)] * 4
     found = report.describe([one])
     assert found["loads"] == {"finished": 2, "hidden": 0, "exposed": 0, "uncounted": 2}
@@ -99,14 +99,14 @@ def test_a_load_that_nobody_counted_is_not_in_time():
 def test_goodput_counts_turns_in_time():
     turns = [(1.0, (0.05, 0.15)), (1.0, (0.1,)), (1.1, (0.1,)), (0.5, (0.1, 0.2)), (None, ())]
     samples = [sample(ttft_s=ttft_s, gaps_s=gaps_s) for ttft_s, gaps_s in turns]
-    found = report.describe([Leg("car", 0.5, 0, 1.0, 1.0, 10.0, Counter(), 0.0, 0.0, samples)])
+    found = report.describe([Leg("car-hidden", 0.5, 0, 1.0, 1.0, 10.0, Counter(), 0.0, 0.0, samples)])
     assert (found["goodput"], found["strict_goodput"], found["throughput"]) == (0.2, 0.1, 0.4)
     assert (found["turns"], found["failed"]) == (5, 1)
 
 
 def test_the_longest_wait_by_class():
     samples = [sample(queue_s=wait_s, tier_class=c) for wait_s, c in ((1.0, 1), (2.0, 3), (0.5, 3))]
-    found = report.describe([Leg("car", 0.5, 0, 1.0, 1.0, 10.0, Counter(), 0.0, 0.0, samples)])
+    found = report.describe([Leg("car-hidden", 0.5, 0, 1.0, 1.0, 10.0, Counter(), 0.0, 0.0, samples)])
     assert found["max_wait_ms_by_class"] == {"1": 1000.0, "2": 0.0, "3": 2000.0}
 
 
@@ -114,7 +114,7 @@ def test_the_class_of_a_turn_is_where_most_of_its_history_was():
     def answered(**tokens: int) -> Sample:
         extra = {"x_cache": tokens, "timings": {"queue_ms": 250.0}}
         result = TurnResult("c", 0, 1.0, sent_s=1.5, token_s=[2.0], extra=extra)
-        return schedulers_legs.sample_of(result, "car", 0.5, 0)
+        return schedulers_legs.sample_of(result, "car-hidden", 0.5, 0)
 
     assert (answered().queue_s, answered().ttft_s) == (0.75, 1.0)  # it was sent half a second late
     assert (answered(computed_tokens=3).tier_class, answered(computed_tokens=3).loaded) == (2, False)
@@ -159,7 +159,7 @@ def test_the_quiet_tenant_may_lose_three_steps(beside_s, errors, held):
     counts = Counter({"preemptions": 3, "fair_preemptions": 2})
     failed = Counter({"503": errors}) if errors else Counter()
     summary = tenants.summarize(
-        [tenants.Round("car", [0.1] * 3, [beside_s] * 20, [1.0], [0.1] * 5, 10.0, failed, counts)]
+        [tenants.Round("car-hidden", [0.1] * 3, [beside_s] * 20, [1.0], [0.1] * 5, 10.0, failed, counts)]
     )
     assert list(summary["held"].values()) == held
 
