@@ -2,11 +2,11 @@
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import msgspec
 from fastapi import FastAPI, Request
 from pydantic import ValidationError
+from pydantic_core import ErrorDetails
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Match
@@ -223,14 +223,14 @@ def from_validation(error: ValidationError) -> ApiError:
     return invalid(f"Invalid '{param}': {problem}." if param else f"{problem}.", param or None)
 
 
-def _telling(errors: Sequence[Any]) -> Any:
+def _telling(errors: Sequence[ErrorDetails]) -> ErrorDetails:
     """The first error; where a union has tried several types, that of the one which got furthest: [5, -1] is no text,
     but a list of numbers with a wrong one."""
     where = errors[0]["loc"]
     place = next((n for n, part in enumerate(where) if isinstance(part, str) and _UNION_TAG.match(part)), None)
     if place is None:
         return errors[0]
-    tried: dict[Any, list[Any]] = {}
+    tried: dict[int | str, list[ErrorDetails]] = {}
     for error in errors:
         if error["loc"][:place] == where[:place] and len(error["loc"]) > place:
             tried.setdefault(error["loc"][place], []).append(error)
@@ -246,7 +246,7 @@ def install_handlers(app: FastAPI, routes: Sequence[BaseRoute]) -> None:
 
     async def on_http_exception(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
-        headers: dict[str, Any] = dict(error.headers or {})
+        headers = dict(error.headers or {})
         if error.status_code == 404:
             api_error = ApiError(404, f"Unknown URL: {request.method} {request.url.path[:200]}", code="unknown_url")
         elif error.status_code == 405:

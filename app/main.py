@@ -203,13 +203,10 @@ def make_places(settings: Settings, keyring: Keyring) -> Places:
 
 def make_store(settings: Settings) -> Store:
     """Make the store of responses and conversations. Raises RedisStoreUnavailable."""
-    bounds: dict[str, Any] = {
-        "max_bytes": settings.server.responses_mib << 20,
-        "ttl_s": settings.server.responses_ttl_s,
-    }
+    max_bytes, ttl_s = settings.server.responses_mib << 20, settings.server.responses_ttl_s
     if settings.responses_redis_url:
-        return RedisStore(url=settings.responses_redis_url, **bounds)
-    return ResponseStore(path=settings.state_dir / "responses.sqlite3", **bounds)
+        return RedisStore(url=settings.responses_redis_url, max_bytes=max_bytes, ttl_s=ttl_s)
+    return ResponseStore(path=settings.state_dir / "responses.sqlite3", max_bytes=max_bytes, ttl_s=ttl_s)
 
 
 def _write(text: str) -> None:

@@ -1,10 +1,10 @@
 """`reprise cache`: inspects, checks and empties the KV on disk while the server is stopped."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple, Protocol
+from typing import Annotated, NamedTuple, Protocol
 
 import typer
 from rich.console import Console
@@ -35,6 +35,45 @@ class CheckedExtents(Protocol):
     def delete_sessions(self, *names: tuple[str, str, str]) -> None: ...
 
 
+class Block(Protocol):
+    """The part of `cache.blocks.stored.StoredBlock` used here."""
+
+    @property
+    def token_ids(self) -> bytes: ...
+
+
+class Session(Protocol):
+    """The part of `cache.blocks.stored.SessionRecord` used here."""
+
+    @property
+    def tenant(self) -> str: ...
+    @property
+    def salt(self) -> str: ...
+    @property
+    def session_id(self) -> str: ...
+    @property
+    def names(self) -> tuple[str, str, str]: ...
+    @property
+    def last_used_s(self) -> float: ...
+    @property
+    def pinned(self) -> bool: ...
+    @property
+    def ttl_s(self) -> float | None: ...
+
+
+class Extent(Protocol):
+    """The part of `cache.blocks.stored.ExtentInfo` used here."""
+
+    @property
+    def extent_id(self) -> int: ...
+    @property
+    def session(self) -> Session: ...
+    @property
+    def blocks(self) -> Sequence[Block]: ...
+    @property
+    def size_bytes(self) -> int: ...
+
+
 class Record(Protocol):
     """A record whose model has no intact record, so that its contents cannot be identified."""
 
@@ -61,8 +100,8 @@ class Store:
 
     fingerprint: str  # hex
     tier: CheckedExtents
-    extents: list[Any]  # cache.blocks.stored.ExtentInfo
-    sessions: list[Any]  # cache.blocks.stored.SessionRecord
+    extents: Sequence[Extent]
+    sessions: Sequence[Session]
 
     @property
     def size_bytes(self) -> int:
@@ -80,7 +119,7 @@ def list_sessions(context: typer.Context, config: Config = None) -> None:
     table = Table("session", "tenant", "blocks", "tokens", "MiB", "last used", "expires", "model", box=None)
     rows: list[tuple[float, list[str]]] = []
     for store in _stores(context, settings):
-        own: dict[tuple[str, str, str], list[Any]] = {}
+        own: dict[tuple[str, str, str], list[Extent]] = {}
         for extent in store.extents:
             own.setdefault(extent.session.names, []).append(extent)
         for session in store.sessions:

@@ -35,12 +35,12 @@ def without_reasoning(message: Message) -> Message:
     return {name: value for name, value in message.items() if name not in REASONING}
 
 
-def canonical(value: Any) -> str:
+def canonical(value: object) -> str:
     """Return JSON with sorted keys. Fields that say nothing are left out of every object: clients add and drop them."""
     return _ENCODE(_without_empty(value))
 
 
-def _without_empty(value: Any) -> Any:
+def _without_empty(value: object) -> object:
     if isinstance(value, dict):
         if all(type(item) is str for item in value.values()) and _NEVER_RENDERED.isdisjoint(value):
             return value  # nothing to leave out: most messages

@@ -24,7 +24,7 @@ class BoundedConnection(H11Protocol):
         self._header_timeout_s = header_timeout_s
         self._deadline: asyncio.TimerHandle | None = None
 
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn has it
         super().connection_made(transport)
         if len(self.connections) > self._most or _is_among_the_last(transport.get_extra_info("socket").fileno()):
             self._end(overloaded(1.0, message="The server has reached its limit of connections; try again shortly."))

@@ -11,7 +11,7 @@ import math
 import secrets
 import time
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -111,10 +111,10 @@ class _LatestSessions:
 
     sessions: list[SessionInfo] = field(default_factory=list)
     asked_s: float = -math.inf  # monotonic
-    activity: tuple[Any, ...] | None = None
+    activity: tuple[object, ...] | None = None
 
 
-def _activity(stats: Stats | None) -> tuple[Any, ...] | None:
+def _activity(stats: Stats | None) -> tuple[object, ...] | None:
     """Another one when blocks have moved, or sessions have come and gone."""
     if stats is None:
         return None
@@ -155,7 +155,9 @@ class Watcher:
         self._on_close(self)
 
 
-async def events(live: Live, watcher: Watcher, *, is_open: Callable[[], bool]) -> AsyncIterator[tuple[str, Any]]:
+async def events(
+    live: Live, watcher: Watcher, *, is_open: Callable[[], bool]
+) -> AsyncGenerator[tuple[str, object], None]:
     """(name, data): `turns` with what has begun since, `state` once a period while there is anything new in it. Ends
     when `is_open()` is false."""
     due_s = time.monotonic()

@@ -18,7 +18,7 @@ from app.settings.settings import Settings, SettingsError, known_settings, load_
 try:  # newer typers bring their own click
     from typer._click.shell_completion import CompletionItem
 except ImportError:
-    from click.shell_completion import CompletionItem  # type: ignore[assignment]
+    from click.shell_completion import CompletionItem  # type: ignore[assignment]  # the same class of older typers
 
 SECTIONS = {
     "model": "what is served",

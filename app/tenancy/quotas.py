@@ -7,7 +7,7 @@ Checked after each answer, so running answers may exceed a quota until they end.
 import asyncio
 import time
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Protocol
 
 from app.errors import ApiError, quota_exceeded
 from app.tenancy.keyring import KeyLimits
@@ -20,7 +20,7 @@ LOOK_S = 1.0  # between two checks of one tenant, because the engine walks all b
 class SessionAccess(Protocol):
     """The part of `app.turn.sessions.SessionCommands` used here. Both raise ApiError."""
 
-    async def ask(self, action: str, *, tenant: str, **fields: Any) -> SessionReply: ...
+    async def ask(self, action: str, *, tenant: str, after: str, limit: int) -> SessionReply: ...
     async def delete(self, session_id: str, *, tenant: str) -> None: ...
 
 

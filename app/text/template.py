@@ -119,12 +119,12 @@ class _Namespace(Namespace):
             _check_name(name)
         Namespace.__init__(self, attributes)
 
-    def __setitem__(self, name: str, value: Any) -> None:
+    def __setitem__(self, name: str, value: object) -> None:
         _check_name(name)
         super().__setitem__(name, value)
 
 
-def _check_name(name: Any) -> None:
+def _check_name(name: object) -> None:
     if str(name).startswith("_"):
         raise SecurityError(f"a namespace takes no name that begins with an underscore: {name}")
 
@@ -138,7 +138,7 @@ def _strftime_now(pattern: str) -> str:
 
 
 def _to_json(
-    value: Any,
+    value: object,
     ensure_ascii: bool = False,
     indent: int | None = None,
     separators: tuple[str, str] | None = None,

@@ -267,7 +267,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def _content(token: Any) -> str | None:
+def _content(token: object) -> str | None:
     """Return the text of a token given as a string or as an object with flags."""
     token = token.get("content") if isinstance(token, dict) else token
     return token if isinstance(token, str) else None

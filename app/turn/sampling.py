@@ -9,7 +9,6 @@ import math
 import secrets
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
@@ -63,7 +62,7 @@ def read_defaults(directory: Path) -> tuple[SamplingDefaults, list[str]]:
     return SamplingDefaults(**usable), problems
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 

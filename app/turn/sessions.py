@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import secrets
-from typing import Any
+from typing import TypedDict, Unpack
 
 from app.conversations.text_thread import TextThread
 from app.errors import ApiError, engine_lost, engine_timeout, engine_unavailable, session_error
@@ -11,6 +11,16 @@ from app.turn.ports import EnginePort
 from app.turn.readiness import Readiness
 from engine.messages import SessionReply, SessionRequest
 from engine.process.client import EngineLost, EngineTimeout, EngineUnavailable
+
+
+class Question(TypedDict, total=False):
+    """The fields of `engine.messages.SessionRequest` beside its action and tenant."""
+
+    session_id: str
+    pinned: bool | None
+    ttl_s: float | None
+    after: str
+    limit: int
 
 
 class SessionCommands:
@@ -24,8 +34,8 @@ class SessionCommands:
         self._timeout_s = timeout_s
         self._under_way: set[asyncio.Task[None]] = set()  # tasks of `keep`
 
-    async def ask(self, action: str, *, tenant: str = "", **fields: Any) -> SessionReply:
-        """Ask the engine. action and fields: those of `engine.messages.SessionRequest`. Raises ApiError."""
+    async def ask(self, action: str, *, tenant: str = "", **fields: Unpack[Question]) -> SessionReply:
+        """Ask the engine. action: see `engine.messages.SessionRequest`. Raises ApiError."""
         request_id = f"sessions-{secrets.token_hex(12)}"
         request = SessionRequest(request_id=request_id, tenant=tenant, action=action, **fields)
         self._readiness.require()

@@ -1,8 +1,6 @@
 """GET /v1/events: server-sent events for the live view of the page."""
 
-from collections.abc import AsyncIterator
 from contextlib import aclosing
-from typing import Any
 
 from fastapi import APIRouter, Request, Response
 from starlette.types import Receive, Scope, Send
@@ -54,8 +52,7 @@ class LiveStream(Response):
 
     async def _run(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        source: AsyncIterator[tuple[str, Any]] = events(self._live, self._watcher, is_open=self._is_open)
-        async with aclosing(source) as named:  # type: ignore[type-var]
+        async with aclosing(events(self._live, self._watcher, is_open=self._is_open)) as named:
             async for name, data in named:
                 await send_within(send, b"event: " + name.encode() + b"\n" + event(data), self._send_timeout_s)
         await send({"type": "http.response.body", "body": b"", "more_body": False})

@@ -1,7 +1,7 @@
 """/v1/sessions: the asking tenant's conversations, and what the cache holds of them."""
 
 import time
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Unpack
 
 import msgspec
 from fastapi import APIRouter, Request, Response
@@ -14,6 +14,7 @@ from app.errors import from_validation, session_not_found
 from app.http.body import parse_body
 from app.schemas import answers
 from app.schemas.fields import SESSION_ID
+from app.turn.sessions import Question
 from engine.messages import SessionInfo, SessionReply
 
 MAX_LISTED = 1000
@@ -115,7 +116,7 @@ async def prefetch_session(request: Request, session_id: str) -> dict[str, Any]:
     return _only(session_id, await _ask(request, "prefetch", session_id=session_id))
 
 
-async def _ask(request: Request, action: str, **fields: Any) -> SessionReply:
+async def _ask(request: Request, action: str, **fields: Unpack[Question]) -> SessionReply:
     if "session_id" in fields:
         _check(fields["session_id"])
     return await sessions_of(request).ask(action, tenant=request.state.tenant, **fields)
