@@ -23,18 +23,19 @@ class TierFailed(Exception):
 
 class BlockMissing(Exception):
     """Nothing complete and intact is stored under this key, so the caller must compute it. extent_id, block: where the
-    reason lies, among all that was asked for; None: not in one extent, or in all of an extent."""
+    reason lies, among all that was asked for; None: not in one extent, or in all of an extent. An extent in Redis has a
+    name instead of an id."""
 
     def __init__(
         self,
         message: str,
         *,
         reason: Reason = "missing",
-        extent_id: int | None = None,
+        extent_id: int | bytes | None = None,
         block: int | None = None,
     ) -> None:
         super().__init__(message)
         self.reason, self.extent_id, self.block = reason, extent_id, block
 
-    def concerns(self, extent_id: int, block: int) -> bool:
+    def concerns(self, extent_id: int | bytes, block: int) -> bool:
         return self.extent_id in (None, extent_id) and self.block in (None, block)

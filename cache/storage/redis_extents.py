@@ -1,0 +1,341 @@
+"""The Redis tier: extents in one or several Redis servers, which other servers can load too.
+
+An extent has the header that its file on disk has, and is named by a keyed hash of that header. So a name promises the
+contents: whoever loads it checks the header against the name and every segment against the header. The segments' bytes
+follow each other layer by layer, without gaps, cut into fields of FIELD_BYTES.
+"""
+
+import threading
+import time
+from collections import OrderedDict, deque
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from hashlib import blake2b
+
+from cache.blocks.keys import typed_fields
+from cache.storage.errors import BlockMissing, Reason, TierFailed, TierFull
+from cache.storage.extent_format import MAX_HEADER_BYTES, ExtentHeader, decode_header, encode_header
+from cache.storage.rare_log import RareLog
+from cache.storage.redis_scripts import DELETE, PUBLISH, RENEW
+from cache.storage.resp import RedisAddress, RedisConnection, RedisFailed, RedisRefusal, Reply
+from cache.storage.throttle import Throttle
+
+FIELD_BYTES = (5 << 18) - 64
+"""Below a size class of jemalloc: powers of two cost a quarter more memory. Smaller fields are slower, larger ones keep
+Redis from others for longer."""
+NAME_BYTES = 16
+MAX_CACHED_HEADER_BYTES = 32 << 20
+_MAX_IDLE = 8  # connections kept to one server
+_FAILURES = 3  # in a row, after which a server is left alone
+_PAUSE_S = 1.0  # for so long; then one call tries
+_UNFINISHED_TTL_S = 600  # of an extent without a header
+_AHEAD = 4  # fields sent before the first reply is read
+
+
+class _Breaker:
+    """Spares callers the deadline of a server that does not answer. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._failures = 0
+        self._until_s = 0.0
+
+    def check(self) -> None:
+        """Raise RedisFailed while the server is left alone."""
+        with self._lock:
+            if self._failures < _FAILURES:
+                return
+            now = time.monotonic()
+            if now < self._until_s:
+                raise RedisFailed("Redis has failed several times and is left alone", reason="io")
+            self._until_s = now + _PAUSE_S  # this caller tries, the others wait for what comes of it
+
+    def note(self, *, has_failed: bool) -> None:
+        with self._lock:
+            self._failures = self._failures + 1 if has_failed else 0
+            if self._failures >= _FAILURES:
+                self._until_s = time.monotonic() + _PAUSE_S
+
+
+class _Server:
+    """One Redis server: its idle connections and its breaker. Thread-safe."""
+
+    def __init__(self, address: RedisAddress, deadline_s: float) -> None:
+        self.address = address
+        self._deadline_s = deadline_s
+        self._breaker = _Breaker()
+        self._idle: deque[RedisConnection] = deque(maxlen=_MAX_IDLE)
+
+    @contextmanager
+    def lease(self) -> Iterator[RedisConnection]:
+        """Lend a connection. It is kept for the next if all its replies were read. Raises RedisFailed."""
+        self._breaker.check()
+        try:
+            connection = self._idle.pop()
+        except IndexError:
+            connection = RedisConnection(self.address, deadline_s=self._deadline_s)
+        try:
+            yield connection
+        except RedisFailed:
+            self._breaker.note(has_failed=True)
+            raise
+        else:
+            self._breaker.note(has_failed=False)
+        finally:
+            if connection.is_open and not connection.unanswered and len(self._idle) < _MAX_IDLE:
+                self._idle.append(connection)
+            else:
+                connection.close()
+
+    def close(self) -> None:
+        while self._idle:
+            self._idle.pop().close()
+
+
+class RedisExtents:
+    """Stores, reads and deletes extents. Thread-safe; every step of a call has a deadline."""
+
+    name = "redis"
+
+    def __init__(
+        self,
+        *,
+        urls: Sequence[str],
+        fingerprint: bytes,
+        segment_bytes: Sequence[int],
+        key: bytes,
+        capacity_bytes: int,
+        ttl_s: float,
+        upload_bytes_per_s: float,
+        deadline_s: float,
+    ) -> None:
+        """urls: of all servers, among which extents are spread by their names. segment_bytes: of one block, by layer.
+        key: `cache.storage.extent_format.record_key`. capacity_bytes: of all extents on one server, whoever wrote them;
+        0: whatever Redis allows. ttl_s: how long an extent stays that nobody uses. Raises ValueError for a URL that is
+        none."""
+        if not urls:
+            raise ValueError("at least one Redis URL")
+        self._servers = [_Server(RedisAddress.parse(url), deadline_s) for url in urls]
+        self._fingerprint, self._segment_bytes, self._key = fingerprint, tuple(segment_bytes), key
+        self._capacity_bytes, self._ttl = capacity_bytes, b"%d" % max(1, int(ttl_s))
+        self._throttle = Throttle(bytes_per_s=upload_bytes_per_s, clock=time.monotonic, sleep=time.sleep)
+        self._prefix = b"r1:k:%b:" % blake2b(fingerprint, digest_size=8).hexdigest().encode()
+        self._sessions = b"r1:ks:%b:" % blake2b(fingerprint, digest_size=8).hexdigest().encode()
+        self._log = RareLog()
+        self._lock = threading.Lock()  # guards what follows
+        self._headers: OrderedDict[bytes, tuple[ExtentHeader, int]] = (
+            OrderedDict()
+        )  # by name; least recently used first
+        self._header_bytes = 0
+
+    # --- names --------------------------------------------------------------------------------------------------------
+
+    def name_of(self, header: ExtentHeader) -> bytes:
+        """Return the name of an extent: NAME_BYTES that nobody without the key can make."""
+        return self._named(encode_header(header, self._key))
+
+    def _named(self, encoded: bytes) -> bytes:
+        return blake2b(encoded, key=self._key, digest_size=NAME_BYTES, person=b"redis").digest()
+
+    def key_of(self, name: bytes) -> bytes:
+        """Return the Redis key of an extent."""
+        return self._prefix + name.hex().encode()
+
+    def server_of(self, name: bytes) -> _Server:
+        """Return the server on which an extent lies: the one with the highest hash of both (rendezvous hashing), so
+        that another server more or less moves only its own share."""
+        if len(self._servers) == 1:
+            return self._servers[0]
+        return max(
+            self._servers, key=lambda server: blake2b(name + str(server.address).encode(), digest_size=8).digest()
+        )
+
+    def _session_key(self, names: tuple[str, str, str]) -> bytes:
+        digest = blake2b(typed_fields(*names), key=self._key, digest_size=NAME_BYTES, person=b"session")
+        return self._sessions + digest.hexdigest().encode()
+
+    # --- writing ------------------------------------------------------------------------------------------------------
+
+    def write(self, header: ExtentHeader, layers: Iterable[Sequence[memoryview]], next_use_s: float) -> bytes:
+        """Store an extent and return its name; one that is there already is only renewed, and `layers` not asked for.
+        layers: of each layer, the bytes of its blocks in order, in any number of pieces, which must not change until
+        the next layer is asked for. next_use_s: when it is expected to be used, in Unix time. Raises TierFull,
+        TierFailed, and whatever `layers` raises."""
+        encoded = encode_header(header, self._key)
+        name = self._named(encoded)
+        server, key = self.server_of(name), self.key_of(name)
+        try:
+            with server.lease() as connection:
+                if self._renew(connection, [key], next_use_s) == [1]:
+                    return name
+                num_fields = size = 0
+                for field in cut_fields(layers):
+                    due = self._throttle.book(length := sum(map(len, field)))
+                    connection.send((b"HSET", key, b"%d" % num_fields, field))
+                    if not num_fields:
+                        connection.send((b"EXPIRE", key, b"%d" % _UNFINISHED_TTL_S))
+                    num_fields, size = num_fields + 1, size + length
+                    while connection.unanswered > _AHEAD:
+                        _checked(connection.read())
+                    self._throttle.wait(due)
+                while connection.unanswered:
+                    _checked(connection.read())
+                numbers = (b"%d" % num_fields, encoded, b"%d" % (size + len(encoded)), self._ttl)
+                bounds = (b"%d" % int(next_use_s), b"%d" % self._capacity_bytes)
+                keys = (key, self._session_key(header.session.names))
+                outcome = connection.call(b"EVAL", PUBLISH.encode(), b"2", *keys, *numbers, *bounds)
+        except RedisRefusal as refusal:
+            if refusal.is_full:
+                raise TierFull(f"Redis: {refusal}") from refusal
+            raise TierFailed(f"Redis refuses an extent: {refusal}", reason="io") from refusal
+        except RedisFailed as error:
+            raise TierFailed(f"Redis: {error}", reason=error.reason) from error
+        if outcome == b"full":
+            raise TierFull("all that Redis keeps is expected back sooner")
+        if outcome != b"stored":
+            raise TierFailed("Redis has lost a part of an extent while it was written", reason="missing")
+        self._remember(name, header, len(encoded))
+        return name
+
+    def renew(self, names: Sequence[bytes], next_use_s: float) -> list[bytes]:
+        """Keep extents for another time to live. Returns those that are there. Raises TierFailed."""
+        there: list[bytes] = []
+        for server, mine in self._by_server(names):
+            with self._asking(server) as connection:
+                found = self._renew(connection, [self.key_of(name) for name in mine], next_use_s)
+            there += [name for name, is_there in zip(mine, found, strict=True) if is_there == 1]
+        return there
+
+    def _renew(self, connection: RedisConnection, keys: Sequence[bytes], next_use_s: float) -> list[object]:
+        numbers = (self._ttl, b"%d" % int(next_use_s))
+        found = connection.call(b"EVAL", RENEW.encode(), b"%d" % len(keys), *keys, *numbers)
+        if not isinstance(found, list) or len(found) != len(keys):
+            raise RedisFailed("Redis answers a script with something else", reason="format")
+        return found
+
+    def delete_session(self, names: tuple[str, str, str]) -> None:
+        """Delete all extents of a session (tenant, salt, session id), whichever server wrote them. Raises
+        TierFailed."""
+        for server in self._servers:
+            with self._asking(server) as connection:
+                connection.call(b"EVAL", DELETE.encode(), b"1", self._session_key(names))
+
+    @contextmanager
+    def _asking(self, server: _Server) -> Iterator[RedisConnection]:
+        """Lend a connection for a short question. Raises TierFailed."""
+        try:
+            with server.lease() as connection:
+                yield connection
+        except RedisRefusal as refusal:
+            raise TierFailed(f"Redis: {refusal}", reason="io") from refusal
+        except RedisFailed as error:
+            raise TierFailed(f"Redis: {error}", reason=error.reason) from error
+
+    def _by_server(self, names: Sequence[bytes]) -> list[tuple[_Server, list[bytes]]]:
+        by_server: dict[int, tuple[_Server, list[bytes]]] = {}
+        for name in names:
+            server = self.server_of(name)
+            by_server.setdefault(id(server), (server, []))[1].append(name)
+        return list(by_server.values())
+
+    # --- reading ------------------------------------------------------------------------------------------------------
+
+    def headers(self, names: Sequence[bytes]) -> tuple[dict[bytes, ExtentHeader], dict[bytes, BlockMissing]]:
+        """Read the headers of extents, all of one server at once. Returns those that are there and right, and why
+        others cannot be used."""
+        found: dict[bytes, ExtentHeader] = {}
+        missing: dict[bytes, BlockMissing] = {}
+        unknown = []
+        for name in names:
+            if (header := self._remembered(name)) is not None:
+                found[name] = header
+            else:
+                unknown.append(name)
+        for server, mine in self._by_server(unknown):
+            try:
+                with server.lease() as connection:
+                    connection.send(*((b"HGET", self.key_of(name), b"h") for name in mine))
+                    for name in mine:
+                        reply = connection.read(max_bytes=MAX_HEADER_BYTES)
+                        try:
+                            found[name] = self._decoded(name, reply)
+                        except BlockMissing as error:
+                            missing[name] = error
+            except RedisFailed as error:
+                failed = BlockMissing(f"Redis: {error}", reason=error.reason)
+                missing.update((name, failed) for name in mine if name not in found and name not in missing)
+        return found, missing
+
+    def _decoded(self, name: bytes, reply: Reply) -> ExtentHeader:
+        """Return the header that Redis has sent. Raises BlockMissing."""
+        extent = name.hex()
+        if reply is None:
+            raise BlockMissing(f"extent {extent} is not in Redis", reason="missing", extent_id=name)
+        if not isinstance(reply, bytes):
+            reason: Reason = "io" if isinstance(reply, RedisRefusal) else "format"
+            raise BlockMissing(f"extent {extent}: {reply}", reason=reason, extent_id=name)
+        if self._named(reply) != name:
+            self.tell_damage(name, "its header was altered")
+            raise BlockMissing(f"the header of extent {extent} was altered", reason="checksum", extent_id=name)
+        header = decode_header(reply, self._key)
+        if header.fingerprint != self._fingerprint:
+            raise BlockMissing(f"extent {extent} is another model's", reason="fingerprint", extent_id=name)
+        if header.segment_bytes != self._segment_bytes:
+            raise BlockMissing(f"extent {extent} has another layout", reason="format", extent_id=name)
+        self._remember(name, header, len(reply))
+        return header
+
+    def tell_damage(self, name: bytes, what: str) -> None:
+        """Report an extent that is not what was stored."""
+        self._log.warn("damage", "extent %s in Redis: %s", name.hex(), what)
+
+    def _remembered(self, name: bytes) -> ExtentHeader | None:
+        with self._lock:
+            known = self._headers.get(name)
+            if known is None:
+                return None
+            self._headers.move_to_end(name)
+            return known[0]
+
+    def _remember(self, name: bytes, header: ExtentHeader, size: int) -> None:
+        with self._lock:
+            if name in self._headers:
+                return
+            self._headers[name] = header, size
+            self._header_bytes += size
+            while self._header_bytes > MAX_CACHED_HEADER_BYTES:
+                _, (_, dropped) = self._headers.popitem(last=False)
+                self._header_bytes -= dropped
+
+    def close(self) -> None:
+        """Close the idle connections."""
+        for server in self._servers:
+            server.close()
+
+
+def cut_fields(layers: Iterable[Sequence[memoryview]]) -> Iterator[list[memoryview]]:
+    """Cut bytes that come layer by layer into fields of FIELD_BYTES, the last one shorter. A field's pieces are valid
+    until the next field is asked for; only what is left over from a layer is copied."""
+    kept = memoryview(bytearray(FIELD_BYTES))
+    filled = 0
+    for pieces in layers:
+        whole: list[memoryview] = []
+        gathered = 0
+        for piece in pieces:
+            while len(piece):
+                taken = min(len(piece), FIELD_BYTES - filled - gathered)
+                whole.append(piece[:taken])
+                gathered, piece = gathered + taken, piece[taken:]
+                if filled + gathered == FIELD_BYTES:
+                    yield [kept[:filled], *whole] if filled else whole
+                    filled, whole, gathered = 0, [], 0
+        for piece in whole:
+            kept[filled : filled + len(piece)] = piece
+            filled += len(piece)
+    if filled:
+        yield [kept[:filled]]
+
+
+def _checked(reply: Reply) -> None:
+    if isinstance(reply, RedisRefusal):
+        raise reply

@@ -1,0 +1,87 @@
+"""The scripts that keep the books of extents in Redis, each carried out by the server as one step.
+
+    r1:k:FINGERPRINT:NAME      hash: `h` the extent's header, `0`, `1`, ... its bytes in fields of FIELD_BYTES
+    r1:ks:FINGERPRINT:SESSION  set: names of the extents of one session, so that any server may delete them
+    r1:kz                      sorted set: every key of an extent -> Unix time of its next expected use
+    r1:kb                      hash: every key of an extent -> bytes; "" -> bytes of all
+
+Extents are immutable and named by their contents, so writing one twice is harmless. One is there only when it has its
+header, which comes last. Whatever else removes a key (its time to live, Redis' own eviction) leaves it in the books: a
+few members chosen at random are looked at with every publication.
+"""
+
+USES, SIZES = b"r1:kz", b"r1:kb"
+
+_DROP = """
+local function drop(key)
+  redis.call('UNLINK', key)
+  redis.call('ZREM', 'r1:kz', key)
+  local size = redis.call('HGET', 'r1:kb', key)
+  if size then
+    redis.call('HDEL', 'r1:kb', key)
+    redis.call('HINCRBY', 'r1:kb', '', -tonumber(size))
+  end
+end
+"""
+
+PUBLISH = (
+    _DROP
+    + """
+local key, session = KEYS[1], KEYS[2]
+local fields, header, size, ttl, use, budget = ARGV[1], ARGV[2], tonumber(ARGV[3]), ARGV[4], ARGV[5], tonumber(ARGV[6])
+if redis.call('HEXISTS', key, 'h') == 0 and redis.call('HLEN', key) ~= tonumber(fields) then
+  drop(key)
+  return 'lost'
+end
+redis.call('HSET', key, 'h', header)
+redis.call('EXPIRE', key, ttl)
+redis.call('SADD', session, key)
+redis.call('EXPIRE', session, ttl)
+redis.call('ZADD', 'r1:kz', use, key)
+if redis.call('HSETNX', 'r1:kb', key, size) == 1 then
+  redis.call('HINCRBY', 'r1:kb', '', size)
+end
+for _, other in ipairs(redis.call('ZRANDMEMBER', 'r1:kz', 4)) do
+  if redis.call('EXISTS', other) == 0 then drop(other) end
+end
+local now = tonumber(redis.call('TIME')[1])
+for _ = 1, 256 do
+  if budget == 0 or tonumber(redis.call('HGET', 'r1:kb', '')) <= budget then break end
+  local late = redis.call('ZRANGE', 'r1:kz', 0, 0, 'WITHSCORES')
+  local far = redis.call('ZRANGE', 'r1:kz', -1, -1, 'WITHSCORES')
+  if not far[1] then break end
+  -- One that did not come when it was expected is taken to stay away for as long again.
+  if now - tonumber(late[2]) > tonumber(far[2]) - now then drop(late[1]) else drop(far[1]) end
+end
+return redis.call('EXISTS', key) == 1 and 'stored' or 'full'
+"""
+)
+"""keys: extent, session; arguments: number of fields, header, bytes, seconds to live, Unix time of the next expected
+use, most bytes of all extents (0: no bound). Returns `stored`, `lost` if fields are missing, or `full` if this extent
+is the one that is expected back last. Those expected back last leave (Belady), whoever wrote them."""
+
+RENEW = """
+local there = {}
+for place, key in ipairs(KEYS) do
+  there[place] = redis.call('HEXISTS', key, 'h')
+  if there[place] == 1 then
+    if redis.call('TTL', key) < tonumber(ARGV[1]) then redis.call('EXPIRE', key, ARGV[1]) end
+    redis.call('ZADD', 'r1:kz', 'XX', ARGV[2], key)
+  end
+end
+return there
+"""
+"""keys: extents; arguments: seconds to live, Unix time of the next expected use. Returns for each whether it is
+there."""
+
+DELETE = (
+    _DROP
+    + """
+for _, session in ipairs(KEYS) do
+  for _, key in ipairs(redis.call('SMEMBERS', session)) do drop(key) end
+  redis.call('DEL', session)
+end
+return 'OK'
+"""
+)
+"""keys: sessions. Deletes all of their extents."""
