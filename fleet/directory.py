@@ -417,6 +417,8 @@ class Directory:
             if asyncio.iscoroutine(call):
                 call.close()
             raise DirectoryUnavailable("Redis has not answered lately")
+        task = asyncio.current_task()
+        cancelled = 0 if task is None else task.cancelling()
         try:
             async with asyncio.timeout(self._deadline_s):
                 answer = await call
@@ -433,6 +435,9 @@ class Directory:
             raise DirectoryUnavailable(f"{type(error).__name__}: {error}") from None
         self._breaker.succeeded()
         self._is_away = False
+        # Redis' client sends by asyncio.wait_for, which loses a cancellation in Python 3.11.
+        if task is not None and task.cancelling() > cancelled:
+            raise asyncio.CancelledError
         return answer
 
     def _tell(self, error: BaseException) -> None:

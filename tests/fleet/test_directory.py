@@ -224,6 +224,24 @@ async def test_members_are_told_with_the_age_of_their_beats(server):
         assert [member.beat.replica for member in (await a.members()).members] == ["a"]
 
 
+async def test_a_question_that_is_cancelled_ends_its_task(server):
+    async with fleet(server, "a") as (a,):
+
+        async def ask_forever() -> None:
+            while True:
+                await a.look(CHAT, fingerprint=MODEL)
+                await a.find("alice", [b"c"], fingerprint=MODEL)
+
+        for steps in range(20):
+            task = asyncio.create_task(ask_forever())
+            for _ in range(steps):
+                await asyncio.sleep(0)
+            task.cancel()
+            done, _ = await asyncio.wait({task}, timeout=30)
+            assert done
+            assert task.cancelled()
+
+
 async def test_an_operator_drains_a_replica(server):
     async with fleet(server, "a", "b") as (a, b):
         await a.drain("b", on=True)
