@@ -38,6 +38,7 @@ from app.turn.service import TurnService
 from app.turn.sessions import SessionCommands
 from app.version import version
 from engine.process.client import EngineClient
+from fleet.protocol import fleet_key
 
 log = logging.getLogger(__name__)
 
@@ -49,6 +50,7 @@ class Parts:
     settings: Settings
     engine: EnginePort
     keyring: Keyring
+    fleet_key: bytes  # of gateways, which may resume answers here
     secret_keeper: SecretKeeper
     text_thread: TextThread
     readiness: Readiness
@@ -114,6 +116,7 @@ def compose(settings: Settings, engine: EnginePort | None) -> Parts:
         settings=settings,
         engine=engine,
         keyring=keyring,
+        fleet_key=fleet_key(secret),
         secret_keeper=SecretKeeper(settings.state_dir, None if settings.server.tenant_secret_file else secret),
         text_thread=text_thread,
         readiness=readiness,

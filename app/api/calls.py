@@ -6,16 +6,19 @@ from typing import TypeVar
 from fastapi import Request
 
 from app.errors import ApiError
-from app.http.body import RequestModel, parse_body
+from app.http.body import RequestModel, parse_body, parse_data, read_body
 from app.http.event_stream import Deltas, EventStream, Frames
+from app.http.relay import is_relayed, resumption_of
 from app.schemas.fields import SESSION_HEADERS
 from app.settings.settings import Settings
 from app.turn.deadline import HEADER as TIMEOUT_HEADER
 from app.turn.ports import EnginePort
 from app.turn.prepare import Caller
 from app.turn.readiness import Readiness
+from app.turn.resume import Resumption, StreamNotes, cannot_resume
 from app.turn.service import TurnService
 from app.turn.sessions import SessionCommands
+from fleet.protocol import MAX_ENVELOPE_BYTES, RESUME_HEADER
 
 T = TypeVar("T", bound=RequestModel)
 
@@ -53,25 +56,46 @@ def require_admin(request: Request) -> None:
         raise ApiError(403, message, code="forbidden")
 
 
-def caller_of(request: Request) -> Caller:
+def caller_of(request: Request, place: int = 0) -> Caller:
+    """place: of the prompt, where a request has several. Raises ApiError."""
+    resumption: Resumption | None = getattr(request.state, "resumption", None)
     return Caller(
         tenant=request.state.tenant,
-        arrived_s=request.state.arrived_s,
+        arrived_s=request.state.arrived_s - (0.0 if resumption is None else resumption.elapsed_s),
         session_header=next((value for name in SESSION_HEADERS if (value := request.headers.get(name))), None),
         timeout_header=request.headers.get(TIMEOUT_HEADER),
+        resumed=None if resumption is None else resumption.turn(place),
     )
 
 
 async def body_of(request: Request, model: type[T]) -> tuple[T, dict[str, str]]:
     """Return the parsed body and the headers that the answer must carry. Raises ApiError. 503 for an
     engine that is away and 429 for too many requests a minute come before the body is read, so that a client told to
-    retry does not upload first."""
+    retry does not upload first. A request that a gateway relays may resume an answer: see `app.http.relay`."""
     readiness_of(request).require()
-    service_of(request).places.request(request.state.tenant)
-    return await parse_body(request, model, settings_of(request).limits)
+    limits, key = settings_of(request).limits, request.app.state.fleet_key
+    request.state.relayed = is_relayed(request, key)
+    request.state.resumption = None
+    if not (request.state.relayed and RESUME_HEADER in request.headers):
+        service_of(request).places.request(request.state.tenant)
+        return await parse_body(request, model, limits)
+    max_bytes = limits.body_bytes + MAX_ENVELOPE_BYTES
+    sealed = await read_body(request, max_bytes=max_bytes, timeout_s=limits.body_timeout_s)
+    request.state.resumption, data = resumption_of(request, key, sealed)
+    parsed, headers = parse_data(data, model, limits)
+    if not getattr(parsed, "stream", False):
+        raise cannot_resume("Only streamed answers are resumed.")
+    return parsed, headers
 
 
 def stream(request: Request, generation: Deltas, frames: Frames, headers: Mapping[str, str]) -> EventStream:
     settings = settings_of(request)
-    timeout_s = settings.limits.send_timeout_s
-    return EventStream(generation, frames, headers=headers, ping_s=settings.server.ping_s, send_timeout_s=timeout_s)
+    return EventStream(
+        generation,
+        frames,
+        headers=headers,
+        ping_s=settings.server.ping_s,
+        send_timeout_s=settings.limits.send_timeout_s,
+        notes=StreamNotes(generation.generations) if request.state.relayed else None,
+        resumption=request.state.resumption,
+    )

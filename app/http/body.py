@@ -40,7 +40,13 @@ T = TypeVar("T", bound=RequestModel)
 
 async def parse_body(request: Request, model: type[T], limits: LimitSettings) -> tuple[T, dict[str, str]]:
     """Return the parsed request and the headers that its answer must carry. Raises ApiError or ClientGone."""
-    body = parse_json(await read_body(request, max_bytes=limits.body_bytes, timeout_s=limits.body_timeout_s))
+    data = await read_body(request, max_bytes=limits.body_bytes, timeout_s=limits.body_timeout_s)
+    return parse_data(data, model, limits)
+
+
+def parse_data(data: bytes, model: type[T], limits: LimitSettings) -> tuple[T, dict[str, str]]:
+    """Return what `parse_body` does of a body that has been read. Raises ApiError."""
+    body = parse_json(data)
     check_body(body, limits)
     try:
         parsed = model.model_validate(body)

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Coroutine, Mapping
+from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any, Protocol, TypeVar
 
@@ -12,6 +12,9 @@ from starlette.types import Receive, Scope, Send
 
 from app.errors import ApiError, ClientGone
 from app.turn.answer import Delta
+from app.turn.generation import Generation
+from app.turn.resume import Resumption, StreamNotes
+from fleet.protocol import FRAMED, RELAY_HEADER, Frame, Kind, encode_frame
 
 PING = b": ping\n\n"
 DONE = b"data: [DONE]\n\n"
@@ -20,6 +23,8 @@ HEADERS = {
     "cache-control": "no-cache",
     "x-accel-buffering": "no",  # a buffering proxy would turn the stream into one late answer
 }
+
+_OF_THIS_SERVER = ("engine_lost", "internal_error")  # errors that another server need not have
 
 T = TypeVar("T")
 _encode = msgspec.json.Encoder().encode
@@ -57,6 +62,9 @@ def event(data: object, name: str | None = None) -> bytes:
 
 class Deltas(Protocol):
     """A `Generation`, or several of them as one."""
+
+    @property
+    def generations(self) -> Sequence[Generation]: ...
 
     async def wait_first(self, timeout_s: float) -> None: ...
 
@@ -99,6 +107,9 @@ class EventStream(Response):
 
     An error before the first token is answered like any other error; a later one becomes the stream's last event. A
     slow client slows only itself: `send` waits, and the engine's outputs are merged meanwhile.
+
+    To a gateway, which relays it, the stream comes in the frames of `fleet.protocol`, with notes by which another
+    server can go on. One that resumes says only what its client has not had.
     """
 
     def __init__(
@@ -109,13 +120,18 @@ class EventStream(Response):
         headers: Mapping[str, str],
         ping_s: float,
         send_timeout_s: float,
+        notes: StreamNotes | None = None,
+        resumption: Resumption | None = None,
     ) -> None:
-        super().__init__(headers={**HEADERS, **headers})
+        """notes: None for a stream that no gateway relays. resumption: what another server has said already."""
+        super().__init__(headers={**HEADERS, **headers, **({} if notes is None else {RELAY_HEADER: FRAMED})})
         del self.headers["content-length"]
         self._generation = generation
         self._frames = frames
         self._ping_s = ping_s
         self._send_timeout_s = send_timeout_s
+        self._notes = notes
+        self._resumption = resumption
         self._sent_s = 0.0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -123,27 +139,38 @@ class EventStream(Response):
 
     async def _run(self, send: Send) -> None:
         async with aclosing(self._generation):
+            if self._resumption is not None:
+                self._frames.opening()
+                async for delta in self._resumption.replay(self._generation.generations):
+                    self._frames.delta(delta)
             await self._generation.wait_first(self._ping_s)
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
             pings = asyncio.create_task(self._keep_alive(send))
             try:
                 await self._events(send)
             except ApiError as error:
-                await self._send(send, self._frames.failed(error))
+                kind = Kind.BROKEN if error.code in _OF_THIS_SERVER else Kind.FAILED
+                await self._send(send, kind, self._frames.failed(error))
             finally:
                 pings.cancel()
                 await asyncio.gather(pings, return_exceptions=True)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _events(self, send: Send) -> None:
-        await self._send(send, self._frames.opening())
+        notes = self._notes
+        if self._resumption is None:
+            await self._send(send, Kind.OPENING, self._frames.opening(), b"" if notes is None else notes.opening())
         async for delta in self._generation:
-            if data := self._frames.delta(delta):
-                await self._send(send, data)
-        await self._send(send, self._frames.closing())
+            data = self._frames.delta(delta)
+            if notes is not None:
+                await self._send(send, Kind.DELTA, data, notes.delta(delta))
+            elif data:
+                await self._send(send, Kind.DELTA, data)
+        await self._send(send, Kind.CLOSING, self._frames.closing())
 
-    async def _send(self, send: Send, data: bytes) -> None:
+    async def _send(self, send: Send, kind: Kind, events: bytes, note: bytes = b"") -> None:
         self._sent_s = time.monotonic()
+        data = events if self._notes is None else encode_frame(Frame(kind, events, note))
         await send_within(send, data, self._send_timeout_s)
 
     async def _keep_alive(self, send: Send) -> None:
@@ -151,4 +178,4 @@ class EventStream(Response):
         while True:
             await asyncio.sleep(self._sent_s + self._ping_s - time.monotonic())
             if time.monotonic() - self._sent_s >= self._ping_s:
-                await self._send(send, self._frames.ping)
+                await self._send(send, Kind.PING, self._frames.ping)

@@ -5,6 +5,8 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
 from app.text.answer_parser import AnswerParser, AnswerParts, Call
 from app.text.tokenizer import ChatTokenizer
 from engine.messages import (
@@ -23,6 +25,8 @@ class Delta:
     parts: AnswerParts
     logprobs: list[dict[str, Any]] | None  # None: the request did not ask for them
     finish_reason: str | None
+    token_ids: list[int]  # taken in since the choice's delta before; their text may still be held back
+    token_logprobs: list[TokenLogprob] | None  # of these
 
 
 class Answer:
@@ -48,6 +52,7 @@ class Answer:
         self.prompt_logprobs: list[dict[str, Any]] | None = None
         self.first_token_s: float | None = None
         self.last_token_s: float | None = None
+        self.is_resumed = False  # another server began it: report, timings and first token are that one's
         self._tokenizer = tokenizer
         self._detokenizer = tokenizer.detokenizer(skip_special_tokens=skip_special_tokens)
         self._finder = tokenizer.stop_finder(stops)
@@ -57,6 +62,8 @@ class Answer:
         self._unsearched = 0  # characters of the first `min_tokens` tokens, in which stop strings do not count
         self._logprobs: deque[dict[str, Any]] = deque()  # logprobs of tokens whose text is not shown yet
         self._shown_logprobs = 0
+        self._new_ids: list[int] = []  # since the last delta
+        self._new_logprobs: list[TokenLogprob] = []
 
     @property
     def content(self) -> str:
@@ -101,7 +108,9 @@ class Answer:
         shown_before = len(self.text)
         for position, token_id in enumerate(output.token_ids):
             self.token_ids.append(token_id)
+            self._new_ids.append(token_id)
             if output.logprobs is not None:
+                self._new_logprobs.append(output.logprobs[position])
                 self._logprobs.append(self._logprob(token_id, output.logprobs[position]))
             self._show(self._detokenizer.push(token_id))
             if self._finder.hit:
@@ -120,7 +129,25 @@ class Answer:
                 self.finish_reason = "tool_calls"
         if not parts and not logprobs and self.finish_reason is None:
             return None
-        return Delta(self.index, parts, logprobs, self.finish_reason)
+        token_ids, token_logprobs = self.take_new()
+        if output.logprobs is None:
+            token_logprobs = None
+        return Delta(self.index, parts, logprobs, self.finish_reason, token_ids, token_logprobs)
+
+    def take_new(self) -> tuple[list[int], list[TokenLogprob] | None]:
+        """Return the tokens taken in since the last call, with their logprobs."""
+        taken = self._new_ids, self._new_logprobs
+        self._new_ids, self._new_logprobs = [], []
+        return taken
+
+    def note(self, output: Output) -> None:
+        """Keep what an output says about the prompt and the time it took. Of an answer that another server began, that
+        one's words stand; only its history may have become shorter since."""
+        if not self.is_resumed or self.report is None:
+            self.report = output.report or self.report
+            self.timings = output.timings or self.timings
+        elif output.report is not None and output.report.truncated_tokens != self.report.truncated_tokens:
+            self.report = msgspec.structs.replace(self.report, truncated_tokens=output.report.truncated_tokens)
 
     def flush(self) -> None:
         """Add what was held back to the answer, because nothing more will come."""

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 
 from app.errors import (
@@ -19,6 +19,7 @@ from app.turn.deadline import Deadline
 from app.turn.observer import TurnObserver
 from app.turn.ports import EnginePort, OutputSource
 from app.turn.prepare import Prepared
+from app.turn.resume import ResumedTurn
 from engine.messages import (
     ModelInfo,
     Output,
@@ -58,11 +59,13 @@ class Generation(AsyncIterator[Delta]):
         outputs: OutputSource,
         observer: TurnObserver,
         on_close: Callable[["Generation"], None],
+        resumed: ResumedTurn | None = None,
     ) -> None:
-        """outputs: the engine's answer to `submit`, which was made of `prepared`. on_close: called once, at the end."""
-        self.request_id = submit.request_id
+        """outputs: the engine's answer to `submit`, which was made of `prepared`. on_close: called once, at the end.
+        resumed: what another server has noted of this generation; `replay` comes before the first delta."""
+        self.request_id = submit.request_id if resumed is None else resumed.note.request_id
         self.tenant = admitted.tenant
-        self.created = int(time.time())
+        self.created = int(time.time()) if resumed is None else resumed.created
         self.model = admitted.model
         self.sampling = submit.sampling
         self.prompt = prepared.prompt
@@ -80,7 +83,8 @@ class Generation(AsyncIterator[Delta]):
         self._outputs = outputs
         self._observer = observer
         self._on_close = on_close
-        self._open = set(range(len(choices)))
+        self._engine_id = submit.request_id
+        self._open = {n for n in range(len(choices)) if not submit.resume or submit.resume[n] is not None}
         self._upcoming: asyncio.Task[Delta | None] | None = None
 
     @property
@@ -88,9 +92,19 @@ class Generation(AsyncIterator[Delta]):
         return self.prompt.session_id
 
     @property
+    def generations(self) -> Sequence["Generation"]:
+        return (self,)
+
+    @property
     def report(self) -> TokensBySource | None:
         """The report of the first choice that has one. It paid for the prompt; its siblings found that cached."""
         return next((choice.report for choice in self.choices if choice.report is not None), None)
+
+    def replayed(self) -> None:
+        """Record the choices that were over on another server, now that they stand where they stood there."""
+        for choice in self.choices:
+            if choice.index not in self._open:
+                self._end_record(choice)
 
     async def wait_first(self, timeout_s: float) -> None:
         """Wait a while for the first delta, so that an error before it can still be answered with a status."""
@@ -166,8 +180,7 @@ class Generation(AsyncIterator[Delta]):
         return None
 
     def _note(self, choice: Answer, output: Output) -> None:
-        choice.report = output.report or choice.report
-        choice.timings = output.timings or choice.timings
+        choice.note(output)
         if output.prompt_logprobs is not None:
             choice.note_prompt(output.prompt_logprobs, self.token_ids)
         if not output.token_ids:
@@ -184,7 +197,7 @@ class Generation(AsyncIterator[Delta]):
     def _end(self, choice: Answer, *, by_engine: bool) -> None:
         self._open.discard(choice.index)
         if choice.stopped_by_string and not by_engine:
-            self._engine.finish(self.request_id, choice.index, choice.kept_tokens)
+            self._engine.finish(self._engine_id, choice.index, choice.kept_tokens)
         self._end_record(choice)
         self._observer.ended(self, choice)
 

@@ -21,6 +21,7 @@ from app.text.grammars import grammar_of, param_of
 from app.text.template import TemplateError
 from app.text.tokenizer import ChatTokenizer, PromptTooLong
 from app.turn.answer import Answer
+from app.turn.resume import ResumedTurn
 from app.turn.token_limits import TokenLimits
 from engine.messages import ModelInfo, SamplingParams, Shift, Submit
 
@@ -36,6 +37,7 @@ class Caller:
     arrived_s: float  # monotonic clock
     session_header: str | None = None
     timeout_header: str | None = None
+    resumed: ResumedTurn | None = None  # another server has begun the answer
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,10 @@
 """Brings a turn to the engine: admits, prepares and submits it."""
 
 import asyncio
+import logging
 from functools import partial
+
+import msgspec
 
 from app.conversations.text_thread import TextThread
 from app.errors import ApiError, engine_unavailable, invalid, prompt_too_long
@@ -15,7 +18,7 @@ from app.tenancy.weights import service_tier
 from app.turn.deadline import Deadline
 from app.turn.generation import Admitted, Generation
 from app.turn.observer import TurnObserver
-from app.turn.ports import EnginePort
+from app.turn.ports import EnginePort, OutputSource
 from app.turn.prepare import (
     MAX_TOKEN_CHARS,
     Caller,
@@ -27,12 +30,15 @@ from app.turn.prepare import (
     session_id_of,
 )
 from app.turn.readiness import Readiness
+from app.turn.resume import NothingMore, ResumedTurn, cannot_resume, digest_of
 from app.turn.sampling import sampling
 from app.turn.sessions import SessionCommands
 from app.turn.stopped_streams import sent_back, wait_closed
 from app.turn.token_limits import TokenLimits
-from engine.messages import ModelInfo
+from engine.messages import ModelInfo, Submit
 from engine.process.client import EngineUnavailable
+
+log = logging.getLogger(__name__)
 
 
 class TurnService:
@@ -106,6 +112,11 @@ class TurnService:
         model = self._readiness.find_model(request.model)
         self._check(request, model, caller.tenant)
         session_id = session_id_of(request, caller.session_header)
+        resumed = caller.resumed
+        if resumed is not None:
+            session_id = resumed.note.session_id
+            if resumed.fingerprint != model.fingerprint:
+                raise cannot_resume("This answer was begun by another model.")
         admitted = await self._admit(request, caller, model)
         try:
             try:
@@ -113,7 +124,7 @@ class TurnService:
                     prepared = await prepare(model, session_id)
             except TimeoutError:
                 raise admitted.deadline.error(retry_after_s=admitted.ticket.retry_after_s) from None
-            return await self._submit(prepared, admitted)
+            return await self._submit(prepared, admitted, caller.resumed)
         except BaseException as error:
             if isinstance(error, ApiError):
                 error.headers = admitted.ticket.headers | error.headers
@@ -165,7 +176,7 @@ class TurnService:
     def _truncates(self, request: GenerationRequest) -> bool:
         return (request.truncation or self._settings.cache.truncation) == "auto"
 
-    async def _submit(self, prepared: Prepared, admitted: Admitted) -> Generation:
+    async def _submit(self, prepared: Prepared, admitted: Admitted, resumed: ResumedTurn | None) -> Generation:
         _, tokenizer = self._readiness.require()  # a drain may have begun meanwhile
         request, prompt_tokens = prepared.request, len(prepared.token_ids)
         truncates = self._truncates(request) and prepared.prompt_logprobs is None
@@ -178,11 +189,16 @@ class TurnService:
             sampling=sampling(request, self._readiness.sampling_defaults, max_tokens=max_tokens),
             weight=admitted.weight,
         )
+        resumed_tokens = 0
+        if resumed is not None:
+            submit = _resume(submit, resumed)
+            resumed_tokens = resumed.num_tokens(submit.num_choices)
         try:
-            outputs = await self._engine.submit(submit)
+            outputs = await self._outputs(submit)
         except EngineUnavailable as error:
             raise engine_unavailable(error, str(self._engine.state)) from None
-        self.places.spend(admitted.tenant, prompt_tokens)
+        if resumed is None:
+            self.places.spend(admitted.tenant, prompt_tokens)
         generation = Generation(
             admitted=admitted,
             prepared=prepared,
@@ -191,15 +207,36 @@ class TurnService:
             engine=self._engine,
             outputs=outputs,
             observer=self._observer,
-            on_close=partial(self._closed, keep_s=request.keep_s),
+            on_close=partial(self._closed, keep_s=request.keep_s, resumed_tokens=resumed_tokens),
+            resumed=resumed,
         )
         self.generations.add(generation)
         return generation
 
-    def _closed(self, generation: Generation, *, keep_s: float | None) -> None:
+    async def _outputs(self, submit: Submit) -> OutputSource:
+        if submit.resume and all(said is None for said in submit.resume):
+            return NothingMore()
+        return await self._engine.submit(submit)
+
+    def _closed(self, generation: Generation, *, keep_s: float | None, resumed_tokens: int) -> None:
+        """resumed_tokens: those that the tenant has paid for on another server."""
         tenant, choices = generation.tenant, generation.choices
         self.generations.discard(generation)
-        self.places.spend(tenant, sum(len(choice.token_ids) for choice in choices))
+        self.places.spend(tenant, max(0, sum(len(choice.token_ids) for choice in choices) - resumed_tokens))
         self._quotas.changed(tenant)
         if keep_s is not None and keep_s != self._settings.cache.ttl_s and any(choice.token_ids for choice in choices):
             self._sessions.keep(generation.session_id, tenant=tenant, ttl_s=keep_s)
+
+
+def _resume(submit: Submit, resumed: ResumedTurn) -> Submit:
+    """Return the message that has the engine go on with what another server has said."""
+    said = resumed.said(submit.num_choices)
+    if resumed.note.prompt != digest_of(submit.token_ids):
+        # The text is the same, so the answer goes on validly, though not as it would have where it began.
+        log.warning("the prompt of a resumed answer has other token ids here: its transcript is missing or incomplete")
+    return msgspec.structs.replace(
+        submit,
+        resume=said,
+        sampling=msgspec.structs.replace(submit.sampling, seed=resumed.note.seed),
+        prompt_logprobs=None,  # a stream shows none
+    )

@@ -140,11 +140,11 @@ class Script:
 class FakeStream:
     def __init__(self, engine: "FakeEngine", request: Submit) -> None:
         self.request = request
-        self.open = set(range(request.num_choices))
+        self.open = {n for n in range(request.num_choices) if not request.resume or request.resume[n] is not None}
         self.queue: asyncio.Queue[Output | None] = asyncio.Queue()
         self.lost = False
         self._engine = engine
-        self.tasks = [asyncio.create_task(engine.run(self, choice)) for choice in range(request.num_choices)]
+        self.tasks = [asyncio.create_task(engine.run(self, choice)) for choice in sorted(self.open)]
 
     def __aiter__(self) -> "FakeStream":
         return self
@@ -310,9 +310,10 @@ class FakeEngine:
         last_report = msgspec.structs.replace(first_report, **script.last_report) if script.last_report else None
         ids = [*self.tokenizer.encode(script.answer).ids, 2] if script.token_ids is None else script.token_ids
         limited = ids[: request.sampling.max_tokens]
+        said = len(request.resume[choice] or ()) if request.resume else 0
         reason = "stop" if limited == ids and ids[-1] == 2 else "length"
         await asyncio.sleep(script.start_s)
-        for start in range(0, len(limited), script.tokens_per_output):
+        for start in range(said, len(limited), script.tokens_per_output):
             if script.die_after is not None and start >= script.die_after:
                 stream.lose()
                 return

@@ -198,7 +198,8 @@ def timings(generation: Generation) -> dict[str, float | None]:
     if choice.first_token_s is not None and choice.last_token_s is not None:
         ttft_ms = round((choice.first_token_s - generation.arrived_s) * 1e3, 3)
         decode_ms = round((choice.last_token_s - choice.first_token_s) * 1e3, 3)
-    if engine is not None and not choice.stopped_by_string:  # after a stop string, they are of an earlier token
+    # After a stop string the engine's are of an earlier token, and of a resumed answer it knows the end alone.
+    if engine is not None and not choice.stopped_by_string and not choice.is_resumed:
         decode_ms = round(engine.decode_ms, 3)
     if decode_ms:
         tokens_per_s = round((len(choice.token_ids) - 1) / decode_ms * 1e3, 3)

@@ -1,6 +1,7 @@
 """POST /v1/completions."""
 
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -33,7 +34,7 @@ async def completions(request: Request) -> Response:
     body, headers = await body_of(request, CompletionRequest)
     service, caller = service_of(request), caller_of(request)
     prompts = await _prompts(service, readiness_of(request), body, caller)
-    combined = ManyPrompts(await _start(service, body, prompts, caller))
+    combined = ManyPrompts(await _start(service, body, prompts, request))
     first = combined.generations[0]
     headers |= {**first.limit_headers, "x-session-id": first.session_id}
     frames = CompletionFrames(body, prompts, combined)
@@ -68,15 +69,17 @@ async def _prompts(service: TurnService, readiness: Readiness, body: CompletionR
 
 
 async def _start(
-    service: TurnService, body: CompletionRequest, prompts: list[Prompt], caller: Caller
+    service: TurnService, body: CompletionRequest, prompts: list[Prompt], request: Request
 ) -> list[Generation]:
     generations: list[Generation] = []
     try:
         for place, prompt in enumerate(prompts):
             # Only the first prompt keeps the request's session: two at once would be two histories of one conversation.
-            request = body if place == 0 else body.model_copy(update={"session_id": None, "prompt_cache_key": None})
-            whose = caller if place == 0 else Caller(caller.tenant, caller.arrived_s, None, caller.timeout_header)
-            generations.append(await service.complete(request, prompt, whose))
+            caller, asked = caller_of(request, place), body
+            if place:
+                caller = replace(caller, session_header=None)
+                asked = body.model_copy(update={"session_id": None, "prompt_cache_key": None})
+            generations.append(await service.complete(asked, prompt, caller))
     except BaseException:
         for generation in generations:
             await generation.aclose()

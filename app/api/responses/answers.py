@@ -3,7 +3,7 @@
 from typing import Any
 
 from app.api.chat.answers import cached_tokens, ours
-from app.api.responses.as_chat import new_id, wants_logprobs
+from app.api.responses.as_chat import id_within, wants_logprobs
 from app.errors import ApiError
 from app.schemas.responses import ResponseRequest
 from app.turn.answer import Delta
@@ -104,7 +104,7 @@ class ResponseBuilder:
             if call is not None:
                 self._close(events)
                 fields = {"call_id": call.id, "name": call.name, "arguments": ""}
-                self._begin_item({"type": "function_call", "id": new_id("fc"), **fields}, events)
+                self._begin_item({"type": "function_call", "id": self._new_id("fc"), **fields}, events)
             if arguments and self._open is not None:
                 self._open["arguments"] += arguments
                 events.append(self._item_event("response.function_call_arguments.delta", delta=arguments))
@@ -136,13 +136,16 @@ class ResponseBuilder:
         self._close(events)
         if kind == "message":
             part: dict[str, Any] = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
-            item = {"type": "message", "id": new_id("msg"), "role": "assistant", "content": [part]}
+            item = {"type": "message", "id": self._new_id("msg"), "role": "assistant", "content": [part]}
         else:
             part = {"type": "reasoning_text", "text": ""}
-            item = {"type": "reasoning", "id": new_id("rs"), "summary": [], "content": [part]}
+            item = {"type": "reasoning", "id": self._new_id("rs"), "summary": [], "content": [part]}
         self._begin_item(item, events)
         events.append(self._part_event("response.content_part.added", part=dict(part)))
         return item
+
+    def _new_id(self, kind: str) -> str:
+        return id_within(self._generation.request_id, kind, len(self.output))
 
     def _begin_item(self, item: dict[str, Any], events: list[Event]) -> None:
         item["status"] = "in_progress"

@@ -1,5 +1,6 @@
 """Converts a request for a response into the equivalent chat request."""
 
+import hashlib
 import secrets
 from collections.abc import Sequence
 from typing import Any
@@ -23,6 +24,13 @@ _NAMES = {"max_completion_tokens": "max_output_tokens", "response_format": "text
 
 def new_id(kind: str) -> str:
     return f"{kind}_{secrets.token_hex(24)}"
+
+
+def id_within(request_id: str, kind: str, place: int = 0) -> str:
+    """Return the id of the answer to a request, or of the item in a place of it. A server that goes on with another
+    one's answer gives the same ids."""
+    digest = hashlib.blake2b(f"{request_id}/{kind}/{place}".encode(), digest_size=24)
+    return f"{kind}_{digest.hexdigest()}"
 
 
 def items_with_ids(items: Sequence[InputItem]) -> list[Item]:

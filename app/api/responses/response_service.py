@@ -4,12 +4,12 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing
 from typing import Any
 
 from app.api.responses.answers import Event, ResponseBuilder
-from app.api.responses.as_chat import Item, chat_request, items_with_ids, new_id, renamed
+from app.api.responses.as_chat import Item, chat_request, id_within, items_with_ids, renamed
 from app.conversations.redis_store import RedisStore
 from app.conversations.response_store import NotStored, ResponseStore, TooLong
 from app.errors import ApiError, invalid
@@ -43,7 +43,7 @@ class ResponseTurn(AsyncIterator[Delta]):
     ) -> None:
         self.generation = generation
         self.items = items  # of this request, without the history
-        self.builder = ResponseBuilder(request, generation, response_id=new_id("resp"))
+        self.builder = ResponseBuilder(request, generation, response_id=id_within(generation.request_id, "resp"))
         self.request = request
         self.tenant = tenant
         self._responses = responses
@@ -55,6 +55,10 @@ class ResponseTurn(AsyncIterator[Delta]):
             async for delta in self:
                 self.builder.take(delta)
         return self.builder.body()
+
+    @property
+    def generations(self) -> Sequence[Generation]:
+        return (self.generation,)
 
     async def wait_first(self, timeout_s: float) -> None:
         try:

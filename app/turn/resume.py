@@ -1,0 +1,244 @@
+"""Lets another server go on with a streamed answer: notes what it has to know, and takes such notes in.
+
+An answer's state is a function of the request, of its tokens and of the pieces in which these were shown. The notes
+hold the tokens of every piece, and the few things that were drawn or measured: ids, the seed, logprobs, the report of
+the prompt and times. Whoever goes on replays them through the code that showed them first, so detokenizer, stop
+strings, parser of calls, usage and numbers of events stand where they stood. `fleet.protocol` says how notes travel.
+"""
+
+import asyncio
+import hashlib
+import time
+from array import array
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import msgspec
+
+from app.errors import ApiError
+from app.turn.answer import Answer, Delta
+from engine.messages import ModelInfo, Output, SamplingParams, Timings, TokenLogprob, TokensBySource
+from fleet.protocol import Resume
+
+_LEAST_LOGPROB = -9999.0  # as clients are shown what is outside the distribution; JSON has no infinity
+_REPLAYED_AT_ONCE = 64  # notes between two looks at what else the event loop has to do
+
+
+class TurnNote(msgspec.Struct, frozen=True, kw_only=True):
+    """One generation: an answer to one prompt, with all of its choices."""
+
+    request_id: str
+    session_id: str
+    seed: int
+    prompt: str  # digest of its token ids
+
+
+class OpeningNote(msgspec.Struct, frozen=True, kw_only=True):
+    """All that is known of a stream when it begins."""
+
+    created: int  # unix time
+    fingerprint: str  # of the model
+    turns: list[TurnNote]
+
+
+class DeltaNote(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One piece of one choice."""
+
+    choice: int  # counted through all generations
+    ids: list[int] = []  # tokens taken in since the choice's piece before
+    logprobs: list[TokenLogprob] | None = None  # of `ids`
+    end: str | None = None  # finish reason of the engine or of a stop string: stop | length
+    calls: list[str] = []  # ids of the calls that begin here
+    report: TokensBySource | None = None  # with the choice's first piece after it has changed
+    timings: Timings | None = None  # with the choice's first piece
+    ttft_s: float | None = None  # likewise: arrival to first token
+
+
+_encode = msgspec.json.Encoder().encode
+_decode_opening = msgspec.json.Decoder(OpeningNote).decode
+_decode_delta = msgspec.json.Decoder(DeltaNote).decode
+
+
+class NotedTurn(Protocol):
+    """The part of a `Generation` that notes are made of."""
+
+    @property
+    def request_id(self) -> str: ...
+    @property
+    def session_id(self) -> str: ...
+    @property
+    def created(self) -> int: ...
+    @property
+    def arrived_s(self) -> float: ...
+    @property
+    def model(self) -> ModelInfo: ...
+    @property
+    def sampling(self) -> SamplingParams: ...
+    @property
+    def token_ids(self) -> list[int]: ...
+    @property
+    def choices(self) -> Sequence[Answer]: ...
+
+    def replayed(self) -> None:
+        """Note that the choices stand where they stood on another server."""
+        ...
+
+
+class StreamNotes:
+    """Makes the notes of one stream, whose generations have the same number of choices each."""
+
+    def __init__(self, turns: Sequence[NotedTurn]) -> None:
+        self._turns = turns
+        self._reports: dict[int, TokensBySource] = {}  # choice -> its report as noted last
+
+    def opening(self) -> bytes:
+        first = self._turns[0]
+        turns = [
+            TurnNote(
+                request_id=turn.request_id,
+                session_id=turn.session_id,
+                seed=turn.sampling.seed,
+                prompt=digest_of(turn.token_ids),
+            )
+            for turn in self._turns
+        ]
+        return _encode(OpeningNote(created=first.created, fingerprint=first.model.fingerprint, turns=turns))
+
+    def delta(self, delta: Delta) -> bytes:
+        place, index = divmod(delta.choice, len(self._turns[0].choices))
+        turn = self._turns[place]
+        choice = turn.choices[index]
+        fields: dict[str, Any] = {}
+        if choice.report is not None and self._reports.get(delta.choice) is not choice.report:
+            self._reports[delta.choice] = choice.report
+            ttft_s = None if choice.first_token_s is None else choice.first_token_s - turn.arrived_s
+            fields = {"report": choice.report, "timings": choice.timings, "ttft_s": ttft_s}
+        return _encode(
+            DeltaNote(
+                choice=delta.choice,
+                ids=delta.token_ids,
+                logprobs=None if delta.token_logprobs is None else [_finite(value) for value in delta.token_logprobs],
+                end="stop" if delta.finish_reason == "tool_calls" else delta.finish_reason,
+                calls=[call.id for _, call, _ in delta.parts.calls if call is not None],
+                **fields,
+            )
+        )
+
+
+def digest_of(token_ids: list[int]) -> str:
+    return hashlib.blake2b(array("I", token_ids).tobytes(), digest_size=16).hexdigest()
+
+
+def _finite(value: TokenLogprob) -> TokenLogprob:
+    return value if value.logprob >= _LEAST_LOGPROB else msgspec.structs.replace(value, logprob=_LEAST_LOGPROB)
+
+
+@dataclass(frozen=True, slots=True)
+class ResumedTurn:
+    """What is noted of one generation."""
+
+    note: TurnNote
+    created: int
+    fingerprint: str
+    place: int  # among the stream's generations
+    deltas: Sequence[DeltaNote]  # of all of them
+
+    def num_tokens(self, num_choices: int) -> int:
+        """Count the tokens of all choices."""
+        return sum(len(delta.ids) for delta in self.deltas if delta.choice // num_choices == self.place)
+
+    def said(self, num_choices: int) -> list[list[int] | None]:
+        """Return the tokens of each choice; None for one that is over."""
+        said: list[list[int] | None] = [[] for _ in range(num_choices)]
+        for delta in self.deltas:
+            place, index = divmod(delta.choice, num_choices)
+            ids = said[index] if place == self.place else None
+            if ids is not None:
+                ids += delta.ids
+                if delta.end is not None:
+                    said[index] = None
+        return said
+
+
+@dataclass(frozen=True, slots=True)
+class Resumption:
+    """A stream that another server began."""
+
+    elapsed_s: float  # since the client's request arrived
+    opening: OpeningNote
+    deltas: list[DeltaNote]
+
+    @classmethod
+    def read(cls, resume: Resume) -> "Resumption":
+        """Raises ApiError 409 if the notes are another version's."""
+        try:
+            opening, deltas = _decode_opening(resume.opening), [_decode_delta(note) for note in resume.deltas]
+        except msgspec.DecodeError:
+            raise cannot_resume("The notes of this answer cannot be read.") from None
+        return cls(resume.elapsed_s, opening, deltas)
+
+    def turn(self, place: int) -> ResumedTurn:
+        """Return what is noted of a generation. Raises ApiError 409 if the stream had none in this place."""
+        opening = self.opening
+        if place >= len(opening.turns):
+            raise cannot_resume("This answer had fewer prompts.")
+        return ResumedTurn(opening.turns[place], opening.created, opening.fingerprint, place, self.deltas)
+
+    async def replay(self, turns: Sequence[NotedTurn]) -> AsyncIterator[Delta]:
+        """Yield the pieces that the client has, and bring the generations' choices to where they stood. Raises ApiError
+        409 for a choice that the request does not ask for."""
+        num_choices = len(turns[0].choices)
+        for count, note in enumerate(self.deltas, 1):
+            place, index = divmod(note.choice, num_choices)
+            if place >= len(turns):
+                raise cannot_resume("This answer had more choices.")
+            if (delta := _replayed(note, turns[place].choices[index], turns[place])) is not None:
+                yield replace(delta, choice=note.choice)
+            if count % _REPLAYED_AT_ONCE == 0:
+                await asyncio.sleep(0)
+        for turn in turns:
+            turn.replayed()
+
+
+def _replayed(note: DeltaNote, choice: Answer, turn: NotedTurn) -> Delta | None:
+    choice.is_resumed = True
+    choice.report = note.report or choice.report
+    choice.timings = note.timings or choice.timings
+    choice.last_token_s = time.monotonic()
+    if choice.first_token_s is None:
+        choice.first_token_s = choice.last_token_s if note.ttft_s is None else turn.arrived_s + note.ttft_s
+    output = Output(
+        request_id=turn.request_id,
+        choice=choice.index,
+        token_ids=note.ids,
+        logprobs=note.logprobs,
+        finish_reason=note.end,
+        report=None,
+        timings=None,
+        error=None,
+        error_code=None,
+    )
+    delta = choice.push(output)
+    choice.take_new()
+    begun = [call for _, call, _ in delta.parts.calls if call is not None] if delta is not None else []
+    for call, call_id in zip(begun, note.calls, strict=False):
+        call.id = call_id
+    return delta
+
+
+class NothingMore:
+    """The outputs of an answer of which all choices are over."""
+
+    def __aiter__(self) -> "NothingMore":
+        return self
+
+    async def __anext__(self) -> Output:
+        raise StopAsyncIteration
+
+    async def aclose(self) -> None:
+        """There is nothing to close."""
+
+
+def cannot_resume(message: str) -> ApiError:
+    return ApiError(409, message, code="cannot_resume")
