@@ -251,9 +251,12 @@ class Router:
         self.view = view
         self._rng = rng
         self._budget = TokenBucket()
+        self._is_rate_known = False
 
     def set_redis_rate(self, bytes_per_s: float, now: float) -> None:
-        """State the rate of all of Redis, divided by the number of gateways: half of it may be used for moves."""
+        """State the rate of all of Redis, divided by the number of gateways: half of it may be used for moves. Without
+        this call it is taken to be the median of what replicas measured of their loads, which is never more."""
+        self._is_rate_known = True
         self._budget.set_rate(_REDIS_SHARE * bytes_per_s, now)
 
     def choose(self, question: Question, now: float, *, excluded: Container[str] = ()) -> Choice:
@@ -291,6 +294,8 @@ class Router:
         self, question: Question, home: str, at_home: Cost, now: float, excluded: Container[str]
     ) -> Choice:
         """Choose for a turn that would wait at home, and count it."""
+        if not self._is_rate_known:
+            self._budget.set_rate(_REDIS_SHARE * self.view.redis_bytes_per_s(), now)
         found = self.cheaper_of_two(question, now, excluded, home)
         refused: Refusal = ""
         if found is not None:

@@ -136,6 +136,18 @@ def test_moves_stop_when_redis_has_given_half_of_what_it_can():
     assert router.choose(question, NOW + 2.0).replica == "b"
 
 
+def test_until_it_is_told_the_rate_of_redis_is_what_replicas_measured():
+    """Of 3 GB/s half may be used, for two seconds at once: 3 GB. 0.92 GB fit three times."""
+    view = FleetView()
+    view.heard("a", replace(BEAT, wait_s=10.0), NOW)
+    view.heard("b", BEAT, NOW)
+    router = Router(view=view, rng=random.Random(0))
+    question = Question("s", 100, 7000, home="a", redis_tokens=7000)
+    choices = [router.choose(question, NOW) for _ in range(4)]
+    assert [choice.replica for choice in choices] == ["b", "b", "b", "a"]
+    assert choices[-1].refused == "budget"
+
+
 @given(
     home_wait_s=floats(0, 0.05), others=lists(SECONDS, max_size=7), new_tokens=integers(1, 4000),
     history=integers(1, 60_000), seed=integers(0, 9),
