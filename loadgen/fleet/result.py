@@ -1,5 +1,7 @@
-"""What a simulated fleet did, in figures."""
+"""What simulated fleets did, in figures."""
 
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -25,24 +27,20 @@ class FleetResult:
         return asdict(self)
 
 
-def summarize(fleet: FleetSimulation, *, from_s: float, to_s: float) -> FleetResult:
-    """Raises ValueError if no turn arrived within the span."""
-
-    def counts(record: TurnRecord) -> bool:
-        key = record.session_id, record.turn
-        first = fleet.asked_s.get(key, record.arrived_s)
-        return from_s <= first < to_s and not (key in fleet.resumed and record.arrived_s != first)
-
-    records = [record for record in fleet.records if counts(record)]
-    if not records:
+def summarize(fleets: Sequence[FleetSimulation], *, from_s: float, to_s: float) -> FleetResult:
+    """Take the turns of all fleets together. Raises ValueError if none arrived within the span."""
+    found = [(record, fleet.ttft_s(record)) for fleet in fleets for record in _within(fleet, from_s, to_s)]
+    if not found:
         raise ValueError(f"no turn arrived between {from_s:g} and {to_s:g} s")
-    ttfts = sorted(fleet.ttft_s(record) for record in records)
+    records, ttfts = [record for record, _ in found], sorted(ttft_s for _, ttft_s in found)
     history = max(1, sum(record.history_tokens for record in records))
     tokens = {
         tier: sum(record.sources.get(tier, 0) for record in records) / history
         for tier in ("hbm", "dram", "disk", "redis")
     }
-    redis = fleet.redis
+    routes: Counter[str] = Counter()
+    for fleet in fleets:
+        routes.update(fleet.routes)
     return FleetResult(
         turns=len(records),
         ttft_p50_s=percentile(ttfts, 0.5),
@@ -50,6 +48,19 @@ def summarize(fleet: FleetSimulation, *, from_s: float, to_s: float) -> FleetRes
         ttft_p99_s=percentile(ttfts, 0.99),
         ttft_mean_s=sum(ttfts) / len(ttfts),
         tokens={**tokens, "computed": 1.0 - sum(tokens.values())},
-        routes=dict(sorted(fleet.routes.items())),
-        redis_bytes={name: getattr(redis, name, 0.0) for name in ("loaded", "uploaded", "dropped", "evicted")},
+        routes=dict(sorted(routes.items())),
+        redis_bytes={
+            name: sum(getattr(fleet.redis, name, 0.0) for fleet in fleets)
+            for name in ("loaded", "uploaded", "dropped", "evicted")
+        },
     )
+
+
+def _within(fleet: FleetSimulation, from_s: float, to_s: float) -> Iterator[TurnRecord]:
+    """Yield the turns that arrived in time, but not the rests of interrupted answers."""
+    for record in fleet.records:
+        key = record.session_id, record.turn
+        first_s = fleet.asked_s.get(key, record.arrived_s)
+        is_rest = key in fleet.resumed and record.arrived_s != first_s
+        if from_s <= first_s < to_s and not is_rest:
+            yield record

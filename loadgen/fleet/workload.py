@@ -2,16 +2,20 @@
 
 import math
 import random
+from collections.abc import Sequence
+from dataclasses import replace
 
 from loadgen.sim import presets
 from loadgen.sim.machine import Config, Machine
 from loadgen.sim.presets import DeployedModel
+from loadgen.sim.simulated_server import SimulatedServer
+from loadgen.sim.turn import LiveSession, LiveTurn
 from loadgen.workloads.workload import Conversation, Turn
 
 _MODEL = DeployedModel(  # a Llama of 8B, bf16, on one A100 of 80 GB
     parameters=8.0e9, num_layers=32, hidden_size=4096, kv_bytes_per_token=131_072.0, window=131_072, gpus=1, max_seqs=64
 )
-_MOST_TOKENS = 120_000  # of a conversation, which ends before
+_MOST_TOKENS = 32_768  # of a conversation, which ends before; as in `loadgen.workloads.synthetic`
 LINK_BYTES_PER_S = 3e9  # 25 Gbit/s Ethernet of every replica
 REPLICA = Machine(
     name="llama-8b",
@@ -58,3 +62,30 @@ def conversations(*, rate_per_s: float, duration_s: float, seed: int, agents: fl
             found.append(Conversation(f"c{len(found)}", "", start_s, tuple(turns)))
         start_s += rng.expovariate(rate_per_s)
     return found
+
+
+def sessions_per_s(machine: Machine, config: Config, drawn: Sequence[Conversation]) -> float:
+    """Measure how many conversations a second one replica finishes whose batch is always full: twice as many as fit are
+    under way, nobody thinks, and the next one begins when one has ended. The first third of those that are `drawn` does
+    not count, in which all are young. Raises ValueError if there are too few."""
+    if len(drawn) < 6 * machine.max_seqs:
+        raise ValueError(f"{len(drawn)} conversations are too few to fill {machine.max_seqs} places for long")
+    waiting, ends_s = list(reversed(drawn)), list[float]()
+
+    def begin() -> None:
+        if waiting:
+            server.submit(LiveSession(replace(waiting.pop(), start_s=server.now)), server.now)
+
+    def ended(turn: LiveTurn) -> None:
+        if turn.live.turn < len(turn.live.conversation.turns):
+            server.submit(turn.live, server.now)
+        else:
+            ends_s.append(server.now)
+            begin()
+
+    server = SimulatedServer((), machine, config, ended=ended)
+    for _ in range(2 * machine.max_seqs):
+        begin()
+    while waiting:
+        server.advance(math.nextafter(server.now, math.inf))
+    return (len(ends_s) - len(drawn) // 3) / (server.now - ends_s[len(drawn) // 3])

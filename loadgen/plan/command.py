@@ -1,7 +1,7 @@
 """`reprise plan`: DRAM and disk for a target hit rate, with TTFT and cost."""
 
 import json
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated, ClassVar
 
@@ -12,7 +12,7 @@ from typer import Option
 from loadgen.measure.load_run import check_writable, save
 from loadgen.measure.summary import Prices
 from loadgen.options import grouped, refuse_given
-from loadgen.plan import plan
+from loadgen.plan import plan, replicas
 from loadgen.workloads.synthetic import Distribution
 
 console = Console(stderr=True, highlight=False)
@@ -46,6 +46,17 @@ class ConversationOptions:
 
 
 @dataclass(frozen=True, slots=True)
+class FleetOptions:
+    panel: ClassVar = "A fleet"
+
+    replicas: Annotated[
+        bool, Option("--replicas", help="Plan the number of replicas and Redis instead of DRAM and disk.")
+    ] = False
+    ttft_target: Annotated[float, Option(min=1e-3, help="Seconds that 95 % of the turns may wait.")] = 2.0
+    disk_gb: Annotated[float, Option(min=0, help="Disk per replica.")] = 2000.0
+
+
+@dataclass(frozen=True, slots=True)
 class PriceOptions:
     panel: ClassVar = "Cost"
 
@@ -73,26 +84,54 @@ def plan_command(
     context: typer.Context,
     workload: PlanOptions,
     drawn: ConversationOptions,
+    fleet: FleetOptions,
     prices: PriceOptions,
     output: PlanOutputOptions,
 ) -> None:
-    """Show how much DRAM and disk a workload needs, and what it gains by them."""
+    """Show how much DRAM and disk a workload needs, and what it gains by them; or how many replicas and what Redis."""
+    found: plan.Plan | replicas.FleetPlan
     try:
         check_writable(output.out, output.figure, read=(workload.trace,))
         if workload.trace is not None:
             without_effect = {"sessions_per_s", *(field.name for field in fields(ConversationOptions))}
             refuse_given(context, without_effect, "with --trace")
-        found = _plan(workload, drawn, Prices(gpu=prices.gpu_price, dram=prices.dram_price, ssd=prices.ssd_price))
+        if fleet.replicas:
+            without_effect = {"trace", "target", "sessions", "figure", *(field.name for field in fields(PriceOptions))}
+            refuse_given(context, without_effect, "with --replicas")
+            found = _plan_fleet(workload, drawn, fleet)
+        else:
+            refuse_given(context, {"ttft_target", "disk_gb"}, "without --replicas")
+            found = _plan(workload, drawn, Prices(gpu=prices.gpu_price, dram=prices.dram_price, ssd=prices.ssd_price))
         if output.out is not None:
             save(json.dumps(found.figures(), indent=1) + "\n", output.out)
-        if output.figure is not None:
+        if output.figure is not None and isinstance(found, plan.Plan):
             plan.draw(found, output.figure)
     except (ImportError, OSError, ValueError) as error:
         console.print(f"reprise plan: {error}", markup=False)
         raise typer.Exit(2) from None
+    if isinstance(found, replicas.FleetPlan):
+        Console().print(replicas.table(found))
+        return
     Console().print(plan.table(found))
     for note in found.notes:
         console.print(f"{note}.", markup=False)
+
+
+def _plan_fleet(workload: PlanOptions, drawn: ConversationOptions, fleet: FleetOptions) -> replicas.FleetPlan:
+    """Plan a fleet for conversations that are drawn. Raises ValueError."""
+    machine = replace(
+        plan.machine_of(workload.model), dram_bytes=workload.dram_gb * 1e9, disk_bytes=fleet.disk_gb * 1e9
+    )
+    return replicas.plan_replicas(
+        machine,
+        rate=workload.sessions_per_s,
+        ttft_target_s=fleet.ttft_target,
+        ttl_s=drawn.ttl,
+        think_time=drawn.think,
+        distribution=Distribution(mean_turns=drawn.mean_turns, over_2k=drawn.over_2k, over_4k=drawn.over_4k),
+        seed=drawn.seed,
+        progress=lambda number: console.print(f"{number} replicas"),
+    )
 
 
 def _plan(workload: PlanOptions, drawn: ConversationOptions, prices: Prices) -> plan.Plan:

@@ -135,7 +135,7 @@ def test_an_answer_that_a_kill_interrupts_goes_on_elsewhere():
     assert resumed.answer_tokens == 200 - said
     assert resumed.context_tokens == 250
     assert (first.done_s, second.history_tokens) == (0.0, 250)
-    assert summarize(fleet, from_s=0, to_s=99).turns == 2  # the interrupted answer counts once
+    assert summarize([fleet], from_s=0, to_s=99).turns == 2  # the interrupted answer counts once
 
 
 def test_a_drained_replica_gets_nothing_new_and_leaves():
@@ -160,7 +160,7 @@ def test_clairvoyance_is_not_worse_than_hashing():
     workload = conversations(rate_per_s=4.0, duration_s=60, seed=5)
     base = {"machine": REPLICA, "server": SERVER, "redis_bytes_per_s": 1e10, "link_bytes_per_s": 3e9}
     p95 = {
-        policy: summarize(run(workload, policy=policy, replicas=4, **base), from_s=10, to_s=60).ttft_p95_s
+        policy: summarize([run(workload, policy=policy, replicas=4, **base)], from_s=10, to_s=60).ttft_p95_s
         for policy in ("hash", "clairvoyant")
     }
     assert p95["clairvoyant"] <= p95["hash"]
@@ -175,4 +175,4 @@ def test_books_find_a_lost_turn():
 
 def test_no_turn_in_the_span_is_an_error():
     with pytest.raises(ValueError, match="no turn"):
-        summarize(run([conversation("a", 0.0, (5, 5, 0))]), from_s=50, to_s=60)
+        summarize([run([conversation("a", 0.0, (5, 5, 0))])], from_s=50, to_s=60)
