@@ -8,7 +8,8 @@ A100, 60 GB of DRAM, 25 Gbit/s Ethernet). Chats and one agent in ten sessions be
 a share of what one replica finishes when its batch is always full, so nobody could hold a load of 1. A gateway knows
 beats that are up to a second old; Redis has a rate that loads and uploads share.
 
-    grid    policies at several loads and rates of Redis
+    grid    policies at several loads and rates of Redis; contexts of at most 32,768 tokens
+    long    contexts of at most 120,000 tokens
     kill    one replica ends without a warning; turns of the 40 s after it, with and without Redis
     late    guarded routing with older beats and more gateways
     large   1,000 replicas, guarded routing and hashing, and what a turn costs to simulate
@@ -36,11 +37,12 @@ from loadgen.fleet.result import FleetResult, summarize
 from loadgen.fleet.simulation import FleetConfig, FleetSimulation
 from loadgen.fleet.workload import LINK_BYTES_PER_S, REPLICA, SERVER, conversations, sessions_per_s
 
-PARTS = ("grid", "kill", "late", "large")
+PARTS = ("grid", "long", "kill", "late", "large")
 HASHING, STICKY, CLAIRVOYANT, AFTER_KILL = 0.6, 1.02, 1.2, 0.2
 AFTER_KILL_S = 40.0
 CLAIRVOYANT_LOAD = 0.5
 LARGE = 1000
+SHORT, LONG = 32_768, 120_000  # tokens of a context at most
 AMPLE = "ample"
 
 Row = dict[str, Any]
@@ -49,7 +51,12 @@ Row = dict[str, Any]
 def measure(run: Run) -> dict[str, Any]:
     arguments = run.arguments
     cells = [cell for part in arguments.parts for cell in cells_of(part, arguments)]
-    capacity = sessions_per_s(REPLICA, SERVER, conversations(rate_per_s=1.0, duration_s=1600.0, seed=0))
+    capacity = {
+        most: sessions_per_s(
+            REPLICA, SERVER, conversations(rate_per_s=1.0, duration_s=1600.0, seed=0, most_tokens=most)
+        )
+        for most in sorted({cell["most_tokens"] for cell in cells})
+    }
     result: dict[str, Any] = {
         "replica": {
             "sessions_per_s": capacity,
@@ -74,7 +81,7 @@ def measure(run: Run) -> dict[str, Any]:
 
 def cells_of(part: str, arguments: Any) -> Iterator[Row]:
     """What is simulated for a part. redis: GB/s of the fleet, `ample` for as much as all links, 0 for none."""
-    plain = {"part": part, "replicas": arguments.replicas, "gateways": 1, "beat_s": 1.0}
+    plain = {"part": part, "replicas": arguments.replicas, "most_tokens": SHORT, "gateways": 1, "beat_s": 1.0}
     if part == "grid":
         for load in arguments.loads:
             for redis in (*arguments.redis, AMPLE):
@@ -83,10 +90,15 @@ def cells_of(part: str, arguments: Any) -> Iterator[Row]:
             for policy in ("hash", "cheapest", *(["clairvoyant"] if load == CLAIRVOYANT_LOAD else [])):
                 yield plain | {"load": load, "redis": AMPLE, "policy": policy}
             yield plain | {"load": load, "redis": min(arguments.redis, default=AMPLE), "policy": "cheapest"}
+    elif part == "long":
+        for load in (0.7, 0.9):
+            for redis in (min(arguments.redis, default=AMPLE), AMPLE):
+                for policy in ("sticky", "guarded", *(["hash"] if redis == AMPLE else [])):
+                    yield plain | {"most_tokens": LONG, "load": load, "redis": redis, "policy": policy}
     elif part == "kill":
         for redis in (0, AMPLE):
-            for policy in ("hash", "sticky", "guarded"):
-                yield plain | {"load": 0.7, "redis": redis, "policy": policy}
+            for policy in ("hash", "guarded"):
+                yield plain | {"most_tokens": LONG, "load": 0.7, "redis": redis, "policy": policy}
     elif part == "late":
         for gateways, beat_s in ((1, 0.2), (1, 2.5), (4, 1.0)):
             yield plain | {"load": 0.7, "redis": AMPLE, "policy": "guarded", "gateways": gateways, "beat_s": beat_s}
@@ -95,7 +107,7 @@ def cells_of(part: str, arguments: Any) -> Iterator[Row]:
             yield plain | {"replicas": LARGE, "load": 0.7, "redis": AMPLE, "policy": policy}
 
 
-def play(cell: Row, capacity: float, seconds: float, rounds: int) -> Row:
+def play(cell: Row, capacity: Mapping[int, float], seconds: float, rounds: int) -> Row:
     """Simulate a cell in all rounds, and put their turns together."""
     replicas, redis = cell["replicas"], cell["redis"]
     rounds = 1 if cell["part"] == "large" else rounds
@@ -109,8 +121,9 @@ def play(cell: Row, capacity: float, seconds: float, rounds: int) -> Row:
     began_s = time.process_time()
     fleets = []
     for number in range(rounds):
-        rate = cell["load"] * capacity * replicas
-        workload = conversations(rate_per_s=rate, duration_s=seconds, seed=1000 + number)
+        most = cell["most_tokens"]
+        rate = cell["load"] * capacity[most] * replicas
+        workload = conversations(rate_per_s=rate, duration_s=seconds, seed=1000 + number, most_tokens=most)
         fleets.append(FleetSimulation(workload, replace(config, seed=number)))
         fleets[-1].run()
         books.check(fleets[-1])
@@ -137,15 +150,15 @@ def held(rows: Sequence[Row]) -> dict[str, bool]:
     """Judge what was simulated."""
     found: dict[str, bool] = {}
     for row in rows:
-        if row["policy"] != "guarded" or row["part"] not in ("grid", "kill"):
+        if row["policy"] != "guarded" or row["part"] not in ("grid", "long", "kill"):
             continue
-        same = {key: row[key] for key in ("part", "load", "redis")}
+        same = {key: row[key] for key in ("part", "most_tokens", "load", "redis")}
         own, load, redis = row["ttft_p95_s"], row["load"], row["redis"]
-        where = f"load {load:g}, Redis {redis if redis == AMPLE else f'{redis:g} GB/s'}"
+        where = f"{row['most_tokens']:,} tokens, load {load:g}, Redis {redis if redis == AMPLE else f'{redis:g} GB/s'}"
         if row["part"] == "kill":
             if redis == AMPLE:
                 without_s = p95_s(rows, **same | {"redis": 0}, policy="hash")
-                found[f"after a kill {own / without_s:.2f} <= {AFTER_KILL:g} of hashing without Redis"] = (
+                found[f"{where}: after a kill {own / without_s:.2f} <= {AFTER_KILL:g} of hashing without Redis"] = (
                     own <= AFTER_KILL * without_s
                 )
             continue
@@ -161,9 +174,10 @@ def held(rows: Sequence[Row]) -> dict[str, bool]:
 
 
 def show(console: Console, result: Mapping[str, Any]) -> None:
-    table = Table(title="TTFT in ms; tokens: shares of the history, by where it was found")
+    table = Table(title="TTFT in ms; redis, computed: shares of the history, by where it was found")
     for column in (
         "part",
+        "tokens",
         "load",
         "Redis GB/s",
         "policy",
@@ -179,7 +193,7 @@ def show(console: Console, result: Mapping[str, Any]) -> None:
     for row in result["rows"]:
         sent = sum(row["routes"].get(route, 0) for route in ("home", "new", "moved"))
         table.add_row(
-            row["part"], f"{row['load']:g}", str(row["redis"]), row["policy"],
+            row["part"], f"{row['most_tokens']:,}", f"{row['load']:g}", str(row["redis"]), row["policy"],
             *(f"{1e3 * row[f'ttft_{name}_s']:,.0f}" for name in ("p50", "p95", "p99")),
             f"{row['routes'].get('moved', 0) / sent:.1%}", f"{row['tokens']['redis']:.1%}",
             f"{row['tokens']['computed']:.1%}", str(row["us_per_turn"]),
@@ -188,9 +202,9 @@ def show(console: Console, result: Mapping[str, Any]) -> None:
 
 
 def options(parser: ArgumentParser) -> None:
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=["grid", "kill", "late"])
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=["grid", "long", "kill", "late"])
     parser.add_argument("--replicas", type=int, default=6, help="of all parts but `large`")
-    parser.add_argument("--seconds", type=float, default=1200.0, help="of the virtual clock; the second half counts")
+    parser.add_argument("--seconds", type=float, default=900.0, help="of the virtual clock; the second half counts")
     parser.add_argument("--jobs", type=int, default=1, help="simulations at once, each in a process of its own")
     parser.add_argument("--loads", nargs="+", type=float, default=[0.5, 0.7, 0.9])
     parser.add_argument("--redis", nargs="+", type=float, default=[0.25, 2.0], help="GB/s, beside ample Redis")

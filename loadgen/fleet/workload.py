@@ -15,7 +15,6 @@ from loadgen.workloads.workload import Conversation, Turn
 _MODEL = DeployedModel(  # a Llama of 8B, bf16, on one A100 of 80 GB
     parameters=8.0e9, num_layers=32, hidden_size=4096, kv_bytes_per_token=131_072.0, window=131_072, gpus=1, max_seqs=64
 )
-_MOST_TOKENS = 32_768  # of a conversation, which ends before; as in `loadgen.workloads.synthetic`
 LINK_BYTES_PER_S = 3e9  # 25 Gbit/s Ethernet of every replica
 REPLICA = Machine(
     name="llama-8b",
@@ -35,12 +34,14 @@ REPLICA = Machine(
 SERVER = Config(scheduler="car-hidden", load_ahead=4, recompute_if_faster=True, chunk_tokens=2048)
 
 
-def conversations(*, rate_per_s: float, duration_s: float, seed: int, agents: float = 0.1) -> list[Conversation]:
+def conversations(
+    *, rate_per_s: float, duration_s: float, seed: int, agents: float = 0.1, most_tokens: int = 32_768
+) -> list[Conversation]:
     """Return conversations that begin independently of each other within the duration.
 
     Chats: 73 % have several turns, 8 more in the mean. Medians are 200 tokens of a prompt, 150 of an answer and 25 s
     between turns. A share `agents` are agents instead: four times as many turns, prompts of 735 tokens (median), and
-    2 s between turns in the mean.
+    2 s between turns in the mean. A conversation ends before it has more than `most_tokens`.
     """
     rng = random.Random(seed)
     found: list[Conversation] = []
@@ -55,7 +56,7 @@ def conversations(*, rate_per_s: float, duration_s: float, seed: int, agents: fl
             answer = 1 + int(rng.lognormvariate(5.0, 0.7))
             think_s = rng.expovariate(1 / 2) if is_agent else math.exp(rng.gauss(3.2, 1.05))
             context += prompt + answer
-            if context > _MOST_TOKENS:
+            if context > most_tokens:
                 break
             turns.append(Turn(prompt, answer, think_s if place else 0.0))
         if turns:
