@@ -12,11 +12,11 @@ _LEFT = 8  # so many of the first members may have left since: beyond that the l
 
 
 class Change(NamedTuple, Generic[T]):
-    """How one line becomes another: `gone` leave its head, and then, at `place`, `came` stand for `went`. Whoever has
-    only moved is among both."""
+    """How one line becomes another: `gone` leave its head, and then, from `start` on, `came` stand for `went`. Whoever
+    has only moved is among both."""
 
     gone: tuple[T, ...]
-    place: int
+    start: int
     went: tuple[T, ...]
     came: tuple[T, ...]
 
@@ -35,7 +35,7 @@ class Change(NamedTuple, Generic[T]):
     def apply(self, values: list[V], value_of: Callable[[T], V]) -> None:
         """Bring a list with one value per member up to date, in place. value_of: of whoever came."""
         del values[: len(self.gone)]
-        values[self.place : self.place + len(self.went)] = map(value_of, self.came)
+        values[self.start : self.start + len(self.went)] = map(value_of, self.came)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -82,12 +82,12 @@ class QuantilePredictor:
         evidence = self._evidence(sequence, least)
         if not evidence:
             return [most] * len(shares)
-        total, seen, place, found = sum([weight for _, weight, _ in evidence]), 0.0, 0, list[int]()
+        total, seen, index, found = sum([weight for _, weight, _ in evidence]), 0.0, 0, list[int]()
         for share in shares:
-            while place < len(evidence) - 1 and seen + evidence[place][1] < share * total:
-                seen += evidence[place][1]
-                place += 1
-            bucket, _, length = evidence[place]
+            while index < len(evidence) - 1 and seen + evidence[index][1] < share * total:
+                seen += evidence[index][1]
+                index += 1
+            bucket, _, length = evidence[index]
             if length <= said:  # most of these had ended already: half way through what is left of the bucket
                 length = (said + math.exp((bucket + 1) * _STEP)) / 2
             found.append(min(most, max(said + 1, round(length))))

@@ -160,12 +160,12 @@ class StepCost:
             wanted = [
                 products[i] - sum(squares[i][j] * (prior[j] if j in free else 0.0) for j in range(_TERMS)) for i in free
             ]
-            for place, i in enumerate(free):
-                matrix[place][place] += _PRIOR_STEPS * (sizes[i] / prior_s) ** 2
+            for index, i in enumerate(free):
+                matrix[index][index] += _PRIOR_STEPS * (sizes[i] / prior_s) ** 2
             solved = _solve_linear(matrix, wanted)
             terms = [0.0] * _TERMS
-            for place, i in enumerate(free):
-                terms[i] = prior[i] + solved[place]
+            for index, i in enumerate(free):
+                terms[i] = prior[i] + solved[index]
             worst = min(free, key=lambda i: terms[i] * sizes[i])
             if terms[worst] >= 0:
                 break

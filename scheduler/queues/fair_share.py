@@ -91,8 +91,8 @@ class FairShare:
         if was_current and (starts is not None or self._outdated):
             # Its tenant's others start when they would have started: nothing moves.
             order = self._line.members
-            place = order.index(sequence)
-            self._line, self._is_current = self._line.followed_by(order[:place] + order[place + 1 :]), True
+            index = order.index(sequence)
+            self._line, self._is_current = self._line.followed_by(order[:index] + order[index + 1 :]), True
 
     def refund(self, sequence: Sequence) -> None:
         """A request that went has been cancelled before it started."""
