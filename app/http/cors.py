@@ -5,7 +5,7 @@ from typing import Any
 
 # What a script may read of an answer, besides its body.
 EXPOSED_HEADERS = (
-    *("x-request-id", "openai-processing-ms", "x-session-id", "x-cache", "warning", "retry-after"),
+    *("x-request-id", "openai-processing-ms", "x-session-id", "x-cache", "x-route", "warning", "retry-after"),
     *(f"x-ratelimit-{what}-{of}" for what in ("limit", "remaining", "reset") for of in ("requests", "tokens")),
 )
 
