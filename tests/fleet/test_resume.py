@@ -187,6 +187,25 @@ async def test_a_stream_that_is_cut_anywhere_goes_on_elsewhere(replicas, name, t
     assert len(whole) > 2
 
 
+@pytest.mark.parametrize("name", [name for name, (_, _, body) in REQUESTS.items() if "n" not in body])
+async def test_one_choice_goes_on_byte_for_byte(replicas, name):
+    """Also the numbers of events, and what is said about the cache: that is what the first server found. (Of several
+    choices, whose tokens come first is nobody's promise.)"""
+    first, second = replicas
+    path, answer, body = REQUESTS[name]
+    body = {"model": "test-model", "stream": True, **body}
+    first.engine.script = Script(answer=answer)
+    second.engine.script = Script(answer=answer, report={"hbm_tokens": 1, "history_tokens": 1})
+    whole = [frame for frame in frames_of(await relayed(first, path, body)) if frame.kind != Kind.PING]
+    for cut in range(2, len(whole)):  # with the second frame the report has come
+        journal = Journal()
+        for frame in whole[:cut]:
+            journal.add(frame)
+        rest = [frame for frame in frames_of(await relayed(second, path, body, journal)) if frame.kind != Kind.PING]
+        assert said(whole[:cut] + rest) == said(whole), cut
+        assert [frame.kind for frame in rest] == [frame.kind for frame in whole[cut:]]
+
+
 async def test_an_answer_survives_several_servers(replicas):
     """Each of them says one more piece, and the next one begins with all that came before."""
     first, _ = replicas

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.text.answer_parser import AnswerParser
+from app.text.answer_parser import AnswerParser, AnswerParts
 
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": [1, "}"], "b": {"c": "\\""}}}\n</tool_call>'
 ARGUMENTS = '{"a": [1, "}"], "b": {"c": "\\""}}'
@@ -135,3 +135,57 @@ def test_where_a_thought_ends_does_not_depend_on_how_the_text_comes(thought, sai
     edges = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
     read(parsing, [text[start:end] for start, end in itertools.pairwise(edges)])
     assert parsing.thought_chars == len(text) - len(said)
+
+
+TAGS = [CALL, "<tool_call>", "</tool_call>", "<tool", "_call>", "<", "<think>", "</think>", " ", "\n", "\n\n", "Hm"]
+JSON = [
+    '{"name": "add", "arguments": {',
+    '"a": 1',
+    "}",
+    "}}",
+    '{"name"',
+    ": ",
+    '"sub"',
+    ', "parameters": {}',
+    "; ",
+    "[",
+    "]",
+]
+PIECES = st.lists(st.sampled_from([*TAGS, *JSON]), max_size=12)
+
+
+@given(
+    pieces=PIECES,
+    style=st.sampled_from(["tags", "bare", None]),
+    thinks=st.booleans(),
+    in_thought=st.booleans(),
+    parallel=st.booleans(),
+    sizes=st.lists(st.integers(1, 9), max_size=40),
+)
+def test_pieces_that_show_nothing_may_come_with_the_next_one(pieces, style, thinks, in_thought, parallel, sizes):
+    """A server that goes on with an answer takes the tokens of each shown piece in at once."""
+    text, cuts = "".join(pieces), [0]
+    for size in sizes:
+        cuts.append(cuts[-1] + size)
+    parts = [text[a:b] for a, b in itertools.pairwise([*cuts, max(len(text), cuts[-1])])]
+    first, second = (parser(style, parallel=parallel, thinks=thinks, in_thought=in_thought) for _ in range(2))
+    held = ""
+    for piece in parts:
+        held += piece
+        shown = first.push(piece)
+        if shown:
+            assert plain(second.push(held)) == plain(shown)
+            held = ""
+    second.push(held)
+    assert plain(second.flush()) == plain(first.flush())
+    assert second.thought_chars == first.thought_chars
+
+
+def plain(parts: AnswerParts) -> tuple[object, ...]:
+    """The parts without the random ids of calls, and each call's arguments in one piece."""
+    calls: dict[int, list[str]] = {}
+    for index, call, arguments in parts.calls:
+        entry = calls.setdefault(index, ["", ""])
+        entry[0] += "" if call is None else call.name
+        entry[1] += arguments
+    return parts.content, parts.reasoning, calls
