@@ -18,6 +18,7 @@ from app.conversations.response_store import ResponseStore
 from app.conversations.text_thread import TextThread
 from app.conversations.transcripts import Transcripts
 from app.errors import install_handlers
+from app.fleet.replica import Replica
 from app.http.cors import cors_options
 from app.http.middleware import Authentication, RequestContext
 from app.observe.answer_log import AnswerLog
@@ -51,6 +52,7 @@ class Parts:
     engine: EnginePort
     keyring: Keyring
     fleet_key: bytes  # of gateways, which may resume answers here
+    replica: Replica | None  # None: this server is in no fleet
     secret_keeper: SecretKeeper
     text_thread: TextThread
     readiness: Readiness
@@ -98,6 +100,7 @@ def compose(settings: Settings, engine: EnginePort | None) -> Parts:
     sessions = SessionCommands(
         engine=engine, readiness=readiness, transcripts=text_thread, timeout_s=settings.limits.sessions_timeout_s
     )
+    replica = make_replica(settings, secret, engine, readiness)
     quotas = Quotas(limits=keyring.limits, sessions=sessions)
     service = TurnService(
         settings=settings,
@@ -108,6 +111,7 @@ def compose(settings: Settings, engine: EnginePort | None) -> Parts:
         places=make_places(settings, keyring),
         quotas=quotas,
         observer=Observers(observers),
+        fleet=replica,
     )
     store = make_store(settings)
     if isinstance(store, RedisStore):
@@ -117,6 +121,7 @@ def compose(settings: Settings, engine: EnginePort | None) -> Parts:
         engine=engine,
         keyring=keyring,
         fleet_key=fleet_key(secret),
+        replica=replica,
         secret_keeper=SecretKeeper(settings.state_dir, None if settings.server.tenant_secret_file else secret),
         text_thread=text_thread,
         readiness=readiness,
@@ -139,6 +144,7 @@ async def lifespan(parts: Parts) -> AsyncIterator[None]:
         parts.text_thread.sweep_forever(),
         follow_keys_file(parts.settings, parts.keyring),
         parts.secret_keeper.run(),
+        *(() if parts.replica is None else (parts.replica.run(),)),
     )
     tasks = [asyncio.create_task(work) for work in background]
     try:
@@ -149,6 +155,8 @@ async def lifespan(parts: Parts) -> AsyncIterator[None]:
         await asyncio.gather(*tasks, return_exceptions=True)
         await parts.responses.close()
         await parts.service.close()
+        if parts.replica is not None:
+            await parts.replica.leave()
         await parts.sessions.close()
         await parts.quotas.close()
         await parts.engine.stop()
@@ -202,6 +210,13 @@ def make_places(settings: Settings, keyring: Keyring) -> Places:
         running=settings.scheduler.max_seqs,
         limits=keyring.limits,
     )
+
+
+def make_replica(settings: Settings, secret: bytes, engine: EnginePort, readiness: Readiness) -> Replica | None:
+    """Make this server a member of a fleet, if the settings name one. Raises OSError, ValueError, ImportError."""
+    if not settings.fleet.is_on:
+        return None
+    return Replica(settings=settings, secret=secret, engine=engine, readiness=readiness)
 
 
 def make_store(settings: Settings) -> Store:

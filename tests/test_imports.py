@@ -28,7 +28,7 @@ OF_ENGINE = (
 )
 # What the app of a replica in a fleet imports.
 OF_FLEET = (
-    *("fleet.identify", "fleet.protocol"),
+    *("fleet.identify", "fleet.load", "fleet.members", "fleet.protocol"),
     *("fleet.directory", "fleet.keys", "fleet.outbox", "fleet.records", "fleet.routing"),
 )
 # Decisions and names of a fleet, which import nothing of ours.
@@ -58,7 +58,7 @@ IMPURE = (
 APP_FLOORS = (
     ("cli",),
     ("main",),
-    ("api",),
+    ("api", "fleet"),
     ("http",),
     ("observe",),
     ("turn",),

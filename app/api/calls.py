@@ -18,6 +18,7 @@ from app.turn.readiness import Readiness
 from app.turn.resume import Resumption, StreamNotes, cannot_resume
 from app.turn.service import TurnService
 from app.turn.sessions import SessionCommands
+from fleet.identify import CHAIN_HEADER, SESSION_HEADER
 from fleet.protocol import MAX_ENVELOPE_BYTES, RESUME_HEADER
 
 T = TypeVar("T", bound=RequestModel)
@@ -59,13 +60,25 @@ def require_admin(request: Request) -> None:
 def caller_of(request: Request, place: int = 0) -> Caller:
     """place: of the prompt, where a request has several. Raises ApiError."""
     resumption: Resumption | None = getattr(request.state, "resumption", None)
+    relayed = getattr(request.state, "relayed", False)
+    # The session that the gateway has found for messages that name none.
+    names = (*SESSION_HEADERS, SESSION_HEADER) if relayed else SESSION_HEADERS
     return Caller(
         tenant=request.state.tenant,
         arrived_s=request.state.arrived_s - (0.0 if resumption is None else resumption.elapsed_s),
-        session_header=next((value for name in SESSION_HEADERS if (value := request.headers.get(name))), None),
+        session_header=next((value for name in names if (value := request.headers.get(name))), None),
         timeout_header=request.headers.get(TIMEOUT_HEADER),
         resumed=None if resumption is None else resumption.turn(place),
+        chain=_chain(request) if relayed else None,
     )
+
+
+def _chain(request: Request) -> bytes | None:
+    """Return the digest of the messages that a gateway has made."""
+    try:
+        return bytes.fromhex(request.headers.get(CHAIN_HEADER, "")) or None
+    except ValueError:
+        return None
 
 
 async def body_of(request: Request, model: type[T]) -> tuple[T, dict[str, str]]:

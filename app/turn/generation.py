@@ -17,7 +17,7 @@ from app.tenancy.places import Ticket
 from app.turn.answer import Answer, Delta
 from app.turn.deadline import Deadline
 from app.turn.observer import TurnObserver
-from app.turn.ports import EnginePort, OutputSource
+from app.turn.ports import EndedChoice, EnginePort, OutputSource, TurnOfFleet
 from app.turn.prepare import Prepared
 from app.turn.resume import ResumedTurn
 from engine.messages import (
@@ -60,9 +60,14 @@ class Generation(AsyncIterator[Delta]):
         observer: TurnObserver,
         on_close: Callable[["Generation"], None],
         resumed: ResumedTurn | None = None,
+        in_fleet: TurnOfFleet | None = None,
+        chain: bytes | None = None,
+        keep_s: float | None = None,
     ) -> None:
         """outputs: the engine's answer to `submit`, which was made of `prepared`. on_close: called once, at the end.
-        resumed: what another server has noted of this generation; `replay` comes before the first delta."""
+        resumed: what another server has noted of this generation; `replay` comes before the first delta. in_fleet: told
+        when the answer has ended, before its last event, with chain: see `fleet.identify`; keep_s: the session's time
+        to live."""
         self.request_id = submit.request_id if resumed is None else resumed.note.request_id
         self.tenant = admitted.tenant
         self.created = int(time.time()) if resumed is None else resumed.created
@@ -83,6 +88,7 @@ class Generation(AsyncIterator[Delta]):
         self._outputs = outputs
         self._observer = observer
         self._on_close = on_close
+        self._in_fleet, self._chain, self._keep_s = in_fleet, chain, keep_s
         self._engine_id = submit.request_id
         self._open = {n for n in range(len(choices)) if not submit.resume or submit.resume[n] is not None}
         self._upcoming: asyncio.Task[Delta | None] | None = None
@@ -120,6 +126,7 @@ class Generation(AsyncIterator[Delta]):
         else:
             delta = await self._next()
         if delta is None:
+            await self._enter()
             raise StopAsyncIteration
         return delta
 
@@ -136,12 +143,31 @@ class Generation(AsyncIterator[Delta]):
             for index in sorted(self._open):
                 self.choices[index].flush()
                 self._end_record(self.choices[index])
+            await self._enter()
         finally:
             self._open.clear()
             self._ticket.leave()
             self._observer.closed(self)
             self._on_close(self)
             self.closed.set()
+
+    async def _enter(self) -> None:
+        """Enter the turn in the fleet's directory: what a client has seen end is found by every member."""
+        if self._in_fleet is None:
+            return
+        said = [choice for choice in self.choices if choice.token_ids]
+        if not said:
+            self._in_fleet.give_up()
+            return
+        await self._in_fleet.end(
+            [
+                EndedChoice(choice.content, tuple((call.name, call.arguments) for call in choice.calls))
+                for choice in said
+            ],
+            chain=self._chain,
+            tokens=len(self.token_ids) + max(len(choice.token_ids) for choice in said),
+            ttl_s=self._keep_s,
+        )
 
     def may_have_said(self, content: str) -> bool:
         """Whether one of the answers, as far as they have come, begins with this content."""

@@ -1,6 +1,7 @@
-"""Describes what a turn needs of the engine."""
+"""Describes what a turn needs of the engine, and of the fleet that its server belongs to."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from engine.messages import (
@@ -44,3 +45,32 @@ class EnginePort(Protocol):
     async def sessions(self, request: SessionRequest, *, timeout_s: float) -> SessionReply: ...
     def finish(self, request_id: str, choice: int, keep_tokens: int) -> None: ...
     def finish_all(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class EndedChoice:
+    """An answer as the client has it: its text without reasoning, and its calls as (name, arguments in JSON)."""
+
+    text: str
+    calls: tuple[tuple[str, str], ...]
+
+
+class TurnOfFleet(Protocol):
+    """A turn from its claim to its commit. `app.fleet.replica.TurnUnderWay` is one."""
+
+    async def end(
+        self,
+        choices: Sequence[EndedChoice],
+        *,
+        chain: bytes | None,
+        tokens: int,
+        ttl_s: float | None,
+    ) -> None: ...
+
+    def give_up(self) -> None: ...
+
+
+class FleetPort(Protocol):
+    """The fleet, as `app.turn.service` knows it."""
+
+    def begin(self, *, tenant: str, session_id: str, salt: str, model: ModelInfo) -> TurnOfFleet: ...

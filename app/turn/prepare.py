@@ -38,6 +38,7 @@ class Caller:
     session_header: str | None = None
     timeout_header: str | None = None
     resumed: ResumedTurn | None = None  # another server has begun the answer
+    chain: bytes | None = None  # digest of the messages, which a gateway made; see `fleet.identify`
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from app.tenancy.weights import service_tier
 from app.turn.deadline import Deadline
 from app.turn.generation import Admitted, Generation
 from app.turn.observer import TurnObserver
-from app.turn.ports import EnginePort, OutputSource
+from app.turn.ports import EnginePort, FleetPort, OutputSource
 from app.turn.prepare import (
     MAX_TOKEN_CHARS,
     Caller,
@@ -55,6 +55,7 @@ class TurnService:
         places: Places,
         quotas: Quotas,
         observer: TurnObserver,
+        fleet: FleetPort | None = None,
     ) -> None:
         self.places = places
         self.generations: set[Generation] = set()  # under way
@@ -65,6 +66,7 @@ class TurnService:
         self._transcripts = transcripts
         self._quotas = quotas
         self._observer = observer
+        self._fleet = fleet
 
     async def generate(self, request: ChatCompletionRequest, caller: Caller) -> Generation:
         """Submit a chat. Returns its generation, which must be iterated to its end or closed."""
@@ -124,7 +126,7 @@ class TurnService:
                     prepared = await prepare(model, session_id)
             except TimeoutError:
                 raise admitted.deadline.error(retry_after_s=admitted.ticket.retry_after_s) from None
-            return await self._submit(prepared, admitted, caller.resumed)
+            return await self._submit(prepared, admitted, caller)
         except BaseException as error:
             if isinstance(error, ApiError):
                 error.headers = admitted.ticket.headers | error.headers
@@ -176,7 +178,8 @@ class TurnService:
     def _truncates(self, request: GenerationRequest) -> bool:
         return (request.truncation or self._settings.cache.truncation) == "auto"
 
-    async def _submit(self, prepared: Prepared, admitted: Admitted, resumed: ResumedTurn | None) -> Generation:
+    async def _submit(self, prepared: Prepared, admitted: Admitted, caller: Caller) -> Generation:
+        resumed = caller.resumed
         _, tokenizer = self._readiness.require()  # a drain may have begun meanwhile
         request, prompt_tokens = prepared.request, len(prepared.token_ids)
         truncates = self._truncates(request) and prepared.prompt_logprobs is None
@@ -209,6 +212,13 @@ class TurnService:
             observer=self._observer,
             on_close=partial(self._closed, keep_s=request.keep_s, resumed_tokens=resumed_tokens),
             resumed=resumed,
+            in_fleet=None
+            if self._fleet is None
+            else self._fleet.begin(
+                tenant=admitted.tenant, session_id=submit.session_id, salt=submit.cache_salt, model=admitted.model
+            ),
+            chain=caller.chain,
+            keep_s=self._settings.cache.ttl_s if request.keep_s is None else request.keep_s,
         )
         self.generations.add(generation)
         return generation

@@ -26,7 +26,7 @@ from tests.fleet.redis_servers import RedisServer, redis_server
 # One thread: two replicas share a small machine. float32: an answer that is resumed is the same to the last bit.
 SMALL = {"engine.threads": 1, "model.dtype": "float32", "cache.dram_gib": 0.05, "cache.disk_gib": 0.2}
 READY_S = 300.0
-JOINS_BY_ITSELF = find_spec("fleet.replica") is not None  # a server with fleet.redis_url
+JOINS_BY_ITSELF = find_spec("app.fleet.replica") is not None  # a server with fleet.redis_url
 
 
 @dataclass

@@ -1,0 +1,1 @@
+"""This server as a member of a fleet."""

@@ -1,0 +1,118 @@
+"""A server in a fleet: it beats, enters its turns in the directory, and serves as well without one."""
+
+import asyncio
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from app.fleet.replica import replica_name
+from fleet.directory import Directory
+from fleet.identify import CHAIN_HEADER, SESSION_HEADER, conversation_of, read_body
+from fleet.keys import SessionName
+from fleet.protocol import RELAY_HEADER, relay_token
+from tests.app.fakes import FakeEngine, Running, Script, in_process, make_settings, write_tokenizer
+from tests.fleet.redis_servers import RedisServer, redis_server
+
+CHAT = "/v1/chat/completions"
+TENANT = "local"  # where there are no keys
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tokenizer(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    with redis_server(tmp_path_factory.mktemp("r")) as server:
+        yield server
+
+
+def settings_of(directory: Path, redis: RedisServer, **fleet: object):
+    return make_settings(directory, fleet={"redis_url": redis.url, "replica": "a", "deadline_ms": 2000.0, **fleet})
+
+
+def directory_of(running: Running) -> Directory:
+    return running.app.state.replica.directory
+
+
+async def beaten(running: Running) -> None:
+    await running.app.state.replica.beat()
+
+
+async def relayed(running: Running, body: dict, **headers: str) -> dict:
+    data = json.dumps(body).encode()
+    token = relay_token(running.app.state.fleet_key, path=CHAT, request_id="req_1")
+    chain = conversation_of(read_body(data)).chain.hex()
+    own = {"x-request-id": "req_1", RELAY_HEADER: token, CHAIN_HEADER: chain, "content-type": "application/json"}
+    answer = await running.http.post(CHAT, content=data, headers={**own, **headers})
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+async def test_it_beats_and_leaves(redis, model_dir, tmp_path):
+    async with in_process(FakeEngine(model_dir), settings_of(tmp_path, redis)) as running:
+        await beaten(running)
+        (member,) = (await directory_of(running).members()).members
+        assert (member.beat.replica, member.beat.model, member.beat.version != "") == ("a", "test-model", True)
+        watcher = Directory(url=redis.url, secret=(tmp_path / "tenant_secret").read_bytes(), deadline_s=2.0)
+        assert len((await watcher.members()).members) == 1
+    assert (await watcher.members()).members == ()
+    await watcher.close()
+
+
+async def test_a_turn_is_entered_before_its_answer_is_over(redis, model_dir, tmp_path):
+    engine = FakeEngine(model_dir, script=Script(answer="Paris it is"))
+    async with in_process(engine, settings_of(tmp_path, redis, commit_deadline_ms=5000.0)) as running:
+        await beaten(running)
+        body = {"model": "test-model", "messages": [{"role": "user", "content": "Hello"}], "session_id": "s"}
+        answer = await relayed(running, body)
+        fingerprint = engine.model.fingerprint
+        record = await directory_of(running).look(SessionName(TENANT, "s"), fingerprint=fingerprint)
+        assert record is not None
+        assert (record.home, record.turn, record.session_id) == ("a", 1, "s")
+        assert record.tokens == answer["usage"]["total_tokens"]
+
+        body["messages"] += [answer["choices"][0]["message"], {"role": "user", "content": "And then?"}]
+        answers = conversation_of(read_body(json.dumps(body).encode())).answers
+        found = await directory_of(running).find(TENANT, answers, fingerprint=fingerprint)
+        assert found is not None, "a client that sends messages alone is known by them"
+        assert found.session_id == "s"
+
+
+async def test_the_session_that_the_gateway_has_found_is_gone_on_with(redis, model_dir, tmp_path):
+    async with in_process(FakeEngine(model_dir), settings_of(tmp_path, redis)) as running:
+        await beaten(running)
+        body = {"model": "test-model", "messages": [{"role": "user", "content": "Hello"}]}
+        await relayed(running, body, **{SESSION_HEADER: "known"})
+        assert running.engine.submitted[-1].session_id == "known"
+        await running.http.post(CHAT, json=body, headers={SESSION_HEADER: "known"})
+        assert running.engine.submitted[-1].session_id != "known", "only a gateway may say so"
+
+
+async def test_without_redis_it_serves_as_if_alone(redis, model_dir, tmp_path):
+    fleet = {"deadline_ms": 100.0, "commit_deadline_ms": 100.0}
+    async with in_process(FakeEngine(model_dir), settings_of(tmp_path, redis, **fleet)) as running:
+        await beaten(running)
+        redis.pause()
+        try:
+            began = asyncio.get_running_loop().time()
+            body = {"model": "test-model", "messages": [{"role": "user", "content": "Hello"}]}
+            assert (await running.http.post(CHAT, json=body)).status_code == 200
+            assert asyncio.get_running_loop().time() - began < 5
+        finally:
+            redis.resume()
+
+
+async def test_nobody_joins_without_being_told_to(model_dir, tmp_path):
+    async with in_process(FakeEngine(model_dir), make_settings(tmp_path)) as running:
+        assert running.app.state.replica is None
+
+
+def test_a_name_is_kept(tmp_path):
+    name = replica_name(tmp_path)
+    assert replica_name(tmp_path) == name
+    (tmp_path / "replica").write_text("no name: \n at all")
+    assert replica_name(tmp_path) not in (name, "no name: \n at all")
