@@ -1,32 +1,25 @@
 """A fleet of real processes: replicas with the bundled model, a Redis, and gateways before them."""
 
-import asyncio
 import os
 import secrets
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import httpx
 
 from benchmarks.harness.servers import ROOT, ServerProcess, free_port, serve
-from fleet.directory import Directory
-from fleet.records import Heartbeat
-from fleet.routing import Beat
 from tests.fleet.redis_servers import RedisServer, redis_server
 
 # One thread: two replicas share a small machine. float32: an answer that is resumed is the same to the last bit.
 SMALL = {"engine.threads": 1, "model.dtype": "float32", "cache.dram_gib": 0.05, "cache.disk_gib": 0.2}
 READY_S = 300.0
-JOINS_BY_ITSELF = find_spec("app.fleet.replica") is not None  # a server with fleet.redis_url
 
 
 @dataclass
@@ -74,33 +67,6 @@ class FleetProcesses:
 
 
 @contextmanager
-def beating(fleet: FleetProcesses) -> Iterator[None]:
-    """Beat for replicas that do not yet beat themselves."""
-    stop = threading.Event()
-    secret = bytes.fromhex(Path(fleet.settings["server.tenant_secret_file"]).read_text())
-
-    async def beat() -> None:
-        directory = Directory(url=fleet.redis.url, secret=secret, deadline_s=10.0, replica="", boot="1")
-        load = Beat(wait_s=0.0, s_per_token=1e-4, s_per_kilo_pair=0.0, kv_bytes_per_token=1000.0)
-        while not stop.is_set():
-            for name, server in list(fleet.replicas.items()):
-                model = {"fingerprint": server.model["cache"]["fingerprint"], "model": server.model["id"]}
-                await directory.beat(
-                    Heartbeat(replica=name, boot="1", url=server.url, state="ready", load=load, **model), since=0
-                )
-            await asyncio.sleep(0.5)
-        await directory.close()
-
-    thread = threading.Thread(target=lambda: asyncio.run(beat()))
-    thread.start()
-    try:
-        yield
-    finally:
-        stop.set()
-        thread.join()
-
-
-@contextmanager
 def fleet_processes(directory: Path, *names: str) -> Iterator[FleetProcesses]:
     """Start a Redis, a gateway and replicas of these names; the gateway sees all of them. Skips the test where there is
     no Redis."""
@@ -113,8 +79,6 @@ def fleet_processes(directory: Path, *names: str) -> Iterator[FleetProcesses]:
         with ExitStack() as stack:
             url = stack.enter_context(gateway({**shared, "cache.disk_dir": directory / "gateway"}, directory / "log"))
             fleet = FleetProcesses(directory, redis, url, shared, _stack=stack)
-            if not JOINS_BY_ITSELF:
-                stack.enter_context(beating(fleet))
             for name in names:
                 fleet.start(name)
             fleet.wait_for(len(names))
