@@ -23,7 +23,7 @@ def status(url: Url = HERE) -> None:
     fleet = _ask("GET", url, "/v1/fleet")
     table = Table(box=None, padding=(0, 2, 0, 0))
     for column in ("replica", "state", "model", "running", "waiting", "wait", "address"):
-        table.add_column(column)
+        table.add_column(column, overflow="fold")
     for replica in fleet["replicas"]:
         state = replica["state"] if replica["open"] or replica["state"] != "ready" else "silent"
         wait_s = replica["wait_s"]
@@ -37,7 +37,7 @@ def status(url: Url = HERE) -> None:
             replica["url"],
         )
     Console(highlight=False).print(table)
-    if fleet["redis"]["state"] != "closed":
+    if fleet["redis"]["state"] != "ok":
         console.print("reprise: the fleet's Redis does not answer; this is what was known before", markup=False)
 
 

@@ -67,9 +67,13 @@ class Endpoints:
         """Return who answers, None: a replica does."""
         return self._handlers.get((method, path))
 
+    @property
+    def _redis(self) -> str:
+        return "ok" if self._directory.state == "closed" else "away"
+
     async def health(self, request: Request) -> Response:
         """The process lives. It answers without Redis too."""
-        return _json({"status": "ok", "replicas": len(self._open()), "redis": self._directory.state})
+        return _json({"status": "ok", "replicas": len(self._open()), "redis": self._redis})
 
     async def ready(self, request: Request) -> Response:
         """200 while there is a replica that takes turns, and this gateway does not drain."""
@@ -118,7 +122,7 @@ class Endpoints:
         return _json(
             {
                 "object": "fleet",
-                "redis": {"state": self._directory.state, "failures": self._directory.failures},
+                "redis": {"state": self._redis, "failures": self._directory.failures},
                 "replicas": [self._describe(name) for name in sorted(self._members.beats)],
             }
         )

@@ -27,7 +27,7 @@ async def echo(asked: Asked) -> None:
 
 async def test_health_and_readiness():
     async with fleet(a=one_answer) as whole:
-        assert (await whole.client.get("/health")).json() == {"status": "ok", "replicas": 1, "redis": "closed"}
+        assert (await whole.client.get("/health")).json() == {"status": "ok", "replicas": 1, "redis": "ok"}
         assert (await whole.client.get("/ready")).status_code == 200
         del whole.directory.beats["a"]
         await whole.refresh()
