@@ -3,12 +3,14 @@
 import asyncio
 import logging
 import time
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any
 from weakref import WeakValueDictionary
 
 from app.conversations.prepared_prompt import PreparedPrompt
+from app.conversations.transcript_rows import Exported
 from app.conversations.transcripts import Transcripts
 
 SWEEP_S = 60.0
@@ -53,6 +55,20 @@ class TextThread:
         """See `Transcripts.forget`. Runs after all that was recorded before."""
         call = partial(self._transcripts.forget, session_id, tenant=tenant)
         return await asyncio.get_running_loop().run_in_executor(self._executor, call)
+
+    async def export(self, session_id: str, *, tenant: str, after: int, most: int) -> Exported:
+        """See `Transcripts.export`. Runs after all that was recorded before."""
+        call = partial(self._transcripts.export, session_id, tenant=tenant, after=after, most=most)
+        return await asyncio.get_running_loop().run_in_executor(self._executor, call)
+
+    async def adopt(self, session_id: str, rows: Mapping[bytes, bytes], *, tenant: str, now: float) -> int:
+        """See `Transcripts.adopt`."""
+        call = partial(self._transcripts.adopt, session_id, rows, tenant=tenant, now=now)
+        return await asyncio.get_running_loop().run_in_executor(self._executor, call)
+
+    async def names(self) -> list[tuple[str, str]]:
+        """See `Transcripts.names`."""
+        return await asyncio.get_running_loop().run_in_executor(self._executor, self._transcripts.names)
 
     def sweep(self, now: float) -> None:
         self._executor.submit(self._transcripts.sweep, now).add_done_callback(_log_failure)

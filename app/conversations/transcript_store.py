@@ -11,7 +11,7 @@ import sqlite3
 from array import array
 from bisect import bisect_left
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -19,6 +19,7 @@ from typing import Any, TypeVar, cast
 from app.conversations.database import Database
 from app.conversations.digests import digest
 from app.conversations.prepared_prompt import PreparedPrompt
+from app.conversations.transcript_rows import Exported, TranscriptRow, encode_row, readable
 
 log = logging.getLogger(__name__)
 
@@ -73,6 +74,13 @@ SELECT a.chain, a.bare, a.tail, a.ids, a.text, a.ends, a.digest,
        p.chain, p.base_tokens, p.ids, p.starts, p.chars, p.text_digest, p.digest, p.base, b.digest
 FROM answers a JOIN prompts p ON p.id = a.prompt LEFT JOIN answers b ON b.id = p.base
 WHERE a.id = ?
+"""
+_ROWS = """
+SELECT a.id, a.digest, a.chain, a.bare, a.tail, a.ids, a.text, a.ends, p.chain, b.digest, p.base_tokens, p.ids,
+       p.starts, p.chars, p.text_digest
+FROM answers a JOIN prompts p ON p.id = a.prompt JOIN sessions s ON s.id = a.session
+LEFT JOIN answers b ON b.id = p.base
+WHERE s.tenant = ? AND s.name = ? AND a.id > ? ORDER BY a.id DESC LIMIT ?
 """
 _REMOVE_BRANCH = """
 WITH RECURSIVE branch (id) AS (
@@ -216,17 +224,62 @@ class TranscriptStore:
             mark = digest("answer", *columns, prompt_digest)
             if self._db.execute("SELECT 1 FROM answers WHERE prompt = ? AND digest = ?", (prompt_id, mark)).fetchone():
                 return
-            answer_id = self._db.execute(
-                "INSERT INTO answers (chain, bare, tail, ids, text, ends, digest, session, prompt)"
-                " VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
-                (*columns, mark, session, prompt_id),
-            ).lastrowid
-            assert answer_id is not None
+            answer_id = self._insert_answer(session, prompt_id, columns, mark)
             self._cap_answers(session, prompt.chain, answer_id)
             self._make_room()
         self._db.shrink(self._max_bytes)
         all_ids, all_starts = prompt.recorded
         self._keep_hot(answer_id, History(array("I", all_ids) + answer.token_ids, array("I", all_starts)))
+
+    def export(self, session_id: str, *, tenant: str, after: int, most: int) -> Exported:
+        """Return the rows of a session's answers recorded after the one with the id `after`, the newest `most`. tenant:
+        with the salt, if there is one."""
+        return self._export(tenant, session_id, after, most) or Exported({}, after)
+
+    @_forgiving(lambda: None)
+    def _export(self, tenant: str, name: str, after: int, most: int) -> Exported | None:
+        rows: dict[bytes, bytes] = {}
+        newest = after
+        for answer_id, mark, *columns in self._db.execute(_ROWS, (tenant, name, after, most)):
+            chain, bare, tail, ids, text, ends, prompt, base, base_tokens, prompt_ids, starts, chars, shown = columns
+            row = TranscriptRow(
+                chain=chain, bare=bare, tail=tail, ids=ids, text=text, ends=ends, prompt_chain=prompt, base=base or b"",
+                base_tokens=base_tokens, prompt_ids=prompt_ids, starts=starts, chars=chars, text_digest=shown,
+            )  # fmt: skip
+            newest = max(newest, answer_id)
+            if row.digest == mark:  # else it is damaged
+                rows[mark] = encode_row(row)
+        return Exported(rows, newest)
+
+    def adopt(self, session_id: str, rows: Mapping[bytes, bytes], *, tenant: str, now: float) -> int:
+        """Record what another server has exported of a session. Rows that are damaged, or whose base is missing, are
+        left out. Returns the id of the session's newest answer, 0 if it has none."""
+        return self._adopt(tenant, session_id, readable(rows), now) or 0
+
+    @_forgiving(lambda: None)
+    def _adopt(self, tenant: str, name: str, rows: list[TranscriptRow], now: float) -> int | None:
+        with self._db.transaction():
+            session = self._session(tenant, name, now)
+            known: dict[bytes, int] = dict(
+                self._db.execute("SELECT digest, id FROM answers WHERE session = ?", (session,))
+            )
+            for row in rows:
+                if row.digest not in known:
+                    known[row.digest] = self._insert_row(session, row, known.get(row.base))
+            self._make_room()
+        self._db.shrink(self._max_bytes)
+        return max(known.values(), default=0)
+
+    def _insert_row(self, session: int, row: TranscriptRow, base: int | None) -> int:
+        columns = (row.prompt_chain, row.base_tokens, row.prompt_ids, row.starts, row.chars)
+        prompt = self._insert_prompt(session, columns, row.text_digest, row.prompt_digest, base)
+        answer = (row.chain, row.bare, row.tail, row.ids, row.text, row.ends)
+        return self._insert_answer(session, prompt, answer, row.digest)
+
+    @_forgiving(list)
+    def names(self) -> list[tuple[str, str]]:
+        """Return (tenant with its salt, session id) of all sessions."""
+        return self._db.execute("SELECT tenant, name FROM sessions").fetchall()
 
     @_forgiving(lambda: None)
     def extend(self, session_id: str, *, tenant: str, extra_s: float) -> None:
@@ -323,13 +376,28 @@ class TranscriptStore:
         row = self._db.execute(
             "SELECT id FROM prompts WHERE chain = ? AND session = ? AND digest = ?", (prompt.chain, session, mark)
         ).fetchone()
-        if row is None:
-            row = self._db.execute(
-                "INSERT INTO prompts (chain, base_tokens, ids, starts, chars, text_digest, digest, base, session)"
-                " VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?) RETURNING id",
-                (*columns, prompt.text_digest, mark, base.answer_id if base is not None else None, session),
-            ).fetchall()[0]
-        return row[0], mark
+        if row is not None:
+            return row[0], mark
+        base_id = base.answer_id if base is not None else None
+        return self._insert_prompt(session, columns, prompt.text_digest, mark, base_id), mark
+
+    def _insert_prompt(
+        self, session: int, columns: tuple[Any, ...], text_digest: bytes, mark: bytes, base: int | None
+    ) -> int:
+        rows: list[tuple[int]] = self._db.execute(
+            "INSERT INTO prompts (chain, base_tokens, ids, starts, chars, text_digest, digest, base, session)"
+            " VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?) RETURNING id",
+            (*columns, text_digest, mark, base, session),
+        ).fetchall()
+        return rows[0][0]
+
+    def _insert_answer(self, session: int, prompt: int, columns: tuple[Any, ...], mark: bytes) -> int:
+        rows: list[tuple[int]] = self._db.execute(
+            "INSERT INTO answers (chain, bare, tail, ids, text, ends, digest, session, prompt)"
+            " VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?) RETURNING id",
+            (*columns, mark, session, prompt),
+        ).fetchall()
+        return rows[0][0]
 
     def _cap_answers(self, session: int, chain: bytes, newest: int) -> None:
         """Delete answers to a prompt beyond the cap: first those that no later turn builds on, the oldest first. An

@@ -21,7 +21,7 @@ import base64
 import secrets
 import threading
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ from app.conversations.known_chains import RecentChains
 from app.conversations.prepared_prompt import PreparedPrompt
 from app.conversations.rendered_chat import RenderedChat, TextTokenizer
 from app.conversations.splice import Candidate, common_chars, shifted, splice_of
+from app.conversations.transcript_rows import Exported
 from app.conversations.transcript_store import NewAnswer, RecordedAnswer, TranscriptStore
 from app.text.message_bounds import MessageBounds
 
@@ -147,6 +148,22 @@ class Transcripts:
         all tenants if None. Other sessions that went on from it have copies. Returns the number of sessions."""
         with self._lock:
             return self._store.forget(session_id, tenant=tenant)
+
+    def export(self, session_id: str, *, tenant: str, after: int, most: int) -> Exported:
+        """Return what was recorded of a session after the answer with the id `after`, for other servers. tenant: with
+        the salt, as for `prepare`."""
+        with self._lock:
+            return self._store.export(session_id, tenant=tenant, after=after, most=most)
+
+    def adopt(self, session_id: str, rows: Mapping[bytes, bytes], *, tenant: str, now: float) -> int:
+        """Record what another server has exported. Returns the id of the session's newest answer, 0 if it has none."""
+        with self._lock:
+            return self._store.adopt(session_id, rows, tenant=tenant, now=now)
+
+    def names(self) -> list[tuple[str, str]]:
+        """Return (tenant with its salt, session id) of all sessions."""
+        with self._lock:
+            return self._store.names()
 
     def sweep(self, now: float) -> int:
         """Remove expired sessions, a bounded number per call. Returns how many."""

@@ -1,0 +1,113 @@
+"""Remembers, on disk, which sessions the directory has not heard of, until it has.
+
+An entry says who the session is and what was known of it when its turn began; what was said is in the transcripts, and
+is read when the entry is sent. A later turn of the session replaces its entry.
+"""
+
+import sqlite3
+from pathlib import Path
+
+import msgspec
+
+from app.conversations.database import Database
+
+_SCHEMA = """
+CREATE TABLE waiting (name BLOB PRIMARY KEY, entry BLOB NOT NULL, place INTEGER NOT NULL);
+CREATE INDEX waiting_by_place ON waiting (place)
+"""
+SCHEMA_VERSION = 1
+
+
+class Unsent(msgspec.Struct, frozen=True, kw_only=True):
+    """A session whose last turn, or newest head, has not been committed."""
+
+    tenant: str
+    session_id: str
+    salt: str
+    fingerprint: str
+    since: int  # see `fleet.records.Commit`
+    base_turn: int
+    exported: int  # id of the last recorded answer that the directory has
+    tokens: int
+    ttl_s: float | None
+    head: bytes
+
+
+class Outbox:
+    """Used from one thread at a time. What its file cannot do, it does in memory or not at all; nothing raises."""
+
+    def __init__(self, *, path: Path | None, max_bytes: int) -> None:
+        """path: None keeps it in memory. max_bytes: of the file; the oldest entries leave when it is full."""
+        self.dropped = 0  # entries that had no room
+        self._db = Database(path=path, schema=_SCHEMA, version=SCHEMA_VERSION)
+        self._max_bytes = max_bytes
+
+    def put(self, entry: Unsent) -> None:
+        """Keep an entry in place of the session's last one, at the end of the line."""
+        name = _name(entry.tenant, entry.session_id, entry.salt)
+        try:
+            with self._db.transaction():
+                self._db.execute(
+                    "INSERT OR REPLACE INTO waiting (name, entry, place) VALUES (?, ?, (SELECT coalesce(max(place), 0)"
+                    " + 1 FROM waiting))",
+                    (name, msgspec.msgpack.encode(entry)),
+                )
+                while self._db.used_bytes() > self._max_bytes:
+                    oldest = self._db.execute("SELECT name FROM waiting ORDER BY place LIMIT 1").fetchone()
+                    if oldest is None:
+                        break
+                    self._db.execute("DELETE FROM waiting WHERE name = ?", oldest)
+                    self.dropped += 1
+        except sqlite3.Error as error:
+            self._db.recover(error)
+            self.dropped += 1
+
+    def first(self, count: int) -> list[Unsent]:
+        """Return the entries that have waited for longest. One that cannot be read is removed."""
+        try:
+            rows = self._db.execute("SELECT name, entry FROM waiting ORDER BY place LIMIT ?", (count,)).fetchall()
+            entries = []
+            for name, data in rows:
+                try:
+                    entries.append(msgspec.msgpack.decode(data, type=Unsent))
+                except (msgspec.DecodeError, UnicodeDecodeError):
+                    self._db.execute("DELETE FROM waiting WHERE name = ?", (name,))
+            return entries
+        except sqlite3.Error as error:
+            self._db.recover(error)
+            return []
+
+    def remove(self, tenant: str, session_id: str, salt: str) -> None:
+        """Remove a session's entry, if it has one."""
+        self._delete("name = ?", _name(tenant, session_id, salt))
+
+    def forget(self, tenant: str, session_id: str) -> None:
+        """Remove the entries of a deleted session, with any salt."""
+        start = _name(tenant, session_id, "")
+        self._delete("substr(name, 1, ?) = ?", len(start), start)
+
+    def __len__(self) -> int:
+        try:
+            count: int = self._db.execute("SELECT count(*) FROM waiting").fetchone()[0]
+            return count
+        except sqlite3.Error as error:
+            self._db.recover(error)
+            return 0
+
+    def close(self) -> None:
+        self._db.close()
+
+    def _delete(self, where: str, *values: bytes | int) -> None:
+        try:
+            with self._db.transaction():
+                self._db.execute(f"DELETE FROM waiting WHERE {where}", values)
+        except sqlite3.Error as error:
+            self._db.recover(error)
+
+
+def _name(tenant: str, session_id: str, salt: str) -> bytes:
+    """Join the three so that the first two are the beginning, and no two sessions share a name."""
+    fields = (tenant, session_id, salt)
+    return b"".join(
+        len(data := field.encode("utf-8", "surrogatepass")).to_bytes(4, "big") + data for field in fields[:2]
+    ) + (fields[2].encode("utf-8", "surrogatepass"))
