@@ -100,7 +100,8 @@ def compose(settings: Settings, engine: EnginePort | None) -> Parts:
     sessions = SessionCommands(
         engine=engine, readiness=readiness, transcripts=text_thread, timeout_s=settings.limits.sessions_timeout_s
     )
-    replica = make_replica(settings, secret, engine, readiness)
+    replica = make_replica(settings, secret, engine, readiness, text_thread, sessions)
+    sessions.fleet = replica
     quotas = Quotas(limits=keyring.limits, sessions=sessions)
     service = TurnService(
         settings=settings,
@@ -212,11 +213,25 @@ def make_places(settings: Settings, keyring: Keyring) -> Places:
     )
 
 
-def make_replica(settings: Settings, secret: bytes, engine: EnginePort, readiness: Readiness) -> Replica | None:
+def make_replica(
+    settings: Settings,
+    secret: bytes,
+    engine: EnginePort,
+    readiness: Readiness,
+    transcripts: TextThread,
+    sessions: SessionCommands,
+) -> Replica | None:
     """Make this server a member of a fleet, if the settings name one. Raises OSError, ValueError, ImportError."""
     if not settings.fleet.is_on:
         return None
-    return Replica(settings=settings, secret=secret, engine=engine, readiness=readiness)
+    return Replica(
+        settings=settings,
+        secret=secret,
+        engine=engine,
+        readiness=readiness,
+        transcripts=transcripts,
+        delete_here=sessions.delete_here,
+    )
 
 
 def make_store(settings: Settings) -> Store:

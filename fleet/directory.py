@@ -327,12 +327,14 @@ class Directory:
         )
         self._must_be_ours(answer)
         with _reading():
-            _, epoch, waiting, pairs = answer
+            _, epoch, waiting, pairs, count = answer
             found = [
                 self._unsealed(head, keys.record(hashed, member.decode()))
                 for member, head in zip(pairs[::2], pairs[1::2], strict=True)
             ]
-            return Forgetting(int(epoch), tuple(filter(None, found)), tuple(other.decode() for other in waiting))
+            return Forgetting(
+                int(epoch), tuple(filter(None, found)), tuple(other.decode() for other in waiting), int(count)
+            )
 
     async def remember(self, forgotten: Sequence[Forgotten]) -> None:
         """Write deletions again after a flush, before anything else is. Raises DirectoryFlushed too."""

@@ -148,6 +148,7 @@ class Forgetting:
     epoch: int
     heads: tuple[bytes, ...]  # of the deleted records: they name extents in Redis
     waiting: tuple[str, ...]  # live members that have not acknowledged
+    found: int  # sessions that were there
 
 
 @dataclass(frozen=True, slots=True)

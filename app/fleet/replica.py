@@ -1,53 +1,81 @@
-"""Makes a server one replica of a fleet: it beats, becomes the home of its conversations, and enters ended turns in the
-directory.
+"""Lets this server be one replica of a fleet: it beats, claims a session before its turn, brings what others have
+committed of it, and commits the turn before its client hears that it has ended.
 
-Nothing here may cost an answer. Without the directory the server serves as if it were alone, and what it cannot enter
-is lost to the other members: they do not find the conversation's home until its next turn has ended.
+Without Redis a turn goes on with what is here. Its commit waits in the outbox.
 """
 
 import asyncio
+import contextlib
 import logging
 import secrets
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
+from app.conversations.text_thread import TextThread
+from app.errors import ApiError, unavailable
 from app.settings.settings import Settings
-from app.turn.ports import EndedChoice, TurnOfFleet
+from app.turn.ports import EndedChoice, EnginePort, TurnOfFleet
 from app.turn.readiness import Readiness, Status
 from app.version import version
-from engine.messages import ModelInfo, Stats
+from engine.messages import Adopt, Head, ModelInfo
+from engine.process.client import EngineClient, EngineLost, EngineTimeout, EngineUnavailable
 from fleet.directory import Directory, DirectoryUnavailable, Foreign
 from fleet.identify import link_answer
 from fleet.keys import SessionName
 from fleet.load import Before, counted, free_bytes, load_of
 from fleet.members import BEAT_S
-from fleet.records import Claim, Commit, Heartbeat, Outcome
+from fleet.outbox import Outbox, Unsent
+from fleet.records import MAX_ROWS, Commit, Forgotten, Heartbeat, Outcome
+
+NAME_BYTES = 8
+ADOPT_S = 2.0  # longest wait for the engine to take over a session; after that it computes what it does not have
+LAST_WORDS_S = 5.0  # for commits that are under way when the server ends
+POLL_S = 0.1  # between two looks whether the others have deleted a session
+UNSENT_AT_ONCE = 64  # sessions of the outbox that one beat sends
+MAX_REMEMBERED = 10_000  # deletions that are written again after a flush
 
 log = logging.getLogger(__name__)
 
-NAME_BYTES = 8
+
+class Deleter(Protocol):
+    """Deletes a session on this server. Raises ApiError 404, 409 while a request of it runs, and others."""
+
+    def __call__(self, session_id: str, *, tenant: str) -> Awaitable[None]: ...
 
 
-class Counters(Protocol):
-    """What a replica needs of its engine's client."""
+@dataclass(slots=True)
+class _Held:
+    """What this replica knows of a session."""
 
-    @property
-    def stats(self) -> Stats | None: ...
+    epoch: int = 0  # of its claim; 0: none
+    turn: int = 0  # the last one that it has
+    begun: int = 0  # epoch at which its copy was begun
+    exported: int = 0  # id of the last recorded answer that the directory has
+    tokens: int = 0
+    redis_tokens: int = 0
+    running: int = 0  # turns
+    ttl_s: float | None = None  # after its last use
+    head: bytes = b""
+    has_new_head: bool = False
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
 class Replica:
-    """One per app, on its event loop. Raises nothing but what its constructor does."""
+    """One per app, on its event loop. None of the methods that a turn calls raises because of the fleet."""
 
     def __init__(
         self,
         *,
         settings: Settings,
         secret: bytes,
-        engine: Counters,
+        engine: EnginePort,
         readiness: Readiness,
+        transcripts: TextThread,
+        delete_here: Deleter,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """secret: the tenant secret, the same on every member. Raises ValueError for an address that is none,
@@ -57,15 +85,9 @@ class Replica:
         self._boot = secrets.token_hex(8)
         self._url = fleet.advertise or f"http://{settings.server.host}:{settings.server.port}"
         self._aliases = tuple(settings.model.aliases)
-        self._ttl_s = settings.cache.ttl_s
-        self._commit_deadline_s = fleet.commit_deadline_ms / 1e3
-        self._engine = engine
-        self._readiness = readiness
         self._clock = clock
         self._before: Before | None = None
-        self._epoch = 0  # the last that the directory has told
         self._is_foreign = False
-        self._late: set[asyncio.Task[None]] = set()  # commits that have missed their deadline
         self.directory = Directory(
             url=fleet.redis_url,
             secret=secret,
@@ -74,68 +96,154 @@ class Replica:
             boot=self._boot,
             max_sessions=fleet.tenant_sessions,
         )
+        self._outbox = Outbox(path=settings.state_dir / "outbox.sqlite3", max_bytes=fleet.outbox_mib << 20)
+        self._settings = settings
+        self._engine = engine
+        if isinstance(engine, EngineClient):
+            engine.on_head = self.on_head
+        self._readiness = readiness
+        self._transcripts = transcripts
+        self._delete_here = delete_here
+        self._held: OrderedDict[SessionName, _Held] = OrderedDict()
+        self._since = 0  # all deletions up to this epoch have been carried out
+        self._born = ""
+        self._next_since = 0  # likewise, when the deletions under way have been
+        self._deleting: asyncio.Task[None] | None = None
+        self._remembered: OrderedDict[str, Forgotten] = OrderedDict()
+        self._tasks: set[asyncio.Task[Any]] = set()
+
+    # --- what a turn asks ---------------------------------------------------------------------------------------------
+
+    async def claim(self, name: SessionName) -> bool:
+        """Make this replica the session's home, and bring what others have committed of it. Returns whether something
+        was brought, so that its prompt may be known better than before."""
+        held = self._of(name)
+        async with held.lock:
+            try:
+                claim = await self.directory.claim(
+                    name, fingerprint=self._fingerprint, ttl_s=self._settings.cache.ttl_s, begun=held.begun
+                )
+                if claim.forgotten > held.begun:  # what is here is older than its deletion
+                    await self._delete_copy(name)
+                    held.turn = held.exported = held.begun = 0
+                held.epoch = claim.epoch
+                held.begun = held.begun or claim.epoch
+                if claim.turn <= held.turn:
+                    return False
+                await self._adopt(name, held, claim.head)
+                held.turn, held.tokens = claim.turn, claim.tokens
+                return True
+            except DirectoryUnavailable:
+                held.epoch = 0
+                return False
+
+    def begin(self, *, tenant: str, session_id: str, salt: str, model: ModelInfo) -> TurnOfFleet:
+        """Note that a turn runs."""
+        name = SessionName(tenant, session_id, salt)
+        self._of(name).running += 1
+        return TurnUnderWay(self, name)
+
+    async def commit(self, name: SessionName, *, tokens: int, ttl_s: float | None, chains: tuple[bytes, ...]) -> None:
+        """Commit a turn that has ended. Waits `fleet.commit_deadline_ms` at most; then it is committed later."""
+        task = self._spawn(self._commit(name, tokens=tokens, ttl_s=ttl_s, chains=chains))
+        await asyncio.wait({task}, timeout=self._settings.fleet.commit_deadline_ms / 1e3)
+
+    def left(self, name: SessionName) -> None:
+        """Note that a turn has ended without a token."""
+        held = self._of(name)
+        held.running = max(0, held.running - 1)
+
+    def on_head(self, head: Head) -> None:
+        """Keep the engine's newest head of a session; one that comes after its turn is committed with the next beat."""
+        held = self._of(SessionName(head.tenant, head.session_id, head.salt))
+        held.head, held.has_new_head = head.head, True
+        if not held.running:
+            held.redis_tokens = held.tokens
+
+    async def delete(self, session_id: str, *, tenant: str) -> None:
+        """Delete a session on every replica. Raises ApiError: 404 if nobody has it, 409 while a request of it runs
+        here, 503 if it cannot be said that all have deleted it."""
+        missing: ApiError | None = None
+        try:
+            await self._delete_here(session_id, tenant=tenant)
+        except ApiError as error:
+            if error.status != 404:
+                raise
+            missing = error
+        try:
+            names = {name for name in self._held if (name.tenant, name.session_id) == (tenant, session_id)}
+            forgetting = await self.directory.forget(tenant, session_id)
+            for name in names:
+                self._held.pop(name, None)
+            await asyncio.to_thread(self._outbox.forget, tenant, session_id)
+            for head in forgetting.heads:  # so that the extents that it names leave Redis
+                await self._tell_engine(SessionName(tenant, session_id), head)
+            with contextlib.suppress(ApiError):
+                await self._delete_here(session_id, tenant=tenant)
+                missing = None
+            async with asyncio.timeout(self._settings.limits.sessions_timeout_s):
+                waiting = forgetting.waiting
+                while waiting:
+                    await asyncio.sleep(POLL_S)
+                    waiting = await self.directory.unacknowledged(forgetting.epoch)
+        except (DirectoryUnavailable, TimeoutError):
+            message = "The session is deleted here; other servers have not said so yet. Ask again."
+            raise unavailable(message, code="not_deleted", retry_after_s=1.0) from None
+        if missing is not None and not forgetting.found:
+            raise missing
+
+    # --- in the background --------------------------------------------------------------------------------------------
 
     async def run(self) -> None:
         """Beat until cancelled."""
         while True:
-            with suppress(DirectoryUnavailable):
+            try:
                 await self.beat()
+            except DirectoryUnavailable as error:
+                log.debug("no beat: %s", error)
+            except Exception:
+                log.exception("a beat failed")
             await asyncio.sleep(BEAT_S)
 
-    async def leave(self) -> None:
-        """Enter what is late, and have gateways know at once that this replica is gone."""
-        if self._late:
-            await asyncio.wait(self._late, timeout=self._commit_deadline_s)
-        for task in self._late:
-            task.cancel()
-        with suppress(DirectoryUnavailable):
-            await self.directory.leave()
-        await self.directory.close()
-
-    def begin(self, *, tenant: str, session_id: str, salt: str, model: ModelInfo) -> TurnOfFleet:
-        """Claim the session of a turn, while the engine begins with it."""
-        return TurnUnderWay(self, SessionName(tenant, session_id, salt), model)
-
-    def keep(self, commit: asyncio.Task[None]) -> None:
-        """Let a commit go on that is late."""
-        self._late.add(commit)
-        commit.add_done_callback(self._late.discard)
-
-    async def claim(self, name: SessionName, model: ModelInfo) -> Claim | None:
-        """Become the home of a session; None: the directory could not be asked."""
-        try:
-            return await self.directory.claim(name, fingerprint=model.fingerprint, ttl_s=self._ttl_s)
-        except DirectoryUnavailable:
-            return None
-
-    async def commit(self, commit: Commit) -> None:
-        """Enter a turn that has ended. Its failure is logged: other members find the session where it was before."""
-        try:
-            done = await self.directory.commit(commit)
-        except DirectoryUnavailable as error:
-            log.warning("a turn is not in the directory of the fleet: %s", error)
-            return
-        if done.outcome is not Outcome.COMMITTED:
-            log.info("a turn was not entered in the directory of the fleet: it is %s", done.outcome)
-
-    @property
-    def epoch(self) -> int:
-        return self._epoch
-
-    @property
-    def commit_deadline_s(self) -> float:
-        return self._commit_deadline_s
-
     async def beat(self) -> None:
-        """Tell the members how this replica stands. Raises DirectoryUnavailable."""
+        """Say that this server lives, carry out deletions, and send what waits. Raises DirectoryUnavailable."""
+        if self._deleting is not None and self._deleting.done():
+            self._since, self._deleting = self._next_since, None
         try:
-            heard = await self.directory.beat(self.heartbeat(), since=self._epoch)
+            heard = await self.directory.beat(self.heartbeat(), since=self._since)
         except Foreign as error:
             if not self._is_foreign:
                 log.error("%s", error)
             self._is_foreign = True
             raise
-        self._is_foreign, self._epoch = False, heard.epoch
+        self._is_foreign = False
+        if self._born and heard.born != self._born:
+            await self._publish_again()
+        self._born = heard.born
+        if self._readiness.model is None:
+            return  # deletions wait until there is an engine to ask
+        if self._deleting is None:
+            self._next_since = heard.forgotten[-1].epoch if heard.has_more else max(self._since, heard.epoch)
+            if heard.forgotten:
+                self._deleting = self._spawn(self._carry_out(heard.forgotten))
+            else:
+                self._since = self._next_since
+        await self._send_waiting()
+
+    async def leave(self) -> None:
+        """Let go of all sessions and leave the fleet."""
+        if self._deleting is not None:
+            self._deleting.cancel()
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=LAST_WORDS_S)
+        with contextlib.suppress(DirectoryUnavailable):
+            await self._send_waiting()
+            for name, held in self._held.items():
+                if held.epoch:
+                    await self.directory.release(name, fingerprint=self._fingerprint, epoch=held.epoch)
+            await self.directory.leave()
+        await self.directory.close()
+        await asyncio.to_thread(self._outbox.close)
 
     def heartbeat(self) -> Heartbeat:
         """Return what this replica says of itself now."""
@@ -159,15 +267,169 @@ class Replica:
             free_bytes=free_bytes(stats) if stats is not None else {},
         )
 
+    # ------------------------------------------------------------------------------------------------------------------
+
+    @property
+    def _fingerprint(self) -> str:
+        model = self._readiness.model
+        return "" if model is None else model.fingerprint
+
+    def _of(self, name: SessionName) -> _Held:
+        """Return what is known of a session. Those used longest ago are forgotten: their next turn adopts them."""
+        held = self._held.get(name)
+        if held is None:
+            held = self._held[name] = _Held()
+            if len(self._held) > self._settings.cache.max_sessions:
+                oldest = next(iter(self._held))
+                if oldest != name and not self._held[oldest].running:
+                    del self._held[oldest]
+        self._held.move_to_end(name)
+        return held
+
+    def _spawn(self, work: Any) -> asyncio.Task[Any]:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+        return task
+
+    def _ended(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("work for the fleet failed", exc_info=error)
+
+    async def _adopt(self, name: SessionName, held: _Held, head: bytes) -> None:
+        if self._settings.fleet.transcripts:
+            rows = await self.directory.transcript(name, fingerprint=self._fingerprint)
+            held.exported = await self._transcripts.adopt(name.session_id, rows, tenant=_scope(name), now=time.time())
+        if head:
+            held.head = head
+            await self._tell_engine(name, head)
+
+    async def _tell_engine(self, name: SessionName, head: bytes) -> None:
+        """Have the engine take over a session's KV. What it cannot take over, it computes."""
+        request = Adopt(
+            request_id=f"adopt-{secrets.token_hex(12)}", tenant=name.tenant, salt=name.salt,
+            session_id=name.session_id, head=head,
+        )  # fmt: skip
+        with contextlib.suppress(EngineUnavailable, EngineTimeout, EngineLost):
+            await self._engine.sessions(request, timeout_s=ADOPT_S)
+
+    async def _commit(self, name: SessionName, *, tokens: int, ttl_s: float | None, chains: tuple[bytes, ...]) -> None:
+        held = self._of(name)
+        try:
+            async with held.lock:
+                held.tokens, held.ttl_s = tokens, ttl_s
+                held.begun = held.begun or held.epoch or self._since
+                await self._send(name, held, ends_turn=True, chains=chains)
+        finally:
+            held.running = max(0, held.running - 1)
+
+    async def _send(self, name: SessionName, held: _Held, *, ends_turn: bool, chains: tuple[bytes, ...] = ()) -> None:
+        """Commit what is new of a session; without Redis, keep it in the outbox. Its lock is held."""
+        model = self._readiness.require_loaded()
+        rows: dict[bytes, bytes] = {}
+        exported = held.exported
+        if self._settings.fleet.transcripts:
+            found = await self._transcripts.export(
+                name.session_id, tenant=_scope(name), after=held.exported, most=MAX_ROWS
+            )
+            rows, exported = found.rows, found.newest
+        commit = Commit(
+            name=name, fingerprint=model.fingerprint, epoch=held.epoch, since=held.begun, base_turn=held.turn,
+            nonce=secrets.token_bytes(8), ends_turn=ends_turn, tokens=held.tokens,
+            size_bytes=held.tokens * model.kv_bytes_per_token, redis_tokens=held.redis_tokens,
+            ttl_s=held.ttl_s, head=held.head, rows=rows, chains=chains,
+        )  # fmt: skip
+        had_new_head, held.has_new_head = held.has_new_head, False
+        try:
+            done = await self.directory.commit(commit)
+        except DirectoryUnavailable:
+            done = None
+        if done is None or done.outcome is Outcome.FLUSHED:
+            held.has_new_head = had_new_head
+            held.epoch = 0 if done is not None else held.epoch
+            await asyncio.to_thread(self._outbox.put, self._unsent(name, held, model.fingerprint))
+            return
+        await asyncio.to_thread(self._outbox.remove, name.tenant, name.session_id, name.salt)
+        if done.outcome is Outcome.COMMITTED:
+            held.epoch, held.turn, held.exported = done.epoch, done.turn, exported
+        elif done.outcome is Outcome.FENCED:
+            held.epoch, held.exported = 0, exported
+        else:
+            self._held.pop(name, None)
+            self._spawn(self._delete_copy(name))
+
+    def _unsent(self, name: SessionName, held: _Held, fingerprint: str) -> Unsent:
+        return Unsent(
+            tenant=name.tenant, session_id=name.session_id, salt=name.salt, fingerprint=fingerprint, since=held.begun,
+            base_turn=held.turn, exported=held.exported, tokens=held.tokens, ttl_s=held.ttl_s,
+            head=held.head,
+        )  # fmt: skip
+
+    async def _send_waiting(self) -> None:
+        """Send some of the outbox, and heads that came after their turn."""
+        for unsent in await asyncio.to_thread(self._outbox.first, UNSENT_AT_ONCE):
+            name = SessionName(unsent.tenant, unsent.session_id, unsent.salt)
+            if unsent.fingerprint != self._fingerprint or self.directory.state != "closed":
+                continue
+            held = self._of(name)
+            async with held.lock:
+                if not held.begun:  # this process has not seen it: another one has written the entry
+                    held.begun, held.turn, held.exported = unsent.since, unsent.base_turn, unsent.exported
+                    held.tokens, held.ttl_s, held.head = unsent.tokens, unsent.ttl_s, unsent.head
+                await self._send(name, held, ends_turn=True)
+        for name, held in [(name, held) for name, held in self._held.items() if held.has_new_head and not held.running]:
+            async with held.lock:
+                if held.epoch and held.has_new_head:
+                    await self._send(name, held, ends_turn=False)
+
+    async def _publish_again(self) -> None:
+        """After a flush: say what was deleted, then what this replica was home of."""
+        await self.directory.remember(list(self._remembered.values()))
+        for name, held in list(self._held.items()):
+            if held.epoch:
+                held.epoch = held.turn = held.exported = 0
+                await asyncio.to_thread(self._outbox.put, self._unsent(name, held, self._fingerprint))
+            else:
+                held.turn = held.exported = 0
+
+    async def _carry_out(self, deletions: Sequence[Forgotten]) -> None:
+        """Delete the copies of sessions that are older than their deletion, and say so."""
+        name_of = self.directory.keys.name
+        here = {(tenant.partition("/")[0], session) for tenant, session in await self._transcripts.names()}
+        here |= {(name.tenant, name.session_id) for name in self._held}
+        named = {name_of(*pair): pair for pair in here}
+        for deletion in deletions:
+            self._remembered[deletion.name] = deletion
+            if len(self._remembered) > MAX_REMEMBERED:
+                self._remembered.popitem(last=False)
+            if (pair := named.get(deletion.name)) is not None:
+                held = [name for name in self._held if (name.tenant, name.session_id) == pair]
+                if not any(self._held[name].begun > deletion.epoch for name in held):
+                    for name in held:
+                        del self._held[name]
+                    await asyncio.to_thread(self._outbox.forget, *pair)
+                    await self._delete_copy(SessionName(*pair))
+            with contextlib.suppress(DirectoryUnavailable):
+                await self.directory.acknowledge(deletion.epoch)
+
+    async def _delete_copy(self, name: SessionName) -> None:
+        """Delete a session here, when no request of it runs any more."""
+        while True:
+            try:
+                await self._delete_here(name.session_id, tenant=name.tenant)
+                return
+            except ApiError as error:
+                if error.status == 404:
+                    return
+            await asyncio.sleep(POLL_S)
+
 
 class TurnUnderWay:
     """A turn of a session that this replica is the home of, or would be if the directory had answered."""
 
-    def __init__(self, replica: Replica, name: SessionName, model: ModelInfo) -> None:
-        self._replica = replica
-        self._name, self._model = name, model
-        self._since = replica.epoch
-        self._claim = asyncio.create_task(replica.claim(name, model))
+    def __init__(self, replica: Replica, name: SessionName) -> None:
+        self._replica, self._name = replica, name
         self._ended = False
 
     async def end(
@@ -185,36 +447,24 @@ class TurnUnderWay:
             return
         self._ended = True
         chains = [link_answer(chain, choice.text, choice.calls) for choice in choices] if chain is not None else []
-        work = asyncio.create_task(self._commit(tuple(chains), tokens=tokens, ttl_s=ttl_s))
-        self._replica.keep(work)
-        await asyncio.wait({work}, timeout=self._replica.commit_deadline_s)
-
-    async def _commit(self, chains: tuple[bytes, ...], *, tokens: int, ttl_s: float | None) -> None:
-        claim = await self._claim
-        await self._replica.commit(
-            Commit(
-                name=self._name,
-                fingerprint=self._model.fingerprint,
-                epoch=claim.epoch if claim is not None else 0,
-                since=self._since,
-                base_turn=claim.turn if claim is not None else 0,
-                nonce=secrets.token_bytes(8),
-                tokens=tokens,
-                size_bytes=tokens * self._model.kv_bytes_per_token,
-                ttl_s=ttl_s,
-                chains=chains,
-            )
-        )
+        await self._replica.commit(self._name, tokens=tokens, ttl_s=ttl_s, chains=tuple(chains))
 
     def give_up(self) -> None:
         """Nothing came of the turn."""
-        self._ended = True
+        if not self._ended:
+            self._ended = True
+            self._replica.left(self._name)
+
+
+def _scope(name: SessionName) -> str:
+    """Return the tenant as transcripts know it."""
+    return f"{name.tenant}/{name.salt}" if name.salt else name.tenant
 
 
 def replica_name(state_dir: Path) -> str:
     """Return the name that this state directory had before, or a new one, which is kept there. Raises OSError."""
     path = state_dir / "replica"
-    with suppress(OSError):
+    with contextlib.suppress(OSError):
         name = path.read_text(encoding="ascii", errors="replace").strip()
         if name and len(name) <= 64 and all(character.isalnum() or character in "._-" for character in name):
             return name

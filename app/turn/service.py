@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+from collections.abc import Awaitable, Callable
 from functools import partial
 
 import msgspec
@@ -37,6 +38,7 @@ from app.turn.stopped_streams import sent_back, wait_closed
 from app.turn.token_limits import TokenLimits
 from engine.messages import ModelInfo, Submit
 from engine.process.client import EngineUnavailable
+from fleet.keys import SessionName
 
 log = logging.getLogger(__name__)
 
@@ -123,7 +125,7 @@ class TurnService:
         try:
             try:
                 async with admitted.deadline.limit():
-                    prepared = await prepare(model, session_id)
+                    prepared = await self._prepare(request, caller, partial(prepare, model), session_id)
             except TimeoutError:
                 raise admitted.deadline.error(retry_after_s=admitted.ticket.retry_after_s) from None
             return await self._submit(prepared, admitted, caller)
@@ -152,6 +154,26 @@ class TurnService:
         await self._quotas.check(caller.tenant)
         ticket = self.places.enter(caller.tenant, request.n or 1)
         return Admitted(caller.tenant, caller.arrived_s, model, ticket, deadline, tier, weight)
+
+    async def _prepare(
+        self,
+        request: GenerationRequest,
+        caller: Caller,
+        prepare: Callable[[str | None], Awaitable[Prepared]],
+        session_id: str | None,
+    ) -> Prepared:
+        """Prepare a request. In a fleet its session is claimed first, and what other servers have said is brought."""
+        if self._fleet is None:
+            return await prepare(session_id)
+        salt = request.cache_salt or ""
+        if session_id is not None:
+            await self._fleet.claim(SessionName(caller.tenant, session_id, salt))
+            return await prepare(session_id)
+        prepared = await prepare(None)
+        found = prepared.prompt.session_id
+        if prepared.prompt.spliced_tokens and await self._fleet.claim(SessionName(caller.tenant, found, salt)):
+            prepared = await prepare(found)
+        return prepared
 
     async def _prepare_chat(
         self, request: ChatCompletionRequest, tenant: str, model: ModelInfo, session_id: str | None

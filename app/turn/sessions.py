@@ -7,7 +7,7 @@ from typing import TypedDict, Unpack
 
 from app.conversations.text_thread import TextThread
 from app.errors import ApiError, engine_lost, engine_timeout, engine_unavailable, session_error
-from app.turn.ports import EnginePort
+from app.turn.ports import EnginePort, FleetPort
 from app.turn.readiness import Readiness
 from engine.messages import SessionReply, SessionRequest
 from engine.process.client import EngineLost, EngineTimeout, EngineUnavailable
@@ -28,6 +28,7 @@ class SessionCommands:
 
     def __init__(self, *, engine: EnginePort, readiness: Readiness, transcripts: TextThread, timeout_s: float) -> None:
         """timeout_s: how long the engine may take to reply."""
+        self.fleet: FleetPort | None = None  # set where there is one
         self._engine = engine
         self._readiness = readiness
         self._transcripts = transcripts
@@ -63,6 +64,13 @@ class SessionCommands:
         return reply
 
     async def delete(self, session_id: str, *, tenant: str) -> None:
+        """Delete a session, in a fleet on every server. Raises ApiError."""
+        if self.fleet is not None:
+            await self.fleet.delete(session_id, tenant=tenant)
+        else:
+            await self.delete_here(session_id, tenant=tenant)
+
+    async def delete_here(self, session_id: str, *, tenant: str) -> None:
         """Delete the KV, then the transcript, which may be there without KV. Raises ApiError."""
         missing: ApiError | None = None
         try:

@@ -18,6 +18,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from app.main import create_app
 from app.settings.settings import Settings
 from engine.messages import (
+    Adopt,
     ModelInfo,
     Output,
     SessionInfo,
@@ -196,6 +197,7 @@ class FakeEngine:
     finished: list[tuple[str, int, int]] = field(default_factory=list)
     load_s: float = 0.0
     questions: list[SessionRequest] = field(default_factory=list)
+    adopted: list[Adopt] = field(default_factory=list)
     kept: dict[tuple[str, str], SessionInfo] = field(default_factory=dict)
     session_error: str | Exception | None = None  # an error code, or what is raised
 
@@ -232,8 +234,11 @@ class FakeEngine:
         self.streams.append(stream)
         return stream
 
-    async def sessions(self, request: SessionRequest, *, timeout_s: float) -> SessionReply:
+    async def sessions(self, request: SessionRequest | Adopt, *, timeout_s: float) -> SessionReply:
         """Keeps `kept`, (tenant, session id) -> session, the way the engine does; `session_error` overrides it."""
+        if isinstance(request, Adopt):
+            self.adopted.append(request)
+            return SessionReply(request_id=request.request_id, sessions=[])
         self.questions.append(request)
         if self.session_error is not None:
             if isinstance(self.session_error, Exception):

@@ -1,0 +1,126 @@
+"""Two servers and a real Redis: what one has answered, the other goes on with, and what one deletes, both do."""
+
+import asyncio
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from engine.messages import Head
+from fleet.directory import Directory
+from fleet.keys import SessionName
+from tests.app.fakes import FakeEngine, Running, in_process, make_settings, write_tokenizer
+from tests.fleet.redis_servers import RedisServer, redis_server
+
+SECRET = bytes(range(32))
+HELLO = {"role": "user", "content": "Hello"}
+MORE = {"role": "user", "content": "And you?"}
+
+
+@pytest.fixture
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    with redis_server(tmp_path_factory.mktemp("r")) as server:
+        yield server
+
+
+@asynccontextmanager
+async def replica(server: RedisServer, directory: Path, name: str) -> AsyncIterator[Running]:
+    secret = directory / "secret"
+    secret.write_bytes(SECRET)
+    settings = make_settings(
+        directory / name,
+        server={"tenant_secret_file": secret},
+        fleet={
+            "redis_url": server.url, "advertise": f"http://{name}", "replica": name, "deadline_ms": 5000,
+            "commit_deadline_ms": 5000,
+        },
+    )  # fmt: skip
+    async with in_process(FakeEngine(write_tokenizer(directory / "model")), settings) as running:
+        await running.app.state.replica.beat()
+        yield running
+
+
+async def say(running: Running, *messages: dict, session: str = "chat") -> str:
+    body = {"model": "test-model", "messages": list(messages), "session_id": session}
+    answer = await running.http.post("/v1/chat/completions", json=body)
+    assert answer.status_code == 200, answer.text
+    return answer.json()["choices"][0]["message"]["content"]
+
+
+async def test_a_conversation_goes_on_at_another_replica_with_the_ids_that_were_generated(server, tmp_path):
+    async with replica(server, tmp_path, "a") as a, replica(server, tmp_path, "b") as b:
+        a.engine.script.token_ids = [40, 41, 42]  # not what the tokenizer would make of their text
+        a.app.state.replica.on_head(Head(tenant="local", salt="", session_id="chat", turn=1, head=b"HEAD"))
+        said = await say(a, HELLO)
+        await say(b, HELLO, {"role": "assistant", "content": said}, MORE)
+        first, second = a.engine.submitted[0].token_ids, b.engine.submitted[0].token_ids
+        assert second[: len(first) + 3] == [*first, 40, 41, 42]
+        assert [adopt.head for adopt in b.engine.adopted] == [b"HEAD"]
+        record = await a.app.state.replica.directory.look(
+            SessionName("local", "chat"), fingerprint=a.engine.model.fingerprint
+        )
+        assert (record.home, record.turn) == ("b", 2)
+
+
+async def test_both_answer_when_both_are_asked_at_once(server, tmp_path):
+    async with replica(server, tmp_path, "a") as a, replica(server, tmp_path, "b") as b:
+        for _ in range(5):
+            await asyncio.gather(say(a, HELLO), say(b, HELLO))
+
+
+async def test_a_deleted_session_is_deleted_everywhere(server, tmp_path):
+    async with replica(server, tmp_path, "a") as a, replica(server, tmp_path, "b") as b:
+        said = await say(a, HELLO)
+        await say(b, HELLO, {"role": "assistant", "content": said}, MORE)
+        names = [await which.app.state.text_thread.names() for which in (a, b)]
+        assert names == [[("local", "chat")]] * 2
+        answer = await b.http.delete("/v1/sessions/chat")
+        assert answer.status_code == 204, answer.text
+        names = [await which.app.state.text_thread.names() for which in (a, b)]
+        assert names == [[], []]
+        assert (await b.http.delete("/v1/sessions/chat")).status_code == 404
+        await say(a, HELLO)  # a new session of that name
+        await a.app.state.replica.beat()
+        assert await a.app.state.text_thread.names() == [("local", "chat")]
+
+
+async def test_without_redis_turns_go_on_and_are_committed_later(server, tmp_path):
+    async with replica(server, tmp_path, "a") as a:
+        server.stop()
+        said = await say(a, HELLO)
+        answer = await a.http.delete("/v1/sessions/chat")
+        assert answer.status_code == 503
+        said = await say(a, HELLO, session="other")
+        server.start()
+        async with asyncio.timeout(60):
+            while True:
+                with_b = Directory(url=server.url, secret=SECRET, deadline_s=5.0)
+                record = await with_b.look(SessionName("local", "other"), fingerprint=a.engine.model.fingerprint)
+                await with_b.close()
+                if record is not None:
+                    break
+                await asyncio.sleep(0.2)
+        assert (record.home, record.turn) == ("a", 1)
+        async with replica(server, tmp_path, "b") as b:
+            await say(b, HELLO, {"role": "assistant", "content": said}, MORE, session="other")
+            ids = a.engine.submitted[-1].token_ids
+            assert b.engine.submitted[0].token_ids[: len(ids)] == ids
+
+
+async def test_a_replica_that_ends_lets_go_and_leaves(server, tmp_path):
+    async with replica(server, tmp_path, "a") as a:
+        await say(a, HELLO)
+        fingerprint = a.engine.model.fingerprint
+    directory = Directory(url=server.url, secret=SECRET, deadline_s=5.0)
+    assert (await directory.members()).members == ()
+    assert (await directory.look(SessionName("local", "chat"), fingerprint=fingerprint)).home == ""
+    await directory.close()
+
+
+def test_a_server_alone_does_not_load_redis():
+    program = "import sys, app.main; print('redis' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100, check=True)
+    assert done.stdout.strip() == "False"
