@@ -16,7 +16,21 @@ from collections.abc import Callable, Sequence
 
 from cache.blocks.keys import BLOCK_TOKENS
 from cache.look_ahead import LookAhead, WaitingLine
-from cache.moves import Deleted, Event, Fetched, Late, Loaded, Lost, Move, Saved, Transferred, Written
+from cache.moves import (
+    Deleted,
+    Event,
+    Fetched,
+    HeadersRead,
+    Late,
+    Loaded,
+    Lost,
+    Move,
+    RemoteDeleted,
+    Saved,
+    Transferred,
+    Uploaded,
+    Written,
+)
 from cache.options import CacheOptions
 from cache.policies.eviction_policy import PolicyFactory
 from cache.rates import LoadProgress, Rates
@@ -116,6 +130,14 @@ class CacheManager:
                 tiers.fetches.on_fetched(event.job_id, event.failed)
             case Written():
                 tiers.writes.on_written(event.job_id, event.extent, now)
+                if event.extent is not None:
+                    tiers.redis.want(event.extent)
+            case Uploaded():
+                tiers.redis.on_uploaded(event.job_id, event.extent, event.reason, now)
+            case HeadersRead():
+                self.sessions.on_headers(event.job_id, event.extents, event.reason, now)
+            case RemoteDeleted():
+                tiers.redis.on_deleted(event.job_id, event.problem, now)
             case Deleted():
                 tiers.disk.on_deleted(event.job_id, event.problem, now)
             case Lost():
@@ -141,6 +163,8 @@ class CacheManager:
         self._ahead.plan(line, starting, now)
         if tiers.writes.has_work(self._running.changes):
             self.sessions.write_behind(now)
+        if tiers.redis.has_work:
+            tiers.redis.plan(now)
         if tiers.dram.resident > tiers.dram.most_resident:
             tiers.dram.trim()
         if tiers.pages.num_free < tiers.hbm.least_free:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from cache.blocks.keys import BlockKey
-from cache.blocks.stored import ExtentInfo, SessionRecord, StoredBlock
+from cache.blocks.stored import ExtentInfo, RedisExtent, SessionRecord, StoredBlock
 
 # --- moves inside HBM: carried out in order, before the step that reads them ------------------------------------------
 
@@ -35,11 +35,24 @@ class BlockLoad:
 
     key: BlockKey
     num_rows: int
-    slot: int | None  # DRAM slot that holds it; with an extent: the slot it passes through, None for none
-    extent: tuple[int, int] | None  # (extent id, index) to read first; None: the slot is complete
+    slot: int | None  # DRAM slot that holds it; if it is read first: the slot it passes through, None for none
+    extent: tuple[int, int] | None  # (extent id, index) on disk to read first
     page: int
     page_row: int
     position: int
+    redis: tuple[bytes, int] | None = None  # (name of the extent, index) in Redis to read first
+
+    @property
+    def tier(self) -> str:
+        """Where the block comes from: dram, disk or redis."""
+        if self.extent is not None:
+            return "disk"
+        return "dram" if self.redis is None else "redis"
+
+    @property
+    def is_far(self) -> bool:
+        """Whether the block has to be read first; otherwise its slot is complete."""
+        return self.extent is not None or self.redis is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,8 +144,46 @@ class PutSession:
     record: SessionRecord
 
 
+@dataclass(frozen=True, slots=True)
+class UploadExtent:
+    """Copy an extent from disk to Redis. Answered by Uploaded."""
+
+    job_id: int
+    extent_id: int
+    next_use_s: float  # Unix time at which it is expected to be used
+
+
+@dataclass(frozen=True, slots=True)
+class ReadHeaders:
+    """Read the headers of extents in Redis. Answered by HeadersRead."""
+
+    job_id: int
+    names: tuple[bytes, ...]
+    next_use_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class DeleteRemote:
+    """Delete all that Redis has of a session, whoever wrote it. Answered by RemoteDeleted."""
+
+    job_id: int
+    session: tuple[str, str, str]
+
+
 Save = FillFromSlot | FillFromPage | SealSlot
-Move = CopyRows | LoadBlocks | ReleaseLoad | AbandonLoad | FetchBlocks | Save | WriteExtent | DeleteExtents | PutSession
+Remote = UploadExtent | ReadHeaders | DeleteRemote
+Move = (
+    CopyRows
+    | LoadBlocks
+    | ReleaseLoad
+    | AbandonLoad
+    | FetchBlocks
+    | Save
+    | WriteExtent
+    | DeleteExtents
+    | PutSession
+    | Remote
+)
 
 # --- events -----------------------------------------------------------------------------------------------------------
 
@@ -141,7 +192,9 @@ Move = CopyRows | LoadBlocks | ReleaseLoad | AbandonLoad | FetchBlocks | Save | 
 class Transferred:
     """Reports moved bytes, and the seconds that took."""
 
-    direction: str  # dram_to_hbm | disk_to_hbm | disk_to_dram | hbm_to_dram | dram_to_disk
+    direction: (
+        str  # dram_to_hbm | disk_to_hbm | redis_to_hbm | disk_to_dram | hbm_to_dram | dram_to_disk | disk_to_redis
+    )
     num_bytes: int
     seconds: float
 
@@ -209,7 +262,36 @@ class Lost:
     extent_ids: tuple[int, ...]
 
 
-Event = Transferred | Late | Saved | Loaded | Fetched | Written | Deleted | Lost
+@dataclass(frozen=True, slots=True)
+class Uploaded:
+    """Reports the end of an upload. extent: None if nothing was stored, for this reason."""
+
+    job_id: int
+    extent: RedisExtent | None
+    reason: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class HeadersRead:
+    """Reports which of the extents asked for are in Redis. reason: why others may be there too and could not be
+    read."""
+
+    job_id: int
+    extents: tuple[RedisExtent, ...]
+    reason: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteDeleted:
+    """Reports the end of a deletion in Redis. problem: why bytes may still be there; None if they are gone."""
+
+    job_id: int
+    problem: str | None = None
+
+
+Event = (
+    Transferred | Late | Saved | Loaded | Fetched | Written | Deleted | Lost | Uploaded | HeadersRead | RemoteDeleted
+)
 
 
 class CapturePiece(NamedTuple):

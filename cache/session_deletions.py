@@ -28,8 +28,6 @@ class SessionDeletions:
         self._deleting: dict[SessionName, str | None] = {}
         """Session -> the request that waits for its deletion, None if it has expired. A save or write of it must end
         first."""
-        self.ended = tiers.disk.ended_deletions
-        """See `DiskLedger.ended_deletions`."""
         self._contexts = contexts
         self._tiers, self._table = tiers, tiers.table
         self._running = running
@@ -40,7 +38,7 @@ class SessionDeletions:
         return name in self._deleting
 
     def delete(self, name: SessionName, waiter: str) -> str | None:
-        """Remove a session and what only it has from every tier; `ended` names `waiter` when the bytes are gone.
+        """Remove a session and what only it has from every tier; `take_ended` names `waiter` when the bytes are gone.
         Returns why not: `not_found`, or `busy` while a request of it runs."""
         session = self._contexts.get(name)
         self.expired.pop(name, None)
@@ -52,6 +50,16 @@ class SessionDeletions:
             return "busy"
         self.begin(name, waiter)
         return None
+
+    def take_ended(self) -> list[tuple[str, bool]]:
+        """Return the requests whose deletion has ended since the last call, and whether all bytes are gone."""
+        ended = self._tiers.disk.ended_deletions
+        if not ended:
+            return []
+        redis = self._tiers.redis
+        done = [(waiter, is_done) for waiter, is_done in ended if not redis.waits(waiter)]
+        ended[:] = [(waiter, is_done) for waiter, is_done in ended if redis.waits(waiter)]
+        return [(waiter, is_done and not redis.take_refusal(waiter)) for waiter, is_done in done]
 
     def begin(self, name: SessionName, waiter: str | None) -> None:
         """Delete a session, now or when its copies have ended. waiter: None if it has expired."""
@@ -78,6 +86,10 @@ class SessionDeletions:
         self._tiers.forget_session(name)
         private = self.disown(name, session.owned)
         self._tiers.delete_session(name, [row for row in private if row.extent is not None], None)
+        for row in private:
+            self._tiers.redis.drop(row)  # it stays there for its time to live, for whoever knows its name
+            if row.is_nowhere:
+                self._table.forget(row)
 
     def disown(self, name: SessionName, keys: Iterable[BlockKey]) -> list[BlockRow]:
         """Take a session's name off its blocks. Returns those that nobody else owns."""

@@ -2,11 +2,14 @@
 
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+
+import msgspec
 
 from cache.blocks.context import RunningContext, SessionContext, digest_of
+from cache.blocks.head import BadHead, SessionHead, decode_head, encode_head
 from cache.blocks.keys import BLOCK_TOKENS, BlockKey, tokens_of
-from cache.blocks.stored import ExtentInfo, SessionRecord
+from cache.blocks.stored import ExtentInfo, RedisExtent, SessionRecord
 from cache.blocks.table import BlockRow, SessionName
 from cache.options import CacheOptions
 from cache.requests.opening import DomainOf
@@ -37,6 +40,10 @@ class SessionStore:
         self._session_ttl_s, self._max_sessions = options.session_ttl_s, options.max_sessions
         self._bytes_per_token = options.bytes_per_token
         self._unix_offset_s = options.unix_offset_s
+        self._head_key = options.head_key
+        self._changed: dict[SessionName, None] = {}  # sessions whose head is to be told
+        self._adoptions: dict[int, tuple[str, SessionName, SessionHead]] = {}  # under way, by job; who asked for each
+        self._adopted: list[tuple[str, str | None]] = []  # since `take_adopted`
         self.deletions = SessionDeletions(
             contexts=self.contexts, tiers=tiers, running=running, max_sessions=options.max_sessions
         )
@@ -64,12 +71,12 @@ class SessionStore:
 
     def _per_tier(self, name: SessionName, weight: Callable[[BlockRow], int]) -> dict[str, int]:
         """Return tier -> total weight of the blocks of a session's context that are there."""
-        counts = {"hbm": 0, "dram": 0, "disk": 0}
+        counts = {"hbm": 0, "dram": 0, "disk": 0} | ({"redis": 0} if self._tiers.redis.is_on else {})
         session = self.contexts[name]
         for key in session.all_keys:
             row = self._table.get(key)
             if row is not None:
-                for tier, address in zip(counts, (row.page, row.slot, row.extent), strict=True):
+                for tier, address in zip(counts, (row.page, row.slot, row.extent, row.redis), strict=False):
                     counts[tier] += weight(row) if address is not None else 0
         return counts
 
@@ -111,6 +118,7 @@ class SessionStore:
             last_used_s=now,
             cuts=context.cuts,
             client_cuts=context.client_cuts,
+            turns=before.turns + 1 if before else 1,
             pinned=before.pinned if before else False,
             ttl_s=before.ttl_s if before else None,
             owned={
@@ -132,6 +140,9 @@ class SessionStore:
         self._tiers.answered(name, now, num_tokens)
         self._count_size(num_tokens)
         self._tiers.writes.session_changed(name)
+        if self._tiers.redis.is_on:
+            self._tiers.redis.want_session(name, session.all_keys)
+            self._changed[name] = None
         if len(self.contexts) > self._max_sessions:
             self.sweep(now)
 
@@ -178,6 +189,73 @@ class SessionStore:
             if row is None or not row.owners:
                 self._tiers.forget(key)  # no session's time to live would ever end it
         self._tiers.forget_session(name)
+
+    # --- a session goes on elsewhere, or comes from there -------------------------------------------------------------
+
+    def take_heads(self) -> list[tuple[SessionName, int, bytes]]:
+        """Return the heads, and how many turns they stand for, of sessions that had a turn or an upload since the last
+        call. Nothing without Redis."""
+        uploaded = self._tiers.redis.uploaded
+        if not (self._changed or uploaded):
+            return []
+        self._changed.update(dict.fromkeys(uploaded))
+        uploaded.clear()
+        changed, self._changed = self._changed, {}
+        heads = []
+        for name in changed:
+            record = self._record(name)
+            if record is not None:
+                session = self.contexts[name]
+                extents = self._tiers.redis.names_of(session.all_keys)
+                heads.append((name, session.turns, encode_head(record, session.turns, extents, self._head_key)))
+        return heads
+
+    def adopt(self, request_id: str, name: SessionName, data: bytes, now: float) -> None:
+        """Take over a session of another server from its head, when the headers of its extents have come;
+        `take_adopted` then names the request. Raises BadHead."""
+        head = decode_head(data, name, self._head_key)
+        try:
+            SessionContext.unpack(head.context, self._domain_of(name[0], name[1]), now)
+        except msgspec.DecodeError as error:
+            raise BadHead(f"with a context that is none: {error}") from error
+        job = self._tiers.redis.read_headers(head.extents, self._tiers.redis.next_use_s(name, now))
+        self._adoptions[job] = request_id, name, head
+
+    def on_headers(self, job: int, extents: Sequence[RedisExtent], reason: str | None, now: float) -> None:
+        """Record what is in Redis of a session that is taken over. An extent that is not there is a miss."""
+        request_id, name, head = self._adoptions.pop(job)
+        if self.deletions.is_deleting(name):
+            self._adopted.append((request_id, "busy"))
+            return
+        adopted = SessionContext.unpack(head.context, self._domain_of(name[0], name[1]), now)
+        for extent in extents:
+            if extent.session.names[:2] == name[:2]:
+                self._tiers.redis.adopt(extent, name, adopted.all_keys)
+        known = self.contexts.get(name)
+        if known is None or known.turns <= head.turns:
+            adopted.turns, adopted.pinned, adopted.ttl_s = head.turns, head.pinned, head.ttl_s
+            adopted.owned = {} if known is None else known.owned
+            if head.ttl_s is not None:
+                self._with_own_ttl.add(name)
+            if head.pinned:
+                self._tiers.pinned.add(name)
+            self.contexts.pop(name, None)
+            self.contexts[name] = adopted
+            self.deletions.expired.pop(name, None)
+            self._take_over(name, adopted)
+            self._tiers.writes.session_changed(name)
+        else:  # it had a turn here since; what the other server has computed is of use all the same
+            known.owned.update(dict.fromkeys(key for key in adopted.all_keys if self._is_owner(name, key)))
+        self._adopted.append((request_id, "unavailable" if reason is not None and not extents else None))
+
+    def _is_owner(self, name: SessionName, key: BlockKey) -> bool:
+        row = self._table.get(key)
+        return row is not None and name in row.owners
+
+    def take_adopted(self) -> list[tuple[str, str | None]]:
+        """Return the requests whose adoption has ended since the last call, and why it has failed if it has."""
+        adopted, self._adopted = self._adopted, []
+        return adopted
 
     # --- a session expires --------------------------------------------------------------------------------------------
 

@@ -34,20 +34,21 @@ class TokensBySource(msgspec.Struct, frozen=True, kw_only=True):
     """Where the KV of one prompt came from, as the prompt stands in the context. The cache makes it, the engine sends
     it as it is, and the app shows it to clients.
 
-    The three tiers and computed_tokens add up to prompt_tokens, and miss_reasons to computed_tokens."""
+    The four tiers and computed_tokens add up to prompt_tokens, and miss_reasons to computed_tokens."""
 
     prompt_tokens: int
     history_tokens: int  # of the prompt, that the session (or a sibling) had computed before
     hbm_tokens: int
     dram_tokens: int
     disk_tokens: int
+    redis_tokens: int = 0
     truncated_tokens: int  # of the conversation, not in the context
     shifted_tokens: int  # cached ones that stand at another position than when they were computed
     miss_reasons: dict[str, int]  # MissReason -> tokens
 
     @property
     def cached_tokens(self) -> int:
-        return self.hbm_tokens + self.dram_tokens + self.disk_tokens
+        return self.hbm_tokens + self.dram_tokens + self.disk_tokens + self.redis_tokens
 
     @property
     def computed_tokens(self) -> int:
@@ -59,6 +60,7 @@ class TokensBySource(msgspec.Struct, frozen=True, kw_only=True):
             "hbm": self.hbm_tokens,
             "dram": self.dram_tokens,
             "disk": self.disk_tokens,
+            "redis": self.redis_tokens,
             "computed": self.computed_tokens,
         }
 

@@ -39,6 +39,10 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
     truncation: str  # auto | disabled: what a request that says nothing gets
     truncation_mode: str  # decoupled | recompute | naive
     truncation_ratio: float  # of the window, dropped at an overflow
+    redis_urls: tuple[str, ...] = ()  # servers that keep KV which other servers may load; empty: none
+    redis_bytes: int = 0  # KV on each of them, whoever wrote it; 0: none is kept
+    redis_ttl_s: float = 86_400.0  # of KV there that nobody uses
+    redis_upload_gbps: float = 0.0  # GB/s, a cap of uploads; 0: none
 
 
 class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):

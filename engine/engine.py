@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 import msgspec
 
+from cache.blocks.head import BadHead
 from cache.blocks.truncate import DoesNotFit
 from cache.manager import CacheManager
 from cache.moves import CopyRows, Transferred
@@ -133,12 +134,14 @@ class Engine:
             # What a turn has left may have been saved at once: then it is written while nobody waits, instead of beside
             # the next request, with which the loop would hear of it.
             self._order_what_comes_next(now)
-        ended = self._cache.sessions.deletions.ended
         self._replies += [
             SessionReply(request_id=waiter, sessions=[], error_code=None if is_done else "undeleted")
-            for waiter, is_done in ended
+            for waiter, is_done in self._cache.sessions.deletions.take_ended()
         ]
-        ended.clear()
+        self._replies += [
+            SessionReply(request_id=request_id, sessions=[], error_code=problem)
+            for request_id, problem in self._cache.sessions.take_adopted()
+        ]
         replies, self._replies = self._replies, []
         return replies
 
@@ -375,12 +378,21 @@ class Engine:
 
     def adopt(self, request: Adopt, now: float) -> list[SessionReply]:
         """Take over a session of another replica; answered by `poll` when the headers of its extents have come."""
-        no_tier = "this engine keeps no KV in Redis"
-        return [SessionReply(request_id=request.request_id, sessions=[], error_code="unavailable", error=no_tier)]
+        name = (request.tenant, request.salt, request.session_id)
+        if not self._cache.tiers.redis.is_on:
+            return [_refused_adoption(request, "unavailable", "this engine keeps no KV in Redis")]
+        try:
+            self._cache.sessions.adopt(request.request_id, name, request.head, now)
+        except BadHead as error:
+            return [_refused_adoption(request, "bad_head", str(error))]
+        return []
 
     def take_heads(self) -> list[Head]:
         """Return the heads of sessions that have changed since the last call."""
-        return []
+        return [
+            Head(tenant=name[0], salt=name[1], session_id=name[2], turn=turns, head=head)
+            for name, turns, head in self._cache.sessions.take_heads()
+        ]
 
     # --- housekeeping -------------------------------------------------------------------------------------------------
 
@@ -413,3 +425,7 @@ class Engine:
             transfer=self._transfer,
             verifier=self._verifier,
         )
+
+
+def _refused_adoption(request: Adopt, code: str, message: str) -> SessionReply:
+    return SessionReply(request_id=request.request_id, sessions=[], error_code=code, error=message)

@@ -293,7 +293,7 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True, tag="stats"):
     aborted: int
     tier_bytes: dict[str, int] = {}  # dram, disk -> bytes in use
     tier_capacity: dict[str, int] = {}
-    moved_bytes: dict[str, int] = {}  # dram_to_hbm, disk_to_hbm, disk_to_dram, hbm_to_dram, dram_to_disk -> bytes
+    moved_bytes: dict[str, int] = {}  # direction (`cache.moves.Transferred`) -> bytes
     moved_seconds: dict[str, float] = {}  # the same names -> seconds of the thread that moved them
     load_wait_seconds: float = 0.0  # of load time that no computation hid
     load_seconds: float = 0.0

@@ -362,7 +362,7 @@ def _disk_speed(directory: Path) -> Finding:
 
 
 def _redis(settings: Settings) -> Iterator[Finding]:
-    url = settings.cache.redis_url
+    url = settings.cache.redis_url.partition(",")[0]
     if not url:
         yield Finding("Redis", Level.NOTE, "not used")
         return

@@ -12,7 +12,15 @@ from engine.messages import MISS_REASONS, SchedulerState, Stats
 if TYPE_CHECKING:
     from app.turn.ports import EnginePort
 
-DIRECTIONS = ("dram_to_hbm", "disk_to_hbm", "disk_to_dram", "hbm_to_dram", "dram_to_disk")
+DIRECTIONS = (
+    "dram_to_hbm",
+    "disk_to_hbm",
+    "redis_to_hbm",
+    "disk_to_dram",
+    "hbm_to_dram",
+    "dram_to_disk",
+    "disk_to_redis",
+)
 LOWER_TIERS = ("dram", "disk")
 
 

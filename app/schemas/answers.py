@@ -40,7 +40,9 @@ class CacheUse(_Answer):
     hbm_tokens: int = Field(description="prompt tokens whose KV was in HBM")
     dram_tokens: int = Field(description="prompt tokens whose KV was loaded from DRAM")
     disk_tokens: int = Field(description="prompt tokens whose KV was loaded from disk")
-    redis_tokens: int = Field(description="0: Redis keeps no KV yet")
+    redis_tokens: int = Field(
+        description="prompt tokens whose KV was loaded from Redis, where another server had left it"
+    )
     computed_tokens: int = Field(description="prompt tokens computed now")
     history_tokens: int = Field(
         description="prompt tokens that earlier turns had computed, of this conversation or another of the same key"

@@ -133,10 +133,21 @@ class CacheSettings(_Section):
         repr=False,
         pattern=REDIS_URL,
         description="redis://HOST:PORT/DB that keeps responses and conversations, for several servers; empty: a file; "
-        "with fleet.redis_url, that one keeps them",
+        "with fleet.redis_url, that one keeps them; with redis_gib, KV too, and then several may be named, with commas",
     )
+    redis_gib: float = Field(
+        0.0, ge=0, le=1 << 20, description="KV that each Redis of redis_url keeps for all servers together; 0: none"
+    )
+    redis_ttl_s: float = Field(86_400.0, gt=0, le=10**9, description="how long KV stays there that nobody uses")
+    redis_upload_gbps: float = Field(0.0, ge=0, le=1e6, description="cap in GB/s of KV written there; 0: none")
     transcript_mib: int = Field(256, ge=1, le=1 << 20, description="hard cap of the transcripts file")
     answers_per_prompt: int = Field(8, ge=1, le=1024, description="answers remembered per prompt (n, regenerate)")
+
+    @model_validator(mode="after")
+    def _knows_the_redis_it_fills(self) -> "CacheSettings":
+        if self.redis_gib and not self.redis_url:
+            raise ValueError("cache.redis_gib: keeps KV in Redis, and cache.redis_url says in which; it is empty")
+        return self
 
 
 class SchedulerSettings(_Section):
@@ -384,7 +395,7 @@ class Settings(_Section, BaseSettings):
     @property
     def responses_redis_url(self) -> str:
         """The Redis that keeps responses and conversations; empty: a file does."""
-        return self.fleet.redis_url or self.cache.redis_url
+        return self.fleet.redis_url or self.cache.redis_url.partition(",")[0]
 
     @property
     def state_dir(self) -> Path:
@@ -403,6 +414,8 @@ class Settings(_Section, BaseSettings):
                 disk_bytes=_bytes(cache.disk_gib),
                 disk_dir=str(self.state_dir.absolute()),
                 disk_min_free_bytes=_bytes(cache.disk_min_free_gib),
+                redis_urls=tuple(filter(None, cache.redis_url.split(","))),
+                redis_bytes=_bytes(cache.redis_gib),
             ),
             scheduler=_told(
                 SchedulerConfig,

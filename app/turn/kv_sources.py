@@ -2,7 +2,7 @@
 
 from engine.messages import TokensBySource
 
-CACHED = ("hbm", "dram", "disk", "redis")  # no KV lies in Redis yet; it is named so that clients need not change then
+CACHED = ("hbm", "dram", "disk", "redis")
 SOURCES = (*CACHED, "computed")
 
 

@@ -102,6 +102,7 @@ class SavedContext(msgspec.Struct, frozen=True, array_like=True):
     cut_digest: bytes
     conversation_keys: tuple[bytes, ...] = ()
     client_cuts: tuple[tuple[int, int], ...] = ()
+    turns: int = 0
 
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -124,6 +125,7 @@ class SessionContext:
     cut_digest: bytes = b""  # digest of the conversation up to the end of the last cut
     # keys of the whole conversation; filled only if something is cut
     cut_conversation: list[BlockKey] = field(default_factory=list)
+    turns: int = 0  # that have ended
     pinned: bool = False
     ttl_s: float | None = None  # None: the server's default applies
     # every block that is in the table because of this session
@@ -172,6 +174,7 @@ class SessionContext:
                 self.cut_digest,
                 tuple(self.cut_conversation),
                 tuple(self.client_cuts),
+                self.turns,
             )
         )
 
@@ -190,6 +193,7 @@ class SessionContext:
             client_cuts=list(saved.client_cuts),
             cut_digest=saved.cut_digest,
             cut_conversation=[BlockKey(key) for key in saved.conversation_keys],
+            turns=saved.turns,
         )
 
 

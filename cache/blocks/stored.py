@@ -53,6 +53,16 @@ class SessionRecord:
 
 
 @dataclass(frozen=True, slots=True)
+class RedisExtent:
+    """An extent in Redis, as its header tells it."""
+
+    name: bytes  # a keyed hash of the header, and so of all that is in it
+    session: SessionRecord  # as it was when the extent was written
+    blocks: tuple[StoredBlock, ...]
+    size_bytes: int  # of the blocks
+
+
+@dataclass(frozen=True, slots=True)
 class ExtentInfo:
     """An extent as storage reports it."""
 

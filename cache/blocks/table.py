@@ -28,6 +28,7 @@ class BlockRow:
     position: int = 0  # position of its first token in HBM, for which its keys are rotated
     slot: int | None = None  # its address in DRAM
     extent: tuple[int, int] | None = None  # its address on disk: extent id, index in the extent
+    redis: tuple[bytes, int] | None = None  # its address in Redis: name of the extent, index in the extent
     origin: int | None = None  # position of its first token when it was computed
     place: int | None = None  # index of the block in its owners' contexts
     hops: int = 0  # number of times its keys were un-rotated; each time costs a rounding
@@ -58,11 +59,18 @@ class BlockRow:
     @property
     def is_saved(self) -> bool:
         """Whether the block would survive leaving HBM."""
-        return self.slot is not None or self.extent is not None
+        return self.slot is not None or self.extent is not None or self.redis is not None
 
     @property
     def is_nowhere(self) -> bool:
-        return self.page is None and self.slot is None and self.extent is None
+        return self.page is None and self.slot is None and self.extent is None and self.redis is None
+
+    @property
+    def tier(self) -> str:
+        """The tier from which HBM would get the block: dram, disk or redis."""
+        if self.slot is not None or (self.extent is None and self.redis is None):
+            return "dram"
+        return "disk" if self.extent is not None else "redis"
 
 
 class CacheTable:

@@ -20,7 +20,7 @@ class Load:
 
     context: RunningContext
     blocks: tuple[BlockLoad, ...]
-    first: int | None  # position of the first token read off the disk that could be computed instead; None: none
+    first: int | None  # position of the first token from disk or Redis that could be computed instead; None: none
     seemed_fast: bool  # enough to be worth it; else it is to show what the device is like
     claimant: str  # the name under which others wait for its blocks: its request's, or one of its own (`outlive`)
 
@@ -41,7 +41,8 @@ class Loads:
     ) -> None:
         self.under_way: dict[int, Load] = {}
         self._table, self._pages, self._hbm = tiers.table, tiers.pages, tiers.hbm
-        self._dram, self._disk, self._fetches, self._orders = tiers.dram, tiers.disk, tiers.fetches, tiers.orders
+        self._dram, self._disk, self._redis = tiers.dram, tiers.disk, tiers.redis
+        self._fetches, self._orders = tiers.fetches, tiers.orders
         self._siblings = siblings
         self._running = running
         self._rates = rates
@@ -75,9 +76,9 @@ class Loads:
         self._orders.add(LoadBlocks(context.job, context.request_id, tuple(blocks)))
 
     def _noted(self, context: RunningContext, blocks: Sequence[BlockLoad]) -> Load:
-        on_disk = [load.position for load in blocks if load.extent is not None]
+        far = [load.position for load in blocks if load.is_far]
         # After a cut everything that is stored is loaded: it cannot be computed again.
-        first = min(on_disk) if on_disk and context.lineage.joint is None else None
+        first = min(far) if far and context.lineage.joint is None else None
         return Load(context, tuple(blocks), first, False, context.request_id)
 
     def give_up(self) -> None:
@@ -134,7 +135,7 @@ class Loads:
     def _expected_s(self, load: Load) -> float:
         """Return how long a load should take by the rates measured so far."""
         tokens = self._tokens(load)
-        return sum(self._rates.load_s(f"{tier}_to_hbm", n * self._bytes_per_token) for tier, n in tokens.items())
+        return sum(self._rates.load_s(f"{tier}_to_hbm", n * self._bytes_per_token) for tier, n in tokens.items() if n)
 
     def leave(self, context: RunningContext) -> bool:
         """Let go of a request's load, because it gives its pages back. Returns whether the load is still under way; it
@@ -169,7 +170,7 @@ class Loads:
         self._disk.release(block.key for block in load.blocks if block.extent is not None)
         for block in load.blocks:
             self._siblings.settle(block.key, load.claimant)
-            if block.slot is not None and block.extent is None:
+            if block.slot is not None and not block.is_far:
                 self._dram.unpin(block.slot)
             elif block.slot is not None:
                 if event.failed:
@@ -181,7 +182,7 @@ class Loads:
             if is_here and block.num_rows == BLOCK_TOKENS and row is not None and not row.is_open:
                 self._hbm.settle(block.key, block.page, block.page_row, block.position, hop=False)
                 if load.claimant != context.request_id:
-                    context.brought[block.key] = "disk" if block.extent is not None else "dram"
+                    context.brought[block.key] = block.tier
             self._pages.unpin(block.page)
         for key, reason in event.failed.items():
             self._stats.load_failures[reason] += 1
@@ -210,7 +211,9 @@ class Loads:
             return
         if load.extent is not None and row.extent == load.extent:
             self._disk.drop(row)
-        elif load.extent is None and row.slot == load.slot:
+        elif load.redis is not None and row.redis == load.redis:
+            self._redis.drop(row)
+        elif not load.is_far and row.slot == load.slot:
             self._dram.drop_slot(row)
         if row.is_nowhere:
             self._table.forget(row)
@@ -230,9 +233,9 @@ class Loads:
 
     @staticmethod
     def _tokens(load: Load) -> dict[str, int]:
-        tokens = {"disk": 0, "dram": 0}
+        tokens = {"disk": 0, "dram": 0, "redis": 0}
         for block in load.blocks:
-            tokens["disk" if block.extent is not None else "dram"] += block.num_rows
+            tokens[block.tier] += block.num_rows
         return tokens
 
     def stalls_s(self) -> dict[str, float]:

@@ -95,8 +95,9 @@ class Matcher:
 
     def _is_usable(self, context: RunningContext, row: BlockRow, block: int) -> bool:
         # `row.is_saved` is written out: this runs for every block of every request that may come next.
-        is_saved = row.slot is not None or (row.extent is not None and row.key not in context.unread)
-        return is_saved or self._is_at_hand(row, block)
+        if row.slot is not None or self._is_at_hand(row, block):
+            return True
+        return (row.extent is not None or row.redis is not None) and row.key not in context.unread
 
     def _is_at_hand(self, row: BlockRow, block: int) -> bool:
         """Whether the `block`th block of a context can be used without a load."""
@@ -116,14 +117,14 @@ class Matcher:
             for block, (row, tokens) in enumerate(used[ready:], ready)
         ]
         if context.skips_disk:
-            far = (n for n, option in enumerate(options) if option.size_bytes and option.source == "disk_to_hbm")
+            far = (n for n, option in enumerate(options) if option.size_bytes and option.source != "dram_to_hbm")
             options = options[: next(far, len(options))]
         return options, ready
 
     @staticmethod
     def _source(row: BlockRow) -> str:
         """Return the direction from which a block that HBM lacks would come."""
-        return "dram_to_hbm" if row.slot is not None or row.extent is None else "disk_to_hbm"
+        return f"{row.tier}_to_hbm"
 
     def note_passed_over(self, answer: RememberedMatch) -> None:
         """Tell the rates that a request is admitted with less than what is stored, and will compute its next block."""
@@ -152,7 +153,7 @@ class Matcher:
         """Return the tier from which the `block`th block of a context would be taken."""
         if self._is_at_hand(row, block):
             return "hbm"
-        return "dram" if row.slot is not None else "disk"
+        return row.tier
 
     def own_tokens(self, context: RunningContext, match: Match) -> int:
         """Count the tokens of a match that only the context's session has."""

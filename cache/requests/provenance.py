@@ -43,6 +43,7 @@ def report_prompt(
         hbm_tokens=tiers.get("hbm", 0),
         dram_tokens=tiers.get("dram", 0),
         disk_tokens=tiers.get("disk", 0),
+        redis_tokens=tiers.get("redis", 0),
         miss_reasons=dict(reasons.items()),
         truncated_tokens=sum(b - a for a, b in context.cuts),
         shifted_tokens=min(context.shifted_tokens, cached),

@@ -134,6 +134,11 @@ class ReturnTimes:
             session = self._sessions[name] = SessionReturn(name, self._uses)
         return session
 
+    def gap_s(self, name: Hashable) -> float | None:
+        """Return the mean gap between a session's turns; None if it is not known."""
+        session = self._sessions.get(name)
+        return None if session is None else session.by_time.gap
+
     def rank(self, name: Hashable) -> tuple[float, float, int]:
         """Return a session's rank; for an unknown session, the rank of a newcomer."""
         session = self._sessions.get(name)

@@ -12,6 +12,7 @@ from typing import TypeVar
 from cache.blocks.keys import BlockKey
 from cache.storage.errors import BlockMissing
 from cache.storage.extent_file import ParsedExtent, altered, check_segments, io_buffer, read_layers, read_segments
+from cache.storage.extent_format import ExtentHeader
 from cache.storage.io_threads import Beat, IoDeadline, IoThreads
 from cache.storage.throttle import Throttle
 
@@ -47,6 +48,10 @@ class ExtentReader:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
+
+    @property
+    def header(self) -> ExtentHeader:
+        return self._extent.header
 
     def close(self) -> None:
         if self._fd is not None:

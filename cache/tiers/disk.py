@@ -80,6 +80,9 @@ class DiskLedger:
         if not self._extents[extent.extent_id].keys:
             self.delete([extent.extent_id], None, None)
 
+    def has(self, extent_id: int) -> bool:
+        return extent_id in self._extents
+
     def adopt(self, extent: ExtentInfo, rows: Sequence[BlockRow]) -> None:
         """Record an extent that was found at the start. Called in order of writing: the newest copy of a block
         counts."""

@@ -122,9 +122,9 @@ class DramTier:
         enter(self.policy, row)
 
     def keep(self, key: BlockKey, slot: int) -> None:
-        """Keep a block that passed through this slot on its way from disk, if it is still wanted."""
+        """Keep a block that passed through this slot on its way from below, if it is still wanted."""
         row = self._table.get(key)
-        if row is not None and row.slot is None and row.extent is not None:
+        if row is not None and row.slot is None and (row.extent is not None or row.redis is not None):
             self.attach(row, slot)
         else:
             self._slots.give_back(slot)

@@ -40,11 +40,11 @@ class _Pinned:
         self._most, self._saved_only = most, saved_only
 
     def __contains__(self, key: object) -> bool:
-        # Runs for every block that may leave next, so `row.is_saved` and `Scores.of` are written out.
+        # Runs for every block that may leave next, so `Scores.of` is written out.
         row = self._row_of(key)  # type: ignore[arg-type]
         if row is None or row.page is None:
             return False
-        if row.score > self._most or (self._saved_only and row.slot is None and row.extent is None):
+        if row.score > self._most or (self._saved_only and not row.is_saved):
             return True
         return self._pages.pins(row.page) > 0
 
@@ -175,7 +175,8 @@ class HbmPool:
                     placement.moved[block] = (row.key, page)
             else:
                 extent = row.extent if row.slot is None else None
-                placement.loads.append(BlockLoad(row.key, used, row.slot, extent, page, offset, position))
+                redis = row.redis if row.slot is None and extent is None else None
+                placement.loads.append(BlockLoad(row.key, used, row.slot, extent, page, offset, position, redis))
 
     def grow(self, context: RunningContext, num_tokens: int) -> bool:
         """Give a context room for so many more rows. Returns False if there is none, which changes nothing."""

@@ -18,6 +18,7 @@ from cache.tiers.fetches import Fetches
 from cache.tiers.hbm import HbmPool
 from cache.tiers.holds import DirtyBlocks, PinnedSessions
 from cache.tiers.pages import PageAllocator
+from cache.tiers.redis import RedisLedger
 from cache.tiers.write_behind import WriteBehind
 
 
@@ -25,6 +26,7 @@ class Hierarchy:
     """Single-threaded, part of the CacheManager.
 
     hbm, dram, disk     which blocks lie where in a tier, and what leaves it
+    redis               the same for the tier that other servers share
     fetches, writes     what is on its way between the last two
     orders              the moves that all of these and `cache/requests/` have decided on
     """
@@ -71,6 +73,16 @@ class Hierarchy:
             policy=policy(self.returns),
             pinned=self.pinned,
             dirty=dirty,
+            orders=self.orders,
+            stats=stats,
+        )
+        self.redis = RedisLedger(
+            is_on=bool(options.head_key),
+            table=self.table,
+            disk=self.disk,
+            returns=self.returns,
+            bytes_per_token=options.bytes_per_token,
+            unix_offset_s=options.unix_offset_s,
             orders=self.orders,
             stats=stats,
         )
@@ -124,6 +136,7 @@ class Hierarchy:
         self.hbm.leave(row)
         self.dram.drop_slot(row)
         self.disk.drop(row)
+        self.redis.drop(row)
         self.table.forget(row)
 
     def quarantine(self, tier: str) -> None:
@@ -133,6 +146,8 @@ class Hierarchy:
 
     def is_busy(self, name: SessionName) -> bool:
         """Whether blocks of a session are being saved, fetched or written."""
+        if self.redis.is_uploading(name):
+            return True
         return self.writes.is_writing(name) or name in self.dram.owners_saving() or self.fetches.concern(name)
 
     def delete_session(self, name: SessionName, rows: Iterable[BlockRow], waiter: str | None) -> None:
@@ -145,9 +160,17 @@ class Hierarchy:
             if row.extent is not None:
                 extent_ids[row.extent[0]] = None
         self.writes.forget(name)
+        if waiter is not None:
+            self.redis.delete(name, waiter)  # one that has only expired here may live on elsewhere
         self.disk.delete(list(extent_ids), name, waiter)
 
     @property
     def in_flight(self) -> int:
         """Saves, fetches, writes and deletions under way, and sessions to be recorded; zero at idle."""
-        return self.dram.in_flight + self.fetches.in_flight + self.writes.in_flight + self.disk.in_flight
+        return (
+            self.dram.in_flight
+            + self.fetches.in_flight
+            + self.writes.in_flight
+            + self.disk.in_flight
+            + self.redis.in_flight
+        )

@@ -1,4 +1,4 @@
-"""Gives a load its bytes, layer by layer: from slots in DRAM, or from extents on disk."""
+"""Gives a load its bytes, layer by layer: from slots in DRAM, or from extents on disk or in Redis."""
 
 import threading
 from collections import deque
@@ -17,6 +17,8 @@ from cache.storage.extent_file import io_buffer
 from cache.storage.extent_format import ALIGNMENT, checksum
 from cache.storage.extent_reader import ExtentReader, Landed
 from cache.storage.extent_store import ExtentStore
+from cache.storage.redis_extents import RedisExtents
+from cache.storage.redis_reader import RedisReader
 from cache.storage.slab import Slab
 
 LAYERS_LANDED = 4  # of one load: one being placed, one being read, two to make up for a device that stutters
@@ -82,7 +84,7 @@ def _room(slab: Slab, num_blocks: int) -> int:
 
 
 class Landings:
-    """Keeps memory for what comes off the disk from one load to the next. Thread-safe."""
+    """Keeps memory for what is read from one load to the next. Thread-safe."""
 
     def __init__(self) -> None:
         self._kept: deque[mmap] = deque()
@@ -108,24 +110,27 @@ class Landings:
                 dropped.append(self._kept.popleft())
 
 
-class ExtentSource:
-    """Blocks on disk. A layer is read into landing memory as it is, checked by whoever places it, and copied from there
-    into slots if DRAM is to have it too. Making one raises BlockMissing if there is no memory; end with `close`. One
-    thread may call `read` while another places what was read, up to `layers_landed` layers in all."""
+class LandedSource:
+    """Blocks on disk or in Redis. A layer is read into landing memory as it is, checked by whoever places it, and
+    copied from there into slots if DRAM is to have it too. Making one raises BlockMissing if there is no memory; end
+    with `close`. One thread may call `read` while another places what was read, up to `layers_landed` layers in
+    all."""
 
-    def __init__(self, blocks: Sequence[BlockLoad], slab: Slab, disk: ExtentStore, landings: Landings) -> None:
-        self._slab, self._disk, self._landings = slab, disk, landings
-        by_extent: dict[int, list[tuple[int, BlockLoad]]] = {}  # extent id -> places in it, and their blocks
+    def __init__(self, blocks: Sequence[BlockLoad], slab: Slab, landings: Landings) -> None:
+        self._slab, self._landings = slab, landings
+        by_extent: dict[int | bytes, list[tuple[int, BlockLoad]]] = {}  # extent -> places in it, and their blocks
         for block in blocks:
-            assert block.extent is not None
-            by_extent.setdefault(block.extent[0], []).append((block.extent[1], block))
+            address = block.extent or block.redis
+            assert address is not None
+            by_extent.setdefault(address[0], []).append((address[1], block))
             if block.slot is not None:
                 slab.unseal(block.slot)
+        for found in by_extent.values():
+            found.sort(key=lambda one: one[0])
         self._places = {extent: [place for place, _ in found] for extent, found in by_extent.items()}
         self.blocks = [block for found in by_extent.values() for _, block in found]
         kept = [(number, block.slot) for number, block in enumerate(self.blocks) if block.slot is not None]
         self._kept = torch.tensor(kept, dtype=torch.int64).view(-1, 2).T
-        self._readers: dict[int, ExtentReader] = {}
         self._checksums: list[tuple[bytes, ...]] = []  # of a block, by layer
         self._sums: Sums = _NO_SUMS  # until the first layer is there
         self._chosen = torch.arange(len(self.blocks))
@@ -139,31 +144,26 @@ class ExtentSource:
         self._may_be_written = False  # whether a read that hangs may still write to the memory
 
     def close(self) -> None:
-        for reader in self._readers.values():
-            reader.close()
         if not self._may_be_written:
             self._landings.give_back(self._memory)
 
     def read(self, layer: int, count: int, landed: Landed) -> int:
         """Read `count` layers from `layer` on, unchecked. Returns how many have come. See `ExtentReader.land`. Raises
         BlockMissing."""
-        if not self._readers:
-            self._open()
-        wanted = [(self._readers[extent_id], places) for extent_id, places in self._places.items()]
-        try:
-            outs = [self._landed(number) for number in range(layer, layer + count)]
-            return wanted[0][0].land(layer, wanted, outs, landed)
-        except BlockMissing as missing:
-            self._may_be_written = missing.reason == "deadline"
-            raise
+        if not self._checksums:
+            checksums = self._open()
+            numbers = np.frombuffer(b"".join(b"".join(of_block) for of_block in checksums), ">u8")
+            self._sums = np.ascontiguousarray(numbers.reshape(len(self.blocks), -1).T, np.uint64)
+            self._checksums = checksums
+        outs = [self._landed(number) for number in range(layer, layer + count)]
+        return self._land(layer, outs, landed)
 
-    def _open(self) -> None:
-        for extent_id, places in self._places.items():
-            reader = self._readers[extent_id] = self._disk.reader(extent_id)
-            blocks = self.blocks[len(self._checksums) :]  # the extent's, and later ones
-            self._checksums += [reader.checksums(p, block.key) for p, block in zip(places, blocks, strict=False)]
-        numbers = np.frombuffer(b"".join(b"".join(of_block) for of_block in self._checksums), ">u8")
-        self._sums = np.ascontiguousarray(numbers.reshape(len(self.blocks), -1).T, np.uint64)
+    def _open(self) -> list[tuple[bytes, ...]]:
+        """Find the extents. Returns the blocks' checksums, by layer. Raises BlockMissing."""
+        raise NotImplementedError
+
+    def _land(self, layer: int, outs: Sequence[memoryview], landed: Landed) -> int:
+        raise NotImplementedError
 
     def _landed(self, layer: int) -> memoryview:
         start = layer % self._num_landed * self._room
@@ -200,7 +200,68 @@ class ExtentSource:
 
     def tell_damage(self, keys: Container[BlockKey], layer: int) -> None:
         """Report blocks that are not what was stored."""
+        raise NotImplementedError
+
+
+class ExtentSource(LandedSource):
+    """Blocks on disk."""
+
+    def __init__(self, blocks: Sequence[BlockLoad], slab: Slab, disk: ExtentStore, landings: Landings) -> None:
+        super().__init__(blocks, slab, landings)
+        self._disk = disk
+        self._readers: dict[int, ExtentReader] = {}
+
+    def close(self) -> None:
+        for reader in self._readers.values():
+            reader.close()
+        super().close()
+
+    def _open(self) -> list[tuple[bytes, ...]]:
+        checksums: list[tuple[bytes, ...]] = []
+        for extent_id, places in self._places.items():
+            assert isinstance(extent_id, int)
+            reader = self._readers[extent_id] = self._disk.reader(extent_id)
+            blocks = self.blocks[len(checksums) :]  # the extent's, and later ones
+            checksums += [reader.checksums(p, block.key) for p, block in zip(places, blocks, strict=False)]
+        return checksums
+
+    def _land(self, layer: int, outs: Sequence[memoryview], landed: Landed) -> int:
+        wanted = list(zip(self._readers.values(), self._places.values(), strict=True))
+        try:
+            return wanted[0][0].land(layer, wanted, outs, landed)
+        except BlockMissing as missing:
+            self._may_be_written = missing.reason == "deadline"
+            raise
+
+    def tell_damage(self, keys: Container[BlockKey], layer: int) -> None:
         for block in self.blocks:
             if block.key in keys and block.extent is not None:
                 extent_id, place = block.extent
                 self._readers[extent_id].tell_altered(layer, place)
+
+
+class RedisSource(LandedSource):
+    """Blocks in Redis."""
+
+    def __init__(self, blocks: Sequence[BlockLoad], slab: Slab, redis: RedisExtents, landings: Landings) -> None:
+        super().__init__(blocks, slab, landings)
+        self._redis = redis
+        self._reader: RedisReader | None = None
+
+    def _open(self) -> list[tuple[bytes, ...]]:
+        wanted = [(name, places) for name, places in self._places.items() if isinstance(name, bytes)]
+        self._reader = RedisReader(self._redis, wanted)
+        places = [(number, place) for number, (_, places) in enumerate(wanted) for place in places]
+        return [
+            self._reader.checksums(number, place, block.key)
+            for (number, place), block in zip(places, self.blocks, strict=True)
+        ]
+
+    def _land(self, layer: int, outs: Sequence[memoryview], landed: Landed) -> int:
+        assert self._reader is not None
+        return self._reader.land(layer, outs, landed)
+
+    def tell_damage(self, keys: Container[BlockKey], layer: int) -> None:
+        for block in self.blocks:
+            if block.key in keys and block.redis is not None:
+                self._redis.tell_damage(block.redis[0], f"layer {layer} of block {block.redis[1]} was altered")

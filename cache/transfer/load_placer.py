@@ -10,7 +10,7 @@ from cache.storage.slab import Slab
 from cache.storage.throttle import Throttle
 from cache.transfer.events import Events
 from cache.transfer.key_rotations import KeyRotations
-from cache.transfer.layer_source import ExtentSource, SlotSource
+from cache.transfer.layer_source import LandedSource, SlotSource
 from cache.transfer.load_queue import LoadPart, LoadQueue
 from cache.transfer.loader import Loader, PagePool
 
@@ -30,7 +30,7 @@ class LoadPlacer:
     def run(self, rotations: KeyRotations) -> None:
         """Place layers that no step places by itself, until the queue is closed."""
         while (part := self._next()) is not None:
-            if not part.reads_disk and not part.load.failed:
+            if not part.is_far and not part.load.failed:
                 started = time.perf_counter()
                 size = len(part.blocks) * self._slab.segment_bytes[part.placed]
                 self._throttle.wait(self._throttle.book(size))
@@ -51,9 +51,9 @@ class LoadPlacer:
         if not failed:
             loader.place(layer, failed, rotations, together=together)
             self._synchronise()
-            if isinstance(source, ExtentSource) and not failed:
+            if isinstance(source, LandedSource) and not failed:
                 source.keep(layer)
-            elif isinstance(source, ExtentSource):
+            elif isinstance(source, LandedSource):
                 source.tell_damage(failed, layer)
         part.placing_s += time.perf_counter() - started
         with self._changed:
@@ -75,7 +75,7 @@ class LoadPlacer:
         with self._changed:
             part.has_ended = True
             is_read = part.reading > 0
-        if isinstance(part.source, ExtentSource) and not is_read:
+        if isinstance(part.source, LandedSource) and not is_read:
             if not failed:
                 part.source.seal()
             part.source.close()
@@ -92,18 +92,18 @@ class LoadPlacer:
                 self._changed.notify_all()
 
     def _tell_transferred(self, part: LoadPart) -> None:
-        direction = "disk_to_hbm" if part.reads_disk else "dram_to_hbm"
+        direction = f"{part.tier}_to_hbm"
         size = len(part.blocks) * self._slab.slot_bytes
         # One layer is read while another is placed: all but one layer of the shorter is hidden by the longer.
         shorter, longer = sorted((part.reading_s, part.placing_s))
-        hidden = 1 - 1 / self._slab.num_layers if part.reads_disk else 0
+        hidden = 1 - 1 / self._slab.num_layers if part.is_far else 0
         self._completions.tell(Transferred(direction, size, longer + shorter * (1 - hidden)))
 
     def _next(self) -> LoadPart | None:
         with self._changed:
             return self._queue.wait_next(self._queue.next_to_place)
 
-    def _begun(self, part: LoadPart, failed: dict[BlockKey, str]) -> tuple[SlotSource | ExtentSource, Loader]:
+    def _begun(self, part: LoadPart, failed: dict[BlockKey, str]) -> tuple[SlotSource | LandedSource, Loader]:
         if part.source is None:
             part.source = SlotSource(part.blocks, self._slab)
             failed.update(dict.fromkeys(part.source.unsealed, "checksum"))

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from cache.blocks.keys import BlockKey
 from cache.moves import BlockLoad
 from cache.rates import LoadProgress
-from cache.transfer.layer_source import ExtentSource, SlotSource
+from cache.transfer.layer_source import LandedSource, SlotSource
 from cache.transfer.loader import Loader
 
 
@@ -31,14 +31,14 @@ class LoadJob:
 
 @dataclass(slots=True, eq=False)
 class LoadPart:
-    """The blocks of a load that lie in DRAM, or those on disk. Its layers are placed, and it is ended, by the step that
+    """The blocks of a load that lie in one tier. Its layers are placed, and it is ended, by the step that
     stands on them if `in_step`, else by the thread that places. The engine's thread alone changes that, and only to
     false."""
 
     blocks: tuple[BlockLoad, ...]
     load: LoadJob
     num_layers: int
-    reads_disk: bool
+    tier: str  # dram | disk | redis
     in_step: bool
     landed: int = 0  # leading layers that may be placed
     reading: int = 0  # how many a thread has set out to read, until it has ended
@@ -46,12 +46,17 @@ class LoadPart:
     ahead: int = 0  # how many may have landed without having been placed
     layers: int = 0  # leading ones that have arrived
     placed: int = 0  # leading ones that were placed; `layers` counts the last one only after the end was told
-    source: SlotSource | ExtentSource | None = None
+    source: SlotSource | LandedSource | None = None
     loader: Loader | None = None
     reading_s: float = 0.0
     placing_s: float = 0.0
     asked_s: float = 0.0  # when a thread set out to read what is being read
     landed_s: float = 0.0  # the part of reading_s until the last layer has landed, that of the present read too
+
+    @property
+    def is_far(self) -> bool:
+        """Whether its layers are read into memory before they are placed."""
+        return self.tier != "dram"
 
     @property
     def has_come(self) -> bool:
@@ -87,8 +92,9 @@ class LoadQueue:
         self.step_waits = False  # the engine's thread, for a layer: otherwise nobody need wake for those it places
         self.closing = False
 
-    def part_on_disk(self, load: LoadJob | None) -> LoadPart | None:
-        return next((part for part in self.parts if part.load is load and part.reads_disk), None)
+    def far_parts(self, load: LoadJob | None) -> list[LoadPart]:
+        """Return the parts of a load that are read off the disk or out of Redis."""
+        return [part for part in self.parts if part.load is load and part.is_far]
 
     def wait_next(self, choose: Callable[[], LoadPart | None]) -> LoadPart | None:
         """Wait for a part that `choose` returns. None at the end: when nothing is left and nothing more will come."""
@@ -98,8 +104,8 @@ class LoadQueue:
             self.changed.wait(1.0)
         return None
 
-    def next_to_read(self) -> LoadPart | None:
-        return self._first(self._may_be_read)
+    def next_to_read(self, tier: str) -> LoadPart | None:
+        return self._first(lambda part: part.tier == tier and self._may_be_read(part))
 
     def next_to_place(self) -> LoadPart | None:
         return self._first(self._may_be_placed)
@@ -113,7 +119,9 @@ class LoadQueue:
 
     def gives_way(self, part: LoadPart) -> bool:
         """Whether another part is more urgent to read."""
-        return not self._may_come(part) and any(self._may_come(p) and self._may_be_read(p) for p in self.parts)
+        return not self._may_come(part) and any(
+            p.tier == part.tier and self._may_come(p) and self._may_be_read(p) for p in self.parts
+        )
 
     def _first(self, is_wanted: Callable[[LoadPart], bool]) -> LoadPart | None:
         wanted = [part for part in self.parts if is_wanted(part)]
@@ -124,7 +132,7 @@ class LoadQueue:
         return part.load.started or bool(part.load.failed) or self.closing
 
     def _may_be_read(self, part: LoadPart) -> bool:
-        return part.reads_disk and not part.reading and not part.load.failed and self.may_land(part) > 0
+        return part.is_far and not part.reading and not part.load.failed and self.may_land(part) > 0
 
     def _may_be_placed(self, part: LoadPart) -> bool:
         """Whether the thread that places may go on with a part."""

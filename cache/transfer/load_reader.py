@@ -1,24 +1,27 @@
-"""Reads the layers of loads off the disk, in a thread of its own."""
+"""Reads the layers of loads out of one tier, disk or Redis, in a thread of its own."""
 
 import time
+from collections.abc import Callable, Sequence
 from functools import partial
 
-from cache.moves import Late
+from cache.moves import BlockLoad, Late
 from cache.rates import LoadProgress
 from cache.storage.errors import BlockMissing
-from cache.storage.extent_store import ExtentStore
 from cache.storage.slab import Slab
 from cache.transfer.events import Events
-from cache.transfer.layer_source import ExtentSource, Landings, SlotSource
+from cache.transfer.layer_source import LandedSource, Landings, SlotSource
 from cache.transfer.load_queue import LoadPart, LoadQueue
+
+MakeSource = Callable[[Sequence[BlockLoad], Landings], LandedSource]
 
 
 class LoadReader:
-    """The disk may not answer: nobody but `run` waits for its bytes."""
+    """The tier may not answer: nobody but `run` waits for its bytes."""
 
-    def __init__(self, *, queue: LoadQueue, slab: Slab, disk: ExtentStore | None, completions: Events) -> None:
+    def __init__(self, *, queue: LoadQueue, slab: Slab, tier: str, make: MakeSource, completions: Events) -> None:
+        """make: gives a part of a load its source."""
         self._queue, self._changed = queue, queue.changed
-        self._slab, self._disk = slab, disk
+        self._slab, self._tier, self._make = slab, tier, make
         self._completions = completions
         self._landings = Landings()
 
@@ -26,7 +29,7 @@ class LoadReader:
         """Read until the queue is closed."""
         while (part := self._next()) is not None:
             started = time.perf_counter()
-            source: ExtentSource | None = None  # not the last part's, should this one's fail to be made
+            source: LandedSource | None = None  # not the last part's, should this one's fail to be made
             failed, first, come, reason = {}, part.landed, 0, ""
             try:
                 source = self._open(part)
@@ -34,7 +37,8 @@ class LoadReader:
                     come = source.read(first, part.reading, partial(self._on_landed, part))
             except BlockMissing as error:
                 reason = error.reason
-                failed = {b.key: reason for b in part.blocks if b.extent is None or error.concerns(*b.extent)}
+                addresses = [(block.key, block.extent or block.redis) for block in part.blocks]
+                failed = {key: reason for key, where in addresses if where is None or error.concerns(*where)}
             with self._changed:
                 progress = part.progress(time.perf_counter())
                 if progress is not None and reason in {"deadline", "io"}:
@@ -53,21 +57,20 @@ class LoadReader:
     def tell_late(self, part: LoadPart, progress: LoadProgress) -> None:
         """Tell that a part was given up, and what it would have taken at its pace."""
         seconds = progress.whole_s(self._slab.num_layers)
-        self._completions.tell(Late("disk_to_hbm", len(part.blocks) * self._slab.slot_bytes, seconds))
+        self._completions.tell(Late(f"{part.tier}_to_hbm", len(part.blocks) * self._slab.slot_bytes, seconds))
 
     def _next(self) -> LoadPart | None:
         with self._changed:
-            part = self._queue.wait_next(self._queue.next_to_read)
+            part = self._queue.wait_next(partial(self._queue.next_to_read, self._tier))
             if part is not None:
                 part.reading, part.asked_s = self._queue.may_land(part), time.perf_counter()
             return part
 
-    def _open(self, part: LoadPart) -> ExtentSource | None:
+    def _open(self, part: LoadPart) -> LandedSource | None:
         """Return where a part's bytes come from. None if its load has failed, because its slots are others' then."""
         with self._changed:
             if part.source is None and not part.load.failed:
-                assert self._disk is not None
-                part.source = ExtentSource(part.blocks, self._slab, self._disk, self._landings)
+                part.source = self._make(part.blocks, self._landings)
             assert not isinstance(part.source, SlotSource)
             return part.source
 

@@ -1,5 +1,5 @@
-"""Loads from DRAM or disk into HBM, layer by layer (AttentionStore §3.2.1). One thread reads off the disk. Another
-places layers in HBM, or where processors copy, the step that waits for them does."""
+"""Loads from DRAM, disk or Redis into HBM, layer by layer (AttentionStore §3.2.1). One thread reads off the disk, one
+out of Redis. Another places layers in HBM, or where processors copy, the step that waits for them does."""
 
 import time
 from collections.abc import Sequence
@@ -7,11 +7,12 @@ from collections.abc import Sequence
 from cache.moves import LoadBlocks
 from cache.rates import LoadProgress
 from cache.storage.extent_store import ExtentStore
+from cache.storage.redis_extents import RedisExtents
 from cache.storage.slab import Slab
 from cache.storage.throttle import Throttle
 from cache.transfer.events import Events
 from cache.transfer.key_rotations import KeyRotations
-from cache.transfer.layer_source import layers_landed
+from cache.transfer.layer_source import ExtentSource, RedisSource, layers_landed
 from cache.transfer.load_placer import LoadPlacer
 from cache.transfer.load_queue import LoadJob, LoadPart, LoadQueue
 from cache.transfer.load_reader import LoadReader
@@ -20,8 +21,8 @@ from kernels.attention.ragged_batch import KvPages
 
 
 class LoadStream:
-    """`read` and `place` are threads; the other methods are called by the engine's. The disk may not answer: nobody but
-    `read` waits for its bytes. Descriptors are closed by whoever ends a load.
+    """The `readers` and `place` are threads; the other methods are called by the engine's. Disk and Redis may not
+    answer: nobody but their readers waits for their bytes. Descriptors are closed by whoever ends a load.
 
     Where processors do the copying, a load beside a computation takes from it: a product that is split evenly over all
     cores is as slow as the core that copies too. 142 tokens behind 1,600 in DRAM, 125 M model, two cores: layers took
@@ -36,6 +37,7 @@ class LoadStream:
         pages: Sequence[KvPages],
         slab: Slab,
         disk: ExtentStore | None,
+        redis: RedisExtents | None,
         rotations: KeyRotations,
         read_buffer_layers: int,
         throttle: Throttle,
@@ -53,7 +55,24 @@ class LoadStream:
         self._queue = LoadQueue(
             num_layers=slab.num_layers, read_buffer_layers=self._read_buffer_layers, changed=self._changed
         )
-        self._reader = LoadReader(queue=self._queue, slab=slab, disk=disk, completions=completions)
+        self.readers: dict[str, LoadReader] = {}
+        """By tier. The `run` of each is a thread."""
+        if disk is not None:
+            self.readers["disk"] = LoadReader(
+                queue=self._queue,
+                slab=slab,
+                tier="disk",
+                make=lambda blocks, landings: ExtentSource(blocks, slab, disk, landings),
+                completions=completions,
+            )
+        if redis is not None:
+            self.readers["redis"] = LoadReader(
+                queue=self._queue,
+                slab=slab,
+                tier="redis",
+                make=lambda blocks, landings: RedisSource(blocks, slab, redis, landings),
+                completions=completions,
+            )
         self._placer = LoadPlacer(
             queue=self._queue, pool=self._pool, slab=slab, throttle=throttle, completions=completions
         )
@@ -62,10 +81,6 @@ class LoadStream:
         self._loads: dict[int, LoadJob] = {}  # loads whose end the engine has not heard of
         self.waited_s = 0.0  # seconds that steps have waited for loads or spent on them
 
-    def read(self) -> None:
-        """Read layers off the disk until `close`."""
-        self._reader.run()
-
     def place(self, rotations: KeyRotations) -> None:
         """Place layers that no step places by itself, until `close`. rotations: for this thread."""
         self._placer.run(rotations)
@@ -73,25 +88,23 @@ class LoadStream:
     def put(self, move: LoadBlocks, *, in_step: bool) -> None:
         """Take a load, which comes after those before it, as far as the read buffer lets it. in_step: the next step
         stands on it, and places it by itself if it can."""
-        on_disk = tuple(block for block in move.blocks if block.extent is not None)
-        in_dram = tuple(block for block in move.blocks if block.extent is None)
+        in_dram = tuple(block for block in move.blocks if not block.is_far)
         num_layers = self._slab.num_layers
         in_step = in_step and self._pool.has_team
         load = LoadJob(move.job_id, started=in_step or self._read_buffer_layers >= num_layers)
-        if on_disk:
-            ahead = layers_landed(self._slab, len(on_disk))
-            load.parts.append(LoadPart(on_disk, load, num_layers, reads_disk=True, in_step=in_step, ahead=ahead))
+        for tier in self.readers:
+            if read := tuple(block for block in move.blocks if block.tier == tier):
+                ahead = layers_landed(self._slab, len(read))
+                load.parts.append(LoadPart(read, load, num_layers, tier=tier, in_step=in_step, ahead=ahead))
         if in_dram:
             # Who waits for a link that is made slower does so on a thread.
             together = in_step and not self._throttle.is_capped
-            load.parts.append(
-                LoadPart(in_dram, load, num_layers, reads_disk=False, in_step=together, landed=num_layers)
-            )
+            load.parts.append(LoadPart(in_dram, load, num_layers, tier="dram", in_step=together, landed=num_layers))
         load.left = len(load.parts)
         self._loads[move.job_id] = load
         with self._changed:
             self._queue.parts += load.parts
-            if any(part.reads_disk or not part.in_step for part in load.parts):
+            if any(part.is_far or not part.in_step for part in load.parts):
                 self._changed.notify_all()
 
     def start(self, job_id: int) -> None:
@@ -107,21 +120,24 @@ class LoadStream:
         load that has failed, so a read that hangs holds up neither the load's end nor its pages."""
         load = self._loads.get(job_id)
         with self._changed:
-            part = self._queue.part_on_disk(load)
-            progress = None if part is None else part.progress(time.perf_counter())
-            if load is None or part is None or progress is None or part.placed == self._slab.num_layers:
+            now_s = time.perf_counter()
+            late = [(part, progress) for part in self._queue.far_parts(load) if (progress := part.progress(now_s))]
+            if load is None or not late:
                 return
             load.is_abandoned = True
-            load.failed.update((block.key, "late") for block in part.blocks if block.key not in load.failed)
-            self._reader.tell_late(part, progress)
+            for part, progress in late:
+                load.failed.update((block.key, "late") for block in part.blocks if block.key not in load.failed)
+                self.readers[part.tier].tell_late(part, progress)
             self._changed.notify_all()
 
     def progress(self, job_id: int) -> LoadProgress | None:
-        """Return how far the disk has come with a load. None if it brings none of it, has brought all, or has
-        failed."""
+        """Return how far disk and Redis have come with a load: the slower of the two. None if they bring none of it,
+        have brought all, or have failed."""
         with self._changed:
-            part = self._queue.part_on_disk(self._loads.get(job_id))
-            return None if part is None else part.progress(time.perf_counter())
+            now_s = time.perf_counter()
+            parts = self._queue.far_parts(self._loads.get(job_id))
+            found = [progress for part in parts if (progress := part.progress(now_s)) is not None]
+        return max(found, key=lambda progress: progress.left_s(self._slab.num_layers), default=None)
 
     def wait_layer(self, job_id: int, layer: int, timeout_s: float) -> bool:
         """Whether layer `layer` of a load has arrived, or has failed to, within that time. What the step places by
@@ -163,7 +179,7 @@ class LoadStream:
         self._placer.place(part, self._rotations, together=True)
         if part.is_over:
             self._placer.end(part)
-        elif part.reads_disk and not part.reading and part.landed < self._slab.num_layers:
+        elif part.is_far and not part.reading and part.landed < self._slab.num_layers:
             with self._changed:
                 self._changed.notify_all()  # there is room for another layer
 

@@ -21,6 +21,7 @@ from cache.moves import (
     CapturePiece,
     CopyRows,
     DeleteExtents,
+    DeleteRemote,
     Event,
     FetchBlocks,
     FillFromPage,
@@ -29,13 +30,16 @@ from cache.moves import (
     Loaded,
     Move,
     PutSession,
+    ReadHeaders,
     ReleaseLoad,
     Save,
     SealSlot,
+    UploadExtent,
     WriteExtent,
 )
 from cache.rates import LoadProgress
 from cache.storage.extent_store import ExtentStore
+from cache.storage.redis_extents import RedisExtents
 from cache.storage.slab import Slab
 from cache.storage.thread_priority import SAVING, WRITING, lower_priority
 from cache.storage.throttle import Throttle
@@ -45,6 +49,7 @@ from cache.transfer.fetch_stream import FetchStream
 from cache.transfer.key_rotations import KeyRotations
 from cache.transfer.load_stream import LoadStream
 from cache.transfer.save_stream import SaveStream
+from cache.transfer.upload_stream import RemoteCalls, UploadStream
 from cache.transfer.write_stream import WriteStream
 from kernels.attention.ragged_batch import KvPages
 from kernels.kv_copy import gather_rows, write_rows
@@ -62,6 +67,7 @@ class Transfer:
         pages: Sequence[KvPages],
         slab: Slab,
         disk: ExtentStore | None,
+        redis: RedisExtents | None = None,
         rotations: Callable[[], KeyRotations],
         read_buffer_layers: int,
         dram_throttle: Throttle,
@@ -72,7 +78,7 @@ class Transfer:
         """dram_throttle: caps loads out of DRAM; save_throttle: caps saves into it."""
         self._pages = pages
         self._slab = slab
-        self._disk = disk
+        self._disk, self._redis = disk, redis
         self._device = pages[0].k.device
         self._inline = rotations()
         self._completions = Events()
@@ -89,6 +95,7 @@ class Transfer:
             pages=pages,
             slab=slab,
             disk=disk,
+            redis=redis,
             rotations=self._inline,
             read_buffer_layers=read_buffer_layers,
             throttle=dram_throttle,
@@ -102,8 +109,14 @@ class Transfer:
         if disk is not None:
             self._fetches = FetchStream(slab=slab, disk=disk, completions=self._completions)
             self._writes = WriteStream(slab=slab, disk=disk, completions=self._completions)
-            work["kv-load-disk"] = (self._loads.read, 0)
+            work["kv-load-disk"] = (self._loads.readers["disk"].run, 0)
             work |= {"kv-fetch": (self._fetches.run, 0), "kv-write": (self._writes.run, WRITING)}
+        if redis is not None:
+            self._calls = RemoteCalls(redis=redis, completions=self._completions)
+            work |= {"kv-load-redis": (self._loads.readers["redis"].run, 0), "kv-redis": (self._calls.run, 0)}
+        if redis is not None and disk is not None:
+            self._uploads = UploadStream(disk=disk, redis=redis, completions=self._completions)
+            work["kv-upload"] = (self._uploads.run, WRITING)
         self._threads = [
             threading.Thread(target=self._run, args=(name, *how), name=name, daemon=True) for name, how in work.items()
         ]
@@ -137,6 +150,10 @@ class Transfer:
                     self._fetches.put(move)
                 case WriteExtent() | DeleteExtents() | PutSession():
                     self._writes.put(move)
+                case UploadExtent():
+                    self._uploads.put(move)
+                case ReadHeaders() | DeleteRemote():
+                    self._calls.put(move)
         self._saves.put(saves)
 
     def save(self, step: Captured | None, pieces: list[CapturePiece]) -> None:
@@ -197,11 +214,17 @@ class Transfer:
         if self._disk is not None:
             self._fetches.close()
             self._writes.close()
+        if self._redis is not None:
+            self._calls.close()
+            if self._disk is not None:
+                self._uploads.close()
         for thread in self._threads:
             if thread.ident is not None:
                 thread.join(max(0.0, end - time.monotonic()))
         if self._disk is not None:
             self._disk.close()
+        if self._redis is not None:
+            self._redis.close()
         return not any(thread.is_alive() for thread in self._threads)
 
     def _copy(self, move: CopyRows) -> None:

@@ -3,9 +3,10 @@
 import functools
 import random
 import time
+from hashlib import blake2b
 from pathlib import Path
 
-from cache.blocks.keys import BLOCK_TOKENS, KeyDomain
+from cache.blocks.keys import BLOCK_TOKENS, KeyDomain, typed_fields
 from cache.manager import CacheManager
 from cache.options import CacheOptions, Truncation
 from engine.build.first_steps import WarmModel, warm_up
@@ -92,6 +93,7 @@ def _cache(config: EngineConfig, probed: ProbedModel, room: Room, tiers: Tiers, 
             num_slots=tiers.num_slots,
             dram_slots=tiers.dram_slots,
             disk_bytes=tiers.disk_bytes,
+            head_key=_head_key(config.tenant_secret, probed.fingerprint) if tiers.has_redis else b"",
             hbm_high_water=settings.hbm_high_water,
             hbm_low_water=min(settings.hbm_low_water, settings.hbm_high_water),
             dram_free_buffer=settings.dram_free_buffer,
@@ -110,6 +112,11 @@ def _cache(config: EngineConfig, probed: ProbedModel, room: Room, tiers: Tiers, 
     )
     cache.sessions.restore(tiers.extents, tiers.records, time.monotonic())
     return cache
+
+
+def _head_key(secret: bytes, fingerprint: bytes) -> bytes:
+    """Derive the key that signs heads of sessions: of one installation and one model."""
+    return blake2b(typed_fields("reprise-heads", fingerprint), key=blake2b(secret).digest(), digest_size=32).digest()
 
 
 def _verifier(
@@ -180,6 +187,8 @@ def _tier_warnings(config: CacheConfig, tiers: Tiers, hbm_tokens: int, window: i
             warnings += dram_warnings(tiers.dram_slots * BLOCK_TOKENS, hbm_tokens, window)
         if config.disk_bytes is None and not tiers.disk_bytes:
             warnings.append("nothing is kept on disk: no space is free above cache.disk_min_free_gib")
+    if tiers.has_redis and not tiers.disk_bytes:
+        warnings.append("nothing is uploaded to Redis, because uploads come from disk; what others upload is loaded")
     return warnings
 
 

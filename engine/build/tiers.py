@@ -19,6 +19,7 @@ from cache.storage.extent_format import record_key
 from cache.storage.extent_store import ExtentStore
 from cache.storage.first_touch import FirstTouch
 from cache.storage.large_pages import LargePages
+from cache.storage.redis_extents import RedisExtents
 from cache.storage.slab import LayerShape, Slab
 from cache.storage.throttle import Throttle
 from cache.transfer.transfer import Transfer
@@ -42,9 +43,11 @@ _GB = 1e9
 _PRIOR_BYTES_PER_S = {
     "dram_to_hbm": 4e9,
     "disk_to_hbm": 1.5e9,
+    "redis_to_hbm": 1e9,
     "disk_to_dram": 1.5e9,
     "hbm_to_dram": 4e9,
     "dram_to_disk": 5e8,
+    "disk_to_redis": 5e8,
 }
 _PRIOR_TRANSFER_S, _PRIOR_STEP_S, _PRIOR_PREFILL_FLOPS = 0.003, 0.005, 4e11
 
@@ -59,6 +62,7 @@ class Tiers:
     disk_bytes: int
     rates: Rates
     transfer: Transfer
+    has_redis: bool
     first_touch: FirstTouch
     extents: Sequence[ExtentInfo]  # found on disk
     records: Sequence[SessionRecord]
@@ -84,10 +88,12 @@ def build_tiers(config: EngineConfig, loaded: LoadedModel, probed: ProbedModel, 
     if disk_bytes:
         disk = _disk(config, probed.fingerprint, slab.segment_bytes, disk_bytes)
         extents, records = _opened(disk, cache.disk_dir)
+    redis = _redis(config, probed.fingerprint, slab.segment_bytes) if slab.num_slots else None
     transfer = Transfer(
         pages=pages,
         slab=slab,
         disk=disk,
+        redis=redis,
         rotations=functools.partial(ModelRotations, ropes=ropes),
         read_buffer_layers=cache.read_buffer_layers,
         dram_throttle=Throttle(bytes_per_s=cache.dram_gbps * _GB, clock=time.monotonic, sleep=time.sleep),
@@ -109,6 +115,7 @@ def build_tiers(config: EngineConfig, loaded: LoadedModel, probed: ProbedModel, 
         disk_bytes=disk_bytes,
         rates=rates,
         transfer=transfer,
+        has_redis=redis is not None,
         first_touch=FirstTouch(pages=pages, slab=slab, large_pages=None if on_gpu else LargePages()),
         extents=extents,
         records=records,
@@ -141,6 +148,26 @@ def _disk(config: EngineConfig, fingerprint: bytes, segment_bytes: Sequence[int]
         deadline_s=cache.io_deadline_s,
         owner=f"a running server (pid {os.getppid()})",  # who is to be stopped is the app, not its engine
     )
+
+
+def _redis(config: EngineConfig, fingerprint: bytes, segment_bytes: Sequence[int]) -> RedisExtents | None:
+    """Raises ModelRefused for a URL that is none. Whether a server answers shows when it is asked."""
+    cache = config.cache
+    if not (cache.redis_urls and cache.redis_bytes):
+        return None
+    try:
+        return RedisExtents(
+            urls=cache.redis_urls,
+            fingerprint=fingerprint,
+            segment_bytes=segment_bytes,
+            key=record_key(config.tenant_secret),
+            capacity_bytes=cache.redis_bytes,
+            ttl_s=cache.redis_ttl_s,
+            upload_bytes_per_s=cache.redis_upload_gbps * _GB,
+            deadline_s=cache.io_deadline_s,
+        )
+    except ValueError as error:
+        raise ModelRefused(f"cache.redis_url: {error}") from error
 
 
 def _opened(disk: ExtentStore, directory: str) -> tuple[Sequence[ExtentInfo], Sequence[SessionRecord]]:

@@ -281,9 +281,8 @@ class PoolModel:
     def hear(self, now: float = 0.0) -> None:
         while self.events:
             self.manager.on_event(self.events.popleft(), now)
-        ended = self.manager.sessions.deletions.ended
+        ended = self.manager.sessions.deletions.take_ended()
         self.deleted += [waiter for waiter, is_done in ended if is_done]
-        ended.clear()
 
     # --- the threads' part --------------------------------------------------------------------------------------------
 

@@ -134,6 +134,6 @@ def test_a_session_outlives_its_process():
 
 def test_a_session_saved_before_its_conversation_was_written_down_is_read():
     session = SessionContext(lineage=lineage(2), open_key=None, open_tokens=(), last_used_s=5.0, cuts=[blocks(1, 4)])
-    *fields, conversation_keys = msgspec.msgpack.decode(session.pack())
-    assert conversation_keys == []
+    *fields, conversation_keys, client_cuts, turns = msgspec.msgpack.decode(session.pack())
+    assert (conversation_keys, client_cuts, turns) == ([], [], 0)
     assert SessionContext.unpack(msgspec.msgpack.encode(fields), DOMAIN, 5.0) == session

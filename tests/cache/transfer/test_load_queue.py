@@ -12,9 +12,9 @@ from cache.transfer.load_queue import LoadJob, LoadPart, LoadQueue
 LAYERS, BUFFER = 6, 2
 
 
-def part_of(load, *, reads_disk=True, in_step=False, landed=0, ahead=LAYERS):
-    block = BlockLoad(BlockKey(bytes(16)), BLOCK_TOKENS, 0, (7, 0) if reads_disk else None, 0, 0, 0)
-    part = LoadPart((block,), load, LAYERS, reads_disk=reads_disk, in_step=in_step, landed=landed, ahead=ahead)
+def part_of(load, *, tier="disk", in_step=False, landed=0, ahead=LAYERS):
+    block = BlockLoad(BlockKey(bytes(16)), BLOCK_TOKENS, 0, (7, 0) if tier == "disk" else None, 0, 0, 0)
+    part = LoadPart((block,), load, LAYERS, tier=tier, in_step=in_step, landed=landed, ahead=ahead)
     load.parts.append(part)
     return part
 
@@ -27,13 +27,13 @@ def queue():
 def test_a_load_whose_request_runs_goes_ahead_of_earlier_ones(queue):
     early, late = part_of(LoadJob(1, started=False)), part_of(LoadJob(2, started=False))
     queue.parts += [early, late]
-    assert queue.next_to_read() is early
+    assert queue.next_to_read("disk") is early
     assert not queue.gives_way(early)
     late.load.started = True
-    assert queue.next_to_read() is late
+    assert queue.next_to_read("disk") is late
     assert queue.gives_way(early)
     late.reading = 1
-    assert queue.next_to_read() is early
+    assert queue.next_to_read("disk") is early
     assert not queue.gives_way(early), "somebody reads the other already"
 
 
@@ -42,11 +42,11 @@ def test_a_load_that_waits_comes_as_far_as_the_read_buffer_reaches(queue):
     queue.parts.append(part)
     assert queue.may_land(part) == BUFFER
     part.landed = part.placed = BUFFER
-    assert queue.next_to_read() is None
+    assert queue.next_to_read("disk") is None
     assert queue.next_to_place() is None
     part.load.started = True
     assert queue.may_land(part) == LAYERS - BUFFER
-    assert queue.next_to_read() is part
+    assert queue.next_to_read("disk") is part
 
 
 def test_no_more_lands_than_there_is_room_for(queue):
@@ -58,12 +58,12 @@ def test_no_more_lands_than_there_is_room_for(queue):
 
 
 def test_threads_place_what_has_landed_and_no_step_places(queue):
-    part = part_of(LoadJob(1, started=True), in_step=True, reads_disk=False, landed=LAYERS)
+    part = part_of(LoadJob(1, started=True), in_step=True, tier="dram", landed=LAYERS)
     queue.parts.append(part)
     assert queue.next_to_place() is None
     part.in_step = False
     assert queue.next_to_place() is part
-    assert queue.next_to_read() is None
+    assert queue.next_to_read("disk") is None
 
 
 def test_a_part_that_is_read_while_its_load_fails_is_over_when_the_read_has_ended(queue):
@@ -78,6 +78,16 @@ def test_a_part_that_is_read_while_its_load_fails_is_over_when_the_read_has_ende
     assert part.is_over, "nobody waits for a read of a load that was given up"
 
 
+def test_a_slow_disk_keeps_nobody_from_redis(queue):
+    slow = part_of(LoadJob(1, started=True))
+    remote = part_of(LoadJob(2, started=True), tier="redis")
+    queue.parts += [slow, remote]
+    slow.reading = 1
+    assert queue.next_to_read("disk") is None
+    assert queue.next_to_read("redis") is remote
+    assert not queue.gives_way(slow)
+
+
 def test_progress_counts_the_time_since_the_last_layer_as_silent():
     part = part_of(LoadJob(1, started=True), landed=2)
     part.reading, part.asked_s, part.reading_s, part.landed_s = 1, 10.0, 0.5, 1.0
@@ -87,4 +97,4 @@ def test_progress_counts_the_time_since_the_last_layer_as_silent():
 def test_nothing_left_and_nothing_more_to_come_is_the_end(queue):
     queue.closing = True
     with queue.changed:
-        assert queue.wait_next(queue.next_to_read) is None
+        assert queue.wait_next(lambda: queue.next_to_read("disk")) is None

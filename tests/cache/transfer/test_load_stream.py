@@ -109,6 +109,7 @@ class Stream:
             pages=self.pages,
             slab=self.slab,
             disk=self.disk,  # type: ignore[arg-type]
+            redis=None,
             rotations=Unturned(),  # type: ignore[arg-type]
             read_buffer_layers=read_buffer_layers,
             throttle=Throttle(bytes_per_s=gbps * 1e9, clock=time.monotonic, sleep=time.sleep),
@@ -118,7 +119,7 @@ class Stream:
 
     def begin(self, work: str) -> None:
         """One of the threads: `read` or `place`."""
-        run, what = {"read": (self.stream.read, ()), "place": (self.stream.place, (Unturned(),))}[work]
+        run, what = {"read": (self.stream.readers["disk"].run, ()), "place": (self.stream.place, (Unturned(),))}[work]
         self._threads.append(threading.Thread(target=run, args=what))
         self._threads[-1].start()
 

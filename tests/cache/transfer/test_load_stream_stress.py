@@ -210,6 +210,7 @@ class Engine:
             pages=self._pages,
             slab=self._slab,
             disk=self._disk,
+            redis=None,
             rotations=Unturned(),
             read_buffer_layers=rng.choice([-1, 0, 1, 3, LAYERS]),
             throttle=Throttle(bytes_per_s=rng.choice([0, 0, 1e8]), clock=time.monotonic, sleep=time.sleep),
@@ -222,7 +223,7 @@ class Engine:
         self._ended = {}  # job -> what failed
         self._threads = [
             threading.Thread(target=self._run, args=work, daemon=True)
-            for work in [(self._stream.read,), (self._stream.place, Unturned())]
+            for work in [(self._stream.readers["disk"].run,), (self._stream.place, Unturned())]
         ]
 
         place = Loader.place

@@ -1,0 +1,62 @@
+"""The head of a session: what another server needs to go on with it, signed."""
+
+import hmac
+from collections.abc import Sequence
+from hashlib import blake2b
+
+import msgspec
+
+from cache.blocks.stored import MAX_CONTEXT_BYTES, SessionRecord
+
+HEAD_VERSION = 1
+MAX_EXTENTS = 4096  # that a head names; blocks of others are computed
+_MAC_BYTES, _NAME_BYTES = 16, 16
+
+
+class SessionHead(msgspec.Struct, frozen=True, array_like=True):
+    """A session after one of its turns, and the names of its extents in Redis."""
+
+    version: int
+    turns: int
+    tenant: str
+    salt: str
+    session_id: str
+    context: bytes  # `SessionContext.pack`
+    pinned: bool
+    ttl_s: float | None
+    extents: tuple[bytes, ...]
+
+
+class BadHead(Exception):
+    """This is no head that a server of this model and secret has made for this session."""
+
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder(SessionHead).decode
+
+
+def encode_head(record: SessionRecord, turns: int, extents: Sequence[bytes], key: bytes) -> bytes:
+    """Encode and sign a head; extents beyond MAX_EXTENTS are left out."""
+    names = tuple(extents[:MAX_EXTENTS])
+    body = _encode(SessionHead(HEAD_VERSION, turns, *record.names, record.context, record.pinned, record.ttl_s, names))
+    return _mac(body, key) + body
+
+
+def decode_head(data: bytes, names: tuple[str, str, str], key: bytes) -> SessionHead:
+    """Decode the head of a session (tenant, salt, session id). Nothing in it is believed before its signature is
+    verified. Raises BadHead."""
+    if len(data) > 2 * MAX_CONTEXT_BYTES or not hmac.compare_digest(data[:_MAC_BYTES], _mac(data[_MAC_BYTES:], key)):
+        raise BadHead("not signed with this server's secret for this model")
+    try:
+        head = _decode(data[_MAC_BYTES:])
+    except msgspec.DecodeError as error:
+        raise BadHead(f"not a head: {error}") from error
+    if head.version != HEAD_VERSION or (head.tenant, head.salt, head.session_id) != names:
+        raise BadHead("of another version or session")
+    if len(head.extents) > MAX_EXTENTS or any(len(name) != _NAME_BYTES for name in head.extents):
+        raise BadHead("names what cannot be extents")
+    return head
+
+
+def _mac(body: bytes, key: bytes) -> bytes:
+    return blake2b(body, key=key, digest_size=_MAC_BYTES, person=b"head").digest()

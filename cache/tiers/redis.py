@@ -1,0 +1,215 @@
+"""Keeps account of Redis: which blocks have a copy there, and what is uploaded next. Touches no bytes.
+
+Extents in Redis are immutable, shared with other servers, and may vanish at any time: by their time to live, by Redis'
+own eviction, or because their session was deleted elsewhere. So nothing here is more than a hope. A copy that is not
+there is found out by the load that wants it, and forgotten.
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from cache.blocks.keys import BlockKey, tokens_of
+from cache.blocks.stored import ExtentInfo, RedisExtent
+from cache.blocks.table import BlockRow, CacheTable, SessionName
+from cache.moves import DeleteRemote, Orders, ReadHeaders, UploadExtent
+from cache.returns.return_times import ReturnTimes
+from cache.stats import CacheStats
+from cache.tiers.disk import DiskLedger
+
+_MAX_UPLOADS = 2  # under way at once, so that the most valuable is chosen late
+_MAX_WANTED = 1 << 16  # extents that wait to be uploaded; the oldest are left out
+_RETRY_S = 5.0  # after Redis has refused an upload or a deletion
+_UNANSWERED = frozenset({"io", "deadline"})
+_UNKNOWN_GAP_S = 3600.0  # until the next use of a session whose rhythm is not known
+
+
+@dataclass(frozen=True, slots=True)
+class _Upload:
+    extent_id: int
+    session: SessionName
+
+
+@dataclass(frozen=True, slots=True)
+class _Deletion:
+    session: SessionName
+    waiter: str | None
+
+
+class RedisLedger:
+    """Single-threaded, part of the CacheManager. Without Redis everything is a no-op."""
+
+    def __init__(
+        self,
+        *,
+        is_on: bool,
+        table: CacheTable,
+        disk: DiskLedger,
+        returns: ReturnTimes,
+        bytes_per_token: int,
+        unix_offset_s: float,
+        orders: Orders,
+        stats: CacheStats,
+    ) -> None:
+        self.is_on = is_on
+        self._table, self._disk, self._returns = table, disk, returns
+        self._orders, self._stats = orders, stats
+        self._bytes_per_token, self._unix_offset_s = bytes_per_token, unix_offset_s
+        self._wanted: dict[int, SessionName] = {}  # extents on disk that are to be uploaded, oldest first
+        self._uploads: dict[int, _Upload] = {}  # under way, by job
+        self._deletions: dict[int, _Deletion] = {}  # likewise
+        self._refused: list[SessionName] = []  # deletions to be tried again
+        self._undeleted: set[str] = set()  # waiters whose deletion Redis has refused
+        self._retry_s = -math.inf
+        self.num_blocks = 0  # that have a copy which counts
+        self.uploaded: list[SessionName] = []
+        """Sessions of which an upload has ended. Cleared by whoever tells of it."""
+
+    @property
+    def in_flight(self) -> int:
+        """Uploads and deletions under way."""
+        return len(self._uploads) + len(self._deletions)
+
+    # --- what is there ------------------------------------------------------------------------------------------------
+
+    def add(self, extent: RedisExtent) -> None:
+        """Record an extent that was uploaded: its blocks that are still known have a copy there."""
+        for index, block in enumerate(extent.blocks):
+            row = self._table.get(block.key)
+            if row is not None and row.redis is None:
+                self._attach(row, extent.name, index)
+
+    def adopt(self, extent: RedisExtent, name: SessionName, wanted: Iterable[BlockKey]) -> None:
+        """Record those of these blocks that an extent of another server has, for a session that is taken over."""
+        keys = set(wanted)
+        for index, block in enumerate(extent.blocks):
+            if block.key not in keys:
+                continue
+            row = self._table.get(block.key)
+            if row is None:
+                tokens = tokens_of(block.token_ids)
+                row = BlockRow(
+                    key=block.key,
+                    parent=block.parent,
+                    token_ids=tokens,
+                    size_bytes=len(tokens) * self._bytes_per_token,
+                    session_id=extent.session.session_id if block.is_open else None,
+                    owners=(name,),
+                )
+                self._table.publish(row)
+            if row.redis is None:
+                self._attach(row, extent.name, index)
+
+    def _attach(self, row: BlockRow, name: bytes, index: int) -> None:
+        row.redis = (name, index)
+        self.num_blocks += 1
+        self._table.moved()
+
+    def drop(self, row: BlockRow) -> None:
+        """Forget a block's copy. Does not check whether it is anywhere else."""
+        if row.redis is not None:
+            row.redis = None
+            self.num_blocks -= 1
+            self._table.moved()
+
+    def names_of(self, keys: Iterable[BlockKey]) -> list[bytes]:
+        """Return the extents that have copies of these blocks, each once, in the blocks' order."""
+        rows = (self._table.get(key) for key in keys)
+        return list(dict.fromkeys(row.redis[0] for row in rows if row is not None and row.redis is not None))
+
+    # --- what is uploaded ---------------------------------------------------------------------------------------------
+
+    def want(self, extent: ExtentInfo) -> None:
+        """Have an extent uploaded that was written to disk."""
+        if self.is_on:
+            self._wanted[extent.extent_id] = extent.session.names
+            if len(self._wanted) > _MAX_WANTED:
+                del self._wanted[next(iter(self._wanted))]
+
+    def want_session(self, name: SessionName, keys: Iterable[BlockKey]) -> None:
+        """Have a session's extents uploaded that Redis does not have yet, such as those of an earlier process."""
+        if self.is_on:
+            under_way = {upload.extent_id for upload in self._uploads.values()}
+            for key in keys:
+                row = self._table.get(key)
+                extent = row.extent if row is not None and row.redis is None else None
+                if extent is not None and extent[0] not in under_way:
+                    self._wanted.setdefault(extent[0], name)
+
+    def plan(self, now: float) -> None:
+        """Order uploads, those of the sessions first that are most worth keeping, and deletions that were refused."""
+        if now < self._retry_s:
+            return
+        while self._wanted and len(self._uploads) < _MAX_UPLOADS:
+            extent_id = max(self._wanted, key=lambda one: self._returns.rank(self._wanted[one]))
+            name = self._wanted.pop(extent_id)
+            if self._disk.has(extent_id):
+                job = self._orders.next_job()
+                self._uploads[job] = _Upload(extent_id, name)
+                self._orders.add(UploadExtent(job, extent_id, self.next_use_s(name, now)))
+        refused, self._refused = self._refused, []
+        for name in refused:
+            self.delete(name, None)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether `plan` has anything to look at."""
+        return bool(self._wanted or self._refused)
+
+    def next_use_s(self, name: SessionName, now: float) -> float:
+        """Return when a session is expected to be used, in Unix time."""
+        return self._unix_offset_s + now + (self._returns.gap_s(name) or _UNKNOWN_GAP_S)
+
+    def is_uploading(self, name: SessionName) -> bool:
+        return any(upload.session == name for upload in self._uploads.values())
+
+    def on_uploaded(self, job: int, extent: RedisExtent | None, reason: str | None, now: float) -> None:
+        """Record the end of an upload. extent: None if there was none; one that Redis has not answered to is tried
+        again."""
+        upload = self._uploads.pop(job)
+        if extent is not None:
+            self.add(extent)
+            self.uploaded.append(upload.session)
+            return
+        self._stats.write_failures["redis"] += 1
+        self._retry_s = now + _RETRY_S
+        if reason in _UNANSWERED and self._disk.has(upload.extent_id):
+            self._wanted[upload.extent_id] = upload.session
+
+    # --- what is adopted ----------------------------------------------------------------------------------------------
+
+    def read_headers(self, names: Sequence[bytes], next_use_s: float) -> int:
+        """Order the headers of extents to be read. Returns the job that HeadersRead will tell of."""
+        job = self._orders.next_job()
+        self._orders.add(ReadHeaders(job, tuple(names), next_use_s))
+        return job
+
+    # --- what leaves --------------------------------------------------------------------------------------------------
+
+    def delete(self, name: SessionName, waiter: str | None) -> None:
+        """Delete all that Redis has of a session. `waits` says whether that is under way for `waiter`."""
+        if not self.is_on:
+            return
+        self._wanted = {one: session for one, session in self._wanted.items() if session != name}
+        job = self._orders.next_job()
+        self._deletions[job] = _Deletion(name, waiter)
+        self._orders.add(DeleteRemote(job, name))
+
+    def on_deleted(self, job: int, problem: str | None, now: float) -> None:
+        """Record the end of a deletion. problem: bytes may still be there, and it is tried again."""
+        deletion = self._deletions.pop(job)
+        if problem is not None:
+            self._refused.append(deletion.session)
+            self._retry_s = now + _RETRY_S
+            if deletion.waiter is not None:
+                self._undeleted.add(deletion.waiter)
+
+    def waits(self, waiter: str) -> bool:
+        """Whether a deletion for this request is under way."""
+        return any(deletion.waiter == waiter for deletion in self._deletions.values())
+
+    def take_refusal(self, waiter: str) -> bool:
+        """Whether Redis has refused a deletion for this request, which is then forgotten."""
+        found = waiter in self._undeleted
+        self._undeleted.discard(waiter)
+        return found

@@ -1,0 +1,112 @@
+"""Copies extents from disk to Redis, and asks Redis about sessions, on two threads: nobody who is taken over waits for
+an upload."""
+
+import time
+from collections.abc import Iterator, Sequence
+from queue import SimpleQueue
+
+from cache.blocks.stored import RedisExtent
+from cache.moves import DeleteRemote, HeadersRead, ReadHeaders, RemoteDeleted, Transferred, Uploaded, UploadExtent
+from cache.storage.errors import BlockMissing, TierFailed, TierFull
+from cache.storage.extent_format import ExtentHeader
+from cache.storage.extent_reader import ExtentReader
+from cache.storage.extent_store import ExtentStore
+from cache.storage.rare_log import RareLog
+from cache.storage.redis_extents import RedisExtents
+from cache.transfer.events import Events
+
+
+class UploadStream:
+    """`run` is the work of a thread; the engine's thread calls the other methods."""
+
+    def __init__(self, *, disk: ExtentStore, redis: RedisExtents, completions: Events) -> None:
+        self._disk, self._redis, self._completions = disk, redis, completions
+        self._log = RareLog()
+        self._orders: SimpleQueue[UploadExtent | None] = SimpleQueue()
+
+    def put(self, order: UploadExtent) -> None:
+        """Order an upload, after those ordered before."""
+        self._orders.put(order)
+
+    def close(self) -> None:
+        """Let the thread do what it was given, and end."""
+        self._orders.put(None)
+
+    def run(self) -> None:
+        """Upload until `close`."""
+        while (order := self._orders.get()) is not None:
+            self._completions.tell(self._upload(order))
+
+    def _upload(self, order: UploadExtent) -> Uploaded:
+        started = time.perf_counter()
+        try:
+            with self._disk.reader(order.extent_id) as reader:
+                header = reader.header
+                name = self._redis.write(header, _layers(reader), order.next_use_s)
+        except BlockMissing as error:
+            return Uploaded(order.job_id, None, f"unreadable: {error.reason}")
+        except TierFull as error:
+            self._log.warn("full", "an extent was not uploaded: %s", error)
+            return Uploaded(order.job_id, None, "full")
+        except TierFailed as error:
+            self._log.warn(error.reason, "an extent was not uploaded: %s", error)
+            return Uploaded(order.job_id, None, error.reason)
+        extent = _told(name, header)
+        self._completions.tell(Transferred("disk_to_redis", extent.size_bytes, time.perf_counter() - started))
+        return Uploaded(order.job_id, extent, None)
+
+
+class RemoteCalls:
+    """Reads headers and deletes sessions. `run` is the work of a thread; the engine's thread calls the other
+    methods."""
+
+    def __init__(self, *, redis: RedisExtents, completions: Events) -> None:
+        self._redis, self._completions = redis, completions
+        self._log = RareLog()
+        self._orders: SimpleQueue[ReadHeaders | DeleteRemote | None] = SimpleQueue()
+
+    def put(self, order: ReadHeaders | DeleteRemote) -> None:
+        """Order a call, after those ordered before."""
+        self._orders.put(order)
+
+    def close(self) -> None:
+        """Let the thread do what it was given, and end."""
+        self._orders.put(None)
+
+    def run(self) -> None:
+        """Call Redis until `close`."""
+        while (order := self._orders.get()) is not None:
+            if isinstance(order, ReadHeaders):
+                self._completions.tell(self._read(order))
+            else:
+                self._completions.tell(self._delete(order))
+
+    def _read(self, order: ReadHeaders) -> HeadersRead:
+        found, missing = self._redis.headers(order.names)
+        reasons = [error.reason for error in missing.values() if error.reason != "missing"]
+        return HeadersRead(
+            order.job_id,
+            tuple(_told(name, header) for name, header in found.items()),
+            reasons[0] if reasons else None,
+        )
+
+    def _delete(self, order: DeleteRemote) -> RemoteDeleted:
+        try:
+            self._redis.delete_session(order.session)
+        except TierFailed as error:
+            self._log.warn(error.reason, "a session was not deleted from Redis: %s", error)
+            return RemoteDeleted(order.job_id, str(error))
+        return RemoteDeleted(order.job_id)
+
+
+def _layers(reader: ExtentReader) -> Iterator[Sequence[memoryview]]:
+    """Read an extent's layers, each when it is asked for and verified."""
+    sizes, places = reader.header.segment_bytes, range(len(reader.header.blocks))
+    memory = memoryview(bytearray(max(sizes) * len(places)))
+    for layer, size in enumerate(sizes):
+        reader.read(layer, places, [memory[place * size : (place + 1) * size] for place in places])
+        yield [memory[: len(places) * size]]
+
+
+def _told(name: bytes, header: ExtentHeader) -> RedisExtent:
+    return RedisExtent(name, header.session, header.blocks, sum(header.segment_bytes) * len(header.blocks))

@@ -1,0 +1,163 @@
+"""Tests the account of Redis: what is uploaded first, what is tried again, and whose copies count."""
+
+from array import array
+
+from cache.blocks.keys import BlockKey
+from cache.blocks.stored import ExtentInfo, RedisExtent, SessionRecord, StoredBlock
+from cache.blocks.table import BlockRow, CacheTable
+from cache.moves import DeleteExtents, DeleteRemote, Orders, UploadExtent
+from cache.policies.lru import LruPolicy
+from cache.returns.return_times import ReturnTimes
+from cache.stats import CacheStats
+from cache.tiers.disk import DiskLedger
+from cache.tiers.holds import DirtyBlocks, PinnedSessions
+from cache.tiers.redis import RedisLedger
+
+OFFSET_S = 1e9
+
+
+class World:
+    """A disk with extents of one block each, and the ledger."""
+
+    def __init__(self, *, is_on: bool = True) -> None:
+        self.table, self.orders, self.returns, self.stats = CacheTable(), Orders(), ReturnTimes(), CacheStats()
+        self.disk = DiskLedger(
+            table=self.table,
+            capacity_bytes=1 << 20,
+            policy=LruPolicy(),
+            pinned=PinnedSessions(),
+            dirty=DirtyBlocks(has_disk=True),
+            orders=self.orders,
+            stats=self.stats,
+        )
+        self.redis = RedisLedger(
+            is_on=is_on,
+            table=self.table,
+            disk=self.disk,
+            returns=self.returns,
+            bytes_per_token=8,
+            unix_offset_s=OFFSET_S,
+            orders=self.orders,
+            stats=self.stats,
+        )
+
+    def written(self, number: int, session: str) -> BlockRow:
+        """An extent of one session's block, which was just written to disk."""
+        row = BlockRow(key(number), key(0), array("I", [number]), 8, session_id=None, owners=(("t", "", session),))
+        self.table.publish(row)
+        extent = ExtentInfo(number, record(session), (block(number),), 100)
+        self.disk.add(extent, [row.key])
+        self.redis.want(extent)
+        return row
+
+    def uploads(self) -> list[UploadExtent]:
+        return [move for move in self.orders.take() if isinstance(move, UploadExtent)]
+
+
+def key(number: int) -> BlockKey:
+    return BlockKey(number.to_bytes(16, "big"))
+
+
+def block(number: int) -> StoredBlock:
+    return StoredBlock(key(number), key(0), number.to_bytes(4, "little"), False)
+
+
+def record(session: str) -> SessionRecord:
+    return SessionRecord("t", "", session, context=b"", last_used_s=0.0, pinned=False, ttl_s=None)
+
+
+def in_redis(*numbers: int, session: str = "s") -> RedisExtent:
+    return RedisExtent(bytes([numbers[0]] * 16), record(session), tuple(block(n) for n in numbers), 8 * len(numbers))
+
+
+def test_the_session_most_worth_keeping_is_uploaded_first_and_few_are_under_way() -> None:
+    world = World()
+    for number, name in enumerate("abcd", 1):
+        world.written(number, name)
+        world.returns.used(("t", "", name), float(number))
+    world.redis.plan(10.0)
+    first = world.uploads()
+    assert [upload.extent_id for upload in first] == [4, 3]  # nothing is learned yet: the last use counts
+    assert world.redis.in_flight == 2
+    world.redis.on_uploaded(first[0].job_id, in_redis(4, session="d"), None, 11.0)
+    assert world.table.get(key(4)).redis == (bytes([4] * 16), 0)  # type: ignore[union-attr]
+    assert world.redis.uploaded == [("t", "", "d")]
+    world.redis.plan(11.0)
+    assert [upload.extent_id for upload in world.uploads()] == [2]
+
+
+def test_an_upload_says_when_its_session_is_expected_back() -> None:
+    world = World()
+    name = ("t", "", "s")
+    for now in (0.0, 60.0, 120.0):
+        world.returns.used(name, now)
+    world.written(1, "s")
+    world.redis.plan(130.0)
+    (upload,) = world.uploads()
+    assert upload.next_use_s == OFFSET_S + 130.0 + 60.0
+
+
+def test_what_redis_did_not_answer_to_is_tried_again_and_what_it_refused_is_not() -> None:
+    world = World()
+    world.written(1, "a")
+    for reason, again in (("deadline", True), ("io", True), ("full", False)):
+        world.redis.plan(100.0)
+        (upload,) = world.uploads()
+        world.redis.on_uploaded(upload.job_id, None, reason, 100.0)
+        world.redis.plan(104.9)
+        assert world.uploads() == []
+        assert world.redis.has_work == again
+        world.redis._retry_s = 0.0
+    assert world.stats.write_failures["redis"] == 3
+
+
+def test_an_extent_that_has_left_the_disk_is_not_uploaded() -> None:
+    world = World()
+    row = world.written(1, "a")
+    world.disk.drop(row)
+    world.redis.plan(0.0)
+    assert [type(move) for move in world.orders.take()] == [DeleteExtents]
+
+
+def test_an_adopted_extent_adds_the_wanted_blocks_and_changes_no_other_address() -> None:
+    world = World()
+    known = world.written(1, "s")
+    world.redis.adopt(in_redis(1, 2, 3), ("t", "", "s"), [key(1), key(2)])
+    assert (known.extent, known.redis) == ((1, 0), (bytes([1] * 16), 0))
+    new = world.table.get(key(2))
+    assert new is not None
+    assert (new.redis, new.tier, new.is_saved, new.owners) == ((bytes([1] * 16), 1), "redis", True, (("t", "", "s"),))
+    assert key(3) not in world.table
+    assert world.redis.names_of([key(1), key(2), key(9)]) == [bytes([1] * 16)]
+    assert world.redis.num_blocks == 2
+    world.redis.drop(new)
+    assert new.is_nowhere
+
+
+def test_a_deletion_is_waited_for_and_a_refused_one_is_tried_again() -> None:
+    world = World()
+    name = ("t", "", "s")
+    world.redis.delete(name, "request")
+    (order,) = world.orders.take()
+    assert isinstance(order, DeleteRemote)
+    assert (order.session, world.redis.waits("request")) == (name, True)
+    world.redis.on_deleted(order.job_id, "no answer", 10.0)
+    assert not world.redis.waits("request")
+    assert world.redis.take_refusal("request")
+    assert not world.redis.take_refusal("request")
+    world.redis.plan(14.0)
+    assert world.orders.take() == []
+    world.redis.plan(15.0)
+    (order,) = world.orders.take()
+    assert isinstance(order, DeleteRemote)
+    world.redis.on_deleted(order.job_id, None, 16.0)
+    assert (world.redis.in_flight, world.redis.has_work) == (0, False)
+
+
+def test_without_redis_nothing_is_ordered() -> None:
+    world = World(is_on=False)
+    row = world.written(1, "s")
+    world.redis.want_session(("t", "", "s"), [row.key])
+    world.redis.delete(("t", "", "s"), "request")
+    assert not world.redis.has_work
+    assert world.orders.take() == []
