@@ -570,6 +570,7 @@ def test_totals_add_up(driver: Driver) -> None:
         "hbm": sum(r.hbm_tokens for r in reports),
         "dram": 0,
         "disk": 0,
+        "redis": 0,
         "computed": sum(r.computed_tokens for r in reports),
     }
     assert sum(stats.prompt_tokens.values()) == sum(len(answer.prompt) for answer in driver.answers.values())
