@@ -17,7 +17,8 @@ import httpx
 from benchmarks.harness.servers import ROOT, ServerProcess, free_port, serve
 from tests.fleet.redis_servers import RedisServer, redis_server
 
-# One thread: two replicas share a small machine. float32: an answer that is resumed is the same to the last bit.
+# One thread: two replicas share a small machine. float32: tokens are seldom almost equally likely, so that an answer is
+# the same after a resume.
 SMALL = {"engine.threads": 1, "model.dtype": "float32", "cache.dram_gib": 0.05, "cache.disk_gib": 0.2}
 READY_S = 300.0
 
