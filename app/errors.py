@@ -199,6 +199,10 @@ def engine_lost() -> ApiError:
     return unavailable(message, code="engine_lost", retry_after_s=1)
 
 
+def stopping() -> ApiError:
+    return unavailable("The server is stopping.", code="draining", retry_after_s=1)
+
+
 def internal_error() -> ApiError:
     return ApiError(500, "The server had an error while answering.", code="internal_error")
 

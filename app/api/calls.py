@@ -68,6 +68,7 @@ def caller_of(request: Request, place: int = 0) -> Caller:
         arrived_s=request.state.arrived_s - (0.0 if resumption is None else resumption.elapsed_s),
         session_header=next((value for name in names if (value := request.headers.get(name))), None),
         timeout_header=request.headers.get(TIMEOUT_HEADER),
+        relayed=getattr(request.state, "relayed", False),
         resumed=None if resumption is None else resumption.turn(place),
         chain=_chain(request) if relayed else None,
     )

@@ -24,7 +24,7 @@ HEADERS = {
     "x-accel-buffering": "no",  # a buffering proxy would turn the stream into one late answer
 }
 
-_OF_THIS_SERVER = ("engine_lost", "internal_error")  # errors that another server need not have
+_OF_THIS_SERVER = ("draining", "engine_lost", "internal_error")  # errors that another server need not have
 
 T = TypeVar("T")
 _encode = msgspec.json.Encoder().encode

@@ -65,6 +65,7 @@ class HttpServer(BoundedServer):
                 self.should_exit = True
             elif waited_s >= self._drain_s and not self._ended_all:
                 self._ended_all = True
+                await self._service.hand_over()
                 self._engine.finish_all()
         return await super().on_tick(counter)
 

@@ -12,6 +12,7 @@ from app.errors import (
     internal_error,
     invalid_grammar,
     overloaded,
+    stopping,
 )
 from app.tenancy.places import Ticket
 from app.turn.answer import Answer, Delta
@@ -40,6 +41,7 @@ class Admitted:
     deadline: Deadline
     service_tier: str  # the tier in which it is served
     weight: float  # share of the engine that it gets, against requests of weight 1
+    relayed: bool  # by a gateway, which may ask another server instead
 
 
 class Generation(AsyncIterator[Delta]):
@@ -80,7 +82,9 @@ class Generation(AsyncIterator[Delta]):
         self.limit_headers = admitted.ticket.headers
         self.choices = choices
         self.closed = asyncio.Event()  # set when what was generated is recorded, or is in line to be
+        self.is_relayed = admitted.relayed
         self._closed = False
+        self._is_handed_over = False
         self._deadline = admitted.deadline
         self._ticket = admitted.ticket
         self._prepared = prepared
@@ -156,7 +160,7 @@ class Generation(AsyncIterator[Delta]):
         if self._in_fleet is None:
             return
         said = [choice for choice in self.choices if choice.token_ids]
-        if not said:
+        if not said or self._is_handed_over:  # another member goes on, and enters all of it
             self._in_fleet.give_up()
             return
         await self._in_fleet.end(
@@ -168,6 +172,11 @@ class Generation(AsyncIterator[Delta]):
             tokens=len(self.token_ids) + max(len(choice.token_ids) for choice in said),
             ttl_s=self._keep_s,
         )
+
+    async def hand_over(self) -> None:
+        """Stop generating. The next delta is an error, after which a gateway asks another server to go on."""
+        self._is_handed_over = True
+        await self._outputs.aclose()
 
     def may_have_said(self, content: str) -> bool:
         """Whether one of the answers, as far as they have come, begins with this content."""
@@ -189,7 +198,8 @@ class Generation(AsyncIterator[Delta]):
             try:
                 output = await anext(self._outputs)
             except StopAsyncIteration:
-                raise self._failed(internal_error()) from None  # the engine forgot a choice
+                # Otherwise the engine forgot a choice.
+                raise self._failed(stopping() if self._is_handed_over else internal_error()) from None
             except EngineLost:
                 raise self._failed(engine_lost()) from None
             choice = self.choices[output.choice]

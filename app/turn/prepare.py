@@ -37,6 +37,7 @@ class Caller:
     arrived_s: float  # monotonic clock
     session_header: str | None = None
     timeout_header: str | None = None
+    relayed: bool = False  # by a gateway, which may ask another server instead
     resumed: ResumedTurn | None = None  # another server has begun the answer
     chain: bytes | None = None  # digest of the messages, which a gateway made; see `fleet.identify`
 

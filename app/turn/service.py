@@ -105,6 +105,11 @@ class TurnService:
         finally:
             ticket.leave()
 
+    async def hand_over(self) -> None:
+        """End the generations that a gateway relays, which has another server go on with them."""
+        for generation in [generation for generation in self.generations if generation.is_relayed]:
+            await generation.hand_over()
+
     async def close(self) -> None:
         """End all generations where they are."""
         for generation in list(self.generations):
@@ -153,7 +158,7 @@ class TurnService:
         tier, weight = service_tier(request, max_weight=self._settings.server.max_weight)
         await self._quotas.check(caller.tenant)
         ticket = self.places.enter(caller.tenant, request.n or 1)
-        return Admitted(caller.tenant, caller.arrived_s, model, ticket, deadline, tier, weight)
+        return Admitted(caller.tenant, caller.arrived_s, model, ticket, deadline, tier, weight, caller.relayed)
 
     async def _prepare(
         self,

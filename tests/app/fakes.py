@@ -179,6 +179,7 @@ class FakeStream:
         if self.open:
             self._engine.aborted.append(self.request.request_id)
         self.open.clear()
+        self.queue.put_nowait(None)
         for task in self.tasks:
             task.cancel()
 

@@ -1,5 +1,6 @@
 """Tests that a stream that is cut anywhere and goes on elsewhere reads, byte for byte, as if nothing had happened."""
 
+import asyncio
 import contextlib
 import json
 import re
@@ -22,7 +23,7 @@ from fleet.protocol import (
     relay_token,
     seal,
 )
-from tests.app.fakes import FakeEngine, Running, Script, in_process, make_settings, write_tokenizer
+from tests.app.fakes import FakeEngine, Running, Script, in_process, make_settings, until, write_tokenizer
 from tests.engine.models import save_tiny
 from tests.fleet.engine_here import EngineHere
 
@@ -319,6 +320,30 @@ async def test_an_error_says_whether_another_server_may_do_better(replicas, scri
     if kind == Kind.BROKEN:
         rest = frames_of(await relayed(second, CHAT, BODY, journal))
         assert b'"finish_reason":"stop"' in said(rest).encode()
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_server_that_stops_hands_its_answers_over(replicas, stream):
+    """A client without a gateway before it gets what there is; one behind a gateway gets all of it, from elsewhere."""
+    first, second = replicas
+    first.engine.script = Script(step_s=0.05)
+    body = {**BODY, "stream": stream}
+    answering = asyncio.create_task(relayed(first, CHAT, body))
+    direct = asyncio.create_task(first.chat("Hi"))
+    await until(lambda: any(choice.token_ids for g in first.app.state.service.generations for choice in g.choices))
+    await first.app.state.service.hand_over()
+    first.engine.finish_all()
+    answer = await answering
+    assert (await direct).json()["choices"][0]["finish_reason"] == "length"
+    if not stream:
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "draining")
+        return
+    frames, journal = frames_of(answer), Journal()
+    assert frames[-1].kind == Kind.BROKEN
+    for frame in frames:
+        journal.add(frame)
+    rest = frames_of(await relayed(second, CHAT, body, journal))
+    assert assembled(frames[:-1] + rest)[".choices[0].delta.content"] == first.engine.script.answer
 
 
 async def test_a_resumed_answer_is_not_paid_for_twice(model_dir, tmp_path):
