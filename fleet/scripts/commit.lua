@@ -50,7 +50,7 @@ if not is_mine then
   return {'fenced'}
 end
 local left, left_of_names, left_of_held = redis.call('PTTL', by_use), redis.call('PTTL', names), redis.call('PTTL', held)
-if home ~= replica or booted ~= boot then
+if not is_claimed and (home ~= replica or booted ~= boot) then
   redis.call('HSET', record, 'home', replica, 'boot', boot, 'epoch', next_epoch(), 'id', id, 'named', name)
 end
 redis.call('HSETNX', record, 'begun', since)

@@ -202,7 +202,7 @@ class Histories(RuleBasedStateMachine):
                 was.home, was.boot, was.epoch = who, replica.boot, done.epoch
             was.turn, was.head, was.nonce = was.turn + 1, commit.head, commit.nonce
             assert (done.turn, done.epoch) == (was.turn, was.epoch)
-            self.note_epoch(was.epoch, who, replica.boot, name)
+            self.note_epoch(was.epoch, was.home, was.boot, name)
             if name in replica.claimed and replica.claimed[name][0] == done.epoch:
                 replica.claimed[name] = done.epoch, done.turn
 
