@@ -68,15 +68,16 @@ class FleetProcesses:
 
 
 @contextmanager
-def fleet_processes(directory: Path, *names: str) -> Iterator[FleetProcesses]:
-    """Start a Redis, a gateway and replicas of these names; the gateway sees all of them. Skips the test where there is
+def fleet_processes(directory: Path, *names: str, **settings: Any) -> Iterator[FleetProcesses]:
+    """Start a Redis, a gateway and replicas of these names; the gateway sees all of them. settings: of all. Skips the test where there is
     no Redis."""
     # A socket's path may have about a hundred characters.
     with tempfile.TemporaryDirectory(prefix="r") as short, redis_server(Path(short)) as redis:
         secret = directory / "secret"
         secret.write_text(secrets.token_hex(32))
         secret.chmod(0o600)
-        shared = {"fleet.redis_url": redis.url, "server.tenant_secret_file": secret}
+        shared = {"fleet.redis_url": redis.url, "cache.redis_url": redis.url, "server.tenant_secret_file": secret}
+        shared |= settings
         with ExitStack() as stack:
             url = stack.enter_context(gateway({**shared, "cache.disk_dir": directory / "gateway"}, directory / "log"))
             fleet = FleetProcesses(directory, redis, url, shared, _stack=stack)

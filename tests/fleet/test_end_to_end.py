@@ -18,11 +18,12 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 TOKENS = 300
 TURNS = 4
+SHORT = 150  # so that a conversation fits in the window: what a cut has kept cannot be computed again elsewhere
 
 
 @pytest.fixture(scope="module")
 def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FleetProcesses]:
-    with fleet_processes(tmp_path_factory.mktemp("fleet"), "a", "b") as fleet:
+    with fleet_processes(tmp_path_factory.mktemp("fleet"), "a", "b", **{"cache.redis_gib": 0.5}) as fleet:
         yield fleet
 
 
@@ -101,7 +102,7 @@ async def conversation(url: str, number: int, headers: dict[str, str] | None = N
     streams = []
     for turn in range(TURNS):
         messages.append(question(10 * number + turn))
-        streams.append(await Stream(url, body_of(messages), headers).run())
+        streams.append(await Stream(url, body_of(messages, max_tokens=SHORT), headers).run())
         messages.append({"role": "assistant", "content": streams[-1].text})
     return streams
 
@@ -160,15 +161,18 @@ async def test_a_conversation_goes_on_anywhere(fleet, alone, names_it):
     expected = await conversation(alone, number)
     headers = {"x-session-id": f"chat-{number}"} if names_it else {}
     messages: list[dict[str, Any]] = []
-    homes = []
+    homes, from_redis = [], 0
     for turn in range(TURNS):
         messages.append(question(10 * number + turn))
-        stream = await Stream(fleet.gateway_url, body_of(messages), headers).run()
+        stream = await Stream(fleet.gateway_url, body_of(messages, max_tokens=SHORT), headers).run()
         assert stream.text == expected[turn].text
         homes.append(stream.served_by)
+        from_redis += sum(event.get("x_cache", {}).get("redis_tokens", 0) for event in stream.events)
         messages.append({"role": "assistant", "content": stream.text})
+        await asyncio.sleep(1)  # people read an answer before they reply; meanwhile its KV is written behind
         fleet.move(stream.session_id, "b" if homes[-1] == "a" else "a")
     assert all(before != after for before, after in pairwise(homes))
+    assert from_redis > 0, "what one replica has computed is loaded by the other"
 
 
 async def test_a_drained_replica_gets_nothing_new(fleet):
