@@ -69,8 +69,8 @@ class FleetProcesses:
 
 @contextmanager
 def fleet_processes(directory: Path, *names: str, **settings: Any) -> Iterator[FleetProcesses]:
-    """Start a Redis, a gateway and replicas of these names; the gateway sees all of them. settings: of all. Skips the test where there is
-    no Redis."""
+    """Start a Redis, a gateway and replicas of these names; the gateway sees all of them. settings: of all. Skips the
+    test where there is no Redis."""
     # A socket's path may have about a hundred characters.
     with tempfile.TemporaryDirectory(prefix="r") as short, redis_server(Path(short)) as redis:
         secret = directory / "secret"
