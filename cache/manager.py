@@ -163,7 +163,7 @@ class CacheManager:
         self._ahead.plan(line, starting, now)
         if tiers.writes.has_work(self._running.changes):
             self.sessions.write_behind(now)
-        if tiers.redis.has_work:
+        if tiers.redis.is_on and tiers.redis.has_work:
             tiers.redis.plan(now)
         if tiers.dram.resident > tiers.dram.most_resident:
             tiers.dram.trim()

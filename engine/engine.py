@@ -134,14 +134,17 @@ class Engine:
             # What a turn has left may have been saved at once: then it is written while nobody waits, instead of beside
             # the next request, with which the loop would hear of it.
             self._order_what_comes_next(now)
-        self._replies += [
-            SessionReply(request_id=waiter, sessions=[], error_code=None if is_done else "undeleted")
-            for waiter, is_done in self._cache.sessions.deletions.take_ended()
-        ]
-        self._replies += [
-            SessionReply(request_id=request_id, sessions=[], error_code=problem)
-            for request_id, problem in self._cache.sessions.take_adopted()
-        ]
+        tiers = self._cache.tiers
+        if tiers.disk.ended_deletions:
+            self._replies += [
+                SessionReply(request_id=waiter, sessions=[], error_code=None if is_done else "undeleted")
+                for waiter, is_done in self._cache.sessions.deletions.take_ended()
+            ]
+        if tiers.redis.is_on:
+            self._replies += [
+                SessionReply(request_id=request_id, sessions=[], error_code=problem)
+                for request_id, problem in self._cache.sessions.take_adopted()
+            ]
         replies, self._replies = self._replies, []
         return replies
 
@@ -389,6 +392,8 @@ class Engine:
 
     def take_heads(self) -> list[Head]:
         """Return the heads of sessions that have changed since the last call."""
+        if not self._cache.tiers.redis.is_on:
+            return []
         return [
             Head(tenant=name[0], salt=name[1], session_id=name[2], turn=turns, head=head)
             for name, turns, head in self._cache.sessions.take_heads()
