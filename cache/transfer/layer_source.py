@@ -1,6 +1,7 @@
 """Gives a load its bytes, layer by layer: from slots in DRAM, or from extents on disk or in Redis."""
 
 import threading
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Container, Sequence
 from mmap import mmap
@@ -110,7 +111,7 @@ class Landings:
                 dropped.append(self._kept.popleft())
 
 
-class LandedSource:
+class LandedSource(ABC):
     """Blocks on disk or in Redis. A layer is read into landing memory as it is, checked by whoever places it, and
     copied from there into slots if DRAM is to have it too. Making one raises BlockMissing if there is no memory; end
     with `close`. One thread may call `read` while another places what was read, up to `layers_landed` layers in
@@ -158,12 +159,13 @@ class LandedSource:
         outs = [self._landed(number) for number in range(layer, layer + count)]
         return self._land(layer, outs, landed)
 
+    @abstractmethod
     def _open(self) -> list[tuple[bytes, ...]]:
         """Find the extents. Returns the blocks' checksums, by layer. Raises BlockMissing."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _land(self, layer: int, outs: Sequence[memoryview], landed: Landed) -> int:
-        raise NotImplementedError
+        """Read the layers from `layer` on, one into each of `outs`. Returns how many have come. Raises BlockMissing."""
 
     def _landed(self, layer: int) -> memoryview:
         start = layer % self._num_landed * self._room
@@ -198,9 +200,9 @@ class LandedSource:
         for number, slot in self._kept.T.tolist():
             self._slab.seal_as(slot, self._checksums[number])
 
+    @abstractmethod
     def tell_damage(self, keys: Container[BlockKey], layer: int) -> None:
         """Report blocks that are not what was stored."""
-        raise NotImplementedError
 
 
 class ExtentSource(LandedSource):

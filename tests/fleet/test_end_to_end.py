@@ -3,6 +3,7 @@ that are killed in the middle of answers. Every text equals that of one server t
 
 import asyncio
 import json
+import secrets
 from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
@@ -108,12 +109,14 @@ async def conversation(url: str, number: int, headers: dict[str, str] | None = N
 
 
 async def settled(url: str, body: dict[str, Any]) -> tuple[dict[str, Any], Stream]:
-    """Return the body with a seed whose draws are no near-ties, and its answer. The same request may differ on one and
-    the same server where a draw falls within rounding of a boundary: its prompt is computed once and cached then."""
+    """Return the body with a seed of which no draw is a near-tie, and its answer. A draw in the far tail, between two
+    tokens of nearly the same small probability, falls to either as the sums before it are rounded: the same request
+    then differs on one and the same server between a prompt that is computed and one that is cached."""
     while True:
-        first, again = [await Stream(url, body).run() for _ in range(2)]
-        if _choices(first) == _choices(again):
-            return body, again
+        computed = await Stream(url, {**body, "cache_salt": secrets.token_hex(8)}).run()
+        cached = [await Stream(url, body).run() for _ in range(2)]
+        if all(_choices(one) == _choices(computed) for one in cached):
+            return body, computed
         body = {**body, "seed": body["seed"] + 1}
 
 
@@ -122,8 +125,6 @@ async def settled(url: str, body: dict[str, Any]) -> tuple[dict[str, Any], Strea
 )
 @pytest.mark.parametrize("pieces", [1, 40])
 async def test_a_replica_that_is_killed_in_an_answer_is_not_noticed(fleet, sampling, pieces):
-    if pieces == 1 and "n" in sampling:
-        pytest.skip("a choice that had no token yet sometimes draws otherwise after the kill; not understood yet")
     body, expected = await settled(fleet.gateway_url, body_of([question(pieces)], **sampling))
     stream = Stream(fleet.gateway_url, body)
     running = asyncio.create_task(stream.run())
