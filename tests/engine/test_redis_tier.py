@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from engine.messages import Adopt, Head, SessionReply, SessionRequest
-from tests.cache.storage.redis_server import RedisServer, redis_server
+from tests.cache.storage.redis_server import OwnRedis, redis_server
 from tests.engine.driver import Answer, Driver, assert_greedy
 from tests.engine.models import random_ids, save_tiny, tiny_model
 
@@ -31,7 +31,7 @@ def vanilla() -> Any:
 
 
 @pytest.fixture
-def make(path: Path, tmp_path: Path, redis_server: RedisServer) -> Iterator[Make]:
+def make(path: Path, tmp_path: Path, redis_server: OwnRedis) -> Iterator[Make]:
     """Makes engines with a disk of their own and the same Redis."""
     made: list[Driver] = []
 
@@ -125,7 +125,7 @@ def test_a_head_of_another_session_secret_or_making_is_refused(make: Make) -> No
     assert adopt(make(redis_bytes=0), head).error_code == "unavailable"
 
 
-def damage(server: RedisServer, how: str) -> None:
+def damage(server: OwnRedis, how: str) -> None:
     for key in server.keys(b"r1:k:*"):
         if how == "evicted":
             server.call(b"DEL", key)
@@ -145,7 +145,7 @@ def damage(server: RedisServer, how: str) -> None:
 @pytest.mark.parametrize("how", ["evicted", "cut off", "a field lost", "bits flipped"])
 @pytest.mark.parametrize("is_adopted", [True, False])
 def test_what_is_wrong_in_redis_is_computed(
-    make: Make, vanilla: Any, redis_server: RedisServer, how: str, is_adopted: bool
+    make: Make, vanilla: Any, redis_server: OwnRedis, how: str, is_adopted: bool
 ) -> None:
     first, second = make(), make()
     text = turn(first, "a", random_ids(HISTORY, 1)).text
@@ -164,7 +164,7 @@ def test_what_is_wrong_in_redis_is_computed(
     assert_greedy(vanilla, turn(second, "c", [*answer.text, *random_ids(20, 3)]))
 
 
-def test_a_redis_that_is_gone_costs_no_answer(make: Make, vanilla: Any, redis_server: RedisServer) -> None:
+def test_a_redis_that_is_gone_costs_no_answer(make: Make, vanilla: Any, redis_server: OwnRedis) -> None:
     first, second = make(), make()
     text = turn(first, "a", random_ids(HISTORY, 1)).text
     head = last_head(first)
@@ -177,22 +177,20 @@ def test_a_redis_that_is_gone_costs_no_answer(make: Make, vanilla: Any, redis_se
     redis_server.start()
 
 
-def test_a_redis_that_stands_still_is_given_up(make: Make, vanilla: Any, redis_server: RedisServer) -> None:
+def test_a_redis_that_stands_still_is_given_up(make: Make, vanilla: Any, redis_server: OwnRedis) -> None:
     first, second = make(), make(io_deadline_s=1.0)
     text = turn(first, "a", random_ids(HISTORY, 1)).text
     adopt(second, last_head(first))
-    redis_server.freeze()
+    redis_server.pause()
     try:
         answer = turn(second, "b", [*text, *random_ids(20, 2)])
         assert_greedy(vanilla, answer)
         assert redis_tokens(answer) == 0
     finally:
-        redis_server.thaw()
+        redis_server.resume()
 
 
-def test_a_deleted_session_has_left_redis_before_the_answer(
-    make: Make, tmp_path: Path, redis_server: RedisServer
-) -> None:
+def test_a_deleted_session_has_left_redis_before_the_answer(make: Make, tmp_path: Path, redis_server: OwnRedis) -> None:
     first, second = make(), make()
     turn(first, "a", random_ids(HISTORY, 1))
     adopt(second, last_head(first))

@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 
 from benchmarks.harness.servers import ROOT, ServerProcess, free_port, serve
-from tests.fleet.redis_servers import RedisServer, redis_server
+from tests.redis_servers import RedisServer, redis_server
 
 # One thread: two replicas share a small machine. float32: tokens are seldom almost equally likely, so that an answer is
 # the same after a resume.

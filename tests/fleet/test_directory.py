@@ -19,7 +19,7 @@ from fleet.directory import (
 )
 from fleet.keys import SessionName
 from fleet.records import Commit, Committed, Heartbeat, Outcome
-from tests.fleet.redis_servers import RedisServer, redis_server
+from tests.redis_servers import RedisServer, redis_server
 
 SECRET = bytes(range(32))
 MODEL = "0123456789abcdef"

@@ -32,8 +32,8 @@ from hypothesis.stateful import (
 from fleet.directory import Directory, DirectoryFlushed
 from fleet.keys import SessionName
 from fleet.records import Commit, Forgotten, Outcome
-from tests.fleet.redis_servers import RedisServer, redis_server
 from tests.fleet.test_directory import MODEL, SECRET, heartbeat
+from tests.redis_servers import RedisServer, redis_server
 
 HISTORIES = int(os.environ.get("FLEET_HISTORIES", "40"))
 REPLICAS = ("a", "b", "c")

@@ -1,10 +1,5 @@
 import asyncio
-import shutil
-import socket
-import subprocess
-import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -13,46 +8,16 @@ from app.conversations.redis_store import RedisStore, RedisStoreUnavailable
 from app.conversations.response_store import NotStored, ResponseStore, TooLong
 from app.errors import ApiError
 from tests.app.fakes import FakeEngine, in_process, make_settings
+from tests.redis_servers import RedisServer
+from tests.redis_servers import redis_server as run_redis
 
 DAY_S = 86_400.0
 
 
-class RedisServer:
-    """A real one, on a socket of its own."""
-
-    def __init__(self, directory: Path) -> None:
-        self.socket = directory / "redis.sock"
-        self.url = f"unix://{self.socket}"
-        self._process: subprocess.Popen[bytes] | None = None
-
-    def start(self) -> None:
-        command = ["redis-server", "--port", "0", "--unixsocket", str(self.socket), "--save", "", "--daemonize", "no"]
-        self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL, cwd=self.socket.parent)
-        end = time.monotonic() + 10
-        while not self._listens():  # the file is there before anybody listens
-            assert time.monotonic() < end
-            time.sleep(0.01)
-
-    def _listens(self) -> bool:
-        with socket.socket(socket.AF_UNIX) as client:
-            return client.connect_ex(str(self.socket)) == 0
-
-    def stop(self) -> None:
-        if self._process is not None:
-            self._process.terminate()
-            self._process.wait(10)
-            self._process = None
-
-
 @pytest.fixture
 def redis_server(tmp_path_factory) -> Iterator[RedisServer]:
-    pytest.importorskip("redis")
-    if shutil.which("redis-server") is None:
-        pytest.skip("redis-server is not installed")
-    server = RedisServer(tmp_path_factory.mktemp("r"))
-    server.start()
-    yield server
-    server.stop()
+    with run_redis(tmp_path_factory.mktemp("r")) as server:
+        yield server
 
 
 def message(name: str, text: str, role: str = "user") -> dict:

@@ -13,7 +13,7 @@ from engine.messages import Head
 from fleet.directory import Directory
 from fleet.keys import SessionName
 from tests.app.fakes import FakeEngine, Running, in_process, make_settings, write_tokenizer
-from tests.fleet.redis_servers import RedisServer, redis_server
+from tests.redis_servers import RedisServer, redis_server
 
 SECRET = bytes(range(32))
 HELLO = {"role": "user", "content": "Hello"}

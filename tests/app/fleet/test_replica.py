@@ -13,7 +13,7 @@ from fleet.identify import CHAIN_HEADER, SESSION_HEADER, conversation_of, read_b
 from fleet.keys import SessionName
 from fleet.protocol import RELAY_HEADER, relay_token
 from tests.app.fakes import FakeEngine, Running, Script, in_process, make_settings, write_tokenizer
-from tests.fleet.redis_servers import RedisServer, redis_server
+from tests.redis_servers import RedisServer, redis_server
 
 CHAT = "/v1/chat/completions"
 TENANT = "local"  # where there are no keys

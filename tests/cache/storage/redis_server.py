@@ -1,9 +1,6 @@
 """Redis servers for tests: real ones, and a scripted one that answers whatever bytes it is told to."""
 
-import shutil
-import signal
 import socket
-import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -11,33 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from cache.storage.resp import RedisAddress, RedisConnection, RedisFailed
+from cache.storage.resp import RedisAddress, RedisConnection
+from tests.redis_servers import RedisServer, running
 
-REDIS = shutil.which("redis-server")
 
-
-class RedisServer:
-    """A redis-server of its own on a unix socket, without persistence."""
-
-    def __init__(self, directory: Path, *options: str) -> None:
-        assert REDIS is not None
-        self.socket = directory / "redis.sock"
-        self.url = f"unix://{self.socket}"
-        self._command = [REDIS, "--port", "0", "--unixsocket", str(self.socket), "--save", "", "--appendonly", "no"]
-        self._command += ["--dir", str(directory), *options]
-        self.start()
-
-    def start(self) -> None:
-        """Start it, or start it again empty."""
-        self._process = subprocess.Popen(self._command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        until = time.monotonic() + 60
-        while True:
-            try:
-                assert self.call(b"PING") == b"PONG"
-                return
-            except RedisFailed:
-                assert time.monotonic() < until, "redis-server does not start"
-                time.sleep(0.02)
+class OwnRedis(RedisServer):
+    """One that tests ask over our own client."""
 
     def connection(self, *, deadline_s: float = 30.0) -> RedisConnection:
         return RedisConnection(RedisAddress.parse(self.url), deadline_s=deadline_s)
@@ -54,25 +30,11 @@ class RedisServer:
         assert isinstance(found, list)
         return sorted(found)
 
-    def freeze(self) -> None:
-        """Have it answer nothing until `thaw`."""
-        self._process.send_signal(signal.SIGSTOP)
-
-    def thaw(self) -> None:
-        self._process.send_signal(signal.SIGCONT)
-
-    def stop(self) -> None:
-        self._process.kill()
-        self._process.wait()
-
 
 @pytest.fixture
-def redis_server(tmp_path: Path) -> Iterator[RedisServer]:
-    if REDIS is None:
-        pytest.skip("redis-server is not installed")
-    server = RedisServer(tmp_path)
-    yield server
-    server.stop()
+def redis_server(tmp_path: Path) -> Iterator[OwnRedis]:
+    with running(OwnRedis(tmp_path)) as server:
+        yield server
 
 
 class ScriptedServer:

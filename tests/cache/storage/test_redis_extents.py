@@ -18,7 +18,7 @@ from cache.storage.errors import BlockMissing, TierFailed, TierFull
 from cache.storage.extent_format import ExtentHeader, checksum
 from cache.storage.redis_extents import FIELD_BYTES, RedisExtents, cut_fields
 from cache.storage.redis_reader import RedisReader
-from tests.cache.storage.redis_server import RedisServer, redis_server
+from tests.cache.storage.redis_server import OwnRedis, redis_server
 
 __all__ = ["redis_server"]
 
@@ -45,7 +45,7 @@ def extent(
     return ExtentHeader(b"model", extent_id, record, blocks, SEGMENTS, sums), layers
 
 
-def store(*servers: RedisServer, deadline_s: float = 30.0, capacity_bytes: int = 0, ttl_s: float = 100) -> RedisExtents:
+def store(*servers: OwnRedis, deadline_s: float = 30.0, capacity_bytes: int = 0, ttl_s: float = 100) -> RedisExtents:
     return RedisExtents(
         urls=[server.url for server in servers],
         fingerprint=b"model",
@@ -93,7 +93,7 @@ def test_fields_are_the_layers_bytes_in_pieces_of_one_length(sizes: list[list[in
 
 @pytest.mark.parametrize("num_blocks", [1, 4, 23])
 @pytest.mark.parametrize("steps", [1, 100])
-def test_what_is_written_is_read_by_another_server(redis_server: RedisServer, num_blocks: int, steps: int) -> None:
+def test_what_is_written_is_read_by_another_server(redis_server: OwnRedis, num_blocks: int, steps: int) -> None:
     header, layers = extent(num_blocks)
     name = write(store(redis_server), header, layers)
     other = store(redis_server)
@@ -105,9 +105,10 @@ def test_what_is_written_is_read_by_another_server(redis_server: RedisServer, nu
     assert read(other, (name, some), steps=steps) == blocks_of(layers, some)
 
 
-def test_extents_of_one_load_come_layer_by_layer_side_by_side(redis_server: RedisServer, tmp_path: Path) -> None:
+def test_extents_of_one_load_come_layer_by_layer_side_by_side(redis_server: OwnRedis, tmp_path: Path) -> None:
     (tmp_path / "second").mkdir()
-    second = RedisServer(tmp_path / "second")
+    second = OwnRedis(tmp_path / "second")
+    second.start()
     try:
         tier = store(redis_server, second)
         made = [extent(3 + n, extent_id=n + 1) for n in range(8)]
@@ -123,7 +124,7 @@ def test_extents_of_one_load_come_layer_by_layer_side_by_side(redis_server: Redi
         second.stop()
 
 
-def test_single_segments_are_verified_one_by_one(redis_server: RedisServer) -> None:
+def test_single_segments_are_verified_one_by_one(redis_server: OwnRedis) -> None:
     header, layers = extent(4)
     tier = store(redis_server)
     name = write(tier, header, layers)
@@ -138,7 +139,7 @@ def test_single_segments_are_verified_one_by_one(redis_server: RedisServer) -> N
         assert b"".join(outs) == blocks_of(layers, [1, 3])[layer]
 
 
-def test_a_second_writing_of_the_same_only_renews_it(redis_server: RedisServer) -> None:
+def test_a_second_writing_of_the_same_only_renews_it(redis_server: OwnRedis) -> None:
     header, layers = extent(2)
     tier = store(redis_server, ttl_s=1000)
     name = write(tier, header, layers)
@@ -151,7 +152,7 @@ def test_a_second_writing_of_the_same_only_renews_it(redis_server: RedisServer) 
     assert redis_server.call(b"TTL", tier.key_of(name)) == 1000
 
 
-def test_a_damaged_extent_is_missing_with_its_reason(redis_server: RedisServer) -> None:
+def test_a_damaged_extent_is_missing_with_its_reason(redis_server: OwnRedis) -> None:
     header, layers = extent(4)
 
     def reason_of(name: bytes) -> str:
@@ -181,7 +182,7 @@ def test_a_damaged_extent_is_missing_with_its_reason(redis_server: RedisServer) 
     assert (missing.value.reason, missing.value.extent_id, missing.value.block) == ("checksum", name, 2)
 
 
-def test_an_extent_of_another_secret_or_model_is_not_believed(redis_server: RedisServer) -> None:
+def test_an_extent_of_another_secret_or_model_is_not_believed(redis_server: OwnRedis) -> None:
     header, layers = extent(1)
     theirs = store(redis_server)
     theirs._key = bytes(32)
@@ -193,7 +194,7 @@ def test_an_extent_of_another_secret_or_model_is_not_believed(redis_server: Redi
     assert missing[name].reason == "fingerprint"
 
 
-def test_those_expected_back_last_leave_when_the_budget_is_used(redis_server: RedisServer) -> None:
+def test_those_expected_back_last_leave_when_the_budget_is_used(redis_server: OwnRedis) -> None:
     size = sum(SEGMENTS)
     tier = store(redis_server, capacity_bytes=3 * (size + 8192))
     now = time.time()
@@ -208,7 +209,7 @@ def test_those_expected_back_last_leave_when_the_budget_is_used(redis_server: Re
     assert int(bytes(redis_server.call(b"HGET", b"r1:kb", b""))) <= tier._capacity_bytes  # type: ignore[call-overload]
 
 
-def test_the_books_forget_what_redis_has_evicted_by_itself(redis_server: RedisServer) -> None:
+def test_the_books_forget_what_redis_has_evicted_by_itself(redis_server: OwnRedis) -> None:
     tier = store(redis_server)
     for n in range(4):
         name = write(tier, *extent(1, extent_id=n + 1))
@@ -229,7 +230,7 @@ def test_the_books_forget_what_redis_has_evicted_by_itself(redis_server: RedisSe
     assert sizes == len(members) + 1
 
 
-def test_a_full_server_is_a_full_tier(redis_server: RedisServer) -> None:
+def test_a_full_server_is_a_full_tier(redis_server: OwnRedis) -> None:
     tier = store(redis_server)
     redis_server.call(b"CONFIG", b"SET", b"maxmemory", b"1500kb")
     with pytest.raises(TierFull):
@@ -238,11 +239,11 @@ def test_a_full_server_is_a_full_tier(redis_server: RedisServer) -> None:
     write(tier, *extent(30))
 
 
-def test_a_server_that_does_not_answer_costs_a_deadline_and_then_nothing(redis_server: RedisServer) -> None:
+def test_a_server_that_does_not_answer_costs_a_deadline_and_then_nothing(redis_server: OwnRedis) -> None:
     header, layers = extent(2)
     name = write(store(redis_server), header, layers)
     tier = store(redis_server, deadline_s=0.2)
-    redis_server.freeze()
+    redis_server.pause()
     reasons = [tier.headers([name])[1][name].reason for _ in range(3)]
     assert reasons == ["deadline"] * 3
     started = time.monotonic()
@@ -250,7 +251,7 @@ def test_a_server_that_does_not_answer_costs_a_deadline_and_then_nothing(redis_s
     with pytest.raises(TierFailed):
         write(tier, header, layers)
     assert time.monotonic() - started < 0.15
-    redis_server.thaw()
+    redis_server.resume()
     until = time.monotonic() + 30
     while tier.headers([name])[1]:
         assert time.monotonic() < until
@@ -258,7 +259,7 @@ def test_a_server_that_does_not_answer_costs_a_deadline_and_then_nothing(redis_s
     assert read(tier, (name, [0, 1])) == layers
 
 
-def test_a_server_that_dies_during_a_load_is_a_miss(redis_server: RedisServer) -> None:
+def test_a_server_that_dies_during_a_load_is_a_miss(redis_server: OwnRedis) -> None:
     header, layers = extent(40)
     tier = store(redis_server)
     name = write(tier, header, layers)

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from cache.storage.resp import RedisAddress, RedisConnection, RedisFailed, RedisRefusal
-from tests.cache.storage.redis_server import RedisServer, ScriptedServer, answering, redis_server
+from tests.cache.storage.redis_server import OwnRedis, ScriptedServer, answering, redis_server
 
 __all__ = ["redis_server"]
 
@@ -54,7 +54,7 @@ def test_other_urls_are_refused(url: str) -> None:
 # --- a real server ----------------------------------------------------------------------------------------------------
 
 
-def test_values_go_out_of_pieces_and_come_into_pieces(redis_server: RedisServer) -> None:
+def test_values_go_out_of_pieces_and_come_into_pieces(redis_server: OwnRedis) -> None:
     connection = redis_server.connection()
     value = os.urandom(3_000_000)
     view = memoryview(value)
@@ -71,7 +71,7 @@ def test_values_go_out_of_pieces_and_come_into_pieces(redis_server: RedisServer)
     assert connection.call(b"PING") == b"PONG"
 
 
-def test_small_replies_of_every_kind(redis_server: RedisServer) -> None:
+def test_small_replies_of_every_kind(redis_server: OwnRedis) -> None:
     connection = redis_server.connection()
     assert connection.call(b"GET", b"none") is None
     assert connection.call(b"SET", b"a", b"") == b"OK"
@@ -88,7 +88,7 @@ def test_small_replies_of_every_kind(redis_server: RedisServer) -> None:
     assert connection.call(b"PING") == b"PONG"
 
 
-def test_a_full_server_says_so(redis_server: RedisServer) -> None:
+def test_a_full_server_says_so(redis_server: OwnRedis) -> None:
     redis_server.call(b"SET", b"a", bytes(2_000_000))
     redis_server.call(b"CONFIG", b"SET", b"maxmemory", b"1mb")
     with pytest.raises(RedisRefusal) as refused:
@@ -96,7 +96,7 @@ def test_a_full_server_says_so(redis_server: RedisServer) -> None:
     assert refused.value.is_full
 
 
-def test_a_value_of_another_length_closes_the_connection(redis_server: RedisServer) -> None:
+def test_a_value_of_another_length_closes_the_connection(redis_server: OwnRedis) -> None:
     connection = redis_server.connection()
     connection.call(b"SET", b"a", b"12345678")
     for size, reason in ((7, "format"), (9, "short_read")):
@@ -108,7 +108,7 @@ def test_a_value_of_another_length_closes_the_connection(redis_server: RedisServ
     assert connection.call(b"GET", b"a") == b"12345678"  # over a new one
 
 
-def test_passwords_and_databases(redis_server: RedisServer) -> None:
+def test_passwords_and_databases(redis_server: OwnRedis) -> None:
     redis_server.call(b"CONFIG", b"SET", b"requirepass", b"secret")
     right = RedisConnection(
         RedisAddress.parse(redis_server.url.replace("unix://", "unix://:secret@") + "?db=3"), deadline_s=30
@@ -122,14 +122,14 @@ def test_passwords_and_databases(redis_server: RedisServer) -> None:
     assert not wrong.is_open
 
 
-def test_a_server_that_is_stopped_or_gone_costs_no_more_than_the_deadline(redis_server: RedisServer) -> None:
+def test_a_server_that_is_stopped_or_gone_costs_no_more_than_the_deadline(redis_server: OwnRedis) -> None:
     connection = redis_server.connection(deadline_s=0.3)
     connection.call(b"SET", b"a", bytes(1000))
-    redis_server.freeze()
+    redis_server.pause()
     started = time.monotonic()
     with pytest.raises(RedisFailed) as failed:
         connection.call(b"GET", b"a")
-    redis_server.thaw()
+    redis_server.resume()
     assert failed.value.reason == "deadline"
     assert 0.3 <= time.monotonic() - started < 30
     assert connection.call(b"GET", b"a") == bytes(1000)

@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TypeVar
 
 import pytest
 
@@ -54,13 +55,22 @@ class RedisServer:
             self._process = None
 
 
+Server = TypeVar("Server", bound=RedisServer)
+
+
 @contextmanager
 def redis_server(directory: Path, *options: str) -> Iterator[RedisServer]:
-    """Skips the test where there is no Redis."""
+    """Skips the test where there is no Redis, or no client for it."""
     pytest.importorskip("redis")
+    with running(RedisServer(directory, *options)) as server:
+        yield server
+
+
+@contextmanager
+def running(server: Server) -> Iterator[Server]:
+    """Skips the test where there is no Redis."""
     if shutil.which("redis-server") is None:
         pytest.skip("redis-server is not installed")
-    server = RedisServer(directory, *options)
     server.start()
     try:
         yield server
