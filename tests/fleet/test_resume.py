@@ -330,7 +330,8 @@ async def test_a_server_that_stops_hands_its_answers_over(replicas, stream):
     body = {**BODY, "stream": stream}
     answering = asyncio.create_task(relayed(first, CHAT, body))
     direct = asyncio.create_task(first.chat("Hi"))
-    await until(lambda: any(choice.token_ids for g in first.app.state.service.generations for choice in g.choices))
+    begun = first.app.state.service.generations
+    await until(lambda: len(begun) == 2 and all(choice.token_ids for g in begun for choice in g.choices))
     await first.app.state.service.hand_over()
     first.engine.finish_all()
     answer = await answering
