@@ -19,6 +19,7 @@ class Members:
     """Keeps a `FleetView` up to date, and knows the replicas' addresses. One per gateway, on its event loop.
 
     While Redis cannot be asked, the table stays as it was: what a gateway finds dead itself, it reports with `lost`.
+    When Redis is back, has lost its data, or takes no beats, those who were alive have `STALE_S` to beat again.
     """
 
     def __init__(self, *, directory: Directory, view: FleetView, clock: Callable[[], float] = time.monotonic) -> None:
@@ -31,6 +32,9 @@ class Members:
         self._made_s: dict[str, float] = {}  # when the beats were made
         self.drained: frozenset[str] = frozenset()  # by an operator
         self._lost_s: dict[str, float] = {}  # found dead here; a beat that was made later says otherwise
+        self._is_away = False
+        self._flushed_s = -1e9  # when the directory was found without what it had
+        self._takes_beats_s = -1e9  # since when it has taken beats without a gap; old ones tell nothing of before
 
     @property
     def beats(self) -> Mapping[str, Heartbeat]:
@@ -63,6 +67,7 @@ class Members:
         try:
             roll = await self._directory.members()
         except DirectoryUnavailable:
+            self._is_away = True
             self._hold()
             return False
         self.take(roll)
@@ -70,23 +75,40 @@ class Members:
 
     def take(self, roll: Roll) -> None:
         """Take a table that was read just now."""
-        now = self._clock()
-        self.born, self.refreshed_s, self.drained = roll.born, now, roll.drained
-        self._beats = {member.beat.replica: member.beat for member in roll.members}
-        self._made_s = {member.beat.replica: now - member.age_s for member in roll.members}
-        self._lost_s = {name: at_s for name, at_s in self._lost_s.items() if self._made_s.get(name, now) <= at_s}
+        now, alive = self._clock(), self._alive()
+        beats = {member.beat.replica: member.beat for member in roll.members}
+        read_s = {member.beat.replica: now - member.age_s for member in roll.members}
+        if self.born and roll.born != self.born:
+            self._flushed_s = self._takes_beats_s = now
+        nobody_beats = max(read_s.values(), default=now) < now - (STALE_S - BEAT_S)
+        if self._is_away or nobody_beats:
+            self._takes_beats_s = now
+        made_s = dict(read_s)
+        for name in alive:
+            if name in beats:
+                made_s[name] = max(read_s[name], self._takes_beats_s)
+            elif now - self._flushed_s <= STALE_S:
+                beats[name], made_s[name] = self._beats[name], self._flushed_s
+        self.born, self.refreshed_s, self.drained, self._is_away = roll.born, now, roll.drained, False
+        self._beats, self._made_s = beats, made_s
+        self._lost_s = {
+            name: at_s for name, at_s in self._lost_s.items() if name in beats and read_s.get(name, at_s) <= at_s
+        }
         for name in self._beats:
             self._tell(name, self._made_s[name])
         for name in [name for name in self.view.names if name not in self._beats]:
             self.view.lost(name)
         self.view.expire(now)
 
+    def _alive(self) -> set[str]:
+        """Return those who were not silent when Redis was last read, and were not found dead since."""
+        return self._made_s.keys() - self._lost_s.keys() - set(self.silent())
+
     def _hold(self) -> None:
         """Let those who were alive when Redis was last read pass for alive."""
         now = self._clock()
-        for name, made_s in self._made_s.items():
-            if self.refreshed_s - made_s <= STALE_S:
-                self._tell(name, now)
+        for name in self._alive():
+            self._tell(name, now)
 
     def _tell(self, name: str, made_s: float) -> None:
         load = _load(self._beats[name])

@@ -12,6 +12,7 @@ class FakeDirectory:
     def __init__(self) -> None:
         self.beats: dict[str, tuple[Heartbeat, float]] = {}
         self.is_away = False
+        self.born = "born"
         self.drained: frozenset[str] = frozenset()
 
     def hear(self, name: str, *, age_s: float = 0.0, **changes) -> None:
@@ -21,7 +22,7 @@ class FakeDirectory:
     async def members(self) -> Roll:
         if self.is_away:
             raise DirectoryUnavailable
-        return Roll("born", tuple(Member(beat, age_s) for beat, age_s in self.beats.values()), self.drained)
+        return Roll(self.born, tuple(Member(beat, age_s) for beat, age_s in self.beats.values()), self.drained)
 
 
 def table() -> tuple[FakeDirectory, Members, list[float]]:
@@ -105,3 +106,74 @@ async def test_without_redis_the_table_stays_as_it_was():
     now[0] += 1
     await members.refresh()
     assert open_names(members, now[0]) == {"a"}
+
+
+async def test_those_who_could_not_beat_while_redis_was_away_have_time_to():
+    directory, members, now = table()
+    directory.hear("a")
+    directory.hear("b")
+    await members.refresh()
+    directory.is_away = True
+    for _ in range(10):
+        now[0] += 1
+        await members.refresh()
+    directory.is_away = False
+    directory.hear("a", age_s=10)
+    directory.hear("b", age_s=10)
+    now[0] += 1
+    await members.refresh()
+    assert open_names(members, now[0]) == {"a", "b"}
+    assert members.silent() == [], "their streams go on"
+    directory.hear("a", age_s=0.5)
+    directory.hear("b", age_s=11)
+    now[0] += 1
+    await members.refresh()
+    assert open_names(members, now[0]) == {"a", "b"}
+    directory.hear("b", age_s=14)
+    now[0] += STALE_S
+    await members.refresh()
+    assert open_names(members, now[0]) == {"a"}
+    assert members.silent() == ["b"]
+
+
+async def test_after_a_flush_those_who_were_there_have_time_to_beat():
+    directory, members, now = table()
+    directory.hear("a")
+    directory.hear("b")
+    await members.refresh()
+    members.lost("b")
+    directory.born, directory.beats = "", {}
+    now[0] += 1
+    await members.refresh()
+    assert open_names(members, now[0]) == {"a"}
+    assert members.url("a") == "http://a"
+    directory.born = "another"
+    directory.hear("c")
+    now[0] += 1
+    await members.refresh()
+    assert open_names(members, now[0]) == {"a", "c"}
+    directory.hear("c", age_s=0.5)
+    now[0] += STALE_S
+    await members.refresh()
+    assert open_names(members, now[0]) == {"c"}
+    assert members.url("a") is None
+
+
+async def test_nobody_is_silent_while_redis_takes_no_beats():
+    """As when its memory is used up: it answers, and everybody's last beat grows old."""
+    directory, members, now = table()
+    directory.hear("a")
+    directory.hear("b")
+    await members.refresh()
+    for age_s in range(1, 20):
+        directory.hear("a", age_s=age_s)
+        directory.hear("b", age_s=age_s + 0.5)
+        now[0] += 1
+        await members.refresh()
+        assert open_names(members, now[0]) == {"a", "b"}
+        assert members.silent() == []
+    members.lost("b")
+    assert open_names(members, now[0]) == {"a"}
+    now[0] += 1
+    await members.refresh()
+    assert open_names(members, now[0]) == {"a"}, "the gateway itself found the other one dead"
