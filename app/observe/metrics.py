@@ -77,9 +77,9 @@ class Metrics(TurnObserver):
         ProcessCollector("reprise", registry=self._registry)  # the app's processor time, memory and open files
         self._registry.register(EngineCollector(engine=engine))
 
-    def follow(self, redis: RedisStore) -> None:
-        """Tell of it too."""
-        self._registry.register(RedisCollector(redis))
+    def add(self, collector: Collector) -> None:
+        """Tell of what it collects too."""
+        self._registry.register(collector)
 
     def request_done(self, scope: Scope, status: int) -> None:
         """Count a request by its route. Its own path would let a scanner fill the metrics with labels."""

@@ -279,7 +279,8 @@ class FleetSettings(_Section):
         "",
         max_length=2048,
         pattern=r"^(https?://[^\s/]+)?$",
-        description="http://HOST:PORT under which gateways reach this server; empty: the address it listens on",
+        description="http://HOST:PORT under which gateways reach this server; empty: the address it listens on, or the "
+        "machine's name where it listens on all",
     )
     replica: str = Field(
         "",

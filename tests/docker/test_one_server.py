@@ -11,7 +11,7 @@ import yaml
 
 from app.settings.settings import Settings, SettingsError, known_settings, load_settings
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 DOCKER = ROOT / "docker"
 OVERLAYS = ["compose.cuda.yaml", "compose.redis.yaml"]
 KEY = "a-long-enough-key"
@@ -63,11 +63,25 @@ def test_every_setting_named_in_the_container_files_exists():
     used = {
         name
         for file in DOCKER.rglob("*")
-        if file.is_file()
+        if file.is_file() and file.suffix != ".whl"
         for name in re.findall(r"REPRISE_[A-Z]+__[A-Z_]+", file.read_text(encoding="utf-8"))
     }
     assert len(used) >= 10
     assert used <= names
+
+
+def test_every_package_travels_to_the_builder():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    packages = {name.rstrip("*") for name in project["tool"]["setuptools"]["packages"]["find"]["include"]}
+    sent = {
+        line[1:].rstrip("/")
+        for line in (ROOT / ".dockerignore").read_text(encoding="utf-8").splitlines()
+        if line.startswith("!")
+    }
+    assert packages <= sent
+    # What it copies besides.
+    copied = re.findall(r"^COPY (?!--)(.+) \S+$", (DOCKER / "Dockerfile").read_text(encoding="utf-8"), re.MULTILINE)
+    assert {name for names in copied for name in names.split()} - {"."} <= sent
 
 
 def test_the_image_listens_everywhere_and_only_with_keys():

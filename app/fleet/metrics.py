@@ -1,0 +1,37 @@
+"""What a replica does with the directory, as Prometheus reads it."""
+
+from collections.abc import Iterator
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from app.fleet.replica import Replica
+from fleet.records import Outcome
+
+CLAIMS = ("new", "home", "adopted", "failed")
+COMMITS = (*Outcome, "unsent", "full")
+
+
+class ReplicaCollector(Collector):
+    """The counts of one replica."""
+
+    def __init__(self, replica: Replica) -> None:
+        self._replica = replica
+
+    def describe(self) -> Iterator[Metric]:
+        """Nothing is collected at registration."""
+        return iter(())
+
+    def collect(self) -> Iterator[Metric]:
+        replica = self._replica
+        help_text = "Sessions claimed before a turn: new, at home here, adopted from another replica, or failed."
+        claims = CounterMetricFamily("reprise_fleet_claims", help_text, labels=["result"])
+        for result in CLAIMS:
+            claims.add_metric([result], replica.claims[result])
+        yield claims
+        help_text = "Commits by outcome; unsent: the directory does not answer; full: it has no memory left."
+        commits = CounterMetricFamily("reprise_fleet_commits", help_text, labels=["outcome"])
+        for outcome in COMMITS:
+            commits.add_metric([outcome], replica.commits[outcome])
+        yield commits
+        yield GaugeMetricFamily("reprise_fleet_outbox_sessions", "Sessions that wait to be committed.", replica.unsent)

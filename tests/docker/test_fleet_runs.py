@@ -1,0 +1,390 @@
+"""Starts docker/compose.fleet.yaml with the bundled model and uses it as its users would: `make test-compose`.
+
+Needs root, Debian's docker.io, docker-compose and mmdebstrap, and packages and wheels from their ordinary sources.
+Grafana is left out, as Debian has no package of it; every expression of its dashboards is asked of the Prometheus that
+runs.
+"""
+
+import json
+import os
+import shutil
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import httpx
+import pytest
+import yaml
+
+from benchmarks.harness.servers import free_port
+from tests.docker.daemon import BUILD_S, Docker, docker_daemon, make_images, run, skip_where_it_cannot_run
+from tests.docker.queries import DOCKER, FLEET, SERVER, alerts, shown
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
+
+ROOT = DOCKER.parent
+PROJECT = "reprise-test"
+WAIT_S = 600.0  # on a busy machine
+REPLICAS, GATEWAYS = 2, 2
+# One thread: two replicas share a small machine. float32: an answer is the same after a resume.
+SMALL = {
+    "REPRISE_MODEL__SOURCE": "bundled",
+    "REPRISE_MODEL__DTYPE": "float32",
+    "REPRISE_ENGINE__THREADS": "1",
+    "REPRISE_CACHE__DRAM_GIB": "0.05",
+    "REPRISE_CACHE__DISK_GIB": "0.2",
+    "REPRISE_CACHE__REDIS_GIB": "0.2",
+    "REPRISE_KV_MAXMEMORY": "300mb",
+    "REPRISE_FLEET__DEADLINE_MS": "2000",
+    "LOAD_ARGS": "--conversations 6 --rate 2 --think fixed:0.5 --scale 0.1 --max-context 600 --answer-tokens 20",
+}
+TOKENS = 500
+QUESTION = {"role": "user", "content": "Tell me the story of the old lighthouse and its keeper, slowly."}
+# What is there only after something has failed, or was asked for, that does not happen here.
+ONLY_AFTER_FAILURES = ("reprise_load_failures_total", "reprise_failed_generations_total")
+
+
+@dataclass
+class Fleet:
+    """The containers of compose.fleet.yaml."""
+
+    docker: Docker
+    file: Path
+    environ: dict[str, str]
+    url: str
+    ready_after_s: float = 0.0
+    key: str = ""
+
+    def compose(self, *words: str, timeout_s: float = WAIT_S, check: bool = True) -> str:
+        command = ("docker-compose", "--file", str(self.file), "--project-name", PROJECT, *words)
+        return run(*command, environ=self.environ, timeout_s=timeout_s, check=check)
+
+    def containers(self, service: str = "") -> list[str]:
+        """Return the ids of those that run, of one service or all."""
+        labels = [f"label=com.docker.compose.project={PROJECT}"]
+        labels += [f"label=com.docker.compose.service={service}"] if service else []
+        return self.docker("ps", "--quiet", *(word for label in labels for word in ("--filter", label))).split()
+
+    def secret(self, name: str) -> str:
+        return self.docker("exec", self.containers("gateway")[0], "cat", f"/run/fleet/{name}").strip()
+
+    def ask(self, path: str, **options: Any) -> httpx.Response:
+        key = options.pop("key", self.key)
+        headers = {"authorization": f"Bearer {key}"} if key else {}
+        return httpx.request(options.pop("method", "GET"), self.url + path, headers=headers, timeout=WAIT_S, **options)
+
+    def wait_for_replicas(self, count: int) -> None:
+        def is_so() -> bool:
+            try:
+                return self.ask("/health").json().get("replicas") == count
+            except (httpx.HTTPError, ValueError):
+                return False
+
+        wait_until(is_so, f"{count} replicas")
+
+    def prometheus(self, path: str) -> Any:
+        """Ask its API."""
+        (container,) = self.containers("prometheus")
+        answer = json.loads(self.docker("exec", container, "wget", "-qO-", f"http://127.0.0.1:9090/api/v1/{path}"))
+        assert answer["status"] == "success"
+        return answer["data"]
+
+    def value(self, expression: str) -> float:
+        """Return the one value of an expression; 0 without any."""
+        result = self.query(expression)
+        return float(result[0]["value"][1]) if result else 0.0
+
+    def query(self, expression: str) -> list[dict[str, Any]]:
+        whole = expression.replace("$__rate_interval", "2m")
+        result: list[dict[str, Any]] = self.prometheus(f"query?query={quote(whole)}")["result"]
+        return result
+
+
+def wait_until(is_so: Any, what: str, wait_s: float = WAIT_S) -> None:
+    end_s = time.monotonic() + wait_s
+    while not is_so():
+        assert time.monotonic() < end_s, f"waited in vain for {what}"
+        time.sleep(0.5)
+
+
+@pytest.fixture(scope="module")
+def docker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Docker]:
+    skip_where_it_cannot_run()
+    directory = tmp_path_factory.mktemp("docker")
+    try:
+        with docker_daemon(directory) as docker:
+            tell("images of Debian's packages", lambda: make_images(docker, directory))
+            yield docker
+    finally:
+        shutil.rmtree(directory)
+
+
+@pytest.fixture(scope="module")
+def fleet(docker: Docker, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    tree = tmp_path_factory.mktemp("tree")
+    copy_sources(tree)
+    tell("wheels", lambda: bring_wheels(tree / "docker" / "wheels"))
+    build = (
+        "build",
+        "--file",
+        str(tree / "docker" / "Dockerfile"),
+        "--build-arg",
+        "PIP_NO_INDEX=1",
+        "--tag",
+        "reprise",
+    )
+    tell("the image", lambda: docker(*build, str(tree), timeout_s=BUILD_S))
+    shutil.rmtree(tree / "docker" / "wheels")
+    port = free_port()
+    environ = {**docker.environ, **SMALL, "REPRISE_LISTEN": f"127.0.0.1:{port}", "REPRISE_DIRECTORY_MAXMEMORY": "100mb"}
+    fleet = Fleet(docker, for_docker_compose_1(tree / "docker"), environ, f"http://127.0.0.1:{port}")
+    try:
+        began_s = time.monotonic()
+        fleet.compose("up", "--detach", "--scale", f"replica={REPLICAS}")
+        fleet.key = fleet.secret("client_key")
+        fleet.wait_for_replicas(REPLICAS)
+        fleet.ready_after_s = time.monotonic() - began_s
+        print(f"ready after {fleet.ready_after_s:.0f} s", file=sys.__stderr__)
+        yield fleet
+    finally:
+        print(fleet.compose("logs", "--tail", "40", "--no-color", check=False)[-20_000:])
+        fleet.compose("down", "--volumes", "--remove-orphans", check=False)
+
+
+def copy_sources(tree: Path) -> None:
+    """Copy what travels to the builder, and the container files."""
+    sent = [line[1:].rstrip("/") for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")]
+    for name in (*sent, "docker", ".dockerignore"):
+        source, target = ROOT / name, tree / name
+        if source.is_dir():
+            shutil.copytree(source, target, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            shutil.copy2(source, target)
+
+
+def bring_wheels(directory: Path) -> None:
+    """Download what the image is built of, unless it lies there."""
+    if not any(directory.glob("torch-*.whl")):
+        arguments = os.environ.get("PIP_ARGS", "")
+        run(
+            "make",
+            "--no-print-directory",
+            "wheels",
+            f"WHEELS={directory}",
+            f"PIP_ARGS={arguments}",
+            cwd=ROOT,
+            timeout_s=BUILD_S,
+        )
+
+
+def for_docker_compose_1(directory: Path) -> Path:
+    """Write the compose file so that Debian's version of compose reads it, without the image that is not to be had."""
+    compose = yaml.safe_load((directory / "compose.fleet.yaml").read_text(encoding="utf-8"))
+    del compose["name"], compose["services"]["grafana"], compose["volumes"]["grafana"]
+    del compose["services"]["secrets"]["build"]  # it is built already
+    path = directory / "compose.test.yaml"
+    path.write_text(yaml.safe_dump(compose, sort_keys=False), encoding="utf-8")
+    return path
+
+
+def tell(what: str, work: Any) -> None:
+    began_s = time.monotonic()
+    work()
+    print(f"{what}: {time.monotonic() - began_s:.0f} s", file=sys.__stderr__)
+
+
+# --- a chat -----------------------------------------------------------------------------------------------------------
+
+
+class Stream(threading.Thread):
+    """An answer while it comes."""
+
+    def __init__(self, fleet: Fleet, **changes: Any) -> None:
+        super().__init__(daemon=True)
+        self._fleet = fleet
+        self._body = {
+            "model": "bundled", "messages": [QUESTION], "max_tokens": TOKENS, "ignore_eos": True, "stream": True,
+            "temperature": 0, **changes,
+        }  # fmt: skip
+        self.pieces: list[str] = []
+        self.served_by = ""
+        self.is_done = False
+        self.problem: object = None
+
+    def run(self) -> None:
+        try:
+            headers = {"authorization": f"Bearer {self._fleet.key}"}
+            url = f"{self._fleet.url}/v1/chat/completions"
+            with httpx.stream("POST", url, json=self._body, headers=headers, timeout=WAIT_S) as answer:
+                if answer.status_code != 200:
+                    self.problem = answer.read()
+                    return
+                self.served_by = answer.headers["x-route"].split(";")[0].removeprefix("replica=")
+                for line in answer.iter_lines():
+                    if line.startswith("data: {"):
+                        event = json.loads(line.removeprefix("data: "))
+                        self.problem = self.problem or event.get("error")
+                        self.pieces += [choice["delta"].get("content") or "" for choice in event.get("choices", ())]
+                    self.is_done |= line == "data: [DONE]"
+        except httpx.HTTPError as error:
+            self.problem = error
+
+    def whole(self) -> str:
+        self.join(WAIT_S)
+        assert self.problem is None
+        assert self.is_done
+        return "".join(self.pieces)
+
+
+def begun(stream: Stream) -> Stream:
+    stream.start()
+    return stream
+
+
+def test_a_chat_through_the_published_port(fleet: Fleet) -> None:
+    body = {"model": "bundled", "messages": [QUESTION], "max_tokens": 8}
+    answer = fleet.ask("/v1/chat/completions", method="POST", json=body)
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["usage"]["completion_tokens"] > 0
+    assert fleet.ask("/v1/chat/completions", method="POST", json=body, key="").status_code == 401
+    assert fleet.ask("/v1/models").json()["data"][0]["id"] == "bundled"
+    assert fleet.ask("/v1/fleet").status_code == 403  # the client's key is no admin's
+
+
+def test_gateways_share_the_clients(fleet: Fleet) -> None:
+    assert len(fleet.containers("gateway")) == GATEWAYS
+    wait_until(
+        lambda: fleet.value('sum(haproxy_server_status{proxy="gateways", state="UP"})') == GATEWAYS, "both gateways"
+    )
+
+
+def test_no_container_can_do_more_than_it_must(fleet: Fleet) -> None:
+    containers = fleet.containers()
+    assert len(containers) == REPLICAS + GATEWAYS + len(("haproxy", "directory", "kv", "prometheus", "redis-exporter"))
+    for container in containers:
+        told = fleet.docker.inspect(container)
+        name = told["Config"]["Labels"]["com.docker.compose.service"]
+        assert told["HostConfig"]["ReadonlyRootfs"], name
+        assert not told["HostConfig"]["Privileged"], name
+        published = {bound["HostIp"] for ports in told["NetworkSettings"]["Ports"].values() for bound in ports or ()}
+        assert published == ({"127.0.0.1"} if name == "haproxy" else set()), name
+        # Even root in there has no capability, gains none, and cannot write.
+        status = fleet.docker("exec", "--user", "0", container, "cat", "/proc/self/status", "/proc/1/status")
+        found = [line.split() for line in status.splitlines()]
+        assert {words[1] for words in found if words and words[0] in ("CapEff:", "CapPrm:", "CapBnd:")} == {"0" * 16}, (
+            name
+        )
+        assert {words[1] for words in found if words and words[0] == "NoNewPrivs:"} == {"1"}, name
+        wrote = fleet.docker(
+            "exec", "--user", "0", container, "sh", "-c", "touch /probe 2>/dev/null && echo yes", check=False
+        )
+        assert wrote == "", name
+        uid = fleet.docker("exec", container, "id", "-u").strip()
+        assert uid != "0", name
+
+
+def test_a_gateway_cannot_reach_the_kv(fleet: Fleet) -> None:
+    code = (
+        "import socket, sys\ntry: socket.create_connection((sys.argv[1], 6379), 2); print('yes')\nexcept OSError: pass"
+    )
+    for service, host, expected in (("gateway", "kv", ""), ("gateway", "directory", "yes"), ("replica", "kv", "yes")):
+        container = fleet.containers(service)[0]
+        assert fleet.docker("exec", container, "python", "-c", code, host).strip() == expected, (service, host)
+
+
+def test_a_replica_that_is_killed_in_a_stream_is_not_noticed(fleet: Fleet) -> None:
+    expected = begun(Stream(fleet)).whole()
+    resumed = 'sum(reprise_gateway_resumes_total{outcome="done"})'
+    before = fleet.value(resumed)
+    for _ in range(3):  # on a fast machine the answer may be over before docker has killed anybody
+        stream = begun(Stream(fleet))
+        wait_until(lambda stream=stream: len(stream.pieces) > 3 or not stream.is_alive(), "the first tokens")
+        victim = next(one for one in fleet.containers("replica") if _name_of(fleet, one) == stream.served_by)
+        fleet.docker("kill", victim)
+        assert stream.whole() == expected
+        fleet.docker("start", victim)
+        fleet.wait_for_replicas(REPLICAS)
+        time.sleep(10)  # Prometheus looks every five seconds
+        if fleet.value(resumed) > before:
+            break
+    else:
+        pytest.fail("no answer was resumed: none was running when its replica was killed")
+
+
+def _name_of(fleet: Fleet, replica: str) -> str:
+    return fleet.docker("exec", replica, "cat", "/var/lib/reprise/replica").strip()
+
+
+def test_the_load_generator_leaves_its_report(fleet: Fleet, tmp_path: Path) -> None:
+    fleet.compose("--profile", "loadgen", "up", "--no-deps", "--exit-code-from", "loadgen", "loadgen", check=False)
+    (container,) = fleet.docker(
+        "ps", "--all", "--quiet", "--filter", "label=com.docker.compose.service=loadgen"
+    ).split()
+    assert fleet.docker.inspect(container)["State"]["ExitCode"] == 0, fleet.docker("logs", container)
+    fleet.docker("cp", f"{container}:/reports/load.html", str(tmp_path / "load.html"))
+    assert "<html" in (tmp_path / "load.html").read_text(encoding="utf-8")
+    assert fleet.docker("logs", container)
+
+
+# --- what is watched --------------------------------------------------------------------------------------------------
+
+
+def test_promtool_accepts_the_files(fleet: Fleet) -> None:
+    (container,) = fleet.containers("prometheus")
+    # It looks for the key's file too, and for the rules.
+    fleet.docker("exec", container, "promtool", "check", "config", "/etc/prometheus/prometheus.yaml")
+    rules = {rule["name"] for group in fleet.prometheus("rules")["groups"] for rule in group["rules"]}
+    assert rules == {name for name, _ in alerts()}
+
+
+def test_every_target_is_up(fleet: Fleet) -> None:
+    def up() -> dict[str, int]:
+        counts: dict[str, int] = {}
+        for target in fleet.prometheus("targets?state=active")["activeTargets"]:
+            if target["health"] == "up":
+                counts[target["labels"]["job"]] = counts.get(target["labels"]["job"], 0) + 1
+        return counts
+
+    expected = {"replica": REPLICAS, "gateway": GATEWAYS, "haproxy": 1, "redis": 2, "prometheus": 1}
+    wait_until(lambda: up() == expected, f"all targets of {expected}", 180)
+
+
+def test_no_alert_is_raised_by_a_fleet_at_work(fleet: Fleet) -> None:
+    firing = {
+        alert["labels"]["alertname"] for alert in fleet.prometheus("alerts")["alerts"] if alert["state"] == "firing"
+    }
+    assert firing == set()
+
+
+def test_every_panel_has_something_to_show(fleet: Fleet) -> None:
+    begun(Stream(fleet, max_tokens=20)).whole()
+    queries = {expression: title for dashboard in (SERVER, FLEET) for title, expression in shown(dashboard)}
+
+    def empty() -> Sequence[tuple[str, str]]:
+        return [
+            (title, expression)
+            for expression, title in queries.items()
+            if not any(name in expression for name in ONLY_AFTER_FAILURES) and not fleet.query(expression)
+        ]
+
+    last: Sequence[tuple[str, str]] = ()
+    for _ in range(20):  # a rate needs two looks
+        if not (last := empty()):
+            break
+        time.sleep(5)
+    assert not last
+
+
+# --- the files alone --------------------------------------------------------------------------------------------------
+
+
+def test_hadolint_finds_nothing() -> None:
+    hadolint = shutil.which("hadolint") or shutil.which(str(Path(sys.executable).with_name("hadolint")))
+    if hadolint is None:
+        pytest.skip("hadolint is not installed")
+    run(hadolint, str(DOCKER / "Dockerfile"))
