@@ -6,6 +6,7 @@ from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from app.conversations.digests import digest
 from fleet.directory import DirectoryUnavailable
 from fleet.gateway.turn import Turn
 from fleet.identify import CHARS_PER_TOKEN
@@ -67,7 +68,7 @@ class Finder:
         self._members = members
         self._router = router
         self._clock = clock
-        self._pins: OrderedDict[tuple[str, str], str] = OrderedDict()  # (tenant, conversation) -> replica
+        self._pins: OrderedDict[str, str] = OrderedDict()  # conversation -> replica
         self._foreign: dict[tuple[str, str], frozenset[str]] = {}  # (model, fingerprint) -> who does not serve it
         self._foreign_of_s = 0.0  # the table of members that it was made of
 
@@ -92,7 +93,7 @@ class Finder:
             history_tokens, idle_s, redis_tokens = record.tokens, record.idle_s, record.redis_tokens
             epoch, wanted = record.epoch, record.wanted
         question = Question(
-            session=_pin(turn)[1],
+            session=_pin(turn),
             new_tokens=max(1, talk.new_chars // CHARS_PER_TOKEN),
             history_tokens=history_tokens,
             home=home,
@@ -132,7 +133,7 @@ class Finder:
                     return record.home
         except DirectoryUnavailable:
             pass
-        home = self._pins.get((tenant, f"/{session_id}"))
+        home = self._pins.get(_name_of(tenant, "", session_id))
         return home if home is not None and self._router.view.is_open(home, self._clock()) else None
 
     async def _look(self, turn: Turn, fingerprint: str) -> Record | None:
@@ -154,15 +155,17 @@ class Finder:
             self._foreign.clear()
             self._foreign_of_s = self._members.refreshed_s
         key = (model, fingerprint)
-        if key not in self._foreign and len(self._foreign) < MAX_PINS:
+        if key not in self._foreign:
             beats = self._members.beats
             serving = {
                 name
                 for name, beat in beats.items()
                 if (beat.model == model or model in beat.aliases) and fingerprint in ("", beat.fingerprint)
             }
-            self._foreign[key] = frozenset(beats.keys() - serving) if serving else frozenset()
-        return self._foreign.get(key, frozenset())
+            if not serving:
+                return frozenset()  # not kept: clients may ask for any number of names
+            self._foreign[key] = frozenset(beats.keys() - serving)
+        return self._foreign[key]
 
     def _keep_pin(self, turn: Turn, replica: str) -> None:
         key = _pin(turn)
@@ -172,7 +175,12 @@ class Finder:
             self._pins.popitem(last=False)
 
 
-def _pin(turn: Turn) -> tuple[str, str]:
+def _pin(turn: Turn) -> str:
     """Name a conversation so that all its turns have the same name, on every gateway."""
-    name = turn.session_id if turn.session_id is not None else turn.conversation.opening.hex()
-    return turn.tenant, f"{turn.salt}/{name}"
+    given = turn.session_id
+    return _name_of(turn.tenant, turn.salt, turn.conversation.opening if given is None else given)
+
+
+def _name_of(tenant: str, salt: str, conversation: str | bytes) -> str:
+    """Return a name of one length: clients may call their conversations by megabytes."""
+    return digest("pin", tenant, salt, conversation).hex()

@@ -214,14 +214,23 @@ class Replica:
         self._host = parts.hostname
         self._tls = ssl.create_default_context() if parts.scheme == "https" else None
         self._port = parts.port or (443 if self._tls else 80)
-        self.netloc = parts.netloc.encode("ascii")
         self._idle: list[tuple[float, Connection]] = []  # (since when, connection), the last used at the end
         self._active: set[Connection] = set()
 
-    async def ask(self, method: bytes, target: bytes, headers: Headers, body: bytes, *, silence_s: float) -> Connection:
+    async def ask(
+        self,
+        method: bytes,
+        target: bytes,
+        headers: Headers,
+        body: bytes,
+        *,
+        silence_s: float,
+        is_repeatable: bool = True,
+    ) -> Connection:
         """Send a request and return the connection, with the head of its answer. It must be given back. silence_s: the
-        longest wait for its next byte, here and in the body. Raises ReplicaFailed."""
-        while self._idle:
+        longest wait for its next byte, here and in the body. is_repeatable: it may be sent again where nobody knows
+        whether it has arrived. Raises ReplicaFailed."""
+        while self._idle and is_repeatable:
             _, connection = self._idle.pop()
             if not connection.is_idle:
                 continue
@@ -253,6 +262,11 @@ class Replica:
             else:
                 connection.abort("it was not used")
         self._idle = kept
+
+    def abort_unheard(self, since_s: float, problem: str) -> None:
+        """Give up the answers of which nothing has come since then, by the loop's clock."""
+        for connection in [one for one in self._active if one.heard_s < since_s]:
+            connection.abort(problem)
 
     def abort_all(self, problem: str) -> None:
         """Give up every answer under way."""

@@ -49,7 +49,9 @@ class Passing:
             tried.add(name)
             try:
                 replica = self._replicas.of(name)
-                connection = await replica.ask(method, target, headers, body, silence_s=silence_s)
+                connection = await replica.ask(
+                    method, target, headers, body, silence_s=silence_s, is_repeatable=request.method in _SAFE
+                )
             except ReplicaFailed as error:
                 if not error.was_asked:
                     self._replicas.lost(name)
@@ -138,6 +140,6 @@ def _told(status: int, body: bytes) -> ApiError:
     """Return what a replica said, as an error of ours."""
     try:
         error = msgspec.json.decode(body)["error"]
-        return ApiError(status, str(error["message"]), code=str(error["code"]), param=error.get("param"))
+        return ApiError(status, error["message"], code=error["code"], param=error.get("param"))
     except (ValueError, KeyError, TypeError, AttributeError):
         return ApiError(502, "A server of the fleet gave an answer that is none.", code="bad_answer")

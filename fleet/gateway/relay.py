@@ -99,6 +99,7 @@ class Relay:
         self._is_passed = False  # and a part of an answer that cannot be resumed
         self._tried: set[str] = set()
         self._failures = 0  # since the last token
+        self._is_resuming = False  # the last failure was in a stream that the client had a part of
         self._refusal: _Refusal | None = None
         self._broken_events = b""  # what the client is told if nobody can go on
         self._route: Route | None = None
@@ -263,7 +264,7 @@ class Relay:
             self._failures += 1
         self._tried.add(route.replica)
         if not self._broke_s:
-            self._broke_s = self._clock()
+            self._broke_s, self._is_resuming = self._clock(), self._has_begun
         level = logging.INFO if isinstance(error, _NextReplica) else logging.WARNING
         log.log(level, "replica %s failed request %s: %s", route.replica, self._turn.request_id, error)
         self._metrics.failed(began=self._has_begun)
@@ -275,7 +276,7 @@ class Relay:
         else:
             self._is_noted = False
             self._journal.add(Frame(frame.kind, b""))
-        if frame.kind is Kind.DELTA and self._broke_s:
+        if frame.kind in (Kind.DELTA, Kind.CLOSING) and self._broke_s:
             self._note_progress()
 
     @property
@@ -285,7 +286,8 @@ class Relay:
 
     def _note_progress(self) -> None:
         """A token has come: the turn does not kill replicas, and those that failed may be asked again."""
-        self._metrics.resumed(Resumed.DONE, self._clock() - self._broke_s)
+        if self._is_resuming:
+            self._metrics.resumed(Resumed.DONE, self._clock() - self._broke_s)
         self._failures, self._broke_s = 0, 0.0
         self._tried.clear()
 

@@ -1,9 +1,13 @@
 """The connections to all replicas, as the table of members has them."""
 
 import asyncio
+import logging
 
 from fleet.gateway.http_client import SWEEP_S, Replica, ReplicaFailed
 from fleet.members import BEAT_S, Members
+from fleet.routing import STALE_S
+
+log = logging.getLogger(__name__)
 
 
 class Replicas:
@@ -39,21 +43,32 @@ class Replicas:
         return 0 if replica is None else replica.under_way
 
     async def follow(self) -> None:
-        """Keep the table fresh until cancelled, and give up the answers of replicas that are silent: a stopped process
-        keeps its connections open."""
+        """Keep the table fresh until cancelled, and give up the answers of stopped replicas: a stopped process keeps
+        its connections open."""
         while True:
-            await self._members.refresh()
-            for name in self._members.silent():
-                if name in self._replicas:
-                    self._replicas.pop(name).abort_all("its beats have stopped")
+            try:
+                await self._members.refresh()
+                self._leave_the_stopped()
+            except Exception:
+                log.exception("the table of the replicas was not refreshed")
             await asyncio.sleep(BEAT_S)
+
+    def _leave_the_stopped(self) -> None:
+        """Give up what silent replicas answer. One whose beats are late, as on a busy machine, still sends tokens."""
+        since_s = asyncio.get_running_loop().time() - STALE_S
+        for name in self._members.silent():
+            if (replica := self._replicas.get(name)) is not None:
+                replica.abort_unheard(since_s, "its beats have stopped")
+        for name in [name for name in self._replicas if name not in self._members.beats]:
+            if not self._replicas[name].under_way:
+                self._replicas.pop(name).abort_all("it has left the fleet")
 
     async def sweep(self) -> None:
         """Give up silent answers and close unused connections until cancelled."""
         loop = asyncio.get_running_loop()
         while True:
             await asyncio.sleep(SWEEP_S)
-            for replica in self._replicas.values():
+            for replica in list(self._replicas.values()):
                 replica.sweep(loop.time())
 
     def close(self) -> None:

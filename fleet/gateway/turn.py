@@ -1,7 +1,7 @@
 """A turn as a gateway sees it: what came from the client, and which conversation it is of."""
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from starlette.types import Scope
@@ -93,10 +93,13 @@ def target_of(scope: Scope) -> bytes:
     return path + b"?" + query if query else path
 
 
-def forwarded(headers: Iterable[tuple[bytes, bytes]]) -> Headers:
+def forwarded(headers: Sequence[tuple[bytes, bytes]]) -> Headers:
     """Return a request's headers without those of its connection and those that only a gateway may send. Names are in
     lower case."""
-    return [(name, value) for name, value in headers if name not in _NOT_FORWARDED and not name.startswith(_OURS)]
+    kept = [(name, value) for name, value in headers if name not in _NOT_FORWARDED and not name.startswith(_OURS)]
+    named = [value for name, value in headers if name == b"connection"]  # what it names is of the connection too
+    dropped = {word.strip().lower() for value in named for word in value.split(b",")}
+    return [(name, value) for name, value in kept if name not in dropped]
 
 
 def returned(headers: Iterable[tuple[bytes, bytes]]) -> Headers:

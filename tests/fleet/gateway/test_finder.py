@@ -156,6 +156,17 @@ async def test_without_the_directory_a_conversation_stays_where_it_was():
     assert (first.replica, again.replica, again.route) == ("a", "a", "home")
 
 
+async def test_what_clients_call_things_is_not_kept():
+    here = Here("a", "b")
+    await here.refresh()
+    turn = turn_of(USER, ANSWER, USER, session_id="x" * 1_000_000, model="y" * 1_000_000)
+    route = await here.route(turn)
+    here.directory.is_away = True
+    assert (await here.route(turn)).replica == route.replica
+    assert len(str(here.finder._pins)) < 1000
+    assert not here.finder._foreign
+
+
 async def test_the_pins_are_bounded(monkeypatch):
     monkeypatch.setattr(finder_module, "MAX_PINS", 10)
     here = Here("a", "b")

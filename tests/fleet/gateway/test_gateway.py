@@ -169,13 +169,14 @@ async def test_the_sessions_of_all_replicas_are_one_list():
 
 async def test_a_list_is_what_those_who_answer_have():
     async def wrong(asked: Asked) -> None:
-        await asked.plain(b'{"error":{"message":"no","code":"c","param":null}}', status=400)
+        await asked.plain(b'{"error":{"message":"no","code":null,"param":"limit"}}', status=400)
 
     async with fleet(a=listing(("s1", 1.0)), b=wrong) as whole:
         assert len((await whole.client.get("/v1/sessions")).json()["data"]) == 1
         whole.replicas["a"].answer = wrong
         refused = await whole.client.get("/v1/sessions")
-        assert (refused.status_code, refused.json()["error"]["code"]) == (400, "c")
+        error = refused.json()["error"]
+        assert (refused.status_code, error["code"], error["param"]) == (400, None, "limit")
 
 
 async def test_the_models_of_all_replicas_are_one_list():

@@ -95,6 +95,19 @@ async def test_a_request_that_a_kept_connection_swallows_is_sent_on_a_new_one():
         replica.abort_all("the test ends")
 
 
+async def test_what_must_not_be_sent_twice_is_sent_on_a_new_connection():
+    async with stub_replica(echo) as server:
+        replica = Replica(server.url)
+        for count in (1, 2):
+            connection = await replica.ask(
+                b"POST", b"/", [(b"host", b"x"), (b"content-length", b"1")], b"x", silence_s=5.0, is_repeatable=False
+            )
+            assert await read_all(connection) == b"x"
+            replica.give_back(connection)
+            assert server.connections == count
+        replica.abort_all("the test ends")
+
+
 async def test_nobody_listens():
     async with stub_replica(echo) as server:
         replica = Replica(server.url)
