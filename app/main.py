@@ -132,7 +132,7 @@ def compose(settings: Settings, engine: EnginePort | None) -> Parts:
         sessions=sessions,
         quotas=quotas,
         service=service,
-        responses=Responses(service, store),
+        responses=Responses(service, store, replica="" if replica is None else replica.name),
         metrics=metrics,
         live=live,
         tracer=tracer,

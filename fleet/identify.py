@@ -31,6 +31,7 @@ CHARS_PER_TOKEN = 4  # of English text; for predictions only
 Call = tuple[str, str]  # a function's name and its arguments in JSON
 
 _BILLING = "x-anthropic-billing-header:"  # Claude Code puts such a line first; it differs in every request
+_RESPONSE, _MARK_DIGITS = "resp_", 8
 _PLAIN = frozenset(("role", "content"))
 _ANSWERS = frozenset(("assistant", "model"))
 _THOUGHTS = frozenset(("thinking", "redacted_thinking", "reasoning"))
@@ -127,6 +128,22 @@ def session_id_of(body: TurnBody, header: str | None) -> str | None:
 def response_digest(response_id: str) -> bytes:
     """Return the digest under which a request finds the session of the response that it names as its previous one."""
     return digest("response", response_id)
+
+
+def background_id(response_id: str, replica: str) -> str:
+    """Return the id of a response that runs in the background. It tells gateways where: until it has ended, only that
+    replica knows how far it is and can cancel it. response_id: of any other response, "resp_" and hex digits."""
+    return f"{_RESPONSE}{_mark(replica)}{response_id[len(_RESPONSE) + _MARK_DIGITS :]}"
+
+
+def runs_at(response_id: str, replicas: Iterable[str]) -> str | None:
+    """Return the replica at which a response may run in the background. One that never did may seem to."""
+    given = response_id[len(_RESPONSE) :][:_MARK_DIGITS]
+    return next((replica for replica in replicas if _mark(replica) == given), None)
+
+
+def _mark(replica: str) -> str:
+    return digest("replica", replica).hex()[:_MARK_DIGITS]
 
 
 def link_answer(chain: bytes, text: str, calls: Iterable[Call] = ()) -> bytes:

@@ -448,17 +448,18 @@ class TurnUnderWay:
         choices: Sequence[EndedChoice],
         *,
         chain: bytes | None,
+        names: Sequence[bytes],
         tokens: int,
         ttl_s: float | None,
     ) -> None:
         """Enter the turn. Waits for the directory as long as `fleet.commit_deadline_ms` says; then it goes on behind.
-        chain: of the request's messages, see `fleet.identify`; None: clients must name the session. tokens: of its
-        context."""
+        chain: of the request's messages, see `fleet.identify`; None: their next request does not find the session.
+        names: other digests that do. tokens: of its context."""
         if self._ended:
             return
         self._ended = True
         chains = [link_answer(chain, choice.text, choice.calls) for choice in choices] if chain is not None else []
-        await self._replica.commit(self._name, tokens=tokens, ttl_s=ttl_s, chains=tuple(chains))
+        await self._replica.commit(self._name, tokens=tokens, ttl_s=ttl_s, chains=(*chains, *names))
 
     def give_up(self) -> None:
         """Nothing came of the turn."""

@@ -81,6 +81,7 @@ class Generation(AsyncIterator[Delta]):
         self.service_tier = admitted.service_tier
         self.limit_headers = admitted.ticket.headers
         self.choices = choices
+        self.names: list[bytes] = []  # digests by which the fleet finds its session, besides the chain's
         self.closed = asyncio.Event()  # set when what was generated is recorded, or is in line to be
         self.is_relayed = admitted.relayed
         self._closed = False
@@ -169,6 +170,7 @@ class Generation(AsyncIterator[Delta]):
                 for choice in said
             ],
             chain=self._chain,
+            names=self.names,
             tokens=len(self.token_ids) + max(len(choice.token_ids) for choice in said),
             ttl_s=self._keep_s,
         )

@@ -65,6 +65,7 @@ class TurnOfFleet(Protocol):
         choices: Sequence[EndedChoice],
         *,
         chain: bytes | None,
+        names: Sequence[bytes],
         tokens: int,
         ttl_s: float | None,
     ) -> None: ...

@@ -9,7 +9,7 @@ from typing import Protocol
 from app.conversations.digests import digest
 from fleet.directory import DirectoryUnavailable
 from fleet.gateway.turn import Turn
-from fleet.identify import CHARS_PER_TOKEN
+from fleet.identify import CHARS_PER_TOKEN, runs_at
 from fleet.keys import SessionName
 from fleet.members import Members
 from fleet.records import Record
@@ -135,6 +135,10 @@ class Finder:
             pass
         home = self._pins.get(_name_of(tenant, "", session_id))
         return home if home is not None and self._router.view.is_open(home, self._clock()) else None
+
+    def runs_at(self, response_id: str) -> str | None:
+        """Return the replica at which a response runs in the background, if it does."""
+        return runs_at(response_id, self._members.beats)
 
     async def _look(self, turn: Turn, fingerprint: str) -> Record | None:
         if turn.session_id is None:

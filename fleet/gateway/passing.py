@@ -21,7 +21,7 @@ MAX_TRIES = 3
 MAX_ANSWER_BYTES = 8 << 20  # of one replica, where several are asked
 MAX_AT_ONCE = 16  # replicas asked at once
 ASK_S = 10.0  # longest wait for one of them
-SESSIONS = "/v1/sessions/"
+SESSIONS, RESPONSES = "/v1/sessions/", "/v1/responses/"
 _SAFE = frozenset({"GET", "HEAD", "DELETE", "OPTIONS"})  # may be done twice
 
 
@@ -34,8 +34,9 @@ class Passing:
         self._send_timeout_s = send_timeout_s
 
     async def run(self, request: Request, body: bytes, send: Send, *, silence_s: float) -> None:
-        """Pass a request on, and its answer back as it comes. A request about a session goes to that session's home.
-        Raises ApiError before the client's first byte, ClientGone, or ReplicaFailed for an answer that breaks off."""
+        """Pass a request on, and its answer back as it comes. A request about a session goes to that session's home,
+        one about a response to where it runs. Raises ApiError before the client's first byte, ClientGone, or
+        ReplicaFailed for an answer that breaks off."""
         tenant = request.scope["state"].get("tenant", "")
         home = await self._home(tenant, request.url.path)
         headers = headers_of(request, body)
@@ -101,9 +102,9 @@ class Passing:
             replica.give_back(connection)
 
     async def _home(self, tenant: str, path: str) -> str | None:
-        if not path.startswith(SESSIONS):
-            return None
-        return await self._finder.home_of(tenant, unquote(path[len(SESSIONS) :].partition("/")[0]))
+        if path.startswith(RESPONSES):
+            return self._finder.runs_at(_first(path, RESPONSES))
+        return await self._finder.home_of(tenant, _first(path, SESSIONS)) if path.startswith(SESSIONS) else None
 
     async def _copy(self, connection: Connection, send: Send) -> None:
         # A length stays: without one, an answer to HEAD would be given chunks.
@@ -113,6 +114,11 @@ class Passing:
         while data := await connection.read():
             await send_within(send, data, self._send_timeout_s)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+def _first(path: str, prefix: str) -> str:
+    """Return the part of a path after the prefix and before the next slash."""
+    return unquote(path[len(prefix) :].partition("/")[0])
 
 
 def headers_of(request: Request, body: bytes) -> Headers:

@@ -19,6 +19,7 @@ from app.turn.answer import Delta
 from app.turn.generation import Generation
 from app.turn.prepare import Caller
 from app.turn.service import TurnService
+from fleet.identify import background_id, response_digest
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +44,12 @@ class ResponseTurn(AsyncIterator[Delta]):
     ) -> None:
         self.generation = generation
         self.items = items  # of this request, without the history
-        self.builder = ResponseBuilder(request, generation, response_id=id_within(generation.request_id, "resp"))
+        response_id = id_within(generation.request_id, "resp")
+        if request.background and responses.replica:
+            response_id = background_id(response_id, responses.replica)
+        if request.store is not False:
+            generation.names.append(response_digest(response_id))
+        self.builder = ResponseBuilder(request, generation, response_id=response_id)
         self.request = request
         self.tenant = tenant
         self._responses = responses
@@ -95,8 +101,10 @@ class ResponseTurn(AsyncIterator[Delta]):
 class Responses:
     """Serves /v1/responses. One per app; to be used on its event loop."""
 
-    def __init__(self, service: TurnService, store: Store) -> None:
+    def __init__(self, service: TurnService, store: Store, *, replica: str = "") -> None:
+        """replica: the name of this server in its fleet; "" if it is in none."""
         self.store = store
+        self.replica = replica
         self._service = service
         self._sweep_s = 0.0
         # Responses in the background, by (tenant, id).

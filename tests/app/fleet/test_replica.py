@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from app.api.responses.as_chat import id_within
 from app.fleet.replica import replica_name
 from fleet.directory import Directory
-from fleet.identify import CHAIN_HEADER, SESSION_HEADER, conversation_of, read_body
+from fleet.identify import CHAIN_HEADER, SESSION_HEADER, conversation_of, read_body, runs_at
 from fleet.keys import SessionName
 from fleet.protocol import RELAY_HEADER, relay_token
 from tests.app.fakes import FakeEngine, Running, Script, in_process, make_settings, write_tokenizer
@@ -90,6 +91,21 @@ async def test_the_session_that_the_gateway_has_found_is_gone_on_with(redis, mod
         assert running.engine.submitted[-1].session_id == "known"
         await running.http.post(CHAT, json=body, headers={SESSION_HEADER: "known"})
         assert running.engine.submitted[-1].session_id != "known", "only a gateway may say so"
+
+
+async def test_a_response_is_found_by_its_id(redis, model_dir, tmp_path):
+    engine = FakeEngine(model_dir)
+    async with in_process(engine, settings_of(tmp_path, redis, commit_deadline_ms=5000.0)) as running:
+        await beaten(running)
+        body = {"model": "test-model", "input": "Hello", "background": True}
+        begun = (await running.http.post("/v1/responses", json=body)).json()
+        assert runs_at(begun["id"], ["b", "c", "a"]) == "a"
+        assert len(begun["id"]) == len(id_within("x", "resp"))
+        answer = (await running.http.post("/v1/responses", json={**body, "background": False})).json()
+        asked = conversation_of(read_body(json.dumps({**body, "previous_response_id": answer["id"]}).encode()))
+        found = await directory_of(running).find(TENANT, asked.answers, fingerprint=engine.model.fingerprint)
+        assert found is not None
+        assert found.session_id == running.engine.submitted[-1].session_id
 
 
 async def test_without_redis_it_serves_as_if_alone(redis, model_dir, tmp_path):

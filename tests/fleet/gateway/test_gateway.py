@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from app.tenancy.keyring import digest_of
+from fleet.identify import background_id
 from fleet.keys import SessionName
 from tests.fleet.gateway.harness import CHAT, fleet, one_answer, record
 from tests.fleet.gateway.stub_replica import Asked
@@ -133,6 +134,18 @@ async def test_a_request_about_a_session_goes_to_its_home():
             whole.directory.records[SessionName("local", "s")] = record(home)
             assert (await whole.client.delete("/v1/sessions/s")).status_code == 200
             assert whole.replicas[home].asked[-1].method == b"DELETE"
+
+
+async def test_a_response_in_the_background_is_asked_where_it_runs():
+    async with fleet(**dict.fromkeys("abcd", echo)) as whole:
+        for name in "abcd":
+            path = f"/v1/responses/{background_id('resp_' + 48 * '5', name)}"
+            assert (await whole.client.get(path)).status_code == 200
+            assert whole.replicas[name].asked[-1].target.decode() == path
+            assert (await whole.client.post(f"{path}/cancel")).status_code == 200
+            assert whole.replicas[name].asked[-1].method == b"POST"
+        await whole.replicas["d"].stop()
+        assert (await whole.client.get(path)).status_code == 200, "it is over there; any replica says so"
 
 
 @pytest.mark.parametrize(("method", "tries"), [("GET", 2), ("POST", 1)])
