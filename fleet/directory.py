@@ -46,6 +46,7 @@ from fleet.records import (
 
 MOST_FAILURES, PAUSE_S = 3, 1.0  # after so many failures in a row, Redis is not asked for so long
 MAX_CONNECTIONS = 64
+UNHURRIED_S = 1.0  # least deadline of what no request waits for: on a busy machine a beat is late, not gone
 LIVE_S = 3.0  # a member that is silent for longer is not waited for: three beats are missing
 REMOVED_S = 600.0  # and after that it is removed
 MAX_FORGOTTEN = 100_000  # deletions that are remembered
@@ -77,8 +78,9 @@ class Foreign(DirectoryUnavailable):
 class Directory:
     """The directory of one fleet. One per process, on its event loop.
 
-    Every method that asks Redis raises DirectoryUnavailable, after `deadline_s` at the latest, and at once while the
-    breaker is open. Gateways read `members`, `look` and `find`, and call `take`; replicas do the rest.
+    Every method that asks Redis raises DirectoryUnavailable, after `deadline_s` at the latest (`beat` and `members`
+    after `UNHURRIED_S`), and at once while the breaker is open. Gateways read `members`, `look` and `find`, and call
+    `take`; replicas do the rest.
     """
 
     def __init__(
@@ -106,6 +108,7 @@ class Directory:
         self.born = ""  # of the last answered beat
         self._replica, self._boot = replica, boot
         self._deadline_s = deadline_s
+        self._unhurried_s = max(deadline_s, UNHURRIED_S)
         self._max_sessions = max_sessions
         self._failures = (RedisError, OSError, TimeoutError)
         self._full, self._refused = OutOfMemoryError, ResponseError
@@ -116,8 +119,8 @@ class Directory:
                 url,
                 max_connections=MAX_CONNECTIONS,
                 timeout=deadline_s,
-                socket_timeout=deadline_s,
-                socket_connect_timeout=deadline_s,
+                socket_timeout=self._unhurried_s,  # every call has a deadline of its own
+                socket_connect_timeout=self._unhurried_s,
                 retry=Retry(NoBackoff(), 1),  # for a connection that has gone stale
                 protocol=2,
                 parser_class=BoundedParser,
@@ -152,7 +155,8 @@ class Directory:
             raise ValueError(f"a beat of {len(data)} bytes")
         new = secrets.token_hex(16)
         answer = await self._run(
-            *("beat", beat.replica, data, new, self.keys.check, since, FORGOTTEN_AT_ONCE, int(REMOVED_S * 1e3))
+            *("beat", beat.replica, data, new, self.keys.check, since, FORGOTTEN_AT_ONCE, int(REMOVED_S * 1e3)),
+            deadline_s=self._unhurried_s,
         )
         if answer[0] == b"foreign":
             raise Foreign("the members of this directory have another tenant secret: see server.tenant_secret_file")
@@ -186,7 +190,8 @@ class Directory:
             pipe.zrange(keys.BEATEN, 0, -1, withscores=True)
             pipe.smembers(keys.DRAINED)
             pipe.time()
-            born, beats, beaten, drained, (seconds, micros) = await self._ask(pipe.execute())
+            answers = await self._ask(pipe.execute(), deadline_s=self._unhurried_s)
+            born, beats, beaten, drained, (seconds, micros) = answers
         now_ms = seconds * 1e3 + micros / 1e3
         members = []
         with _reading():
@@ -407,14 +412,14 @@ class Directory:
         if answer[0] == b"flushed":
             raise DirectoryFlushed("the directory was flushed")
 
-    async def _run(self, script: str, *values: Any) -> list[Any]:
-        answer = await self._ask(self._scripts[script](args=values))
+    async def _run(self, script: str, *values: Any, deadline_s: float | None = None) -> list[Any]:
+        answer = await self._ask(self._scripts[script](args=values), deadline_s=deadline_s)
         if not isinstance(answer, list) or not answer:
             raise DirectoryUnavailable(f"no reply to {script}")
         return answer
 
-    async def _ask(self, call: Awaitable[T]) -> T:
-        """Await an answer of Redis. Raises DirectoryUnavailable."""
+    async def _ask(self, call: Awaitable[T], *, deadline_s: float | None = None) -> T:
+        """Await an answer of Redis. deadline_s: if it is not the directory's. Raises DirectoryUnavailable."""
         if not self._breaker.allows(time.monotonic()):
             if asyncio.iscoroutine(call):
                 call.close()
@@ -422,7 +427,7 @@ class Directory:
         task = asyncio.current_task()
         cancelled = 0 if task is None else task.cancelling()
         try:
-            async with asyncio.timeout(self._deadline_s):
+            async with asyncio.timeout(deadline_s or self._deadline_s):
                 answer = await call
         except self._full as error:
             self._breaker.succeeded()  # it answers; what makes room still works

@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from fleet import directory as directory_module
 from fleet.directory import (
     Directory,
     DirectoryFlushed,
@@ -360,6 +361,18 @@ async def test_a_stopped_redis_is_the_same_as_none(tmp_path):
         server.stop()
         with pytest.raises(DirectoryUnavailable):
             await claim(directory)
+        await directory.close()
+
+
+async def test_what_no_request_waits_for_may_be_late(tmp_path, monkeypatch):
+    monkeypatch.setattr(directory_module, "UNHURRIED_S", 60.0)
+    with redis_server(tmp_path) as server:
+        directory = directory_of(server, deadline_s=0.05)
+        for call in (lambda: directory.beat(heartbeat("a"), since=0), directory.members):
+            server.pause()
+            asyncio.get_running_loop().call_later(0.5, server.resume)
+            await call()
+        assert directory.failures == 0
         await directory.close()
 
 
