@@ -13,7 +13,7 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Awaitable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -106,6 +106,7 @@ class Directory:
 
         self.keys = Keys(secret)
         self.born = ""  # of the last answered beat
+        self.on_answer: Callable[[float], None] = lambda seconds: None  # told how long each question took
         self._replica, self._boot = replica, boot
         self._deadline_s = deadline_s
         self._unhurried_s = max(deadline_s, UNHURRIED_S)
@@ -424,6 +425,7 @@ class Directory:
             if asyncio.iscoroutine(call):
                 call.close()
             raise DirectoryUnavailable("Redis has not answered lately")
+        asked_s = time.monotonic()
         task = asyncio.current_task()
         cancelled = 0 if task is None else task.cancelling()
         try:
@@ -440,6 +442,8 @@ class Directory:
                 self._breaker.failed(time.monotonic())
             self._tell(error)
             raise DirectoryUnavailable(f"{type(error).__name__}: {error}") from None
+        finally:
+            self.on_answer(time.monotonic() - asked_s)
         self._breaker.succeeded()
         self._is_away = False
         # Redis' client sends by asyncio.wait_for, which loses a cancellation in Python 3.11.

@@ -39,8 +39,10 @@ class Outbox:
     def __init__(self, *, path: Path | None, max_bytes: int) -> None:
         """path: None keeps it in memory. max_bytes: of the file; the oldest entries leave when it is full."""
         self.dropped = 0  # entries that had no room
+        self.waiting = 0  # entries; may be read on any thread
         self._db = Database(path=path, schema=_SCHEMA, version=SCHEMA_VERSION)
         self._max_bytes = max_bytes
+        self._count()
 
     def put(self, entry: Unsent) -> None:
         """Keep an entry in place of the session's last one, at the end of the line."""
@@ -61,6 +63,7 @@ class Outbox:
         except sqlite3.Error as error:
             self._db.recover(error)
             self.dropped += 1
+        self._count()
 
     def first(self, count: int) -> list[Unsent]:
         """Return the entries that have waited for longest. One that cannot be read is removed."""
@@ -72,6 +75,7 @@ class Outbox:
                     entries.append(msgspec.msgpack.decode(data, type=Unsent))
                 except (msgspec.DecodeError, UnicodeDecodeError):
                     self._db.execute("DELETE FROM waiting WHERE name = ?", (name,))
+                    self._count()
             return entries
         except sqlite3.Error as error:
             self._db.recover(error)
@@ -86,14 +90,6 @@ class Outbox:
         start = _name(tenant, session_id, "")
         self._delete("substr(name, 1, ?) = ?", len(start), start)
 
-    def __len__(self) -> int:
-        try:
-            count: int = self._db.execute("SELECT count(*) FROM waiting").fetchone()[0]
-            return count
-        except sqlite3.Error as error:
-            self._db.recover(error)
-            return 0
-
     def close(self) -> None:
         self._db.close()
 
@@ -103,6 +99,14 @@ class Outbox:
                 self._db.execute(f"DELETE FROM waiting WHERE {where}", values)
         except sqlite3.Error as error:
             self._db.recover(error)
+        self._count()
+
+    def _count(self) -> None:
+        try:
+            self.waiting = self._db.execute("SELECT count(*) FROM waiting").fetchone()[0]
+        except sqlite3.Error as error:
+            self._db.recover(error)
+            self.waiting = 0
 
 
 def _name(tenant: str, session_id: str, salt: str) -> bytes:

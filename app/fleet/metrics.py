@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from prometheus_client import Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -9,6 +10,7 @@ from app.fleet.replica import Replica
 from fleet.records import Outcome
 
 CLAIMS = ("new", "home", "adopted", "failed")
+SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1, 5)
 COMMITS = (*Outcome, "unsent", "full")
 
 
@@ -17,6 +19,9 @@ class ReplicaCollector(Collector):
 
     def __init__(self, replica: Replica) -> None:
         self._replica = replica
+        text = "One question to the fleet's Redis, answered or not."
+        self._asked = Histogram("reprise_directory_seconds", text, buckets=SECONDS, registry=None)
+        replica.directory.on_answer = self._asked.observe
 
     def describe(self) -> Iterator[Metric]:
         """Nothing is collected at registration."""
@@ -34,4 +39,5 @@ class ReplicaCollector(Collector):
         for outcome in COMMITS:
             commits.add_metric([outcome], replica.commits[outcome])
         yield commits
-        yield GaugeMetricFamily("reprise_fleet_outbox_sessions", "Sessions that wait to be committed.", replica.unsent)
+        yield GaugeMetricFamily("reprise_fleet_outbox_sessions", "Sessions that wait to be committed.", replica.outbox.waiting)
+        yield from self._asked.collect()

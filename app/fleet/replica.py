@@ -13,9 +13,10 @@ import socket
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from app.conversations.text_thread import TextThread
 from app.errors import ApiError, unavailable
@@ -41,6 +42,7 @@ UNSENT_AT_ONCE = 64  # sessions of the outbox that one beat sends
 MAX_REMEMBERED = 10_000  # deletions that are written again after a flush
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 
 class Deleter(Protocol):
@@ -98,7 +100,8 @@ class Replica:
             boot=self._boot,
             max_sessions=fleet.tenant_sessions,
         )
-        self._outbox = Outbox(path=settings.state_dir / "outbox.sqlite3", max_bytes=fleet.outbox_mib << 20)
+        self.outbox = Outbox(path=settings.state_dir / "outbox.sqlite3", max_bytes=fleet.outbox_mib << 20)
+        self._outbox_thread = ThreadPoolExecutor(1, thread_name_prefix="outbox")
         self._settings = settings
         self._engine = engine
         if isinstance(engine, EngineClient):
@@ -114,7 +117,6 @@ class Replica:
         self._remembered: OrderedDict[str, Forgotten] = OrderedDict()
         self.claims: Counter[str] = Counter()  # by result: new, home, adopted, failed
         self.commits: Counter[str] = Counter()  # by what became of them: an Outcome, "unsent" or "full"
-        self.unsent = 0  # sessions in the outbox, as of the last beat
         self._tasks: set[asyncio.Task[Any]] = set()
 
     # --- what a turn asks ---------------------------------------------------------------------------------------------
@@ -183,7 +185,7 @@ class Replica:
             forgetting = await self.directory.forget(tenant, session_id)
             for name in names:
                 self._held.pop(name, None)
-            await asyncio.to_thread(self._outbox.forget, tenant, session_id)
+            await self._in_outbox(self.outbox.forget, tenant, session_id)
             for head in forgetting.heads:  # so that the extents that it names leave Redis
                 await self._tell_engine(SessionName(tenant, session_id), head)
             with contextlib.suppress(ApiError):
@@ -251,7 +253,8 @@ class Replica:
                     await self.directory.release(name, fingerprint=self._fingerprint, epoch=held.epoch)
             await self.directory.leave()
         await self.directory.close()
-        await asyncio.to_thread(self._outbox.close)
+        await self._in_outbox(self.outbox.close)
+        self._outbox_thread.shutdown(wait=False)
 
     def heartbeat(self) -> Heartbeat:
         """Return what this replica says of itself now."""
@@ -293,6 +296,10 @@ class Replica:
                     del self._held[oldest]
         self._held.move_to_end(name)
         return held
+
+    async def _in_outbox(self, work: Callable[..., T], *values: Any) -> T:
+        """Run a method of the outbox on its own thread: two at once would share one transaction."""
+        return await asyncio.get_running_loop().run_in_executor(self._outbox_thread, work, *values)
 
     def _spawn(self, work: Any) -> asyncio.Task[Any]:
         task = asyncio.create_task(work)
@@ -358,9 +365,10 @@ class Replica:
         if done is None or done.outcome is Outcome.FLUSHED:
             held.has_new_head = had_new_head
             held.epoch = 0 if done is not None else held.epoch
-            await asyncio.to_thread(self._outbox.put, self._unsent(name, held, model.fingerprint))
+            await self._in_outbox(self.outbox.put, self._unsent(name, held, model.fingerprint))
             return
-        await asyncio.to_thread(self._outbox.remove, name.tenant, name.session_id, name.salt)
+        if self.outbox.waiting:
+            await self._in_outbox(self.outbox.remove, name.tenant, name.session_id, name.salt)
         if done.outcome is Outcome.COMMITTED:
             held.epoch, held.turn, held.exported = done.epoch, done.turn, exported
         elif done.outcome is Outcome.FENCED:
@@ -378,7 +386,7 @@ class Replica:
 
     async def _send_waiting(self) -> None:
         """Send some of the outbox, and heads that came after their turn."""
-        for unsent in await asyncio.to_thread(self._outbox.first, UNSENT_AT_ONCE):
+        for unsent in await self._in_outbox(self.outbox.first, UNSENT_AT_ONCE):
             name = SessionName(unsent.tenant, unsent.session_id, unsent.salt)
             if unsent.fingerprint != self._fingerprint or self.directory.state != "closed":
                 continue
@@ -392,7 +400,6 @@ class Replica:
             async with held.lock:
                 if held.epoch and held.has_new_head:
                     await self._send(name, held, ends_turn=False)
-        self.unsent = await asyncio.to_thread(len, self._outbox)
 
     async def _publish_again(self) -> None:
         """After a flush: say what was deleted, then what this replica was home of."""
@@ -400,7 +407,7 @@ class Replica:
         for name, held in list(self._held.items()):
             if held.epoch:
                 held.epoch = held.turn = held.exported = 0
-                await asyncio.to_thread(self._outbox.put, self._unsent(name, held, self._fingerprint))
+                await self._in_outbox(self.outbox.put, self._unsent(name, held, self._fingerprint))
             else:
                 held.turn = held.exported = 0
 
@@ -419,7 +426,7 @@ class Replica:
                 if not any(self._held[name].begun > deletion.epoch for name in held):
                     for name in held:
                         del self._held[name]
-                    await asyncio.to_thread(self._outbox.forget, *pair)
+                    await self._in_outbox(self.outbox.forget, *pair)
                     await self._delete_copy(SessionName(*pair))
             with contextlib.suppress(DirectoryUnavailable):
                 await self.directory.acknowledge(deletion.epoch)

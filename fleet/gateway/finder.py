@@ -31,7 +31,7 @@ class Route:
     """Where a turn goes, as metrics and answers tell it."""
 
     replica: str
-    route: str  # "home", "new", "moved", "fallback"
+    route: str  # "home", "new", "moved", "adopted" (a known session whose home has let go of it), "fallback"
     why: str  # of a move: "wait", "dead", "drain", "asked"
     refused: str  # why it did not move: "guard", "budget"
     epoch: int  # of the session when it was looked up; 0: nobody has it
@@ -112,7 +112,10 @@ class Finder:
             route = Route(wanted, "home" if wanted == question.home else "moved", "asked", "", found.epoch)
         elif found.is_known or question.home is not None:
             choice = self._router.choose(question, now, excluded=excluded)
-            route = Route(choice.replica, choice.route, choice.why, choice.refused, found.epoch)
+            is_adopted = choice.route == "new" and found.epoch > 0
+            route = Route(
+                choice.replica, "adopted" if is_adopted else choice.route, choice.why, choice.refused, found.epoch
+            )
         else:
             choice = self._router.fall_back(question.session, now, excluded=excluded)
             route = Route(choice.replica, choice.route, "", "", 0)

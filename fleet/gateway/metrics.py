@@ -11,7 +11,7 @@ from app.conversations.breaker import State
 from app.version import version
 from fleet.gateway.finder import Route
 
-ROUTES = ("home", "new", "moved", "fallback")
+ROUTES = ("home", "new", "moved", "adopted", "fallback")
 REASONS = ("wait", "dead", "drain", "asked")
 REFUSALS = ("guard", "budget")
 ADDED_SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1, 5)
@@ -48,6 +48,9 @@ class Metrics:
         self._found = self._histogram(
             "reprise_gateway_added_seconds", "Arrival of a turn's headers until it is sent to a replica.", ADDED_SECONDS
         )
+        self._asked = self._histogram(
+            "reprise_directory_seconds", "One question to the fleet's Redis, answered or not.", ADDED_SECONDS
+        )
         self._first = self._histogram(
             "reprise_gateway_first_byte_seconds", "Arrival of a turn to the first byte of its answer.", SECONDS
         )
@@ -74,6 +77,9 @@ class Metrics:
 
     def found(self, seconds: float) -> None:
         self._found.observe(seconds)
+
+    def asked(self, seconds: float) -> None:
+        self._asked.observe(seconds)
 
     def began(self, seconds: float) -> None:
         self._first.observe(seconds)

@@ -57,6 +57,7 @@ def compose(settings: Settings, *, directory: Directory, secret: bytes) -> Gatew
     replicas = Replicas(members)
     held = HeldBytes(settings.fleet.held_mib * MIB)
     metrics = Metrics()
+    directory.on_answer = metrics.asked
     connections = settings.limits.connections
 
     def replicas_by_state() -> dict[str, int]:

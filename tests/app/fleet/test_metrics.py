@@ -1,5 +1,6 @@
 """Tests of what a replica tells Prometheus, and of the address that it tells gateways."""
 
+import asyncio
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,6 +10,7 @@ import pytest
 from app.fleet.replica import own_address
 from tests.app.api.reprise.test_ops import samples
 from tests.app.fakes import FakeEngine, Running, in_process, make_settings, write_tokenizer
+from tests.fleet.test_outbox import unsent
 from tests.redis_servers import RedisServer, redis_server
 
 
@@ -50,7 +52,17 @@ async def test_claims_commits_and_the_outbox_are_counted(redis: RedisServer, tmp
         await replica.directory.close()  # so that it is not left alone for a second
         running.app.state.replica.directory._breaker.succeeded()
         await replica.beat()
-        assert (await counts(running)).get("outbox_sessions", 0) == len(replica._outbox)
+        assert (await counts(running)).get("outbox_sessions", 0) == replica.outbox.waiting
+
+
+async def test_the_outbox_keeps_turns_that_end_at_once(redis: RedisServer, tmp_path: Path) -> None:
+    engine = FakeEngine(directory=write_tokenizer(tmp_path))
+    async with in_process(engine, make_settings(tmp_path / "state", fleet={"redis_url": redis.url})) as running:
+        redis.stop()
+        replica = running.app.state.replica
+        waiting = [unsent(f"chat-{n}", tenant="local") for n in range(300)]
+        await asyncio.gather(*(replica._in_outbox(replica.outbox.put, entry) for entry in waiting))
+        assert (replica.outbox.waiting, replica.outbox.dropped) == (300, 0), "one transaction at a time"
 
 
 @pytest.mark.parametrize(

@@ -69,6 +69,13 @@ async def test_a_known_session_goes_home():
     assert (await here.route(turn_of(session_id="s", tenant="u"))).route == "new", "sessions are a tenant's own"
 
 
+async def test_a_session_whose_home_has_let_go_of_it_is_adopted():
+    here = Here("a", "b")
+    await here.refresh()
+    here.directory.records[SessionName("t", "s")] = record("")
+    assert (await here.route(turn_of(session_id="s"))).route == "adopted"
+
+
 async def test_a_conversation_without_a_name_is_found_by_its_last_known_answer():
     here = Here("a", "b")
     await here.refresh()
