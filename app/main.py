@@ -233,7 +233,7 @@ def make_replica(
         engine=engine,
         readiness=readiness,
         transcripts=transcripts,
-        delete_here=sessions.delete_here,
+        commands=sessions,
     )
 
 

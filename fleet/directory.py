@@ -256,6 +256,15 @@ class Directory:
                 wanted=wanted,
             )
 
+    async def begun(self, names: Sequence[SessionName], *, fingerprint: str) -> list[int | None]:
+        """Return the epoch at which each session was begun; None for those that the directory does not know."""
+        async with self._redis.pipeline(transaction=False) as pipe:
+            for name in names:
+                pipe.hget(self._keys_of(name, fingerprint).record, "begun")
+            found = await self._ask(pipe.execute())
+        with _reading():
+            return [None if epoch is None else int(epoch) for epoch in found]
+
     async def claim(self, name: SessionName, *, fingerprint: str, ttl_s: float, begun: int = 0) -> Claim:
         """Make this replica the home of a session, new or not. ttl_s: of a new one, after its last use. begun: the
         epoch of this replica's first claim of it, if it has a copy; only heeded after a flush. Raises DirectoryFlushed

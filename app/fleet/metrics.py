@@ -39,5 +39,7 @@ class ReplicaCollector(Collector):
         for outcome in COMMITS:
             commits.add_metric([outcome], replica.commits[outcome])
         yield commits
-        yield GaugeMetricFamily("reprise_fleet_outbox_sessions", "Sessions that wait to be committed.", replica.outbox.waiting)
+        yield GaugeMetricFamily(
+            "reprise_fleet_outbox_sessions", "Sessions that wait to be committed.", replica.outbox.waiting
+        )
         yield from self._asked.collect()

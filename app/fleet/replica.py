@@ -12,43 +12,41 @@ import secrets
 import socket
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from app.conversations.text_thread import TextThread
 from app.errors import ApiError, unavailable
+from app.fleet.deletions import Deletions
 from app.settings.settings import Settings
 from app.turn.ports import EndedChoice, EnginePort, TurnOfFleet
 from app.turn.readiness import Readiness, Status
+from app.turn.sessions import SessionCommands
 from app.version import version
-from engine.messages import Adopt, Head, ModelInfo
-from engine.process.client import EngineClient, EngineLost, EngineTimeout, EngineUnavailable
+from engine.messages import Adopt, Head, ModelInfo, SessionInfo
+from engine.process.client import EngineClient, EngineFailed, EngineLost, EngineTimeout, EngineUnavailable
 from fleet.directory import Directory, DirectoryFull, DirectoryUnavailable, Foreign
 from fleet.identify import link_answer
 from fleet.keys import SessionName
 from fleet.load import Before, counted, free_bytes, load_of
 from fleet.members import BEAT_S
 from fleet.outbox import Outbox, Unsent
-from fleet.records import MAX_ROWS, Commit, Forgotten, Heartbeat, Outcome
+from fleet.records import MAX_ROWS, Commit, Heard, Heartbeat, Outcome
 
 NAME_BYTES = 8
 ADOPT_S = 2.0  # longest wait for the engine to take over a session; after that it computes what it does not have
 LAST_WORDS_S = 5.0  # for commits that are under way when the server ends
 POLL_S = 0.1  # between two looks whether the others have deleted a session
 UNSENT_AT_ONCE = 64  # sessions of the outbox that one beat sends
-MAX_REMEMBERED = 10_000  # deletions that are written again after a flush
+JOIN_S = 10.0  # longest wait for the directory before this server takes requests
+JOIN_LOOK_S = 0.1  # between two beats of a server that is about to take them
+LISTED = 200  # sessions in one answer of the engine
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
-
-
-class Deleter(Protocol):
-    """Deletes a session on this server. Raises ApiError 404, 409 while a request of it runs, and others."""
-
-    def __call__(self, session_id: str, *, tenant: str) -> Awaitable[None]: ...
 
 
 @dataclass(slots=True)
@@ -79,7 +77,7 @@ class Replica:
         engine: EnginePort,
         readiness: Readiness,
         transcripts: TextThread,
-        delete_here: Deleter,
+        commands: SessionCommands,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """secret: the tenant secret, the same on every member. Raises ValueError for an address that is none,
@@ -108,13 +106,12 @@ class Replica:
             engine.on_head = self.on_head
         self._readiness = readiness
         self._transcripts = transcripts
-        self._delete_here = delete_here
+        self._commands = commands
         self._held: OrderedDict[SessionName, _Held] = OrderedDict()
-        self._since = 0  # all deletions up to this epoch have been carried out
         self._born = ""
-        self._next_since = 0  # likewise, when the deletions under way have been
+        self._deletions = Deletions(path=settings.state_dir / "deletions", directory=self.directory, copies=self)
         self._deleting: asyncio.Task[None] | None = None
-        self._remembered: OrderedDict[str, Forgotten] = OrderedDict()
+        readiness.joining = True
         self.claims: Counter[str] = Counter()  # by result: new, home, adopted, failed
         self.commits: Counter[str] = Counter()  # by what became of them: an Outcome, "unsent" or "full"
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -175,7 +172,7 @@ class Replica:
         here, 503 if it cannot be said that all have deleted it."""
         missing: ApiError | None = None
         try:
-            await self._delete_here(session_id, tenant=tenant)
+            await self._commands.delete_here(session_id, tenant=tenant)
         except ApiError as error:
             if error.status != 404:
                 raise
@@ -189,7 +186,7 @@ class Replica:
             for head in forgetting.heads:  # so that the extents that it names leave Redis
                 await self._tell_engine(SessionName(tenant, session_id), head)
             with contextlib.suppress(ApiError):
-                await self._delete_here(session_id, tenant=tenant)
+                await self._commands.delete_here(session_id, tenant=tenant)
                 missing = None
             async with asyncio.timeout(self._settings.limits.sessions_timeout_s):
                 waiting = forgetting.waiting
@@ -206,21 +203,27 @@ class Replica:
 
     async def run(self) -> None:
         """Beat until cancelled."""
+        started_s = self._clock()
         while True:
             try:
                 await self.beat()
             except DirectoryUnavailable as error:
                 log.debug("no beat: %s", error)
+                if self._readiness.joining and self._clock() - started_s > JOIN_S:
+                    log.warning("no directory: this server may still have sessions that others have deleted")
+                    self._readiness.joining = False
             except Exception:
                 log.exception("a beat failed")
-            await asyncio.sleep(BEAT_S)
+            if self._readiness.model is None:
+                with contextlib.suppress(TimeoutError, EngineFailed):
+                    await asyncio.wait_for(self._readiness.wait_loaded(), BEAT_S)
+            else:
+                await asyncio.sleep(JOIN_LOOK_S if self._readiness.joining else BEAT_S)
 
     async def beat(self) -> None:
         """Say that this server lives, carry out deletions, and send what waits. Raises DirectoryUnavailable."""
-        if self._deleting is not None and self._deleting.done():
-            self._since, self._deleting = self._next_since, None
         try:
-            heard = await self.directory.beat(self.heartbeat(), since=self._since)
+            heard = await self.directory.beat(self.heartbeat(), since=self._deletions.since)
         except Foreign as error:
             if not self._is_foreign:
                 log.error("%s", error)
@@ -232,12 +235,11 @@ class Replica:
         self._born = heard.born
         if self._readiness.model is None:
             return  # deletions wait until there is an engine to ask
-        if self._deleting is None:
-            self._next_since = heard.forgotten[-1].epoch if heard.has_more else max(self._since, heard.epoch)
-            if heard.forgotten:
-                self._deleting = self._spawn(self._carry_out(heard.forgotten))
-            else:
-                self._since = self._next_since
+        if self._deleting is None or self._deleting.done():
+            self._deleting = self._spawn(self._carry_out(heard))
+        await asyncio.wait({self._deleting}, timeout=JOIN_LOOK_S)  # requests of a session may take longer to end
+        if self._deletions.is_caught_up:
+            self._readiness.joining = False
         await self._send_waiting()
 
     async def leave(self) -> None:
@@ -253,6 +255,7 @@ class Replica:
                     await self.directory.release(name, fingerprint=self._fingerprint, epoch=held.epoch)
             await self.directory.leave()
         await self.directory.close()
+        await self._deletions.save()
         await self._in_outbox(self.outbox.close)
         self._outbox_thread.shutdown(wait=False)
 
@@ -334,7 +337,7 @@ class Replica:
         try:
             async with held.lock:
                 held.tokens, held.ttl_s = tokens, ttl_s
-                held.begun = held.begun or held.epoch or self._since
+                held.begun = held.begun or held.epoch or self._deletions.since
                 await self._send(name, held, ends_turn=True, chains=chains)
         finally:
             held.running = max(0, held.running - 1)
@@ -403,7 +406,7 @@ class Replica:
 
     async def _publish_again(self) -> None:
         """After a flush: say what was deleted, then what this replica was home of."""
-        await self.directory.remember(list(self._remembered.values()))
+        await self._deletions.publish_again()
         for name, held in list(self._held.items()):
             if held.epoch:
                 held.epoch = held.turn = held.exported = 0
@@ -411,31 +414,47 @@ class Replica:
             else:
                 held.turn = held.exported = 0
 
-    async def _carry_out(self, deletions: Sequence[Forgotten]) -> None:
-        """Delete the copies of sessions that are older than their deletion, and say so."""
-        name_of = self.directory.keys.name
-        here = {(tenant.partition("/")[0], session) for tenant, session in await self._transcripts.names()}
-        here |= {(name.tenant, name.session_id) for name in self._held}
-        named = {name_of(*pair): pair for pair in here}
-        for deletion in deletions:
-            self._remembered[deletion.name] = deletion
-            if len(self._remembered) > MAX_REMEMBERED:
-                self._remembered.popitem(last=False)
-            if (pair := named.get(deletion.name)) is not None:
-                held = [name for name in self._held if (name.tenant, name.session_id) == pair]
-                if not any(self._held[name].begun > deletion.epoch for name in held):
-                    for name in held:
-                        del self._held[name]
-                    await self._in_outbox(self.outbox.forget, *pair)
-                    await self._delete_copy(SessionName(*pair))
-            with contextlib.suppress(DirectoryUnavailable):
-                await self.directory.acknowledge(deletion.epoch)
+    async def _carry_out(self, heard: Heard) -> None:
+        try:
+            await self._deletions.carry_out(heard, fingerprint=self._fingerprint)
+        except (ApiError, DirectoryUnavailable) as error:
+            log.debug("deletions wait for the next beat: %s", error)
+
+    async def names(self) -> set[SessionName]:
+        """Return the sessions of which there is anything here. Raises ApiError."""
+        found = set(self._held)
+        for scope, session_id in await self._transcripts.names():
+            tenant, _, salt = scope.partition("/")
+            found.add(SessionName(tenant, session_id, salt))
+        async for info in self._kept():
+            found.add(SessionName(info.tenant, info.session_id, info.cache_salt))
+        return found
+
+    async def delete_older(self, tenant: str, session_id: str, epoch: int) -> None:
+        """Delete the copies of a session, with any salt, unless they were begun after the epoch. Raises ApiError."""
+        held = [name for name in self._held if (name.tenant, name.session_id) == (tenant, session_id)]
+        if any(self._held[name].begun > epoch for name in held):
+            return
+        for name in held:
+            del self._held[name]
+        await self._in_outbox(self.outbox.forget, tenant, session_id)
+        await self._delete_copy(SessionName(tenant, session_id))
+
+    async def _kept(self) -> AsyncIterator[SessionInfo]:
+        """Yield what the engine keeps of all sessions. Raises ApiError."""
+        after, more = "", True
+        while more:
+            reply = await self._commands.ask("list_all", after=after, limit=LISTED)
+            for info in reply.sessions:
+                yield info
+                after = f"{info.tenant}/{info.session_id}"
+            more = reply.more and bool(reply.sessions)
 
     async def _delete_copy(self, name: SessionName) -> None:
         """Delete a session here, when no request of it runs any more."""
         while True:
             try:
-                await self._delete_here(name.session_id, tenant=name.tenant)
+                await self._commands.delete_here(name.session_id, tenant=name.tenant)
                 return
             except ApiError as error:
                 if error.status == 404:

@@ -42,6 +42,7 @@ class Readiness:
         self.loaded_s: int = 0  # unix time
         self.failure: str | None = None
         self.draining = False
+        self.joining = False  # a fleet, and not ready before it knows which sessions were deleted meanwhile
         self._engine = engine
         self._aliases = aliases
         self._tokenizer: ChatTokenizer | None = None
@@ -81,7 +82,7 @@ class Readiness:
             return Status.FAILED
         if self.draining:
             return Status.DRAINING
-        if self._engine.state == "ready" and self._tokenizer is None:
+        if self._engine.state == "ready" and (self._tokenizer is None or self.joining):
             return Status.LOADING
         return Status(str(self._engine.state))
 
@@ -92,6 +93,12 @@ class Readiness:
             message = f"The server takes no requests right now: it is {status}."
             raise unavailable(message, code=str(status), retry_after_s=RETRY_S.get(status, 60.0))
         return self.model, self._tokenizer
+
+    def require_engine(self) -> None:
+        """Return if the engine may be asked for sessions, also while this server joins its fleet. Raises as `require`
+        does."""
+        if not (self.joining and self._engine.state == "ready" and self._tokenizer is not None):
+            self.require()
 
     def require_loaded(self) -> ModelInfo:
         """Return the model, even while no requests are taken. Raises ApiError 503 until it has been loaded once."""

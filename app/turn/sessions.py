@@ -39,7 +39,7 @@ class SessionCommands:
         """Ask the engine. action: see `engine.messages.SessionRequest`. Raises ApiError."""
         request_id = f"sessions-{secrets.token_hex(12)}"
         request = SessionRequest(request_id=request_id, tenant=tenant, action=action, **fields)
-        self._readiness.require()
+        self._readiness.require_engine()
         try:
             reply = await self._engine.sessions(request, timeout_s=self._timeout_s)
         except EngineUnavailable as error:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from app.settings.settings import Settings
 from engine.messages import Head
 from fleet.directory import Directory
 from fleet.keys import SessionName
@@ -26,11 +27,10 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
         yield server
 
 
-@asynccontextmanager
-async def replica(server: RedisServer, directory: Path, name: str) -> AsyncIterator[Running]:
+def settings_of(server: RedisServer, directory: Path, name: str) -> Settings:
     secret = directory / "secret"
     secret.write_bytes(SECRET)
-    settings = make_settings(
+    return make_settings(
         directory / name,
         server={"tenant_secret_file": secret},
         fleet={
@@ -38,6 +38,11 @@ async def replica(server: RedisServer, directory: Path, name: str) -> AsyncItera
             "commit_deadline_ms": 5000,
         },
     )  # fmt: skip
+
+
+@asynccontextmanager
+async def replica(server: RedisServer, directory: Path, name: str) -> AsyncIterator[Running]:
+    settings = settings_of(server, directory, name)
     async with in_process(FakeEngine(write_tokenizer(directory / "model")), settings) as running:
         await running.app.state.replica.beat()
         yield running

@@ -1,0 +1,118 @@
+"""Deletes here what has been deleted in the fleet, also while this server was away."""
+
+import asyncio
+import contextlib
+import logging
+from collections import OrderedDict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+from fleet.directory import Directory, DirectoryUnavailable
+from fleet.keys import SessionName
+from fleet.records import Forgotten, Heard
+
+MAX_REMEMBERED = 10_000  # deletions that are written again after a flush
+PROVEN_AT_ONCE = 256  # sessions of which one question asks
+EVER = 1 << 62  # an epoch after all others
+SAVE_EVERY = 60_000_000  # epochs, which are microseconds, between two writes of the file without a deletion
+_MAX_FILE_BYTES = 64
+
+log = logging.getLogger(__name__)
+
+
+class Copies(Protocol):
+    """What this server has of sessions. Both raise ApiError while the engine cannot be asked."""
+
+    async def names(self) -> set[SessionName]:
+        """Return the sessions of which there is anything here."""
+        ...
+
+    async def delete_older(self, tenant: str, session_id: str, epoch: int) -> None:
+        """Delete the copies of this id, with any salt, unless they were begun after the epoch. Waits for requests of
+        the session to end."""
+        ...
+
+
+class Deletions:
+    """Knows up to which epoch deletions have been carried out here, and keeps that on disk. One per replica, on its
+    event loop."""
+
+    def __init__(self, *, path: Path, directory: Directory, copies: Copies) -> None:
+        self.since = self._saved = _read(path)  # all deletions up to this epoch have been carried out
+        self.is_caught_up = False  # all that was deleted before this server's start have been carried out
+        self._path = path
+        self._directory = directory
+        self._copies = copies
+        self._remembered: OrderedDict[str, Forgotten] = OrderedDict()
+
+    async def carry_out(self, heard: Heard, *, fingerprint: str) -> None:
+        """Carry out what a beat has heard, and say so. Raises ApiError or DirectoryUnavailable; then `since` stays, so
+        that the next beat hears it again. Only one call at a time."""
+        if not heard.reaches_back:
+            await self._clear(fingerprint)
+        if heard.forgotten:
+            await self._delete(heard.forgotten)
+        self.since = heard.forgotten[-1].epoch if heard.has_more else max(self.since, heard.epoch)
+        if heard.forgotten or not heard.reaches_back or self.since - self._saved > SAVE_EVERY:
+            await self.save()
+        self.is_caught_up |= not heard.has_more
+
+    async def save(self) -> None:
+        """Keep on disk how far this server is."""
+        if self.since != self._saved:
+            self._saved = self.since
+            await asyncio.to_thread(_write, self._path, self.since)
+
+    async def publish_again(self) -> None:
+        """After a flush, write what was deleted. Raises DirectoryUnavailable."""
+        await self._directory.remember(list(self._remembered.values()))
+
+    async def _delete(self, deletions: Sequence[Forgotten]) -> None:
+        name_of = self._directory.keys.name
+        here = {(name.tenant, name.session_id) for name in await self._copies.names()}
+        named = {name_of(*pair): pair for pair in here}
+        for deletion in deletions:
+            self._remembered[deletion.name] = deletion
+            if len(self._remembered) > MAX_REMEMBERED:
+                self._remembered.popitem(last=False)
+            if (pair := named.get(deletion.name)) is not None:
+                await self._copies.delete_older(*pair, deletion.epoch)
+            with contextlib.suppress(DirectoryUnavailable):
+                await self._directory.acknowledge(deletion.epoch)
+
+    async def _clear(self, fingerprint: str) -> None:
+        """Delete every session that may have been deleted by a deletion that the directory does not remember any more:
+        all but those whose record is older than what this server has heard."""
+        here = sorted(await self._copies.names(), key=lambda name: (name.tenant, name.session_id, name.salt))
+        gone: dict[tuple[str, str], None] = {}
+        for start in range(0, len(here), PROVEN_AT_ONCE):
+            names = here[start : start + PROVEN_AT_ONCE]
+            begun = await self._directory.begun(names, fingerprint=fingerprint)
+            gone |= {
+                (name.tenant, name.session_id): None
+                for name, epoch in zip(names, begun, strict=True)
+                if epoch is None or epoch > self.since
+            }
+        if gone:
+            log.warning("away for longer than deletions are remembered: %d of %d sessions leave", len(gone), len(here))
+        for pair in gone:
+            await self._copies.delete_older(*pair, EVER)
+
+
+def _read(path: Path) -> int:
+    """Return the epoch that was kept; 0 if there is none that can be read."""
+    with contextlib.suppress(OSError), path.open("rb") as file:
+        text = file.read(_MAX_FILE_BYTES).strip()
+        return int(text) if text.isdigit() and len(text) < 20 else 0
+    return 0
+
+
+def _write(path: Path, epoch: int) -> None:
+    """Without it, deletions are heard once more: nothing is raised."""
+    try:
+        fresh = path.with_name(path.name + ".new")
+        fresh.write_text(str(epoch), encoding="ascii")
+        fresh.replace(path)
+    except OSError as error:
+        log.warning("cannot keep which deletions were carried out: %s", error)
