@@ -1,0 +1,29 @@
+"""The seam of what a tier below HBM stores for a block."""
+
+from typing import Protocol
+
+from torch import Tensor
+
+
+class Codec(Protocol):
+    """Turns a layer's blocks into segments of one constant size, and back. Blocks are given raw, as the DRAM tier holds
+    them: [K of 32 rows, without position][V of 32 rows], in the model's dtype.
+
+    Thread-safe and deterministic: equal rows give equal bytes, whatever else is in the call. Whoever loads has compared
+    checksums; `decode` stays inside its arrays for any bytes all the same, and any bytes give some numbers.
+    """
+
+    name: str  # with its parameters; part of the domain of the blocks' keys
+    is_lossy: bool
+    segment_bytes: tuple[int, ...]
+    """The size of one block's segment, by layer. Layers may differ."""
+
+    def encode(self, layer: int, raw: Tensor, segments: Tensor) -> list[bool]:
+        """Encode blocks. raw [blocks, elements]; segments uint8 [blocks, segment_bytes[layer]] receives the result.
+        Returns for each block whether it could be encoded. What is not finite cannot, nor what the size does not do
+        for; the bytes of such a block mean nothing."""
+        ...
+
+    def decode(self, layer: int, segments: Tensor, raw: Tensor) -> None:
+        """Decode blocks. segments uint8 [blocks, segment_bytes[layer]]; raw [blocks, elements] receives the rows."""
+        ...

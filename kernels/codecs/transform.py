@@ -1,0 +1,206 @@
+"""Transform coding of blocks: keys without position in a calibrated basis, entropy-coded, at a constant size.
+
+A layer's keys of all heads together are decorrelated by the eigenvectors of their covariance, in a metric in which an
+error counts as much as queries see of it. Keys stored without position are what makes that worth while: rotation would
+spread every direction over a circle. Values have no such basis; each row and head of theirs is scaled by its own size.
+Both are rounded in equal steps, and the whole numbers are entropy-coded. Steps are what the quality budget decides; a
+block whose code would be too long for the constant size is rounded more coarsely, as little as will do.
+
+Sources: transform coding and reverse water-filling as in any textbook of rate-distortion theory; keys before RoPE,
+principal components and sinks kept exact also in KVTC (https://arxiv.org/abs/2511.01815).
+"""
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kernels.codecs.symbols import Fp64, classes_of, symbol_tables
+from kernels.cpu import transform as compiled
+from kernels.cpu.transform import HEAD_WORDS, ROWS, TILE, Layer, Scratch, Tables
+from kernels.views import Fp32
+
+_ALIGNMENT = 64  # bytes: a segment begins at a cache line
+_LEAST_DEVIATION = 1e-9
+_MOST_BYTES = 4  # a number: longer than raw fp32 is never needed
+
+
+@dataclass(frozen=True, slots=True)
+class LayerStatistics:
+    """What a calibration text shows of one layer. k [tokens, kv_heads, k_dim] without position, v [tokens, kv_heads,
+    v_dim]; query_energy [kv_heads, k_dim]: the mean square of the queries that read each number, which is the same for
+    both numbers of a rotated pair."""
+
+    k: Fp32
+    v: Fp32
+    query_energy: Fp32
+
+
+@dataclass(frozen=True, slots=True)
+class LayerBasis:
+    """The statistics, as far as they do not depend on steps."""
+
+    k_mean: Fp64
+    v_mean: Fp64
+    into: Fp64  # [n, n] of K less its mean to components, the most varied first
+    back: Fp64  # its inverse
+    k_deviations: Fp64  # [n]
+    v_deviations: Fp64  # [m], of values divided by the size of their row and head
+    heads: int
+
+
+def basis_of(layer: LayerStatistics) -> LayerBasis:
+    """Compute a layer's basis. Raises ValueError for numbers that are not finite."""
+    tokens, heads, _ = layer.k.shape
+    k, v = layer.k.reshape(tokens, -1).astype(np.float64), layer.v.astype(np.float64)
+    if not (np.isfinite(k).all() and np.isfinite(v).all() and np.isfinite(layer.query_energy).all()):
+        raise ValueError("the calibration text gave numbers that are not finite")
+    metric = np.sqrt(layer.query_energy.astype(np.float64).reshape(-1))
+    metric = np.maximum(metric, 1e-3 * max(float(metric.max()), 1e-12))  # what no query has read counts a little
+    k_mean = k.mean(0)
+    weighted = (k - k_mean) * metric
+    energies, vectors = np.linalg.eigh(weighted.T @ weighted / tokens)
+    energies, vectors = energies[::-1], vectors[:, ::-1]
+    v_mean = v.reshape(tokens, -1).mean(0)
+    centred = v - v_mean.reshape(1, heads, -1)
+    size = np.sqrt((centred**2).mean(-1, keepdims=True))
+    scaled = (centred / np.maximum(size, _LEAST_DEVIATION)).reshape(tokens, -1)
+    return LayerBasis(
+        k_mean=k_mean,
+        v_mean=v_mean,
+        into=metric[:, None] * vectors,
+        back=vectors.T / metric,
+        k_deviations=np.sqrt(np.maximum(energies, 0)),
+        v_deviations=np.sqrt((scaled**2).mean(0)),
+        heads=heads,
+    )
+
+
+class TransformCodec:
+    """See `Codec`. bases: by layer. k_step, v_step: the steps in which components are rounded, in the metrics of
+    `LayerBasis`. segment_bytes: by layer; None: what the calibrated statistics need. dtype: of raw rows, bfloat16 or
+    float32."""
+
+    is_lossy = True
+
+    def __init__(
+        self,
+        bases: Sequence[LayerBasis],
+        *,
+        k_step: float,
+        v_step: float,
+        dtype: torch.dtype,
+        segment_bytes: Sequence[int] | None = None,
+    ) -> None:
+        if dtype not in (torch.bfloat16, torch.float32):
+            raise ValueError(f"rows of {dtype} cannot be coded")
+        self._bits = torch.uint16 if dtype == torch.bfloat16 else torch.uint32
+        self._shift = 16 if dtype == torch.bfloat16 else 0
+        found = symbol_tables()
+        self._tables = Tables(found.frequencies, found.starts, found.entries, found.values, found.costs)
+        self._layers = [_layer(basis, k_step, v_step) for basis in bases]
+        if segment_bytes is None:
+            segment_bytes = [_segment_bytes(layer, self._tables) for layer in self._layers]
+        self.segment_bytes = tuple(segment_bytes)
+        for layer, size in zip(self._layers, self.segment_bytes, strict=True):
+            least = 2 * _begin(layer) + 64
+            if size % 2 or not least <= size <= _MOST_BYTES * ROWS * len(layer.classes):
+                raise ValueError(f"a segment of {size} bytes")
+        self.name = f"transform-{self._digest().hex()}"
+        self._scratch = threading.local()
+
+    def encode(self, layer: int, raw: Tensor, segments: Tensor) -> list[bool]:
+        """See Codec."""
+        calibrated, words = self._layers[layer], self._words(layer, segments)
+        bits = self._checked(layer, raw)
+        encoded = np.zeros(len(bits), np.bool_)
+        compiled.encode(
+            bits, self._shift, words.shape[1], self._tables, calibrated, self._room(layer), words, encoded
+        )
+        return encoded.tolist()
+
+    def decode(self, layer: int, segments: Tensor, raw: Tensor) -> None:
+        """See Codec."""
+        calibrated, words = self._layers[layer], self._words(layer, segments)
+        bits = self._checked(layer, raw)
+        if len(bits) != len(words):
+            raise ValueError(f"{len(words)} segments, {len(bits)} blocks")
+        compiled.decode(words, words.shape[1], self._tables, calibrated, self._shift, self._room(layer), bits)
+
+    def _words(self, layer: int, segments: Tensor) -> np.ndarray:
+        if segments.dtype != torch.uint8 or segments.dim() != 2 or segments.shape[1] != self.segment_bytes[layer]:
+            raise ValueError(f"segments of {tuple(segments.shape)} {segments.dtype}")
+        return segments.view(torch.uint16).numpy()
+
+    def _checked(self, layer: int, raw: Tensor) -> np.ndarray:
+        numbers = ROWS * len(self._layers[layer].classes)
+        if raw.dim() != 2 or raw.shape[1] != numbers or raw.element_size() != self._bits.itemsize:
+            raise ValueError(f"raw blocks of {tuple(raw.shape)} {raw.dtype}")
+        return raw.view(self._bits).numpy()
+
+    def _room(self, layer: int) -> Scratch:
+        """Return the calling thread's scratch memory for a layer, made once for layers of one shape."""
+        calibrated = self._layers[layer]
+        n, m, width = len(calibrated.k_mean), len(calibrated.v_mean), calibrated.into.shape[1]
+        rooms = self._scratch.__dict__.setdefault("rooms", {})
+        words = self.segment_bytes[layer] // 2 + 2 * ROWS
+        room = rooms.get((n, m))
+        if room is None or len(room.words) < words:
+            room = rooms[n, m] = Scratch(
+                rows=np.zeros((ROWS, n + m), np.float32),
+                # Whole tiles of components are written, the ones past n before V's are.
+                components=np.zeros((max(n + m, width), ROWS), np.float32),
+                product=np.zeros((ROWS, width), np.float32),
+                deviations=np.zeros(n + m, np.int64),
+                words=np.zeros(max(words, 2 * ROWS), np.uint32),
+                states=np.zeros(compiled.LANES, np.uint32),
+            )
+        return room
+
+    def _digest(self) -> bytes:
+        """Hash all that decides what bytes mean."""
+        digest = blake2b(digest_size=12)
+        for size, layer in zip(self.segment_bytes, self._layers, strict=True):
+            digest.update(f"{size} {layer.v_step} {layer.heads} {self._bits}".encode())
+            for array in (layer.k_mean, layer.v_mean, layer.into, layer.back, layer.classes):
+                digest.update(np.ascontiguousarray(array).tobytes())
+        for array in self._tables:
+            digest.update(np.ascontiguousarray(array).tobytes())
+        return digest.digest()
+
+
+def _layer(basis: LayerBasis, k_step: float, v_step: float) -> Layer:
+    n = len(basis.k_mean)
+    width = -(-n // TILE[1]) * TILE[1]
+    padding = ((0, 0), (0, width - n))
+    classes = [classes_of(basis.k_deviations, k_step), classes_of(basis.v_deviations, v_step)]
+    return Layer(
+        k_mean=basis.k_mean.astype(np.float32),
+        v_mean=basis.v_mean.astype(np.float32),
+        into=np.ascontiguousarray(np.pad(basis.into / k_step, padding), np.float32),
+        back=np.ascontiguousarray(np.pad(basis.back * k_step, padding), np.float32),
+        classes=np.concatenate(classes),
+        v_step=v_step,
+        heads=basis.heads,
+    )
+
+
+def _begin(layer: Layer) -> int:
+    """Return the word at which the coder's words begin."""
+    return HEAD_WORDS + (ROWS * layer.heads + 1) // 2
+
+
+def _segment_bytes(layer: Layer, tables: Tables) -> int:
+    """Return the bytes that a block needs whose components deviate as calibrated."""
+    bits = 0.0
+    for deviation in layer.classes.tolist():
+        table, low = compiled.class_of(deviation, 0)
+        if table >= 0:
+            own = min(max(deviation - 4 * low, compiled.LEAST_DEVIATION), compiled.LARGEST_DEVIATION)
+            bits += low + float(tables.costs[table, own - compiled.LEAST_DEVIATION])
+    size = 2 * _begin(layer) + ROWS * bits / 8
+    return max(int(-(-size // _ALIGNMENT)), -(-(2 * _begin(layer) + 64) // _ALIGNMENT)) * _ALIGNMENT
