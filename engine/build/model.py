@@ -84,7 +84,7 @@ def probe_model(loaded: LoadedModel, exact: str) -> ProbedModel:
     """Find an attention that does what the model asks, and replace what is slow on a CPU. Changes the model. exact: the
     setting. Raises ModelRefused."""
     module, device = loaded.module, loaded.device
-    backend, page_size, found = _find_attention(module, device)
+    backend, page_size, found = find_attention(module, device)
     log.debug(
         "probe: relative logit error %.1e of %.1e tolerated, positions decoupled: %s",
         found.logit_error,
@@ -116,8 +116,9 @@ def _dtype(name: str, device: torch.device) -> torch.dtype:
     return torch.bfloat16 if torch.cpu._is_avx512_bf16_supported() else torch.float32
 
 
-def _find_attention(module: nn.Module, device: torch.device) -> tuple[AttentionBackend, int, ProbeResult]:
-    """The first backend that runs here and does what the model asks, its page size, and the probe's findings."""
+def find_attention(module: nn.Module, device: torch.device) -> tuple[AttentionBackend, int, ProbeResult]:
+    """Return the first backend that runs here and does what the model asks, its page size, and the probe's findings.
+    Raises ModelRefused."""
     problems = []
     for name in ("flash", "triton", "torch_cpu") if device.type == "cuda" else ("torch_cpu",):
         try:

@@ -1,9 +1,9 @@
 """The tables of the entropy coder: how likely a rounded number is, by the deviation of what was rounded.
 
-A component with deviation s that is rounded in steps of d gives whole numbers whose distribution depends on s / d alone.
-So a small set of tables, one for each quarter octave of s / d, serves every component of every layer, and a step that is
-a quarter octave coarser is the next table. What is rounded lies between a Gaussian and a Laplacian; the tables are a
-mixture (measured on SmolLM2: any mixture between costs within 1 % of the best).
+A component with deviation s that is rounded in steps of d gives whole numbers whose distribution depends on s / d. So a
+small set of tables, one for each quarter octave of s / d, serves every component of every layer, and a step that is a
+quarter octave coarser takes the next table. What is rounded lies between a Gaussian and a Laplacian; the tables are of
+a mixture (on SmolLM2 any mixture costs within 1 % of the best).
 """
 
 from dataclasses import dataclass
@@ -66,7 +66,7 @@ def symbol_tables() -> SymbolTables:
     )
 
 
-def classes_of(deviations: Fp32, step: float) -> Int64:
+def classes_of(deviations: Fp64, step: float) -> Int64:
     """Return the class of each component, which may lie outside of the tables: see LEAST_CLASS."""
     return np.round(4 * np.log2(np.maximum(deviations, 1e-30) / step)).astype(np.int64)
 

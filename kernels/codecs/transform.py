@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kernels.codecs.symbols import Fp64, classes_of, symbol_tables
+from kernels.codecs.symbols import LARGEST_DEVIATION, LEAST_DEVIATION, Fp64, classes_of, symbol_tables
 from kernels.cpu import transform as compiled
 from kernels.cpu.transform import HEAD_WORDS, ROWS, TILE, Layer, Scratch, Tables
 from kernels.views import Fp32
@@ -118,9 +118,7 @@ class TransformCodec:
         calibrated, words = self._layers[layer], self._words(layer, segments)
         bits = self._checked(layer, raw)
         encoded = np.zeros(len(bits), np.bool_)
-        compiled.encode(
-            bits, self._shift, words.shape[1], self._tables, calibrated, self._room(layer), words, encoded
-        )
+        compiled.encode(bits, self._shift, words.shape[1], self._tables, calibrated, self._room(layer), words, encoded)
         return encoded.tolist()
 
     def decode(self, layer: int, segments: Tensor, raw: Tensor) -> None:
@@ -146,7 +144,7 @@ class TransformCodec:
         """Return the calling thread's scratch memory for a layer, made once for layers of one shape."""
         calibrated = self._layers[layer]
         n, m, width = len(calibrated.k_mean), len(calibrated.v_mean), calibrated.into.shape[1]
-        rooms = self._scratch.__dict__.setdefault("rooms", {})
+        rooms: dict[tuple[int, int], Scratch] = self._scratch.__dict__.setdefault("rooms", {})
         words = self.segment_bytes[layer] // 2 + 2 * ROWS
         room = rooms.get((n, m))
         if room is None or len(room.words) < words:
@@ -168,8 +166,8 @@ class TransformCodec:
             digest.update(f"{size} {layer.v_step} {layer.heads} {self._bits}".encode())
             for array in (layer.k_mean, layer.v_mean, layer.into, layer.back, layer.classes):
                 digest.update(np.ascontiguousarray(array).tobytes())
-        for array in self._tables:
-            digest.update(np.ascontiguousarray(array).tobytes())
+        for table in self._tables:
+            digest.update(np.ascontiguousarray(table).tobytes())
         return digest.digest()
 
 
@@ -200,7 +198,7 @@ def _segment_bytes(layer: Layer, tables: Tables) -> int:
     for deviation in layer.classes.tolist():
         table, low = compiled.class_of(deviation, 0)
         if table >= 0:
-            own = min(max(deviation - 4 * low, compiled.LEAST_DEVIATION), compiled.LARGEST_DEVIATION)
-            bits += low + float(tables.costs[table, own - compiled.LEAST_DEVIATION])
+            own = min(max(deviation - 4 * low, LEAST_DEVIATION), LARGEST_DEVIATION) - LEAST_DEVIATION
+            bits += low + float(tables.costs[table, own])
     size = 2 * _begin(layer) + ROWS * bits / 8
     return max(int(-(-size // _ALIGNMENT)), -(-(2 * _begin(layer) + 64) // _ALIGNMENT)) * _ALIGNMENT

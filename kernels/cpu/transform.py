@@ -1,11 +1,11 @@
-"""Transform coding of a layer's blocks, compiled by numba: rows to components and whole numbers, and those to a stream of
+"""Transform coding of a layer's blocks, compiled by numba: rows to components and whole numbers, those to a stream of
 constant size by an entropy coder (rANS, Duda 2013: https://arxiv.org/abs/1311.2540), and back.
 
 A segment, as uint16 words in little-endian order:
 
     word 0           how many eighths of an octave the steps are coarser than calibrated, plus FINEST
     words 1 .. 16    the coder's LANES final states, low word first
-    then             an exponent for each row and head of V, a byte each: its scale is 2^(exponent / 4)
+    then             an exponent for each row and head of V, a byte each: V is scaled by 2^(exponent / 4)
     then             the coder's words, in the order in which decoding reads them, and zeros
 
 Component by component, 32 rows at a time; row r belongs to lane r mod LANES, so that eight chains of dependent
@@ -19,6 +19,7 @@ import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
+from numpy.typing import NDArray
 
 from kernels.codecs.symbols import (
     ESCAPE,
@@ -36,12 +37,15 @@ from kernels.views import Fp32, Int64, Words
 ROWS = 32  # of a block
 LANES = 8
 FINEST, COARSEST = 8, 24
-"""How much finer and coarser than calibrated a block's steps may be, in eighths of an octave. A block that needs coarser
-ones is unlike anything calibrated, and is not coded."""
+"""How much finer and coarser than calibrated a block's steps may be, in eighths of an octave. A block that needs even
+coarser ones is unlike anything calibrated, and is not coded."""
 HEAD_WORDS = 1 + 2 * LANES
 _LEAST_STATE = 1 << 15
 _MASK = (1 << PROBABILITY_BITS) - 1
 _ESCAPED = 1 << (ESCAPE_BITS - 1)
+
+
+Bits = NDArray[Any]  # of bf16 as uint16, or of fp32 as uint32; a segment's words as uint16
 
 
 class Tables(NamedTuple):
@@ -135,7 +139,7 @@ def _multiply_tile(
 
 
 @compiled()
-def _to_floats(bits, shift, out):  # type: ignore[no-untyped-def]
+def _to_floats(bits: Bits, shift: int, out: Fp32) -> None:
     """bits [any] of bf16 (shift 16) or fp32 (shift 0)."""
     whole = out.view(np.uint32)
     for i in range(len(bits)):
@@ -143,7 +147,7 @@ def _to_floats(bits, shift, out):  # type: ignore[no-untyped-def]
 
 
 @compiled()
-def _to_bits(floats, shift, out):  # type: ignore[no-untyped-def]
+def _to_bits(floats: Fp32, shift: int, out: Bits) -> None:
     """Round to bf16, ties to even, or keep fp32."""
     whole = floats.view(np.uint32)
     if shift == 0:
@@ -156,13 +160,13 @@ def _to_bits(floats, shift, out):  # type: ignore[no-untyped-def]
 
 
 @compiled()
-def _quarters(coarser, is_v):  # type: ignore[no-untyped-def]
+def _quarters(coarser: int, is_v: bool) -> int:
     """Return how many quarter octaves the steps of K, or of V, are coarser: they take turns, V first."""
     return (coarser + is_v) >> 1
 
 
 @compiled()
-def class_of(base, quarters):  # type: ignore[no-untyped-def]
+def class_of(base: int, quarters: int) -> tuple[int, int]:
     """Return the table, or -1 for none, and how many low bits are stored as they are."""
     c = base - quarters
     if c < LEAST_CLASS:
@@ -175,12 +179,14 @@ def class_of(base, quarters):  # type: ignore[no-untyped-def]
 
 
 @compiled()
-def decode(segments, size_words, tables, layer, shift, scratch, raw):  # type: ignore[no-untyped-def]
+def decode(
+    segments: Bits, size_words: int, tables: Tables, layer: Layer, shift: int, scratch: Scratch, raw: Bits
+) -> None:
     """segments uint16 [blocks, size_words]; raw [blocks, ROWS * (n + m)] as bits."""
     n, m = len(layer.k_mean), len(layer.v_mean)
     for block in range(len(segments)):
         words = segments[block]
-        coarser = min(np.int64(words[0]) & 0xFF, FINEST + COARSEST) - FINEST
+        coarser = min(int(words[0]) & 0xFF, FINEST + COARSEST) - FINEST
         states = scratch.states
         for lane in range(LANES):
             states[lane] = np.uint32(words[1 + 2 * lane]) | np.uint32(words[2 + 2 * lane]) << np.uint32(16)
@@ -192,7 +198,9 @@ def decode(segments, size_words, tables, layer, shift, scratch, raw):  # type: i
 
 
 @compiled()
-def _decode_numbers(words, at, last, n, coarser, tables, layer, scratch):  # type: ignore[no-untyped-def]
+def _decode_numbers(
+    words: Bits, at: int, last: int, n: int, coarser: int, tables: Tables, layer: Layer, scratch: Scratch
+) -> int:
     """Fill scratch.components. Returns how many of K's are not all zero."""
     states, classes = scratch.states, layer.classes
     live = n
@@ -235,7 +243,7 @@ def _decode_numbers(words, at, last, n, coarser, tables, layer, scratch):  # typ
 
 
 @compiled()
-def _components_to_k(layer, scratch, live, n, scale):  # type: ignore[no-untyped-def]
+def _components_to_k(layer: Layer, scratch: Scratch, live: int, n: int, scale: float) -> None:
     """live: the components from here on are zero in every row."""
     rows, columns = TILE
     width = layer.back.shape[1]
@@ -249,7 +257,7 @@ def _components_to_k(layer, scratch, live, n, scale):  # type: ignore[no-untyped
 
 
 @compiled()
-def _numbers_to_v(words, layer, scratch, n, m, quarters):  # type: ignore[no-untyped-def]
+def _numbers_to_v(words: Bits, layer: Layer, scratch: Scratch, n: int, m: int, quarters: int) -> None:
     width = m // layer.heads
     exponents = words[HEAD_WORDS:].view(np.int8)
     for r in range(ROWS):
@@ -261,14 +269,23 @@ def _numbers_to_v(words, layer, scratch, n, m, quarters):  # type: ignore[no-unt
 
 
 @compiled()
-def _write(rows, n, m, shift, raw):  # type: ignore[no-untyped-def]
+def _write(rows: Fp32, n: int, m: int, shift: int, raw: Bits) -> None:
     for r in range(ROWS):
         _to_bits(rows[r, :n], shift, raw[r * n : (r + 1) * n])
         _to_bits(rows[r, n:], shift, raw[ROWS * n + r * m : ROWS * n + (r + 1) * m])
 
 
 @compiled()
-def encode(raw, shift, size_words, tables, layer, scratch, segments, encoded):  # type: ignore[no-untyped-def]
+def encode(
+    raw: Bits,
+    shift: int,
+    size_words: int,
+    tables: Tables,
+    layer: Layer,
+    scratch: Scratch,
+    segments: Bits,
+    encoded: NDArray[np.bool_],
+) -> None:
     """raw [blocks, ROWS * (n + m)] as bits; segments uint16 [blocks, size_words]; encoded bool [blocks]."""
     n, m = len(layer.k_mean), len(layer.v_mean)
     begin = HEAD_WORDS + (ROWS * layer.heads + 1) // 2
@@ -300,7 +317,7 @@ def encode(raw, shift, size_words, tables, layer, scratch, segments, encoded):  
 
 
 @compiled()
-def _k_to_components(layer, scratch, n):  # type: ignore[no-untyped-def]
+def _k_to_components(layer: Layer, scratch: Scratch, n: int) -> bool:
     """Return whether all are finite."""
     rows, _ = TILE
     width = layer.into.shape[1]
@@ -313,11 +330,11 @@ def _k_to_components(layer, scratch, n):  # type: ignore[no-untyped-def]
     total = np.float32(0)
     for i in range(n * ROWS):
         total += abs(out[i])
-    return np.isfinite(total)
+    return bool(np.isfinite(total))
 
 
 @compiled()
-def _v_to_components(words, layer, scratch, n, m):  # type: ignore[no-untyped-def]
+def _v_to_components(words: Bits, layer: Layer, scratch: Scratch, n: int, m: int) -> bool:
     """Also write the scales' exponents. Returns whether all are finite."""
     width = m // layer.heads
     exponents = words[HEAD_WORDS:].view(np.int8)
@@ -339,7 +356,7 @@ def _v_to_components(words, layer, scratch, n, m):  # type: ignore[no-untyped-de
 
 
 @compiled()
-def _finest(n, tables, layer, scratch, bits):  # type: ignore[no-untyped-def]
+def _finest(n: int, tables: Tables, layer: Layer, scratch: Scratch, bits: int) -> int:
     """Predict the finest steps whose code fits in so many bits, from how much each component deviates in this block."""
     components, classes, deviations = scratch.components, layer.classes, scratch.deviations
     for c in range(len(classes)):
@@ -362,7 +379,7 @@ def _finest(n, tables, layer, scratch, bits):  # type: ignore[no-untyped-def]
 
 
 @compiled()
-def _encode_numbers(coarser, room, n, tables, layer, scratch):  # type: ignore[no-untyped-def]
+def _encode_numbers(coarser: int, room: int, n: int, tables: Tables, layer: Layer, scratch: Scratch) -> int:
     """Code from the last number to the first. Returns the count of words in scratch.words, or -1: they do not fit."""
     states, classes, out = scratch.states, layer.classes, scratch.words
     states[:] = _LEAST_STATE
@@ -380,7 +397,7 @@ def _encode_numbers(coarser, room, n, tables, layer, scratch):  # type: ignore[n
         for r in range(ROWS - 1, -1, -1):
             lane = r & (LANES - 1)
             x = states[lane]
-            number = np.int64(np.rint(scratch.components[c, r] * finer))
+            number = int(np.rint(scratch.components[c, r] * finer))
             number = min(max(number, -_ESCAPED), _ESCAPED - 1)
             symbol = ((number + half) >> low) + REACH
             if symbol < 0 or symbol >= ESCAPE or frequencies[symbol] == 0:

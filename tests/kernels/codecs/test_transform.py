@@ -1,6 +1,7 @@
 """Tests transform coding: what comes back, how large it is, and that no bytes lead outside of it."""
 
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -62,7 +63,9 @@ def errors(raw, back, n):
     """The energy of the error, as a share of the energy about the mean: of K and of V."""
     difference = (raw.float() - back.float()) ** 2
     k, v = raw[:, : ROWS * n].float().reshape(-1, n), raw[:, ROWS * n :].float()
-    return difference[:, : ROWS * n].sum() / ((k - k.mean(0)) ** 2).sum(), difference[:, ROWS * n :].sum() / (v**2).sum()
+    return difference[:, : ROWS * n].sum() / ((k - k.mean(0)) ** 2).sum(), difference[:, ROWS * n :].sum() / (
+        v**2
+    ).sum()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -85,7 +88,7 @@ def test_finer_steps_cost_bytes_and_bring_less_error():
         sizes.append(codec.segment_bytes[0])
         found.append([float(error) for error in errors(raw, decoded(codec, coded(codec, raw), raw), 192)])
     assert sizes == sorted(sizes)
-    for coarse, fine in zip(found, found[1:], strict=False):
+    for coarse, fine in pairwise(found):
         assert all(b < 0.5 * a for a, b in zip(coarse, fine, strict=True))
 
 

@@ -1,0 +1,169 @@
+"""Finds the steps of the transform codec at which a model's answers keep to a budget, on texts that ship with Reprise.
+
+Some texts give the statistics, others the measured divergence. Keys and values get half of the budget each: divergence
+falls by the same factor for a bit of either, and there are as many numbers of both, so equal shares cost the fewest
+bits.
+"""
+
+import logging
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from cache.blocks.keys import BLOCK_TOKENS
+from engine.codec.quality import HistoryCoder, Part, Quality, measure
+from engine.model.probe import KvShape, RopeSource
+from kernels.attention.ragged_batch import AttentionBackend, AttentionMeta, AttentionParams, KvPages
+from kernels.codecs.transform import LayerStatistics, TransformCodec, basis_of
+
+log = logging.getLogger(__name__)
+
+FIRST_STEPS = 0.5, 0.33  # of keys and of values: about 0.001 nats on SmolLM2
+_POWER = 2.2  # divergence grows with about this power of a step (measured on SmolLM2: 2.0 to 2.3)
+_AIM = 0.9  # of the budget, because what is measured has an error
+_TRIES = 4
+_LEAST_STEP, _MOST_CHANGE = 1e-3, 8.0
+
+
+@dataclass(frozen=True, slots=True)
+class Calibrated:
+    """A codec that keeps to its budget, and what was measured of it."""
+
+    codec: TransformCodec
+    k_step: float
+    v_step: float
+    divergence: float  # nats a token, mean
+    same_choices: float
+    tokens: int  # scored
+
+
+class _Listener:
+    """An attention backend that also sums the squares of its queries. Layers are called in order."""
+
+    def __init__(self, backend: AttentionBackend, num_layers: int) -> None:
+        self.name, self.page_multiple = backend.name, backend.page_multiple
+        self._backend, self._calls = backend, 0
+        self._sums: list[Tensor | None] = [None] * num_layers
+        self._rows = [0] * num_layers
+
+    def forward(self, q: Tensor, kv: KvPages, meta: AttentionMeta, params: AttentionParams) -> Tensor:
+        """See AttentionBackend."""
+        layer = self._calls % len(self._sums)
+        self._calls += 1
+        kv_heads = kv.k.shape[2]
+        squares = q.float().square().sum(0).view(kv_heads, -1, q.shape[-1]).mean(1)
+        known = self._sums[layer]
+        self._sums[layer] = squares if known is None else known + squares
+        self._rows[layer] += len(q)
+        return self._backend.forward(q, kv, meta, params)
+
+    def energy(self, layer: int, rope: RopeSource | None) -> Tensor:
+        """Return the mean square of a layer's queries [kv_heads, k_dim], the same for both numbers of a rotated
+        pair."""
+        known = self._sums[layer]
+        assert known is not None
+        energy = known / self._rows[layer]
+        if rope is None:
+            return energy
+        if not rope.call.is_by_halves:  # pairs unknown
+            return energy.mean(-1, keepdim=True).expand_as(energy)
+        half = rope.call.width // 2
+        pair = (energy[:, :half] + energy[:, half : 2 * half]) / 2
+        return torch.cat([pair, pair, energy[:, 2 * half :]], 1)
+
+
+def statistics(
+    *,
+    model: nn.Module,
+    backend: AttentionBackend,
+    page_size: int,
+    shapes: Sequence[KvShape],
+    ropes: Sequence[RopeSource | None],
+    texts: Sequence[Tensor],
+) -> list[LayerStatistics]:
+    """Run a model over texts [tokens] and return what it shows of each layer, without each text's first block, which is
+    stored as it is."""
+    listener = _Listener(backend, len(shapes))
+    coder = HistoryCoder(
+        model=model,
+        backend=listener,
+        page_size=page_size,
+        shapes=shapes,
+        ropes=ropes,
+        most_tokens=max(map(len, texts)),
+    )
+    found: list[tuple[list[Tensor], list[Tensor]]] = [([], []) for _ in shapes]
+    for text in texts:
+        for (keys, values), (k, v) in zip(found, coder.compute(text), strict=True):
+            keys.append(k[BLOCK_TOKENS:].float().cpu())
+            values.append(v[BLOCK_TOKENS:].float().cpu())
+    return [
+        LayerStatistics(
+            torch.cat(keys).numpy(), torch.cat(values).numpy(), listener.energy(layer, ropes[layer]).cpu().numpy()
+        )
+        for layer, (keys, values) in enumerate(found)
+    ]
+
+
+def calibrate(
+    *,
+    model: nn.Module,
+    backend: AttentionBackend,
+    page_size: int,
+    shapes: Sequence[KvShape],
+    ropes: Sequence[RopeSource | None],
+    budget: float,
+    learned: Sequence[Tensor],
+    scored: Sequence[Tensor],
+) -> Calibrated | None:
+    """Find the coarsest steps that keep to a budget of nats a token. learned, scored: texts [tokens], for the
+    statistics and for the measure; of the latter the last fifth is scored. Returns None if no step keeps to it."""
+    dtype = next(model.parameters()).dtype
+    found = statistics(model=model, backend=backend, page_size=page_size, shapes=shapes, ropes=ropes, texts=learned)
+    bases = [basis_of(layer) for layer in found]
+    coder = HistoryCoder(
+        model=model,
+        backend=backend,
+        page_size=page_size,
+        shapes=shapes,
+        ropes=ropes,
+        most_tokens=max(map(len, scored)),
+    )
+
+    def made(k_step: float, v_step: float) -> TransformCodec:
+        return TransformCodec(bases, k_step=k_step, v_step=v_step, dtype=dtype)
+
+    def measured(*codecs: tuple[TransformCodec, Part]) -> list[Quality]:
+        by_text = []
+        for text in scored:
+            history = int(len(text) * 0.8) // BLOCK_TOKENS * BLOCK_TOKENS
+            by_text.append(measure(coder, text, history, codecs))
+        return [Quality.added(parts) for parts in zip(*by_text, strict=True)]
+
+    k_step, v_step = FIRST_STEPS
+    codec = made(k_step, v_step)
+    of_k, of_v = measured((codec, "k"), (codec, "v"))
+    k_step, v_step = (
+        _nearer(step, quality.mean_divergence, _AIM * budget / 2) for step, quality in ((k_step, of_k), (v_step, of_v))
+    )
+    best: Calibrated | None = None
+    for _ in range(_TRIES):
+        codec = made(k_step, v_step)
+        [quality] = measured((codec, "kv"))
+        divergence = quality.mean_divergence
+        log.debug("steps %.3f and %.3f: %.5f nats a token, budget %.5f", k_step, v_step, divergence, budget)
+        if divergence <= budget:
+            best = Calibrated(codec, k_step, v_step, divergence, quality.same_choices, len(quality.divergence))
+            if divergence >= budget * _AIM**2:
+                break
+        k_step, v_step = (_nearer(step, divergence, _AIM * budget) for step in (k_step, v_step))
+    return best
+
+
+def _nearer(step: float, divergence: float, wanted: float) -> float:
+    """Return a step that should bring the wanted divergence."""
+    change = (wanted / max(divergence, 1e-12)) ** (1 / _POWER) if math.isfinite(divergence) else 1 / _MOST_CHANGE
+    return max(_LEAST_STEP, step * min(max(change, 1 / _MOST_CHANGE), _MOST_CHANGE))

@@ -1,0 +1,195 @@
+"""Measures how much a codec changes a model's next-token distributions, by text: a history whose KV is coded, and the
+tokens after it, which are computed as usual and scored.
+
+Computed in fp32, with KV rounded to the type in which it is stored. In bf16 any change of the KV, however small, rounds
+all that follows anew, and that alone is 0.0015 nats a token on SmolLM2: more than the codec that is measured.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from cache.blocks.keys import BLOCK_TOKENS
+from engine.model.float32 import in_float32
+from engine.model.hf_model import Step, forward
+from engine.model.pages import make_pages
+from engine.model.probe import KvShape, RopeSource, single_sequence_meta
+from engine.model.rotations import ModelRotations
+from kernels.attention.ragged_batch import AttentionBackend, KvPages
+from kernels.codecs.codec import Codec
+from kernels.kv_copy import write_rows
+
+Part = Literal["kv", "k", "v"]
+_CHUNK = 512  # tokens of a history that are computed together
+
+
+@dataclass(frozen=True, slots=True)
+class Quality:
+    """What coding did to the scored tokens of some texts. Per token; `added` together."""
+
+    divergence: Tensor  # nats: KL of the distribution behind coded KV from that behind raw KV
+    same_choice: Tensor  # bool: whether the likeliest token is the same
+    loss: Tensor  # nats: minus the log probability of the text's token, behind coded KV
+    raw_loss: Tensor  # the same behind raw KV
+    refused: float  # share of blocks that could not be coded and stayed raw
+
+    @property
+    def mean_divergence(self) -> float:
+        return float(self.divergence.mean())
+
+    @property
+    def same_choices(self) -> float:
+        """Share of the tokens."""
+        return float(self.same_choice.float().mean())
+
+    def perplexity_change(self) -> tuple[float, float]:
+        """Return by which share perplexity rises, and the standard error of that."""
+        change = self.loss - self.raw_loss
+        return math.expm1(float(change.mean())), float(change.std()) / math.sqrt(len(change))
+
+    @classmethod
+    def added(cls, parts: Sequence["Quality"]) -> "Quality":
+        """Put texts together; `refused` of equally long histories."""
+        return cls(
+            divergence=torch.cat([part.divergence for part in parts]),
+            same_choice=torch.cat([part.same_choice for part in parts]),
+            loss=torch.cat([part.loss for part in parts]),
+            raw_loss=torch.cat([part.raw_loss for part in parts]),
+            refused=sum(part.refused for part in parts) / len(parts),
+        )
+
+
+class HistoryCoder:
+    """Runs a model over single texts with its history's KV as computed, or as a codec gives it back.
+
+    model: prepared and probed; shapes, ropes: as probed; most_tokens: of a text. One thread at a time."""
+
+    def __init__(
+        self,
+        *,
+        model: nn.Module,
+        backend: AttentionBackend,
+        page_size: int,
+        shapes: Sequence[KvShape],
+        ropes: Sequence[RopeSource | None],
+        most_tokens: int,
+    ) -> None:
+        weight = next(model.parameters())
+        self._model, self._backend, self._page_size = model, backend, page_size
+        self._device, self._stored = weight.device, weight.dtype
+        self._pages = make_pages(shapes, -(-most_tokens // page_size), page_size, torch.float32, weight.device)
+        self._rotations = ModelRotations(ropes=ropes)
+        self._seen: list[tuple[list[Tensor], list[Tensor]]] = [([], []) for _ in shapes]
+
+    def write(self, layer: int, k_plain: Tensor, v: Tensor) -> None:
+        """See KvSink."""
+        k, values = self._seen[layer]
+        k.append(k_plain.clone())
+        values.append(v.clone())
+
+    @torch.inference_mode()
+    def compute(self, token_ids: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Compute a history [tokens]. Returns by layer K without position [tokens, kv_heads, k_dim], and V, as they are
+        stored; `place` puts them in the pages."""
+        for k, v in self._seen:
+            k.clear()
+            v.clear()
+        for start in range(0, len(token_ids), _CHUNK):
+            self._run(token_ids[start : start + _CHUNK], start, logit_rows=1, listens=True)
+        return [(torch.cat(k).to(self._stored), torch.cat(v).to(self._stored)) for k, v in self._seen]
+
+    @torch.inference_mode()
+    def score(self, token_ids: Tensor, start: int) -> Tensor:
+        """Return the log probabilities [tokens, vocabulary], fp32, behind a history of `start` tokens."""
+        return self._run(token_ids, start, logit_rows=len(token_ids), listens=False).float().log_softmax(-1)
+
+    @torch.inference_mode()
+    def place(self, rows: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """Put a history in the pages, from its first token on. rows: as from `compute`."""
+        slots = torch.arange(len(rows[0][0]), device=self._device)
+        for layer, ((k, v), pages) in enumerate(zip(rows, self._pages, strict=True)):
+            write_rows(pages.k, slots, self._rotations.rotate(layer, k.float(), slots))
+            write_rows(pages.v, slots, v.float())
+
+    def _run(self, token_ids: Tensor, start: int, *, logit_rows: int, listens: bool) -> Tensor:
+        count = len(token_ids)
+        meta = single_sequence_meta(self._device, start, count, self._page_size)
+        step = Step(meta, self._pages_of, self._backend, self if listens else None)
+        ids = token_ids.to(self._device)
+        positions = torch.arange(start, start + count, device=self._device)
+        rows = torch.arange(count - logit_rows, count, device=self._device)
+        with in_float32(self._model):
+            return forward(self._model, step, ids, positions, rows)
+
+    def _pages_of(self, layer: int) -> KvPages:
+        return self._pages[layer]
+
+
+def coded(
+    codec: Codec, rows: Sequence[tuple[Tensor, Tensor]], part: Part = "kv"
+) -> tuple[list[tuple[Tensor, Tensor]], float]:
+    """Return a history as it comes back from a codec, with its first block as it was, and the share of blocks that were
+    refused. rows: by layer K [tokens, kv_heads, k_dim] and V, of whole blocks. part: what the codec is applied to."""
+    out, refused, count = [], 0, 0
+    for layer, (k, v) in enumerate(rows):
+        raw = raw_blocks(k[BLOCK_TOKENS:], v[BLOCK_TOKENS:])
+        segments = torch.empty(len(raw), codec.segment_bytes[layer], dtype=torch.uint8)
+        is_coded = torch.tensor(codec.encode(layer, raw, segments))
+        back = torch.empty_like(raw)
+        codec.decode(layer, segments, back)
+        back[~is_coded] = raw[~is_coded]
+        refused, count = refused + int((~is_coded).sum()), count + len(raw)
+        new_k, new_v = rows_of(back, k.shape[1:], v.shape[1:])
+        k, v = (
+            torch.cat([old[:BLOCK_TOKENS], new]) if name in part else old
+            for name, old, new in (("k", k, new_k.to(k.device)), ("v", v, new_v.to(v.device)))
+        )
+        out.append((k, v))
+    return out, refused / max(count, 1)
+
+
+def raw_blocks(k: Tensor, v: Tensor) -> Tensor:
+    """Return [blocks, elements] as the DRAM tier holds them, from K [tokens, kv_heads, k_dim] and V of whole blocks."""
+    blocks = len(k) // BLOCK_TOKENS
+    return torch.cat([k.reshape(blocks, -1), v.reshape(blocks, -1)], 1).cpu().contiguous()
+
+
+def rows_of(raw: Tensor, k_shape: Sequence[int], v_shape: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """Invert `raw_blocks`."""
+    split = BLOCK_TOKENS * math.prod(k_shape)
+    return raw[:, :split].reshape(-1, *k_shape), raw[:, split:].reshape(-1, *v_shape)
+
+
+def measure(
+    coder: HistoryCoder, token_ids: Tensor, history: int, codecs: Sequence[tuple[Codec, Part]]
+) -> list[Quality]:
+    """Measure some codecs on one text [tokens]. history: how many tokens are coded, whole blocks; the others are
+    scored."""
+    if history % BLOCK_TOKENS or not 0 < history < len(token_ids) - 1:
+        raise ValueError(f"a history of {history} out of {len(token_ids)} tokens")
+    rows = coder.compute(token_ids[:history])
+    behind = token_ids[history:]
+    coder.place(rows)
+    raw = coder.score(behind, history)
+    measured = []
+    for codec, part in codecs:
+        changed, refused = coded(codec, rows, part)
+        coder.place(changed)
+        measured.append(_compared(raw, coder.score(behind, history), behind.to(raw.device), refused))
+    return measured
+
+
+def _compared(raw: Tensor, coded: Tensor, token_ids: Tensor, refused: float) -> Quality:
+    wanted = token_ids[1:]
+    return Quality(
+        divergence=(raw.exp() * (raw - coded)).sum(-1).cpu(),
+        same_choice=(raw.argmax(-1) == coded.argmax(-1)).cpu(),
+        loss=F.nll_loss(coded[:-1], wanted, reduction="none").cpu(),
+        raw_loss=F.nll_loss(raw[:-1], wanted, reduction="none").cpu(),
+        refused=refused,
+    )

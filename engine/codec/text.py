@@ -1,0 +1,24 @@
+"""The text on which codecs are calibrated: dialogues, prose and code, in `calibration.txt`."""
+
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer
+from torch import Tensor
+
+LEARNED_TOKENS, SCORED_TOKENS = 1024, 640  # of a piece
+_MOST_PIECES = 5  # more cost time and change the steps by less than a tenth
+_TEXT = Path(__file__).with_name("calibration.txt")
+_END = "\n%%\n"  # between documents: one to learn from, one to be scored, in turn
+
+
+def calibration_text(tokenizer: Path) -> tuple[list[Tensor], list[Tensor]]:
+    """Return pieces of token ids int64: to learn from, and others to be scored. tokenizer: a `tokenizer.json`."""
+    encode = Tokenizer.from_file(str(tokenizer)).encode
+    documents = _TEXT.read_text("utf-8").split(_END)
+    halves = []
+    for first, size in enumerate((LEARNED_TOKENS, SCORED_TOKENS)):
+        ids = torch.tensor(encode("\n\n".join(documents[first::2]), add_special_tokens=False).ids)
+        pieces = [piece for piece in ids.split(size) if len(piece) >= size // 2]
+        halves.append(pieces[:_MOST_PIECES])
+    return halves[0], halves[1]

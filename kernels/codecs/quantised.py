@@ -1,0 +1,95 @@
+"""Codecs that others use, for comparison: fp8, and KIVI's groups of whole numbers (https://arxiv.org/abs/2402.02750):
+keys in groups of one channel over a block's 32 rows, values in groups of one row."""
+
+from collections.abc import Sequence
+from math import prod
+
+import torch
+from torch import Tensor
+
+ROWS = 32
+_LARGEST_FP8 = 448.0
+_LEAST_SCALE = 1e-8
+
+
+class Fp8Codec:
+    """See `Codec`. Each number as e4m3. shapes: by layer ((kv_heads, k_dim), (kv_heads, v_dim))."""
+
+    name = "fp8"
+    is_lossy = True
+
+    def __init__(self, shapes: Sequence[tuple[tuple[int, int], tuple[int, int]]]) -> None:
+        self.segment_bytes = tuple(ROWS * (prod(k) + prod(v)) for k, v in shapes)
+
+    def encode(self, layer: int, raw: Tensor, segments: Tensor) -> list[bool]:
+        """See Codec."""
+        numbers = raw.float().clamp(-_LARGEST_FP8, _LARGEST_FP8)
+        segments.copy_(numbers.to(torch.float8_e4m3fn).view(torch.uint8))
+        return _finite(raw)
+
+    def decode(self, layer: int, segments: Tensor, raw: Tensor) -> None:
+        """See Codec."""
+        raw.copy_(segments.view(torch.float8_e4m3fn).to(raw.dtype))
+
+
+class KiviCodec:
+    """See `Codec`. bits: 2 or 4 for a number; with each group its least number and its scale, in fp16. v_group: numbers
+    of a row of V that share them, at most a head's."""
+
+    is_lossy = True
+
+    def __init__(self, shapes: Sequence[tuple[tuple[int, int], tuple[int, int]]], *, bits: int, v_group: int) -> None:
+        if bits not in (2, 4):
+            raise ValueError(f"{bits} bits")
+        self.name = f"kivi{bits}"
+        self._bits, self._v_group = bits, v_group
+        self._widths = [(prod(k), prod(v)) for k, v in shapes]
+        if any(v % v_group for _, v in self._widths):
+            raise ValueError(f"groups of {v_group} numbers")
+        self.segment_bytes = tuple(
+            ROWS * (n + m) * bits // 8 + 4 * n + 4 * ROWS * m // v_group for n, m in self._widths
+        )
+
+    def encode(self, layer: int, raw: Tensor, segments: Tensor) -> list[bool]:
+        """See Codec."""
+        n, m = self._widths[layer]
+        k, v = raw.float().split([ROWS * n, ROWS * m], 1)
+        groups = (k.view(-1, ROWS, n).transpose(1, 2), v.view(len(raw), -1, self._v_group))
+        parts = [part for group in groups for part in self._quantised(group.contiguous())]
+        segments.copy_(torch.cat(parts, 1))
+        return _finite(raw)
+
+    def decode(self, layer: int, segments: Tensor, raw: Tensor) -> None:
+        """See Codec."""
+        n, m = self._widths[layer]
+        k_size, k_groups = ROWS * n * self._bits // 8, 4 * n
+        v_size = ROWS * m * self._bits // 8
+        k_codes, k_scales, v_codes, v_scales = segments.split(
+            [k_size, k_groups, v_size, segments.shape[1] - k_size - k_groups - v_size], 1
+        )
+        k = self._restored(k_codes, k_scales, ROWS).transpose(1, 2)
+        v = self._restored(v_codes, v_scales, self._v_group)
+        raw.copy_(torch.cat([k.reshape(len(raw), -1), v.reshape(len(raw), -1)], 1))
+
+    def _quantised(self, groups: Tensor) -> tuple[Tensor, Tensor]:
+        """groups [blocks, groups, numbers]. Returns codes and scales, uint8 [blocks, bytes]."""
+        most = 2**self._bits - 1
+        least = groups.amin(-1, keepdim=True).half()
+        scale = ((groups.amax(-1, keepdim=True) - least.float()) / most).half().float().clamp_min(_LEAST_SCALE).half()
+        codes = ((groups - least.float()) / scale.float()).round().clamp(0, most).nan_to_num().to(torch.uint8)
+        codes = codes.view(len(groups), -1, 8 // self._bits)
+        shifts = torch.arange(0, 8, self._bits, dtype=torch.uint8)
+        packed = (codes << shifts).sum(-1).to(torch.uint8)
+        return packed, torch.cat([least, scale], -1).view(len(groups), -1).view(torch.uint8)
+
+    def _restored(self, codes: Tensor, scales: Tensor, size: int) -> Tensor:
+        shifts = torch.arange(0, 8, self._bits, dtype=torch.uint8)
+        numbers = (codes[..., None] >> shifts) & (2**self._bits - 1)
+        numbers = numbers.view(len(codes), -1, size).float()
+        both = scales.contiguous().view(torch.float16).view(len(codes), -1, 2).float()
+        restored: Tensor = both[..., :1] + numbers * both[..., 1:]
+        return restored
+
+
+def _finite(raw: Tensor) -> list[bool]:
+    return raw.isfinite().all(1).tolist()

@@ -1,0 +1,64 @@
+"""Tests calibrating the transform codec on small models."""
+
+import pytest
+import torch
+
+pytest.importorskip("numba")
+
+from engine.codec.calibration import calibrate, statistics
+from engine.codec.quality import HistoryCoder, measure
+from engine.model.hf_model import prepare
+from engine.model.probe import probe
+from kernels.attention.torch_cpu import TorchAttention
+from tests.engine.models import random_ids, tiny_model
+
+
+def probed(dtype=torch.float32):
+    model, backend = prepare(tiny_model(dtype=dtype)), TorchAttention()
+    found = probe(model, backend, 32)
+    return {"model": model, "backend": backend, "page_size": 32, "shapes": found.shapes, "ropes": found.ropes}
+
+
+def texts(first, count=3, tokens=320):
+    return [torch.tensor(random_ids(tokens, seed)) for seed in range(first, first + count)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("budget", [1e-5, 1e-4])
+def test_a_codec_keeps_to_its_budget_on_other_texts_too(dtype, budget):
+    common = probed(dtype)
+    made = calibrate(**common, budget=budget, learned=texts(0), scored=texts(10))
+    assert made is not None
+    assert 0 < made.divergence <= budget
+    coder = HistoryCoder(**common, most_tokens=320)
+    again = [measure(coder, text, 256, [(made.codec, "kv")])[0].mean_divergence for text in texts(20)]
+    assert sum(again) / len(again) <= 2 * budget
+
+
+def test_a_smaller_budget_costs_bytes():
+    common = probed()
+    sizes = [
+        sum(calibrate(**common, budget=budget, learned=texts(0), scored=texts(10)).codec.segment_bytes)
+        for budget in (1e-4, 1e-6)
+    ]
+    assert sizes[0] < sizes[1]
+
+
+def test_a_budget_that_nothing_keeps_to_gives_nothing():
+    assert calibrate(**probed(), budget=0.0, learned=texts(0), scored=texts(10)) is None
+
+
+def test_the_metric_is_what_queries_read_and_equal_within_pairs():
+    common = probed()
+    found = statistics(**common, texts=texts(0))
+    for layer, shape in zip(found, common["shapes"], strict=True):
+        assert layer.query_energy.shape == (shape.kv_heads, shape.k_dim)
+        half = shape.k_dim // 2
+        assert (layer.query_energy[:, :half] == layer.query_energy[:, half:]).all()
+        assert (layer.query_energy > 0).all()
+        assert layer.k.shape == (3 * (320 - 32), shape.kv_heads, shape.k_dim)
+
+
+def test_twice_gives_the_same_codec():
+    names = {calibrate(**probed(), budget=1e-4, learned=texts(0), scored=texts(10)).codec.name for _ in range(2)}
+    assert len(names) == 1
