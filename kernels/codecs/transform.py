@@ -19,9 +19,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kernels.codecs.symbols import LARGEST_DEVIATION, LEAST_DEVIATION, Fp64, classes_of, symbol_tables
 from kernels.cpu import transform as compiled
 from kernels.cpu.transform import HEAD_WORDS, ROWS, TILE, Layer, Scratch, Tables
+from kernels.symbols import LARGEST_DEVIATION, LEAST_DEVIATION, Fp64, classes_of, symbol_tables
 from kernels.views import Fp32
 
 _ALIGNMENT = 64  # bytes: a segment begins at a cache line

@@ -21,7 +21,8 @@ from numba import types
 from numba.core import cgutils
 from numpy.typing import NDArray
 
-from kernels.codecs.symbols import (
+from kernels.cpu.decode import compiled, intrinsic
+from kernels.symbols import (
     ESCAPE,
     ESCAPE_BITS,
     LARGEST_CLASS,
@@ -31,7 +32,6 @@ from kernels.codecs.symbols import (
     PROBABILITY_BITS,
     REACH,
 )
-from kernels.cpu.decode import compiled, intrinsic
 from kernels.views import Fp32, Int64, Words
 
 ROWS = 32  # of a block
@@ -49,7 +49,7 @@ Bits = NDArray[Any]  # of bf16 as uint16, or of fp32 as uint32; a segment's word
 
 
 class Tables(NamedTuple):
-    """`kernels.codecs.symbols.SymbolTables` as compiled code takes it."""
+    """`kernels.symbols.SymbolTables` as compiled code takes it."""
 
     frequencies: Words
     starts: Words

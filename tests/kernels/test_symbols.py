@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from kernels.codecs.symbols import (
+from kernels.symbols import (
     ESCAPE,
     ESCAPE_BITS,
     LARGEST_CLASS,
