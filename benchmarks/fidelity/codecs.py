@@ -117,7 +117,7 @@ def measure_codecs(run: Run) -> dict[str, Any]:
         calibrated[f"transform {budget}"] = _calibration(made, time.perf_counter() - started)
         if budget == BUDGETS[0]:
             rotated = [basis_of(layer) for layer in _rotated(statistics(**common, texts=learned), found)]
-            inner = TransformCodec(rotated, k_step=made.k_step, v_step=made.v_step, dtype=torch.bfloat16)
+            inner = TransformCodec.fitted(rotated, k_step=made.k_step, v_step=made.v_step, dtype=torch.bfloat16)
             codecs["the same, keys rotated"] = RotatedCodec(inner, found)
     shapes = [((s.kv_heads, s.k_dim), (s.kv_heads, s.v_dim)) for s in found.shapes]
     codecs["fp8"] = Fp8Codec(shapes)

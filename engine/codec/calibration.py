@@ -134,7 +134,7 @@ def calibrate(
     )
 
     def made(k_step: float, v_step: float) -> TransformCodec:
-        return TransformCodec(bases, k_step=k_step, v_step=v_step, dtype=dtype)
+        return TransformCodec.fitted(bases, k_step=k_step, v_step=v_step, dtype=dtype)
 
     def measured(*codecs: tuple[TransformCodec, Part]) -> list[Quality]:
         by_text = []

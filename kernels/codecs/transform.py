@@ -10,6 +10,7 @@ Sources: transform coding and reverse water-filling as in any textbook of rate-d
 principal components and sinks kept exact also in KVTC (https://arxiv.org/abs/2511.01815).
 """
 
+import functools
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -26,7 +27,10 @@ from kernels.views import Fp32
 
 _ALIGNMENT = 64  # bytes: a segment begins at a cache line
 _LEAST_DEVIATION = 1e-9
-_MOST_BYTES = 4  # a number: longer than raw fp32 is never needed
+_MOST_BYTES = 4  # of a number: longer than raw fp32 is never needed
+# Quarter octaves by which a component may deviate less or more than a step. What deviates more would need more low bits
+# than the coder takes at once.
+_LEAST_CLASS, _MOST_CLASS = -200, 48
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,41 +85,44 @@ def basis_of(layer: LayerStatistics) -> LayerBasis:
 
 
 class TransformCodec:
-    """See `Codec`. bases: by layer. k_step, v_step: the steps in which components are rounded, in the metrics of
-    `LayerBasis`. segment_bytes: by layer; None: what the calibrated statistics need. dtype: of raw rows, bfloat16 or
-    float32."""
+    """See `Codec`. layers, segment_bytes: as `fitted` computes them; dtype: of raw rows, bfloat16 or float32. Raises
+    ValueError for what cannot belong together."""
 
     is_lossy = True
 
-    def __init__(
-        self,
+    def __init__(self, layers: Sequence[Layer], *, segment_bytes: Sequence[int], dtype: torch.dtype) -> None:
+        if dtype not in (torch.bfloat16, torch.float32):
+            raise ValueError(f"rows of {dtype} cannot be coded")
+        self.dtype = dtype
+        self.layers, self.segment_bytes = tuple(layers), tuple(segment_bytes)
+        for layer, size in zip(self.layers, self.segment_bytes, strict=True):
+            _check(layer, size)
+        self._bits = torch.uint16 if dtype == torch.bfloat16 else torch.uint32
+        self._shift = 16 if dtype == torch.bfloat16 else 0
+        self._tables = _tables()
+        self.name = f"transform-{self._digest().hex()}"
+        self._scratch = threading.local()
+
+    @classmethod
+    def fitted(
+        cls,
         bases: Sequence[LayerBasis],
         *,
         k_step: float,
         v_step: float,
         dtype: torch.dtype,
         segment_bytes: Sequence[int] | None = None,
-    ) -> None:
-        if dtype not in (torch.bfloat16, torch.float32):
-            raise ValueError(f"rows of {dtype} cannot be coded")
-        self._bits = torch.uint16 if dtype == torch.bfloat16 else torch.uint32
-        self._shift = 16 if dtype == torch.bfloat16 else 0
-        found = symbol_tables()
-        self._tables = Tables(found.frequencies, found.starts, found.entries, found.values, found.costs)
-        self._layers = [_layer(basis, k_step, v_step) for basis in bases]
+    ) -> "TransformCodec":
+        """Make a codec that rounds in these steps, in the metrics of `LayerBasis`. bases: by layer. segment_bytes: None
+        for what blocks need that deviate as calibrated."""
+        layers = [_layer(basis, k_step, v_step) for basis in bases]
         if segment_bytes is None:
-            segment_bytes = [_segment_bytes(layer, self._tables) for layer in self._layers]
-        self.segment_bytes = tuple(segment_bytes)
-        for layer, size in zip(self._layers, self.segment_bytes, strict=True):
-            least = 2 * _begin(layer) + 64
-            if size % 2 or not least <= size <= _MOST_BYTES * ROWS * len(layer.classes):
-                raise ValueError(f"a segment of {size} bytes")
-        self.name = f"transform-{self._digest().hex()}"
-        self._scratch = threading.local()
+            segment_bytes = [_segment_bytes(layer, _tables()) for layer in layers]
+        return cls(layers, segment_bytes=segment_bytes, dtype=dtype)
 
     def encode(self, layer: int, raw: Tensor, segments: Tensor) -> list[bool]:
         """See Codec."""
-        calibrated, words = self._layers[layer], self._words(layer, segments)
+        calibrated, words = self.layers[layer], self._words(layer, segments)
         bits = self._checked(layer, raw)
         encoded = np.zeros(len(bits), np.bool_)
         compiled.encode(bits, self._shift, words.shape[1], self._tables, calibrated, self._room(layer), words, encoded)
@@ -123,7 +130,7 @@ class TransformCodec:
 
     def decode(self, layer: int, segments: Tensor, raw: Tensor) -> None:
         """See Codec."""
-        calibrated, words = self._layers[layer], self._words(layer, segments)
+        calibrated, words = self.layers[layer], self._words(layer, segments)
         bits = self._checked(layer, raw)
         if len(bits) != len(words):
             raise ValueError(f"{len(words)} segments, {len(bits)} blocks")
@@ -135,14 +142,14 @@ class TransformCodec:
         return segments.view(torch.uint16).numpy()
 
     def _checked(self, layer: int, raw: Tensor) -> np.ndarray:
-        numbers = ROWS * len(self._layers[layer].classes)
+        numbers = ROWS * len(self.layers[layer].classes)
         if raw.dim() != 2 or raw.shape[1] != numbers or raw.element_size() != self._bits.itemsize:
             raise ValueError(f"raw blocks of {tuple(raw.shape)} {raw.dtype}")
         return raw.view(self._bits).numpy()
 
     def _room(self, layer: int) -> Scratch:
         """Return the calling thread's scratch memory for a layer, made once for layers of one shape."""
-        calibrated = self._layers[layer]
+        calibrated = self.layers[layer]
         n, m, width = len(calibrated.k_mean), len(calibrated.v_mean), calibrated.into.shape[1]
         rooms: dict[tuple[int, int], Scratch] = self._scratch.__dict__.setdefault("rooms", {})
         words = self.segment_bytes[layer] // 2 + 2 * ROWS
@@ -162,13 +169,38 @@ class TransformCodec:
     def _digest(self) -> bytes:
         """Hash all that decides what bytes mean."""
         digest = blake2b(digest_size=12)
-        for size, layer in zip(self.segment_bytes, self._layers, strict=True):
+        for size, layer in zip(self.segment_bytes, self.layers, strict=True):
             digest.update(f"{size} {layer.v_step} {layer.heads} {self._bits}".encode())
             for array in (layer.k_mean, layer.v_mean, layer.into, layer.back, layer.classes):
                 digest.update(np.ascontiguousarray(array).tobytes())
         for table in self._tables:
             digest.update(np.ascontiguousarray(table).tobytes())
         return digest.digest()
+
+
+@functools.cache
+def _tables() -> Tables:
+    found = symbol_tables()
+    return Tables(found.frequencies, found.starts, found.entries, found.values, found.costs)
+
+
+def _check(layer: Layer, size: int) -> None:
+    """Raises ValueError: compiled code checks no index."""
+    n, m = len(layer.k_mean), len(layer.v_mean)
+    width = -(-n // TILE[1]) * TILE[1]
+    shapes = {"into": (n, width), "back": (n, width), "classes": (n + m,)}
+    if any(getattr(layer, name).shape != shape for name, shape in shapes.items()) or not 0 < layer.heads <= m:
+        raise ValueError("arrays of a calibrated layer do not fit each other")
+    if (
+        m % layer.heads
+        or layer.classes.min() < _LEAST_CLASS
+        or layer.classes.max() > _MOST_CLASS
+        or not 0 < layer.v_step < np.inf
+    ):
+        raise ValueError("a calibrated layer holds what cannot be")
+    least = 2 * _begin(layer) + 64
+    if size % 2 or not least <= size <= _MOST_BYTES * ROWS * (n + m):
+        raise ValueError(f"a segment of {size} bytes")
 
 
 def _layer(basis: LayerBasis, k_step: float, v_step: float) -> Layer:
@@ -181,7 +213,7 @@ def _layer(basis: LayerBasis, k_step: float, v_step: float) -> Layer:
         v_mean=basis.v_mean.astype(np.float32),
         into=np.ascontiguousarray(np.pad(basis.into / k_step, padding), np.float32),
         back=np.ascontiguousarray(np.pad(basis.back * k_step, padding), np.float32),
-        classes=np.concatenate(classes),
+        classes=np.clip(np.concatenate(classes), _LEAST_CLASS, _MOST_CLASS),
         v_step=v_step,
         heads=basis.heads,
     )

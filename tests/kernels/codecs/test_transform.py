@@ -37,7 +37,7 @@ def codec_for(shape, dtype=torch.bfloat16, k_step=0.5, v_step=0.35, **kwargs):
         energy = torch.rand(heads, k_dim, generator=torch.Generator().manual_seed(seed)) + 0.5
         k, v = k.view(-1, heads, k_dim), v.view(-1, heads, v_dim)
         layers.append(basis_of(LayerStatistics(k.numpy(), v.numpy(), energy.numpy())))
-    return TransformCodec(layers, k_step=k_step, v_step=v_step, dtype=dtype, **kwargs)
+    return TransformCodec.fitted(layers, k_step=k_step, v_step=v_step, dtype=dtype, **kwargs)
 
 
 def blocks_of(k, v, dtype=torch.bfloat16):
@@ -170,6 +170,14 @@ def test_any_rows_fit_or_are_refused(seed, scale, least):
     codec.decode(0, guard[1:3], back)
     if all(done):
         assert back.isfinite().all()
+
+
+@pytest.mark.parametrize("factor", [1e-3, 1e-5])
+def test_steps_far_finer_than_what_they_round_keep_nearly_all(factor):
+    codec = codec_for(SHAPES[2], torch.float32, k_step=0.5 * factor, v_step=0.35 * factor)
+    raw = blocks_of(*rows_like_keys(*SHAPES[2], 4 * ROWS, 3), torch.float32)
+    back = decoded(codec, coded(codec, raw), raw)
+    assert max(errors(raw, back, 48)) < 1e-6
 
 
 def test_shapes_that_do_not_fit_are_refused():
