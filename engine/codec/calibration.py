@@ -151,7 +151,10 @@ def calibrate(
     )
     best: Calibrated | None = None
     for _ in range(_TRIES):
-        codec = made(k_step, v_step)
+        try:
+            codec = made(k_step, v_step)
+        except ValueError:  # finer than any sense
+            break
         [quality] = measured((codec, "kv"))
         divergence = quality.mean_divergence
         log.debug("steps %.3f and %.3f: %.5f nats a token, budget %.5f", k_step, v_step, divergence, budget)

@@ -28,9 +28,8 @@ from kernels.views import Fp32
 _ALIGNMENT = 64  # bytes: a segment begins at a cache line
 _LEAST_DEVIATION = 1e-9
 _MOST_BYTES = 4  # of a number: longer than raw fp32 is never needed
-# Quarter octaves by which a component may deviate less or more than a step. What deviates more would need more low bits
-# than the coder takes at once.
-_LEAST_CLASS, _MOST_CLASS = -200, 48
+# Quarter octaves: a component may deviate by 1,024 steps. What is far outside of that is cut off by the coder's escapes.
+_LEAST_CLASS, _MOST_CLASS = -200, 40
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +113,7 @@ class TransformCodec:
         segment_bytes: Sequence[int] | None = None,
     ) -> "TransformCodec":
         """Make a codec that rounds in these steps, in the metrics of `LayerBasis`. bases: by layer. segment_bytes: None
-        for what blocks need that deviate as calibrated."""
+        for what blocks need that deviate as calibrated. Raises ValueError for steps that are too fine."""
         layers = [_layer(basis, k_step, v_step) for basis in bases]
         if segment_bytes is None:
             segment_bytes = [_segment_bytes(layer, _tables()) for layer in layers]
@@ -197,7 +196,7 @@ def _check(layer: Layer, size: int) -> None:
         or layer.classes.max() > _MOST_CLASS
         or not 0 < layer.v_step < np.inf
     ):
-        raise ValueError("a calibrated layer holds what cannot be")
+        raise ValueError("steps are too fine for what they round, or no steps at all")
     least = 2 * _begin(layer) + 64
     if size % 2 or not least <= size <= _MOST_BYTES * ROWS * (n + m):
         raise ValueError(f"a segment of {size} bytes")
@@ -213,7 +212,7 @@ def _layer(basis: LayerBasis, k_step: float, v_step: float) -> Layer:
         v_mean=basis.v_mean.astype(np.float32),
         into=np.ascontiguousarray(np.pad(basis.into / k_step, padding), np.float32),
         back=np.ascontiguousarray(np.pad(basis.back * k_step, padding), np.float32),
-        classes=np.clip(np.concatenate(classes), _LEAST_CLASS, _MOST_CLASS),
+        classes=np.maximum(np.concatenate(classes), _LEAST_CLASS),
         v_step=v_step,
         heads=basis.heads,
     )
