@@ -28,7 +28,7 @@ from kernels.views import Fp32
 _ALIGNMENT = 64  # bytes: a segment begins at a cache line
 _LEAST_DEVIATION = 1e-9
 _MOST_BYTES = 4  # of a number: longer than raw fp32 is never needed
-# Quarter octaves: a component may deviate by 1,024 steps. What is far outside of that is cut off by the coder's escapes.
+# Quarter octaves: a component may deviate by 1,024 steps. What is far outside of that is cut off by the escapes.
 _LEAST_CLASS, _MOST_CLASS = -200, 40
 
 
