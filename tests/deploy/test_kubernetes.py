@@ -41,6 +41,7 @@ def environment(name: str) -> dict[str, str]:
     }
 
 
+@pytest.mark.slow  # with `make test-compose`, which installs what knows the fields
 @pytest.mark.parametrize("manifest", MANIFESTS, ids=lambda one: f"{one['kind']}-{one['metadata']['name']}")
 def test_kubernetes_knows_every_field(manifest: dict[str, Any]) -> None:
     kubernetes_validate = pytest.importorskip("kubernetes_validate")

@@ -88,7 +88,17 @@ def docker_daemon(directory: Path) -> Iterator[Docker]:
     forwarding = FORWARDING.read_text()
     bridges = _bridges()
     socket = directory / "docker.sock"
-    command = ["dockerd", "--host", f"unix://{socket}", "--pidfile", str(directory / "pid")]
+    # It ends too when this process is killed.
+    command = [
+        "setpriv",
+        "--pdeathsig",
+        "TERM",
+        "dockerd",
+        "--host",
+        f"unix://{socket}",
+        "--pidfile",
+        str(directory / "pid"),
+    ]
     command += ["--data-root", str(directory / "data"), "--exec-root", str(directory / "exec")]
     with (directory / "log").open("wb") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)

@@ -161,9 +161,10 @@ def test_prometheus_finds_every_service_that_has_metrics() -> None:
     assert jobs.keys() == {"replica", "gateway", "haproxy", "redis", "prometheus"}
     (discovery,) = jobs["replica"]["http_sd_configs"]
     assert discovery["url"] == "http://gateway:8000/v1/fleet/targets"
-    key_file = discovery["authorization"]["credentials_file"]
-    assert jobs["replica"]["authorization"] == jobs["gateway"]["authorization"] == {"credentials_file": key_file}
-    assert PurePosixPath(key_file).parent == PurePosixPath("/run/fleet")
+    key = discovery["authorization"]
+    assert key["type"] == "Bearer"
+    assert jobs["replica"]["authorization"] == jobs["gateway"]["authorization"] == key
+    assert PurePosixPath(key["credentials_file"]).parent == PurePosixPath("/run/fleet")
     assert jobs["gateway"]["dns_sd_configs"][0]["names"] == ["gateway"]
     targets = {target for group in jobs["redis"]["static_configs"] for target in group["targets"]}
     assert targets == {"redis://directory:6379", "redis://kv:6379"}

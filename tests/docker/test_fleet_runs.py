@@ -45,8 +45,8 @@ SMALL = {
 }
 TOKENS = 500
 QUESTION = {"role": "user", "content": "Tell me the story of the old lighthouse and its keeper, slowly."}
-# What is there only after something has failed, or was asked for, that does not happen here.
-ONLY_AFTER_FAILURES = ("reprise_load_failures_total", "reprise_failed_generations_total")
+# What is there only after something that does not happen here: failures, and loads started before their turn.
+ONLY_AFTERWARDS = ("reprise_load_failures_total", "reprise_failed_generations_total", "reprise_prefetch_timer_total")
 
 
 @dataclass
@@ -301,10 +301,11 @@ def test_a_replica_that_is_killed_in_a_stream_is_not_noticed(fleet: Fleet) -> No
     expected = begun(Stream(fleet)).whole()
     resumed = 'sum(reprise_gateway_resumes_total{outcome="done"})'
     before = fleet.value(resumed)
+    container_of = {_name_of(fleet, one): one for one in fleet.containers("replica")}
     for _ in range(3):  # on a fast machine the answer may be over before docker has killed anybody
         stream = begun(Stream(fleet))
         wait_until(lambda stream=stream: len(stream.pieces) > 3 or not stream.is_alive(), "the first tokens")
-        victim = next(one for one in fleet.containers("replica") if _name_of(fleet, one) == stream.served_by)
+        victim = container_of[stream.served_by]
         fleet.docker("kill", victim)
         assert stream.whole() == expected
         fleet.docker("start", victim)
@@ -320,15 +321,37 @@ def _name_of(fleet: Fleet, replica: str) -> str:
     return fleet.docker("exec", replica, "cat", "/var/lib/reprise/replica").strip()
 
 
+def test_a_conversation_goes_on_at_the_other_replica_with_its_kv(fleet: Fleet) -> None:
+    admin = fleet.secret("prometheus_key")
+    messages: list[dict[str, Any]] = [{"role": "user", "content": "The lamp turned slowly over the dark water. " * 20}]
+
+    def turn() -> tuple[str, int]:
+        body = {"model": "bundled", "messages": messages, "max_tokens": 16, "session_id": "a-chat", "temperature": 0}
+        answer = fleet.ask("/v1/chat/completions", method="POST", json=body, key=admin)
+        assert answer.status_code == 200, answer.text
+        messages.append(answer.json()["choices"][0]["message"])
+        messages.append({"role": "user", "content": "And then?"})
+        home = answer.headers["x-route"].split(";")[0].removeprefix("replica=")
+        return home, answer.json()["x_cache"]["redis_tokens"]
+
+    home, _ = turn()
+    replicas = {one["replica"] for one in fleet.ask("/v1/fleet", key=admin).json()["replicas"]}
+    for _ in range(10):  # what a turn leaves is uploaded after it
+        time.sleep(3)
+        (other,) = replicas - {home}
+        moved = fleet.ask("/v1/fleet/move", method="POST", json={"session_id": "a-chat", "replica": other}, key=admin)
+        assert moved.status_code == 200, moved.text
+        home, from_redis = turn()
+        assert home == other
+        if from_redis:
+            return
+    pytest.fail("no turn found its KV in Redis")
+
+
 def test_the_load_generator_leaves_its_report(fleet: Fleet, tmp_path: Path) -> None:
-    fleet.compose("--profile", "loadgen", "up", "--no-deps", "--exit-code-from", "loadgen", "loadgen", check=False)
-    (container,) = fleet.docker(
-        "ps", "--all", "--quiet", "--filter", "label=com.docker.compose.service=loadgen"
-    ).split()
-    assert fleet.docker.inspect(container)["State"]["ExitCode"] == 0, fleet.docker("logs", container)
-    fleet.docker("cp", f"{container}:/reports/load.html", str(tmp_path / "load.html"))
+    fleet.compose("--profile", "loadgen", "run", "-T", "--no-deps", "--name", f"{PROJECT}-load", "loadgen")
+    fleet.docker("cp", f"{PROJECT}-load:/reports/load.html", str(tmp_path / "load.html"))
     assert "<html" in (tmp_path / "load.html").read_text(encoding="utf-8")
-    assert fleet.docker("logs", container)
 
 
 # --- what is watched --------------------------------------------------------------------------------------------------
@@ -355,10 +378,11 @@ def test_every_target_is_up(fleet: Fleet) -> None:
 
 
 def test_no_alert_is_raised_by_a_fleet_at_work(fleet: Fleet) -> None:
-    firing = {
-        alert["labels"]["alertname"] for alert in fleet.prometheus("alerts")["alerts"] if alert["state"] == "firing"
-    }
-    assert firing == set()
+    def firing() -> set[str]:
+        return {one["labels"]["alertname"] for one in fleet.prometheus("alerts")["alerts"] if one["state"] == "firing"}
+
+    # A busy machine may keep turns waiting. A replica that was killed a moment ago may still be missed.
+    wait_until(lambda: firing() <= {"WaitsOverTarget"}, "the end of every alert", 180)
 
 
 def test_every_panel_has_something_to_show(fleet: Fleet) -> None:
@@ -369,7 +393,7 @@ def test_every_panel_has_something_to_show(fleet: Fleet) -> None:
         return [
             (title, expression)
             for expression, title in queries.items()
-            if not any(name in expression for name in ONLY_AFTER_FAILURES) and not fleet.query(expression)
+            if not any(name in expression for name in ONLY_AFTERWARDS) and not fleet.query(expression)
         ]
 
     last: Sequence[tuple[str, str]] = ()
@@ -378,6 +402,19 @@ def test_every_panel_has_something_to_show(fleet: Fleet) -> None:
             break
         time.sleep(5)
     assert not last
+
+
+def test_without_a_gateway_clients_hear_an_error_of_the_usual_form(fleet: Fleet) -> None:
+    gateways = fleet.containers("gateway")
+    fleet.docker("kill", *gateways)
+    try:
+        wait_until(lambda: fleet.ask("/v1/models").status_code == 503, "haproxy to see it")
+        answer = fleet.ask("/v1/models")
+        assert answer.json()["error"]["code"] == "no_gateway"
+        assert answer.headers["retry-after"].isdecimal()
+    finally:
+        fleet.docker("start", *gateways)
+        fleet.wait_for_replicas(REPLICAS)
 
 
 # --- the files alone --------------------------------------------------------------------------------------------------
