@@ -37,6 +37,8 @@ def load_of(stats: Stats, model: ModelInfo, before: Before | None, now: float, *
         kv_bytes_per_token=float(model.kv_bytes_per_token),
         dram_bytes_per_s=_rate(stats, "dram_to_hbm"),
         disk_bytes_per_s=_rate(stats, "disk_to_hbm"),
+        # Uploads go the same way; until a load was measured they tell best that, and how fast, KV comes from Redis.
+        redis_bytes_per_s=_rate(stats, "redis_to_hbm") or _rate(stats, "disk_to_redis"),
         dram_kept_s=_kept_s(stats, "dram", "hbm_to_dram", before, elapsed_s),
         disk_kept_s=_kept_s(stats, "disk", "dram_to_disk", before, elapsed_s),
         busy=min(1.0, max(0.0, stats.step_seconds - before.step_seconds) / elapsed_s)

@@ -33,6 +33,15 @@ def test_rates_are_what_was_measured(model):
     assert (load.busy, load.draining) == (0.0, False)
 
 
+def test_a_replica_that_loads_from_redis_or_uploads_to_it_says_how_fast(model):
+    moved = {"moved_bytes": {"disk_to_redis": 600, "redis_to_hbm": 800}}
+    uploaded = stats(**moved, moved_seconds={"disk_to_redis": 2.0})
+    assert load_of(uploaded, model, None, 0.0, draining=False).redis_bytes_per_s == 300.0
+    both = stats(**moved, moved_seconds={"disk_to_redis": 2.0, "redis_to_hbm": 1.0})
+    assert load_of(both, model, None, 0.0, draining=False).redis_bytes_per_s == 800.0
+    assert load_of(stats(), model, None, 0.0, draining=False).redis_bytes_per_s == 0.0
+
+
 def test_a_tier_with_room_keeps_for_ever_and_none_not_at_all(model):
     load = load_of(stats(), model, None, 0.0, draining=False)
     assert (load.dram_kept_s, load.disk_kept_s) == (ROOMY_S, 0.0)
