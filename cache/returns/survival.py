@@ -1,7 +1,7 @@
 """Estimates how likely a session is to come back at each age, learned online from sessions that come back or do not."""
 
 import math
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from itertools import pairwise
 
@@ -34,6 +34,7 @@ _NUM_WEIGHTS = _ANSWER_AT + (len(_PERIODS_S) + 1) * _DOUBLINGS
 _WIDTHS_S = [end - start for start, end in pairwise(_EDGES_S)]
 _PERIOD = [bisect_right(_PERIODS_S, start) for start in _EDGES_S[:-1]]
 _MIDDLE = [math.log2(math.sqrt(a * b)) if a else math.log2(b / 2) for a, b in pairwise(_EDGES_S)]
+_BOUNDS = (*(distance + 0.5 for distance in range(-_NEAR, _NEAR)), math.inf)  # between distances that are told apart
 
 
 def bin_end_s(age_bin: int) -> float:
@@ -96,9 +97,17 @@ class ReturnModel:
             odds = [own + by_period[period] for own, period in zip(odds, _PERIOD[age_bin:], strict=True)]
         if gap_s is not None:
             log_gap = math.log2(gap_s)
-            odds = [own + weights[_near(place, log_gap)] for place, own in enumerate(odds, age_bin)]
+            odds = [own + near for own, near in zip(odds, self._by_distance(log_gap)[age_bin:], strict=True)]
         exp = math.exp  # called thousands of times a second when many sessions are due
         return [1.0 / (1.0 + exp(-(common + own))) for own in odds]
+
+    def _by_distance(self, log_gap: float) -> list[float]:
+        """Return for each bin the weight of its distance from the session's own last gap."""
+        # What `_near` says of each bin, sooner: distances grow from bin to bin.
+        found: list[float] = []
+        for weight, bound in zip(self._weights[_OWN_GAP:_ANSWER_AT], _BOUNDS, strict=True):
+            found += [weight] * (bisect_left(_MIDDLE, log_gap + bound) - len(found))
+        return found
 
     def value(self, known: tuple[int, ...], gap_s: float | None, age_bin: int) -> float:
         """Return what keeping a session earns that has just entered a bin (see `best_rate`); 0 after the last bin."""

@@ -113,3 +113,15 @@ def test_whatever_is_known_has_weights_of_its_own(turn, prompt, grown, answer):
     before = model.hazards(known, 10.0, 0)
     model.learn(known, 10.0, 0, True)
     assert model.hazards(known, 10.0, 0)[0] > before[0]
+
+
+@given(gap_s=st.floats(1e-3, 1e6), turns=st.lists(st.tuples(st.integers(0, NUM_BINS - 1), st.booleans()), max_size=30))
+def test_what_is_learned_of_a_bin_is_told_of_that_bin(gap_s, turns):
+    """With one bin's own weight, and those of its distance from the last gap, everything that was learned changes."""
+    known, model = features(turn=0, prompt_tokens=None, grown_tokens=None, answer_tokens=None), ReturnModel()
+    for age_bin, comes in turns:
+        before = model.hazards(known, gap_s, 0)[age_bin]
+        model.learn(known, gap_s, age_bin, comes)
+        after = model.hazards(known, gap_s, 0)[age_bin]
+        assert (after > before) == comes
+        assert after == model.hazards(known, gap_s, age_bin)[0]
