@@ -16,8 +16,9 @@ import zmq
 import zmq.asyncio
 
 from engine.config import EngineConfig
+from engine.lifeline import FRAME_LENGTH
 from engine.messages import WIRE_VERSION, Launch, ToEngine, encode
-from engine.process.loop import FRAME_LENGTH, HIGH_WATER_MARK
+from engine.process.loop import HIGH_WATER_MARK
 
 TAIL_LINES = 50
 TAIL_CHARS = 16_384

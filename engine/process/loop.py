@@ -5,21 +5,20 @@ second thread waits for the app to die. Nothing here imports torch; `engine.buil
 wired up.
 """
 
-import ctypes
 import logging
 import os
 import signal
-import struct
 import sys
 import time
 from collections.abc import Callable, Iterator
-from threading import Thread, Timer
+from threading import Timer
 from typing import Protocol
 
 import msgspec
 import zmq
 
 from engine.config import EngineConfig
+from engine.lifeline import die_with_parent, read_frame
 from engine.messages import (
     WIRE_VERSION,
     Abort,
@@ -47,7 +46,6 @@ from engine.messages import (
 )
 from engine.process.collector import Collector
 
-FRAME_LENGTH = struct.Struct(">I")
 HIGH_WATER_MARK = 1_000  # frames per direction; a full socket makes its sender wait, nothing is dropped
 SEND_TIMEOUT_MS = 30_000  # an app that reads nothing for that long is as good as dead
 LINGER_MS = 2_000  # for the last words
@@ -56,7 +54,6 @@ MOVING_POLL_MS = 25  # while bytes move between the tiers, whose end requests ma
 HEARTBEAT_S = 1.0
 CLOSE_S = 10.0  # for saving what is left at the end; what takes longer is lost
 MAX_FAILURES = 3  # in a row
-PR_SET_PDEATHSIG = 1
 
 log = logging.getLogger(__name__)
 
@@ -266,8 +263,8 @@ def run(build: Builder) -> int:
     for signum in (signal.SIGINT, signal.SIGTERM):
         signal.signal(signum, signal.SIG_IGN)  # the app decides when to stop; it sends Shutdown, or SIGKILL
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
-    launch = _read_launch(sys.stdin.fileno())
-    _die_with_app(sys.stdin.fileno())
+    launch = decode_launch(read_frame(sys.stdin.fileno()))
+    die_with_parent(sys.stdin.fileno())
     with zmq.Context() as context, context.socket(zmq.PAIR) as socket:
         socket.set_hwm(HIGH_WATER_MARK)
         socket.setsockopt(zmq.SNDTIMEO, SEND_TIMEOUT_MS)
@@ -315,40 +312,6 @@ def _give_up() -> None:
     log.error("not all was saved within %g s: leaving", CLOSE_S)
     logging.shutdown()
     os._exit(0)
-
-
-def _read_launch(fd: int) -> Launch:
-    """Read what to load. Raises EOFError or msgspec.DecodeError."""
-    (length,) = FRAME_LENGTH.unpack(_read_exactly(fd, FRAME_LENGTH.size))
-    return decode_launch(_read_exactly(fd, length))
-
-
-def _read_exactly(fd: int, length: int) -> bytes:
-    data = b""
-    while len(data) < length:
-        chunk = os.read(fd, length - len(data))
-        if not chunk:
-            raise EOFError("stdin ended before it said what to load")
-        data += chunk
-    return data
-
-
-def _die_with_app(stdin: int) -> None:
-    """Exit at once when the app is gone, however it went: an orphan would keep the memory and answer nobody."""
-    lifeline = os.dup(stdin)
-    with open(os.devnull, "rb") as nothing:
-        os.dup2(nothing.fileno(), stdin)  # libraries and compilers that read stdin must not touch the lifeline
-
-    def wait_for_end() -> None:
-        while os.read(lifeline, 4096):
-            pass
-        os._exit(1)
-
-    Thread(target=wait_for_end, name="lifeline", daemon=True).start()
-    if sys.platform == "linux":
-        # Have the kernel kill us too, in case a step holds the GIL. It does so when the thread that started us ends,
-        # which is the one that runs the app's event loop.
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _build(config: EngineConfig) -> StepEngine | Refused:

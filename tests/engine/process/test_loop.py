@@ -14,6 +14,7 @@ import msgspec
 import pytest
 import zmq
 
+from engine.lifeline import FRAME_LENGTH
 from engine.messages import (
     WIRE_VERSION,
     Abort,
@@ -37,7 +38,7 @@ from engine.messages import (
     decode_to_engine,
     encode,
 )
-from engine.process.loop import FRAME_LENGTH, EngineLoop
+from engine.process.loop import EngineLoop
 from tests.engine.scripted_engine import ScriptedEngine, adopt, config, head, submit
 
 ROOT = Path(__file__).parents[3]

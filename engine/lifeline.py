@@ -1,0 +1,46 @@
+"""Ends a process with the one that started it, which says on its stdin what to do and keeps that open."""
+
+import ctypes
+import os
+import signal
+import struct
+import sys
+from threading import Thread
+
+FRAME_LENGTH = struct.Struct(">I")
+PR_SET_PDEATHSIG = 1
+
+
+def read_frame(fd: int) -> bytes:
+    """Read one frame, behind its length. Raises EOFError."""
+    (length,) = FRAME_LENGTH.unpack(_read_exactly(fd, FRAME_LENGTH.size))
+    return _read_exactly(fd, length)
+
+
+def _read_exactly(fd: int, length: int) -> bytes:
+    data = b""
+    while len(data) < length:
+        chunk = os.read(fd, length - len(data))
+        if not chunk:
+            raise EOFError("stdin ended before it said what to load")
+        data += chunk
+    return data
+
+
+def die_with_parent(stdin: int) -> None:
+    """Exit at once when the process that started this one is gone, however it went: an orphan would keep the memory and
+    answer nobody."""
+    lifeline = os.dup(stdin)
+    with open(os.devnull, "rb") as nothing:
+        os.dup2(nothing.fileno(), stdin)  # libraries and compilers that read stdin must not touch the lifeline
+
+    def wait_for_end() -> None:
+        while os.read(lifeline, 4096):
+            pass
+        os._exit(1)
+
+    Thread(target=wait_for_end, name="lifeline", daemon=True).start()
+    if sys.platform == "linux":
+        # Have the kernel kill us too, in case a step holds the GIL. It does so when the thread that started us ends:
+        # of the app the one that runs its event loop, of an engine the one that runs its steps.
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
