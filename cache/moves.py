@@ -126,6 +126,7 @@ class WriteExtent:
     session: SessionRecord
     blocks: tuple[StoredBlock, ...]
     slots: tuple[int, ...]
+    extent_id: int | None = None  # that another process has chosen for the same blocks; None: a new one
 
 
 @dataclass(frozen=True, slots=True)

@@ -159,17 +159,19 @@ class ExtentStore:
         blocks: Sequence[StoredBlock],
         checksums: bytes,
         segments: Callable[[int], Sequence[memoryview]],
+        extent_id: int | None = None,
     ) -> ExtentInfo:
-        """Store the blocks as one extent, all or nothing; durable on return.
+        """Store the blocks as one extent, all or nothing; durable on return. extent_id: None for a new one, else one
+        that the store of another rank has chosen for its part of the same blocks.
         checksums: of all segments, layer by layer (`cache.storage.extent_format.checksum`); compared with the bytes
         only on reading. segments(layer) -> the bytes of the layer's blocks in order, in any number of pieces; they are
         read until this returns or raises (after a missed deadline perhaps later, but the result is discarded).
         Raises TierFull (the cap, the file system's floor, no space) or TierFailed (read-only, broken, deadline, or more
         than a record may hold). No answer depends on success."""
         views = [[flat(view) for view in segments(layer)] for layer in range(self._num_layers)]
-        extent_id = self._new_id()
+        new_id = self._new_id() if extent_id is None else self._known_id(extent_id)
         try:
-            extent = self._writer.encode(extent_id, session, blocks, checksums, views)
+            extent = self._writer.encode(new_id, session, blocks, checksums, views)
         except ValueError as error:
             raise TierFailed(f"write: {error}", reason="format") from error
 
@@ -178,13 +180,13 @@ class ExtentStore:
             due = self._writer.write(extent, beat)
             beat()
             try:
-                self._index.add(extent.info, stamp=extent_id)
+                self._index.add(extent.info, stamp=new_id)
             except sqlite3.Error as error:
                 problem = "extent %016x and some before it are not in the index and will be found by their headers: %s"
-                self._log.warn("index", problem, extent_id, error)
+                self._log.warn("index", problem, new_id, error)
             return due
 
-        due = self._do("write", store, late=partial(self._forget, [extent_id]))
+        due = self._do("write", store, late=partial(self._forget, [new_id]))
         self._writer.wait(due)
         return extent.info
 
@@ -270,6 +272,14 @@ class ExtentStore:
             if self._last_id > MAX_EXTENT_ID:
                 raise TierFailed("no extent ids are left: what does the clock say?", reason="format")
             return self._last_id
+
+    def _known_id(self, extent_id: int) -> int:
+        """Take an id that was chosen elsewhere; our own exceed it from now on. Raises TierFailed if it is in use."""
+        if extent_id in self._space or not 0 < extent_id <= MAX_EXTENT_ID:
+            raise TierFailed(f"write: the id {extent_id:016x} cannot be given to an extent", reason="format")
+        with self._lock:
+            self._last_id = max(self._last_id, extent_id)
+        return extent_id
 
     def _remove(self, extent_id: int) -> None:
         remove_extent(self._shards.path(extent_id))

@@ -59,6 +59,7 @@ class WriteStream:
                 order.blocks,
                 self._slab.checksums(order.slots),
                 lambda layer: [self._slab.span(layer, *span) for span in spans],
+                extent_id=order.extent_id,
             )
         except (TierFull, TierFailed) as error:
             kind = error.reason if isinstance(error, TierFailed) else "full"

@@ -50,13 +50,14 @@ def checksums_of(blocks, segment):
     return b"".join(checksum(segment(layer, block)) for layer in range(len(SEGMENTS)) for block in range(len(blocks)))
 
 
-def put(tier, name, count=3, session=None):
+def put(tier, name, count=3, session=None, extent_id=None):
     blocks = make_blocks(name, count)
 
     def segment(layer, block):
         return memoryview(segment_bytes_of(blocks[block].key, layer, SEGMENTS[layer]))
 
-    return tier.write(session or make_session(), blocks, checksums_of(blocks, segment), by_layer(segment, count))
+    sums, segments = checksums_of(blocks, segment), by_layer(segment, count)
+    return tier.write(session or make_session(), blocks, sums, segments, extent_id=extent_id)
 
 
 def by_layer(segment, count):

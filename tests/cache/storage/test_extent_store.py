@@ -216,6 +216,16 @@ def test_without_preadv(tier, monkeypatch):
     assert read_wrongly(tier, put(tier, "x")) == []
 
 
+def test_an_id_that_was_chosen_elsewhere_is_taken_once(tier):
+    later = time.time_ns() + 10**12
+    assert put(tier, "a", extent_id=later).extent_id == later
+    assert not read_wrongly(tier, put(tier, "b", extent_id=later - 1))
+    for taken in (later, later - 1, 0, 1 << 63):
+        with pytest.raises(TierFailed, match="cannot be given"):
+            put(tier, "c", extent_id=taken)
+    assert put(tier, "d").extent_id > later
+
+
 def test_everything_is_private_to_the_user(tier, tmp_path):
     put(tier, "x")
     for path in (tmp_path / "kv").rglob("*"):
