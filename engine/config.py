@@ -11,6 +11,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     source: str  # local directory, GGUF file or hub id
     max_context: int  # tokens; 0: what the model was trained for
     dtype: str  # auto | float32 | bfloat16 | float16
+    tensor_parallel: int  # processes that share the model out, each with its heads
     exact: str  # auto | on | off: rows that depend on their own tokens alone, whatever that costs
 
 

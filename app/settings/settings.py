@@ -64,6 +64,13 @@ class ModelSettings(_Section):
         0, ge=0, le=1 << 24, description="context window in tokens; 0: what the model was made for"
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field("auto", description="compute and KV type")
+    tensor_parallel: int = Field(
+        1,
+        ge=1,
+        le=64,
+        description="processes of one machine that share the model out, each with its part of the heads; on CUDA one "
+        "for each device",
+    )
     exact: Literal["auto", "on", "off"] = Field(
         "auto",
         description="on: bits of an answer depend on its own tokens alone, proven at start, whatever that costs; auto: "
@@ -380,6 +387,15 @@ class Settings(_Section, BaseSettings):
     @classmethod
     def settings_customise_sources(cls, *_: Any, **sources: Any) -> tuple[Any, ...]:
         return (sources["init_settings"],)
+
+    @model_validator(mode="after")
+    def _keeps_no_parts_of_heads_in_redis(self) -> "Settings":
+        if self.cache.redis_gib and self.model.tensor_parallel > 1:
+            raise ValueError(
+                "model.tensor_parallel: more than one process cannot keep KV in Redis yet; set it to 1, or "
+                "cache.redis_gib to 0"
+            )
+        return self
 
     @property
     def places(self) -> int:

@@ -30,11 +30,16 @@ from engine.step.verify import Verifier
 def build_engine(config: EngineConfig) -> Engine:
     """Load the model, probe it, find room for KV, allocate that, run the first steps, and compose the engine. Raises
     ModelRefused with a message for people."""
-    loaded = load(config)
-    probed = probe_model(loaded, config.model.exact)
-    room = find_room(config, loaded, probed)
-    tiers = build_tiers(config, loaded, probed, room)
-    warm = warm_up(config, loaded, probed, room, tiers)
+    if config.model.tensor_parallel > 1:
+        from engine.build.shared import build_shared
+
+        loaded, probed, room, tiers, warm = build_shared(config)
+    else:
+        loaded = load(config)
+        probed = probe_model(loaded, config.model.exact)
+        room = find_room(config, loaded, probed)
+        tiers = build_tiers(config, loaded, probed, room)
+        warm = warm_up(config, loaded, probed, room, tiers)
     info = _model_info(config, loaded, probed, room, tiers, warm)
     unix_offset_s = time.time() - time.monotonic()
     cache = _cache(config, probed, room, tiers, unix_offset_s)

@@ -1,5 +1,6 @@
 """The first steps of an engine, run before it is composed: what they take, and what they prove."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from cache.transfer.capture import CaptureSink
@@ -28,12 +29,19 @@ class WarmModel:
     exactness: Exactness
 
 
-def warm_up(config: EngineConfig, loaded: LoadedModel, probed: ProbedModel, room: Room, tiers: Tiers) -> WarmModel:
+def warm_up(
+    config: EngineConfig,
+    loaded: LoadedModel,
+    probed: ProbedModel,
+    room: Room,
+    tiers: Tiers,
+    make_runner: Callable[..., ModelRunner] = ModelRunner,
+) -> WarmModel:
     """Writes to pages that nobody owns yet, and tells the tiers' rates what steps take. Raises ModelRefused if less is
     proven than is asked for."""
     device, page_size = loaded.device, probed.page_size
     sink = CaptureSink() if tiers.num_slots else None
-    runner = ModelRunner(model=loaded.module, pages=tiers.pages, backend=probed.backend, sink=sink)
+    runner = make_runner(model=loaded.module, pages=tiers.pages, backend=probed.backend, sink=sink)
     most_rows = min(room.num_pages * page_size, room.max_context)
     steps = WarmUp(runner=runner, most_rows=most_rows, page_size=page_size, device=device)
     step_s, token_s = steps.step_times()

@@ -36,6 +36,8 @@ class LoadedModel:
     dtype: torch.dtype
     parameters: int
     free_bytes: int  # of memory, before the weights: these are a mapped file first and copies of it later
+    rank: int = 0  # which part of the model this is
+    num_ranks: int = 1
 
     @property
     def text(self) -> Any:
@@ -64,20 +66,26 @@ class ProbedModel:
     page_size: int  # tokens
     found: ProbeResult
     fingerprint: bytes
-    kv_bytes_per_token: int  # over all layers
+    kv_bytes_per_token: int  # over all layers and ranks
 
 
-def load(config: EngineConfig) -> LoadedModel:
-    """Raises ModelRefused."""
+def load(config: EngineConfig, rank: int = 0, rendezvous: str = "") -> LoadedModel:
+    """Load the model, or with tensor parallelism a rank's part of it, together with all ranks. rendezvous: file in
+    which ranks find each other. Raises ModelRefused."""
+    num_ranks = config.model.tensor_parallel
     device = _device(config.device)
-    if config.threads:
-        torch.set_num_threads(config.threads)
+    if config.threads or num_ranks > 1:
+        torch.set_num_threads(max(1, (config.threads or torch.get_num_threads()) // num_ranks))
     dtype = _dtype(config.model.dtype, device)
     path = resolve_files(config.model.source, Path(config.cache.disk_dir) / "models")
+    if num_ranks > 1:
+        from engine.model.join_ranks import join_ranks
+
+        join_ranks(device, rank, num_ranks, rendezvous)
     free = memory().available
-    module = load_model(path, dtype, device)
+    module = load_model(path, dtype, device, num_ranks)
     parameters = sum(p.numel() for p in module.parameters())
-    return LoadedModel(module, path, device, dtype, parameters, free)
+    return LoadedModel(module, path, device, dtype, parameters, free, rank, num_ranks)
 
 
 def probe_model(loaded: LoadedModel, exact: str) -> ProbedModel:
@@ -92,12 +100,16 @@ def probe_model(loaded: LoadedModel, exact: str) -> ProbedModel:
         found.decouplable,
     )
     exact_kernels = exact == "on" and device.type == "cpu" and loaded.dtype == torch.bfloat16
+    if exact_kernels and loaded.num_ranks > 1:
+        raise ModelRefused("model.exact is on, but in bf16 its kernels run whole layers only: model.tensor_parallel 1")
     if exact_kernels:
         backend = _exact_attention()
     digest = fingerprint(module, weights_digest(module), backend.name)  # of the weights before they are packed
-    if device.type == "cpu":
+    if device.type == "cpu" and loaded.num_ranks == 1:
         log.debug("replaced for speed: %s", optimise_for_cpu(module, found, backend, exact_kernels))
-    return ProbedModel(backend, page_size, found, digest, bytes_per_token(found.shapes, loaded.dtype))
+    return ProbedModel(
+        backend, page_size, found, digest, loaded.num_ranks * bytes_per_token(found.shapes, loaded.dtype)
+    )
 
 
 def _device(name: str) -> torch.device:

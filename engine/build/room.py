@@ -7,11 +7,13 @@ from typing import Any
 import torch
 
 from cache.blocks.keys import BLOCK_TOKENS
+from cache.storage.directory import stored_bytes
 from engine.build.model import LoadedModel, ProbedModel
 from engine.build.resources import disk_room
 from engine.build.sizes import Sizes, automatic_sizes
 from engine.config import CacheConfig, EngineConfig
 from engine.model.loading import ModelRefused, rope_limit
+from engine.ranks.names import rank_directory
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,8 +32,8 @@ def find_room(config: EngineConfig, loaded: LoadedModel, probed: ProbedModel) ->
     window = _window(config.model.max_context, loaded.text, warnings)
     automatic = automatic_sizes(
         memory=loaded.free_bytes,
-        device_memory=torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None,
-        disk=_disk_room(config.cache),
+        device_memory=loaded.num_ranks * torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None,
+        disk=_disk_room(config.cache, loaded.num_ranks),
         weights=loaded.weight_bytes,
         kv_bytes_per_token=probed.kv_bytes_per_token,
         window_tokens=window,
@@ -42,12 +44,13 @@ def find_room(config: EngineConfig, loaded: LoadedModel, probed: ProbedModel) ->
     return Room(window, num_pages, automatic, tuple(warnings))
 
 
-def _disk_room(config: CacheConfig) -> int:
+def _disk_room(config: CacheConfig, num_ranks: int) -> int:
     """Where the config leaves its size open; 0 where it does not, or the disk is not used."""
     if config.disk_bytes is not None or config.mode != "attentionstore":
         return 0
     try:
-        return disk_room(Path(config.disk_dir), config.disk_min_free_bytes)
+        others = sum(stored_bytes(Path(rank_directory(config.disk_dir, rank))) for rank in range(1, num_ranks))
+        return others + disk_room(Path(config.disk_dir), config.disk_min_free_bytes)
     except OSError as error:
         raise ModelRefused(f"the cache directory {config.disk_dir} cannot be used: {error}") from error
 

@@ -4,7 +4,7 @@ import functools
 import logging
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,6 +31,7 @@ from engine.config import CacheConfig, EngineConfig
 from engine.model.loading import ModelRefused
 from engine.model.pages import make_pages
 from engine.model.rotations import ModelRotations
+from engine.ranks.names import rank_directory, rank_fingerprint
 from kernels.attention.ragged_batch import KvPages
 
 log = logging.getLogger(__name__)
@@ -72,8 +73,15 @@ class Tiers:
         return self.transfer.layers_arrived(job_id) / self.rates.num_layers
 
 
-def build_tiers(config: EngineConfig, loaded: LoadedModel, probed: ProbedModel, room: Room) -> Tiers:
-    """Allocate HBM and DRAM, open the disk directory, start the threads. Raises ModelRefused."""
+def build_tiers(
+    config: EngineConfig,
+    loaded: LoadedModel,
+    probed: ProbedModel,
+    room: Room,
+    make_transfer: Callable[..., Transfer] = Transfer,
+) -> Tiers:
+    """Allocate HBM and DRAM, open the disk directory, start the threads. Sizes count the bytes of all ranks together;
+    what is made is this rank's part. Raises ModelRefused."""
     cache, ropes = config.cache, probed.found.ropes
     pages = make_pages(probed.found.shapes, room.num_pages, probed.page_size, loaded.dtype, loaded.device)
     on_gpu = loaded.device.type == "cuda"
@@ -86,18 +94,19 @@ def build_tiers(config: EngineConfig, loaded: LoadedModel, probed: ProbedModel, 
     extents: Sequence[ExtentInfo] = ()
     records: Sequence[SessionRecord] = ()
     if disk_bytes:
-        disk = _disk(config, probed.fingerprint, slab.segment_bytes, disk_bytes)
+        disk = _disk(config, loaded, probed.fingerprint, slab.segment_bytes, disk_bytes)
         extents, records = _opened(disk, cache.disk_dir)
     redis = _redis(config, probed.fingerprint, slab.segment_bytes) if slab.num_slots else None
-    transfer = Transfer(
+    gbps = cache.dram_gbps / loaded.num_ranks
+    transfer = make_transfer(
         pages=pages,
         slab=slab,
         disk=disk,
         redis=redis,
         rotations=functools.partial(ModelRotations, ropes=ropes),
         read_buffer_layers=cache.read_buffer_layers,
-        dram_throttle=Throttle(bytes_per_s=cache.dram_gbps * _GB, clock=time.monotonic, sleep=time.sleep),
-        save_throttle=Throttle(bytes_per_s=cache.dram_gbps * _GB, clock=time.monotonic, sleep=time.sleep),
+        dram_throttle=Throttle(bytes_per_s=gbps * _GB, clock=time.monotonic, sleep=time.sleep),
+        save_throttle=Throttle(bytes_per_s=gbps * _GB, clock=time.monotonic, sleep=time.sleep),
         synchronous=cache.sync_save,
         max_backlog_bytes=_BACKLOG_BYTES,
     )
@@ -134,17 +143,23 @@ def _lower_sizes(config: CacheConfig, automatic: Sizes, slot_bytes: int) -> tupl
     return dram_slots, staging, disk_bytes
 
 
-def _disk(config: EngineConfig, fingerprint: bytes, segment_bytes: Sequence[int], capacity_bytes: int) -> ExtentStore:
-    cache = config.cache
+def _disk(
+    config: EngineConfig,
+    loaded: LoadedModel,
+    fingerprint: bytes,
+    segment_bytes: Sequence[int],
+    capacity_bytes: int,
+) -> ExtentStore:
+    cache, num_ranks = config.cache, loaded.num_ranks
     return ExtentStore(
-        directory=Path(cache.disk_dir),
-        fingerprint=fingerprint,
+        directory=Path(rank_directory(cache.disk_dir, loaded.rank)),
+        fingerprint=rank_fingerprint(fingerprint, loaded.rank, num_ranks),
         segment_bytes=segment_bytes,
         key=record_key(config.tenant_secret),
-        capacity_bytes=capacity_bytes,
+        capacity_bytes=capacity_bytes // num_ranks,
         min_free_bytes=cache.disk_min_free_bytes,
-        read_bytes_per_s=cache.disk_gbps * _GB,
-        write_bytes_per_s=cache.disk_gbps * _GB,
+        read_bytes_per_s=cache.disk_gbps / num_ranks * _GB,
+        write_bytes_per_s=cache.disk_gbps / num_ranks * _GB,
         deadline_s=cache.io_deadline_s,
         owner=f"a running server (pid {os.getppid()})",  # who is to be stopped is the app, not its engine
     )

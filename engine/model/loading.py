@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -49,20 +50,20 @@ def resolve_files(model: str, conversions: Path) -> Path:
         raise ModelRefused(f"{model} could not be fetched from the hub: {error}") from error
 
 
-def load_model(path: Path, dtype: torch.dtype, device: torch.device) -> nn.Module:
-    """Load a transformers causal LM in eval mode, with our attention. Raises ModelRefused."""
-    try:
-        config = AutoConfig.from_pretrained(path, trust_remote_code=False)
-    except Exception as error:
-        if "trust_remote_code" in str(error):
-            raise ModelRefused(f"{path} needs code of its own, which is never run; transformers has none") from error
-        raise ModelRefused(f"{path} has no configuration that transformers can read: {error}") from error
-    _check_config(config)
+def load_model(path: Path, dtype: torch.dtype, device: torch.device, num_ranks: int = 1) -> nn.Module:
+    """Load a transformers causal LM in eval mode, with our attention. num_ranks: among which it is shared out; they are
+    connected already, and this one gets its part. Raises ModelRefused."""
+    _check_config(_read_config(path))
     transformers.utils.logging.disable_progress_bar()  # it would mix with our log lines
     if not any(path.glob("*.safetensors")):
         raise ModelRefused(f"{path} has no safetensors weights; other formats are not read, they can run code")
+    shared: dict[str, Any] = {}
+    if num_ranks > 1:
+        from transformers.distributed import DistributedConfig
+
+        shared["distributed_config"] = DistributedConfig(tp_size=num_ranks)  # by the plan that the model brings
     try:
-        with torch.device("cpu"):
+        with torch.device("cpu") if not shared else nullcontext():
             model, report = AutoModelForCausalLM.from_pretrained(
                 path,
                 dtype=dtype,
@@ -70,12 +71,22 @@ def load_model(path: Path, dtype: torch.dtype, device: torch.device) -> nn.Modul
                 use_safetensors=True,
                 attn_implementation="eager",
                 output_loading_info=True,
+                **shared,
             )
     except Exception as error:
         raise ModelRefused(f"transformers cannot load {path}: {error}") from error
     if missing := sorted(report["missing_keys"]):  # transformers has filled these with random numbers
         raise ModelRefused(f"{len(missing)} weights are missing from {path}, among them {', '.join(missing[:3])}")
     return prepare(model.to(device))
+
+
+def _read_config(path: Path) -> Any:
+    try:
+        return AutoConfig.from_pretrained(path, trust_remote_code=False)
+    except Exception as error:
+        if "trust_remote_code" in str(error):
+            raise ModelRefused(f"{path} needs code of its own, which is never run; transformers has none") from error
+        raise ModelRefused(f"{path} has no configuration that transformers can read: {error}") from error
 
 
 def _check_config(config: Any) -> None:
@@ -89,6 +100,16 @@ def _check_config(config: Any) -> None:
         raise ModelRefused(f"{name} is an encoder-decoder model; only causal language models are served")
     if getattr(config, "attention_chunk_size", None):
         raise ModelRefused(f"{name} attends in chunks, which is not supported")
+
+
+def check_split(path: Path, num_ranks: int) -> None:
+    """Raises ModelRefused if the heads of the model in a directory cannot be shared out evenly."""
+    text = _read_config(path).get_text_config()
+    heads = {"attention": text.num_attention_heads}
+    heads["KV"] = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    for kind, count in heads.items():
+        if count % num_ranks:
+            raise ModelRefused(f"model.tensor_parallel is {num_ranks}, which does not divide {count} {kind} heads")
 
 
 def rope_limit(config: Any) -> int | None:
@@ -109,10 +130,15 @@ def weights_digest(model: nn.Module) -> bytes:
     weights once, at memory speed; must be called before they are packed."""
     digest = xxhash.xxh3_128()
     for name, tensor in sorted(model.state_dict().items()):
-        data = tensor.detach().cpu().contiguous()
+        data = _own_part(tensor).detach().cpu().contiguous()
         digest.update(typed_fields(name, str(tuple(data.shape)), str(data.dtype)))
         digest.update(memoryview(data.flatten().view(torch.uint8).numpy()))
     return digest.digest()
+
+
+def _own_part(tensor: Any) -> Any:
+    """Return what this process holds of a tensor; of a model that is not shared out, all."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 def fingerprint(model: nn.Module, weights: bytes, backend: str) -> bytes:

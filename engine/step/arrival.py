@@ -25,6 +25,7 @@ class Arrival:
         next layer."""
         self._transfer = transfer
         self._patience_s = patience_s
+        self.jobs, self.has_bystanders = jobs, has_bystanders
         self._jobs = dict(jobs)
         self._left_s = _PATIENCE_S if has_bystanders else _LONE_PATIENCE_S
         self.late: set[str] = set()  # requests whose load was not there in time

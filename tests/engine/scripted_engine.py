@@ -72,7 +72,7 @@ MODEL = ModelInfo(
 def config(model: str = "") -> EngineConfig:
     """`model` is the load script: see `build`."""
     return EngineConfig(
-        model=ModelConfig(source=model, max_context=0, dtype="float32", exact="auto"),
+        model=ModelConfig(source=model, max_context=0, dtype="float32", tensor_parallel=1, exact="auto"),
         cache=CacheConfig(
             mode="prefix",
             policy="lru",

@@ -69,6 +69,11 @@ def test_flags_beat_the_environment_which_beats_the_file(tmp_path):
         ({"server.traces_endpoint": "here"}, {}, ["server.traces_endpoint (flag)", "http://127.0.0.1:4318/v1/traces"]),
         ({"cache.keep_first_tokens": "-2"}, {}, ["cache.keep_first_tokens", "-1"]),
         ({"cache.dram_gib": "automatic"}, {}, ["cache.dram_gib (flag): must be a number between 0 and 65536, or auto"]),
+        (
+            {"model.tensor_parallel": "2", "cache.redis_gib": "1", "cache.redis_url": "redis://h:1/0"},
+            {},
+            ["model.tensor_parallel", "cannot keep KV in Redis yet", "cache.redis_gib to 0"],
+        ),
         ({}, {"REPRISE_CACHE__DISK_GIB": ""}, ["is empty; leave it out for the default, auto"]),
     ],
 )

@@ -1,0 +1,48 @@
+"""Builds the parts of a tensor-parallel engine: those of rank 0, while the other ranks build theirs."""
+
+import functools
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+
+from engine.build.first_steps import WarmModel, warm_up
+from engine.build.model import LoadedModel, ProbedModel, load, probe_model
+from engine.build.room import Room, find_room
+from engine.build.tiers import Tiers, build_tiers
+from engine.config import EngineConfig
+from engine.model.loading import check_split, resolve_files
+from engine.ranks.group import RankGroup
+from engine.ranks.shared_runner import SharedRunner
+from engine.ranks.shared_transfer import SharedTransfer
+from engine.ranks.wire import MakeTiers
+
+
+def encode_room(room: Room) -> msgspec.Raw:
+    return msgspec.Raw(msgspec.msgpack.encode(room))
+
+
+def decode_room(encoded: msgspec.Raw) -> Room:
+    """Raises msgspec.DecodeError."""
+    return msgspec.msgpack.decode(encoded, type=Room)
+
+
+def build_shared(config: EngineConfig) -> tuple[LoadedModel, ProbedModel, Room, Tiers, WarmModel]:
+    """Start the ranks, load the model together with them, and have all make tiers of the same size. Raises
+    ModelRefused."""
+    path = resolve_files(config.model.source, Path(config.cache.disk_dir) / "models")  # once, not by every rank
+    check_split(path, config.model.tensor_parallel)
+    local = msgspec.structs.replace(config, model=msgspec.structs.replace(config.model, source=str(path)))
+    ranks = RankGroup(config=local, num_ranks=config.model.tensor_parallel)
+    loaded = load(local, 0, ranks.rendezvous)
+    probed = probe_model(loaded, config.model.exact)
+    probed = replace(probed, fingerprint=ranks.model_fingerprint(probed.fingerprint))
+    room = find_room(local, loaded, probed)
+    ranks.make_tiers(MakeTiers(probed.fingerprint, encode_room(room)))
+    tiers = build_tiers(local, loaded, probed, room, functools.partial(SharedTransfer, ranks=ranks))
+    extents, partial = ranks.common_extents(tiers.extents)
+    assert isinstance(tiers.transfer, SharedTransfer)
+    tiers.transfer.delete(partial)
+    tiers = replace(tiers, extents=extents)
+    warm = warm_up(local, loaded, probed, room, tiers, functools.partial(SharedRunner, ranks=ranks))
+    return loaded, probed, room, tiers, warm

@@ -1,0 +1,1 @@
+"""Tensor parallelism: one engine in several processes of one machine, each with its part of every layer and head."""

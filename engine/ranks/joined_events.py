@@ -1,0 +1,136 @@
+"""Makes one event of those that all ranks report of the same move. Pure."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+from cache.blocks.keys import BlockKey
+from cache.blocks.stored import ExtentInfo
+from cache.moves import (
+    NOT_ITS_COPY,
+    Deleted,
+    DeleteExtents,
+    Event,
+    Fetched,
+    Late,
+    LoadBlocks,
+    Loaded,
+    Lost,
+    Move,
+    Saved,
+    Transferred,
+    WriteExtent,
+    Written,
+)
+
+Answer = Saved | Loaded | Fetched | Written | Deleted
+"""Ends a move; every rank reports one."""
+
+
+class JoinedEvents:
+    """A move has ended when all ranks say so, and a block that one rank has lost is lost. The cache sees bytes of all
+    ranks together: every rank holds as many. Single-threaded, by the engine's thread of rank 0."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self._num_ranks = num_ranks
+        self._answers: dict[tuple[type, int], dict[int, Answer]] = {}  # kind and number of a move -> by rank
+        self._loads: dict[int, frozenset[BlockKey]] = {}  # blocks of the loads that have not ended
+        self._writes: dict[int, WriteExtent] = {}  # that rank 0 makes
+        self._own_jobs = 0
+        self.for_others: list[Move] = []
+        """Writes for the ranks beyond 0: rank 0 has made them and chosen the extent's id. The caller takes them."""
+        self.for_all: list[Move] = []
+        """Deletions of what only some ranks have. The cache is told nothing of them. The caller takes them."""
+
+    def note(self, moves: Iterable[Move]) -> None:
+        """Note moves that are being ordered."""
+        for move in moves:
+            if isinstance(move, LoadBlocks):
+                self._loads[move.job_id] = frozenset(block.key for block in move.blocks)
+            elif isinstance(move, WriteExtent):
+                self._writes[move.job_id] = move
+
+    def has_told(self, job_id: int) -> bool:
+        """Whether rank 0 has reported the end of a load that other ranks still make."""
+        return 0 in self._answers.get((Loaded, job_id), ())
+
+    def delete(self, extent_ids: Sequence[int]) -> None:
+        """Have extents deleted that only some ranks have."""
+        if extent_ids:
+            self._own_jobs -= 1
+            self.for_all.append(DeleteExtents(self._own_jobs, tuple(extent_ids), None))
+
+    def add(self, rank: int, events: Iterable[Event]) -> list[Event]:
+        """Return what the cache is to hear, after `rank` has reported these events."""
+        joined: list[Event] = []
+        for event in events:
+            match event:
+                case Saved() | Loaded() | Fetched() | Written() | Deleted():
+                    joined += self._answer(rank, event)
+                case Transferred():
+                    if rank == 0:  # the ranks move at the same time
+                        joined.append(replace(event, num_bytes=event.num_bytes * self._num_ranks))
+                case Late():
+                    joined.append(replace(event, num_bytes=event.num_bytes * self._num_ranks))
+                case Lost():
+                    self.delete(event.extent_ids)
+                    joined.append(event)
+        return joined
+
+    def _answer(self, rank: int, answer: Answer) -> list[Event]:
+        number = answer.ticket if isinstance(answer, Saved) else answer.job_id
+        key = (type(answer), number)
+        answers = self._answers.setdefault(key, {})
+        answers[rank] = answer
+        if isinstance(answer, Written) and rank == 0:
+            move = self._writes.pop(number)
+            if answer.extent is None:  # then nobody else is asked
+                del self._answers[key]
+                return [answer]
+            self.for_others.append(replace(move, extent_id=answer.extent.extent_id))
+        if len(answers) < self._num_ranks:
+            return []
+        del self._answers[key]
+        if number < 0:
+            return []
+        match answer:
+            case Saved():
+                return [answer]
+            case Loaded():
+                return [self._loaded(number, [a for a in answers.values() if isinstance(a, Loaded)])]
+            case Fetched():
+                failed = [a.failed for a in answers.values() if isinstance(a, Fetched)]
+                return [Fetched(number, _union(failed))]
+            case Written():
+                first = answers[0]
+                assert isinstance(first, Written)
+                assert first.extent is not None
+                return [self._written(number, first.extent, [a for a in answers.values() if isinstance(a, Written)])]
+            case Deleted():
+                problems = [a.problem for a in answers.values() if isinstance(a, Deleted) and a.problem is not None]
+                return [Deleted(number, problems[0] if problems else None)]
+
+    def _loaded(self, job_id: int, answers: Sequence[Loaded]) -> Loaded:
+        blocks = self._loads.pop(job_id)
+        failed = _union([answer.failed for answer in answers])
+        if not failed:
+            return Loaded(job_id)
+        wholes = [answer.whole if answer.failed else blocks for answer in answers]
+        return Loaded(job_id, failed, frozenset.intersection(*wholes).difference(failed))
+
+    def _written(self, job_id: int, whole: ExtentInfo, answers: Sequence[Written]) -> Written:
+        """whole: the extent as rank 0 has reported it; other ranks leave out what is in it."""
+        sizes = [answer.extent.size_bytes for answer in answers if answer.extent is not None]
+        if len(sizes) < len(answers):
+            self.delete([whole.extent_id])
+            return Written(job_id, None, next(answer.reason for answer in answers if answer.extent is None))
+        return Written(job_id, replace(whole, size_bytes=sum(sizes)), None)
+
+
+def _union(failed: Sequence[dict[BlockKey, str]]) -> dict[BlockKey, str]:
+    """What failed on any rank. Of reasons, one that proves the copy bad counts before one that proves nothing."""
+    joined: dict[BlockKey, str] = {}
+    for blocks in failed:
+        for key, reason in blocks.items():
+            if joined.get(key) in (None, *NOT_ITS_COPY):
+                joined[key] = reason
+    return joined

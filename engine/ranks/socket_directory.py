@@ -1,0 +1,46 @@
+"""A directory for the sockets of one engine's ranks, and what becomes of those whose engine was killed."""
+
+import contextlib
+import fcntl
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+PREFIX = "reprise-ranks-"
+
+
+class SocketDirectory:
+    """A new directory of mode 0700 among the temporary files, locked for as long as this process lives."""
+
+    def __init__(self) -> None:
+        while True:
+            self.path = Path(tempfile.mkdtemp(prefix=PREFIX))
+            with contextlib.suppress(FileNotFoundError):
+                self._fd = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+                fcntl.flock(self._fd, fcntl.LOCK_EX)
+                if self.path.exists():
+                    return
+                os.close(self._fd)
+            # Another engine's `remove_abandoned` has come between the directory and its lock.
+
+    def remove(self) -> None:
+        """Remove it with all that is in it. It may be removed already."""
+        shutil.rmtree(self.path, ignore_errors=True)
+
+
+def remove_abandoned() -> None:
+    """Remove this user's directories that no process holds: an engine that is killed leaves its own behind."""
+    for path in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
+        try:
+            fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except OSError:  # another user's, or removed since
+            continue
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.fstat(fd).st_uid == os.getuid():
+                shutil.rmtree(path, ignore_errors=True)
+        except BlockingIOError:
+            pass
+        finally:
+            os.close(fd)
