@@ -20,6 +20,7 @@ from cache.moves import (
     Fetched,
     FillFromPage,
     FillFromSlot,
+    HeadersRead,
     Late,
     LoadBlocks,
     Loaded,
@@ -27,9 +28,12 @@ from cache.moves import (
     Move,
     PutSession,
     ReleaseLoad,
+    Remote,
+    RemoteDeleted,
     Saved,
     SealSlot,
     Transferred,
+    Uploaded,
     WriteExtent,
     Written,
 )
@@ -91,10 +95,10 @@ def test_moves_and_events_arrive_as_they_were() -> None:
 
 
 def test_every_kind_is_tried_above() -> None:
-    """But sessions' records, which rank 0 alone keeps."""
+    """But sessions' records, which rank 0 alone keeps, and KV in Redis, which ranks do not share yet."""
     moves = {kind for part in typing.get_args(Move) for kind in (typing.get_args(part) or (part,))}
-    assert {type(move) for move in MOVES} == moves - {PutSession}
-    assert {type(event) for event in EVENTS} == set(typing.get_args(Event))
+    assert {type(move) for move in MOVES} == moves - {PutSession, *typing.get_args(Remote)}
+    assert {type(event) for event in EVENTS} == set(typing.get_args(Event)) - {Uploaded, HeadersRead, RemoteDeleted}
 
 
 def test_what_is_no_move_is_not_taken() -> None:
