@@ -31,9 +31,9 @@ from benchmarks.harness.experiment import Experiment, Run
 from cache.blocks.keys import BlockKey
 from cache.blocks.stored import SessionRecord, StoredBlock
 from cache.storage.extent_format import ExtentHeader, checksum
-from cache.storage.redis_extents import FIELD_BYTES, RedisExtents, cut_fields
-from cache.storage.redis_reader import RedisReader
-from cache.storage.resp import RedisAddress, RedisConnection, RedisFailed
+from cache.storage.redis.extents import FIELD_BYTES, RedisExtents, cut_fields
+from cache.storage.redis.reader import RedisReader
+from cache.storage.redis.resp import RedisAddress, RedisConnection, RedisFailed
 
 BLOCKS, LAYERS, SEGMENT_BYTES = 45, 12, 32 << 10
 SIZE = BLOCKS * LAYERS * SEGMENT_BYTES

@@ -18,8 +18,8 @@ from cache.storage.extent_file import io_buffer
 from cache.storage.extent_format import ALIGNMENT, checksum
 from cache.storage.extent_reader import ExtentReader, Landed
 from cache.storage.extent_store import ExtentStore
-from cache.storage.redis_extents import RedisExtents
-from cache.storage.redis_reader import RedisReader
+from cache.storage.redis.extents import RedisExtents
+from cache.storage.redis.reader import RedisReader
 from cache.storage.slab import Slab
 
 LAYERS_LANDED = 4  # of one load: one being placed, one being read, two to make up for a device that stutters

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from cache.moves import LoadBlocks
 from cache.rates import LoadProgress
 from cache.storage.extent_store import ExtentStore
-from cache.storage.redis_extents import RedisExtents
+from cache.storage.redis.extents import RedisExtents
 from cache.storage.slab import Slab
 from cache.storage.throttle import Throttle
 from cache.transfer.events import Events

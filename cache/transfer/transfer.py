@@ -39,7 +39,7 @@ from cache.moves import (
 )
 from cache.rates import LoadProgress
 from cache.storage.extent_store import ExtentStore
-from cache.storage.redis_extents import RedisExtents
+from cache.storage.redis.extents import RedisExtents
 from cache.storage.slab import Slab
 from cache.storage.thread_priority import SAVING, WRITING, lower_priority
 from cache.storage.throttle import Throttle

@@ -12,7 +12,7 @@ from cache.storage.extent_format import ExtentHeader
 from cache.storage.extent_reader import ExtentReader
 from cache.storage.extent_store import ExtentStore
 from cache.storage.rare_log import RareLog
-from cache.storage.redis_extents import RedisExtents
+from cache.storage.redis.extents import RedisExtents
 from cache.transfer.events import Events
 
 

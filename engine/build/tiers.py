@@ -19,7 +19,7 @@ from cache.storage.extent_format import record_key
 from cache.storage.extent_store import ExtentStore
 from cache.storage.first_touch import FirstTouch
 from cache.storage.large_pages import LargePages
-from cache.storage.redis_extents import RedisExtents
+from cache.storage.redis.extents import RedisExtents
 from cache.storage.slab import LayerShape, Slab
 from cache.storage.throttle import Throttle
 from cache.transfer.transfer import Transfer

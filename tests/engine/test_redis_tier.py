@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from engine.messages import Adopt, Head, SessionReply, SessionRequest
-from tests.cache.storage.redis_server import OwnRedis, redis_server
+from tests.cache.storage.redis.redis_server import OwnRedis, redis_server
 from tests.engine.driver import Answer, Driver, assert_greedy
 from tests.engine.models import random_ids, save_tiny, tiny_model
 

@@ -10,8 +10,8 @@ from cache.storage.errors import BlockMissing
 from cache.storage.extent_file import runs
 from cache.storage.extent_format import ExtentHeader
 from cache.storage.extent_reader import Landed, in_turn
-from cache.storage.redis_extents import FIELD_BYTES, RedisExtents
-from cache.storage.resp import RedisConnection, RedisFailed, RedisRefusal
+from cache.storage.redis.extents import FIELD_BYTES, RedisExtents
+from cache.storage.redis.resp import RedisConnection, RedisFailed, RedisRefusal
 
 _AHEAD = 8  # fields asked for before they are read: ten MiB that Redis may have to hold for us
 

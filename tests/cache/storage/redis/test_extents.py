@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 
 from cache.blocks.keys import BlockKey
 from cache.blocks.stored import SessionRecord, StoredBlock
-from cache.storage import redis_extents
 from cache.storage.errors import BlockMissing, TierFailed, TierFull
 from cache.storage.extent_format import ExtentHeader, checksum
-from cache.storage.redis_extents import FIELD_BYTES, RedisExtents, cut_fields
-from cache.storage.redis_reader import RedisReader
-from tests.cache.storage.redis_server import OwnRedis, redis_server
+from cache.storage.redis import extents
+from cache.storage.redis.extents import FIELD_BYTES, RedisExtents, cut_fields
+from cache.storage.redis.reader import RedisReader
+from tests.cache.storage.redis.redis_server import OwnRedis, redis_server
 
 __all__ = ["redis_server"]
 
@@ -84,7 +84,7 @@ def blocks_of(layers: Sequence[bytes], places: Sequence[int]) -> list[bytes]:
 def test_fields_are_the_layers_bytes_in_pieces_of_one_length(sizes: list[list[int]], field_bytes: int) -> None:
     layers = [[memoryview(os.urandom(size)) for size in layer] for layer in sizes]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(redis_extents, "FIELD_BYTES", field_bytes)
+        patch.setattr(extents, "FIELD_BYTES", field_bytes)
         fields = [b"".join(field) for field in cut_fields(layers)]
     assert b"".join(fields) == b"".join(piece for layer in layers for piece in layer)
     assert all(len(field) == field_bytes for field in fields[:-1])

@@ -16,8 +16,8 @@ from cache.blocks.keys import typed_fields
 from cache.storage.errors import BlockMissing, Reason, TierFailed, TierFull
 from cache.storage.extent_format import MAX_HEADER_BYTES, ExtentHeader, decode_header, encode_header
 from cache.storage.rare_log import RareLog
-from cache.storage.redis_scripts import DELETE, PUBLISH, RENEW
-from cache.storage.resp import RedisAddress, RedisConnection, RedisFailed, RedisRefusal, Reply
+from cache.storage.redis.resp import RedisAddress, RedisConnection, RedisFailed, RedisRefusal, Reply
+from cache.storage.redis.scripts import DELETE, PUBLISH, RENEW
 from cache.storage.throttle import Throttle
 
 FIELD_BYTES = (5 << 18) - 64

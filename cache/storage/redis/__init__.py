@@ -1,0 +1,1 @@
+"""Extents in Redis servers, which other servers can load too."""
