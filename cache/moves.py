@@ -160,7 +160,21 @@ class ReadHeaders:
 
     job_id: int
     names: tuple[bytes, ...]
-    next_use_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class RenewRemote:
+    """Keep extents in Redis for another time to live, because they were loaded. Not answered."""
+
+    names: tuple[bytes, ...]
+    next_use_s: float  # Unix time at which they are expected to be used again
+
+
+@dataclass(frozen=True, slots=True)
+class DropRemote:
+    """Take extents out of Redis that are not what was stored. Not answered."""
+
+    names: tuple[bytes, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +186,7 @@ class DeleteRemote:
 
 
 Save = FillFromSlot | FillFromPage | SealSlot
-Remote = UploadExtent | ReadHeaders | DeleteRemote
+Remote = UploadExtent | ReadHeaders | RenewRemote | DropRemote | DeleteRemote
 Move = (
     CopyRows
     | LoadBlocks

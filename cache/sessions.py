@@ -218,7 +218,7 @@ class SessionStore:
             SessionContext.unpack(head.context, self._domain_of(name[0], name[1]), now)
         except msgspec.DecodeError as error:
             raise BadHead(f"with a context that is none: {error}") from error
-        job = self._tiers.redis.read_headers(head.extents, self._tiers.redis.next_use_s(name, now))
+        job = self._tiers.redis.read_headers(head.extents)
         self._adoptions[job] = request_id, name, head
 
     def on_headers(self, job: int, extents: Sequence[RedisExtent], reason: str | None, now: float) -> None:

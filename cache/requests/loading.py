@@ -5,7 +5,7 @@ from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, replace
 
 from cache.blocks.context import RunningContext
-from cache.blocks.keys import BLOCK_TOKENS, BlockKey
+from cache.blocks.keys import BLOCK_TOKENS
 from cache.moves import NOT_ITS_COPY, AbandonLoad, BlockLoad, LoadBlocks, Loaded, ReleaseLoad
 from cache.rates import LoadProgress, Rates, deadline_s
 from cache.requests.siblings import Siblings
@@ -187,9 +187,10 @@ class Loads:
         for key, reason in event.failed.items():
             self._stats.load_failures[reason] += 1
             if reason not in NOT_ITS_COPY:
-                self._drop_bad_copy(key, next(b for b in load.blocks if b.key == key))
+                self._drop_bad_copy(next(b for b in load.blocks if b.key == key))
             elif reason != "late":
                 context.unread[key] = reason
+        self._settle_with_redis(load, event)
         stands_on_it = context.job == event.job_id
         was_late = load.claimant != context.request_id
         is_late = "late" in event.failed.values()
@@ -204,9 +205,26 @@ class Loads:
         elif stands_on_it:
             context.job = None
 
-    def _drop_bad_copy(self, key: BlockKey, load: BlockLoad) -> None:
+    def _settle_with_redis(self, load: Load, event: Loaded) -> None:
+        """Have Redis keep for longer what was loaded from it. An extent that is not what was stored leaves it whole,
+        and none of its blocks are looked for there again."""
+        bad: dict[bytes, None] = {}
+        came: dict[bytes, None] = {}
+        far = [(block, block.redis[0]) for block in load.blocks if block.redis is not None]
+        for block, extent in far:
+            if event.failed.get(block.key, "late") not in NOT_ITS_COPY:
+                bad[extent] = None
+            elif not event.failed or block.key in event.whole:
+                came[extent] = None
+        for block, extent in far:
+            if extent in bad:
+                self._drop_bad_copy(block)
+        self._redis.damaged(bad)
+        self._redis.used((extent for extent in came if extent not in bad), load.context.session, self.now)
+
+    def _drop_bad_copy(self, load: BlockLoad) -> None:
         """Forget the copy of a block that a load could not use, unless the table has another one by now."""
-        row = self._table.get(key)
+        row = self._table.get(load.key)
         if row is None:
             return
         if load.extent is not None and row.extent == load.extent:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from cache.blocks.keys import BlockKey, tokens_of
 from cache.blocks.stored import ExtentInfo, RedisExtent
 from cache.blocks.table import BlockRow, CacheTable, SessionName
-from cache.moves import DeleteRemote, Orders, ReadHeaders, UploadExtent
+from cache.moves import DeleteRemote, DropRemote, Orders, ReadHeaders, RenewRemote, UploadExtent
 from cache.returns.return_times import ReturnTimes
 from cache.stats import CacheStats
 from cache.tiers.disk import DiskLedger
@@ -112,6 +112,16 @@ class RedisLedger:
             self.num_blocks -= 1
             self._table.moved()
 
+    def used(self, extents: Iterable[bytes], name: SessionName, now: float) -> None:
+        """Keep extents for another time to live, because a session's turn has loaded them."""
+        if names := tuple(dict.fromkeys(extents)):
+            self._orders.add(RenewRemote(names, self.next_use_s(name, now)))
+
+    def damaged(self, extents: Iterable[bytes]) -> None:
+        """Take extents out of Redis of which a load was not what was stored, for all who would try them too."""
+        if names := tuple(dict.fromkeys(extents)):
+            self._orders.add(DropRemote(names))
+
     def names_of(self, keys: Iterable[BlockKey]) -> list[bytes]:
         """Return the extents that have copies of these blocks, each once, in the blocks' order."""
         rows = (self._table.get(key) for key in keys)
@@ -178,10 +188,10 @@ class RedisLedger:
 
     # --- what is adopted ----------------------------------------------------------------------------------------------
 
-    def read_headers(self, names: Sequence[bytes], next_use_s: float) -> int:
+    def read_headers(self, names: Sequence[bytes]) -> int:
         """Order the headers of extents to be read. Returns the job that HeadersRead will tell of."""
         job = self._orders.next_job()
-        self._orders.add(ReadHeaders(job, tuple(names), next_use_s))
+        self._orders.add(ReadHeaders(job, tuple(names)))
         return job
 
     # --- what leaves --------------------------------------------------------------------------------------------------

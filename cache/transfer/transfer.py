@@ -22,6 +22,7 @@ from cache.moves import (
     CopyRows,
     DeleteExtents,
     DeleteRemote,
+    DropRemote,
     Event,
     FetchBlocks,
     FillFromPage,
@@ -32,6 +33,7 @@ from cache.moves import (
     PutSession,
     ReadHeaders,
     ReleaseLoad,
+    RenewRemote,
     Save,
     SealSlot,
     UploadExtent,
@@ -152,7 +154,7 @@ class Transfer:
                     self._writes.put(move)
                 case UploadExtent():
                     self._uploads.put(move)
-                case ReadHeaders() | DeleteRemote():
+                case ReadHeaders() | RenewRemote() | DropRemote() | DeleteRemote():
                     self._calls.put(move)
         self._saves.put(saves)
 

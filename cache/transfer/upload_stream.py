@@ -6,7 +6,17 @@ from collections.abc import Iterator, Sequence
 from queue import SimpleQueue
 
 from cache.blocks.stored import RedisExtent
-from cache.moves import DeleteRemote, HeadersRead, ReadHeaders, RemoteDeleted, Transferred, Uploaded, UploadExtent
+from cache.moves import (
+    DeleteRemote,
+    DropRemote,
+    HeadersRead,
+    ReadHeaders,
+    RemoteDeleted,
+    RenewRemote,
+    Transferred,
+    Uploaded,
+    UploadExtent,
+)
 from cache.storage.errors import BlockMissing, TierFailed, TierFull
 from cache.storage.extent_format import ExtentHeader
 from cache.storage.extent_reader import ExtentReader
@@ -56,16 +66,20 @@ class UploadStream:
         return Uploaded(order.job_id, extent, None)
 
 
+Call = ReadHeaders | RenewRemote | DropRemote | DeleteRemote
+_ALTERED = frozenset({"checksum", "short_read"})
+
+
 class RemoteCalls:
-    """Reads headers and deletes sessions. `run` is the work of a thread; the engine's thread calls the other
-    methods."""
+    """Asks Redis what moves few bytes: reads headers, renews and drops extents, deletes sessions. `run` is the work of
+    a thread; the engine's thread calls the other methods."""
 
     def __init__(self, *, redis: RedisExtents, completions: Events) -> None:
         self._redis, self._completions = redis, completions
         self._log = RareLog()
-        self._orders: SimpleQueue[ReadHeaders | DeleteRemote | None] = SimpleQueue()
+        self._orders: SimpleQueue[Call | None] = SimpleQueue()
 
-    def put(self, order: ReadHeaders | DeleteRemote) -> None:
+    def put(self, order: Call) -> None:
         """Order a call, after those ordered before."""
         self._orders.put(order)
 
@@ -76,19 +90,37 @@ class RemoteCalls:
     def run(self) -> None:
         """Call Redis until `close`."""
         while (order := self._orders.get()) is not None:
-            if isinstance(order, ReadHeaders):
-                self._completions.tell(self._read(order))
-            else:
-                self._completions.tell(self._delete(order))
+            match order:
+                case ReadHeaders():
+                    self._completions.tell(self._read(order))
+                case RenewRemote():
+                    self._renew(order)
+                case DropRemote():
+                    self._drop(order.names)
+                case DeleteRemote():
+                    self._completions.tell(self._delete(order))
 
     def _read(self, order: ReadHeaders) -> HeadersRead:
         found, missing = self._redis.headers(order.names)
+        self._drop([name for name, error in missing.items() if error.reason in _ALTERED])
         reasons = [error.reason for error in missing.values() if error.reason != "missing"]
         return HeadersRead(
             order.job_id,
             tuple(_told(name, header) for name, header in found.items()),
             reasons[0] if reasons else None,
         )
+
+    def _renew(self, order: RenewRemote) -> None:
+        try:
+            self._redis.renew(order.names, order.next_use_s)
+        except TierFailed as error:
+            self._log.warn(error.reason, "extents in Redis were not renewed: %s", error)
+
+    def _drop(self, names: Sequence[bytes]) -> None:
+        try:
+            self._redis.drop(names)
+        except TierFailed as error:  # whoever tries them next finds the same, and tries this again
+            self._log.warn(error.reason, "damaged extents were not dropped from Redis: %s", error)
 
     def _delete(self, order: DeleteRemote) -> RemoteDeleted:
         try:

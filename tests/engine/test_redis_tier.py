@@ -164,6 +164,56 @@ def test_what_is_wrong_in_redis_is_computed(
     assert_greedy(vanilla, turn(second, "c", [*answer.text, *random_ids(20, 3)]))
 
 
+def wait_until(is_so: Callable[[], bool]) -> None:
+    until = time.monotonic() + 30
+    while not is_so():
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("how", ["cut off", "a field lost", "bits flipped"])
+def test_what_one_engine_finds_damaged_is_missing_for_the_next(
+    make: Make, vanilla: Any, redis_server: OwnRedis, how: str
+) -> None:
+    first, second, third = make(), make(), make()
+    text = turn(first, "a", random_ids(HISTORY, 1)).text
+    head = last_head(first)
+    adopt(second, head)
+    adopt(third, head)
+    damaged = set(redis_server.keys(b"r1:k:*"))
+    damage(redis_server, how)
+    turn(second, "b", [*text, *random_ids(20, 2)])
+    reason = {"cut off": "short_read", "a field lost": "missing", "bits flipped": "checksum"}[how]
+    assert set(second.engine.stats().load_failures) == {reason}
+    wait_until(lambda: not damaged & set(redis_server.keys(b"r1:k:*")))
+    assert_greedy(vanilla, turn(third, "c", [*text, *random_ids(20, 3)]))
+    assert set(third.engine.stats().load_failures) == {"missing"}
+
+
+def test_a_damaged_header_is_gone_after_the_first_who_reads_it(make: Make, redis_server: OwnRedis) -> None:
+    first, second = make(), make()
+    turn(first, "a", random_ids(HISTORY, 1))
+    head = last_head(first)
+    for key in redis_server.keys(b"r1:k:*"):
+        redis_server.call(b"HSET", key, b"h", b"altered")
+    adopt(second, head)
+    wait_until(lambda: not redis_server.keys(b"r1:k:*"))
+
+
+def test_what_is_loaded_stays_for_another_time_to_live(make: Make, redis_server: OwnRedis) -> None:
+    first, second = make(), make()
+    text = turn(first, "a", random_ids(HISTORY, 1)).text
+    adopt(second, last_head(first))
+    keys = redis_server.keys(b"r1:k*:*")  # extents, and the set of their session
+    for key in keys:
+        redis_server.call(b"EXPIRE", key, b"60")
+    before = {key: redis_server.call(b"ZSCORE", b"r1:kz", key) for key in redis_server.keys(b"r1:k:*")}
+    assert redis_tokens(turn(second, "b", [*text, *random_ids(20, 2)])) == len(text) - 1
+    for key in keys:
+        wait_until(lambda key=key: int(str(redis_server.call(b"TTL", key))) > 80_000)  # type: ignore[misc]
+    assert all(redis_server.call(b"ZSCORE", b"r1:kz", key) != score for key, score in before.items())
+
+
 def test_a_redis_that_is_gone_costs_no_answer(make: Make, vanilla: Any, redis_server: OwnRedis) -> None:
     first, second = make(), make()
     text = turn(first, "a", random_ids(HISTORY, 1)).text

@@ -17,7 +17,7 @@ from cache.storage.errors import BlockMissing, Reason, TierFailed, TierFull
 from cache.storage.extent_format import MAX_HEADER_BYTES, ExtentHeader, decode_header, encode_header
 from cache.storage.rare_log import RareLog
 from cache.storage.redis.resp import RedisAddress, RedisConnection, RedisFailed, RedisRefusal, Reply
-from cache.storage.redis.scripts import DELETE, PUBLISH, RENEW
+from cache.storage.redis.scripts import DELETE, DROP, PUBLISH, RENEW
 from cache.storage.throttle import Throttle
 
 FIELD_BYTES = (5 << 18) - 64
@@ -212,6 +212,13 @@ class RedisExtents:
         if not isinstance(found, list) or len(found) != len(keys):
             raise RedisFailed("Redis answers a script with something else", reason="format")
         return found
+
+    def drop(self, names: Sequence[bytes]) -> None:
+        """Take extents out of Redis that are not what was stored, so that nobody tries them again. Raises
+        TierFailed."""
+        for server, mine in self._by_server(names):
+            with self._asking(server) as connection:
+                connection.call(b"EVAL", DROP.encode(), b"%d" % len(mine), *map(self.key_of, mine))
 
     def delete_session(self, names: tuple[str, str, str]) -> None:
         """Delete all extents of a session (tenant, salt, session id), whichever server wrote them. Raises

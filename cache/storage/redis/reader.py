@@ -11,7 +11,7 @@ from cache.storage.extent_file import runs
 from cache.storage.extent_format import ExtentHeader
 from cache.storage.extent_reader import Landed, in_turn
 from cache.storage.redis.extents import FIELD_BYTES, RedisExtents
-from cache.storage.redis.resp import RedisConnection, RedisFailed, RedisRefusal
+from cache.storage.redis.resp import RedisConnection, RedisFailed, RedisRefusal, WrongLength
 
 _AHEAD = 8  # fields asked for before they are read: ten MiB that Redis may have to hold for us
 
@@ -128,6 +128,9 @@ class _Receiver:
         except RedisRefusal as refusal:
             problem = f"extent {stream.name.hex()}: {refusal}"
             raise BlockMissing(problem, reason="io", extent_id=stream.name) from refusal
+        except WrongLength as error:
+            problem, reason = f"extent {stream.name.hex()}: {error}", error.reason
+            raise BlockMissing(problem, reason=reason, extent_id=stream.name) from error
         if not is_there:
             problem = f"extent {stream.name.hex()} has no field {field}"
             raise BlockMissing(problem, reason="missing", extent_id=stream.name)

@@ -36,6 +36,10 @@ class RedisFailed(Exception):
         self.reason = reason
 
 
+class WrongLength(RedisFailed):
+    """A value has another length than the memory that was to receive it."""
+
+
 class RedisRefusal(Exception):
     """Redis has answered a command with an error. The connection goes on."""
 
@@ -237,7 +241,7 @@ class RedisConnection:
             if length >= 0:
                 if length != wanted:
                     problem = f"{self._address} has a value of {length} bytes and not of {wanted}"
-                    raise RedisFailed(problem, reason="short_read" if length < wanted else "format")
+                    raise WrongLength(problem, reason="short_read" if length < wanted else "format")
                 self._receive(targets, until)
                 self._end_of_line(until)
         except RedisFailed:

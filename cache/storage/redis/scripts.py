@@ -1,6 +1,7 @@
 """The scripts that keep the books of extents in Redis, each carried out by the server as one step.
 
-    r1:k:FINGERPRINT:NAME      hash: `h` the extent's header, `0`, `1`, ... its bytes in fields of FIELD_BYTES
+    r1:k:FINGERPRINT:NAME      hash: `h` the extent's header, `s` the key of its session's set, and `0`, `1`, ... its
+                               bytes in fields of FIELD_BYTES
     r1:ks:FINGERPRINT:SESSION  set: names of the extents of one session, so that any server may delete them
     r1:kz                      sorted set: every key of an extent -> Unix time of its next expected use
     r1:kb                      hash: every key of an extent -> bytes; "" -> bytes of all
@@ -24,19 +25,32 @@ local function drop(key)
 end
 """
 
+_KEEP = """
+local function keep(key, ttl)
+  local session = redis.call('HGET', key, 's')
+  if session then redis.call('SADD', session, key) end
+  for _, one in ipairs({key, session or nil}) do
+    if redis.call('TTL', one) < ttl then redis.call('EXPIRE', one, ttl) end
+  end
+end
+"""
+
 PUBLISH = (
     _DROP
+    + _KEEP
     + """
 local key, session = KEYS[1], KEYS[2]
-local fields, header, size, ttl, use, budget = ARGV[1], ARGV[2], tonumber(ARGV[3]), ARGV[4], ARGV[5], tonumber(ARGV[6])
-if redis.call('HEXISTS', key, 'h') == 0 and redis.call('HLEN', key) ~= tonumber(fields) then
-  drop(key)
-  return 'lost'
+local header, use = ARGV[2], ARGV[5]
+local fields, size, ttl, budget = tonumber(ARGV[1]), tonumber(ARGV[3]), tonumber(ARGV[4]), tonumber(ARGV[6])
+if redis.call('HEXISTS', key, 'h') == 0 then
+  if redis.call('HLEN', key) ~= fields then
+    drop(key)
+    return 'lost'
+  end
+  redis.call('EXPIRE', key, ttl)  -- instead of the time that an unfinished one has
 end
-redis.call('HSET', key, 'h', header)
-redis.call('EXPIRE', key, ttl)
-redis.call('SADD', session, key)
-redis.call('EXPIRE', session, ttl)
+redis.call('HSET', key, 'h', header, 's', session)
+keep(key, ttl)
 redis.call('ZADD', 'r1:kz', use, key)
 if redis.call('HSETNX', 'r1:kb', key, size) == 1 then
   redis.call('HINCRBY', 'r1:kb', '', size)
@@ -60,19 +74,31 @@ return redis.call('EXISTS', key) == 1 and 'stored' or 'full'
 use, most bytes of all extents (0: no bound). Returns `stored`, `lost` if fields are missing, or `full` if this extent
 is the one that is expected back last. Those expected back last leave (Belady), whoever wrote them."""
 
-RENEW = """
+RENEW = (
+    _KEEP
+    + """
 local there = {}
 for place, key in ipairs(KEYS) do
   there[place] = redis.call('HEXISTS', key, 'h')
   if there[place] == 1 then
-    if redis.call('TTL', key) < tonumber(ARGV[1]) then redis.call('EXPIRE', key, ARGV[1]) end
+    keep(key, tonumber(ARGV[1]))
     redis.call('ZADD', 'r1:kz', 'XX', ARGV[2], key)
   end
 end
 return there
 """
+)
 """keys: extents; arguments: seconds to live, Unix time of the next expected use. Returns for each whether it is
-there."""
+there. The set of its session lives at least as long, so that a deletion finds it."""
+
+DROP = (
+    _DROP
+    + """
+for _, key in ipairs(KEYS) do drop(key) end
+return 'OK'
+"""
+)
+"""keys: extents. Deletes them, whatever is wrong with them."""
 
 DELETE = (
     _DROP

@@ -152,6 +152,40 @@ def test_a_second_writing_of_the_same_only_renews_it(redis_server: OwnRedis) -> 
     assert redis_server.call(b"TTL", tier.key_of(name)) == 1000
 
 
+def test_the_set_of_a_session_lives_as_long_as_its_extents(redis_server: OwnRedis) -> None:
+    tier = store(redis_server, ttl_s=1000)
+    short = write(store(redis_server, ttl_s=50), *extent(1))
+    long = write(tier, *extent(1, extent_id=2))
+    (session,) = redis_server.keys(b"r1:ks:*")
+
+    def ttls() -> list[object]:
+        return [redis_server.call(b"TTL", key) for key in (tier.key_of(short), tier.key_of(long), session)]
+
+    assert ttls() == [50, 1000, 1000]
+    write(store(redis_server, ttl_s=50), *extent(1, extent_id=3))
+    assert ttls() == [50, 1000, 1000]
+    redis_server.call(b"DEL", session)  # Redis may evict it by itself
+    assert store(redis_server, ttl_s=2000).renew([short], LATER_S) == [short]
+    assert ttls() == [2000, 1000, 2000]
+    store(redis_server).delete_session(SESSION)
+    left = redis_server.keys(b"r1:k:*")
+    assert tier.key_of(short) not in left
+    assert len(left) == 2  # only the set that was evicted had named these
+
+
+def test_a_dropped_extent_leaves_the_books_and_can_be_written_again(redis_server: OwnRedis) -> None:
+    tier = store(redis_server)
+    header, layers = extent(2)
+    name, other = write(tier, header, layers), write(tier, *extent(1, extent_id=2))
+    redis_server.call(b"HDEL", tier.key_of(name), b"0")
+    tier.drop([name, bytes(16)])
+    assert redis_server.keys(b"r1:k:*") == [tier.key_of(other)]
+    assert redis_server.call(b"ZRANGE", b"r1:kz", b"0", b"-1") == [tier.key_of(other)]
+    assert redis_server.call(b"HGET", b"r1:kb", b"") == redis_server.call(b"HGET", b"r1:kb", tier.key_of(other))
+    assert write(tier, header, layers) == name
+    assert read(store(redis_server), (name, [0, 1])) == layers
+
+
 def test_a_damaged_extent_is_missing_with_its_reason(redis_server: OwnRedis) -> None:
     header, layers = extent(4)
 
