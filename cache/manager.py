@@ -26,6 +26,7 @@ from cache.moves import (
     Lost,
     Move,
     RemoteDeleted,
+    RemoteUsed,
     Saved,
     Transferred,
     Uploaded,
@@ -138,6 +139,8 @@ class CacheManager:
                 self.sessions.on_headers(event.job_id, event.extents, event.reason, now)
             case RemoteDeleted():
                 tiers.redis.on_deleted(event.job_id, event.problem, now)
+            case RemoteUsed():
+                tiers.redis.used_bytes = event.num_bytes
             case Deleted():
                 tiers.disk.on_deleted(event.job_id, event.problem, now)
             case Lost():
@@ -233,7 +236,9 @@ class CacheManager:
 
     def gauges(self) -> CacheGauges:
         """Return how full everything is now."""
-        pages, dram, disk = self.tiers.pages, self.tiers.dram, self.tiers.disk
+        pages, dram, disk, redis = self.tiers.pages, self.tiers.dram, self.tiers.disk, self.tiers.redis
+        used = {"dram": dram.resident * dram.slot_bytes, "disk": disk.used_bytes}
+        capacity = {"dram": dram.dram_slots * dram.slot_bytes, "disk": disk.capacity_bytes}
         return CacheGauges(
             sessions=len(self.sessions.contexts),
             leases=self.num_leases,
@@ -241,6 +246,6 @@ class CacheManager:
             hbm_pages_total=pages.num_pages,
             hbm_pages_free=pages.num_free,
             hbm_pages_cached=pages.num_cached,
-            tier_bytes={"dram": dram.resident * dram.slot_bytes, "disk": disk.used_bytes},
-            tier_capacity={"dram": dram.dram_slots * dram.slot_bytes, "disk": disk.capacity_bytes},
+            tier_bytes=used | ({"redis": redis.used_bytes} if redis.is_on else {}),
+            tier_capacity=capacity | ({"redis": redis.capacity_bytes} if redis.is_on else {}),
         )

@@ -287,6 +287,13 @@ class Uploaded:
 
 
 @dataclass(frozen=True, slots=True)
+class RemoteUsed:
+    """Reports the bytes of all extents in Redis, whoever wrote them."""
+
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class HeadersRead:
     """Reports which of the extents asked for are in Redis. reason: why others may be there too and could not be
     read."""
@@ -305,7 +312,18 @@ class RemoteDeleted:
 
 
 Event = (
-    Transferred | Late | Saved | Loaded | Fetched | Written | Deleted | Lost | Uploaded | HeadersRead | RemoteDeleted
+    Transferred
+    | Late
+    | Saved
+    | Loaded
+    | Fetched
+    | Written
+    | Deleted
+    | Lost
+    | Uploaded
+    | HeadersRead
+    | RemoteDeleted
+    | RemoteUsed
 )
 
 

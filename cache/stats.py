@@ -89,7 +89,7 @@ class CacheGauges:
     hbm_pages_total: int
     hbm_pages_free: int
     hbm_pages_cached: int  # they could be freed by evicting blocks
-    tier_bytes: dict[str, int]  # dram, disk
+    tier_bytes: dict[str, int]  # dram, disk; redis if there is one: of all servers, a few seconds ago
     tier_capacity: dict[str, int]
 
 

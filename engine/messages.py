@@ -291,7 +291,7 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True, tag="stats"):
     evicted_blocks: int
     preemptions: int
     aborted: int
-    tier_bytes: dict[str, int] = {}  # dram, disk -> bytes in use
+    tier_bytes: dict[str, int] = {}  # dram, disk, redis if it is used -> bytes in use
     tier_capacity: dict[str, int] = {}
     moved_bytes: dict[str, int] = {}  # direction (`cache.moves.Transferred`) -> bytes
     moved_seconds: dict[str, float] = {}  # the same names -> seconds of the thread that moved them

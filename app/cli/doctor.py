@@ -15,14 +15,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
 from rich.table import Table
 
 from app.cli.expected_sizes import ITEMSIZE, Expected, expected_sizes, model_shape
+from app.cli.finding import Finding, Level
+from app.cli.redis_findings import look_at_redis
 from app.settings.settings import GIB, MIB, Settings
 from app.state_dir import weakness
 from engine.build.resources import Memory, memory
@@ -36,7 +36,6 @@ _OTEL = "pip install opentelemetry-sdk opentelemetry-exporter-otlp-proto-http"
 PROBE_TIMEOUT_S = 120.0  # the first import of torch from a cold disk takes long
 DISK_TRIAL_BYTES = 16 * MIB
 SLOW_DISK_BYTES_PER_S = 50e6
-REDIS_TIMEOUT_S = 2.0
 
 # Runs in a separate Python that prints JSON, so that neither a crash of a library nor its memory affects this process.
 PROBE = """
@@ -61,21 +60,6 @@ print(json.dumps(found))
 """
 
 
-class Level(StrEnum):
-    OK = "ok"
-    NOTE = "note"  # works, but could be better
-    WARN = "warn"  # will work badly, or not for long
-    FAIL = "fail"  # will not work
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    subject: str
-    level: Level
-    found: str
-    advice: str = ""
-
-
 def examine(
     settings: Settings,
     probe: Callable[[], dict[str, Any]] | None = None,
@@ -95,7 +79,7 @@ def examine(
         *_memory(settings, has, expected),
         *look_at_model(settings),
         *_state(settings, expected, used_by),
-        *_redis(settings),
+        *look_at_redis(settings),
         *_port(settings),
     ]
 
@@ -359,29 +343,6 @@ def _disk_speed(directory: Path) -> Finding:
     if speed < SLOW_DISK_BYTES_PER_S:
         return Finding("disk", Level.NOTE, f"writes {speed / 1e6:.0f} MB/s", "loading may cost more than recomputing")
     return Finding("disk", Level.OK, f"writes {speed / 1e6:.0f} MB/s")
-
-
-def _redis(settings: Settings) -> Iterator[Finding]:
-    url = settings.cache.redis_url.partition(",")[0]
-    if not url:
-        yield Finding("Redis", Level.NOTE, "not used")
-        return
-    try:
-        import redis
-    except ModuleNotFoundError:
-        yield Finding("Redis", Level.FAIL, "cache.redis_url is set and its client missing", "pip install redis")
-        return
-    try:
-        with redis.Redis.from_url(
-            url, socket_timeout=REDIS_TIMEOUT_S, socket_connect_timeout=REDIS_TIMEOUT_S
-        ) as client:
-            start_s = time.perf_counter()
-            client.ping()
-            took_ms = (time.perf_counter() - start_s) * 1e3
-        yield Finding("Redis", Level.OK, f"answers in {took_ms:.1f} ms")
-    except (redis.RedisError, ValueError) as error:
-        advice = "start it, or mend cache.redis_url; until then no response is remembered"
-        yield Finding("Redis", Level.WARN, f"does not answer: {type(error).__name__}", advice)
 
 
 def _port(settings: Settings) -> Iterator[Finding]:

@@ -17,6 +17,7 @@ from app.cli import cache_command as cache_cli
 from app.cli import doctor
 from app.cli import fleet_command as fleet_cli
 from app.cli import keys_command as keys_cli
+from app.cli.finding import Level
 from app.cli.ready_panel import panel
 from app.conversations.redis_store import RedisStoreUnavailable
 from app.http.server import HttpServer, log_failure
@@ -153,7 +154,7 @@ def examine(
     settings = settings_of(context, config, {"model.source": model, "server.host": host, "server.port": port})
     findings = doctor.examine(settings, used_by=used_by)
     Console(highlight=False).print(doctor.report(findings))
-    if any(finding.level is doctor.Level.FAIL for finding in findings):
+    if any(finding.level is Level.FAIL for finding in findings):
         raise typer.Exit(1)
 
 
@@ -195,7 +196,7 @@ def _prepare(settings: Settings) -> FastAPI:
     from cache.storage.directory_lock import used_by
 
     for finding in doctor.look_at_model(settings):
-        if finding.level is doctor.Level.FAIL:
+        if finding.level is Level.FAIL:
             raise _end(f"{finding.found}; {finding.advice}")
         if finding.advice and settings.server.log_format == "text":
             _tell(f"serving {finding.found}; {finding.advice}")

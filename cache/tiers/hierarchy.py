@@ -78,6 +78,7 @@ class Hierarchy:
         )
         self.redis = RedisLedger(
             is_on=bool(options.head_key),
+            capacity_bytes=options.redis_bytes,
             table=self.table,
             disk=self.disk,
             returns=self.returns,

@@ -43,6 +43,7 @@ class RedisLedger:
         self,
         *,
         is_on: bool,
+        capacity_bytes: int,
         table: CacheTable,
         disk: DiskLedger,
         returns: ReturnTimes,
@@ -51,7 +52,7 @@ class RedisLedger:
         orders: Orders,
         stats: CacheStats,
     ) -> None:
-        self.is_on = is_on
+        self.is_on, self.capacity_bytes = is_on, capacity_bytes
         self._table, self._disk, self._returns = table, disk, returns
         self._orders, self._stats = orders, stats
         self._bytes_per_token, self._unix_offset_s = bytes_per_token, unix_offset_s
@@ -61,6 +62,7 @@ class RedisLedger:
         self._refused: list[SessionName] = []  # deletions to be tried again
         self._undeleted: set[str] = set()  # waiters whose deletion Redis has refused
         self._retry_s = -math.inf
+        self.used_bytes = 0  # of all servers' extents, as Redis had it in its books a few seconds ago
         self.num_blocks = 0  # that have a copy which counts
         self.uploaded: list[SessionName] = []
         """Sessions of which an upload has ended. Cleared by whoever tells of it."""

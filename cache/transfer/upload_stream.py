@@ -1,9 +1,10 @@
 """Copies extents from disk to Redis, and asks Redis about sessions, on two threads: nobody who is taken over waits for
 an upload."""
 
+import contextlib
 import time
 from collections.abc import Iterator, Sequence
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 
 from cache.blocks.stored import RedisExtent
 from cache.moves import (
@@ -12,6 +13,7 @@ from cache.moves import (
     HeadersRead,
     ReadHeaders,
     RemoteDeleted,
+    RemoteUsed,
     RenewRemote,
     Transferred,
     Uploaded,
@@ -67,6 +69,8 @@ class UploadStream:
 
 
 Call = ReadHeaders | RenewRemote | DropRemote | DeleteRemote
+_LOOK_S = 5.0  # between two looks at how full Redis is
+_LOOK_AGAIN_S = 60.0  # after one that was not answered: it keeps calls waiting for a deadline
 _ALTERED = frozenset({"checksum", "short_read"})
 
 
@@ -78,6 +82,8 @@ class RemoteCalls:
         self._redis, self._completions = redis, completions
         self._log = RareLog()
         self._orders: SimpleQueue[Call | None] = SimpleQueue()
+        self._look_s = time.monotonic()
+        self._used_bytes = 0
 
     def put(self, order: Call) -> None:
         """Order a call, after those ordered before."""
@@ -89,7 +95,7 @@ class RemoteCalls:
 
     def run(self) -> None:
         """Call Redis until `close`."""
-        while (order := self._orders.get()) is not None:
+        while (order := self._next()) is not None:
             match order:
                 case ReadHeaders():
                     self._completions.tell(self._read(order))
@@ -99,6 +105,27 @@ class RemoteCalls:
                     self._drop(order.names)
                 case DeleteRemote():
                     self._completions.tell(self._delete(order))
+
+    def _next(self) -> Call | None:
+        """Return the next order. While there is none, look how full Redis is now and then."""
+        while True:
+            left_s = max(0.0, self._look_s - time.monotonic())
+            with contextlib.suppress(Empty):
+                return self._orders.get(timeout=left_s)
+            self._look()
+
+    def _look(self) -> None:
+        """Tell how full Redis is, if that has changed. The last number stays while Redis does not answer."""
+        wait_s = _LOOK_S
+        try:
+            used = self._redis.used_bytes()
+        except TierFailed:
+            wait_s = _LOOK_AGAIN_S
+        else:
+            if used != self._used_bytes:
+                self._used_bytes = used
+                self._completions.tell(RemoteUsed(used))
+        self._look_s = time.monotonic() + wait_s
 
     def _read(self, order: ReadHeaders) -> HeadersRead:
         found, missing = self._redis.headers(order.names)

@@ -214,6 +214,22 @@ def test_what_is_loaded_stays_for_another_time_to_live(make: Make, redis_server:
     assert all(redis_server.call(b"ZSCORE", b"r1:kz", key) != score for key, score in before.items())
 
 
+def test_how_full_redis_is_is_told_with_its_budget(make: Make, redis_server: OwnRedis) -> None:
+    first, second = make(), make()
+    assert first.engine.stats().tier_capacity["redis"] == 1 << 28
+    turn(first, "a", random_ids(HISTORY, 1))
+    last_head(first)
+    held = int(bytes(redis_server.call(b"HGET", b"r1:kb", b"")))  # type: ignore[call-overload]
+    assert held > 0
+
+    def tells(driver: Driver) -> bool:
+        driver.engine.poll(driver.now)
+        return driver.engine.stats().tier_bytes["redis"] == held
+
+    for driver in (first, second):  # whoever wrote it
+        wait_until(lambda driver=driver: tells(driver))  # type: ignore[misc]
+
+
 def test_a_redis_that_is_gone_costs_no_answer(make: Make, vanilla: Any, redis_server: OwnRedis) -> None:
     first, second = make(), make()
     text = turn(first, "a", random_ids(HISTORY, 1)).text
@@ -261,5 +277,6 @@ def test_a_deleted_session_has_left_redis_before_the_answer(make: Make, tmp_path
 def test_without_redis_nothing_of_it_is_there(make: Make) -> None:
     driver = make(redis_bytes=0)
     turn(driver, "a", random_ids(HISTORY, 1))
+    assert set(driver.engine.stats().tier_bytes) == {"dram", "disk"}
     assert driver.engine.take_heads() == []
     assert not [thread.name for thread in driver.engine._transfer._threads if "redis" in thread.name]

@@ -11,7 +11,7 @@ header, which comes last. Whatever else removes a key (its time to live, Redis' 
 few members chosen at random are looked at with every publication.
 """
 
-USES, SIZES = b"r1:kz", b"r1:kb"
+SIZES = b"r1:kb"
 
 _DROP = """
 local function drop(key)

@@ -9,7 +9,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from app.cli import doctor, expected_sizes, program
-from app.cli.doctor import Finding, Level
+from app.cli.finding import Finding, Level
 from app.settings.settings import GIB, Settings
 from engine.build.resources import Memory
 from model import directories

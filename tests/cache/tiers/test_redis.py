@@ -32,6 +32,7 @@ class World:
         )
         self.redis = RedisLedger(
             is_on=is_on,
+            capacity_bytes=1 << 20,
             table=self.table,
             disk=self.disk,
             returns=self.returns,
