@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 import msgspec
 
 from cache.blocks.context import RunningContext, SessionContext, digest_of
-from cache.blocks.head import BadHead, SessionHead, decode_head, encode_head
+from cache.blocks.head import BadHead, HeadToTell, SessionHead, decode_head, encode_head
 from cache.blocks.keys import BLOCK_TOKENS, BlockKey, tokens_of
 from cache.blocks.stored import ExtentInfo, RedisExtent, SessionRecord
 from cache.blocks.table import BlockRow, SessionName
@@ -192,10 +192,10 @@ class SessionStore:
 
     # --- a session goes on elsewhere, or comes from there -------------------------------------------------------------
 
-    def take_heads(self) -> list[tuple[SessionName, int, bytes]]:
-        """Return the heads, and how many turns they stand for, of sessions that had a turn or an upload since the last
-        call. Nothing without Redis."""
-        uploaded = self._tiers.redis.uploaded
+    def take_heads(self) -> list[HeadToTell]:
+        """Return the heads of sessions that had a turn or an upload since the last call. Nothing without Redis."""
+        redis = self._tiers.redis
+        uploaded = redis.uploaded
         if not (self._changed or uploaded):
             return []
         self._changed.update(dict.fromkeys(uploaded))
@@ -206,8 +206,9 @@ class SessionStore:
             record = self._record(name)
             if record is not None:
                 session = self.contexts[name]
-                extents = self._tiers.redis.names_of(session.all_keys)
-                heads.append((name, session.turns, encode_head(record, session.turns, extents, self._head_key)))
+                keys = session.all_keys
+                signed = encode_head(record, session.turns, redis.names_of(keys), self._head_key)
+                heads.append(HeadToTell(name, session.turns, redis.leading_tokens(keys), signed))
         return heads
 
     def adopt(self, request_id: str, name: SessionName, data: bytes, now: float) -> None:

@@ -395,8 +395,15 @@ class Engine:
         if not self._cache.tiers.redis.is_on:
             return []
         return [
-            Head(tenant=name[0], salt=name[1], session_id=name[2], turn=turns, head=head)
-            for name, turns, head in self._cache.sessions.take_heads()
+            Head(
+                tenant=told.name[0],
+                salt=told.name[1],
+                session_id=told.name[2],
+                turn=told.turns,
+                redis_tokens=told.redis_tokens,
+                head=told.signed,
+            )
+            for told in self._cache.sessions.take_heads()
         ]
 
     # --- housekeeping -------------------------------------------------------------------------------------------------

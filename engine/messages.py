@@ -10,7 +10,7 @@ from cache.stats import TokensBySource as TokensBySource
 from engine.config import EngineConfig
 from scheduler.sequence import SamplingParams as SamplingParams
 
-WIRE_VERSION = 7
+WIRE_VERSION = 8
 MAX_HEAD_BYTES = 8 << 20  # of a session's head: a context of 4 MiB, and the names of its extents
 
 
@@ -107,6 +107,7 @@ class Head(msgspec.Struct, frozen=True, kw_only=True, tag="head"):
     salt: str
     session_id: str
     turn: int  # turns of the session that have ended; heads of one turn are in order of sending
+    redis_tokens: int  # of its context, from the first on, whose KV is in Redis
     head: bytes  # opaque and signed by the engine; at most MAX_HEAD_BYTES
 
 

@@ -163,9 +163,7 @@ class Replica:
     def on_head(self, head: Head) -> None:
         """Keep the engine's newest head of a session; one that comes after its turn is committed with the next beat."""
         held = self._of(SessionName(head.tenant, head.session_id, head.salt))
-        held.head, held.has_new_head = head.head, True
-        if not held.running:
-            held.redis_tokens = held.tokens
+        held.head, held.redis_tokens, held.has_new_head = head.head, head.redis_tokens, True
 
     async def delete(self, session_id: str, *, tenant: str) -> None:
         """Delete a session on every replica. Raises ApiError: 404 if nobody has it, 409 while a request of it runs

@@ -3,6 +3,7 @@
 import hmac
 from collections.abc import Sequence
 from hashlib import blake2b
+from typing import NamedTuple
 
 import msgspec
 
@@ -25,6 +26,15 @@ class SessionHead(msgspec.Struct, frozen=True, array_like=True):
     pinned: bool
     ttl_s: float | None
     extents: tuple[bytes, ...]
+
+
+class HeadToTell(NamedTuple):
+    """A head for whoever keeps it, with what can be read of it without a key."""
+
+    name: tuple[str, str, str]  # tenant, salt, session id
+    turns: int
+    redis_tokens: int  # of the context, from the first on, whose KV is in Redis
+    signed: bytes
 
 
 class BadHead(Exception):

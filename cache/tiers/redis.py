@@ -129,6 +129,16 @@ class RedisLedger:
         rows = (self._table.get(key) for key in keys)
         return list(dict.fromkeys(row.redis[0] for row in rows if row is not None and row.redis is not None))
 
+    def leading_tokens(self, keys: Iterable[BlockKey]) -> int:
+        """Return how many tokens of a context, from the first on, have a copy."""
+        tokens = 0
+        for key in keys:
+            row = self._table.get(key)
+            if row is None or row.redis is None:
+                break
+            tokens += len(row.token_ids)
+        return tokens
+
     # --- what is uploaded ---------------------------------------------------------------------------------------------
 
     def want(self, extent: ExtentInfo) -> None:

@@ -192,7 +192,7 @@ def output(
 
 
 def head(session_id: str, *, tenant: str = "", turn: int = 1, head: bytes = b"head") -> Head:
-    return Head(tenant=tenant, salt="", session_id=session_id, turn=turn, head=head)
+    return Head(tenant=tenant, salt="", session_id=session_id, turn=turn, redis_tokens=0, head=head)
 
 
 def adopt(request_id: str, session_id: str, *, head: bytes = b"head") -> Adopt:

@@ -112,6 +112,7 @@ def test_a_head_goes_ahead_of_the_last_output_and_again_after_the_upload(make: M
     after = last_head(driver)
     assert after.turn == heads[0].turn == 1
     assert len(after.head) > len(heads[0].head)  # it names the extent
+    assert (heads[0].redis_tokens, after.redis_tokens) == (0, HISTORY + ANSWER - 1)  # the last was never computed
 
 
 def test_a_head_of_another_session_secret_or_making_is_refused(make: Make) -> None:

@@ -58,15 +58,18 @@ async def say(running: Running, *messages: dict, session: str = "chat") -> str:
 async def test_a_conversation_goes_on_at_another_replica_with_the_ids_that_were_generated(server, tmp_path):
     async with replica(server, tmp_path, "a") as a, replica(server, tmp_path, "b") as b:
         a.engine.script.token_ids = [40, 41, 42]  # not what the tokenizer would make of their text
-        a.app.state.replica.on_head(Head(tenant="local", salt="", session_id="chat", turn=1, head=b"HEAD"))
+        a.app.state.replica.on_head(
+            Head(tenant="local", salt="", session_id="chat", turn=1, redis_tokens=5, head=b"HEAD")
+        )
         said = await say(a, HELLO)
+        directory, name = a.app.state.replica.directory, SessionName("local", "chat")
+        record = await directory.look(name, fingerprint=a.engine.model.fingerprint)
+        assert (record.turn, record.redis_tokens) == (1, 5)
         await say(b, HELLO, {"role": "assistant", "content": said}, MORE)
         first, second = a.engine.submitted[0].token_ids, b.engine.submitted[0].token_ids
         assert second[: len(first) + 3] == [*first, 40, 41, 42]
         assert [adopt.head for adopt in b.engine.adopted] == [b"HEAD"]
-        record = await a.app.state.replica.directory.look(
-            SessionName("local", "chat"), fingerprint=a.engine.model.fingerprint
-        )
+        record = await directory.look(name, fingerprint=a.engine.model.fingerprint)
         assert (record.home, record.turn) == ("b", 2)
 
 

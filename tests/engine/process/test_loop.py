@@ -245,7 +245,7 @@ def test_an_adoption_is_answered_like_a_question_about_sessions(peer: Peer, star
 
 @pytest.mark.parametrize("data", [b"", b"\0" * 1000, bytes(range(256)) * 8])
 def test_heads_and_adoptions_pass_the_wire_unchanged(data: bytes) -> None:
-    sent = Head(tenant="t", salt="pepper", session_id="s/1", turn=7, head=data)
+    sent = Head(tenant="t", salt="pepper", session_id="s/1", turn=7, redis_tokens=96, head=data)
     assert decode_from_engine(encode(sent)) == sent
     taken = Adopt(request_id="q", tenant="t", salt="pepper", session_id="s/1", head=data)
     assert decode_to_engine(encode(taken)) == taken
