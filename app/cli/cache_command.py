@@ -1,7 +1,7 @@
 """`reprise cache`: inspects, checks and empties the KV on disk while the server is stopped."""
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, NamedTuple, Protocol
@@ -17,6 +17,7 @@ from app.settings.settings import GIB, Settings
 ANY_SETTING = {"allow_extra_args": True, "ignore_unknown_options": True}
 TOKEN_BYTES = 4
 MAX_COLUMNS = 2000
+UNREAD = frozenset({"io", "deadline"})  # reasons that prove nothing of a record: another try may read it
 
 cli = typer.Typer(
     no_args_is_help=True,
@@ -25,12 +26,19 @@ cli = typer.Typer(
 Config = Annotated[Path | None, typer.Option(help="TOML file with settings.")]
 
 
+class Problem(Protocol):
+    """Why a record cannot be used: the part of `cache.storage.errors.Problem` used here."""
+
+    @property
+    def reason(self) -> str: ...
+
+
 class CheckedExtents(Protocol):
     """The part of `cache.storage.extent_store.ExtentStore` used here."""
 
-    useless: dict[int, str]
-
-    def verify(self) -> Iterator[tuple[int, str | None]]: ...
+    @property
+    def useless(self) -> Mapping[int, Problem]: ...
+    def verify(self) -> Iterator[tuple[int, Problem | None]]: ...
     def delete(self, *extent_ids: int) -> None: ...
     def delete_sessions(self, *names: tuple[str, str, str]) -> None: ...
 
@@ -165,10 +173,11 @@ def stats(context: typer.Context, config: Config = None) -> None:
 
 @cli.command(context_settings=ANY_SETTING)
 def verify(context: typer.Context, config: Config = None) -> None:
-    """Read every record and check it. Exit status 1 if one is damaged or missing; the server computes such KV again."""
+    """Read every record and check it. Exit status 1 if one is damaged or missing, or cannot be read; the server
+    computes such KV again."""
     settings = settings_of(context, config)
     console = Console(highlight=False)
-    checked = damaged = 0
+    checked = damaged = unread = 0
     for record in _directory(context).nameless(settings):
         checked, damaged = checked + 1, damaged + 1
         model = record.path.parent.parent.name
@@ -177,11 +186,17 @@ def verify(context: typer.Context, config: Config = None) -> None:
         for extent_id, problem in (*store.tier.useless.items(), *store.tier.verify()):
             checked += 1
             if problem is not None:
-                damaged += 1
+                if problem.reason in UNREAD:
+                    unread += 1
+                else:
+                    damaged += 1
                 console.print(f"{store.fingerprint[:12]} {extent_id:016x}: {problem}", markup=False)
-    console.print(f"{checked:,} records checked, {damaged:,} damaged")
+    console.print(f"{checked:,} records checked, {damaged:,} damaged" + (f", {unread:,} not read" if unread else ""))
     if damaged:
         console.print("The server computes damaged KV again; nothing has to be done.")
+    if unread:
+        console.print("What was not read may be intact. If the disk goes on reporting errors, it is failing.")
+    if damaged or unread:
         raise typer.Exit(1)
 
 

@@ -1,11 +1,21 @@
 """The ways in which a tier can fail."""
 
-from typing import Literal
+from typing import Literal, NamedTuple
 
 Reason = Literal["missing", "checksum", "forged", "short_read", "deadline", "fingerprint", "format", "io"]
 """Why stored bytes could not be read or kept. missing: gone. checksum: altered. forged: not written with this server's
 secret. short_read: cut off. deadline: the device did not answer in time. fingerprint: of another model. format: not a
 record of this layout and version, or of other blocks. io: the device or the file system reported an error."""
+
+
+class Problem(NamedTuple):
+    """Why stored bytes cannot be used, for people."""
+
+    reason: Reason
+    message: str
+
+    def __str__(self) -> str:
+        return f"{self.reason}: {self.message}"
 
 
 class TierFull(Exception):

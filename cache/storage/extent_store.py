@@ -22,7 +22,7 @@ from typing import TypeVar
 
 from cache.blocks.stored import ExtentInfo, SessionRecord, StoredBlock
 from cache.storage.directory_lock import DirectoryLock, DirectoryLocked
-from cache.storage.errors import BlockMissing, TierFailed, TierFull
+from cache.storage.errors import BlockMissing, Problem, TierFailed, TierFull
 from cache.storage.extent_file import remove_extent
 from cache.storage.extent_format import MAX_EXTENT_ID, check_segments
 from cache.storage.extent_opener import READ_THREADS, ExtentOpener
@@ -110,7 +110,7 @@ class ExtentStore:
         self._last_id = 0
         self._lost: list[int] = []  # extents found to be deleted by another process
         # What `open` could not use -> why: files without a valid record (deleted if readable), rows without a file.
-        self.useless: dict[int, str] = {}
+        self.useless: dict[int, Problem] = {}
 
     def open(self) -> tuple[list[ExtentInfo], list[SessionRecord]]:
         """Take the lock, delete what a crash left, and report what is stored: extents in order of writing, and the last
@@ -223,15 +223,15 @@ class ExtentStore:
 
         self._do("delete_sessions", forget)
 
-    def verify(self) -> Iterator[tuple[int, str | None]]:
-        """Read and verify everything. Yields (extent id, None or a description of the damage)."""
+    def verify(self) -> Iterator[tuple[int, Problem | None]]:
+        """Read and verify everything. Yields (extent id, None or why it cannot be used)."""
         for extent_id in self._space.extent_ids():
             try:
                 with self._reader(extent_id, trust_cached=False) as reader:
                     reader.check()
                 yield extent_id, None
             except BlockMissing as missing:
-                yield extent_id, f"{missing.reason}: {missing}"
+                yield extent_id, Problem(missing.reason, str(missing))
 
     def take_lost(self) -> list[int]:
         """Return the extents found since the last call to have been deleted by another process."""

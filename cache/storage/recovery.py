@@ -6,7 +6,7 @@ from pathlib import Path
 
 from cache.blocks.stored import ExtentInfo, SessionRecord
 from cache.storage.directory import Foreign, scan
-from cache.storage.errors import BlockMissing
+from cache.storage.errors import BlockMissing, Problem
 from cache.storage.extent_file import remove_extent
 from cache.storage.extent_opener import ExtentOpener
 from cache.storage.index import DiskIndex
@@ -21,7 +21,7 @@ class Recovered:
     extents: dict[int, ExtentInfo]  # in order of writing
     sessions: dict[tuple[str, str, str], tuple[int, SessionRecord]]  # the last record of each, with its stamp
     foreign: list[Foreign]  # records of other models, and those of ours that are kept although they cannot be used
-    useless: dict[int, str]  # extents that cannot be used -> why
+    useless: dict[int, Problem]  # extents that cannot be used -> why
     last_id: int  # the highest id or stamp
 
 
@@ -32,7 +32,7 @@ def recover(index: DiskIndex, shards: Shards, opener: ExtentOpener, beat: Beat) 
     beat()
     files, foreign = scan(shards.root, shards.own, beat)
     extents: dict[int, ExtentInfo] = {}
-    useless: dict[int, str] = {}
+    useless: dict[int, Problem] = {}
     for extent_id, size in sorted(files.items()):
         row = known.get(extent_id)
         if row is not None and row.size_bytes == size:
@@ -45,7 +45,7 @@ def recover(index: DiskIndex, shards: Shards, opener: ExtentOpener, beat: Beat) 
             info = opener.read_info(extent_id)
         except BlockMissing as missing:
             log.warning("ignoring an unusable record: %s", missing)
-            useless[extent_id] = f"{missing.reason}: {missing}"
+            useless[extent_id] = Problem(missing.reason, str(missing))
             path = shards.path(extent_id)
             # The failure may be temporary, or the secret may have changed: delete such files only when their room is
             # needed.
@@ -58,7 +58,8 @@ def recover(index: DiskIndex, shards: Shards, opener: ExtentOpener, beat: Beat) 
         index.add(info, stamp=extent_id)
         if info.session.context and sessions.get(info.session.names, (0, None))[0] < extent_id:
             sessions[info.session.names] = (extent_id, info.session)
-    useless.update((extent_id, "missing: its file is gone") for extent_id in known.keys() - files.keys())
+    gone = Problem("missing", "its file is gone")
+    useless.update(dict.fromkeys(known.keys() - files.keys(), gone))
     index.remove(known.keys() - extents.keys())
     # Ids known from file names alone do not count: anybody could have chosen the highest one, which would leave no ids.
     last_id = max([*extents, *known, *(stamp for stamp, _ in sessions.values())], default=0)

@@ -1,8 +1,11 @@
+import errno
 import fcntl
 import hashlib
+import os
 import time
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import Result
@@ -90,6 +93,29 @@ def test_verify_finds_a_flipped_bit(two_models: Path):
     assert "checksum" in result.output
     assert "3 records checked, 1 damaged" in result.output
     assert "computes damaged KV again" in result.output
+
+
+def test_verify_tells_a_disk_that_reports_errors_from_damage(two_models: Path, monkeypatch: pytest.MonkeyPatch):
+    damaged, unread, _ = records(two_models)
+    with damaged.open("r+b") as file:
+        file.seek(-4096, 2)
+        file.write(bytes(4096))
+    inode, preadv = unread.stat().st_ino, os.preadv
+
+    def failing(fd: int, *arguments: Any) -> int:
+        if os.fstat(fd).st_ino == inode:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return preadv(fd, *arguments)
+
+    monkeypatch.setattr(os, "preadv", failing)
+    result = reprise(two_models, "verify")
+    assert result.exit_code == 1
+    assert f"{unread.stem}: io: " in result.output
+    assert "3 records checked, 1 damaged, 1 not read\n" in result.output
+    assert "may be intact" in result.output
+    damaged.unlink()
+    monkeypatch.undo()
+    assert "not read" not in reprise(two_models, "verify").output
 
 
 def test_verify_tells_of_records_that_are_none_any_more(two_models: Path):
