@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, Self
 
 from cache.blocks.keys import BLOCK_TOKENS, BlockKey
-from cache.blocks.table import SessionName
+from cache.blocks.table import BlockRow, SessionName
 from cache.rates import Rates
 from cache.requests.running import Requests
 from cache.sessions import SessionStore
@@ -103,7 +103,8 @@ class LookAhead:
         line have a place in the batch: they load for themselves, layer by layer."""
         if line.version != (0 if self._line is None else self._line.version):
             self._tell_policies(self._follow(line), now)
-        if self._tiers.disk.capacity_bytes and self._reuse and self._sessions.mean_bytes:
+        has_below = self._tiers.disk.capacity_bytes or self._tiers.redis.is_on
+        if has_below and self._reuse and self._sessions.mean_bytes:
             if line.members:
                 self._fetch_ahead(line, starting)
             else:
@@ -144,8 +145,8 @@ class LookAhead:
         return {session for session in touched if (session in self._turns) != (session in were)}
 
     def _fetch_ahead(self, line: WaitingLine, starting: int) -> None:
-        """Fetch from disk into DRAM for the next turns: first for those that are new in the window, then for the others
-        in turn, which may have found no room for all of theirs."""
+        """Fetch from disk and Redis into DRAM for the next turns: first for those that are new in the window, then for
+        the others in turn, which may have found no room for all of theirs."""
         window = prefetch_window(self._dram.room_bytes, self._sessions.mean_bytes)
         waiting = line.members
         end = min(len(waiting), starting + window + 1)  # the last gets what there is room for, from its head on
@@ -171,7 +172,7 @@ class LookAhead:
                 return
 
     def _fetch_for_regulars(self, now: float) -> None:
-        """Fetch from disk into DRAM for a session that comes like clockwork and is due, while nobody is served: beside
+        """Fetch into DRAM for a session that comes like clockwork and is due, while nobody is served: beside
         a step, a fetch costs that step what it saves a later one. One session at a time, at the expense of those
         expected later. One that finds no room is tried again, because the turn of an earlier one may make room."""
         if now < self._try_regulars_s or not self._dram.dram_slots:
@@ -186,7 +187,7 @@ class LookAhead:
             self._try_regulars_s = now + _TRY_AGAIN_S
 
     def _fetch_for_successor(self, now: float) -> None:
-        """Fetch from disk into DRAM for the session that comes next where sessions take turns. Also while others
+        """Fetch into DRAM for the session that comes next where sessions take turns. Also while others
         decode: somebody will wait for the next first token, and a fetch takes only part of one answer's time. Not
         beside a prompt, for whose first token somebody waits already."""
         succession = self._tiers.succession
@@ -201,7 +202,8 @@ class LookAhead:
             self._try_successor_s = now + _TRY_AGAIN_S
 
     def _run_errand(self, errand: _Errand, name: SessionName) -> bool:
-        """Fetch what a session has on disk, as far as there is room. Returns False if that was not all of it yet."""
+        """Fetch what a session has on disk or in Redis, as far as there is room. Returns False if that was not all of
+        it yet."""
         if errand.name != name:
             errand.name, errand.brought = name, set()
         session = self._sessions.contexts.get(name)
@@ -211,16 +213,17 @@ class LookAhead:
         return done
 
     def _fetch_for(self, request_id: str) -> bool:
-        """Fetch what a waiting request has on disk. Returns False if there was no room for all of it."""
+        """Fetch what a waiting request has on disk or in Redis. Returns False if there was no room for all of it."""
         context = self._running[request_id]
         if context.pages:
             return True  # admitted ahead of its turn: what it needs is on its way to HBM
         return self._bring(context.chain(), context.session, self._brought.setdefault(request_id, set()))
 
     def _bring(self, keys: Sequence[BlockKey], name: SessionName, brought: set[BlockKey]) -> bool:
-        """Fetch those of these blocks that are only on disk, as far as there is room, and note them in `brought`.
-        Returns False if there was no room for all of them yet. Fetches nothing once a noted block has had to leave
-        again: DRAM is then needed for others, and the disk would be read for as long as the turn waits or may come."""
+        """Fetch those of these blocks that are only on disk or in Redis, as far as there is room, and note them in
+        `brought`. Returns False if there was no room for all of them yet. Fetches nothing once a noted block has had to
+        leave again: DRAM is then needed for others, and the disk would be read for as long as the turn waits or may
+        come."""
         fetches = self._fetches
         missing = [
             row
@@ -229,15 +232,25 @@ class LookAhead:
         ]
         if not missing or any(row.key in brought for row in missing):
             return True
-        size_bytes, direction = len(missing) * self._dram.slot_bytes, "disk_to_dram"
-        if not self._rates.is_worth_fetching(direction, size_bytes, len(missing) * BLOCK_TOKENS):
-            brought.update(row.key for row in missing)
-            if not self._rates.is_look_due(direction):
-                self._rates.passed_over(direction)
-            elif self._look is None or not fetches.is_fetching(self._look):
-                self._look = missing[0].key
-                fetches.fetch(missing[:1], name)
-            return True
-        has_room = fetches.fetch(missing, name)
-        brought.update(row.key for row in missing if fetches.is_fetching(row.key))
+        worth = [tier for tier in ("disk", "redis") if self._is_worth(tier, missing, name, brought)]
+        wanted = [row for row in missing if row.tier in worth]
+        has_room = fetches.fetch(wanted, name)
+        brought.update(row.key for row in wanted if fetches.is_fetching(row.key))
         return has_room
+
+    def _is_worth(self, tier: str, missing: Sequence[BlockRow], name: SessionName, brought: set[BlockKey]) -> bool:
+        """Return whether to fetch what is missing out of a tier. What is not worth it is noted in `brought`. Now and
+        then the first block of that is fetched all the same, to see what the tier is like by now."""
+        rows = [row for row in missing if row.tier == tier]
+        if not rows:
+            return False
+        direction = f"{tier}_to_dram"
+        if self._rates.is_worth_fetching(direction, len(rows) * self._dram.slot_bytes, len(rows) * BLOCK_TOKENS):
+            return True
+        brought.update(row.key for row in rows)
+        if not self._rates.is_look_due(direction):
+            self._rates.passed_over(direction)
+        elif self._look is None or not self._fetches.is_fetching(self._look):
+            self._look = rows[0].key
+            self._fetches.fetch(rows[:1], name)
+        return False

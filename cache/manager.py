@@ -128,7 +128,7 @@ class CacheManager:
             case Loaded():
                 self._loads.on_loaded(event)
             case Fetched():
-                tiers.fetches.on_fetched(event.job_id, event.failed)
+                tiers.fetches.on_fetched(event.job_id, event.failed, now)
             case Written():
                 tiers.writes.on_written(event.job_id, event.extent, now)
                 if event.extent is not None:

@@ -163,6 +163,14 @@ class ReadHeaders:
 
 
 @dataclass(frozen=True, slots=True)
+class FetchRemote:
+    """Fetch blocks from Redis into DRAM for a turn that is still queued. Answered by Fetched."""
+
+    job_id: int
+    blocks: tuple[tuple[BlockKey, tuple[bytes, int], int], ...]  # key, (name of the extent, index), slot
+
+
+@dataclass(frozen=True, slots=True)
 class RenewRemote:
     """Keep extents in Redis for another time to live, because they were loaded. Not answered."""
 
@@ -186,7 +194,7 @@ class DeleteRemote:
 
 
 Save = FillFromSlot | FillFromPage | SealSlot
-Remote = UploadExtent | ReadHeaders | RenewRemote | DropRemote | DeleteRemote
+Remote = UploadExtent | FetchRemote | ReadHeaders | RenewRemote | DropRemote | DeleteRemote
 Move = (
     CopyRows
     | LoadBlocks
@@ -207,9 +215,9 @@ Move = (
 class Transferred:
     """Reports moved bytes, and the seconds that took."""
 
-    direction: (
-        str  # dram_to_hbm | disk_to_hbm | redis_to_hbm | disk_to_dram | hbm_to_dram | dram_to_disk | disk_to_redis
-    )
+    direction: str
+    """dram_to_hbm, disk_to_hbm, redis_to_hbm, disk_to_dram, redis_to_dram, hbm_to_dram, dram_to_disk or
+    disk_to_redis."""
     num_bytes: int
     seconds: float
 

@@ -244,6 +244,7 @@ class SessionStore:
             self.contexts[name] = adopted
             self.deletions.expired.pop(name, None)
             self._take_over(name, adopted)
+            self._count_size(adopted.num_tokens)
             self._tiers.writes.session_changed(name)
         else:  # it had a turn here since; what the other server has computed is of use all the same
             known.owned.update(dict.fromkeys(key for key in adopted.all_keys if self._is_owner(name, key)))

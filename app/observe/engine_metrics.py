@@ -17,6 +17,7 @@ DIRECTIONS = (
     "disk_to_hbm",
     "redis_to_hbm",
     "disk_to_dram",
+    "redis_to_dram",
     "hbm_to_dram",
     "dram_to_disk",
     "disk_to_redis",

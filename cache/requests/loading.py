@@ -1,6 +1,7 @@
 """Orders loads from DRAM and disk into the pages of requests, gives up late ones, and records what came."""
 
 import math
+from collections import Counter
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, replace
 
@@ -106,7 +107,8 @@ class Loads:
 
     def is_fetch_late(self, context: RunningContext) -> bool:
         """Whether a request whose turn has come has waited for a fetch into DRAM for as long as computing would take.
-        It then skips what is on disk. After a cut it waits on, because what is stored cannot be computed again."""
+        It then skips what is on disk or in Redis. After a cut it waits on, because what is stored cannot be computed
+        again."""
         is_fetching = self._fetches.is_fetching
         if context.awaited is None or not is_fetching(context.awaited) or context.lineage.joint is not None:
             return False
@@ -118,7 +120,9 @@ class Loads:
             context.fetch_due_s = self.now + allowed_s
         if self.now < context.fetch_due_s:
             return False
-        self._rates.late("disk_to_dram", len(coming) * BLOCK_TOKENS * self._bytes_per_token, allowed_s)
+        chain = context.chain()
+        for tier, count in Counter(self._fetches.tier_of(chain[block]) for block in coming).items():
+            self._rates.late(f"{tier}_to_dram", count * BLOCK_TOKENS * self._bytes_per_token, allowed_s)
         self._stats.load_failures["late"] += 1
         context.skips_disk, context.miss_reason = True, "load_late"
         return True
@@ -190,7 +194,8 @@ class Loads:
                 self._drop_bad_copy(next(b for b in load.blocks if b.key == key))
             elif reason != "late":
                 context.unread[key] = reason
-        self._settle_with_redis(load, event)
+        if copies := {block.key: block.redis for block in load.blocks if block.redis is not None}:
+            self._redis.settle(copies, event.failed, context.session, self.now)
         stands_on_it = context.job == event.job_id
         was_late = load.claimant != context.request_id
         is_late = "late" in event.failed.values()
@@ -205,32 +210,14 @@ class Loads:
         elif stands_on_it:
             context.job = None
 
-    def _settle_with_redis(self, load: Load, event: Loaded) -> None:
-        """Have Redis keep for longer what was loaded from it. An extent that is not what was stored leaves it whole,
-        and none of its blocks are looked for there again."""
-        bad: dict[bytes, None] = {}
-        came: dict[bytes, None] = {}
-        far = [(block, block.redis[0]) for block in load.blocks if block.redis is not None]
-        for block, extent in far:
-            if event.failed.get(block.key, "late") not in NOT_ITS_COPY:
-                bad[extent] = None
-            elif not event.failed or block.key in event.whole:
-                came[extent] = None
-        for block, extent in far:
-            if extent in bad:
-                self._drop_bad_copy(block)
-        self._redis.damaged(bad)
-        self._redis.used((extent for extent in came if extent not in bad), load.context.session, self.now)
-
     def _drop_bad_copy(self, load: BlockLoad) -> None:
-        """Forget the copy of a block that a load could not use, unless the table has another one by now."""
+        """Forget the copy of a block in DRAM or on disk that a load could not use, unless the table has another one by
+        now. `RedisLedger.settle` does it for those in Redis."""
         row = self._table.get(load.key)
         if row is None:
             return
         if load.extent is not None and row.extent == load.extent:
             self._disk.drop(row)
-        elif load.redis is not None and row.redis == load.redis:
-            self._redis.drop(row)
         elif not load.is_far and row.slot == load.slot:
             self._dram.drop_slot(row)
         if row.is_nowhere:

@@ -87,7 +87,9 @@ class Hierarchy:
             orders=self.orders,
             stats=stats,
         )
-        self.fetches = Fetches(table=self.table, dram=self.dram, disk=self.disk, orders=self.orders, stats=stats)
+        self.fetches = Fetches(
+            table=self.table, dram=self.dram, disk=self.disk, redis=self.redis, orders=self.orders, stats=stats
+        )
         self.writes = WriteBehind(
             table=self.table, dram=self.dram, disk=self.disk, dirty=dirty, orders=self.orders, stats=stats
         )

@@ -6,13 +6,13 @@ there is found out by the load that wants it, and forgotten.
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from cache.blocks.keys import BlockKey, tokens_of
 from cache.blocks.stored import ExtentInfo, RedisExtent
 from cache.blocks.table import BlockRow, CacheTable, SessionName
-from cache.moves import DeleteRemote, DropRemote, Orders, ReadHeaders, RenewRemote, UploadExtent
+from cache.moves import NOT_ITS_COPY, DeleteRemote, DropRemote, Orders, ReadHeaders, RenewRemote, UploadExtent
 from cache.returns.return_times import ReturnTimes
 from cache.stats import CacheStats
 from cache.tiers.disk import DiskLedger
@@ -114,15 +114,31 @@ class RedisLedger:
             self.num_blocks -= 1
             self._table.moved()
 
-    def used(self, extents: Iterable[bytes], name: SessionName, now: float) -> None:
-        """Keep extents for another time to live, because a session's turn has loaded them."""
-        if names := tuple(dict.fromkeys(extents)):
-            self._orders.add(RenewRemote(names, self.next_use_s(name, now)))
-
-    def damaged(self, extents: Iterable[bytes]) -> None:
-        """Take extents out of Redis of which a load was not what was stored, for all who would try them too."""
-        if names := tuple(dict.fromkeys(extents)):
-            self._orders.add(DropRemote(names))
+    def settle(
+        self,
+        copies: Mapping[BlockKey, tuple[bytes, int]],
+        failed: Mapping[BlockKey, str],
+        name: SessionName,
+        now: float,
+    ) -> None:
+        """Record that blocks were loaded or fetched for a session from these copies, but for those in `failed`. Redis
+        keeps for another time to live what was of use. An extent of which a block is not what was stored leaves Redis,
+        so that others do not try it either, and none of its blocks are looked for there again."""
+        damaged = {extent for key, (extent, _) in copies.items() if failed.get(key, "late") not in NOT_ITS_COPY}
+        used: dict[bytes, None] = {}
+        for key, copy in copies.items():
+            row = self._table.get(key)
+            if copy[0] not in damaged:
+                if key not in failed:
+                    used[copy[0]] = None
+            elif row is not None and row.redis == copy:
+                self.drop(row)
+                if row.is_nowhere:
+                    self._table.forget(row)
+        if damaged:
+            self._orders.add(DropRemote(tuple(sorted(damaged))))
+        if used:
+            self._orders.add(RenewRemote(tuple(used), self.next_use_s(name, now)))
 
     def names_of(self, keys: Iterable[BlockKey]) -> list[bytes]:
         """Return the extents that have copies of these blocks, each once, in the blocks' order."""

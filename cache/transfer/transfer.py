@@ -1,11 +1,11 @@
 """Carries out the cache's moves. In cache/, only this folder and `storage/` touch bytes.
 
 The engine's thread orders the moves. Each stream has a file here and a thread: `save_stream` saves into DRAM slots,
-`load_stream` loads into HBM layer by layer (a second thread reads the disk for it), `fetch_stream` fetches from disk
-into DRAM, `write_stream` writes to disk. So a load, for which a request waits, never queues behind a fetch or a write.
-Torch and the kernels release the GIL while they copy. The threads report what has ended by events, which the engine's
-thread takes with `poll`. On CUDA the copies run on streams of their own over pinned memory, and a thread reports a copy
-only when the bytes are there.
+`load_stream` loads into HBM layer by layer (other threads read disk and Redis for it), `fetch_stream` fetches from
+disk and Redis into DRAM, a thread for each, `write_stream` writes to disk, `upload_stream` copies from there to Redis.
+So a load, for which a request waits, never queues behind a fetch or a write. Torch and the kernels release the GIL
+while they copy. The threads report what has ended by events, which the engine's thread takes with `poll`. On CUDA the
+copies run on streams of their own over pinned memory, and a thread reports a copy only when the bytes are there.
 """
 
 import logging
@@ -25,6 +25,7 @@ from cache.moves import (
     DropRemote,
     Event,
     FetchBlocks,
+    FetchRemote,
     FillFromPage,
     FillFromSlot,
     LoadBlocks,
@@ -47,7 +48,7 @@ from cache.storage.thread_priority import SAVING, WRITING, lower_priority
 from cache.storage.throttle import Throttle
 from cache.transfer.capture import Captured, SavedRows
 from cache.transfer.events import Events
-from cache.transfer.fetch_stream import FetchStream
+from cache.transfer.fetch_stream import DiskFetches, RedisFetches
 from cache.transfer.key_rotations import KeyRotations
 from cache.transfer.load_stream import LoadStream
 from cache.transfer.save_stream import SaveStream
@@ -109,13 +110,15 @@ class Transfer:
             "kv-load": (lambda: self._loads.place(rotations()), 0),
         }
         if disk is not None:
-            self._fetches = FetchStream(slab=slab, disk=disk, completions=self._completions)
+            self._fetches = DiskFetches(slab=slab, disk=disk, completions=self._completions)
             self._writes = WriteStream(slab=slab, disk=disk, completions=self._completions)
             work["kv-load-disk"] = (self._loads.readers["disk"].run, 0)
             work |= {"kv-fetch": (self._fetches.run, 0), "kv-write": (self._writes.run, WRITING)}
         if redis is not None:
             self._calls = RemoteCalls(redis=redis, completions=self._completions)
+            self._redis_fetches = RedisFetches(slab=slab, redis=redis, completions=self._completions)
             work |= {"kv-load-redis": (self._loads.readers["redis"].run, 0), "kv-redis": (self._calls.run, 0)}
+            work["kv-fetch-redis"] = (self._redis_fetches.run, 0)
         if redis is not None and disk is not None:
             self._uploads = UploadStream(disk=disk, redis=redis, completions=self._completions)
             work["kv-upload"] = (self._uploads.run, WRITING)
@@ -150,6 +153,8 @@ class Transfer:
                     saves.append(move)
                 case FetchBlocks():
                     self._fetches.put(move)
+                case FetchRemote():
+                    self._redis_fetches.put(move)
                 case WriteExtent() | DeleteExtents() | PutSession():
                     self._writes.put(move)
                 case UploadExtent():
@@ -218,6 +223,7 @@ class Transfer:
             self._writes.close()
         if self._redis is not None:
             self._calls.close()
+            self._redis_fetches.close()
             if self._disk is not None:
                 self._uploads.close()
         for thread in self._threads:

@@ -46,6 +46,7 @@ _PRIOR_BYTES_PER_S = {
     "disk_to_hbm": 1.5e9,
     "redis_to_hbm": 1e9,
     "disk_to_dram": 1.5e9,
+    "redis_to_dram": 1e9,
     "hbm_to_dram": 4e9,
     "dram_to_disk": 5e8,
     "disk_to_redis": 5e8,

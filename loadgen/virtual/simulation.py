@@ -73,6 +73,8 @@ class VirtualServer:
     misjudged: float = 1.0  # the scheduler's first guess of these five, over the truth
     dram_bytes_per_s: float = 20e6
     disk_bytes_per_s: float = 5e6
+    redis_blocks: int = 0  # 0: no Redis
+    redis_bytes_per_s: float = 2e6
     load_fixed_s: float = 0.0  # of every load and fetch, beside its bytes
     failures: float = 0.0  # share of transfers that fail
     cancels: float = 0.0  # share of steps before which a client goes away
@@ -308,6 +310,7 @@ class Simulation:
     def _hear(self) -> None:
         for event in self.tiers.take_events(self.now):
             self.cache.on_event(event, self.now)
+        self.cache.sessions.take_heads()  # that nobody is told of
 
     def _wait(self, preempted: bool) -> None:
         """Nothing can run: until something comes."""
@@ -361,6 +364,8 @@ def _make_tiers(machine: VirtualServer, rng: random.Random) -> VirtualTiers:
         bytes_per_token=machine.bytes_per_token,
         dram_bytes_per_s=machine.dram_bytes_per_s,
         disk_bytes_per_s=machine.disk_bytes_per_s,
+        redis_blocks=machine.redis_blocks,
+        redis_bytes_per_s=machine.redis_bytes_per_s,
         load_fixed_s=machine.load_fixed_s,
         failures=machine.failures,
         rng=rng,
@@ -388,6 +393,8 @@ def _make_cache(machine: VirtualServer, rates: Rates, *, arrived: Callable[[int]
             num_slots=machine.dram_blocks + machine.dram_blocks // 4,
             dram_slots=machine.dram_blocks,
             disk_bytes=machine.disk_blocks * BLOCK_TOKENS * machine.bytes_per_token,
+            redis_bytes=machine.redis_blocks * BLOCK_TOKENS * machine.bytes_per_token,
+            head_key=b"virtual" if machine.redis_blocks else b"",
             hbm_high_water=machine.high_water,
             hbm_low_water=machine.low_water,
             dram_free_buffer=0.1,
@@ -454,6 +461,7 @@ def random_case(seed: int) -> Simulation:
         failures=rng.choice([0.0, 0.1, 0.3]),
         cancels=rng.choice([0.0, 0.0, 0.02]),
         prefer_contiguous=rng.random() < 0.5,
+        redis_blocks=random.Random(f"redis {seed}").choice([0, 0, 40, 400]),
     )
     shape = ConversationShape(
         turns=4, prompt_tokens=40, answer_tokens=8, think_s=rng.choice([0.0, 0.1, 1.0]), spread=0.7

@@ -6,13 +6,15 @@ import random
 from collections.abc import Iterator, Sequence
 
 from cache.blocks.keys import BLOCK_TOKENS, BlockKey
-from cache.blocks.stored import ExtentInfo
+from cache.blocks.stored import ExtentInfo, RedisExtent
 from cache.moves import (
     Deleted,
     DeleteExtents,
+    DropRemote,
     Event,
     FetchBlocks,
     Fetched,
+    FetchRemote,
     FillFromPage,
     FillFromSlot,
     LoadBlocks,
@@ -21,15 +23,21 @@ from cache.moves import (
     Saved,
     SealSlot,
     Transferred,
+    Uploaded,
+    UploadExtent,
     WriteExtent,
     Written,
 )
 
-DIRECTIONS = ("dram_to_hbm", "disk_to_hbm", "disk_to_dram", "hbm_to_dram", "dram_to_disk")
+DIRECTIONS = (
+    *("dram_to_hbm", "disk_to_hbm", "redis_to_hbm", "disk_to_dram", "redis_to_dram"),
+    *("hbm_to_dram", "dram_to_disk", "disk_to_redis"),
+)
 
 
 class VirtualTiers:
-    """A thread carries out its moves one after the other; `failures` of them fail, as `rng` says."""
+    """A thread carries out its moves one after the other; `failures` of them fail, as `rng` says. Redis keeps so many
+    blocks, and lets the oldest extents go without telling."""
 
     def __init__(
         self,
@@ -38,13 +46,17 @@ class VirtualTiers:
         bytes_per_token: int,
         dram_bytes_per_s: float,
         disk_bytes_per_s: float,
+        redis_blocks: int,
+        redis_bytes_per_s: float,
         load_fixed_s: float,
         failures: float,
         rng: random.Random,
     ) -> None:
         self._num_layers = num_layers
         self._bytes_per_token = bytes_per_token
-        self._dram_bytes_per_s, self._disk_bytes_per_s = dram_bytes_per_s, disk_bytes_per_s
+        # The farthest tier says how fast a direction is.
+        self._bytes_per_s = {"redis": redis_bytes_per_s, "disk": disk_bytes_per_s, "dram": dram_bytes_per_s}
+        self._redis_blocks = redis_blocks
         self._load_fixed_s = load_fixed_s
         self._failures = failures
         self._rng = rng
@@ -52,11 +64,12 @@ class VirtualTiers:
         self._pushed = 0
         self._links: dict[str, float] = {}  # thread -> when it is done with what was ordered
         self._loads: dict[int, tuple[float, float]] = {}  # job -> (start, end)
-        self._extents: set[int] = set()
+        self._extents: dict[int, ExtentInfo] = {}  # on disk
+        self._in_redis: dict[bytes, int] = {}  # names of extents -> their blocks; oldest first
 
     def speed(self, direction: str) -> float:
         """Bytes per second."""
-        return self._disk_bytes_per_s if "disk" in direction else self._dram_bytes_per_s
+        return next(rate for tier, rate in self._bytes_per_s.items() if tier in direction)
 
     # --- orders -------------------------------------------------------------------------------------------------------
 
@@ -68,7 +81,11 @@ class VirtualTiers:
                     self._load(move, now)
                 case FetchBlocks():
                     _, end_s = self._occupy("fetch", len(move.blocks) * block_bytes, "disk_to_dram", now)
-                    failed = self._unreadable([(key, extent) for key, extent, _ in move.blocks])
+                    failed = self._unreadable([(key, extent) for key, (extent, _), _ in move.blocks])
+                    self._push(end_s, Fetched(move.job_id, failed))
+                case FetchRemote():
+                    _, end_s = self._occupy("fetch-redis", len(move.blocks) * block_bytes, "redis_to_dram", now)
+                    failed = self._unreadable([(key, name) for key, (name, _), _ in move.blocks])
                     self._push(end_s, Fetched(move.job_id, failed))
                 case FillFromSlot() | FillFromPage():
                     self.save(move.num_rows, now)
@@ -78,8 +95,14 @@ class VirtualTiers:
                     _, end_s = self._occupy("write", len(move.blocks) * block_bytes, "dram_to_disk", now)
                     self._write(move, end_s, len(move.blocks) * block_bytes)
                 case DeleteExtents():
-                    self._extents -= set(move.extent_ids)
+                    for extent_id in move.extent_ids:
+                        self._extents.pop(extent_id, None)
                     self._push(now, Deleted(move.job_id))
+                case UploadExtent():
+                    self._upload(move, now)
+                case DropRemote():
+                    for name in move.names:
+                        self._in_redis.pop(name, None)
 
     def save(self, num_rows: int, now: float) -> None:
         """Rows on their way to DRAM."""
@@ -87,17 +110,22 @@ class VirtualTiers:
 
     def _load(self, move: LoadBlocks, now: float) -> None:
         span: list[float] = []
-        for direction in ("disk_to_hbm", "dram_to_hbm"):
-            rows = sum(b.num_rows for b in move.blocks if (b.extent is not None) == (direction == "disk_to_hbm"))
+        for tier in ("redis", "disk", "dram"):
+            rows = sum(block.num_rows for block in move.blocks if block.tier == tier)
             if rows:
-                span += self._occupy("load", rows * self._bytes_per_token, direction, now)
-        failed = self._unreadable([(block.key, block.extent) for block in move.blocks])
+                span += self._occupy("load", rows * self._bytes_per_token, f"{tier}_to_hbm", now)
+        copies = [(block.key, block.extent or block.redis) for block in move.blocks]
+        failed = self._unreadable([(key, None if copy is None else copy[0]) for key, copy in copies])
         self._loads[move.job_id] = span[0], span[-1]
         self._push(span[-1], Loaded(move.job_id, failed))
 
-    def _unreadable(self, blocks: Sequence[tuple[BlockKey, tuple[int, int] | None]]) -> dict[BlockKey, str]:
+    def _unreadable(self, blocks: Sequence[tuple[BlockKey, int | bytes | None]]) -> dict[BlockKey, str]:
         """Return which blocks of one move fail, and why: those of extents that are gone, else by chance the first."""
-        failed = {key: "missing" for key, extent in blocks if extent is not None and extent[0] not in self._extents}
+        failed = {
+            key: "missing"
+            for key, extent in blocks
+            if extent is not None and extent not in (self._in_redis if isinstance(extent, bytes) else self._extents)
+        }
         if not failed and self._fails():
             failed = {blocks[0][0]: "checksum"}
         return failed
@@ -106,8 +134,21 @@ class VirtualTiers:
         if self._fails():
             self._push(end_s, Written(move.job_id, None, "io"))
             return
-        self._extents.add(move.job_id)
-        self._push(end_s, Written(move.job_id, ExtentInfo(move.job_id, move.session, move.blocks, size), None))
+        extent = self._extents[move.job_id] = ExtentInfo(move.job_id, move.session, move.blocks, size)
+        self._push(end_s, Written(move.job_id, extent, None))
+
+    def _upload(self, move: UploadExtent, now: float) -> None:
+        extent = self._extents.get(move.extent_id)
+        if extent is None or self._fails():
+            self._push(now, Uploaded(move.job_id, None, "unreadable: missing" if extent is None else "io"))
+            return
+        _, end_s = self._occupy("upload", extent.size_bytes, "disk_to_redis", now)
+        name = extent.extent_id.to_bytes(16, "big")
+        self._in_redis[name] = len(extent.blocks)
+        while sum(self._in_redis.values()) > self._redis_blocks:
+            del self._in_redis[next(iter(self._in_redis))]
+        uploaded = RedisExtent(name, extent.session, extent.blocks, extent.size_bytes)
+        self._push(end_s, Uploaded(move.job_id, uploaded, None))
 
     def _fails(self) -> bool:
         return self._rng.random() < self._failures

@@ -72,8 +72,13 @@ def make_manager(
     low_water: float = 1.0,
     bytes_per_s: float = 1e12,
     exact: bool = False,
+    head_key: bytes = b"",
 ) -> CacheManager:
-    directions = ("dram_to_hbm", "disk_to_hbm", "disk_to_dram", "hbm_to_dram", "dram_to_disk")
+    """head_key: with one, there is a Redis. `PoolModel` does not play its part."""
+    directions = (
+        *("dram_to_hbm", "disk_to_hbm", "disk_to_dram", "hbm_to_dram", "dram_to_disk"),
+        *(("redis_to_hbm", "redis_to_dram", "disk_to_redis") if head_key else ()),
+    )
     return CacheManager(
         options=CacheOptions(
             num_pages=num_pages,
@@ -83,6 +88,7 @@ def make_manager(
             num_slots=dram_slots + staging_slots,
             dram_slots=dram_slots,
             disk_bytes=disk_bytes,
+            head_key=head_key,
             hbm_high_water=high_water,
             hbm_low_water=low_water,
             dram_free_buffer=free_buffer,
@@ -557,7 +563,7 @@ class PoolModel:
         resident = [row.slot for row in manager.tiers.table if row.slot is not None]
         filling = [slot for context in self.contexts.values() for slot in context.slots.values()]
         filling += [ticket.slot for ticket in dram._tickets.values()]
-        filling += [slot for blocks in manager.tiers.fetches._under_way.values() for _, _, slot in blocks]
+        filling += [slot for fetch in manager.tiers.fetches._under_way.values() for _, _, slot in fetch.order.blocks]
         loading = [block for load in manager._loads.under_way.values() for block in load.blocks]
         passing = [block for block in loading if block.extent and block.slot is not None]
         filling += [block.slot for block in passing]

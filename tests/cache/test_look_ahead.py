@@ -26,6 +26,10 @@ class Policy:
         self.line = list(upcoming)
 
 
+def stored(name, *, tier="disk", page=None):
+    return SimpleNamespace(page=page, slot=None, tier=tier, name=name, key=name)
+
+
 class World:
     """`slots` of DRAM, each of which holds what one request wants."""
 
@@ -41,6 +45,7 @@ class World:
             table=SimpleNamespace(matched=lambda keys: keys),
             dram=self.dram,
             disk=SimpleNamespace(capacity_bytes=1),
+            redis=SimpleNamespace(is_on=True),
             fetches=self.fetches,
             policies=[self.policy],
             returns=ReturnTimes(),
@@ -50,7 +55,7 @@ class World:
         self.running = Requests()
         self.contexts = {}
         self.sessions = SimpleNamespace(mean_bytes=1.0, contexts=self.contexts)
-        self.rates = make_rates(prefill_s_per_token=1e-3, disk_to_dram=1e9)
+        self.rates = make_rates(prefill_s_per_token=1e-3, disk_to_dram=1e9, redis_to_dram=1e9)
         self.line = Line()
         self.ahead = LookAhead(tiers=tiers, sessions=self.sessions, running=self.running, rates=self.rates, reuse=True)
 
@@ -62,8 +67,8 @@ class World:
         self.under_way.update(row.name for row in wanted)
         return True
 
-    def request(self, request_id, session, tokens=32):
-        row = SimpleNamespace(page=None, slot=None, name=request_id, key=request_id)
+    def request(self, request_id, session, tokens=32, tier="disk"):
+        row = stored(request_id, tier=tier)
         self.running[request_id] = SimpleNamespace(
             session=session,
             pages=[],
@@ -79,7 +84,7 @@ class World:
 
     def regular(self, name, *times, page=None):
         """A session that came at these times and left something on disk, or in HBM."""
-        self.contexts[name] = SimpleNamespace(all_keys=[SimpleNamespace(page=page, slot=None, name=name, key=name)])
+        self.contexts[name] = SimpleNamespace(all_keys=[stored(name, page=page)])
         for now in times:
             self.regulars.used(name, now)
 
@@ -139,6 +144,21 @@ def test_a_disk_that_is_far_slower_than_computing_is_asked_for_nobody_who_waits_
     for _ in range(5):
         world.plan(waiting)
     assert world.fetched == before, "whoever was passed over is not asked about in every step"
+
+
+def test_disk_and_redis_are_judged_each_by_itself():
+    world = World()
+    for number, tier in enumerate(("disk", "redis") * 2):
+        world.request(f"r{number}", f"s{number}", tier=tier)
+    world.rates.late("redis_to_dram", 1_000_000, 0.5)
+    world.plan(["r0", "r1", "r2", "r3"])
+    assert world.fetched == ["r0", "r2"]
+    world = World()
+    blocks = [stored(n, tier=tier) for n, tier in enumerate(("disk", "redis"))]
+    world.request("r", "s")
+    world.running["r"].chain = lambda: [block for block in blocks if block.name not in world.fetched]
+    world.plan(["r"])
+    assert world.fetched == [0, 1]
 
 
 def test_what_has_left_dram_again_is_fetched_again_for_the_next_request_only():
@@ -259,7 +279,7 @@ def test_a_successor_that_found_no_room_is_tried_again():
 def test_what_was_fetched_and_had_to_leave_is_not_fetched_without_end(why):
     """A session of three blocks, DRAM for one: whatever comes drives out what came before."""
     world = World(slots=0)
-    blocks = [SimpleNamespace(page=None, slot=None, name=key, key=key) for key in "xyz"]
+    blocks = [stored(key) for key in "xyz"]
     if why == "regular":
         world.regular("a", 0.0, 1000.0, 2000.0)
     else:

@@ -231,6 +231,39 @@ def test_how_full_redis_is_is_told_with_its_budget(make: Make, redis_server: Own
         wait_until(lambda driver=driver: tells(driver))  # type: ignore[misc]
 
 
+@pytest.mark.parametrize("how", [None, "evicted", "cut off", "bits flipped"])
+def test_a_turn_that_waits_has_its_kv_fetched_from_redis_into_dram(
+    make: Make, vanilla: Any, redis_server: OwnRedis, how: str | None
+) -> None:
+    first, second = make(), make(max_seqs=1)
+    text = turn(first, "a", random_ids(HISTORY, 1)).text
+    adopt(second, last_head(first))
+    if how is not None:
+        damage(redis_server, how)
+    running = second.submit("long", random_ids(20, 5), session="other", max_tokens=400, ignore_eos=True)
+    second.step()
+    prompt = [*text, *random_ids(20, 2)]
+    answer = second.submit("b", prompt, session=SESSION, max_tokens=ANSWER, ignore_eos=True)
+
+    def has_ended() -> bool:
+        stats = second.engine.stats()
+        return bool(stats.moved_bytes.get("redis_to_dram") or stats.load_failures)
+
+    while not has_ended():
+        assert running.finish_reason is None
+        second.step()
+    assert not answer.token_ids
+    second.run()
+    assert_greedy(vanilla, running)
+    assert_greedy(vanilla, answer)
+    history = len(text) - 1
+    whole = history // 32 * 32
+    assert answer.report is not None
+    expected = (whole, history - whole) if how is None else (0, 0)
+    assert (answer.report.dram_tokens, answer.report.redis_tokens) == expected
+    assert_greedy(vanilla, turn(second, "c", [*answer.text, *random_ids(20, 3)]))
+
+
 def test_a_redis_that_is_gone_costs_no_answer(make: Make, vanilla: Any, redis_server: OwnRedis) -> None:
     first, second = make(), make()
     text = turn(first, "a", random_ids(HISTORY, 1)).text

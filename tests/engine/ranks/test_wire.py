@@ -99,7 +99,12 @@ def test_every_kind_is_tried_above() -> None:
     """But sessions' records, which rank 0 alone keeps, and KV in Redis, which ranks do not share yet."""
     moves = {kind for part in typing.get_args(Move) for kind in (typing.get_args(part) or (part,))}
     assert {type(move) for move in MOVES} == moves - {PutSession, *typing.get_args(Remote)}
-    assert {type(event) for event in EVENTS} == set(typing.get_args(Event)) - {Uploaded, HeadersRead, RemoteDeleted, RemoteUsed}
+    assert {type(event) for event in EVENTS} == set(typing.get_args(Event)) - {
+        Uploaded,
+        HeadersRead,
+        RemoteDeleted,
+        RemoteUsed,
+    }
 
 
 def test_what_is_no_move_is_not_taken() -> None:

@@ -148,6 +148,25 @@ def test_who_waits_for_room_in_hbm_is_fetched_for_although_places_are_free():
     assert simulation.cache.stats.moved_bytes["disk_to_dram"] > 1_000_000
 
 
+def test_who_waits_has_its_kv_fetched_out_of_redis_when_the_disk_has_lost_it():
+    machine = VirtualServer(
+        hbm_blocks=40, dram_blocks=30, disk_blocks=45, policy="car", window=4, max_seqs=8, s_per_token=0.004,
+        disk_bytes_per_s=1e6, redis_blocks=400, redis_bytes_per_s=1e6,
+    )  # fmt: skip
+    # Four histories of 20 blocks return while somebody has 33. The disk has room for two.
+    conversations = [
+        Conversation(f"c{n}", "", 0.0, (Turn(620, 3, 0.0, due_s=8.0 * n), Turn(20, 3, 0.0, due_s=60.2)))
+        for n in range(4)
+    ]
+    long = Conversation("long", "", 0.0, (Turn(700, 300, 0.0, due_s=60.0),))
+    simulation = Simulation(machine=machine, conversations=[*conversations, long], rng=random.Random(0))
+    simulation.run()
+    stats = simulation.cache.stats
+    assert stats.moved_bytes["redis_to_dram"] > 500_000
+    returning = [record for record in simulation.records if record.prompt_tokens > 620 and record.session_id != "long"]
+    assert all(record.cached_tokens >= 620 for record in returning)
+
+
 @pytest.mark.parametrize("policy", ["car-hidden", "fcfs"])
 def test_loads_that_the_timer_starts_end_as_their_turn_comes(policy):
     """Answers that are all as long, a queue, and KV from DRAM and disk: before the timer counted the tokens that are

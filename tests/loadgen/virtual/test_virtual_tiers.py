@@ -2,8 +2,21 @@ import random
 
 import pytest
 
-from cache.blocks.stored import SessionRecord
-from cache.moves import BlockLoad, DeleteExtents, FetchBlocks, Fetched, LoadBlocks, Loaded, WriteExtent
+from cache.blocks.stored import ExtentInfo, SessionRecord, StoredBlock
+from cache.moves import (
+    BlockLoad,
+    DeleteExtents,
+    DropRemote,
+    FetchBlocks,
+    Fetched,
+    FetchRemote,
+    LoadBlocks,
+    Loaded,
+    Transferred,
+    Uploaded,
+    UploadExtent,
+    WriteExtent,
+)
 from loadgen.virtual.virtual_tiers import VirtualTiers
 
 SESSION = SessionRecord("tenant", "", "session", b"", 0.0, False, None)
@@ -16,6 +29,8 @@ def make_tiers(*, failures: float = 0.0) -> VirtualTiers:
         bytes_per_token=8,
         dram_bytes_per_s=1e6,
         disk_bytes_per_s=1e6,
+        redis_blocks=3,
+        redis_bytes_per_s=5e5,
         load_fixed_s=0.0,
         failures=failures,
         rng=random.Random(0),
@@ -50,6 +65,29 @@ def test_only_the_blocks_of_an_extent_that_is_gone_fail(order):
 @pytest.mark.parametrize("order", [fetch, load])
 def test_a_failure_by_chance_is_one_bad_block(order):
     tiers = make_tiers(failures=1.0)
-    tiers._extents.add(1)
+    tiers._extents[1] = ExtentInfo(1, SESSION, (), 0)
     tiers.carry_out([order([(1, 0), (1, 1), (1, 2)])], 0.0)
     assert failed_of(tiers) == {KEYS[0]: "checksum"}
+
+
+def test_redis_has_what_was_uploaded_until_it_is_full_or_told_to_drop_it():
+    tiers = make_tiers()
+    blocks = tuple(StoredBlock(key, KEYS[0], bytes(128), False) for key in KEYS[:2])
+    tiers.carry_out([WriteExtent(1, SESSION, blocks, (0, 1)), WriteExtent(2, SESSION, blocks[:1], (0,))], 0.0)
+    tiers.carry_out([UploadExtent(3, 1, 0.0), UploadExtent(4, 2, 0.0), UploadExtent(5, 9, 0.0)], 0.0)
+    events = list(tiers.take_events(1e9))
+    names = [event.extent.name for event in events if isinstance(event, Uploaded) and event.extent is not None]
+    assert len(names) == 2
+    # Three blocks of 32 tokens of 8 bytes, at half a million bytes a second.
+    moved = [event for event in events if isinstance(event, Transferred) and event.direction == "disk_to_redis"]
+    assert sum(event.seconds for event in moved) == pytest.approx(3 * 32 * 8 / 5e5)
+
+    def fetched() -> dict[bytes, str]:
+        tiers.carry_out([FetchRemote(6, ((KEYS[0], (names[0], 0), 0), (KEYS[1], (names[1], 0), 1)))], 2.0)
+        return failed_of(tiers)
+
+    assert fetched() == {}
+    tiers.carry_out([DropRemote((names[1],))], 3.0)
+    assert fetched() == {KEYS[1]: "missing"}
+    tiers.carry_out([UploadExtent(7, 2, 0.0), WriteExtent(8, SESSION, blocks[:1], (0,)), UploadExtent(9, 8, 0.0)], 4.0)
+    assert fetched() == {KEYS[0]: "missing"}  # the oldest had to go
