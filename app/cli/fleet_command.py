@@ -1,4 +1,4 @@
-"""`reprise fleet`: asks a gateway about its replicas, and tells it where turns go."""
+"""`reprise fleet`: starts a fleet on this machine, asks a gateway about its replicas, and tells it where turns go."""
 
 import os
 from pathlib import Path
@@ -9,6 +9,9 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from app.settings.help import ServeCommand, settings_of
+from app.settings.settings import parse_flags, variable_of
+
 TIMEOUT_S = 10.0
 KEY_VARIABLE = "REPRISE_KEY"
 cli = typer.Typer(no_args_is_help=True, help="The replicas behind a gateway.")
@@ -16,6 +19,50 @@ console = Console(stderr=True, highlight=False, soft_wrap=True)
 Url = Annotated[str, typer.Option(help="Of a gateway.")]
 Replica = Annotated[str, typer.Argument(help="Its name, as `status` shows it.")]
 HERE = "http://127.0.0.1:8000"
+
+
+@cli.command(cls=ServeCommand, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def up(
+    context: typer.Context,
+    replicas: Annotated[int, typer.Option(min=1, max=1000, help="Servers to run, at least.")] = 2,
+    most: Annotated[
+        int | None, typer.Option(min=1, max=1000, help="Servers to run under load; default: as many.")
+    ] = None,
+    gpus: Annotated[float | None, typer.Option(min=0, help="Of each server; default: 1 where there are any.")] = None,
+    ttft_target_s: Annotated[float, typer.Option(min=0.01, help="Servers are enough to wait half as long.")] = 1.0,
+    downscale_delay_s: Annotated[
+        float, typer.Option(min=0, help="Fewer must do so long before one is drained.")
+    ] = 300.0,
+    gateway: Annotated[bool, typer.Option(help="Start a gateway before them.")] = True,
+    host: Annotated[str | None, typer.Option(help="Address that the gateway listens on.")] = None,
+    port: Annotated[int | None, typer.Option(help="Port that the gateway listens on.")] = None,
+    config: Annotated[Path | None, typer.Option(help="TOML file with settings.")] = None,
+) -> None:
+    """Start a fleet on this machine: servers that Ray Serve restarts and scales, and a gateway before them. The flags
+    are the servers' settings."""
+    settings = settings_of(context, config, {"server.host": host, "server.port": port})
+    if not settings.fleet.is_on:
+        raise _end("a fleet needs fleet.redis_url, a Redis with maxmemory-policy noeviction")
+    if settings.server.port == 0 and gateway:
+        raise _end("a gateway needs a port that clients know: set --port")
+    os.environ.update({variable_of(name): value for name, value in parse_flags(context.args).items()})
+    os.environ[variable_of("cache.disk_dir")] = str(settings.state_dir.absolute())
+    arguments = ["--host", settings.server.host, "--port", str(settings.server.port)]
+    arguments += ["--config", str(config.absolute())] if config is not None else []
+    try:
+        from fleet.supervise.local_fleet import FleetFailed, LocalFleet
+
+        fleet = LocalFleet(
+            settings, replicas=replicas, most_replicas=most, ttft_target_s=ttft_target_s,
+            downscale_delay_s=downscale_delay_s, gpus=gpus, gateway=arguments if gateway else None, config=config,
+            tell=lambda line: console.print(f"reprise: {line}", markup=False),
+        )  # fmt: skip
+    except ImportError as error:
+        raise _end(f"{error}; install the extra: pip install '.[fleet]'") from None
+    try:
+        fleet.run()
+    except FleetFailed as error:
+        raise _end(str(error)) from None
 
 
 @cli.command()

@@ -496,12 +496,13 @@ def stray_variables(environ: Mapping[str, str]) -> Iterator[str]:
     known = [name for name, _ in known_settings()]
     for variable in environ:
         if variable.startswith(ENV_PREFIX) and "__" not in variable:
-            meant = " or ".join(map(_variable, nearest(variable.removeprefix(ENV_PREFIX).lower(), known)))
-            hint = f"did you mean {meant}?" if meant else f"one is named {_variable('section.key')}"
+            meant = " or ".join(map(variable_of, nearest(variable.removeprefix(ENV_PREFIX).lower(), known)))
+            hint = f"did you mean {meant}?" if meant else f"one is named {variable_of('section.key')}"
             yield f"the environment variable {variable} is no setting and changes nothing; {hint}"
 
 
-def _variable(name: str) -> str:
+def variable_of(name: str) -> str:
+    """Return the environment variable of a setting."""
     return ENV_PREFIX + name.replace(".", "__").upper()
 
 

@@ -11,11 +11,15 @@ own. Bodies have about 9 kB. In every round:
 
 CPU time is what the kernel counts for the gateway's process. It holds on a busy machine too, where times do not.
 
-Expected: the first chunk at most 1.5 ms later at the median, at most 100 us of CPU a chunk, and the 99th percentile of
-gaps at most 1.2 x that of direct streams.
+With the extra `fleet` there are two arms more: an application that streams the same, asked directly and through the
+proxy of Ray Serve (`benchmarks.speed.ray_proxy`). What that proxy adds is compared with what the gateway adds.
+
+Expected: the first chunk at most 1.5 ms later at the median and a quarter of what Ray's proxy adds, at most 100 us of
+CPU a chunk, and the 99th percentile of gaps at most 1.2 x that of direct streams.
 """
 
 import asyncio
+import importlib.util
 import json
 import os
 import secrets
@@ -24,7 +28,8 @@ import sys
 import time
 from argparse import ArgumentParser
 from collections.abc import Iterator
-from contextlib import asynccontextmanager, contextmanager, suppress
+from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
+from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -43,9 +48,12 @@ from fleet.records import Heartbeat
 from fleet.routing import Beat
 from loadgen.percentile import percentile
 
-ARMS = ("direct", "gateway")
+OURS = ("direct", "gateway")
+RAYS = ("without Ray", "Ray's proxy")  # the same application
 BODY_WORDS = 1800
-ADDED_MS, CPU_US, GAP_RATIO = 1.5, 100.0, 1.2
+ADDED_MS, CPU_US, GAP_RATIO, OF_RAYS = 1.5, 100.0, 1.2, 0.25
+FIRST_CHUNKS = 32  # of a stream whose first chunk is waited for
+CHAT = "/v1/chat/completions"
 START_S = 300.0
 BEAT_S = 1.0
 
@@ -105,6 +113,33 @@ def _is_ready(port: int) -> bool:
     return False
 
 
+@contextmanager
+def streaming_application(path: str) -> Iterator[tuple[int, psutil.Process]]:
+    """Start `benchmarks.speed.ray_proxy`. Yields its port and the process that a chunk passes. Raises RuntimeError."""
+    command = [sys.executable, "-m", "benchmarks.speed.ray_proxy", "--path", path]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            words = process.stdout.readline().split()
+            if len(words) != 2:
+                raise RuntimeError(f"{' '.join(command)} did not start")
+            yield int(words[0]), psutil.Process(int(words[1]))
+        finally:
+            process.terminate()
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(30)
+            process.kill()
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """How an arm is asked."""
+
+    first: tuple[int, str]  # port and path of streams whose first chunk is waited for
+    paced: tuple[int, str]
+    passes: psutil.Process | None  # what its chunks pass; its CPU time is counted
+
+
 @asynccontextmanager
 async def beating(redis_url: str, secret: bytes, ports: list[int]) -> Any:
     """Let servers beat as replicas do, one a model of its own, so that a request's model names its server."""
@@ -142,8 +177,8 @@ async def beating(redis_url: str, secret: bytes, ports: list[int]) -> Any:
 class Client:
     """One kept connection. It reads chunks as they come and parses nothing of them."""
 
-    def __init__(self, port: int, model: str) -> None:
-        self._port = port
+    def __init__(self, port: int, model: str, path: str = CHAT) -> None:
+        self._port, self._path = port, path.encode()
         messages = [{"role": "user", "content": "word " * BODY_WORDS}]
         self._body = json.dumps({"model": model, "messages": messages, "stream": True}).encode()
         self._reader: asyncio.StreamReader | None = None
@@ -156,7 +191,7 @@ class Client:
         reader, writer = self._reader, self._writer
         assert reader is not None
         sent_s = time.perf_counter()
-        head = b"POST /v1/chat/completions HTTP/1.1\r\nhost: stub\r\ncontent-type: application/json\r\n"
+        head = b"POST %s HTTP/1.1\r\nhost: stub\r\ncontent-type: application/json\r\n" % self._path
         writer.write(head + b"x-session-id: %s\r\ncontent-length: %d\r\n\r\n" % (session.encode(), len(self._body)))
         writer.write(self._body)
         answer = await reader.readuntil(b"\r\n\r\n")
@@ -174,8 +209,8 @@ class Client:
             self._writer.close()
 
 
-async def first_chunks(port: int, model: str, requests: int) -> list[float]:
-    client = Client(port, model)
+async def first_chunks(at: tuple[int, str], model: str, requests: int) -> list[float]:
+    client = Client(at[0], model, at[1])
     try:
         for _ in range(5):  # connections and caches
             await client.stream("warm")
@@ -184,17 +219,25 @@ async def first_chunks(port: int, model: str, requests: int) -> list[float]:
         client.close()
 
 
-async def paced(port: int, model: str, streams: int, process: psutil.Process) -> tuple[list[float], float, int]:
+async def paced(
+    at: tuple[int, str], model: str, streams: int, process: psutil.Process | None
+) -> tuple[list[float], float, int]:
     """Return gaps in seconds, CPU seconds of the process, and the number of chunks."""
-    clients = [Client(port, model) for _ in range(streams)]
-    before = process.cpu_times()
+    clients = [Client(at[0], model, at[1]) for _ in range(streams)]
+    before_s = _cpu_s(process)
     stamps = await asyncio.gather(*(client.stream(f"p{number}") for number, client in enumerate(clients)))
-    after = process.cpu_times()
+    cpu_s = _cpu_s(process) - before_s
     for client in clients:
         client.close()
-    cpu_s = after.user + after.system - before.user - before.system
     gaps = [later - earlier for _, came in stamps for earlier, later in pairwise(came[:-2])]
     return gaps, cpu_s, sum(len(came) for _, came in stamps)
+
+
+def _cpu_s(process: psutil.Process | None) -> float:
+    if process is None:
+        return 0.0
+    times = process.cpu_times()
+    return float(times.user + times.system)
 
 
 def measure(run: Run) -> dict[str, Any]:
@@ -206,54 +249,80 @@ async def _measure(run: Run) -> dict[str, Any]:
     secret, secret_file = secrets.token_bytes(32), run.directory / "secret"
     secret_file.write_bytes(secret)
     secret_file.chmod(0o600)
-    first: dict[str, list[float]] = {arm: [] for arm in ARMS}
-    gaps: dict[str, list[float]] = {arm: [] for arm in ARMS}
-    cpu_us: list[float] = []
-    with (
-        redis_server(run.directory) as redis_url,
-        stub_server(32, 0.0) as quick,
-        stub_server(arguments.chunks, arguments.gap_ms) as slow,
-    ):
+    with ExitStack() as stack:
+        redis_url = stack.enter_context(redis_server(run.directory))
+        quick = stack.enter_context(stub_server(FIRST_CHUNKS, 0.0))
+        slow = stack.enter_context(stub_server(arguments.chunks, arguments.gap_ms))
+        ways = {"direct": Way((quick, CHAT), (slow, CHAT), None)}
         async with beating(redis_url, secret, [quick, slow]):
-            with gateway(redis_url, secret_file, run.directory) as (port, process):
-                await asyncio.sleep(2 * BEAT_S)  # until the gateway has heard both
-                for _, arms in run.rounds(ARMS, arguments.rounds):
-                    for arm in arms:
-                        at = {"direct": (quick, slow), "gateway": (port, port)}[arm]
-                        first[arm] += await first_chunks(at[0], f"stub-{quick}", arguments.requests)
-                        found, cpu_s, chunks = await paced(at[1], f"stub-{slow}", arguments.streams, process)
-                        gaps[arm] += found
-                        if arm == "gateway":
-                            cpu_us.append(cpu_s / chunks * 1e6)
-                memory = process.memory_info().rss
-    return summarize(first, gaps, cpu_us, memory)
+            port, process = stack.enter_context(gateway(redis_url, secret_file, run.directory))
+            ways["gateway"] = Way((port, CHAT), (port, CHAT), process)
+            if importlib.util.find_spec("ray") is None:
+                print("Ray's proxy is left out: it needs the extra `fleet`", file=sys.stderr)
+            else:
+                for arm, path in zip(RAYS, ("without", "ray"), strict=True):
+                    at, passed = stack.enter_context(streaming_application(path))
+                    first = (at, f"{CHAT}?tokens={FIRST_CHUNKS}&gap_ms=0")
+                    ways[arm] = Way(first, (at, f"{CHAT}?tokens={arguments.chunks}&gap_ms={arguments.gap_ms}"), passed)
+            await asyncio.sleep(2 * BEAT_S)  # until the gateway has heard both stubs
+            measured = {arm: Measured() for arm in ways}
+            for _, arms in run.rounds(tuple(ways), arguments.rounds):
+                for arm in arms:
+                    way, found = ways[arm], measured[arm]
+                    found.first_s += await first_chunks(way.first, f"stub-{quick}", arguments.requests)
+                    gaps, cpu_s, chunks = await paced(way.paced, f"stub-{slow}", arguments.streams, way.passes)
+                    found.gaps_s += gaps
+                    found.cpu_us.append(cpu_s / chunks * 1e6)
+            memory = process.memory_info().rss
+    return summarize(measured, memory)
 
 
-def summarize(
-    first: dict[str, list[float]], gaps: dict[str, list[float]], cpu_us: list[float], memory: int
-) -> dict[str, Any]:
+@dataclass(slots=True)
+class Measured:
+    """What one arm gave."""
+
+    first_s: list[float] = field(default_factory=list)
+    gaps_s: list[float] = field(default_factory=list)
+    cpu_us: list[float] = field(default_factory=list)  # a chunk, of what it passes, by round
+
+
+def summarize(measured: dict[str, Measured], memory: int) -> dict[str, Any]:
     arms = {
-        arm: {
-            "first_chunk_ms": _percentiles(first[arm]),
-            "gap_ms": _percentiles(gaps[arm]),
-        }
-        for arm in ARMS
+        arm: {"first_chunk_ms": _percentiles(found.first_s), "gap_ms": _percentiles(found.gaps_s)}
+        for arm, found in measured.items()
     }
-    added_ms = (median(first["gateway"]) - median(first["direct"])) * 1e3
-    gap_ratio = ratio(percentile(gaps["gateway"], 0.99), percentile(gaps["direct"], 0.99))
+
+    def added_ms(before: str, after: str) -> float:
+        return (median(measured[after].first_s) - median(measured[before].first_s)) * 1e3
+
+    ours_ms, ours = added_ms(*OURS), measured["gateway"]
+    gap_ratio = ratio(percentile(ours.gaps_s, 0.99), percentile(measured["direct"].gaps_s, 0.99))
     held = {
-        f"first chunk p50 at most {ADDED_MS} ms later": added_ms <= ADDED_MS,
-        f"CPU per chunk at most {CPU_US:.0f} us": median(cpu_us) <= CPU_US,
+        f"first chunk p50 at most {ADDED_MS} ms later": ours_ms <= ADDED_MS,
+        f"CPU per chunk at most {CPU_US:.0f} us": median(ours.cpu_us) <= CPU_US,
         f"gap p99 at most {GAP_RATIO} x direct": gap_ratio is not None and gap_ratio <= GAP_RATIO,
     }
-    return {
+    result: dict[str, Any] = {
         "held": held,
         "arms": arms,
-        "added_ms": rounded(added_ms, 3),
-        "cpu_us_per_chunk": {"rounds": [rounded(value, 1) for value in cpu_us], "median": rounded(median(cpu_us), 1)},
+        "added_ms": rounded(ours_ms, 3),
+        "cpu_us_per_chunk": _by_round(ours.cpu_us),
         "gap_p99_ratio": gap_ratio,
         "gateway_rss_mib": rounded(memory / (1 << 20), 1),
     }
+    if RAYS[1] in measured:
+        rays_ms = added_ms(*RAYS)
+        held[f"at most {OF_RAYS} x what Ray's proxy adds to the first chunk"] = ours_ms <= OF_RAYS * rays_ms
+        result["rays_proxy"] = {
+            "added_ms": rounded(rays_ms, 3),
+            "gateway_of_it": ratio(ours_ms, rays_ms),
+            "cpu_us_per_chunk": _by_round(measured[RAYS[1]].cpu_us),
+        }
+    return result
+
+
+def _by_round(cpu_us: list[float]) -> dict[str, Any]:
+    return {"rounds": [rounded(value, 1) for value in cpu_us], "median": rounded(median(cpu_us), 1)}
 
 
 def _percentiles(seconds: list[float]) -> dict[str, float | None]:
@@ -271,6 +340,11 @@ def show(console: Console, result: dict[str, Any]) -> None:
     console.print(
         f"added to the first chunk: {result['added_ms']} ms; CPU per chunk: {cpu['median']} us ({cpu['rounds']})"
     )
+    if (rays := result.get("rays_proxy")) is not None:
+        console.print(
+            f"Ray's proxy adds {rays['added_ms']} ms, of which the gateway's is {rays['gateway_of_it']}; its CPU per "
+            f"chunk: {rays['cpu_us_per_chunk']['median']} us ({rays['cpu_us_per_chunk']['rounds']})"
+        )
     console.print(f"memory of the gateway: {result['gateway_rss_mib']} MiB")
 
 

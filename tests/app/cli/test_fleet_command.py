@@ -2,6 +2,9 @@
 
 import asyncio
 import json
+import os
+import sys
+from unittest import mock
 
 import pytest
 from typer.testing import CliRunner, Result
@@ -72,3 +75,37 @@ async def test_something_else_may_answer():
         told = await asyncio.to_thread(CliRunner().invoke, cli, ["status", "--url", url])
     assert told.exit_code == 1
     assert "answered 404" in told.stderr
+
+
+@pytest.fixture
+def own_environment():
+    """Keep what `up` sets for its servers from other tests."""
+    with mock.patch.dict(os.environ):
+        yield
+
+
+def test_a_fleet_needs_a_redis(own_environment):
+    refused = CliRunner().invoke(cli, ["up"])
+    assert refused.exit_code == 1
+    assert "fleet.redis_url" in refused.stderr
+
+
+def test_a_fleet_needs_ray(own_environment, monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    monkeypatch.delitem(sys.modules, "fleet.ray_app", raising=False)
+    refused = CliRunner().invoke(cli, ["up", "--fleet.redis_url", "redis://127.0.0.1:1/0"])
+    assert refused.exit_code == 1
+    assert "pip install '.[fleet]'" in refused.stderr
+
+
+def test_servers_get_their_settings_by_the_environment(own_environment, tmp_path):
+    config = tmp_path / "fleet.toml"
+    config.write_text('fleet.redis_url = "redis://127.0.0.1:1/0"\n')
+    words = ["--config", str(config), "--replicas", "3", "--host", "127.0.0.2", "--port", "9", "--cache.dram_gib", "2"]
+    with mock.patch("fleet.supervise.local_fleet.LocalFleet") as started:
+        assert CliRunner().invoke(cli, ["up", *words]).exit_code == 0
+    assert os.environ["REPRISE_CACHE__DRAM_GIB"] == "2"
+    assert "REPRISE_SERVER__PORT" not in os.environ, "it is the gateway's"
+    given = started.call_args.kwargs
+    assert given["replicas"] == 3
+    assert given["gateway"] == ["--host", "127.0.0.2", "--port", "9", "--config", str(config)]

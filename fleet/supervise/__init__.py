@@ -1,0 +1,1 @@
+"""Lets Ray Serve start, replace and scale the servers of a fleet."""

@@ -1,0 +1,145 @@
+"""Starts a `reprise serve` that is one replica of a fleet, says whether it is healthy and how busy it is, and drains
+it. Whoever places replicas owns one such server for each: see `fleet.ray_app`."""
+
+import asyncio
+import os
+import socket
+from contextlib import suppress
+from dataclasses import dataclass
+from fcntl import LOCK_EX, LOCK_NB, flock
+from pathlib import Path
+
+import httpx
+
+from app.http.bounded_server import LAST_WORDS_S
+from app.settings.settings import Settings
+from app.state_dir import SECRET_FILE, load_tenant_secret
+from engine.process.client import STOP_S
+from fleet.directory import Directory, DirectoryUnavailable
+from fleet.routing import STALE_S
+from fleet.supervise.owned_process import OwnedProcess
+
+READY_S = 3600.0  # longest start: a large model comes over a network
+POLL_S = 0.1
+ANSWER_S = 5.0  # longest wait for an answer of the server or of Redis
+MAX_SLOTS = 1000
+
+
+class Unhealthy(Exception):
+    """The server lives but does not answer as one that will serve again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """A directory that one replica has for its state."""
+
+    directory: Path
+    lock: int  # descriptor; the directory is taken while a process holds it open
+
+
+class OwnedServer:
+    """One per process, on its event loop; `wait` and `drain` block, and any thread may call them."""
+
+    def __init__(self, settings: Settings, *, config: Path | None, node_ip: str) -> None:
+        """Start it. It reads the same environment as we do. config: TOML file with settings. node_ip: under which other
+        machines reach this one. Raises OSError, ValueError for a secret that is none, ImportError without redis'
+        client."""
+        self._drain_s = drain_s(settings)
+        self.is_draining = False
+        server, host = settings.server, settings.server.host
+        port = free_port(host)
+        self.url = address(node_ip if host in ("0.0.0.0", "::") else host, port)
+        secret = load_tenant_secret(settings.state_dir, server.tenant_secret_file)
+        self._directory = Directory(url=settings.fleet.redis_url, secret=secret, deadline_s=ANSWER_S)
+        self._client = httpx.AsyncClient(base_url=self.url, timeout=ANSWER_S)
+        slot = claim_slot(settings.state_dir)
+        arguments = ["serve", "--port", str(port), "--fleet.advertise", self.url]
+        arguments += ["--cache.disk_dir", str(slot.directory.absolute())]
+        # Replicas of one machine share the secret of the directory in which their own directories lie.
+        secret_file = server.tenant_secret_file or settings.state_dir / SECRET_FILE
+        arguments += ["--server.tenant_secret_file", str(secret_file.expanduser().absolute())]
+        if config is not None:
+            arguments += ["--config", str(config.absolute())]
+        try:
+            self._process = OwnedProcess(arguments, keep=(slot.lock,))
+        finally:
+            os.close(slot.lock)  # from here on the server holds it
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    async def ready(self) -> None:
+        """Return when it takes requests. Raises ProcessEnded, TimeoutError."""
+        async with asyncio.timeout(READY_S):
+            while True:
+                self._process.must_live()
+                with suppress(httpx.HTTPError):
+                    if (await self._client.get("/ready")).status_code == 200:
+                        return
+                await asyncio.sleep(POLL_S)
+
+    async def check(self) -> None:
+        """Raise ProcessEnded if it has ended, Unhealthy if it does not answer or will not serve again. A server that
+        restarts its engine is healthy."""
+        self._process.must_live()
+        try:
+            status = (await self._client.get("/health")).status_code
+        except httpx.HTTPError as error:
+            raise Unhealthy(f"{self.url}/health does not answer: {type(error).__name__}") from None
+        if status != 200:
+            raise Unhealthy(f"{self.url}/health answers {status}")
+
+    async def load(self) -> dict[str, float]:
+        """Return the seconds that a newcomer would wait there and the share of its time in which it computes prompts,
+        as it last told the fleet; nothing if it has not told."""
+        try:
+            roll = await self._directory.members()
+        except DirectoryUnavailable:
+            return {}
+        for member in roll.members:
+            if member.beat.url == self.url and member.age_s <= STALE_S and (load := member.beat.load) is not None:
+                return {"wait_s": load.wait_s, "busy": load.busy}
+        return {}
+
+    def wait(self) -> None:
+        """Return when it has ended."""
+        self._process.wait()
+
+    def drain(self) -> None:
+        """Have it end what it has begun, and hand over what takes longer than `server.drain_s`. Returns when it is
+        gone."""
+        self.is_draining = True
+        self._process.stop(self._drain_s)
+
+
+def drain_s(settings: Settings) -> float:
+    """Return the longest time in which a server told to end is gone."""
+    return settings.server.drain_s + 2 * LAST_WORDS_S + STOP_S
+
+
+def address(host: str, port: int) -> str:
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def free_port(host: str) -> int:
+    """Return a port on which nobody listens just now. Raises OSError."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family) as probe:
+        probe.bind((host, 0))
+        return int(probe.getsockname()[1])
+
+
+def claim_slot(directory: Path) -> Slot:
+    """Claim the first free of the directories replica-0, replica-1 and so on in `directory`, and make it if it is not
+    there. What follows a dead replica thus finds its state. Raises OSError."""
+    for number in range(MAX_SLOTS):
+        slot = directory / f"replica-{number}"
+        slot.mkdir(parents=True, exist_ok=True, mode=0o700)
+        lock = os.open(slot / "owner.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            flock(lock, LOCK_EX | LOCK_NB)
+            return Slot(slot, lock)
+        except BlockingIOError:
+            os.close(lock)
+    raise OSError(f"{MAX_SLOTS} replicas have their directories in {directory} already")
