@@ -35,6 +35,10 @@ HELD = {
     "What planning a step costs": "planning_cost",
     "How well `reprise load` keeps time": "load_rate",
     "One workload, four servers": "modes",
+    "KV in Redis beside a bare socket loop": "redis_tier",
+    "What the gateway adds": "gateway",
+    "A fleet whose Redis is in trouble": "fleet_faults",
+    "One server before fleets and after": "other_tree",
 }
 """Results that say what held, by title."""
 POISSON = {

@@ -88,9 +88,11 @@ def serve(
     ready_timeout_s: float = 180.0,
     port: int | None = None,
     environment: Mapping[str, str] | None = None,
+    program: Path | None = None,
 ) -> Iterator[ServerProcess]:
     """A server with `settings` ("cache.mode" -> value) on a loopback port, free unless it is given, state in a
-    directory of its own; `environment` is added to this process's.
+    directory of its own; `environment` is added to this process's. program: the `reprise` of another checkout, in its
+    .venv/bin.
 
     Stopped with SIGTERM at the end, and killed with all its children when that takes longer than 20 s. The log is kept
     only if something went wrong. Raises ServerFailed.
@@ -99,7 +101,8 @@ def serve(
     port, log = port or free_port(), directory / "server.log"
     flags = {"model.source": "bundled", "cache.disk_dir": directory / "state", "server.drain_s": 2, **settings}
     # The `reprise` program, also where the project is not installed.
-    command = [sys.executable, "-c", "from app.cli.program import main; main()", "serve", "--port", str(port)]
+    command = [str(program)] if program else [sys.executable, "-c", "from app.cli.program import main; main()"]
+    command += ["serve", "--port", str(port)]
     for key, value in flags.items():
         command += [f"--{key}", str(value)]
     # A server answers to its flags alone, whatever the shell that runs the benchmark has set.
@@ -107,7 +110,12 @@ def serve(
     started_s = time.monotonic()
     with log.open("wb") as sink:
         process = subprocess.Popen(
-            command, cwd=ROOT, env=own, stdin=subprocess.DEVNULL, stdout=sink, stderr=subprocess.STDOUT
+            command,
+            cwd=program.parents[2] if program else ROOT,
+            env=own,
+            stdin=subprocess.DEVNULL,
+            stdout=sink,
+            stderr=subprocess.STDOUT,
         )
     try:
         url = f"http://127.0.0.1:{port}"

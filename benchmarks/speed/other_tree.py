@@ -1,0 +1,145 @@
+"""TTFT and TPOT of one server of this checkout beside one of another checkout, such as the commit before a feature.
+
+    git worktree add ../before COMMIT, and `make setup` there
+    python -m benchmarks.speed.other_tree --other ../before/.venv/bin/reprise
+
+Both servers have the same settings, all else by default, and hold the 125 M-shape random model. They take turns, one
+works while the other waits, and get the same conversations in a round: a first turn of some 600 tokens and two that
+return, with answers of 48 tokens. What is compared are the two answers to the same request. Where a process happens to
+lie in memory is worth some per cent, so the servers are started anew several times, and take turns in being first.
+
+Held: the medians of TTFT and TPOT, this over other, are 0.98 to 1.02.
+"""
+
+import asyncio
+import random
+import secrets
+from argparse import ArgumentParser
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.harness.experiment import Experiment, Run
+from benchmarks.harness.measures import interval
+from benchmarks.harness.servers import ServerProcess, serve
+from benchmarks.harness.streams import Message, ask_stamped
+from benchmarks.speed.hierarchy import WORDS
+from benchmarks.speed.zero_reuse import resampled_median, settle
+from loadgen.measure.http import Http
+
+ARMS = ("this", "other")
+TURNS, FIRST_WORDS, LATER_WORDS, ANSWER_TOKENS = 3, 560, 60, 48
+LEAST, MOST = 0.98, 1.02
+SILENCE_S = 300.0
+RESAMPLES = 2000
+FIGURES = ("ttft_ms of a first turn", "ttft_ms of a returning turn", "tpot_ms")
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One answer."""
+
+    arm: str
+    start: int  # of the servers
+    round: int
+    turn: int
+    ttft_ms: float
+    tpot_ms: float
+
+
+async def converse(server: ServerProcess, arm: str, start: int, round_: int) -> list[Turn]:
+    rng = random.Random(f"other_tree/{start}/{round_}")
+    http, messages, turns = Http(server.url, silence_s=SILENCE_S), list[Message](), list[Turn]()
+    salt = secrets.token_hex(8)
+    for turn in range(TURNS):
+        words = LATER_WORDS if turn else FIRST_WORDS
+        messages.append({"role": "user", "content": " ".join(rng.choices(WORDS, k=words))})
+        answer = await ask_stamped(
+            http,
+            server.model["id"],
+            messages,
+            max_tokens=ANSWER_TOKENS,
+            temperature=0,
+            ignore_eos=True,
+            cache_salt=salt,
+        )
+        messages.append({"role": "assistant", "content": answer.text})
+        turns.append(Turn(arm, start, round_, turn, round(answer.ttft_ms, 3), round(answer.tpot_ms, 4)))
+        await asyncio.to_thread(settle, server)
+    return turns
+
+
+def ratios(turns: list[Turn]) -> dict[str, list[float]]:
+    """Return this over other of every figure, for each pair of answers. The first round of a start warms up."""
+    pairs: dict[tuple[int, int, int], dict[str, Turn]] = {}
+    for one in turns:
+        if one.round:
+            pairs.setdefault((one.start, one.round, one.turn), {})[one.arm] = one
+    found: dict[str, list[float]] = {figure: [] for figure in FIGURES}
+    for pair in pairs.values():
+        if len(pair) == len(ARMS):
+            this, other = (pair[arm] for arm in ARMS)
+            found[FIGURES[1 if this.turn else 0]].append(this.ttft_ms / other.ttft_ms)
+            found[FIGURES[2]].append(this.tpot_ms / other.tpot_ms)
+    return found
+
+
+def result_of(turns: list[Turn], arguments: Any) -> dict[str, Any]:
+    summary = {}
+    for figure, values in ratios(turns).items():
+        if values:
+            low, high = interval(partial(resampled_median, values), RESAMPLES)
+            summary[figure] = {
+                "pairs": len(values), "p50": round(median(values), 4), "low": round(low, 4), "high": round(high, 4),
+            }  # fmt: skip
+    held = {f"{figure}: {LEAST} to {MOST} x the other": LEAST <= row["p50"] <= MOST for figure, row in summary.items()}
+    return {"held": held, "starts": arguments.starts, "summary": summary, "turns": [asdict(one) for one in turns]}
+
+
+def measure(run: Run) -> dict[str, Any]:
+    arguments = run.arguments
+    programs = {"this": None, "other": arguments.other.absolute()}
+    settings = {"model.source": str(run.random_model())}
+    turns: list[Turn] = []
+    for start in range(arguments.starts):
+        with ExitStack() as running:
+            servers = {
+                arm: running.enter_context(serve(arm, settings, program=program)) for arm, program in programs.items()
+            }
+            label = f"start {start + 1} of {arguments.starts}, round"
+            for round_, arms in run.rounds(ARMS, range(arguments.rounds + 1), label):
+                for arm in arms:
+                    turns += asyncio.run(converse(servers[arm], arm, start, round_))
+        run.keep(result_of(turns, arguments))
+    return {"settings": settings, **result_of(turns, arguments)}
+
+
+def show(console: Console, result: Any) -> None:
+    table = Table(title="This checkout over the other", title_justify="left")
+    for heading in ("", "pairs", "p50", "95 % interval"):
+        table.add_column(heading, justify="right")
+    for figure, row in result["summary"].items():
+        table.add_row(figure, str(row["pairs"]), f"{row['p50']:.3f}", f"{row['low']:.3f} - {row['high']:.3f}")
+    console.print(table)
+
+
+def options(parser: ArgumentParser) -> None:
+    parser.add_argument(
+        "--other", type=Path, required=True, help="the `reprise` program in another checkout's .venv/bin"
+    )
+    parser.add_argument("--starts", type=int, default=3, help="of both servers")
+
+
+EXPERIMENT = Experiment(
+    name="other_tree", about=__doc__, measure=measure, show=show, options=options, rounds=12,
+    rounds_help="of a start, that count; one more warms up", takes_model=True,
+)  # fmt: skip
+
+if __name__ == "__main__":
+    raise SystemExit(EXPERIMENT.main())
