@@ -14,7 +14,7 @@ import time
 from collections import Counter, OrderedDict
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -359,6 +359,8 @@ class Replica:
         had_new_head, held.has_new_head = held.has_new_head, False
         try:
             done = await self.directory.commit(commit)
+            if done.outcome is Outcome.FENCED and not commit.epoch and (epoch := await self._epoch_at_home(name)):
+                done = await self.directory.commit(replace(commit, epoch=epoch))
             self.commits[done.outcome.value] += 1
         except DirectoryUnavailable as error:
             self.commits["full" if isinstance(error, DirectoryFull) else "unsent"] += 1
@@ -377,6 +379,13 @@ class Replica:
         else:
             self._held.pop(name, None)
             self._spawn(self._delete_copy(name))
+
+    async def _epoch_at_home(self, name: SessionName) -> int:
+        """Return the epoch under which this process is a session's home, 0 if it is not: Redis may have done what it
+        was too late to say. Raises DirectoryUnavailable."""
+        record = await self.directory.look(name, fingerprint=self._fingerprint)
+        is_home = record is not None and (record.home, record.boot) == (self.name, self._boot)
+        return record.epoch if record is not None and is_home else 0
 
     def _unsent(self, name: SessionName, held: _Held, fingerprint: str) -> Unsent:
         return Unsent(
@@ -404,13 +413,13 @@ class Replica:
 
     async def _publish_again(self) -> None:
         """After a flush: say what was deleted, then what this replica was home of."""
+        owned = [(name, held) for name, held in self._held.items() if held.epoch]
+        # Before anything is awaited: the directory would take a turn that ends under its old epoch for a deleted one's.
+        for held in self._held.values():
+            held.epoch = held.turn = held.exported = 0
         await self._deletions.publish_again()
-        for name, held in list(self._held.items()):
-            if held.epoch:
-                held.epoch = held.turn = held.exported = 0
-                await self._in_outbox(self.outbox.put, self._unsent(name, held, self._fingerprint))
-            else:
-                held.turn = held.exported = 0
+        for name, held in owned:
+            await self._in_outbox(self.outbox.put, self._unsent(name, held, self._fingerprint))
 
     async def _carry_out(self, heard: Heard) -> None:
         try:

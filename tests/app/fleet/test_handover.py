@@ -6,12 +6,13 @@ import sys
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from app.settings.settings import Settings
 from engine.messages import Head
-from fleet.directory import Directory
+from fleet.directory import Directory, DirectoryUnavailable
 from fleet.keys import SessionName
 from tests.app.fakes import FakeEngine, Running, in_process, make_settings, write_tokenizer
 from tests.redis_servers import RedisServer, redis_server
@@ -116,6 +117,43 @@ async def test_without_redis_turns_go_on_and_are_committed_later(server, tmp_pat
             await say(b, HELLO, {"role": "assistant", "content": said}, MORE, session="other")
             ids = a.engine.submitted[-1].token_ids
             assert b.engine.submitted[0].token_ids[: len(ids)] == ids
+
+
+async def test_a_turn_that_ends_while_a_flush_is_noticed_keeps_its_session(server, tmp_path, monkeypatch):
+    async with replica(server, tmp_path, "a") as a:
+        fleet, name = a.app.state.replica, SessionName("local", "chat")
+        await say(a, HELLO)
+        await fleet.claim(name)
+        turn = fleet.begin(tenant="local", session_id="chat", salt="", model=a.engine.model)
+        publish = fleet._deletions.publish_again
+
+        async def end_and_publish() -> None:
+            await turn.end([], chain=None, tokens=5, ttl_s=None)
+            await publish()
+
+        monkeypatch.setattr(fleet._deletions, "publish_again", end_and_publish)
+        await fleet.directory._redis.flushall()
+        await fleet.beat()
+        record = await fleet.directory.look(name, fingerprint=a.engine.model.fingerprint)
+        assert record is not None
+        assert record.home == "a"
+        assert await a.app.state.text_thread.names() == [("local", "chat")]
+
+
+async def test_a_claim_whose_answer_was_lost_does_not_fence_its_turn(server, tmp_path, monkeypatch):
+    async with replica(server, tmp_path, "a") as a, replica(server, tmp_path, "b") as b:
+        said = await say(a, HELLO)
+        directory = b.app.state.replica.directory
+        claim = directory.claim
+
+        async def claim_unheard(*session: Any, **of: Any) -> None:
+            await claim(*session, **of)
+            raise DirectoryUnavailable("too late")
+
+        monkeypatch.setattr(directory, "claim", claim_unheard)
+        await say(b, HELLO, {"role": "assistant", "content": said}, MORE)
+        record = await directory.look(SessionName("local", "chat"), fingerprint=b.engine.model.fingerprint)
+        assert (record.home, record.turn) == ("b", 2)
 
 
 async def test_a_replica_that_ends_lets_go_and_leaves(server, tmp_path):
