@@ -429,8 +429,10 @@ class Directory:
         return answer
 
     async def _ask(self, call: Awaitable[T], *, deadline_s: float | None = None) -> T:
-        """Await an answer of Redis. deadline_s: if it is not the directory's. Raises DirectoryUnavailable."""
-        if not self._breaker.allows(time.monotonic()):
+        """Await an answer of Redis. deadline_s: of what no request waits for, which alone finds out whether Redis is
+        back. Raises DirectoryUnavailable."""
+        may_ask = self.state == "closed" if deadline_s is None else self._breaker.allows(time.monotonic())
+        if not may_ask:
             if asyncio.iscoroutine(call):
                 call.close()
             raise DirectoryUnavailable("Redis has not answered lately")
@@ -452,8 +454,9 @@ class Directory:
             self._tell(error)
             raise DirectoryUnavailable(f"{type(error).__name__}: {error}") from None
         finally:
-            self.on_answer(time.monotonic() - asked_s)
-        self._breaker.succeeded()
+            self.on_answer(took_s := time.monotonic() - asked_s)
+        if took_s <= self._deadline_s:  # a later answer is one that no request would have waited for
+            self._breaker.succeeded()
         self._is_away = False
         # Redis' client sends by asyncio.wait_for, which loses a cancellation in Python 3.11.
         if task is not None and task.cancelling() > cancelled:

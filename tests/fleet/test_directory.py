@@ -3,7 +3,7 @@
 import asyncio
 import secrets
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -353,6 +353,7 @@ async def test_a_stopped_redis_is_the_same_as_none(tmp_path):
         async with asyncio.timeout(30):
             while True:
                 try:
+                    await directory.beat(heartbeat("a"), since=0)
                     assert (await claim(directory)).turn == 0
                     break
                 except DirectoryUnavailable:
@@ -373,6 +374,32 @@ async def test_what_no_request_waits_for_may_be_late(tmp_path, monkeypatch):
             asyncio.get_running_loop().call_later(0.5, server.resume)
             await call()
         assert directory.failures == 0
+        await directory.close()
+
+
+async def test_no_request_waits_to_find_out_whether_redis_is_back(tmp_path, monkeypatch):
+    monkeypatch.setattr(directory_module, "PAUSE_S", 0.01)
+    monkeypatch.setattr(directory_module, "UNHURRIED_S", 60.0)
+    with redis_server(tmp_path) as server:
+        directory = directory_of(server, deadline_s=0.2)
+        await directory.beat(heartbeat("a"), since=0)
+        server.pause()
+        for _ in range(6):
+            with pytest.raises(DirectoryUnavailable):
+                await claim(directory)
+            await asyncio.sleep(0.02)
+        assert directory.failures == directory_module.MOST_FAILURES
+        asyncio.get_running_loop().call_later(0.5, server.resume)
+        await directory.beat(heartbeat("a"), since=0)
+        assert directory.state == "half_open", "it answers, but too late for a request"
+        with pytest.raises(DirectoryUnavailable):
+            await claim(directory)
+        async with asyncio.timeout(60):
+            while directory.state != "closed":
+                await asyncio.sleep(0.02)
+                with suppress(DirectoryUnavailable):
+                    await directory.beat(heartbeat("a"), since=0)
+        assert (await claim(directory)).turn == 0
         await directory.close()
 
 
