@@ -19,7 +19,7 @@ from cache.tiers.disk import DiskLedger
 
 _MAX_UPLOADS = 2  # under way at once, so that the most valuable is chosen late
 _MAX_WANTED = 1 << 16  # extents that wait to be uploaded; the oldest are left out
-_RETRY_S = 5.0  # after Redis has refused an upload or a deletion
+_RETRY_S = 2.0  # after Redis has refused an upload or a deletion
 _UNANSWERED = frozenset({"io", "deadline"})
 _UNKNOWN_GAP_S = 3600.0  # until the next use of a session whose rhythm is not known
 

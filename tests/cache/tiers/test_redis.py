@@ -105,7 +105,7 @@ def test_what_redis_did_not_answer_to_is_tried_again_and_what_it_refused_is_not(
         world.redis.plan(100.0)
         (upload,) = world.uploads()
         world.redis.on_uploaded(upload.job_id, None, reason, 100.0)
-        world.redis.plan(104.9)
+        world.redis.plan(101.9)
         assert world.uploads() == []
         assert world.redis.has_work == again
         world.redis._retry_s = 0.0
@@ -146,12 +146,12 @@ def test_a_deletion_is_waited_for_and_a_refused_one_is_tried_again() -> None:
     assert not world.redis.waits("request")
     assert world.redis.take_refusal("request")
     assert not world.redis.take_refusal("request")
-    world.redis.plan(14.0)
+    world.redis.plan(11.9)
     assert world.orders.take() == []
-    world.redis.plan(15.0)
+    world.redis.plan(12.0)
     (order,) = world.orders.take()
     assert isinstance(order, DeleteRemote)
-    world.redis.on_deleted(order.job_id, None, 16.0)
+    world.redis.on_deleted(order.job_id, None, 13.0)
     assert (world.redis.in_flight, world.redis.has_work) == (0, False)
 
 
