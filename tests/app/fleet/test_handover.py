@@ -128,7 +128,7 @@ async def test_a_turn_that_ends_while_a_flush_is_noticed_keeps_its_session(serve
         publish = fleet._deletions.publish_again
 
         async def end_and_publish() -> None:
-            await turn.end([], chain=None, tokens=5, ttl_s=None)
+            await turn.end([], chain=None, names=(), tokens=5, ttl_s=None)
             await publish()
 
         monkeypatch.setattr(fleet._deletions, "publish_again", end_and_publish)
