@@ -41,6 +41,7 @@ from fleet.routing import NoReplica
 MAX_TRIES = 3  # replicas that one turn may fail on without a token between: it may be the turn that kills them
 MAX_HELD_ANSWER = 8 << 20  # bytes of a plain answer that are kept until it is whole
 MAX_REFUSAL = 1 << 16
+START_WAIT_S = 3.0  # longest wait for a replica that can take a turn, from the turn's arrival: they may beat late
 RESUME_WAIT_S = 30.0  # longest wait for a replica that can go on with an answer, while there is none
 RESUME_LOOK_S = 0.25
 
@@ -292,8 +293,12 @@ class Relay:
         self._tried.clear()
 
     async def _waits_for_a_replica(self) -> bool:
-        """Wait a moment for a replica that can go on with the answer. Returns whether to look again."""
-        if not self._has_begun or self._clock() - self._broke_s > RESUME_WAIT_S:
+        """Wait a moment for a replica that can take the turn, or go on with the answer. Returns whether to look
+        again."""
+        if self._refusal is not None and not self._has_begun:
+            return False
+        since_s, most_s = (self._broke_s, RESUME_WAIT_S) if self._has_begun else (self._turn.arrived_s, START_WAIT_S)
+        if self._clock() - since_s > most_s:
             return False
         await asyncio.sleep(RESUME_LOOK_S)
         self._tried.clear()

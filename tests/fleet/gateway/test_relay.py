@@ -162,7 +162,20 @@ async def test_other_errors_are_answers():
         assert whole.replicas["b"].asked == []
 
 
-async def test_nobody_is_there():
+async def test_a_turn_waits_a_moment_for_replicas_whose_beats_are_late():
+    async with fleet(a=one_answer) as whole:
+        whole.hear("a", age_s=60.0)
+        await whole.refresh()
+        streaming = asyncio.create_task(whole.stream())
+        await asyncio.sleep(0.3)
+        whole.hear("a")
+        await whole.refresh()
+        answer, data, _ = await streaming
+        assert (answer.status_code, data[: len(WHOLE)]) == (200, WHOLE)
+
+
+async def test_nobody_is_there(monkeypatch):
+    monkeypatch.setattr(relay, "START_WAIT_S", 0.1)
     async with fleet() as whole:
         answer, data, _ = await whole.stream()
         assert (answer.status_code, json.loads(data)["error"]["code"]) == (503, "no_replica")
