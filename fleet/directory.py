@@ -276,7 +276,7 @@ class Directory:
         )
         self._must_be_ours(answer)
         with _reading():
-            _, epoch, turn, home, forgotten, tokens, head = answer
+            _, epoch, turn, home, forgotten, tokens, head, branches = answer
             return Claim(
                 epoch=int(epoch),
                 turn=int(turn),
@@ -284,6 +284,7 @@ class Directory:
                 forgotten=int(forgotten),
                 tokens=int(tokens),
                 head=self._unsealed(head, names.record),
+                branches=int(branches),
             )
 
     async def commit(self, commit: Commit) -> Committed:

@@ -99,6 +99,7 @@ class Claim:
     forgotten: int  # epoch of the last deletion of this name; 0: none is remembered
     tokens: int
     head: bytes  # opaque, the engine's; b"" if there is none or it was damaged
+    branches: int  # turns so far that were fenced: their answers are in the transcript, and no turn counts them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -55,6 +55,7 @@ class _Held:
 
     epoch: int = 0  # of its claim; 0: none
     turn: int = 0  # the last one that it has
+    branches: int = 0  # fenced turns, of which it has the answers too
     begun: int = 0  # epoch at which its copy was begun
     exported: int = 0  # id of the last recorded answer that the directory has
     tokens: int = 0
@@ -132,12 +133,14 @@ class Replica:
                     held.turn = held.exported = held.begun = 0
                 held.epoch = claim.epoch
                 held.begun = held.begun or claim.epoch
-                if claim.turn <= held.turn:
+                if claim.turn <= held.turn and claim.branches == held.branches:
                     self.claims["home" if claim.turn else "new"] += 1
                     return False
                 self.claims["adopted"] += 1
-                await self._adopt(name, held, claim.head)
-                held.turn, held.tokens = claim.turn, claim.tokens
+                await self._adopt(name, held, claim.head if claim.turn > held.turn else b"")
+                if claim.turn > held.turn:
+                    held.turn, held.tokens = claim.turn, claim.tokens
+                held.branches = claim.branches
                 return True
             except DirectoryUnavailable:
                 self.claims["failed"] += 1

@@ -110,6 +110,7 @@ async def test_who_was_overtaken_may_not_commit_but_leaves_a_branch(server):
         assert await a.commit(commit_of(early.epoch, head=b"A", rows={b"a": b"said by a"})) == Committed(Outcome.FENCED)
         back = await claim(a)
         assert (back.turn, back.head, back.home) == (1, b"B", "b")
+        assert (early.branches, late.branches, back.branches) == (0, 0, 1), "b has not seen all answers yet"
         assert await a.transcript(CHAT, fingerprint=MODEL) == {b"b": b"said by b", b"a": b"said by a"}
 
 

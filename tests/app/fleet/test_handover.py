@@ -14,7 +14,7 @@ from app.settings.settings import Settings
 from engine.messages import Head
 from fleet.directory import Directory, DirectoryUnavailable
 from fleet.keys import SessionName
-from tests.app.fakes import FakeEngine, Running, in_process, make_settings, write_tokenizer
+from tests.app.fakes import FakeEngine, Running, in_process, make_settings, until, write_tokenizer
 from tests.redis_servers import RedisServer, redis_server
 
 SECRET = bytes(range(32))
@@ -78,6 +78,23 @@ async def test_both_answer_when_both_are_asked_at_once(server, tmp_path):
     async with replica(server, tmp_path, "a") as a, replica(server, tmp_path, "b") as b:
         for _ in range(5):
             await asyncio.gather(say(a, HELLO), say(b, HELLO))
+
+
+@pytest.mark.parametrize("first_to_end", ["a", "b"])
+async def test_a_turn_that_another_replica_has_overtaken_is_known_there_too(server, tmp_path, first_to_end):
+    async with replica(server, tmp_path, "a") as a, replica(server, tmp_path, "b") as b:
+        a.engine.script.token_ids, b.engine.script.token_ids = [40, 41, 42], [50, 51]
+        (b if first_to_end == "a" else a).engine.script.start_s = 0.5
+        overtaken = asyncio.create_task(say(a, HELLO))
+        await until(lambda: a.engine.submitted, timeout_s=30)
+        await say(b, HELLO)  # it claims last, so its turn is the one that counts
+        said = await overtaken
+        assert a.app.state.replica.commits == {"fenced": 1}
+        await say(b, HELLO, {"role": "assistant", "content": said}, MORE)
+        first, second = a.engine.submitted[0].token_ids, b.engine.submitted[1].token_ids
+        assert second[: len(first) + 3] == [*first, 40, 41, 42]
+        await say(b, HELLO, {"role": "assistant", "content": said}, MORE)
+        assert b.app.state.replica.claims == {"new": 1, "adopted": 1, "home": 1}
 
 
 async def test_a_deleted_session_is_deleted_everywhere(server, tmp_path):
