@@ -2,18 +2,17 @@
 that are killed in the middle of answers. Every text equals that of one server that nothing happened to."""
 
 import asyncio
-import json
 import secrets
+import shutil
 from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
 
-import httpx
 import pytest
 
+from benchmarks.harness.chat_stream import ChatStream
+from benchmarks.harness.fleet import READY_S, SMALL, FleetProcesses, fleet_processes
 from benchmarks.harness.servers import serve
-from tests.fleet.gateway.harness import until
-from tests.fleet.processes import READY_S, SMALL, FleetProcesses, fleet_processes
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -24,7 +23,10 @@ SHORT = 150  # so that a conversation fits in the window: what a cut has kept ca
 
 @pytest.fixture(scope="module")
 def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FleetProcesses]:
-    with fleet_processes(tmp_path_factory.mktemp("fleet"), "a", "b", **{"cache.redis_gib": 0.5}) as fleet:
+    pytest.importorskip("redis")
+    if shutil.which("redis-server") is None:
+        pytest.skip("redis-server is not installed")
+    with fleet_processes(tmp_path_factory.mktemp("fleet"), "a", "b", settings={"cache.redis_gib": 0.5}) as fleet:
         yield fleet
 
 
@@ -36,86 +38,32 @@ def alone() -> Iterator[str]:
 
 
 def body_of(messages: list[dict[str, Any]], **changes: Any) -> dict[str, Any]:
-    asked = {"model": "bundled", "messages": messages, "max_tokens": TOKENS, "ignore_eos": True}
-    return {**asked, "stream": True, "temperature": 0.0, "stream_options": {"include_usage": True}, **changes}
-
-
-class Stream:
-    """An answer while it comes."""
-
-    def __init__(self, url: str, body: dict[str, Any], headers: dict[str, str] | None = None) -> None:
-        self._url, self._body, self._headers = url, body, headers or {}
-        self.answer: httpx.Response | None = None
-        self.pieces: list[str] = []
-        self.events: list[dict[str, Any]] = []
-        self.is_done = False
-
-    async def run(self) -> "Stream":
-        async with (
-            httpx.AsyncClient(timeout=READY_S) as client,
-            client.stream("POST", f"{self._url}/v1/chat/completions", json=self._body, headers=self._headers) as answer,
-        ):
-            self.answer = answer
-            assert answer.status_code == 200, await answer.aread()
-            async for line in answer.aiter_lines():
-                if line.startswith("data: {"):
-                    self._take(json.loads(line.removeprefix("data: ")))
-                self.is_done |= line == "data: [DONE]"
-        return self
-
-    def _take(self, event: dict[str, Any]) -> None:
-        assert "error" not in event, event
-        self.events.append(event)
-        self.pieces += [choice["delta"].get("content") or "" for choice in event["choices"]]
-
-    @property
-    def text(self) -> str:
-        return "".join(self.pieces)
-
-    @property
-    def served_by(self) -> str:
-        assert self.answer is not None
-        return self.answer.headers["x-route"].split(";")[0].removeprefix("replica=")
-
-    @property
-    def session_id(self) -> str:
-        assert self.answer is not None
-        return self.answer.headers["x-session-id"]
-
-    @property
-    def usage(self) -> tuple[int, int]:
-        usage = next(event["usage"] for event in reversed(self.events) if event.get("usage"))
-        return usage["prompt_tokens"], usage["completion_tokens"]
-
-    @property
-    def finish_reason(self) -> str:
-        reasons = [choice["finish_reason"] for event in self.events for choice in event["choices"]]
-        return next(reason for reason in reasons if reason)
+    return {"messages": messages, "max_tokens": TOKENS, "ignore_eos": True, "temperature": 0.0, **changes}
 
 
 def question(number: int) -> dict[str, Any]:
     return {"role": "user", "content": f"Tell me story {number} of the old lighthouse and its keeper, slowly."}
 
 
-async def conversation(url: str, number: int, headers: dict[str, str] | None = None) -> list[Stream]:
+async def conversation(url: str, number: int, headers: dict[str, str] | None = None) -> list[ChatStream]:
     """Turns of a client that sends its whole history each time."""
     messages: list[dict[str, Any]] = []
     streams = []
     for turn in range(TURNS):
         messages.append(question(10 * number + turn))
-        streams.append(await Stream(url, body_of(messages, max_tokens=SHORT), headers).run())
+        streams.append(await ChatStream(url, body_of(messages, max_tokens=SHORT), headers).run())
         messages.append({"role": "assistant", "content": streams[-1].text})
     return streams
 
 
-async def settled(url: str, body: dict[str, Any]) -> tuple[dict[str, Any], Stream]:
+async def settled(url: str, body: dict[str, Any]) -> tuple[dict[str, Any], ChatStream]:
     """Return the body with a seed of which no draw is a near-tie, and its answer. A draw in the far tail, between two
     tokens of nearly the same small probability, falls to either as the sums before it are rounded: the same request
     then differs on one and the same server between a prompt that is computed and one that is cached."""
     while True:
-        computed = await Stream(url, {**body, "cache_salt": secrets.token_hex(8)}).run()
-        cached = [await Stream(url, body).run() for _ in range(2)]
-        if all(_choices(one) == _choices(computed) for one in cached):
+        computed = await ChatStream(url, {**body, "cache_salt": secrets.token_hex(8)}).run()
+        cached = [await ChatStream(url, body).run() for _ in range(2)]
+        if all(one.texts == computed.texts for one in cached):
             return body, computed
         body = {**body, "seed": body["seed"] + 1}
 
@@ -126,36 +74,31 @@ async def settled(url: str, body: dict[str, Any]) -> tuple[dict[str, Any], Strea
 @pytest.mark.parametrize("pieces", [1, 40])
 async def test_a_replica_that_is_killed_in_an_answer_is_not_noticed(fleet, sampling, pieces):
     body, expected = await settled(fleet.gateway_url, body_of([question(pieces)], **sampling))
-    stream = Stream(fleet.gateway_url, body)
+    stream = ChatStream(fleet.gateway_url, body)
     running = asyncio.create_task(stream.run())
-    await until(lambda: running.done() or len([piece for piece in stream.pieces if piece]) >= pieces, READY_S)
+    await stream.has(pieces)
     assert not running.done(), "the answer was over before its replica was killed"
-    victim = stream.served_by
+    victim = stream.route["replica"]
     await asyncio.to_thread(fleet.kill, victim)
     try:
         await running
     finally:
         await asyncio.to_thread(fleet.start, victim)
         await asyncio.to_thread(fleet.wait_for, 2)
-    assert stream.is_done
-    assert stream.usage == expected.usage
-    assert stream.finish_reason == expected.finish_reason
-    assert sorted(_choices(stream).items()) == sorted(_choices(expected).items())
+    assert _counts(stream) == _counts(expected)
+    assert stream.finish_reasons == expected.finish_reasons
+    assert stream.texts == expected.texts
 
 
-def _choices(stream: Stream) -> dict[int, str]:
-    texts: dict[int, str] = {}
-    for event in stream.events:
-        for choice in event["choices"]:
-            texts[choice["index"]] = texts.get(choice["index"], "") + (choice["delta"].get("content") or "")
-    return texts
+def _counts(stream: ChatStream) -> tuple[int, int]:
+    return stream.usage["prompt_tokens"], stream.usage["completion_tokens"]
 
 
 async def test_a_conversation_stays_at_its_home(fleet, alone):
     expected = await conversation(alone, 1)
     found = await conversation(fleet.gateway_url, 1)
     assert [one.text for one in found] == [one.text for one in expected]
-    assert len({one.served_by for one in found}) == 1, "a client without a session id is known by its messages"
+    assert len({one.route["replica"] for one in found}) == 1, "a client without a session id is known by its messages"
 
 
 @pytest.mark.parametrize("names_it", [True, False])
@@ -167,10 +110,10 @@ async def test_a_conversation_goes_on_anywhere(fleet, alone, names_it):
     homes, from_redis = [], 0
     for turn in range(TURNS):
         messages.append(question(10 * number + turn))
-        stream = await Stream(fleet.gateway_url, body_of(messages, max_tokens=SHORT), headers).run()
+        stream = await ChatStream(fleet.gateway_url, body_of(messages, max_tokens=SHORT), headers).run()
         assert stream.text == expected[turn].text
-        homes.append(stream.served_by)
-        from_redis += sum(event.get("x_cache", {}).get("redis_tokens", 0) for event in stream.events)
+        homes.append(stream.route["replica"])
+        from_redis += stream.x_cache["redis_tokens"]
         messages.append({"role": "assistant", "content": stream.text})
         await asyncio.sleep(1)  # people read an answer before they reply; meanwhile its KV is written behind
         fleet.move(stream.session_id, "b" if homes[-1] == "a" else "a")
@@ -182,7 +125,9 @@ async def test_a_drained_replica_gets_nothing_new(fleet):
     fleet.drain("a", on=True)
     await asyncio.sleep(2.5)  # the gateway looks once a second
     try:
-        streams = [await Stream(fleet.gateway_url, body_of([question(50 + n)], max_tokens=4)).run() for n in range(4)]
-        assert {stream.served_by for stream in streams} == {"b"}
+        streams = [
+            await ChatStream(fleet.gateway_url, body_of([question(50 + n)], max_tokens=4)).run() for n in range(4)
+        ]
+        assert {stream.route["replica"] for stream in streams} == {"b"}
     finally:
         fleet.drain("a", on=False)

@@ -1,0 +1,121 @@
+"""One streamed chat with a server or a fleet, taken apart while it comes."""
+
+import asyncio
+import json
+import math
+import time
+from collections import defaultdict
+from typing import Any
+
+import httpx
+
+LIMIT_S = 300.0
+
+
+class StreamFailed(Exception):
+    """The answer was refused, has an error in it, or did not come to its end."""
+
+
+class ChatStream:
+    """Everything of it may be looked at while `run` is under way. Times are of `time.perf_counter`."""
+
+    def __init__(self, url: str, body: dict[str, Any], headers: dict[str, str] | None = None) -> None:
+        self._url, self._headers = url, headers or {}
+        self.body = {"model": "bundled", "stream": True, "stream_options": {"include_usage": True}, **body}
+        self.response: httpx.Response | None = None
+        self.pieces: list[str] = []
+        self.came_s: list[float] = []  # of each piece
+        self.texts: dict[int, str] = defaultdict(str)  # choice -> its text
+        self.tokens: dict[int, list[tuple[str, float]]] = defaultdict(list)  # choice -> (text, logprob), if asked for
+        self.finish_reasons: dict[int, str] = {}
+        self.usage: dict[str, Any] = {}
+        self.x_cache: dict[str, Any] = {}
+        self.timings: dict[str, Any] = {}
+        self.is_done = False
+        self.sent_s = self.done_s = 0.0
+        self._wanted = math.inf
+        self._has_wanted = asyncio.Event()
+
+    async def run(self) -> "ChatStream":
+        """Return itself at its end. Raises StreamFailed, and what httpx raises."""
+        try:
+            await self._run()
+        finally:
+            self._has_wanted.set()
+        return self
+
+    async def has(self, pieces: int) -> None:
+        """Return when so many pieces have come, or `run` has ended. One task may wait."""
+        self._wanted = pieces
+        if len(self.pieces) < pieces:
+            await self._has_wanted.wait()
+
+    async def _run(self) -> None:
+        self.sent_s = time.perf_counter()
+        async with (
+            httpx.AsyncClient(timeout=LIMIT_S, trust_env=False) as client,
+            client.stream("POST", f"{self._url}/v1/chat/completions", json=self.body, headers=self._headers) as answer,
+        ):
+            self.response = answer
+            if answer.status_code != 200:
+                raise StreamFailed(f"{answer.status_code}: {(await answer.aread()).decode(errors='replace')[:300]}")
+            async for line in answer.aiter_lines():
+                if line.startswith("data: {"):
+                    self._take(json.loads(line.removeprefix("data: ")), time.perf_counter())
+                self.is_done |= line == "data: [DONE]"
+        self.done_s = time.perf_counter()
+        if not (self.is_done and self.usage and len(self.finish_reasons) == self.body.get("n", 1)):
+            raise StreamFailed("the stream ended too early")
+
+    def _take(self, event: dict[str, Any], now_s: float) -> None:
+        if "error" in event:
+            raise StreamFailed(str(event["error"]))
+        self.usage = event.get("usage") or self.usage
+        self.x_cache = event.get("x_cache") or self.x_cache
+        self.timings = event.get("timings") or self.timings
+        for choice in event["choices"]:
+            if text := choice["delta"].get("content"):
+                self.texts[choice["index"]] += text
+                self.pieces.append(text)
+                self.came_s.append(now_s)
+                if len(self.pieces) >= self._wanted:
+                    self._has_wanted.set()
+            if choice.get("logprobs"):
+                self.tokens[choice["index"]] += [
+                    (one["token"], one["logprob"]) for one in choice["logprobs"]["content"]
+                ]
+            if choice["finish_reason"]:
+                self.finish_reasons[choice["index"]] = choice["finish_reason"]
+
+    @property
+    def text(self) -> str:
+        """The first choice's."""
+        return self.texts[0]
+
+    @property
+    def ttft_s(self) -> float:
+        """Request sent to first text received."""
+        return self.came_s[0] - self.sent_s
+
+    @property
+    def context_tokens(self) -> int:
+        """Tokens of the first choice that have run through the model: all but the last one."""
+        return int(self.usage["prompt_tokens"] + self.usage["completion_tokens"] // self.body.get("n", 1) - 1)
+
+    @property
+    def cached_tokens(self) -> int:
+        return int(self.usage["prompt_tokens_details"]["cached_tokens"])
+
+    @property
+    def session_id(self) -> str:
+        return self._header("x-session-id")
+
+    @property
+    def route(self) -> dict[str, str]:
+        """`replica`, `route` and perhaps `why`, as the gateway told them before the first byte."""
+        return dict(part.split("=", 1) for part in self._header("x-route").split("; "))
+
+    def _header(self, name: str) -> str:
+        if self.response is None:
+            raise StreamFailed("it has not begun")
+        return str(self.response.headers[name])
