@@ -12,6 +12,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 from benchmarks.figures import classes as classes_figure
+from benchmarks.figures.fleet import fleet_sections
 from benchmarks.figures.tiers import tier_sections
 from benchmarks.figures.truncation import all_parts, truncation_results
 from benchmarks.figures.truncation import draw as draw_truncation
@@ -264,6 +265,7 @@ def main() -> None:
         if (result := load(name)) is not None:
             held = "; ".join(f"{what}: {'yes' if value else 'NO'}" for what, value in result["held"].items())
             lines += [f"## {title}", "", held + ".", "", machine(result), ""]
+    lines += fleet_sections(load, machine)
     (DOCS / "results.md").write_text("\n".join(lines), encoding="utf-8")
     print(f"written: {DOCS / 'results.md'}")
 

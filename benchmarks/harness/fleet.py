@@ -105,6 +105,11 @@ class FleetProcesses:
         engine.kill()
         psutil.wait_procs([engine], timeout=20)
 
+    def wait_ready(self, name: str) -> None:
+        """Wait until a replica has an engine again."""
+        url = f"{self.replicas[name].url}/ready"
+        wait_until(lambda: _status(url) == 200, f"the replica {name!r} is not ready")
+
     def stop(self, name: str) -> None:
         """SIGTERM to a replica. Returns when it has gone."""
         del self.replicas[name]
@@ -178,6 +183,12 @@ def wait_until(is_so: Callable[[], bool], otherwise: str) -> None:
         if time.monotonic() > end_s:
             raise ServerFailed(otherwise)
         time.sleep(0.1)
+
+
+def _status(url: str) -> int | None:
+    with suppress(httpx.HTTPError):
+        return httpx.get(url, timeout=10).status_code
+    return None
 
 
 def _replicas(url: str) -> int | None:
