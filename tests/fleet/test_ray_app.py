@@ -81,7 +81,7 @@ class RayFleet:
         """Return the servers that take requests."""
         found = set()
         for server in self.servers():
-            with suppress(psutil.Error, httpx.HTTPError):
+            with suppress(psutil.Error, httpx.HTTPError, ValueError):  # one that ends has no arguments any more
                 command = server.cmdline()
                 if httpx.get(f"{command[command.index('--fleet.advertise') + 1]}/ready", timeout=5).status_code == 200:
                     found.add(server.pid)
@@ -188,10 +188,11 @@ class Client:
             "max_tokens": self.tokens, "ignore_eos": True, "stream": True,
         }  # fmt: skip
         with httpx.stream("POST", f"{self.url}/v1/chat/completions", json=body, timeout=READY_S) as answer:
-            lines = [line for line in answer.iter_lines() if line]
-            if answer.status_code == 503 and "no_replica" in lines[0]:
+            said = [line for line in answer.iter_lines() if line]
+            if answer.status_code == 503 and "no_replica" in said[0]:
                 return False
-            assert answer.status_code == 200, lines
+            assert answer.status_code == 200, said
+        lines = [line for line in said if line.startswith("data: ")]  # others are comments while it waits
         assert lines[-1] == "data: [DONE]", lines[-1]
         assert not any("error" in json.loads(line.removeprefix("data: ")) for line in lines[:-1]), lines
         return True
