@@ -23,8 +23,8 @@ import httpx
 import psutil
 import pytest
 
+from benchmarks.harness.fleet import READY_S, SMALL
 from benchmarks.harness.servers import ROOT, free_port
-from tests.fleet.processes import READY_S, SMALL
 from tests.redis_servers import redis_server
 
 pytest.importorskip("ray", reason="needs the extra `fleet`")
